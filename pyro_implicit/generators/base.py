@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all generators of the library share: their sizes, and the check of their inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Generator"]
+
+
+class Generator(nn.Module):
+    """
+    A network that turns noise, and perhaps a context, into a value.
+
+    Guides accept any :class:`torch.nn.Module` called as ``generator(noise, context)``; this base
+    class only stores the sizes and explains inputs of the wrong size. A subclass may also offer
+    ``value_and_jacobian(noise, context)``, the exact derivative of the value with respect to the
+    noise, which methods such as LIVI then use instead of :mod:`torch.func`.
+
+    :param int noise_dim: Size of the noise vector.
+    :param int output_dim: Size of the value.
+    :param int context_dim: Size of the context vector; 0 for none.
+    :raises ValueError: If a size is not positive (a context of size 0 means no context).
+    """
+
+    def __init__(self, noise_dim: int, output_dim: int, context_dim: int = 0) -> None:
+        super().__init__()
+        check_positive(noise_dim=noise_dim, output_dim=output_dim)
+        if context_dim < 0:
+            raise ValueError(f"context_dim is {context_dim}; give a size, or 0 for no context.")
+        self.noise_dim = noise_dim
+        self.output_dim = output_dim
+        self.context_dim = context_dim
+
+    def extra_repr(self) -> str:
+        sizes = f"noise_dim={self.noise_dim}, output_dim={self.output_dim}"
+        return sizes + (f", context_dim={self.context_dim}" if self.context_dim else "")
+
+    def _check_inputs(self, noise: Tensor, context: Tensor | None) -> None:
+        name = type(self).__name__
+        if noise.dim() == 0 or noise.shape[-1] != self.noise_dim:
+            raise ValueError(
+                f"{name} expects noise of shape (*batch, {self.noise_dim}), "
+                f"got {tuple(noise.shape)}; draw noise of the generator's noise_dim."
+            )
+        if self.context_dim == 0:
+            if context is not None:
+                raise ValueError(
+                    f"{name} was built without a context but got one of shape "
+                    f"{tuple(context.shape)}; build it with context_dim={context.shape[-1]}."
+                )
+        elif context is None:
+            raise ValueError(
+                f"{name} was built with context_dim={self.context_dim} but got no context; "
+                "pass context=..., or build the generator with context_dim=0."
+            )
+        elif context.dim() == 0 or context.shape[-1] != self.context_dim:
+            raise ValueError(
+                f"{name} expects a context of shape (*batch, {self.context_dim}), "
+                f"got {tuple(context.shape)}; build the generator with a context_dim that matches."
+            )
+
+    def _join(self, noise: Tensor, context: Tensor | None) -> Tensor:
+        """Checks both inputs and joins them, their batch shapes broadcast, into one vector."""
+        self._check_inputs(noise, context)
+        if context is None:
+            return noise
+        batch = torch.broadcast_shapes(noise.shape[:-1], context.shape[:-1])
+        return torch.cat([noise.expand(batch + (-1,)), context.expand(batch + (-1,))], dim=-1)
+
+
+def check_positive(**sizes: int) -> None:
+    """Raises :class:`ValueError` for the first of the named sizes that is below one."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it must be a positive integer.")

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The default generator: an affine map of the noise, gated and shifted by small networks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .base import Generator
+from .mlp import MLP
+
+__all__ = ["GatedMLP"]
+
+
+class GatedMLP(Generator):
+    r"""
+    An affine map of the noise with a multiplicative gate and an additive correction,
+
+    .. math:: g(z, c) = (A z + b + C c) \odot \exp(s(z, c)) + t(z, c),
+
+    where s and t are two small :class:`MLP` that start near zero. The gate lets one network carry
+    a scale that changes along the posterior, such as that of a funnel, which an additive network
+    cannot.
+
+    It starts as an affine map with unit spread: under standard normal noise every coordinate of
+    A z has unit variance, and A is the identity where the sizes allow. C starts small.
+
+    **Example:**
+
+    >>> generator = GatedMLP(noise_dim=4, output_dim=4)
+    >>> generator(torch.randn(8, 4)).shape
+    torch.Size([8, 4])
+
+    :param int noise_dim: Size of the noise vector.
+    :param int output_dim: Size of the value.
+    :param hidden: Widths of the hidden layers of each of the two networks.
+    :param str activation: "tanh", "elu", "relu" or "silu".
+    :param int context_dim: Size of the context vector; 0 for none.
+    :raises ValueError: If a size is not positive or the activation is unknown.
+    """
+
+    def __init__(
+        self,
+        noise_dim: int,
+        output_dim: int,
+        hidden: Sequence[int] = (64, 64),
+        activation: str = "tanh",
+        context_dim: int = 0,
+    ) -> None:
+        super().__init__(noise_dim, output_dim, context_dim)
+        self.affine = nn.Linear(noise_dim, output_dim)
+        self.context_linear = (
+            nn.Linear(context_dim, output_dim, bias=False) if context_dim else None
+        )
+        self.log_scale = MLP(noise_dim, output_dim, hidden, activation, context_dim, 0.01)
+        self.shift = MLP(noise_dim, output_dim, hidden, activation, context_dim, 0.01)
+        with torch.no_grad():
+            if noise_dim == output_dim:
+                nn.init.eye_(self.affine.weight)
+            else:
+                nn.init.orthogonal_(self.affine.weight)
+                self.affine.weight.div_(self.affine.weight.norm(dim=-1, keepdim=True))
+            self.affine.bias.zero_()
+            if self.context_linear is not None:
+                self.context_linear.weight.mul_(0.1)
+
+    def forward(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
+        """
+        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
+        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
+        :returns: Values of shape ``(*batch, output_dim)``.
+        :raises ValueError: If the noise or the context has the wrong size.
+        """
+        self._check_inputs(noise, context)
+        gate = self.log_scale(noise, context).exp()
+        return self._base(noise, context) * gate + self.shift(noise, context)
+
+    def value_and_jacobian(
+        self, noise: Tensor, context: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """
+        The value and its exact derivative with respect to the noise.
+
+        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
+        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
+        :returns: Values of shape ``(*batch, output_dim)`` and Jacobians of shape
+            ``(*batch, output_dim, noise_dim)``.
+        :raises ValueError: If the noise or the context has the wrong size.
+        """
+        self._check_inputs(noise, context)
+        log_scale, log_scale_jacobian = self.log_scale.value_and_jacobian(noise, context)
+        shift, shift_jacobian = self.shift.value_and_jacobian(noise, context)
+        gate = log_scale.exp()
+        base = self._base(noise, context)
+        inner = self.affine.weight + base.unsqueeze(-1) * log_scale_jacobian
+        return base * gate + shift, gate.unsqueeze(-1) * inner + shift_jacobian
+
+    def _base(self, noise: Tensor, context: Tensor | None) -> Tensor:
+        base = self.affine(noise)
+        return base if context is None else base + self.context_linear(context)

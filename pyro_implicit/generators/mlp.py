@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plain fully connected generator."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .activations import get_activation
+from .base import Generator, check_positive
+
+__all__ = ["MLP"]
+
+
+class MLP(Generator):
+    """
+    A fully connected network; a context is concatenated to the noise.
+
+    **Example:**
+
+    >>> generator = MLP(noise_dim=3, output_dim=5)
+    >>> value, jacobian = generator.value_and_jacobian(torch.randn(8, 3))
+    >>> value.shape, jacobian.shape
+    (torch.Size([8, 5]), torch.Size([8, 5, 3]))
+
+    :param int noise_dim: Size of the noise vector.
+    :param int output_dim: Size of the value.
+    :param hidden: Widths of the hidden layers; ``()`` for an affine map.
+    :param str activation: "tanh", "elu", "relu" or "silu".
+    :param int context_dim: Size of the context vector; 0 for none.
+    :param float output_scale: Factor on the last layer's initial weights, whose bias starts at
+        zero: a small value makes a network that starts near zero.
+    :raises ValueError: If a size is not positive or the activation is unknown.
+    """
+
+    def __init__(
+        self,
+        noise_dim: int,
+        output_dim: int,
+        hidden: Sequence[int] = (64, 64),
+        activation: str = "elu",
+        context_dim: int = 0,
+        output_scale: float = 1.0,
+    ) -> None:
+        super().__init__(noise_dim, output_dim, context_dim)
+        for width in hidden:
+            check_positive(hidden=width)
+        self.activation = get_activation(activation)
+        sizes = [noise_dim + context_dim, *hidden, output_dim]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+        with torch.no_grad():
+            self.layers[-1].weight.mul_(output_scale)
+            self.layers[-1].bias.zero_()
+
+    def forward(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
+        """
+        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
+        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
+        :returns: Values of shape ``(*batch, output_dim)``.
+        :raises ValueError: If the noise or the context has the wrong size.
+        """
+        x = self._join(noise, context)
+        for layer in self.layers[:-1]:
+            x = self.activation.function(layer(x))
+        return self.layers[-1](x)
+
+    def value_and_jacobian(
+        self, noise: Tensor, context: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """
+        The value and its exact derivative with respect to the noise, by carrying the derivative
+        of every layer along with its value.
+
+        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
+        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
+        :returns: Values of shape ``(*batch, output_dim)`` and Jacobians of shape
+            ``(*batch, output_dim, noise_dim)``.
+        :raises ValueError: If the noise or the context has the wrong size.
+        """
+        hidden, tangent = self.hidden_and_tangent(noise, context)
+        last = self.layers[-1]
+        return last(hidden), (tangent @ last.weight.mT).mT
+
+    def hidden_and_tangent(
+        self, noise: Tensor, context: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """
+        What enters the last layer, and its derivative with respect to the noise, transposed.
+
+        The derivative is kept transposed because a layer then acts on it as it acts on a batch of
+        ``noise_dim`` further inputs: one large matrix product in place of many small ones.
+
+        :returns: Activations of shape ``(*batch, width)`` and their transposed derivative of
+            shape ``(*batch, noise_dim, width)``.
+        """
+        x = self._join(noise, context)
+        tangent = torch.eye(self.noise_dim, dtype=x.dtype, device=x.device)
+        tangent = tangent.expand(x.shape[:-1] + tangent.shape)
+        for i, layer in enumerate(self.layers[:-1]):
+            argument = layer(x)
+            x = self.activation.function(argument)
+            slope = self.activation.derivative(argument, x).unsqueeze(-2)
+            if i == 0:
+                tangent = layer.weight[:, : self.noise_dim].mT * slope
+            else:
+                tangent = (tangent @ layer.weight.mT) * slope
+        return x, tangent
