@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every test and every doctest starts from the same state of Pyro and torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pyro
+import pytest
+import torch
+
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> Iterator[None]:
+    """Clear the parameter store, seed, and undo what a test changes globally."""
+    dtype = torch.get_default_dtype()
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    with pyro.validation_enabled(True):
+        yield
+    torch.set_default_dtype(dtype)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packaging metadata. The version has one home, pyro_implicit/__init__.py, and is read as text."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+INIT = (ROOT / "pyro_implicit" / "__init__.py").read_text(encoding="utf-8")
+VERSION = re.search(r'^__version__ = "([^"]+)"', INIT, re.MULTILINE).group(1)
+
+EXAMPLES = ["scikit-learn", "tqdm", "arviz"]
+TEST = ["pytest>=8", *EXAMPLES]
+DOCS = ["sphinx>=8", "furo"]
+LINT = ["ruff", "mypy", "import-linter"]
+
+setup(
+    name="pyro-implicit",
+    version=VERSION,
+    description="Implicit variational inference for Pyro: neural samplers as guides, checked against NUTS",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["pyro_implicit", "pyro_implicit.*"]),
+    package_data={"pyro_implicit": ["py.typed"]},
+    python_requires=">=3.11",
+    # matplotlib and pytest are never imported when the package is: tests/test_package.py.
+    install_requires=["pyro-ppl>=1.9.2", "torch>=2.2", "numpy", "matplotlib", "pytest"],
+    extras_require={
+        "examples": EXAMPLES,
+        "test": TEST,
+        "docs": DOCS,
+        "lint": LINT,
+        "dev": [*TEST, *DOCS, *LINT, "tox>=4"],
+    },
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: OS Independent",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
