@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package as a whole: light to import, its names public and documented, its version told once."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pyro_implicit
+
+ROOT = Path(__file__).parents[1]
+MODULES = ["pyro_implicit"] + [
+    module.name for module in pkgutil.walk_packages(pyro_implicit.__path__, "pyro_implicit.")
+]
+
+
+def test_import_stays_light() -> None:
+    heavy = {"matplotlib", "pytest", "sklearn", "arviz", "pandas"}
+    script = "import sys, pyro_implicit; print(*sorted({m.split('.')[0] for m in sys.modules}))"
+    loaded = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    ).stdout.split()
+    assert "pyro_implicit" in loaded
+    assert not heavy & set(loaded)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_module_says_what_it_offers(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__, f"{name} has no docstring"
+    assert hasattr(module, "__all__"), f"{name} has no __all__"
+    for public in module.__all__:
+        assert hasattr(module, public), f"{name}.__all__ names {public}, which it does not have"
+
+
+@pytest.mark.parametrize("name", sorted(set(pyro_implicit.__all__) - {"__version__"}))
+def test_public_name_is_documented(name: str) -> None:
+    # Not inspect.getdoc: a docstring inherited from torch or Pyro does not count.
+    assert getattr(pyro_implicit, name).__doc__, f"pyro_implicit.{name} has no docstring"
+
+
+def test_version_is_told_once() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## \[([^]]+)\]", changelog, re.MULTILINE)
+    citation = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert newest is not None and newest[1] == pyro_implicit.__version__
+    assert citation is not None and citation[1] == pyro_implicit.__version__
+
+
+def test_readme_code_runs() -> None:
+    """The first Python block of the README is a whole program; here with few steps."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    assert block is not None
+    few = re.sub(r"\d_000", "3", block[1])
+    assert few != block[1], "write the README's step counts as 3_000, so that this test can cut them"
+    exec(compile(few, "README.md", "exec"), {"__name__": "readme"})
