@@ -18,7 +18,7 @@ LINT = ["ruff", "mypy", "import-linter"]
 setup(
     name="pyro-implicit",
     version=VERSION,
-    description="Implicit variational inference for Pyro: neural samplers as guides, checked against NUTS",
+    description="Implicit variational inference for Pyro: neural samplers as guides",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package as a whole: light to import, its names public and documented, its version told once."""
+"""The package as a whole: light to import, documented, its version told once."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ def test_readme_code_runs() -> None:
     block = re.search(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     assert block is not None
     few = re.sub(r"\d_000", "3", block[1])
-    assert few != block[1], "write the README's step counts as 3_000, so that this test can cut them"
+    assert few != block[1], "write the README's step counts as 3_000, for this test to cut"
     exec(compile(few, "README.md", "exec"), {"__name__": "readme"})
