@@ -75,7 +75,7 @@ class GatedMLP(Generator):
         """
         self._check_inputs(noise, context)
         gate = self.log_scale(noise, context).exp()
-        return self._base(noise, context) * gate + self.shift(noise, context)
+        return torch.addcmul(self.shift(noise, context), self._base(noise, context), gate)
 
     def value_and_jacobian(
         self, noise: Tensor, context: Tensor | None = None
@@ -94,8 +94,10 @@ class GatedMLP(Generator):
         shift, shift_jacobian = self.shift.value_and_jacobian(noise, context)
         gate = log_scale.exp()
         base = self._base(noise, context)
-        inner = self.affine.weight + base.unsqueeze(-1) * log_scale_jacobian
-        return base * gate + shift, gate.unsqueeze(-1) * inner + shift_jacobian
+        # Transposed, because that is how the networks' Jacobians lie in memory.
+        inner = torch.addcmul(self.affine.weight.mT, base.unsqueeze(-2), log_scale_jacobian.mT)
+        jacobian = torch.addcmul(shift_jacobian.mT, gate.unsqueeze(-2), inner).mT
+        return torch.addcmul(shift, base, gate), jacobian
 
     def _base(self, noise: Tensor, context: Tensor | None) -> Tensor:
         base = self.affine(noise)

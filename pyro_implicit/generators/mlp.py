@@ -62,10 +62,10 @@ class MLP(Generator):
         :returns: Values of shape ``(*batch, output_dim)``.
         :raises ValueError: If the noise or the context has the wrong size.
         """
-        x = self._join(noise, context)
-        for layer in self.layers[:-1]:
-            x = self.activation.function(layer(x))
-        return self.layers[-1](x)
+        x = self.layers[0](self._join(noise, context))
+        for layer in self.layers[1:]:
+            x = layer(self.activation.function(x))
+        return x
 
     def value_and_jacobian(
         self, noise: Tensor, context: Tensor | None = None
@@ -80,31 +80,14 @@ class MLP(Generator):
             ``(*batch, output_dim, noise_dim)``.
         :raises ValueError: If the noise or the context has the wrong size.
         """
-        hidden, tangent = self.hidden_and_tangent(noise, context)
-        last = self.layers[-1]
-        return last(hidden), (tangent @ last.weight.mT).mT
-
-    def hidden_and_tangent(
-        self, noise: Tensor, context: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """
-        What enters the last layer, and its derivative with respect to the noise, transposed.
-
-        The derivative is kept transposed because a layer then acts on it as it acts on a batch of
-        ``noise_dim`` further inputs: one large matrix product in place of many small ones.
-
-        :returns: Activations of shape ``(*batch, width)`` and their transposed derivative of
-            shape ``(*batch, noise_dim, width)``.
-        """
-        x = self._join(noise, context)
-        tangent = torch.eye(self.noise_dim, dtype=x.dtype, device=x.device)
-        tangent = tangent.expand(x.shape[:-1] + tangent.shape)
-        for i, layer in enumerate(self.layers[:-1]):
-            argument = layer(x)
-            x = self.activation.function(argument)
-            slope = self.activation.derivative(argument, x).unsqueeze(-2)
-            if i == 0:
-                tangent = layer.weight[:, : self.noise_dim].mT * slope
-            else:
-                tangent = (tangent @ layer.weight.mT) * slope
-        return x, tangent
+        first = self.layers[0]
+        x = first(self._join(noise, context))
+        # The derivative is carried transposed: a layer then acts on it as on noise_dim further
+        # inputs, one large matrix product in place of many small ones.
+        tangent = first.weight[:, : self.noise_dim].mT
+        for layer in self.layers[1:]:
+            value = self.activation.function(x)
+            slope = self.activation.derivative(x, value)
+            tangent = (tangent * slope.unsqueeze(-2)) @ layer.weight.mT
+            x = layer(value)
+        return x, tangent.expand(x.shape[:-1] + tangent.shape[-2:]).mT
