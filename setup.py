@@ -27,7 +27,7 @@ setup(
     package_data={"pyro_implicit": ["py.typed"]},
     python_requires=">=3.11",
     # matplotlib and pytest are never imported when the package is: tests/test_package.py.
-    install_requires=["pyro-ppl>=1.9.2", "torch>=2.2", "numpy", "matplotlib", "pytest"],
+    install_requires=["pyro-ppl>=1.9.2", "torch", "numpy", "matplotlib", "pytest"],
     extras_require={
         "examples": EXAMPLES,
         "test": TEST,
