@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Implicit variational inference for Pyro: swap in an implicit guide, run SVI as always."""
+
+from __future__ import annotations
+
+from pyro_implicit.distributions import Implicit, SemiImplicit
+from pyro_implicit.generators import MLP, GatedMLP
+from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
+from pyro_implicit.infer import LIVI_ELBO
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoImplicit",
+    "AutoSemiImplicit",
+    "GatedMLP",
+    "Implicit",
+    "LIVI_ELBO",
+    "MLP",
+    "SemiImplicit",
+]

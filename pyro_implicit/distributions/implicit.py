@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distributions that can be sampled but whose density is intractable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import pyro.distributions as dist
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+
+__all__ = ["Implicit", "IntractableDensityError"]
+
+Generator = Callable[..., Tensor]
+
+
+class IntractableDensityError(NotImplementedError, ValueError):
+    """Raised by ``log_prob`` of a distribution without a density.
+
+    It is a :class:`ValueError` too because Pyro's traces add the site's name to those.
+    """
+
+
+class Implicit(TorchDistribution):
+    r"""The distribution of :math:`\theta = g(z)`, a generator fed with noise.
+
+    It draws by pushing noise through the generator, remembers the noise behind the value it drew
+    last (:meth:`noise_of`), and refuses :meth:`log_prob`. The ELBOs of :mod:`pyro_implicit.infer`
+    train it at any ``pyro.sample`` statement of a guide; it composes with ``to_event`` and, through
+    :class:`~pyro.distributions.TransformedDistribution` with cached transforms
+    (``cache_size=1``), reaches constrained supports.
+
+    **Example:**
+
+    >>> from pyro_implicit import MLP
+    >>> q = Implicit(MLP(noise_dim=4, output_dim=3), 4)
+    >>> q.event_shape, q.sample((5,)).shape
+    (torch.Size([3]), torch.Size([5, 3]))
+
+    :param generator: a callable ``generator(noise)``, or ``generator(noise, context)`` if a context
+        is given, from ``(*batch, noise_dim)`` to ``(*batch, *event_shape)``, which treats the rows
+        of any leading batch shape independently of each other.
+    :param noise: the size of standard normal noise, or a distribution of the noise with
+        ``event_dim`` 1.
+    :param context: what the generator is conditioned on, of shape ``(*batch, context_dim)``; its
+        batch shape broadcasts with that of the noise.
+    :raises ValueError: if the noise is no vector, or the generator loses its batch shape.
+    """
+
+    arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
+    has_rsample = True
+    #: Names of the ELBOs that can train this kind of distribution; they add themselves.
+    trained_by: ClassVar[list[str]] = []
+
+    def __init__(
+        self,
+        generator: Generator,
+        noise: int | dist.TorchDistribution,
+        context: Tensor | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        if not isinstance(noise, torch.distributions.Distribution):
+            noise = _standard_normal(noise, generator, context)
+        if len(noise.event_shape) != 1:
+            raise ValueError(
+                f"{type(self).__name__} wants a noise distribution over vectors, but got batch "
+                f"shape {tuple(noise.batch_shape)} and event shape {tuple(noise.event_shape)}: "
+                "declare its rightmost dimension as the event with noise.to_event(1)"
+            )
+        batch_shape = noise.batch_shape
+        if context is not None:
+            batch_shape = torch.broadcast_shapes(batch_shape, context.shape[:-1])
+            context = context.expand(batch_shape + context.shape[-1:])
+        self.generator = generator
+        self.context = context
+        self.noise_distribution = noise.expand(batch_shape)
+        self._drawn: tuple[Tensor, Tensor] | None = None
+        super().__init__(batch_shape, self._find_event_shape(), validate_args=validate_args)
+
+    def _find_event_shape(self) -> torch.Size:
+        """The shape of one draw: the generator's ``output_dim``, else found by one small run."""
+        output_dim = getattr(self.generator, "output_dim", None)
+        if output_dim is not None:
+            return torch.Size((output_dim,))
+        if self.generator not in _EVENT_SHAPES:
+            noise = torch.zeros_like(self.noise_distribution.mean)
+            with torch.no_grad():
+                value = self.generate(noise)
+            batch_shape = noise.shape[:-1]
+            if value.shape[: len(batch_shape)] != batch_shape:
+                raise ValueError(
+                    f"the generator of {type(self).__name__} turned noise of shape "
+                    f"{tuple(noise.shape)} into {tuple(value.shape)}; it must keep the leading "
+                    f"batch shape {tuple(batch_shape)}"
+                )
+            _EVENT_SHAPES[self.generator] = value.shape[len(batch_shape) :]
+        return _EVENT_SHAPES[self.generator]
+
+    @property
+    def support(self) -> constraints.Constraint:  # type: ignore[override]
+        """All of :math:`R^m`."""
+        return constraints.independent(constraints.real, len(self.event_shape))
+
+    def expand(self, batch_shape: torch.Size, _instance: Any = None) -> Implicit:
+        """The same generator with independent noise for each element of ``batch_shape``."""
+        new = self._get_checked_instance(Implicit, _instance)
+        batch_shape = torch.Size(batch_shape)
+        new.generator = self.generator
+        new.context = self.context
+        if self.context is not None:
+            new.context = self.context.expand(batch_shape + self.context.shape[-1:])
+        new.noise_distribution = self.noise_distribution.expand(batch_shape)
+        new._drawn = None
+        TorchDistribution.__init__(new, batch_shape, self.event_shape, validate_args=False)
+        new._validate_args = self._validate_args
+        return new
+
+    def generate(self, noise: Tensor) -> Tensor:
+        """Push noise through the generator, in this distribution's context.
+
+        :param noise: ``(*sample_shape, *batch_shape, noise_dim)``.
+        :returns: ``(*sample_shape, *batch_shape, *event_shape)``.
+        """
+        if self.context is None:
+            return self.generator(noise)
+        return self.generator(noise, self.context.expand(noise.shape[:-1] + (-1,)))
+
+    def rsample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
+        """Draw, differentiably in the generator's parameters and the context.
+
+        :returns: ``(*sample_shape, *batch_shape, *event_shape)``.
+        """
+        noise = self.noise_distribution.rsample(sample_shape)
+        value = self._value(noise)
+        shape = noise.shape[:-1] + self.event_shape
+        if value.shape != shape:
+            raise ValueError(
+                f"the generator of {type(self).__name__} returned shape {tuple(value.shape)} where "
+                f"{tuple(shape)} was expected, for noise of shape {tuple(noise.shape)}"
+            )
+        self._drawn = (value, noise)
+        return value
+
+    def _value(self, noise: Tensor) -> Tensor:
+        return self.generate(noise)
+
+    def noise_of(self, value: Tensor) -> Tensor:
+        """The noise behind the value that this distribution drew last.
+
+        :param value: that very tensor, not a copy.
+        :returns: ``(*sample_shape, *batch_shape, noise_dim)``.
+        :raises ValueError: if ``value`` is not the last draw.
+        """
+        if self._drawn is None or self._drawn[0] is not value:
+            raise ValueError(
+                f"{type(self).__name__} knows the noise only of the value it drew last, and this "
+                "tensor is another one. Draw it by rsample() of this very distribution, without "
+                "replaying or conditioning the guide; if transforms follow, build each with "
+                "cache_size=1"
+            )
+        return self._drawn[1]
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Refuses: the density is intractable.
+
+        :raises IntractableDensityError: always, naming the ELBOs that can train the distribution.
+        """
+        raise IntractableDensityError(
+            f"the density of {type(self).__name__} is intractable, so an ELBO that needs log_prob "
+            "(such as Trace_ELBO) cannot train it. Cure: use one of "
+            f"{', '.join(self.trained_by) or 'the ELBOs of pyro_implicit.infer'}"
+        )
+
+
+_EVENT_SHAPES: WeakKeyDictionary[Generator, torch.Size] = WeakKeyDictionary()
+
+
+def _standard_normal(
+    noise_dim: int, generator: Generator, context: Tensor | None
+) -> dist.TorchDistribution:
+    """Standard normal noise on the device and in the precision of the context or generator."""
+    if isinstance(noise_dim, bool) or not isinstance(noise_dim, int) or noise_dim < 1:
+        raise ValueError(f"noise must be a positive size or a distribution, but got {noise_dim!r}")
+    like = context
+    if like is None and isinstance(generator, torch.nn.Module):
+        like = next((p for p in generator.parameters() if p.is_floating_point()), None)
+    zeros = torch.zeros(noise_dim) if like is None else like.new_zeros(noise_dim)
+    return dist.Normal(zeros, torch.ones_like(zeros)).to_event(1)

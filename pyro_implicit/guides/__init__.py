@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Automatic guides whose density is implicit."""
+
+from __future__ import annotations
+
+from pyro_implicit.guides.auto_implicit import AutoImplicit, AutoSemiImplicit
+
+__all__ = ["AutoImplicit", "AutoSemiImplicit"]

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Automatic implicit guides over all latents of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import AutoContinuous, AutoGuide, init_to_median
+from pyro.nn import PyroParam
+from torch import Tensor, nn
+from torch.distributions import biject_to, constraints
+
+from pyro_implicit.distributions import Implicit, SemiImplicit
+from pyro_implicit.generators import GatedMLP
+from pyro_implicit.guides.frames import gaussian_frame
+
+__all__ = ["AutoImplicit", "AutoSemiImplicit"]
+
+
+class AutoImplicit(AutoContinuous):
+    r"""A neural sampler over all latents of a model.
+
+    In unconstrained space the latent vector is :math:`\theta = \mu + D \odot g(z)` with standard
+    normal noise z, a generator g and a learnable frame :math:`(\mu, D)`. The default generator is
+    :class:`~pyro_implicit.generators.GatedMLP`, started as an affine map, so training starts from a
+    Gaussian at ``init_loc_fn`` of standard deviation ``init_scale``. There is no density: train it
+    by the ELBOs for :class:`~pyro_implicit.distributions.Implicit` sites.
+
+    **Example:**
+
+    >>> def model():
+    ...     scale = pyro.sample("scale", dist.HalfNormal(1.0))
+    ...     pyro.sample("x", dist.Normal(0.0, scale))
+    >>> guide = AutoImplicit(model)
+    >>> sorted(guide())
+    ['scale', 'x']
+    >>> guide.sample_posterior(5)["x"].shape
+    torch.Size([5])
+
+    :param model: a Pyro model with continuous latents and fixed structure.
+    :param generator: a module ``(noise) -> value`` from ``(*batch, noise_dim)`` to
+        ``(*batch, latent_dim)``, or a callable that makes one from ``latent_dim``.
+    :param noise_dim: size of the noise; by default the generator's ``noise_dim``, else the latent
+        dimension, but at most 800 (LIVI's exact log-determinant ends there).
+    :param init_loc_fn: per-site initialisation, see Pyro's :ref:`autoguide-initialization`.
+    :param init_scale: initial standard deviation of each latent, in unconstrained space; 0.1 suits
+        small models, 0.01 large networks. Not used with a ``base_guide``.
+    :param base_guide: a Gaussian autoguide of the same model, fitted or not. Its location and scale
+        replace the frame: :math:`\theta = \mu + L (D \odot g(z))`, with L fixed and D starting at
+        1. Helps where latents are strongly correlated, hurts a little on funnels.
+    :param create_plates: as in Pyro's autoguides.
+    :raises ValueError: for a bad argument; at the first call, for a discrete latent, a latent in a
+        subsampled plate, or a generator of the wrong output size.
+    :raises RuntimeError: at the first call, for a model without latents.
+    """
+
+    max_default_noise_dim = 800
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        generator: nn.Module | Callable[[int], nn.Module] | None = None,
+        noise_dim: int | None = None,
+        init_loc_fn: Callable[[dict[str, Any]], Tensor] = init_to_median,
+        init_scale: float = 0.1,
+        base_guide: AutoGuide | None = None,
+        create_plates: Callable[..., Any] | None = None,
+    ) -> None:
+        if not init_scale > 0:
+            raise ValueError(f"init_scale must be positive, but got {init_scale}")
+        super().__init__(model, init_loc_fn=init_loc_fn)
+        self.create_plates = create_plates
+        self.noise_dim = noise_dim
+        self._init_scale = init_scale
+        # In tuples, so that they are no submodules.
+        self._make_generator = (generator,)
+        self._base_guide = (base_guide,)
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_prototype(*args, **kwargs)
+        self._refuse_subsampled_latents()
+        self._forget_data()
+        loc, scale, scale_tril = self._init_loc(), None, None
+        (base_guide,) = self._base_guide
+        if base_guide is not None:
+            sites = list(self._unconstrained_shapes)
+            loc, scale, scale_tril = gaussian_frame(base_guide, sites, *args, **kwargs)
+        if scale is None:
+            scale = torch.full_like(loc, self._init_scale if scale_tril is None else 1.0)
+        self.loc = PyroParam(loc)
+        self.scale = PyroParam(scale, constraints.positive)
+        self.register_buffer("frame_scale_tril", scale_tril)
+        self.generator = self._init_generator(loc)
+        self._make_generator = self._base_guide = (None,)
+
+    def _init_generator(self, like: Tensor) -> nn.Module:
+        (generator,) = self._make_generator
+        if generator is None:
+            noise_dim = self.noise_dim or min(self.latent_dim, self.max_default_noise_dim)
+            generator = GatedMLP(noise_dim, self.latent_dim)
+        elif not isinstance(generator, nn.Module):
+            generator = generator(self.latent_dim)
+        generator = generator.to(dtype=like.dtype, device=like.device)
+        if self.noise_dim is None:
+            self.noise_dim = getattr(generator, "noise_dim", self.latent_dim)
+        with torch.no_grad():
+            shape = tuple(generator(like.new_zeros(2, self.noise_dim)).shape)
+        if shape != (2, self.latent_dim):
+            raise ValueError(
+                f"the generator of {type(self).__name__} turns noise of shape (2, "
+                f"{self.noise_dim}) into {shape}, but the latents of sites "
+                f"{list(self._unconstrained_shapes)} want (2, {self.latent_dim}); pass a callable "
+                "that makes a generator from the latent size"
+            )
+        return generator
+
+    def _refuse_subsampled_latents(self) -> None:
+        for name, frames in self._cond_indep_stacks.items():
+            for frame in frames:
+                if frame.full_size is not None and frame.full_size != frame.size:
+                    raise ValueError(
+                        f"site '{name}' has one latent for each of the {frame.full_size} elements "
+                        f"of plate '{frame.name}', which subsamples {frame.size}: "
+                        f"{type(self).__name__} would keep one latent per minibatch slot. Cure: "
+                        "write an amortised guide with pyro.sample(name, SemiImplicit(encoder, "
+                        "noise_dim, scale, context=features)) inside the plate, and combine it "
+                        "with this one of the other sites by AutoGuideList"
+                    )
+
+    def _forget_data(self) -> None:
+        """Keep only the latents' shapes and supports, so that a saved guide holds no data."""
+        trace = self.prototype_trace
+        latents = {name for name, _ in trace.iter_stochastic_nodes()}
+        for name in list(trace.nodes):
+            if name not in latents:
+                trace.remove_node(name)
+
+    def _registered_generator(self) -> nn.Module:
+        """The generator, its parameters tied to the param store inside a call of the guide."""
+        if not self._pyro_context.active:
+            return self.generator
+        if pyro.settings.get("module_local_params"):
+            return self.generator  # PyroModule announces its parameters on access
+        name = self._pyro_get_fullname("generator")
+        return pyro.module(name, self._modules["generator"], update_module_params=True)
+
+    def _implicit(self) -> Implicit:
+        """The distribution of g(z), in the frame."""
+        return Implicit(self._registered_generator(), self._noise())
+
+    def _noise(self) -> dist.TorchDistribution:
+        zeros = self.loc.new_zeros(self.noise_dim)
+        return dist.Normal(zeros, torch.ones_like(zeros)).to_event(1)
+
+    def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TransformedDistribution:
+        """The distribution of the unconstrained latent vector, ``event_shape`` (latent_dim,)."""
+        frame = {"event_dim": 1, "cache_size": 1}
+        if self.frame_scale_tril is None:
+            transforms = [dist.transforms.AffineTransform(self.loc, self.scale, **frame)]
+        else:
+            transforms = [
+                dist.transforms.AffineTransform(0.0, self.scale, **frame),
+                dist.transforms.LowerCholeskyAffine(self.loc, self.frame_scale_tril, cache_size=1),
+            ]
+        return dist.TransformedDistribution(self._implicit(), transforms)
+
+    def get_base_dist(self) -> dist.TorchDistribution:
+        """Refuses, as the noise is no reparameterisation of the latents (NeuTra needs one)."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no bijection from its noise to the latents, so "
+            "NeuTraReparam cannot use it; take AutoIAFNormal or AutoMultivariateNormal there"
+        )
+
+    @torch.no_grad()
+    def sample_posterior(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Draw all latents. A guide that was called once needs no arguments.
+
+        :param num_samples: number of draws.
+        :param args: the model's arguments, if the guide was never called.
+        :returns: constrained values by site, each ``(num_samples, *site_shape)``.
+        """
+        with poutine.block():
+            if self.prototype_trace is None:
+                self(*args, **kwargs)
+            depths = [-frame.dim for frame in self._prototype_frames.values()]
+            plate = pyro.plate("_posterior_samples", num_samples, dim=-max(depths, default=0) - 1)
+            with plate:
+                draws = self(*args, **kwargs)
+        nodes = self.prototype_trace.nodes
+        return {
+            name: draw.reshape((num_samples,) + nodes[name]["value"].shape)
+            for name, draw in draws.items()
+        }
+
+    def quantiles(
+        self, quantiles: list[float] | Tensor, *args: Any, num_samples: int = 1000, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Posterior quantiles of each latent, estimated from draws.
+
+        :param quantiles: numbers between 0 and 1.
+        :returns: by site, ``(len(quantiles), *site_shape)``.
+        """
+        draws = self.sample_posterior(num_samples, *args, **kwargs)
+        result = {}
+        for name, draw in draws.items():
+            # In unconstrained space, so that for instance simplices stay simplices.
+            transform = biject_to(self.prototype_trace.nodes[name]["fn"].support)
+            free = transform.inv(draw)
+            levels = torch.as_tensor(quantiles, dtype=free.dtype, device=free.device)
+            result[name] = transform(torch.quantile(free, levels, dim=0))
+        return result
+
+    def median(self, *args: Any, num_samples: int = 1000, **kwargs: Any) -> dict[str, Tensor]:
+        """Posterior medians of each latent, estimated from draws.
+
+        :returns: by site, ``site_shape``.
+        """
+        quantiles = self.quantiles([0.5], *args, num_samples=num_samples, **kwargs)
+        return {name: value.squeeze(0) for name, value in quantiles.items()}
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch; the guide must have been called once, as its parameters exist only then."""
+        if self.prototype_trace is None:
+            raise RuntimeError(
+                f"{type(self).__name__} makes its parameters at its first call: call guide(*args) "
+                "once, with any arguments of the model, before load_state_dict"
+            )
+        return super().load_state_dict(*args, **kwargs)
+
+
+class AutoSemiImplicit(AutoImplicit):
+    r"""A neural sampler over all latents of a model, with a little noise of its own on each.
+
+    In unconstrained space the latent vector is :math:`\theta = \mu + D \odot (g(z) + \rho \eta)`,
+    with standard normal z and :math:`\eta`: the conditional noise scales with each coordinate.
+    Train it by :class:`~pyro_implicit.infer.LIVI_ELBO`.
+
+    **Example:**
+
+    >>> from pyro.infer import SVI
+    >>> from pyro_implicit import LIVI_ELBO
+    >>> def model(y=torch.tensor(1.0)):
+    ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    ...     pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+    >>> guide = AutoSemiImplicit(model)
+    >>> svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.01}), LIVI_ELBO(num_particles=8))
+    >>> losses = [svi.step() for _ in range(3)]
+    >>> guide.median()["x"].shape
+    torch.Size([])
+
+    :param noise_scale: :math:`\rho`, relative to the frame: a fixed positive number, or ``"learn"``
+        for one learnable number per coordinate that starts at 0.05.
+
+    All other parameters are those of :class:`AutoImplicit`.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        generator: nn.Module | Callable[[int], nn.Module] | None = None,
+        noise_dim: int | None = None,
+        init_loc_fn: Callable[[dict[str, Any]], Tensor] = init_to_median,
+        init_scale: float = 0.1,
+        base_guide: AutoGuide | None = None,
+        create_plates: Callable[..., Any] | None = None,
+        noise_scale: float | Literal["learn"] = 0.05,
+    ) -> None:
+        if noise_scale != "learn" and not (isinstance(noise_scale, float) and noise_scale > 0):
+            raise ValueError(f'noise_scale must be a positive float or "learn", got {noise_scale}')
+        super().__init__(
+            model, generator, noise_dim, init_loc_fn, init_scale, base_guide, create_plates
+        )
+        self.noise_scale = noise_scale
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_prototype(*args, **kwargs)
+        if self.noise_scale == "learn":
+            del self.noise_scale
+            scale = torch.full_like(self.loc, 0.05)
+            self.noise_scale = PyroParam(scale, constraints.positive)
+
+    def _implicit(self) -> SemiImplicit:
+        return SemiImplicit(self._registered_generator(), self._noise(), self.noise_scale)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The affine frame of an implicit guide, taken from a Gaussian autoguide."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoLaplaceApproximation, AutoNormal
+from torch import Tensor
+
+__all__ = ["Frame", "gaussian_frame"]
+
+
+class Frame(NamedTuple):
+    """Location ``(m,)`` and scale ``(m,)`` or lower triangular factor ``(m, m)`` of a Gaussian."""
+
+    loc: Tensor
+    scale: Tensor | None
+    scale_tril: Tensor | None
+
+
+@torch.no_grad()
+def gaussian_frame(base_guide: AutoGuide, sites: list[str], *args: Any, **kwargs: Any) -> Frame:
+    """Location and scale, in unconstrained space, of a Gaussian autoguide.
+
+    **Example:**
+
+    >>> from pyro.infer.autoguide import AutoDiagonalNormal
+    >>> def model():
+    ...     import pyro
+    ...     pyro.sample("x", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+    >>> gaussian_frame(AutoDiagonalNormal(model), ["x"]).scale
+    tensor([0.1000, 0.1000, 0.1000])
+
+    :param base_guide: ``AutoNormal``, ``AutoDiagonalNormal``, ``AutoMultivariateNormal``,
+        ``AutoLowRankMultivariateNormal`` or ``AutoLaplaceApproximation`` of the same model, fitted
+        or not.
+    :param sites: the model's latent sites in their order.
+    :param args: the model's arguments.
+    :raises ValueError: if the guide is of another kind, covers other sites, or is a Laplace
+        approximation where there is no mode.
+    """
+    if base_guide.prototype_trace is None:
+        with poutine.block():
+            base_guide(*args, **kwargs)
+    found = [name for name, _ in base_guide.prototype_trace.iter_stochastic_nodes()]
+    if found != sites:
+        raise ValueError(
+            f"base_guide covers the sites {found}, but the guide covers {sites}; build both of the "
+            "same model"
+        )
+    if isinstance(base_guide, AutoNormal):
+        parts = [base_guide._get_loc_and_scale(name) for name in sites]
+        loc, scale = (
+            torch.cat([part.reshape(-1) for part in side]) for side in zip(*parts, strict=True)
+        )
+        return Frame(loc.clone(), scale.clone(), None)
+    if isinstance(base_guide, AutoLaplaceApproximation):
+        base_guide = _laplace(base_guide, args, kwargs)
+    posterior = None
+    if isinstance(base_guide, AutoContinuous):
+        posterior = base_guide.get_posterior(*args, **kwargs)
+    if isinstance(posterior, (dist.MultivariateNormal, dist.LowRankMultivariateNormal)):
+        return Frame(posterior.loc.clone(), None, posterior.scale_tril.clone())
+    if isinstance(posterior, dist.Independent) and isinstance(posterior.base_dist, dist.Normal):
+        return Frame(posterior.base_dist.loc.clone(), posterior.base_dist.scale.clone(), None)
+    raise ValueError(
+        f"base_guide must be a Gaussian autoguide (AutoNormal, AutoDiagonalNormal, "
+        f"AutoMultivariateNormal, AutoLowRankMultivariateNormal, AutoLaplaceApproximation), but "
+        f"got {type(base_guide).__name__}"
+    )
+
+
+def _laplace(base_guide: AutoLaplaceApproximation, args: tuple, kwargs: dict) -> AutoGuide:
+    message = (
+        "the Laplace approximation in base_guide has no positive definite Hessian: fit it to a "
+        "mode first, or use AutoMultivariateNormal where there is none (a funnel)"
+    )
+    try:
+        with torch.enable_grad():
+            gaussian = base_guide.laplace_approximation(*args, **kwargs)
+    except torch.linalg.LinAlgError as error:
+        raise ValueError(message) from error
+    if not gaussian.scale_tril.isfinite().all():
+        raise ValueError(message)
+    return gaussian

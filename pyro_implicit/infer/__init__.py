@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ELBOs that train implicit guides, one method per file."""
+
+from __future__ import annotations
+
+from pyro_implicit.infer.implicit_elbo import ImplicitELBO, ImplicitSite
+from pyro_implicit.infer.livi import LIVI_ELBO
+from pyro_implicit.infer.nonfinite import NonFiniteError
+
+__all__ = ["ImplicitELBO", "ImplicitSite", "LIVI_ELBO", "NonFiniteError"]

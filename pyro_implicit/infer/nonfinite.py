@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the term of a loss that is not finite, before it ruins the parameters."""
+
+from __future__ import annotations
+
+import torch
+from pyro.poutine.trace_struct import Trace
+
+__all__ = ["NonFiniteError", "check_gradients", "check_log_probs"]
+
+_CURE = (
+    "Cure: a smaller learning rate or init_scale, gradient clipping (pyro.optim.ClippedAdam), "
+    'float64, or nonfinite="skip" to leave such steps out'
+)
+
+
+class NonFiniteError(ArithmeticError):
+    """A term of the loss, or a gradient, is nan or infinite."""
+
+
+def check_log_probs(model_trace: Trace, guide_trace: Trace, elbo: str, step: int) -> None:
+    """Check the log-probabilities of all sample sites.
+
+    :param elbo: name of the ELBO, for the message.
+    :param step: number of the step, for the message.
+    :raises NonFiniteError: naming the sites.
+    """
+    terms = {
+        f"the {label}'s log-probability of site '{name}'": site["log_prob_sum"]
+        for label, trace in (("model", model_trace), ("guide", guide_trace))
+        for name, site in trace.nodes.items()
+        if site["type"] == "sample"
+    }
+    if not torch.isfinite(sum(term.detach() for term in terms.values())).item():
+        bad = [f"{term} is {value.item()}" for term, value in terms.items() if not value.isfinite()]
+        what = "; ".join(bad) or "the sum of all log-probabilities overflows"
+        raise NonFiniteError(f"{elbo}, step {step}: {what}. {_CURE}")
+
+
+def check_gradients(params: Trace, elbo: str, step: int) -> None:
+    """Check the gradients of all parameters in a trace of ``pyro.param`` sites.
+
+    :param elbo: name of the ELBO, for the message.
+    :param step: number of the step, for the message.
+    :raises NonFiniteError: naming the parameters.
+    """
+    gradients = {
+        name: site["value"].unconstrained().grad
+        for name, site in params.nodes.items()
+        if site["value"].unconstrained().grad is not None
+    }
+    if not gradients:
+        return
+    if not torch.nn.utils.get_total_norm(list(gradients.values())).isfinite().item():
+        bad = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+        if bad:
+            raise NonFiniteError(
+                f"{elbo}, step {step}: the gradient of {', '.join(bad)} is not finite. {_CURE}"
+            )

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run any model once for all particles, by ``torch.func.vmap``, in Pyro's vectorised layout."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.poutine.trace_struct import Trace
+from pyro.poutine.util import prune_subsample_sites, site_is_subsample
+from torch import Tensor
+
+__all__ = ["ParticleModel"]
+
+
+class ParticleModel:
+    """A model replayed against a guide trace whose leftmost dimension counts the particles.
+
+    Both ways of running it give a trace in the layout of ``Trace_ELBO``'s own vectorised traces:
+    each log-probability has the particles at dimension ``-max_plate_nesting``. All particles share
+    the minibatch of the guide trace or of ``first_trace``.
+
+    :param model: the Pyro model.
+    :param guide_trace: a guide trace under the particle plate.
+    :param value_ndims: dimensions of each latent's value when drawn outside the particle plate.
+    :param max_plate_nesting: plates of the model, the particle plate included.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        guide_trace: Trace,
+        value_ndims: dict[str, int],
+        max_plate_nesting: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.model = model
+        self.max_plate_nesting = max_plate_nesting
+        self.args, self.kwargs = args, kwargs
+        self.latents: dict[str, Tensor] = {}
+        self.replayed = Trace()
+        for name, site in guide_trace.nodes.items():
+            if site["type"] != "sample":
+                continue
+            self.replayed.add_node(name, **site)
+            if not site_is_subsample(site):
+                self.latents[name] = self._particles_first(site, value_ndims.get(name))
+        frames = {
+            frame
+            for name in self.latents
+            for frame in guide_trace.nodes[name]["cond_indep_stack"]
+            if frame.dim == -max_plate_nesting
+        }
+        (self.particle_frame,) = frames
+
+    @staticmethod
+    def _particles_first(site: dict[str, Any], ndim: int | None) -> Tensor:
+        """Drop the singletons between the particle dimension and the value's own dimensions."""
+        value = site["value"]
+        if ndim is None:  # a site that the first run did not meet
+            depths = [-frame.dim for frame in site["cond_indep_stack"] if frame.vectorized]
+            depths = sorted(depths)[:-1]
+            ndim = max(depths, default=0) + site["fn"].event_dim
+        return value.reshape(value.shape[:1] + value.shape[value.dim() - ndim :])
+
+    def run_one(self, values: dict[str, Tensor]) -> Trace:
+        """The model's trace, with log-probabilities, for one particle's latent values."""
+        for name, value in values.items():
+            self.replayed.nodes[name]["value"] = value
+        model = poutine.replay(self.model, trace=self.replayed)
+        return poutine.trace(model).get_trace(*self.args, **self.kwargs)
+
+    def particle(self, index: int) -> dict[str, Tensor]:
+        """The latent values of one particle."""
+        return {name: value[index] for name, value in self.latents.items()}
+
+    def share_minibatch(self, trace: Trace) -> None:
+        """Make all later runs use the subsampled indices of ``trace``."""
+        for name, site in trace.nodes.items():
+            if site["type"] == "sample" and site_is_subsample(site) and name not in self.replayed:
+                self.replayed.add_node(name, **{**site, "is_observed": False})
+
+    def run_vmap(self) -> Trace:
+        """The model's trace for all particles at once.
+
+        :raises Exception: whatever ``torch.func.vmap`` raises for a model it cannot batch.
+        """
+        traces: list[Trace] = []
+
+        def log_probs(values: dict[str, Tensor]) -> dict[str, Tensor]:
+            # check_model_guide_match and the like ran outside vmap; here any check would fail
+            # because it branches on batched values.
+            with pyro.validation_enabled(False):
+                trace = prune_subsample_sites(self.run_one(values))
+                for site in trace.nodes.values():
+                    if site["type"] == "sample":
+                        site["fn"] = _without_validation(site["fn"])
+                trace.compute_log_prob()
+            traces.append(trace)
+            return {name: site["log_prob"] for name, site in _sample_sites(trace)}
+
+        log_prob = torch.func.vmap(log_probs, randomness="same")(self.latents)
+        return self._lay_out(traces[0], log_prob)
+
+    def run_loop(self) -> Trace:
+        """The model's trace, one particle after the other."""
+        num_particles = self.particle_frame.size
+        traces = []
+        for index in range(num_particles):
+            trace = self.run_one(self.particle(index))
+            self.share_minibatch(trace)
+            trace = prune_subsample_sites(trace)
+            trace.compute_log_prob()
+            traces.append(trace)
+        log_prob = {
+            name: torch.stack([trace.nodes[name]["log_prob"] for trace in traces])
+            for name, _ in _sample_sites(traces[0])
+        }
+        return self._lay_out(traces[0], log_prob)
+
+    def _lay_out(self, trace: Trace, log_prob: dict[str, Tensor]) -> Trace:
+        """A trace of all particles from one particle's trace and everyone's log-probabilities."""
+        result = Trace()
+        for name, site in trace.nodes.items():
+            if site["type"] == "param":
+                result.add_node(name, **site)
+        for name, site in _sample_sites(trace):
+            value = log_prob[name]
+            padding = (1,) * (self.max_plate_nesting - value.dim())
+            value = value.reshape(value.shape[:1] + padding + value.shape[1:])
+            result.add_node(
+                name,
+                type="sample",
+                name=name,
+                fn=site["fn"],
+                is_observed=site["is_observed"],
+                cond_indep_stack=(self.particle_frame,) + site["cond_indep_stack"],
+                log_prob=value,
+                log_prob_sum=value.sum(),
+            )
+        return result
+
+
+def _sample_sites(trace: Trace) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, site) for name, site in trace.nodes.items() if site["type"] == "sample"]
+
+
+def _without_validation(
+    fn: torch.distributions.Distribution,
+) -> torch.distributions.Distribution:
+    """A copy that checks nothing: distributions made while validation was on go on checking."""
+    fn = copy.copy(fn)
+    fn._validate_args = False
+    for name, part in vars(fn).items():
+        if isinstance(part, torch.distributions.Distribution):
+            setattr(fn, name, _without_validation(part))
+    return fn

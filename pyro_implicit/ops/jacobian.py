@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jacobians of functions that treat the rows of a batch independently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.func import jvp, vjp, vmap
+
+__all__ = ["batch_jacobian", "jacobian_products"]
+
+Function = Callable[[Tensor], Tensor]
+
+
+def batch_jacobian(function: Function, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """The value and the dense Jacobian of each row, by forward mode for all rows at once.
+
+    Works under ``torch.no_grad`` and is differentiable by reverse mode.
+
+    **Example:**
+
+    >>> value, jacobian = batch_jacobian(torch.sin, torch.zeros(2, 3))
+    >>> jacobian[0].equal(torch.eye(3))
+    True
+
+    :param function: from ``(*batch, d)`` to ``(*batch, m)``, each row on its own.
+    :param inputs: ``(*batch, d)``.
+    :returns: the value ``(*batch, m)`` and its Jacobian ``(*batch, m, d)``.
+    """
+
+    def push(direction: Tensor) -> tuple[Tensor, Tensor]:
+        return jvp(function, (inputs,), (direction.expand_as(inputs),))
+
+    basis = torch.eye(inputs.shape[-1], dtype=inputs.dtype, device=inputs.device)
+    value, columns = vmap(push, out_dims=(None, -1))(basis)
+    return value, columns
+
+
+def jacobian_products(function: Function, inputs: Tensor) -> tuple[Function, Function]:
+    """Products with each row's Jacobian :math:`J` that never store it.
+
+    **Example:**
+
+    >>> times, transposed_times = jacobian_products(torch.sin, torch.zeros(2, 3))
+    >>> times(torch.ones(2, 3)).equal(torch.ones(2, 3))
+    True
+
+    :param function: from ``(*batch, d)`` to ``(*batch, m)``, each row on its own.
+    :param inputs: ``(*batch, d)``.
+    :returns: ``v -> J v``, from ``(*batch, d)`` to ``(*batch, m)``, and ``u -> J^T u`` back.
+    """
+    pull = vjp(function, inputs)[1]
+    return lambda v: jvp(function, (inputs,), (v,))[1], lambda u: pull(u)[0]
