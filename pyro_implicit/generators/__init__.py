@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generators: networks that turn noise into values."""
+"""Generators: networks that turn noise, and perhaps a context, into values."""
 
 from __future__ import annotations
 
+from .base import Generator
 from .gated import GatedMLP
+from .matmul import MMNN, CorrelatedMMNN, near_square_shape
 from .mlp import MLP
+from .residual import ResidualGenerator
 
-__all__ = ["MLP", "GatedMLP"]
+__all__ = [
+    "MLP",
+    "MMNN",
+    "CorrelatedMMNN",
+    "GatedMLP",
+    "Generator",
+    "ResidualGenerator",
+    "near_square_shape",
+]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ACTIVATIONS", "Activation", "get_activation"]
+__all__ = ["ACTIVATIONS", "Activation"]
 
 
 class Activation(NamedTuple):
@@ -36,15 +36,3 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": Activation(torch.relu, lambda x, value: (x > 0).to(x.dtype)),
     "silu": Activation(torch.nn.functional.silu, _silu_derivative),
 }
-
-
-def get_activation(name: str) -> Activation:
-    """
-    Looks an activation up.
-
-    :param str name: One of the keys of :data:`ACTIVATIONS`.
-    :raises ValueError: If there is no activation of that name.
-    """
-    if name not in ACTIVATIONS:
-        raise ValueError(f"Unknown activation {name!r}; choose one of {', '.join(ACTIVATIONS)}.")
-    return ACTIVATIONS[name]

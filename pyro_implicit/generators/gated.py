@@ -101,4 +101,4 @@ class GatedMLP(Generator):
 
     def _base(self, noise: Tensor, context: Tensor | None) -> Tensor:
         base = self.affine(noise)
-        return base if context is None else base + self.context_linear(context)
+        return base if self.context_linear is None else base + self.context_linear(context)

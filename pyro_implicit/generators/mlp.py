@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
-from .activations import get_activation
+from .activations import ACTIVATIONS
 from .base import Generator, check_positive
 
 __all__ = ["MLP"]
@@ -48,9 +50,14 @@ class MLP(Generator):
         super().__init__(noise_dim, output_dim, context_dim)
         for width in hidden:
             check_positive(hidden=width)
-        self.activation = get_activation(activation)
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"Unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}."
+            )
+        self.activation = activation
         sizes = [noise_dim + context_dim, *hidden, output_dim]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+        layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+        self.layers = cast(Sequence[nn.Linear], layers)
         with torch.no_grad():
             self.layers[-1].weight.mul_(output_scale)
             self.layers[-1].bias.zero_()
@@ -62,13 +69,14 @@ class MLP(Generator):
         :returns: Values of shape ``(*batch, output_dim)``.
         :raises ValueError: If the noise or the context has the wrong size.
         """
+        activation = ACTIVATIONS[self.activation].function
         x = self.layers[0](self._join(noise, context))
         for layer in self.layers[1:]:
-            x = layer(self.activation.function(x))
+            x = layer(activation(x))
         return x
 
     def value_and_jacobian(
-        self, noise: Tensor, context: Tensor | None = None
+        self, noise: Tensor, context: Tensor | None = None, num_outputs: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """
         The value and its exact derivative with respect to the noise, by carrying the derivative
@@ -76,18 +84,22 @@ class MLP(Generator):
 
         :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
         :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
+        :param int num_outputs: If given, only the first so many outputs are computed.
         :returns: Values of shape ``(*batch, output_dim)`` and Jacobians of shape
             ``(*batch, output_dim, noise_dim)``.
         :raises ValueError: If the noise or the context has the wrong size.
         """
-        first = self.layers[0]
-        x = first(self._join(noise, context))
+        activation = ACTIVATIONS[self.activation]
+        affine: list[tuple[Tensor, Tensor]] = [(layer.weight, layer.bias) for layer in self.layers]
+        affine[-1] = (affine[-1][0][:num_outputs], affine[-1][1][:num_outputs])
+        weight, bias = affine[0]
+        x = linear(self._join(noise, context), weight, bias)
         # The derivative is carried transposed: a layer then acts on it as on noise_dim further
         # inputs, one large matrix product in place of many small ones.
-        tangent = first.weight[:, : self.noise_dim].mT
-        for layer in self.layers[1:]:
-            value = self.activation.function(x)
-            slope = self.activation.derivative(x, value)
-            tangent = (tangent * slope.unsqueeze(-2)) @ layer.weight.mT
-            x = layer(value)
+        tangent = weight[:, : self.noise_dim].mT
+        for weight, bias in affine[1:]:
+            value = activation.function(x)
+            slope = activation.derivative(x, value).unsqueeze(-2)
+            tangent = (tangent * slope) @ weight.mT
+            x = linear(value, weight, bias)
         return x, tangent.expand(x.shape[:-1] + tangent.shape[-2:]).mT
