@@ -174,6 +174,17 @@ def test_inside_vmap(name):
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_stays_on_its_device(name):
+    # The meta device refuses tensors of any other, as a GPU would.
+    generator = build(name).to("meta")
+    noise, context = inputs(generator, (5,))
+    noise, context = noise.to("meta"), None if context is None else context.to("meta")
+    for method in ("forward", "value_and_jacobian", "log_abs_det_jacobian"):
+        if hasattr(generator, method):
+            getattr(generator, method)(noise, context)
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_pickle(name):
     generator = build(name)
     noise, context = inputs(generator, (5,))
