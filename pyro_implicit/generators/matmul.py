@@ -203,8 +203,9 @@ class _MatrixNetwork(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     def forward(self, matrix: Tensor) -> Tensor:
-        matrix = self.layers[0](matrix)
-        for layer in self.layers[1:]:
+        first, *rest = self.layers
+        matrix = first(matrix)
+        for layer in rest:
             matrix = layer(torch.relu(matrix))
         return matrix
 

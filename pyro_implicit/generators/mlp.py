@@ -70,8 +70,9 @@ class MLP(Generator):
         :raises ValueError: If the noise or the context has the wrong size.
         """
         activation = ACTIVATIONS[self.activation].function
-        x = self.layers[0](self._join(noise, context))
-        for layer in self.layers[1:]:
+        first, *rest = self.layers
+        x = first(self._join(noise, context))
+        for layer in rest:
             x = layer(activation(x))
         return x
 

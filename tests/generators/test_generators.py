@@ -7,6 +7,8 @@ import pickle
 
 import pytest
 import torch
+from pyro import poutine
+from pyro.nn.module import PyroModule, to_pyro_module_
 from torch import Tensor
 from torch.func import functional_call, jacfwd, vmap
 
@@ -182,6 +184,19 @@ def test_stays_on_its_device(name):
     for method in ("forward", "value_and_jacobian", "log_abs_det_jacobian"):
         if hasattr(generator, method):
             getattr(generator, method)(noise, context)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_inside_a_pyro_module(name):
+    # A guide turns its generator into a Pyro module; a call must leave the parameters' names alone.
+    guide = PyroModule("guide")
+    guide.generator = build(name)
+    to_pyro_module_(guide)
+    for _ in range(2):
+        with poutine.trace(param_only=True) as trace:
+            guide.generator(*inputs(guide.generator, (5,)))
+        names = {f"guide.generator.{key}" for key, _ in guide.generator.named_parameters()}
+        assert set(trace.trace.param_nodes) == names
 
 
 @pytest.mark.parametrize("name", ALL)
