@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How good is the fit: guides beside NUTS, distances between draws, and pictures."""
+
+from __future__ import annotations
+
+from pyro_implicit.diagnostics.compare import compare
+from pyro_implicit.diagnostics.distances import (
+    maximum_mean_discrepancy,
+    sliced_wasserstein,
+    sliced_wasserstein_floor,
+    whiten,
+)
+from pyro_implicit.diagnostics.draws import draw
+from pyro_implicit.diagnostics.plots import plot_posteriors
+from pyro_implicit.diagnostics.report import Comparison, SiteComparison
+
+__all__ = [
+    "Comparison",
+    "SiteComparison",
+    "compare",
+    "draw",
+    "maximum_mean_discrepancy",
+    "plot_posteriors",
+    "sliced_wasserstein",
+    "sliced_wasserstein_floor",
+    "whiten",
+]

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What :func:`~pyro_implicit.diagnostics.compare` found, as numbers, a table and a picture."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from pyro_implicit.diagnostics.plots import plot_posteriors
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["QUANTILES", "Comparison", "SiteComparison"]
+
+#: The quantiles whose errors are reported.
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+_MAX_ROWS = 20
+_HEADER = ("", "mean", "sd", "ref mean", "ref sd", "mean err", "sd ratio", "quantile err")
+
+
+@dataclass(frozen=True, eq=False)
+class SiteComparison:
+    """
+    The marginals of one site, each a tensor of the site's shape.
+
+    :ivar guide_mean: Means of the guide's draws, in the site's units; so are the next three.
+    :ivar guide_sd: Standard deviations of the guide's draws.
+    :ivar reference_mean: Means of the reference.
+    :ivar reference_sd: Standard deviations of the reference.
+    :ivar mean_error: Guide's mean minus reference's, in reference standard deviations.
+    :ivar sd_ratio: Guide's standard deviation over the reference's.
+    :ivar quantile_errors: Guide's quantiles at :data:`QUANTILES` minus the reference's, in
+        reference standard deviations: ``(5, *site shape)``.
+    """
+
+    guide_mean: Tensor
+    guide_sd: Tensor
+    reference_mean: Tensor
+    reference_sd: Tensor
+    mean_error: Tensor
+    sd_ratio: Tensor
+    quantile_errors: Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison:
+    """
+    A guide against reference draws. ``print`` shows the table.
+
+    :ivar sites: The marginals of every compared site.
+    :ivar sliced_wasserstein: Sliced 2-Wasserstein distance of all coordinates jointly, each in
+        reference standard deviations: the headline.
+    :ivar sampling_floor: What that distance would be for a perfect guide.
+    :ivar sliced_wasserstein_constrained: The distance in the sites' own units.
+    :ivar squared_mmd: Unbiased squared maximum mean discrepancy of the standardised draws.
+    :ivar only_in_guide: Sites not compared, as the reference lacks them.
+    :ivar only_in_reference: Sites not compared, as the guide lacks them.
+    :ivar guide_draws: The compared draws of the guide, ``(num_samples, *site shape)``.
+    :ivar reference_draws: The compared draws of the reference.
+    """
+
+    sites: dict[str, SiteComparison]
+    sliced_wasserstein: float
+    sampling_floor: float
+    sliced_wasserstein_constrained: float
+    squared_mmd: float
+    only_in_guide: tuple[str, ...]
+    only_in_reference: tuple[str, ...]
+    guide_draws: dict[str, Tensor]
+    reference_draws: dict[str, Tensor]
+
+    @property
+    def floor_ratio(self) -> float:
+        """The headline distance in units of its sampling floor: 1 is perfect."""
+        return self.sliced_wasserstein / self.sampling_floor if self.sampling_floor else math.inf
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [_HEADER]
+        for name, site in self.sites.items():
+            rows.extend(_site_rows(name, site))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+            for row in rows
+        ]
+        return "\n".join([*lines, "", *self._joint_lines()])
+
+    def _joint_lines(self) -> Iterator[str]:
+        guide, reference = _count(self.guide_draws), _count(self.reference_draws)
+        coordinates = sum(site.guide_mean.numel() for site in self.sites.values())
+        yield f"Joint, {guide} guide draws against {reference} of the reference, dim {coordinates}"
+        yield (
+            f"  sliced W2, standardised  {self.sliced_wasserstein:.4g}  = {self.floor_ratio:.1f} "
+            f"x its sampling floor {self.sampling_floor:.4g}"
+        )
+        yield f"  sliced W2, constrained   {self.sliced_wasserstein_constrained:.4g}"
+        yield f"  squared MMD              {self.squared_mmd:.3g}"
+        yield "Errors of means and quantiles are in reference sds; of the quantiles, the largest."
+        for side, names in (("guide", self.only_in_guide), ("reference", self.only_in_reference)):
+            if names:
+                yield f"Not compared, only in the {side}: {', '.join(names)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """
+        :returns: All numbers but the draws as plain Python lists and floats, for ``json.dumps``;
+            a number that is not finite becomes None.
+        """
+        return {
+            "num_samples": _count(self.guide_draws),
+            "num_reference_samples": _count(self.reference_draws),
+            "quantiles": list(QUANTILES),
+            "sites": {
+                name: {field: _plain(value.tolist()) for field, value in vars(site).items()}
+                for name, site in self.sites.items()
+            },
+            "sliced_wasserstein": _plain(self.sliced_wasserstein),
+            "sampling_floor": _plain(self.sampling_floor),
+            "floor_ratio": _plain(self.floor_ratio),
+            "sliced_wasserstein_constrained": _plain(self.sliced_wasserstein_constrained),
+            "squared_mmd": _plain(self.squared_mmd),
+            "only_in_guide": list(self.only_in_guide),
+            "only_in_reference": list(self.only_in_reference),
+        }
+
+    def plot(
+        self,
+        sites: Sequence[str] | None = None,
+        max_coordinates: int = 6,
+        path: str | PathLike[str] | None = None,
+    ) -> Figure:
+        """
+        Marginals and pairs of both sides, overlaid; see
+        :func:`~pyro_implicit.diagnostics.plot_posteriors`.
+
+        :param sites: The sites to show; default: all compared ones.
+        :param max_coordinates: Number of coordinates to show at most.
+        :param path: Where to save the picture, if anywhere.
+        :returns: The matplotlib figure.
+        """
+        return plot_posteriors(
+            {"reference": self.reference_draws, "guide": self.guide_draws},
+            sites=sites,
+            max_coordinates=max_coordinates,
+            reference="reference",
+            path=path,
+        )
+
+
+def _site_rows(name: str, site: SiteComparison) -> Iterator[tuple[str, ...]]:
+    largest = site.quantile_errors.abs().max(dim=0)
+    shape = site.guide_mean.shape
+    count = site.guide_mean.numel()
+    columns = [
+        value.reshape(-1).tolist()
+        for value in (
+            site.guide_mean,
+            site.guide_sd,
+            site.reference_mean,
+            site.reference_sd,
+            site.mean_error,
+            site.sd_ratio,
+            site.quantile_errors.gather(0, largest.indices.unsqueeze(0)),
+            largest.indices,
+        )
+    ]
+    labels = [_label(name, index) for index in itertools.product(*map(range, shape))]
+
+    def row(i: int) -> tuple[str, ...]:
+        *moments, mean_error, sd_ratio, error, level = (column[i] for column in columns)
+        return (
+            labels[i],
+            *(f"{value:.4g}" for value in moments),
+            f"{mean_error:+.2f}",
+            f"{sd_ratio:.2f}",
+            f"{error:+.2f} at {QUANTILES[int(level)]:>3.0%}",
+        )
+
+    shown = count if count <= _MAX_ROWS else _MAX_ROWS - 1
+    yield from map(row, range(shown))
+    if shown < count:
+        worst = int(largest.values.reshape(-1)[shown:].argmax()) + shown
+        yield (f"... {count - shown} more, worst:", *[""] * (len(_HEADER) - 1))
+        yield row(worst)
+
+
+def _label(name: str, index: tuple[int, ...]) -> str:
+    return f"{name}[{', '.join(map(str, index))}]" if index else name
+
+
+def _count(draws: dict[str, Tensor]) -> int:
+    return len(next(iter(draws.values())))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value if math.isfinite(value) else None

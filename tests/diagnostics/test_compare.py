@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import MCMC, NUTS
+from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+
+from pyro_implicit.diagnostics import (
+    compare,
+    maximum_mean_discrepancy,
+    sliced_wasserstein,
+    sliced_wasserstein_floor,
+)
+
+
+def made_draws():
+    torch.manual_seed(3)
+    guide = {"a": torch.randn(300) * 2 + 1, "b": torch.randn(300, 2, 3), "extra": torch.zeros(300)}
+    reference = {"b": torch.randn(200, 2, 3) * 1.5 - 1, "a": torch.randn(200), "c": torch.ones(200)}
+    return (
+        {name: value.double() for name, value in guide.items()},
+        {name: value.double() for name, value in reference.items()},
+    )
+
+
+def test_marginals_against_numpy():
+    guide, reference = made_draws()
+    report = compare(guide, reference)
+    assert set(report.sites) == {"a", "b"}
+    for name, site in report.sites.items():
+        x, y = guide[name].numpy(), reference[name].numpy()
+        sd = y.std(axis=0, ddof=1)
+        probs = [0.05, 0.25, 0.5, 0.75, 0.95]
+        quantile_errors = (np.quantile(x, probs, axis=0) - np.quantile(y, probs, axis=0)) / sd
+        for actual, expected in [
+            (site.guide_mean, x.mean(axis=0)),
+            (site.guide_sd, x.std(axis=0, ddof=1)),
+            (site.reference_mean, y.mean(axis=0)),
+            (site.reference_sd, sd),
+            (site.mean_error, (x.mean(axis=0) - y.mean(axis=0)) / sd),
+            (site.sd_ratio, x.std(axis=0, ddof=1) / sd),
+            (site.quantile_errors, quantile_errors),
+        ]:
+            np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_joint_distances():
+    guide, reference = made_draws()
+    report = compare(guide, reference)
+    x = torch.cat([guide["b"].reshape(300, 6), guide["a"][:, None]], dim=-1)
+    y = torch.cat([reference["b"].reshape(200, 6), reference["a"][:, None]], dim=-1)
+    x_standard, y_standard = ((v - y.mean(0)) / y.std(0) for v in (x, y))
+    assert report.sliced_wasserstein_constrained == pytest.approx(sliced_wasserstein(x, y).item())
+    standardised = sliced_wasserstein(x_standard, y_standard).item()
+    assert report.sliced_wasserstein == pytest.approx(standardised)
+    floor = sliced_wasserstein_floor(y_standard, 300).item()
+    assert report.sampling_floor == pytest.approx(floor)
+    assert report.floor_ratio == pytest.approx(standardised / floor)
+    mmd = maximum_mean_discrepancy(x_standard, y_standard).item()
+    assert report.squared_mmd == pytest.approx(mmd)
+    assert (report.only_in_guide, report.only_in_reference) == (("extra",), ("c",))
+
+
+def test_a_perfect_guide_is_at_the_floor():
+    ratios = [
+        compare({"z": torch.randn(500, 4)}, {"z": torch.randn(500, 4)}).floor_ratio
+        for _ in range(5)
+    ]
+    assert 0.8 < np.mean(ratios) < 1.3
+    assert compare({"z": torch.randn(500, 4) * 0.7}, {"z": torch.randn(500, 4)}).floor_ratio > 2
+
+
+def test_to_dict_is_json():
+    report = compare(*made_draws())
+    loaded = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert loaded["sites"]["a"]["sd_ratio"] == pytest.approx(report.sites["a"].sd_ratio.item())
+    assert np.shape(loaded["sites"]["b"]["quantile_errors"]) == (5, 2, 3)
+    assert loaded["num_samples"] == 300 and loaded["num_reference_samples"] == 200
+    assert loaded["floor_ratio"] == pytest.approx(report.floor_ratio)
+
+
+def test_printed_table():
+    guide, reference = made_draws()
+    report = compare(guide, reference)
+    lines = str(report).splitlines()
+    assert lines[0].split("  ")[-1] == "quantile err"
+    row = next(line for line in lines if line.startswith("a "))
+    site = report.sites["a"]
+    worst = site.quantile_errors.abs().argmax()
+    cells = row.split()
+    assert cells[1] == f"{site.guide_mean.item():.4g}"
+    assert cells[4] == f"{site.reference_sd.item():.4g}"
+    assert cells[5] == f"{site.mean_error.item():+.2f}"
+    assert cells[6] == f"{site.sd_ratio.item():.2f}"
+    level = ["5%", "25%", "50%", "75%", "95%"][worst]
+    assert cells[7:] == [f"{site.quantile_errors[worst].item():+.2f}", "at", level]
+    assert any(line.startswith("b[1, 2]") for line in lines)
+    table = [line for line in lines if line.startswith(("a", "b["))]
+    assert len(table) == 7 and len({len(line) for line in table}) == 1
+    assert f"= {report.floor_ratio:.1f} x its sampling floor" in str(report)
+    assert lines[-2:] == [
+        "Not compared, only in the guide: extra",
+        "Not compared, only in the reference: c",
+    ]
+
+
+def test_a_large_site_is_summarised_by_its_worst_coordinate():
+    reference = torch.randn(100, 50)
+    guide = reference.clone()
+    guide[:, 42] += 3
+    lines = str(compare({"w": guide}, {"w": reference})).splitlines()
+    rows = [line for line in lines if line.startswith("w[")]
+    assert len(rows) == 20
+    assert rows[18].startswith("w[18]") and rows[19].startswith("w[42]")
+    assert any(line.startswith("... 31 more, worst:") for line in lines)
+    twenty = str(compare({"w": guide[:, :20]}, {"w": reference[:, :20]}))
+    assert "w[19]" in twenty and "more" not in twenty
+
+
+def test_constant_and_discrete_coordinates():
+    zeros_and_noise = torch.stack([torch.zeros(50), torch.randn(50)], dim=-1)
+    guide = {"tril": zeros_and_noise, "count": torch.arange(50) % 3}
+    reference = {"tril": zeros_and_noise.flip(0) + 1e-9, "count": torch.arange(50) % 2}
+    report = compare(guide, reference)
+    torch.testing.assert_close(report.sites["tril"].sd_ratio, torch.ones(2))
+    torch.testing.assert_close(report.sites["tril"].mean_error, torch.zeros(2), rtol=0, atol=1e-6)
+    assert report.sites["count"].guide_mean == pytest.approx(0.98)
+    # Where only the reference is constant, errors are in the coordinate's own units.
+    report = compare({"x": 3 + torch.randn(50)}, {"x": torch.zeros(50)})
+    assert report.sites["x"].mean_error == report.sites["x"].guide_mean
+    assert (
+        json.loads(json.dumps(report.to_dict(), allow_nan=False))["sites"]["x"]["sd_ratio"] is None
+    )
+
+
+def test_mixed_precision_and_gradients_are_accepted():
+    guide = {"x": torch.randn(50, requires_grad=True)}
+    report = compare(guide, {"x": torch.randn(50).double()})
+    assert report.guide_draws["x"].dtype == torch.float64
+    assert not report.guide_draws["x"].requires_grad
+    str(report)
+
+
+def model(data):
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 0.5))
+    with pyro.plate("data", len(data)):
+        pyro.sample("obs", dist.Normal(0.0, scale), obs=data)
+
+
+def test_guide_against_nuts():
+    data = torch.randn(20) * 2
+    mcmc = MCMC(NUTS(model), num_samples=150, warmup_steps=100, disable_progbar=True)
+    with pytest.raises(ValueError, match=r"the reference MCMC has no draws yet: call its run"):
+        compare(AutoNormal(model), mcmc, data)
+    mcmc.run(data)
+    guide = AutoNormal(model, init_scale=0.15)
+    report = compare(guide, mcmc, data)
+    assert report.guide_draws["scale"].shape == report.reference_draws["scale"].shape == (150,)
+    assert (report.guide_draws["scale"] > 0).all()
+    torch.testing.assert_close(report.reference_draws["scale"], mcmc.get_samples()["scale"])
+    more = compare(guide, mcmc, num_samples=70)
+    assert more.to_dict()["num_samples"] == 70
+    # A guide compared with its own draws is at the floor.
+    own = AutoMultivariateNormal(model)
+    own(data)
+    pyro.set_rng_seed(1)
+    draws = {"scale": torch.stack([own(data)["scale"].detach() for _ in range(500)])}
+    assert compare(own, draws, data).floor_ratio < 2
+
+
+@pytest.mark.parametrize(
+    "guide, reference, message",
+    [
+        (
+            {"a": torch.zeros(9)},
+            {"b": torch.zeros(9), "c": torch.zeros(9)},
+            r"no site in common: guide \['a'\], reference \['b', 'c'\]",
+        ),
+        (
+            {"z": torch.zeros(9, 3)},
+            {"z": torch.zeros(9, 1, 3)},
+            r"site 'z' has shape \(3,\) in the guide and \(1, 3\) in the reference",
+        ),
+        (
+            {"z": torch.tensor([0.0, float("nan"), 1.0])},
+            {"z": torch.randn(9)},
+            r"site 'z': 1 of 3 draws of the guide are not finite",
+        ),
+        ({"z": torch.zeros(9)}, {"z": torch.zeros(3)}, "the reference has 3 draws; .* at least 4"),
+        ({"z": torch.zeros(1)}, {"z": torch.zeros(9)}, "the guide has 1 draws; .* at least 2"),
+        (
+            {"z": torch.zeros(9), "y": torch.zeros(8)},
+            {"z": torch.zeros(9)},
+            "sites of the guide have different numbers of draws: {'z': 9, 'y': 8}",
+        ),
+    ],
+)
+def test_bad_draws(guide, reference, message):
+    with pytest.raises(ValueError, match=message):
+        compare(guide, reference)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="Leave num_samples out, or slice the draws"):
+        compare({"z": torch.zeros(9)}, {"z": torch.zeros(9)}, num_samples=3)
+    with pytest.raises(TypeError, match="MCMC that has run or a dict of draws; got NUTS"):
+        compare({"z": torch.zeros(9)}, NUTS(model))
+    with pytest.raises(ValueError, match=r"AutoNormal could not run .* guide\(x, y\)"):
+        compare(AutoNormal(model), {"scale": torch.ones(9)})
