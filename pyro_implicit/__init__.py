@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
-from pyro_implicit.generators import MLP, GatedMLP
+from pyro_implicit.generators import MLP, MMNN, CorrelatedMMNN, GatedMLP, ResidualGenerator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.infer import LIVI_ELBO
 
@@ -13,9 +13,12 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoImplicit",
     "AutoSemiImplicit",
+    "CorrelatedMMNN",
     "GatedMLP",
     "Implicit",
     "LIVI_ELBO",
     "MLP",
+    "MMNN",
+    "ResidualGenerator",
     "SemiImplicit",
 ]

@@ -169,13 +169,6 @@ class AutoImplicit(AutoContinuous):
             ]
         return dist.TransformedDistribution(self._implicit(), transforms)
 
-    def get_base_dist(self) -> dist.TorchDistribution:
-        """Refuses, as the noise is no reparameterisation of the latents (NeuTra needs one)."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has no bijection from its noise to the latents, so "
-            "NeuTraReparam cannot use it; take AutoIAFNormal or AutoMultivariateNormal there"
-        )
-
     @torch.no_grad()
     def sample_posterior(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latents. A guide that was called once needs no arguments.

@@ -156,7 +156,8 @@ class LIVI_ELBO(ImplicitELBO):
         return log_det
 
     def _stochastic(self, q: SemiImplicit, noise: Tensor, scale: Tensor) -> Tensor:
-        noise = noise.expand((self.num_probes,) + noise.shape)
+        # contiguous, because forward mode writes into its input's tangent
+        noise = noise.expand((self.num_probes,) + noise.shape).contiguous()
         products = jacobian_products(_flat_generator(q), noise)
         probes = torch.randint_like(noise, 2) * 2 - 1
         log_det, residual = stochastic_log_det(*products, scale, probes, self.max_iterations)

@@ -92,12 +92,12 @@ def smallest_singular_log_det(
     :param scale: positive, ``(*batch, m)``.
     :param start: first guess of the singular vector, ``(*batch, d)``.
     :param num_steps: LOBPCG steps at most.
-    :returns: the bound and the relative residual of the eigenvalue, both ``(*batch,)``.
+    :returns: the bound and the residual relative to :math:`1 + \sigma_{\min}^2`, both ``(*batch,)``.
     """
     noise_dim = start.shape[-1]
     with torch.no_grad():
-        gram = lambda v: transposed_times(times(v) / scale.square())  # noqa: E731
-        _, vector, residual = smallest_eigenpair(gram, start, num_steps)
+        operator = lambda v: v + transposed_times(times(v) / scale.square())  # noqa: E731
+        _, vector, residual = smallest_eigenpair(operator, start, num_steps)
     smallest = (times(vector) / scale).square().sum(-1)
     return noise_dim * smallest.log1p() + 2 * scale.log().sum(-1), residual
 

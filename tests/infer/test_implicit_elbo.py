@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: where no site is implicit it is Trace_ELBO; where one is, Pyro's handlers hold."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.distributions.score_parts import ScoreParts
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal, AutoNormalMessenger
+from pyro.nn import PyroModule, PyroSample
+from torch import nn
+
+from pyro_implicit import LIVI_ELBO, AutoImplicit, AutoSemiImplicit, SemiImplicit
+from pyro_implicit.infer import ImplicitELBO, NonFiniteError
+
+MODES = ["vmap", "plate", False]
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+
+
+def regression(x=None, y=None):
+    """Broadcasts, so that every mode can run it."""
+    x = torch.linspace(-1, 1, 12).reshape(6, 2) if x is None else x
+    y = torch.tensor([0.5, -1.0, 2.0, 0.3, 1.0, -0.2]) if y is None else y
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 0.5))
+    weight = pyro.sample("weight", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    bias = pyro.param("bias", torch.tensor(0.2))
+    with pyro.plate("groups", 3, dim=-2):
+        offset = pyro.sample("offset", dist.Normal(0.0, scale))
+        with pyro.plate("data", 6, dim=-1):
+            pyro.sample("y", dist.Normal((x * weight).sum(-1) + offset + bias, 1.0), obs=y)
+
+
+def loss_and_gradients(elbo, model, guide, seed=5, **kwargs):
+    """One estimate after a warm-up that lets the ELBO learn the shapes."""
+    elbo.loss(model, guide, **kwargs)
+    for _, param in pyro.get_param_store().named_parameters():
+        param.grad = None
+    pyro.set_rng_seed(seed)
+    loss = elbo.loss_and_grads(model, guide, **kwargs)
+    grads = {
+        name: param.grad.clone()
+        for name, param in pyro.get_param_store().named_parameters()
+        if param.grad is not None
+    }
+    return loss, grads
+
+
+def assert_same(actual, expected):
+    assert actual[0] == pytest.approx(expected[0], rel=1e-10)
+    assert actual[1].keys() == expected[1].keys() and expected[1]
+    for name, grad in expected[1].items():
+        torch.testing.assert_close(actual[1][name], grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("make_guide", [AutoNormal, AutoMultivariateNormal])
+@pytest.mark.parametrize("mode", ["vmap", "plate"])
+def test_equals_trace_elbo_without_implicit_sites(make_guide, mode):
+    guide = make_guide(regression)
+    expected = loss_and_gradients(Trace_ELBO(5, vectorize_particles=True), regression, guide)
+    elbo = ImplicitELBO(5, vectorize_particles=mode)
+    assert_same(loss_and_gradients(elbo, regression, guide), expected)
+    assert elbo.vectorize_particles == mode
+
+
+def test_loop_equals_trace_elbo_without_implicit_sites():
+    guide = AutoNormal(regression)
+    expected = loss_and_gradients(Trace_ELBO(5), regression, guide)
+    elbo = ImplicitELBO(5, vectorize_particles=False)
+    assert_same(loss_and_gradients(elbo, regression, guide), expected)
+
+
+@pytest.mark.parametrize("mode", ["vmap", "plate"])
+def test_score_function_sites_as_in_trace_elbo(mode):
+    def model():
+        rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
+        with pyro.plate("data", 4):
+            flip = pyro.sample("flip", dist.Bernoulli(0.4))
+            pyro.sample("y", dist.Normal(flip * rate, 1.0), obs=torch.arange(4.0))
+
+    def guide():
+        shape = pyro.param("shape", torch.tensor(1.5))
+        probs = pyro.param("probs", torch.tensor([0.2, 0.4, 0.6, 0.8]))
+        pyro.sample("rate", dist.Gamma(shape, 1.0))
+        with pyro.plate("data", 4):
+            pyro.sample("flip", dist.Bernoulli(probs))
+
+    expected = loss_and_gradients(Trace_ELBO(7, vectorize_particles=True), model, guide)
+    elbo = ImplicitELBO(7, vectorize_particles=mode)
+    assert_same(loss_and_gradients(elbo, model, guide), expected)
+
+
+@pytest.mark.parametrize("num_particles", [1, 4])
+def test_modes_agree_on_implicit_sites(num_particles):
+    guide = AutoSemiImplicit(regression)
+    guide()
+    results = [
+        loss_and_gradients(LIVI_ELBO(num_particles, vectorize_particles=m), regression, guide)
+        for m in MODES
+    ]
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
+def test_vmap_runs_the_model_once_and_any_network():
+    class Net(PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.first = PyroModule[nn.Linear](2, 5)
+            self.second = PyroModule[nn.Linear](5, 1)
+            for layer in (self.first, self.second):
+                for name, value in list(layer.named_parameters()):
+                    prior = dist.Normal(0.0, 1.0).expand(value.shape).to_event(value.dim())
+                    setattr(layer, name, PyroSample(prior))
+            self.runs = 0
+
+        def forward(self):
+            self.runs += 1
+            x = torch.linspace(-1, 1, 14).reshape(7, 2)
+            mean = self.second(self.first(x).relu()).squeeze(-1)
+            with pyro.plate("data", 7):
+                pyro.sample("y", dist.Normal(mean, 0.5), obs=x[:, 0])
+
+    model = Net()
+    guide = AutoNormal(model)
+    elbo = ImplicitELBO(9)
+    elbo.loss(model, guide)
+    model.runs = 0
+    vmapped = loss_and_gradients(elbo, model, guide)
+    assert model.runs == 2  # the warm-up and the step, nine particles each
+    assert elbo.vectorize_particles == "vmap"
+    elbo.vectorize_particles, elbo._has_implicit_sites = False, True  # the guide in a plate still
+    assert_same(loss_and_gradients(elbo, model, guide), vmapped)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_particles_share_a_minibatch(mode):
+    seen = []
+    data = torch.arange(20.0)
+
+    def model():
+        loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 20, subsample_size=5) as indices:
+            seen.append(indices)
+            pyro.sample("y", dist.Normal(loc, 1.0), obs=data[indices])
+
+    elbo = LIVI_ELBO(3, vectorize_particles=mode)
+    svi = SVI(model, AutoSemiImplicit(model), pyro.optim.Adam({"lr": 1e-3}), elbo)
+    svi.step()
+    batches = []
+    for _ in range(3):
+        seen.clear()
+        svi.step()
+        assert all(s.equal(seen[0]) for s in seen)
+        batches.append(seen[0])
+    assert not batches[0].equal(batches[1])
+    assert elbo.vectorize_particles == mode
+
+
+@every_mode
+def test_subsampled_plate_of_local_latents(mode):
+    """The scale of the plate reaches prior, likelihood and the implicit entropy alike."""
+    data = torch.randn(8, generator=torch.Generator().manual_seed(1))
+    generator = nn.Linear(2, 1, bias=False)
+
+    def model(size):
+        with pyro.plate("data", 8, subsample=torch.arange(size)) as indices:
+            z = pyro.sample("z", dist.Normal(0.0, 1.0).expand([1]).to_event(1))
+            pyro.sample("y", dist.Normal(z.squeeze(-1), 1.0), obs=data[indices])
+
+    def guide(size):
+        pyro.module("generator", generator)
+        with pyro.plate("data", 8, subsample=torch.arange(size)):
+            pyro.sample("z", SemiImplicit(lambda z, c: generator(z) + c, 2, 0.3, data[:size, None]))
+
+    for size in (8, 2):
+        elbo = LIVI_ELBO(3, vectorize_particles=mode)
+        elbo.loss(model, guide, size)
+        pyro.set_rng_seed(0)
+        loss = elbo.loss(model, guide, size)
+        pyro.set_rng_seed(0)
+        ((_, guide_trace),) = elbo._get_traces(model, guide, (size,), {})
+        z = guide_trace.nodes["z"]["value"].detach()  # (3, size, 1)
+        variance = generator.weight.detach().square().sum() + 0.09
+        entropy = 0.5 * (1 + math.log(2 * math.pi) + variance.log())
+        normal = dist.Normal(0.0, 1.0)
+        log_joint = normal.log_prob(z) + normal.log_prob(data[:size, None] - z)
+        expected = -8 / size * (log_joint + entropy).sum() / 3
+        assert loss == pytest.approx(expected.item(), rel=1e-10)
+
+
+@every_mode
+def test_poutine_scale_mask_and_block(mode):
+    def elbo_of(guide, model):
+        elbo = LIVI_ELBO(3, vectorize_particles=mode)
+        return loss_and_gradients(elbo, model, guide)
+
+    guide = AutoSemiImplicit(regression)
+    guide()
+    plain = elbo_of(guide, regression)
+    doubled = elbo_of(poutine.scale(guide, scale=2.0), poutine.scale(regression, scale=2.0))
+    assert doubled[0] == pytest.approx(2 * plain[0], rel=1e-10)
+    masked = elbo_of(poutine.mask(guide, mask=False), poutine.mask(regression, mask=False))
+    assert masked[0] == 0.0
+
+    hidden = poutine.block(regression, hide=["offset"])
+    assert "offset" not in poutine.trace(hidden).get_trace()
+
+
+def test_gradient_of_model_parameters():
+    """Type-II maximum likelihood: the bias gets the gradient of the expected log-likelihood."""
+    guide = AutoSemiImplicit(regression)
+    elbo = LIVI_ELBO(4)
+    _, grads = loss_and_gradients(elbo, regression, guide)
+    bias = pyro.param("bias")
+    losses = []
+    for step in (1e-5, -1e-5):
+        bias.data += step
+        pyro.set_rng_seed(5)
+        losses.append(elbo.loss(regression, guide))
+        bias.data -= step
+    assert grads["bias"].item() == pytest.approx((losses[0] - losses[1]) / 2e-5, rel=1e-6)
+
+
+def test_weights_of_prior_and_entropy():
+    guide = AutoSemiImplicit(regression)
+    guide()
+
+    def loss(prior_weight, entropy_weight):
+        elbo = LIVI_ELBO(4, prior_weight=prior_weight, entropy_weight=entropy_weight)
+        return loss_and_gradients(elbo, regression, guide)
+
+    plain, no_prior, no_entropy, neither = loss(1, 1), loss(0, 1), loss(1, 0), loss(0, 0)
+    assert neither[0] == pytest.approx(no_prior[0] + no_entropy[0] - plain[0], rel=1e-10)
+
+    # Without both terms only the likelihood is left, Jacobians of positive sites included.
+    elbo = LIVI_ELBO(4)
+    elbo.loss(regression, guide)
+    pyro.set_rng_seed(5)
+    (traces,) = elbo._get_traces(regression, guide, (), {})
+    likelihood = traces[0].nodes["y"]["log_prob_sum"].item() / 4
+    assert neither[0] == pytest.approx(-likelihood, rel=1e-10)
+    prior = sum(traces[0].nodes[n]["log_prob_sum"] for n in ("scale", "weight", "offset"))
+    jacobian = sum(traces[1].nodes[n]["log_prob_sum"] for n in ("scale", "weight", "offset"))
+    expected = -likelihood - (prior - jacobian).item() / 4
+    assert no_entropy[0] == pytest.approx(expected, rel=1e-10)
+    halved = loss(1, 0.5)[0]
+    assert halved == pytest.approx((plain[0] + no_entropy[0]) / 2, rel=1e-10)
+
+
+def branching():
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    loc = 1.0 if x.item() > 0 else -1.0
+    pyro.sample("y", dist.Normal(loc * x, 1.0), obs=torch.tensor(0.5))
+
+
+def test_fallback_warns_once_with_cause_and_cure():
+    guide = AutoSemiImplicit(branching)
+    elbo = LIVI_ELBO(3)
+    svi = SVI(branching, guide, pyro.optim.Adam({"lr": 1e-3}), elbo)
+    with pytest.warns(UserWarning, match=r"one particle at a time.*item\(\).*Cure") as caught:
+        svi.step()
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        svi.step()
+    assert elbo.vectorize_particles is False
+
+
+def test_fallback_when_vmap_would_be_silently_different():
+    dropout = nn.Dropout(0.5)
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0).expand([50]).to_event(1))
+        pyro.sample("y", dist.Normal(dropout(x).sum(), 1.0), obs=torch.tensor(5.0))
+
+    with pytest.warns(UserWarning, match="random beyond its latents"):
+        LIVI_ELBO(2).loss(model, AutoSemiImplicit(model, init_scale=1.0))
+
+
+def test_error_in_the_model_is_the_models_own():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+        pyro.sample("y", dist.Normal(x @ torch.ones(4), 1.0), obs=torch.tensor(0.0))
+
+    with pytest.raises(RuntimeError, match="size"):
+        LIVI_ELBO(2).loss(model, AutoSemiImplicit(model))
+
+
+def test_pyros_checks_run_at_the_first_step():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(x, 1.0).expand([4]), obs=torch.zeros(4))  # no plate
+
+    with pytest.raises(ValueError, match="y"):
+        LIVI_ELBO(2).loss(model, AutoSemiImplicit(model))
+
+
+def test_guide_messenger():
+    guide = AutoNormalMessenger(regression)
+    assert math.isfinite(ImplicitELBO(2).loss(regression, guide))
+
+
+def test_untrainable_site_names_site_and_cure():
+    with pytest.raises(ValueError, match="LIVI_ELBO cannot train site '_AutoImplicit_latent'"):
+        LIVI_ELBO(2).loss(regression, AutoImplicit(regression))
+    with pytest.raises(ValueError, match="Cure: use one of LIVI_ELBO"):
+        ImplicitELBO(2).loss(regression, AutoSemiImplicit(regression))
+    with pytest.raises(ValueError, match="LIVI_ELBO"):  # Pyro's own ELBO on an implicit guide
+        Trace_ELBO().loss(regression, AutoSemiImplicit(regression))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"num_particles": 0}, "num_particles"),
+        ({"vectorize_particles": True}, "vectorize_particles"),
+        ({"nonfinite": "ignore"}, "nonfinite"),
+        ({"log_det": "cholesky"}, "log_det"),
+        ({"entropy": "exact"}, "entropy"),
+        ({"entropy": "quadratic", "log_det": "smallest"}, "quadratic"),
+    ],
+)
+def test_bad_arguments(kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        LIVI_ELBO(**kwargs)
+
+
+class Poisoned:
+    """A model whose likelihood can be made nan, or finite with a nan gradient."""
+
+    def __init__(self):
+        self.poison = None
+
+    def __call__(self):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        loc = x * math.nan if self.poison == "value" else x
+        if self.poison == "gradient":
+            loc = x + (x * 0.0).abs().sqrt()
+        with pyro.validation_enabled(False):
+            pyro.sample("y", dist.Normal(loc, 1.0, validate_args=False), obs=torch.tensor(0.5))
+
+
+@pytest.mark.filterwarnings("ignore:Encountered NaN")
+@pytest.mark.parametrize(
+    ("poison", "match"),
+    [
+        ("value", "step 3: the model's log-probability of site 'y' is nan.*Cure"),
+        ("gradient", "step 3: the gradient of AutoSemiImplicit.*Cure"),
+    ],
+)
+def test_nonfinite_raises_with_the_term(poison, match):
+    model = Poisoned()
+    svi = SVI(model, AutoSemiImplicit(model), pyro.optim.Adam({"lr": 1e-3}), LIVI_ELBO(2))
+    svi.step()
+    svi.step()
+    model.poison = poison
+    with pytest.raises(NonFiniteError, match=match):
+        svi.step()
+
+
+@pytest.mark.parametrize("poison", ["value", "gradient"])
+def test_nonfinite_skips_and_counts(poison):
+    model = Poisoned()
+    elbo = LIVI_ELBO(2, nonfinite="skip")
+    svi = SVI(model, AutoSemiImplicit(model), pyro.optim.Adam({"lr": 1e-3}), elbo)
+    svi.step()
+    params = dict(pyro.get_param_store().named_parameters())
+    before = {name: param.detach().clone() for name, param in params.items()}
+    model.poison = poison
+    assert math.isnan(svi.step())
+    assert elbo.num_skipped == 1
+    assert all(param.equal(before[name]) for name, param in params.items())
+    model.poison = None
+    assert math.isfinite(svi.step())
+    assert not all(param.equal(before[name]) for name, param in params.items())
+
+
+def test_skip_with_a_differentiable_loss():
+    model = Poisoned()
+    elbo = LIVI_ELBO(2, nonfinite="skip")
+    guide = AutoSemiImplicit(model)
+    guide()
+    elbo.differentiable_loss(model, guide)
+    model.poison = "value"
+    loss = elbo.differentiable_loss(model, guide)
+    loss.backward()
+    assert loss.isnan() and elbo.num_skipped == 1
+    assert all(p.grad is None for p in guide.parameters())
+
+
+def test_a_subclass_is_its_equation():
+    """A minimal method: an explicit Gaussian told to the engine as an implicit site."""
+
+    class Explicit_ELBO(ImplicitELBO):
+        site_types = (SemiImplicit,)
+
+        def score_parts(self, site):
+            log_q = site.distribution.conditional(site.noise).log_prob(site.value)
+            return ScoreParts(log_q, torch.zeros_like(log_q), log_q)
+
+    loc = torch.tensor([0.3, -0.2], requires_grad=True)
+
+    def model():
+        pyro.sample("x", dist.Normal(1.0, 1.0).expand([2]).to_event(1))
+
+    def guide():
+        pyro.sample("x", SemiImplicit(lambda z: loc + 0.0 * z, 2, 0.5))
+
+    try:
+        assert "Explicit_ELBO" in SemiImplicit.trained_by
+        loss = Explicit_ELBO(4000).loss(model, guide)
+    finally:
+        SemiImplicit.trained_by.remove("Explicit_ELBO")
+    posterior = dist.Normal(loc.detach(), 0.5)
+    expected = torch.distributions.kl_divergence(posterior, dist.Normal(1.0, 1.0)).sum().item()
+    assert loss == pytest.approx(expected, abs=0.1)

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every guide must do under every ELBO. A new method joins by a line in ELBOS or GUIDES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Predictive
+from pyro.infer.autoguide import AutoGuideList, AutoMultivariateNormal, AutoNormal
+from torch import nn
+
+from pyro_implicit import LIVI_ELBO, MLP, MMNN, AutoImplicit, AutoSemiImplicit, SemiImplicit
+from pyro_implicit.distributions import find_implicit
+
+DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+NUM_PARTICLES = 4
+
+
+class Model:
+    """A regression with a global vector, a positive scale, local latents and a nested plate."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(3, 5, 2, generator=generator).to(device, dtype)
+        self.y = torch.randn(3, 5, generator=generator).to(device, dtype)
+
+    def __call__(self) -> None:
+        scale = pyro.sample("scale", dist.LogNormal(self.x.new_zeros(()), 0.5))
+        weight = pyro.sample("weight", dist.Normal(self.x.new_zeros(2), 1.0).to_event(1))
+        with pyro.plate("groups", 3, dim=-2):
+            offset = pyro.sample("offset", dist.Normal(0.0 * scale, scale))
+            with pyro.plate("rows", 5, dim=-1):
+                mean = (self.x * weight).sum(-1) + offset
+                pyro.sample("y", dist.Normal(mean, 1.0), obs=self.y)
+
+
+class HandWritten(nn.Module):
+    """An amortised semi-implicit guide of the local latents beside explicit and implicit ones."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.data = model.y
+        self.weight_generator = MLP(3, 2)
+        self.encoder = MLP(2, 1, context_dim=5)
+        self.scale_loc = nn.Parameter(torch.zeros(()))
+        self.to(dtype=model.y.dtype, device=model.y.device)
+
+    def forward(self) -> None:
+        pyro.module("guide", self, update_module_params=True)
+        pyro.sample("scale", dist.LogNormal(self.scale_loc, 0.1))
+        pyro.sample("weight", SemiImplicit(self.weight_generator, 3, 0.1))
+        with pyro.plate("groups", 3, dim=-2):
+            context = self.data.unsqueeze(-2)  # (3, 1, 5)
+            pyro.sample("offset", SemiImplicit(self.encode, 2, 0.1, context))
+
+    def encode(self, noise: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        return self.encoder(noise, context).squeeze(-1)
+
+
+def guide_list(model: Model) -> AutoGuideList:
+    guide = AutoGuideList(model)
+    guide.append(AutoSemiImplicit(poutine.block(model, expose=["weight", "offset"])))
+    guide.append(AutoNormal(poutine.block(model, expose=["scale"])))
+    return guide
+
+
+GUIDES: dict[str, Callable[[Model], Callable]] = {
+    "AutoImplicit": AutoImplicit,
+    "AutoSemiImplicit": AutoSemiImplicit,
+    "AutoSemiImplicit-learn": lambda m: AutoSemiImplicit(m, noise_scale="learn"),
+    "AutoSemiImplicit-frame": lambda m: AutoSemiImplicit(m, base_guide=AutoMultivariateNormal(m)),
+    "AutoSemiImplicit-MMNN": lambda m: AutoSemiImplicit(
+        m, lambda size: MMNN((2, 2), ((4, 3),), (3, 3), output_dim=size)
+    ),
+    "AutoGuideList": guide_list,
+    "HandWritten": HandWritten,
+}
+ELBOS: dict[str, Callable] = {
+    "LIVI-exact": lambda k: LIVI_ELBO(k, log_det="exact"),
+    "LIVI-quadratic": lambda k: LIVI_ELBO(k, entropy="quadratic"),
+    "LIVI-smallest": lambda k: LIVI_ELBO(k, log_det="smallest"),
+    "LIVI-stochastic": lambda k: LIVI_ELBO(k, log_det="stochastic"),
+}
+#: Combinations that no setting makes sensible, with a word of the error that says so.
+REFUSED = {("HandWritten", "LIVI-smallest"): "noise_dim"}
+
+
+def make(
+    guide_name: str, elbo_name: str, num_particles: int = NUM_PARTICLES, **model_args
+) -> tuple[Model, Callable, object]:
+    """A model, a guide that has been called once, and an ELBO; or the test ends with its error."""
+    model = Model(**model_args)
+    guide, elbo = GUIDES[guide_name](model), ELBOS[elbo_name](num_particles)
+    trace = poutine.trace(guide).get_trace()
+    refusal = REFUSED.get((guide_name, elbo_name))
+    for name, site in trace.nodes.items():
+        implicit = find_implicit(site["fn"]) if site["type"] == "sample" else None
+        if implicit is not None and not isinstance(implicit, elbo.site_types):
+            refusal = f"'{name}'.*{type(implicit).__name__}.*Cure"
+    if refusal:
+        with pytest.raises(ValueError, match=refusal):
+            elbo.loss_and_grads(model, guide)
+        pytest.skip("refused, with the cure in the message")
+    return model, guide, elbo
+
+
+pairs = pytest.mark.parametrize("elbo_name", ELBOS)
+guides = pytest.mark.parametrize("guide_name", GUIDES)
+
+
+@pairs
+@guides
+@pytest.mark.parametrize("device", DEVICES)
+def test_svi_trains_every_parameter(guide_name, elbo_name, device):
+    model, guide, elbo = make(guide_name, elbo_name, device=device)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 1e-3}), elbo)
+    elbo.loss_and_grads(model, guide)
+    params = dict(pyro.get_param_store().named_parameters())
+    params = {name: p for name, p in params.items() if "AutoMultivariateNormal" not in name}
+    for name, param in params.items():
+        assert param.grad is not None and (param.grad != 0).any(), f"no gradient for {name}"
+        assert param.device.type == device
+        param.grad = None
+    before = {name: param.detach().clone() for name, param in params.items()}
+    assert isinstance(svi.step(), float)
+    assert all((param != before[name]).any() for name, param in params.items())
+
+
+@pairs
+@guides
+def test_evaluate_loss_needs_no_gradient(guide_name, elbo_name):
+    model, guide, elbo = make(guide_name, elbo_name)
+    svi = SVI(model, guide, pyro.optim.Adam({}), elbo)
+    losses = torch.tensor([svi.evaluate_loss() for _ in range(20)])
+    assert losses.isfinite().all()
+    assert all(p.grad is None for _, p in pyro.get_param_store().named_parameters())
+
+
+@pairs
+@guides
+def test_single_particle(guide_name, elbo_name):
+    model, guide, elbo = make(guide_name, elbo_name, num_particles=1)
+    assert SVI(model, guide, pyro.optim.Adam({}), elbo).step() != 0
+
+
+@pairs
+@guides
+def test_seeds_give_equal_runs(guide_name, elbo_name):
+    def losses() -> list[float]:
+        pyro.clear_param_store()
+        pyro.set_rng_seed(3)
+        model, guide, elbo = make(guide_name, elbo_name)
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), elbo)
+        return [svi.step() for _ in range(3)]
+
+    assert losses() == losses()
+
+
+@pairs
+@guides
+def test_float64_comes_from_the_model(guide_name, elbo_name):
+    model, guide, elbo = make(guide_name, elbo_name, dtype=torch.float64)
+    loss = elbo.differentiable_loss(model, guide)
+    assert loss.dtype == torch.float64
+    for name, param in pyro.get_param_store().named_parameters():
+        assert param.dtype == torch.float64, name
+
+
+@pairs
+@guides
+def test_elbo_module_with_torch_optimiser(guide_name, elbo_name):
+    with pyro.settings.context(module_local_params=True):
+        model, guide, elbo = make(guide_name, elbo_name)
+        pair = elbo(model, guide)
+        params = dict(pair.named_parameters())
+        optimiser = torch.optim.Adam(params.values(), lr=1e-3)
+        before = {name: param.detach().clone() for name, param in params.items()}
+        pair().backward()
+        optimiser.step()
+        assert all((param != before[name]).any() for name, param in params.items())
+        if guide_name != "HandWritten":  # pyro.module() is global by nature
+            assert len(pyro.get_param_store()) == 0
+
+
+@guides
+def test_predictive_and_shapes(guide_name):
+    model = Model()
+    guide = GUIDES[guide_name](model)
+    draws = Predictive(model, guide=guide, num_samples=6)()
+    assert draws["y"].shape[-2:] == (3, 5) and draws["y"].shape[0] == 6
+    trace = poutine.trace(guide).get_trace()
+    assert trace.nodes["weight"]["value"].shape == (2,)
+    assert trace.nodes["offset"]["value"].shape == (3, 1)
+    assert trace.nodes["scale"]["value"] > 0
+
+
+def draw(guide: Callable) -> list[torch.Tensor]:
+    pyro.set_rng_seed(7)
+    nodes = poutine.trace(guide).get_trace().nodes
+    return [nodes[name]["value"].detach() for name in ("scale", "weight", "offset")]
+
+
+def trained(guide_name: str) -> tuple[Model, Callable, list[torch.Tensor]]:
+    """A model, its guide after some training, and a draw from it."""
+    model, guide = Model(), GUIDES[guide_name]
+    guide = guide(model)
+    guide()
+    for param in guide.parameters():
+        param.data += 0.1 * torch.randn_like(param)
+    return model, guide, draw(guide)
+
+
+@guides
+def test_param_store_restores_a_fresh_guide(guide_name, tmp_path):
+    model, guide, expected = trained(guide_name)
+    pyro.get_param_store().save(tmp_path / "params.pt")
+    pyro.clear_param_store()
+    fresh = GUIDES[guide_name](model)
+    assert draw(fresh)[1].ne(expected[1]).all()
+    for restored in (fresh, GUIDES[guide_name](model)):  # one already in use, one not
+        pyro.clear_param_store()
+        pyro.get_param_store().load(tmp_path / "params.pt")
+        draw(restored)
+        assert all(a.equal(b) for a, b in zip(draw(restored), expected, strict=True))
+
+
+@guides
+def test_state_dict_restores_a_fresh_guide(guide_name):
+    model, guide, expected = trained(guide_name)
+    state = {name: value.clone() for name, value in guide.state_dict().items()}
+    pyro.clear_param_store()
+    fresh = GUIDES[guide_name](model)
+    assert draw(fresh)[1].ne(expected[1]).all()
+    fresh.load_state_dict(state)
+    assert all(a.equal(b) for a, b in zip(draw(fresh), expected, strict=True))
