@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How close do guides come to posteriors whose exact draws are known?
+
+Fits each method to each target from several seeds and measures the sliced 2-Wasserstein distance
+between 10,000 draws of the guide and 10,000 fresh draws of the truth, beside its *floor*: the same
+distance between two independent sets of the truth. About half a minute per run on one CPU thread::
+
+    python benchmarks/sampling_targets.py --data-dir /path/to/data
+    python benchmarks/sampling_targets.py --targets banana --methods implicit --seeds 1
+    python benchmarks/sampling_targets.py --report
+
+Each run adds one line to ``--out``; a run of the same settings whose line is there already is not
+repeated. After a change of the library, name another file.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pyro
+import torch
+from common import (
+    RESULTS,
+    add_machine_arguments,
+    append_record,
+    cosine_adam,
+    environment,
+    fit,
+    markdown_table,
+    read_records,
+    seconds,
+)
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoIAFNormal, AutoMultivariateNormal, AutoNormal
+from targets import TARGETS, MissingData, Target, make_target
+from torch import Tensor
+from tqdm import tqdm
+
+from pyro_implicit import LIVI_ELBO, AutoSemiImplicit
+from pyro_implicit.diagnostics import draw, sliced_wasserstein
+
+# All targets broadcast: Pyro's own guides are vectorised Pyro's own way.
+PYRO_ELBO = partial(Trace_ELBO, vectorize_particles=True)
+METHODS = {
+    "AutoNormal": (AutoNormal, PYRO_ELBO),
+    "AutoMultivariateNormal": (AutoMultivariateNormal, PYRO_ELBO),
+    "AutoIAFNormal": (AutoIAFNormal, PYRO_ELBO),
+    "implicit": (AutoSemiImplicit, LIVI_ELBO),
+}
+NUM_DRAWS = 10_000
+NUM_FLOOR_PAIRS = 10
+TRUTH_SEED = 1_000_000  # far from the seeds of the guides
+
+
+def truth(target: Target, seed: int) -> Tensor:
+    return target.truth(NUM_DRAWS, TRUTH_SEED + seed)
+
+
+def floor(target: Target) -> float:
+    """The distance of two sets of the truth: a median over pairs, as heavy tails make one noisy."""
+    pairs = [2 * pair for pair in range(NUM_FLOOR_PAIRS)]
+    return median(
+        sliced_wasserstein(truth(target, 1000 + pair), truth(target, 1001 + pair)).item()
+        for pair in pairs
+    )
+
+
+def run(target: Target, method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Fits one method to one target from one seed and measures the result."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    make_guide, make_elbo = METHODS[method]
+    guide, elbo = make_guide(target.model), make_elbo(args.particles)
+    svi = SVI(target.model, guide, cosine_adam(args.lr, args.steps), elbo)
+    wall = seconds(lambda: fit(svi, args.steps), args.device)
+    draws, exact = target.flatten(draw(guide, NUM_DRAWS)), truth(target, seed)
+    return {
+        "sw2": sliced_wasserstein(draws, exact).item(),
+        "seconds": wall,
+        "sd_ratio_first": (draws[:, 0].std() / exact[:, 0].std()).item(),
+    }
+
+
+def run_all(args: argparse.Namespace) -> None:
+    settings = {key: getattr(args, key) for key in ("steps", "particles", "lr")}
+    machine = environment(args.device)
+    done = read_records(args.out)
+    for name in args.targets:
+        try:
+            target = make_target(name, args.device, args.data_dir)
+        except MissingData as missing:
+            print(f"{name} is left out: {missing}")
+            continue
+        reference = {"floor": floor(target), "threshold": target.threshold}
+        runs = [(method, seed) for method in args.methods for seed in range(args.seeds)]
+        for method, seed in (bar := tqdm(runs, unit="run")):
+            bar.set_description(f"{name} {method} {seed}")
+            key = {"target": name, "method": method, "seed": seed, **settings}
+            key["device"] = machine["device"]
+            if any(key.items() <= record.items() for record in done):
+                continue
+            try:
+                result = run(target, method, seed, args)
+                result["ratio"] = result["sw2"] / reference["floor"]
+            except (ValueError, RuntimeError) as error:  # a fit that diverges is a result, too
+                result = {"error": f"{type(error).__name__}: {error}"[:500]}
+            append_record(args.out, key | reference | result | machine)
+
+
+def report(args: argparse.Namespace) -> str:
+    """The Markdown table of ``--out``: one row for each target, method and setting."""
+    groups = defaultdict(list)
+    for record in read_records(args.out):
+        keys = ("target", "method", "steps", "particles", "lr", "device")
+        groups[tuple(record[key] for key in keys)].append(record)
+    order = {name: position for position, name in enumerate([*TARGETS, *METHODS])}
+    rows = []
+    for key in sorted(groups, key=lambda k: (order[k[0]], order[k[1]], *k[2:])):
+        target, method, steps, particles, lr, device = key
+        records = groups[key]
+        fitted = [record for record in records if "error" not in record]
+        good = sum(map(succeeded, fitted))
+        row = [target, method, f"{steps} x {particles}, {lr:g}, {device}"]
+        row.append(f"{records[0]['floor']:.3f}")
+        for field, digits in [("sw2", 3), ("ratio", 2), ("seconds", 0)]:
+            row.append(spread([record[field] for record in fitted], digits))
+        sd_ratios = [record["sd_ratio_first"] for record in fitted]
+        row.append(spread(sd_ratios, 2) if target.startswith("funnel") else "")
+        rows.append([*row, f"{good} of {len(records)}"])
+    header = ["target", "method", "steps x particles, rate, device", "floor", "SW2", "ratio"]
+    header += ["seconds", "sd ratio of v", "succeeded"]
+    note = (
+        "\nMedian (min to max) over seeds. Success: a distance of at most 1.5 x the floor, 2 x on "
+        "banana; on the\nfunnels an sd ratio of v of at least 0.95. A run that raised an error "
+        "failed.\n"
+    )
+    return markdown_table(header, rows) + note
+
+
+def succeeded(record: dict[str, Any]) -> bool:
+    if record["target"].startswith("funnel"):
+        return record["sd_ratio_first"] >= 0.95
+    return record["ratio"] <= record["threshold"]
+
+
+def spread(values: list[float], digits: int) -> str:
+    if not values:
+        return "failed"
+    low, middle, high = (f"{f(values):.{digits}f}" for f in (min, median, max))
+    return f"{middle} ({low} to {high})"
+
+
+def main(args: argparse.Namespace) -> None:
+    if args.report:
+        text = report(args)
+        args.out.with_suffix(".md").write_text(text)
+        print(text)
+        return
+    torch.set_num_threads(args.threads)
+    run_all(args)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to SEEDS - 1")
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--particles", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=5e-3, help="falls to zero along a cosine")
+    parser.add_argument("--data-dir", type=Path, help="the folder that holds sivi_blr/")
+    parser.add_argument("--out", type=Path, default=RESULTS / "sampling_targets.jsonl")
+    parser.add_argument("--report", action="store_true", help="print the table of --out and stop")
+    add_machine_arguments(parser)
+    main(parser.parse_args())
