@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from pyro_implicit.diagnostics import compare
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import MLP, MMNN, CorrelatedMMNN, GatedMLP, ResidualGenerator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.infer import LIVI_ELBO
+from pyro_implicit.mcmc import warm_start
 
 __version__ = "0.1.0"
 
@@ -21,4 +23,6 @@ __all__ = [
     "MMNN",
     "ResidualGenerator",
     "SemiImplicit",
+    "compare",
+    "warm_start",
 ]
