@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The noise of implicit distributions: its kinds and precision, the memory of it, the refusals."""
+
+from __future__ import annotations
+
+import re
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO
+from torch import Tensor, nn
+
+from pyro_implicit import LIVI_ELBO, MLP, Implicit, SemiImplicit
+from pyro_implicit.distributions import IntractableDensityError
+
+KINDS = ["implicit", "semi_implicit"]
+
+
+def make(kind: str, generator=None, noise=3, **kwargs) -> Implicit:
+    generator = nn.Linear(3, 2) if generator is None else generator
+    if kind == "implicit":
+        return Implicit(generator, noise, **kwargs)
+    return SemiImplicit(generator, noise, scale=0.1, **kwargs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_noise_of_knows_the_last_draw_alone(kind):
+    q = make(kind)
+    with pytest.raises(ValueError, match=f"{type(q).__name__} knows the noise only of the value"):
+        q.noise_of(torch.zeros(2))
+    first = q.rsample()
+    noise = q.noise_of(first)
+    assert q.noise_of(first) is noise
+    for other in (first.clone(), first + 0, first.detach()):
+        with pytest.raises(ValueError, match="this tensor is another one"):
+            q.noise_of(other)
+    second = q.rsample((4,))
+    assert q.noise_of(second).shape == (4, 3)
+    with pytest.raises(ValueError, match="without replaying or conditioning"):
+        q.noise_of(first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_expanded_distributions_remember_for_themselves(kind):
+    q = make(kind)
+    value = q.rsample()
+    expanded = q.expand((4,))
+    with pytest.raises(ValueError, match="knows the noise only"):
+        expanded.noise_of(value)
+    many = expanded.rsample()
+    assert expanded.noise_of(many).shape == (4, 3)
+    assert q.noise_of(value).shape == (3,)
+    with pytest.raises(ValueError, match="knows the noise only"):
+        q.noise_of(many)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_noise_of_the_value_in_a_trace(kind):
+    def guide():
+        with pyro.plate("plate", 4):
+            pyro.sample("x", make(kind))
+
+    trace = poutine.trace(guide).get_trace()
+    site = trace.nodes["x"]
+    assert site["fn"].noise_of(site["value"]).shape == (4, 3)
+    site = poutine.trace(poutine.replay(guide, trace)).get_trace().nodes["x"]
+    with pytest.raises(ValueError, match="without replaying"):
+        site["fn"].noise_of(site["value"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "noise",
+    [
+        dist.Laplace(torch.tensor([3.0, 0.0, -3.0]), 0.5).to_event(1),
+        dist.StudentT(torch.tensor(5.0), torch.tensor([3.0, 0.0, -3.0]), 0.5).to_event(1),
+        dist.MultivariateNormal(torch.tensor([3.0, 0.0, -3.0]), 0.25 * torch.eye(3)),
+        torch.distributions.Independent(
+            torch.distributions.Normal(torch.tensor([3.0, 0.0, -3.0]), 0.5), 1
+        ),
+    ],
+    ids=lambda noise: type(getattr(noise, "base_dist", noise)).__name__,
+)
+def test_noise_of_other_distributions(kind, noise):
+    q = make(kind, noise=noise).expand((4,))
+    value = q.rsample((2500,))
+    drawn = q.noise_of(value)
+    assert drawn.shape == (2500, 4, 3)
+    deviation = noise.variance.sqrt()
+    # 10,000 draws: the mean within 5 and the spread within some 10 standard errors.
+    torch.testing.assert_close(drawn.mean((0, 1)), noise.mean, rtol=0, atol=0.05)
+    torch.testing.assert_close(drawn.flatten(0, 1).std(0), deviation, rtol=0.1, atol=0)
+    assert (value - q.generate(drawn)).abs().max() < (1e-6 if kind == "implicit" else 1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bounded_noise(kind):
+    q = make(kind, noise=dist.Uniform(torch.full((3,), 2.0), 2.5).to_event(1))
+    noise = q.noise_of(q.rsample((1000,)))
+    assert 2.0 <= noise.min() < 2.01 and 2.49 < noise.max() <= 2.5
+
+
+@pytest.mark.xfail(
+    raises=NotImplementedError,
+    reason="Implicit asks the noise for its mean, only to learn its shape and dtype, and "
+    "TransformedDistribution has none",
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_noise_without_a_known_mean(kind):
+    base = dist.Normal(torch.zeros(3), 1.0)
+    noise = dist.TransformedDistribution(base, [dist.transforms.SigmoidTransform()]).to_event(1)
+    assert make(kind, noise=noise).sample().shape == (2,)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float, torch.double])
+@pytest.mark.parametrize("default", [torch.float, torch.double])
+def test_precision_follows_generator_context_or_default(kind, dtype, default):
+    torch.set_default_dtype(default)  # conftest.py restores it
+    context = torch.randn(4, 2, dtype=dtype)
+    of_generator = make(kind, nn.Linear(3, 2, dtype=dtype))
+    of_context = make(kind, MLP(3, 2, context_dim=2).to(dtype), context=context)
+    of_function = make(kind, lambda noise, context: noise + context.sum(-1, True), context=context)
+    of_noise = make(kind, torch.tanh, noise=dist.Normal(torch.zeros(3, dtype=dtype), 1).to_event(1))
+    for q in (of_generator, of_context, of_function, of_noise):
+        for draw in (q, q.expand((6,) + q.batch_shape)):
+            value = draw.rsample()
+            assert value.dtype == draw.noise_of(value).dtype == dtype
+    assert make(kind, torch.tanh).sample().dtype == default
+
+
+@pytest.mark.parametrize("noise", [0, -2, True, 2.0, None, torch.zeros(3), "3"])
+def test_refuses_what_is_no_noise(noise):
+    with pytest.raises(ValueError, match="noise must be a positive size or a distribution, but"):
+        Implicit(nn.Linear(3, 2), noise)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "noise,shapes",
+    [
+        (dist.Normal(torch.zeros(3), 1), r"batch shape \(3,\) and event shape \(\)"),
+        (dist.Normal(torch.zeros(4, 3), 1).to_event(2), r"batch shape \(\) and event .* \(4, 3\)"),
+    ],
+)
+def test_refuses_noise_that_is_no_vector(kind, noise, shapes):
+    with pytest.raises(ValueError, match=f"wants a noise distribution over vectors.*{shapes}"):
+        make(kind, noise=noise)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_refuses_generators_that_lose_the_batch(kind):
+    noise = dist.Normal(torch.zeros(4, 3), 1).to_event(1)
+    with pytest.raises(ValueError, match=r"noise of shape \(4, 3\) into \(3,\); it must keep"):
+        make(kind, lambda z: z.sum(0), noise)
+
+    class WrongSize(nn.Module):
+        output_dim = 7
+
+        def forward(self, noise: Tensor) -> Tensor:
+            return noise
+
+    with pytest.raises(ValueError, match=r"returned shape \(2, 3\) where \(2, 7\) was expected"):
+        make(kind, WrongSize()).sample((2,))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_prob_names_the_cure(kind, monkeypatch):
+    q = make(kind)
+    monkeypatch.setattr(type(q), "trained_by", ["THIS_ELBO", "THAT_ELBO"])
+    with pytest.raises(IntractableDensityError, match="Cure: use one of THIS_ELBO, THAT_ELBO"):
+        q.log_prob(q.sample())
+    monkeypatch.setattr(type(q), "trained_by", [])
+    with pytest.raises(NotImplementedError, match=r"use one of the ELBOs of pyro_implicit\.infer"):
+        q.expand((4,)).log_prob(torch.zeros(4, 2))
+
+
+def test_elbos_name_themselves():
+    assert LIVI_ELBO.__name__ in SemiImplicit.trained_by
+    assert LIVI_ELBO.__name__ not in Implicit.trained_by
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize("wrap", [lambda q: q, lambda q: q.expand((4,)).to_event(1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_refusal_in_a_guide_names_the_site(kind, wrap, validate):
+    q = wrap(make(kind))
+
+    def model():
+        pyro.sample("weights", dist.Normal(torch.zeros(q.event_shape), 1).to_event(q.event_dim))
+
+    def guide():
+        pyro.sample("weights", q)
+
+    optimiser = pyro.optim.Adam({})
+    kind_name = "Implicit" if kind == "implicit" else "SemiImplicit"
+    message = f"site 'weights'(.|\n)*density of {kind_name} is intractable(.|\n)*Trace_ELBO"
+    with pyro.validation_enabled(validate):
+        for compute in (
+            lambda: Trace_ELBO().loss(model, guide),
+            lambda: SVI(model, guide, optimiser, Trace_ELBO(num_particles=2)).step(),
+            lambda: poutine.trace(guide).get_trace().compute_score_parts(),
+            lambda: poutine.trace(guide).get_trace().compute_log_prob(),
+        ):
+            with pytest.raises(ValueError) as error:
+                compute()
+            assert re.search(message, str(error.value))
