@@ -101,7 +101,7 @@ class Implicit(TorchDistribution):
         return _EVENT_SHAPES[self.generator]
 
     @property
-    def support(self) -> constraints.Constraint:  # type: ignore[override]
+    def support(self) -> constraints.Constraint:
         """All of :math:`R^m`."""
         return constraints.independent(constraints.real, len(self.event_shape))
 

@@ -37,9 +37,9 @@ def find_implicit(fn: torch.distributions.Distribution) -> Implicit | None:
     True
     """
     while not isinstance(fn, Implicit):
-        fn = getattr(fn, "base_dist", None)
-        if fn is None:
+        if not hasattr(fn, "base_dist"):
             return None
+        fn = fn.base_dist
     return fn
 
 

@@ -101,19 +101,19 @@ class AutoImplicit(AutoContinuous):
     def _init_generator(self, like: Tensor) -> nn.Module:
         (generator,) = self._make_generator
         if generator is None:
-            noise_dim = self.noise_dim or min(self.latent_dim, self.max_default_noise_dim)
-            generator = GatedMLP(noise_dim, self.latent_dim)
+            default = min(self.latent_dim, self.max_default_noise_dim)
+            generator = GatedMLP(self.noise_dim or default, self.latent_dim)
         elif not isinstance(generator, nn.Module):
             generator = generator(self.latent_dim)
         generator = generator.to(dtype=like.dtype, device=like.device)
-        if self.noise_dim is None:
-            self.noise_dim = getattr(generator, "noise_dim", self.latent_dim)
+        noise_dim = int(self.noise_dim or getattr(generator, "noise_dim", self.latent_dim))
+        self.noise_dim = noise_dim
         with torch.no_grad():
-            shape = tuple(generator(like.new_zeros(2, self.noise_dim)).shape)
+            shape = tuple(generator(like.new_zeros(2, noise_dim)).shape)
         if shape != (2, self.latent_dim):
             raise ValueError(
                 f"the generator of {type(self).__name__} turns noise of shape (2, "
-                f"{self.noise_dim}) into {shape}, but the latents of sites "
+                f"{noise_dim}) into {shape}, but the latents of sites "
                 f"{list(self._unconstrained_shapes)} want (2, {self.latent_dim}); pass a callable "
                 "that makes a generator from the latent size"
             )
@@ -268,14 +268,15 @@ class AutoSemiImplicit(AutoImplicit):
         super().__init__(
             model, generator, noise_dim, init_loc_fn, init_scale, base_guide, create_plates
         )
-        self.noise_scale = noise_scale
+        self._init_noise_scale = noise_scale
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
-        if self.noise_scale == "learn":
-            del self.noise_scale
+        if self._init_noise_scale == "learn":
             scale = torch.full_like(self.loc, 0.05)
             self.noise_scale = PyroParam(scale, constraints.positive)
+        else:
+            self.noise_scale = self._init_noise_scale
 
     def _implicit(self) -> SemiImplicit:
         return SemiImplicit(self._registered_generator(), self._noise(), self.noise_scale)

@@ -106,6 +106,7 @@ class ImplicitELBO(Trace_ELBO):
             )
         if nonfinite not in ("raise", "skip"):
             raise ValueError(f'nonfinite must be "raise" or "skip", but got {nonfinite!r}')
+        self.max_plate_nesting: float
         # The guide always runs under the particle plate, which Pyro counts in max_plate_nesting.
         super().__init__(num_particles, max_plate_nesting, vectorize_particles=True)
         self.vectorize_particles = vectorize_particles

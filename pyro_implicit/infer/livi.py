@@ -68,7 +68,8 @@ class LIVI_ELBO(ImplicitELBO):
         whose rows depend on each other (batch normalisation in training mode, dropout).
 
     After each step ``residual`` holds the largest relative residual of the iterative solver (LOBPCG
-    or Lanczos; 0 for exact log-determinants). An unconverged L'' is no bound: above 0.1 it warns.
+    or Lanczos; 0 for exact log-determinants). An unconverged L'' is no bound: above 0.1 it
+    warns, once.
 
     **References:**
 
@@ -102,6 +103,7 @@ class LIVI_ELBO(ImplicitELBO):
         self.num_probes = num_probes
         self.max_iterations = max_iterations
         self.residual = 0.0
+        self._warned = False
         self._checked_sites: set[str] = set()
 
     def score_parts(self, site: ImplicitSite) -> ScoreParts:
@@ -146,7 +148,8 @@ class LIVI_ELBO(ImplicitELBO):
         start = torch.randn_like(noise)
         log_det, residual = smallest_singular_log_det(*products, scale, start, self.max_iterations)
         self.residual = float(residual.max())
-        if self.residual > 0.1:
+        if self.residual > 0.1 and not self._warned:
+            self._warned = True
             warnings.warn(
                 f"LOBPCG left a relative residual of {self.residual:.2g} after "
                 f"{self.max_iterations} iterations, so the LIVI bound L'' may lie above the ELBO; "

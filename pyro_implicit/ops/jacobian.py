@@ -31,11 +31,12 @@ def batch_jacobian(function: Function, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """
 
     def push(direction: Tensor) -> tuple[Tensor, Tensor]:
-        return jvp(function, (inputs,), (direction.expand_as(inputs),))
+        output = jvp(function, (inputs,), (direction.expand_as(inputs),))
+        return output[0], output[1]
 
     basis = torch.eye(inputs.shape[-1], dtype=inputs.dtype, device=inputs.device)
-    value, columns = vmap(push, out_dims=(None, -1))(basis)
-    return value, columns
+    values, columns = vmap(push, out_dims=(0, -1))(basis)
+    return values[0], columns
 
 
 def jacobian_products(function: Function, inputs: Tensor) -> tuple[Function, Function]:

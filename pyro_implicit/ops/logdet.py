@@ -92,7 +92,8 @@ def smallest_singular_log_det(
     :param scale: positive, ``(*batch, m)``.
     :param start: first guess of the singular vector, ``(*batch, d)``.
     :param num_steps: LOBPCG steps at most.
-    :returns: the bound and the residual relative to :math:`1 + \sigma_{\min}^2`, both ``(*batch,)``.
+    :returns: the bound, and the residual relative to :math:`1 + \sigma_{\min}^2`: both
+        ``(*batch,)``.
     """
     noise_dim = start.shape[-1]
     with torch.no_grad():
