@@ -153,9 +153,10 @@ def test_mmd_reduces_large_sets_to_a_random_subset():
     assert maximum_mean_discrepancy(x[:100], y[:100], max_rows=100) == 0.0
 
 
-def test_whiten():
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_whiten(sign):
     factor = torch.tensor([[2.0, 0.0, 0.0], [1.0, 0.5, 0.0], [-1.0, 0.3, 0.1]])
-    reference = torch.randn(500, 3) @ factor.mT + torch.tensor([1.0, 2.0, 3.0])
+    reference = sign * (torch.randn(500, 3) @ factor.mT + torch.tensor([1.0, 2.0, 3.0]))
     white = whiten(reference, reference)
     torch.testing.assert_close(white.mean(dim=0), torch.zeros(3), rtol=0, atol=1e-12)
     torch.testing.assert_close(white.mT.cov(), torch.eye(3))

@@ -37,6 +37,14 @@ def test_autoguides_before_and_after_the_first_call(autoguide):
     assert shapes(draw(guide, 3)) == SHAPES
 
 
+def test_draws_share_no_memory_with_the_parameters():
+    guide = AutoDelta(model)
+    draws = draw(guide, 2, torch.zeros(5))
+    before = guide.median()["weight"].clone()
+    draws["weight"].fill_(9.0)
+    torch.testing.assert_close(guide.median()["weight"], before, rtol=0, atol=0)
+
+
 def test_coordinates_keep_their_places():
     guide = AutoNormal(model, init_scale=1e-3)
     guide(torch.zeros(5))

@@ -89,13 +89,13 @@ def test_regions_hold_half_and_nine_tenths_of_the_draws():
 def test_regions_are_those_of_a_gaussian():
     factor = torch.tensor([[2.0, 1.0], [0.0, 0.5]], dtype=torch.float64)
     pair = torch.randn(20_000, 2, dtype=torch.float64) @ factor
-    x, y, density, levels = _regions(pair, (-8.0, 8.0), (-5.0, 5.0))
+    x, y, density, levels = _regions(pair, (-16.0, 16.0), (-4.0, 4.0))
     grid = torch.cartesian_prod(x, y)
     distance = torch.linalg.solve(factor.T, grid.T).square().sum(dim=0).reshape(density.shape)
-    for level, mass in zip(levels, [0.9, 0.5], strict=True):
+    for level, mass, tolerance in zip(levels, [0.9, 0.5], [0.13, 0.08], strict=True):
         truth = distance <= -2 * torch.tensor(1 - mass).log()
         mismatch = (truth != (density >= level)).sum() / truth.sum()
-        assert mismatch < 0.12
+        assert mismatch < tolerance
 
 
 def test_degenerate_posteriors_can_be_drawn(tmp_path):
