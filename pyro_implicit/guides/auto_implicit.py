@@ -106,14 +106,14 @@ class AutoImplicit(AutoContinuous):
         elif not isinstance(generator, nn.Module):
             generator = generator(self.latent_dim)
         generator = generator.to(dtype=like.dtype, device=like.device)
-        noise_dim = int(self.noise_dim or getattr(generator, "noise_dim", self.latent_dim))
-        self.noise_dim = noise_dim
+        if self.noise_dim is None:
+            self.noise_dim = getattr(generator, "noise_dim", self.latent_dim)
         with torch.no_grad():
-            shape = tuple(generator(like.new_zeros(2, noise_dim)).shape)
+            shape = tuple(generator(like.new_zeros((2, self.noise_dim))).shape)
         if shape != (2, self.latent_dim):
             raise ValueError(
                 f"the generator of {type(self).__name__} turns noise of shape (2, "
-                f"{noise_dim}) into {shape}, but the latents of sites "
+                f"{self.noise_dim}) into {shape}, but the latents of sites "
                 f"{list(self._unconstrained_shapes)} want (2, {self.latent_dim}); pass a callable "
                 "that makes a generator from the latent size"
             )
