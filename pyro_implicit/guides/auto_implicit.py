@@ -60,6 +60,7 @@ class AutoImplicit(AutoContinuous):
     """
 
     max_default_noise_dim = 800
+    noise_dim: Any  # None until the first call, if left to the generator
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class AutoImplicit(AutoContinuous):
         if self.noise_dim is None:
             self.noise_dim = getattr(generator, "noise_dim", self.latent_dim)
         with torch.no_grad():
-            shape = tuple(generator(like.new_zeros((2, self.noise_dim))).shape)
+            shape = tuple(generator(like.new_zeros(2, self.noise_dim)).shape)
         if shape != (2, self.latent_dim):
             raise ValueError(
                 f"the generator of {type(self).__name__} turns noise of shape (2, "
