@@ -99,3 +99,15 @@ def test_gradient_reaches_module_parameters():
 def test_float32_stays_float32():
     value, jacobian = batch_jacobian(torch.sin, torch.zeros(2, 3))
     assert value.dtype == jacobian.dtype == torch.float32
+
+
+@pytest.mark.xfail(
+    run=False,  # torch 2.13 reads memory out of bounds for a negative out_dims of vmap here
+    reason="batch_jacobian's vmap(..., out_dims=-1) is given an output without a batch; cure: "
+    "out_dims=0 and movedim(0, -1)",
+)
+@pytest.mark.parametrize("batch_shape", BATCH_SHAPES)
+def test_constant_function_has_a_zero_jacobian(batch_shape):
+    z = torch.randn(batch_shape + (3,))
+    _, jacobian = batch_jacobian(lambda x: torch.ones(x.shape[:-1] + (2,)), z)
+    assert jacobian.equal(torch.zeros(batch_shape + (2, 3)))
