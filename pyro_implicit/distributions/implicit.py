@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import pyro.distributions as dist
 import torch
@@ -79,31 +78,36 @@ class Implicit(TorchDistribution):
         self.context = context
         self.noise_distribution = noise.expand(batch_shape)
         self._drawn: tuple[Tensor, Tensor] | None = None
-        super().__init__(batch_shape, self._find_event_shape(), validate_args=validate_args)
+        self._like = _example(noise).new_empty(())
+        event_shape = self._find_event_shape()
+        super().__init__(batch_shape, event_shape, validate_args=validate_args)
 
     def _find_event_shape(self) -> torch.Size:
-        """The shape of one draw: the generator's ``output_dim``, else found by one small run."""
+        """The shape of one draw: the generator's ``output_dim``, else found by a run of two."""
         output_dim = getattr(self.generator, "output_dim", None)
         if output_dim is not None:
             return torch.Size((output_dim,))
-        if self.generator not in _EVENT_SHAPES:
-            noise = torch.zeros_like(self.noise_distribution.mean)
-            with torch.no_grad():
-                value = self.generate(noise)
-            batch_shape = noise.shape[:-1]
-            if value.shape[: len(batch_shape)] != batch_shape:
-                raise ValueError(
-                    f"the generator of {type(self).__name__} turned noise of shape "
-                    f"{tuple(noise.shape)} into {tuple(value.shape)}; it must keep the leading "
-                    f"batch shape {tuple(batch_shape)}"
-                )
-            _EVENT_SHAPES[self.generator] = value.shape[len(batch_shape) :]
-        return _EVENT_SHAPES[self.generator]
+        arguments = [self._like.new_zeros((2,) + self.noise_distribution.event_shape)]
+        if self.context is not None:
+            context = self.context.reshape(-1, self.context.shape[-1])
+            arguments.append(context[:1].expand(2, -1))
+        with torch.no_grad():
+            shape = self.generator(*arguments).shape
+        if shape[:1] != (2,):
+            raise ValueError(
+                f"the generator of {type(self).__name__} turned noise of shape "
+                f"{tuple(arguments[0].shape)} into {tuple(shape)}; it must keep the leading batch "
+                "shape (2,)"
+            )
+        return shape[1:]
 
     @property
     def support(self) -> constraints.Constraint:
         """All of :math:`R^m`."""
         return constraints.independent(constraints.real, len(self.event_shape))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_drawn": None}  # no graphs in copies and pickles
 
     def expand(self, batch_shape: torch.Size, _instance: Any = None) -> Implicit:
         """The same generator with independent noise for each element of ``batch_shape``."""
@@ -114,6 +118,7 @@ class Implicit(TorchDistribution):
         if self.context is not None:
             new.context = self.context.expand(batch_shape + self.context.shape[-1:])
         new.noise_distribution = self.noise_distribution.expand(batch_shape)
+        new._like = self._like
         new._drawn = None
         TorchDistribution.__init__(new, batch_shape, self.event_shape, validate_args=False)
         new._validate_args = self._validate_args
@@ -176,7 +181,12 @@ class Implicit(TorchDistribution):
         )
 
 
-_EVENT_SHAPES: WeakKeyDictionary[Generator, torch.Size] = WeakKeyDictionary()
+def _example(noise: dist.TorchDistribution) -> Tensor:
+    """Some tensor of the noise's dtype and device, without a draw where that can be had."""
+    try:
+        return noise.mean
+    except NotImplementedError:
+        return noise.sample()
 
 
 def _standard_normal(
@@ -185,8 +195,9 @@ def _standard_normal(
     """Standard normal noise on the device and in the precision of the context or generator."""
     if isinstance(noise_dim, bool) or not isinstance(noise_dim, int) or noise_dim < 1:
         raise ValueError(f"noise must be a positive size or a distribution, but got {noise_dim!r}")
-    like = context
-    if like is None and isinstance(generator, torch.nn.Module):
-        like = next((p for p in generator.parameters() if p.is_floating_point()), None)
+    tensors = [] if context is None else [context]
+    if isinstance(generator, torch.nn.Module):
+        tensors += generator.parameters()
+    like = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     zeros = torch.zeros(noise_dim) if like is None else like.new_zeros(noise_dim)
     return dist.Normal(zeros, torch.ones_like(zeros)).to_event(1)

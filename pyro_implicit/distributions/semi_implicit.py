@@ -51,12 +51,11 @@ class SemiImplicit(Implicit):
         validate_args: bool | None = None,
     ) -> None:
         super().__init__(generator, noise, context, validate_args=validate_args)
-        like = self.noise_distribution.mean
-        self.scale = torch.as_tensor(scale, dtype=like.dtype, device=like.device)
+        self.scale = torch.as_tensor(scale, dtype=self._like.dtype, device=self._like.device)
         if self._validate_args and not (self.scale > 0).all():
             raise ValueError(f"the scale of {type(self).__name__} must be positive, got {scale}")
         shape = self.batch_shape + self.event_shape
-        if torch.broadcast_shapes(shape, self.scale.shape) != shape:
+        if not _broadcasts(self.scale.shape, shape):
             raise ValueError(
                 f"the scale of {type(self).__name__} has shape {tuple(self.scale.shape)}, which "
                 f"does not broadcast to the values' shape {tuple(shape)}; give the noise that "
@@ -80,3 +79,8 @@ class SemiImplicit(Implicit):
         :returns: an independent normal distribution of batch shape ``noise.shape[:-1]``.
         """
         return dist.Normal(self.generate(noise), self.scale).to_event(len(self.event_shape))
+
+
+def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+    sizes = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(a in (1, b) for a, b in sizes)

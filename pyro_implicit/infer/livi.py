@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
+import pyro.distributions as dist
 import torch
 from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
@@ -67,9 +68,9 @@ class LIVI_ELBO(ImplicitELBO):
     :raises ValueError: for options that exclude each other, and at the first step for a generator
         whose rows depend on each other (batch normalisation in training mode, dropout).
 
-    After each step ``residual`` holds the largest relative residual of the iterative solver (LOBPCG
-    or Lanczos; 0 for exact log-determinants). An unconverged L'' is no bound: above 0.1 it
-    warns, once.
+    After each step ``residuals`` holds, by site, the largest relative residual of the iterative
+    solver (LOBPCG or Lanczos); exact log-determinants have none. An unconverged L'' is no bound:
+    above 0.1 it warns, once.
 
     **References:**
 
@@ -102,7 +103,7 @@ class LIVI_ELBO(ImplicitELBO):
         self.entropy = entropy
         self.num_probes = num_probes
         self.max_iterations = max_iterations
-        self.residual = 0.0
+        self.residuals: dict[str, float] = {}
         self._warned = False
         self._checked_sites: set[str] = set()
 
@@ -121,11 +122,12 @@ class LIVI_ELBO(ImplicitELBO):
             log_q = linearised_log_density(residual, jacobian, scale)
         else:
             method = self._method(event_size, noise_dim, scale.numel() * noise_dim)
-            log_det = {
-                "exact": self._exact,
-                "smallest": self._smallest,
-                "stochastic": self._stochastic,
-            }[method](q, noise, scale)
+            if method == "exact":
+                log_det = covariance_log_det(_value_and_jacobian(q, noise)[1], scale)
+            else:
+                estimate = self._smallest if method == "smallest" else self._stochastic
+                log_det, residual = estimate(q, noise, scale)
+                self.residuals[site.name] = float(residual.max())
             log_q = -0.5 * log_det - 0.5 * event_size * (1 + math.log(2 * math.pi))
         return ScoreParts(log_q, torch.zeros_like(log_q), log_q)
 
@@ -135,10 +137,7 @@ class LIVI_ELBO(ImplicitELBO):
         small = min(event_size, noise_dim) <= self.max_exact_dim
         return "exact" if small and num_entries <= self.max_exact_entries else "stochastic"
 
-    def _exact(self, q: SemiImplicit, noise: Tensor, scale: Tensor) -> Tensor:
-        return covariance_log_det(_value_and_jacobian(q, noise)[1], scale)
-
-    def _smallest(self, q: SemiImplicit, noise: Tensor, scale: Tensor) -> Tensor:
+    def _smallest(self, q: SemiImplicit, noise: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         if scale.shape[-1] < noise.shape[-1]:
             raise ValueError(
                 f'log_det="smallest" wants noise_dim <= {scale.shape[-1]}, the number of values, '
@@ -147,30 +146,33 @@ class LIVI_ELBO(ImplicitELBO):
         products = jacobian_products(_flat_generator(q), noise)
         start = torch.randn_like(noise)
         log_det, residual = smallest_singular_log_det(*products, scale, start, self.max_iterations)
-        self.residual = float(residual.max())
-        if self.residual > 0.1 and not self._warned:
+        if residual.max() > 0.1 and not self._warned:
             self._warned = True
             warnings.warn(
-                f"LOBPCG left a relative residual of {self.residual:.2g} after "
+                f"LOBPCG left a relative residual of {residual.max():.2g} after "
                 f"{self.max_iterations} iterations, so the LIVI bound L'' may lie above the ELBO; "
                 'cure: a larger max_iterations, or log_det="stochastic"',
                 stacklevel=2,
             )
-        return log_det
+        return log_det, residual
 
-    def _stochastic(self, q: SemiImplicit, noise: Tensor, scale: Tensor) -> Tensor:
-        # contiguous, because forward mode writes into its input's tangent
-        noise = noise.expand((self.num_probes,) + noise.shape).contiguous()
+    def _stochastic(self, q: SemiImplicit, noise: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        noise = noise.expand((self.num_probes,) + noise.shape)
         products = jacobian_products(_flat_generator(q), noise)
         probes = torch.randint_like(noise, 2) * 2 - 1
-        log_det, residual = stochastic_log_det(*products, scale, probes, self.max_iterations)
-        self.residual = float(residual.max())
-        return log_det
+        return stochastic_log_det(*products, scale, probes, self.max_iterations)
 
     @torch.no_grad()
     def _check_generator(self, site: ImplicitSite) -> None:
-        """Every estimator takes the generator for a function of each noise vector by itself."""
+        """Every estimator takes the generator for a function of each standard normal noise."""
         q, noise = site.distribution, site.noise
+        base = getattr(q.noise_distribution, "base_dist", None)
+        if not isinstance(base, dist.Normal) or (base.loc != 0).any() or (base.scale != 1).any():
+            raise ValueError(
+                f"LIVI wants standard normal noise, but the noise of site '{site.name}' is "
+                f"{q.noise_distribution}. Cure: give the noise's size, noise={noise.shape[-1]}, "
+                "and let the generator scale it"
+            )
         others = -noise
         others.view(-1, noise.shape[-1])[0] = noise.reshape(-1, noise.shape[-1])[0]
         num_rows = noise[..., 0].numel()

@@ -35,8 +35,8 @@ def batch_jacobian(function: Function, inputs: Tensor) -> tuple[Tensor, Tensor]:
         return output[0], output[1]
 
     basis = torch.eye(inputs.shape[-1], dtype=inputs.dtype, device=inputs.device)
-    values, columns = vmap(push, out_dims=(0, -1))(basis)
-    return values[0], columns
+    values, columns = vmap(push, out_dims=(0, 0))(basis)
+    return values[0], columns.movedim(0, -1)
 
 
 def jacobian_products(function: Function, inputs: Tensor) -> tuple[Function, Function]:
@@ -52,5 +52,6 @@ def jacobian_products(function: Function, inputs: Tensor) -> tuple[Function, Fun
     :param inputs: ``(*batch, d)``.
     :returns: ``v -> J v``, from ``(*batch, d)`` to ``(*batch, m)``, and ``u -> J^T u`` back.
     """
+    inputs = inputs.contiguous()  # forward mode cannot write into expanded tensors
     pull = vjp(function, inputs)[1]
     return lambda v: jvp(function, (inputs,), (v,))[1], lambda u: pull(u)[0]

@@ -39,7 +39,7 @@ def covariance_log_det(jacobian: Tensor, scale: Tensor) -> Tensor:
     :param scale: positive, ``(*batch, m)``.
     :returns: ``(*batch,)``.
     """
-    factor = _cholesky(_gram(jacobian / scale.unsqueeze(-1)))
+    factor = _gram_factor(jacobian / scale.unsqueeze(-1))
     return 2 * (_half_log_det(factor) + scale.log().sum(-1))
 
 
@@ -60,7 +60,7 @@ def linearised_log_density(residual: Tensor, jacobian: Tensor, scale: Tensor) ->
     :returns: ``(*batch,)``.
     """
     jacobian, residual = jacobian / scale.unsqueeze(-1), residual / scale
-    factor = _cholesky(_gram(jacobian))
+    factor = _gram_factor(jacobian)
     if jacobian.shape[-1] <= jacobian.shape[-2]:  # Woodbury, on the noise's side
         projected = _solve_lower(factor, (jacobian * residual.unsqueeze(-1)).sum(-2))
         quadratic = residual.square().sum(-1) - projected.square().sum(-1)
@@ -142,20 +142,22 @@ def stochastic_log_det(
     return log_det + 2 * scale.log().sum(-1).expand(probes.shape[:-1]).mean(0), residual
 
 
-def _gram(jacobian: Tensor) -> Tensor:
-    """I + the smaller Gram matrix, ``(*batch, k, k)`` with k = min(m, d)."""
+def _gram_factor(jacobian: Tensor) -> Tensor:
+    """Cholesky factor of I + the smaller Gram matrix, ``(*batch, k, k)`` with k = min(m, d).
+
+    Every exact pivot is at least 1. Where rounding in float32 shows in the pivots, all of it is
+    done again in float64. NaN where the Jacobian is not finite.
+    """
     tall = jacobian.shape[-2] >= jacobian.shape[-1]
     gram = jacobian.mT @ jacobian if tall else jacobian @ jacobian.mT
-    return gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-
-
-def _cholesky(matrix: Tensor) -> Tensor:
-    """The Cholesky factor, in float64 where float32 does not suffice; NaN where there is none."""
-    factor, info = torch.linalg.cholesky_ex(matrix)
-    if bool(info.any()):
-        factor, info = torch.linalg.cholesky_ex(matrix.double())
-        factor = factor.masked_fill((info != 0)[..., None, None], math.nan).to(matrix.dtype)
-    return factor
+    gram = gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    factor, info = torch.linalg.cholesky_ex(gram)
+    failed = (info != 0) | (factor.diagonal(dim1=-2, dim2=-1) < 0.99).any(-1)
+    if not bool(failed.any()):
+        return factor
+    if jacobian.dtype != torch.float64:
+        return _gram_factor(jacobian.double()).to(jacobian.dtype)
+    return factor.masked_fill((info != 0)[..., None, None], math.nan)
 
 
 def _half_log_det(factor: Tensor) -> Tensor:

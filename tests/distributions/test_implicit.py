@@ -146,10 +146,6 @@ def test_event_shape_of_any_generator(generator, event_shape, kind, batch_shape)
     assert q.support.check(value).shape == (2,) + batch_shape
 
 
-@pytest.mark.xfail(
-    reason="_EVENT_SHAPES (distributions/implicit.py) knows the generator alone, so a function "
-    "used with noise of a second size gets the event shape of the first"
-)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_function_for_noise_of_two_sizes(kind):
     def generator(noise: Tensor) -> Tensor:
@@ -198,7 +194,6 @@ def test_copies(kind, duplicate):
     assert again.sample((2,)).equal(value)
 
 
-@pytest.mark.xfail(reason="the remembered draw is copied too, which torch refuses for a graph")
 def test_copy_after_a_draw():
     q = make("implicit")
     q.rsample()

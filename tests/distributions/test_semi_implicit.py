@@ -123,14 +123,7 @@ def test_checks_nothing_without_validation():
     assert SemiImplicit(nn.Linear(3, 2), 3, -1.0, validate_args=False).sample().shape == (2,)
 
 
-NO_BROADCAST = pytest.mark.xfail(
-    raises=RuntimeError,
-    reason="torch.broadcast_shapes raises a RuntimeError of its own in SemiImplicit.__init__ "
-    "before the ValueError that its docstring promises",
-)
-
-
-@pytest.mark.parametrize("scale_shape", [(4, 2), (1, 2), pytest.param((3,), marks=NO_BROADCAST)])
+@pytest.mark.parametrize("scale_shape", [(4, 2), (1, 2), (3,)])
 def test_refuses_scales_of_another_shape(scale_shape):
     with pytest.raises(ValueError, match=r"has shape .* not broadcast to .* shape \(2,\).*noise="):
         SemiImplicit(nn.Linear(3, 2), 3, torch.ones(scale_shape))

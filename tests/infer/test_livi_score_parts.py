@@ -126,26 +126,16 @@ def test_works_without_gradients(log_det):
         (9, 3, 9, "stochastic"),  # 243
     ],
 )
-def test_auto_chooses_by_size(m, d, batch, method, monkeypatch):
+def test_auto_chooses_by_size(m, d, batch, method):
     elbo = LIVI_ELBO()
     assert elbo.log_det == "auto"
     assert (elbo.max_exact_dim, elbo.max_exact_entries) == (800, 200_000_000)
     elbo.max_exact_dim, elbo.max_exact_entries = 3, 216
-    called = []
-    for name in ("exact", "stochastic", "smallest"):
-        original = getattr(LIVI_ELBO, f"_{name}")
-
-        def record(self, *args, name=name, original=original):
-            called.append(name)
-            return original(self, *args)
-
-        monkeypatch.setattr(LIVI_ELBO, f"_{name}", record)
     elbo.score_parts(draw(SemiImplicit(nn.Linear(d, m), d, 0.1).expand((batch,))))
-    assert called == [method]
+    assert bool(elbo.residuals) == (method == "stochastic")  # exact log-determinants have none
 
 
-@pytest.mark.xfail(reason="each site overwrites LIVI_ELBO.residual, the last one stays")
-def test_residual_is_that_of_the_worst_site():
+def test_residuals_by_site():
     hard, easy = nn.Linear(30, 30), nn.Linear(1, 1)
 
     def model():
@@ -158,4 +148,4 @@ def test_residual_is_that_of_the_worst_site():
 
     elbo = LIVI_ELBO(log_det="stochastic", max_iterations=2)
     elbo.loss(model, guide)
-    assert elbo.residual > 0.1
+    assert elbo.residuals["hard"] > 0.1 > elbo.residuals["easy"]

@@ -101,11 +101,6 @@ def test_float32_stays_float32():
     assert value.dtype == jacobian.dtype == torch.float32
 
 
-@pytest.mark.xfail(
-    run=False,  # torch 2.13 reads memory out of bounds for a negative out_dims of vmap here
-    reason="batch_jacobian's vmap(..., out_dims=-1) is given an output without a batch; cure: "
-    "out_dims=0 and movedim(0, -1)",
-)
 @pytest.mark.parametrize("batch_shape", BATCH_SHAPES)
 def test_constant_function_has_a_zero_jacobian(batch_shape):
     z = torch.randn(batch_shape + (3,))
