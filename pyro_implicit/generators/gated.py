@@ -46,7 +46,7 @@ class GatedMLP(Generator):
         noise_dim: int,
         output_dim: int,
         hidden: Sequence[int] = (64, 64),
-        activation: str = "tanh",
+        activation: str = "silu",
         context_dim: int = 0,
     ) -> None:
         super().__init__(noise_dim, output_dim, context_dim)

@@ -248,7 +248,7 @@ class AutoSemiImplicit(AutoImplicit):
     torch.Size([])
 
     :param noise_scale: :math:`\rho`, relative to the frame: a fixed positive number, or ``"learn"``
-        for one learnable number per coordinate that starts at 0.05.
+        for one learnable number per coordinate that starts at 0.02.
 
     All other parameters are those of :class:`AutoImplicit`.
     """
@@ -262,7 +262,7 @@ class AutoSemiImplicit(AutoImplicit):
         init_scale: float = 0.1,
         base_guide: AutoGuide | None = None,
         create_plates: Callable[..., Any] | None = None,
-        noise_scale: float | Literal["learn"] = 0.05,
+        noise_scale: float | Literal["learn"] = 0.02,
     ) -> None:
         if noise_scale != "learn" and not (isinstance(noise_scale, float) and noise_scale > 0):
             raise ValueError(f'noise_scale must be a positive float or "learn", got {noise_scale}')
@@ -274,7 +274,7 @@ class AutoSemiImplicit(AutoImplicit):
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
         if self._init_noise_scale == "learn":
-            scale = torch.full_like(self.loc, 0.05)
+            scale = torch.full_like(self.loc, 0.02)
             self.noise_scale = PyroParam(scale, constraints.positive)
         else:
             self.noise_scale = self._init_noise_scale
