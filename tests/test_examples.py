@@ -53,5 +53,5 @@ def test_bnn_regression_reads_a_csv(tmp_path: Path) -> None:
     rows = [f"{i % 7},{i % 3},{i % 7 + 0.1 * (i % 5)}" for i in range(40)]
     table = tmp_path / "table.csv"
     table.write_text("\n".join(["first,second,target", *rows]))
-    arguments = ["--data", str(table), *EXAMPLES["bnn_regression.py"].split()]
-    assert run("bnn_regression.py", arguments, tmp_path).strip()
+    arguments = "--steps 2 --particles 2 --hidden 4 --ensemble 2".split()
+    assert run("bnn_regression.py", ["--data", str(table), *arguments], tmp_path).strip()
