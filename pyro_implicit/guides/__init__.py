@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
-from pyro_implicit.guides.auto_implicit import AutoImplicit, AutoSemiImplicit
+from pyro_implicit.guides.auto_implicit import AutoImplicit
+from pyro_implicit.guides.auto_semi_implicit import AutoSemiImplicit
 
 __all__ = ["AutoImplicit", "AutoSemiImplicit"]

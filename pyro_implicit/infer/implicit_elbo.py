@@ -8,13 +8,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import pyro
 import torch
 from pyro import poutine
 from pyro.distributions.score_parts import ScoreParts
-from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.infer import Trace_ELBO
-from pyro.infer.util import is_validation_enabled, torch_item
+from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites
 from pyro.util import check_model_guide_match, check_site_shape
@@ -22,7 +20,8 @@ from torch import Tensor
 
 from pyro_implicit.distributions import Implicit, find_implicit, unwrap_draw
 from pyro_implicit.infer.nonfinite import NonFiniteError, check_gradients, check_log_probs
-from pyro_implicit.infer.vectorize import ParticleModel
+from pyro_implicit.infer.traces import apply_weights, set_score_parts
+from pyro_implicit.infer.vectorize import ParticleModel, VmapError
 
 __all__ = ["ImplicitELBO", "ImplicitSite"]
 
@@ -193,7 +192,7 @@ class ImplicitELBO(Trace_ELBO):
             if site["type"] == "sample" and find_implicit(site["fn"]) is not None:
                 self._fill_in(name, site)
         guide_trace.compute_score_parts()
-        self._apply_weights(model_trace, guide_trace)
+        apply_weights(model_trace, guide_trace, self.prior_weight, self.entropy_weight)
         check_log_probs(model_trace, guide_trace, type(self).__name__, self.num_steps)
         yield model_trace, guide_trace
 
@@ -212,72 +211,24 @@ class ImplicitELBO(Trace_ELBO):
             if self._vmap_checked:
                 return particles.run_vmap()
             self._vmap_checked = True
-            trace = self._try_vmap(particles)
-            if trace is not None:
-                return trace
-            self.vectorize_particles = False
+            try:
+                return particles.run_vmap_checked()
+            except VmapError as error:
+                warnings.warn(
+                    f"{type(self).__name__} runs the model one particle at a time, because it "
+                    f"cannot run inside torch.func.vmap ({error}). Cure: write the model without "
+                    ".item() and without branches on latent values, or choose "
+                    'vectorize_particles="plate" or False',
+                    stacklevel=2,
+                )
+                self.vectorize_particles = False
         return particles.run_loop()
-
-    def _try_vmap(self, particles: ParticleModel) -> Trace | None:
-        """The vmapped trace if it agrees with a plain run of the first particle."""
-        first = particles.run_one(particles.particle(0))
-        particles.share_minibatch(first)
-        expected = torch_item(prune_subsample_sites(first).log_prob_sum())
-        try:
-            trace = particles.run_vmap()
-        except Exception as error:  # vmap raises many kinds, one for each thing it cannot do
-            cause = f"{type(error).__name__}: {error}".strip().split("\n")[0]
-        else:
-            sites = [site for site in trace.nodes.values() if site["type"] == "sample"]
-            found = sum(site["log_prob"][0].sum().item() for site in sites)
-            if math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-3) or not math.isfinite(
-                expected
-            ):
-                return trace
-            cause = (
-                f"its log-density is {found:.6g} there and {expected:.6g} outside; is it random "
-                "beyond its latents (dropout)?"
-            )
-        warnings.warn(
-            f"{type(self).__name__} runs the model one particle at a time, because it cannot run "
-            f"inside torch.func.vmap ({cause}). Cure: write the model without .item() and without "
-            'branches on latent values, or choose vectorize_particles="plate" or False',
-            stacklevel=2,
-        )
-        return None
 
     def _fill_in(self, name: str, site: Site) -> None:
         """Give an implicit site the surrogate score parts that ``Trace_ELBO`` reads."""
         draw = unwrap_draw(site["fn"], site["value"])
         parts = self.score_parts(ImplicitSite(name, draw.distribution, draw.noise, draw.value))
-        batch_ndim = len(site["fn"].batch_shape)
-
-        def to_site(term: Tensor) -> Tensor:
-            return sum_rightmost(term, term.dim() - batch_ndim)
-
-        parts = ScoreParts(
-            to_site(parts.log_prob) - draw.log_abs_det,
-            parts.score_function,
-            to_site(parts.entropy_term) - draw.log_abs_det,
-        ).scale_and_mask(site["scale"], site["mask"])
-        site["score_parts"] = parts
-        site["log_prob"] = parts.log_prob
-        site["log_prob_sum"] = parts.log_prob.sum()
-
-    def _apply_weights(self, model_trace: Trace, guide_trace: Trace) -> None:
-        """Weigh log-prior and entropy; a guide's Delta carries the prior's change of variables."""
-        for trace in (model_trace, guide_trace):
-            for site in trace.nodes.values():
-                if site["type"] != "sample" or site["is_observed"]:
-                    continue
-                prior = trace is model_trace or isinstance(site["fn"], pyro.distributions.Delta)
-                weight = self.prior_weight if prior else self.entropy_weight
-                if weight == 1.0:
-                    continue
-                site["log_prob"] = scale_and_mask(site["log_prob"], weight)
-                site["log_prob_sum"] = site["log_prob_sum"] * weight
-                if "score_parts" in site:
-                    site["score_parts"] = site["score_parts"].scale_and_mask(weight)
+        set_score_parts(site, parts, draw.log_abs_det)
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """:returns: an estimate of the negative ELBO (nan for a skipped one)."""

@@ -4,17 +4,23 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
+from pyro.infer.util import torch_item
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
 
-__all__ = ["ParticleModel"]
+__all__ = ["ParticleModel", "VmapError"]
+
+
+class VmapError(RuntimeError):
+    """A model cannot run inside ``torch.func.vmap``, or would be another model there."""
 
 
 class ParticleModel:
@@ -106,6 +112,28 @@ class ParticleModel:
 
         log_prob = torch.func.vmap(log_probs, randomness="same")(self.latents)
         return self._lay_out(traces[0], log_prob)
+
+    def run_vmap_checked(self) -> Trace:
+        """As :meth:`run_vmap`, compared with a plain run of the first particle.
+
+        :raises VmapError: saying what vmap cannot do, or where the two disagree.
+        """
+        first = self.run_one(self.particle(0))
+        self.share_minibatch(first)
+        expected = torch_item(prune_subsample_sites(first).log_prob_sum())
+        try:
+            trace = self.run_vmap()
+        except Exception as error:  # vmap raises many kinds, one for each thing it cannot do
+            first_line = f"{type(error).__name__}: {error}".strip().split("\n")[0]
+            raise VmapError(first_line) from error
+        found = sum(site["log_prob"][0].sum().item() for _, site in _sample_sites(trace))
+        agrees = math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-3)
+        if math.isfinite(expected) and not agrees:
+            raise VmapError(
+                f"its log-density is {found:.6g} there and {expected:.6g} outside; is it random "
+                "beyond its latents (dropout)?"
+            )
+        return trace
 
     def run_loop(self) -> Trace:
         """The model's trace, one particle after the other."""

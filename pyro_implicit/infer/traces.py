@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``Trace_ELBO`` reads in a trace, filled in and weighted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro.distributions as dist
+from pyro.distributions.score_parts import ScoreParts
+from pyro.distributions.util import scale_and_mask, sum_rightmost
+from pyro.poutine.trace_struct import Trace
+from torch import Tensor
+
+__all__ = ["apply_weights", "set_score_parts"]
+
+
+def set_score_parts(site: dict[str, Any], parts: ScoreParts, log_abs_det: Tensor | float) -> None:
+    """Give a sample site of the guide score parts, as ``Trace.compute_score_parts`` would.
+
+    :param site: the site, whose scale and mask apply.
+    :param parts: those of the implicit distribution at the root of the site's distribution.
+    :param log_abs_det: log-determinant of the transforms that follow, of the site's batch shape.
+    """
+    batch_ndim = len(site["fn"].batch_shape)
+
+    def to_site(term: Tensor) -> Tensor:
+        return sum_rightmost(term, term.dim() - batch_ndim) - log_abs_det
+
+    parts = ScoreParts(
+        to_site(parts.log_prob), parts.score_function, to_site(parts.entropy_term)
+    ).scale_and_mask(site["scale"], site["mask"])
+    site["score_parts"] = parts
+    site["log_prob"] = parts.log_prob
+    site["log_prob_sum"] = parts.log_prob.sum()
+
+
+def apply_weights(
+    model_trace: Trace, guide_trace: Trace, prior_weight: float, entropy_weight: float
+) -> None:
+    """Weigh log-prior and entropy; a guide's Delta carries the prior's change of variables.
+
+    :param model_trace: with log-probabilities.
+    :param guide_trace: with score parts.
+    """
+    for trace in (model_trace, guide_trace):
+        for site in trace.nodes.values():
+            if site["type"] != "sample" or site["is_observed"]:
+                continue
+            is_prior = trace is model_trace or isinstance(site["fn"], dist.Delta)
+            weight = prior_weight if is_prior else entropy_weight
+            if weight == 1.0:
+                continue
+            site["log_prob"] = scale_and_mask(site["log_prob"], weight)
+            site["log_prob_sum"] = site["log_prob_sum"] * weight
+            if "score_parts" in site:
+                site["score_parts"] = site["score_parts"].scale_and_mask(weight)
