@@ -98,7 +98,10 @@ class AutoImplicit(AutoContinuous):
             scale = torch.full_like(loc, self._init_scale if scale_tril is None else 1.0)
         self.loc = PyroParam(loc)
         self.scale = PyroParam(scale, constraints.positive)
-        self.register_buffer("frame_scale_tril", scale_tril)
+        self.frame_scale_tril = None
+        if scale_tril is not None:
+            # A parameter, so that every way of saving keeps it, but never trained (see detach).
+            self.frame_scale_tril = PyroParam(scale_tril)
         self.generator = self._init_generator(loc)
         self._make_generator = self._base_guide = (None,)
 
@@ -169,7 +172,9 @@ class AutoImplicit(AutoContinuous):
         else:
             transforms = [
                 dist.transforms.AffineTransform(0.0, self.scale, **frame),
-                dist.transforms.LowerCholeskyAffine(self.loc, self.frame_scale_tril, cache_size=1),
+                dist.transforms.LowerCholeskyAffine(
+                    self.loc, self.frame_scale_tril.detach(), cache_size=1
+                ),
             ]
         return dist.TransformedDistribution(self._implicit(), transforms)
 
