@@ -7,7 +7,7 @@ from pyro_implicit.diagnostics import compare
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import MLP, MMNN, CorrelatedMMNN, GatedMLP, ResidualGenerator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
-from pyro_implicit.infer import LIVI_ELBO
+from pyro_implicit.infer import KIVI_ELBO, LIVI_ELBO
 from pyro_implicit.mcmc import warm_start
 
 __version__ = "0.1.0"
@@ -18,6 +18,7 @@ __all__ = [
     "CorrelatedMMNN",
     "GatedMLP",
     "Implicit",
+    "KIVI_ELBO",
     "LIVI_ELBO",
     "MLP",
     "MMNN",

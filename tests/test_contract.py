@@ -14,7 +14,15 @@ from pyro.infer import SVI, Predictive
 from pyro.infer.autoguide import AutoGuideList, AutoMultivariateNormal, AutoNormal
 from torch import nn
 
-from pyro_implicit import LIVI_ELBO, MLP, MMNN, AutoImplicit, AutoSemiImplicit, SemiImplicit
+from pyro_implicit import (
+    KIVI_ELBO,
+    LIVI_ELBO,
+    MLP,
+    MMNN,
+    AutoImplicit,
+    AutoSemiImplicit,
+    SemiImplicit,
+)
 from pyro_implicit.distributions import find_implicit
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
@@ -81,6 +89,10 @@ GUIDES: dict[str, Callable[[Model], Callable]] = {
     "HandWritten": HandWritten,
 }
 ELBOS: dict[str, Callable] = {
+    "KIVI": KIVI_ELBO,
+    "KIVI-full-reverse-imq": lambda k: KIVI_ELBO(
+        k, 20, 30, kernel="imq", direction="reverse", covariance="full"
+    ),
     "LIVI-exact": lambda k: LIVI_ELBO(k, log_det="exact"),
     "LIVI-quadratic": lambda k: LIVI_ELBO(k, entropy="quadratic"),
     "LIVI-smallest": lambda k: LIVI_ELBO(k, log_det="smallest"),

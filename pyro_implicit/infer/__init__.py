@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO, ImplicitSite
+from pyro_implicit.infer.kivi import KIVI_ELBO
 from pyro_implicit.infer.livi import LIVI_ELBO
 from pyro_implicit.infer.nonfinite import NonFiniteError
 
-__all__ = ["ImplicitELBO", "ImplicitSite", "LIVI_ELBO", "NonFiniteError"]
+__all__ = ["ImplicitELBO", "ImplicitSite", "KIVI_ELBO", "LIVI_ELBO", "NonFiniteError"]

@@ -3,7 +3,23 @@
 
 from __future__ import annotations
 
+from pyro_implicit.ops.density_ratio import (
+    Covariance,
+    DensityRatio,
+    Direction,
+    adaptive_log_density,
+    fit_density_ratio,
+    log_density_ratio,
+    standardize,
+)
 from pyro_implicit.ops.jacobian import batch_jacobian, jacobian_products
+from pyro_implicit.ops.kernels import (
+    Kernel,
+    imq_kernel,
+    median_bandwidth,
+    rbf_kernel,
+    squared_distances,
+)
 from pyro_implicit.ops.krylov import lanczos, log_quadratic_and_solve, smallest_eigenpair
 from pyro_implicit.ops.logdet import (
     covariance_log_det,
@@ -13,13 +29,25 @@ from pyro_implicit.ops.logdet import (
 )
 
 __all__ = [
+    "Covariance",
+    "DensityRatio",
+    "Direction",
+    "Kernel",
+    "adaptive_log_density",
     "batch_jacobian",
     "covariance_log_det",
+    "fit_density_ratio",
+    "imq_kernel",
     "jacobian_products",
     "lanczos",
+    "log_density_ratio",
     "linearised_log_density",
     "log_quadratic_and_solve",
+    "median_bandwidth",
+    "rbf_kernel",
     "smallest_eigenpair",
     "smallest_singular_log_det",
+    "squared_distances",
+    "standardize",
     "stochastic_log_det",
 ]

@@ -315,7 +315,7 @@ def test_guide_messenger():
 def test_untrainable_site_names_site_and_cure():
     with pytest.raises(ValueError, match="LIVI_ELBO cannot train site '_AutoImplicit_latent'"):
         LIVI_ELBO(2).loss(regression, AutoImplicit(regression))
-    with pytest.raises(ValueError, match="Cure: use one of LIVI_ELBO"):
+    with pytest.raises(ValueError, match="Cure: use one of .*LIVI_ELBO"):
         ImplicitELBO(2).loss(regression, AutoSemiImplicit(regression))
     with pytest.raises(ValueError, match="LIVI_ELBO"):  # Pyro's own ELBO on an implicit guide
         Trace_ELBO().loss(regression, AutoSemiImplicit(regression))

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernel implicit variational inference."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from pyro.distributions.score_parts import ScoreParts
+from torch import Tensor
+
+from pyro_implicit.distributions import Implicit, SemiImplicit
+from pyro_implicit.infer.implicit_elbo import ImplicitELBO, ImplicitSite
+from pyro_implicit.ops import (
+    Covariance,
+    Direction,
+    Kernel,
+    adaptive_log_density,
+    imq_kernel,
+    rbf_kernel,
+)
+
+__all__ = ["KIVI_ELBO"]
+
+KERNELS: dict[str, Kernel] = {"imq": imq_kernel, "rbf": rbf_kernel}
+
+
+class KIVI_ELBO(ImplicitELBO):
+    r"""ELBO of implicit guides by a density ratio in closed form (KIVI, adaptive contrast).
+
+    Each implicit site is contrasted with a Gaussian r that has the moments of its own draws,
+
+    .. math::
+        \log q(\theta) = \log r(\theta) + \log \frac{q(\theta)}{r(\theta)},
+
+    where kernel regression on draws of both gives the ratio. The prior takes no part in it, so it
+    may be anything, flat ones included. A guide needs no noise of its own around the generator:
+    :class:`~pyro_implicit.AutoImplicit` and :class:`~pyro_implicit.SemiImplicit` sites both do.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> from pyro.infer import SVI
+    >>> from pyro_implicit import AutoImplicit
+    >>> def model():
+    ...     pyro.sample("x", dist.Normal(0.0, 1.0))
+    >>> svi = SVI(model, AutoImplicit(model), pyro.optim.ClippedAdam({"lr": 1e-3}), KIVI_ELBO(8))
+    >>> isinstance(svi.step(), float)
+    True
+
+    :param num_particles: draws of the guide per step that the model sees.
+    :param num_entropy_particles: draws of each implicit site that the ratio sees, at least: those
+        of ``num_particles`` and, where they are fewer, more of the same site. A site whose context
+        or scale depends on other latents gets that many for each particle; all that a generator
+        takes from other latents must reach it through the context.
+    :param num_prior_particles: draws of the contrast; by default as many as of the site.
+    :param ridge: :math:`\lambda` of the regression.
+    :param clip: lower limit of the estimated ratio.
+    :param kernel: ``"rbf"``, ``"imq"`` or a function like
+        :func:`~pyro_implicit.ops.rbf_kernel`; its bandwidth is the median distance.
+    :param direction: ``"forward"``: the ratio q/r is fitted; ``"reverse"``: r/q, as in the paper.
+    :param covariance: of the contrast, ``"diagonal"`` as in the paper, or ``"full"``, which wants
+        more entropy particles than dimensions and helps where latents are correlated.
+    :param kwargs: see :class:`ImplicitELBO`.
+    :raises ValueError: for arguments out of range; at a step, for a full covariance of too few
+        draws, or of draws on a hyperplane.
+
+    The value is no certified bound. In many dimensions the kernel sees little beyond the contrast,
+    so that the guide is fitted as a Gaussian with that covariance would be.
+
+    **References:**
+
+    1. Shi, Sun and Zhu (2018), *Kernel Implicit Variational Inference*, appendix D. There the
+       moments are constants. Here the gradient of the ratio flows through them too: the KL of q
+       from a Gaussian of its moments knows no location or scale, and so its gradient brings none
+       (on Gaussians, half the noise or less; ``benchmarks/results/kivi_ratio_table.md``).
+    """
+
+    site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
+
+    def __init__(
+        self,
+        num_particles: int = 8,
+        num_entropy_particles: int = 100,
+        num_prior_particles: int | None = None,
+        ridge: float = 1e-3,
+        clip: float = 1e-8,
+        kernel: Literal["rbf", "imq"] | Kernel = "rbf",
+        direction: Direction = "forward",
+        covariance: Covariance = "diagonal",
+        **kwargs: Any,
+    ) -> None:
+        if num_entropy_particles < 2:
+            raise ValueError(
+                f"num_entropy_particles must be at least 2, but got {num_entropy_particles}"
+            )
+        if num_prior_particles is not None and num_prior_particles < 1:
+            raise ValueError(f"num_prior_particles must be positive, but got {num_prior_particles}")
+        if not ridge > 0:
+            raise ValueError(f"ridge must be positive, but got {ridge}")
+        if not clip > 0:
+            raise ValueError(f"clip must be positive, but got {clip}")
+        if not callable(kernel) and kernel not in KERNELS:
+            raise ValueError(f'kernel must be "rbf", "imq" or a function, but got {kernel!r}')
+        if direction not in ("forward", "reverse"):
+            raise ValueError(f'direction must be "forward" or "reverse", but got {direction!r}')
+        if covariance not in ("diagonal", "full"):
+            raise ValueError(f'covariance must be "diagonal" or "full", but got {covariance!r}')
+        super().__init__(num_particles, **kwargs)
+        self.num_entropy_particles = num_entropy_particles
+        self.num_prior_particles = num_prior_particles
+        self.ridge = ridge
+        self.clip = clip
+        self.kernel: Kernel = kernel if callable(kernel) else KERNELS[kernel]
+        self.direction: Direction = direction
+        self.covariance: Covariance = covariance
+
+    def score_parts(self, site: ImplicitSite) -> ScoreParts:
+        """The mean of log q over all draws of the site, for each particle the same."""
+        draws = self._draws(site)
+        num_draws, dim = draws.shape[-2:]
+        if self.covariance == "full" and num_draws <= dim:
+            raise ValueError(
+                f"site '{site.name}' has {dim} dimensions, but covariance=\"full\" got {num_draws} "
+                f'draws. Cure: num_entropy_particles of at least {dim + 1}, or "diagonal"'
+            )
+        contrast_shape = draws.shape[:-2] + (self.num_prior_particles or num_draws, dim)
+        contrast = torch.randn(contrast_shape, dtype=draws.dtype, device=draws.device)
+        try:
+            log_q = adaptive_log_density(
+                draws,
+                contrast,
+                self.covariance,
+                self.direction,
+                self.ridge,
+                self.clip,
+                self.kernel,
+            )
+        except torch.linalg.LinAlgError as error:
+            raise ValueError(
+                f"the Cholesky factor of the draws of site '{site.name}', or of their kernel "
+                'matrix, failed. Cure: covariance="diagonal" where the generator reaches only a '
+                "hyperplane (fewer noise dimensions than latents), else a larger ridge"
+            ) from error
+        log_q = log_q.mean(-1).expand(site.distribution.batch_shape)
+        return ScoreParts(log_q, torch.zeros_like(log_q), log_q)
+
+    def _draws(self, site: ImplicitSite) -> Tensor:
+        """Draws of the site, ``(*plates, n, m)``, or ``(num_particles, *plates, n, m)`` where each
+        particle has its own distribution."""
+        q = site.distribution
+        pool = self.num_particles > 1 and not _differs_by_particle(q)
+        num_rounds = self.num_entropy_particles
+        if pool:
+            num_rounds = -(-num_rounds // self.num_particles)
+        draws = site.value.unsqueeze(0)
+        if num_rounds > 1:
+            # A copy draws them, because q has to remember the noise of its own last draw.
+            more = q.expand(q.batch_shape).rsample(torch.Size((num_rounds - 1,)))
+            draws = torch.cat([draws, more])
+        draws = draws.reshape((num_rounds,) + q.batch_shape + (-1,))
+        return (draws.flatten(0, 1) if pool else draws).movedim(0, -2)
+
+
+def _differs_by_particle(q: Implicit) -> bool:
+    """Whether what the site is conditioned on was made from other latents' particles."""
+    conditions = []
+    if q.context is not None:
+        conditions.append(q.context)
+    if isinstance(q, SemiImplicit):
+        conditions.append(q.scale.expand(q.batch_shape + q.event_shape))
+    return any(condition.stride(0) != 0 for condition in conditions)
