@@ -56,7 +56,7 @@ class KIVI_ELBO(ImplicitELBO):
         takes from other latents must reach it through the context.
     :param num_prior_particles: draws of the contrast; by default as many as of the site.
     :param ridge: :math:`\lambda` of the regression.
-    :param clip: lower limit of the estimated ratio.
+    :param clip: lower limit of the estimated ratio, below which a draw has no gradient of it.
     :param kernel: ``"rbf"``, ``"imq"`` or a function like
         :func:`~pyro_implicit.ops.rbf_kernel`; its bandwidth is the median distance.
     :param direction: ``"forward"``: the ratio q/r is fitted; ``"reverse"``: r/q, as in the paper.
@@ -74,7 +74,8 @@ class KIVI_ELBO(ImplicitELBO):
     1. Shi, Sun and Zhu (2018), *Kernel Implicit Variational Inference*, appendix D. There the
        moments are constants. Here the gradient of the ratio flows through them too: the KL of q
        from a Gaussian of its moments knows no location or scale, and so its gradient brings none
-       (on Gaussians, half the noise or less; ``benchmarks/results/kivi_ratio_table.md``).
+       (on Gaussians, half the noise or less; ``benchmarks/results/kivi_ratio_table.md``). The
+       paper's other settings are ``KIVI_ELBO(100, clip=1e-8, direction="reverse")``.
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
@@ -85,7 +86,7 @@ class KIVI_ELBO(ImplicitELBO):
         num_entropy_particles: int = 100,
         num_prior_particles: int | None = None,
         ridge: float = 1e-3,
-        clip: float = 1e-8,
+        clip: float = 0.01,
         kernel: Literal["rbf", "imq"] | Kernel = "rbf",
         direction: Direction = "forward",
         covariance: Covariance = "diagonal",

@@ -99,7 +99,7 @@ def log_density_ratio(
     p_samples: Tensor,
     direction: Direction = "forward",
     ridge: float = 1e-3,
-    clip: float = 1e-8,
+    clip: float = 0.01,
     kernel: Kernel = rbf_kernel,
 ) -> Tensor:
     r"""Estimate :math:`\log q(x) / p(x)` at the samples of q; its mean estimates KL(q || p).
@@ -119,7 +119,8 @@ def log_density_ratio(
         than :math:`\sqrt2` times p; ``"reverse"``: p/q, for which it should not be narrower than
         :math:`1/\sqrt2` times p.
     :param ridge: see :func:`fit_density_ratio`.
-    :param clip: lower limit of the fitted ratio, which may be negative.
+    :param clip: lower limit of the fitted ratio, which may be negative. The gradient of the
+        logarithm of a tiny ratio is huge and mostly noise, so it is far above the paper's 1e-8.
     :param kernel: see :func:`fit_density_ratio`.
     :returns: ``(*batch, num_q)``.
     :raises ValueError: for a direction, ridge or clip out of range.
@@ -177,7 +178,7 @@ def adaptive_log_density(
     covariance: Covariance = "diagonal",
     direction: Direction = "forward",
     ridge: float = 1e-3,
-    clip: float = 1e-8,
+    clip: float = 0.01,
     kernel: Kernel = rbf_kernel,
 ) -> Tensor:
     r"""Estimate :math:`\log q(x)` at the samples of q, by contrast with a Gaussian of q's moments.

@@ -180,6 +180,24 @@ def test_finds_a_conjugate_posterior():
     torch.testing.assert_close(torch.cov(white.T), torch.eye(2), rtol=0, atol=0.3)
 
 
+def test_finds_both_modes():
+    """½ N(-3, 1) + ½ N(3, 1), the paper's first example."""
+    modes = dist.Normal(torch.tensor([-3.0, 3.0]), 1.0)
+
+    def model():
+        flat = dist.ImproperUniform(dist.constraints.real, (), ())
+        x = pyro.sample("x", flat)
+        pyro.factor("target", modes.log_prob(x.unsqueeze(-1)).logsumexp(-1))
+
+    pyro.set_rng_seed(0)
+    guide = AutoImplicit(model, lambda size: MLP(4, size), init_scale=2.0)
+    x = fit(model, guide, KIVI_ELBO(32), 600)["x"]
+    assert (x > 0).double().mean().item() == pytest.approx(0.5, abs=0.15)
+    for mode in (x[x > 0], -x[x < 0]):
+        assert mode.mean().item() == pytest.approx(3.0, abs=0.3)
+        assert mode.std().item() == pytest.approx(1.0, abs=0.3)
+
+
 def test_flat_prior_needs_no_prior_draws():
     """Beside an explicit Gamma posterior of the precision, whose prior is Gamma(6, 6)."""
     y = torch.tensor([1.0, 2.0, 3.0, 2.5, 1.5])
