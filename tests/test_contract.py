@@ -90,8 +90,8 @@ GUIDES: dict[str, Callable[[Model], Callable]] = {
 }
 ELBOS: dict[str, Callable] = {
     "KIVI": KIVI_ELBO,
-    "KIVI-full-reverse-imq": lambda k: KIVI_ELBO(
-        k, 20, 30, kernel="imq", direction="reverse", covariance="full"
+    "KIVI-diagonal-reverse-imq": lambda k: KIVI_ELBO(
+        k, 20, 30, kernel="imq", direction="reverse", covariance="diagonal"
     ),
     "LIVI-exact": lambda k: LIVI_ELBO(k, log_det="exact"),
     "LIVI-quadratic": lambda k: LIVI_ELBO(k, entropy="quadratic"),

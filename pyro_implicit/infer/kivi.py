@@ -60,14 +60,17 @@ class KIVI_ELBO(ImplicitELBO):
     :param kernel: ``"rbf"``, ``"imq"`` or a function like
         :func:`~pyro_implicit.ops.rbf_kernel`; its bandwidth is the median distance.
     :param direction: ``"forward"``: the ratio q/r is fitted; ``"reverse"``: r/q, as in the paper.
-    :param covariance: of the contrast, ``"diagonal"`` as in the paper, or ``"full"``, which wants
-        more entropy particles than dimensions and helps where latents are correlated.
+    :param covariance: of the contrast: ``"full"``, which wants more entropy particles than
+        dimensions; ``"diagonal"`` as in the paper, with which guides of strongly correlated latents
+        collapse; ``"auto"``: full where there are twice as many entropy particles as dimensions and
+        at least as many noise dimensions, else diagonal.
     :param kwargs: see :class:`ImplicitELBO`.
     :raises ValueError: for arguments out of range; at a step, for a full covariance of too few
         draws, or of draws on a hyperplane.
 
     The value is no certified bound. In many dimensions the kernel sees little beyond the contrast,
-    so that the guide is fitted as a Gaussian with that covariance would be.
+    so raise ``num_entropy_particles`` to twice the dimension of a site, or give each part of the
+    latents a site of its own (``AutoGuideList``).
 
     **References:**
 
@@ -89,7 +92,7 @@ class KIVI_ELBO(ImplicitELBO):
         clip: float = 0.01,
         kernel: Literal["rbf", "imq"] | Kernel = "rbf",
         direction: Direction = "forward",
-        covariance: Covariance = "diagonal",
+        covariance: Literal["auto"] | Covariance = "auto",
         **kwargs: Any,
     ) -> None:
         if num_entropy_particles < 2:
@@ -106,8 +109,10 @@ class KIVI_ELBO(ImplicitELBO):
             raise ValueError(f'kernel must be "rbf", "imq" or a function, but got {kernel!r}')
         if direction not in ("forward", "reverse"):
             raise ValueError(f'direction must be "forward" or "reverse", but got {direction!r}')
-        if covariance not in ("diagonal", "full"):
-            raise ValueError(f'covariance must be "diagonal" or "full", but got {covariance!r}')
+        if covariance not in ("auto", "diagonal", "full"):
+            raise ValueError(
+                f'covariance must be "auto", "diagonal" or "full", but got {covariance!r}'
+            )
         super().__init__(num_particles, **kwargs)
         self.num_entropy_particles = num_entropy_particles
         self.num_prior_particles = num_prior_particles
@@ -115,7 +120,7 @@ class KIVI_ELBO(ImplicitELBO):
         self.clip = clip
         self.kernel: Kernel = kernel if callable(kernel) else KERNELS[kernel]
         self.direction: Direction = direction
-        self.covariance: Covariance = covariance
+        self.covariance: Literal["auto"] | Covariance = covariance
 
     def score_parts(self, site: ImplicitSite) -> ScoreParts:
         """The mean of log q over all draws of the site, for each particle the same."""
@@ -132,7 +137,7 @@ class KIVI_ELBO(ImplicitELBO):
             log_q = adaptive_log_density(
                 draws,
                 contrast,
-                self.covariance,
+                self._covariance(site, num_draws, dim),
                 self.direction,
                 self.ridge,
                 self.clip,
@@ -146,6 +151,12 @@ class KIVI_ELBO(ImplicitELBO):
             ) from error
         log_q = log_q.mean(-1).expand(site.distribution.batch_shape)
         return ScoreParts(log_q, torch.zeros_like(log_q), log_q)
+
+    def _covariance(self, site: ImplicitSite, num_draws: int, dim: int) -> Covariance:
+        if self.covariance != "auto":
+            return self.covariance
+        full_rank = isinstance(site.distribution, SemiImplicit) or site.noise.shape[-1] >= dim
+        return "full" if full_rank and num_draws >= 2 * dim else "diagonal"
 
     def _draws(self, site: ImplicitSite) -> Tensor:
         """Draws of the site, ``(*plates, n, m)``, or ``(num_particles, *plates, n, m)`` where each
