@@ -29,7 +29,7 @@ from pyro import poutine
 from pyro.infer import MCMC, NUTS, SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from pyro.infer.reparam import LocScaleReparam
-from pyro.optim import ClippedAdam
+from pyro.optim import CosineAnnealingLR
 from torch import Tensor
 from tqdm import trange
 
@@ -50,11 +50,13 @@ def model(standard_error: Tensor, effect: Tensor) -> None:
 
 
 def fit(guide, elbo, lr: float, steps: int, num_draws: int) -> dict[str, Tensor]:
-    # The rate falls thirtyfold, so that the last steps average over the gradients' noise.
-    optimizer = ClippedAdam({"lr": lr, "lrd": 0.03 ** (1 / steps)})
+    # The rate falls to zero along a cosine, so that the last steps average the gradients' noise.
+    schedule = {"optimizer": torch.optim.Adam, "optim_args": {"lr": lr}, "T_max": steps}
+    optimizer = CosineAnnealingLR(schedule, {"clip_norm": 10.0})
     svi = SVI(model, guide, optimizer, loss=elbo)
     for _ in trange(steps, desc=type(guide).__name__):
         svi.step(STANDARD_ERROR, EFFECT)
+        optimizer.step()
     return draw(guide, num_draws, STANDARD_ERROR, EFFECT)
 
 
@@ -158,8 +160,8 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=4000, help="steps of each guide")
-    parser.add_argument("--particles", type=int, default=64, help="draws per step")
+    parser.add_argument("--steps", type=int, default=3000, help="steps of each guide")
+    parser.add_argument("--particles", type=int, default=128, help="draws per step")
     parser.add_argument("--nuts-samples", type=int, default=4000)
     parser.add_argument("--nuts-warmup", type=int, default=500)
     parser.add_argument("--num-draws", type=int, default=4000, help="draws of each guide")
