@@ -47,7 +47,8 @@ class AutoImplicit(AutoContinuous):
     :param generator: a module ``(noise) -> value`` from ``(*batch, noise_dim)`` to
         ``(*batch, latent_dim)``, or a callable that makes one from ``latent_dim``.
     :param noise_dim: size of the noise; by default the generator's ``noise_dim``, else the latent
-        dimension, but at most 800 (LIVI's exact log-determinant ends there).
+        dimension, but at most 200 (beyond, one LIVI step with an exact log-determinant takes
+        seconds on a CPU).
     :param init_loc_fn: per-site initialisation, see Pyro's :ref:`autoguide-initialization`; sites
         with a flat prior (``ImproperUniform``) that it cannot start begin at 0 in unconstrained
         space.
@@ -62,7 +63,7 @@ class AutoImplicit(AutoContinuous):
     :raises RuntimeError: at the first call, for a model without latents.
     """
 
-    max_default_noise_dim = 800
+    max_default_noise_dim = 200
     noise_dim: Any  # None until the first call, if left to the generator
 
     def __init__(
