@@ -170,6 +170,7 @@ def plot(predictions: dict[str, Prediction], data: Data, path: Path) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)  # tensors this small gain nothing by more
     pyro.set_rng_seed(args.seed)
     data = load(args.data, args.seed)
     model = BNN(data.x_train.shape[1], args.hidden)
