@@ -4,12 +4,12 @@
 One hidden layer of 50 ReLU units predicts the progression of diabetes from ten measurements (442
 patients, scikit-learn). The posterior over the weights and the noise is approximated by the
 implicit guide, by a mean-field Gaussian, by an ensemble of MAP fits and, with ``--nuts``, by NUTS.
-The script prints errors on held-out rows and draws 90 % predictive intervals. It takes three to
-four minutes on two CPU cores::
+The script prints errors on held-out rows and draws 90 % predictive intervals. It takes about two
+minutes::
 
     python examples/bnn_regression.py
     python examples/bnn_regression.py --data my_table.csv     # numeric, the target last
-    python examples/bnn_regression.py --nuts 500              # and half an hour for NUTS
+    python examples/bnn_regression.py --nuts 500              # and some ten minutes for NUTS
 """
 
 from __future__ import annotations
