@@ -16,7 +16,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
 
-__all__ = ["ParticleModel", "VmapError"]
+__all__ = ["ParticleModel", "VmapError", "without_validation"]
 
 
 class VmapError(RuntimeError):
@@ -117,7 +117,7 @@ class ParticleModel:
                 trace = prune_subsample_sites(self.run_one(values))
                 for site in trace.nodes.values():
                     if site["type"] == "sample":
-                        site["fn"] = _without_validation(site["fn"])
+                        site["fn"] = without_validation(site["fn"])
                 trace.compute_log_prob()
             traces.append(trace)
             return _log_probs(trace)
@@ -216,7 +216,7 @@ def _sample_sites(trace: Trace) -> list[tuple[str, dict[str, Any]]]:
     return [(name, site) for name, site in trace.nodes.items() if site["type"] == "sample"]
 
 
-def _without_validation(
+def without_validation(
     fn: torch.distributions.Distribution,
 ) -> torch.distributions.Distribution:
     """A copy that checks nothing: distributions made while validation was on go on checking."""
@@ -224,5 +224,5 @@ def _without_validation(
     fn._validate_args = False
     for name, part in vars(fn).items():
         if isinstance(part, torch.distributions.Distribution):
-            setattr(fn, name, _without_validation(part))
+            setattr(fn, name, without_validation(part))
     return fn

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a model to a fitted guide, without settings."""

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's log-density as a function of its unconstrained latents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import AutoContinuous, init_to_median
+from pyro.poutine.util import prune_subsample_sites
+from torch import Tensor
+from torch.distributions import biject_to
+
+from pyro_implicit.guides.initialization import start_flat_priors
+from pyro_implicit.infer.vectorize import without_validation
+
+__all__ = ["LatentDensity"]
+
+
+class LatentDensity:
+    r"""The unnormalised log-density that a model gives to its latents, in unconstrained space.
+
+    With u the latents' unconstrained coordinates and :math:`\theta(u)` their values,
+
+    .. math:: \log p(x, \theta(u)) + \log |\det \theta'(u)|.
+
+    All sites lie in one vector, in the order in which the model samples them, as in Pyro's
+    :class:`~pyro.infer.autoguide.AutoContinuous`. Many vectors are evaluated at once, by
+    ``torch.func.vmap``, or one after the other if the model refuses it.
+
+    **Example:**
+
+    >>> import pyro.distributions as dist
+    >>> def model():
+    ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
+    >>> density = LatentDensity(model)
+    >>> density.log_prob(torch.zeros(3, 1))
+    tensor([-0.9189, -0.9189, -0.9189])
+
+    :param model: of continuous latents and fixed structure, with all its data: nothing subsampled.
+    :param args: the model's, as ``kwargs``.
+    :param init_loc_fn: where ``init_loc`` lies, see Pyro's :ref:`autoguide-initialization`; flat
+        priors that it cannot start begin at 0.
+    :raises ValueError: for a subsampled plate.
+    :raises RuntimeError: for a model without latents.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        *args: Any,
+        init_loc_fn: Callable[[dict[str, Any]], Tensor] = init_to_median,
+        **kwargs: Any,
+    ) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        prototype = AutoContinuous(model, init_loc_fn=start_flat_priors(init_loc_fn))
+        with poutine.block():
+            prototype._setup_prototype(*args, **kwargs)
+        _refuse_subsampling(prototype.prototype_trace)
+        self.shapes: dict[str, torch.Size] = dict(prototype._unconstrained_shapes)
+        self.latent_dim: int = prototype.latent_dim
+        self.init_loc: Tensor = prototype._init_loc()
+        nodes = prototype.prototype_trace.nodes
+        self._transforms = {name: biject_to(nodes[name]["fn"].support) for name in self.shapes}
+        self._vectorize: bool | None = None
+
+    def constrain(self, latent: Tensor) -> dict[str, Tensor]:
+        """Values of all sites.
+
+        :param latent: ``(*batch, latent_dim)``.
+        :returns: by site, ``(*batch, *site_shape)``.
+        """
+        return {name: self._transforms[name](part) for name, part in self._split(latent)}
+
+    def unconstrain(self, draws: dict[str, Tensor]) -> Tensor:
+        """The vectors of draws.
+
+        :param draws: by site, ``(num_draws, *site_shape)``; further sites are left out.
+        :returns: ``(num_draws, latent_dim)``.
+        """
+        parts = [self._transforms[name].inv(draws[name]) for name in self.shapes]
+        return torch.cat([part.reshape(len(part), -1) for part in parts], dim=-1)
+
+    def log_prob(self, latent: Tensor) -> Tensor:
+        """The log-density, differentiable.
+
+        :param latent: ``(num_draws, latent_dim)``.
+        :returns: ``(num_draws,)``.
+        """
+        if self._vectorize is None:
+            self._vectorize = self._can_vectorize(latent[:1])
+        if self._vectorize:
+            return torch.func.vmap(self._log_prob, randomness="same")(latent)
+        return torch.stack([self._log_prob(row) for row in latent])
+
+    def score(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """The log-density and its gradient, constants.
+
+        :param latent: ``(num_draws, latent_dim)``.
+        :returns: ``(num_draws,)`` and ``(num_draws, latent_dim)``.
+        """
+        with torch.enable_grad():
+            latent = latent.detach().requires_grad_()
+            log_prob = self.log_prob(latent)
+            (score,) = torch.autograd.grad(log_prob.sum(), latent)
+        return log_prob.detach(), score
+
+    def hessian(self, latent: Tensor) -> Tensor:
+        """The second derivative of the log-density, constant.
+
+        :param latent: ``(num_draws, latent_dim)``.
+        :returns: ``(num_draws, latent_dim, latent_dim)``.
+        """
+        with torch.enable_grad():
+            latent = latent.detach().requires_grad_()
+            total = self.log_prob(latent).sum()
+            (score,) = torch.autograd.grad(total, latent, create_graph=True)
+            rows = [
+                torch.autograd.grad(column.sum(), latent, retain_graph=True)[0]
+                for column in score.unbind(-1)
+            ]
+        return torch.stack(rows, dim=-2)
+
+    def _split(self, latent: Tensor) -> list[tuple[str, Tensor]]:
+        """The part of each site, ``(*batch, *unconstrained_shape)``."""
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        parts = latent.split(sizes, dim=-1)
+        return [
+            (name, part.reshape(part.shape[:-1] + shape))
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        ]
+
+    def _log_prob(self, latent: Tensor) -> Tensor:
+        """Of one vector, ``(latent_dim,)``."""
+        values: dict[str, Tensor] = {}
+        log_det: Any = 0.0
+        for name, part in self._split(latent):
+            values[name] = self._transforms[name](part)
+            log_det = log_det + self._transforms[name].log_abs_det_jacobian(part, values[name]).sum()
+        # Distributions that check their values branch on them, which vmap cannot.
+        with poutine.block(), pyro.validation_enabled(False):
+            model = poutine.condition(self.model, data=values)
+            trace = poutine.trace(model).get_trace(*self.args, **self.kwargs)
+            for site in trace.nodes.values():
+                if site["type"] == "sample":
+                    site["fn"] = without_validation(site["fn"])
+            return prune_subsample_sites(trace).log_prob_sum() + log_det
+
+    def _can_vectorize(self, latent: Tensor) -> bool:
+        """Whether the model gives the same log-density inside vmap."""
+        with torch.no_grad():
+            try:
+                found = torch.func.vmap(self._log_prob, randomness="same")(latent).item()
+            except Exception:  # vmap raises many kinds, one for each thing it cannot do
+                return False
+            expected = float(self._log_prob(latent[0]))
+        same = math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-3)
+        return same or not math.isfinite(expected)
+
+
+def _refuse_subsampling(trace: poutine.Trace) -> None:
+    for name, site in trace.nodes.items():
+        for frame in site.get("cond_indep_stack", ()):
+            if frame.full_size is not None and frame.full_size != frame.size:
+                raise ValueError(
+                    f"the log-density wants all data, but plate '{frame.name}' of site '{name}' "
+                    f"subsamples {frame.size} of {frame.full_size} elements. Cure: run the model "
+                    "without subsample_size"
+                )
