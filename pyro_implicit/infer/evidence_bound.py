@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A certified lower bound on the log evidence from a fitted semi-implicit guide."""
+"""A certified lower bound on the log evidence from a fitted guide, and its importance weights."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from pyro_implicit.infer.flat_site import (
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.infer.livi import _value_and_jacobian
 from pyro_implicit.infer.sites import ImplicitSite
+from pyro_implicit.infer.square_site import SquareSite, check_square
+from pyro_implicit.infer.vectorize import ParticleModel
 from pyro_implicit.ops.semi_implicit import (
     linearised_reverse_conditional,
     mixture_log_density,
 )
 
-__all__ = ["EvidenceBound", "evidence_bound"]
+__all__ = ["EvidenceBound", "WeightedDraws", "evidence_bound", "weighted_draws"]
 
 Proposal = Literal["linearized", "prior"]
 
@@ -49,7 +51,28 @@ class EvidenceBound(NamedTuple):
     effective_sample_size: float
 
 
-@torch.no_grad()
+class WeightedDraws(NamedTuple):
+    """Draws of a guide as an importance proposal.
+
+    ``log_weights``, ``(num_samples,)``, are those of :func:`evidence_bound`; ``draws``, each
+    ``(num_samples, *site_shape)``, are the values of all of the guide's sites, auxiliary ones too.
+    """
+
+    log_weights: Tensor
+    draws: dict[str, Tensor]
+
+    def bound(self) -> EvidenceBound:
+        """What :func:`evidence_bound` returns."""
+        log_weights = self.log_weights.double()
+        weights = (log_weights - log_weights.max()).exp()
+        return EvidenceBound(
+            value=log_weights.mean().item(),
+            standard_error=log_weights.std().item() / math.sqrt(len(log_weights)),
+            khat=_pareto_khat(weights),
+            effective_sample_size=(weights.sum().square() / weights.square().sum()).item(),
+        )
+
+
 def evidence_bound(
     model: Callable[..., Any],
     guide: Callable[..., Any],
@@ -61,7 +84,8 @@ def evidence_bound(
     chunk_size: int = 100,
     **kwargs: Any,
 ) -> EvidenceBound:
-    r"""A lower bound on :math:`\log p(x)` that holds for any semi-implicit guide.
+    r"""A lower bound on :math:`\log p(x)` that holds for any guide whose sites have a density, an
+    injective generator or a semi-implicit distribution.
 
     The density of each draw :math:`\theta`, made by the noise :math:`z_0`, is estimated by
 
@@ -73,7 +97,8 @@ def evidence_bound(
     For any proposal :math:`\tau` that knows :math:`\theta` alone and not :math:`z_0`, its mean lies
     above :math:`E \log q(\theta)`. So the mean of :math:`\log p(x, \theta) - \log \hat q(\theta)`
     lies below the guide's ELBO and below the log evidence, whatever guide and proposal are like;
-    only ``standard_error`` blurs it. Sites with a density enter with that density.
+    only ``standard_error`` blurs it. Sites with a density enter with that density, those of an
+    injective generator with its exact one.
 
     **Example:**
 
@@ -89,7 +114,9 @@ def evidence_bound(
     tensor(True)
 
     :param model: with all its data: nothing subsampled.
-    :param guide: of explicit and :class:`~pyro_implicit.SemiImplicit` sites.
+    :param guide: of explicit sites, :class:`~pyro_implicit.SemiImplicit` ones, and
+        :class:`~pyro_implicit.Implicit` ones whose generator has as many values as noise and a
+        method ``log_abs_det_jacobian``, as :class:`~pyro_implicit.ResidualGenerator`.
     :param args: of model and guide, as ``kwargs``.
     :param num_samples: draws of the guide.
     :param num_mixing: S, for each draw and site; the bound rises with it.
@@ -106,14 +133,52 @@ def evidence_bound(
         only approximately, as :math:`\hat q` is noisy where the bound is loose. k-hat is infinite
         for fewer than 10 draws in the tail (about 50 samples), and says nothing where the effective
         sample size is nearly ``num_samples``.
-    :raises ValueError: for arguments out of range, a guide with an implicit site that has no
-        conditional density, a subsampled plate, noise that is not standard normal (by
-        ``"linearized"``), or a generator whose rows depend on each other.
+    :raises ValueError: for arguments out of range, a guide with an implicit site that has neither
+        a conditional nor an exact density, an injective generator that folds (its Jacobian has
+        determinants of both signs among the draws), a subsampled plate, noise that is not standard
+        normal (by ``"linearized"``), or a generator whose rows depend on each other.
 
     **References:**
 
     1. Sobolev and Vetrov (2019), *Importance Weighted Hierarchical Variational Inference*, eq 5.
     2. Yao et al. (2018), *Yes, but Did It Work?: Evaluating Variational Inference* (k-hat).
+    """
+    return weighted_draws(
+        model,
+        guide,
+        *args,
+        num_samples=num_samples,
+        num_mixing=num_mixing,
+        proposal=proposal,
+        num_steps=num_steps,
+        chunk_size=chunk_size,
+        **kwargs,
+    ).bound()
+
+
+@torch.no_grad()
+def weighted_draws(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    *args: Any,
+    num_samples: int = 1000,
+    num_mixing: int = 100,
+    proposal: Proposal = "linearized",
+    num_steps: int = 50,
+    chunk_size: int = 100,
+    **kwargs: Any,
+) -> WeightedDraws:
+    """The draws and log-weights behind :func:`evidence_bound`, whose parameters and errors it has.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> def model():
+    ...     pyro.sample("x", dist.Normal(0.0, 1.0))
+    >>> weighted_draws(model, AutoNormal(model), num_samples=20).log_weights.shape
+    torch.Size([20])
     """
     for name, number, least in (
         ("num_samples", num_samples, 2),
@@ -128,19 +193,18 @@ def evidence_bound(
     chunk_size = min(chunk_size, num_samples)
     elbo = _HierarchicalELBO(chunk_size, num_mixing, proposal, num_steps)
     rounds = range(-(-num_samples // chunk_size))
-    log_weights = torch.cat([elbo.log_weights(model, guide, args, kwargs) for _ in rounds])
-    log_weights = log_weights[:num_samples].double()
-    weights = (log_weights - log_weights.max()).exp()
-    return EvidenceBound(
-        value=log_weights.mean().item(),
-        standard_error=log_weights.std().item() / math.sqrt(num_samples),
-        khat=_pareto_khat(weights),
-        effective_sample_size=(weights.sum().square() / weights.square().sum()).item(),
+    chunks = [elbo.weighted_draws(model, guide, args, kwargs) for _ in rounds]
+    return WeightedDraws(
+        torch.cat([chunk.log_weights for chunk in chunks])[:num_samples],
+        {
+            name: torch.cat([chunk.draws[name] for chunk in chunks])[:num_samples]
+            for name in chunks[0].draws
+        },
     )
 
 
 class _HierarchicalELBO(ImplicitELBO):
-    """Fills in the estimate of log q that bounds from above; evaluates and does not train."""
+    """Fills in log q, or the estimate that bounds it from above; evaluates and does not train."""
 
     prior_share: ClassVar[float] = 0.1
 
@@ -152,29 +216,50 @@ class _HierarchicalELBO(ImplicitELBO):
         self.proposal = proposal
         self.num_steps = num_steps
         self._checked_sites: set[str] = set()
+        self._orientations: dict[str, Tensor] = {}
+        self._latents: dict[str, Tensor] = {}
 
     def _check_trainable(self, name: str, site: dict[str, Any]) -> None:
         implicit = find_implicit(site["fn"])
         if implicit is None:
             return
         self._has_implicit_sites = True
-        if not isinstance(implicit, SemiImplicit):
+        exact = hasattr(implicit.generator, "log_abs_det_jacobian")
+        if not (exact or isinstance(implicit, SemiImplicit)):
             raise ValueError(
-                f"evidence_bound knows no conditional density of site '{name}', whose distribution "
-                f"is {type(implicit).__name__}. Cure: give the site a SemiImplicit, or use "
-                "AutoSemiImplicit"
+                f"evidence_bound knows no density of site '{name}', whose distribution "
+                f"is {type(implicit).__name__}. Cure: give the site a SemiImplicit or a generator "
+                "that is injective (ResidualGenerator), or use AutoSemiImplicit"
             )
 
-    def log_weights(
+    def weighted_draws(
         self, model: Callable[..., Any], guide: Callable[..., Any], args: tuple, kwargs: dict
-    ) -> Tensor:
-        """log p(x, theta) - log q(theta), one for each particle: ``(num_particles,)``."""
+    ) -> WeightedDraws:
+        """One draw and log p(x, theta) - log q(theta) for each particle."""
+        self._latents = {}
         traces = list(self._get_traces(model, guide, args, kwargs))
         size = self.num_particles // len(traces)
-        return torch.cat([_total(model, size) - _total(guide, size) for model, guide in traces])
+        log_weights = torch.cat([_total(p, size) - _total(q, size) for p, q in traces])
+        if self._latents:
+            return WeightedDraws(log_weights, self._latents)
+        # Pyro's own loop ran, which keeps the values in one trace for each particle.
+        sites = [n for n, site in traces[0][1].nodes.items() if site["type"] == "sample"]
+        return WeightedDraws(
+            log_weights, {n: torch.stack([q.nodes[n]["value"] for _, q in traces]) for n in sites}
+        )
+
+    def _run_model(self, particles: ParticleModel) -> Trace:
+        latents = particles.latents
+        if self.num_particles == 1:
+            latents = {name: value.unsqueeze(0) for name, value in latents.items()}
+        self._latents = latents
+        return super()._run_model(particles)
 
     def score_parts(self, site: ImplicitSite) -> ScoreParts:
-        """The bound on log q of each particle and plate element, from noise of its own."""
+        """Log q of each particle and plate element, or the bound on it from noise of its own."""
+        if not isinstance(site.distribution, SemiImplicit):
+            log_q = self._injective(site)
+            return ScoreParts(log_q, torch.zeros_like(log_q), log_q)
         flat = flatten_site(site, self.num_particles)
         if site.name not in self._checked_sites:
             check_generator(site.name, flat)
@@ -186,6 +271,22 @@ class _HierarchicalELBO(ImplicitELBO):
         noises, log_weights = propose(site.distribution, flat)
         log_q = mixture_log_density(flat.value, flat.generate, flat.scale, noises, log_weights)
         return ScoreParts(log_q, torch.zeros_like(log_q), log_q)
+
+    def _injective(self, site: ImplicitSite) -> Tensor:
+        """The exact density, of a generator that folds at no draw."""
+        if site.name not in self._checked_sites:
+            check_square(site, "evidence_bound")
+            self._checked_sites.add(site.name)
+        square = SquareSite(site)
+        sign = torch.linalg.slogdet(square.jacobian(site.noise)).sign
+        first = sign[0] if self.num_particles > 1 else sign
+        if (sign != self._orientations.setdefault(site.name, first)).any():
+            raise ValueError(
+                f"the generator of site '{site.name}' folds: the determinant of its Jacobian has "
+                "both signs among the draws, so it is not injective and its density is unknown. "
+                "Cure: train with a smaller learning rate, or use AutoSemiImplicit"
+            )
+        return square.log_density(site.noise)
 
     def _prior(self, q: Implicit, flat: FlatSite) -> tuple[list[Tensor], None]:
         fresh = q.noise_distribution.sample(torch.Size((self.num_mixing,)))

@@ -45,7 +45,7 @@ class SquareSite:
         if method is not None:
             log_det = method(noise, **self._context(noise))
         else:
-            log_det = torch.linalg.slogdet(self._jacobian(noise)).logabsdet
+            log_det = torch.linalg.slogdet(self.jacobian(noise)).logabsdet
         return self._q.noise_distribution.log_prob(noise) - log_det
 
     def solve_transposed(self, noise: Tensor, vector: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class SquareSite:
         if method is not None:
             return method(noise, vector, **self._context(noise))
         with torch.no_grad():
-            return torch.linalg.solve(self._jacobian(noise).mT, vector)
+            return torch.linalg.solve(self.jacobian(noise).mT, vector)
 
     @torch.no_grad()
     def inverse_transposed(self, noise: Tensor) -> InverseTransposed:
@@ -70,7 +70,7 @@ class SquareSite:
         method = self._method("inverse_jacobian_transposed")
         if method is not None:
             return method(noise, **self._context(noise))
-        return InverseTransposed(torch.linalg.inv(self._jacobian(noise)).mT, noise.new_empty(0))
+        return InverseTransposed(torch.linalg.inv(self.jacobian(noise)).mT, noise.new_empty(0))
 
     def _method(self, name: str) -> Any:
         return getattr(self._q.generator, name, None)
@@ -79,7 +79,8 @@ class SquareSite:
         context = self._q.context
         return {} if context is None else {"context": context.expand(noise.shape[:-1] + (-1,))}
 
-    def _jacobian(self, noise: Tensor) -> Tensor:
+    def jacobian(self, noise: Tensor) -> Tensor:
+        r""":math:`J_f(z)`, dense: ``(*batch, m, m)`` for noise ``(*batch, m)``."""
         method = self._method("value_and_jacobian")
         if method is not None:
             return method(noise, **self._context(noise))[1]
