@@ -10,7 +10,8 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoContinuous, init_to_median
+from pyro.infer.autoguide import AutoContinuous, init_to_median, init_to_sample
+from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 from torch.distributions import biject_to
@@ -84,6 +85,28 @@ class LatentDensity:
         """
         parts = [self._transforms[name].inv(draws[name]) for name in self.shapes]
         return torch.cat([part.reshape(len(part), -1) for part in parts], dim=-1)
+
+    def sample_prior(self, num_draws: int) -> Tensor:
+        """Draws of the prior; of flat priors, uniformly between -2 and 2 in unconstrained space.
+
+        :returns: ``(num_draws, latent_dim)``.
+        """
+
+        def init(site: dict[str, Any]) -> Tensor:
+            try:
+                return init_to_sample(site)
+            except NotImplementedError:
+                transform = biject_to(site["fn"].support)
+                shape = transform.inverse_shape(site["fn"].shape())
+                return transform(torch.empty(shape).uniform_(-2, 2))
+
+        draws: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
+        for _ in range(num_draws):
+            with poutine.block(), InitMessenger(init):
+                trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+            for name, values in draws.items():
+                values.append(trace.nodes[name]["value"].detach())
+        return self.unconstrain({name: torch.stack(values) for name, values in draws.items()})
 
     def log_prob(self, latent: Tensor) -> Tensor:
         """The log-density, differentiable.
