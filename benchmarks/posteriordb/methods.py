@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods that the benchmark compares: functions ``(posterior, seed, budget)`` of one result.
+
+One setting for all posteriors. Every baseline starts at the same point (:func:`good_start`), with
+32 particles, and Adam with clipped gradients and a rate of 1e-2 that falls to zero over 5,000
+steps; Pyro's defaults in all else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Protocol
+
+import pyro
+from pyro.infer import MCMC, NUTS, SVI
+from pyro.infer.autoguide import (
+    AutoGuide,
+    AutoLaplaceApproximation,
+    AutoMultivariateNormal,
+    AutoNormal,
+    AutoNormalizingFlow,
+    init_to_value,
+)
+from pyro.infer.autoguide.initialization import InitMessenger
+from torch import Tensor
+
+from benchmarks.common import cosine_adam, fit
+from benchmarks.posteriordb.flows import framed_iaf, framed_splines
+from benchmarks.posteriordb.start import good_start
+from pyro_implicit.diagnostics import draw
+from pyro_implicit.infer import ImplicitELBO
+from pyro_implicit.infer.latent_density import LatentDensity
+
+__all__ = ["METHODS", "Budget", "Method", "PosteriorLike"]
+
+Draws = dict[str, Tensor]
+Info = dict[str, Any]
+
+
+class PosteriorLike(Protocol):
+    """What the methods ask of a posterior."""
+
+    model: Callable[..., object]
+    args: tuple
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What each method may spend; smaller only to try the machinery."""
+
+    steps: int = 5000
+    particles: int = 32
+    rate: float = 1e-2
+    draws: int = 10_000
+    nuts_warmup: int = 1000
+    nuts_draws: int = 1000
+
+
+Method = Callable[[PosteriorLike, int, Budget], tuple[Draws, Info]]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a baseline starts: the vector, its sites, and what finding it cost."""
+
+    loc: Tensor
+    values: Draws
+    info: Info
+
+
+def start(posterior: PosteriorLike) -> Start:
+    clock = time.perf_counter()
+    density = LatentDensity(posterior.model, *posterior.args)
+    loc, is_mode = good_start(density)
+    info = {"start_is_mode": is_mode, "start_seconds": time.perf_counter() - clock}
+    return Start(loc, density.constrain(loc), info)
+
+
+def _svi(
+    make_guide: Callable[[Callable, Start], AutoGuide], num_particles: int | None = None
+) -> Method:
+    """A method that trains an explicit guide."""
+
+    def method(posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws, Info]:
+        model, args = posterior.model, posterior.args
+        begin = start(posterior)
+        guide = make_guide(model, begin)
+        elbo = ImplicitELBO(num_particles or budget.particles)
+        svi = SVI(model, guide, cosine_adam(budget.rate, budget.steps), elbo)
+        clock = time.perf_counter()
+        losses = fit(svi, budget.steps, *args)
+        ms_per_step = 1000 * (time.perf_counter() - clock) / budget.steps
+        if isinstance(guide, AutoLaplaceApproximation):
+            guide = guide.laplace_approximation(*args)
+        last = losses[-max(1, budget.steps // 20) :]
+        info = begin.info | {"ms_per_step": ms_per_step, "elbo": -fmean(last)}
+        return draw(guide, budget.draws, *args), info
+
+    return method
+
+
+def _gaussian(guide: Callable[..., AutoGuide]) -> Callable[[Callable, Start], AutoGuide]:
+    return lambda model, begin: guide(model, init_loc_fn=init_to_value(values=begin.values))
+
+
+def _flow(make_transform: Callable[[Tensor], Any]) -> Callable[[Callable, Start], AutoGuide]:
+    def make_guide(model: Callable, begin: Start) -> AutoGuide:
+        # Pyro's flows take no init_loc_fn, but need values for sites without a prior to draw from.
+        model = InitMessenger(init_to_value(values=begin.values))(model)
+        return AutoNormalizingFlow(model, make_transform(begin.loc))
+
+    return make_guide
+
+
+def nuts(posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws, Info]:
+    begin = start(posterior)
+    kernel = NUTS(posterior.model, init_strategy=init_to_value(values=begin.values))
+    mcmc = MCMC(
+        kernel,
+        num_samples=budget.nuts_draws,
+        warmup_steps=budget.nuts_warmup,
+        disable_progbar=True,
+    )
+    mcmc.run(*posterior.args)
+    diagnostics = mcmc.diagnostics()
+    info = begin.info | {
+        "divergences": len(diagnostics["divergences"]["chain 0"]),
+        "acceptance_rate": float(diagnostics["acceptance rate"]["chain 0"]),
+    }
+    return mcmc.get_samples(), info
+
+
+def implicit(posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws, Info]:
+    """Ours, with nothing set: it finds its own start and its own number of steps."""
+    from pyro_implicit import fitting
+
+    result = fitting.fit(posterior.model, "auto", *posterior.args, seed=seed)
+    return draw(result.guide, budget.draws, *posterior.args), {"steps": len(result.losses)}
+
+
+METHODS: dict[str, Method] = {
+    "AutoNormal": _svi(_gaussian(AutoNormal)),
+    "AutoMultivariateNormal": _svi(_gaussian(AutoMultivariateNormal)),
+    # Its guide is a point: more particles would repeat it.
+    "AutoLaplaceApproximation": _svi(_gaussian(AutoLaplaceApproximation), num_particles=1),
+    "AutoIAFNormal": _svi(_flow(framed_iaf)),
+    "AutoNormalizingFlow": _svi(_flow(framed_splines)),
+    "NUTS": nuts,
+    "implicit": implicit,
+}
+
+
+def seeded(method: str, posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws, Info]:
+    """One run from a fresh parameter store."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    return METHODS[method](posterior, seed, budget)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a guide's draws are from the reference draws: tensors ``(num_draws, dim)``, unconstrained.
+
+The distance is the sliced 1-Wasserstein distance in the frame in which the reference has mean 0 and
+covariance I; its *floor* is what two halves of the reference show. As a guide is measured with
+twice as many draws as a half has, a perfect one comes out at about 0.7 of the floor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.diagnostics.distances import sliced_wasserstein, whiten
+
+__all__ = ["distance", "floor", "measure"]
+
+NUM_DIRECTIONS = 200
+NUM_SPLITS = 10
+
+
+def distance(draws: Tensor, reference: Tensor) -> float:
+    """Sliced 1-Wasserstein distance, whitened by ``reference``.
+
+    :param draws: ``(n, dim)``.
+    :param reference: ``(m, dim)``.
+    """
+    white = whiten(draws, reference), whiten(reference, reference)
+    return sliced_wasserstein(*white, num_projections=NUM_DIRECTIONS, p=1).item()
+
+
+def floor(reference: Tensor, num_draws: int | None = None, seed: int = 0) -> float:
+    """The distance of ``num_draws`` of the reference draws from all others, a mean over splits.
+
+    :param reference: ``(m, dim)``.
+    :param num_draws: default a half of them.
+    :param seed: of the splits.
+    """
+    white = whiten(reference, reference)
+    size = num_draws or len(white) // 2
+    generator = torch.Generator(device=white.device).manual_seed(seed)
+    total = 0.0
+    for _ in range(NUM_SPLITS):
+        rows = torch.randperm(len(white), generator=generator, device=white.device)
+        first, second = white[rows[:size]], white[rows[size:]]
+        total += sliced_wasserstein(first, second, num_projections=NUM_DIRECTIONS, p=1).item()
+    return total / NUM_SPLITS
+
+
+def measure(draws: Tensor, reference: Tensor) -> dict[str, float]:
+    """The distance and the errors of the moments of single coordinates.
+
+    :param draws: ``(n, dim)``.
+    :param reference: ``(m, dim)``.
+    :returns: ``distance``; ``mean_error``, the worst absolute difference of means in sds of the
+        reference; ``sd_ratio_min`` and ``sd_ratio_max`` over coordinates.
+    :raises ValueError: for draws that are not finite.
+    """
+    bad = int((~draws.isfinite()).any(-1).sum())
+    if bad:
+        raise ValueError(f"{bad} of {len(draws)} draws are not finite in unconstrained space")
+    sd = reference.std(0)
+    ratio = draws.std(0) / sd
+    return {
+        "distance": distance(draws, reference),
+        "mean_error": ((draws.mean(0) - reference.mean(0)).abs() / sd).max().item(),
+        "sd_ratio_min": ratio.min().item(),
+        "sd_ratio_max": ratio.max().item(),
+    }
