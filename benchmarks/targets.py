@@ -6,7 +6,9 @@ fresh draws of shape ``(num_draws, dim)``. All models broadcast over Pyro's part
 
 * ``banana``: :math:`(x_1, x_1^2 + x_2 + 1) \\sim N(0, [[1, .9], [.9, 1]])`
 * ``x_shape``: two crossed Gaussians with correlations .9 and -.9
+* ``x_shape_gap``: the same two with their centres at (-5, 0) and (5, 0)
 * ``multimodal``: two unit Gaussians four apart
+* ``gmm40``: forty unit Gaussians with centres uniform in [-40, 40]^2 (after Midgley et al., 2023)
 * ``waveform``: Bayesian logistic regression with 22 coefficients (Yin and Zhou, 2018, section 4.4);
   needs the files ``sivi_blr/waveform.npz`` and ``sivi_blr/waveform_hmc.npz``
 * ``conditioned_diffusion``: the path of a double-well diffusion over 100 Euler steps, every fifth
@@ -20,6 +22,7 @@ fresh draws of shape ``(num_draws, dim)``. All models broadcast over Pyro's part
 [1] `Semi-Implicit Variational Inference`, M. Yin and M. Zhou, ICML 2018.
 [2] `Slice Sampling`, R. M. Neal, Annals of Statistics 2003.
 [3] `A Stein variational Newton method`, G. Detommaso et al., NeurIPS 2018.
+[4] `Flow Annealed Importance Sampling Bootstrap`, L. I. Midgley et al., ICLR 2023.
 """
 
 from __future__ import annotations
@@ -36,7 +39,15 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-__all__ = ["TARGETS", "MissingData", "Target", "make_target"]
+__all__ = [
+    "TARGETS",
+    "MissingData",
+    "Target",
+    "gmm40_centers",
+    "make_target",
+    "modes_found",
+    "weight_total_variation",
+]
 
 
 class MissingData(Exception):
@@ -104,7 +115,14 @@ class _Mixture(dist.MixtureSameFamily):
     support = constraints.real_vector
 
 
-def _gaussian_mixture(name: str, means: Tensor, covariances: Tensor) -> Target:
+def _gaussian_mixture(
+    name: str, means: Tensor, covariances: Tensor, search_scale: float | None = None
+) -> Target:
+    """An equal mixture of Gaussians.
+
+    :param search_scale: where given, the latent's prior has no density, and its draws, which have
+        this scale, say no more than where to search.
+    """
     scale_trils = torch.linalg.cholesky(covariances)
     mixture = _Mixture(
         dist.Categorical(logits=torch.zeros_like(means[:, 0])),
@@ -112,7 +130,12 @@ def _gaussian_mixture(name: str, means: Tensor, covariances: Tensor) -> Target:
     )
 
     def model() -> None:
-        pyro.sample("x", mixture)
+        if search_scale is None:
+            pyro.sample("x", mixture)
+            return
+        anywhere = dist.Normal(torch.zeros_like(means[0]), search_scale).to_event(1).mask(False)
+        x = pyro.sample("x", anywhere)
+        pyro.sample("mixture", mixture, obs=x)
 
     def truth(num_draws: int, seed: int) -> Tensor:
         device = str(means.device)
@@ -124,9 +147,52 @@ def _gaussian_mixture(name: str, means: Tensor, covariances: Tensor) -> Target:
     return Target(name, ("x",), model, truth)
 
 
+def _crossed(device: str) -> Tensor:
+    """The two covariances of ``x_shape``."""
+    return torch.tensor([[[2.0, 1.8], [1.8, 2.0]], [[2.0, -1.8], [-1.8, 2.0]]], device=device)
+
+
 def _x_shape(device: str, data_dir: Path | None) -> Target:
-    covariances = torch.tensor([[[2.0, 1.8], [1.8, 2.0]], [[2.0, -1.8], [-1.8, 2.0]]])
-    return _gaussian_mixture("x_shape", torch.zeros(2, 2, device=device), covariances.to(device))
+    return _gaussian_mixture("x_shape", torch.zeros(2, 2, device=device), _crossed(device))
+
+
+def _x_shape_gap(device: str, data_dir: Path | None) -> Target:
+    means = torch.tensor([[-5.0, 0.0], [5.0, 0.0]], device=device)
+    return _gaussian_mixture("x_shape_gap", means, _crossed(device), search_scale=10.0)
+
+
+def gmm40_centers(device: str = "cpu") -> Tensor:
+    """The centres of ``gmm40``, shape ``(40, 2)``: the same ones on all devices."""
+    uniform = torch.rand(40, 2, dtype=torch.float64, generator=_generator(0, "cpu"))
+    return (80 * uniform - 40).to(device, torch.get_default_dtype())
+
+
+def _gmm40(device: str, data_dir: Path | None) -> Target:
+    identity = torch.eye(2, device=device).expand(40, 2, 2)
+    return _gaussian_mixture("gmm40", gmm40_centers(device), identity, search_scale=40.0)
+
+
+def modes_found(draws: Tensor, centers: Tensor, radius: float = 4.0) -> int:
+    """Number of modes with at least a tenth of their due share of draws near them.
+
+    :param draws: shape ``(num_draws, dim)``.
+    :param centers: of unit Gaussians of equal weight, shape ``(num_modes, dim)``.
+    :param radius: how far a draw may be from its nearest centre.
+    """
+    distances, nearest = torch.cdist(draws, centers).min(-1)
+    counts = nearest[distances <= radius].bincount(minlength=len(centers))
+    return int((counts >= 0.1 * len(draws) / len(centers)).sum())
+
+
+def weight_total_variation(draws: Tensor, centers: Tensor) -> float:
+    """Total variation between the shares of draws by nearest centre and equal shares, in [0, 1].
+
+    :param draws: shape ``(num_draws, dim)``.
+    :param centers: shape ``(num_modes, dim)``.
+    """
+    nearest = torch.cdist(draws, centers).argmin(-1)
+    shares = nearest.bincount(minlength=len(centers)) / len(draws)
+    return (shares - 1 / len(centers)).abs().sum().item() / 2
 
 
 def _multimodal(device: str, data_dir: Path | None) -> Target:
@@ -242,7 +308,9 @@ def _hmc(
 TARGETS: dict[str, Callable[[str, Path | None], Target]] = {
     "banana": _banana,
     "x_shape": _x_shape,
+    "x_shape_gap": _x_shape_gap,
     "multimodal": _multimodal,
+    "gmm40": _gmm40,
     "waveform": _waveform,
     "conditioned_diffusion": _conditioned_diffusion,
     "funnel": lambda device, data_dir: _funnel("funnel", 1.5, device),

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a guide's draws are from the reference draws: tensors ``(num_draws, dim)``, unconstrained.
+"""How far a guide's draws are from the reference draws: tensors ``(num_draws, dim)``.
 
-The distance is the sliced 1-Wasserstein distance in the frame in which the reference has mean 0 and
-covariance I; its *floor* is what two halves of the reference show. As a guide is measured with
-twice as many draws as a half has, a perfect one comes out at about 0.7 of the floor.
+All draws are in unconstrained space. The distance is the sliced 1-Wasserstein distance in the frame
+in which the reference has mean 0 and covariance I; its *floor* is what two halves of the reference
+show. A guide is measured with twice as many draws as a half has, so a perfect one comes out at
+about 0.7 of the floor.
 """
 
 from __future__ import annotations

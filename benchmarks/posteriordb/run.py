@@ -8,8 +8,8 @@
         --posteriors eight_schools-eight_schools_centered
     python -m benchmarks.posteriordb.report
 
-Each run adds one line to ``--out``; a run of the same posterior, method and seed whose line is there
-already is not repeated, failed ones included: delete a line to repeat it.
+Each run adds one line to ``--out``; a run of the same posterior, method and seed whose line is
+there already is not repeated, failed ones included: delete a line to repeat it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,19 @@ OUT = RESULTS / "posteriordb.jsonl"
 KEY = ("posterior", "method", "seed")
 
 
+class TimeLimit(BaseException):
+    """A run took too long. Not an ``Exception``: libraries that try things catch those."""
+
+
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Interrupts what runs in it after ``seconds`` of wall time with a ``TimeoutError``."""
+    """Interrupts what runs in it after ``seconds`` of wall time.
+
+    :raises TimeLimit: then.
+    """
 
     def interrupt(signum: int, frame: Any) -> None:
-        raise TimeoutError(f"more than {seconds:g} s")
+        raise TimeLimit(f"more than {seconds:g} s")
 
     if seconds is None:
         yield
@@ -67,7 +74,7 @@ def run(
     try:
         with time_limit(seconds):
             draws, result = seeded(method, posterior, seed, budget)
-    except Exception as error:
+    except (Exception, TimeLimit) as error:
         draws, result = None, {"error": f"{type(error).__name__}: {error}"[:500]}
     result["seconds"] = time.perf_counter() - wall
     result["cpu_seconds"] = time.process_time() - cpu

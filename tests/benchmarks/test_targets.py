@@ -25,6 +25,8 @@ spec.loader.exec_module(targets)
 LAYOUTS = {
     "banana": lambda x: {"x1": x[:, :1], "x2": x[:, 1:]},
     "x_shape": lambda x: {"x": x[:, None]},
+    "x_shape_gap": lambda x: {"x": x[:, None]},
+    "gmm40": lambda x: {"x": x[:, None]},
     "multimodal": lambda x: {"x": x[:, None]},
     "waveform": lambda x: {"beta": x[:, None]},
     "conditioned_diffusion": lambda x: {"u": x[:, None]},
@@ -64,6 +66,17 @@ def x_shape(x: Tensor) -> Tensor:
     return half_and_half(*(gaussian(x, [[2.0, c], [c, 2.0]]) for c in (1.8, -1.8)))
 
 
+def x_shape_gap(x: Tensor) -> Tensor:
+    left, right = x + torch.tensor([5.0, 0.0]), x - torch.tensor([5.0, 0.0])
+    rising, falling = gaussian(left, [[2.0, 1.8], [1.8, 2.0]]), [[2.0, -1.8], [-1.8, 2.0]]
+    return half_and_half(rising, gaussian(right, falling))
+
+
+def gmm40(x: Tensor) -> Tensor:
+    squares = ((x[:, None] - targets.gmm40_centers()) ** 2).sum(-1)
+    return (torch.exp(-0.5 * squares.double()).sum(-1) / 40 / (2 * math.pi)).log().float()
+
+
 def multimodal(x: Tensor) -> Tensor:
     shift = torch.tensor([2.0, 0.0])
     return half_and_half(*(gaussian(x + s * shift, [[1.0, 0.0], [0.0, 1.0]]) for s in (1, -1)))
@@ -78,6 +91,8 @@ def funnel(x: Tensor, sd: float) -> Tensor:
 DENSITIES = {
     "banana": banana,
     "x_shape": x_shape,
+    "x_shape_gap": x_shape_gap,
+    "gmm40": gmm40,
     "multimodal": multimodal,
     "funnel": lambda x: funnel(x, 1.5),
     "funnel_wide": lambda x: funnel(x, 3.0),
@@ -101,6 +116,11 @@ MOMENTS = [
     ("x_shape", lambda x: x[:, 0] * x[:, 1], 0.0),
     ("x_shape", lambda x: (x[:, 0] * x[:, 1]) ** 2, 4 + 2 * 1.8**2),
     ("x_shape", lambda x: x[:, 0] ** 2, 2.0),
+    ("x_shape_gap", lambda x: x[:, 0], 0.0),
+    ("x_shape_gap", lambda x: x[:, 0] ** 2, 2.0 + 5.0**2),
+    ("x_shape_gap", lambda x: x[:, 0] * x[:, 1], 0.0),
+    ("x_shape_gap", lambda x: x[:, 0].sign() * (x[:, 0] - 5) * x[:, 1], -1.8),
+    ("x_shape_gap", lambda x: x[:, 1] ** 2, 2.0),
     ("multimodal", lambda x: x[:, 0], 0.0),
     ("multimodal", lambda x: x[:, 0] ** 2, 5.0),
     ("multimodal", lambda x: x[:, 0] ** 4, 43.0),
@@ -117,6 +137,68 @@ def test_truth_moments(name, function, expected) -> None:
     values = function(targets.make_target(name).truth(200_000, 0))
     error = (values.mean() - expected) / (values.std() / math.sqrt(len(values)))
     assert abs(error) < 4
+
+
+def test_gmm40_truth() -> None:
+    centers = targets.gmm40_centers()
+    draws = targets.make_target("gmm40").truth(200_000, 0)
+    sd = draws.std(0) / math.sqrt(len(draws))
+    assert ((draws.mean(0) - centers.mean(0)).abs() < 4 * sd).all()
+    expected = torch.eye(2) + torch.cov(centers.T, correction=0)
+    torch.testing.assert_close(torch.cov(draws.T), expected, rtol=0.02, atol=2.0)
+    alone = torch.cdist(centers, centers).fill_diagonal_(torch.inf).min(-1).values > 8
+    distances, nearest = torch.cdist(draws, centers).min(-1)
+    assert alone.sum() > 5
+    assert distances[alone[nearest]].square().mean().item() == pytest.approx(2, abs=0.05)
+
+
+def test_gmm40_centers_are_the_same_in_both_precisions() -> None:
+    single = targets.gmm40_centers()
+    torch.set_default_dtype(torch.float64)
+    double = targets.gmm40_centers()
+    assert (single.dtype, double.dtype) == (torch.float32, torch.float64)
+    assert double.shape == (40, 2)
+    torch.testing.assert_close(single.double(), double, rtol=0, atol=1e-5)
+    assert double.abs().max() < 40 < 42 < double.max() - double.min()
+
+
+def test_priors_of_separated_modes_have_no_density() -> None:
+    """Their draws only say where to search."""
+    for name, scale in (("gmm40", 40.0), ("x_shape_gap", 10.0)):
+        with pyro.plate("particles", 1000, dim=-1):
+            trace = poutine.trace(targets.make_target(name).model).get_trace()
+        trace.compute_log_prob()
+        site = trace.nodes["x"]
+        assert (site["log_prob"] == 0).all()
+        assert site["value"].std().item() == pytest.approx(scale, rel=0.1)
+
+
+def test_modes_found_by_hand() -> None:
+    centers = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0], [10.0, 10.0]])
+    draws = torch.zeros(400, 2)
+    assert targets.modes_found(draws, centers) == 1
+    draws[:10] = torch.tensor([10.0, 3.9])  # a tenth of 100
+    assert targets.modes_found(draws, centers) == 2
+    draws[9] = 0.0
+    assert targets.modes_found(draws, centers) == 1
+    draws[20:200] = torch.tensor([-3.0, 13.0])  # nearest to the third, at 4.24
+    assert targets.modes_found(draws, centers) == 1
+    assert targets.modes_found(draws, centers, radius=4.3) == 2
+
+
+def test_weight_total_variation_by_hand() -> None:
+    centers = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0], [10.0, 10.0]])
+    assert targets.weight_total_variation(torch.zeros(8, 2), centers) == pytest.approx(0.75)
+    assert targets.weight_total_variation(centers.repeat(3, 1) + 1, centers) == 0
+    draws = centers[torch.tensor([0] * 40 + [1] * 30 + [2] * 20 + [3] * 10)]
+    assert targets.weight_total_variation(draws, centers) == pytest.approx(0.2)
+
+
+def test_exact_draws_of_gmm40_find_all_modes() -> None:
+    draws = targets.make_target("gmm40").truth(10_000, 0)
+    centers = targets.gmm40_centers()
+    assert targets.modes_found(draws, centers) == 40
+    assert targets.weight_total_variation(draws, centers) < 0.05
 
 
 @pytest.mark.parametrize("name", DENSITIES)
