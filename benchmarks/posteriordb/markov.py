@@ -28,13 +28,8 @@ def hmm_log_likelihood(transition: Tensor, emissions: Tensor) -> Tensor:
     chain = transition.unsqueeze(-3) * rest.unsqueeze(-2)
     while chain.shape[-3] > 1:
         even = chain.shape[-3] // 2 * 2
-        left, right, last = (
-            chain[..., 0:even:2, :, :],
-            chain[..., 1:even:2, :, :],
-            chain[..., even:, :, :],
-        )
-        product = (left.unsqueeze(-1) * right.unsqueeze(-3)).sum(-2)
+        product = chain[..., 0:even:2, :, :] @ chain[..., 1:even:2, :, :]
         scale = product.detach().amax((-2, -1), keepdim=True)
         total = total + scale.log().sum((-3, -2, -1))
-        chain = torch.cat([product / scale, last], dim=-3)
+        chain = torch.cat([product / scale, chain[..., even:, :, :]], dim=-3)
     return total + torch.log((first.unsqueeze(-1) * chain.squeeze(-3)).sum((-2, -1)))
