@@ -211,6 +211,11 @@ class AutoregressiveGenerator(Generator):
         :returns: Noise of shape ``(*batch, noise_dim)``.
         :raises ValueError: If the value or the context has the wrong size.
         """
+        if value.dim() == 0 or value.shape[-1] != self.output_dim:
+            raise ValueError(
+                f"{type(self).__name__} inverts values of shape (*batch, {self.output_dim}), got "
+                f"{tuple(value.shape)}; pass values as the generator returns them."
+            )
         noise = torch.zeros_like(value)
         for i in range(self.output_dim):
             p = self._parameters_of(self._join(noise, context))

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The autoregressive generator: masks, exact derivatives, inverse, and funnels it fits."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import MCMC, NUTS, SVI
+
+from pyro_implicit import AutoImplicit
+from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
+from pyro_implicit.infer import InjectiveELBO
+from pyro_implicit.mcmc import NoiseSpaceReparam
+from pyro_implicit.ops import batch_jacobian
+from pyro_implicit.ops.sinh_arcsinh import sinh_arcsinh
+
+# The last has fewer hidden units than values.
+CASES = [(1, (8,), 0), (1, (8, 7), 2), (2, (8, 7), 0), (6, (16, 12), 2), (5, (), 0), (9, (4,), 0)]
+cases = pytest.mark.parametrize("output_dim, hidden, context_dim", CASES, ids=str)
+batches = pytest.mark.parametrize("batch", [(), (5,), (4, 1, 3)], ids=str)
+
+
+def build(output_dim, hidden=(8, 7), context_dim=0, std=0.4, **options) -> AutoregressiveGenerator:
+    torch.manual_seed(0)
+    generator = AutoregressiveGenerator(output_dim, hidden, context_dim=context_dim, **options)
+    for parameter in generator.parameters():
+        torch.nn.init.normal_(parameter, std=std)
+    return generator.double()
+
+
+def inputs(output_dim, context_dim, batch):
+    noise = torch.randn(batch + (output_dim,), dtype=torch.float64, requires_grad=True)
+    context = torch.randn(batch + (context_dim,), dtype=torch.float64) if context_dim else None
+    return noise, context
+
+
+def test_formula_of_linear_maps():
+    generator = build(3, hidden=())
+    noise = torch.randn(7, 3, dtype=torch.float64)
+    (last,) = generator.layers
+    weight, bias = last.weight.reshape(4, 3, 3).tril(-1), last.bias.reshape(4, 3)
+    outputs = torch.einsum("pij,kj->pki", weight, noise) + bias.unsqueeze(1)
+    skip = generator.skip.weight.reshape(2, 3, 3).tril(-1)
+    outputs[:2] += torch.einsum("pij,kj->pki", skip, noise)
+    shift, log_scale, skew, tail = outputs
+    bent = sinh_arcsinh(noise, 3 * torch.tanh(skew / 3), 1.5 * torch.tanh(tail / 1.5))
+    torch.testing.assert_close(generator(noise), shift + log_scale.exp() * bent)
+    assert generator.noise_dim == generator.output_dim == 3
+
+
+@pytest.mark.parametrize("activation", ["silu", "tanh", "elu"])
+@batches
+@cases
+def test_value_and_jacobian(output_dim, hidden, context_dim, batch, activation):
+    generator = build(output_dim, hidden, context_dim, activation=activation)
+    noise, context = inputs(output_dim, context_dim, batch)
+    value, jacobian = generator.value_and_jacobian(noise, context)
+    torch.testing.assert_close(value, generator(noise, context))
+    _, expected = batch_jacobian(lambda z: generator(z, context), noise)
+    torch.testing.assert_close(jacobian, expected)
+
+
+@batches
+@cases
+def test_log_abs_det_jacobian(output_dim, hidden, context_dim, batch):
+    generator = build(output_dim, hidden, context_dim)
+    noise, context = inputs(output_dim, context_dim, batch)
+    actual = generator.log_abs_det_jacobian(noise, context)
+    assert actual.shape == batch
+    _, jacobian = batch_jacobian(lambda z: generator(z, context), noise)
+    expected = torch.linalg.slogdet(jacobian).logabsdet
+    torch.testing.assert_close(actual, expected)
+
+    leaves = [noise, *generator.parameters()]
+    options = {"allow_unused": True, "materialize_grads": True}
+    gradients = torch.autograd.grad(actual.square().sum(), leaves, **options)
+    expected_gradients = torch.autograd.grad(expected.square().sum(), leaves, **options)
+    torch.testing.assert_close(gradients, expected_gradients)
+
+
+@batches
+@cases
+def test_solve_jacobian_transposed(output_dim, hidden, context_dim, batch):
+    generator = build(output_dim, hidden, context_dim)
+    noise, context = inputs(output_dim, context_dim, batch)
+    vector = torch.randn_like(noise)
+    _, jacobian = batch_jacobian(lambda z: generator(z, context), noise)
+    expected = torch.linalg.solve(jacobian.mT, vector).detach()
+    solved = generator.solve_jacobian_transposed(noise, vector, context)
+    torch.testing.assert_close(solved, expected)
+    assert not solved.requires_grad
+
+
+@batches
+@cases
+def test_inverse(output_dim, hidden, context_dim, batch):
+    generator = build(output_dim, hidden, context_dim)
+    noise, context = inputs(output_dim, context_dim, batch)
+    value = generator(noise, context).detach().requires_grad_()
+    inverse = generator.inverse(value, context)
+    torch.testing.assert_close(inverse, noise)
+
+    # Differentiable: J^{-T} v.
+    vector = torch.randn_like(noise)
+    (gradient,) = torch.autograd.grad(inverse, value, vector)
+    expected = generator.solve_jacobian_transposed(noise, vector, context)
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("context_dim", [0, 2])
+@pytest.mark.parametrize("output_dim, hidden", [(2, (3,)), (6, (12, 12)), (20, (64, 64))])
+def test_every_function_sees_all_earlier_noise_and_no_other(output_dim, hidden, context_dim):
+    generator = build(output_dim, hidden, context_dim, std=1.0)
+    noise, context = inputs(output_dim, context_dim, (50,))
+    torch.nn.init.zeros_(generator.skip.weight)  # the network must see it without the linear maps
+    below = torch.ones(output_dim, output_dim, dtype=torch.bool).tril(-1)
+
+    def functions(z, context):
+        joined = z if context is None else torch.cat([z, context], -1)
+        return torch.stack(generator._parameters_of(joined), -1)
+
+    for function in range(4):
+        _, slopes = batch_jacobian(lambda z, k=function: functions(z, context)[..., k], noise)
+        assert torch.equal((slopes != 0).any(0), below)
+        if context is not None:
+            on_context = lambda c, k=function: functions(noise, c)[..., k]  # noqa: E731
+            _, slopes = batch_jacobian(on_context, context)
+            assert (slopes != 0).any(0).all()
+
+
+def test_the_linear_maps_see_all_earlier_noise_and_all_context():
+    generator = AutoregressiveGenerator(4, context_dim=2)
+    below = torch.ones(4, 4).tril(-1)
+    expected = torch.cat([below, torch.ones(4, 2)], -1).repeat(2, 1)
+    assert torch.equal(generator.skip.mask, expected)
+
+
+def test_gradient_reaches_all_parameters():
+    generator = build(5, (16, 12), context_dim=2)
+    noise, context = inputs(5, 2, (30,))
+    loss = generator(noise, context).sum() + generator.log_abs_det_jacobian(noise, context).sum()
+    loss.backward()
+    masks = {name.replace("mask", "weight"): mask for name, mask in generator.named_buffers()}
+    for name, parameter in generator.named_parameters():
+        seen = masks.get(name, torch.ones_like(parameter)) > 0
+        assert torch.equal(parameter.grad != 0, seen), name
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("std", [0.5, 2.0])
+def test_is_injective_whatever_its_weights(seed, std):
+    torch.manual_seed(seed)
+    generator = AutoregressiveGenerator(3, (16, 16)).double()
+    for parameter in generator.parameters():
+        torch.nn.init.normal_(parameter, std=std / math.sqrt(parameter.shape[-1]))
+    noise = torch.randn(2000, 3, dtype=torch.float64)
+    value, jacobian = generator.value_and_jacobian(noise)
+    assert jacobian.diagonal(dim1=-2, dim2=-1).min() > 0
+    assert torch.equal(jacobian.triu(1), torch.zeros_like(jacobian))
+    torch.testing.assert_close(generator.inverse(value), noise, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_starts_near_the_noise(seed):
+    torch.manual_seed(seed)
+    generator = AutoregressiveGenerator(20, context_dim=2)
+    noise, context = torch.randn(1000, 20), torch.randn(1000, 2)
+    with torch.no_grad():
+        assert (generator(noise, context) - noise).abs().max() < 0.2
+        assert generator.log_abs_det_jacobian(noise, context).abs().max() < 0.5
+
+
+def test_draws_stay_finite_in_float32():
+    generator = AutoregressiveGenerator(3)
+    with torch.no_grad():
+        generator.layers[-1].bias[6:] = 100.0  # both bounds reached
+    noise = torch.tensor([[8.0, -8.0, 8.0]], requires_grad=True)
+    value = generator(noise)
+    loss = value.square().sum() + generator.log_abs_det_jacobian(noise).sum()
+    (gradient,) = torch.autograd.grad(loss, noise)
+    assert value.isfinite().all() and gradient.isfinite().all()
+    assert value.abs().max() < 1.5e5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_dtype(dtype):
+    generator = AutoregressiveGenerator(4, context_dim=2).to(dtype)
+    noise, context = torch.randn(5, 4, dtype=dtype), torch.randn(5, 2, dtype=dtype)
+    results = [generator(noise, context), *generator.value_and_jacobian(noise, context)]
+    results += [generator.log_abs_det_jacobian(noise, context)]
+    results += [generator.solve_jacobian_transposed(noise, noise, context)]
+    results += [generator.inverse(noise, context)]
+    assert all(result.dtype == dtype for result in results)
+
+
+def test_one_value_makes_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generator = AutoregressiveGenerator(1)
+    assert sum(parameter.numel() for parameter in generator.layers.parameters()) == 8
+    generator(torch.randn(3, 1)).sum().backward()
+
+
+def test_carries_a_funnel_exactly():
+    """By its linear map alone: v ~ N(0, 9), x_i | v ~ N(0, e^v) (Neal, 2003)."""
+    generator = AutoregressiveGenerator(4).double()
+    torch.nn.init.zeros_(generator.layers[-1].weight)
+    with torch.no_grad():
+        generator.skip.weight[5:, 0] = 1.5
+        generator.layers[-1].bias[4] = math.log(3.0)
+    noise = torch.randn(50, 4, dtype=torch.float64)
+    v, x = generator(noise).split([1, 3], -1)
+    normal = torch.distributions.Normal
+    log_p = normal(0.0, 3.0).log_prob(v) + normal(0.0, (v / 2).exp()).log_prob(x).sum(-1, True)
+    log_q = normal(0.0, 1.0).log_prob(noise).sum(-1) - generator.log_abs_det_jacobian(noise)
+    torch.testing.assert_close(log_q, log_p.squeeze(-1))
+
+
+def funnel():
+    v = pyro.sample("v", dist.Normal(0.0, 1.5))
+    pyro.sample("x", dist.Normal(torch.zeros(4), (v / 2).exp()).to_event(1))
+
+
+def train(num_steps: int, num_particles: int) -> AutoImplicit:
+    guide = AutoImplicit(funnel, AutoregressiveGenerator)
+    optimizer = pyro.optim.CosineAnnealingLR(
+        {"optimizer": torch.optim.Adam, "optim_args": {"lr": 1e-2}, "T_max": num_steps},
+        {"clip_norm": 10.0},
+    )
+    svi = SVI(funnel, guide, optimizer, InjectiveELBO(num_particles))
+    for _ in range(num_steps):
+        svi.step()
+        optimizer.step()
+    return guide
+
+
+def test_fits_a_funnel():
+    pyro.set_rng_seed(0)
+    guide = train(1000, 64)
+    draws = guide.sample_posterior(40_000)
+    assert draws["v"].std() / 1.5 == pytest.approx(1.0, abs=0.03)
+    scaled = draws["x"] / (draws["v"] / 2).exp().unsqueeze(-1)
+    assert scaled.std().item() == pytest.approx(1.0, abs=0.03)
+
+
+def test_noise_space_nuts():
+    pyro.set_rng_seed(0)
+    reparam = NoiseSpaceReparam(train(20, 8))
+    mcmc = MCMC(
+        NUTS(reparam.reparam(funnel)), num_samples=20, warmup_steps=20, disable_progbar=True
+    )
+    mcmc.run()
+    samples = reparam.transform_sample(mcmc.get_samples()["v_shared_latent"])
+    assert samples["x"].shape == (20, 4) and samples["v"].isfinite().all()
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="output_dim is 0|noise_dim is 0"):
+        AutoregressiveGenerator(0)
+    with pytest.raises(ValueError, match="hidden is 0"):
+        AutoregressiveGenerator(3, (4, 0))
+    with pytest.raises(ValueError, match="'gelu'; choose one of tanh, elu, relu, silu"):
+        AutoregressiveGenerator(3, activation="gelu")
+    generator = AutoregressiveGenerator(5, context_dim=2)
+    zeros = torch.zeros(3, 5)
+    with pytest.raises(ValueError, match=r"values of shape \(\*batch, 5\), got \(3,\)"):
+        generator.inverse(torch.zeros(3), torch.zeros(2))
+    with pytest.raises(ValueError, match="got no context; pass context="):
+        generator.inverse(zeros)
+    calls = [generator, generator.value_and_jacobian, generator.log_abs_det_jacobian]
+    calls += [lambda z, c=None: generator.solve_jacobian_transposed(z, z, c)]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"expects noise of shape \(\*batch, 5\)"):
+            call(torch.zeros(3), torch.zeros(2))
+        with pytest.raises(ValueError, match="got no context; pass context="):
+            call(zeros)
