@@ -27,6 +27,15 @@ class MomentErrors(NamedTuple):
     smallest_excess: float
     largest_excess: float
 
+    def sd_ratios_by_difference(self) -> tuple[float, float]:
+        """The guide's standard deviation over the posterior's, smallest and largest, where the
+        excess is the difference of variances over the guide's."""
+        low, high = (
+            (1 - excess) ** -0.5 if excess < 1 else math.inf
+            for excess in (self.smallest_excess, self.largest_excess)
+        )
+        return low, high
+
 
 @torch.no_grad()
 def moment_errors(
@@ -34,7 +43,7 @@ def moment_errors(
     products: list[Product],
     axes: Tensor,
     false_alarm: float,
-    constant: float = 0.0,
+    constants: Tensor | None = None,
 ) -> MomentErrors:
     r"""Tests that shifts and products are 0 in the mean, along the axes and in the worst directions.
 
@@ -50,24 +59,26 @@ def moment_errors(
     True
 
     :param shifts: one for each draw, ``(n, m)``, in the guide's standard deviations.
-    :param products: with ``constant`` times the identity their sum is the excess of the guide's
+    :param products: with ``constants`` times the identity their sum is the excess of the guide's
         covariance, one matrix for each draw.
+    :param constants: ``(n,)``, by default 0.
     :param axes: unit columns, ``(m, m)``: what to look at in any case.
     :param false_alarm: probability that any error is significant where there is none.
     :returns: what is significant.
     """
     num_draws, dim = shifts.shape
     threshold = _critical_value(false_alarm / (2 * dim + 6))
-    means, squares = [shifts @ axes], [constant + _quadratic(products, axes)]
+    constants = shifts.new_zeros(num_draws) if constants is None else constants
+    means, squares = [shifts @ axes], [_quadratic(products, constants, axes)]
     halves = slice(0, num_draws, 2), slice(1, num_draws, 2)
     for train, test in (halves, halves[::-1]):
         direction = torch.nn.functional.normalize(shifts[train].mean(0), dim=0)
         means.append(shifts[test] @ direction.unsqueeze(-1))
         parts = [(weight, left[train], right[train]) for weight, left, right in products]
-        matrix: Tensor = sum(weight * left.mT @ right for weight, left, right in parts)  # type: ignore[assignment]
+        matrix = torch.stack([weight * left.mT @ right for weight, left, right in parts]).sum(0)
         vectors = torch.linalg.eigh(matrix + matrix.mT).eigenvectors[:, [0, -1]]
         tested = [(weight, left[test], right[test]) for weight, left, right in products]
-        squares.append(constant + _quadratic(tested, vectors))
+        squares.append(_quadratic(tested, constants[test], vectors))
     excess = torch.cat([_significant(terms, threshold) for terms in squares])
     return MomentErrors(
         torch.cat([_significant(terms, threshold) for terms in means]).abs().max().item(),
@@ -76,12 +87,12 @@ def moment_errors(
     )
 
 
-def _quadratic(products: list[Product], directions: Tensor) -> Tensor:
-    """Each draw's matrix along directions ``(m, k)``: ``(n, k)``."""
-    terms = [
-        weight * (left @ directions) * (right @ directions) for weight, left, right in products
-    ]
-    return torch.stack(terms).sum(0)
+def _quadratic(products: list[Product], constants: Tensor, directions: Tensor) -> Tensor:
+    """Each draw's matrix along unit directions ``(m, k)``: ``(n, k)``."""
+    total = constants.unsqueeze(-1).expand(-1, directions.shape[-1])
+    for weight, left, right in products:
+        total = total + weight * (left @ directions) * (right @ directions)
+    return total
 
 
 def _significant(terms: Tensor, threshold: float) -> Tensor:

@@ -68,9 +68,9 @@ def stein_check(draws: Tensor, scores: Tensor, false_alarm: float = 0.003) -> St
     1. Liu, Lee and Jordan (2016), *A Kernelized Stein Discrepancy for Goodness-of-fit Tests*.
     """
     white, white_scores, axes = whiten_scores(draws, scores)
-    errors = moment_errors(
-        white_scores, [(-1.0, white_scores, white)], axes, false_alarm, constant=-1.0
-    )
+    minus_one = -torch.ones_like(white[:, 0])
+    products = [(-1.0, white_scores, white)]
+    errors = moment_errors(white_scores, products, axes, false_alarm, minus_one)
     keep = slice(0, None, -(-len(draws) // MAX_KERNEL_DRAWS))
     return SteinCheck(
         errors.mean_error,
