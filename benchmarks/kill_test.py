@@ -94,7 +94,8 @@ def kill_and_resume(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     expected = finish(child(args, folders[0]), folders[0])
     # Together at most the time of the undisturbed run, most likely half of it.
     longest = expected["seconds"] / max(1, args.kills)
-    moments = [random.Random(args.seed + k).uniform(0, longest) for k in range(args.kills)]
+    generator = random.Random(args.seed)
+    moments = [generator.uniform(0, longest) for _ in range(args.kills)]
     landed = 0
     for moment in tqdm(moments, unit="kill"):
         process = child(args, folders[1])

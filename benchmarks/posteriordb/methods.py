@@ -117,7 +117,10 @@ def _flow(make_transform: Callable[[Tensor], Any]) -> Callable[[Callable, Start]
 
 def nuts(posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws, Info]:
     begin = start(posterior)
-    kernel = NUTS(posterior.model, init_strategy=init_to_value(values=begin.values))
+    # To guess the nesting, which only enumeration reads, Pyro would draw from flat priors.
+    kernel = NUTS(
+        posterior.model, init_strategy=init_to_value(values=begin.values), max_plate_nesting=4
+    )
     mcmc = MCMC(
         kernel,
         num_samples=budget.nuts_draws,
