@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a guide's draws drift when Hamiltonian Monte Carlo, which keeps the posterior, moves them."""
+"""Where a guide's draws drift under Hamiltonian Monte Carlo, which keeps the posterior."""
 
 from __future__ import annotations
 

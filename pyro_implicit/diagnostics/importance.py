@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guide as an importance proposal: the bound, the tail of its weights, what they would correct."""
+"""What a guide's importance weights would correct."""
 
 from __future__ import annotations
 

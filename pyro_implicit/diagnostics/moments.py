@@ -45,7 +45,7 @@ def moment_errors(
     false_alarm: float,
     constants: Tensor | None = None,
 ) -> MomentErrors:
-    r"""Tests that shifts and products are 0 in the mean, along the axes and in the worst directions.
+    r"""Tests that shifts and products are 0 in the mean, along axes and in the worst directions.
 
     The worst directions are found on one half of the draws and tested on the other, so that
     correlations count without a test for each pair of coordinates.
