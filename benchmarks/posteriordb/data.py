@@ -158,7 +158,7 @@ class Posterior:
     :param name: one of :data:`NAMES` or :data:`EXTRA`.
     :param model: an ordinary Pyro model.
     :param args: its arguments, float64.
-    :param sites: the columns of ``saved``, by site; one number for a scalar site.
+    :param sites: the columns of ``saved``, by the reference's sites; one number for a scalar.
     :param saved: the reference draws as saved, shape ``(10000, num_columns)``.
     :param adapt: makes the latents of the model from the sites of the reference.
     """

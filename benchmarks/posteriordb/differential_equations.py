@@ -2,7 +2,7 @@
 """Parameters of differential equations, which are solved with fixed steps.
 
 The steps are as few as leave the logarithm of every solution exact to a thousandth of the noise
-over the whole posterior (``tests`` compare them with an adaptive solver).
+over the whole posterior.
 """
 
 from __future__ import annotations
