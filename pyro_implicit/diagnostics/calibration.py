@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulation-based calibration: is a way of fitting right on average over the model's own data?"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_implicit.diagnostics.draws import draw
+
+__all__ = ["Calibration", "simulation_based_calibration"]
+
+#: Probability that a right way of fitting is found wanting.
+FALSE_ALARM = 0.01
+_MAX_ROWS = 20
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """
+    Ranks of true values among draws. ``print`` shows the histograms.
+
+    :ivar ranks: By site, ``(num_simulations, *site shape)``, from 0 to ``num_draws``: how many of
+        the draws lie below the truth.
+    :ivar counts: By site, histograms ``(num_bins, *site shape)`` of the ranks.
+    :ivar p_values: By site, ``(*site shape)``: of a chi-square test that ranks are uniform.
+    :ivar num_draws: Number of draws that each truth was compared with.
+    """
+
+    ranks: dict[str, Tensor]
+    counts: dict[str, Tensor]
+    p_values: dict[str, Tensor]
+    num_draws: int
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether no rank is less uniform than chance allows, at 1 % for all scalars together."""
+        return not self.failures
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Names of the scalars whose ranks are not uniform."""
+        return tuple(label for label, _, p_value, _ in self._rows() if self._fails(p_value))
+
+    def _fails(self, p_value: float) -> bool:
+        return p_value * sum(p.numel() for p in self.p_values.values()) < FALSE_ALARM
+
+    def _rows(self) -> list[tuple[str, list[int], float, str]]:
+        """Name, counts, p-value and shape of each scalar, the least uniform first."""
+        rows = []
+        for name, ranks in self.ranks.items():
+            for key in itertools.product(*map(range, ranks.shape[1:])):
+                label = f"{name}[{', '.join(map(str, key))}]" if key else name
+                scaled = (ranks[(slice(None), *key)].double() + 0.5) / (self.num_draws + 1)
+                counts = self.counts[name][(slice(None), *key)].tolist()
+                rows.append((label, counts, self.p_values[name][key].item(), _shape(scaled)))
+        return sorted(rows, key=lambda row: row[2])
+
+    def __str__(self) -> str:
+        rows, count = self._rows(), len(next(iter(self.ranks.values())))
+        lines = [f"Ranks of {count} true values among {self.num_draws} draws; uniform if right"]
+        width = max(len(row[0]) for row in rows)
+        for label, counts, p_value, shape in rows[:_MAX_ROWS]:
+            bars = " ".join(f"{number:3d}" for number in counts)
+            remark = f"  {shape}" if self._fails(p_value) else ""
+            lines.append(f"  {label:<{width}}  {bars}  p = {p_value:.2g}{remark}")
+        if len(rows) > _MAX_ROWS:
+            lines.append(f"  ... {len(rows) - _MAX_ROWS} more, all closer to uniform")
+        found = (
+            f"{len(self.failures)} of {len(rows)} not calibrated" if self.failures else "uniform"
+        )
+        return "\n".join([*lines, f"Verdict: {found}"])
+
+
+def simulation_based_calibration(
+    model: Callable[..., Any],
+    fit: Callable[[Callable[[], Any]], Callable[..., Any] | Mapping[str, Tensor]],
+    *args: Any,
+    num_simulations: int = 100,
+    num_draws: int = 99,
+    num_bins: int = 10,
+    **kwargs: Any,
+) -> Calibration:
+    r"""
+    Tests a way of fitting on data that the model itself makes.
+
+    Each simulation draws all latents and then all observed sites from the model, fits the model to
+    these data, and ranks the true latents among draws of the fit. If the fit is the posterior, each
+    rank is uniform on 0, ..., ``num_draws``, whatever the model. A histogram like a U tells of a
+    posterior that is too narrow, one like a hill of one that is too wide, a slope of one that is
+    off to a side.
+
+    Right means right on average over the prior: errors at the one data set of interest may hide,
+    and errors of joint shape do if all marginals are right.
+
+    **Example:**
+
+        >>> _ = pyro.set_rng_seed(0)
+        >>> def model(y):
+        ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        ...     pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+        >>> def fit(model):  # the posterior is N(y / 2, 1 / 2), but this is half as wide
+        ...     y = poutine.trace(model).get_trace().nodes["y"]["value"]
+        ...     return {"x": y / 2 + 0.25 * torch.randn(99)}
+        >>> print(simulation_based_calibration(model, fit, torch.tensor(0.0)))
+        Ranks of 100 true values among 99 draws; uniform if right
+          x   ... p = ...  too narrow
+        Verdict: 1 of 1 not calibrated
+
+    :param model: A Pyro model with proper priors; its observed sites are drawn anew.
+    :param fit: Called with the model, which then takes no arguments and observes simulated data;
+        returns a fitted guide, or draws: a dict of ``(at least num_draws, *site shape)``, of which
+        evenly spaced ones are taken. It has a parameter store of its own each time.
+    :param args: The model's arguments, as ``kwargs``: they give the data's shapes, and covariates.
+        Data must reach the model by ``obs=`` alone.
+    :param num_simulations: Number of data sets and fits.
+    :param num_draws: Of each fit; independent ones, so thin those of MCMC.
+    :param num_bins: Of the histograms, at most a fifth of ``num_simulations``.
+    :returns: A :class:`Calibration`: print it, or ask whether it ``is_calibrated``.
+    :raises ValueError: For a site that cannot be simulated (a flat prior, a factor), for a model
+        without latents or data, for too few draws, or bins too many.
+
+    **References:**
+
+    [1] Talts, Betancourt, Simpson, Vehtari and Gelman (2018), *Validating Bayesian Inference
+    Algorithms with Simulation-Based Calibration*.
+
+    [2] Säilynoja, Bürkner and Vehtari (2022), *Graphical test for discrete uniformity and its
+    applications in goodness-of-fit evaluation and multiple sample comparison*.
+    """
+    if not 2 <= num_bins <= min(num_simulations // 5, num_draws + 1):
+        raise ValueError(
+            f"num_bins must be from 2 to {min(num_simulations // 5, num_draws + 1)}, a fifth of "
+            f"num_simulations and at most num_draws + 1, but got {num_bins}"
+        )
+    all_ranks: dict[str, list[Tensor]] = {}
+    for _ in range(num_simulations):
+        truth, data = _simulate(model, args, kwargs)
+        conditioned = _Conditioned(model, data, args, kwargs)
+        with pyro.get_param_store().scope():
+            fitted = fit(conditioned)
+            if not isinstance(fitted, Mapping):
+                fitted = draw(fitted, num_draws)
+        for name, value in truth.items():
+            draws = _thin(name, fitted, num_draws, value)
+            all_ranks.setdefault(name, []).append(_rank(value, draws))
+    ranks = {name: torch.stack(values) for name, values in all_ranks.items()}
+    bins = torch.arange(num_draws + 1) * num_bins // (num_draws + 1)
+    expected = torch.bincount(bins).double() * num_simulations / (num_draws + 1)
+    counts, p_values = {}, {}
+    for name, rank in ranks.items():
+        found = torch.stack([(bins[rank] == b).sum(0) for b in range(num_bins)])
+        share = expected.reshape((-1,) + (1,) * (found.dim() - 1))
+        statistic = ((found - share).square() / share).sum(0)
+        freedom = torch.full_like(statistic, (num_bins - 1) / 2)
+        counts[name], p_values[name] = found, torch.special.gammaincc(freedom, statistic / 2)
+    return Calibration(ranks, counts, p_values, num_draws)
+
+
+class _Conditioned:
+    """The model on simulated data."""
+
+    def __init__(
+        self, model: Callable[..., Any], data: dict[str, Tensor], args: tuple, kwargs: dict
+    ) -> None:
+        self._model, self._args, self._kwargs = poutine.condition(model, data), args, kwargs
+
+    def __call__(self) -> Any:
+        return self._model(*self._args, **self._kwargs)
+
+
+class _RefuseImproper(Messenger):
+    """Names the sites that cannot be drawn before Pyro tries."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        fn, name = msg["fn"], msg["name"]
+        while hasattr(fn, "base_dist"):
+            fn = fn.base_dist
+        if isinstance(fn, dist.ImproperUniform):
+            raise ValueError(
+                f"the prior of site '{name}' (ImproperUniform) is flat, so that no truth can be "
+                "drawn from it. Cure: a proper prior, for instance a wide Normal"
+            )
+        if isinstance(fn, dist.Unit):
+            raise ValueError(
+                f"the factor '{name}' weighs latents, but makes no data that could be simulated. "
+                "Cure: write it as pyro.sample(..., obs=...)"
+            )
+
+
+@torch.no_grad()
+def _simulate(
+    model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Latents and data of one run of the model."""
+    with poutine.block(), _RefuseImproper():
+        trace = poutine.trace(poutine.uncondition(model)).get_trace(*args, **kwargs)
+    truth: dict[str, Tensor] = {}
+    data: dict[str, Tensor] = {}
+    for name, site in trace.nodes.items():
+        if (
+            site["type"] != "sample"
+            or site_is_subsample(site)
+            or site["infer"].get("_deterministic")
+        ):
+            continue
+        (data if site["infer"].get("was_observed") else truth)[name] = site["value"]
+    for sites, kind in ((truth, "latents"), (data, "observed sites")):
+        if not sites:
+            raise ValueError(
+                f"the model has no {kind}, so there is nothing to calibrate. Cure: pass the "
+                "arguments with which it has them (data of the right shape)"
+            )
+    return truth, data
+
+
+def _thin(name: str, fitted: Mapping[str, Tensor], num_draws: int, truth: Tensor) -> Tensor:
+    """Evenly spaced draws of one site, ``(num_draws, *site_shape)``."""
+    if name not in fitted:
+        raise ValueError(
+            f"fit returned no draws of site '{name}', only of {sorted(fitted)}. Cure: return a "
+            "guide or draws of all latents"
+        )
+    draws = fitted[name]
+    if len(draws) < num_draws or draws.shape[1:] != truth.shape:
+        raise ValueError(
+            f"fit returned draws of site '{name}' of shape {tuple(draws.shape)}, but "
+            f"({num_draws} or more, *{tuple(truth.shape)}) are wanted"
+        )
+    return draws[torch.arange(num_draws) * len(draws) // num_draws]
+
+
+def _rank(truth: Tensor, draws: Tensor) -> Tensor:
+    """How many draws lie below the truth; of ties, a random number."""
+    below, ties = (draws < truth).sum(0), (draws == truth).sum(0)
+    return (below + (torch.rand(truth.shape) * (ties.cpu() + 1)).long().to(below)).cpu()
+
+
+def _shape(scaled: Tensor) -> str:
+    """In words, what is wrong with ranks between 0 and 1."""
+    count = len(scaled)
+    slope = (scaled.mean() - 0.5).item() * math.sqrt(12 * count)
+    # Of a uniform variable, (x - 1/2)^2 has mean 1/12 and variance 1/180.
+    spread = ((scaled - 0.5).square().mean() - 1 / 12).item() * math.sqrt(180 * count)
+    if abs(slope) > abs(spread):
+        return "too low" if slope > 0 else "too high"
+    return "too narrow" if spread > 0 else "too wide"
