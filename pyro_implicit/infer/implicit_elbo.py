@@ -61,8 +61,10 @@ class ImplicitELBO(Trace_ELBO):
         that broadcast. ``False``: one run after the other.
     :param max_plate_nesting: as in :class:`pyro.infer.ELBO`; guessed by one run if omitted.
     :param prior_weight: weight of the log-prior, for annealing. Only 1 is Bayes.
-    :param entropy_weight: weight of the guide's entropy. Only 1 is Bayes. Both may be changed
-        between steps.
+    :param entropy_weight: weight of the guide's entropy. Only 1 is Bayes.
+    :param inverse_temperature: :math:`\beta` of the target :math:`p(x, \theta)^\beta`, priors
+        included. Raised from near 0 to 1 over the steps it lets a guide find separated modes; only
+        1 is Bayes. All three weights may be changed between steps.
     :param nonfinite: ``"raise"`` an error that names the term, or ``"skip"`` such steps (leaving
         all parameters alone, returning nan) and count them in ``num_skipped``.
     :raises ValueError: for arguments out of range; at the first step, for a guide with an implicit
@@ -85,6 +87,7 @@ class ImplicitELBO(Trace_ELBO):
         max_plate_nesting: float = math.inf,
         prior_weight: float = 1.0,
         entropy_weight: float = 1.0,
+        inverse_temperature: float = 1.0,
         nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
         if num_particles < 1:
@@ -101,6 +104,7 @@ class ImplicitELBO(Trace_ELBO):
         self.vectorize_particles = vectorize_particles
         self.prior_weight = prior_weight
         self.entropy_weight = entropy_weight
+        self.inverse_temperature = inverse_temperature
         self.nonfinite = nonfinite
         self.num_steps = 0
         self.num_skipped = 0
@@ -204,7 +208,13 @@ class ImplicitELBO(Trace_ELBO):
             parts = self.score_parts(replace(site, prior=prior))
             set_score_parts(guide_trace.nodes[name], parts, site.log_abs_det)
         guide_trace.compute_score_parts()
-        apply_weights(model_trace, guide_trace, self.prior_weight, self.entropy_weight)
+        apply_weights(
+            model_trace,
+            guide_trace,
+            self.prior_weight,
+            self.entropy_weight,
+            self.inverse_temperature,
+        )
         check_log_probs(model_trace, guide_trace, type(self).__name__, self.num_steps)
         yield model_trace, guide_trace
 

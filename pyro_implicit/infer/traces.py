@@ -40,19 +40,29 @@ def set_score_parts(site: dict[str, Any], parts: ScoreParts, log_abs_det: Tensor
 
 
 def apply_weights(
-    model_trace: Trace, guide_trace: Trace, prior_weight: float, entropy_weight: float
+    model_trace: Trace,
+    guide_trace: Trace,
+    prior_weight: float,
+    entropy_weight: float,
+    inverse_temperature: float,
 ) -> None:
-    """Weigh log-prior and entropy; a guide's Delta carries the prior's change of variables.
+    """Weigh log-prior and entropy, and temper what the model says.
+
+    A guide's Delta carries the prior's change of variables.
 
     :param model_trace: with log-probabilities.
     :param guide_trace: with score parts.
     """
     for trace in (model_trace, guide_trace):
         for site in trace.nodes.values():
-            if site["type"] != "sample" or site["is_observed"]:
+            if site["type"] != "sample":
                 continue
-            is_prior = trace is model_trace or isinstance(site["fn"], dist.Delta)
-            weight = prior_weight if is_prior else entropy_weight
+            if site["is_observed"]:
+                weight = inverse_temperature
+            elif trace is model_trace or isinstance(site["fn"], dist.Delta):
+                weight = inverse_temperature * prior_weight
+            else:
+                weight = entropy_weight
             if weight == 1.0:
                 continue
             site["log_prob"] = scale_and_mask(site["log_prob"], weight)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files from which a killed run goes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from pyro.util import get_rng_state, set_rng_state
+from torch import Tensor
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+
+def save_checkpoint(
+    path: Path, state: Any, parameters: dict[str, Tensor], optimiser: torch.optim.Optimizer
+) -> None:
+    """Write all that training depends on, the random streams too.
+
+    The file is complete or not there at all, whenever the process dies.
+
+    :param state: an object whose attributes are to be kept.
+    :param parameters: unconstrained, by name.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    content = {
+        "state": vars(state),
+        "parameters": {name: value.detach() for name, value in parameters.items()},
+        "optimiser": optimiser.state_dict(),
+        "random": get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+    with partial.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+@torch.no_grad()
+def load_checkpoint(
+    path: Path, state: Any, parameters: dict[str, Tensor], optimiser: torch.optim.Optimizer
+) -> None:
+    """Put all back in place, as :func:`save_checkpoint` found it.
+
+    :raises ValueError: if the file is of another model or guide.
+    """
+    # Random states of Python and numpy are no tensors: only load files that you have written.
+    content = torch.load(path, weights_only=False)
+    found = {name: value.shape for name, value in content["parameters"].items()}
+    wanted = {name: value.shape for name, value in parameters.items()}
+    if found != wanted:
+        raise ValueError(
+            f"the checkpoint {path} has parameters {found}, but model and guide have {wanted}. "
+            "Cure: resume with the same model, guide and settings, or remove the file"
+        )
+    for name, value in parameters.items():
+        value.copy_(content["parameters"][name])
+    optimiser.load_state_dict(content["optimiser"])
+    vars(state).update(content["state"])
+    set_rng_state(content["random"])
+    if content["cuda"]:
+        torch.cuda.set_rng_state_all(content["cuda"])

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training one guide: plateau, decay, stop; and going on after a kill as if nothing had been."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.infer import Trace_ELBO
+from torch import Tensor
+from tqdm import tqdm
+
+from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
+from pyro_implicit.infer import InjectiveELBO
+
+__all__ = ["Schedule", "train"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When to slow down and when to stop.
+
+    :param num_steps: at most.
+    :param lr: Adam's learning rate, until the smoothed loss stands still; then it falls to zero
+        along a cosine in ``num_steps * decay`` steps.
+    :param decay: that share. With 1 the rate falls from the first step on.
+    :param window: steps whose mean is one smoothed loss. It stands still when the last two did
+        not fall below the lowest before them by more than their standard error.
+    :param max_gap: an exact density's loss may stop at once when the guide is so near, in nats:
+        half the variance of the log-weights, by the spread of the losses in the last window.
+    :param clip_norm: gradients are cut to this norm.
+    """
+
+    num_steps: int = 3000
+    lr: float = 0.01
+    decay: float = 0.5
+    window: int = 100
+    max_gap: float = 0.002
+    clip_norm: float = 10.0
+
+    def rate(self, step: int, decay_start: int) -> float:
+        """The learning rate of a step whose decay began, or will not have begun, at another."""
+        progress = (step - decay_start) / max(1, round(self.num_steps * self.decay))
+        return self.lr * 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+
+    def stands_still(self, losses: list[float]) -> bool:
+        """Whether the smoothed loss has stopped falling; asked at the end of a window."""
+        if len(losses) % self.window or len(losses) < 4 * self.window:
+            return False
+        windows = torch.tensor(losses, dtype=torch.float64).reshape(-1, self.window)
+        means = windows.nanmean(-1)
+        error = windows[-2:].flatten().std() / math.sqrt(2 * self.window)
+        return bool(means[-2:].mean() > means[:-2].min() - error)
+
+    def is_exact(self, losses: list[float], num_particles: int) -> bool:
+        """Whether an exact density's loss shows the guide to be the posterior."""
+        if len(losses) % self.window or not losses:
+            return False
+        spread = torch.tensor(losses[-self.window :], dtype=torch.float64).var()
+        return bool(0.5 * num_particles * spread < self.max_gap)
+
+
+@dataclass
+class _State:
+    """All that a resumed run needs beside the parameters and the optimiser."""
+
+    losses: list[float] = field(default_factory=list)
+    decay_start: int | None = None
+    finished: bool = False
+
+
+def train(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    loss: Trace_ELBO,
+    *args: Any,
+    schedule: Schedule | None = None,
+    checkpoint: Path | None = None,
+    checkpoint_every: int = 500,
+    progress: bool = False,
+    description: str = "fit",
+    **kwargs: Any,
+) -> list[float]:
+    """Takes steps of Adam until the schedule ends; the guide is trained in place.
+
+    :param loss: any of Pyro's or this library's ELBOs.
+    :param args: of model and guide, as ``kwargs``.
+    :param checkpoint: a file, from which a killed run goes on, to the same last bit.
+    :param checkpoint_every: steps between two writings.
+    :returns: the losses of all steps.
+    :raises RuntimeError: when fifty steps in a row have no finite loss.
+    """
+    schedule = schedule or Schedule()
+    state = _State()
+    parameters = _parameters(model, guide, loss, args, kwargs)
+    optimiser = torch.optim.Adam(list(parameters.values()), lr=schedule.lr)
+    if checkpoint is not None and checkpoint.exists():
+        load_checkpoint(checkpoint, state, parameters, optimiser)
+    first, last = len(state.losses), schedule.num_steps
+    latest_decay = last - round(last * schedule.decay)
+    bar = tqdm(total=last, initial=first, desc=description, disable=not progress)
+    while not state.finished:
+        step = len(state.losses)
+        if state.decay_start is None and (
+            step >= latest_decay or schedule.stands_still(state.losses)
+        ):
+            state.decay_start = step
+        decay_start = last if state.decay_start is None else state.decay_start
+        for group in optimiser.param_groups:
+            group["lr"] = schedule.rate(step, decay_start)
+        state.losses.append(_step(model, guide, loss, optimiser, schedule.clip_norm, args, kwargs))
+        _check_finite(state.losses)
+        is_exact = isinstance(loss, InjectiveELBO) and schedule.is_exact(
+            state.losses, loss.num_particles
+        )
+        state.finished = is_exact or step + 1 >= decay_start + round(last * schedule.decay)
+        if checkpoint is not None and (state.finished or (step + 1) % checkpoint_every == 0):
+            save_checkpoint(checkpoint, state, parameters, optimiser)
+        bar.update()
+        if step % 50 == 0:
+            bar.set_postfix(loss=f"{state.losses[-1]:.3f}", refresh=False)
+    bar.close()
+    return state.losses
+
+
+def _parameters(
+    model: Callable[..., Any], guide: Callable[..., Any], loss: Trace_ELBO, args: Any, kwargs: Any
+) -> dict[str, Tensor]:
+    """All that one evaluation of the loss touches, by its name in Pyro's parameter store."""
+    with poutine.trace(param_only=True) as capture:
+        loss.differentiable_loss(model, guide, *args, **kwargs)
+    return {name: site["value"].unconstrained() for name, site in _params(capture.trace)}
+
+
+def _params(trace: poutine.Trace) -> Iterator[tuple[str, dict[str, Any]]]:
+    return ((name, site) for name, site in trace.nodes.items() if site["type"] == "param")
+
+
+def _step(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    loss: Trace_ELBO,
+    optimiser: torch.optim.Optimizer,
+    clip_norm: float,
+    args: Any,
+    kwargs: Any,
+) -> float:
+    value = loss.differentiable_loss(model, guide, *args, **kwargs)
+    if not math.isfinite(value.item()):
+        return math.nan
+    optimiser.zero_grad()
+    value.backward()
+    parameters = [p for group in optimiser.param_groups for p in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+    if norm.isfinite():
+        optimiser.step()
+    return value.item()
+
+
+def _check_finite(losses: list[float]) -> None:
+    if len(losses) >= 50 and all(math.isnan(loss) for loss in losses[-50:]):
+        raise RuntimeError(
+            f"the loss was not finite for 50 steps in a row, the last of them step {len(losses)}. "
+            'Cure: run the ELBO with nonfinite="raise", which names the term; a lower lr, or '
+            "another init_loc_fn"
+        )
