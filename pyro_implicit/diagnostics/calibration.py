@@ -60,11 +60,13 @@ class Calibration:
         """Name, counts, p-value and shape of each scalar, the least uniform first."""
         rows = []
         for name, ranks in self.ranks.items():
-            for key in itertools.product(*map(range, ranks.shape[1:])):
+            keys = itertools.product(*(range(size) for size in ranks.shape[1:]))
+            parts = (ranks, self.counts[name], self.p_values[name].unsqueeze(0))
+            columns = zip(*(part.reshape(len(part), -1).unbind(-1) for part in parts), strict=True)
+            for key, (rank, count, p_value) in zip(keys, columns, strict=True):
                 label = f"{name}[{', '.join(map(str, key))}]" if key else name
-                scaled = (ranks[(slice(None), *key)].double() + 0.5) / (self.num_draws + 1)
-                counts = self.counts[name][(slice(None), *key)].tolist()
-                rows.append((label, counts, self.p_values[name][key].item(), _shape(scaled)))
+                scaled = (rank.double() + 0.5) / (self.num_draws + 1)
+                rows.append((label, count.tolist(), p_value.item(), _shape(scaled)))
         return sorted(rows, key=lambda row: row[2])
 
     def __str__(self) -> str:

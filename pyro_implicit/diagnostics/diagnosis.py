@@ -52,7 +52,7 @@ KHAT = Thresholds(0.5, 0.7)
 #: Of the error of a mean, in standard deviations.
 MEAN = Thresholds(0.1, 0.25)
 #: Of the ratio of standard deviations, or its inverse.
-SD = Thresholds(1.05, 1.25)
+SD = Thresholds(1.08, 1.25)
 #: Share of the draws that the effective sample size must reach for the weights' tail to be moot.
 EVEN_WEIGHTS = 0.99
 #: Share from which on weights leave so little error that a kernel test's significance is moot.
@@ -122,7 +122,10 @@ class Diagnosis:
             yield Finding("do not trust", self.broken, "fit again: a wider start, " + STEPS)
         if self.bound is not None and self.efficiency < EVEN_WEIGHTS:
             reason = f"k-hat {self.bound.khat:.2f}: the guide is too narrow somewhere"
-            yield from KHAT.judge(self.bound.khat, reason, FIT_BETTER)
+            limits = KHAT
+            if self.efficiency > GOOD_WEIGHTS:  # somewhere far out
+                limits = KHAT._replace(distrust=math.inf)
+            yield from limits.judge(self.bound.khat, reason, FIT_BETTER)
         if self.no_density and not self.broken:
             cure = "AutoSemiImplicit with LIVI_ELBO or ResidualGenerator with InjectiveELBO"
             reason = "no importance weights, without which no guide is trusted"

@@ -89,7 +89,8 @@ def drift_check(
             break
         step /= 2
     after, acceptance = _transitions(white, white_score, step, num_transitions, num_leapfrog)
-    products = [(1.0, white, white), (-1.0, after, after)]
+    centered = after - after.mean(0)
+    products = [(1.0, white, white), (-1.0, centered, centered)]
     errors = moment_errors(after - white, products, axes, false_alarm)
     return DriftCheck(errors.mean_error, errors.sd_ratios_by_difference(), acceptance)
 

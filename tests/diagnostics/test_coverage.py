@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modes that a guide's draws leave out, on mixtures whose masses are known."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch.distributions import constraints
+
+from pyro_implicit.diagnostics.coverage import uncovered_modes
+from pyro_implicit.infer.latent_density import LatentDensity
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.double)
+
+
+class Mixture(dist.MixtureSameFamily):
+    support = constraints.real_vector
+
+
+LOCS = torch.tensor([[-20.0, 0.0], [20.0, 5.0], [0.0, 30.0]], dtype=torch.double)
+SDS = torch.tensor([[1.0, 3.0], [0.5, 0.5], [2.0, 1.0]], dtype=torch.double)
+
+
+def density(weights):
+    mixture = Mixture(dist.Categorical(torch.tensor(weights)), dist.Normal(LOCS, SDS).to_event(1))
+    return LatentDensity(lambda: pyro.sample("x", mixture))
+
+
+def draws(component: int, num: int = 1000):
+    return LOCS[component] + SDS[component] * torch.randn(num, 2)
+
+
+def test_masses_against_the_mixture():
+    """Of a guide on one component, the mass is the odds against that component."""
+    torch.manual_seed(0)
+    weights = [0.5, 0.3, 0.2]
+    found = uncovered_modes(LOCS, draws(0), density(weights))
+    expected = [0.5, 0.3 / 0.8, 0.2 / 0.7]
+    torch.testing.assert_close(found.mass, torch.tensor(expected), rtol=0.05, atol=0.02)
+    # The bulk is that of 99 %.
+    torch.testing.assert_close(found.draws, torch.tensor([0.99, 0.0, 0.0]), rtol=0, atol=0.01)
+    assert found.uncovered.tolist() == [False, True, True]
+    # Told the evidence, it knows each share of the whole.
+    found = uncovered_modes(LOCS, draws(0), density(weights), log_evidence=0.0)
+    odds = torch.tensor(weights)
+    torch.testing.assert_close(found.mass, odds / (1 + odds), rtol=1e-3, atol=1e-3)
+
+
+def test_a_guide_on_all_modes_covers_them():
+    torch.manual_seed(0)
+    u = torch.cat([draws(0, 500), draws(1, 300), draws(2, 200)])
+    assert not uncovered_modes(LOCS, u, density([0.5, 0.3, 0.2])).uncovered.any()
+    few = torch.cat([draws(0, 990), draws(1, 10)])  # a thirtieth of what is due
+    found = uncovered_modes(LOCS[:2], few, density([0.5, 0.3, 0.2]), log_evidence=0.0)
+    assert found.uncovered.tolist() == [False, True]
+
+
+def test_small_modes_do_not_count():
+    torch.manual_seed(0)
+    u = torch.cat([draws(0, 500), draws(1, 500)])
+    assert not uncovered_modes(LOCS, u, density([0.499, 0.499, 0.002])).uncovered.any()
+
+
+def test_a_spike_without_mass_does_not_count():
+    """Far above all draws in density, next to nothing in volume; as an optimiser finds in necks."""
+    torch.manual_seed(0)
+    spiky = Mixture(
+        dist.Categorical(torch.tensor([1.0, 1e-6])),
+        dist.Normal(LOCS[:2], torch.tensor([[1.0, 3.0], [1e-6, 1e-6]])).to_event(1),
+    )
+    found = uncovered_modes(LOCS[:2], draws(0), LatentDensity(lambda: pyro.sample("x", spiky)))
+    assert spiky.log_prob(LOCS[1]) > spiky.log_prob(LOCS[0]) + 10
+    assert not found.uncovered.any()
+
+
+def test_a_ridge_without_curvature_does_not_count():
+    """Along the second coordinate the density is flat at the given point."""
+    torch.manual_seed(0)
+
+    def model():
+        x = pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1).mask(False))
+        pyro.factor("density", -0.5 * x[0] ** 2 - 0.25 * (x[1] - 1).clamp(min=0) ** 4)
+
+    u = torch.randn(1000, 2) * torch.tensor([1.0, 0.5])
+    found = uncovered_modes(torch.tensor([[0.0, 0.5]]), u, LatentDensity(model))
+    assert found.mass.item() < 0.9 and not found.uncovered.any()

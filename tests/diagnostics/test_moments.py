@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stein's identities, importance weights and short HMC: what they measure, when they are silent.
+
+Of a Gaussian guide for a Gaussian posterior all of it is known.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.distributions import MultivariateNormal
+
+from pyro_implicit.diagnostics.drift import drift_check
+from pyro_implicit.diagnostics.importance import importance_check
+from pyro_implicit.diagnostics.moments import moment_errors
+from pyro_implicit.diagnostics.stein import stein_check, whiten_scores
+
+NUM = 2000
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.double)
+
+
+class Gaussian:
+    """A posterior with correlations, on scales from 0.01 to 100."""
+
+    def __init__(self, dim: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        mix = torch.eye(dim) + 0.5 * torch.randn(dim, dim, generator=generator)
+        self.factor = torch.logspace(-2, 2, dim).unsqueeze(-1) * mix
+        self.loc = torch.arange(1.0, dim + 1)
+        self.precision = torch.linalg.inv(self.factor @ self.factor.mT)
+
+    def score(self, u):
+        offset = u - self.loc
+        gradient = -offset @ self.precision
+        return 0.5 * (gradient * offset).sum(-1), gradient
+
+    def guide(self, shift: float = 0.0, scale: float = 1.0, num: int = NUM):
+        """Draws off by so many sds along one direction, or so many times too wide; log weights."""
+        noise = torch.randn(num, len(self.loc))
+        sds = torch.ones_like(self.loc)
+        sds[0] = scale
+        white = noise * sds
+        white[:, 0] += shift
+        log_weights = -0.5 * white.square().sum(-1) + 0.5 * noise.square().sum(-1)
+        return self.loc + white @ self.factor.mT, log_weights
+
+
+def run(name: str, target: Gaussian, draws, log_weights):
+    if name == "stein":
+        return stein_check(draws, target.score(draws)[1])
+    if name == "drift":
+        return drift_check(draws, target.score)
+    return importance_check(draws, log_weights)
+
+
+@pytest.mark.parametrize("name", ["stein", "drift", "importance"])
+@pytest.mark.parametrize("dim", [1, 2, 12])
+def test_silent_for_the_posterior(name, dim):
+    target = Gaussian(dim)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        draws, _ = target.guide()
+        found = run(name, target, draws, 0.1 * torch.randn(NUM))  # weights of a noisy density
+        assert found.mean_error == 0
+        assert found.sd_ratios == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("scale", [0.7, 1.4])
+@pytest.mark.parametrize("name", ["stein", "drift", "importance"])
+@pytest.mark.parametrize("dim", [1, 12])
+def test_measures_the_standard_deviation(name, dim, scale, seed):
+    """Along a direction that is no coordinate; the other end stays silent."""
+    torch.manual_seed(seed)
+    target = Gaussian(dim)
+    low, high = run(name, target, *target.guide(scale=scale)).sd_ratios
+    # The directions that half of the draws suggest are a little off: the errors are the least ones.
+    assert (low if scale < 1 else high) == pytest.approx(scale, rel=0.13)
+    assert (high if scale < 1 else low) == pytest.approx(1.0, abs=0.06)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["stein", "drift", "importance"])
+@pytest.mark.parametrize("dim", [1, 12])
+def test_measures_the_mean(name, dim, seed):
+    torch.manual_seed(seed)
+    target = Gaussian(dim)
+    found = run(name, target, *target.guide(shift=0.5))
+    assert found.mean_error == pytest.approx(0.5, abs=0.13)
+    assert found.sd_ratios == pytest.approx((1.0, 1.0), abs=0.1)
+
+
+@pytest.mark.parametrize("name", ["stein", "drift", "importance"])
+def test_ten_per_cent_are_seen(name):
+    torch.manual_seed(0)
+    target = Gaussian(2)
+    assert run(name, target, *target.guide(scale=0.88, num=4000)).sd_ratios[0] < 0.95
+
+
+@pytest.mark.parametrize("name", ["stein", "drift"])
+def test_mean_field_of_a_correlated_posterior(name):
+    """The best mean-field guide of correlation r has ratios sqrt(1 - r) and sqrt(1 + r)."""
+    torch.manual_seed(0)
+    posterior = MultivariateNormal(torch.zeros(2), torch.tensor([[1.0, 0.99], [0.99, 1.0]]))
+    precision = posterior.precision_matrix
+    draws = torch.randn(NUM, 2) * precision.diagonal().rsqrt()
+    score = lambda u: (posterior.log_prob(u), -u @ precision)  # noqa: E731
+    low, high = (
+        stein_check(draws, score(draws)[1]) if name == "stein" else drift_check(draws, score)
+    ).sd_ratios
+    assert low == pytest.approx(math.sqrt(0.01), rel=0.2)
+    assert high == pytest.approx(math.sqrt(1.99), rel=0.2)
+
+
+class Funnel:
+    """v ~ N(0, 3^2), nine x ~ N(0, e^v), and draws of it without the neck."""
+
+    def score(self, u):
+        v, x = u[:, :1], u[:, 1:]
+        squares = (x.square() * (-v).exp()).sum(-1, keepdim=True)
+        log_prob = (-v.square() / 18 - 4.5 * v - 0.5 * squares).squeeze(-1)
+        return log_prob, torch.cat([-v / 9 - 4.5 + 0.5 * squares, -x * (-v).exp()], -1)
+
+    def draws(self, least: float, num: int = 1000):
+        v = 3 * torch.randn(20 * num, 1)
+        v = v[v[:, 0] > least][:num]
+        return torch.cat([v, (0.5 * v).exp() * torch.randn(num, 9)], -1)
+
+
+def test_heavy_tails_raise_no_false_alarm():
+    for seed in range(8):
+        torch.manual_seed(seed)
+        target = Funnel()
+        draws = target.draws(-math.inf)
+        drift = drift_check(draws, target.score)
+        stein = stein_check(draws, target.score(draws)[1])
+        for found in (drift, stein):
+            assert found.mean_error == 0 and found.sd_ratios == (1.0, 1.0)
+        assert stein.kernel.p_value > 0.01
+
+
+def test_a_lost_neck_is_seen():
+    torch.manual_seed(0)
+    target = Funnel()
+    draws = target.draws(-3.0, 10_000)
+    assert stein_check(draws, target.score(draws)[1]).sd_ratios[0] < 0.92
+
+
+def test_drift_survives_the_edge_of_the_domain():
+    """Beyond 0 there is no density: such steps are rejected."""
+    torch.manual_seed(0)
+
+    def score(u):
+        log_prob = torch.where(u > 0, u.log() - u, -math.inf).sum(-1)
+        return log_prob, 1 / u - 1
+
+    draws = torch.distributions.Gamma(2.0, 1.0).sample((1000, 2))
+    found = drift_check(draws, score)
+    assert found.mean_error == 0 and 0.5 < found.acceptance < 1
+
+
+def test_whitening():
+    torch.manual_seed(0)
+    target = Gaussian(3)
+    draws, _ = target.guide()
+    log_prob, scores = target.score(draws)
+    white, white_scores, axes = whiten_scores(draws, scores)
+    torch.testing.assert_close(torch.cov(white.mT), torch.eye(3))
+    frame = white.mT @ (draws - draws.mean(0)) / (NUM - 1)
+    torch.testing.assert_close(draws.mean(0) + white @ frame, draws)
+    # The chain rule, for draws = loc + white @ frame.
+    torch.testing.assert_close(white_scores, scores @ frame.mT)
+    standard = (draws - draws.mean(0)) / draws.std(0)
+    torch.testing.assert_close(white @ axes, standard)
+
+
+def test_collapsed_draws():
+    with pytest.raises(ValueError, match="3 latents lie on a hyperplane.*Cure: more draws"):
+        stein_check(torch.ones(100, 3), torch.ones(100, 3))
+
+
+def test_directions_are_tested_on_other_draws_than_they_come_from():
+    """Else pure noise in many dimensions would look like an error."""
+    alarms = 0
+    for seed in range(30):
+        torch.manual_seed(seed)
+        noise, other = torch.randn(2, 200, 50)
+        errors = moment_errors(noise, [(1.0, noise, other)], torch.eye(50), 0.01)
+        alarms += errors != (0.0, 0.0, 0.0)
+    assert alarms <= 3
+
+
+def test_float32():
+    torch.manual_seed(0)
+    target = Gaussian(3)
+    draws, log_weights = target.guide(scale=0.7)
+    scores = target.score(draws)[1]
+    single = stein_check(draws.float(), scores.float())
+    assert single.sd_ratios == pytest.approx(stein_check(draws, scores).sd_ratios, rel=1e-3)
+    single = importance_check(draws.float(), log_weights.float())
+    expected = importance_check(draws, log_weights)
+    assert single.sd_ratios == pytest.approx(expected.sd_ratios, rel=1e-3)
