@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -13,8 +14,23 @@ from pyro.infer.autoguide import AutoMultivariateNormal
 from torch import Tensor, nn
 from torch.distributions import Gamma, MultivariateNormal, Normal, kl_divergence
 
-from pyro_implicit import LIVI_ELBO, MLP, AutoSemiImplicit, GatedMLP, Implicit, SemiImplicit
-from pyro_implicit.infer.evidence_bound import _HierarchicalELBO, _pareto_khat, evidence_bound
+from pyro_implicit import (
+    LIVI_ELBO,
+    MLP,
+    AutoImplicit,
+    AutoSemiImplicit,
+    GatedMLP,
+    Implicit,
+    InjectiveELBO,
+    ResidualGenerator,
+    SemiImplicit,
+)
+from pyro_implicit.infer.evidence_bound import (
+    _HierarchicalELBO,
+    _pareto_khat,
+    evidence_bound,
+    weighted_draws,
+)
 from pyro_implicit.infer.sites import ImplicitSite
 
 PROPOSALS = ["linearized", "prior"]
@@ -278,6 +294,84 @@ def test_explicit_guides_are_exact():
     assert bound.value == pytest.approx(-kl, abs=4 * bound.standard_error)
     assert bound.effective_sample_size / 4010 == pytest.approx(3**0.5 / 2, abs=0.02)
     assert bound.khat < 0.2
+
+
+class Stretched(nn.Module):
+    """z + z^3, whose inverse and density are known; with ``sign``, it turns back at some z."""
+
+    noise_dim = 1
+
+    def __init__(self, sign: float = 1.0) -> None:
+        super().__init__()
+        self.sign = sign
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return noise + self.sign * noise.pow(3)
+
+    def log_abs_det_jacobian(self, noise: Tensor) -> Tensor:
+        return (1 + 3 * self.sign * noise.square()).abs().log().sum(-1)
+
+
+def test_injective_guides_are_exact():
+    """The posterior is that of the guide itself, so that all weights are the evidence."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(torch.zeros(1), 1.0).to_event(1).mask(False))
+        z = x.clone()
+        for _ in range(60):  # Newton's method solves z + z^3 = x
+            z = z - (z + z.pow(3) - x) / (1 + 3 * z.square())
+        log_p = Normal(0.0, 1.0).log_prob(z) - (1 + 3 * z.square()).log()
+        pyro.factor("density", log_p.sum(-1) + 2.5)
+
+    guide = lambda: pyro.sample("x", Implicit(Stretched(), 1))  # noqa: E731
+    found = weighted_draws(model, guide, num_samples=50, chunk_size=20)
+    torch.testing.assert_close(found.log_weights, torch.full((50,), 2.5))
+    assert found.draws["x"].shape == (50, 1)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 100])
+def test_generators_that_fold_are_refused(chunk_size):
+    def model():
+        pyro.sample("x", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+
+    guide = lambda: pyro.sample("x", Implicit(Stretched(-1.0), 1))  # noqa: E731
+    with pytest.raises(ValueError, match="generator of site 'x' folds.*Cure: train with a smaller"):
+        evidence_bound(model, guide, num_samples=100, chunk_size=chunk_size)
+
+
+def test_injective_automatic_guide_against_its_elbo():
+    """The bound is the ELBO that InjectiveELBO reports, on the same draws."""
+    model = Regression()
+    guide = AutoImplicit(model, lambda size: ResidualGenerator(size, core_dim=2))
+    guide()
+    torch.manual_seed(0)
+    bound = evidence_bound(model, guide, num_samples=2000)
+    objective = -InjectiveELBO(5000).loss(model, guide)
+    assert bound.value == pytest.approx(objective, abs=6 * bound.standard_error)
+    assert bound.value < model.log_evidence
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_draws_and_weights_belong_together(explicit):
+    model = Regression()
+    guide: Any = AutoMultivariateNormal(model) if explicit else model.posterior(0.3)
+    if explicit:
+        guide()
+    found = weighted_draws(model, guide, num_samples=30, chunk_size=20)
+    draws = found.draws["weight"]
+    assert draws.shape == (30, 3)
+    prior = Normal(0.0, 2.0).log_prob(draws).sum(-1)
+    likelihood = Normal(draws @ model.x.T, 0.7).log_prob(model.y).sum(-1)
+    if explicit:
+        q = MultivariateNormal(guide.loc, scale_tril=guide.scale.diag() @ guide.scale_tril)
+        expected = prior + likelihood - q.log_prob(draws)
+        torch.testing.assert_close(found.log_weights, expected)
+    else:  # the posterior's log-weights are the evidence, up to the noise of log q
+        expected = (
+            prior + likelihood - MultivariateNormal(model.mean, model.covariance).log_prob(draws)
+        )
+        torch.testing.assert_close(found.log_weights, expected, rtol=0, atol=0.1)
+    assert found.bound().value == pytest.approx(found.log_weights.mean().item())
 
 
 def test_single_draws_at_a_time_and_models_that_vmap_cannot_run():
