@@ -35,23 +35,24 @@ class AutoregressiveGenerator(Generator):
     r"""
     Every value is its own noise, bent, scaled and shifted as the noise before it says:
 
-    .. math:: f_i(z) = m_i + e^{s_i} h(z_i; \epsilon_i, \delta_i), \qquad
+    .. math:: f_i(z) = m_i + e^{s_i} h(w_i; \epsilon_i, \delta_i), \qquad
+        w_i = h(z_i; a_i, b_i), \qquad
         h(z; \epsilon, \delta) = \frac{\sinh(e^\delta \operatorname{arsinh} z + \epsilon)
         - \sinh \epsilon}{e^\delta \cosh \epsilon},
 
-    where :math:`m_i, s_i, \epsilon_i, \delta_i` are functions of :math:`z_{<i}`: the outputs of one
-    masked network, to which m and s add a linear map. h is the sinh-arcsinh transformation [1],
-    shifted and scaled so that h(0) = 0 and h'(0) = 1: m stays the median and :math:`e^s` the slope
-    there, whatever the shape, which trains faster. :math:`\epsilon` skews, :math:`\delta` thickens
-    the tails (above 0) or thins them (below), and h is the identity where both are 0. Their soft
-    bounds, :math:`|\epsilon| < 3` and :math:`|\delta| < 1.5`, keep draws finite in float32. The
-    linear maps carry correlations, and the scales of funnels, on into the tails.
+    where :math:`m_i, s_i, \epsilon_i, \delta_i` are functions of :math:`w_{<i}`: the outputs of one
+    masked network, to which m and s add a linear map; a and b are constants. h is the sinh-arcsinh
+    transformation [1], shifted and scaled so that h(0) = 0 and h'(0) = 1: m stays the median and
+    :math:`e^s` the slope there, whatever the shape, which trains faster. :math:`\epsilon` skews,
+    :math:`\delta` thickens the tails (above 0) or thins them (below), and h is the identity where
+    both are 0. Their soft bounds, :math:`|\epsilon| < 3` and :math:`|\delta| < 1.5`, keep draws
+    finite in float32. The linear maps carry correlations, and the scales of funnels, on into the
+    tails: in those of w, so that a funnel's log-scale may be skewed itself.
 
     h is increasing, so f is injective whatever its weights, and the Jacobian is lower triangular,
 
-    .. math:: \log |\det J_f(z)| = \sum_i \Big( s_i
-        + \log \frac{\cosh(e^{\delta_i} \operatorname{arsinh} z_i + \epsilon_i)}
-        {\cosh \epsilon_i} - \tfrac{1}{2} \log(1 + z_i^2) \Big).
+    .. math:: \log |\det J_f(z)| = \sum_i \big( s_i + \log h'(w_i; \epsilon_i, \delta_i)
+        + \log h'(z_i; a_i, b_i) \big).
 
     Given the values before it, each has a distribution of these four parameters, unimodal; so what
     the others depend on should come first, and an autoguide's latent vector does begin with the
@@ -114,6 +115,8 @@ class AutoregressiveGenerator(Generator):
             skip.weight.zero_()
         self.layers = cast(Sequence[MaskedLinear], nn.ModuleList([*layers, last]))
         self.skip = skip
+        self.noise_skew = nn.Parameter(torch.zeros(output_dim))
+        self.noise_tail = nn.Parameter(torch.zeros(output_dim))
 
     def forward(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
         """
@@ -122,8 +125,10 @@ class AutoregressiveGenerator(Generator):
         :returns: Values of shape ``(*batch, output_dim)``.
         :raises ValueError: If the noise or the context has the wrong size.
         """
-        p = self._parameters_of(self._join(noise, context))
-        return p.shift + p.log_scale.exp() * sinh_arcsinh(noise, p.skew, p.tail)
+        self._check_inputs(noise, context)
+        bent = sinh_arcsinh(noise, *self._noise_shape())
+        p = self._parameters_of(self._join(bent, context))
+        return p.shift + p.log_scale.exp() * sinh_arcsinh(bent, p.skew, p.tail)
 
     def value_and_jacobian(
         self, noise: Tensor, context: Tensor | None = None
@@ -138,7 +143,11 @@ class AutoregressiveGenerator(Generator):
             ``(*batch, output_dim, noise_dim)``, lower triangular.
         :raises ValueError: If the noise or the context has the wrong size.
         """
-        inputs = x = self._join(noise, context)
+        self._check_inputs(noise, context)
+        noise_shape = self._noise_shape()
+        noise_slope = sinh_arcsinh_slopes(noise, *noise_shape)[0]
+        bent = sinh_arcsinh(noise, *noise_shape)
+        inputs = x = self._join(bent, context)
         activation = ACTIVATIONS[self.activation]
         *hidden, last = self.layers
         # Carried transposed, as in MLP.
@@ -151,14 +160,14 @@ class AutoregressiveGenerator(Generator):
             x = value
         p = self._split(last(x), self.skip(inputs))
 
-        scale, bent = p.log_scale.exp(), sinh_arcsinh(noise, p.skew, p.tail)
-        slope, skew_slope, tail_slope = sinh_arcsinh_slopes(noise, p.skew, p.tail)
+        scale, shape = p.log_scale.exp(), sinh_arcsinh(bent, p.skew, p.tail)
+        slope, skew_slope, tail_slope = sinh_arcsinh_slopes(bent, p.skew, p.tail)
         # The four functions' part in the value, combined before the tangents come in: one matrix
         # product in place of four.
         factors = torch.stack(
             [
                 torch.ones_like(scale),
-                scale * bent,
+                scale * shape,
                 scale * skew_slope * (1 - (p.skew / _MAX_SKEW).square()),
                 scale * tail_slope * (1 - (p.tail / _MAX_TAIL).square()),
             ],
@@ -168,7 +177,8 @@ class AutoregressiveGenerator(Generator):
         skip = (self.skip.weight * self.skip.mask)[:, : self.noise_dim].unflatten(0, (2, -1))
         rows = torch.einsum("...pi,pih->...ih", factors, weight)
         jacobian = rows @ tangent.mT + torch.einsum("...pi,pij->...ij", factors[..., :2, :], skip)
-        return p.shift + scale * bent, jacobian + (scale * slope).diag_embed()
+        jacobian = (jacobian + (scale * slope).diag_embed()) * noise_slope.unsqueeze(-2)
+        return p.shift + scale * shape, jacobian
 
     def log_abs_det_jacobian(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
         """
@@ -180,8 +190,12 @@ class AutoregressiveGenerator(Generator):
         :returns: Log-determinants of shape ``batch``.
         :raises ValueError: If the noise or the context has the wrong size.
         """
-        p = self._parameters_of(self._join(noise, context))
-        return (p.log_scale + sinh_arcsinh_log_derivative(noise, p.skew, p.tail)).sum(-1)
+        self._check_inputs(noise, context)
+        noise_shape = self._noise_shape()
+        bent = sinh_arcsinh(noise, *noise_shape)
+        p = self._parameters_of(self._join(bent, context))
+        log_slope = sinh_arcsinh_log_derivative(bent, p.skew, p.tail)
+        return (p.log_scale + log_slope + sinh_arcsinh_log_derivative(noise, *noise_shape)).sum(-1)
 
     @torch.no_grad()
     def solve_jacobian_transposed(
@@ -216,14 +230,17 @@ class AutoregressiveGenerator(Generator):
                 f"{type(self).__name__} inverts values of shape (*batch, {self.output_dim}), got "
                 f"{tuple(value.shape)}; pass values as the generator returns them."
             )
-        noise = torch.zeros_like(value)
+        bent = torch.zeros_like(value)
         for i in range(self.output_dim):
-            p = self._parameters_of(self._join(noise, context))
-            bent = (value - p.shift) / p.log_scale.exp()
-            found = sinh_arcsinh_inverse(bent, p.skew, p.tail)
+            p = self._parameters_of(self._join(bent, context))
+            shape = (value - p.shift) / p.log_scale.exp()
+            found = sinh_arcsinh_inverse(shape, p.skew, p.tail)
             # Exact up to coordinate i, whose parameters depend on earlier ones alone.
-            noise = nn.functional.pad(found[..., : i + 1], (0, self.output_dim - i - 1))
-        return noise
+            bent = nn.functional.pad(found[..., : i + 1], (0, self.output_dim - i - 1))
+        return sinh_arcsinh_inverse(bent, *self._noise_shape())
+
+    def _noise_shape(self) -> tuple[Tensor, Tensor]:
+        return _bounded(self.noise_skew, _MAX_SKEW), _bounded(self.noise_tail, _MAX_TAIL)
 
     def _parameters_of(self, inputs: Tensor) -> _Parameters:
         activation = ACTIVATIONS[self.activation].function
@@ -238,8 +255,8 @@ class AutoregressiveGenerator(Generator):
         return _Parameters(
             shift + linear_shift,
             log_scale + linear_scale,
-            _MAX_SKEW * (skew / _MAX_SKEW).tanh(),
-            _MAX_TAIL * (tail / _MAX_TAIL).tanh(),
+            _bounded(skew, _MAX_SKEW),
+            _bounded(tail, _MAX_TAIL),
         )
 
 
@@ -250,6 +267,10 @@ class _Parameters(NamedTuple):
     log_scale: Tensor
     skew: Tensor
     tail: Tensor
+
+
+def _bounded(x: Tensor, bound: float) -> Tensor:
+    return bound * (x / bound).tanh()
 
 
 def _hidden_degrees(output_dim: int, width: int, context_dim: int) -> Tensor:
