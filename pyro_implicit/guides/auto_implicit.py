@@ -9,22 +9,21 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro import poutine
-from pyro.infer.autoguide import AutoContinuous, AutoGuide, init_to_median
+from pyro.infer.autoguide import AutoGuide, init_to_median
 from pyro.nn import PyroParam
 from torch import Tensor, nn
-from torch.distributions import biject_to, constraints
+from torch.distributions import constraints
 
 from pyro_implicit.distributions import Implicit
 from pyro_implicit.generators import GatedMLP
+from pyro_implicit.guides.draws import AutoDraws
 from pyro_implicit.guides.frames import gaussian_frame
 from pyro_implicit.guides.generator_transform import GeneratorTransform, check_exact
-from pyro_implicit.guides.initialization import start_flat_priors
 
 __all__ = ["AutoImplicit"]
 
 
-class AutoImplicit(AutoContinuous):
+class AutoImplicit(AutoDraws):
     r"""A neural sampler over all latents of a model.
 
     In unconstrained space the latent vector is :math:`\theta = \mu + D \odot g(z)` with standard
@@ -79,8 +78,7 @@ class AutoImplicit(AutoContinuous):
     ) -> None:
         if not init_scale > 0:
             raise ValueError(f"init_scale must be positive, but got {init_scale}")
-        super().__init__(model, init_loc_fn=start_flat_priors(init_loc_fn))
-        self.create_plates = create_plates
+        super().__init__(model, init_loc_fn, create_plates)
         self.noise_dim = noise_dim
         self._init_scale = init_scale
         # In tuples, so that they are no submodules.
@@ -89,8 +87,6 @@ class AutoImplicit(AutoContinuous):
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
-        self._refuse_subsampled_latents()
-        self._forget_data()
         loc, scale, scale_tril = self._init_loc(), None, None
         (base_guide,) = self._base_guide
         if base_guide is not None:
@@ -127,27 +123,6 @@ class AutoImplicit(AutoContinuous):
                 "that makes a generator from the latent size"
             )
         return generator
-
-    def _refuse_subsampled_latents(self) -> None:
-        for name, frames in self._cond_indep_stacks.items():
-            for frame in frames:
-                if frame.full_size is not None and frame.full_size != frame.size:
-                    raise ValueError(
-                        f"site '{name}' has one latent for each of the {frame.full_size} elements "
-                        f"of plate '{frame.name}', which subsamples {frame.size}: "
-                        f"{type(self).__name__} would keep one latent per minibatch slot. Cure: "
-                        "write an amortised guide with pyro.sample(name, SemiImplicit(encoder, "
-                        "noise_dim, scale, context=features)) inside the plate, and combine it "
-                        "with this one of the other sites by AutoGuideList"
-                    )
-
-    def _forget_data(self) -> None:
-        """Keep only the latents' shapes and supports, so that a saved guide holds no data."""
-        trace = self.prototype_trace
-        latents = {name for name, _ in trace.iter_stochastic_nodes()}
-        for name in list(trace.nodes):
-            if name not in latents:
-                trace.remove_node(name)
 
     def _registered_generator(self) -> nn.Module:
         """The generator, its parameters tied to the param store inside a call of the guide."""
@@ -189,74 +164,15 @@ class AutoImplicit(AutoContinuous):
     def get_transform(self, *args: Any, **kwargs: Any) -> dist.transforms.ComposeTransform:
         """The map from noise to the unconstrained latent vector, where it has an exact Jacobian.
 
-        :class:`~pyro_implicit.mcmc.NoiseSpaceReparam` is made for it.
+        :class:`~pyro_implicit.mcmc.NoiseSpaceReparam` is made for it. With a generator that has an
+        ``inverse``, ``TransformedDistribution(guide.get_base_dist(), guide.get_transform())`` has a
+        density at any point, else only at its own last draw.
 
         :raises NotImplementedError: for a generator of fewer or more noise dimensions than latents,
             or without the method ``log_abs_det_jacobian``, and for a semi-implicit guide.
         """
-        check_exact(self._implicit(), self.noise_dim)
+        implicit = self._implicit()
+        check_exact(implicit, self.noise_dim)
         return dist.transforms.ComposeTransform(
-            [GeneratorTransform(self.generator, cache_size=1), *self._frame_transforms()]
+            [GeneratorTransform(implicit.generator, cache_size=1), *self._frame_transforms()]
         )
-
-    def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Draw the unconstrained latent vector, ``(*batch, latent_dim)``."""
-        infer = {"is_auxiliary": True, "latents": tuple(self._unconstrained_shapes)}
-        name = f"_{self._pyro_name}_latent"
-        return pyro.sample(name, self.get_posterior(*args, **kwargs), infer=infer)
-
-    @torch.no_grad()
-    def sample_posterior(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Draw all latents. A guide that was called once needs no arguments.
-
-        :param num_samples: number of draws.
-        :param args: the model's arguments, if the guide was never called.
-        :returns: constrained values by site, each ``(num_samples, *site_shape)``.
-        """
-        with poutine.block():
-            if self.prototype_trace is None:
-                self(*args, **kwargs)
-            depths = [-frame.dim for frame in self._prototype_frames.values()]
-            plate = pyro.plate("_posterior_samples", num_samples, dim=-max(depths, default=0) - 1)
-            with plate:
-                draws = self(*args, **kwargs)
-        nodes = self.prototype_trace.nodes
-        return {
-            name: draw.reshape((num_samples,) + nodes[name]["value"].shape)
-            for name, draw in draws.items()
-        }
-
-    def quantiles(
-        self, quantiles: list[float] | Tensor, *args: Any, num_samples: int = 1000, **kwargs: Any
-    ) -> dict[str, Tensor]:
-        """Posterior quantiles of each latent, estimated from draws.
-
-        :param quantiles: numbers between 0 and 1.
-        :returns: by site, ``(len(quantiles), *site_shape)``.
-        """
-        draws = self.sample_posterior(num_samples, *args, **kwargs)
-        result = {}
-        for name, draw in draws.items():
-            # In unconstrained space, so that for instance simplices stay simplices.
-            transform = biject_to(self.prototype_trace.nodes[name]["fn"].support)
-            free = transform.inv(draw)
-            levels = torch.as_tensor(quantiles, dtype=free.dtype, device=free.device)
-            result[name] = transform(torch.quantile(free, levels, dim=0))
-        return result
-
-    def median(self, *args: Any, num_samples: int = 1000, **kwargs: Any) -> dict[str, Tensor]:
-        """Posterior medians of each latent, estimated from draws.
-
-        :returns: by site, ``site_shape``.
-        """
-        quantiles = self.quantiles([0.5], *args, num_samples=num_samples, **kwargs)
-        return {name: value.squeeze(0) for name, value in quantiles.items()}
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in torch; the guide must have been called once, as its parameters exist only then."""
-        if self.prototype_trace is None:
-            raise RuntimeError(
-                f"{type(self).__name__} makes its parameters at its first call: call guide(*args) "
-                "once, with any arguments of the model, before load_state_dict"
-            )
-        return super().load_state_dict(*args, **kwargs)

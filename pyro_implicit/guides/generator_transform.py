@@ -13,27 +13,31 @@ from pyro_implicit.distributions import Implicit, SemiImplicit
 __all__ = ["GeneratorTransform", "check_exact"]
 
 CURE = (
-    "Cure: AutoImplicit(model, lambda size: ResidualGenerator(size, core_dim)), or with "
-    "GatedResidualGenerator for a funnel, trained by InjectiveELBO"
+    "Cure: AutoImplicit(model, AutoregressiveGenerator), or for many latents AutoImplicit(model, "
+    "lambda size: ResidualGenerator(size, core_dim)), trained by InjectiveELBO"
 )
 
 
 class GeneratorTransform(Transform):
     """Noise to value, with the log-determinant that the generator knows.
 
-    There is no inverse but that of the last value computed, with ``cache_size=1``.
+    Without the generator's ``inverse``, only the last value computed has one, with
+    ``cache_size=1``.
 
     **Example:**
 
     >>> import torch
-    >>> from pyro_implicit.generators import ResidualGenerator
-    >>> transform = GeneratorTransform(ResidualGenerator(output_dim=3, core_dim=2))
+    >>> from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
+    >>> transform = GeneratorTransform(AutoregressiveGenerator(output_dim=3))
     >>> noise = torch.randn(5, 3)
     >>> transform.log_abs_det_jacobian(noise, transform(noise)).shape
     torch.Size([5])
+    >>> torch.allclose(transform.inv(transform(noise)), noise, atol=1e-4)
+    True
 
     :param generator: a module from ``(*batch, m)`` to ``(*batch, m)``, injective, with a method
-        ``log_abs_det_jacobian(noise)`` of shape ``batch``.
+        ``log_abs_det_jacobian(noise)`` of shape ``batch``, and perhaps ``inverse(value)``, as
+        :class:`~pyro_implicit.generators.autoregressive.AutoregressiveGenerator` has it.
     :param cache_size: as in torch.
     """
 
@@ -51,6 +55,15 @@ class GeneratorTransform(Transform):
 
     def _call(self, x: Tensor) -> Tensor:
         return self.generator(x)
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        if not hasattr(self.generator, "inverse"):
+            raise NotImplementedError(
+                f"{type(self.generator).__name__} has no method inverse, so its density is known "
+                "only at the value that it computed last. Cure: AutoImplicit(model, "
+                "AutoregressiveGenerator)"
+            )
+        return self.generator.inverse(y)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         """The generator's, of the noise ``x``, ``(*batch, m)``; ``y`` is not needed.
