@@ -30,17 +30,19 @@ class Modes(NamedTuple):
 def find_modes(
     density: LatentDensity,
     num_starts: int = 50,
+    max_rounds: int = 16,
     max_iterations: int = 100,
     num_draws: int = 16,
     max_gap: float = 10.0,
 ) -> Modes:
-    r"""Climb a log-density from draws of the prior, and keep the best Gaussian of each way up.
+    r"""Climb a log-density from draws of the prior, and keep the best Gaussian of all ways up.
 
     Each step is one of Newton's, with the Hessian's eigenvalues made positive, so that saddles
     repel, and with the best of a few step sizes. At each point u of a path the Gaussian
     :math:`N(u, |H|^{-1})` is judged by its ELBO: at a mode it is Laplace's approximation, and where
     there is none, as in a funnel, it is the best on the way. Two tops are separate modes if the
-    log-density between them dips.
+    log-density between them dips by more than 2 nats. The search goes on from new starts until
+    every mode was met twice: as long as some were met once, others are likely to be missing.
 
     **Example:**
 
@@ -54,7 +56,8 @@ def find_modes(
     tensor([3., 3.])
 
     :param density: of the model.
-    :param num_starts: number of paths; the first begins at ``density.init_loc``.
+    :param num_starts: paths in each round; the first path begins at ``density.init_loc``.
+    :param max_rounds: at most.
     :param max_iterations: longest path.
     :param num_draws: for each ELBO along the paths.
     :param max_gap: modes whose ELBO is so many nats below the best are dropped.
@@ -67,13 +70,35 @@ def find_modes(
        inference* (the best ELBO along a path; theirs uses L-BFGS).
     2. Dauphin et al. (2014), *Identifying and attacking the saddle point problem in
        high-dimensional non-convex optimization* (the eigenvalues).
+    3. Good (1953), *The population frequencies of species and the estimation of population
+       parameters* (what was met once tells how much is missing).
     """
-    point = torch.cat([density.init_loc.unsqueeze(0), density.sample_prior(num_starts - 1)])
+    starts = torch.cat([density.init_loc.unsqueeze(0), density.sample_prior(num_starts - 1)])
+    found = None
+    for _ in range(max_rounds):
+        best, tops = _climb(density, starts, max_iterations, num_draws)
+        if found is None or best.elbo > found.elbo[0]:
+            first = best
+        else:
+            first = Modes(*(part[:1] for part in found))
+        earlier = [] if found is None else [Modes(*(part[1:] for part in found))]
+        found = Modes(*map(torch.cat, zip(first, *earlier, tops, strict=True)))
+        modes, num_met = _separate(density, found, max_gap)
+        if len(modes.loc) == 1 or (num_met > 1).all():
+            break
+        starts = density.sample_prior(num_starts)
+    return modes
+
+
+def _climb(
+    density: LatentDensity, point: Tensor, max_iterations: int, num_draws: int
+) -> tuple[Modes, Modes]:
+    """The best Gaussian on all paths, and those at the paths' tops."""
     log_prob, score = density.score(point)
     finite = log_prob.isfinite() & score.isfinite().all(-1)
     if not finite.any():
         raise ValueError(
-            f"the model's log-density is finite at none of {num_starts} draws of its prior. Cure: "
+            f"the model's log-density is finite at none of {len(point)} draws of its prior. Cure: "
             "give its sites priors, or an init_loc_fn, in whose range the data are possible"
         )
     point, log_prob, score = point[finite], log_prob[finite], score[finite]
@@ -82,8 +107,8 @@ def find_modes(
     for _ in range(max_iterations):
         factor, is_concave = _root_of_inverse(density.hessian(point))
         here = Modes(point, factor, gaussian_elbo(density, point, factor, num_draws))
-        if best is None or here.elbo.max() > best.elbo:
-            best = Modes(*(part[here.elbo.argmax()] for part in here))
+        if best is None or here.elbo.max() > best.elbo[0]:
+            best = Modes(*(part[here.elbo.argmax()].unsqueeze(0) for part in here))
         whitened = _apply(factor.mT, score)
         proposals = point + point.new_tensor(STEP_SIZES)[:, None, None] * _apply(factor, whitened)
         gain, choice = (_log_prob(density, proposals) - log_prob).max(0)
@@ -98,8 +123,7 @@ def find_modes(
         finite = score.isfinite().all(-1)
         point, log_prob, score = (part[finite] for part in (point, log_prob, score))
     assert best is not None
-    first = Modes(*(part.unsqueeze(0) for part in best))
-    return _separate(density, Modes(*map(torch.cat, zip(first, *tops, strict=True))), max_gap)
+    return best, Modes(*map(torch.cat, zip(*tops, strict=True)))
 
 
 def gaussian_elbo(density: LatentDensity, loc: Tensor, factor: Tensor, num_draws: int) -> Tensor:
@@ -116,23 +140,29 @@ def gaussian_elbo(density: LatentDensity, loc: Tensor, factor: Tensor, num_draws
     return (_log_prob(density, draws).mean(0) + entropy).nan_to_num(-math.inf, -math.inf, -math.inf)
 
 
-def _separate(density: LatentDensity, found: Modes, max_gap: float) -> Modes:
-    """The Gaussians between any two of which the log-density dips, best first."""
-    # The first is the best of all points, the others are tops.
+def _separate(density: LatentDensity, found: Modes, max_gap: float) -> tuple[Modes, Tensor]:
+    """The Gaussians between any two of which the log-density dips, and how often each was met.
+
+    :param found: the best of all points, then tops.
+    """
     order = 1 + found.elbo[1:].argsort(descending=True)
-    order = torch.cat([order.new_zeros(1), order[found.elbo[order] > found.elbo[0] - max_gap]])
+    order = order[found.elbo[order] > found.elbo[0] - max_gap]
     fractions = torch.linspace(0, 1, 11).to(found.loc)[:, None, None]
-    kept = order[:1]
-    for candidate in order[1:]:
+    kept, num_met = [0], [0]
+    for candidate in order.tolist():
         start, end = found.loc[kept], found.loc[candidate]
         heights = _log_prob(density, start + fractions * (end - start))
         dip = torch.minimum(heights[0], heights[-1]) - heights.min(0).values
-        if (dip > 2.0).all():
-            kept = torch.cat([kept, candidate.unsqueeze(0)])
-    covariance = found.scale_tril[kept] @ found.scale_tril[kept].mT
-    # Once more, with many draws: the best of many paths was in part the luckiest.
-    factor = _cholesky(covariance)
-    return Modes(found.loc[kept], factor, gaussian_elbo(density, found.loc[kept], factor, 256))
+        nearest = int(dip.argmin())
+        if dip[nearest] > 2.0:
+            kept.append(candidate)
+            num_met.append(1)
+        else:
+            num_met[nearest] += 1
+    # Judged anew with many draws: the best of many paths was in part the luckiest.
+    loc, root = found.loc[kept], found.scale_tril[kept]
+    modes = Modes(loc, _cholesky(root @ root.mT), gaussian_elbo(density, loc, root, 256))
+    return modes, torch.tensor(num_met)
 
 
 def _root_of_inverse(hessian: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 import pyro.distributions as dist
+import torch
 from pyro.distributions.score_parts import ScoreParts
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-__all__ = ["apply_weights", "set_score_parts"]
+__all__ = ["apply_weights", "log_weights", "set_score_parts", "weigh_particles"]
 
 
 def set_score_parts(site: dict[str, Any], parts: ScoreParts, log_abs_det: Tensor | float) -> None:
@@ -69,3 +70,35 @@ def apply_weights(
             site["log_prob_sum"] = site["log_prob_sum"] * weight
             if "score_parts" in site:
                 site["score_parts"] = site["score_parts"].scale_and_mask(weight)
+
+
+def log_weights(model_trace: Trace, guide_trace: Trace, num_particles: int) -> Tensor:
+    """log p(x, theta) - log q(theta) of each particle, ``(num_particles,)``."""
+    total: Any = 0.0
+    for trace, sign in ((model_trace, 1), (guide_trace, -1)):
+        for site in trace.nodes.values():
+            if site["type"] == "sample":
+                total = total + sign * site["log_prob"].reshape(num_particles, -1).sum(-1)
+    return total
+
+
+def weigh_particles(model_trace: Trace, guide_trace: Trace, weights: Tensor) -> None:
+    """Weigh the particles in the gradient, not in the value.
+
+    :param model_trace: with log-probabilities, the particles leftmost.
+    :param guide_trace: with score parts.
+    :param weights: constants, ``(num_particles,)``.
+    """
+
+    def weigh(term: Tensor) -> Tensor:
+        return term.reshape(len(weights), -1).sum(-1) * weights
+
+    for trace in (model_trace, guide_trace):
+        for site in trace.nodes.values():
+            if site["type"] != "sample":
+                continue
+            value, path = site["log_prob_sum"].detach(), weigh(site["log_prob"]).sum()
+            site["log_prob_sum"] = value + (path - path.detach())
+            parts = site.get("score_parts")
+            if parts is not None and torch.is_tensor(parts.entropy_term):
+                site["score_parts"] = parts._replace(entropy_term=weigh(parts.entropy_term))

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Gaussian as one of Pyro's guides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro.distributions.constraints as constraints
+from pyro import poutine
+from pyro.infer.autoguide import AutoMultivariateNormal, init_to_median
+from pyro.nn import PyroParam
+from torch import Tensor, nn
+
+from pyro_implicit.guides.initialization import start_flat_priors
+
+__all__ = ["gaussian_guide"]
+
+
+def gaussian_guide(
+    model: Callable[..., Any], loc: Tensor, scale_tril: Tensor, *args: Any, **kwargs: Any
+) -> AutoMultivariateNormal:
+    """Pyro's full-rank guide, started at a given Gaussian: a ``base_guide`` for the autoguides.
+
+    **Example:**
+
+    >>> import pyro, torch
+    >>> def model():
+    ...     pyro.sample("x", pyro.distributions.LogNormal(torch.zeros(2), 1.0).to_event(1))
+    >>> guide = gaussian_guide(model, torch.ones(2), torch.tensor([[1.0, 0.0], [2.0, 3.0]]))
+    >>> guide.get_posterior().covariance_matrix
+    tensor([[ 1.,  2.],
+            [ 2., 13.]], grad_fn=<ExpandBackward0>)
+
+    :param loc: in unconstrained space, ``(latent_dim,)``.
+    :param scale_tril: ``(latent_dim, latent_dim)``.
+    :param args: of the model, as ``kwargs``.
+    """
+    guide = AutoMultivariateNormal(model, init_loc_fn=start_flat_priors(init_to_median))
+    with poutine.block():
+        guide._setup_prototype(*args, **kwargs)
+    scale = scale_tril.diagonal()
+    guide.loc = nn.Parameter(loc.clone())
+    guide.scale = PyroParam(scale.clone(), constraints.positive)
+    guide.scale_tril = PyroParam(
+        scale_tril / scale.unsqueeze(-1), constraints.unit_lower_cholesky
+    )
+    return guide
