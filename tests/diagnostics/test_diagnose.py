@@ -9,8 +9,16 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import Trace_ELBO
-from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoGuideList,
+    AutoMultivariateNormal,
+    AutoNormal,
+    AutoNormalizingFlow,
+    AutoNormalMessenger,
+)
 from torch import nn
 from torch.distributions import constraints
 
@@ -165,6 +173,18 @@ def test_semi_implicit_guides():
     assert diagnose(semi_implicit(0.6), regression_posterior).verdict == "do not trust"
 
 
+def test_a_fitted_semi_implicit_guide():
+    guide = AutoSemiImplicit(regression_posterior, init_scale=0.3)
+    assert diagnose(guide, regression_posterior, num_samples=500).verdict == "do not trust"
+    steps = 500
+    optimizer = pyro.optim.ClippedAdam({"lr": 0.01, "lrd": 0.01 ** (1 / steps)})
+    svi = SVI(regression_posterior, guide, optimizer, LIVI_ELBO(16))
+    for _ in range(steps):
+        svi.step()
+    found = diagnose(guide, regression_posterior, num_samples=500)
+    assert found.verdict == "trust" and found.bound.value == pytest.approx(0.0, abs=0.02)
+
+
 def test_an_objective_that_overstates():
     class Optimist(Trace_ELBO):
         def loss(self, *args, **kwargs):
@@ -172,7 +192,13 @@ def test_an_objective_that_overstates():
 
     found = diagnose(semi_implicit(1.0), regression_posterior, loss=LIVI_ELBO(8))
     assert found.verdict == "trust"
-    found = diagnose(exact_guide(), gaussian, loss=Optimist(4))
+
+    def scaled():
+        gaussian()
+        pyro.factor("constant", torch.tensor(-5.0))
+
+    found = diagnose(exact_guide(), scaled, loss=Optimist(4))
+    assert found.bound.value == pytest.approx(-5.0, abs=1e-6)
     assert found.verdict == "check" and found.gap[0] == pytest.approx(2.0, abs=0.01)
     assert "2.0 nats above the certified bound" in str(found)
 
@@ -221,6 +247,30 @@ def test_models_that_vmap_cannot_run():
     assert found.drift is None and found.verdict == "trust"
 
 
+@pytest.mark.parametrize("kind", ["list", "messenger", "flow"])
+def test_other_guides(kind):
+    """Composed ones, those that run the model themselves, and flows, of latents in a plate."""
+
+    def model():
+        with pyro.plate("rows", 3):
+            x = pyro.sample("x", dist.LogNormal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        return x
+
+    if kind == "list":
+        guide = AutoGuideList(model)
+        guide.append(AutoNormal(poutine.block(model, expose=["x"]), init_scale=1.0))
+        guide.append(AutoMultivariateNormal(poutine.block(model, hide=["x"]), init_scale=1.0))
+    elif kind == "messenger":
+        guide = AutoNormalMessenger(model, init_scale=1.0)
+    else:
+        guide = AutoNormalizingFlow(model, lambda size: dist.transforms.affine_autoregressive(size))
+    found = diagnose(guide, model, num_samples=200)
+    assert found.latent_dim == 5 and found.bound is not None and found.stein is not None
+    if kind != "flow":  # these start at zero (or at a draw), with the right spread
+        assert found.stein.sd_ratios == pytest.approx((1.0, 1.0), abs=0.1)
+
+
 def test_float32_and_arguments():
     torch.set_default_dtype(torch.float)
 
@@ -246,5 +296,11 @@ def test_leaves_the_guide_alone():
 
 
 def test_too_few_draws():
-    with pytest.raises(ValueError, match="more than twice the 3 latents, but got 6"):
-        diagnose(exact_guide(), gaussian, num_samples=6)
+    with pytest.raises(ValueError, match="must be at least 100 .*, but got 50"):
+        diagnose(exact_guide(), gaussian, num_samples=50)
+
+    def model():
+        pyro.sample("x", dist.Normal(torch.zeros(100), 1.0).to_event(1))
+
+    with pytest.raises(ValueError, match="at least 201 .100, and more than twice the 100 latents"):
+        diagnose(AutoNormal(model), model, num_samples=200)

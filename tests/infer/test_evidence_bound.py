@@ -26,11 +26,11 @@ from pyro_implicit import (
     SemiImplicit,
 )
 from pyro_implicit.infer.evidence_bound import (
-    _HierarchicalELBO,
     _pareto_khat,
     evidence_bound,
     weighted_draws,
 )
+from pyro_implicit.infer.hierarchical import HierarchicalELBO
 from pyro_implicit.infer.sites import ImplicitSite
 
 PROPOSALS = ["linearized", "prior"]
@@ -120,7 +120,7 @@ def test_nonlinear_generators_against_quadrature(generate, proposal, seed):
     exact = log_density_by_quadrature(generate, 0.2, value)
     gaps = []
     for num_mixing in (5, 5000):
-        elbo = _HierarchicalELBO(100, num_mixing, proposal, 20)
+        elbo = HierarchicalELBO(100, num_mixing, proposal, 20)
         gap = elbo.score_parts(site).log_prob - exact
         assert gap.mean() > -4 * gap.std() / 10
         gaps.append(gap.mean().item())
@@ -138,7 +138,7 @@ def test_inverse_of_the_estimate_is_unbiased(num_mixing, proposal, seed):
     wave = lambda z: (2 * z).sin()  # noqa: E731  (bounded, so that the ratio's variance is small)
     q = SemiImplicit(wave, 1, 0.8).expand((20_000,))
     value = q.rsample()
-    elbo = _HierarchicalELBO(20_000, num_mixing, proposal, 3)
+    elbo = HierarchicalELBO(20_000, num_mixing, proposal, 3)
     estimate = elbo.score_parts(ImplicitSite("x", q, q.noise_of(value), value)).log_prob
     grid = torch.linspace(-6, 6, 601).unsqueeze(-1)
     log_mass = Normal(0.0, 1.0).log_prob(grid) + math.log(12 / 600)
@@ -405,7 +405,7 @@ def test_leaves_a_fitted_guide_alone():
     evidence_bound(model, guide, num_samples=20)
     for name, param in guide.named_parameters():
         assert param.equal(before[name][0]) and param.grad.equal(before[name][1])
-    assert "_HierarchicalELBO" not in SemiImplicit.trained_by
+    assert "HierarchicalELBO" not in SemiImplicit.trained_by
 
 
 def refused(q, match: str, **options) -> None:
