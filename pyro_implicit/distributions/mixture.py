@@ -89,8 +89,6 @@ class Mixture(TorchDistribution):
             for q, count in zip(self.components, counts, strict=True)
             if count
         ]
-        if not draws:
-            return self.components[0].sample(shape[:-1])
         # The draws are sorted by component; the choice says where each belongs.
         return torch.cat(draws)[choice.argsort(stable=True).argsort()].reshape(shape)
 

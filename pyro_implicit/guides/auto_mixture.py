@@ -167,15 +167,9 @@ class AutoMixture(AutoDraws):
     def get_posterior(self, *args: Any, **kwargs: Any) -> Mixture:
         """The distribution of the unconstrained latent vector, ``event_shape`` (latent_dim,).
 
-        Its ``components`` are those of the guide's components: with a density if all have one.
+        Its ``components`` are the distributions of the guide's components.
         """
-        if all(_has_density(component) for component in self.components):
-            parts: list[Distribution] = [
-                dist.TransformedDistribution(c.get_base_dist(), c.get_transform(*args, **kwargs))
-                for c in self.components
-            ]
-        else:
-            parts = [component.get_posterior(*args, **kwargs) for component in self.components]
+        parts = [_posterior(component, *args, **kwargs) for component in self.components]
         return Mixture(self.log_weights.detach(), parts)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -184,10 +178,10 @@ class AutoMixture(AutoDraws):
             component.master = None  # which Pyro sets; but they are trained by themselves
 
 
-def _has_density(component: AutoImplicit) -> bool:
-    """Whether it has one at any point."""
+def _posterior(component: AutoImplicit, *args: Any, **kwargs: Any) -> Distribution:
+    """With a density at any point where there is one, else for draws only."""
     try:
-        transform = component.get_transform()
+        transform = component.get_transform(*args, **kwargs)
     except NotImplementedError:
-        return False
-    return hasattr(transform.parts[0].generator, "inverse")
+        return component.get_posterior(*args, **kwargs)
+    return dist.TransformedDistribution(component.get_base_dist(), transform)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -63,7 +64,9 @@ class GeneratorTransform(Transform):
                 "only at the value that it computed last. Cure: AutoImplicit(model, "
                 "AutoregressiveGenerator)"
             )
-        return self.generator.inverse(y)
+        noise = self.generator.inverse(y)
+        # A value too far out for the numbers' range has its noise at infinity, of density 0.
+        return noise.masked_fill(noise.isnan(), math.inf)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         """The generator's, of the noise ``x``, ``(*batch, m)``; ``y`` is not needed.

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of a mixture, against known evidences and quadrature."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_implicit.fitting.weights import mixture_weights
+from pyro_implicit.infer.latent_density import LatentDensity
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+
+
+def target(log_density):
+    """A model of one latent x with this unnormalised log-density."""
+
+    def model():
+        flat = dist.ImproperUniform(dist.constraints.real, (), ())
+        x = pyro.sample("x", flat)
+        pyro.factor("density", log_density(x))
+
+    return LatentDensity(model)
+
+
+def gaussian(loc, scale):
+    return dist.Normal(torch.tensor([loc]), torch.tensor([scale])).to_event(1)
+
+
+def two_modes(x):
+    parts = [math.log(0.3) + dist.Normal(-5.0, 0.5).log_prob(x)]
+    parts.append(math.log(0.7) + dist.Normal(4.0, 0.2).log_prob(x))
+    return torch.logaddexp(*parts) + 2.5
+
+
+def test_disjoint_components_get_their_evidence():
+    found = mixture_weights(target(two_modes), [gaussian(-5.0, 0.5), gaussian(4.0, 0.2)])
+    torch.testing.assert_close(found.log_weights.exp(), torch.tensor([0.3, 0.7]), atol=1e-6, rtol=0)
+    assert found.elbo.item() == pytest.approx(2.5, abs=1e-6)
+
+
+def test_disjoint_misfits_get_their_elbos():
+    """Too narrow by a factor: each weight is multiplied by exp(-KL)."""
+    scales = (0.25, 0.19)
+    kl = [
+        torch.distributions.kl_divergence(dist.Normal(0.0, s), dist.Normal(0.0, t))
+        for s, t in zip(scales, (0.5, 0.2), strict=True)
+    ]
+    expected = (torch.tensor([0.3, 0.7]).log() - torch.stack(kl)).log_softmax(0)
+    parts = [gaussian(-5.0, scales[0]), gaussian(4.0, scales[1])]
+    found = mixture_weights(target(two_modes), parts, num_draws=20000)
+    torch.testing.assert_close(found.log_weights.exp(), expected.exp(), atol=0.005, rtol=0)
+
+
+def test_equal_components_are_not_counted_twice():
+    parts = [gaussian(-5.0, 0.5), gaussian(-5.0, 0.5), gaussian(4.0, 0.2)]
+    found = mixture_weights(target(two_modes), parts)
+    weights = found.log_weights.exp()
+    assert weights[2].item() == pytest.approx(0.7, abs=0.01)
+    assert found.elbo.item() == pytest.approx(2.5, abs=1e-3)
+    # Two of a Gaussian's own kind are that Gaussian, whatever the weights.
+    found = mixture_weights(target(dist.Normal(1.0, 2.0).log_prob), [gaussian(1.0, 2.0)] * 2)
+    assert found.elbo.item() == pytest.approx(0.0, abs=1e-8)
+    assert found.log_weights.logsumexp(0).item() == pytest.approx(0.0, abs=1e-8)
+
+
+def bent(x):
+    """A skewed, heavy-tailed density that no mixture of the components hits."""
+    return torch.logaddexp(
+        dist.StudentT(3.0, 0.0, 1.0).log_prob(x), dist.Gumbel(2.0, 0.7).log_prob(x)
+    )
+
+
+def quadrature_elbo(log_weights, parts):
+    grid = torch.linspace(-40, 40, 80001)
+    log_q = torch.stack([q.log_prob(grid.unsqueeze(-1)) for q in parts], -1)
+    log_q = (log_q + log_weights.log_softmax(0)).logsumexp(-1)
+    return torch.trapezoid(log_q.exp() * (bent(grid) - log_q).nan_to_num(), grid)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_overlapping_components_against_quadrature(seed):
+    torch.manual_seed(seed)
+    parts = [gaussian(-0.5, 1.2), gaussian(2.3, 0.8), gaussian(1.0, 2.5)]
+    best = torch.zeros(3, requires_grad=True)
+    optimiser = torch.optim.LBFGS([best], max_iter=100, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimiser.zero_grad()
+        loss = -quadrature_elbo(best, parts)
+        loss.backward()
+        return loss
+
+    optimiser.step(closure)
+    highest = quadrature_elbo(best, parts).item()
+    uniform = quadrature_elbo(torch.zeros(3), parts).item()
+    found = mixture_weights(target(bent), parts, num_draws=4000, tolerance=1e-6)
+    reached = quadrature_elbo(found.log_weights, parts).item()
+    assert highest - uniform > 0.02
+    assert reached > highest - 5e-4
+    assert found.elbo.item() == pytest.approx(highest, abs=0.02)
+    expected = best.detach().softmax(0)
+    torch.testing.assert_close(found.log_weights.exp(), expected, atol=0.03, rtol=0)
+
+
+def test_a_needless_component_loses_its_weight():
+    parts = [gaussian(0.0, 1.0), gaussian(3.0, 1.0)]
+    found = mixture_weights(target(dist.Normal(0.0, 1.0).log_prob), parts)
+    assert found.log_weights[1].exp() < 0.01 and found.elbo.item() == pytest.approx(0.0, abs=2e-3)
+
+
+@pytest.mark.parametrize("bad", [-math.inf, math.nan])
+def test_draws_without_a_log_density_cost_their_share(bad):
+    def half(x):
+        return torch.where(x > -5.0, two_modes(x), torch.full_like(x, bad))
+
+    parts = [gaussian(-5.0, 0.5), gaussian(4.0, 0.2), gaussian(-20.0, 0.5)]
+    found = mixture_weights(target(half), parts, num_draws=20000)
+    expected = torch.tensor([0.15, 0.7, 0.0]) / 0.85
+    torch.testing.assert_close(found.log_weights.exp(), expected, atol=0.005, rtol=0)
+    assert found.log_weights[2] == -math.inf
+    assert found.elbo.item() == pytest.approx(2.5 + math.log(0.85), abs=0.01)
+
+
+def test_hopeless_components():
+    density = target(lambda x: torch.where(x == 0, x, x * math.nan))
+    with pytest.raises(ValueError, match="finite at none of 20 draws.*Cure: train"):
+        mixture_weights(density, [gaussian(0.0, 1.0)] * 2, num_draws=10)
+    with pytest.raises(ValueError, match="at least one component"):
+        mixture_weights(density, [])
+
+
+def test_evidences_many_powers_apart_in_float32():
+    torch.set_default_dtype(torch.float32)
+
+    def apart(x):
+        left, right = dist.Normal(-5.0, 0.5).log_prob(x), dist.Normal(4.0, 0.2).log_prob(x) - 900.0
+        return torch.where(x < 0, left, right)
+
+    parts = [gaussian(-5.0, 0.5), gaussian(4.0, 0.2)]
+    found = mixture_weights(target(apart), parts)
+    assert found.log_weights.dtype == torch.float32
+    assert found.log_weights[0].abs() < 1e-6 and found.log_weights[1] < -500
+    assert found.elbo.abs() < 1e-3
