@@ -85,7 +85,7 @@ class AutoMixture(AutoDraws):
                     f"got {type(component).__name__}. Cure: AutoImplicit(model, "
                     "AutoregressiveGenerator, base_guide=...) takes a Gaussian guide as its frame"
                 )
-        given = log_weights
+        has_weights = log_weights is not None
         if log_weights is None:
             log_weights = torch.zeros(len(components))
         if log_weights.shape != (len(components),) or not log_weights.logsumexp(0).isfinite():
@@ -99,7 +99,7 @@ class AutoMixture(AutoDraws):
         for component in components:
             self.components.append(component)
         self.log_weights = PyroParam(log_weights.detach().log_softmax(0))
-        self._refuse_taken_names(given is not None)
+        self._refuse_taken_names(has_weights)
 
     def _refuse_taken_names(self, has_weights: bool) -> None:
         """The store wins over a module at its next call: it must not hold another guide's values.
@@ -121,7 +121,7 @@ class AutoMixture(AutoDraws):
             for key, parameter in store.named_parameters()
             if key.startswith(prefixes) and id(parameter) not in own
         ]
-        if has_weights and name in store:
+        if has_weights and name in store and store[name].tolist() != self.log_weights.tolist():
             taken.append(name)
         if taken:
             raise ValueError(
@@ -172,10 +172,13 @@ class AutoMixture(AutoDraws):
         parts = [_posterior(component, *args, **kwargs) for component in self.components]
         return Mixture(self.log_weights.detach(), parts)
 
+    def _update_master(self, master_ref: Any) -> None:
+        self.master = master_ref  # not the components': they are trained by themselves
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for component in self.components:
-            component.master = None  # which Pyro sets; but they are trained by themselves
+            component.master = None
 
 
 def _posterior(component: AutoImplicit, *args: Any, **kwargs: Any) -> Distribution:
