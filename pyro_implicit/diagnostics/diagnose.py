@@ -56,16 +56,16 @@ def diagnose(
       the guide cut off fill again.
     * *Modes*, if some are given: whether those that carry mass have draws.
 
-    The verdict is "do not trust" if k-hat exceeds 0.7 (at an effective sample size above 90 % it is
-    "check": the missing tail is a small one), if a significant error exceeds a quarter of a
-    standard deviation in a mean or a factor of 1.25 in a standard deviation, if a mode is uncovered
-    or if the draws are degenerate; "check" at 0.5, a tenth and 1.08, if the kernel test
-    rejects (p < 0.003, unless the effective sample size is above 90 %), if ``loss`` exceeds the
-    certified bound by more than half a nat, or if there is no density; else "trust". Of k-hat these
-    are the limits of the literature; those of the moments mark what changes a plot, and what
-    changes a conclusion. A perfect guide gets less than "trust" in about 1 % of all cases. k-hat is
-    ignored where the effective sample size is above 99 % of the draws, as the tail of weights that
-    are all the same means nothing.
+    The verdict is "do not trust" if k-hat exceeds 0.7, if a significant error exceeds a quarter of
+    a standard deviation in a mean or a factor of 1.25 in a standard deviation, if a mode is
+    uncovered or if the draws are degenerate; "check" at 0.5, a tenth and 1.08, if the kernel test
+    rejects (p < 0.003), if ``loss`` exceeds the certified bound by more than half a nat, or if
+    there is no density; else "trust". Where the effective sample size is above 90 % of the draws,
+    the kernel test does not count and k-hat leads to "check" at 0.7 and no further: the tail that
+    is missing has next to no mass. Above 99 % it is ignored, as the tail of weights that are all
+    the same means nothing. Of k-hat these are the limits of the literature; those of the moments
+    mark what changes a plot, and what changes a conclusion. A perfect guide gets less than "trust"
+    in about 1 % of all cases.
 
     **What no diagnostic sees:** a mode that neither the guide nor whoever gave ``modes`` ever
     visited; a funnel's neck or a tail so far from all draws that short HMC does not reach it, when

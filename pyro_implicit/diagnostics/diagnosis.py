@@ -49,6 +49,7 @@ class Thresholds(NamedTuple):
 
 #: Of k-hat: Yao et al. (2018), Vehtari et al. (2024).
 KHAT = Thresholds(0.5, 0.7)
+KHAT_OF_EVEN = Thresholds(0.7, math.inf)
 #: Of the error of a mean, in standard deviations.
 MEAN = Thresholds(0.1, 0.25)
 #: Of the ratio of standard deviations, or its inverse.
@@ -122,9 +123,8 @@ class Diagnosis:
             yield Finding("do not trust", self.broken, "fit again: a wider start, " + STEPS)
         if self.bound is not None and self.efficiency < EVEN_WEIGHTS:
             reason = f"k-hat {self.bound.khat:.2f}: the guide is too narrow somewhere"
-            limits = KHAT
-            if self.efficiency > GOOD_WEIGHTS:  # somewhere far out
-                limits = KHAT._replace(distrust=math.inf)
+            # Even weights leave a heavy tail little mass.
+            limits = KHAT_OF_EVEN if self.efficiency > GOOD_WEIGHTS else KHAT
             yield from limits.judge(self.bound.khat, reason, FIT_BETTER)
         if self.no_density and not self.broken:
             cure = "AutoSemiImplicit with LIVI_ELBO or ResidualGenerator with InjectiveELBO"

@@ -24,6 +24,10 @@ from torch.distributions import constraints
 
 from pyro_implicit import LIVI_ELBO, MLP, AutoImplicit, AutoSemiImplicit
 from pyro_implicit.diagnostics.diagnose import diagnose
+from pyro_implicit.diagnostics.diagnosis import Diagnosis
+from pyro_implicit.diagnostics.stein import SteinCheck
+from pyro_implicit.infer.evidence_bound import EvidenceBound
+from pyro_implicit.ops.stein_discrepancy import SteinTest
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +104,45 @@ def test_report():
     assert "  also: a standard deviation is 0.5" in str(found)
     assert lines[-1].startswith("  try: a more flexible guide") and lines[-1].endswith("NUTS")
     assert len(set(lines)) == len(lines)
+
+
+@pytest.mark.parametrize(
+    ("khat", "efficiency", "verdict"),
+    [
+        (0.45, 0.5, "trust"),
+        (0.6, 0.5, "check"),
+        (0.8, 0.5, "do not trust"),
+        (math.inf, 0.5, "do not trust"),
+        (0.6, 0.95, "trust"),
+        (0.8, 0.95, "check"),
+        (math.inf, 0.995, "trust"),
+    ],
+)
+def test_limits_of_khat(khat, efficiency, verdict):
+    bound = EvidenceBound(0.0, 0.0, khat, 1000 * efficiency)
+    assert Diagnosis(1000, 2, bound).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("mean_error", "sd_ratios", "p_value", "verdict"),
+    [
+        (0.05, (0.95, 1.05), 0.01, "trust"),
+        (0.15, (1.0, 1.0), 0.01, "check"),
+        (0.3, (1.0, 1.0), 0.01, "do not trust"),
+        (0.0, (0.9, 1.0), 0.01, "check"),
+        (0.0, (1.0, 1.1), 0.01, "check"),
+        (0.0, (0.75, 1.0), 0.01, "do not trust"),
+        (0.0, (1.0, 1.3), 0.01, "do not trust"),
+        (0.0, (0.0, 1.0), 0.01, "do not trust"),
+        (0.0, (1.0, math.inf), 0.01, "do not trust"),
+        (math.nan, (1.0, 1.0), 0.01, "do not trust"),
+        (0.0, (1.0, 1.0), 0.001, "check"),
+    ],
+)
+def test_limits_of_moments(mean_error, sd_ratios, p_value, verdict):
+    bound = EvidenceBound(0.0, 0.0, 0.3, 500.0)
+    stein = SteinCheck(mean_error, sd_ratios, SteinTest(0.0, 0.0, p_value))
+    assert Diagnosis(1000, 2, bound, stein=stein).verdict == verdict
 
 
 @pytest.mark.parametrize("seed", range(3))
