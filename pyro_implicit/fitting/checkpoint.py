@@ -11,7 +11,15 @@ import torch
 from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["load_checkpoint", "same_start", "save_checkpoint"]
+
+
+def same_start(path: Path) -> None:
+    """Let a resumed run begin with the random streams of the first, which are kept in a file."""
+    if path.exists():
+        _set_random(torch.load(path, weights_only=False))
+    else:
+        _write(path, _random())
 
 
 def save_checkpoint(
@@ -24,20 +32,13 @@ def save_checkpoint(
     :param state: an object whose attributes are to be kept.
     :param parameters: unconstrained, by name.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
     content = {
         "state": vars(state),
         "parameters": {name: value.detach() for name, value in parameters.items()},
         "optimiser": optimiser.state_dict(),
-        "random": get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "random": _random(),
     }
-    with partial.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    _write(path, content)
 
 
 @torch.no_grad()
@@ -61,6 +62,25 @@ def load_checkpoint(
         value.copy_(content["parameters"][name])
     optimiser.load_state_dict(content["optimiser"])
     vars(state).update(content["state"])
-    set_rng_state(content["random"])
-    if content["cuda"]:
-        torch.cuda.set_rng_state_all(content["cuda"])
+    _set_random(content["random"])
+
+
+def _random() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": get_rng_state(), "cuda": cuda}
+
+
+def _set_random(states: dict[str, Any]) -> None:
+    set_rng_state(states["cpu"])
+    if states["cuda"]:
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def _write(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -19,7 +19,11 @@ from torch.distributions import biject_to
 from pyro_implicit.guides.initialization import start_flat_priors
 from pyro_implicit.infer.vectorize import without_validation
 
-__all__ = ["LatentDensity"]
+__all__ = ["LatentDensity", "SubsampledError"]
+
+
+class SubsampledError(ValueError):
+    """A log-density of all data is wanted, and the model subsamples them."""
 
 
 class LatentDensity:
@@ -46,7 +50,7 @@ class LatentDensity:
     :param args: the model's, as ``kwargs``.
     :param init_loc_fn: where ``init_loc`` lies, see Pyro's :ref:`autoguide-initialization`; flat
         priors that it cannot start begin at 0.
-    :raises ValueError: for a subsampled plate.
+    :raises SubsampledError: for a subsampled plate.
     :raises RuntimeError: for a model without latents.
     """
 
@@ -189,7 +193,7 @@ def _refuse_subsampling(trace: poutine.Trace) -> None:
     for name, site in trace.nodes.items():
         for frame in site.get("cond_indep_stack", ()):
             if frame.full_size is not None and frame.full_size != frame.size:
-                raise ValueError(
+                raise SubsampledError(
                     f"the log-density wants all data, but plate '{frame.name}' of site '{name}' "
                     f"subsamples {frame.size} of {frame.full_size} elements. Cure: run the model "
                     "without subsample_size"

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fitted guide from a model, with nothing to set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from pyro.infer import Trace_ELBO
+from pyro import poutine
+from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal
+from pyro.nn import PyroParam
+from torch import Tensor
+
+from pyro_implicit.fitting.checkpoint import same_start
+from pyro_implicit.fitting.frames import gaussian_guide
+from pyro_implicit.fitting.modes import Modes, find_modes
+from pyro_implicit.fitting.training import Schedule, train
+from pyro_implicit.fitting.weights import mixture_weights
+from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
+from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
+from pyro_implicit.guides.auto_mixture import AutoMixture
+from pyro_implicit.infer import ImplicitELBO, InjectiveELBO, LIVI_ELBO
+from pyro_implicit.infer.evidence_bound import weighted_draws
+from pyro_implicit.infer.latent_density import LatentDensity, SubsampledError
+
+__all__ = ["Fit", "fit"]
+
+MAX_DENSE_DIM = 100
+NEAR_ENOUGH = 0.01  # nats
+
+
+@dataclass
+class Fit:
+    """What :func:`fit` returns.
+
+    ``guide`` is the fitted guide, ``losses`` are those of its training, one for each step (of a
+    mixture's components one after the other). ``bounds`` are what decided between the candidates,
+    in nats: the mean of log p - log q without its lowest hundredth. ``num_modes`` is the number of
+    separate modes that the search found, None where there was none.
+    """
+
+    guide: Callable[..., Any]
+    losses: list[float]
+    bounds: dict[str, float] = field(default_factory=dict)
+    num_modes: int | None = None
+
+
+def fit(
+    model: Callable[..., Any],
+    guide: str | AutoGuide | Callable[..., Any] = "auto",
+    *args: Any,
+    loss: Trace_ELBO | None = None,
+    num_steps: int = 3000,
+    lr: float = 0.01,
+    num_particles: int = 128,
+    seed: int | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = 500,
+    progress: bool = True,
+    **kwargs: Any,
+) -> Fit:
+    r"""Fits a guide to a model.
+
+    With ``guide="auto"`` and at most 100 latents,
+
+    1. :func:`~pyro_implicit.fitting.find_modes` climbs the log-density from many draws of the
+       prior, which gives a Gaussian for each separate mode;
+    2. in the frame of that Gaussian an :class:`AutoImplicit` with an
+       :class:`AutoregressiveGenerator` is trained by :class:`InjectiveELBO`, whose exact density
+       stops it as soon as guide and posterior agree: for near-Gaussian posteriors, funnels, skew
+       and heavy tails;
+    3. of several modes that makes the components of an :class:`AutoMixture`, whose weights maximise
+       its ELBO;
+    4. if one mode's guide is not within a hundredth of a nat of the posterior, an
+       :class:`AutoSemiImplicit` is trained by :class:`LIVI_ELBO` as well, for every other shape,
+       and the one of the higher bound is kept.
+
+    Of more latents, or with data that the model subsamples, an :class:`AutoSemiImplicit` of diagonal
+    frame is trained by :class:`LIVI_ELBO`.
+
+    All of it is public: to set more, put the pieces together yourself.
+
+    **Example:**
+
+    >>> import pyro.distributions as dist
+    >>> def model(y):
+    ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    ...     pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+    >>> result = fit(model, "auto", torch.tensor(2.0), seed=0, progress=False)
+    >>> print(f"{result.guide.median()['x']:.1f}")
+    1.0
+
+    :param model: a Pyro model with continuous latents.
+    :param guide: ``"auto"``, or a guide to be trained in place.
+    :param args: of the model, as ``kwargs``.
+    :param loss: by which a given guide is trained; by default :class:`LIVI_ELBO` for
+        :class:`AutoSemiImplicit`, :class:`InjectiveELBO` for :class:`AutoImplicit`, else Pyro's
+        ELBO with vectorised particles.
+    :param num_steps: of each training, at most: it is slowed down once the smoothed loss stands
+        still (:class:`~pyro_implicit.fitting.Schedule`).
+    :param lr: learning rate, which suits latents that are of unit scale in the guide's frame.
+    :param num_particles: of the default losses.
+    :param seed: by default the random streams are taken as they are.
+    :param checkpoint: a folder. A run that was killed goes on from there when it is called again
+        with the same arguments, and ends with the same parameters to the last bit.
+    :param checkpoint_every: steps between two writings.
+    :param progress: whether to show a bar for each training.
+    :raises ValueError: for an unknown guide, or a model whose log-density is nowhere finite.
+    """
+    folder = None if checkpoint is None else Path(checkpoint)
+    if seed is not None:
+        pyro.set_rng_seed(seed)
+    if folder is not None:
+        same_start(folder / "start.pt")
+    schedule = Schedule(num_steps=num_steps, lr=lr)
+
+    def run(name: str, guide: Callable[..., Any], loss: Trace_ELBO) -> list[float]:
+        file = None if folder is None else folder / f"{name}.pt"
+        return train(
+            model,
+            guide,
+            loss,
+            *args,
+            schedule=schedule,
+            checkpoint=file,
+            checkpoint_every=checkpoint_every,
+            progress=progress,
+            description=name,
+            **kwargs,
+        )
+
+    if guide != "auto":
+        if isinstance(guide, str):
+            raise ValueError(f'guide must be "auto" or a guide, but got {guide!r}')
+        return Fit(guide, run("guide", guide, loss or default_loss(guide, num_particles)))
+    if loss is not None:
+        raise ValueError('loss is for a given guide; guide="auto" chooses its own')
+
+    for name in ("AutoImplicit", "AutoMixture", "AutoSemiImplicit"):
+        _forget(name)
+    density = _density(model, args, kwargs)
+    if density is None:
+        guide = AutoSemiImplicit(model, init_scale=0.01)
+        return Fit(guide, run("semi-implicit", guide, default_loss(guide, min(num_particles, 8))))
+    modes = find_modes(density)
+    parts = [
+        AutoImplicit(model, AutoregressiveGenerator, base_guide=frame)
+        for frame in _frames(model, modes, args, kwargs)
+    ]
+    if len(parts) > 1:
+        mixture = AutoMixture(model, parts)
+        losses = []
+        for index, part in enumerate(mixture.components):
+            losses += run(f"mode-{index}", part, _injective(num_particles))
+        with poutine.block():
+            mixture(*args, **kwargs)
+        weights = mixture_weights(density, mixture.get_posterior().components)
+        mixture.log_weights = PyroParam(weights.log_weights)
+        return Fit(mixture, losses, {"mixture": weights.elbo.item()}, len(parts))
+
+    (injective,) = parts
+    losses = run("injective", injective, _injective(num_particles))
+    log_weights = _log_weights(model, injective, args, kwargs)
+    result = Fit(injective, losses, {"injective": log_weights.mean().item()}, 1)
+    if 0.5 * log_weights.var() < NEAR_ENOUGH:
+        return result
+    draws = density.unconstrain(injective.sample_posterior(10_000))
+    scale_tril = torch.linalg.cholesky(draws.mT.cov())
+    frame = gaussian_guide(model, draws.mean(0), scale_tril, *args, **kwargs)
+    semi_implicit = AutoSemiImplicit(model, base_guide=frame)
+    losses = run("semi-implicit", semi_implicit, default_loss(semi_implicit, num_particles))
+    bound = _log_weights(model, semi_implicit, args, kwargs).mean().item()
+    result.bounds["semi-implicit"] = bound
+    if bound > result.bounds["injective"]:
+        result.guide, result.losses = semi_implicit, losses
+    return result
+
+
+def default_loss(guide: Callable[..., Any], num_particles: int) -> Trace_ELBO:
+    """The ELBO for a guide: by its kind, and Pyro's own for guides with a density."""
+    if isinstance(guide, AutoSemiImplicit):
+        return LIVI_ELBO(num_particles, nonfinite="skip")
+    if isinstance(guide, AutoImplicit):
+        return _injective(num_particles)
+    return ImplicitELBO(num_particles, nonfinite="skip")
+
+
+def _injective(num_particles: int) -> InjectiveELBO:
+    return InjectiveELBO(num_particles, coverage=1.0, nonfinite="skip")
+
+
+def _density(model: Callable[..., Any], args: Any, kwargs: Any) -> LatentDensity | None:
+    """The log-density, if it is one of few latents and all data."""
+    try:
+        density = LatentDensity(model, *args, **kwargs)
+    except SubsampledError:
+        return None
+    return density if density.latent_dim <= MAX_DENSE_DIM else None
+
+
+def _frames(
+    model: Callable[..., Any], modes: Modes, args: Any, kwargs: Any
+) -> list[AutoMultivariateNormal]:
+    return [
+        gaussian_guide(model, loc, scale_tril, *args, **kwargs)
+        for loc, scale_tril in zip(modes.loc, modes.scale_tril, strict=True)
+    ]
+
+
+def _log_weights(
+    model: Callable[..., Any], guide: Callable[..., Any], args: Any, kwargs: Any
+) -> Tensor:
+    """log p - log q at draws, without the lowest hundredth.
+
+    There lie the few draws of a guide that covers too much, which cost nothing but nats.
+    """
+    log_weights = weighted_draws(model, guide, *args, **kwargs).log_weights
+    return log_weights.sort().values[len(log_weights) // 100 :]
+
+
+def _forget(prefix: str) -> None:
+    """Free the names of a guide in Pyro's parameter store, which would win over a new guide's."""
+    store = pyro.get_param_store()
+    for name in list(store):
+        if name.startswith(f"{prefix}."):
+            del store[name]
