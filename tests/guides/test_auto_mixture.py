@@ -23,6 +23,7 @@ from pyro_implicit import (
     evidence_bound,
 )
 from pyro_implicit.distributions import IntractableDensityError
+from pyro_implicit.fitting.frames import gaussian_guide
 from pyro_implicit.fitting.modes import find_modes
 from pyro_implicit.fitting.training import Schedule
 from pyro_implicit.fitting.training import train as fit
@@ -401,27 +402,13 @@ def two_modes():
     pyro.factor("target", target.log_prob(x) - prior + 1.5)
 
 
-def gaussian_guide(loc, scale_tril):
-    guide = AutoMultivariateNormal(two_modes)
-    guide()
-    guide.loc.data = loc
-    guide.scale, guide.scale_tril = (
-        scale_tril.diagonal(),
-        scale_tril / scale_tril.diagonal()[:, None],
-    )
-    return guide
-
-
 def test_two_modes_end_to_end():
     density = LatentDensity(two_modes)
     modes = find_modes(density, num_starts=20)
     parts = []
     for loc, scale_tril in zip(modes.loc, modes.scale_tril, strict=True):
-        pyro.clear_param_store()
-        frame = gaussian_guide(loc, scale_tril)
+        frame = gaussian_guide(two_modes, loc, scale_tril)
         parts.append(AutoImplicit(two_modes, AutoregressiveGenerator, base_guide=frame))
-        parts[-1]()
-    pyro.clear_param_store()
     guide = AutoMixture(two_modes, parts)
     guide()
     for part in guide.components:
