@@ -30,6 +30,7 @@ from torch import Tensor
 from benchmarks.common import cosine_adam, fit
 from benchmarks.posteriordb.flows import framed_iaf, framed_splines
 from benchmarks.posteriordb.start import good_start
+from pyro_implicit import fitting
 from pyro_implicit.diagnostics import draw
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.infer.latent_density import LatentDensity
@@ -138,10 +139,14 @@ def nuts(posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws, In
 
 def implicit(posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws, Info]:
     """Ours, with nothing set: it finds its own start and its own number of steps."""
-    from pyro_implicit import fitting
-
-    result = fitting.fit(posterior.model, "auto", *posterior.args, seed=seed)
-    return draw(result.guide, budget.draws, *posterior.args), {"steps": len(result.losses)}
+    result = fitting.fit(posterior.model, "auto", *posterior.args, seed=seed, progress=False)
+    info = {
+        "steps": len(result.losses),
+        "guide": type(result.guide).__name__,
+        "bounds": result.bounds,
+        "num_modes": result.num_modes,
+    }
+    return draw(result.guide, budget.draws, *posterior.args), info
 
 
 METHODS: dict[str, Method] = {

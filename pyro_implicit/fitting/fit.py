@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyro
 import torch
-from pyro.infer import Trace_ELBO
 from pyro import poutine
+from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal
-from pyro.nn import PyroParam
 from torch import Tensor
 
 from pyro_implicit.fitting.checkpoint import same_start
@@ -24,7 +25,7 @@ from pyro_implicit.fitting.weights import mixture_weights
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.guides.auto_mixture import AutoMixture
-from pyro_implicit.infer import ImplicitELBO, InjectiveELBO, LIVI_ELBO
+from pyro_implicit.infer import LIVI_ELBO, ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.evidence_bound import weighted_draws
 from pyro_implicit.infer.latent_density import LatentDensity, SubsampledError
 
@@ -32,6 +33,9 @@ __all__ = ["Fit", "fit"]
 
 MAX_DENSE_DIM = 100
 NEAR_ENOUGH = 0.01  # nats
+
+AnyGuide = TypeVar("AnyGuide", bound=AutoGuide)
+_count = itertools.count()
 
 
 @dataclass
@@ -74,14 +78,14 @@ def fit(
        :class:`AutoregressiveGenerator` is trained by :class:`InjectiveELBO`, whose exact density
        stops it as soon as guide and posterior agree: for near-Gaussian posteriors, funnels, skew
        and heavy tails;
-    3. of several modes that makes the components of an :class:`AutoMixture`, whose weights maximise
-       its ELBO;
+    3. several modes make an :class:`AutoMixture` of such guides, whose weights maximise its ELBO
+       (each is trained for ``num_steps`` over the square root of their number);
     4. if one mode's guide is not within a hundredth of a nat of the posterior, an
        :class:`AutoSemiImplicit` is trained by :class:`LIVI_ELBO` as well, for every other shape,
        and the one of the higher bound is kept.
 
-    Of more latents, or with data that the model subsamples, an :class:`AutoSemiImplicit` of diagonal
-    frame is trained by :class:`LIVI_ELBO`.
+    Of more latents, or with data that the model subsamples, an :class:`AutoSemiImplicit` of
+    diagonal frame is trained by :class:`LIVI_ELBO`.
 
     All of it is public: to set more, put the pieces together yourself.
 
@@ -117,22 +121,11 @@ def fit(
         pyro.set_rng_seed(seed)
     if folder is not None:
         same_start(folder / "start.pt")
-    schedule = Schedule(num_steps=num_steps, lr=lr)
+    resume = {"checkpoint": folder, "checkpoint_every": checkpoint_every, "progress": progress}
 
-    def run(name: str, guide: Callable[..., Any], loss: Trace_ELBO) -> list[float]:
-        file = None if folder is None else folder / f"{name}.pt"
-        return train(
-            model,
-            guide,
-            loss,
-            *args,
-            schedule=schedule,
-            checkpoint=file,
-            checkpoint_every=checkpoint_every,
-            progress=progress,
-            description=name,
-            **kwargs,
-        )
+    def run(name: str, guide: Callable[..., Any], loss: Trace_ELBO, share: float = 1.0) -> list:
+        schedule = Schedule(num_steps=math.ceil(share * num_steps), lr=lr)
+        return train(model, guide, loss, *args, schedule=schedule, name=name, **resume, **kwargs)
 
     if guide != "auto":
         if isinstance(guide, str):
@@ -140,31 +133,30 @@ def fit(
         return Fit(guide, run("guide", guide, loss or default_loss(guide, num_particles)))
     if loss is not None:
         raise ValueError('loss is for a given guide; guide="auto" chooses its own')
-
-    for name in ("AutoImplicit", "AutoMixture", "AutoSemiImplicit"):
-        _forget(name)
     density = _density(model, args, kwargs)
     if density is None:
-        guide = AutoSemiImplicit(model, init_scale=0.01)
+        guide = _named(AutoSemiImplicit(model, init_scale=0.01))
         return Fit(guide, run("semi-implicit", guide, default_loss(guide, min(num_particles, 8))))
+
     modes = find_modes(density)
     parts = [
         AutoImplicit(model, AutoregressiveGenerator, base_guide=frame)
         for frame in _frames(model, modes, args, kwargs)
     ]
     if len(parts) > 1:
-        mixture = AutoMixture(model, parts)
+        mixture = _named(AutoMixture(model, parts))
         losses = []
         for index, part in enumerate(mixture.components):
-            losses += run(f"mode-{index}", part, _injective(num_particles))
+            loss = InjectiveELBO(num_particles, nonfinite="skip")
+            losses += run(f"mode-{index}", part, loss, share=len(parts) ** -0.5)
         with poutine.block():
             mixture(*args, **kwargs)
         weights = mixture_weights(density, mixture.get_posterior().components)
-        mixture.log_weights = PyroParam(weights.log_weights)
+        mixture.log_weights = weights.log_weights
         return Fit(mixture, losses, {"mixture": weights.elbo.item()}, len(parts))
 
-    (injective,) = parts
-    losses = run("injective", injective, _injective(num_particles))
+    injective = _named(parts[0])
+    losses = run("injective", injective, default_loss(injective, num_particles))
     log_weights = _log_weights(model, injective, args, kwargs)
     result = Fit(injective, losses, {"injective": log_weights.mean().item()}, 1)
     if 0.5 * log_weights.var() < NEAR_ENOUGH:
@@ -172,7 +164,7 @@ def fit(
     draws = density.unconstrain(injective.sample_posterior(10_000))
     scale_tril = torch.linalg.cholesky(draws.mT.cov())
     frame = gaussian_guide(model, draws.mean(0), scale_tril, *args, **kwargs)
-    semi_implicit = AutoSemiImplicit(model, base_guide=frame)
+    semi_implicit = _named(AutoSemiImplicit(model, base_guide=frame))
     losses = run("semi-implicit", semi_implicit, default_loss(semi_implicit, num_particles))
     bound = _log_weights(model, semi_implicit, args, kwargs).mean().item()
     result.bounds["semi-implicit"] = bound
@@ -186,12 +178,8 @@ def default_loss(guide: Callable[..., Any], num_particles: int) -> Trace_ELBO:
     if isinstance(guide, AutoSemiImplicit):
         return LIVI_ELBO(num_particles, nonfinite="skip")
     if isinstance(guide, AutoImplicit):
-        return _injective(num_particles)
+        return InjectiveELBO(num_particles, coverage=1.0, nonfinite="skip")
     return ImplicitELBO(num_particles, nonfinite="skip")
-
-
-def _injective(num_particles: int) -> InjectiveELBO:
-    return InjectiveELBO(num_particles, coverage=1.0, nonfinite="skip")
 
 
 def _density(model: Callable[..., Any], args: Any, kwargs: Any) -> LatentDensity | None:
@@ -223,9 +211,9 @@ def _log_weights(
     return log_weights.sort().values[len(log_weights) // 100 :]
 
 
-def _forget(prefix: str) -> None:
-    """Free the names of a guide in Pyro's parameter store, which would win over a new guide's."""
-    store = pyro.get_param_store()
-    for name in list(store):
-        if name.startswith(f"{prefix}."):
-            del store[name]
+def _named(guide: AnyGuide) -> AnyGuide:
+    """A guide with names of its own in Pyro's parameter store: there all of a class share theirs,
+    and the next guide would replace the values of this one.
+    """
+    guide._pyro_set_supermodule(f"fit{next(_count)}", guide._pyro_context)
+    return guide

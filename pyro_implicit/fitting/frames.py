@@ -42,7 +42,5 @@ def gaussian_guide(
     scale = scale_tril.diagonal()
     guide.loc = nn.Parameter(loc.clone())
     guide.scale = PyroParam(scale.clone(), constraints.positive)
-    guide.scale_tril = PyroParam(
-        scale_tril / scale.unsqueeze(-1), constraints.unit_lower_cholesky
-    )
+    guide.scale_tril = PyroParam(scale_tril / scale.unsqueeze(-1), constraints.unit_lower_cholesky)
     return guide

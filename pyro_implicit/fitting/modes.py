@@ -13,6 +13,7 @@ from pyro_implicit.infer.latent_density import LatentDensity
 
 __all__ = ["Modes", "find_modes"]
 
+MIN_DIP = 1.0  # nats
 STEP_SIZES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01, 1e-3)
 
 
@@ -41,7 +42,7 @@ def find_modes(
     repel, and with the best of a few step sizes. At each point u of a path the Gaussian
     :math:`N(u, |H|^{-1})` is judged by its ELBO: at a mode it is Laplace's approximation, and where
     there is none, as in a funnel, it is the best on the way. Two tops are separate modes if the
-    log-density between them dips by more than 2 nats. The search goes on from new starts until
+    log-density between them dips by more than 1 nat. The search goes on from new starts until
     every mode was met twice: as long as some were met once, others are likely to be missing.
 
     **Example:**
@@ -74,7 +75,7 @@ def find_modes(
        parameters* (what was met once tells how much is missing).
     """
     starts = torch.cat([density.init_loc.unsqueeze(0), density.sample_prior(num_starts - 1)])
-    found = None
+    found: Modes | None = None
     for _ in range(max_rounds):
         best, tops = _climb(density, starts, max_iterations, num_draws)
         if found is None or best.elbo > found.elbo[0]:
@@ -154,7 +155,7 @@ def _separate(density: LatentDensity, found: Modes, max_gap: float) -> tuple[Mod
         heights = _log_prob(density, start + fractions * (end - start))
         dip = torch.minimum(heights[0], heights[-1]) - heights.min(0).values
         nearest = int(dip.argmin())
-        if dip[nearest] > 2.0:
+        if dip[nearest] > MIN_DIP:
             kept.append(candidate)
             num_met.append(1)
         else:

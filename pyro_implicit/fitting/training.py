@@ -32,7 +32,7 @@ class Schedule:
     :param window: steps whose mean is one smoothed loss. It stands still when the last two did
         not fall below the lowest before them by more than their standard error.
     :param max_gap: an exact density's loss may stop at once when the guide is so near, in nats:
-        half the variance of the log-weights, by the spread of the losses in the last window.
+        half the variance of the log-weights, by the spread of the last 25 losses.
     :param clip_norm: gradients are cut to this norm.
     """
 
@@ -59,9 +59,9 @@ class Schedule:
 
     def is_exact(self, losses: list[float], num_particles: int) -> bool:
         """Whether an exact density's loss shows the guide to be the posterior."""
-        if len(losses) % self.window or not losses:
+        if len(losses) % 25 or not losses:
             return False
-        spread = torch.tensor(losses[-self.window :], dtype=torch.float64).var()
+        spread = torch.tensor(losses[-25:], dtype=torch.float64).var()
         return bool(0.5 * num_particles * spread < self.max_gap)
 
 
@@ -83,14 +83,15 @@ def train(
     checkpoint: Path | None = None,
     checkpoint_every: int = 500,
     progress: bool = False,
-    description: str = "fit",
+    name: str = "fit",
     **kwargs: Any,
 ) -> list[float]:
     """Takes steps of Adam until the schedule ends; the guide is trained in place.
 
     :param loss: any of Pyro's or this library's ELBOs.
     :param args: of model and guide, as ``kwargs``.
-    :param checkpoint: a file, from which a killed run goes on, to the same last bit.
+    :param checkpoint: a folder with a file of this ``name``, from which a killed run goes on, to
+        the same last bit.
     :param checkpoint_every: steps between two writings.
     :returns: the losses of all steps.
     :raises RuntimeError: when fifty steps in a row have no finite loss.
@@ -99,11 +100,12 @@ def train(
     state = _State()
     parameters = _parameters(model, guide, loss, args, kwargs)
     optimiser = torch.optim.Adam(list(parameters.values()), lr=schedule.lr)
-    if checkpoint is not None and checkpoint.exists():
-        load_checkpoint(checkpoint, state, parameters, optimiser)
+    file = None if checkpoint is None else checkpoint / f"{name}.pt"
+    if file is not None and file.exists():
+        load_checkpoint(file, state, parameters, optimiser)
     first, last = len(state.losses), schedule.num_steps
     latest_decay = last - round(last * schedule.decay)
-    bar = tqdm(total=last, initial=first, desc=description, disable=not progress)
+    bar = tqdm(total=last, initial=first, desc=name, disable=not progress)
     while not state.finished:
         step = len(state.losses)
         if state.decay_start is None and (
@@ -119,8 +121,8 @@ def train(
             state.losses, loss.num_particles
         )
         state.finished = is_exact or step + 1 >= decay_start + round(last * schedule.decay)
-        if checkpoint is not None and (state.finished or (step + 1) % checkpoint_every == 0):
-            save_checkpoint(checkpoint, state, parameters, optimiser)
+        if file is not None and (state.finished or (step + 1) % checkpoint_every == 0):
+            save_checkpoint(file, state, parameters, optimiser)
         bar.update()
         if step % 50 == 0:
             bar.set_postfix(loss=f"{state.losses[-1]:.3f}", refresh=False)
@@ -131,10 +133,17 @@ def train(
 def _parameters(
     model: Callable[..., Any], guide: Callable[..., Any], loss: Trace_ELBO, args: Any, kwargs: Any
 ) -> dict[str, Tensor]:
-    """All that one evaluation of the loss touches, by its name in Pyro's parameter store."""
+    """All that one evaluation of the loss touches, by its name in Pyro's parameter store.
+
+    The guide's own name is left out: it may be another one when training is resumed.
+    """
     with poutine.trace(param_only=True) as capture:
         loss.differentiable_loss(model, guide, *args, **kwargs)
-    return {name: site["value"].unconstrained() for name, site in _params(capture.trace)}
+    prefix = f"{getattr(guide, '_pyro_name', '')}."
+    return {
+        name.removeprefix(prefix): site["value"].unconstrained()
+        for name, site in _params(capture.trace)
+    }
 
 
 def _params(trace: poutine.Trace) -> Iterator[tuple[str, dict[str, Any]]]:

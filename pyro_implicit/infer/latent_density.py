@@ -167,7 +167,9 @@ class LatentDensity:
         log_det: Any = 0.0
         for name, part in self._split(latent):
             values[name] = self._transforms[name](part)
-            log_det = log_det + self._transforms[name].log_abs_det_jacobian(part, values[name]).sum()
+            log_det = (
+                log_det + self._transforms[name].log_abs_det_jacobian(part, values[name]).sum()
+            )
         # Distributions that check their values branch on them, which vmap cannot.
         with poutine.block(), pyro.validation_enabled(False):
             model = poutine.condition(self.model, data=values)
