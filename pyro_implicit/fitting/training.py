@@ -40,7 +40,7 @@ class Schedule:
     lr: float = 0.01
     decay: float = 0.5
     window: int = 100
-    max_gap: float = 0.002
+    max_gap: float = 0.0005
     clip_norm: float = 10.0
 
     def rate(self, step: int, decay_start: int) -> float:
