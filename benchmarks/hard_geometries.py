@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fit`` with nothing set, on funnels, crossed and separated modes, from several seeds.
+
+::
+
+    python -m benchmarks.hard_geometries --data-dir /path/to/data --seeds 0 1 2 3 4
+    python -m benchmarks.hard_geometries --report
+
+The targets are those of ``targets.py`` and, where ``--data-dir`` holds it, posteriordb's centred
+eight schools. Each run adds one line to ``--out`` and is not repeated when its line is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.common import RESULTS, append_record, environment, markdown_table, read_records
+from benchmarks.posteriordb import data, metrics
+from benchmarks.targets import (
+    MissingData,
+    gmm40_centers,
+    make_target,
+    modes_found,
+    weight_total_variation,
+)
+from pyro_implicit.diagnostics import sliced_wasserstein
+from pyro_implicit.fitting import fit
+
+OUT = RESULTS / "hard_geometries.jsonl"
+EIGHT_SCHOOLS = "eight_schools-eight_schools_centered"
+NAMES = ("funnel", "funnel_wide", EIGHT_SCHOOLS, "x_shape", "x_shape_gap", "banana", "gmm40")
+ALL = (*NAMES, "multimodal", "waveform", "conditioned_diffusion")
+
+
+def problem(name: str, data_dir: Path | None) -> tuple[Any, tuple, Any, Tensor, Tensor]:
+    """Model, arguments, how to flatten draws, and two independent sets of exact draws."""
+    if name == EIGHT_SCHOOLS:
+        posterior = data.load(name, data_dir)
+        reference = posterior.unconstrain(posterior.reference())
+        halves = reference[torch.randperm(len(reference))].chunk(2)
+        return posterior.model, posterior.args, posterior.unconstrain, reference, halves[0]
+    target = make_target(name, data_dir=data_dir)
+    first, second = (target.truth(10_000, seed).double() for seed in (0, 1))
+    return target.model, (), target.flatten, first, second
+
+
+def run(name: str, seed: int, data_dir: Path | None) -> dict[str, Any]:
+    """One fit, measured."""
+    model, args, flatten, reference, other = problem(name, data_dir)
+    pyro.clear_param_store()
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = fit(model, "auto", *args, seed=seed, progress=False)
+    record: dict[str, Any] = {
+        "target": name,
+        "seed": seed,
+        "seconds": time.perf_counter() - wall,
+        "cpu_seconds": time.process_time() - cpu,
+        "steps": len(result.losses),
+        "guide": type(result.guide).__name__,
+        "bounds": result.bounds,
+        "num_modes": result.num_modes,
+    }
+    draws = flatten(result.guide.sample_posterior(len(reference))).double()
+    record |= metrics.measure(draws, reference)
+    record["ratio"] = record["distance"] / metrics.floor(reference)
+    record["sw2"] = float(sliced_wasserstein(draws, reference))
+    record["sw2_floor"] = float(sliced_wasserstein(other, reference))
+    record["first_sd_ratio"] = float(draws[:, 0].std() / reference[:, 0].std())
+    if name == "gmm40":
+        centers = gmm40_centers()
+        record["modes_found"] = modes_found(draws, centers)
+        record["total_variation"] = weight_total_variation(draws, centers)
+    return record
+
+
+def report(path: Path) -> str:
+    """The table of all records: median and range over the seeds."""
+    rows = []
+    records = read_records(path)
+    for name in ALL:
+        found = [record for record in records if record["target"] == name]
+        if not found:
+            continue
+
+        def spread(key: str, digits: int = 2, found: list = found) -> str:
+            values = [record[key] for record in found if key in record]
+            if not values:
+                return ""
+            low, high = min(values), max(values)
+            return f"{median(values):.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+        rows.append(
+            [
+                name,
+                str(len(found)),
+                "/".join(sorted({record["guide"] for record in found})),
+                spread("ratio"),
+                spread("sw2", 4),
+                f"{found[0]['sw2_floor']:.4f}",
+                spread("first_sd_ratio", 3),
+                spread("modes_found", 0),
+                spread("total_variation", 3),
+                spread("cpu_seconds", 0),
+            ]
+        )
+    header = ["target", "seeds", "guide", "whitened W1 / floor", "SW2", "floor of SW2"]
+    header += ["sd ratio, first latent", "modes of 40", "total variation", "CPU seconds"]
+    return markdown_table(header, rows)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--targets", nargs="+", default=list(ALL), choices=ALL)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--report", action="store_true", help="only write the table beside --out")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(args.threads)
+    done = {(record["target"], record["seed"]) for record in read_records(args.out)}
+    todo = [(t, s) for s in args.seeds for t in args.targets if (t, s) not in done]
+    for name, seed in (bar := tqdm([] if args.report else todo, unit="fit", disable=None)):
+        bar.set_description(f"{name} {seed}")
+        try:
+            record = run(name, seed, args.data_dir)
+        except (MissingData, data.MissingData) as error:
+            print(f"{name} left out: {error}")
+            continue
+        append_record(args.out, record | environment("cpu"))
+    command = "python -m benchmarks.hard_geometries --data-dir DATA --seeds 0 1 2 3 4"
+    table = f"# Hard geometries, nothing set\n\n`{command}`\n\n" + report(args.out)
+    args.out.with_suffix(".md").write_text(table)
+    print(table)
+
+
+if __name__ == "__main__":
+    main(parser().parse_args())
