@@ -156,7 +156,7 @@ def diagnose(
     importance = drift = coverage = None
     if bound is not None and bound.khat <= KHAT.distrust:
         importance = importance_check(points, weighted.log_weights)
-    if num_transitions > 0 and density._vectorize:
+    if num_transitions > 0 and density.is_vectorized:
         drift = drift_check(points[:NUM_CHAINS], score, num_transitions)
     if modes is not None:
         coverage = uncovered_modes(modes, points, density)

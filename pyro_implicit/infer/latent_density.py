@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import pyro
@@ -71,7 +72,19 @@ class LatentDensity:
         self.init_loc: Tensor = prototype._init_loc()
         nodes = prototype.prototype_trace.nodes
         self._transforms = {name: biject_to(nodes[name]["fn"].support) for name in self.shapes}
-        self._vectorize: bool | None = None
+
+    @cached_property
+    def is_vectorized(self) -> bool:
+        """Whether ``torch.func.vmap`` gives the model's log-density, as tried at ``init_loc``."""
+        latent = self.init_loc.unsqueeze(0)
+        with torch.no_grad():
+            try:
+                found = torch.func.vmap(self._log_prob, randomness="same")(latent).item()
+            except Exception:  # vmap raises many kinds, one for each thing it cannot do
+                return False
+            expected = float(self._log_prob(latent[0]))
+        same = math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-3)
+        return same or not math.isfinite(expected)
 
     def constrain(self, latent: Tensor) -> dict[str, Tensor]:
         """Values of all sites.
@@ -118,9 +131,7 @@ class LatentDensity:
         :param latent: ``(num_draws, latent_dim)``.
         :returns: ``(num_draws,)``.
         """
-        if self._vectorize is None:
-            self._vectorize = self._can_vectorize(latent[:1])
-        if self._vectorize:
+        if self.is_vectorized:
             return torch.func.vmap(self._log_prob, randomness="same")(latent)
         return torch.stack([self._log_prob(row) for row in latent])
 
@@ -178,17 +189,6 @@ class LatentDensity:
                 if site["type"] == "sample":
                     site["fn"] = without_validation(site["fn"])
             return prune_subsample_sites(trace).log_prob_sum() + log_det
-
-    def _can_vectorize(self, latent: Tensor) -> bool:
-        """Whether the model gives the same log-density inside vmap."""
-        with torch.no_grad():
-            try:
-                found = torch.func.vmap(self._log_prob, randomness="same")(latent).item()
-            except Exception:  # vmap raises many kinds, one for each thing it cannot do
-                return False
-            expected = float(self._log_prob(latent[0]))
-        same = math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-3)
-        return same or not math.isfinite(expected)
 
 
 def _refuse_subsampling(trace: poutine.Trace) -> None:
