@@ -63,10 +63,11 @@ class LatentDensity:
         **kwargs: Any,
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
-        prototype = AutoContinuous(model, init_loc_fn=start_flat_priors(init_loc_fn))
+        traced = poutine.trace(model)  # with the data, which the prototype leaves out
+        prototype = AutoContinuous(traced, init_loc_fn=start_flat_priors(init_loc_fn))
         with poutine.block():
             prototype._setup_prototype(*args, **kwargs)
-        _refuse_subsampling(prototype.prototype_trace)
+        _refuse_subsampling(traced.trace)
         self.shapes: dict[str, torch.Size] = dict(prototype._unconstrained_shapes)
         self.latent_dim: int = prototype.latent_dim
         self.init_loc: Tensor = prototype._init_loc()
