@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
-from pyro_implicit.diagnostics import compare
+from pyro_implicit.diagnostics import compare, diagnose, simulation_based_calibration
 from pyro_implicit.distributions import Implicit, SemiImplicit
+from pyro_implicit.fitting import fit
 from pyro_implicit.generators import (
     MLP,
     MMNN,
+    AutoregressiveGenerator,
     CorrelatedMMNN,
     GatedMLP,
     GatedResidualGenerator,
     NoisyEncoder,
     ResidualGenerator,
 )
-from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
+from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
 from pyro_implicit.infer import (
     AVB_ELBO,
     GFSF,
@@ -42,7 +44,9 @@ __all__ = [
     "AmortizedKSD_ELBO",
     "AmortizedSVGD_ELBO",
     "AutoImplicit",
+    "AutoMixture",
     "AutoSemiImplicit",
+    "AutoregressiveGenerator",
     "CorrelatedMMNN",
     "GFSF",
     "GPVI_ELBO",
@@ -55,8 +59,8 @@ __all__ = [
     "LIVI_ELBO",
     "MLP",
     "MMNN",
-    "NoisyEncoder",
     "NoiseSpaceReparam",
+    "NoisyEncoder",
     "ResidualGenerator",
     "SIVI_ELBO",
     "SVGD",
@@ -64,6 +68,9 @@ __all__ = [
     "SemiImplicit",
     "UIVI_ELBO",
     "compare",
+    "diagnose",
     "evidence_bound",
+    "fit",
+    "simulation_based_calibration",
     "warm_start",
 ]

@@ -27,6 +27,8 @@ from pyro_implicit import (
     AmortizedKSD_ELBO,
     AmortizedSVGD_ELBO,
     AutoImplicit,
+    AutoMixture,
+    AutoregressiveGenerator,
     AutoSemiImplicit,
     GatedResidualGenerator,
     Implicit,
@@ -94,6 +96,11 @@ GUIDES: dict[str, Callable[[Model], Callable]] = {
     "AutoImplicit-residual": lambda m: AutoImplicit(m, lambda size: ResidualGenerator(size, 3)),
     "AutoImplicit-gated-residual": lambda m: AutoImplicit(
         m, lambda size: GatedResidualGenerator(size, 2)
+    ),
+    "AutoImplicit-autoregressive": lambda m: AutoImplicit(m, AutoregressiveGenerator),
+    # Of wide parts: of two far from each other, one gets no weight and no gradient.
+    "AutoMixture": lambda m: AutoMixture(
+        m, [AutoImplicit(m, AutoregressiveGenerator, init_scale=1.0) for _ in range(2)]
     ),
     "AutoSemiImplicit": AutoSemiImplicit,
     "AutoSemiImplicit-learn": lambda m: AutoSemiImplicit(m, noise_scale="learn"),
@@ -170,7 +177,7 @@ def test_svi_trains_every_parameter(guide_name, elbo_name, device):
     elbo.loss_and_grads(model, guide)
     params = dict(pyro.get_param_store().named_parameters())
     # a base guide, what it gave, and the networks that an ELBO trains itself
-    fixed = ("AutoMultivariateNormal", "frame_scale_tril", "_ELBO.")
+    fixed = ("AutoMultivariateNormal", "frame_scale_tril", "log_weights", "_ELBO.")
     params = {name: p for name, p in params.items() if not any(word in name for word in fixed)}
     for name, param in params.items():
         assert param.grad is not None and (param.grad != 0).any(), f"no gradient for {name}"
@@ -233,7 +240,8 @@ def test_elbo_module_with_torch_optimiser(guide_name, elbo_name):
         pair = elbo(model, guide)
         params = dict(pair.named_parameters())
         optimiser = torch.optim.Adam(params.values(), lr=1e-3)
-        params = {name: p for name, p in params.items() if "frame_scale_tril" not in name}
+        fixed = ("frame_scale_tril", "log_weights")
+        params = {name: p for name, p in params.items() if not name.endswith(fixed)}
         before = {name: param.detach().clone() for name, param in params.items()}
         pair().backward()
         optimiser.step()

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+from pyro_implicit.diagnostics.calibration import Calibration, simulation_based_calibration
 from pyro_implicit.diagnostics.compare import compare
+from pyro_implicit.diagnostics.coverage import uncovered_modes
+from pyro_implicit.diagnostics.diagnose import diagnose
+from pyro_implicit.diagnostics.diagnosis import Diagnosis
 from pyro_implicit.diagnostics.distances import (
     maximum_mean_discrepancy,
     sliced_wasserstein,
@@ -15,13 +19,18 @@ from pyro_implicit.diagnostics.plots import plot_posteriors
 from pyro_implicit.diagnostics.report import Comparison, SiteComparison
 
 __all__ = [
+    "Calibration",
     "Comparison",
+    "Diagnosis",
     "SiteComparison",
     "compare",
+    "diagnose",
     "draw",
     "maximum_mean_discrepancy",
     "plot_posteriors",
+    "simulation_based_calibration",
     "sliced_wasserstein",
     "sliced_wasserstein_floor",
+    "uncovered_modes",
     "whiten",
 ]

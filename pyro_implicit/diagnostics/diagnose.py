@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pyro.infer import ELBO
@@ -17,6 +17,7 @@ from pyro_implicit.diagnostics.draws import _broadcasts, draw
 from pyro_implicit.diagnostics.drift import drift_check
 from pyro_implicit.diagnostics.importance import importance_check
 from pyro_implicit.diagnostics.stein import stein_check
+from pyro_implicit.fitting.modes import find_modes
 from pyro_implicit.infer.evidence_bound import EvidenceBound, WeightedDraws, weighted_draws
 from pyro_implicit.infer.latent_density import LatentDensity
 from pyro_implicit.infer.nonfinite import NonFiniteError
@@ -27,6 +28,7 @@ LEAST_DRAWS = 100  # of fewer there is no k-hat
 NUM_CHAINS = 500
 NUM_LOSSES = 20
 NUM_SCORES = 4
+MAX_SEARCHED_DIM = 100
 
 
 @torch.no_grad()
@@ -36,7 +38,7 @@ def diagnose(
     *args: Any,
     num_samples: int = 2000,
     loss: ELBO | None = None,
-    modes: Tensor | None = None,
+    modes: Tensor | Literal["search"] | None = "search",
     num_transitions: int = 20,
     chunk_size: int = 500,
     **kwargs: Any,
@@ -54,7 +56,8 @@ def diagnose(
       along each coordinate and in the worst directions, and a kernel test of everything else.
     * *Short HMC* from the draws: the posterior would stay as it is. Tails, ridges and necks that
       the guide cut off fill again.
-    * *Modes*, if some are given: whether those that carry mass have draws.
+    * *Modes*: whether those that carry mass have draws. They are searched from many draws of the
+      prior by :func:`~pyro_implicit.fitting.find_modes`, whatever the guide visited.
 
     The verdict is "do not trust" if k-hat exceeds 0.7, if a significant error exceeds a quarter of
     a standard deviation in a mean or a factor of 1.25 in a standard deviation, if a mode is
@@ -67,8 +70,8 @@ def diagnose(
     mark what changes a plot, and what changes a conclusion. A perfect guide gets less than "trust"
     in about 1 % of all cases.
 
-    **What no diagnostic sees:** a mode that neither the guide nor whoever gave ``modes`` ever
-    visited; a funnel's neck or a tail so far from all draws that short HMC does not reach it, when
+    **What no diagnostic sees:** a mode that neither the guide nor any way up from the prior's draws
+    ever visited, and, of more than 100 latents, any that was not given; a funnel's neck or a tail so far from all draws that short HMC does not reach it, when
     the draws end there without a trace; errors below the resolution of ``num_samples``; and a model
     that is not the one that was meant (see
     :func:`~pyro_implicit.diagnostics.simulation_based_calibration` for errors of the whole chain of
@@ -93,14 +96,17 @@ def diagnose(
     :param num_samples: Draws of the guide, more than twice the latents. Stein's identities get
         five times as many of guides that draw in parallel.
     :param loss: The ELBO it was trained by, to be compared with the certified bound.
-    :param modes: Points in unconstrained space, ``(num_modes, latent_dim)``: tops of the density
-        from as many starts as possible.
+    :param modes: ``"search"`` finds them, where there are at most 100 latents and
+        ``torch.func.vmap`` can run the model: that takes at least 50 paths of Newton steps, each
+        with its Hessian, and draws no random numbers from the caller's stream. Or points in
+        unconstrained space, ``(num_modes, latent_dim)``, tops of the density from as many starts
+        as possible; or None to skip them.
     :param num_transitions: Transitions of HMC for each of 500 draws; 0 to skip them. They are the
         dearest part: 20 of them take 160 gradients of the model at 500 points. Models that
         ``torch.func.vmap`` cannot run are spared them.
     :param chunk_size: Draws at a time, to bound the memory.
     :returns: A :class:`Diagnosis`: print it, or read its ``verdict``, ``findings`` and numbers.
-    :raises ValueError: For too few draws, or a subsampled plate.
+    :raises ValueError: For too few draws, an unknown word for ``modes``, or a subsampled plate.
 
     **References:**
 
@@ -118,6 +124,8 @@ def diagnose(
             f"num_samples must be at least {max(LEAST_DRAWS, 2 * dim + 1)} ({LEAST_DRAWS}, and "
             f"more than twice the {dim} latents), but got {num_samples}"
         )
+    if isinstance(modes, str) and modes != "search":
+        raise ValueError(f'modes must be "search", a tensor or None, but got {modes!r}')
     no_density = ""
     try:
         # Their Jacobians and mixtures want more memory for each draw than the model.
@@ -158,12 +166,32 @@ def diagnose(
         importance = importance_check(points, weighted.log_weights)
     if num_transitions > 0 and density.is_vectorized:
         drift = drift_check(points[:NUM_CHAINS], score, num_transitions)
+    if isinstance(modes, str):
+        modes = _search(density)
     if modes is not None:
-        coverage = uncovered_modes(modes, points, density)
+        # Of a guide on many modes, a Gaussian would overstate the volume.
+        evidence = _log_mean_exp(weighted.log_weights) if bound is not None else None
+        coverage = uncovered_modes(modes, points, density, evidence)
     gap = None
     if loss is not None and bound is not None:
         gap = _gap(loss, bound, model, guide, args, kwargs)
     return Diagnosis(num_samples, dim, bound, no_density, importance, stein, drift, gap, coverage)
+
+
+def _search(density: LatentDensity) -> Tensor | None:
+    """The modes that can be found, None where there is no way to look."""
+    if density.latent_dim > MAX_SEARCHED_DIM or not density._vectorize:
+        return None
+    device = density.init_loc.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            return find_modes(density).loc
+        except (ValueError, RuntimeError):  # the model cannot run at draws of its prior
+            return None
+
+
+def _log_mean_exp(log_weights: Tensor) -> float:
+    return log_weights.logsumexp(0).item() - math.log(len(log_weights))
 
 
 def _gap(

@@ -80,7 +80,7 @@ class Diagnosis:
         skipped.
     :ivar gap: The training objective minus the bound, in nats, and its standard error; None
         without a ``loss``.
-    :ivar coverage: Of the modes that were given.
+    :ivar coverage: Of the modes that were found or given; None if there was no search.
     :ivar broken: Why nothing could be tested (collapsed or infinite draws), else empty.
     """
 
@@ -185,6 +185,8 @@ class Diagnosis:
         if self.coverage is not None:
             lost = int(self.coverage.uncovered.sum())
             yield "modes", f"{lost} of {len(self.coverage.mass)} without draws"
+        elif not self.broken:
+            yield "modes", "not looked for"
 
     def _verdict_lines(self) -> Iterator[str]:
         worst = next((f for f in self.findings if f.verdict == self.verdict), None)

@@ -121,7 +121,11 @@ def fit(
         pyro.set_rng_seed(seed)
     if folder is not None:
         same_start(folder / "start.pt")
-    resume = {"checkpoint": folder, "checkpoint_every": checkpoint_every, "progress": progress}
+    resume: dict[str, Any] = {
+        "checkpoint": folder,
+        "checkpoint_every": checkpoint_every,
+        "progress": progress,
+    }
 
     def run(name: str, guide: Callable[..., Any], loss: Trace_ELBO, share: float = 1.0) -> list:
         schedule = Schedule(num_steps=math.ceil(share * num_steps), lr=lr)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from .autoregressive import AutoregressiveGenerator
 from .base import Generator
 from .gated import GatedMLP
 from .matmul import MMNN, CorrelatedMMNN, near_square_shape
@@ -12,12 +13,13 @@ from .residual import ResidualGenerator
 from .triangular import GatedResidualGenerator
 
 __all__ = [
-    "MLP",
-    "MMNN",
+    "AutoregressiveGenerator",
     "CorrelatedMMNN",
     "GatedMLP",
     "GatedResidualGenerator",
     "Generator",
+    "MLP",
+    "MMNN",
     "NoisyEncoder",
     "ResidualGenerator",
     "near_square_shape",

@@ -4,6 +4,11 @@
 from __future__ import annotations
 
 from pyro_implicit.guides.auto_implicit import AutoImplicit
+from pyro_implicit.guides.auto_mixture import AutoMixture
 from pyro_implicit.guides.auto_semi_implicit import AutoSemiImplicit
 
-__all__ = ["AutoImplicit", "AutoSemiImplicit"]
+__all__ = [
+    "AutoImplicit",
+    "AutoMixture",
+    "AutoSemiImplicit",
+]

@@ -6,11 +6,17 @@ from __future__ import annotations
 from pyro_implicit.infer.amortized_ksd import AmortizedKSD_ELBO
 from pyro_implicit.infer.amortized_svgd import AmortizedSVGD_ELBO
 from pyro_implicit.infer.avb import AVB_ELBO
-from pyro_implicit.infer.evidence_bound import EvidenceBound, evidence_bound
+from pyro_implicit.infer.evidence_bound import (
+    EvidenceBound,
+    WeightedDraws,
+    evidence_bound,
+    weighted_draws,
+)
 from pyro_implicit.infer.gpvi import GPVI_ELBO
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.infer.injective import InjectiveELBO
 from pyro_implicit.infer.kivi import KIVI_ELBO
+from pyro_implicit.infer.latent_density import LatentDensity
 from pyro_implicit.infer.livi import LIVI_ELBO
 from pyro_implicit.infer.nonfinite import NonFiniteError
 from pyro_implicit.infer.particles import GFSF, KSD, SVGD
@@ -21,22 +27,25 @@ from pyro_implicit.infer.uivi import UIVI_ELBO
 
 __all__ = [
     "AVB_ELBO",
-    "GFSF",
-    "GPVI_ELBO",
-    "KIVI_ELBO",
-    "KSD",
-    "LIVI_ELBO",
-    "SIVI_ELBO",
-    "SVGD",
-    "UIVI_ELBO",
     "AmortizedGFSF_ELBO",
     "AmortizedKSD_ELBO",
     "AmortizedSVGD_ELBO",
     "EvidenceBound",
+    "GFSF",
+    "GPVI_ELBO",
     "ImplicitELBO",
     "ImplicitSite",
     "InjectiveELBO",
+    "KIVI_ELBO",
+    "KSD",
+    "LIVI_ELBO",
+    "LatentDensity",
     "NonFiniteError",
+    "SIVI_ELBO",
+    "SVGD",
     "ScoreELBO",
+    "UIVI_ELBO",
+    "WeightedDraws",
     "evidence_bound",
+    "weighted_draws",
 ]

@@ -54,6 +54,13 @@ from pyro_implicit.ops.semi_implicit import (
     linearised_reverse_conditional,
     mixture_log_density,
 )
+from pyro_implicit.ops.sinh_arcsinh import (
+    sinh_arcsinh,
+    sinh_arcsinh_inverse,
+    sinh_arcsinh_log_derivative,
+    sinh_arcsinh_slopes,
+)
+from pyro_implicit.ops.stein_discrepancy import SteinTest, stein_gram, stein_test
 
 __all__ = [
     "Covariance",
@@ -64,6 +71,7 @@ __all__ = [
     "Kernel",
     "LogisticRatio",
     "RadialKernel",
+    "SteinTest",
     "adaptive_log_density",
     "batch_jacobian",
     "conditional_log_density",
@@ -89,11 +97,17 @@ __all__ = [
     "particle_bandwidth",
     "rbf_kernel",
     "repulsion",
+    "sinh_arcsinh",
+    "sinh_arcsinh_inverse",
+    "sinh_arcsinh_log_derivative",
+    "sinh_arcsinh_slopes",
     "smallest_eigenpair",
     "smallest_singular_log_det",
     "spectral_score",
     "squared_distances",
     "standardize",
+    "stein_gram",
     "stein_score",
+    "stein_test",
     "stochastic_log_det",
 ]

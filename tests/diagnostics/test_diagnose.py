@@ -174,18 +174,116 @@ def two_modes():
 
 
 @pytest.mark.parametrize("component", [0, 1])
-def test_a_lost_mode_is_seen_if_it_is_given(component):
+def test_a_lost_mode_is_found(component):
     def guide():
         pyro.sample("x", dist.Normal(LOCS[component].double(), 1.0).to_event(1))
 
-    alone = diagnose(guide, two_modes)
+    alone = diagnose(guide, two_modes, modes=None)
     assert alone.verdict == "trust"  # nothing else can see it
-    found = diagnose(guide, two_modes, modes=LOCS.double())
+    assert alone.coverage is None and "not looked for" in str(alone)
+    found = diagnose(guide, two_modes)
     assert found.verdict == "do not trust"
-    assert found.coverage.uncovered.tolist() == [component == 1, component == 0]
-    lost = found.coverage.mass[1 - component].item()
-    assert lost == pytest.approx((0.3, 0.7)[component], abs=0.05)
+    assert found.coverage.uncovered.sum() == 1 and len(found.coverage.mass) == 2
+    assert "1 of 2 without draws" in str(found)
     assert "no draws at a mode" in str(found) and "a mixture of guides" in found.cures[0]
+    given = diagnose(guide, two_modes, modes=LOCS.double()).coverage
+    assert given.uncovered.tolist() == [component == 1, component == 0]
+    lost = given.mass[1 - component].item()
+    assert lost == pytest.approx((0.3, 0.7)[component], abs=0.01)
+    assert lost == pytest.approx(found.coverage.mass[found.coverage.uncovered].item(), abs=1e-6)
+
+
+def test_one_lost_mode_of_many():
+    """A Gaussian around the others would hold most of its volume between them."""
+    corners = torch.cartesian_prod(*[torch.tensor([-20.0, 0.0, 20.0])] * 2).double()
+
+    def model():
+        anywhere = dist.Normal(torch.zeros(2), 20.0).to_event(1).mask(False)
+        x = pyro.sample("x", anywhere)
+        normal = dist.Normal(corners, 1.0).to_event(1)
+        pyro.sample("y", Mixture(dist.Categorical(torch.ones(9)), normal), obs=x)
+
+    def guide(num_modes):
+        normal = dist.Normal(corners[:num_modes], 1.0).to_event(1)
+        pyro.sample("x", Mixture(dist.Categorical(torch.ones(num_modes)), normal))
+
+    def verdict(num_modes):
+        return diagnose(lambda: guide(num_modes), model)
+
+    whole = verdict(9)
+    assert whole.verdict == "trust" and len(whole.coverage.mass) == 9
+    lost = verdict(8)
+    assert lost.verdict == "do not trust" and lost.coverage.uncovered.sum() == 1
+    assert lost.coverage.mass[lost.coverage.uncovered].item() == pytest.approx(1 / 9, abs=0.01)
+
+
+def test_a_mode_out_of_the_priors_reach_is_lost():
+    far = torch.tensor([0.0, 1e4])
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0).mask(False))
+        normal = dist.Normal(far.double(), 1.0)
+        pyro.sample("y", dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), normal), obs=x)
+
+    found = diagnose(lambda: pyro.sample("x", dist.Normal(0.0, 1.0)), model)
+    assert found.verdict == "trust" and len(found.coverage.mass) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("sd", [1.5, 3.0])
+def test_a_funnel_lacks_no_mode(sd, seed):
+    """The search ends at a Gaussian that is no mode."""
+    pyro.set_rng_seed(seed)
+
+    def funnel():
+        v = pyro.sample("v", dist.Normal(0.0, sd))
+        pyro.sample("x", dist.Normal(torch.zeros(9), torch.exp(v / 2)).to_event(1))
+
+    found = diagnose(funnel, funnel)
+    assert found.verdict == "trust" and not found.coverage.uncovered.any()
+
+    # It is the draws there that make the difference, as any guide in the mouth has none.
+    def mouth():
+        v = pyro.sample("v", dist.Normal(2 * sd, 0.1))
+        pyro.sample("x", dist.Normal(torch.zeros(9), torch.exp(v / 2)).to_event(1))
+
+    assert diagnose(mouth, funnel).coverage.uncovered.all()
+
+
+def test_the_search_leaves_the_random_stream_alone():
+    found, states = [], []
+    for modes in (None, "search"):
+        guide = exact_guide()
+        pyro.set_rng_seed(0)
+        found.append(diagnose(guide, gaussian, num_samples=200, modes=modes))
+        states.append(torch.get_rng_state())
+    without, searched = found
+    assert searched.coverage is not None and states[0].equal(states[1])
+    assert (without.bound, without.drift) == (searched.bound, searched.drift)
+    again = diagnose(exact_guide(), gaussian, num_samples=200)
+    assert again.bound != searched.bound
+
+
+def test_no_search():
+    def wide():
+        pyro.sample("x", dist.Normal(torch.zeros(101), 1.0).to_event(1))
+
+    found = diagnose(wide, wide, num_samples=250)
+    assert found.coverage is None and "not looked for" in str(found)
+
+    def fragile():
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 100.0).to_event(1).mask(False))
+        matrix = torch.eye(2) * (10 - w.square().sum())
+        pyro.factor("a", torch.linalg.cholesky(matrix).sum() * 0.0 - 50 * w.square().sum())
+
+    found = diagnose(
+        lambda: pyro.sample("w", dist.Normal(torch.zeros(2), 0.1).to_event(1)),
+        fragile,
+        num_samples=200,
+    )
+    assert found.coverage is None and found.verdict == "trust"
+    with pytest.raises(ValueError, match="modes must be .search., a tensor or None, but got 'all'"):
+        diagnose(exact_guide(), gaussian, modes="all")
 
 
 def test_wrong_weights_of_modes_are_seen_by_importance():
@@ -287,7 +385,7 @@ def test_models_that_vmap_cannot_run():
 
     with pytest.warns(UserWarning, match="one particle at a time"):
         found = diagnose(guide, stubborn, num_samples=200)
-    assert found.drift is None and found.verdict == "trust"
+    assert found.drift is None and found.coverage is None and found.verdict == "trust"
 
 
 @pytest.mark.parametrize("kind", ["list", "messenger", "flow"])

@@ -15,6 +15,7 @@ from torch.func import functional_call, jacfwd, vmap
 from pyro_implicit.generators import (
     MLP,
     MMNN,
+    AutoregressiveGenerator,
     CorrelatedMMNN,
     GatedMLP,
     Generator,
@@ -37,6 +38,8 @@ WITH_JACOBIAN = {
     "residual": lambda: ResidualGenerator(5, 2, hidden=(8, 7)),
     "residual full core": lambda: ResidualGenerator(3, 3, hidden=(8,)),
     "residual context": lambda: ResidualGenerator(5, 2, hidden=(8, 7), context_dim=2),
+    "autoregressive": lambda: AutoregressiveGenerator(4, (8, 7)),
+    "autoregressive context": lambda: AutoregressiveGenerator(4, (8, 7), context_dim=2),
 }
 ALL = {
     **WITH_JACOBIAN,

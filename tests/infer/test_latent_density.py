@@ -308,18 +308,20 @@ def test_log_densities_outside_the_support():
 
 def test_validated_distributions_made_outside():
     """One made while validation was on would branch on its values."""
-    prior, likelihood = dist.Gamma(2.0, 1.0), dist.Normal(torch.zeros(3), 1.0).to_event(1)
+    prior, likelihood = dist.Gamma(2.0, 1.0).expand([2]).to_event(1), dist.Normal(0.0, 1.0)
+    likelihood = likelihood.expand([3]).to_event(1)
 
     def model():
         x = pyro.sample("x", prior)
         pyro.sample("y", likelihood, obs=Y)
-        pyro.sample("z", dist.Poisson(x), obs=torch.tensor(3.0))
+        pyro.sample("z", dist.Poisson(x.sum()), obs=torch.tensor(3.0))
 
     density = LatentDensity(model)
     assert density.is_vectorized
-    u = torch.tensor([0.4])
-    expected = 2 * u - u.exp() + normal(Y, 0.0, 1.0).sum() + 3 * u - u.exp() - math.log(6)
-    torch.testing.assert_close(density.log_prob(u.unsqueeze(0)), expected)
+    u = torch.tensor([0.4, -0.3])
+    rate = u.exp().sum()
+    expected = 2 * u.sum() - rate + normal(Y, 0.0, 1.0).sum() + 3 * rate.log() - rate - math.log(6)
+    torch.testing.assert_close(density.log_prob(u.unsqueeze(0)), expected.unsqueeze(0))
 
 
 def test_handlers_outside_do_not_see_it():
