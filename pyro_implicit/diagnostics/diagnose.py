@@ -71,12 +71,12 @@ def diagnose(
     in about 1 % of all cases.
 
     **What no diagnostic sees:** a mode that neither the guide nor any way up from the prior's draws
-    ever visited, and, of more than 100 latents, any that was not given; a funnel's neck or a tail so far from all draws that short HMC does not reach it, when
-    the draws end there without a trace; errors below the resolution of ``num_samples``; and a model
-    that is not the one that was meant (see
-    :func:`~pyro_implicit.diagnostics.simulation_based_calibration` for errors of the whole chain of
-    model, data and fit). Without importance weights the relative weights of separated modes are
-    invisible, too.
+    ever visited, and, of more than 100 latents, any that was not given; a funnel's neck or a tail
+    so far from all draws that short HMC does not reach it, when the draws end there without a
+    trace; errors below the resolution of ``num_samples``; and a model that is not the one that was
+    meant (see :func:`~pyro_implicit.diagnostics.simulation_based_calibration` for errors of the
+    whole chain of model, data and fit). Without importance weights the relative weights of
+    separated modes are invisible, too.
 
     **Example:**
 
@@ -180,7 +180,7 @@ def diagnose(
 
 def _search(density: LatentDensity) -> Tensor | None:
     """The modes that can be found, None where there is no way to look."""
-    if density.latent_dim > MAX_SEARCHED_DIM or not density._vectorize:
+    if density.latent_dim > MAX_SEARCHED_DIM or not density.is_vectorized:
         return None
     device = density.init_loc.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
