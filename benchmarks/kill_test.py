@@ -43,9 +43,10 @@ def train(args: argparse.Namespace, folder: Path) -> None:
         target.model,
         "auto",
         num_steps=args.steps,
-        checkpoint=folder / "checkpoint.pt",
+        checkpoint=folder / "checkpoint",
         checkpoint_every=args.every,
         seed=args.seed,
+        progress=False,
     )
     final = {
         "parameters": result.guide.state_dict(),
