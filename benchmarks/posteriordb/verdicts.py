@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether :func:`~pyro_implicit.diagnostics.diagnose` says of a guide what its reference says.
+
+::
+
+    python -m benchmarks.posteriordb.verdicts --data-dir /path/to/data
+    python -m benchmarks.posteriordb.verdicts --report
+
+Of each posterior, good guides and bad ones: ``laplace``, the best Gaussian of
+:func:`~pyro_implicit.fitting.modes.find_modes`; ``mean-field``, the best one without correlations
+in its place; ``fit``, what :func:`~pyro_implicit.fitting.fit` gives; and, where that is a mixture,
+its first component as ``one mode``. Besides posteriordb's, the ``target:`` ones of
+``benchmarks.targets`` that need no data. Each adds one line to ``--out``, and none is repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+
+from benchmarks.common import RESULTS, append_record, environment, markdown_table, read_records
+from benchmarks.posteriordb import data
+from benchmarks.posteriordb.metrics import floor, measure
+from benchmarks.posteriordb.run import reference_of
+from benchmarks.targets import make_target
+from pyro_implicit.diagnostics import draw
+from pyro_implicit.diagnostics.diagnose import diagnose
+from pyro_implicit.diagnostics.diagnosis import Diagnosis
+from pyro_implicit.fitting import fit
+from pyro_implicit.fitting.frames import gaussian_guide
+from pyro_implicit.fitting.modes import find_modes
+from pyro_implicit.guides.auto_mixture import AutoMixture
+from pyro_implicit.infer.latent_density import LatentDensity
+
+OUT = RESULTS / "verdicts.jsonl"
+KEY = ("posterior", "guide", "seed")
+PREFIX = "target:"
+TARGETS = ("banana", "x_shape", "multimodal", "funnel", "funnel_wide", "x_shape_gap", "gmm40")
+NUM_DRAWS = 10_000
+#: What tells the findings apart, by what it is called in the tables.
+FINDINGS = {
+    "k-hat": "k-hat",
+    "(importance weights)": "weights",
+    "(Stein's identities)": "Stein",
+    "(short HMC)": "HMC",
+    "kernel Stein test": "kernel",
+    "at a mode": "mode",
+    "no importance weights": "no density",
+}
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A posterior: how to lay out its draws as vectors, and exact ones ``(num_draws, dim)``."""
+
+    model: Callable[..., object]
+    args: tuple
+    flatten: Callable[[dict[str, Tensor]], Tensor]
+    reference: Tensor
+
+
+def load(name: str, data_dir: Path | None) -> Case:
+    if name.startswith(PREFIX):
+        target = make_target(name.removeprefix(PREFIX))
+        return Case(target.model, (), target.flatten, target.truth(NUM_DRAWS, 0))
+    posterior = data.load(name, data_dir)
+    return Case(posterior.model, posterior.args, posterior.unconstrain, reference_of(posterior))
+
+
+def guides(case: Case, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Names of guides and what makes them; None where there is no such guide."""
+    model, args = case.model, case.args
+
+    @cache
+    def best_gaussian() -> tuple[Tensor, Tensor]:
+        modes = find_modes(LatentDensity(model, *args))
+        return modes.loc[0], modes.scale_tril[0]
+
+    def mean_field() -> Any:
+        loc, scale_tril = best_gaussian()
+        sds = torch.cholesky_inverse(scale_tril).diagonal().rsqrt()
+        return gaussian_guide(model, loc, sds.diag(), *args)
+
+    @cache
+    def fitted() -> Any:
+        return fit(model, "auto", *args, seed=seed, progress=False).guide
+
+    def one_mode() -> Any:
+        return fitted().components[0] if isinstance(fitted(), AutoMixture) else None
+
+    yield "laplace", lambda: gaussian_guide(model, *best_gaussian(), *args)
+    yield "mean-field", mean_field
+    yield "one mode", one_mode
+    yield "fit", fitted
+
+
+def judge(case: Case, make_guide: Callable[[], Any], seed: int) -> Record | None:
+    """The verdict on a guide and its true errors; a guide that raises an error is a result, too."""
+    # All Gaussian guides share their names there: the first would replace the others.
+    pyro.clear_param_store()
+    try:
+        guide = make_guide()
+        if guide is None:
+            return None
+        pyro.set_rng_seed(seed)
+        clock = time.perf_counter()
+        diagnosis = diagnose(guide, case.model, *case.args)
+        seconds = time.perf_counter() - clock
+        draws = case.flatten(draw(guide, NUM_DRAWS, *case.args)).detach()
+        truth = measure(draws, case.reference)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+    return summary(diagnosis) | {"seconds": seconds} | truth
+
+
+def summary(diagnosis: Diagnosis) -> Record:
+    """What a diagnosis says, in numbers and short names."""
+    bound, coverage = diagnosis.bound, diagnosis.coverage
+    return {
+        "verdict": diagnosis.verdict,
+        "findings": [[f.verdict, short_name(f.reason)] for f in diagnosis.findings],
+        "khat": bound and bound.khat,
+        "efficiency": diagnosis.efficiency,
+        "num_modes": None if coverage is None else len(coverage.mass),
+        "report": str(diagnosis),
+    }
+
+
+def short_name(reason: str) -> str:
+    return next((name for words, name in FINDINGS.items() if words in reason), "broken")
+
+
+def true_class(record: Record) -> str:
+    """``"good"``, ``"bad"`` or ``"between"``, by the reference."""
+    sd_error = max(record["sd_ratio_max"], 1 / max(record["sd_ratio_min"], 1e-12))
+    if sd_error > 1.25 or record["mean_error"] > 0.25:
+        return "bad"
+    if record["ratio"] <= 1.5 and sd_error <= 1.1 and record["mean_error"] <= 0.1:
+        return "good"
+    return "between"
+
+
+def confusion(records: list[Record]) -> str:
+    """How often which verdict met which truth, and the names of what should not be."""
+    counts = Counter((true_class(record), record["verdict"]) for record in records)
+    verdicts = ("trust", "check", "do not trust")
+    classes = ("good", "between", "bad")
+    rows = [[truth, *(str(counts[truth, verdict]) for verdict in verdicts)] for truth in classes]
+    lines = [markdown_table(["truth", *verdicts], rows)]
+    for label, truth, verdict in (
+        ("false trust (trust when bad)", "bad", "trust"),
+        ("trust when between", "between", "trust"),
+        ("false alarm (do not trust when good)", "good", "do not trust"),
+    ):
+        found = [r for r in records if (true_class(r), r["verdict"]) == (truth, verdict)]
+        names = ", ".join(f"{r['posterior']} {r['guide']}" for r in found)
+        lines.append(f"* {label}: {len(found)}{f' ({names})' if names else ''}")
+    return "\n".join(lines) + "\n"
+
+
+def table(records: list[Record]) -> str:
+    rows = []
+    for r in records:
+        findings = [name + "!" * (grade == "do not trust") for grade, name in r["findings"]]
+        numbers = [
+            f"{r['ratio']:.2f}",
+            f"{r['mean_error']:.2f}",
+            f"{r['sd_ratio_min']:.2f}-{r['sd_ratio_max']:.2f}",
+            "" if r["khat"] is None else f"{r['khat']:.2f}",
+            f"{r['efficiency']:.0%}",
+        ]
+        words = [true_class(r), r["verdict"], ", ".join(dict.fromkeys(findings))]
+        rows.append([r["posterior"], r["guide"], *numbers, *words, f"{r['seconds']:.0f}"])
+    header = ["posterior", "guide", "ratio", "mean error", "sds", "k-hat", "ESS"]
+    return markdown_table([*header, "truth", "verdict", "findings", "seconds"], rows)
+
+
+NOTE = """Good: within 1.5 floors, standard deviations within a factor of 1.1, means within a tenth
+of one. Bad: a standard deviation off by more than a factor of 1.25, or a mean by more than a
+quarter of one. Both by 10,000 draws of the guide and of the reference, in unconstrained space.
+Findings with "!" say "do not trust", the others "check". Seconds are those of the diagnosis.
+"""
+
+
+def report(records: list[Record]) -> str:
+    """The Markdown page of all records."""
+    judged = [record for record in records if "error" not in record]
+    failed = [record for record in records if "error" in record]
+    lines = [f"* {r['posterior']} {r['guide']}: {r['error']}".split("\n")[0] for r in failed]
+    parts = {
+        "Truth and verdict": confusion(judged) + "\n" + NOTE,
+        "Each guide": table(judged),
+        "Failures": "\n".join(lines or ["None."]) + "\n",
+    }
+    return "\n".join(["# Verdicts\n", *(f"## {head}\n\n{text}" for head, text in parts.items())])
+
+
+def run_all(args: argparse.Namespace) -> None:
+    machine = environment("cpu")
+    done = {tuple(record[key] for key in KEY) for record in read_records(args.out)}
+    for name in args.posteriors:
+        # The last guide's line ends a posterior: others may not exist.
+        for seed in (s for s in args.seeds if (name, "fit", s) not in done):
+            case = load(name, args.data_dir)
+            size = {"dim": case.reference.shape[1], "floor": floor(case.reference)}
+            pyro.set_rng_seed(seed)
+            for guide, make_guide in guides(case, seed):
+                key = dict(zip(KEY, (name, guide, seed), strict=True))
+                if tuple(key.values()) in done:
+                    continue
+                record = judge(case, make_guide, seed)
+                if record is None:
+                    continue
+                if "distance" in record:
+                    record["ratio"] = record["distance"] / size["floor"]
+                append_record(args.out, key | size | record | machine)
+                print(name, guide, record.get("verdict", record.get("error")), flush=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    names = [*data.NAMES, *data.EXTRA, *(PREFIX + name for name in TARGETS)]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", type=Path, help="holds the folder posteriordb")
+    parser.add_argument("--posteriors", nargs="+", default=names, choices=names, metavar="NAME")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
+    parser.add_argument("--report", action="store_true", help="only write the page beside --out")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    if args.report:
+        args.out.with_suffix(".md").write_text(report(read_records(args.out)), encoding="utf-8")
+        return
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(args.threads)
+    run_all(args)
+
+
+if __name__ == "__main__":
+    main(parser().parse_args())
