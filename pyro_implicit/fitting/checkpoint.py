@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ def same_start(path: Path) -> None:
 
 
 def save_checkpoint(
-    path: Path, state: Any, parameters: dict[str, Tensor], optimiser: torch.optim.Optimizer
+    path: Path,
+    state: Any,
+    parameters: Mapping[str, Tensor],
+    optimisers: Mapping[str, torch.optim.Optimizer],
 ) -> None:
     """Write all that training depends on, the random streams too.
 
@@ -31,11 +35,12 @@ def save_checkpoint(
 
     :param state: an object whose attributes are to be kept.
     :param parameters: unconstrained, by name.
+    :param optimisers: all, by name.
     """
     content = {
         "state": vars(state),
         "parameters": {name: value.detach() for name, value in parameters.items()},
-        "optimiser": optimiser.state_dict(),
+        "optimisers": {name: optimiser.state_dict() for name, optimiser in optimisers.items()},
         "random": _random(),
     }
     _write(path, content)
@@ -43,7 +48,10 @@ def save_checkpoint(
 
 @torch.no_grad()
 def load_checkpoint(
-    path: Path, state: Any, parameters: dict[str, Tensor], optimiser: torch.optim.Optimizer
+    path: Path,
+    state: Any,
+    parameters: Mapping[str, Tensor],
+    optimisers: Mapping[str, torch.optim.Optimizer],
 ) -> None:
     """Put all back in place, as :func:`save_checkpoint` found it.
 
@@ -60,7 +68,8 @@ def load_checkpoint(
         )
     for name, value in parameters.items():
         value.copy_(content["parameters"][name])
-    optimiser.load_state_dict(content["optimiser"])
+    for name, optimiser in optimisers.items():
+        optimiser.load_state_dict(content["optimisers"][name])
     vars(state).update(content["state"])
     _set_random(content["random"])
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from tqdm import tqdm
 
 from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
 from pyro_implicit.infer import InjectiveELBO
+from pyro_implicit.infer.own_networks import NetworkELBO
 
 __all__ = ["Schedule", "train"]
 
@@ -54,7 +56,8 @@ class Schedule:
             return False
         windows = torch.tensor(losses, dtype=torch.float64).reshape(-1, self.window)
         means = windows.nanmean(-1)
-        error = windows[-2:].flatten().std() / math.sqrt(2 * self.window)
+        latest = windows[-2:].flatten()
+        error = latest[latest.isfinite()].std() / math.sqrt(2 * self.window)
         return bool(means[-2:].mean() > means[:-2].min() - error)
 
     def is_exact(self, losses: list[float], num_particles: int) -> bool:
@@ -80,7 +83,7 @@ def train(
     loss: Trace_ELBO,
     *args: Any,
     schedule: Schedule | None = None,
-    checkpoint: Path | None = None,
+    checkpoint: str | Path | None = None,
     checkpoint_every: int = 500,
     progress: bool = False,
     name: str = "fit",
@@ -100,9 +103,12 @@ def train(
     state = _State()
     parameters = _parameters(model, guide, loss, args, kwargs)
     optimiser = torch.optim.Adam(list(parameters.values()), lr=schedule.lr)
-    file = None if checkpoint is None else checkpoint / f"{name}.pt"
+    optimisers: dict[str, torch.optim.Optimizer] = {"": optimiser}
+    if isinstance(loss, NetworkELBO):
+        optimisers |= loss.optimisers
+    file = None if checkpoint is None else Path(checkpoint) / f"{name}.pt"
     if file is not None and file.exists():
-        load_checkpoint(file, state, parameters, optimiser)
+        load_checkpoint(file, state, parameters, optimisers)
     first, last = len(state.losses), schedule.num_steps
     latest_decay = last - round(last * schedule.decay)
     bar = tqdm(total=last, initial=first, desc=name, disable=not progress)
@@ -122,7 +128,7 @@ def train(
         )
         state.finished = is_exact or step + 1 >= decay_start + round(last * schedule.decay)
         if file is not None and (state.finished or (step + 1) % checkpoint_every == 0):
-            save_checkpoint(file, state, parameters, optimiser)
+            save_checkpoint(file, state, parameters, optimisers)
         bar.update()
         if step % 50 == 0:
             bar.set_postfix(loss=f"{state.losses[-1]:.3f}", refresh=False)
@@ -135,13 +141,14 @@ def _parameters(
 ) -> dict[str, Tensor]:
     """All that one evaluation of the loss touches, by its name in Pyro's parameter store.
 
-    The guide's own name is left out: it may be another one when training is resumed.
+    The guide's own name is replaced: it may be another one when training is resumed.
     """
     with poutine.trace(param_only=True) as capture:
-        loss.differentiable_loss(model, guide, *args, **kwargs)
+        # Backwards too: some ELBOs make the optimisers of their networks on that way.
+        loss.differentiable_loss(model, guide, *args, **kwargs).backward()
     prefix = f"{getattr(guide, '_pyro_name', '')}."
     return {
-        name.removeprefix(prefix): site["value"].unconstrained()
+        re.sub(f"^{re.escape(prefix)}", "<guide>.", name): site["value"].unconstrained()
         for name, site in _params(capture.trace)
     }
 

@@ -20,6 +20,7 @@ class NetworkELBO(ImplicitELBO, nn.Module):
 
     ``networks`` is an :class:`torch.nn.ModuleDict`, so that ``ELBOModule.parameters()`` and
     ``state_dict()`` have them after the first step; they are in Pyro's parameter store too.
+    ``optimisers`` are theirs, by site.
 
     :param optim: arguments of :class:`torch.optim.Adam`.
     """
@@ -31,7 +32,7 @@ class NetworkELBO(ImplicitELBO, nn.Module):
         super().__init__(num_particles, **kwargs)
         self.networks = nn.ModuleDict()
         self._optim = optim
-        self._optimisers: dict[str, torch.optim.Optimizer] = {}
+        self.optimisers: dict[str, torch.optim.Optimizer] = {}
 
     def site_network(self, name: str, make: Callable[[], nn.Module], like: Tensor) -> nn.Module:
         """The network of a site.
@@ -50,10 +51,10 @@ class NetworkELBO(ImplicitELBO, nn.Module):
     def descend(self, name: str, network: nn.Module, loss: Tensor) -> None:
         """One step of the site's network; nothing of it is left to the guide's optimiser."""
         parameters = list(network.parameters())
-        optimiser = self._optimisers.get(name)
+        optimiser = self.optimisers.get(name)
         if optimiser is None or not _same(optimiser.param_groups[0]["params"], parameters):
             optimiser = torch.optim.Adam(parameters, **self._optim)
-            self._optimisers[name] = optimiser
+            self.optimisers[name] = optimiser
         gradients = torch.autograd.grad(loss, parameters)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient

@@ -194,7 +194,7 @@ def test_critic_learns_the_difference_of_scores(framed):
     elbo = AmortizedKSD_ELBO(200, Affine, 10, {"lr": 0.05})
     for _ in range(40):
         elbo.differentiable_loss(target, guide).backward()
-        elbo._optimisers["x"].param_groups[0]["lr"] *= 0.93
+        elbo.optimisers["x"].param_groups[0]["lr"] *= 0.93
     weight = -frame.T @ PRECISION @ frame + torch.linalg.inv(matrix @ matrix.T)
     critic = elbo.networks["x"]
     torch.testing.assert_close(critic.weight.detach(), weight, rtol=0.1, atol=0.15)
@@ -227,7 +227,7 @@ def test_critic_of_a_change_of_variables_and_of_a_context():
     elbo = AmortizedKSD_ELBO(100, Conditional, 10, {"lr": 0.05})
     for _ in range(40):
         elbo.differentiable_loss(model, guide).backward()
-        elbo._optimisers["x"].param_groups[0]["lr"] *= 0.93
+        elbo.optimisers["x"].param_groups[0]["lr"] *= 0.93
     critic = elbo.networks["x"]  # -(v - c) / 0.25 of the target and v of q
     assert critic.of_value.item() == pytest.approx(-3, abs=0.2)
     assert critic.of_context.item() == pytest.approx(4, abs=0.2)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training that was killed and resumed, against one that was not."""
+
+from __future__ import annotations
+
+import os
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoNormal
+
+from pyro_implicit.fitting import checkpoint as checkpoint_module
+from pyro_implicit.fitting.training import Schedule, train
+from pyro_implicit.generators import GatedMLP, ResidualGenerator
+from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
+from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
+from pyro_implicit.infer import (
+    AVB_ELBO,
+    GPVI_ELBO,
+    LIVI_ELBO,
+    AmortizedKSD_ELBO,
+    ImplicitELBO,
+    InjectiveELBO,
+)
+
+# Short windows: the decay begins in the midst of it, at a step that a resumed run must know.
+SCHEDULE = Schedule(num_steps=24, window=2, decay=0.25, max_gap=0.0)
+
+
+class Model:
+    """Two latents and a learnt parameter; dies like a killed process after so many runs."""
+
+    def __init__(self, dies_after=None, subsample_size=None):
+        self.num_runs, self.dies_after, self.subsample_size = 0, dies_after, subsample_size
+
+    def __call__(self):
+        self.num_runs += 1
+        if self.num_runs == self.dies_after:
+            raise KeyboardInterrupt
+        x = pyro.sample("x", dist.Normal(pyro.param("loc", torch.tensor(0.5)), 1.0))
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        y = torch.linspace(-1.0, 3.0, 10)
+        with pyro.plate("rows", 10, self.subsample_size) as rows:
+            pyro.sample("y", dist.Normal(x, scale), obs=y[rows])
+
+
+KINDS = {
+    "semi-implicit": lambda model: (
+        AutoSemiImplicit(model, lambda size: GatedMLP(size, size, hidden=(4,))),
+        LIVI_ELBO(4),
+    ),
+    "injective": lambda model: (
+        AutoImplicit(model, lambda size: AutoregressiveGenerator(size, hidden=(4,))),
+        InjectiveELBO(4, coverage=1.0, nonfinite="skip"),
+    ),
+    "normal": lambda model: (AutoNormal(model), ImplicitELBO(2)),
+    # These train networks of their own.
+    "avb": lambda model: (
+        AutoImplicit(model, lambda size: GatedMLP(size, size, hidden=(4,))),
+        AVB_ELBO(4, num_entropy_particles=8),
+    ),
+    "ksd": lambda model: (
+        AutoImplicit(model, lambda size: GatedMLP(size, size, hidden=(4,))),
+        AmortizedKSD_ELBO(4),
+    ),
+    "gpvi": lambda model: (
+        AutoImplicit(model, lambda size: ResidualGenerator(size, 1, hidden=(4,))),
+        GPVI_ELBO(8),
+    ),
+}
+
+
+def run(kind, folder, seed=0, dies_after=None, subsample_size=None, every=5, schedule=SCHEDULE):
+    """As in a process of its own: the losses, all parameters, and the model."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    model = Model(dies_after, subsample_size)
+    guide, loss = KINDS[kind](model)
+    losses = train(model, guide, loss, schedule=schedule, checkpoint=folder, checkpoint_every=every)
+    parameters = {name: p.detach().clone() for name, p in pyro.get_param_store().named_parameters()}
+    return losses, parameters, model
+
+
+def assert_same(left, right):
+    assert left[0] == right[0]
+    assert left[1].keys() == right[1].keys()
+    for name, value in left[1].items():
+        assert torch.equal(value, right[1][name]), name
+
+
+def check_resumed(kind, folder, stops, **kwargs):
+    expected = run(kind, None, **kwargs)
+    assert len(expected[0]) >= 12 and len(expected[1]) > 2
+    for number, stop in enumerate(stops):
+        with pytest.raises(KeyboardInterrupt):
+            run(kind, folder, seed=number, dies_after=stop, **kwargs)
+    # Another seed: all that was random comes from the file.
+    assert_same(run(kind, folder, seed=99, **kwargs), expected)
+
+
+@pytest.mark.parametrize("subsample_size", [None, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_is_the_uninterrupted_one(kind, subsample_size, tmp_path):
+    check_resumed(kind, tmp_path, [11], subsample_size=subsample_size)
+
+
+@pytest.mark.parametrize("stops", [[15], [13, 8, 3], [9, 5, 3, 11]])
+def test_killed_at_many_moments(stops, tmp_path):
+    """Right after a writing, before one, and while it starts again."""
+    check_resumed("injective", tmp_path, stops, every=3)
+
+
+def test_killed_before_the_first_writing(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run("normal", tmp_path, dies_after=6)
+    assert not list(tmp_path.iterdir())
+    assert_same(run("normal", tmp_path), run("normal", None))
+
+
+def test_a_finished_run_returns_at_once(tmp_path):
+    finished = run("normal", tmp_path)
+    again = run("normal", tmp_path, seed=5)
+    assert_same(finished, again)
+    assert again[2].num_runs < 6 < finished[2].num_runs  # one evaluation, to know the parameters
+
+
+def test_files_by_name_in_folders_yet_to_be_made(tmp_path):
+    model = Model()
+    folder = tmp_path / "deep" / "folder"
+    arguments = {"schedule": Schedule(num_steps=3), "checkpoint": str(folder)}
+    for name in ("one", "two"):
+        train(model, AutoNormal(model), ImplicitELBO(), name=name, **arguments)
+    assert sorted(path.name for path in folder.iterdir()) == ["one.pt", "two.pt"]
+
+
+def test_the_guide_may_have_another_name(tmp_path):
+    """``fit`` counts its guides, and a new process begins to count anew."""
+
+    def once(name, dies_after=None):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        model = Model(dies_after)
+        guide = AutoNormal(model)
+        guide._pyro_set_supermodule(name, guide._pyro_context)
+        train(model, guide, ImplicitELBO(), schedule=SCHEDULE, checkpoint=tmp_path)
+        return guide.locs.x.detach().clone()
+
+    train_all = SCHEDULE.num_steps + 2
+    with pytest.raises(KeyboardInterrupt):
+        arguments = {"checkpoint_every": 5, "checkpoint": tmp_path, "schedule": SCHEDULE}
+        pyro.set_rng_seed(0)
+        model = Model(dies_after=min(train_all, 12))
+        guide = AutoNormal(model)
+        guide._pyro_set_supermodule("fit0", guide._pyro_context)
+        train(model, guide, ImplicitELBO(), **arguments)
+    resumed = once("fit7")
+    (tmp_path / "fit.pt").unlink()
+    assert torch.equal(resumed, once("fit0"))
+
+
+def test_another_guide_is_refused(tmp_path):
+    run("normal", tmp_path)
+    message = r"the checkpoint .*fit\.pt has parameters .*but model and guide have .*Cure: resume"
+    with pytest.raises(ValueError, match=message):
+        run("injective", tmp_path)
+    (tmp_path / "fit.pt").unlink()
+    model = Model()
+    wide = AutoSemiImplicit(model, lambda size: GatedMLP(size, size, hidden=(5,)))
+    train(model, wide, LIVI_ELBO(2), schedule=Schedule(num_steps=2), checkpoint=tmp_path)
+    with pytest.raises(ValueError, match=message):
+        run("semi-implicit", tmp_path)
+
+
+def break_replace(monkeypatch):
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", fail)
+
+
+def break_save(monkeypatch):
+    save = torch.save
+
+    def half(content, file):
+        save(content, file)
+        file.truncate(file.tell() // 2)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch, "save", half)
+
+
+@pytest.mark.parametrize("breaks", [break_replace, break_save])
+def test_a_partial_file_never_replaces_a_good_one(breaks, tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        run("normal", tmp_path, dies_after=12)
+    good = (tmp_path / "fit.pt").read_bytes()
+    with monkeypatch.context() as patch:
+        breaks(patch)
+        with pytest.raises(OSError, match="no space"):
+            run("normal", tmp_path)
+    assert (tmp_path / "fit.pt").read_bytes() == good
+    assert_same(run("normal", tmp_path, seed=3), run("normal", None))
+    assert [path.name for path in tmp_path.iterdir()] == ["fit.pt"]
+
+
+def test_the_same_start(tmp_path):
+    """The first call keeps the random streams, the next ones put them back."""
+    draws = []
+    for seed in (1, 2):
+        pyro.set_rng_seed(seed)
+        checkpoint_module.same_start(tmp_path / "start.pt")
+        draws.append(torch.randn(3))
+    assert torch.equal(*draws)
+    pyro.set_rng_seed(1)
+    assert torch.equal(draws[0], torch.randn(3))

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule in closed form, and training on posteriors that are known."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.distributions import constraints
+from pyro.infer import Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+
+from pyro_implicit.fitting.frames import gaussian_guide
+from pyro_implicit.fitting.training import Schedule, train
+from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
+from pyro_implicit.guides import AutoImplicit
+from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
+
+Y = torch.tensor([1.0, 2.0, 4.5])
+
+
+def conjugate(y=Y):
+    x = pyro.sample("x", dist.Normal(0.0, 2.0))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+
+def test_the_rate_falls_along_a_cosine():
+    schedule = Schedule(num_steps=200, lr=0.4, decay=0.25)
+    assert schedule.rate(0, 200) == schedule.rate(70, 70) == 0.4
+    assert schedule.rate(80, 70) == pytest.approx(0.2 * (1 + math.cos(math.pi / 5)))
+    assert schedule.rate(95, 70) == pytest.approx(0.2)
+    assert schedule.rate(120, 70) == schedule.rate(150, 70) == 0.0
+    assert Schedule(num_steps=4, decay=0.0).rate(3, 4) == 0.01
+
+
+def rates(schedule, monkeypatch):
+    """The learning rates that a whole training has used, and its losses."""
+    found = []
+    step = torch.optim.Adam.step
+
+    def spy(self):
+        found.append(self.param_groups[0]["lr"])
+        return step(self)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", spy)
+    losses = train(conjugate, AutoNormal(conjugate), ImplicitELBO(2), schedule=schedule)
+    return found, losses
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.25, 1.0])
+def test_the_last_steps_decay_without_a_plateau(decay, monkeypatch):
+    schedule = Schedule(num_steps=20, lr=0.02, decay=decay)
+    found, losses = rates(schedule, monkeypatch)
+    start = 20 - round(20 * decay)
+    assert found == [schedule.rate(step, start) for step in range(20)]
+    assert found[max(start - 1, 0)] == 0.02 and len(losses) == 20
+
+
+def test_a_plateau_starts_the_decay(monkeypatch):
+    monkeypatch.setattr(Schedule, "stands_still", lambda self, losses: len(losses) in (6, 9))
+    schedule = Schedule(num_steps=40, lr=0.02, decay=0.25)
+    found, losses = rates(schedule, monkeypatch)
+    assert len(losses) == 16  # six, then ten of decay
+    assert found == [schedule.rate(step, 6) for step in range(16)]
+
+
+def noisy(trend):
+    noise = torch.randn(len(trend), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return (torch.tensor(trend, dtype=torch.float64) + noise).tolist()
+
+
+def test_made_losses_stand_still_or_fall():
+    schedule = Schedule(window=50)
+    falling = noisy([-0.05 * step for step in range(400)])
+    assert not any(schedule.stands_still(falling[:end]) for end in range(401))
+    flat = noisy([-0.05 * step for step in range(200)] + [-10.0] * 200)
+    # Not before two whole windows lie in the plateau.
+    still = [end for end in range(401) if schedule.stands_still(flat[:end])]
+    assert still and still[0] in (300, 350) and all(end % 50 == 0 for end in still)
+    rising = noisy([0.05 * step for step in range(400)])
+    assert [end for end in range(401) if schedule.stands_still(rising[:end])] == [
+        200, 250, 300, 350, 400,
+    ]  # fmt: skip
+
+
+def test_a_plateau_is_judged_by_its_standard_error():
+    """The last two windows' mean against the lowest before, at one standard error of 8 losses."""
+    schedule = Schedule(window=4)
+    spread = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
+    error = spread.std().item() / math.sqrt(8)
+    for gap, still in [(1.01 * error, False), (0.99 * error, True)]:
+        losses = [5.0] * 4 + [1.0] * 4 + (1.0 - gap + spread).tolist()
+        assert schedule.stands_still(losses) == still
+        assert not schedule.stands_still(losses[:-1])
+
+
+def test_skipped_steps_do_not_hide_a_plateau():
+    losses = noisy([0.0] * 200)
+    losses[::10] = [math.nan] * 20
+    assert Schedule(window=50).stands_still(losses)
+    falling = noisy([-0.05 * step for step in range(200)])
+    falling[::10] = [math.nan] * 20
+    assert not Schedule(window=50).stands_still(falling)
+
+
+def test_exactness_by_the_spread_of_losses():
+    losses = [3.0, 3.2] * 12 + [3.1]
+    variance = torch.tensor(losses, dtype=torch.float64).var().item()
+    gap = 0.5 * 8 * variance
+    assert Schedule(max_gap=1.01 * gap).is_exact(losses, 8)
+    assert not Schedule(max_gap=0.99 * gap).is_exact(losses, 8)
+    schedule = Schedule(max_gap=1e9)
+    assert [end for end in range(80) if schedule.is_exact((losses * 4)[:end], 8)] == [25, 50, 75]
+    assert Schedule(max_gap=1.01 * gap).is_exact([100.0] * 25 + losses, 8)
+    assert not schedule.is_exact([math.nan] + losses[1:], 8)
+
+
+def exact_guide():
+    precision = 0.25 + 3
+    frame = gaussian_guide(
+        conjugate, torch.tensor([7.5 / precision]), torch.tensor([[precision**-0.5]])
+    )
+    return AutoImplicit(conjugate, AutoregressiveGenerator, base_guide=frame)
+
+
+def test_an_exact_density_stops_at_the_posterior():
+    torch.set_default_dtype(torch.float64)
+    losses = train(conjugate, exact_guide(), InjectiveELBO(16))
+    assert len(losses) == 25
+    covariance = torch.eye(3) + 4
+    evidence = dist.MultivariateNormal(torch.zeros(3), covariance).log_prob(Y.double())
+    assert losses[-1] == pytest.approx(-evidence.item(), abs=0.02)
+    # No other loss says how far the guide is.
+    assert len(train(conjugate, AutoNormal(conjugate), ImplicitELBO(2),
+                     schedule=Schedule(num_steps=30, max_gap=1e9))) == 30  # fmt: skip
+    never = Schedule(num_steps=30, max_gap=0.0)
+    assert len(train(conjugate, exact_guide(), InjectiveELBO(16), schedule=never)) == 30
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("loss", [Trace_ELBO(4, vectorize_particles=True), ImplicitELBO(4)])
+def test_a_conjugate_posterior(loss, dtype):
+    torch.set_default_dtype(dtype)
+    guide = AutoNormal(conjugate)
+    losses = train(conjugate, guide, loss, Y.to(dtype), schedule=Schedule(num_steps=300, lr=0.1))
+    assert len(losses) <= 300
+    assert guide.locs.x.item() == pytest.approx(7.5 / 3.25, abs=0.06)
+    assert guide.scales.x.item() == pytest.approx(3.25**-0.5, rel=0.06)
+    assert guide.locs.x.dtype == dtype
+
+
+def with_param(y):
+    loc = pyro.param("loc", torch.tensor(3.0))
+    scale = pyro.param("scale", torch.tensor(1.0), constraint=constraints.positive)
+    with pyro.plate("rows", len(y)):
+        x = pyro.sample("x", dist.Normal(loc, 1.0))
+        pyro.sample("y", dist.Normal(x, scale), obs=y)
+
+
+def test_parameters_of_the_model_are_learnt():
+    y = torch.tensor([3.0, 3.5, 6.5, 7.0])
+    train(with_param, AutoNormal(with_param), ImplicitELBO(8), y, schedule=Schedule(300, lr=0.1))
+    # The greatest evidence: y ~ N(loc, 1 + scale^2)
+    assert pyro.param("loc").item() == pytest.approx(5.0, abs=0.25)
+    assert pyro.param("scale").item() == pytest.approx(math.sqrt(3.125 - 1), abs=0.25)
+
+
+class Flaky:
+    """The conjugate model, not finite at some of its runs."""
+
+    def __init__(self, is_bad, bad=math.nan):
+        self.num_runs, self.is_bad, self.bad = 0, is_bad, bad
+
+    def __call__(self):
+        self.num_runs += 1
+        x = pyro.sample("x", dist.Normal(0.0, 2.0))
+        term = self.bad if self.is_bad(self.num_runs) else 0.0
+        pyro.sample("y", dist.Normal(x, 1.0).expand([3]).to_event(1), obs=Y)
+        with pyro.validation_enabled(False):
+            pyro.factor("term", torch.tensor(term))
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_steps_without_a_finite_loss_leave_the_guide_alone(bad):
+    seen = []
+    model = Flaky(lambda run: run > 10 and run % 3 == 0, bad)
+    guide = AutoNormal(model)
+
+    class Spy(ImplicitELBO):
+        def differentiable_loss(self, *args, **kwargs):
+            seen.append([p.detach().clone() for p in guide.parameters()])
+            return super().differentiable_loss(*args, **kwargs)
+
+    losses = train(model, guide, Spy(4, nonfinite="skip"), schedule=Schedule(num_steps=60))
+    skipped = [math.isnan(loss) for loss in losses]
+    assert len(losses) == 60 and 10 < sum(skipped) < 25
+    # The first evaluation was before the first step.
+    after = seen[2:] + [[p.detach() for p in guide.parameters()]]
+    for left, right, skip in zip(seen[1:], after, skipped, strict=True):
+        same = [torch.equal(a, b) for a, b in zip(left, right, strict=True)]
+        assert all(same) if skip else not any(same)
+
+
+def test_fifty_bad_steps_in_a_row_are_too_many():
+    model = Flaky(lambda run: run > 15)
+    guide = AutoNormal(model)
+    message = r"not finite for 50 steps in a row, the last of them step \d+\. Cure: run the ELBO"
+    with pytest.raises(RuntimeError, match=message) as error:
+        train(model, guide, ImplicitELBO(2, nonfinite="skip"), schedule=Schedule(num_steps=200))
+    assert "a lower lr" in str(error.value)
+    assert model.num_runs < 70
+    # 49 are not
+    model = Flaky(lambda run: run > 15 and (run - 15) % 50)
+    train(model, AutoNormal(model), ImplicitELBO(2, nonfinite="skip"), schedule=Schedule(120))
+
+
+def test_infinite_gradients_leave_the_guide_alone():
+    """sqrt has one at 0, where its value is finite."""
+    runs = []
+
+    def model():
+        runs.append(0)
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        if len(runs) % 2:
+            pyro.factor("cusp", (x - x.detach()).abs().sqrt())
+
+    guide = AutoNormal(model)
+    loss = Trace_ELBO()
+    losses = train(model, guide, loss, schedule=Schedule(num_steps=40))
+    assert all(math.isfinite(value) for value in losses)
+    assert all(p.isfinite().all() for p in guide.parameters())
+    assert guide.locs.x != 0
+
+
+def test_gradients_are_cut(monkeypatch):
+    norms = []
+    step = torch.optim.Adam.step
+
+    def spy(self):
+        gradients = [p.grad.flatten() for group in self.param_groups for p in group["params"]]
+        norms.append(torch.cat(gradients).norm().item())
+        return step(self)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", spy)
+    far = torch.tensor([1e4])
+    for clip_norm in (0.5, 1e9):
+        pyro.clear_param_store()
+        schedule = Schedule(num_steps=3, clip_norm=clip_norm)
+        train(conjugate, AutoNormal(conjugate), ImplicitELBO(2), far, schedule=schedule)
+    assert norms[:3] == pytest.approx([0.5] * 3) and min(norms[3:]) > 1e3
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_the_bar_can_be_off(progress, capsys):
+    schedule = Schedule(num_steps=5)
+    guide = AutoNormal(conjugate)
+    train(conjugate, guide, ImplicitELBO(2), schedule=schedule, progress=progress, name="my run")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert ("my run: 100%" in err and "5/5" in err and "loss=" in err) if progress else err == ""
+
+
+def test_errors_pass_through():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        runs.append(x)
+        if len(runs) > 12:
+            raise ZeroDivisionError("of the model")
+
+    runs: list = []
+    with pytest.raises(ZeroDivisionError, match="of the model"):
+        train(model, AutoNormal(model), ImplicitELBO())
+    assert len(runs) == 13
+
+
+def test_seeds():
+    found = []
+    for seed in (1, 1, 2):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(seed)
+        guide = AutoNormal(conjugate)
+        found.append(train(conjugate, guide, ImplicitELBO(2), schedule=Schedule(num_steps=9)))
+    assert found[0] == found[1] != found[2]
