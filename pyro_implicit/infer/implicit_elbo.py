@@ -185,7 +185,9 @@ class ImplicitELBO(Trace_ELBO):
             self._guess_max_plate_nesting(model, guide, args, kwargs)
         if is_messenger or not (self.vectorize_particles or self._has_implicit_sites):
             for _ in range(self.num_particles):
-                yield self._get_trace(model, guide, args, kwargs)
+                traces = self._get_trace(model, guide, args, kwargs)
+                self._weigh_and_check(*traces)
+                yield traces
             return
         with DrawMessenger(self.transport) as drawn:
             guide_trace = poutine.trace(self._vectorized_num_particles(guide)).get_trace(
@@ -208,6 +210,10 @@ class ImplicitELBO(Trace_ELBO):
             parts = self.score_parts(replace(site, prior=prior))
             set_score_parts(guide_trace.nodes[name], parts, site.log_abs_det)
         guide_trace.compute_score_parts()
+        self._weigh_and_check(model_trace, guide_trace)
+        yield model_trace, guide_trace
+
+    def _weigh_and_check(self, model_trace: Trace, guide_trace: Trace) -> None:
         apply_weights(
             model_trace,
             guide_trace,
@@ -216,7 +222,6 @@ class ImplicitELBO(Trace_ELBO):
             self.inverse_temperature,
         )
         check_log_probs(model_trace, guide_trace, type(self).__name__, self.num_steps)
-        yield model_trace, guide_trace
 
     def _run_model(self, particles: ParticleModel) -> Trace:
         """The model's trace for all particles, in the chosen way."""
