@@ -95,9 +95,11 @@ def moments_table(cells: Cells, posteriors: list[str], method: str) -> str:
 
 
 def seconds(cells: Cells, posterior: str, method: str) -> float | None:
-    """Median wall time of the runs that did not fail; one that was stopped counts as it stands."""
+    """Median CPU time of the runs that did not fail; one that was stopped counts as it stands."""
     records = cells.get((posterior, method), [])
-    times = [r["seconds"] for r in records if r.get("error", "TimeLimit").startswith("TimeLimit")]
+    times = [
+        r["cpu_seconds"] for r in records if r.get("error", "TimeLimit").startswith("TimeLimit")
+    ]
     return median(times) if times else None
 
 
@@ -161,7 +163,7 @@ def summary(cells: Cells, posteriors: list[str]) -> str:
         ours, nuts = (median(column) for column in zip(*timed, strict=True))
         faster = sum(a < b for a, b in timed)
         lines.append(
-            f"median wall time {ours:.0f} s, NUTS {nuts:.0f} s; faster on {faster} of {len(timed)}"
+            f"median CPU time {ours:.0f} s, NUTS {nuts:.0f} s; faster on {faster} of {len(timed)}"
         )
     return "".join(f"* {line}\n" for line in lines)
 
@@ -170,7 +172,7 @@ NOTE = f"""Ratios: sliced 1-Wasserstein distance, whitened, 200 directions, 10,0
 multiple of the floor, the distance of two halves of the reference (a perfect guide comes out at
 about 0.7); for NUTS of that of 1,000 reference draws from the others. Median over seeds, in
 brackets the worst. Near-Gaussian: AutoMultivariateNormal or AutoLaplaceApproximation within
-{GOOD:g} floors. Equalled: not above the other, or not above 1. Seconds are wall time, start
+{GOOD:g} floors. Equalled: not above the other, or not above 1. Seconds are CPU time, start
 included; a run stopped by the time limit counts with it. Posteriors that posteriordb does not have
 are in the tables and not in the summary.
 """

@@ -20,13 +20,13 @@ def record(posterior: str, method: str, ratio: float, seed: int = 0, **more: Any
     """A run whose distance is ``ratio`` floors of 0.02 (NUTS: of 0.05)."""
     floor = 0.05 if method == "NUTS" else 0.02
     made = {"posterior": posterior, "method": method, "seed": seed, "dim": 3, "floor": 0.02}
-    made |= {"nuts_floor": 0.05, "distance": ratio * floor, "seconds": 10.0, "mean_error": 0.01}
+    made |= {"nuts_floor": 0.05, "distance": ratio * floor, "cpu_seconds": 10.0, "mean_error": 0.01}
     return made | {"sd_ratio_min": 0.9, "sd_ratio_max": 1.1} | more
 
 
 def failed(posterior: str, method: str, error: str, seed: int = 0) -> dict:
     made = {"posterior": posterior, "method": method, "seed": seed, "dim": 3, "floor": 0.02}
-    return made | {"nuts_floor": 0.05, "seconds": 7.0, "error": error}
+    return made | {"nuts_floor": 0.05, "cpu_seconds": 7.0, "error": error}
 
 
 RECORDS = [
@@ -42,9 +42,9 @@ RECORDS = [
     record(C, "AutoIAFNormal", 0.8),
     record(B, "AutoNormalizingFlow", 2.0),
     failed(C, "AutoNormalizingFlow", "ValueError: nan"),
-    record(A, "NUTS", 1.1, seconds=50.0),
-    record(B, "NUTS", 1.2, seconds=5.0),
-    failed(C, "NUTS", "TimeLimit: more than 7 s") | {"seconds": 600.0},
+    record(A, "NUTS", 1.1, cpu_seconds=50.0),
+    record(B, "NUTS", 1.2, cpu_seconds=5.0),
+    failed(C, "NUTS", "TimeLimit: more than 7 s") | {"cpu_seconds": 600.0},
 ]
 
 
@@ -98,7 +98,7 @@ def test_summary() -> None:
         "* on these, AutoMultivariateNormal beaten or equalled: 2 of 2; lost",
         f"* on these, AutoIAFNormal beaten or equalled: 1 of 2; lost ({B})",
         "* on these, AutoNormalizingFlow beaten or equalled: 2 of 2; lost",
-        "* median wall time 10 s, NUTS 50 s; faster on 2 of 3",
+        "* median CPU time 10 s, NUTS 50 s; faster on 2 of 3",
     ]
 
 

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the tables of ``results/*.md`` into the csv files that ``docs/evidence.rst`` shows.
+
+::
+
+    python -m benchmarks.evidence
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from benchmarks.common import RESULTS
+
+DOCS = Path(__file__).parent.parent / "docs" / "evidence"
+PAGES = ("posteriordb", "hard_geometries", "verdicts")
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """The Markdown tables of a page, each a list of rows of cells, without their rules."""
+    found: list[list[list[str]]] = []
+    inside = False
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            inside = False
+            continue
+        if not inside:
+            found.append([])
+            inside = True
+        cells = [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
+        if not all(set(cell) <= set(":-") for cell in cells):
+            found[-1].append(cells)
+    return found
+
+
+def main() -> None:
+    DOCS.mkdir(exist_ok=True)
+    for page in PAGES:
+        path = RESULTS / f"{page}.md"
+        for number, rows in enumerate(tables(path.read_text()) if path.exists() else []):
+            with (DOCS / f"{page}_{number}.csv").open("w", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
