@@ -133,7 +133,17 @@ def test_targets_need_no_data() -> None:
 )
 def test_true_class(low: float, high: float, mean_error: float, ratio: float, truth: str) -> None:
     record = {"sd_ratio_min": low, "sd_ratio_max": high, "mean_error": mean_error, "ratio": ratio}
-    assert verdicts.true_class(record) == truth
+    assert verdicts.true_class(record | {"sd_noise": 1.0}) == truth
+
+
+def test_noise_of_the_reference_is_forgiven() -> None:
+    reference = torch.randn(4000, 2, generator=torch.Generator().manual_seed(0))
+    assert 1 < verdicts.sd_noise(reference) < 1.1
+    noise = verdicts.sd_noise((4 * reference).exp())  # hardly any variance is ever seen
+    assert noise > 1.3
+    record = {"sd_ratio_min": 1.0, "sd_ratio_max": noise, "mean_error": 0.0, "ratio": 1.0}
+    assert verdicts.true_class(record | {"sd_noise": noise}) == "good"
+    assert verdicts.true_class(record | {"sd_noise": 1.0}) == "bad"
 
 
 def test_findings_have_names() -> None:
@@ -146,6 +156,12 @@ def test_findings_have_names() -> None:
 
 
 def test_false_trust_is_named() -> None:
-    errors = {"sd_ratio_min": 0.5, "sd_ratio_max": 1.0, "mean_error": 0.0, "ratio": 5.0}
+    errors = {
+        "sd_noise": 1.0,
+        "sd_ratio_min": 0.5,
+        "sd_ratio_max": 1.0,
+        "mean_error": 0.0,
+        "ratio": 5.0,
+    }
     record = {"posterior": "p", "guide": "g", "verdict": "trust"} | errors
     assert "false trust (trust when bad): 1 (p g)" in verdicts.confusion([record])
