@@ -15,12 +15,22 @@ from torch import Tensor
 __all__ = ["load_checkpoint", "same_start", "save_checkpoint"]
 
 
-def same_start(path: Path) -> None:
-    """Let a resumed run begin with the random streams of the first, which are kept in a file."""
-    if path.exists():
-        _set_random(torch.load(path, weights_only=False))
-    else:
-        _write(path, _random())
+def same_start(path: Path, settings: dict[str, Any]) -> None:
+    """Let a resumed run begin with the random streams of the first, which are kept in a file.
+
+    :param settings: those of the run, which must be the same.
+    :raises ValueError: if they are not.
+    """
+    if not path.exists():
+        _write(path, {"settings": settings, "random": _random()})
+        return
+    content = torch.load(path, weights_only=False)
+    if content["settings"] != settings:
+        raise ValueError(
+            f"the checkpoint in {path.parent} is of a run with {content['settings']}, but this one "
+            f"has {settings}. Cure: another folder, or the same settings"
+        )
+    _set_random(content["random"])
 
 
 def save_checkpoint(

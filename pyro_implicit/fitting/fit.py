@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pyro
 import torch
@@ -18,7 +17,7 @@ from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal
 from torch import Tensor
 
 from pyro_implicit.fitting.checkpoint import same_start
-from pyro_implicit.fitting.frames import gaussian_guide
+from pyro_implicit.fitting.frames import gaussian_guide, own_names
 from pyro_implicit.fitting.modes import Modes, find_modes
 from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.fitting.weights import mixture_weights
@@ -33,9 +32,6 @@ __all__ = ["Fit", "fit"]
 
 MAX_DENSE_DIM = 100
 NEAR_ENOUGH = 0.01  # nats
-
-AnyGuide = TypeVar("AnyGuide", bound=AutoGuide)
-_count = itertools.count()
 
 
 @dataclass
@@ -114,13 +110,21 @@ def fit(
         with the same arguments, and ends with the same parameters to the last bit.
     :param checkpoint_every: steps between two writings.
     :param progress: whether to show a bar for each training.
-    :raises ValueError: for an unknown guide, or a model whose log-density is nowhere finite.
+    :raises ValueError: for an unknown guide, a model whose log-density is nowhere finite, or a
+        checkpoint of a run with other settings (that its data were others goes unnoticed).
     """
     folder = None if checkpoint is None else Path(checkpoint)
     if seed is not None:
         pyro.set_rng_seed(seed)
     if folder is not None:
-        same_start(folder / "start.pt")
+        settings = {
+            "guide": guide if isinstance(guide, str) else type(guide).__name__,
+            "num_steps": num_steps,
+            "lr": lr,
+            "num_particles": num_particles,
+            "seed": seed,
+        }
+        same_start(folder / "start.pt", settings)
     resume: dict[str, Any] = {
         "checkpoint": folder,
         "checkpoint_every": checkpoint_every,
@@ -139,7 +143,7 @@ def fit(
         raise ValueError('loss is for a given guide; guide="auto" chooses its own')
     density = _density(model, args, kwargs)
     if density is None:
-        guide = _named(AutoSemiImplicit(model, init_scale=0.01))
+        guide = own_names(AutoSemiImplicit(model, init_scale=0.01))
         return Fit(guide, run("semi-implicit", guide, default_loss(guide, min(num_particles, 8))))
 
     modes = find_modes(density)
@@ -148,7 +152,7 @@ def fit(
         for frame in _frames(model, modes, args, kwargs)
     ]
     if len(parts) > 1:
-        mixture = _named(AutoMixture(model, parts))
+        mixture = own_names(AutoMixture(model, parts))
         losses = []
         for index, part in enumerate(mixture.components):
             loss = InjectiveELBO(num_particles, nonfinite="skip")
@@ -159,7 +163,7 @@ def fit(
         mixture.log_weights = weights.log_weights
         return Fit(mixture, losses, {"mixture": weights.elbo.item()}, len(parts))
 
-    injective = _named(parts[0])
+    injective = own_names(parts[0])
     losses = run("injective", injective, default_loss(injective, num_particles))
     log_weights = _log_weights(model, injective, args, kwargs)
     result = Fit(injective, losses, {"injective": log_weights.mean().item()}, 1)
@@ -168,7 +172,7 @@ def fit(
     draws = density.unconstrain(injective.sample_posterior(10_000))
     scale_tril = torch.linalg.cholesky(draws.mT.cov())
     frame = gaussian_guide(model, draws.mean(0), scale_tril, *args, **kwargs)
-    semi_implicit = _named(AutoSemiImplicit(model, base_guide=frame))
+    semi_implicit = own_names(AutoSemiImplicit(model, base_guide=frame))
     losses = run("semi-implicit", semi_implicit, default_loss(semi_implicit, num_particles))
     bound = _log_weights(model, semi_implicit, args, kwargs).mean().item()
     result.bounds["semi-implicit"] = bound
@@ -213,11 +217,3 @@ def _log_weights(
     """
     log_weights = weighted_draws(model, guide, *args, **kwargs).log_weights
     return log_weights.sort().values[len(log_weights) // 100 :]
-
-
-def _named(guide: AnyGuide) -> AnyGuide:
-    """A guide with names of its own in Pyro's parameter store: there all of a class share theirs,
-    and the next guide would replace the values of this one.
-    """
-    guide._pyro_set_supermodule(f"fit{next(_count)}", guide._pyro_context)
-    return guide

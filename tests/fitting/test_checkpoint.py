@@ -210,8 +210,14 @@ def test_the_same_start(tmp_path):
     draws = []
     for seed in (1, 2):
         pyro.set_rng_seed(seed)
-        checkpoint_module.same_start(tmp_path / "start.pt")
+        checkpoint_module.same_start(tmp_path / "start.pt", {"seed": 1})
         draws.append(torch.randn(3))
     assert torch.equal(*draws)
     pyro.set_rng_seed(1)
     assert torch.equal(draws[0], torch.randn(3))
+
+
+def test_the_start_of_other_settings_is_refused(tmp_path):
+    checkpoint_module.same_start(tmp_path / "start.pt", {"seed": 1})
+    with pytest.raises(ValueError, match=r"is of a run with {'seed': 1}, but this .*another folder"):
+        checkpoint_module.same_start(tmp_path / "start.pt", {"seed": 2})
