@@ -219,5 +219,5 @@ def test_the_same_start(tmp_path):
 
 def test_the_start_of_other_settings_is_refused(tmp_path):
     checkpoint_module.same_start(tmp_path / "start.pt", {"seed": 1})
-    with pytest.raises(ValueError, match=r"is of a run with {'seed': 1}, but this .*another folder"):
+    with pytest.raises(ValueError, match=r"a run with {'seed': 1}, but this .*another folder"):
         checkpoint_module.same_start(tmp_path / "start.pt", {"seed": 2})
