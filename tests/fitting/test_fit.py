@@ -248,6 +248,8 @@ def test_two_fits_keep_their_own_values():
     assert (draw(other.guide)["weight"].mean(0) - before["weight"].mean(0)).norm() > 1
     mixtures = [quick(two_modes, seed=seed, num_steps=9) for seed in (0, 1)]
     assert not torch.equal(*(draw(mixture.guide)["x"] for mixture in mixtures))
+    # Each of two components gets 9 / sqrt(2) steps.
+    assert [len(mixture.losses) for mixture in mixtures] == [14, 14]
     assert_equal(draw(first.guide), before)
 
 

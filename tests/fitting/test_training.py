@@ -169,6 +169,15 @@ def test_parameters_of_the_model_are_learnt():
     assert pyro.param("scale").item() == pytest.approx(math.sqrt(3.125 - 1), abs=0.25)
 
 
+def test_guide_and_model_may_have_parameters_of_one_name():
+    """The autoguide's loc is not the model's."""
+    guide = AutoImplicit(with_param, AutoregressiveGenerator)
+    train(with_param, guide, InjectiveELBO(2), Y, schedule=Schedule(num_steps=2))
+    start = guide.loc.detach().clone(), pyro.param("loc").item()
+    train(with_param, guide, InjectiveELBO(2), Y, schedule=Schedule(num_steps=2))
+    assert (guide.loc != start[0]).all() and pyro.param("loc").item() != start[1]
+
+
 class Flaky:
     """The conjugate model, not finite at some of its runs."""
 
