@@ -142,14 +142,14 @@ def test_an_exact_density_stops_at_the_posterior():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("loss", [Trace_ELBO(4, vectorize_particles=True), ImplicitELBO(4)])
+@pytest.mark.parametrize("loss", [Trace_ELBO(16, vectorize_particles=True), ImplicitELBO(16)])
 def test_a_conjugate_posterior(loss, dtype):
     torch.set_default_dtype(dtype)
     guide = AutoNormal(conjugate)
     losses = train(conjugate, guide, loss, Y.to(dtype), schedule=Schedule(num_steps=300, lr=0.1))
     assert len(losses) <= 300
-    assert guide.locs.x.item() == pytest.approx(7.5 / 3.25, abs=0.06)
-    assert guide.scales.x.item() == pytest.approx(3.25**-0.5, rel=0.06)
+    assert guide.locs.x.item() == pytest.approx(7.5 / 3.25, abs=0.15)
+    assert guide.scales.x.item() == pytest.approx(3.25**-0.5, rel=0.12)
     assert guide.locs.x.dtype == dtype
 
 
