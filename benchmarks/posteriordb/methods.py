@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 import pyro
+import torch
 from pyro.infer import MCMC, NUTS, SVI
 from pyro.infer.autoguide import (
     AutoGuide,
@@ -149,7 +150,16 @@ def implicit(posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws
     return draw(result.guide, budget.draws, *posterior.args), info
 
 
+def best_gaussian(posterior: Any, seed: int, budget: Budget) -> tuple[Draws, Info]:
+    """No method but a yardstick: the Gaussian with the reference's own mean and covariance."""
+    density = LatentDensity(posterior.model, *posterior.args)
+    reference = density.unconstrain(posterior.reference())
+    gaussian = torch.distributions.MultivariateNormal(reference.mean(0), reference.mT.cov())
+    return density.constrain(gaussian.sample((budget.draws,))), {}
+
+
 METHODS: dict[str, Method] = {
+    "best Gaussian": best_gaussian,
     "AutoNormal": _svi(_gaussian(AutoNormal)),
     "AutoMultivariateNormal": _svi(_gaussian(AutoMultivariateNormal)),
     # Its guide is a point: more particles would repeat it.

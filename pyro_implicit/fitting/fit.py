@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pyro
-import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal
 from torch import Tensor
 
 from pyro_implicit.fitting.checkpoint import same_start
-from pyro_implicit.fitting.frames import gaussian_guide, own_names
+from pyro_implicit.fitting.frames import gaussian_guide, own_names, scaled_cholesky
 from pyro_implicit.fitting.modes import Modes, find_modes
 from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.fitting.weights import mixture_weights
@@ -76,9 +75,9 @@ def fit(
        and heavy tails;
     3. several modes make an :class:`AutoMixture` of such guides, whose weights maximise its ELBO
        (each is trained for ``num_steps`` over the square root of their number);
-    4. if one mode's guide is not within a hundredth of a nat of the posterior, an
-       :class:`AutoSemiImplicit` is trained by :class:`LIVI_ELBO` as well, for every other shape,
-       and the one of the higher bound is kept.
+    4. if that is not within a hundredth of a nat of the posterior, an :class:`AutoSemiImplicit` is
+       trained by :class:`LIVI_ELBO` as well, for every other shape, and the one of the higher bound
+       is kept.
 
     Of more latents, or with data that the model subsamples, an :class:`AutoSemiImplicit` of
     diagonal frame is trained by :class:`LIVI_ELBO`.
@@ -147,37 +146,38 @@ def fit(
         return Fit(guide, run("semi-implicit", guide, default_loss(guide, min(num_particles, 8))))
 
     modes = find_modes(density)
+    exact: AutoImplicit | AutoMixture
     parts = [
         AutoImplicit(model, AutoregressiveGenerator, base_guide=frame)
         for frame in _frames(model, modes, args, kwargs)
     ]
-    if len(parts) > 1:
-        mixture = own_names(AutoMixture(model, parts))
+    if len(parts) == 1:
+        name, exact = "injective", own_names(parts[0])
+        losses = run(name, exact, default_loss(exact, num_particles))
+    else:
+        name, exact = "mixture", own_names(AutoMixture(model, parts))
         losses = []
-        for index, part in enumerate(mixture.components):
+        for index, part in enumerate(exact.components):
             loss = InjectiveELBO(num_particles, nonfinite="skip")
             losses += run(f"mode-{index}", part, loss, share=len(parts) ** -0.5)
         with poutine.block():
-            mixture(*args, **kwargs)
-        weights = mixture_weights(density, mixture.get_posterior().components)
-        mixture.log_weights = weights.log_weights
-        return Fit(mixture, losses, {"mixture": weights.elbo.item()}, len(parts))
-
-    injective = own_names(parts[0])
-    losses = run("injective", injective, default_loss(injective, num_particles))
-    log_weights = _log_weights(model, injective, args, kwargs)
-    result = Fit(injective, losses, {"injective": log_weights.mean().item()}, 1)
+            exact(*args, **kwargs)
+        components = exact.get_posterior().components
+        exact.log_weights = mixture_weights(density, components).log_weights
+    log_weights = _log_weights(model, exact, args, kwargs)
+    result = Fit(exact, losses, {name: log_weights.mean().item()}, len(parts))
     if 0.5 * log_weights.var() < NEAR_ENOUGH:
         return result
-    draws = density.unconstrain(injective.sample_posterior(10_000))
-    scale_tril = torch.linalg.cholesky(draws.mT.cov())
+
+    draws = density.unconstrain(exact.sample_posterior(10_000))
+    scale_tril = scaled_cholesky(draws.mT.cov())
     frame = gaussian_guide(model, draws.mean(0), scale_tril, *args, **kwargs)
     semi_implicit = own_names(AutoSemiImplicit(model, base_guide=frame))
     losses = run("semi-implicit", semi_implicit, default_loss(semi_implicit, num_particles))
     bound = _log_weights(model, semi_implicit, args, kwargs).mean().item()
-    result.bounds["semi-implicit"] = bound
-    if bound > result.bounds["injective"]:
+    if bound > result.bounds[name]:
         result.guide, result.losses = semi_implicit, losses
+    result.bounds["semi-implicit"] = bound
     return result
 
 

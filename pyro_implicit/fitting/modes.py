@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_implicit.fitting.frames import scaled_cholesky
 from pyro_implicit.infer.latent_density import LatentDensity
 
 __all__ = ["Modes", "find_modes"]
@@ -162,7 +163,7 @@ def _separate(density: LatentDensity, found: Modes, max_gap: float) -> tuple[Mod
             num_met[nearest] += 1
     # Judged anew with many draws: the best of many paths was in part the luckiest.
     loc, root = found.loc[kept], found.scale_tril[kept]
-    modes = Modes(loc, _cholesky(root @ root.mT), gaussian_elbo(density, loc, root, 256))
+    modes = Modes(loc, scaled_cholesky(root @ root.mT), gaussian_elbo(density, loc, root, 256))
     return modes, torch.tensor(num_met)
 
 
@@ -175,13 +176,6 @@ def _root_of_inverse(hessian: Tensor) -> tuple[Tensor, Tensor]:
     is_concave = (values < 0).all(-1)
     values = values.abs().clamp(min=10 * torch.finfo(values.dtype).eps)
     return scale.unsqueeze(-1) * vectors * values.rsqrt().unsqueeze(-2), is_concave
-
-
-def _cholesky(covariance: Tensor) -> Tensor:
-    """The Cholesky factor, found after scaling to a unit diagonal."""
-    scale = covariance.diagonal(dim1=-2, dim2=-1).sqrt()
-    correlation = covariance / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
-    return scale.unsqueeze(-1) * torch.linalg.cholesky(correlation)
 
 
 def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
