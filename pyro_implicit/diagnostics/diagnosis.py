@@ -127,7 +127,7 @@ class Diagnosis:
             limits = KHAT_OF_EVEN if self.efficiency > GOOD_WEIGHTS else KHAT
             yield from limits.judge(self.bound.khat, reason, FIT_BETTER)
         if self.no_density and not self.broken:
-            cure = "AutoSemiImplicit with LIVI_ELBO or ResidualGenerator with InjectiveELBO"
+            cure = "AutoSemiImplicit with LIVI_ELBO, or AutoregressiveGenerator with InjectiveELBO"
             reason = "no importance weights, without which no guide is trusted"
             yield Finding("check", reason, cure)
         checks = (

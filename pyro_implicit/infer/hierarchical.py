@@ -62,7 +62,7 @@ class HierarchicalELBO(ImplicitELBO):
             raise ValueError(
                 f"evidence_bound knows no density of site '{name}', whose distribution "
                 f"is {type(implicit).__name__}. Cure: give the site a SemiImplicit or a generator "
-                "that is injective (ResidualGenerator), or use AutoSemiImplicit"
+                "that is injective (AutoregressiveGenerator), or use AutoSemiImplicit"
             )
 
     def weighted_draws(

@@ -63,8 +63,9 @@ class ImplicitELBO(Trace_ELBO):
     :param prior_weight: weight of the log-prior, for annealing. Only 1 is Bayes.
     :param entropy_weight: weight of the guide's entropy. Only 1 is Bayes.
     :param inverse_temperature: :math:`\beta` of the target :math:`p(x, \theta)^\beta`, priors
-        included. Raised from near 0 to 1 over the steps it lets a guide find separated modes; only
-        1 is Bayes. All three weights may be changed between steps.
+        included (of an autoguide's latents, in unconstrained space). Raised from near 0 to 1 over
+        the steps it lets a guide find separated modes; only 1 is Bayes. All three weights may be
+        changed between steps.
     :param nonfinite: ``"raise"`` an error that names the term, or ``"skip"`` such steps (leaving
         all parameters alone, returning nan) and count them in ``num_skipped``.
     :raises ValueError: for arguments out of range; at the first step, for a guide with an implicit

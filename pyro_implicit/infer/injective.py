@@ -30,8 +30,9 @@ class InjectiveELBO(ImplicitELBO):
         \log q(\theta) = \log N(z) - \log |\det J_f(z)|.
 
     No other ELBO for implicit guides is exact: where such a generator is flexible enough, use this.
-    :class:`~pyro_implicit.ResidualGenerator` has its determinant at the price of a k x k matrix;
-    any other generator gets a dense Jacobian.
+    :class:`~pyro_implicit.AutoregressiveGenerator` has its determinant for nothing and is always
+    injective; :class:`~pyro_implicit.ResidualGenerator` has it at the price of a k x k matrix; any
+    other generator gets a dense Jacobian.
 
     By default the gradient takes the path of the draw alone ("sticking the landing"), with
 

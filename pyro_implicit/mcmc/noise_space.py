@@ -62,8 +62,8 @@ class NoiseSpaceReparam(NeuTraReparam):
 
     :param guide: A trained guide whose generator has as many noise dimensions as the model has
         latents, a method ``log_abs_det_jacobian``, and no two noises of the same value, such as
-        :class:`~pyro_implicit.ResidualGenerator`, or
-        :class:`~pyro_implicit.GatedResidualGenerator` for funnels.
+        :class:`~pyro_implicit.AutoregressiveGenerator`, :class:`~pyro_implicit.ResidualGenerator`
+        or :class:`~pyro_implicit.GatedResidualGenerator`.
     :raises TypeError: If the guide is of another kind.
     :raises ValueError: If the guide was never called, or has no exact density.
 
