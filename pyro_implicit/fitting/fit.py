@@ -86,6 +86,7 @@ def fit(
 
     **Example:**
 
+    >>> import pyro, torch
     >>> import pyro.distributions as dist
     >>> def model(y):
     ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))

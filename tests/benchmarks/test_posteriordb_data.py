@@ -132,7 +132,7 @@ def test_models_take_their_data_and_draws(name: str, data_dir: Path) -> None:
     for site, values in density.constrain(latents).items():
         torch.testing.assert_close(values, draws[site], rtol=1e-5, atol=1e-5)
     assert density.log_prob(latents).isfinite().all()
-    assert density._vectorize
+    assert density.is_vectorized
 
 
 def test_unconstrained_coordinates(data_dir: Path) -> None:

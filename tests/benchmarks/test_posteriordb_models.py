@@ -219,7 +219,7 @@ def test_density(case: Case) -> None:
     density, u = LatentDensity(case.model, *arguments(case)), latents(case, 5)
     expected = torch.tensor([case.expected(row) for row in u.numpy()])
     torch.testing.assert_close(density.log_prob(u), expected, rtol=0, atol=case.tolerance)
-    assert density._vectorize  # inside vmap
+    assert density.is_vectorized  # inside vmap
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)

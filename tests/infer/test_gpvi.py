@@ -332,7 +332,7 @@ def test_arguments_and_refusals():
     amortised = ResidualGenerator(3, 1, context_dim=2)
     with_context = Implicit(amortised, 3, context=torch.zeros(2))
     for q, options, message in [
-        (Implicit(nn.Linear(2, 3), 2), {}, "'x' turns 2 into 3. Cure.*ResidualGenerator"),
+        (Implicit(nn.Linear(2, 3), 2), {}, "'x' turns 2 into 3. Cure.*AutoregressiveGenerator"),
         (SemiImplicit(nn.Linear(3, 3), 3, 0.1), {}, "'x'.*SemiImplicit.*Cure"),
         (Implicit(nn.Linear(3, 3), normal), {}, "GPVI_ELBO wants standard normal.*'x'.*Cure"),
         (with_context, {"jacobian": "helper"}, "'x' has a context.*Cure"),
