@@ -120,6 +120,23 @@ def test_the_higher_bound_is_kept(kept, monkeypatch):
     assert isinstance(result.guide, AutoSemiImplicit) == (kept == "semi-implicit")
 
 
+def test_a_folded_guide_is_trained_again(monkeypatch):
+    """One whose loss promises more than its bound keeps; the second is taken as it is."""
+    semi_implicit = []
+
+    def log_weights(model, guide, args, kwargs):
+        if not isinstance(guide, AutoSemiImplicit):
+            return torch.tensor([-51.0, -49.0])
+        semi_implicit.append(guide)
+        return torch.tensor([-101.0, -99.0]) if len(semi_implicit) == 1 else torch.zeros(2)
+
+    module = importlib.import_module("pyro_implicit.fitting.fit")
+    monkeypatch.setattr(module, "_log_weights", log_weights)
+    result = quick(funnel, num_steps=4)
+    assert len(semi_implicit) == 2 and result.guide is semi_implicit[1]
+    assert result.bounds == {"injective": -50.0, "semi-implicit": 0.0}
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_separate_modes_get_a_mixture(seed):
     result = quick(two_modes, num_steps=100, num_particles=32, seed=seed)
