@@ -17,7 +17,7 @@ from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal
 from torch import Tensor
 
 from pyro_implicit.fitting.checkpoint import same_start
-from pyro_implicit.fitting.frames import gaussian_guide, own_names, scaled_cholesky
+from pyro_implicit.fitting.frames import gaussian_guide, own_names
 from pyro_implicit.fitting.modes import Modes, find_modes
 from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.fitting.weights import mixture_weights
@@ -26,7 +26,8 @@ from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.guides.auto_mixture import AutoMixture
 from pyro_implicit.infer import LIVI_ELBO, ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.evidence_bound import weighted_draws
-from pyro_implicit.infer.latent_density import LatentDensity, SubsampledError
+from pyro_implicit.infer.latent_density import LatentDensity
+from pyro_implicit.infer.traces import SubsampledError
 
 __all__ = ["Fit", "fit"]
 
@@ -174,7 +175,7 @@ def fit(
         return result
 
     draws = density.unconstrain(exact.sample_posterior(10_000))
-    scale_tril = scaled_cholesky(draws.mT.cov())
+    scale_tril = torch.linalg.cholesky(draws.mT.cov())
     frame = gaussian_guide(model, draws.mean(0), scale_tril, *args, **kwargs)
     for attempt in ("semi-implicit", "semi-implicit-again"):
         semi_implicit = own_names(AutoSemiImplicit(model, base_guide=frame))

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pyro.distributions.constraints as constraints
-import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal, init_to_median
 from pyro.nn import PyroParam
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from pyro_implicit.guides.initialization import start_flat_priors
 
-__all__ = ["gaussian_guide", "own_names", "scaled_cholesky"]
+__all__ = ["gaussian_guide", "own_names"]
 
 AnyGuide = TypeVar("AnyGuide", bound=AutoGuide)
 _count = itertools.count()
@@ -69,10 +68,3 @@ def own_names(guide: AnyGuide) -> AnyGuide:
     """
     guide._pyro_set_supermodule(f"{type(guide).__name__}{next(_count)}", guide._pyro_context)
     return guide
-
-
-def scaled_cholesky(covariance: Tensor) -> Tensor:
-    """The Cholesky factor, found after scaling to a unit diagonal."""
-    scale = covariance.diagonal(dim1=-2, dim2=-1).sqrt()
-    correlation = covariance / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
-    return scale.unsqueeze(-1) * torch.linalg.cholesky(correlation)

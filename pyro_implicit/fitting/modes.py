@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_implicit.fitting.frames import scaled_cholesky
 from pyro_implicit.infer.latent_density import LatentDensity
 
 __all__ = ["Modes", "find_modes"]
@@ -163,7 +162,7 @@ def _separate(density: LatentDensity, found: Modes, max_gap: float) -> tuple[Mod
             num_met[nearest] += 1
     # Judged anew with many draws: the best of many paths was in part the luckiest.
     loc, root = found.loc[kept], found.scale_tril[kept]
-    modes = Modes(loc, scaled_cholesky(root @ root.mT), gaussian_elbo(density, loc, root, 256))
+    modes = Modes(loc(root @ root.mT), gaussian_elbo(density, loc, root, 256))
     return modes, torch.tensor(num_met)
 
 

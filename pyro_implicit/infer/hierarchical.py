@@ -25,6 +25,7 @@ from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.infer.livi import _value_and_jacobian
 from pyro_implicit.infer.sites import ImplicitSite
 from pyro_implicit.infer.square_site import SquareSite, check_square
+from pyro_implicit.infer.traces import log_weights, refuse_subsampling
 from pyro_implicit.infer.vectorize import ParticleModel
 from pyro_implicit.ops.semi_implicit import (
     linearised_reverse_conditional,
@@ -72,14 +73,14 @@ class HierarchicalELBO(ImplicitELBO):
         self._latents = {}
         traces = list(self._get_traces(model, guide, args, kwargs))
         size = self.num_particles // len(traces)
-        log_weights = torch.cat([_total(p, size) - _total(q, size) for p, q in traces])
+        for trace in (trace for pair in traces for trace in pair):
+            refuse_subsampling(trace, "evidence_bound")
+        weights = torch.cat([log_weights(model, guide, size) for model, guide in traces])
         if self._latents:
-            return log_weights, self._latents
+            return weights, self._latents
         # Pyro's own loop ran, which keeps the values in one trace for each particle.
         sites = [n for n, site in traces[0][1].nodes.items() if site["type"] == "sample"]
-        return log_weights, {
-            n: torch.stack([q.nodes[n]["value"] for _, q in traces]) for n in sites
-        }
+        return weights, {n: torch.stack([q.nodes[n]["value"] for _, q in traces]) for n in sites}
 
     def _run_model(self, particles: ParticleModel) -> Trace:
         latents = particles.latents
@@ -160,20 +161,3 @@ class HierarchicalELBO(ImplicitELBO):
         # p / tau = (S + 1) / (num_gaussian N / p + num_prior)
         log_weight = math.log(1 + num_gaussian / num_prior) - softplus(log_ratio(noise))
         return [noise], [log_weight]
-
-
-def _total(trace: Trace, num_particles: int) -> Tensor:
-    """The log-probability of all sites of each particle, ``(num_particles,)``."""
-    total: Any = 0.0
-    for name, site in trace.nodes.items():
-        if site["type"] != "sample":
-            continue
-        for frame in site["cond_indep_stack"]:
-            if frame.full_size is not None and frame.full_size != frame.size:
-                raise ValueError(
-                    f"evidence_bound wants all data, but plate '{frame.name}' of site '{name}' "
-                    f"subsamples {frame.size} of {frame.full_size} elements. Cure: run model and "
-                    "guide without subsample_size"
-                )
-        total = total + site["log_prob"].reshape(num_particles, -1).sum(-1)
-    return total

@@ -18,13 +18,10 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_implicit.guides.initialization import start_flat_priors
+from pyro_implicit.infer.traces import refuse_subsampling
 from pyro_implicit.infer.vectorize import without_validation
 
-__all__ = ["LatentDensity", "SubsampledError"]
-
-
-class SubsampledError(ValueError):
-    """A log-density of all data is wanted, and the model subsamples them."""
+__all__ = ["LatentDensity"]
 
 
 class LatentDensity:
@@ -67,7 +64,7 @@ class LatentDensity:
         prototype = AutoContinuous(traced, init_loc_fn=start_flat_priors(init_loc_fn))
         with poutine.block():
             prototype._setup_prototype(*args, **kwargs)
-        _refuse_subsampling(traced.trace)
+        refuse_subsampling(traced.trace, "the log-density")
         self.shapes: dict[str, torch.Size] = dict(prototype._unconstrained_shapes)
         self.latent_dim: int = prototype.latent_dim
         self.init_loc: Tensor = prototype._init_loc()
@@ -190,14 +187,3 @@ class LatentDensity:
                 if site["type"] == "sample":
                     site["fn"] = without_validation(site["fn"])
             return prune_subsample_sites(trace).log_prob_sum() + log_det
-
-
-def _refuse_subsampling(trace: poutine.Trace) -> None:
-    for name, site in trace.nodes.items():
-        for frame in site.get("cond_indep_stack", ()):
-            if frame.full_size is not None and frame.full_size != frame.size:
-                raise SubsampledError(
-                    f"the log-density wants all data, but plate '{frame.name}' of site '{name}' "
-                    f"subsamples {frame.size} of {frame.full_size} elements. Cure: run the model "
-                    "without subsample_size"
-                )

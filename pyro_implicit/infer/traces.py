@@ -12,7 +12,18 @@ from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-__all__ = ["apply_weights", "log_weights", "set_score_parts", "weigh_particles"]
+__all__ = [
+    "SubsampledError",
+    "apply_weights",
+    "log_weights",
+    "refuse_subsampling",
+    "set_score_parts",
+    "weigh_particles",
+]
+
+
+class SubsampledError(ValueError):
+    """All data are wanted, and the model or the guide subsamples them."""
 
 
 def set_score_parts(site: dict[str, Any], parts: ScoreParts, log_abs_det: Tensor | float) -> None:
@@ -102,3 +113,19 @@ def weigh_particles(model_trace: Trace, guide_trace: Trace, weights: Tensor) -> 
             parts = site.get("score_parts")
             if parts is not None and torch.is_tensor(parts.entropy_term):
                 site["score_parts"] = parts._replace(entropy_term=weigh(parts.entropy_term))
+
+
+def refuse_subsampling(trace: Trace, what: str) -> None:
+    """Check that a trace saw all data.
+
+    :param what: wants them, for the message.
+    :raises SubsampledError: naming plate, site and cure.
+    """
+    for name, site in trace.nodes.items():
+        for frame in site.get("cond_indep_stack", ()):
+            if frame.full_size is not None and frame.full_size != frame.size:
+                raise SubsampledError(
+                    f"{what} wants all data, but plate '{frame.name}' of site '{name}' subsamples "
+                    f"{frame.size} of {frame.full_size} elements. Cure: run the model without "
+                    "subsample_size"
+                )

@@ -15,7 +15,8 @@ from pyro.infer.autoguide import init_to_value
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from pyro_implicit.infer.latent_density import LatentDensity, SubsampledError
+from pyro_implicit.infer.latent_density import LatentDensity
+from pyro_implicit.infer.traces import SubsampledError
 
 
 @pytest.fixture(autouse=True)
