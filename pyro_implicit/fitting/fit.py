@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 import pyro
+import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal

@@ -162,7 +162,8 @@ def _separate(density: LatentDensity, found: Modes, max_gap: float) -> tuple[Mod
             num_met[nearest] += 1
     # Judged anew with many draws: the best of many paths was in part the luckiest.
     loc, root = found.loc[kept], found.scale_tril[kept]
-    modes = Modes(loc(root @ root.mT), gaussian_elbo(density, loc, root, 256))
+    factor = torch.linalg.cholesky(root @ root.mT)
+    modes = Modes(loc, factor, gaussian_elbo(density, loc, root, 256))
     return modes, torch.tensor(num_met)
 
 
