@@ -53,14 +53,14 @@ from tqdm import tqdm
 
 from pyro_implicit import AutoImplicit, AutoSemiImplicit, ResidualGenerator
 from pyro_implicit.infer import AmortizedKSD_ELBO, AmortizedSVGD_ELBO
+from pyro_implicit.infer.engine.gpvi_helper import GPVIHelper
+from pyro_implicit.infer.estimated_score import ScoreELBO
 from pyro_implicit.infer.gpvi import GPVI_ELBO
-from pyro_implicit.infer.gpvi_helper import GPVIHelper
 from pyro_implicit.infer.injective import InjectiveELBO
 from pyro_implicit.infer.kivi import KIVI_ELBO
 from pyro_implicit.infer.livi import LIVI_ELBO
-from pyro_implicit.infer.particles import GFSF, KSD, SVGD
-from pyro_implicit.infer.score import ScoreELBO
 from pyro_implicit.infer.sivi import SIVI_ELBO
+from pyro_implicit.infer.svgd import GFSF, KSD, SVGD
 from pyro_implicit.infer.uivi import UIVI_ELBO
 
 Model = Callable[[], object]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.common import seconds
 from benchmarks.posteriordb.data import EXTRA, NAMES, load
-from pyro_implicit.infer.latent_density import LatentDensity
+from pyro_implicit.density.latent_density import LatentDensity
 
 __all__ = ["THRESHOLD", "stein_z_scores"]
 

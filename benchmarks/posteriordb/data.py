@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.posteriordb import designs, differential_equations, models, regressions
-from pyro_implicit.infer.latent_density import LatentDensity
+from pyro_implicit.density.latent_density import LatentDensity
 
 __all__ = ["EXTRA", "NAMES", "MissingData", "Posterior", "load"]
 

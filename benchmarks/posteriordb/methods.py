@@ -32,9 +32,9 @@ from benchmarks.common import cosine_adam, fit
 from benchmarks.posteriordb.flows import framed_iaf, framed_splines
 from benchmarks.posteriordb.start import good_start
 from pyro_implicit import fitting
+from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.diagnostics import draw
 from pyro_implicit.infer import ImplicitELBO
-from pyro_implicit.infer.latent_density import LatentDensity
 
 __all__ = ["METHODS", "Budget", "Method", "PosteriorLike"]
 

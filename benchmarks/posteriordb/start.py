@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_implicit.infer.latent_density import LatentDensity
+from pyro_implicit.density.latent_density import LatentDensity
 
 __all__ = ["find_mode", "good_start"]
 

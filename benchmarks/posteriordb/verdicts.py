@@ -7,7 +7,7 @@
     python -m benchmarks.posteriordb.verdicts --report
 
 Of each posterior, good guides and bad ones: ``laplace``, the best Gaussian of
-:func:`~pyro_implicit.fitting.modes.find_modes`; ``mean-field``, the best one without correlations
+:func:`~pyro_implicit.density.find_modes`; ``mean-field``, the best one without correlations
 in its place; ``fit``, what :func:`~pyro_implicit.fitting.fit` gives; and, where that is a mixture,
 its first component as ``one mode``. Besides posteriordb's, the ``target:`` ones of
 ``benchmarks.targets`` that need no data. Each adds one line to ``--out``, and none is repeated.
@@ -33,14 +33,14 @@ from benchmarks.posteriordb import data
 from benchmarks.posteriordb.metrics import floor, measure
 from benchmarks.posteriordb.run import reference_of
 from benchmarks.targets import make_target
+from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.modes import find_modes
 from pyro_implicit.diagnostics import draw
-from pyro_implicit.diagnostics.diagnose import diagnose
-from pyro_implicit.diagnostics.diagnosis import Diagnosis
+from pyro_implicit.diagnostics.checkup import diagnose
+from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.fitting import fit
-from pyro_implicit.fitting.frames import gaussian_guide
-from pyro_implicit.fitting.modes import find_modes
+from pyro_implicit.fitting.gaussian import gaussian_guide
 from pyro_implicit.guides.auto_mixture import AutoMixture
-from pyro_implicit.infer.latent_density import LatentDensity
 
 OUT = RESULTS / "verdicts.jsonl"
 KEY = ("posterior", "guide", "seed")

@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
+from pyro_implicit.diagnostics.against_reference import compare
 from pyro_implicit.diagnostics.calibration import Calibration, simulation_based_calibration
-from pyro_implicit.diagnostics.compare import compare
+from pyro_implicit.diagnostics.checkup import diagnose
+from pyro_implicit.diagnostics.comparison import Comparison, SiteComparison
 from pyro_implicit.diagnostics.coverage import uncovered_modes
-from pyro_implicit.diagnostics.diagnose import diagnose
-from pyro_implicit.diagnostics.diagnosis import Diagnosis
 from pyro_implicit.diagnostics.distances import (
     maximum_mean_discrepancy,
     sliced_wasserstein,
     sliced_wasserstein_floor,
     whiten,
 )
-from pyro_implicit.diagnostics.draws import draw
 from pyro_implicit.diagnostics.plots import plot_posteriors
-from pyro_implicit.diagnostics.report import Comparison, SiteComparison
+from pyro_implicit.diagnostics.verdict import Diagnosis
+from pyro_implicit.guides.posterior_draws import draw
 
 __all__ = [
     "Calibration",

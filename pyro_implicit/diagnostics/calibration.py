@@ -17,7 +17,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_implicit.diagnostics.draws import draw
+from pyro_implicit.guides.posterior_draws import draw
 
 __all__ = ["Calibration", "simulation_based_calibration"]
 

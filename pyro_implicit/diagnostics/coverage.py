@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_implicit.infer.latent_density import LatentDensity
+from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.ops import gaussian_entropy
 
 __all__ = ["ModeCoverage", "uncovered_modes"]

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
 from pyro_implicit.infer import InjectiveELBO
-from pyro_implicit.infer.own_networks import NetworkELBO
+from pyro_implicit.infer.engine.networks import NetworkELBO
 
 __all__ = ["Schedule", "train"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_implicit.infer.latent_density import LatentDensity
+from pyro_implicit.density.latent_density import LatentDensity
 
 __all__ = ["MixtureWeights", "mixture_weights"]
 

@@ -16,8 +16,8 @@ from torch.distributions import constraints
 
 from pyro_implicit.distributions import Implicit
 from pyro_implicit.generators import GatedMLP
-from pyro_implicit.guides.draws import AutoDraws
-from pyro_implicit.guides.frames import gaussian_frame
+from pyro_implicit.guides.affine_frame import gaussian_frame
+from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.guides.generator_transform import GeneratorTransform, check_exact
 
 __all__ = ["AutoImplicit"]

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_implicit.distributions.mixture import Mixture
+from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.guides.auto_implicit import AutoImplicit
-from pyro_implicit.guides.draws import AutoDraws
 
 __all__ = ["AutoMixture"]
 
@@ -52,7 +52,7 @@ class AutoMixture(AutoDraws):
     To train, run ``SVI(model, guide.components[k], ...)`` for each k, and then
 
     >>> from pyro_implicit.fitting.weights import mixture_weights
-    >>> from pyro_implicit.infer.latent_density import LatentDensity
+    >>> from pyro_implicit.density.latent_density import LatentDensity
     >>> parts = guide.get_posterior().components
     >>> guide.log_weights = mixture_weights(LatentDensity(model), parts).log_weights
 

@@ -6,23 +6,22 @@ from __future__ import annotations
 from pyro_implicit.infer.amortized_ksd import AmortizedKSD_ELBO
 from pyro_implicit.infer.amortized_svgd import AmortizedSVGD_ELBO
 from pyro_implicit.infer.avb import AVB_ELBO
-from pyro_implicit.infer.evidence_bound import (
+from pyro_implicit.infer.bound import (
     EvidenceBound,
     WeightedDraws,
     evidence_bound,
     weighted_draws,
 )
+from pyro_implicit.infer.engine.nonfinite import NonFiniteError
+from pyro_implicit.infer.engine.sites import ImplicitSite
+from pyro_implicit.infer.estimated_score import AmortizedGFSF_ELBO, ScoreELBO
 from pyro_implicit.infer.gpvi import GPVI_ELBO
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.infer.injective import InjectiveELBO
 from pyro_implicit.infer.kivi import KIVI_ELBO
-from pyro_implicit.infer.latent_density import LatentDensity
 from pyro_implicit.infer.livi import LIVI_ELBO
-from pyro_implicit.infer.nonfinite import NonFiniteError
-from pyro_implicit.infer.particles import GFSF, KSD, SVGD
-from pyro_implicit.infer.score import AmortizedGFSF_ELBO, ScoreELBO
-from pyro_implicit.infer.sites import ImplicitSite
 from pyro_implicit.infer.sivi import SIVI_ELBO
+from pyro_implicit.infer.svgd import GFSF, KSD, SVGD
 from pyro_implicit.infer.uivi import UIVI_ELBO
 
 __all__ = [
@@ -39,7 +38,6 @@ __all__ = [
     "KIVI_ELBO",
     "KSD",
     "LIVI_ELBO",
-    "LatentDensity",
     "NonFiniteError",
     "SIVI_ELBO",
     "SVGD",

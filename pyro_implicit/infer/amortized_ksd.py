@@ -13,10 +13,10 @@ from torch.func import jvp
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import MLP
-from pyro_implicit.infer.draws import moments_log_q
-from pyro_implicit.infer.own_networks import NetworkELBO
-from pyro_implicit.infer.sites import ImplicitSite
-from pyro_implicit.infer.transport import send_gradients
+from pyro_implicit.infer.engine.extra_draws import moments_log_q
+from pyro_implicit.infer.engine.networks import NetworkELBO
+from pyro_implicit.infer.engine.sites import ImplicitSite
+from pyro_implicit.infer.engine.transport import send_gradients
 
 __all__ = ["AmortizedKSD_ELBO"]
 

@@ -10,15 +10,15 @@ from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
-from pyro_implicit.infer.draws import differs_by_particle, moments_log_q
-from pyro_implicit.infer.implicit_elbo import ImplicitELBO
-from pyro_implicit.infer.sites import ImplicitSite
-from pyro_implicit.infer.transport import (
+from pyro_implicit.infer.engine.extra_draws import differs_by_particle, moments_log_q
+from pyro_implicit.infer.engine.sites import ImplicitSite
+from pyro_implicit.infer.engine.transport import (
     particles_first,
     particles_inside,
     second_batch,
     send_gradient,
 )
+from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.ops.functional_gradient import (
     RadialKernel,
     kernel_and_slopes,

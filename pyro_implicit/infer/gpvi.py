@@ -12,12 +12,12 @@ from pyro.distributions.util import sum_rightmost
 from torch import Tensor, nn
 
 from pyro_implicit.distributions import Implicit
-from pyro_implicit.infer.draws import differs_by_particle
-from pyro_implicit.infer.gpvi_helper import GPVIHelper, helper_loss
-from pyro_implicit.infer.own_networks import NetworkELBO
-from pyro_implicit.infer.sites import ImplicitSite
-from pyro_implicit.infer.square_site import SquareSite, check_square
-from pyro_implicit.infer.transport import (
+from pyro_implicit.infer.engine.extra_draws import differs_by_particle
+from pyro_implicit.infer.engine.gpvi_helper import GPVIHelper, helper_loss
+from pyro_implicit.infer.engine.networks import NetworkELBO
+from pyro_implicit.infer.engine.sites import ImplicitSite
+from pyro_implicit.infer.engine.square_site import SquareSite, check_square
+from pyro_implicit.infer.engine.transport import (
     particles_first,
     particles_inside,
     second_batch,
@@ -72,8 +72,8 @@ class GPVI_ELBO(NetworkELBO):
     :param helper: a function ``(core_dim, value_dim) -> module`` that makes the helper network of a
         site, called ``h(core, gradients)`` with the noise that enters the network of the generator
         (all of it, where there is no ``core_dim``) and the kernel's gradients; by default
-        :class:`~pyro_implicit.infer.gpvi_helper.GPVIHelper`. It takes one step in every training
-        step.
+        :class:`~pyro_implicit.infer.engine.gpvi_helper.GPVIHelper`. It takes one step in every
+        training step.
     :param helper_optim: arguments of its :class:`torch.optim.Adam`.
     :param kwargs: see :class:`~pyro_implicit.infer.ImplicitELBO`.
     :raises ValueError: for arguments out of range; at the first step, for the sites that

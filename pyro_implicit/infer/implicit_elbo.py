@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -19,13 +18,14 @@ from pyro.poutine.util import prune_subsample_sites
 from pyro.util import check_model_guide_match, check_site_shape
 from torch import Tensor
 
+from pyro_implicit.density.engine import BatchedRuns
 from pyro_implicit.distributions import Implicit, SemiImplicit, find_implicit
-from pyro_implicit.infer.nonfinite import NonFiniteError, check_gradients, check_log_probs
-from pyro_implicit.infer.prior import SitePrior
-from pyro_implicit.infer.prior_draws import PriorMemory
-from pyro_implicit.infer.sites import DrawMessenger, ImplicitSite
-from pyro_implicit.infer.traces import apply_weights, set_score_parts
-from pyro_implicit.infer.vectorize import ParticleModel, VmapError
+from pyro_implicit.infer.engine.nonfinite import NonFiniteError, check_gradients, check_log_probs
+from pyro_implicit.infer.engine.particles import Particles
+from pyro_implicit.infer.engine.prior import SitePrior
+from pyro_implicit.infer.engine.prior_draws import PriorMemory
+from pyro_implicit.infer.engine.sites import DrawMessenger, ImplicitSite
+from pyro_implicit.infer.engine.traces import apply_weights, set_score_parts
 
 __all__ = ["ImplicitELBO", "ImplicitSite"]
 
@@ -111,7 +111,7 @@ class ImplicitELBO(Trace_ELBO):
         self.num_skipped = 0
         self._value_ndims: dict[str, int] | None = None
         self._has_implicit_sites = False
-        self._vmap_checked = False
+        self._runs = BatchedRuns(type(self).__name__, "vmap" if vectorize_particles else False)
         self._prior_memory: dict[str, PriorMemory] = {}
 
     def score_parts(self, site: ImplicitSite) -> ScoreParts:
@@ -194,7 +194,7 @@ class ImplicitELBO(Trace_ELBO):
             guide_trace = poutine.trace(self._vectorized_num_particles(guide)).get_trace(
                 *args, **kwargs
             )
-        particles = ParticleModel(
+        particles = Particles(
             model,
             guide_trace,
             self.num_particles,
@@ -224,26 +224,11 @@ class ImplicitELBO(Trace_ELBO):
         )
         check_log_probs(model_trace, guide_trace, type(self).__name__, self.num_steps)
 
-    def _run_model(self, particles: ParticleModel) -> Trace:
+    def _run_model(self, particles: Particles) -> Trace:
         """The model's trace for all particles, in the chosen way."""
         if self.num_particles == 1 or self.vectorize_particles == "plate":
             return particles.run_plate(self._vectorized_num_particles)
-        if self.vectorize_particles == "vmap":
-            if self._vmap_checked:
-                return particles.run_vmap()
-            self._vmap_checked = True
-            try:
-                return particles.run_vmap_checked()
-            except VmapError as error:
-                warnings.warn(
-                    f"{type(self).__name__} runs the model one particle at a time, because it "
-                    f"cannot run inside torch.func.vmap ({error}). Cure: write the model without "
-                    ".item() and without branches on latent values, or choose "
-                    'vectorize_particles="plate" or False',
-                    stacklevel=2,
-                )
-                self.vectorize_particles = False
-        return particles.run_loop()
+        return particles.run_all(self._runs)
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """:returns: an estimate of the negative ELBO (nan for a skipped one)."""

@@ -13,10 +13,10 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.distributions import Implicit
+from pyro_implicit.infer.engine.sites import ImplicitSite
+from pyro_implicit.infer.engine.square_site import SquareSite, check_square
+from pyro_implicit.infer.engine.traces import log_weights, weigh_particles
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
-from pyro_implicit.infer.sites import ImplicitSite
-from pyro_implicit.infer.square_site import SquareSite, check_square
-from pyro_implicit.infer.traces import log_weights, weigh_particles
 
 __all__ = ["InjectiveELBO"]
 

@@ -11,15 +11,15 @@ from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
-from pyro_implicit.infer.flat_site import (
+from pyro_implicit.infer.engine.flat_site import (
     FlatSite,
     check_generator,
     check_standard_normal,
     flatten_site,
     mixing_noise,
 )
+from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
-from pyro_implicit.infer.sites import ImplicitSite
 from pyro_implicit.ops.semi_implicit import (
     conditional_log_density,
     hmc_state,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
+from pyro_implicit.mcmc.initial_params import warm_start
 from pyro_implicit.mcmc.noise_space import NoiseSpaceReparam
-from pyro_implicit.mcmc.warm_start import warm_start
 
 __all__ = ["NoiseSpaceReparam", "warm_start"]

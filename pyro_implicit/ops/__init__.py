@@ -40,7 +40,7 @@ from pyro_implicit.ops.logistic_ratio import (
     fit_logistic_ratio,
     logistic_ratio_loss,
 )
-from pyro_implicit.ops.score import (
+from pyro_implicit.ops.score_estimators import (
     gaussian_entropy,
     kernel_stein_discrepancy,
     spectral_score,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.posteriordb import designs
 from benchmarks.posteriordb.data import EXTRA, NAMES, MissingData, load
-from pyro_implicit.infer.latent_density import LatentDensity
+from pyro_implicit.density.latent_density import LatentDensity
 
 RNG = np.random.default_rng(0)
 SIZES = ("diam1", "diam2", "canopy_height", "total_height", "density", "weight")

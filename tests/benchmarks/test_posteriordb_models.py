@@ -21,7 +21,7 @@ from benchmarks.posteriordb import differential_equations as ode
 from benchmarks.posteriordb import models, regressions
 from benchmarks.posteriordb.check import THRESHOLD, stein_z_scores
 from benchmarks.posteriordb.markov import hmm_log_likelihood
-from pyro_implicit.infer.latent_density import LatentDensity
+from pyro_implicit.density.latent_density import LatentDensity
 
 Array = np.ndarray
 RNG = np.random.default_rng(0)

@@ -20,7 +20,7 @@ from torch.distributions import constraints
 from benchmarks.common import read_records
 from benchmarks.posteriordb import methods, metrics, run
 from benchmarks.posteriordb.start import find_mode, good_start
-from pyro_implicit.infer.latent_density import LatentDensity
+from pyro_implicit.density.latent_density import LatentDensity
 
 X = torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]).double().T
 Y = 1000 * torch.tensor([1.0, 2.4, 3.0, 4.6, 4.9, 6.1]).double()

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from benchmarks.common import read_records
 from benchmarks.posteriordb import verdicts
-from pyro_implicit.diagnostics.diagnosis import Diagnosis
+from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.guides.auto_mixture import AutoMixture
-from pyro_implicit.infer.evidence_bound import EvidenceBound
+from pyro_implicit.infer.bound import EvidenceBound
 
 LOC = torch.tensor([1.0, -2.0], dtype=torch.float64)
 COVARIANCE = torch.tensor([[4.0, 1.9], [1.9, 1.0]], dtype=torch.float64)

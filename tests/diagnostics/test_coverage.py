@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.distributions import constraints
 
+from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.diagnostics.coverage import uncovered_modes
-from pyro_implicit.infer.latent_density import LatentDensity
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from pyro.distributions import constraints
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 
-from pyro_implicit.fitting.frames import gaussian_guide
+from pyro_implicit.fitting.gaussian import gaussian_guide
 from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit

@@ -10,8 +10,8 @@ import pyro.distributions as dist
 import pytest
 import torch
 
+from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.fitting.weights import mixture_weights
-from pyro_implicit.infer.latent_density import LatentDensity
 
 
 @pytest.fixture(autouse=True)

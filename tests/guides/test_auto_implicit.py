@@ -27,7 +27,7 @@ from torch import nn
 
 from pyro_implicit import LIVI_ELBO, MLP, MMNN, AutoImplicit, AutoSemiImplicit, GatedMLP
 from pyro_implicit.distributions import unwrap_draw
-from pyro_implicit.infer.sites import DrawMessenger
+from pyro_implicit.infer.engine.sites import DrawMessenger
 
 both = pytest.mark.parametrize("make_guide", [AutoImplicit, AutoSemiImplicit])
 

@@ -22,16 +22,16 @@ from pyro_implicit import (
     ResidualGenerator,
     evidence_bound,
 )
+from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.modes import find_modes
 from pyro_implicit.distributions import IntractableDensityError
-from pyro_implicit.fitting.frames import gaussian_guide
-from pyro_implicit.fitting.modes import find_modes
+from pyro_implicit.fitting.gaussian import gaussian_guide
 from pyro_implicit.fitting.training import Schedule
 from pyro_implicit.fitting.training import train as fit
 from pyro_implicit.fitting.weights import mixture_weights
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
 from pyro_implicit.guides.auto_mixture import AutoMixture
 from pyro_implicit.guides.generator_transform import GeneratorTransform
-from pyro_implicit.infer.latent_density import LatentDensity
 
 
 def model(y=None):

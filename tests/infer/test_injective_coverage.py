@@ -12,12 +12,12 @@ import pytest
 import torch
 from pyro import poutine
 
-from pyro_implicit.fitting.frames import gaussian_guide
+from pyro_implicit.fitting.gaussian import gaussian_guide
 from pyro_implicit.generators import ResidualGenerator
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit
+from pyro_implicit.infer.engine.traces import log_weights, weigh_particles
 from pyro_implicit.infer.injective import InjectiveELBO, _truncated
-from pyro_implicit.infer.traces import log_weights, weigh_particles
 
 
 @pytest.fixture(autouse=True)

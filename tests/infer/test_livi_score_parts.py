@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_implicit import LIVI_ELBO, MLP, GatedMLP, SemiImplicit
-from pyro_implicit.infer.sites import ImplicitSite
+from pyro_implicit.infer.engine.sites import ImplicitSite
 
 DOUBLE = torch.double
 SIZES = [(4, 2), (3, 3), (2, 5), (1, 1)]  # of the value and of the noise

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 from pyro_implicit import MLP, AutoSemiImplicit, Implicit, SemiImplicit
-from pyro_implicit.infer.flat_site import flatten_site, mixing_noise
-from pyro_implicit.infer.sites import ImplicitSite
+from pyro_implicit.infer.engine.flat_site import flatten_site, mixing_noise
+from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.sivi import SIVI_ELBO
 
 DOUBLE = torch.double

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 from pyro_implicit import AutoSemiImplicit, SemiImplicit
-from pyro_implicit.infer.sites import ImplicitSite
+from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.uivi import UIVI_ELBO
 
 DOUBLE = torch.double

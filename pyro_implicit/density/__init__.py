@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model as a function of its latents: its log-density, its starts and its modes."""
+
+from __future__ import annotations
+
+from pyro_implicit.density.engine import SubsampledError
+from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.modes import Modes, find_modes
+
+__all__ = ["LatentDensity", "Modes", "SubsampledError", "find_modes"]

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a posterior's mass may lie: Gaussians found along the way from many starts."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.density.latent_density import LatentDensity
+
+__all__ = ["Modes", "find_modes"]
+
+MIN_DIP = 1.0  # nats
+STEP_SIZES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01, 1e-3)
+
+
+class Modes(NamedTuple):
+    """Gaussians at separate modes, best first: ``loc`` ``(num_modes, latent_dim)``,
+    ``scale_tril`` ``(num_modes, latent_dim, latent_dim)``, ``elbo`` ``(num_modes,)``.
+    """
+
+    loc: Tensor
+    scale_tril: Tensor
+    elbo: Tensor
+
+
+@torch.no_grad()
+def find_modes(
+    density: LatentDensity,
+    num_starts: int = 50,
+    max_rounds: int = 16,
+    max_iterations: int = 100,
+    num_draws: int = 16,
+    max_gap: float = 10.0,
+) -> Modes:
+    r"""Climb a log-density from draws of the prior, and keep the best Gaussian of all ways up.
+
+    Each step is one of Newton's, with the Hessian's eigenvalues made positive, so that saddles
+    repel, and with the best of a few step sizes. At each point u of a path the Gaussian
+    :math:`N(u, |H|^{-1})` is judged by its ELBO: at a mode it is Laplace's approximation, and where
+    there is none, as in a funnel, it is the best on the way. Two tops are separate modes if the
+    log-density between them dips by more than 1 nat. The search goes on from new starts until
+    every mode was met twice: as long as some were met once, others are likely to be missing.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> def model():
+    ...     x = pyro.sample("x", dist.Normal(0.0, 5.0))
+    ...     pyro.sample("y", dist.Normal(x**2, 1.0), obs=torch.tensor(9.0))
+    >>> modes = find_modes(LatentDensity(model), num_starts=10)
+    >>> modes.loc.abs().squeeze(-1).round()
+    tensor([3., 3.])
+
+    :param density: of the model.
+    :param num_starts: paths in each round; the first path begins at ``density.init_loc``.
+    :param max_rounds: at most.
+    :param max_iterations: longest path.
+    :param num_draws: for each ELBO along the paths.
+    :param max_gap: modes whose ELBO is so many nats below the best are dropped.
+    :returns: at least one.
+    :raises ValueError: if the log-density is finite at no start.
+
+    **References:**
+
+    1. Zhang, Carpenter, Gelman and Vehtari (2022), *Pathfinder: Parallel quasi-Newton variational
+       inference* (the best ELBO along a path; theirs uses L-BFGS).
+    2. Dauphin et al. (2014), *Identifying and attacking the saddle point problem in
+       high-dimensional non-convex optimization* (the eigenvalues).
+    3. Good (1953), *The population frequencies of species and the estimation of population
+       parameters* (what was met once tells how much is missing).
+    """
+    starts = torch.cat([density.init_loc.unsqueeze(0), density.sample_prior(num_starts - 1)])
+    found: Modes | None = None
+    for _ in range(max_rounds):
+        best, tops = _climb(density, starts, max_iterations, num_draws)
+        if found is None or best.elbo > found.elbo[0]:
+            first = best
+        else:
+            first = Modes(*(part[:1] for part in found))
+        earlier = [] if found is None else [Modes(*(part[1:] for part in found))]
+        found = Modes(*map(torch.cat, zip(first, *earlier, tops, strict=True)))
+        modes, num_met = _separate(density, found, max_gap)
+        if len(modes.loc) == 1 or (num_met > 1).all():
+            break
+        starts = density.sample_prior(num_starts)
+    return modes
+
+
+def _climb(
+    density: LatentDensity, point: Tensor, max_iterations: int, num_draws: int
+) -> tuple[Modes, Modes]:
+    """The best Gaussian on all paths, and those at the paths' tops."""
+    log_prob, score = density.score(point)
+    finite = log_prob.isfinite() & score.isfinite().all(-1)
+    if not finite.any():
+        raise ValueError(
+            f"the model's log-density is finite at none of {len(point)} draws of its prior. Cure: "
+            "give its sites priors, or an init_loc_fn, in whose range the data are possible"
+        )
+    point, log_prob, score = point[finite], log_prob[finite], score[finite]
+    best: Modes | None = None
+    tops = []
+    for _ in range(max_iterations):
+        factor, is_concave = _root_of_inverse(density.hessian(point))
+        here = Modes(point, factor, gaussian_elbo(density, point, factor, num_draws))
+        if best is None or here.elbo.max() > best.elbo[0]:
+            best = Modes(*(part[here.elbo.argmax()].unsqueeze(0) for part in here))
+        whitened = _apply(factor.mT, score)
+        proposals = point + point.new_tensor(STEP_SIZES)[:, None, None] * _apply(factor, whitened)
+        gain, choice = (_log_prob(density, proposals) - log_prob).max(0)
+        climbs = whitened.square().sum(-1) > 1e-2
+        is_top = is_concave & ~climbs
+        tops.append(Modes(*(part[is_top] for part in here)))
+        climbs &= gain > 0
+        if not climbs.any():
+            break
+        point = proposals[choice, torch.arange(len(point))][climbs]
+        log_prob, score = density.score(point)
+        finite = score.isfinite().all(-1)
+        point, log_prob, score = (part[finite] for part in (point, log_prob, score))
+    assert best is not None
+    return best, Modes(*map(torch.cat, zip(*tops, strict=True)))
+
+
+def gaussian_elbo(density: LatentDensity, loc: Tensor, factor: Tensor, num_draws: int) -> Tensor:
+    """The ELBO of Gaussians, -inf where their draws leave the density's domain.
+
+    :param loc: ``(num_gaussians, latent_dim)``.
+    :param factor: any F with covariance F F^T, ``(num_gaussians, latent_dim, latent_dim)``.
+    :returns: ``(num_gaussians,)``.
+    """
+    noise = torch.randn((num_draws // 2,) + loc.shape, dtype=loc.dtype, device=loc.device)
+    draws = loc + _apply(factor, torch.cat([noise, -noise]))
+    entropy = torch.linalg.slogdet(factor).logabsdet
+    entropy = entropy + 0.5 * loc.shape[-1] * (1 + math.log(2 * math.pi))
+    return (_log_prob(density, draws).mean(0) + entropy).nan_to_num(-math.inf, -math.inf, -math.inf)
+
+
+def _separate(density: LatentDensity, found: Modes, max_gap: float) -> tuple[Modes, Tensor]:
+    """The Gaussians between any two of which the log-density dips, and how often each was met.
+
+    :param found: the best of all points, then tops.
+    """
+    order = 1 + found.elbo[1:].argsort(descending=True)
+    order = order[found.elbo[order] > found.elbo[0] - max_gap]
+    fractions = torch.linspace(0, 1, 11).to(found.loc)[:, None, None]
+    kept, num_met = [0], [0]
+    for candidate in order.tolist():
+        start, end = found.loc[kept], found.loc[candidate]
+        heights = _log_prob(density, start + fractions * (end - start))
+        dip = torch.minimum(heights[0], heights[-1]) - heights.min(0).values
+        nearest = int(dip.argmin())
+        if dip[nearest] > MIN_DIP:
+            kept.append(candidate)
+            num_met.append(1)
+        else:
+            num_met[nearest] += 1
+    # Judged anew with many draws: the best of many paths was in part the luckiest.
+    loc, root = found.loc[kept], found.scale_tril[kept]
+    factor = torch.linalg.cholesky(root @ root.mT)
+    modes = Modes(loc, factor, gaussian_elbo(density, loc, root, 256))
+    return modes, torch.tensor(num_met)
+
+
+def _root_of_inverse(hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """F with F F^T = |H|^-1, by eigenvalues after scaling to a unit diagonal, and whether H < 0."""
+    hessian = torch.nan_to_num(hessian)
+    scale = hessian.diagonal(dim1=-2, dim2=-1).abs().clamp(min=1e-20).rsqrt()
+    scaled = scale.unsqueeze(-1) * hessian * scale.unsqueeze(-2)
+    values, vectors = torch.linalg.eigh(scaled)
+    is_concave = (values < 0).all(-1)
+    values = values.abs().clamp(min=10 * torch.finfo(values.dtype).eps)
+    return scale.unsqueeze(-1) * vectors * values.rsqrt().unsqueeze(-2), is_concave
+
+
+def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
+    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+
+
+def _log_prob(density: LatentDensity, points: Tensor) -> Tensor:
+    """Of points ``(*batch, latent_dim)``; -inf where there is no number."""
+    flat = density.log_prob(points.reshape(-1, points.shape[-1])).reshape(points.shape[:-1])
+    return flat.nan_to_num(-math.inf, -math.inf, -math.inf)

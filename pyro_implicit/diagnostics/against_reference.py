@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A guide beside NUTS: how far its posterior is from the reference's, site by site and jointly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from pyro.infer import MCMC
+from pyro.ops.stats import quantile
+from torch import Tensor
+
+from pyro_implicit.diagnostics.comparison import QUANTILES, Comparison, SiteComparison
+from pyro_implicit.diagnostics.distances import (
+    maximum_mean_discrepancy,
+    sliced_wasserstein,
+    sliced_wasserstein_floor,
+)
+from pyro_implicit.guides.posterior_draws import draw
+
+__all__ = ["compare"]
+
+
+def compare(
+    guide: Callable[..., Any] | Mapping[str, Tensor],
+    reference: MCMC | Mapping[str, Tensor],
+    *args: Any,
+    num_samples: int | None = None,
+    **kwargs: Any,
+) -> Comparison:
+    r"""
+    Compares a guide's posterior with reference draws, in constrained space.
+
+    Every coordinate of every common site gets the mean and standard deviation of both sides, the
+    difference of means in units of the reference's standard deviation, the ratio of standard
+    deviations, and the errors of the 5, 25, 50, 75 and 95 % quantiles in the same units. All
+    coordinates together get a sliced 2-Wasserstein distance with its sampling floor, what a
+    perfect guide would show at these numbers of draws, and a maximum mean discrepancy. The
+    headline is the distance after dividing each coordinate by the reference's standard
+    deviation; where the reference is constant, errors stay in the coordinate's own units.
+
+    :param guide: A Pyro guide, or its draws: a dict of tensors ``(num_samples, *site shape)``.
+    :param reference: A :class:`~pyro.infer.mcmc.api.MCMC` that has run, or a dict of draws.
+    :param args: The arguments of the model and the guide.
+    :param num_samples: Number of draws from the guide; default: as many as the reference has.
+    :param kwargs: The keyword arguments of the model and the guide.
+    :returns: A :class:`Comparison`: print it, plot it, or take its ``to_dict()``.
+    :raises ValueError: If no site is common to both, a site's shapes differ, draws are not
+        finite or fewer than 4 (2 for the guide), or ``num_samples`` comes with a dict of draws.
+
+    **Example:**
+
+        >>> truth = {"z": torch.randn(1000, 2)}
+        >>> narrow = {"z": 0.5 * torch.randn(1000, 2)}
+        >>> report = compare(narrow, truth)
+        >>> bool(report.floor_ratio > 3)
+        True
+    """
+    reference_draws = _reference_draws(reference)
+    num_reference = _count(reference_draws, "reference", at_least=4)
+    if isinstance(guide, Mapping):
+        if num_samples is not None:
+            raise ValueError(
+                "num_samples is the number of draws to take from a guide; a dict of draws is "
+                "compared as it is. Leave num_samples out, or slice the draws."
+            )
+        guide_draws = dict(guide)
+    else:
+        guide_draws = draw(guide, num_samples or num_reference, *args, **kwargs)
+    num_samples = _count(guide_draws, "guide", at_least=2)
+    names = _common_sites(guide_draws, reference_draws)
+    pairs = {name: _aligned(name, guide_draws[name], reference_draws[name]) for name in names}
+
+    x = torch.cat([pair[0].reshape(num_samples, -1) for pair in pairs.values()], dim=-1)
+    y = torch.cat([pair[1].reshape(num_reference, -1) for pair in pairs.values()], dim=-1)
+    scale = _scale(y)
+    x_standard, y_standard = (x - y.mean(dim=0)) / scale, (y - y.mean(dim=0)) / scale
+    return Comparison(
+        sites={name: _compare_site(*pair) for name, pair in pairs.items()},
+        sliced_wasserstein=sliced_wasserstein(x_standard, y_standard).item(),
+        sampling_floor=sliced_wasserstein_floor(y_standard, num_samples).item(),
+        sliced_wasserstein_constrained=sliced_wasserstein(x, y).item(),
+        squared_mmd=maximum_mean_discrepancy(x_standard, y_standard).item(),
+        only_in_guide=tuple(sorted(set(guide_draws) - set(names))),
+        only_in_reference=tuple(sorted(set(reference_draws) - set(names))),
+        guide_draws={name: pair[0] for name, pair in pairs.items()},
+        reference_draws={name: pair[1] for name, pair in pairs.items()},
+    )
+
+
+def _compare_site(x: Tensor, y: Tensor) -> SiteComparison:
+    guide_sd, reference_sd, scale = x.std(dim=0), y.std(dim=0), _scale(y)
+    both_constant = (guide_sd <= _rounding(y)) & (reference_sd <= _rounding(y))
+    sd_ratio = torch.where(both_constant, torch.ones_like(scale), guide_sd / reference_sd)
+    return SiteComparison(
+        guide_mean=x.mean(dim=0),
+        guide_sd=guide_sd,
+        reference_mean=y.mean(dim=0),
+        reference_sd=reference_sd,
+        mean_error=(x.mean(dim=0) - y.mean(dim=0)) / scale,
+        sd_ratio=sd_ratio,
+        quantile_errors=(quantile(x, list(QUANTILES)) - quantile(y, list(QUANTILES))) / scale,
+    )
+
+
+def _scale(reference: Tensor) -> Tensor:
+    """The standard deviation of each coordinate, or 1 where it is constant up to rounding."""
+    sd = reference.std(dim=0)
+    return torch.where(sd > _rounding(reference), sd, torch.ones_like(sd))
+
+
+def _rounding(reference: Tensor) -> Tensor:
+    """The spread that rounding alone can give: structural zeros and ones are not quite constant
+    after a change of variables."""
+    return 10 * torch.finfo(reference.dtype).eps * reference.abs().amax(dim=0)
+
+
+def _reference_draws(reference: MCMC | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if isinstance(reference, MCMC):
+        if reference._samples is None:
+            raise ValueError("the reference MCMC has no draws yet: call its run(...) first.")
+        return reference.get_samples()
+    if not isinstance(reference, Mapping):
+        raise TypeError(
+            "reference must be an MCMC that has run or a dict of draws; got "
+            f"{type(reference).__name__}."
+        )
+    return dict(reference)
+
+
+def _count(draws: dict[str, Tensor], side: str, at_least: int) -> int:
+    """The number of draws, the same at all sites."""
+    counts = {name: value.shape[:1].numel() for name, value in draws.items()}
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"the sites of the {side} have different numbers of draws: {counts}. Every tensor "
+            "must be (num_samples, *site shape)."
+        )
+    count = next(iter(counts.values()), 0)
+    if draws and count < at_least:
+        raise ValueError(f"the {side} has {count} draws; compare needs at least {at_least}.")
+    return count
+
+
+def _common_sites(guide: dict[str, Tensor], reference: dict[str, Tensor]) -> list[str]:
+    names = [name for name in reference if name in guide]
+    if not names:
+        raise ValueError(
+            f"the guide and the reference have no site in common: guide {sorted(guide)}, "
+            f"reference {sorted(reference)}. A reparameterised reference needs its deterministic "
+            "sites added: Predictive(model, mcmc.get_samples())(...)."
+        )
+    return names
+
+
+def _aligned(name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Both sides of one site: checked, in one floating-point type, on the reference's device."""
+    if x.shape[1:] != y.shape[1:]:
+        raise ValueError(
+            f"site {name!r} has shape {tuple(x.shape[1:])} in the guide and "
+            f"{tuple(y.shape[1:])} in the reference (after the sample dimension). Give both "
+            "the same model arguments, and draws as (num_samples, *site shape)."
+        )
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    if not dtype.is_floating_point:
+        dtype = torch.get_default_dtype()
+    x, y = (value.detach().to(device=y.device, dtype=dtype) for value in (x, y))
+    for side, value in (("guide", x), ("reference", y)):
+        bad = int((~value.isfinite()).reshape(len(value), -1).any(dim=-1).sum())
+        if bad:
+            raise ValueError(
+                f"site {name!r}: {bad} of {len(value)} draws of the {side} are not finite. Look "
+                "for a diverged fit, or leave the site out of a dict of draws."
+            )
+    return x, y

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What :func:`~pyro_implicit.diagnostics.diagnose` found, and what it makes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from pyro_implicit.diagnostics.coverage import ModeCoverage
+from pyro_implicit.diagnostics.drift import DriftCheck
+from pyro_implicit.diagnostics.importance import ImportanceCheck
+from pyro_implicit.diagnostics.stein import SteinCheck
+from pyro_implicit.infer.bound import EvidenceBound
+
+__all__ = ["Diagnosis", "Finding", "Verdict"]
+
+Verdict = Literal["trust", "check", "do not trust"]
+
+STEPS = "more steps with a smaller learning rate"
+FIT_BETTER = (
+    "a more flexible guide (AutoSemiImplicit with LIVI_ELBO, with and without a base_guide), "
+    f"{STEPS}, or NUTS"
+)
+
+
+class Finding(NamedTuple):
+    """A reason against a guide, how grave it is, and a cure to try."""
+
+    verdict: Verdict
+    reason: str
+    cure: str
+
+
+class Thresholds(NamedTuple):
+    """Where a number becomes a reason to check, and one not to trust."""
+
+    check: float
+    distrust: float
+
+    def judge(self, value: float, reason: str, cure: str) -> Iterator[Finding]:
+        """The finding, if any."""
+        if not value <= self.distrust:
+            yield Finding("do not trust", reason, cure)
+        elif value > self.check:
+            yield Finding("check", reason, cure)
+
+
+#: Of k-hat: Yao et al. (2018), Vehtari et al. (2024).
+KHAT = Thresholds(0.5, 0.7)
+KHAT_OF_EVEN = Thresholds(0.7, math.inf)
+#: Of the error of a mean, in standard deviations.
+MEAN = Thresholds(0.1, 0.25)
+#: Of the ratio of standard deviations, or its inverse.
+SD = Thresholds(1.08, 1.25)
+#: Share of the draws that the effective sample size must reach for the weights' tail to be moot.
+EVEN_WEIGHTS = 0.99
+#: Share from which on weights leave so little error that a kernel test's significance is moot.
+GOOD_WEIGHTS = 0.9
+#: Nats by which an objective may exceed the certified bound.
+GAP = 0.5
+#: Of the kernel test.
+P_VALUE = 0.003
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """
+    What can be known about a fitted guide without a reference. ``print`` shows all of it.
+
+    :ivar num_samples: Draws of the guide that were looked at.
+    :ivar latent_dim: Their unconstrained dimensions.
+    :ivar bound: Lower bound of the log evidence in nats, with k-hat and effective sample size of
+        the importance weights; None for a guide without density.
+    :ivar no_density: Why there are no importance weights, else empty.
+    :ivar importance: Errors of moments by importance weights; None where k-hat forbids it.
+    :ivar stein: Errors of moments by Stein's identities, and the kernel test.
+    :ivar drift: How draws drift under a few transitions of Hamiltonian Monte Carlo; None if
+        skipped.
+    :ivar gap: The training objective minus the bound, in nats, and its standard error; None
+        without a ``loss``.
+    :ivar coverage: Of the modes that were found or given; None if there was no search.
+    :ivar broken: Why nothing could be tested (collapsed or infinite draws), else empty.
+    """
+
+    num_samples: int
+    latent_dim: int
+    bound: EvidenceBound | None = None
+    no_density: str = ""
+    importance: ImportanceCheck | None = None
+    stein: SteinCheck | None = None
+    drift: DriftCheck | None = None
+    gap: tuple[float, float] | None = None
+    coverage: ModeCoverage | None = None
+    broken: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        """``"trust"``, ``"check"`` or ``"do not trust"``."""
+        verdicts = [finding.verdict for finding in self.findings]
+        order: tuple[Verdict, ...] = ("do not trust", "check")
+        return next((verdict for verdict in order if verdict in verdicts), "trust")
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All reasons against the guide."""
+        return tuple(self._find())
+
+    @property
+    def cures(self) -> tuple[str, ...]:
+        """What to try, the cures of the gravest findings only."""
+        verdict = self.verdict
+        return tuple(dict.fromkeys(f.cure for f in self.findings if f.verdict == verdict))
+
+    @property
+    def efficiency(self) -> float:
+        """The effective sample size of the importance weights, as a share of the draws."""
+        return self.bound.effective_sample_size / self.num_samples if self.bound else 0.0
+
+    def _find(self) -> Iterator[Finding]:
+        if self.broken:
+            yield Finding("do not trust", self.broken, "fit again: a wider start, " + STEPS)
+        if self.bound is not None and self.efficiency < EVEN_WEIGHTS:
+            reason = f"k-hat {self.bound.khat:.2f}: the guide is too narrow somewhere"
+            # Even weights leave a heavy tail little mass.
+            limits = KHAT_OF_EVEN if self.efficiency > GOOD_WEIGHTS else KHAT
+            yield from limits.judge(self.bound.khat, reason, FIT_BETTER)
+        if self.no_density and not self.broken:
+            cure = "AutoSemiImplicit with LIVI_ELBO, or AutoregressiveGenerator with InjectiveELBO"
+            reason = "no importance weights, without which no guide is trusted"
+            yield Finding("check", reason, cure)
+        checks = (
+            ("importance weights", self.importance),
+            ("Stein's identities", self.stein),
+            ("short HMC", self.drift),
+        )
+        for name, check in checks:
+            if check is not None:
+                yield from _moment_findings(name, check)
+        if self.stein is not None and self.efficiency < GOOD_WEIGHTS:
+            p_value = self.stein.kernel.p_value
+            if p_value < P_VALUE:
+                reason = f"the draws do not fit the scores (kernel Stein test, p = {p_value:.3f})"
+                yield Finding("check", reason, FIT_BETTER)
+        if self.gap is not None and self.gap[0] > max(GAP, 3 * self.gap[1]):
+            reason = f"the objective is {self.gap[0]:.1f} nats above the certified bound"
+            yield Finding(
+                "check",
+                reason,
+                "judge fits by evidence_bound; LIVI with log_det='exact', or InjectiveELBO",
+            )
+        if self.coverage is not None and self.coverage.uncovered.any():
+            lost = self.coverage.mass[self.coverage.uncovered].max().item()
+            reason = f"no draws at a mode that holds about {lost:.0%} of the mass"
+            yield Finding("do not trust", reason, "a mixture of guides, tempering, a wider start")
+
+    def __str__(self) -> str:
+        head = f"Diagnosis of {self.num_samples} draws in {self.latent_dim} dimensions"
+        lines = [f"  {name:<20}{text}" for name, text in self._rows()]
+        return "\n".join([head, *lines, *self._verdict_lines()])
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        if self.bound is not None:
+            yield (
+                "importance weights",
+                f"k-hat {self.bound.khat:.2f}, effective sample size {self.efficiency:.0%}",
+            )
+            yield (
+                "log evidence",
+                f"at least {self.bound.value:.2f} +- {self.bound.standard_error:.2f}",
+            )
+        else:
+            yield "importance weights", f"none: {self.no_density or 'not computed'}"
+        if self.importance is not None:
+            yield "  would correct", _moments(self.importance)
+        if self.stein is not None:
+            yield "Stein's identities", _moments(self.stein)
+            yield "kernel Stein test", f"p = {self.stein.kernel.p_value:.3f}"
+        if self.drift is not None:
+            yield "short HMC", f"{_moments(self.drift)}, {self.drift.acceptance:.0%} accepted"
+        if self.gap is not None:
+            value, error = self.gap
+            yield "objective", f"{value:+.2f} +- {error:.2f} nats from the bound"
+        if self.coverage is not None:
+            lost = int(self.coverage.uncovered.sum())
+            yield "modes", f"{lost} of {len(self.coverage.mass)} without draws"
+        elif not self.broken:
+            yield "modes", "not looked for"
+
+    def _verdict_lines(self) -> Iterator[str]:
+        worst = next((f for f in self.findings if f.verdict == self.verdict), None)
+        yield f"Verdict: {self.verdict}" + (f": {worst.reason}" if worst else "")
+        for finding in self.findings:
+            if finding != worst:
+                yield f"  also: {finding.reason}"
+        if self.cures:
+            yield f"  try: {'; '.join(self.cures)}"
+
+
+def _moment_findings(
+    name: str, check: ImportanceCheck | SteinCheck | DriftCheck
+) -> Iterator[Finding]:
+    low, high = check.sd_ratios
+    reason = f"a mean is off by {check.mean_error:.2f} standard deviations ({name})"
+    yield from MEAN.judge(check.mean_error, reason, FIT_BETTER)
+    worst = low if low * high < 1 else high
+    reason = f"a standard deviation is {worst:.2f} times what it should be ({name})"
+    yield from SD.judge(max(high, 1 / low if low > 0 else math.inf), reason, FIT_BETTER)
+
+
+def _moments(check: ImportanceCheck | SteinCheck | DriftCheck) -> str:
+    low, high = check.sd_ratios
+    return f"means off by {check.mean_error:.2f} sd, sds {low:.2f} to {high:.2f} times the right"

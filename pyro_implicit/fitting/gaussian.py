@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Gaussian as one of Pyro's guides."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pyro.distributions.constraints as constraints
+from pyro import poutine
+from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal, init_to_median
+from pyro.nn import PyroParam
+from torch import Tensor, nn
+
+from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
+
+__all__ = ["gaussian_guide", "own_names"]
+
+AnyGuide = TypeVar("AnyGuide", bound=AutoGuide)
+_count = itertools.count()
+
+
+def gaussian_guide(
+    model: Callable[..., Any], loc: Tensor, scale_tril: Tensor, *args: Any, **kwargs: Any
+) -> AutoMultivariateNormal:
+    """Pyro's full-rank guide, started at a given Gaussian: a ``base_guide`` for the autoguides.
+
+    **Example:**
+
+    >>> import pyro, torch
+    >>> def model():
+    ...     pyro.sample("x", pyro.distributions.LogNormal(torch.zeros(2), 1.0).to_event(1))
+    >>> guide = gaussian_guide(model, torch.ones(2), torch.tensor([[1.0, 0.0], [2.0, 3.0]]))
+    >>> guide.get_posterior().covariance_matrix
+    tensor([[ 1.,  2.],
+            [ 2., 13.]], grad_fn=<ExpandBackward0>)
+
+    :param loc: in unconstrained space, ``(latent_dim,)``.
+    :param scale_tril: ``(latent_dim, latent_dim)``.
+    :param args: of the model, as ``kwargs``.
+    """
+    start = FlatPriorStart(init_to_median, like=example_tensor(model, args, kwargs))
+    guide = own_names(AutoMultivariateNormal(model, init_loc_fn=start))
+    with poutine.block():
+        guide._setup_prototype(*args, **kwargs)
+    scale = scale_tril.diagonal()
+    guide.loc = nn.Parameter(loc.clone())
+    guide.scale = PyroParam(scale.clone(), constraints.positive)
+    guide.scale_tril = PyroParam(scale_tril / scale.unsqueeze(-1), constraints.unit_lower_cholesky)
+    return guide
+
+
+def own_names(guide: AnyGuide) -> AnyGuide:
+    """Give a guide names of its own in Pyro's parameter store.
+
+    There all guides of a class have the same names, and the next one made would replace the values
+    of those before.
+
+    **Example:**
+
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> guides = [own_names(AutoNormal(lambda: None)) for _ in range(2)]
+    >>> guides[0]._pyro_name == guides[1]._pyro_name
+    False
+
+    :param guide: any of Pyro's or this library's autoguides, not called yet.
+    :returns: the same guide.
+    """
+    guide._pyro_set_supermodule(f"{type(guide).__name__}{next(_count)}", guide._pyro_context)
+    return guide

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an automatic guide can do by its draws alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import AutoContinuous, init_to_median
+from torch import Tensor
+from torch.distributions import biject_to
+
+from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
+
+__all__ = ["AutoDraws"]
+
+
+class AutoDraws(AutoContinuous):
+    """An autoguide known by its draws: the base of :class:`AutoImplicit`.
+
+    A subclass gives ``get_posterior``, a distribution of the unconstrained latent vector that can
+    be sampled, with or without a density.
+
+    :param model: a Pyro model with continuous latents and fixed structure.
+    :param init_loc_fn: per-site initialisation, see Pyro's :ref:`autoguide-initialization`; sites
+        with a flat prior (``ImproperUniform``) that it cannot start begin at 0 in unconstrained
+        space.
+    :param create_plates: as in Pyro's autoguides.
+    :raises ValueError: at the first call, for a discrete latent or one in a subsampled plate.
+    :raises RuntimeError: at the first call, for a model without latents.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        init_loc_fn: Callable[[dict[str, Any]], Tensor] = init_to_median,
+        create_plates: Callable[..., Any] | None = None,
+    ) -> None:
+        self._start = FlatPriorStart(init_loc_fn)
+        super().__init__(model, init_loc_fn=self._start)
+        self.create_plates = create_plates
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        self._start.like = example_tensor(self.model, args, kwargs)
+        super()._setup_prototype(*args, **kwargs)
+        self._refuse_subsampled_latents()
+        self._forget_data()
+
+    def _refuse_subsampled_latents(self) -> None:
+        for name, frames in self._cond_indep_stacks.items():
+            for frame in frames:
+                if frame.full_size is not None and frame.full_size != frame.size:
+                    raise ValueError(
+                        f"site '{name}' has one latent for each of the {frame.full_size} elements "
+                        f"of plate '{frame.name}', which subsamples {frame.size}: "
+                        f"{type(self).__name__} would keep one latent per minibatch slot. Cure: "
+                        "write an amortised guide with pyro.sample(name, SemiImplicit(encoder, "
+                        "noise_dim, scale, context=features)) inside the plate, and combine it "
+                        "with this one of the other sites by AutoGuideList"
+                    )
+
+    def _forget_data(self) -> None:
+        """Keep only the latents' shapes and supports, so that a saved guide holds no data."""
+        trace = self.prototype_trace
+        latents = {name for name, _ in trace.iter_stochastic_nodes()}
+        for name in list(trace.nodes):
+            if name not in latents:
+                trace.remove_node(name)
+
+    def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Draw the unconstrained latent vector, ``(*batch, latent_dim)``."""
+        infer = {"is_auxiliary": True, "latents": tuple(self._unconstrained_shapes)}
+        name = f"_{self._pyro_name}_latent"
+        return pyro.sample(name, self.get_posterior(*args, **kwargs), infer=infer)
+
+    @torch.no_grad()
+    def sample_posterior(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Draw all latents. A guide that was called once needs no arguments.
+
+        :param num_samples: number of draws.
+        :param args: the model's arguments, if the guide was never called.
+        :returns: constrained values by site, each ``(num_samples, *site_shape)``.
+        """
+        with poutine.block():
+            if self.prototype_trace is None:
+                self(*args, **kwargs)
+            depths = [-frame.dim for frame in self._prototype_frames.values()]
+            plate = pyro.plate("_posterior_samples", num_samples, dim=-max(depths, default=0) - 1)
+            with plate:
+                draws = self(*args, **kwargs)
+        nodes = self.prototype_trace.nodes
+        return {
+            name: draw.reshape((num_samples,) + nodes[name]["value"].shape)
+            for name, draw in draws.items()
+        }
+
+    def quantiles(
+        self, quantiles: list[float] | Tensor, *args: Any, num_samples: int = 1000, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Posterior quantiles of each latent, estimated from draws.
+
+        :param quantiles: numbers between 0 and 1.
+        :returns: by site, ``(len(quantiles), *site_shape)``.
+        """
+        draws = self.sample_posterior(num_samples, *args, **kwargs)
+        result = {}
+        for name, draw in draws.items():
+            # In unconstrained space, so that for instance simplices stay simplices.
+            transform = biject_to(self.prototype_trace.nodes[name]["fn"].support)
+            free = transform.inv(draw)
+            levels = torch.as_tensor(quantiles, dtype=free.dtype, device=free.device)
+            result[name] = transform(torch.quantile(free, levels, dim=0))
+        return result
+
+    def median(self, *args: Any, num_samples: int = 1000, **kwargs: Any) -> dict[str, Tensor]:
+        """Posterior medians of each latent, estimated from draws.
+
+        :returns: by site, ``site_shape``.
+        """
+        quantiles = self.quantiles([0.5], *args, num_samples=num_samples, **kwargs)
+        return {name: value.squeeze(0) for name, value in quantiles.items()}
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch; the guide must have been called once, as its parameters exist only then."""
+        if self.prototype_trace is None:
+            raise RuntimeError(
+                f"{type(self).__name__} makes its parameters at its first call: call guide(*args) "
+                "once, with any arguments of the model, before load_state_dict"
+            )
+        return super().load_state_dict(*args, **kwargs)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Further draws of an implicit site, for estimates that need more of them than the model sees."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.distributions import Implicit, SemiImplicit
+from pyro_implicit.infer.engine.sites import ImplicitSite
+from pyro_implicit.ops import Covariance, gaussian_entropy
+
+__all__ = [
+    "automatic_covariance",
+    "differs_by_particle",
+    "moments_log_q",
+    "pool_particles",
+    "site_draws",
+]
+
+
+def site_draws(site: ImplicitSite, num_particles: int, num_draws: int) -> Tensor:
+    """At least ``num_draws`` values of a site's implicit distribution, its own first.
+
+    Where all particles have the same distribution, those of all of them count; where its context
+    or scale was made from other latents, each particle gets ``num_draws`` of its own.
+
+    :param num_particles: that the site has.
+    :returns: ``(n, *batch_shape, *event_shape)``; see :func:`pool_particles`.
+    """
+    q = site.distribution
+    num_rounds = num_draws
+    if num_particles > 1 and not differs_by_particle(q):
+        num_rounds = -(-num_draws // num_particles)
+    draws = site.value.unsqueeze(0)
+    if num_rounds > 1:
+        # A copy draws them, because q has to remember the noise of its own last draw.
+        more = q.expand(q.batch_shape).rsample(torch.Size((num_rounds - 1,)))
+        draws = torch.cat([draws, more])
+    return draws
+
+
+def pool_particles(draws: Tensor, site: ImplicitSite, num_particles: int) -> Tensor:
+    """Lay draws ``(n, *batch, m)`` out as sets of samples.
+
+    :returns: ``(*plates, num_particles * n, m)``, or ``(num_particles, *plates, n, m)`` where each
+        particle has its own distribution.
+    """
+    if num_particles > 1 and not differs_by_particle(site.distribution):
+        draws = draws.flatten(0, 1)
+    return draws.movedim(0, -2)
+
+
+def automatic_covariance(site: ImplicitSite, num_draws: int, dim: int) -> Covariance:
+    """Full where twice as many draws as dimensions fill all of them, else diagonal.
+
+    :param num_draws: of the site, of ``dim`` dimensions.
+    """
+    full_rank = isinstance(site.distribution, SemiImplicit) or site.noise.shape[-1] >= dim
+    return "full" if full_rank and num_draws >= 2 * dim else "diagonal"
+
+
+def differs_by_particle(q: Implicit) -> bool:
+    """Whether what the site is conditioned on was made from other latents' particles."""
+    conditions = []
+    if q.context is not None:
+        conditions.append(q.context)
+    if isinstance(q, SemiImplicit):
+        conditions.append(q.scale.expand(q.batch_shape + q.event_shape))
+    return any(condition.stride(0) != 0 for condition in conditions)
+
+
+def moments_log_q(site: ImplicitSite) -> Tensor:
+    """Minus the entropy of the Gaussian with the moments of the site's values, for each of them."""
+    q = site.distribution
+    points = site.value.detach().reshape(q.batch_shape + (-1,)).movedim(0, -2)
+    covariance = automatic_covariance(site, *points.shape[-2:])
+    try:
+        return -gaussian_entropy(points, covariance).expand(q.batch_shape)
+    except torch.linalg.LinAlgError as error:
+        raise ValueError(
+            f"the draws of site '{site.name}' lie on a hyperplane: the guide has collapsed, or "
+            "some of its draws are far from all others. Cure: a smaller learning rate, so that a "
+            "critic keeps up with the guide, or another ELBO"
+        ) from error

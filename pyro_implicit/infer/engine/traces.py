@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``Trace_ELBO`` reads in a trace, filled in and weighted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from pyro.distributions.score_parts import ScoreParts
+from pyro.distributions.util import scale_and_mask, sum_rightmost
+from pyro.poutine.trace_struct import Trace
+from torch import Tensor
+
+__all__ = [
+    "apply_weights",
+    "log_weights",
+    "set_score_parts",
+    "weigh_particles",
+]
+
+
+def set_score_parts(site: dict[str, Any], parts: ScoreParts, log_abs_det: Tensor | float) -> None:
+    """Give a sample site of the guide score parts, as ``Trace.compute_score_parts`` would.
+
+    :param site: the site, whose scale and mask apply.
+    :param parts: those of the implicit distribution at the root of the site's distribution.
+    :param log_abs_det: log-determinant of the transforms that follow, of the site's batch shape.
+    """
+    batch_ndim = len(site["fn"].batch_shape)
+
+    def to_site(term: Tensor) -> Tensor:
+        return sum_rightmost(term, term.dim() - batch_ndim)
+
+    score_function = parts.score_function
+    if isinstance(score_function, Tensor):
+        score_function = to_site(score_function)
+    parts = ScoreParts(
+        to_site(parts.log_prob) - log_abs_det,
+        score_function,
+        to_site(parts.entropy_term) - log_abs_det,
+    ).scale_and_mask(site["scale"], site["mask"])
+    site["score_parts"] = parts
+    site["log_prob"] = parts.log_prob
+    site["log_prob_sum"] = parts.log_prob.sum()
+
+
+def apply_weights(
+    model_trace: Trace,
+    guide_trace: Trace,
+    prior_weight: float,
+    entropy_weight: float,
+    inverse_temperature: float,
+) -> None:
+    """Weigh log-prior and entropy, and temper what the model says.
+
+    A guide's Delta carries the prior's change of variables.
+
+    :param model_trace: with log-probabilities.
+    :param guide_trace: with score parts.
+    """
+    for trace in (model_trace, guide_trace):
+        for site in trace.nodes.values():
+            if site["type"] != "sample":
+                continue
+            if site["is_observed"]:
+                weight = inverse_temperature
+            elif trace is model_trace or isinstance(site["fn"], dist.Delta):
+                weight = inverse_temperature * prior_weight
+            else:
+                weight = entropy_weight
+            if weight == 1.0:
+                continue
+            site["log_prob"] = scale_and_mask(site["log_prob"], weight)
+            site["log_prob_sum"] = site["log_prob_sum"] * weight
+            if "score_parts" in site:
+                site["score_parts"] = site["score_parts"].scale_and_mask(weight)
+
+
+def log_weights(model_trace: Trace, guide_trace: Trace, num_particles: int) -> Tensor:
+    """log p(x, theta) - log q(theta) of each particle, ``(num_particles,)``."""
+    total: Any = 0.0
+    for trace, sign in ((model_trace, 1), (guide_trace, -1)):
+        for site in trace.nodes.values():
+            if site["type"] == "sample":
+                total = total + sign * site["log_prob"].reshape(num_particles, -1).sum(-1)
+    return total
+
+
+def weigh_particles(model_trace: Trace, guide_trace: Trace, weights: Tensor) -> None:
+    """Weigh the particles in the gradient, not in the value.
+
+    :param model_trace: with log-probabilities, the particles leftmost.
+    :param guide_trace: with score parts.
+    :param weights: constants, ``(num_particles,)``.
+    """
+
+    def weigh(term: Tensor) -> Tensor:
+        return term.reshape(len(weights), -1).sum(-1) * weights
+
+    for trace in (model_trace, guide_trace):
+        for site in trace.nodes.values():
+            if site["type"] != "sample":
+                continue
+            value, path = site["log_prob_sum"].detach(), weigh(site["log_prob"]).sum()
+            site["log_prob_sum"] = value + (path - path.detach())
+            parts = site.get("score_parts")
+            if parts is not None and torch.is_tensor(parts.entropy_term):
+                site["score_parts"] = parts._replace(entropy_term=weigh(parts.entropy_term))

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values whose gradient goes elsewhere, for methods that share it between particles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.infer.engine.sites import ImplicitSite
+
+__all__ = [
+    "particles_first",
+    "particles_inside",
+    "second_batch",
+    "send_gradient",
+    "send_gradients",
+]
+
+
+def send_gradient(value: Tensor, to: Tensor, through: Callable[[Tensor], Tensor]) -> Tensor:
+    """A tensor with the given value, whose gradient goes to another one.
+
+    **Example:**
+
+    >>> import torch
+    >>> draw = torch.zeros(3, requires_grad=True)
+    >>> send_gradient(torch.ones(3), draw, lambda gradient: 2 * gradient).sum().backward()
+    >>> draw.grad
+    tensor([2., 2., 2.])
+
+    :param value: what the tensor shows.
+    :param to: of the same shape, with gradient.
+    :param through: turns the gradient at the value into that which ``to`` gets.
+    """
+    sent = value.detach() + (to - to.detach())
+    sent.register_hook(lambda gradient: through(gradient.detach()))
+    return sent
+
+
+def send_gradients(
+    draw: Tensor, other: Tensor, through: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Copies of two tensors, whose gradients go to the first together.
+
+    :param draw: with gradient.
+    :param other: any tensor.
+    :param through: turns the gradients at both copies into that which ``draw`` gets.
+    """
+    return _Together.apply(draw, other, through)
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, draw: Tensor, other: Tensor, through: Callable) -> tuple[Tensor, Tensor]:
+        ctx.through = through
+        return draw.clone(), other.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.through(*gradients), None, None
+
+
+def second_batch(site: ImplicitSite) -> tuple[ImplicitSite, Tensor]:
+    """As many independent draws of a site, and their ``draw``."""
+    # A copy draws, because the distribution has to remember the noise of its own last draw.
+    q = site.distribution.expand(site.distribution.batch_shape)
+    value = q.rsample()
+    draw = site.push(value)
+    return replace(site, distribution=q, noise=q.noise_of(value), value=value, draw=draw), draw
+
+
+def particles_inside(points: Tensor) -> Tensor:
+    """``(num_particles, *plates, m)`` as sets of points ``(*plates, num_particles, m)``."""
+    return points.movedim(0, -2)
+
+
+def particles_first(points: Tensor) -> Tensor:
+    """``(*plates, num_particles, m)`` as ``(num_particles, *plates, m)``."""
+    return points.movedim(-2, 0)

@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LatentDensity against densities written by hand, with their derivatives."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.distributions import constraints
+from pyro.infer.autoguide import init_to_value
+from torch import Tensor
+from torch.nn.functional import logsigmoid, softplus
+
+from pyro_implicit.density.engine import SubsampledError
+from pyro_implicit.density.latent_density import LatentDensity
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+
+
+LOG_2PI = math.log(2 * math.pi)
+Y = torch.tensor([0.3, -1.2, 2.0], dtype=torch.float64)
+
+
+def normal(x, loc, scale):
+    return -0.5 * ((x - loc) / scale) ** 2 - torch.log(torch.as_tensor(scale)) - 0.5 * LOG_2PI
+
+
+def stick_breaking(u: Tensor) -> tuple[Tensor, Tensor]:
+    """A simplex and the log-determinant of its first coordinates, by autograd."""
+
+    def first(u):
+        # torch's StickBreakingTransform: each stick by a sigmoid, shifted by log(sticks left)
+        z = torch.sigmoid(u - torch.arange(len(u), 0, -1).log())
+        left = torch.cat([torch.ones(1), (1 - z).cumprod(0)[:-1]])
+        return z * left
+
+    x = first(u)
+    jacobian = torch.stack([
+        torch.autograd.grad(x[i], u, create_graph=True)[0] for i in range(len(u))
+    ])  # fmt: skip
+    return torch.cat([x, 1 - x.sum(0, keepdim=True)]), torch.linalg.slogdet(jacobian).logabsdet
+
+
+# Each case: a model, its log-density of one vector of unconstrained latents, and their number.
+def log_normal():
+    pyro.sample("x", dist.LogNormal(0.5, 0.7))
+
+
+def log_normal_formula(u):
+    return normal(u[0], 0.5, 0.7)
+
+
+def beta():
+    pyro.sample("x", dist.Beta(2.0, 3.5))
+
+
+def beta_formula(u):
+    log_b = math.lgamma(2.0) + math.lgamma(3.5) - math.lgamma(5.5)
+    return 2.0 * logsigmoid(u[0]) + 3.5 * logsigmoid(-u[0]) - log_b
+
+
+def simplex():
+    pyro.sample("x", dist.Dirichlet(torch.tensor([2.0, 0.5, 3.0])))
+
+
+def simplex_formula(u):
+    x, log_det = stick_breaking(u)
+    log_b = math.lgamma(2.0) + math.lgamma(0.5) + math.lgamma(3.0) - math.lgamma(5.5)
+    return (torch.tensor([1.0, -0.5, 2.0]) * x.log()).sum() - log_b + log_det
+
+
+def ordered():
+    base = dist.Normal(torch.zeros(3), 2.0).to_event(1)
+    x = pyro.sample("x", dist.ImproperUniform(constraints.ordered_vector, (), (3,)))
+    pyro.factor("prior", base.log_prob(x))
+
+
+def ordered_formula(u):
+    x = torch.stack([u[0], u[0] + u[1].exp(), u[0] + u[1].exp() + u[2].exp()])
+    return normal(x, 0.0, 2.0).sum() + u[1] + u[2]
+
+
+def hierarchy():
+    """Vector latents in plates, after and before other sites, and data."""
+    scale = pyro.sample("scale", dist.HalfNormal(2.0))
+    pyro.deterministic("twice", 2 * scale)
+    with pyro.plate("rows", 3):
+        x = pyro.sample("x", dist.Normal(torch.zeros(2), scale.unsqueeze(-1)).to_event(1))
+        pyro.sample("y", dist.Normal(x.sum(-1), 0.5), obs=Y)
+    pyro.sample("slope", dist.Normal(scale, 1.0))
+
+
+def hierarchy_formula(u):
+    log_scale, x, slope = u[0], u[1:7].reshape(3, 2), u[7]
+    scale = log_scale.exp()
+    total = math.log(2) + normal(scale, 0.0, torch.tensor(2.0)) + log_scale
+    total = total + normal(x, 0.0, scale).sum() + normal(Y, x.sum(-1), 0.5).sum()
+    return total + normal(slope, scale, 1.0)
+
+
+def improper():
+    pyro.sample("free", dist.ImproperUniform(constraints.real, (), (2,)))
+    x = pyro.sample("positive", dist.ImproperUniform(constraints.positive, (), ()))
+    pyro.sample("y", dist.Exponential(x), obs=torch.tensor(1.5))
+    pyro.sample("bounded", dist.Uniform(-1.0, 3.0))
+
+
+def improper_formula(u):
+    # Each flat prior leaves its Jacobian: exp(u) of the positive, p (1 - p) of the uniform.
+    return u[2] - 1.5 * u[2].exp() + u[2] - softplus(u[3]) - softplus(-u[3])
+
+
+def handled():
+    with poutine.scale(scale=2.5):
+        x = pyro.sample("x", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("rows", 3), poutine.mask(mask=torch.tensor([True, False, True])):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=Y)
+
+
+def handled_formula(u):
+    # The Jacobian is not the model's: no handler scales it.
+    log_p = normal(u[0], 0.0, 1.0) - u[0] + normal(Y, u[0].exp(), 1.0)[[0, 2]].sum()
+    return 2.5 * log_p + u[0]
+
+
+def with_param():
+    loc = pyro.param("loc", torch.tensor(0.7))
+    pyro.sample("x", dist.Normal(loc, pyro.param("s", torch.tensor(2.0), constraints.positive)))
+
+
+def with_param_formula(u):
+    return normal(u[0], 0.7, 2.0)
+
+
+def refusing():
+    x = pyro.sample("x", dist.LogNormal(0.0, 1.0))
+    loc = 1.0 if x.item() > 1 else -1.0
+    pyro.sample("y", dist.Normal(x, 1.0), obs=torch.tensor(loc))
+
+
+def refusing_formula(u):
+    loc = 1.0 if u[0] > 0 else -1.0
+    return normal(u[0], 0.0, 1.0) + normal(u[0].exp(), loc, 1.0)
+
+
+CASES = {
+    case.__name__: (case, formula, dim)
+    for case, formula, dim in [
+        (log_normal, log_normal_formula, 1),
+        (beta, beta_formula, 1),
+        (simplex, simplex_formula, 2),
+        (ordered, ordered_formula, 3),
+        (hierarchy, hierarchy_formula, 8),
+        (improper, improper_formula, 4),
+        (handled, handled_formula, 1),
+        (with_param, with_param_formula, 1),
+        (refusing, refusing_formula, 1),
+    ]
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_gradient_and_hessian(name):
+    model, formula, dim = CASES[name]
+    density = LatentDensity(model)
+    assert density.latent_dim == dim and density.init_loc.shape == (dim,)
+    assert density.is_vectorized == (name != "refusing")
+    latent = torch.randn(5, dim)
+    value, score = density.score(latent)
+    expected = torch.stack([formula(row.requires_grad_()) for row in latent.clone().unbind()])
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(density.log_prob(latent).detach(), value, rtol=1e-12, atol=1e-12)
+    gradients = torch.stack([torch.autograd.functional.jacobian(formula, row) for row in latent])
+    torch.testing.assert_close(score, gradients, rtol=1e-9, atol=1e-9)
+    hessians = torch.stack([torch.autograd.functional.hessian(formula, row) for row in latent])
+    torch.testing.assert_close(density.hessian(latent), hessians, rtol=1e-8, atol=1e-8)
+    assert not (value.requires_grad or score.requires_grad or density.hessian(latent).requires_grad)
+
+
+def test_log_prob_is_differentiable_and_batches_are_independent():
+    density = LatentDensity(hierarchy)
+    latent = torch.randn(4, 8, requires_grad=True)
+    value = density.log_prob(latent)
+    (gradient,) = torch.autograd.grad(value[2], latent)
+    assert (gradient[[0, 1, 3]] == 0).all() and (gradient[2] != 0).all()
+    torch.testing.assert_close(gradient[2], density.score(latent[2:3])[1][0])
+
+
+def test_derivatives_under_no_grad():
+    density = LatentDensity(log_normal)
+    with torch.no_grad():
+        value, score = density.score(torch.ones(1, 1))
+        hessian = density.hessian(torch.ones(1, 1))
+    torch.testing.assert_close(score, torch.full((1, 1), -0.5 / 0.49))
+    torch.testing.assert_close(hessian, torch.full((1, 1, 1), -1 / 0.49))
+    torch.testing.assert_close(value, normal(torch.ones(1), 0.5, 0.7))
+
+
+def test_order_shapes_and_round_trip():
+    density = LatentDensity(hierarchy)
+    assert {name: tuple(shape) for name, shape in density.shapes.items()} == {
+        "scale": (),
+        "x": (3, 2),
+        "slope": (),
+    }
+    assert list(density.shapes) == ["scale", "x", "slope"]
+    latent = torch.randn(7, 8)
+    values = density.constrain(latent)
+    assert {name: tuple(value.shape) for name, value in values.items()} == {
+        "scale": (7,),
+        "x": (7, 3, 2),
+        "slope": (7,),
+    }
+    torch.testing.assert_close(values["scale"], latent[:, 0].exp())
+    torch.testing.assert_close(values["x"].reshape(7, 6), latent[:, 1:7])
+    torch.testing.assert_close(density.unconstrain({**values, "other": latent}), latent)
+    # Any batch can be constrained, a single vector too.
+    assert density.constrain(latent[0])["x"].shape == (3, 2)
+    assert density.constrain(latent.expand(2, 7, 8))["x"].shape == (2, 7, 3, 2)
+
+
+@pytest.mark.parametrize("name", ["log_normal", "beta", "simplex", "ordered", "improper"])
+def test_round_trip_of_constrained_sites(name):
+    model, _, dim = CASES[name]
+    density = LatentDensity(model)
+    latent = torch.randn(6, dim)
+    values = density.constrain(latent)
+    torch.testing.assert_close(density.unconstrain(values), latent)
+    if name == "simplex":
+        assert values["x"].shape == (6, 3)
+        torch.testing.assert_close(values["x"].sum(-1), torch.ones(6))
+    if name == "ordered":
+        assert (values["x"].diff(dim=-1) > 0).all()
+
+
+def test_draws_of_the_prior():
+    def model():
+        a = pyro.sample("a", dist.LogNormal(1.0, 0.5))
+        with pyro.plate("two", 2):
+            pyro.sample("b", dist.Normal(3 * a.log(), 0.1))
+        pyro.sample("flat", dist.ImproperUniform(constraints.positive, (), (2,)))
+        pyro.sample("y", dist.Normal(a, 0.01), obs=torch.tensor(100.0))
+
+    draws = LatentDensity(model).sample_prior(400)
+    assert draws.shape == (400, 5)
+    a, b, flat = draws.split([1, 2, 2], dim=-1)
+    # The data say nothing, and a child follows its own parent.
+    assert a.mean().item() == pytest.approx(1.0, abs=4 * 0.5 / 20)
+    assert a.std().item() == pytest.approx(0.5, abs=4 * 0.5 / math.sqrt(800))
+    assert (b - 3 * a).std().item() == pytest.approx(0.1, abs=0.015)
+    assert flat.abs().max() <= 2 and flat.max() > 1.9 and flat.min() < -1.9
+    assert flat.std().item() == pytest.approx(4 / math.sqrt(12), abs=0.1)
+    assert flat.T.corrcoef()[0, 1].abs() < 0.2
+    assert not draws.requires_grad
+
+
+def test_draws_of_the_prior_follow_the_seed():
+    density = LatentDensity(improper)
+    draws = []
+    for seed in (3, 3, 4):
+        pyro.set_rng_seed(seed)
+        draws.append(density.sample_prior(3))
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
+def test_where_the_search_begins():
+    start = init_to_value(values={"x": torch.tensor(2.0)})
+    density = LatentDensity(log_normal, init_loc_fn=start)
+    torch.testing.assert_close(density.init_loc, torch.tensor([2.0]).log())
+    # Flat priors, of which no median can be drawn, at 0.
+    init_loc = LatentDensity(improper).init_loc
+    assert (init_loc[:3] == 0).all() and init_loc[3].abs() < 1.5
+
+
+def test_arguments_of_the_model():
+    def model(y, scale=1.0):
+        pyro.sample("y", dist.Normal(pyro.sample("x", dist.Normal(0.0, 1.0)), scale), obs=y)
+
+    found = LatentDensity(model, torch.tensor(2.0), scale=0.5).log_prob(torch.ones(1, 1))
+    expected = normal(torch.ones(1), 0.0, 1.0) + normal(torch.ones(1), 2.0, 0.5)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_model_random_beyond_its_latents_is_looped():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("noise", x + 10 * torch.rand(()))
+
+    assert not LatentDensity(model).is_vectorized
+
+
+def test_log_densities_outside_the_support():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("half", torch.where(x > 0, 0.0, -math.inf))
+        pyro.sample("y", dist.Exponential(1.0), obs=torch.tensor(1.0))
+
+    density = LatentDensity(model, init_loc_fn=init_to_value(values={"x": torch.tensor(-1.0)}))
+    assert density.is_vectorized
+    assert density.log_prob(torch.tensor([[-1.0], [1.0]])).isfinite().tolist() == [False, True]
+
+
+def test_validated_distributions_made_outside():
+    """One made while validation was on would branch on its values."""
+    prior, likelihood = dist.Gamma(2.0, 1.0).expand([2]).to_event(1), dist.Normal(0.0, 1.0)
+    likelihood = likelihood.expand([3]).to_event(1)
+
+    def model():
+        x = pyro.sample("x", prior)
+        pyro.sample("y", likelihood, obs=Y)
+        pyro.sample("z", dist.Poisson(x.sum()), obs=torch.tensor(3.0))
+
+    density = LatentDensity(model)
+    assert density.is_vectorized
+    u = torch.tensor([0.4, -0.3])
+    rate = u.exp().sum()
+    expected = 2 * u.sum() - rate + normal(Y, 0.0, 1.0).sum() + 3 * rate.log() - rate - math.log(6)
+    torch.testing.assert_close(density.log_prob(u.unsqueeze(0)), expected.unsqueeze(0))
+
+
+def test_handlers_outside_do_not_see_it():
+    density = LatentDensity(hierarchy)
+    with poutine.trace() as tracer:
+        density.log_prob(torch.zeros(2, 8))
+        density.sample_prior(2)
+        LatentDensity(hierarchy)
+    assert not [s for s in tracer.trace.nodes.values() if s["type"] == "sample"]
+
+
+def test_subsampled_data_are_refused():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 100, subsample_size=10):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=torch.zeros(10))
+
+    message = "plate 'rows' of site 'y' subsamples 10 of 100 elements. Cure: run the model without"
+    with pytest.raises(SubsampledError, match=message):
+        LatentDensity(model)
+    assert issubclass(SubsampledError, ValueError)
+
+
+def test_a_model_without_latents():
+    with pytest.raises(RuntimeError, match="latent"):
+        LatentDensity(lambda: pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.tensor(1.0)))
+
+
+@pytest.mark.parametrize("name", ["hierarchy", "simplex", "refusing"])
+def test_single_precision(name):
+    torch.set_default_dtype(torch.float32)
+    model, formula, dim = CASES[name]
+    if name == "hierarchy":
+        model = poutine.condition(model, {"y": Y.float()})
+    density = LatentDensity(model)
+    latent = torch.randn(3, dim)
+    value, score = density.score(latent)
+    assert value.dtype == score.dtype == density.hessian(latent).dtype == torch.float32
+    assert density.init_loc.dtype == density.sample_prior(2).dtype == torch.float32
+    expected = torch.stack([formula(row.requires_grad_()) for row in latent.double().unbind()])
+    torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search for modes, on densities whose modes are known."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.distributions import constraints
+from torch import Tensor
+
+from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.modes import find_modes, gaussian_elbo
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+
+
+def target(log_density, size=1):
+    """A density of a flat latent vector, whose starts lie between -2 and 2."""
+
+    def model():
+        x = pyro.sample("x", dist.ImproperUniform(constraints.real_vector, (), (size,)))
+        pyro.factor("density", log_density(x))
+
+    return LatentDensity(model)
+
+
+def mixture(locs, scales, weights):
+    """Of isotropic Gaussians; ``locs`` ``(num_modes, size)``."""
+    locs, scales, weights = map(torch.as_tensor, (locs, scales, weights))
+    parts = dist.Normal(locs, scales.unsqueeze(-1)).to_event(1)
+    return target(lambda x: (parts.log_prob(x) + weights.log()).logsumexp(-1), locs.shape[-1])
+
+
+def covariance(modes) -> Tensor:
+    return modes.scale_tril @ modes.scale_tril.mT
+
+
+def test_a_gaussian_of_any_scale_and_correlation():
+    scale = torch.tensor([1e-3, 1.0, 1e5, 30.0])
+    correlation = torch.eye(4)
+    correlation[0, 2] = correlation[2, 0] = 0.9999
+    correlation[1, 3] = correlation[3, 1] = -0.9
+    expected = scale[:, None] * correlation * scale
+    loc = torch.tensor([0.5, -3.0, 2e5, 1.0])
+    root = torch.linalg.cholesky(correlation)
+
+    def log_density(x):
+        noise = torch.linalg.solve_triangular(root, ((x - loc) / scale)[:, None], upper=False)
+        return -0.5 * noise.square().sum() + 7.0
+
+    modes = find_modes(target(log_density, 4))
+    assert modes.loc.shape == (1, 4) and modes.scale_tril.shape == (1, 4, 4)
+    # Within 0.1 sd of the top, where a path ends
+    assert torch.linalg.solve_triangular(
+        scale[:, None] * root, (modes.loc[0] - loc)[:, None], upper=False
+    ).norm() < 0.1  # fmt: skip
+    found = covariance(modes)[0] / (scale[:, None] * scale)
+    torch.testing.assert_close(found, correlation, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(modes.scale_tril, modes.scale_tril.tril())
+    assert (modes.scale_tril.diagonal(dim1=-2, dim2=-1) > 0).all()
+    evidence = 7.0 + 2 * math.log(2 * math.pi) + 0.5 * torch.linalg.slogdet(expected).logabsdet
+    assert modes.elbo.item() == pytest.approx(evidence.item(), abs=0.5)  # 4 sd of 256 draws
+
+
+def test_elbo_of_gaussians():
+    """Against the closed form of a quadratic, and with any root of the covariance."""
+    precision = torch.tensor([[2.0, 0.5], [0.5, 1.0]])
+    density = target(lambda x: -0.5 * x @ precision @ x, 2)
+    loc = torch.tensor([[1.0, -1.0], [0.0, 0.5]])
+    root = torch.tensor([[[1.0, 0.0], [0.5, 0.3]], [[0.2, 1.0], [-2.0, 0.1]]])
+    expected = [
+        -0.5 * (m @ precision @ m + (precision @ f @ f.T).trace())
+        + dist.MultivariateNormal(m, f @ f.T).entropy()
+        for m, f in zip(loc, root, strict=True)
+    ]
+    found = gaussian_elbo(density, loc, root, 40_000)
+    torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=0.05)
+    # Draws come in pairs: a linear log-density has no noise.
+    density = target(lambda x: 3 * x.sum(), 2)
+    entropy = torch.stack(
+        [dist.MultivariateNormal(m, f @ f.T).entropy() for m, f in zip(loc, root, strict=True)]
+    )
+    torch.testing.assert_close(gaussian_elbo(density, loc, root, 2), 3 * loc.sum(-1) + entropy)
+
+
+def test_elbo_outside_the_domain():
+    density = target(lambda x: torch.where(x > 0, x, -math.inf).sum())
+    found = gaussian_elbo(density, torch.tensor([[0.1], [50.0]]), torch.ones(2, 1, 1), 20)
+    assert found[0] == -math.inf and found[1].isfinite()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("weights", [(0.3, 0.7), (0.25, 0.35, 0.4)])
+def test_separate_modes_have_their_laplace_approximations(weights, seed):
+    pyro.set_rng_seed(seed)
+    locs = torch.tensor([[-1.5, 1.0], [1.5, 1.5], [0.0, -1.5]])[: len(weights)]
+    scales = torch.tensor([0.1, 0.2, 0.15])[: len(weights)]
+    modes = find_modes(mixture(locs, scales, weights))
+    assert len(modes.loc) == len(weights)
+    nearest = torch.cdist(modes.loc, locs).argmin(-1)
+    assert sorted(nearest.tolist()) == list(range(len(weights)))
+    assert ((modes.loc - locs[nearest]).norm(dim=-1) < 0.1 * scales[nearest] + 1e-3).all()
+    expected = scales[nearest].square()[:, None, None] * torch.eye(2)
+    torch.testing.assert_close(covariance(modes), expected, rtol=1e-3, atol=1e-6)
+    # Of a Gaussian, the ELBO is the log-evidence: here the mode's weight.
+    expected = torch.tensor(weights).log()[nearest]
+    torch.testing.assert_close(modes.elbo, expected, rtol=0, atol=0.35)  # 4 sd
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_hump_is_one_mode(seed):
+    """Two Gaussians that overlap, and a plateau with many tops of no depth."""
+    pyro.set_rng_seed(seed)
+    assert len(find_modes(mixture([[-0.9], [0.9]], [1.0, 1.0], [0.5, 0.5])).loc) == 1
+    wavy = target(lambda x: -0.02 * (x**2).sum() + 0.3 * torch.cos(4 * x).sum())
+    assert len(find_modes(wavy).loc) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_funnel_gets_one_gaussian(seed):
+    """A density without a mode: its top is at the neck's end, where the Gaussian is useless."""
+    pyro.set_rng_seed(seed)
+
+    def funnel():
+        v = pyro.sample("v", dist.Normal(0.0, 3.0))
+        pyro.sample("x", dist.Normal(torch.zeros(4), (v / 2).exp()).to_event(1))
+
+    density = LatentDensity(funnel)
+    modes = find_modes(density)
+    assert len(modes.loc) == 1
+    assert all(part.isfinite().all() for part in modes)
+    # Log-evidence 0. A Gaussian down in the neck would have far less.
+    assert gaussian_elbo(density, modes.loc, modes.scale_tril, 5_000).item() > -15
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_labels_switch(seed):
+    """A mixture model of two exchangeable components has two mirrored modes."""
+    pyro.set_rng_seed(seed)
+    y = torch.cat([torch.linspace(-3.5, -2.5, 20), torch.linspace(2.5, 3.5, 20)])
+
+    def model():
+        loc = pyro.sample("loc", dist.Normal(torch.zeros(2), 4.0).to_event(1))
+        parts = dist.Normal(loc, 0.5).log_prob(y.unsqueeze(-1))
+        pyro.factor("y", parts.logsumexp(-1).sum())
+
+    modes = find_modes(LatentDensity(model))
+    assert len(modes.loc) == 2
+    torch.testing.assert_close(modes.loc[0], modes.loc[1].flip(0), rtol=0, atol=0.03)
+    assert (modes.elbo[0] - modes.elbo[1]).abs() < 0.5
+
+
+def test_no_start_with_a_density():
+    with pytest.raises(ValueError, match="finite at none of 50 draws of its prior. Cure: give"):
+        find_modes(target(lambda x: 0 * x.sum() - math.inf))
+    with pytest.raises(ValueError, match="finite at none of 7 draws"):
+        find_modes(target(lambda x: torch.where(x > 5, x, -math.inf).sum()), num_starts=7)
+
+
+def test_starts_without_a_density_are_left_out():
+    """Three of four starts lie where a coordinate is negative."""
+    density = target(lambda x: torch.where(x > 0, 40 * x.abs().log() - 40 * x, -math.inf).sum(), 2)
+    modes = find_modes(density)
+    torch.testing.assert_close(modes.loc, torch.ones(1, 2), rtol=0, atol=0.05)
+    torch.testing.assert_close(covariance(modes)[0], torch.eye(2) / 40, rtol=0.1, atol=0.005)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_modes_far_below_the_best_are_dropped(seed):
+    pyro.set_rng_seed(seed)
+    density = mixture([[-1.5], [1.5]], [0.1, 0.1], [1.0, math.exp(-12)])
+    kept = find_modes(density)
+    torch.testing.assert_close(kept.loc, torch.tensor([[-1.5]]), rtol=0, atol=0.03)
+    both = find_modes(density, max_gap=14.0)
+    torch.testing.assert_close(both.loc, torch.tensor([[-1.5], [1.5]]), rtol=0, atol=0.03)
+    torch.testing.assert_close(both.elbo, torch.tensor([0.0, -12.0]), rtol=0, atol=0.3)
+
+
+def strips(width):
+    """Each mode has a strip of the starts to itself, from which no path leads into another."""
+    edges = 4 * torch.cat([torch.zeros(1), width.cumsum(0)]) / width.sum() - 2
+    center, sd = (edges[1:] + edges[:-1]) / 2, edges.diff() / 14
+
+    def log_density(x):
+        strip = torch.bucketize(x.detach(), edges[1:-1])
+        return (-0.5 * ((x - center[strip]) / sd[strip]) ** 2).sum()
+
+    return target(log_density), center, sd
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_modes_that_few_starts_reach(seed):
+    """With 4 % of the starts each: of 50 starts, many were met once and about three by none."""
+    pyro.set_rng_seed(seed)
+    density, center, sd = strips(1 + 0.2 * torch.arange(25).sin())
+    modes = find_modes(density)
+    loc, order = modes.loc.flatten().sort()
+    assert len(loc) >= 24
+    nearest = (loc[:, None] - center).abs().argmin(-1)
+    assert len(nearest.unique()) == len(loc)
+    assert ((loc - center[nearest]).abs() < 0.1 * sd[nearest]).all()
+    torch.testing.assert_close(modes.scale_tril.flatten()[order], sd[nearest])
+
+
+def test_the_search_goes_on_until_all_were_met_twice():
+    density, _, _ = strips(torch.ones(4))  # at -1.5, -0.5, 0.5, 1.5
+    rounds = [[-1.4, -1.6, -1.5, -0.4], [0.4, 0.4, 0.6], [-0.6, -0.4, 1.5], [1.4, 1.6], [0.4]]
+    calls = iter(rounds)
+    density.init_loc = torch.tensor([-1.3])
+    density.sample_prior = lambda num_draws: torch.tensor(next(calls)).unsqueeze(-1)
+    # -0.5 was met once until the third round, 1.5 until the fourth
+    modes = find_modes(density, max_gap=50.0)
+    assert modes.loc.sort(0).values.round(decimals=1).flatten().tolist() == [-1.5, -0.5, 0.5, 1.5]
+    assert list(calls) == [[0.4]]
+
+
+def test_the_search_ends():
+    """Each start is in a strip of its own: no mode is ever met twice."""
+    density, center, _ = strips(1 + 0.2 * torch.arange(25).sin())
+    density.init_loc = center[-1:]
+    calls, unseen = [], iter(center)
+
+    def sample_prior(num_draws):
+        calls.append(num_draws)
+        return torch.stack([next(unseen) for _ in range(num_draws)]).unsqueeze(-1)
+
+    density.sample_prior = sample_prior
+    modes = find_modes(density, num_starts=5, max_rounds=3)
+    assert len(modes.loc) == 15
+    assert calls == [4, 5, 5, 5]  # the last for a round that does not come
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_saddle_repels(seed):
+    """All paths begin at the saddle between two modes, nearly: its gradient leads into it."""
+    pyro.set_rng_seed(seed)
+    density = target(lambda x: 40 * (x[0] ** 2 - x[0] ** 4) - 50 * x[1] ** 2, 2)
+    start = torch.tensor([0.02, 0.3])
+    density.init_loc = start
+    density.sample_prior = lambda num_draws: torch.stack([start, -start] * 5)[:num_draws]
+    modes = find_modes(density, num_starts=4)
+    top = math.sqrt(0.5)
+    torch.testing.assert_close(
+        modes.loc.sort(0).values, torch.tensor([[-top, 0.0], [top, 0.0]]), rtol=0, atol=0.02
+    )
+    expected = torch.diag(torch.tensor([1 / 160.0, 1 / 100.0])).expand(2, 2, 2)
+    torch.testing.assert_close(covariance(modes), expected, rtol=0.05, atol=1e-4)
+
+
+def test_constrained_sites_and_the_seed():
+    def model():
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        pyro.sample(
+            "y", dist.Normal(torch.zeros(20), scale).to_event(1), obs=torch.full((20,), 2.0)
+        )
+
+    density = LatentDensity(model)
+    found = []
+    for seed in (1, 1, 2):
+        pyro.set_rng_seed(seed)
+        found.append(find_modes(density, num_starts=5))
+    for left, right in zip(found[0], found[1], strict=True):
+        assert torch.equal(left, right)
+    assert not torch.equal(found[0].elbo, found[2].elbo)
+    # d/du: -u - 20 + 80 exp(-2u) = 0
+    u = found[0].loc.squeeze()
+    assert (-u - 20 + 80 * (-2 * u).exp()).abs() < 1.0
+    assert u.item() == pytest.approx(math.log(2) - 0.0166, abs=0.02)
+    expected = 1 / (1 + 160 * (-2 * u).exp())
+    torch.testing.assert_close(covariance(found[0]).squeeze(), expected)
+
+
+def test_single_precision():
+    torch.set_default_dtype(torch.float32)
+    modes = find_modes(mixture([[-1.5, 0.0], [1.5, 1.0]], [0.2, 0.1], [0.5, 0.5]))
+    assert len(modes.loc) == 2 and all(part.dtype == torch.float32 for part in modes)
+    torch.testing.assert_close(modes.elbo, torch.full((2,), 0.5).log(), rtol=0, atol=0.35)
+    scale = torch.tensor([1e-2, 1e3])
+    wide = target(lambda x: -0.5 * ((x - scale) / scale).square().sum(), 2)
+    torch.testing.assert_close(find_modes(wide).scale_tril[0], scale.diag(), rtol=1e-3, atol=1e-3)

@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verdict, on guides whose errors are known."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoGuideList,
+    AutoMultivariateNormal,
+    AutoNormal,
+    AutoNormalizingFlow,
+    AutoNormalMessenger,
+)
+from torch import nn
+from torch.distributions import constraints
+
+from pyro_implicit import LIVI_ELBO, MLP, AutoImplicit, AutoSemiImplicit
+from pyro_implicit.diagnostics.checkup import diagnose
+from pyro_implicit.diagnostics.stein import SteinCheck
+from pyro_implicit.diagnostics.verdict import Diagnosis
+from pyro_implicit.infer.bound import EvidenceBound
+from pyro_implicit.ops.stein_discrepancy import SteinTest
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.double)
+    pyro.set_rng_seed(0)
+
+
+CORRELATION = torch.tensor([[1.0, 0.99, 0.0], [0.99, 1.0, 0.0], [0.0, 0.0, 1.0]])
+
+
+def gaussian():
+    """Two correlated latents on scales of their own, and a positive one: log x is N(0, 1)."""
+    scales = torch.tensor([0.01, 100.0])
+    factor = scales.unsqueeze(-1) * torch.linalg.cholesky(CORRELATION[:2, :2].double())
+    pyro.sample("w", dist.MultivariateNormal(torch.ones(2), scale_tril=factor))
+    pyro.sample("x", dist.LogNormal(0.0, 1.0))
+
+
+def exact_guide(width: float = 1.0, shift: float = 0.0):
+    guide = AutoMultivariateNormal(gaussian)
+    guide()
+    sds = torch.tensor([0.01, 100.0, 1.0])
+    guide.loc.data.copy_(torch.tensor([1.0, 1.0, 0.0]) + shift * sds)
+    factor = sds.unsqueeze(-1) * torch.linalg.cholesky(CORRELATION.double())
+    guide.scale = width * factor.diagonal()
+    guide.scale_tril = factor / factor.diagonal().unsqueeze(-1)
+    return guide
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_posterior_is_trusted(seed):
+    pyro.set_rng_seed(seed)
+    found = diagnose(exact_guide(), gaussian, loss=Trace_ELBO(4))
+    assert found.verdict == "trust" and found.findings == () and found.cures == ()
+    assert found.bound.value == pytest.approx(0.0, abs=1e-6)
+    assert found.gap[0] == pytest.approx(0.0, abs=1e-6)
+    assert found.importance.sd_ratios == (1.0, 1.0)
+    assert found.latent_dim == 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("width", "verdicts"),
+    [
+        (0.9, {"check"}),
+        (1.1, {"check"}),
+        (0.7, {"do not trust"}),
+        (1.35, {"do not trust"}),
+    ],
+)
+def test_wrong_widths(width, verdicts, seed):
+    pyro.set_rng_seed(seed)
+    found = diagnose(exact_guide(width), gaussian)
+    assert found.verdict in verdicts
+    # The KL of each of three dimensions is known, and so is the bound.
+    kl = 3 * (0.5 * (width**2 - 1) - math.log(width))
+    assert found.bound.value == pytest.approx(-kl, abs=5 * found.bound.standard_error)
+
+
+def test_a_wrong_mean():
+    assert diagnose(exact_guide(shift=0.4), gaussian).verdict == "do not trust"
+
+
+def test_report():
+    found = diagnose(exact_guide(0.5), gaussian, loss=Trace_ELBO(4), modes=torch.zeros(1, 3))
+    lines = str(found).splitlines()
+    assert lines[0] == "Diagnosis of 2000 draws in 3 dimensions"
+    names = [line[2:22].strip() for line in lines[1:]]
+    assert names[:3] == ["importance weights", "log evidence", "Stein's identities"]
+    assert {"kernel Stein test", "short HMC", "objective", "modes"} <= set(names)
+    (verdict,) = (line for line in lines if line.startswith("Verdict"))
+    assert verdict.startswith("Verdict: do not trust: k-hat ")
+    assert "  also: a standard deviation is 0.5" in str(found)
+    assert lines[-1].startswith("  try: a more flexible guide") and lines[-1].endswith("NUTS")
+    assert len(set(lines)) == len(lines)
+
+
+@pytest.mark.parametrize(
+    ("khat", "efficiency", "verdict"),
+    [
+        (0.45, 0.5, "trust"),
+        (0.6, 0.5, "check"),
+        (0.8, 0.5, "do not trust"),
+        (math.inf, 0.5, "do not trust"),
+        (0.6, 0.95, "trust"),
+        (0.8, 0.95, "check"),
+        (math.inf, 0.995, "trust"),
+    ],
+)
+def test_limits_of_khat(khat, efficiency, verdict):
+    bound = EvidenceBound(0.0, 0.0, khat, 1000 * efficiency)
+    assert Diagnosis(1000, 2, bound).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("mean_error", "sd_ratios", "p_value", "verdict"),
+    [
+        (0.05, (0.95, 1.05), 0.01, "trust"),
+        (0.15, (1.0, 1.0), 0.01, "check"),
+        (0.3, (1.0, 1.0), 0.01, "do not trust"),
+        (0.0, (0.9, 1.0), 0.01, "check"),
+        (0.0, (1.0, 1.1), 0.01, "check"),
+        (0.0, (0.75, 1.0), 0.01, "do not trust"),
+        (0.0, (1.0, 1.3), 0.01, "do not trust"),
+        (0.0, (0.0, 1.0), 0.01, "do not trust"),
+        (0.0, (1.0, math.inf), 0.01, "do not trust"),
+        (math.nan, (1.0, 1.0), 0.01, "do not trust"),
+        (0.0, (1.0, 1.0), 0.001, "check"),
+    ],
+)
+def test_limits_of_moments(mean_error, sd_ratios, p_value, verdict):
+    bound = EvidenceBound(0.0, 0.0, 0.3, 500.0)
+    stein = SteinCheck(mean_error, sd_ratios, SteinTest(0.0, 0.0, p_value))
+    assert Diagnosis(1000, 2, bound, stein=stein).verdict == verdict
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mean_field_on_correlation(seed):
+    """The best mean-field guide: its standard deviations are those given all other latents."""
+    pyro.set_rng_seed(seed)
+    guide = AutoNormal(gaussian)
+    guide()
+    sds = torch.tensor([0.01, 100.0]) * (1 - 0.99**2) ** 0.5
+    guide.locs.w.data.fill_(1.0)
+    guide.scales.w = sds
+    guide.locs.x.data.fill_(0.0)
+    guide.scales.x = torch.tensor(1.0)
+    found = diagnose(guide, gaussian)
+    assert found.verdict == "do not trust"
+    assert found.stein.sd_ratios == pytest.approx((0.1, 1.41), rel=0.2)
+
+
+class Mixture(dist.MixtureSameFamily):
+    support = constraints.real_vector
+
+
+LOCS = torch.tensor([[-10.0, 0.0], [10.0, 0.0]])
+
+
+def two_modes():
+    normal = dist.Normal(LOCS.double(), 1.0).to_event(1)
+    pyro.sample("x", Mixture(dist.Categorical(torch.tensor([0.7, 0.3])), normal))
+
+
+@pytest.mark.parametrize("component", [0, 1])
+def test_a_lost_mode_is_found(component):
+    def guide():
+        pyro.sample("x", dist.Normal(LOCS[component].double(), 1.0).to_event(1))
+
+    alone = diagnose(guide, two_modes, modes=None)
+    assert alone.verdict == "trust"  # nothing else can see it
+    assert alone.coverage is None and "not looked for" in str(alone)
+    found = diagnose(guide, two_modes)
+    assert found.verdict == "do not trust"
+    assert found.coverage.uncovered.sum() == 1 and len(found.coverage.mass) == 2
+    assert "1 of 2 without draws" in str(found)
+    assert "no draws at a mode" in str(found) and "a mixture of guides" in found.cures[0]
+    given = diagnose(guide, two_modes, modes=LOCS.double()).coverage
+    assert given.uncovered.tolist() == [component == 1, component == 0]
+    lost = given.mass[1 - component].item()
+    assert lost == pytest.approx((0.3, 0.7)[component], abs=0.01)
+    assert lost == pytest.approx(found.coverage.mass[found.coverage.uncovered].item(), abs=1e-6)
+
+
+def test_one_lost_mode_of_many():
+    """A Gaussian around the others would hold most of its volume between them."""
+    corners = torch.cartesian_prod(*[torch.tensor([-20.0, 0.0, 20.0])] * 2).double()
+
+    def model():
+        anywhere = dist.Normal(torch.zeros(2), 20.0).to_event(1).mask(False)
+        x = pyro.sample("x", anywhere)
+        normal = dist.Normal(corners, 1.0).to_event(1)
+        pyro.sample("y", Mixture(dist.Categorical(torch.ones(9)), normal), obs=x)
+
+    def guide(num_modes):
+        normal = dist.Normal(corners[:num_modes], 1.0).to_event(1)
+        pyro.sample("x", Mixture(dist.Categorical(torch.ones(num_modes)), normal))
+
+    def verdict(num_modes):
+        return diagnose(lambda: guide(num_modes), model)
+
+    whole = verdict(9)
+    assert whole.verdict == "trust" and len(whole.coverage.mass) == 9
+    lost = verdict(8)
+    assert lost.verdict == "do not trust" and lost.coverage.uncovered.sum() == 1
+    assert lost.coverage.mass[lost.coverage.uncovered].item() == pytest.approx(1 / 9, abs=0.01)
+
+
+def test_a_mode_out_of_the_priors_reach_is_lost():
+    far = torch.tensor([0.0, 1e4])
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0).mask(False))
+        normal = dist.Normal(far.double(), 1.0)
+        pyro.sample("y", dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), normal), obs=x)
+
+    found = diagnose(lambda: pyro.sample("x", dist.Normal(0.0, 1.0)), model)
+    assert found.verdict == "trust" and len(found.coverage.mass) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("sd", [1.5, 3.0])
+def test_a_funnel_lacks_no_mode(sd, seed):
+    """The search ends at a Gaussian that is no mode."""
+    pyro.set_rng_seed(seed)
+
+    def funnel(loc=0.0, scale=sd):
+        v = pyro.sample("v", dist.Normal(loc, scale))
+        with pyro.plate("coordinates", 9):
+            pyro.sample("x", dist.Normal(0.0, torch.exp(v / 2)))
+
+    found = diagnose(funnel, funnel)
+    assert found.verdict == "trust" and not found.coverage.uncovered.any()
+    # The draws there make the difference: a guide far up in the mouth has none.
+    mouth = diagnose(lambda: funnel(3 * sd, 0.1), funnel)
+    assert mouth.coverage.uncovered.all()
+
+
+def test_the_search_leaves_the_random_stream_alone():
+    found, states = [], []
+    for modes in (None, "search"):
+        guide = exact_guide()
+        pyro.set_rng_seed(0)
+        found.append(diagnose(guide, gaussian, num_samples=200, modes=modes))
+        states.append(torch.get_rng_state())
+    without, searched = found
+    assert searched.coverage is not None and states[0].equal(states[1])
+    assert (without.bound, without.drift) == (searched.bound, searched.drift)
+    again = diagnose(exact_guide(), gaussian, num_samples=200)
+    assert again.bound != searched.bound
+
+
+def test_no_search():
+    def wide():
+        pyro.sample("x", dist.Normal(torch.zeros(101), 1.0).to_event(1))
+
+    found = diagnose(wide, wide, num_samples=250)
+    assert found.coverage is None and "not looked for" in str(found)
+
+    def fragile():
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 2.0).to_event(1).mask(False))
+        matrix = torch.eye(2) * (10 - w.square().sum())
+        pyro.factor("a", torch.linalg.cholesky(matrix).sum() * 0.0 - 50 * w.square().sum())
+
+    found = diagnose(
+        lambda: pyro.sample("w", dist.Normal(torch.zeros(2), 0.1).to_event(1)),
+        fragile,
+        num_samples=200,
+    )
+    assert found.coverage is None and found.verdict == "trust"
+    with pytest.raises(ValueError, match="modes must be .search., a tensor or None, but got 'all'"):
+        diagnose(exact_guide(), gaussian, modes="all")
+
+
+def test_wrong_weights_of_modes_are_seen_by_importance():
+    def guide():
+        normal = dist.Normal(LOCS.double(), 1.0).to_event(1)
+        pyro.sample("x", Mixture(dist.Categorical(torch.tensor([0.3, 0.7])), normal))
+
+    found = diagnose(guide, two_modes)
+    assert found.verdict == "do not trust"
+    assert found.stein.mean_error == 0 and found.importance.mean_error > 0.5
+
+
+def regression_posterior():
+    pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+
+def semi_implicit(scale: float):
+    guide = AutoSemiImplicit(regression_posterior, lambda size: nn.Identity(), 2)
+    guide()
+    guide.loc.data.zero_()
+    guide.scale = scale * torch.ones(2)
+    return guide
+
+
+def test_semi_implicit_guides():
+    good = diagnose(semi_implicit(1.0), regression_posterior, loss=LIVI_ELBO(64))
+    assert good.verdict == "trust" and abs(good.gap[0]) < 0.2
+    assert diagnose(semi_implicit(0.6), regression_posterior).verdict == "do not trust"
+
+
+def test_a_fitted_semi_implicit_guide():
+    guide = AutoSemiImplicit(regression_posterior, init_scale=0.3)
+    assert diagnose(guide, regression_posterior, num_samples=500).verdict == "do not trust"
+    steps = 500
+    optimizer = pyro.optim.ClippedAdam({"lr": 0.01, "lrd": 0.01 ** (1 / steps)})
+    svi = SVI(regression_posterior, guide, optimizer, LIVI_ELBO(16))
+    for _ in range(steps):
+        svi.step()
+    found = diagnose(guide, regression_posterior, num_samples=500)
+    assert found.verdict == "trust" and found.bound.value == pytest.approx(0.0, abs=0.02)
+
+
+def test_an_objective_that_overstates():
+    class Optimist(Trace_ELBO):
+        def loss(self, *args, **kwargs):
+            return super().loss(*args, **kwargs) - 2.0
+
+    found = diagnose(semi_implicit(1.0), regression_posterior, loss=LIVI_ELBO(8))
+    assert found.verdict == "trust"
+
+    def scaled():
+        gaussian()
+        pyro.factor("constant", torch.tensor(-5.0))
+
+    found = diagnose(exact_guide(), scaled, loss=Optimist(4))
+    assert found.bound.value == pytest.approx(-5.0, abs=1e-6)
+    assert found.verdict == "check" and found.gap[0] == pytest.approx(2.0, abs=0.01)
+    assert "2.0 nats above the certified bound" in str(found)
+
+
+def test_without_a_density():
+    """Never trusted, as the weights of modes would be unknown; but a bad one is found out."""
+    guide = AutoImplicit(regression_posterior, MLP(2, 2), 2)
+    guide()
+    found = diagnose(guide, regression_posterior)
+    assert found.bound is None and "knows no density" in found.no_density
+    assert found.verdict == "do not trust" and found.stein.sd_ratios[0] < 0.5
+    guide = AutoImplicit(regression_posterior, lambda size: nn.Identity(), 2)
+    guide()
+    guide.loc.data.zero_()
+    guide.scale = torch.ones(2)
+    found = diagnose(guide, regression_posterior)
+    assert found.verdict == "check" and "no importance weights" in str(found)
+    assert any("InjectiveELBO" in cure for cure in found.cures)
+
+
+def test_degenerate_draws():
+    found = diagnose(AutoDelta(gaussian), gaussian)
+    assert found.verdict == "do not trust" and "lie on a hyperplane" in str(found)
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("edge", torch.where(x > 0, 0.0, -math.inf))
+
+    def guide():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    found = diagnose(guide, model)
+    assert found.verdict == "do not trust" and "finite" in found.broken
+
+
+def test_models_that_vmap_cannot_run():
+    def stubborn():
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        assert w.sum().item() < math.inf
+
+    def guide():
+        pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    with pytest.warns(UserWarning, match="one particle at a time"):
+        found = diagnose(guide, stubborn, num_samples=200)
+    assert found.drift is None and found.coverage is None and found.verdict == "trust"
+
+
+@pytest.mark.parametrize("kind", ["list", "messenger", "flow"])
+def test_other_guides(kind):
+    """Composed ones, those that run the model themselves, and flows, of latents in a plate."""
+
+    def model():
+        with pyro.plate("rows", 3):
+            x = pyro.sample("x", dist.LogNormal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+        return x
+
+    if kind == "list":
+        guide = AutoGuideList(model)
+        guide.append(AutoNormal(poutine.block(model, expose=["x"]), init_scale=1.0))
+        guide.append(AutoMultivariateNormal(poutine.block(model, hide=["x"]), init_scale=1.0))
+    elif kind == "messenger":
+        guide = AutoNormalMessenger(model, init_scale=1.0)
+    else:
+        guide = AutoNormalizingFlow(model, lambda size: dist.transforms.affine_autoregressive(size))
+    found = diagnose(guide, model, num_samples=200)
+    assert found.latent_dim == 5 and found.bound is not None and found.stein is not None
+    if kind != "flow":  # these start at zero (or at a draw), with the right spread
+        assert found.stein.sd_ratios == pytest.approx((1.0, 1.0), abs=0.1)
+
+
+def test_float32_and_arguments():
+    torch.set_default_dtype(torch.float)
+
+    def model(y, scale=1.0):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(x, scale), obs=y)
+
+    def guide(y, scale=1.0):
+        pyro.sample("x", dist.Normal(y / (1 + scale**2), (1 / (1 + scale**-2)) ** 0.5))
+
+    found = diagnose(guide, model, torch.tensor(1.0), scale=2.0)
+    assert found.verdict == "trust"
+    evidence = dist.Normal(0.0, 5.0**0.5).log_prob(torch.tensor(1.0)).item()
+    assert found.bound.value == pytest.approx(evidence, abs=1e-4)
+
+
+def test_leaves_the_guide_alone():
+    guide = exact_guide()
+    before = {name: p.clone() for name, p in guide.named_parameters()}
+    diagnose(guide, gaussian, num_samples=100)
+    for name, p in guide.named_parameters():
+        assert p.equal(before[name]) and p.grad is None
+
+
+def test_too_few_draws():
+    with pytest.raises(ValueError, match="must be at least 100 .*, but got 50"):
+        diagnose(exact_guide(), gaussian, num_samples=50)
+
+    def model():
+        pyro.sample("x", dist.Normal(torch.zeros(100), 1.0).to_event(1))
+
+    with pytest.raises(ValueError, match="at least 201 .100, and more than twice the 100 latents"):
+        diagnose(AutoNormal(model), model, num_samples=200)

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fit`` on small models of every kind: which guide comes out, and how good it is."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Predictive
+from pyro.infer.autoguide import AutoNormal
+
+from pyro_implicit.fitting.auto import Fit, default_loss, fit
+from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
+from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
+from pyro_implicit.guides.auto_mixture import AutoMixture
+from pyro_implicit.infer import LIVI_ELBO, ImplicitELBO, InjectiveELBO
+
+X = torch.tensor([[1.0, 0.2], [1.0, -0.5], [1.0, 1.0], [1.0, 2.5]], dtype=torch.float64)
+Y = torch.tensor([0.3, 0.9, -0.4, -1.7], dtype=torch.float64)
+
+
+def regression(x, y, noise=0.5):
+    weight = pyro.sample("weight", dist.Normal(x.new_zeros(2), 2.0).to_event(1))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(x @ weight, noise), obs=y)
+
+
+def funnel():
+    v = pyro.sample("v", dist.Normal(0.0, 1.5))
+    with pyro.plate("two", 2):
+        pyro.sample("x", dist.Normal(0.0, (v / 2).exp()))
+
+
+def two_modes():
+    """Weights 0.3 and 0.7, and evidence e^2."""
+    x = pyro.sample("x", dist.ImproperUniform(dist.constraints.real, (), ()))
+    left, right = dist.Normal(-1.5, 0.1).log_prob(x), dist.Normal(1.0, 0.2).log_prob(x)
+    parts = torch.stack([left + math.log(0.3), right + math.log(0.7)])
+    pyro.factor("modes", 2.0 + parts.logsumexp(0))
+
+
+def constrained(y=None):
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 0.5))
+    share = pyro.sample("share", dist.Dirichlet(torch.tensor([3.0, 4.0, 5.0])))
+    with pyro.plate("rows", 5):
+        pyro.sample("y", dist.Normal(share[..., 0], scale), obs=y)
+
+
+def quick(model, *args, num_steps=60, **kwargs):
+    options = {"num_particles": 16, "progress": False, "seed": 0} | kwargs
+    return fit(model, "auto", *args, num_steps=num_steps, **options)
+
+
+def draw(guide, num_samples=50):
+    pyro.set_rng_seed(7)
+    return guide.sample_posterior(num_samples)
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_gaussian_posterior(dtype, seed):
+    torch.set_default_dtype(dtype)
+    x, y = X.to(dtype), Y.to(dtype)
+    result = fit(regression, "auto", x, y=y, noise=0.4, seed=seed, progress=False)
+    precision = x.T @ x / 0.16 + torch.eye(2) / 4
+    covariance = precision.inverse()
+    mean = covariance @ x.T @ y / 0.16
+    draws = result.guide.sample_posterior(20_000)["weight"]
+    assert draws.dtype == dtype
+    sd = covariance.diagonal().sqrt()
+    assert ((draws.mean(0) - mean).abs() / sd < 0.05).all()
+    torch.testing.assert_close(draws.std(0), sd, rtol=0.05, atol=0)
+    correlation = covariance[0, 1] / sd.prod()
+    assert draws.T.corrcoef()[0, 1].item() == pytest.approx(correlation.item(), abs=0.03)
+    # The Gaussian is exact from the start: few steps are taken, and one guide is enough.
+    assert isinstance(result.guide, AutoImplicit) and not isinstance(result.guide, AutoSemiImplicit)
+    assert result.num_modes == 1 and len(result.losses) <= 500
+    evidence = dist.MultivariateNormal(torch.zeros(4), 4 * x @ x.T + 0.16 * torch.eye(4))
+    assert set(result.bounds) == {"injective"}
+    assert result.bounds["injective"] == pytest.approx(evidence.log_prob(y).item(), abs=0.03)
+
+
+def test_a_funnel_gets_both_guides():
+    result = fit(funnel, "auto", num_steps=300, num_particles=16, progress=False, seed=0)
+    best = max(result.bounds, key=result.bounds.get)
+    assert set(result.bounds) <= {"injective", "semi-implicit"}
+    assert isinstance(result.guide, AutoSemiImplicit) == (best == "semi-implicit")
+    assert result.num_modes == 1 and len(result.losses) <= 300
+    assert -0.5 < result.bounds[best] < 0.1  # the log-evidence is 0
+    draws = result.guide.sample_posterior(5000)
+    assert draws["v"].shape == (5000,) and draws["x"].shape == (5000, 2)
+    assert draws["v"].std().item() == pytest.approx(1.5, abs=0.5)
+
+
+@pytest.mark.parametrize("kept", ["injective", "semi-implicit"])
+def test_the_higher_bound_is_kept(kept, monkeypatch):
+    """Of guides that are not near enough."""
+    bounds = {"injective": -3.0, "semi-implicit": -2.0 if kept == "semi-implicit" else -4.0}
+
+    def log_weights(model, guide, args, kwargs):
+        name = "semi-implicit" if isinstance(guide, AutoSemiImplicit) else "injective"
+        return torch.tensor([-1.0, 1.0]) + bounds[name]
+
+    module = importlib.import_module("pyro_implicit.fitting.auto")
+    monkeypatch.setattr(module, "_log_weights", log_weights)
+    result = quick(funnel, num_steps=4)
+    assert result.bounds == pytest.approx(bounds) and len(result.losses) == 4
+    assert isinstance(result.guide, AutoSemiImplicit) == (kept == "semi-implicit")
+
+
+def test_a_folded_guide_is_trained_again(monkeypatch):
+    """One whose loss promises more than its bound keeps; the second is taken as it is."""
+    semi_implicit = []
+
+    def log_weights(model, guide, args, kwargs):
+        if not isinstance(guide, AutoSemiImplicit):
+            return torch.tensor([-51.0, -49.0])
+        semi_implicit.append(guide)
+        return torch.tensor([-101.0, -99.0]) if len(semi_implicit) == 1 else torch.zeros(2)
+
+    module = importlib.import_module("pyro_implicit.fitting.auto")
+    monkeypatch.setattr(module, "_log_weights", log_weights)
+    result = quick(funnel, num_steps=4)
+    assert len(semi_implicit) == 2 and result.guide is semi_implicit[1]
+    assert result.bounds == {"injective": -50.0, "semi-implicit": 0.0}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_separate_modes_get_a_mixture(seed):
+    result = quick(two_modes, num_steps=100, num_particles=32, seed=seed)
+    assert isinstance(result.guide, AutoMixture) and result.num_modes == 2
+    assert len(result.losses) <= 2 * math.ceil(100 / math.sqrt(2))
+    assert set(result.bounds) == {"mixture"}
+    assert result.bounds["mixture"] == pytest.approx(2.0, abs=0.05)
+    x = result.guide.sample_posterior(10_000)["x"]
+    assert (x < 0).float().mean().item() == pytest.approx(0.3, abs=0.03)
+    assert x[x < 0].mean().item() == pytest.approx(-1.5, abs=0.02)
+    assert x[x > 0].std().item() == pytest.approx(0.2, abs=0.02)
+
+
+def test_constrained_sites_predictive_and_saving():
+    y = torch.tensor([0.1, 7.25, -0.9, 1.3, 0.2])
+    result = quick(constrained, y)
+    draws = draw(result.guide)
+    assert draws["scale"].min() > 0 and draws["share"].shape == (50, 3)
+    torch.testing.assert_close(draws["share"].sum(-1), torch.ones(50))
+    found = Predictive(constrained, guide=result.guide, num_samples=7)()
+    assert found["y"].shape == (7, 5) and found["scale"].reshape(-1).shape == (7,)
+    # In a file, without the data; drawn without the model's arguments.
+    file = io.BytesIO()
+    torch.save(result.guide, file)
+    assert y.numpy().tobytes() not in file.getvalue()
+    pyro.clear_param_store()
+    file.seek(0)
+    assert_equal(draw(torch.load(file, weights_only=False)), draws)
+
+
+@pytest.mark.parametrize("model", [funnel, two_modes])
+def test_every_kind_can_be_saved(model):
+    result = quick(model, num_steps=10)
+    draws = draw(result.guide)
+    file = io.BytesIO()
+    torch.save(result.guide, file)
+    pyro.clear_param_store()
+    file.seek(0)
+    assert_equal(draw(torch.load(file, weights_only=False)), draws)
+
+
+class CountingELBO(ImplicitELBO):
+    def differentiable_loss(self, *args, **kwargs):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().differentiable_loss(*args, **kwargs)
+
+
+def test_a_given_guide_is_trained_in_place():
+    torch.set_default_dtype(torch.float64)
+    guide, loss = AutoNormal(regression), CountingELBO(4)
+    result = fit(regression, guide, X, Y, loss=loss, num_steps=300, lr=0.05, seed=0, progress=False)
+    assert isinstance(result, Fit) and result.guide is guide
+    assert len(result.losses) == 300 and loss.calls == 301
+    assert result.bounds == {} and result.num_modes is None
+    precision = X.T @ X / 0.25 + torch.eye(2) / 4
+    mean = torch.linalg.solve(precision, X.T @ Y / 0.25)
+    torch.testing.assert_close(guide.locs.weight.detach(), mean, rtol=0, atol=0.1)
+    # Mean field has the conditional sd.
+    sd = precision.diagonal().rsqrt()
+    torch.testing.assert_close(guide.scales.weight.detach(), sd, rtol=0.15, atol=0)
+
+
+def test_losses_by_the_kind_of_guide():
+    semi = default_loss(AutoSemiImplicit(funnel), 5)
+    assert isinstance(semi, LIVI_ELBO) and semi.num_particles == 5 and semi.nonfinite == "skip"
+    injective = default_loss(AutoImplicit(funnel, AutoregressiveGenerator), 6)
+    assert isinstance(injective, InjectiveELBO) and injective.coverage == 1.0
+    assert type(default_loss(AutoNormal(funnel), 7)) is ImplicitELBO
+    guide = AutoSemiImplicit(funnel)
+    assert fit(funnel, guide, num_steps=2, progress=False).guide is guide
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="guide must be \"auto\" or a guide, but got 'nuts'"):
+        fit(funnel, "nuts", progress=False)
+    with pytest.raises(ValueError, match='loss is for a given guide; guide="auto" chooses'):
+        fit(funnel, "auto", loss=ImplicitELBO(), progress=False)
+
+
+def nowhere():
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    pyro.factor("never", 0 * x - math.inf)
+
+
+def test_a_density_that_is_nowhere_finite():
+    with pytest.raises(ValueError, match="finite at none of 50 draws of its prior. Cure"):
+        quick(nowhere)
+
+
+def walled():
+    """A guide's draw or two of a thousand lie behind the walls."""
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    pyro.factor("walls", torch.where(x.abs() > 3.0, -math.inf, 0.0 * x))
+
+
+def test_single_draws_without_a_density_do_not_end_it():
+    result = quick(walled, num_steps=40)
+    assert result.guide.sample_posterior(100)["x"].abs().median() < 1.5
+    assert all(not math.isnan(bound) for bound in result.bounds.values())
+
+
+def many_latents():
+    pyro.sample("x", dist.Normal(torch.zeros(101), 1.0).to_event(1))
+
+
+def subsampled(y):
+    loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", len(y), subsample_size=3) as rows:
+        pyro.sample("y", dist.Normal(loc, 1.0), obs=y[rows])
+
+
+@pytest.mark.parametrize("model, args", [(many_latents, ()), (subsampled, (torch.arange(12.0),))])
+def test_large_and_subsampled_models_get_a_semi_implicit_guide(model, args):
+    result = quick(model, *args, num_steps=4)
+    assert isinstance(result.guide, AutoSemiImplicit) and result.guide.frame_scale_tril is None
+    assert result.num_modes is None and result.bounds == {} and len(result.losses) == 4
+    assert all(math.isfinite(loss) for loss in result.losses)
+
+
+def test_two_fits_keep_their_own_values():
+    """Pyro's store has one name for all guides of a class."""
+    first = quick(regression, X.float(), Y.float())
+    before = draw(first.guide)
+    other = quick(regression, X.float(), 5 + Y.float(), seed=1)
+    assert_equal(draw(first.guide), before)
+    assert (draw(other.guide)["weight"].mean(0) - before["weight"].mean(0)).norm() > 1
+    mixtures = [quick(two_modes, seed=seed, num_steps=9) for seed in (0, 1)]
+    assert not torch.equal(*(draw(mixture.guide)["x"] for mixture in mixtures))
+    # Each of two components gets 9 / sqrt(2) steps.
+    assert [len(mixture.losses) for mixture in mixtures] == [14, 14]
+    assert_equal(draw(first.guide), before)
+
+
+def test_seeds():
+    results = [quick(funnel, seed=seed, num_steps=15) for seed in (3, 3, 4)]
+    assert results[0].losses == results[1].losses != results[2].losses
+    assert results[0].bounds == results[1].bounds
+    assert_equal(draw(results[0].guide), draw(results[1].guide))
+    # Without a seed, the streams go on as they are.
+    pyro.set_rng_seed(3)
+    assert quick(funnel, seed=None, num_steps=15).losses == results[0].losses
+
+
+def test_the_bar_is_on_unless_it_is_off(capsys):
+    fit(funnel, AutoNormal(funnel), num_steps=3)
+    assert "guide: 100%" in capsys.readouterr().err
+    quick(funnel, num_steps=3)
+    assert capsys.readouterr() == ("", "")
+
+
+class Dying:
+    """A model that dies like a killed process after so many runs."""
+
+    def __init__(self, model, dies_after):
+        self.model, self.runs_left = model, dies_after
+
+    def __call__(self, *args):
+        self.runs_left -= 1
+        if self.runs_left == 0:
+            raise KeyboardInterrupt
+        return self.model(*args)
+
+
+@pytest.mark.parametrize("model", [funnel, two_modes, subsampled])
+def test_a_resumed_fit_is_the_uninterrupted_one(model, tmp_path):
+    args = (torch.arange(12.0),) if model is subsampled else ()
+
+    def run(folder, process_seed, dies_after=-1):
+        """As in a process of its own, with random streams of its own."""
+        pyro.clear_param_store()
+        pyro.set_rng_seed(process_seed)
+        dying = Dying(model, dies_after)
+        options = {"checkpoint": folder, "checkpoint_every": 4, "seed": None}
+        result = quick(dying, *args, num_steps=16, **options)
+        return result, -1 - dying.runs_left
+
+    expected, num_runs = run(None, 0)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, 0, num_runs // 2)
+    for number, share in enumerate([0.3, 0.6, 0.8]):
+        with contextlib.suppress(KeyboardInterrupt):  # it may be finished by then
+            run(tmp_path, 1 + number, math.ceil(share * num_runs))
+    # Whatever the state of the process: the streams of the first start are in the folder.
+    resumed, _ = run(tmp_path, 9)
+    assert resumed.losses == expected.losses and resumed.bounds == expected.bounds
+    assert_equal(resumed.guide.state_dict(), expected.guide.state_dict())
+    assert_equal(draw(resumed.guide), draw(expected.guide))

@@ -1,0 +1,460 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The certified bound: against exact evidence and quadrature, for every kind of guide."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoMultivariateNormal
+from torch import Tensor, nn
+from torch.distributions import Gamma, MultivariateNormal, Normal, kl_divergence
+
+from pyro_implicit import (
+    LIVI_ELBO,
+    MLP,
+    AutoImplicit,
+    AutoSemiImplicit,
+    GatedMLP,
+    Implicit,
+    InjectiveELBO,
+    ResidualGenerator,
+    SemiImplicit,
+)
+from pyro_implicit.infer.bound import (
+    _pareto_khat,
+    evidence_bound,
+    weighted_draws,
+)
+from pyro_implicit.infer.engine.hierarchical import HierarchicalELBO
+from pyro_implicit.infer.engine.sites import ImplicitSite
+
+PROPOSALS = ["linearized", "prior"]
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.double)
+
+
+class Regression:
+    """Three correlated weights: posterior and evidence are known."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        mix = torch.tensor([[1.0, 0.8, 0.0], [0.0, 1.0, -0.6], [0.0, 0.0, 0.5]])
+        self.x = torch.randn(20, 3, generator=generator) @ mix
+        noise = torch.randn(20, generator=generator)
+        self.y = self.x @ torch.tensor([1.0, -2.0, 0.5]) + 0.7 * noise
+        self.covariance = (torch.eye(3) / 4 + self.x.T @ self.x / 0.49).inverse()
+        self.mean = self.covariance @ (self.x.T @ self.y) / 0.49
+        marginal = 4 * self.x @ self.x.T + 0.49 * torch.eye(20)
+        self.log_evidence = MultivariateNormal(torch.zeros(20), marginal).log_prob(self.y).item()
+
+    def __call__(self) -> None:
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 2.0).to_event(1))
+        with pyro.plate("data", 20):
+            pyro.sample("y", dist.Normal(self.x @ weight, 0.7), obs=self.y)
+
+    def posterior(self, relative_scale: float):
+        """A semi-implicit guide that is the exact posterior."""
+        scale = relative_scale * torch.linalg.eigvalsh(self.covariance).min().sqrt()
+        factor = torch.linalg.cholesky(self.covariance - scale.square() * torch.eye(3))
+
+        def guide() -> None:
+            pyro.sample("weight", SemiImplicit(lambda z: self.mean + z @ factor.T, 3, scale))
+
+        return guide
+
+
+@pytest.mark.parametrize("proposal", PROPOSALS)
+@pytest.mark.parametrize("relative_scale", [0.3, 0.05])
+def test_never_above_the_evidence_and_rises_with_mixing(relative_scale, proposal):
+    model = Regression()
+    guide = model.posterior(relative_scale)
+    bounds = [
+        evidence_bound(model, guide, num_samples=300, num_mixing=num_mixing, proposal=proposal)
+        for num_mixing in (1, 10, 100)
+    ]
+    for bound in bounds:
+        assert bound.value < model.log_evidence + 4 * bound.standard_error + 1e-3
+    if proposal == "linearized":  # exact for linear generators, at once
+        assert bounds[2].value == pytest.approx(model.log_evidence, abs=5e-3)
+        assert bounds[2].effective_sample_size > 295
+    else:
+        assert bounds[0].value < bounds[1].value < bounds[2].value < model.log_evidence - 0.5
+
+
+def banana(noise: Tensor) -> Tensor:
+    return torch.stack([noise[..., 0], 0.5 * noise[..., 1] + noise[..., 0].square()], -1)
+
+
+def folded(noise: Tensor) -> Tensor:
+    """Two noises make each value, so that the reverse conditional has two modes."""
+    return torch.stack([noise[..., 0].square(), noise[..., 1] + noise[..., 0].square()], -1)
+
+
+def log_density_by_quadrature(generate, scale: float, values: Tensor) -> Tensor:
+    """log q of each row, as the mixture over a fine grid of the two noises."""
+    axis = torch.linspace(-6, 6, 401)
+    grid = torch.cartesian_prod(axis, axis)
+    log_mass = Normal(0.0, 1.0).log_prob(grid).sum(-1) + 2 * math.log(12 / 400)
+    means = generate(grid)
+    log_joint = (Normal(means, scale).log_prob(v).sum(-1) + log_mass for v in values)
+    return torch.stack([row.logsumexp(0) for row in log_joint])
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("proposal", PROPOSALS)
+@pytest.mark.parametrize("generate", [banana, folded])
+def test_nonlinear_generators_against_quadrature(generate, proposal, seed):
+    """The estimate of log q lies above it in the mean, and falls to it."""
+    torch.manual_seed(seed)
+    q = SemiImplicit(generate, 2, 0.2).expand((100,))
+    value = q.rsample()
+    site = ImplicitSite("x", q, q.noise_of(value), value)
+    exact = log_density_by_quadrature(generate, 0.2, value)
+    gaps = []
+    for num_mixing in (5, 5000):
+        elbo = HierarchicalELBO(100, num_mixing, proposal, 20)
+        gap = elbo.score_parts(site).log_prob - exact
+        assert gap.mean() > -4 * gap.std() / 10
+        gaps.append(gap.mean().item())
+    assert gaps[0] > gaps[1]
+    # Gauss-Newton from 0 sees no way down to either mode of the folded one.
+    assert gaps[1] == pytest.approx(0.0, abs=0.03 if generate is banana else 0.15)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("proposal", PROPOSALS)
+@pytest.mark.parametrize("num_mixing", [1, 10])
+def test_inverse_of_the_estimate_is_unbiased(num_mixing, proposal, seed):
+    """E[q / q_hat] = 1 is what makes E[log q_hat] >= log q; any error in a weight breaks it."""
+    torch.manual_seed(seed)
+    wave = lambda z: (2 * z).sin()  # noqa: E731  (bounded, so that the ratio's variance is small)
+    q = SemiImplicit(wave, 1, 0.8).expand((20_000,))
+    value = q.rsample()
+    elbo = HierarchicalELBO(20_000, num_mixing, proposal, 3)
+    estimate = elbo.score_parts(ImplicitSite("x", q, q.noise_of(value), value)).log_prob
+    grid = torch.linspace(-6, 6, 601).unsqueeze(-1)
+    log_mass = Normal(0.0, 1.0).log_prob(grid) + math.log(12 / 600)
+    log_q = (Normal(wave(grid), 0.8).log_prob(value.mT) + log_mass).logsumexp(0)
+    ratio = (log_q - estimate).exp()
+    standard_error = ratio.std().item() / 20_000**0.5
+    assert ratio.mean().item() == pytest.approx(1.0, abs=4 * standard_error)
+    assert standard_error < 0.02
+
+
+def test_linearized_is_far_tighter_at_equal_cost():
+    """50 Jacobians of two columns and 100 values against 1000 values."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(torch.zeros(2), 5.0).to_event(1).mask(False))
+        normal = dist.Normal(torch.stack([0 * x[..., 0], x[..., 0].square()], -1), 1.0)
+        pyro.factor("density", normal.to_event(1).log_prob(x))
+
+    def guide():
+        pyro.sample("x", SemiImplicit(banana, 2, 0.02))
+
+    linearized = evidence_bound(model, guide, num_mixing=100)
+    prior = evidence_bound(model, guide, num_mixing=1000, proposal="prior")
+    # The guide's standard deviation along the second coordinate, given the first, is 1/2.
+    elbo = 0.5 * (1 - 0.25) + math.log(0.5)
+    assert linearized.value == pytest.approx(elbo, abs=4 * linearized.standard_error + 0.01)
+    assert prior.value < elbo - 0.5
+
+
+@pytest.mark.parametrize("proposal", PROPOSALS)
+@pytest.mark.parametrize("trained", [False, True])
+def test_amortised_guide_of_local_latents(trained, proposal):
+    """One latent per data point: z ~ N(0, 1), y ~ N(z, 1/2), so z|y ~ N(.8y, .2)."""
+    data = torch.linspace(-2, 2, 12).reshape(3, 4)
+    encoder = GatedMLP(1, 1, (16,), context_dim=1)
+
+    def exact(noise, context):
+        return (0.8 * context + (0.2 - 0.1**2) ** 0.5 * noise).squeeze(-1)
+
+    def model():
+        with pyro.plate("groups", 3, dim=-2), pyro.plate("rows", 4, dim=-1):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(z, 0.5), obs=data)
+
+    def guide():
+        encode = exact if trained else lambda z, c: encoder(z, c).squeeze(-1)
+        with pyro.plate("groups", 3, dim=-2), pyro.plate("rows", 4, dim=-1):
+            pyro.sample("z", SemiImplicit(encode, 1, 0.1, data.unsqueeze(-1)))
+
+    log_evidence = Normal(0.0, 1.25**0.5).log_prob(data).sum().item()
+    bound = evidence_bound(model, guide, num_samples=300, proposal=proposal)
+    assert bound.value < log_evidence + 4 * bound.standard_error
+    if trained:
+        tolerance = {"linearized": 0.01, "prior": 0.6}[proposal]
+        assert bound.value == pytest.approx(log_evidence, abs=tolerance)
+    else:
+        assert bound.value < log_evidence - 1
+
+
+@pytest.mark.parametrize("frame", [False, True])
+def test_automatic_guide(frame):
+    """Started at the exact posterior (with its frame), or at its mean and standard deviations."""
+    model = Regression()
+    base = AutoMultivariateNormal(model)
+    base()
+    factor = torch.linalg.cholesky(model.covariance)
+    base.loc.data.copy_(model.mean)
+    base.scale = factor.diag()
+    base.scale_tril = factor / factor.diag().unsqueeze(-1)
+    identity = lambda size: nn.Identity()  # noqa: E731
+    guide = AutoSemiImplicit(model, identity, 3, base_guide=base if frame else None)
+    guide()
+    guide.loc.data.copy_(model.mean)
+    if not frame:
+        guide.scale = model.covariance.diag().sqrt()
+        factor = model.covariance.diag().sqrt().diag()
+    covariance = (1 + 0.02**2) * factor @ factor.T
+    posterior = MultivariateNormal(model.mean, model.covariance)
+    gap = kl_divergence(MultivariateNormal(model.mean, covariance), posterior).item()
+    assert (gap < 1e-3) == frame
+    bound = evidence_bound(model, guide)
+    expected = model.log_evidence - gap
+    assert bound.value == pytest.approx(expected, abs=4 * bound.standard_error + 0.01)
+
+
+@pytest.mark.parametrize("handwritten", [False, True])
+def test_positive_latent(handwritten):
+    """Counts of a Gamma-Poisson model, whose posterior is about normal in the logarithm."""
+    counts = torch.tensor([4.0, 7.0, 6.0, 9.0])
+
+    def model():
+        rate = pyro.sample("rate", dist.Gamma(3.0, 0.5))
+        with pyro.plate("data", 4):
+            pyro.sample("y", dist.Poisson(rate), obs=counts)
+
+    def guide():
+        exp = dist.transforms.ExpTransform(cache_size=1)
+        q = SemiImplicit(lambda z: loc + spread * z.squeeze(-1), 1, 0.02 * spread)
+        pyro.sample("rate", dist.TransformedDistribution(q, [exp]))
+
+    shape, rate = 3 + counts.sum(), torch.tensor(4.5)
+    loc, spread = shape.digamma() - rate.log(), torch.polygamma(1, shape).sqrt()
+    if not handwritten:
+        guide = AutoSemiImplicit(model, lambda size: nn.Identity(), 1)
+        guide()
+        guide.loc.data.copy_(loc)
+        guide.scale = spread.reshape(1)
+    theta = rate.reciprocal() * shape  # Bayes' rule at any value gives the evidence
+    log_joint = Gamma(3.0, 0.5).log_prob(theta) + dist.Poisson(theta).log_prob(counts).sum()
+    log_evidence = (log_joint - Gamma(shape, rate).log_prob(theta)).item()
+    bound = evidence_bound(model, guide)
+    assert bound.value < log_evidence + 4 * bound.standard_error
+    assert bound.value > log_evidence - 0.03
+    assert bound.effective_sample_size > 900
+
+
+def test_sites_add_up():
+    """A semi-implicit site beside an exact one, and a second semi-implicit one below it."""
+
+    def model():
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        b = pyro.sample("b", dist.Normal(a, 1.0))
+        c = pyro.sample("c", dist.Normal(b, 1.0))
+        pyro.sample("y", dist.Normal(c, 1.0), obs=torch.tensor(2.0))
+
+    def guide():
+        below = SemiImplicit(lambda z: 1.5 + z.squeeze(-1) * (0.75 - 0.01) ** 0.5, 1, 0.1)
+        c = pyro.sample("c", below)  # given y
+        context = c.unsqueeze(-1)
+        spread = (2 / 3 - 0.01) ** 0.5
+        above = SemiImplicit(lambda z, c: (c * 2 / 3 + spread * z).squeeze(-1), 1, 0.1, context)
+        b = pyro.sample("b", above)
+        pyro.sample("a", dist.Normal(b / 2, 0.5**0.5))
+
+    log_evidence = Normal(0.0, 2.0).log_prob(torch.tensor(2.0)).item()
+    bound = evidence_bound(model, guide, num_samples=300)
+    assert bound.value == pytest.approx(log_evidence, abs=0.02)
+    assert bound.standard_error < 0.02
+
+
+def test_explicit_guides_are_exact():
+    """Of a guide sqrt(2) times as wide as the posterior, everything is known."""
+
+    def model():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    def guide():
+        pyro.sample("x", dist.Normal(0.0, 2**0.5))
+
+    bound = evidence_bound(model, guide, num_samples=4010, chunk_size=1000)
+    kl = 0.5 * (2 - 1) - 0.5 * math.log(2)
+    assert bound.standard_error == pytest.approx(0.5 * 2**0.5 / 4010**0.5, rel=0.1)
+    assert bound.value == pytest.approx(-kl, abs=4 * bound.standard_error)
+    assert bound.effective_sample_size / 4010 == pytest.approx(3**0.5 / 2, abs=0.02)
+    assert bound.khat < 0.2
+
+
+class Stretched(nn.Module):
+    """z + z^3, whose inverse and density are known; with ``sign``, it turns back at some z."""
+
+    noise_dim = 1
+
+    def __init__(self, sign: float = 1.0) -> None:
+        super().__init__()
+        self.sign = sign
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return noise + self.sign * noise.pow(3)
+
+    def log_abs_det_jacobian(self, noise: Tensor) -> Tensor:
+        return (1 + 3 * self.sign * noise.square()).abs().log().sum(-1)
+
+
+def test_injective_guides_are_exact():
+    """The posterior is that of the guide itself, so that all weights are the evidence."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(torch.zeros(1), 1.0).to_event(1).mask(False))
+        z = x.clone()
+        for _ in range(60):  # Newton's method solves z + z^3 = x
+            z = z - (z + z.pow(3) - x) / (1 + 3 * z.square())
+        log_p = Normal(0.0, 1.0).log_prob(z) - (1 + 3 * z.square()).log()
+        pyro.factor("density", log_p.sum(-1) + 2.5)
+
+    guide = lambda: pyro.sample("x", Implicit(Stretched(), 1))  # noqa: E731
+    found = weighted_draws(model, guide, num_samples=50, chunk_size=20)
+    torch.testing.assert_close(found.log_weights, torch.full((50,), 2.5))
+    assert found.draws["x"].shape == (50, 1)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 100])
+def test_generators_that_fold_are_refused(chunk_size):
+    def model():
+        pyro.sample("x", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+
+    guide = lambda: pyro.sample("x", Implicit(Stretched(-1.0), 1))  # noqa: E731
+    with pytest.raises(ValueError, match="generator of site 'x' folds.*Cure: train with a smaller"):
+        evidence_bound(model, guide, num_samples=100, chunk_size=chunk_size)
+
+
+def test_injective_automatic_guide_against_its_elbo():
+    """The bound is the ELBO that InjectiveELBO reports, on the same draws."""
+    model = Regression()
+    guide = AutoImplicit(model, lambda size: ResidualGenerator(size, core_dim=2))
+    guide()
+    torch.manual_seed(0)
+    bound = evidence_bound(model, guide, num_samples=2000)
+    objective = -InjectiveELBO(5000).loss(model, guide)
+    assert bound.value == pytest.approx(objective, abs=6 * bound.standard_error)
+    assert bound.value < model.log_evidence
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_draws_and_weights_belong_together(explicit):
+    model = Regression()
+    guide: Any = AutoMultivariateNormal(model) if explicit else model.posterior(0.3)
+    if explicit:
+        guide()
+    found = weighted_draws(model, guide, num_samples=30, chunk_size=20)
+    draws = found.draws["weight"]
+    assert draws.shape == (30, 3)
+    prior = Normal(0.0, 2.0).log_prob(draws).sum(-1)
+    likelihood = Normal(draws @ model.x.T, 0.7).log_prob(model.y).sum(-1)
+    if explicit:
+        q = MultivariateNormal(guide.loc, scale_tril=guide.scale.diag() @ guide.scale_tril)
+        expected = prior + likelihood - q.log_prob(draws)
+        torch.testing.assert_close(found.log_weights, expected)
+    else:  # the posterior's log-weights are the evidence, up to the noise of log q
+        expected = (
+            prior + likelihood - MultivariateNormal(model.mean, model.covariance).log_prob(draws)
+        )
+        torch.testing.assert_close(found.log_weights, expected, rtol=0, atol=0.1)
+    assert found.bound().value == pytest.approx(found.log_weights.mean().item())
+
+
+def test_single_draws_at_a_time_and_models_that_vmap_cannot_run():
+    model = Regression()
+    guide = model.posterior(0.3)
+    bound = evidence_bound(model, guide, num_samples=12, chunk_size=1)
+    assert bound.value == pytest.approx(model.log_evidence, abs=0.1)
+    assert bound.khat == math.inf
+
+    def stubborn():
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 2.0).to_event(1))
+        assert weight.sum().item() < math.inf
+        pyro.sample("y", dist.Normal(model.x @ weight, 0.7).to_event(1), obs=model.y)
+
+    with pytest.warns(UserWarning, match="one particle at a time"):
+        bound = evidence_bound(stubborn, guide, num_samples=12)
+    assert bound.value == pytest.approx(model.log_evidence, abs=0.1)
+
+
+@pytest.mark.parametrize("tail_index", [0.2, 0.5, 1.0])
+def test_khat_of_a_pareto_tail(tail_index):
+    weights = torch.rand(20_000).pow(-tail_index)
+    assert _pareto_khat(weights / weights.max()) == pytest.approx(tail_index, abs=0.15)
+
+
+def test_leaves_a_fitted_guide_alone():
+    model = Regression()
+    guide = AutoSemiImplicit(model)
+    LIVI_ELBO(4).loss_and_grads(model, guide)
+    before = {name: (p.clone(), p.grad.clone()) for name, p in guide.named_parameters()}
+    evidence_bound(model, guide, num_samples=20)
+    for name, param in guide.named_parameters():
+        assert param.equal(before[name][0]) and param.grad.equal(before[name][1])
+    assert "HierarchicalELBO" not in SemiImplicit.trained_by
+
+
+def refused(q, match: str, **options) -> None:
+    def model():
+        pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    with pytest.raises(ValueError, match=match):
+        evidence_bound(model, lambda: pyro.sample("x", q), num_samples=20, **options)
+
+
+def test_refusals():
+    refused(Implicit(MLP(2, 2), 2), "site 'x', whose distribution is Implicit. Cure.*SemiImplicit")
+    dropout = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    refused(SemiImplicit(dropout, 2, 0.1), "site 'x' draws randomness.*Cure")
+    noise = dist.Laplace(torch.zeros(2), 1.0).to_event(1)
+    shifted = SemiImplicit(nn.Linear(2, 2), noise, 0.5)
+    refused(
+        shifted, r'proposal="linearized" \(unlike "prior"\) wants standard normal.*Cure.*noise=2'
+    )
+    for option in ("num_samples", "num_mixing", "chunk_size"):
+        with pytest.raises(ValueError, match=f"{option} must be at least"):
+            evidence_bound(Regression(), None, **{option: 0})
+    with pytest.raises(ValueError, match='proposal must be "linearized" or "prior"'):
+        evidence_bound(Regression(), None, proposal="encoder")
+
+
+def test_other_noise_by_the_prior():
+    def model():
+        pyro.sample("x", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+
+    def guide():
+        noise = dist.Laplace(torch.zeros(1), 1.0).to_event(1)
+        pyro.sample("x", SemiImplicit(lambda z: z / 2, noise, 0.7))
+
+    bound = evidence_bound(model, guide, proposal="prior")
+    assert -0.2 < bound.value < 4 * bound.standard_error
+
+
+def test_subsampled_plates_are_refused():
+    def model(subsample_size=None):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 10, subsample_size) as indices:
+            pyro.sample("y", dist.Normal(x, 1.0), obs=torch.zeros(10)[indices])
+
+    def guide(subsample_size=None):
+        pyro.sample("x", SemiImplicit(lambda z: 0.3 * z.squeeze(-1), 1, 0.1))
+
+    with pytest.raises(ValueError, match="plate 'data' of site 'y' subsamples 5 of 10.*Cure"):
+        evidence_bound(model, guide, 5, num_samples=20)
+    log_evidence = MultivariateNormal(torch.zeros(10), torch.eye(10) + 1).log_prob(torch.zeros(10))
+    bound = evidence_bound(model, guide, num_samples=20)
+    assert bound.value < log_evidence + 4 * bound.standard_error

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ScoreELBO: its gradient and value on Gaussians, its draws, and posteriors it has to find."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.optim import ClippedAdam
+from torch import nn
+
+from pyro_implicit import MLP, AutoImplicit, Implicit, SemiImplicit
+from pyro_implicit.infer.engine.sites import ImplicitSite
+from pyro_implicit.infer.estimated_score import ScoreELBO
+from pyro_implicit.ops.score_estimators import spectral_score, stein_score
+
+ESTIMATORS = ["spectral", "stein"]
+WEIGHT = torch.tensor([[1.0, 0.3], [-0.5, 2.0]], dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+
+
+def drawn(q):
+    value = q.rsample()
+    return ImplicitSite("x", q, q.noise_of(value), value)
+
+
+def linear_generator():
+    generator = nn.Linear(2, 2)
+    generator.weight.data.copy_(WEIGHT)
+    return generator
+
+
+def entropy_of(scale, dim=1):
+    return dim * (0.5 * math.log(2 * math.pi * math.e) + math.log(scale))
+
+
+@pytest.mark.parametrize(
+    ("name", "function"), [("spectral", spectral_score), ("stein", stein_score)]
+)
+def test_entropy_gradient_is_minus_score_times_pathwise(name, function):
+    """As published, no moments taken out and no draws besides the model's."""
+    generator = linear_generator()
+    site = drawn(Implicit(generator, 2).expand([9]))
+    elbo = ScoreELBO(9, name, num_entropy_particles=9, covariance=None)
+    elbo.score_parts(site).entropy_term.mean().backward()
+    score = function(site.value.detach())
+    torch.testing.assert_close(generator.weight.grad, score.T @ site.noise / 9)
+    torch.testing.assert_close(generator.bias.grad, score.mean(0))
+
+
+def test_exact_score_gives_the_exact_gradient_in_expectation():
+    """H = log |W| + const, so the gradient of E[log q] is -W^-T."""
+    generator = linear_generator()
+    precision = torch.linalg.inv(WEIGHT @ WEIGHT.T)
+    site = drawn(Implicit(generator, 2).expand([20_000]))
+    elbo = ScoreELBO(20_000, lambda x: -(x - generator.bias) @ precision, covariance=None)
+    elbo.score_parts(site).entropy_term.mean().backward()
+    expected = -torch.linalg.inv(WEIGHT).T
+    torch.testing.assert_close(generator.weight.grad, expected, rtol=0, atol=0.05)
+
+
+def test_of_a_gaussian_the_moments_alone_give_the_exact_gradient():
+    """No noise at all: what is left of the score is zero."""
+    generator = linear_generator()
+    site = drawn(Implicit(generator, 2).expand([8]))
+    elbo = ScoreELBO(8, lambda x: -x, num_entropy_particles=8, covariance="full")
+    elbo.score_parts(site).entropy_term.mean().backward()
+    torch.testing.assert_close(generator.weight.grad, -torch.linalg.inv(WEIGHT).T)
+    torch.testing.assert_close(generator.bias.grad, torch.zeros(2))
+
+
+@pytest.mark.parametrize("covariance", ["full", "diagonal"])
+def test_moments_do_not_change_the_gradient_of_an_exact_score(covariance):
+    """Taken out with many draws and the score of what is left: the same gradient as without."""
+    generator = nn.Linear(1, 1)
+    generator.weight.data.fill_(0.7)
+    q = Implicit(lambda z: generator(z) + generator(z).pow(3), 1)  # of a known density
+    site = drawn(q.expand([40_000]))
+    value = site.value.detach()
+
+    def score(x):  # by the change of variables, at the points of the site
+        u = generator(site.noise).detach().requires_grad_()
+        log_q = dist.Normal(generator.bias.detach(), 0.7).log_prob(u) - (1 + 3 * u.square()).log()
+        return torch.autograd.grad(log_q.sum(), u)[0] / (1 + 3 * u.detach().square())
+
+    scale = (value - value.mean()).square().mean().sqrt()
+    gradients = []
+    for estimator, chosen in [(score, None), (lambda x: scale * score(x), covariance)]:
+        elbo = ScoreELBO(40_000, estimator, covariance=chosen)
+        term = elbo.score_parts(site).entropy_term.mean()
+        gradients.append(torch.autograd.grad(term, generator.weight, retain_graph=True)[0].item())
+    log_slope = (1 + 3 * generator(site.noise).square()).log().mean()
+    entropy = generator.weight.log() + log_slope  # and a constant
+    exact = -torch.autograd.grad(entropy, generator.weight)[0].item()
+    assert gradients == pytest.approx([exact, exact], rel=0.05)
+
+
+@pytest.mark.parametrize(("covariance", "bound"), [("auto", True), (None, False)])
+def test_value_is_the_entropy_of_the_moments(covariance, bound):
+    exact = 0.5 * torch.logdet(2 * math.pi * math.e * WEIGHT @ WEIGHT.T)
+    diagonal = 0.5 * (2 * math.pi * math.e * WEIGHT.square().sum(1)).log().sum()
+    site = drawn(Implicit(linear_generator(), 2).expand([5000]))
+    parts = ScoreELBO(5000, lambda x: -x, covariance=covariance).score_parts(site)
+    expected = exact if bound else diagonal
+    assert -parts.log_prob.mean().item() == pytest.approx(expected.item(), abs=0.05)
+    assert parts.log_prob.shape == parts.entropy_term.shape == (5000,)
+    assert not parts.log_prob.requires_grad
+    assert parts.score_function.equal(torch.zeros(5000))
+    site.distribution.noise_of(site.value)  # remembered still
+
+
+@pytest.mark.parametrize(
+    ("q", "expected"),
+    [
+        (Implicit(MLP(3, 3), 3), "full"),
+        (Implicit(MLP(3, 4), 3), "diagonal"),  # on a surface
+        (SemiImplicit(MLP(3, 4), 3, 0.1), "full"),  # with noise around it
+        (SemiImplicit(MLP(3, 6), 3, 0.1), "diagonal"),  # too few draws
+    ],
+)
+def test_automatic_covariance(q, expected):
+    site = drawn(q.expand([10]))
+    automatic, chosen = (
+        ScoreELBO(10, num_entropy_particles=10, covariance=c).score_parts(site)
+        for c in ("auto", expected)
+    )
+    assert automatic.log_prob.equal(chosen.log_prob)
+    assert automatic.entropy_term.equal(chosen.entropy_term)
+
+
+@pytest.mark.parametrize(
+    ("num_particles", "plates", "shape"),
+    [(1, (), (20, 2)), (4, (), (20, 2)), (4, (3, 1), (3, 1, 20, 2)), (30, (), (30, 2))],
+)
+def test_entropy_has_particles_of_its_own(num_particles, plates, shape):
+    particles = (num_particles,) if num_particles > 1 else ()
+    seen = []
+    elbo = ScoreELBO(num_particles, lambda x: seen.append(x.shape) or -x, num_entropy_particles=20)
+    site = drawn(Implicit(MLP(3, 2), 3).expand(particles + plates))
+    assert elbo.score_parts(site).entropy_term.shape == particles + plates
+    assert seen == [shape]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_one_likelihood_particle_against_many_of_the_entropy(estimator):
+    runs = []
+
+    def model():
+        runs.append(pyro.sample("x", dist.Normal(0.0, 1.0).expand([2]).to_event(1)))
+
+    generator = nn.Linear(2, 2, bias=False)
+    generator.weight.data = torch.diag(torch.tensor([0.5, 2.0]))
+
+    def guide():
+        pyro.sample("x", Implicit(generator, 2))
+
+    elbo = ScoreELBO(1, estimator, prior_weight=0.0)
+    elbo.differentiable_loss(model, guide)
+    runs.clear()
+    loss = elbo.differentiable_loss(model, guide)
+    assert [x.shape for x in runs] == [(2,)]
+    assert -loss.item() == pytest.approx(entropy_of(1.0, 2), abs=0.35)
+    loss.backward()
+    gradient = generator.weight.grad.diagonal()  # that of minus the entropy's log-determinant
+    torch.testing.assert_close(gradient, torch.tensor([-2.0, -0.5]), rtol=0.2, atol=0)
+
+
+def test_particles_that_depend_on_other_latents_are_not_pooled():
+    """z has the spread 0.1 around a w of spread 5: pooled, its entropy would be w's."""
+
+    def model():
+        pyro.sample("w", dist.Normal(0.0, 5.0).expand([1]).to_event(1))
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(0.0, 1.0).expand([1]).to_event(1))
+
+    def guide():
+        w = pyro.sample("w", dist.Normal(0.0, 5.0).expand([1]).to_event(1))
+        with pyro.plate("data", 3):
+            pyro.sample("z", Implicit(lambda z, w: w + 0.1 * z, 1, context=w))
+
+    pyro.set_rng_seed(0)
+    elbo = ScoreELBO(10, prior_weight=0.0)
+    elbo.loss(model, guide)
+    expected = entropy_of(5.0) + 3 * entropy_of(0.1)
+    assert -elbo.loss(model, guide) == pytest.approx(expected, abs=1.5)  # w's is a mean of ten
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("covariance", ["auto", None])
+def test_local_latents_have_an_estimator_each(estimator, covariance):
+    """One encoder, three data points, a subsample of two: the plate's scale reaches the entropy."""
+    scales = torch.tensor([[0.1], [1.0], [4.0]])
+
+    def model(rows):
+        with pyro.plate("data", 3, subsample=rows):
+            pyro.sample("z", dist.Normal(0.0, 1.0).expand([1]).to_event(1))
+
+    def guide(rows):
+        weight = pyro.param("weight", torch.ones(3))
+        with pyro.plate("data", 3, subsample=rows):
+            context = (weight.unsqueeze(-1) * scales)[rows]
+            pyro.sample("z", Implicit(lambda z, c: c * z, 1, context=context))
+
+    for rows in (torch.arange(3), torch.tensor([0, 2])):
+        pyro.set_rng_seed(0)
+        pyro.clear_param_store()
+        elbo = ScoreELBO(4, estimator, 400, covariance=covariance, prior_weight=0.0)
+        factor = 3 / len(rows)
+        loss = elbo.differentiable_loss(model, guide, rows)
+        expected = sum(entropy_of(scales[row].item()) for row in rows) * factor
+        assert -loss.item() == pytest.approx(expected, abs=0.4)
+        loss.backward()
+        gradient = pyro.param("weight").grad  # log-scales: each has -1, whatever the scale
+        wanted = torch.zeros(3).index_fill(0, rows, -factor)
+        torch.testing.assert_close(gradient, wanted, rtol=0.15, atol=1e-9)
+
+
+def fit(model, guide, elbo, steps, lr=0.02):
+    optim = ClippedAdam({"lr": lr, "lrd": 0.05 ** (1 / steps)})
+    svi = SVI(model, guide, optim, elbo)
+    for _ in range(steps):
+        svi.step()
+    with torch.no_grad(), pyro.plate("draws", 4000, dim=-2):
+        return guide()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_finds_a_conjugate_posterior(estimator):
+    """A Gaussian of correlation -0.97: prior N(0, I), three linear measurements."""
+    design = torch.tensor([[1.0, 1.0], [0.9, 1.0], [1.0, 1.1]])
+    y, noise = torch.tensor([1.0, 0.5, 1.5]), 0.3
+
+    def model():
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", 3):
+            pyro.sample("y", dist.Normal(w @ design.T, noise), obs=y)
+
+    pyro.set_rng_seed(0)
+    draws = fit(model, AutoImplicit(model), ScoreELBO(32, estimator), 400, 0.03)["w"].reshape(-1, 2)
+    covariance = torch.linalg.inv(torch.eye(2) + design.T @ design / noise**2)
+    mean = covariance @ design.T @ y / noise**2
+    whiten = torch.linalg.inv(torch.linalg.cholesky(covariance))
+    white = (draws - mean) @ whiten.T
+    torch.testing.assert_close(white.mean(0), torch.zeros(2), rtol=0, atol=0.25)
+    torch.testing.assert_close(torch.cov(white.T), torch.eye(2), rtol=0, atol=0.3)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_finds_both_modes(estimator):
+    """½ N(-3, 1) + ½ N(3, 1) under a flat prior."""
+    modes = dist.Normal(torch.tensor([-3.0, 3.0]), 1.0)
+
+    def model():
+        flat = dist.ImproperUniform(dist.constraints.real, (), ())
+        x = pyro.sample("x", flat)
+        pyro.factor("target", modes.log_prob(x.unsqueeze(-1)).logsumexp(-1))
+
+    pyro.set_rng_seed(0)
+    guide = AutoImplicit(model, lambda size: MLP(4, size), init_scale=2.0)
+    x = fit(model, guide, ScoreELBO(32, estimator), 300, 0.03)["x"]
+    assert (x > 0).double().mean().item() == pytest.approx(0.5, abs=0.25)
+    for mode in (x[x > 0], -x[x < 0]):
+        assert mode.mean().item() == pytest.approx(3.0, abs=0.45)
+        assert mode.std().item() == pytest.approx(1.0, abs=0.35)
+
+
+def test_full_covariance_wants_enough_draws_of_enough_noise():
+    elbo = ScoreELBO(4, num_entropy_particles=5, covariance="full")
+    with pytest.raises(ValueError, match=r"site 'x' has 9 dimensions.*8 draws. Cure:.*at least 10"):
+        elbo.score_parts(drawn(Implicit(MLP(3, 9), 3).expand([4])))
+    line = Implicit(lambda z: z * torch.tensor([1.0, 0.0]), 1).expand([4])
+    with pytest.raises(ValueError, match="site 'x'.*Cure: covariance=\"diagonal\""):
+        ScoreELBO(4, covariance="full").score_parts(drawn(line))
+
+
+def test_estimators_have_to_return_a_score_for_each_draw():
+    site = drawn(Implicit(MLP(3, 2), 3).expand([4]))
+    with pytest.raises(
+        ValueError, match=r"\(100,\) for the draws of site 'x', of shape \(100, 2\)"
+    ):
+        ScoreELBO(4, lambda x: x.sum(-1)).score_parts(site)
+    ScoreELBO(4, partial(stein_score, ridge=0.1)).score_parts(site)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"estimator": "sliced"}, 'estimator must be "spectral", "stein" or a function'),
+        ({"num_entropy_particles": 1}, "num_entropy_particles must be at least 2"),
+        ({"covariance": "low-rank"}, 'covariance must be "auto", "diagonal", "full" or None'),
+    ],
+)
+def test_bad_arguments(kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        ScoreELBO(**kwargs)
