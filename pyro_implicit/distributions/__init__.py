@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from pyro_implicit.distributions.implicit import Implicit, IntractableDensityError
+from pyro_implicit.distributions.implicit import Draw, Implicit, IntractableDensityError
 from pyro_implicit.distributions.mixture import Mixture
 from pyro_implicit.distributions.semi_implicit import SemiImplicit
-from pyro_implicit.distributions.unwrap import UnwrappedDraw, find_implicit, unwrap_draw
+from pyro_implicit.distributions.unwrap import TransformedDraw, draw_through, find_implicit
 
 __all__ = [
+    "Draw",
     "Implicit",
     "IntractableDensityError",
     "Mixture",
     "SemiImplicit",
-    "UnwrappedDraw",
+    "TransformedDraw",
     "find_implicit",
-    "unwrap_draw",
+    "draw_through",
 ]

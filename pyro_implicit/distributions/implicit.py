@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pyro.distributions as dist
 import torch
@@ -12,7 +12,9 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-__all__ = ["Implicit", "IntractableDensityError"]
+from pyro_implicit.generators.linearisation import Linearisation, as_generator
+
+__all__ = ["Draw", "Implicit", "IntractableDensityError"]
 
 Generator = Callable[..., Tensor]
 
@@ -24,14 +26,26 @@ class IntractableDensityError(NotImplementedError, ValueError):
     """
 
 
+class Draw(NamedTuple):
+    """A draw of an implicit distribution and what made it.
+
+    ``noise`` is ``(*batch, noise_dim)`` and ``value`` ``(*batch, *event_shape)``; the
+    ``linearisation``, where it was wanted, is that of the generator at the noise, whose values are
+    flat, ``(*batch, m)``.
+    """
+
+    noise: Tensor
+    value: Tensor
+    linearisation: Linearisation | None
+
+
 class Implicit(TorchDistribution):
     r"""The distribution of :math:`\theta = g(z)`, a generator fed with noise.
 
-    It draws by pushing noise through the generator, remembers the noise behind the value it drew
-    last (:meth:`noise_of`), and refuses :meth:`log_prob`. The ELBOs of :mod:`pyro_implicit.infer`
-    train it at any ``pyro.sample`` statement of a guide; it composes with ``to_event`` and, through
-    :class:`~pyro.distributions.TransformedDistribution` with cached transforms
-    (``cache_size=1``), reaches constrained supports.
+    It draws by pushing noise through the generator (:meth:`draw` tells the noise too), and refuses
+    :meth:`log_prob`. The ELBOs of :mod:`pyro_implicit.infer` train it at any ``pyro.sample``
+    statement of a guide; it composes with ``to_event`` and, through
+    :class:`~pyro.distributions.TransformedDistribution`, reaches constrained supports.
 
     **Example:**
 
@@ -77,7 +91,6 @@ class Implicit(TorchDistribution):
         self.generator = generator
         self.context = context
         self.noise_distribution = noise.expand(batch_shape)
-        self._drawn: tuple[Tensor, Tensor] | None = None
         self._like = _example(noise).new_empty(())
         event_shape = self._find_event_shape()
         super().__init__(batch_shape, event_shape, validate_args=validate_args)
@@ -106,9 +119,6 @@ class Implicit(TorchDistribution):
         """All of :math:`R^m`."""
         return constraints.independent(constraints.real, len(self.event_shape))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_drawn": None}  # no graphs in copies and pickles
-
     def expand(self, batch_shape: torch.Size, _instance: Any = None) -> Implicit:
         """The same generator with independent noise for each element of ``batch_shape``."""
         new = self._get_checked_instance(Implicit, _instance)
@@ -119,7 +129,6 @@ class Implicit(TorchDistribution):
             new.context = self.context.expand(batch_shape + self.context.shape[-1:])
         new.noise_distribution = self.noise_distribution.expand(batch_shape)
         new._like = self._like
-        new._drawn = None
         TorchDistribution.__init__(new, batch_shape, self.event_shape, validate_args=False)
         new._validate_args = self._validate_args
         return new
@@ -134,40 +143,53 @@ class Implicit(TorchDistribution):
             return self.generator(noise)
         return self.generator(noise, self.context.expand(noise.shape[:-1] + (-1,)))
 
+    def linearise(self, noise: Tensor) -> Linearisation:
+        """The generator around some noise, in this distribution's context, with flat values.
+
+        :param noise: ``(*batch, *batch_shape, noise_dim)``.
+        """
+        context = self.context
+        if context is not None:
+            context = context.expand(noise.shape[:-1] + (-1,))
+        return as_generator(self.generator).linearise(noise, context)
+
+    def draw(
+        self,
+        sample_shape: torch.Size = torch.Size(),  # noqa: B008
+        linearise: bool = False,
+        noise_gradient: bool = False,
+    ) -> Draw:
+        """Draw, and keep what made the value.
+
+        :param linearise: whether to get the generator's derivative from the same pass.
+        :param noise_gradient: whether the noise shall be a leaf that value and derivative can be
+            differentiated in.
+        :returns: of batch shape ``(*sample_shape, *batch_shape)``, differentiable in the
+            generator's parameters and the context.
+        """
+        noise = self.noise_distribution.rsample(sample_shape)
+        if noise_gradient:
+            noise = noise.detach().requires_grad_()
+        linearisation = self.linearise(noise) if linearise else None
+        value = self.generate(noise) if linearisation is None else linearisation.value
+        shape = noise.shape[:-1] + self.event_shape
+        if value.numel() != shape.numel() or (linearisation is None and value.shape != shape):
+            raise ValueError(
+                f"the generator of {type(self).__name__} returned shape {tuple(value.shape)} where "
+                f"{tuple(shape)} was expected, for noise of shape {tuple(noise.shape)}"
+            )
+        return Draw(noise, self._around(value.reshape(shape)), linearisation)
+
     def rsample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
         """Draw, differentiably in the generator's parameters and the context.
 
         :returns: ``(*sample_shape, *batch_shape, *event_shape)``.
         """
-        noise = self.noise_distribution.rsample(sample_shape)
-        value = self._value(noise)
-        shape = noise.shape[:-1] + self.event_shape
-        if value.shape != shape:
-            raise ValueError(
-                f"the generator of {type(self).__name__} returned shape {tuple(value.shape)} where "
-                f"{tuple(shape)} was expected, for noise of shape {tuple(noise.shape)}"
-            )
-        self._drawn = (value, noise)
+        return self.draw(sample_shape).value
+
+    def _around(self, value: Tensor) -> Tensor:
+        """What is drawn around the generator's value."""
         return value
-
-    def _value(self, noise: Tensor) -> Tensor:
-        return self.generate(noise)
-
-    def noise_of(self, value: Tensor) -> Tensor:
-        """The noise behind the value that this distribution drew last.
-
-        :param value: that very tensor, not a copy.
-        :returns: ``(*sample_shape, *batch_shape, noise_dim)``.
-        :raises ValueError: if ``value`` is not the last draw.
-        """
-        if self._drawn is None or self._drawn[0] is not value:
-            raise ValueError(
-                f"{type(self).__name__} knows the noise only of the value it drew last, and this "
-                "tensor is another one. Draw it by rsample() of this very distribution, without "
-                "replaying or conditioning the guide; if transforms follow, build each with "
-                "cache_size=1"
-            )
-        return self._drawn[1]
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Refuses: the density is intractable.

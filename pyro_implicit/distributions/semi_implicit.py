@@ -24,8 +24,8 @@ class SemiImplicit(Implicit):
 
     >>> from pyro_implicit import MLP
     >>> q = SemiImplicit(MLP(noise_dim=4, output_dim=3), 4, scale=0.05)
-    >>> theta = q.rsample((7,))
-    >>> q.conditional(q.noise_of(theta)).log_prob(theta).shape
+    >>> draw = q.draw((7,))
+    >>> q.conditional(draw.noise).log_prob(draw.value).shape
     torch.Size([7])
 
     :param generator: see :class:`~pyro_implicit.distributions.Implicit`.
@@ -68,9 +68,8 @@ class SemiImplicit(Implicit):
         new.scale = self.scale
         return super().expand(batch_shape, _instance=new)
 
-    def _value(self, noise: Tensor) -> Tensor:
-        mean = self.generate(noise)
-        return mean + self.scale * torch.randn_like(mean)
+    def _around(self, value: Tensor) -> Tensor:
+        return value + self.scale * torch.randn_like(value)
 
     def conditional(self, noise: Tensor) -> dist.TorchDistribution:
         """The explicit :math:`q(\\theta | z)`.

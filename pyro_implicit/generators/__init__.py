@@ -6,6 +6,7 @@ from __future__ import annotations
 from .autoregressive import AutoregressiveGenerator
 from .base import Generator
 from .gated import GatedMLP
+from .linearisation import FunctionGenerator, Linearisation, as_generator
 from .matmul import MMNN, CorrelatedMMNN, near_square_shape
 from .mlp import MLP
 from .noisy_encoder import NoisyEncoder
@@ -17,10 +18,13 @@ __all__ = [
     "CorrelatedMMNN",
     "GatedMLP",
     "GatedResidualGenerator",
+    "FunctionGenerator",
     "Generator",
+    "Linearisation",
     "MLP",
     "MMNN",
     "NoisyEncoder",
     "ResidualGenerator",
+    "as_generator",
     "near_square_shape",
 ]

@@ -21,6 +21,7 @@ from pyro_implicit.ops.sinh_arcsinh import (
 
 from .activations import ACTIVATIONS
 from .base import Generator, check_positive
+from .linearisation import Linearisation
 
 __all__ = ["AutoregressiveGenerator"]
 
@@ -62,7 +63,7 @@ class AutoregressiveGenerator(Generator):
 
     >>> generator = AutoregressiveGenerator(output_dim=4)
     >>> noise = torch.randn(8, 4)
-    >>> generator.log_abs_det_jacobian(noise).shape
+    >>> generator.linearise(noise).log_abs_det().shape
     torch.Size([8])
     >>> torch.allclose(generator.inverse(generator(noise)), noise, atol=1e-4)
     True
@@ -83,6 +84,8 @@ class AutoregressiveGenerator(Generator):
         none.
     :raises ValueError: If a size is not positive or the activation is unknown.
     """
+
+    injective = True
 
     def __init__(
         self,
@@ -125,95 +128,17 @@ class AutoregressiveGenerator(Generator):
         :returns: Values of shape ``(*batch, output_dim)``.
         :raises ValueError: If the noise or the context has the wrong size.
         """
-        self._check_inputs(noise, context)
-        bent = sinh_arcsinh(noise, *self._noise_shape())
-        p = self._parameters_of(self._join(bent, context))
-        return p.shift + p.log_scale.exp() * sinh_arcsinh(bent, p.skew, p.tail)
+        return self.linearise(noise, context).value
 
-    def value_and_jacobian(
-        self, noise: Tensor, context: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
         """
-        The value and its exact derivative with respect to the noise, by carrying the derivative
-        of every layer along with its value.
-
         :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
         :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: Values of shape ``(*batch, output_dim)`` and Jacobians of shape
-            ``(*batch, output_dim, noise_dim)``, lower triangular.
+        :returns: The value, and the exact derivative, lower triangular: its
+            determinant is that of the diagonal alone.
         :raises ValueError: If the noise or the context has the wrong size.
         """
-        self._check_inputs(noise, context)
-        noise_shape = self._noise_shape()
-        noise_slope = sinh_arcsinh_slopes(noise, *noise_shape)[0]
-        bent = sinh_arcsinh(noise, *noise_shape)
-        inputs = x = self._join(bent, context)
-        activation = ACTIVATIONS[self.activation]
-        *hidden, last = self.layers
-        # Carried transposed, as in MLP.
-        tangent = torch.eye(self.noise_dim, x.shape[-1], dtype=x.dtype, device=x.device)
-        for layer in hidden:
-            weight = layer.weight * layer.mask
-            x = linear(x, weight, layer.bias)
-            value = activation.function(x)
-            tangent = (tangent @ weight.mT) * activation.derivative(x, value).unsqueeze(-2)
-            x = value
-        p = self._split(last(x), self.skip(inputs))
-
-        scale, shape = p.log_scale.exp(), sinh_arcsinh(bent, p.skew, p.tail)
-        slope, skew_slope, tail_slope = sinh_arcsinh_slopes(bent, p.skew, p.tail)
-        # The four functions' part in the value, combined before the tangents come in: one matrix
-        # product in place of four.
-        factors = torch.stack(
-            [
-                torch.ones_like(scale),
-                scale * shape,
-                scale * skew_slope * (1 - (p.skew / _MAX_SKEW).square()),
-                scale * tail_slope * (1 - (p.tail / _MAX_TAIL).square()),
-            ],
-            -2,
-        )
-        weight = (last.weight * last.mask).unflatten(0, (4, -1))
-        skip = (self.skip.weight * self.skip.mask)[:, : self.noise_dim].unflatten(0, (2, -1))
-        rows = torch.einsum("...pi,pih->...ih", factors, weight)
-        jacobian = rows @ tangent.mT + torch.einsum("...pi,pij->...ij", factors[..., :2, :], skip)
-        jacobian = (jacobian + (scale * slope).diag_embed()) * noise_slope.unsqueeze(-2)
-        return p.shift + scale * shape, jacobian
-
-    def log_abs_det_jacobian(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
-        """
-        Logarithm of the determinant of the Jacobian, which is positive: exact, from the diagonal
-        alone.
-
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: Log-determinants of shape ``batch``.
-        :raises ValueError: If the noise or the context has the wrong size.
-        """
-        self._check_inputs(noise, context)
-        noise_shape = self._noise_shape()
-        bent = sinh_arcsinh(noise, *noise_shape)
-        p = self._parameters_of(self._join(bent, context))
-        log_slope = sinh_arcsinh_log_derivative(bent, p.skew, p.tail)
-        return (p.log_scale + log_slope + sinh_arcsinh_log_derivative(noise, *noise_shape)).sum(-1)
-
-    @torch.no_grad()
-    def solve_jacobian_transposed(
-        self, noise: Tensor, vector: Tensor, context: Tensor | None = None
-    ) -> Tensor:
-        r"""
-        The product :math:`J_f^{-\top} v`, by one triangular solve. It turns the gradient of a
-        function of the noise into that of a function of the value.
-
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor vector: Vectors v of shape ``(*batch, output_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: Vectors of shape ``(*batch, output_dim)``, constants.
-        :raises ValueError: If the noise or the context has the wrong size.
-        """
-        _, jacobian = self.value_and_jacobian(noise, context)
-        solved = torch.linalg.solve_triangular(jacobian.mT, vector.unsqueeze(-1), upper=True)
-        return solved.squeeze(-1)
+        return _TriangularLinearisation(self, noise, context)
 
     def inverse(self, value: Tensor, context: Tensor | None = None) -> Tensor:
         """
@@ -243,11 +168,18 @@ class AutoregressiveGenerator(Generator):
         return _bounded(self.noise_skew, _MAX_SKEW), _bounded(self.noise_tail, _MAX_TAIL)
 
     def _parameters_of(self, inputs: Tensor) -> _Parameters:
+        return self._pass(inputs)[1]
+
+    def _pass(self, inputs: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]], _Parameters]:
+        """The masked weights, arguments and values of the hidden layers, and what comes out."""
         activation = ACTIVATIONS[self.activation].function
-        x = inputs
+        hidden, x = [], inputs
         for layer in self.layers[:-1]:
-            x = activation(layer(x))
-        return self._split(self.layers[-1](x), self.skip(inputs))
+            weight = layer.weight * layer.mask
+            argument = linear(x, weight, layer.bias)
+            x = activation(argument)
+            hidden.append((weight, argument, x))
+        return hidden, self._split(self.layers[-1](x), self.skip(inputs))
 
     def _split(self, outputs: Tensor, skips: Tensor) -> _Parameters:
         shift, log_scale, skew, tail = outputs.chunk(4, -1)
@@ -257,6 +189,65 @@ class AutoregressiveGenerator(Generator):
             log_scale + linear_scale,
             _bounded(skew, _MAX_SKEW),
             _bounded(tail, _MAX_TAIL),
+        )
+
+
+class _TriangularLinearisation(Linearisation):
+    def __init__(
+        self, generator: AutoregressiveGenerator, noise: Tensor, context: Tensor | None
+    ) -> None:
+        self._generator, self._noise = generator, noise
+        generator._check_inputs(noise, context)
+        self._noise_shape = generator._noise_shape()
+        self._bent = sinh_arcsinh(noise, *self._noise_shape)
+        self._inputs = generator._join(self._bent, context)
+        self._hidden, self._parameters = generator._pass(self._inputs)
+        p = self._parameters
+        self._scale, self._shape = p.log_scale.exp(), sinh_arcsinh(self._bent, p.skew, p.tail)
+        self.value = p.shift + self._scale * self._shape
+
+    def log_abs_det(self) -> Tensor:
+        p = self._parameters
+        log_slope = sinh_arcsinh_log_derivative(self._bent, p.skew, p.tail)
+        noise_slope = sinh_arcsinh_log_derivative(self._noise, *self._noise_shape)
+        return (p.log_scale + log_slope + noise_slope).sum(-1)
+
+    def jacobian(self) -> Tensor:
+        generator, p = self._generator, self._parameters
+        noise_slope = sinh_arcsinh_slopes(self._noise, *self._noise_shape)[0]
+        last, derivative = generator.layers[-1], ACTIVATIONS[generator.activation].derivative
+        like = self._inputs
+        # Carried transposed, as in MLP.
+        tangent = torch.eye(
+            generator.noise_dim, like.shape[-1], dtype=like.dtype, device=like.device
+        )
+        for weight, argument, value in self._hidden:
+            tangent = (tangent @ weight.mT) * derivative(argument, value).unsqueeze(-2)
+        slope, skew_slope, tail_slope = sinh_arcsinh_slopes(self._bent, p.skew, p.tail)
+        # The four functions' part in the value, combined before the tangents come in: one matrix
+        # product in place of four.
+        factors = torch.stack(
+            [
+                torch.ones_like(self._scale),
+                self._scale * self._shape,
+                self._scale * skew_slope * (1 - (p.skew / _MAX_SKEW).square()),
+                self._scale * tail_slope * (1 - (p.tail / _MAX_TAIL).square()),
+            ],
+            -2,
+        )
+        weight = (last.weight * last.mask).unflatten(0, (4, -1))
+        skip = (generator.skip.weight * generator.skip.mask)[:, : generator.noise_dim]
+        skip = skip.unflatten(0, (2, -1))
+        rows = torch.einsum("...pi,pih->...ih", factors, weight)
+        jacobian = rows @ tangent.mT + torch.einsum("...pi,pij->...ij", factors[..., :2, :], skip)
+        return (jacobian + (self._scale * slope).diag_embed()) * noise_slope.unsqueeze(-2)
+
+    @torch.no_grad()
+    def solve_transposed(self, vector: Tensor) -> Tensor:
+        """By one triangular solve."""
+        jacobian = self.jacobian()
+        return torch.linalg.solve_triangular(jacobian.mT, vector.unsqueeze(-1), upper=True).squeeze(
+            -1
         )
 
 

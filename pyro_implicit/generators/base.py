@@ -6,17 +6,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .linearisation import Differentiable
+
 __all__ = ["Generator"]
 
 
-class Generator(nn.Module):
+class Generator(Differentiable, nn.Module):
     """
     A network that turns noise, and perhaps a context, into a value.
 
     Guides accept any :class:`torch.nn.Module` called as ``generator(noise, context)``; this base
-    class only stores the sizes and explains inputs of the wrong size. A subclass may also offer
-    ``value_and_jacobian(noise, context)``, the exact derivative of the value with respect to the
-    noise, which methods such as LIVI then use instead of :mod:`torch.func`.
+    class stores the sizes and explains inputs of the wrong size. A subclass that knows its
+    Jacobian overrides :meth:`linearise`, and one that is injective says so in ``injective``.
 
     :param int noise_dim: Size of the noise vector.
     :param int output_dim: Size of the value.
@@ -32,6 +33,13 @@ class Generator(nn.Module):
         self.noise_dim = noise_dim
         self.output_dim = output_dim
         self.context_dim = context_dim
+
+    @property
+    def core_dim(self) -> int:
+        """Number of noise coordinates that the Jacobian depends on, from the first on."""
+        return self.noise_dim
+
+    __call__ = nn.Module.__call__
 
     def extra_repr(self) -> str:
         sizes = f"noise_dim={self.noise_dim}, output_dim={self.output_dim}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import Generator
+from .linearisation import Linearisation
 from .mlp import MLP
 
 __all__ = ["GatedMLP"]
@@ -77,28 +78,31 @@ class GatedMLP(Generator):
         gate = self.log_scale(noise, context).exp()
         return torch.addcmul(self.shift(noise, context), self._base(noise, context), gate)
 
-    def value_and_jacobian(
-        self, noise: Tensor, context: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
         """
-        The value and its exact derivative with respect to the noise.
-
         :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
         :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: Values of shape ``(*batch, output_dim)`` and Jacobians of shape
-            ``(*batch, output_dim, noise_dim)``.
+        :returns: The value, and the exact derivative by the chain rule.
         :raises ValueError: If the noise or the context has the wrong size.
         """
-        self._check_inputs(noise, context)
-        log_scale, log_scale_jacobian = self.log_scale.value_and_jacobian(noise, context)
-        shift, shift_jacobian = self.shift.value_and_jacobian(noise, context)
-        gate = log_scale.exp()
-        base = self._base(noise, context)
-        # Transposed, because that is how the networks' Jacobians lie in memory.
-        inner = torch.addcmul(self.affine.weight.mT, base.unsqueeze(-2), log_scale_jacobian.mT)
-        jacobian = torch.addcmul(shift_jacobian.mT, gate.unsqueeze(-2), inner).mT
-        return torch.addcmul(shift, base, gate), jacobian
+        return _GatedLinearisation(self, noise, context)
 
     def _base(self, noise: Tensor, context: Tensor | None) -> Tensor:
         base = self.affine(noise)
         return base if self.context_linear is None else base + self.context_linear(context)
+
+
+class _GatedLinearisation(Linearisation):
+    def __init__(self, generator: GatedMLP, noise: Tensor, context: Tensor | None) -> None:
+        generator._check_inputs(noise, context)
+        self._affine = generator.affine
+        self._log_scale = generator.log_scale.linearise(noise, context)
+        self._shift = generator.shift.linearise(noise, context)
+        self._gate, self._base = self._log_scale.value.exp(), generator._base(noise, context)
+        self.value = torch.addcmul(self._shift.value, self._base, self._gate)
+
+    def jacobian(self) -> Tensor:
+        # Transposed, because that is how the networks' Jacobians lie in memory.
+        slope = self._log_scale.jacobian().mT
+        inner = torch.addcmul(self._affine.weight.mT, self._base.unsqueeze(-2), slope)
+        return torch.addcmul(self._shift.jacobian().mT, self._gate.unsqueeze(-2), inner).mT

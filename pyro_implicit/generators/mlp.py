@@ -9,12 +9,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from .activations import ACTIVATIONS
 from .base import Generator, check_positive
+from .linearisation import Linearisation
 
-__all__ = ["MLP"]
+__all__ = ["MLP", "MLPLinearisation"]
 
 
 class MLP(Generator):
@@ -24,8 +24,8 @@ class MLP(Generator):
     **Example:**
 
     >>> generator = MLP(noise_dim=3, output_dim=5)
-    >>> value, jacobian = generator.value_and_jacobian(torch.randn(8, 3))
-    >>> value.shape, jacobian.shape
+    >>> draw = generator.linearise(torch.randn(8, 3))
+    >>> draw.value.shape, draw.jacobian().shape
     (torch.Size([8, 5]), torch.Size([8, 5, 3]))
 
     :param int noise_dim: Size of the noise vector.
@@ -76,31 +76,53 @@ class MLP(Generator):
             x = layer(activation(x))
         return x
 
-    def value_and_jacobian(
-        self, noise: Tensor, context: Tensor | None = None, num_outputs: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def linearise(self, noise: Tensor, context: Tensor | None = None) -> MLPLinearisation:
         """
-        The value and its exact derivative with respect to the noise, by carrying the derivative
-        of every layer along with its value.
-
         :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
         :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :param int num_outputs: If given, only the first so many outputs are computed.
-        :returns: Values of shape ``(*batch, output_dim)`` and Jacobians of shape
-            ``(*batch, output_dim, noise_dim)``.
+        :returns: The value, and the exact derivative, carried along layer by layer.
         :raises ValueError: If the noise or the context has the wrong size.
         """
-        activation = ACTIVATIONS[self.activation]
-        affine: list[tuple[Tensor, Tensor]] = [(layer.weight, layer.bias) for layer in self.layers]
-        affine[-1] = (affine[-1][0][:num_outputs], affine[-1][1][:num_outputs])
-        weight, bias = affine[0]
-        x = linear(self._join(noise, context), weight, bias)
-        # The derivative is carried transposed: a layer then acts on it as on noise_dim further
-        # inputs, one large matrix product in place of many small ones.
-        tangent = weight[:, : self.noise_dim].mT
-        for weight, bias in affine[1:]:
-            value = activation.function(x)
-            slope = activation.derivative(x, value).unsqueeze(-2)
-            tangent = (tangent * slope) @ weight.mT
-            x = linear(value, weight, bias)
-        return x, tangent.expand(x.shape[:-1] + tangent.shape[-2:]).mT
+        return MLPLinearisation(self, noise, context)
+
+
+class MLPLinearisation(Linearisation):
+    """The pass of an :class:`MLP`.
+
+    :ivar features: what enters the last layer, ``(*batch, width)``.
+    """
+
+    def __init__(self, network: MLP, noise: Tensor, context: Tensor | None) -> None:
+        activation = ACTIVATIONS[network.activation]
+        self._network, self._derivative = network, activation.derivative
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        x = network._join(noise, context)
+        *hidden, last = network.layers
+        for layer in hidden:
+            argument = layer(x)
+            x = activation.function(argument)
+            self._hidden.append((argument, x))
+        self.features = x
+        self.value = last(x)
+
+    def feature_tangent(self) -> Tensor:
+        """The derivative of the features, transposed: ``(*batch, d, width)``."""
+        noise_dim = self._network.noise_dim
+        if not self._hidden:
+            like = self.features
+            return torch.eye(noise_dim, like.shape[-1], dtype=like.dtype, device=like.device)
+        first, *rest = self._network.layers
+        # Transposed, a layer acts on it as on d further inputs: one large matrix product in place
+        # of many small ones.
+        tangent = first.weight[:, :noise_dim].mT
+        for index, (argument, value) in enumerate(self._hidden):
+            if index > 0:
+                tangent = tangent @ rest[index - 1].weight.mT
+            tangent = tangent * self._derivative(argument, value).unsqueeze(-2)
+        return tangent
+
+    def jacobian(self, num_outputs: int | None = None) -> Tensor:
+        """:returns: ``(*batch, m, d)``, or of the first ``num_outputs`` values alone."""
+        weight = self._network.layers[-1].weight[:num_outputs]
+        tangent = self.feature_tangent() @ weight.mT
+        return tangent.expand(self.value.shape[:-1] + tangent.shape[-2:]).mT

@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 from .activations import ACTIVATIONS
 from .base import Generator, check_positive
+from .linearisation import Linearisation
 
 __all__ = ["NoisyEncoder"]
 
@@ -99,37 +100,16 @@ class NoisyEncoder(Generator):
         :returns: Values of shape ``(*batch, output_dim)``.
         :raises ValueError: If the noise or the context has the wrong size, or there is none.
         """
-        activation = ACTIVATIONS[self.activation].function
-        x, _ = self._second_layer(noise, context)
-        for layer in list(self.layers)[1:]:
-            x = layer(activation(x))
-        return x
+        return self.linearise(noise, context).value
 
-    def value_and_jacobian(
-        self, noise: Tensor, context: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
         """
-        The value and its exact derivative with respect to the noise.
-
         :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``.
-        :returns: Values of shape ``(*batch, output_dim)`` and Jacobians of shape
-            ``(*batch, output_dim, noise_dim)``.
-        :raises ValueError: If the noise or the context has the wrong size, or there is none.
+        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
+        :returns: The value, and the exact derivative, carried back from the last layer.
+        :raises ValueError: If the noise or the context has the wrong size.
         """
-        activation = ACTIVATIONS[self.activation]
-        x, noise_weight = self._second_layer(noise, context)
-        weights, slopes = [noise_weight], []
-        for layer in list(self.layers)[1:]:
-            value = activation.function(x)
-            slopes.append(activation.derivative(x, value).unsqueeze(-2))
-            weights.append(layer.weight)
-            x = linear(value, layer.weight, layer.bias)
-        # From the last layer back: an encoder has far fewer values than noise dimensions.
-        jacobian = weights.pop()
-        while weights:
-            jacobian = (jacobian * slopes.pop()) @ weights.pop()
-        return x, jacobian.expand(x.shape[:-1] + jacobian.shape[-2:])
+        return _EncoderLinearisation(self, noise, context)
 
     def _second_layer(self, noise: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         """The second layer before its activation, and the matrix by which the noise enters it."""
@@ -142,6 +122,27 @@ class NoisyEncoder(Generator):
         x = linear(noise, noise_weight) + linear(hidden, second.weight, second.bias)
         batch = torch.broadcast_shapes(noise.shape[:-1], context.shape[:-1])
         return x.expand(batch + (-1,)), noise_weight
+
+
+class _EncoderLinearisation(Linearisation):
+    def __init__(self, encoder: NoisyEncoder, noise: Tensor, context: Tensor | None) -> None:
+        activation = ACTIVATIONS[encoder.activation]
+        self._derivative, self._rest = activation.derivative, list(encoder.layers)[1:]
+        x, self._noise_weight = encoder._second_layer(noise, context)
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        for layer in self._rest:
+            value = activation.function(x)
+            self._hidden.append((x, value))
+            x = layer(value)
+        self.value = x
+
+    def jacobian(self) -> Tensor:
+        # From the last layer back: an encoder has far fewer values than noise dimensions.
+        weights = [self._noise_weight, *(layer.weight for layer in self._rest)]
+        jacobian = weights.pop()
+        for argument, value in reversed(self._hidden):
+            jacobian = (jacobian * self._derivative(argument, value).unsqueeze(-2)) @ weights.pop()
+        return jacobian.expand(self.value.shape[:-1] + jacobian.shape[-2:])
 
 
 def _unexpanded(context: Tensor) -> Tensor:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from pyro_implicit.ops.functional_gradient import InverseTransposed
-from pyro_implicit.ops.jacobian import batch_jacobian
 
-from .activations import ACTIVATIONS
 from .base import Generator, check_positive
+from .linearisation import Linearisation
 from .mlp import MLP
 
 __all__ = ["ResidualGenerator"]
@@ -41,7 +40,7 @@ class ResidualGenerator(Generator):
     **Example:**
 
     >>> generator = ResidualGenerator(output_dim=50, core_dim=5)
-    >>> generator.log_abs_det_jacobian(torch.randn(8, 50)).shape
+    >>> generator.linearise(torch.randn(8, 50)).log_abs_det().shape
     torch.Size([8])
 
     **References:**
@@ -59,6 +58,8 @@ class ResidualGenerator(Generator):
         activation is unknown.
     """
 
+    injective = True
+
     def __init__(
         self,
         output_dim: int,
@@ -75,9 +76,14 @@ class ResidualGenerator(Generator):
                 f"core_dim is {core_dim} but output_dim only {output_dim}; "
                 "the core is a part of the noise, so choose core_dim <= output_dim."
             )
-        self.core_dim = core_dim
+        self._core_dim = core_dim
         self.network = MLP(core_dim, output_dim, hidden, activation, context_dim, output_scale)
         self.log_scale = nn.Parameter(torch.zeros(output_dim))
+
+    @property
+    def core_dim(self) -> int:
+        """Number k of noise coordinates that enter the network."""
+        return self._core_dim
 
     def forward(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
         """
@@ -89,105 +95,67 @@ class ResidualGenerator(Generator):
         self._check_inputs(noise, context)
         return self.network(noise[..., : self.core_dim], context) + self.log_scale.exp() * noise
 
-    def value_and_jacobian(
-        self, noise: Tensor, context: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
         """
-        The value and its exact derivative with respect to the noise.
-
         :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
         :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: Values of shape ``(*batch, output_dim)`` and Jacobians of shape
-            ``(*batch, output_dim, noise_dim)``.
+        :returns: The value, and the exact derivative, its determinant and its inverse
+            by the k x k block.
         :raises ValueError: If the noise or the context has the wrong size.
         """
-        self._check_inputs(noise, context)
-        core, jacobian = self.network.value_and_jacobian(noise[..., : self.core_dim], context)
-        scale = self.log_scale.exp()
-        jacobian = nn.functional.pad(jacobian, (0, self.noise_dim - self.core_dim))
-        return core + scale * noise, jacobian + scale.diag()
+        return _ResidualLinearisation(self, noise, context)
 
-    def log_abs_det_jacobian(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
-        """
-        Logarithm of the absolute determinant of the Jacobian, exact, from its k x k block.
 
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: Log-determinants of shape ``batch``.
-        :raises ValueError: If the noise or the context has the wrong size.
-        """
-        self._check_inputs(noise, context)
-        k = self.core_dim
-        _, core = self.network.value_and_jacobian(noise[..., :k], context, num_outputs=k)
-        log_det = torch.linalg.slogdet(core + self.log_scale[:k].exp().diag()).logabsdet
-        return log_det + self.log_scale[k:].sum()
+class _ResidualLinearisation(Linearisation):
+    def __init__(self, generator: ResidualGenerator, noise: Tensor, context: Tensor | None) -> None:
+        generator._check_inputs(noise, context)
+        self._core_dim, self._last = generator.core_dim, generator.network.layers[-1]
+        self._network = generator.network.linearise(noise[..., : self._core_dim], context)
+        self._log_scale, self._scale = generator.log_scale, generator.log_scale.exp()
+        self.value = self._network.value + self._scale * noise
 
-    def solve_jacobian_transposed(
-        self, noise: Tensor, vector: Tensor, context: Tensor | None = None
-    ) -> Tensor:
-        r"""
-        The product :math:`J_f^{-\top} v`, by one k x k solve: with :math:`v = (v_1, v_2)` it is
-        :math:`y_2 = v_2 / \lambda_2`, :math:`y_1 = (G_1 + \Lambda_1)^{-\top} (v_1 - G_2^\top
-        y_2)`. It turns the gradient of a function of the noise into that of a function of the
-        value.
+    def jacobian(self) -> Tensor:
+        slope = self._network.jacobian()
+        padding = (0, len(self._scale) - self._core_dim)
+        return nn.functional.pad(slope, padding) + self._scale.diag()
 
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor vector: Vectors v of shape ``(*batch, output_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: Vectors of shape ``(*batch, output_dim)``, constants.
-        :raises ValueError: If the noise or the context has the wrong size.
-        """
-        self._check_inputs(noise, context)
-        k, scale = self.core_dim, self.log_scale.detach().exp()
-        upper, lower = vector.detach().split([k, self.output_dim - k], -1)
-        lower = lower / scale[k:]
-        with torch.enable_grad():
-            inputs = noise[..., :k].detach().requires_grad_()
-            cotangent = nn.functional.pad(lower, (k, 0))
-            (pulled,) = torch.autograd.grad(self.network(inputs, context), inputs, cotangent)
-        with torch.no_grad():
-            _, square = self.network.value_and_jacobian(inputs, context, num_outputs=k)
-            square = square + scale[:k].diag()
-        upper = torch.linalg.solve(square.mT, upper - pulled)
+    def _core(self) -> Tensor:
+        """The k x k block, ``(*batch, k, k)``."""
+        k = self._core_dim
+        return self._network.jacobian(num_outputs=k) + self._scale[:k].diag()
+
+    def log_abs_det(self) -> Tensor:
+        log_det = torch.linalg.slogdet(self._core()).logabsdet
+        return log_det + self._log_scale[self._core_dim :].sum()
+
+    @torch.no_grad()
+    def solve_transposed(self, vector: Tensor) -> Tensor:
+        r"""With :math:`v = (v_1, v_2)` it is :math:`y_2 = v_2 / \lambda_2`, :math:`y_1 =
+        (G_1 + \Lambda_1)^{-\top} (v_1 - G_2^\top y_2)`."""
+        k = self._core_dim
+        upper, lower = vector[..., :k], vector[..., k:] / self._scale[k:]
+        tangent = self._network.feature_tangent()
+        pulled = (tangent @ (lower @ self._last.weight[k:]).unsqueeze(-1)).squeeze(-1)
+        upper = torch.linalg.solve(self._core().mT, upper - pulled)
         return torch.cat([upper, lower], -1)
 
     @torch.no_grad()
-    def inverse_jacobian_transposed(
-        self, noise: Tensor, context: Tensor | None = None
-    ) -> InverseTransposed:
-        r"""
-        :math:`J_f^{-\top}` without :math:`G_2`,
+    def inverse_transposed(self) -> InverseTransposed:
+        r"""Without :math:`G_2`,
 
         .. math:: J_f^{-\top} = \begin{pmatrix} C^{-\top} & -C^{-\top} G_2^\top \Lambda_2^{-1} \\
             0 & \Lambda_2^{-1} \end{pmatrix}, \qquad C = G_1 + \Lambda_1,
 
         where :math:`G_2 = W_2 B` with the weights W of the last layer of g and the small Jacobian
-        B of what enters it.
-
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: Its first k rows, which act on vectors compressed to k + h numbers for h inputs of
-            the last layer, and the diagonal of the others; constants.
-        :raises ValueError: If the noise or the context has the wrong size.
+        B of what enters it: the first k rows act on vectors compressed to k + h numbers for h
+        inputs of the last layer.
         """
-        self._check_inputs(noise, context)
-        k, scale = self.core_dim, self.log_scale.exp()
-        weight = self.network.layers[-1].weight.detach()
-        features = lambda core: self._last_inputs(core, context)  # noqa: E731
-        _, jacobian = batch_jacobian(features, noise[..., :k].contiguous())
-        core = torch.linalg.inv(weight[:k] @ jacobian + scale[:k].diag()).mT
-        rows = torch.cat([core, -core @ jacobian.mT], -1)
+        k, scale, weight = self._core_dim, self._scale.detach(), self._last.weight.detach()
+        core = torch.linalg.inv(self._core()).mT
+        rows = torch.cat([core, -core @ self._network.feature_tangent()], -1)
 
         def compress(vectors: Tensor) -> Tensor:
             lower = vectors[..., k:] / scale[k:]
             return torch.cat([vectors[..., :k], lower @ weight[k:]], -1)
 
         return InverseTransposed(rows, 1 / scale[k:], compress)
-
-    def _last_inputs(self, core: Tensor, context: Tensor | None) -> Tensor:
-        """What enters the last layer of g."""
-        activation = ACTIVATIONS[self.network.activation].function
-        x = core if context is None else torch.cat([core, context.expand(*core.shape[:-1], -1)], -1)
-        for layer in self.network.layers[:-1]:
-            x = activation(layer(x))
-        return x

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import Generator, check_positive
+from .linearisation import Linearisation
 from .mlp import MLP
 
 __all__ = ["GatedResidualGenerator"]
@@ -40,7 +41,7 @@ class GatedResidualGenerator(Generator):
     **Example:**
 
     >>> generator = GatedResidualGenerator(output_dim=50, core_dim=5)
-    >>> generator.log_abs_det_jacobian(torch.randn(8, 50)).shape
+    >>> generator.linearise(torch.randn(8, 50)).log_abs_det().shape
     torch.Size([8])
 
     **References:**
@@ -60,6 +61,8 @@ class GatedResidualGenerator(Generator):
     :raises ValueError: If a size is not positive, ``core_dim`` is not below ``output_dim`` or the
         activation is unknown.
     """
+
+    injective = True
 
     def __init__(
         self,
@@ -95,90 +98,63 @@ class GatedResidualGenerator(Generator):
         :returns: Values of shape ``(*batch, output_dim)``.
         :raises ValueError: If the noise or the context has the wrong size.
         """
-        self._check_inputs(noise, context)
-        core = noise[..., : self._core_dim]
-        log_gate = nn.functional.pad(self._log_gate(core, context), (self._core_dim, 0))
-        return self._shift(core, context) + (self.log_scale + log_gate).exp() * noise
+        return self.linearise(noise, context).value
 
-    def value_and_jacobian(
-        self, noise: Tensor, context: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
         """
-        The value and its exact derivative with respect to the noise.
-
         :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
         :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: Values of shape ``(*batch, output_dim)`` and Jacobians of shape
-            ``(*batch, output_dim, noise_dim)``.
+        :returns: The value, and the exact derivative, its determinant and its inverse
+            by the k x k block and the gate.
         :raises ValueError: If the noise or the context has the wrong size.
         """
-        self._check_inputs(noise, context)
-        k = self._core_dim
+        return _GatedResidualLinearisation(self, noise, context)
+
+
+class _GatedResidualLinearisation(Linearisation):
+    def __init__(
+        self, generator: GatedResidualGenerator, noise: Tensor, context: Tensor | None
+    ) -> None:
+        generator._check_inputs(noise, context)
+        self._generator, self._noise = generator, noise
+        k = generator._core_dim
         core = noise[..., :k]
-        value, slope = self.network.value_and_jacobian(core, context)
-        log_gate, gate_slope = self.gate.value_and_jacobian(core, context)
-        value, slope = value + self.linear(core), slope + self.linear.weight
-        log_gate, gate_slope = (
-            log_gate + self.gate_linear(core),
-            gate_slope + self.gate_linear.weight,
-        )
-        scale = (self.log_scale + nn.functional.pad(log_gate, (k, 0))).exp()
-        scaled = scale * noise
-        # The gate adds to the rows of the rest alone, in the columns of the core.
-        slope = slope + nn.functional.pad(scaled[..., k:, None] * gate_slope, (0, 0, k, 0))
-        jacobian = nn.functional.pad(slope, (0, self.noise_dim - k)) + scale.diag_embed()
-        return value + scaled, jacobian
+        self._network = generator.network.linearise(core, context)
+        self._gate = generator.gate.linearise(core, context)
+        self._log_gate = self._gate.value + generator.gate_linear(core)
+        self._scale = (generator.log_scale + nn.functional.pad(self._log_gate, (k, 0))).exp()
+        self.value = self._network.value + generator.linear(core) + self._scale * noise
 
-    def log_abs_det_jacobian(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
-        """
-        Logarithm of the absolute determinant of the Jacobian, exact, from its k x k block and the
-        gate.
+    def jacobian(self) -> Tensor:
+        k = self._generator._core_dim
+        slope = nn.functional.pad(self._core_slope(), (0, self._noise.shape[-1] - k))
+        return slope + self._scale.diag_embed()
 
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: Log-determinants of shape ``batch``.
-        :raises ValueError: If the noise or the context has the wrong size.
-        """
-        self._check_inputs(noise, context)
-        k = self._core_dim
-        core = noise[..., :k]
-        log_det = torch.linalg.slogdet(self._core_jacobian(core, context)).logabsdet
-        return log_det + (self.log_scale[k:] + self._log_gate(core, context)).sum(-1)
+    def _core_slope(self) -> Tensor:
+        """The derivative in the core, but for the scales on the diagonal: ``(*batch, m, k)``."""
+        k = self._generator._core_dim
+        slope = self._network.jacobian() + self._generator.linear.weight
+        gate_slope = self._gate.jacobian() + self._generator.gate_linear.weight
+        # The gate adds to the rows of the rest alone.
+        scaled = (self._scale * self._noise)[..., k:, None]
+        return slope + nn.functional.pad(scaled * gate_slope, (0, 0, k, 0))
 
-    def solve_jacobian_transposed(
-        self, noise: Tensor, vector: Tensor, context: Tensor | None = None
-    ) -> Tensor:
-        r"""
-        The product :math:`J_f^{-\top} v`, by one k x k solve. It turns the gradient of a function
-        of the noise into that of a function of the value.
+    def _core(self) -> Tensor:
+        """The k x k block, ``(*batch, k, k)``."""
+        k = self._generator._core_dim
+        slope = self._network.jacobian(num_outputs=k) + self._generator.linear.weight[:k]
+        return slope + self._generator.log_scale[:k].exp().diag()
 
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor vector: Vectors v of shape ``(*batch, output_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: Vectors of shape ``(*batch, output_dim)``, constants.
-        :raises ValueError: If the noise or the context has the wrong size.
-        """
-        self._check_inputs(noise, context)
-        k = self._core_dim
-        upper, lower = vector.detach().split([k, self.output_dim - k], -1)
-        core, rest = noise[..., :k].detach().requires_grad_(), noise[..., k:].detach()
-        with torch.enable_grad():
-            scale = (self.log_scale[k:] + self._log_gate(core, context)).exp()
-            lower = lower / scale.detach()
-            value = self._shift(core, context)[..., k:] + scale * rest
-            (pulled,) = torch.autograd.grad(value, core, lower)
-        with torch.no_grad():
-            square = self._core_jacobian(core, context)
-        upper = torch.linalg.solve(square.mT, upper - pulled)
+    def log_abs_det(self) -> Tensor:
+        log_det = torch.linalg.slogdet(self._core()).logabsdet
+        log_scale = self._generator.log_scale[self._generator._core_dim :]
+        return log_det + (log_scale + self._log_gate).sum(-1)
+
+    @torch.no_grad()
+    def solve_transposed(self, vector: Tensor) -> Tensor:
+        """By one k x k solve, as :class:`ResidualGenerator`'s."""
+        k = self._generator._core_dim
+        lower = vector[..., k:] / self._scale[..., k:]
+        pulled = (self._core_slope()[..., k:, :].mT @ lower.unsqueeze(-1)).squeeze(-1)
+        upper = torch.linalg.solve(self._core().mT, vector[..., :k] - pulled)
         return torch.cat([upper, lower], -1)
-
-    def _core_jacobian(self, core: Tensor, context: Tensor | None) -> Tensor:
-        k = self._core_dim
-        _, slope = self.network.value_and_jacobian(core, context, num_outputs=k)
-        return slope + self.linear.weight[:k] + self.log_scale[:k].exp().diag()
-
-    def _shift(self, core: Tensor, context: Tensor | None) -> Tensor:
-        return self.network(core, context) + self.linear(core)
-
-    def _log_gate(self, core: Tensor, context: Tensor | None) -> Tensor:
-        return self.gate(core, context) + self.gate_linear(core)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_implicit.distributions import Implicit
-from pyro_implicit.generators import GatedMLP
+from pyro_implicit.generators import GatedMLP, as_generator
 from pyro_implicit.guides.affine_frame import gaussian_frame
 from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.guides.generator_transform import GeneratorTransform, check_exact
@@ -174,5 +174,8 @@ class AutoImplicit(AutoDraws):
         implicit = self._implicit()
         check_exact(implicit, self.noise_dim)
         return dist.transforms.ComposeTransform(
-            [GeneratorTransform(implicit.generator, cache_size=1), *self._frame_transforms()]
+            [
+                GeneratorTransform(as_generator(implicit.generator), cache_size=1),
+                *self._frame_transforms(),
+            ]
         )

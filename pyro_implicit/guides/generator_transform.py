@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import Tensor
 from torch.distributions import Transform, constraints
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
+from pyro_implicit.generators import as_generator
+from pyro_implicit.generators.linearisation import Differentiable
 
 __all__ = ["GeneratorTransform", "check_exact"]
 
@@ -36,9 +37,8 @@ class GeneratorTransform(Transform):
     >>> torch.allclose(transform.inv(transform(noise)), noise, atol=1e-4)
     True
 
-    :param generator: a module from ``(*batch, m)`` to ``(*batch, m)``, injective, with a method
-        ``log_abs_det_jacobian(noise)`` of shape ``batch``, and perhaps ``inverse(value)``, as
-        :class:`~pyro_implicit.generators.autoregressive.AutoregressiveGenerator` has it.
+    :param generator: an injective :class:`~pyro_implicit.generators.Generator` of as many values as
+        noise.
     :param cache_size: as in torch.
     """
 
@@ -46,7 +46,7 @@ class GeneratorTransform(Transform):
     codomain = constraints.real_vector
     bijective = True
 
-    def __init__(self, generator: Any, cache_size: int = 0) -> None:
+    def __init__(self, generator: Differentiable, cache_size: int = 0) -> None:
         super().__init__(cache_size)
         self.generator = generator
 
@@ -58,12 +58,6 @@ class GeneratorTransform(Transform):
         return self.generator(x)
 
     def _inverse(self, y: Tensor) -> Tensor:
-        if not hasattr(self.generator, "inverse"):
-            raise NotImplementedError(
-                f"{type(self.generator).__name__} has no method inverse, so its density is known "
-                "only at the value that it computed last. Cure: AutoImplicit(model, "
-                "AutoregressiveGenerator)"
-            )
         noise = self.generator.inverse(y)
         # A value too far out for the numbers' range has its noise at infinity, of density 0.
         return noise.masked_fill(noise.isnan(), math.inf)
@@ -73,7 +67,7 @@ class GeneratorTransform(Transform):
 
         :returns: ``(*batch)``.
         """
-        return self.generator.log_abs_det_jacobian(x)
+        return self.generator.linearise(x).log_abs_det()
 
 
 def check_exact(distribution: Implicit, noise_dim: int) -> None:
@@ -93,11 +87,8 @@ def check_exact(distribution: Implicit, noise_dim: int) -> None:
             f"the generator turns {noise_dim} noise dimensions into {size} latents, but an exact "
             "density wants as many of both"
         )
-    elif not hasattr(distribution.generator, "log_abs_det_jacobian"):
-        reason = (
-            f"{type(distribution.generator).__name__} has no method log_abs_det_jacobian, which a "
-            "generator has that is injective and knows its density"
-        )
+    elif not as_generator(distribution.generator).injective:
+        reason = f"{type(distribution.generator).__name__} may give one value to several noises"
     else:
         return
     raise NotImplementedError(f"{reason}. {CURE}")

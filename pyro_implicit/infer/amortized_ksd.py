@@ -15,6 +15,7 @@ from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import MLP
 from pyro_implicit.infer.engine.extra_draws import moments_log_q
 from pyro_implicit.infer.engine.networks import NetworkELBO
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.engine.transport import send_gradients
 
@@ -91,7 +92,6 @@ class AmortizedKSD_ELBO(NetworkELBO):
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """The draws, whose gradients are the critic's."""
         draw = site.draw
-        assert draw is not None
         if not (torch.is_grad_enabled() and draw.requires_grad):
             return None
         network = self._network(site)
@@ -101,7 +101,7 @@ class AmortizedKSD_ELBO(NetworkELBO):
         )
         return sent
 
-    def score_parts(self, site: ImplicitSite) -> ScoreParts:
+    def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """The Gaussian's log q, and zeros whose gradient tells what a unit of entropy weighs."""
         log_q = moments_log_q(site)
         weights = self._weights.pop(site.name, None)

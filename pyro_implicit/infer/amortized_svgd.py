@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.infer.engine.extra_draws import differs_by_particle, moments_log_q
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.engine.transport import (
     particles_first,
@@ -87,15 +88,17 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
         self.kernel: RadialKernel = kernel
         self._repulsion: dict[str, Tensor] = {}
 
-    def transport(self, site: ImplicitSite) -> Tensor | None:
-        """The draws of the model's batch, whose gradient goes to those of the second batch."""
+    def check_site(self, site: ImplicitSite) -> None:
+        """Refuse a site whose particles differ in distribution."""
         if differs_by_particle(site.distribution):
             raise ValueError(
                 f"the context or scale of site '{site.name}' is made from other latents, so that "
                 f"each particle has a distribution of its own, but {type(self).__name__} compares "
                 "particles of one distribution. Cure: AmortizedKSD_ELBO, or a context of data alone"
             )
-        assert site.draw is not None
+
+    def transport(self, site: ImplicitSite) -> Tensor | None:
+        """The draws of the model's batch, whose gradient goes to those of the second batch."""
         if not (torch.is_grad_enabled() and site.draw.requires_grad):
             return None
         _, draw = second_batch(site)
@@ -116,7 +119,7 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
 
         return send_gradient(site.draw, draw, share)
 
-    def score_parts(self, site: ImplicitSite) -> ScoreParts:
+    def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """The Gaussian's log q, and the kernel's repulsion at the second batch."""
         log_q = moments_log_q(site)
         path = self._repulsion.pop(site.name, None)

@@ -15,6 +15,7 @@ from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import MLP
 from pyro_implicit.infer.engine.extra_draws import differs_by_particle, pool_particles, site_draws
 from pyro_implicit.infer.engine.networks import NetworkELBO
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.ops import Covariance, logistic_ratio_loss, standardize
 
@@ -113,46 +114,45 @@ class AVB_ELBO(NetworkELBO):
         self.log_prior_logit = log_prior_logit
         self._make_discriminator = discriminator or _default_discriminator
 
-    def score_parts(self, site: ImplicitSite) -> ScoreParts:
+    def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """The mean of log q over all draws of the site, for each particle the same."""
-        draws, log_scale = self._points(site)
+        draws, log_scale = self._points(site, prior)
         network = self._discriminator(site, draws)
         if torch.is_grad_enabled():
-            self._train(site, network)
+            self._train(site, prior, network)
         weights = {name: weight.detach() for name, weight in network.named_parameters()}
         frozen = lambda *args: torch.func.functional_call(network, weights, args)  # noqa: E731
-        log_ratio = self._logits(site, frozen, draws).mean(-1)
+        log_ratio = self._logits(site, prior, frozen, draws).mean(-1)
         if self.contrast == "prior":
-            assert site.prior is not None
-            return site.prior.score_parts(log_ratio)
+            return prior.score_parts(log_ratio)
         log_normal = dist.Normal(0.0, 1.0).log_prob(draws).sum(-1).mean(-1) - log_scale
         log_q = (log_normal + log_ratio).expand(site.distribution.batch_shape)
-        return ScoreParts(log_q, torch.zeros_like(log_q), log_q)
+        return ScoreParts(log_q, 0, log_q)
 
-    def _points(self, site: ImplicitSite) -> tuple[Tensor, Tensor | float]:
+    def _points(self, site: ImplicitSite, prior: SitePrior) -> tuple[Tensor, Tensor | float]:
         """Draws of the site as the discriminator sees them, ``(*sets, n, m)``, and by how much they
         were scaled."""
         draws = site_draws(site, self.num_particles, self.num_entropy_particles)
         if self.contrast == "prior":
-            assert site.prior is not None
-            draws = site.prior.unconstrain(site.push(draws))
+            draws = prior.unconstrain(site.push(draws))
             return pool_particles(draws, site, self.num_particles), 0.0
         draws = draws.reshape(draws.shape[:1] + site.distribution.batch_shape + (-1,))
         return standardize(pool_particles(draws, site, self.num_particles), self.covariance)
 
-    def _contrast(self, site: ImplicitSite, draws: Tensor) -> Tensor:
+    def _contrast(self, site: ImplicitSite, prior: SitePrior, draws: Tensor) -> Tensor:
         if self.contrast == "adaptive":
             return torch.randn_like(draws)
-        assert site.prior is not None
-        prior_draws = site.prior.sample(draws.shape[-2])
-        if site.prior.memory.on_others:
+        prior_draws = prior.sample(draws.shape[-2])
+        if prior.memory.on_others:
             raise ValueError(
                 f"the prior of site '{site.name}' is made from latents of other sites, which the "
                 'discriminator does not see. Cure: contrast="adaptive"'
             )
         return prior_draws
 
-    def _logits(self, site: ImplicitSite, network: Discriminator, points: Tensor) -> Tensor:
+    def _logits(
+        self, site: ImplicitSite, prior: SitePrior, network: Discriminator, points: Tensor
+    ) -> Tensor:
         """T at the points ``(*sets, n, m)``: ``(*sets, n)``."""
         context = site.distribution.context
         if context is None:
@@ -164,8 +164,7 @@ class AVB_ELBO(NetworkELBO):
             logits = network(points, context)
         logits = logits.squeeze(-1)
         if self.log_prior_logit:
-            assert site.prior is not None
-            logits = logits - site.prior.log_density(points)
+            logits = logits - prior.log_density(points)
         return logits
 
     def _discriminator(self, site: ImplicitSite, points: Tensor) -> nn.Module:
@@ -173,13 +172,14 @@ class AVB_ELBO(NetworkELBO):
         sizes = points.shape[-1], 0 if context is None else context.shape[-1]
         return self.site_network(site.name, lambda: self._make_discriminator(*sizes), points)
 
-    def _train(self, site: ImplicitSite, network: nn.Module) -> None:
+    def _train(self, site: ImplicitSite, prior: SitePrior, network: nn.Module) -> None:
         for _ in range(self.discriminator_steps):
             with torch.no_grad():
-                points, _ = self._points(site)
-                contrast = self._contrast(site, points)
+                points, _ = self._points(site, prior)
+                contrast = self._contrast(site, prior, points)
             loss = logistic_ratio_loss(
-                self._logits(site, network, points), self._logits(site, network, contrast)
+                self._logits(site, prior, network, points),
+                self._logits(site, prior, network, contrast),
             )
             self.descend(site.name, network, loss.sum())
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.infer.engine.extra_draws import automatic_covariance, pool_particles, site_draws
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.ops.density_ratio import Covariance, standardize
@@ -110,7 +111,7 @@ class ScoreELBO(ImplicitELBO):
         self.num_entropy_particles = num_entropy_particles
         self.covariance: Literal["auto"] | Covariance | None = covariance
 
-    def score_parts(self, site: ImplicitSite) -> ScoreParts:
+    def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """The means over all draws of the site, for each particle the same."""
         draws = site_draws(site, self.num_particles, self.num_entropy_particles)
         draws = draws.reshape(draws.shape[:1] + site.distribution.batch_shape + (-1,))
@@ -133,7 +134,7 @@ class ScoreELBO(ImplicitELBO):
             ) from error
         shape = site.distribution.batch_shape
         log_q, entropy_term = log_q.expand(shape), entropy_term.expand(shape)
-        return ScoreParts(log_q, torch.zeros_like(log_q), entropy_term)
+        return ScoreParts(log_q, 0, entropy_term)
 
     def _surrogate(self, site: ImplicitSite, draws: Tensor) -> Tensor:
         """The mean over draws of a linear function that has the score as its gradient."""

@@ -8,15 +8,22 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
+from pyro.distributions.transforms import AffineTransform, LowerCholeskyAffine
 from pyro.distributions.util import sum_rightmost
 from torch import Tensor, nn
 
-from pyro_implicit.distributions import Implicit
+from pyro_implicit.distributions import Draw, Implicit
+from pyro_implicit.generators import Generator
 from pyro_implicit.infer.engine.extra_draws import differs_by_particle
 from pyro_implicit.infer.engine.gpvi_helper import GPVIHelper, helper_loss
 from pyro_implicit.infer.engine.networks import NetworkELBO
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
-from pyro_implicit.infer.engine.square_site import SquareSite, check_square
+from pyro_implicit.infer.engine.square_site import (
+    check_square,
+    exact_log_density,
+    site_linearisation,
+)
 from pyro_implicit.infer.engine.transport import (
     particles_first,
     particles_inside,
@@ -31,6 +38,9 @@ from pyro_implicit.ops.functional_gradient import (
 )
 
 __all__ = ["GPVI_ELBO"]
+
+#: Their log-determinant is no function of the value.
+AFFINE = (AffineTransform, LowerCholeskyAffine)
 
 
 class GPVI_ELBO(NetworkELBO):
@@ -108,34 +118,32 @@ class GPVI_ELBO(NetworkELBO):
         self.jacobian = jacobian
         self.kernel: RadialKernel = kernel
         self._make_helper = helper
-        self._checked_sites: set[str] = set()
         self._batches: dict[str, _Batches] = {}
+
+    def draw(self, q: Implicit) -> Draw:
+        """With the generator's derivative."""
+        return q.draw(linearise=True)
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """The draws of the model's batch, whose gradient goes to those of the second batch."""
-        if site.name not in self._checked_sites:
-            self._check(site)
-            self._checked_sites.add(site.name)
-        assert site.draw is not None
         if not (torch.is_grad_enabled() and site.draw.requires_grad):
             return None
         batches = self._batches[site.name] = _draw_batches(site, self.kernel)
         return send_gradient(site.draw, batches.second_draw, batches.share)
 
-    def score_parts(self, site: ImplicitSite) -> ScoreParts:
+    def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Log q, exact, and the kernel's gradient of the entropy at the second batch."""
         batches = self._batches.pop(site.name, None)
         if batches is None:
-            log_q = SquareSite(site).log_density(site.noise)
+            log_q = exact_log_density(site)
             return ScoreParts(log_q, 0, log_q)
         second = batches.second
         repelled, log_q = self._repulsion(site, batches)
         repelled = repelled.reshape(second.value.shape)
         score = -second.gradient_at_draw(repelled) / self.num_particles
         # A change of variables after the generator is a part of the target.
-        slope = site.score_at_draw(torch.zeros_like(site.value))
-        if slope.any():  # not of affine maps
-            score = score + batches.share(slope)
+        if not all(isinstance(transform, AFFINE) for transform in site.transforms):
+            score = score + batches.share(site.score_at_draw(torch.zeros_like(site.value)))
         path = score * batches.second_draw
         # The log-determinant of the site's transforms is in the score already.
         path = sum_rightmost(path, path.dim() - len(site.batch_shape)) + site.log_abs_det
@@ -145,12 +153,11 @@ class GPVI_ELBO(NetworkELBO):
     def _repulsion(self, site: ImplicitSite, batches: _Batches) -> tuple[Tensor, Tensor]:
         """The sums over the model's batch, ``(num_particles, *plates, m)``, and its log q."""
         source, target = particles_inside(site.noise), particles_inside(batches.second.noise)
-        square = SquareSite(site)
         if self.jacobian == "helper":
             repelled = self._learned_repulsion(site, batches, source, target)
-            return repelled, square.log_density(site.noise)
+            return repelled, exact_log_density(site)
         # One Jacobian serves the sums and the density.
-        inverse = square.inverse_transposed(site.noise)
+        inverse = site_linearisation(site).inverse_transposed()
         log_q = site.distribution.noise_distribution.log_prob(site.noise) + inverse.log_abs_det()
         inverse = inverse._replace(rows=inverse.rows.movedim(0, -3))
         return particles_first(repulsion(batches.slopes, source, target, inverse)), log_q
@@ -163,16 +170,19 @@ class GPVI_ELBO(NetworkELBO):
         gradients = -batches.slopes.unsqueeze(-1) * differences  # (*plates, j, i, m)
         noise = source.unsqueeze(-2).expand_as(gradients)
         value_dim = noise.shape[-1]
-        core_dim = getattr(site.distribution.generator, "core_dim", value_dim)
+        generator = site.distribution.generator
+        core_dim = generator.core_dim if isinstance(generator, Generator) else value_dim
         network = self.site_network(
             site.name, lambda: self._make_helper(core_dim, value_dim), like=noise
         )
-        loss = helper_loss(network, SquareSite(site).generate, noise, gradients, core_dim)
+        generate = lambda z: site.distribution.generate(z).reshape(z.shape)  # noqa: E731
+        loss = helper_loss(network, generate, noise, gradients, core_dim)
         self.descend(site.name, network, loss)
         with torch.no_grad():
             return particles_first(network(noise[..., :core_dim], gradients).sum(-3))
 
-    def _check(self, site: ImplicitSite) -> None:
+    def check_site(self, site: ImplicitSite) -> None:
+        """Refuse a site without an exact density, or whose particles differ in distribution."""
         check_square(site, type(self).__name__)
         if differs_by_particle(site.distribution):
             raise ValueError(

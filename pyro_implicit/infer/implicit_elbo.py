@@ -3,33 +3,34 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from pyro import poutine
 from pyro.distributions.score_parts import ScoreParts
 from pyro.infer import Trace_ELBO
-from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites
-from pyro.util import check_model_guide_match, check_site_shape
 from torch import Tensor
 
 from pyro_implicit.density.engine import BatchedRuns
-from pyro_implicit.distributions import Implicit, SemiImplicit, find_implicit
-from pyro_implicit.infer.engine.nonfinite import NonFiniteError, check_gradients, check_log_probs
+from pyro_implicit.distributions import Draw, Implicit, SemiImplicit, find_implicit
+from pyro_implicit.infer.engine.first_run import first_run
+from pyro_implicit.infer.engine.nonfinite import NonFiniteError, check_gradients, refuse_nonfinite
 from pyro_implicit.infer.engine.particles import Particles
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.prior_draws import PriorMemory
 from pyro_implicit.infer.engine.sites import DrawMessenger, ImplicitSite
-from pyro_implicit.infer.engine.traces import apply_weights, set_score_parts
+from pyro_implicit.infer.engine.state import ElboState, Pair
+from pyro_implicit.infer.engine.traces import apply_weights, loss_and_surrogate, set_score_parts
 
 __all__ = ["ImplicitELBO", "ImplicitSite"]
 
-VectorizeMode = Literal["vmap", "plate", False]
+VectorizeMode = Literal["vmap", "plate"] | bool
+T = TypeVar("T")
 Site = dict[str, Any]
 
 
@@ -57,9 +58,8 @@ class ImplicitELBO(Trace_ELBO):
     :param vectorize_particles: how the model runs for all of them. ``"vmap"``: once, inside
         ``torch.func.vmap``, for any model whose Python does not depend on latent values; the
         first step compares it with a plain run, and a model that fails falls back to the loop with
-        one warning that names the cause. ``"plate"``: once under Pyro's particle plate, for models
-        that broadcast. ``False``: one run after the other.
-    :param max_plate_nesting: as in :class:`pyro.infer.ELBO`; guessed by one run if omitted.
+        one warning that names the cause. ``"plate"`` or ``True``: once under Pyro's particle plate,
+        for models that broadcast. ``False``: one run after the other.
     :param prior_weight: weight of the log-prior, for annealing. Only 1 is Bayes.
     :param entropy_weight: weight of the guide's entropy. Only 1 is Bayes.
     :param inverse_temperature: :math:`\beta` of the target :math:`p(x, \theta)^\beta`, priors
@@ -68,6 +68,9 @@ class ImplicitELBO(Trace_ELBO):
         changed between steps.
     :param nonfinite: ``"raise"`` an error that names the term, or ``"skip"`` such steps (leaving
         all parameters alone, returning nan) and count them in ``num_skipped``.
+    :param kwargs: all others of :class:`pyro.infer.Trace_ELBO`, as ``max_plate_nesting`` (guessed
+        by one run if omitted) and ``retain_graph``. Those for enumeration and for the jit have no
+        effect, as they have none there.
     :raises ValueError: for arguments out of range; at the first step, for a guide with an implicit
         site that this ELBO cannot train.
     :raises NonFiniteError: for a log-probability or a gradient that is not finite.
@@ -85,15 +88,15 @@ class ImplicitELBO(Trace_ELBO):
         self,
         num_particles: int = 1,
         vectorize_particles: VectorizeMode = "vmap",
-        max_plate_nesting: float = math.inf,
         prior_weight: float = 1.0,
         entropy_weight: float = 1.0,
         inverse_temperature: float = 1.0,
         nonfinite: Literal["raise", "skip"] = "raise",
+        **kwargs: Any,
     ) -> None:
         if num_particles < 1:
             raise ValueError(f"num_particles must be at least 1, but got {num_particles}")
-        if vectorize_particles not in ("vmap", "plate", False):
+        if vectorize_particles not in ("vmap", "plate", True, False):
             raise ValueError(
                 f'vectorize_particles must be "vmap", "plate" or False, got {vectorize_particles!r}'
             )
@@ -101,73 +104,96 @@ class ImplicitELBO(Trace_ELBO):
             raise ValueError(f'nonfinite must be "raise" or "skip", but got {nonfinite!r}')
         self.max_plate_nesting: float
         # The guide always runs under the particle plate, which Pyro counts in max_plate_nesting.
-        super().__init__(num_particles, max_plate_nesting, vectorize_particles=True)
-        self.vectorize_particles = vectorize_particles
+        super().__init__(num_particles, vectorize_particles=True, **kwargs)
+        self.vectorize_particles = "plate" if vectorize_particles is True else vectorize_particles
         self.prior_weight = prior_weight
         self.entropy_weight = entropy_weight
         self.inverse_temperature = inverse_temperature
         self.nonfinite = nonfinite
         self.num_steps = 0
         self.num_skipped = 0
-        self._value_ndims: dict[str, int] | None = None
-        self._has_implicit_sites = False
-        self._runs = BatchedRuns(type(self).__name__, "vmap" if vectorize_particles else False)
-        self._prior_memory: dict[str, PriorMemory] = {}
+        self._given_nesting = self.max_plate_nesting
+        self._pair: Pair | None = None
+        self.state = self._new_state()
 
-    def score_parts(self, site: ImplicitSite) -> ScoreParts:
-        """The surrogate density of one implicit site: the one method of a subclass.
+    def draw(self, q: Implicit) -> Draw:
+        """How a site is drawn: a method that needs the generator's derivative asks for it here."""
+        return q.draw()
 
-        :param site: all particles of the site.
-        :returns: the value of log q, the score function term, and the term whose gradient is the
-            entropy's, each of ``site.distribution.batch_shape``.
+    def check_site(self, site: ImplicitSite) -> None:
+        """Refuse a site that the method cannot train; called once for each.
+
+        :raises ValueError: naming site and cure.
         """
-        raise NotImplementedError(f"{type(self).__name__} trains no implicit sites")
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """A value to be seen in place of the site's draw, for methods that bend its gradient.
 
-        :param site: as drawn; ``site.prior`` is not known yet.
+        :param site: as drawn.
         :returns: of the shape of ``site.draw``, or None to leave it.
         """
         return None
 
+    def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
+        """The surrogate density of one implicit site: the one method of a subclass.
+
+        :param site: all particles of the site.
+        :param prior: what the model says of its latents, for methods that ask.
+        :returns: the value of log q, the score function term (0 for none), and the term whose
+            gradient is the entropy's, each of ``site.distribution.batch_shape``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} trains no implicit sites")
+
+    def remember(self, purpose: str, site: str, make: Callable[[], T]) -> T:
+        """What is kept of a site from step to step; made the first time."""
+        memory = self.state.memory
+        if (purpose, site) not in memory:
+            memory[purpose, site] = make()
+        return memory[purpose, site]
+
+    def get_state(self) -> dict[str, Any]:
+        """All that the next step depends on beside parameters and random streams, for a file."""
+        memory = copy.deepcopy(self.state.memory)
+        return {"memory": memory, "num_steps": self.num_steps, "num_skipped": self.num_skipped}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Put back what :meth:`get_state` gave; the next step goes on from there."""
+        self.state.memory.update(copy.deepcopy(state["memory"]))
+        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+
+    def _new_state(self) -> ElboState:
+        mode: Literal["vmap", False] = "vmap" if self.vectorize_particles == "vmap" else False
+        return ElboState(BatchedRuns(type(self).__name__, mode))
+
+    def _meet(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+        """Forget what belonged to another model or guide, and run a new pair once."""
+        if self._pair is not None and not self._pair.has(model, guide):
+            self.state = self._new_state()
+            self.max_plate_nesting = self._given_nesting
+            if not self._pair.has_guide(guide):
+                self._forget_guide()
+        if self.state.value_ndims is None:
+            self._guess_max_plate_nesting(model, guide, args, kwargs)
+            self._pair = Pair(model, guide)
+
+    def _forget_guide(self) -> None:
+        """Drop what was trained beside another guide."""
+
     def _guess_max_plate_nesting(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> None:
-        """Run the pair once, with all of Pyro's checks, to learn the shapes of one particle."""
-        with poutine.block():
-            guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
-            model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(
-                *args, **kwargs
-            )
-        if is_validation_enabled():
-            check_model_guide_match(model_trace, guide_trace, self.max_plate_nesting)
-        guide_trace = prune_subsample_sites(guide_trace)
-        model_trace = prune_subsample_sites(model_trace)
-        explicit = lambda name, site: find_implicit(site["fn"]) is None  # noqa: E731
-        if is_validation_enabled():
-            model_trace.compute_log_prob()
-            guide_trace.compute_log_prob(explicit)
-        dims = [0]
-        self._value_ndims = {}
-        for trace in (model_trace, guide_trace):
-            for name, site in trace.nodes.items():
-                if site["type"] != "sample":
-                    continue
-                if is_validation_enabled() and "log_prob" in site:
-                    check_site_shape(site, self.max_plate_nesting)
-                dims += [-frame.dim for frame in site["cond_indep_stack"] if frame.vectorized]
-                if trace is guide_trace:
-                    self._value_ndims[name] = site["value"].dim()
-                    self._check_trainable(name, site)
+        found = first_run(model, guide, args, kwargs, self.max_plate_nesting)
+        self.state.value_ndims = {n: s["value"].dim() for n, s in found.guide_sites.items()}
+        for name, site in found.guide_sites.items():
+            self._check_trainable(name, site)
         if math.isinf(self.max_plate_nesting):
-            self.max_plate_nesting = max(dims) + (self.num_particles > 1)
+            self.max_plate_nesting = found.plate_nesting + (self.num_particles > 1)
 
     def _check_trainable(self, name: str, site: Site) -> None:
         implicit = find_implicit(site["fn"])
         if implicit is None:
             return
-        self._has_implicit_sites = True
+        self.state.has_implicit_sites = True
         kind = SemiImplicit if isinstance(implicit, SemiImplicit) else Implicit
         if kind not in self.site_types:
             raise ValueError(
@@ -182,15 +208,14 @@ class ImplicitELBO(Trace_ELBO):
     ) -> Iterator[tuple[Trace, Trace]]:
         # A GuideMessenger runs the model itself, so only Pyro's own loop knows how.
         is_messenger = isinstance(poutine.unwrap(guide), poutine.messenger.Messenger)
-        if not is_messenger and self._value_ndims is None:
-            self._guess_max_plate_nesting(model, guide, args, kwargs)
-        if is_messenger or not (self.vectorize_particles or self._has_implicit_sites):
+        if not is_messenger:
+            self._meet(model, guide, args, kwargs)
+        one_by_one = not (self.vectorize_particles or self.state.has_implicit_sites)
+        if is_messenger or one_by_one or not self.state.value_ndims:
             for _ in range(self.num_particles):
-                traces = self._get_trace(model, guide, args, kwargs)
-                self._weigh_and_check(*traces)
-                yield traces
+                yield self._weighed(*self._get_trace(model, guide, args, kwargs))
             return
-        with DrawMessenger(self.transport) as drawn:
+        with DrawMessenger(self.draw, self._transport) as drawn:
             guide_trace = poutine.trace(self._vectorized_num_particles(guide)).get_trace(
                 *args, **kwargs
             )
@@ -198,7 +223,7 @@ class ImplicitELBO(Trace_ELBO):
             model,
             guide_trace,
             self.num_particles,
-            self._value_ndims or {},
+            self.state.value_ndims,
             int(self.max_plate_nesting),
             args,
             kwargs,
@@ -206,15 +231,20 @@ class ImplicitELBO(Trace_ELBO):
         model_trace = self._run_model(particles)
         guide_trace = prune_subsample_sites(guide_trace)
         for name, site in drawn.sites.items():
-            memory = self._prior_memory.setdefault(name, PriorMemory())
+            memory = self.remember("prior", name, PriorMemory)
             prior = SitePrior(site, particles, model_trace, memory)
-            parts = self.score_parts(replace(site, prior=prior))
+            parts = self.score_parts(site, prior)
             set_score_parts(guide_trace.nodes[name], parts, site.log_abs_det)
         guide_trace.compute_score_parts()
-        self._weigh_and_check(model_trace, guide_trace)
-        yield model_trace, guide_trace
+        yield self._weighed(model_trace, guide_trace)
 
-    def _weigh_and_check(self, model_trace: Trace, guide_trace: Trace) -> None:
+    def _transport(self, site: ImplicitSite) -> Tensor | None:
+        if site.name not in self.state.checked_sites:
+            self.check_site(site)
+            self.state.checked_sites.add(site.name)
+        return self.transport(site)
+
+    def _weighed(self, model_trace: Trace, guide_trace: Trace) -> tuple[Trace, Trace]:
         apply_weights(
             model_trace,
             guide_trace,
@@ -222,19 +252,22 @@ class ImplicitELBO(Trace_ELBO):
             self.entropy_weight,
             self.inverse_temperature,
         )
-        check_log_probs(model_trace, guide_trace, type(self).__name__, self.num_steps)
+        return model_trace, guide_trace
 
     def _run_model(self, particles: Particles) -> Trace:
         """The model's trace for all particles, in the chosen way."""
         if self.num_particles == 1 or self.vectorize_particles == "plate":
             return particles.run_plate(self._vectorized_num_particles)
-        return particles.run_all(self._runs)
+        return particles.run_all(self.state.runs)
 
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """:returns: an estimate of the negative ELBO (nan for a skipped one)."""
         try:
             with torch.no_grad():
-                return super().loss(model, guide, *args, **kwargs)
+                return sum(
+                    self._check(loss_and_surrogate(*pair)[0], *pair) / self.num_particles
+                    for pair in self._get_traces(model, guide, args, kwargs)
+                )
         except NonFiniteError as error:
             self._skip(error)
             return math.nan
@@ -247,11 +280,16 @@ class ImplicitELBO(Trace_ELBO):
         A skipped step returns a nan that no parameter hangs on.
         """
         self.num_steps += 1
+        total: Any = 0.0
         try:
-            return super().differentiable_loss(model, guide, *args, **kwargs)
+            for pair in self._get_traces(model, guide, args, kwargs):
+                loss, surrogate = loss_and_surrogate(*pair)
+                self._check(loss, *pair)
+                total = total + (loss + (surrogate - surrogate.detach())) / self.num_particles
         except NonFiniteError as error:
             self._skip(error)
             return torch.full((), math.nan, requires_grad=True)
+        return total
 
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Adds the gradients of the negative ELBO to the parameters.
@@ -259,16 +297,32 @@ class ImplicitELBO(Trace_ELBO):
         :returns: an estimate of the negative ELBO (nan for a skipped step).
         """
         self.num_steps += 1
+        total = 0.0
         with poutine.trace(param_only=True) as capture:
             try:
-                loss = super().loss_and_grads(model, guide, *args, **kwargs)
+                for pair in self._get_traces(model, guide, args, kwargs):
+                    loss, surrogate = loss_and_surrogate(*pair)
+                    total += self._check(loss, *pair) / self.num_particles
+                    if surrogate.requires_grad:
+                        surrogate = surrogate / self.num_particles
+                        surrogate.backward(retain_graph=self.retain_graph)
                 check_gradients(capture.trace, type(self).__name__, self.num_steps)
-                return loss
+                return total
             except NonFiniteError as error:
                 self._skip(error)
         for site in capture.trace.nodes.values():
             site["value"].unconstrained().grad = None
         return math.nan
+
+    def _check(self, loss: Tensor, model_trace: Trace, guide_trace: Trace) -> float:
+        """The loss as a number, the one thing in a step that is read from the device.
+
+        :raises NonFiniteError: if it is none, naming the sites to blame.
+        """
+        value = float(loss)
+        if not math.isfinite(value):
+            refuse_nonfinite(model_trace, guide_trace, type(self).__name__, self.num_steps)
+        return value
 
     def _skip(self, error: NonFiniteError) -> None:
         if self.nonfinite == "raise":

@@ -12,10 +12,15 @@ from pyro.distributions.util import sum_rightmost
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_implicit.distributions import Implicit
+from pyro_implicit.distributions import Draw, Implicit
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
-from pyro_implicit.infer.engine.square_site import SquareSite, check_square
-from pyro_implicit.infer.engine.traces import log_weights, weigh_particles
+from pyro_implicit.infer.engine.square_site import (
+    check_square,
+    exact_log_density,
+    site_linearisation,
+)
+from pyro_implicit.infer.engine.traces import coverage_log_weights, weigh_particles
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 
 __all__ = ["InjectiveELBO"]
@@ -60,11 +65,13 @@ class InjectiveELBO(ImplicitELBO):
         second term makes the guide cover the tails and necks that the ELBO alone leaves out; 1 is
         Jeffreys' divergence. Its gradient is that of the path, the particles weighted by their
         :math:`w = p / q`, normalised and cut at the square root of their number times the mean.
-        Wants many particles. The loss stays the ELBO.
+        Wants many particles, all data, and a guide whose every latent is injective. The loss
+        stays the ELBO.
     :param kwargs: see :class:`~pyro_implicit.infer.ImplicitELBO`.
-    :raises ValueError: at the first step, for a site that is semi-implicit, has not as many noise
-        dimensions as values, has other noise than standard normal, or a generator whose rows depend
-        on each other (batch normalisation in training mode, dropout).
+    :raises ValueError: for coverage with one particle; at a step, for coverage with subsampled data
+        or sites that are not injective; at the first step, for a site that is semi-implicit, has
+        not as many noise dimensions as values, has other noise than standard normal, or a generator
+        whose rows depend on each other (batch normalisation in training mode, dropout).
 
     That the generator is injective is taken for granted. Of one that folds the noise, the formula
     sees one fold only, and so more entropy than there is: the loss is then too low.
@@ -93,33 +100,43 @@ class InjectiveELBO(ImplicitELBO):
             raise ValueError(f"coverage must be at least 0, but got {coverage}")
         if coverage > 0 and not path_derivative:
             raise ValueError("coverage wants path_derivative=True, whose particles it weighs")
+        if coverage > 0 and num_particles < 2:
+            raise ValueError(
+                "coverage weighs particles against each other, but num_particles is 1. Cure: "
+                "num_particles of 16 or more, or coverage=0"
+            )
         super().__init__(num_particles, **kwargs)
         self.path_derivative = path_derivative
         self.coverage = coverage
-        self._checked_sites: set[str] = set()
+
+    def draw(self, q: Implicit) -> Draw:
+        """With the generator's derivative, and that of its log-determinant where it is wanted."""
+        return q.draw(linearise=True, noise_gradient=self._takes_path())
+
+    def check_site(self, site: ImplicitSite) -> None:
+        """Refuse a site without an exact density."""
+        check_square(site, type(self).__name__)
+
+    def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
+        """Log q, exact, and the term with the chosen gradient."""
+        log_q = exact_log_density(site)
+        if not self._takes_path():
+            return ScoreParts(log_q, 0, log_q)
+        (slope,) = torch.autograd.grad(log_q.sum(), site.noise, retain_graph=True)
+        linearisation = site_linearisation(site)
+        score = linearisation.solve_transposed(slope).reshape(site.value.shape)
+        return ScoreParts(log_q.detach(), 0, path_term(site, score))
+
+    def _takes_path(self) -> bool:
+        return self.path_derivative and torch.is_grad_enabled()
 
     def _get_traces(self, *args: Any) -> Iterator[tuple[Trace, Trace]]:
         for model_trace, guide_trace in super()._get_traces(*args):
-            if self.coverage and self.num_particles > 1 and torch.is_grad_enabled():
-                log_w = log_weights(model_trace, guide_trace, self.num_particles).detach()
+            if self.coverage and torch.is_grad_enabled():
+                log_w = coverage_log_weights(model_trace, guide_trace, self.num_particles)
                 weights = 1 + self.coverage * _truncated(log_w)
                 weigh_particles(model_trace, guide_trace, weights)
             yield model_trace, guide_trace
-
-    def score_parts(self, site: ImplicitSite) -> ScoreParts:
-        """Log q, exact, and the term with the chosen gradient."""
-        if site.name not in self._checked_sites:
-            check_square(site, type(self).__name__)
-            self._checked_sites.add(site.name)
-        square = SquareSite(site)
-        if not (self.path_derivative and torch.is_grad_enabled()):
-            log_q = square.log_density(site.noise)
-            return ScoreParts(log_q, 0, log_q)
-        noise = site.noise.detach().requires_grad_()
-        log_q = square.log_density(noise)
-        (slope,) = torch.autograd.grad(log_q.sum(), noise)
-        score = square.solve_transposed(noise, slope).reshape(site.value.shape)
-        return ScoreParts(log_q.detach(), 0, path_term(site, score))
 
 
 def _truncated(log_weights: Tensor) -> Tensor:
@@ -135,7 +152,6 @@ def path_term(site: ImplicitSite, score: Tensor) -> Tensor:
     :param score: the gradient of its log-density, of the shape of ``site.value``.
     :returns: ``site.batch_shape``.
     """
-    assert site.draw is not None
     path = site.score_at_draw(score) * site.draw
     # The log-determinant of the site's transforms is in the score at the draw already.
     return sum_rightmost(path, path.dim() - len(site.batch_shape)) + site.log_abs_det

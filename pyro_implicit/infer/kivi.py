@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.infer.engine.extra_draws import automatic_covariance, pool_particles, site_draws
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.ops import (
@@ -146,12 +147,12 @@ class KIVI_ELBO(ImplicitELBO):
         self.direction: Direction = direction
         self.covariance: Literal["auto"] | Covariance = covariance
 
-    def score_parts(self, site: ImplicitSite) -> ScoreParts:
+    def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """The mean of log q over all draws of the site, for each particle the same."""
         draws = site_draws(site, self.num_particles, self.num_entropy_particles)
         try:
             if self.contrast == "prior":
-                return self._prior_contrast(site, draws)
+                return self._prior_contrast(site, prior, draws)
             return self._adaptive_contrast(site, draws)
         except torch.linalg.LinAlgError as error:
             raise ValueError(
@@ -160,11 +161,10 @@ class KIVI_ELBO(ImplicitELBO):
                 "hyperplane (fewer noise dimensions than latents), else a larger ridge"
             ) from error
 
-    def _prior_contrast(self, site: ImplicitSite, draws: Tensor) -> ScoreParts:
-        assert site.prior is not None
-        draws = site.prior.unconstrain(site.push(draws))
+    def _prior_contrast(self, site: ImplicitSite, prior: SitePrior, draws: Tensor) -> ScoreParts:
+        draws = prior.unconstrain(site.push(draws))
         draws = pool_particles(draws, site, self.num_particles)
-        contrast = site.prior.sample(self.num_prior_particles or draws.shape[-2])
+        contrast = prior.sample(self.num_prior_particles or draws.shape[-2])
         sets = torch.broadcast_shapes(draws.shape[:-2], contrast.shape[:-2])
         log_ratio = log_density_ratio(
             draws.expand(sets + draws.shape[-2:]),
@@ -174,7 +174,7 @@ class KIVI_ELBO(ImplicitELBO):
             self.clip,
             self.kernel,
         )
-        return site.prior.score_parts(log_ratio.mean(-1))
+        return prior.score_parts(log_ratio.mean(-1))
 
     def _adaptive_contrast(self, site: ImplicitSite, draws: Tensor) -> ScoreParts:
         q = site.distribution
@@ -201,4 +201,4 @@ class KIVI_ELBO(ImplicitELBO):
             self.kernel,
         )
         log_q = log_q.mean(-1).expand(q.batch_shape)
-        return ScoreParts(log_q, torch.zeros_like(log_q), log_q)
+        return ScoreParts(log_q, 0, log_q)

@@ -12,16 +12,16 @@ import torch
 from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 
-from pyro_implicit.distributions import Implicit, SemiImplicit
+from pyro_implicit.distributions import Draw, Implicit, SemiImplicit
 from pyro_implicit.infer.engine.flat_site import (
     check_generator,
     check_standard_normal,
     flatten_site,
 )
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.ops import (
-    batch_jacobian,
     covariance_log_det,
     jacobian_products,
     linearised_log_density,
@@ -108,38 +108,49 @@ class LIVI_ELBO(ImplicitELBO):
         self.entropy = entropy
         self.num_probes = num_probes
         self.max_iterations = max_iterations
-        self.residuals: dict[str, float] = {}
+        self._residuals: dict[str, Tensor] = {}
         self._warned = False
-        self._checked_sites: set[str] = set()
 
-    def score_parts(self, site: ImplicitSite) -> ScoreParts:
+    def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Log q of the linearised Gaussian; both value and entropy gradient."""
-        if site.name not in self._checked_sites:
-            check_standard_normal(site.name, site.distribution.noise_distribution, "LIVI")
-            check_generator(site.name, flatten_site(site, self.num_particles))
-            self._checked_sites.add(site.name)
         q, noise = site.distribution, site.noise
         scale = q.scale.expand(site.value.shape).reshape(noise.shape[:-1] + (-1,))
-        event_size, noise_dim = scale.shape[-1], noise.shape[-1]
-        if self.entropy == "quadratic":
-            mean, jacobian = _value_and_jacobian(q, noise)
+        if site.linearisation is None:
+            estimate = self._smallest if self._method(q) == "smallest" else self._stochastic
+            log_det, residual = estimate(q, noise, scale)
+            self._residuals[site.name] = residual.max()
+        elif self.entropy == "quadratic":
+            jacobian = site.linearisation.jacobian()
             shift = (jacobian @ noise.unsqueeze(-1)).squeeze(-1)
-            residual = site.value.reshape(scale.shape) - mean + shift
+            residual = site.value.reshape(scale.shape) - site.linearisation.value + shift
             log_q = linearised_log_density(residual, jacobian, scale)
+            return ScoreParts(log_q, 0, log_q)
         else:
-            method = self._method(event_size, noise_dim, scale.numel() * noise_dim)
-            if method == "exact":
-                log_det = covariance_log_det(_value_and_jacobian(q, noise)[1], scale)
-            else:
-                estimate = self._smallest if method == "smallest" else self._stochastic
-                log_det, residual = estimate(q, noise, scale)
-                self.residuals[site.name] = float(residual.max())
-            log_q = -0.5 * log_det - 0.5 * event_size * (1 + math.log(2 * math.pi))
-        return ScoreParts(log_q, torch.zeros_like(log_q), log_q)
+            log_det = covariance_log_det(site.linearisation.jacobian(), scale)
+        log_q = -0.5 * log_det - 0.5 * scale.shape[-1] * (1 + math.log(2 * math.pi))
+        return ScoreParts(log_q, 0, log_q)
 
-    def _method(self, event_size: int, noise_dim: int, num_entries: int) -> LogDet:
+    def draw(self, q: Implicit) -> Draw:
+        """With the generator's Jacobian, where it is wanted whole."""
+        return q.draw(linearise=self._method(q) == "exact")
+
+    def check_site(self, site: ImplicitSite) -> None:
+        """Refuse noise that is not standard normal, and rows that depend on each other."""
+        check_standard_normal(site.name, site.distribution.noise_distribution, "LIVI")
+        check_generator(site.name, flatten_site(site, self.num_particles))
+
+    @property
+    def residuals(self) -> dict[str, float]:
+        """By site, the largest relative residual of the last step's iterative solver."""
+        return {name: float(residual) for name, residual in self._residuals.items()}
+
+    def _method(self, q: Implicit) -> LogDet:
+        if self.entropy == "quadratic":
+            return "exact"
         if self.log_det != "auto":
             return self.log_det
+        event_size, noise_dim = q.event_shape.numel(), q.noise_distribution.event_shape.numel()
+        num_entries = q.batch_shape.numel() * event_size * noise_dim
         small = min(event_size, noise_dim) <= self.max_exact_dim
         return "exact" if small and num_entries <= self.max_exact_entries else "stochastic"
 
@@ -171,13 +182,3 @@ class LIVI_ELBO(ImplicitELBO):
 
 def _flat_generator(q: Implicit) -> Callable[[Tensor], Tensor]:
     return lambda noise: q.generate(noise).reshape(noise.shape[:-1] + (-1,))
-
-
-def _value_and_jacobian(q: Implicit, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Value ``(*batch, m)`` and Jacobian ``(*batch, m, d)``, analytic if the generator has it."""
-    analytic = getattr(q.generator, "value_and_jacobian", None)
-    if analytic is None:
-        return batch_jacobian(_flat_generator(q), noise)
-    if q.context is None:
-        return analytic(noise)
-    return analytic(noise, q.context.expand(noise.shape[:-1] + (-1,)))

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from pyro.distributions.score_parts import ScoreParts
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.infer.engine.flat_site import check_generator, flatten_site, mixing_noise
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.ops.semi_implicit import mixture_log_density
@@ -75,16 +75,16 @@ class SIVI_ELBO(ImplicitELBO):
         super().__init__(num_particles, **kwargs)
         self.num_mixing = num_mixing
         self.chunk_size = chunk_size
-        self._checked_sites: set[str] = set()
 
-    def score_parts(self, site: ImplicitSite) -> ScoreParts:
+    def check_site(self, site: ImplicitSite) -> None:
+        """Refuse a generator whose rows depend on each other."""
+        check_generator(site.name, flatten_site(site, self.num_particles))
+
+    def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Log q of the mixture; both value and entropy gradient."""
         flat = flatten_site(site, self.num_particles)
-        if site.name not in self._checked_sites:
-            check_generator(site.name, flat)
-            self._checked_sites.add(site.name)
         noises = [flat.noise.unsqueeze(0), mixing_noise(site, flat, self.num_mixing)]
         log_q = mixture_log_density(
             flat.value, flat.generate, flat.scale, noises, chunk_size=self.chunk_size
         )
-        return ScoreParts(log_q, torch.zeros_like(log_q), log_q)
+        return ScoreParts(log_q, 0, log_q)

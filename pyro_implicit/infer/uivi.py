@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from pyro_implicit.infer.engine.flat_site import (
     flatten_site,
     mixing_noise,
 )
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.ops.semi_implicit import (
@@ -116,22 +117,35 @@ class UIVI_ELBO(ImplicitELBO):
         self.num_leapfrog = num_leapfrog
         self.target_accept = target_accept
         self.num_mixing = num_mixing
-        self.acceptance: dict[str, float] = {}
-        self.step_sizes: dict[str, float] = {}
 
-    def score_parts(self, site: ImplicitSite) -> ScoreParts:
+    def check_site(self, site: ImplicitSite) -> None:
+        """Refuse noise that is not standard normal, and rows that depend on each other."""
+        check_standard_normal(site.name, site.distribution.noise_distribution, "UIVI")
+        check_generator(site.name, flatten_site(site, self.num_particles))
+
+    @property
+    def acceptance(self) -> dict[str, float]:
+        """By site, the mean acceptance probability of the last step's draws."""
+        return {name: float(chain.acceptance) for name, chain in self._chains().items()}
+
+    @property
+    def step_sizes(self) -> dict[str, float]:
+        """By site, the step size."""
+        return {name: float(chain.step_size) for name, chain in self._chains().items()}
+
+    def _chains(self) -> dict[str, _Adaptation]:
+        memory = self.state.memory
+        return {site: kept for (_, site), kept in memory.items() if isinstance(kept, _Adaptation)}
+
+    def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """The value of the mixture with the gradient of the score's path."""
         flat = flatten_site(site, self.num_particles)
-        if site.name not in self.step_sizes:
-            check_standard_normal(site.name, site.distribution.noise_distribution, "UIVI")
-            check_generator(site.name, flat)
-            self.step_sizes[site.name] = self.initial_step_size
         with torch.no_grad():
             score = self._score(site.name, flat)
             noises = [flat.noise.unsqueeze(0), mixing_noise(site, flat, self.num_mixing)]
             log_q = mixture_log_density(flat.value, flat.generate, flat.scale, noises)
         path = (score * (flat.value - flat.value.detach())).sum(-1)
-        return ScoreParts(log_q + path, torch.zeros_like(log_q), log_q + path)
+        return ScoreParts(log_q + path, 0, log_q + path)
 
     def _score(self, name: str, flat: FlatSite) -> Tensor:
         """The score at each draw, ``(*batch_shape, m)``."""
@@ -143,19 +157,33 @@ class UIVI_ELBO(ImplicitELBO):
         def generate(noise: Tensor) -> Tensor:
             return flat.generate(noise.unsqueeze(0)).squeeze(0)
 
+        start, like = self.initial_step_size, flat.noise
+        chain = self.remember("chain", name, lambda: _Adaptation.start(start, like))
         state = hmc_state(log_density, flat.noise)
         score = torch.zeros_like(flat.value)
-        total = 0.0
+        total = torch.zeros_like(chain.acceptance)
         for i in range(self.num_burnin + self.num_samples):
             # Trajectories of one length return to their start in some directions of a Gaussian.
             jitter = 0.5 + torch.rand_like(flat.noise[..., :1])
-            step_size = self.step_sizes[name] * jitter
+            step_size = chain.step_size * jitter
             state, probability = hmc_transition(log_density, state, step_size, self.num_leapfrog)
-            acceptance = float(probability.mean())
+            acceptance = probability.mean()
             change = self.adaptation_rate * (acceptance - self.target_accept)
-            self.step_sizes[name] *= math.exp(change)
+            chain.step_size = chain.step_size * change.exp()
             if i >= self.num_burnin:
                 score += (generate(state.position) - flat.value) / flat.scale.square()
                 total += acceptance
-        self.acceptance[name] = total / self.num_samples
+        chain.acceptance = total / self.num_samples
         return score / self.num_samples
+
+
+@dataclass
+class _Adaptation:
+    """Of the chains of one site: their step size and the mean acceptance of the last draws."""
+
+    step_size: Tensor
+    acceptance: Tensor
+
+    @classmethod
+    def start(cls, step_size: float, like: Tensor) -> _Adaptation:
+        return cls(like.new_tensor(step_size), like.new_zeros(()))

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 from pyro.infer.reparam import NeuTraReparam
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import biject_to
 
+from pyro_implicit.generators import as_generator
 from pyro_implicit.guides import AutoImplicit
-from pyro_implicit.ops import batch_jacobian
 
 __all__ = ["NoiseSpaceReparam"]
 
@@ -61,7 +60,7 @@ class NoiseSpaceReparam(NeuTraReparam):
     (['scale', 'x'], torch.Size([5]))
 
     :param guide: A trained guide whose generator has as many noise dimensions as the model has
-        latents, a method ``log_abs_det_jacobian``, and no two noises of the same value, such as
+        latents, and is injective, such as
         :class:`~pyro_implicit.AutoregressiveGenerator`, :class:`~pyro_implicit.ResidualGenerator`
         or :class:`~pyro_implicit.GatedResidualGenerator`.
     :raises TypeError: If the guide is of another kind.
@@ -116,9 +115,10 @@ class NoiseSpaceReparam(NeuTraReparam):
         }
 
     def _warn_of_folds(self, noise: Tensor) -> None:
-        generator = self.guide.generator
+        generator = as_generator(self.guide.generator)
         rows = max(1, _CHUNK_NUMEL // noise.shape[-1] ** 2)
-        signs = torch.cat([_jacobian(generator, z).slogdet().sign for z in noise.split(rows)])
+        jacobians = (generator.linearise(part).jacobian() for part in noise.split(rows))
+        signs = torch.cat([jacobian.slogdet().sign for jacobian in jacobians])
         count = min(int((signs > 0).sum()), int((signs < 0).sum()))
         if count:
             warnings.warn(
@@ -128,8 +128,3 @@ class NoiseSpaceReparam(NeuTraReparam):
                 "rate, a smaller core_dim or a narrower network",
                 stacklevel=4,
             )
-
-
-def _jacobian(generator: nn.Module, noise: Tensor) -> Tensor:
-    method: Any = getattr(generator, "value_and_jacobian", None)
-    return (method(noise) if method is not None else batch_jacobian(generator, noise))[1]

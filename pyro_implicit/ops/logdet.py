@@ -145,19 +145,15 @@ def stochastic_log_det(
 def _gram_factor(jacobian: Tensor) -> Tensor:
     """Cholesky factor of I + the smaller Gram matrix, ``(*batch, k, k)`` with k = min(m, d).
 
-    Every exact pivot is at least 1. Where rounding in float32 shows in the pivots, all of it is
-    done again in float64. NaN where the Jacobian is not finite.
+    In float64, as its pivots, at least 1, may be many powers smaller than its entries. NaN where the
+    Jacobian is not finite.
     """
+    dtype, jacobian = jacobian.dtype, jacobian.double()
     tall = jacobian.shape[-2] >= jacobian.shape[-1]
     gram = jacobian.mT @ jacobian if tall else jacobian @ jacobian.mT
     gram = gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     factor, info = torch.linalg.cholesky_ex(gram)
-    failed = (info != 0) | (factor.diagonal(dim1=-2, dim2=-1) < 0.99).any(-1)
-    if not bool(failed.any()):
-        return factor
-    if jacobian.dtype != torch.float64:
-        return _gram_factor(jacobian.double()).to(jacobian.dtype)
-    return factor.masked_fill((info != 0)[..., None, None], math.nan)
+    return factor.masked_fill((info != 0)[..., None, None], math.nan).to(dtype)
 
 
 def _half_log_det(factor: Tensor) -> Tensor:

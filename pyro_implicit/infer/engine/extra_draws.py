@@ -34,8 +34,7 @@ def site_draws(site: ImplicitSite, num_particles: int, num_draws: int) -> Tensor
         num_rounds = -(-num_draws // num_particles)
     draws = site.value.unsqueeze(0)
     if num_rounds > 1:
-        # A copy draws them, because q has to remember the noise of its own last draw.
-        more = q.expand(q.batch_shape).rsample(torch.Size((num_rounds - 1,)))
+        more = q.rsample(torch.Size((num_rounds - 1,)))
         draws = torch.cat([draws, more])
     return draws
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn.functional import softplus
 
 from pyro_implicit.density.engine import refuse_subsampling
 from pyro_implicit.distributions import Implicit, SemiImplicit, find_implicit
+from pyro_implicit.generators import as_generator
 from pyro_implicit.infer.engine.flat_site import (
     FlatSite,
     check_generator,
@@ -23,11 +23,15 @@ from pyro_implicit.infer.engine.flat_site import (
     flatten_site,
 )
 from pyro_implicit.infer.engine.particles import Particles
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
-from pyro_implicit.infer.engine.square_site import SquareSite, check_square
+from pyro_implicit.infer.engine.square_site import (
+    check_square,
+    exact_log_density,
+    site_linearisation,
+)
 from pyro_implicit.infer.engine.traces import log_weights
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
-from pyro_implicit.infer.livi import _value_and_jacobian
 from pyro_implicit.ops.semi_implicit import (
     linearised_reverse_conditional,
     mixture_log_density,
@@ -50,7 +54,6 @@ class HierarchicalELBO(ImplicitELBO):
         self.num_mixing = num_mixing
         self.proposal = proposal
         self.num_steps = num_steps
-        self._checked_sites: set[str] = set()
         self._orientations: dict[str, Tensor] = {}
         self._latents: dict[str, Tensor] = {}
 
@@ -59,7 +62,7 @@ class HierarchicalELBO(ImplicitELBO):
         if implicit is None:
             return
         self._has_implicit_sites = True
-        exact = hasattr(implicit.generator, "log_abs_det_jacobian")
+        exact = as_generator(implicit.generator).injective
         if not (exact or isinstance(implicit, SemiImplicit)):
             raise ValueError(
                 f"evidence_bound knows no density of site '{name}', whose distribution "
@@ -90,30 +93,30 @@ class HierarchicalELBO(ImplicitELBO):
         self._latents = latents
         return super()._run_model(particles)
 
-    def score_parts(self, site: ImplicitSite) -> ScoreParts:
+    def check_site(self, site: ImplicitSite) -> None:
+        """Refuse what has neither an exact nor a conditional density."""
+        if not isinstance(site.distribution, SemiImplicit):
+            check_square(site, "evidence_bound")
+            return
+        check_generator(site.name, flatten_site(site, self.num_particles))
+        if self.proposal == "linearized":
+            method = 'proposal="linearized" (unlike "prior")'
+            check_standard_normal(site.name, site.distribution.noise_distribution, method)
+
+    def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Log q of each particle and plate element, or the bound on it from noise of its own."""
         if not isinstance(site.distribution, SemiImplicit):
             log_q = self._injective(site)
-            return ScoreParts(log_q, torch.zeros_like(log_q), log_q)
+            return ScoreParts(log_q, 0, log_q)
         flat = flatten_site(site, self.num_particles)
-        if site.name not in self._checked_sites:
-            check_generator(site.name, flat)
-            if self.proposal == "linearized":
-                method = 'proposal="linearized" (unlike "prior")'
-                check_standard_normal(site.name, site.distribution.noise_distribution, method)
-            self._checked_sites.add(site.name)
         propose = self._linearized if self.proposal == "linearized" else self._prior
         noises, log_weights = propose(site.distribution, flat)
         log_q = mixture_log_density(flat.value, flat.generate, flat.scale, noises, log_weights)
-        return ScoreParts(log_q, torch.zeros_like(log_q), log_q)
+        return ScoreParts(log_q, 0, log_q)
 
     def _injective(self, site: ImplicitSite) -> Tensor:
         """The exact density, of a generator that folds at no draw."""
-        if site.name not in self._checked_sites:
-            check_square(site, "evidence_bound")
-            self._checked_sites.add(site.name)
-        square = SquareSite(site)
-        sign = torch.linalg.slogdet(square.jacobian(site.noise)).sign
+        sign = torch.linalg.slogdet(site_linearisation(site).jacobian()).sign
         first = sign[0] if self.num_particles > 1 else sign
         if (sign != self._orientations.setdefault(site.name, first)).any():
             raise ValueError(
@@ -121,7 +124,7 @@ class HierarchicalELBO(ImplicitELBO):
                 "both signs among the draws, so it is not injective and its density is unknown. "
                 "Cure: train with a smaller learning rate, or use AutoSemiImplicit"
             )
-        return square.log_density(site.noise)
+        return exact_log_density(site)
 
     def _prior(self, q: Implicit, flat: FlatSite) -> tuple[list[Tensor], None]:
         fresh = q.noise_distribution.sample(torch.Size((self.num_mixing,)))
@@ -137,8 +140,13 @@ class HierarchicalELBO(ImplicitELBO):
         E[q / q_hat] = 1, which is what makes the bound.
         """
         noise_dim = flat.noise.shape[-1]
+
+        def around(noise: Tensor) -> tuple[Tensor, Tensor]:
+            linearisation = q.linearise(noise)
+            return linearisation.value, linearisation.jacobian()
+
         mean, factor = linearised_reverse_conditional(
-            flat.value, partial(_value_and_jacobian, q), flat.scale, noise_dim, self.num_steps
+            flat.value, around, flat.scale, noise_dim, self.num_steps
         )
         log_det = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         num_prior = max(1, round(self.prior_share * (self.num_mixing + 1)))

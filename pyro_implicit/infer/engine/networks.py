@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,8 @@ class NetworkELBO(ImplicitELBO, nn.Module):
     ``state_dict()`` have them after the first step; they are in Pyro's parameter store too.
     ``optimisers`` are theirs, by site.
 
+    Their names in the store are the object's own, so that two ELBOs of one class share nothing.
+
     :param optim: arguments of :class:`torch.optim.Adam`.
     """
 
@@ -31,6 +34,7 @@ class NetworkELBO(ImplicitELBO, nn.Module):
         nn.Module.__init__(self)
         super().__init__(num_particles, **kwargs)
         self.networks = nn.ModuleDict()
+        self._store_name = f"{type(self).__name__}-{uuid.uuid4().hex[:8]}"
         self._optim = optim
         self.optimisers: dict[str, torch.optim.Optimizer] = {}
 
@@ -45,8 +49,12 @@ class NetworkELBO(ImplicitELBO, nn.Module):
             self.networks[key] = make().to(dtype=like.dtype, device=like.device)
         network = self.networks[key]
         if not pyro.settings.get("module_local_params"):
-            pyro.module(f"{type(self).__name__}.{key}", network, update_module_params=True)
+            pyro.module(f"{self._store_name}.{key}", network, update_module_params=True)
         return network
+
+    def _forget_guide(self) -> None:
+        self.networks.clear()
+        self.optimisers.clear()
 
     def descend(self, name: str, network: nn.Module, loss: Tensor) -> None:
         """One step of the site's network; nothing of it is left to the guide's optimiser."""

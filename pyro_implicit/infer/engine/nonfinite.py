@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from pyro.poutine.trace_struct import Trace
 
-__all__ = ["NonFiniteError", "check_gradients", "check_log_probs"]
+__all__ = ["NonFiniteError", "check_gradients", "refuse_nonfinite"]
 
 _CURE = (
     "Cure: a smaller learning rate or init_scale, gradient clipping (pyro.optim.ClippedAdam), "
@@ -18,23 +18,32 @@ class NonFiniteError(ArithmeticError):
     """A term of the loss, or a gradient, is nan or infinite."""
 
 
-def check_log_probs(model_trace: Trace, guide_trace: Trace, elbo: str, step: int) -> None:
-    """Check the log-probabilities of all sample sites.
+def refuse_nonfinite(model_trace: Trace, guide_trace: Trace, elbo: str, step: int) -> None:
+    """Say which sample sites make a loss that is not finite.
 
     :param elbo: name of the ELBO, for the message.
     :param step: number of the step, for the message.
-    :raises NonFiniteError: naming the sites.
+    :raises NonFiniteError: always, naming the sites.
     """
     terms = {
-        f"the {label}'s log-probability of site '{name}'": site["log_prob_sum"]
+        f"the {label}'s log-probability of site '{name}'": site
         for label, trace in (("model", model_trace), ("guide", guide_trace))
         for name, site in trace.nodes.items()
         if site["type"] == "sample"
     }
-    if not torch.isfinite(sum(term.detach() for term in terms.values())).item():
-        bad = [f"{term} is {value.item()}" for term, value in terms.items() if not value.isfinite()]
-        what = "; ".join(bad) or "the sum of all log-probabilities overflows"
-        raise NonFiniteError(f"{elbo}, step {step}: {what}. {_CURE}")
+    bad = []
+    for term, site in terms.items():
+        value = torch.as_tensor(site["log_prob_sum"])
+        if not value.isfinite():
+            bad.append(f"{term} is {value.item()}")
+            is_nan = torch.as_tensor(site["log_prob"]).isnan()
+            if (
+                site["is_observed"]
+                and is_nan.reshape(len(is_nan) if is_nan.dim() else 1, -1).all(0).any()
+            ):
+                bad[-1] += " for every particle: are there nan among its observations?"
+    what = "; ".join(bad) or "the sum of all log-probabilities overflows"
+    raise NonFiniteError(f"{elbo}, step {step}: {what}. {_CURE}")
 
 
 def check_gradients(params: Trace, elbo: str, step: int) -> None:

@@ -64,7 +64,6 @@ class SitePrior:
         :param log_ratio: broadcasts to ``site.batch_shape``.
         """
         log_prior, draw = self.log_prob(), self.site.draw
-        assert draw is not None
         # The log-determinant leads back from the site's value to that of its distribution.
         entropy_term = log_ratio.expand(log_prior.shape) + self.site.log_abs_det
         log_prob = log_prior.detach() + entropy_term.detach()
@@ -75,7 +74,7 @@ class SitePrior:
             if slope is not None:
                 path = slope * draw
                 entropy_term = entropy_term + sum_rightmost(path, path.dim() - log_prior.dim())
-        return ScoreParts(log_prob, torch.zeros_like(log_prob), entropy_term)
+        return ScoreParts(log_prob, 0, entropy_term)
 
     @torch.no_grad()
     def sample(self, num: int) -> Tensor:
@@ -140,7 +139,6 @@ class SitePrior:
 
         :returns: ``(*batch, m)``.
         """
-        assert self.site.draw is not None
         event_ndim = self.site.draw.dim() - len(self.site.batch_shape)
         batch = values.shape[: values.dim() - event_ndim]
         if self.site.latents == (self.site.name,):

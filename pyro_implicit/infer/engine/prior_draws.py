@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyro
@@ -34,7 +34,14 @@ class PriorMemory:
     on_others: bool = False
     parallel: bool | None = None
     pool: Values = field(default_factory=dict)
-    arguments: list[Any] = field(default_factory=list)
+    arguments: list[Any] | None = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The pool is of these very arguments; another process takes the next ones for them.
+        return {**self.__dict__, "arguments": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PriorMemory:
+        return replace(self, pool=dict(self.pool), arguments=None)
 
 
 class _Reached(Exception):
@@ -141,7 +148,8 @@ class PriorDraws:
     def _one_by_one(self, num: int, fixed: Values) -> Values:
         memory = self.memory
         arguments = [*self.particles.args, *self.particles.kwargs.values()]
-        pool = memory.pool if not memory.on_others and _same(arguments, memory.arguments) else {}
+        is_same = memory.arguments is None or _same(arguments, memory.arguments)
+        pool = memory.pool if is_same and not memory.on_others else {}
         if pool and len(pool[self.latents[0]]) != num:
             pool = {}
         traces = [self.up_to_latents(fixed) for _ in range(max(1, num // 10) if pool else num)]

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pyro.distributions.util import sum_rightmost
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_implicit.distributions import Implicit, find_implicit, unwrap_draw
-
-if TYPE_CHECKING:
-    from pyro_implicit.infer.engine.prior import SitePrior
+from pyro_implicit.distributions import Draw, Implicit, draw_through, find_implicit
+from pyro_implicit.generators import Linearisation
 
 __all__ = ["PARTICLE_PLATE", "DrawMessenger", "ImplicitSite"]
 
@@ -28,23 +26,24 @@ class ImplicitSite:
 
     ``distribution`` is the implicit distribution itself, of batch shape
     ``(num_particles, *plates)`` (without the first dimension for a single particle), ``noise``
-    ``(*batch_shape, noise_dim)`` and ``value`` ``(*batch_shape, *event_shape)`` its last draw.
-    ``transforms``, of log-determinant ``log_abs_det``, turn ``value`` into ``draw``, the value of
-    the site, of ``batch_shape``, in ``plates`` of the given names. ``latents`` are the model's
-    sites that it stands for, and ``prior`` what the model says about them, once it has run.
+    ``(*batch_shape, noise_dim)`` and ``value`` ``(*batch_shape, *event_shape)`` its draw, with the
+    ``linearisation`` of the generator there, if the ELBO asked for it. ``transforms``, of
+    log-determinant ``log_abs_det``, turn ``value`` into ``draw``, the value of the site, of
+    ``batch_shape``, in ``plates`` of the given names. ``latents`` are the model's sites that it
+    stands for.
     """
 
     name: str
     distribution: Implicit
     noise: Tensor
     value: Tensor
+    draw: Tensor
     transforms: tuple[torch.distributions.Transform, ...] = ()
     log_abs_det: Tensor | float = 0.0
-    draw: Tensor | None = None
+    linearisation: Linearisation | None = None
     batch_shape: torch.Size = torch.Size()
     plates: frozenset[str] = frozenset()
     latents: tuple[str, ...] = ()
-    prior: SitePrior | None = None
 
     def push(self, value: Tensor) -> Tensor:
         """Turn further values of ``distribution`` into values of the site."""
@@ -61,7 +60,7 @@ class ImplicitSite:
         :returns: of the shape of ``draw``, a constant.
         """
         score = score.detach()
-        if not self.transforms or self.draw is None:
+        if not self.transforms:
             return score
         batch_ndim = len(self.batch_shape)
         with torch.enable_grad():
@@ -84,7 +83,7 @@ class ImplicitSite:
         :returns: of the shape of ``draw``, a constant.
         """
         gradient = gradient.detach()
-        if not self.transforms or self.draw is None:
+        if not self.transforms:
             return gradient
         with torch.enable_grad():
             draw = self.draw.detach().requires_grad_()
@@ -95,34 +94,48 @@ class ImplicitSite:
 
 
 class DrawMessenger(Messenger):
-    """Notes all implicit sites as the guide draws them, and lets others see another value.
+    """Draws all implicit sites of a guide, and lets the model see another value.
 
+    :param draw: draws from an implicit distribution.
     :param transport: called with each site; its result, if any, takes the place of the draw for
         the rest of the guide and for the model.
     """
 
-    def __init__(self, transport: Callable[[ImplicitSite], Tensor | None]) -> None:
+    def __init__(
+        self,
+        draw: Callable[[Implicit], Draw],
+        transport: Callable[[ImplicitSite], Tensor | None],
+    ) -> None:
         super().__init__()
-        self.transport = transport
+        self.draw, self.transport = draw, transport
         self.sites: dict[str, ImplicitSite] = {}
 
-    def _pyro_post_sample(self, msg: Any) -> None:
+    def _pyro_sample(self, msg: Any) -> None:
+        # The outermost handler: plates have expanded the distribution already.
         if find_implicit(msg["fn"]) is None:
             return
-        drawn = unwrap_draw(msg["fn"], msg["value"])
+        name = msg["name"]
+        if msg["value"] is not None:
+            raise ValueError(
+                f"the value of implicit site '{name}' of the guide was given, so that nobody knows "
+                "the noise behind it. Cure: let the guide draw it, without replaying or "
+                "conditioning"
+            )
+        through = draw_through(msg["fn"], self.draw)
         site = ImplicitSite(
-            msg["name"],
-            drawn.distribution,
-            drawn.noise,
-            drawn.value,
-            drawn.transforms,
-            drawn.log_abs_det,
-            msg["value"],
+            name,
+            through.distribution,
+            through.draw.noise,
+            through.draw.value,
+            through.value,
+            through.transforms,
+            through.log_abs_det,
+            through.draw.linearisation,
             msg["fn"].batch_shape,
             frozenset(frame.name for frame in msg["cond_indep_stack"]) - {PARTICLE_PLATE},
-            tuple(msg["infer"].get("latents", (msg["name"],))),
+            tuple(msg["infer"].get("latents", (name,))),
         )
-        self.sites[msg["name"]] = site
+        self.sites[name] = site
         transported = self.transport(site)
-        if transported is not None:
-            msg["value"] = transported
+        msg["value"] = through.value if transported is None else transported
+        msg["done"] = True

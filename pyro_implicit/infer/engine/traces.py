@@ -8,13 +8,19 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro.distributions.score_parts import ScoreParts
-from pyro.distributions.util import scale_and_mask, sum_rightmost
+from pyro.distributions.util import is_identically_zero, scale_and_mask, sum_rightmost
+from pyro.infer.trace_elbo import _compute_log_r
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_implicit.density.engine import refuse_subsampling
+from pyro_implicit.distributions import find_implicit
+
 __all__ = [
     "apply_weights",
+    "coverage_log_weights",
     "log_weights",
+    "loss_and_surrogate",
     "set_score_parts",
     "weigh_particles",
 ]
@@ -85,6 +91,67 @@ def log_weights(model_trace: Trace, guide_trace: Trace, num_particles: int) -> T
             if site["type"] == "sample":
                 total = total + sign * site["log_prob"].reshape(num_particles, -1).sum(-1)
     return total
+
+
+def coverage_log_weights(model_trace: Trace, guide_trace: Trace, num_particles: int) -> Tensor:
+    """log p(x, theta) - log q(theta) of each particle, constants; with all of the guide scaled by s
+    (``poutine.scale``) the target is p to the power of its own scales over s.
+
+    :returns: ``(num_particles,)``.
+    :raises ValueError: for traces of which these are not the weights of one posterior: subsampled
+        data, a guide with latents that are not injective, or with several scales.
+    """
+    for trace in (model_trace, guide_trace):
+        refuse_subsampling(trace, "InjectiveELBO's coverage")
+    scales = set()
+    for name, site in guide_trace.nodes.items():
+        if site["type"] != "sample" or isinstance(site["fn"], dist.Delta):
+            continue
+        if find_implicit(site["fn"]) is None:
+            raise ValueError(
+                f"coverage weighs the paths of injective draws, but site '{name}' of the guide is "
+                f"{type(site['fn']).__name__}. Cure: coverage=0, or one AutoImplicit guide of all "
+                "latents"
+            )
+        scales.add(site["scale"] if isinstance(site["scale"], float) else float(site["scale"]))
+    if len(scales) > 1:
+        raise ValueError(
+            f"coverage wants one scale for the whole guide, but its sites have {sorted(scales)}. "
+            "Cure: coverage=0, or poutine.scale around the whole guide"
+        )
+    return log_weights(model_trace, guide_trace, num_particles).detach() / scales.pop()
+
+
+def loss_and_surrogate(model_trace: Trace, guide_trace: Trace) -> tuple[Tensor, Tensor]:
+    """Of the sum over all particles in the traces: the negative ELBO, a constant, and a term whose
+    gradient is the estimator's.
+
+    As Pyro's ``Trace_ELBO`` has it, but that nothing is read from the device.
+
+    :param model_trace: with log-probabilities.
+    :param guide_trace: with score parts.
+    """
+    loss: Any = torch.zeros(())
+    surrogate: Any = torch.zeros(())
+    log_r = None
+    for site in _samples(model_trace):
+        loss = loss - site["log_prob_sum"].detach()
+        surrogate = surrogate - site["log_prob_sum"]
+    for site in _samples(guide_trace):
+        parts = site["score_parts"]
+        loss = loss + torch.as_tensor(site["log_prob_sum"]).detach()
+        if not is_identically_zero(parts.entropy_term):
+            surrogate = surrogate + parts.entropy_term.sum()
+        if not is_identically_zero(parts.score_function):
+            if log_r is None:
+                log_r = _compute_log_r(model_trace, guide_trace)
+            downstream = log_r.sum_to(site["cond_indep_stack"])
+            surrogate = surrogate - (downstream * parts.score_function).sum()
+    return loss, surrogate
+
+
+def _samples(trace: Trace) -> list[dict[str, Any]]:
+    return [site for site in trace.nodes.values() if site["type"] == "sample"]
 
 
 def weigh_particles(model_trace: Trace, guide_trace: Trace, weights: Tensor) -> None:

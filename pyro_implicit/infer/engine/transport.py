@@ -66,11 +66,10 @@ class _Together(torch.autograd.Function):
 
 def second_batch(site: ImplicitSite) -> tuple[ImplicitSite, Tensor]:
     """As many independent draws of a site, and their ``draw``."""
-    # A copy draws, because the distribution has to remember the noise of its own last draw.
-    q = site.distribution.expand(site.distribution.batch_shape)
-    value = q.rsample()
+    noise, value, linearisation = site.distribution.draw()
     draw = site.push(value)
-    return replace(site, distribution=q, noise=q.noise_of(value), value=value, draw=draw), draw
+    second = replace(site, noise=noise, value=value, draw=draw, linearisation=linearisation)
+    return second, draw
 
 
 def particles_inside(points: Tensor) -> Tensor:

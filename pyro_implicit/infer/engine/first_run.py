@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first run of a model and guide, with all of Pyro's checks, which tells their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pyro import poutine
+from pyro.infer.util import is_validation_enabled
+from pyro.poutine.util import prune_subsample_sites
+from pyro.util import check_model_guide_match, check_site_shape
+
+from pyro_implicit.distributions import find_implicit
+
+__all__ = ["FirstRun", "first_run"]
+
+Site = dict[str, Any]
+
+
+class FirstRun(NamedTuple):
+    """The deepest nesting of plates, and the guide's sample sites by name."""
+
+    plate_nesting: int
+    guide_sites: dict[str, Site]
+
+
+def first_run(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    max_plate_nesting: float,
+) -> FirstRun:
+    """Run guide and model once, outside of all plates and traces."""
+    with poutine.block():
+        guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
+        replayed = poutine.replay(model, trace=guide_trace)
+        model_trace = poutine.trace(replayed).get_trace(*args, **kwargs)
+    validates = is_validation_enabled()
+    if validates:
+        check_model_guide_match(model_trace, guide_trace, max_plate_nesting)
+    guide_trace = prune_subsample_sites(guide_trace)
+    model_trace = prune_subsample_sites(model_trace)
+    if validates:
+        model_trace.compute_log_prob()
+        guide_trace.compute_log_prob(lambda name, site: find_implicit(site["fn"]) is None)
+    dims = [0]
+    sites: dict[str, Site] = {}
+    for trace in (model_trace, guide_trace):
+        for name, site in trace.nodes.items():
+            if site["type"] != "sample":
+                continue
+            if validates and "log_prob" in site:
+                check_site_shape(site, max_plate_nesting)
+            dims += [-frame.dim for frame in site["cond_indep_stack"] if frame.vectorized]
+            if trace is guide_trace:
+                sites[name] = site
+    return FirstRun(max(dims), sites)
