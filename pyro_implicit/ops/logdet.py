@@ -145,8 +145,8 @@ def stochastic_log_det(
 def _gram_factor(jacobian: Tensor) -> Tensor:
     """Cholesky factor of I + the smaller Gram matrix, ``(*batch, k, k)`` with k = min(m, d).
 
-    In float64, as its pivots, at least 1, may be many powers smaller than its entries. NaN where the
-    Jacobian is not finite.
+    In float64, as its pivots, at least 1, may be many powers smaller than its entries. NaN where
+    the Jacobian is not finite.
     """
     dtype, jacobian = jacobian.dtype, jacobian.double()
     tall = jacobian.shape[-2] >= jacobian.shape[-1]
