@@ -8,6 +8,7 @@ from pyro_implicit.infer.amortized_svgd import AmortizedSVGD_ELBO
 from pyro_implicit.infer.avb import AVB_ELBO
 from pyro_implicit.infer.bound import (
     EvidenceBound,
+    FoldWarning,
     WeightedDraws,
     evidence_bound,
     weighted_draws,
@@ -30,6 +31,7 @@ __all__ = [
     "AmortizedKSD_ELBO",
     "AmortizedSVGD_ELBO",
     "EvidenceBound",
+    "FoldWarning",
     "GFSF",
     "GPVI_ELBO",
     "ImplicitELBO",

@@ -97,12 +97,12 @@ def linearised_reverse_conditional(
     value: Tensor,
     value_and_jacobian: Callable[[Tensor], tuple[Tensor, Tensor]],
     scale: Tensor,
-    noise_dim: int,
+    start: Tensor,
     num_steps: int,
 ) -> tuple[Tensor, Tensor]:
-    r"""A Gaussian near :math:`q(z \mid \theta)` that depends on :math:`\theta` alone.
+    r"""A Gaussian near :math:`q(z \mid \theta)` that depends on :math:`\theta` and a start alone.
 
-    A fixed number of damped Gauss-Newton (Levenberg-Marquardt) steps from z = 0 lower
+    A fixed number of damped Gauss-Newton (Levenberg-Marquardt) steps from the start lower
     :math:`\|(\theta - g(z)) / s\|^2 + \|z\|^2`; at the z found, with Jacobian J, the precision is
     :math:`I + J^\top \mathrm{diag}(s^{-2}) J`. Exact for linear generators and standard normal
     noise. Without gradient.
@@ -111,7 +111,7 @@ def linearised_reverse_conditional(
 
     >>> identity = lambda z: (z, torch.eye(2).expand(z.shape[:-1] + (2, 2)))
     >>> mean, factor = linearised_reverse_conditional(
-    ...     torch.ones(2), identity, torch.ones(2), noise_dim=2, num_steps=8)
+    ...     torch.ones(2), identity, torch.ones(2), torch.zeros(2), num_steps=8)
     >>> mean, factor[0, 0]
     (tensor([0.5000, 0.5000]), tensor(1.4142))
 
@@ -119,7 +119,7 @@ def linearised_reverse_conditional(
     :param value_and_jacobian: from ``(*batch, d)`` to the generator's value ``(*batch, m)`` and its
         Jacobian ``(*batch, m, d)``.
     :param scale: positive, broadcastable to ``(*batch, m)``.
-    :param noise_dim: d.
+    :param start: ``(*batch, d)``.
     :param num_steps: evaluations of the Jacobian beyond the first.
     :returns: the mean ``(*batch, d)`` and the lower Cholesky factor of the precision
         ``(*batch, d, d)``.
@@ -135,8 +135,8 @@ def linearised_reverse_conditional(
         return loss, descent, jacobian.mT @ jacobian + identity
 
     with torch.no_grad():
-        noise = value.new_zeros(value.shape[:-1] + (noise_dim,))
-        identity = torch.eye(noise_dim, dtype=torch.double, device=value.device)
+        noise = start
+        identity = torch.eye(start.shape[-1], dtype=torch.double, device=value.device)
         loss, descent, precision = evaluate(noise)
         damping = torch.full_like(loss, 1e-2)
         for _ in range(num_steps):

@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
+import pyro.distributions as dist
 import torch
 from pyro.distributions.score_parts import ScoreParts
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from pyro_implicit.density.engine import refuse_subsampling
-from pyro_implicit.distributions import Implicit, SemiImplicit, find_implicit
+from pyro_implicit.distributions import SemiImplicit, find_implicit
 from pyro_implicit.generators import as_generator
 from pyro_implicit.infer.engine.flat_site import (
     FlatSite,
@@ -22,6 +21,7 @@ from pyro_implicit.infer.engine.flat_site import (
     check_standard_normal,
     flatten_site,
 )
+from pyro_implicit.infer.engine.noise_proposal import NoiseGaussian, NoiseProposal
 from pyro_implicit.infer.engine.particles import Particles
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
@@ -33,6 +33,7 @@ from pyro_implicit.infer.engine.square_site import (
 from pyro_implicit.infer.engine.traces import log_weights
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.ops.semi_implicit import (
+    conditional_log_density,
     linearised_reverse_conditional,
     mixture_log_density,
 )
@@ -41,19 +42,28 @@ __all__ = ["HierarchicalELBO", "Proposal"]
 
 Proposal = Literal["linearized", "prior"]
 
+#: Standard deviations between two places of the noise, and nats between their masses.
+APART, EVEN = 6.0, 5.0
+
 
 class HierarchicalELBO(ImplicitELBO):
     """Fills in log q, or the estimate that bounds it from above; evaluates and does not train."""
 
-    prior_share: ClassVar[float] = 0.1
-
     def __init__(
-        self, num_particles: int, num_mixing: int, proposal: Proposal, num_steps: int
+        self,
+        num_particles: int,
+        num_mixing: int,
+        proposal: Proposal,
+        num_steps: int,
+        num_starts: int,
     ) -> None:
         super().__init__(num_particles)
         self.num_mixing = num_mixing
         self.proposal = proposal
         self.num_steps = num_steps
+        self.num_starts = num_starts
+        #: By semi-implicit site, for each call the share of draws that a fold made.
+        self.folds: dict[str, list[Tensor]] = {}
         self._orientations: dict[str, Tensor] = {}
         self._latents: dict[str, Tensor] = {}
 
@@ -79,6 +89,8 @@ class HierarchicalELBO(ImplicitELBO):
         size = self.num_particles // len(traces)
         for trace in (trace for pair in traces for trace in pair):
             refuse_subsampling(trace, "evidence_bound")
+        for _, guide_trace in traces:
+            _refuse_points(guide_trace, len(traces) == 1 and self.num_particles > 1)
         weights = torch.cat([log_weights(model, guide, size) for model, guide in traces])
         if self._latents:
             return weights, self._latents
@@ -110,7 +122,7 @@ class HierarchicalELBO(ImplicitELBO):
             return ScoreParts(log_q, 0, log_q)
         flat = flatten_site(site, self.num_particles)
         propose = self._linearized if self.proposal == "linearized" else self._prior
-        noises, log_weights = propose(site.distribution, flat)
+        noises, log_weights = propose(site, flat)
         log_q = mixture_log_density(flat.value, flat.generate, flat.scale, noises, log_weights)
         return ScoreParts(log_q, 0, log_q)
 
@@ -126,47 +138,72 @@ class HierarchicalELBO(ImplicitELBO):
             )
         return exact_log_density(site)
 
-    def _prior(self, q: Implicit, flat: FlatSite) -> tuple[list[Tensor], None]:
-        fresh = q.noise_distribution.sample(torch.Size((self.num_mixing,)))
+    def _prior(self, site: ImplicitSite, flat: FlatSite) -> tuple[list[Tensor], None]:
+        distribution = site.distribution.noise_distribution
+        fresh = distribution.sample(torch.Size((self.num_mixing,)))
         return [flat.noise.unsqueeze(0), fresh], None
 
-    def _linearized(self, q: Implicit, flat: FlatSite) -> tuple[list[Tensor], list[Tensor]]:
+    def _linearized(self, site: ImplicitSite, flat: FlatSite) -> tuple[list[Tensor], list[Tensor]]:
         """All noises, the one that made the value among them, and their log p - log tau.
 
-        Of the S + 1 a fixed number come from the linearised Gaussian and the others from the prior;
-        tau is their mixture. The noise that made the value takes the place of a Gaussian or of a
-        prior draw, by the odds of either having made it: then the draws are those of multiple
-        importance sampling with the balance heuristic, reweighted by its estimate of q, so that
-        E[q / q_hat] = 1, which is what makes the bound.
+        These are the draws of multiple importance sampling with the balance heuristic, reweighted
+        by its estimate of q, so that E[q / q_hat] = 1, which is what makes the bound.
         """
-        noise_dim = flat.noise.shape[-1]
 
         def around(noise: Tensor) -> tuple[Tensor, Tensor]:
-            linearisation = q.linearise(noise)
+            linearisation = site.distribution.linearise(noise)
             return linearisation.value, linearisation.jacobian()
 
-        mean, factor = linearised_reverse_conditional(
-            flat.value, around, flat.scale, noise_dim, self.num_steps
+        def reach(start: Tensor) -> NoiseGaussian:
+            found = linearised_reverse_conditional(
+                flat.value, around, flat.scale, start, self.num_steps
+            )
+            return NoiseGaussian(*found)
+
+        # A folded generator makes a value in several places. Beyond the first, found from 0, they
+        # lie on other sides of the fold: its mirror image is a start for the second.
+        gaussians = [reach(torch.zeros_like(flat.noise))]
+        for index in range(1, self.num_starts):
+            start = -gaussians[0].mean if index == 1 else torch.randn_like(flat.noise)
+            gaussians.append(reach(start))
+        self._note_folds(site.name, flat, gaussians)
+        proposal = NoiseProposal(gaussians, self.num_mixing + 1)
+        noise = proposal.sample(flat.noise)
+        return [noise], [-proposal.log_ratio(noise)]
+
+    def _note_folds(self, name: str, flat: FlatSite, gaussians: list[NoiseGaussian]) -> None:
+        """Keep the share of draws that may come from two places apart, neither negligible."""
+        means = torch.stack([gaussian.mean for gaussian in gaussians])
+        log_mass = conditional_log_density(flat.value, flat.generate(means), flat.scale)
+        log_mass = log_mass - 0.5 * means.square().sum(-1)
+        log_mass = log_mass - torch.stack(
+            [q.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) for q in gaussians]
         )
-        log_det = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        num_prior = max(1, round(self.prior_share * (self.num_mixing + 1)))
-        num_gaussian = self.num_mixing + 1 - num_prior
-        log_odds = math.log(num_gaussian / num_prior)
+        folded = torch.zeros_like(log_mass[0], dtype=torch.bool)
+        for index, gaussian in enumerate(gaussians):
+            offsets = gaussian.factor.mT @ (means - gaussian.mean).movedim(0, -1)
+            is_apart = offsets.square().sum(-2).movedim(-1, 0) > APART**2
+            is_even = (log_mass - log_mass[index]).abs() < EVEN
+            folded |= (is_apart & is_even).any(0)
+        self.folds.setdefault(name, []).append(folded.to(flat.value).mean())
 
-        def log_ratio(noise: Tensor) -> Tensor:
-            """log of N(mean, (F F^T)^-1) to N(0, I), each times its number of draws."""
-            # The noises as columns, so that no factor is copied for each of them.
-            white = factor.mT @ (noise - mean).movedim(0, -1)
-            squares = noise.square().sum(-1) - white.square().sum(-2).movedim(-1, 0)
-            return log_det + 0.5 * squares + log_odds
 
-        white = torch.randn_like(flat.noise.expand((num_gaussian,) + flat.noise.shape))
-        step = torch.linalg.solve_triangular(factor.mT, white.movedim(0, -1), upper=True)
-        prior = torch.randn_like(flat.noise.expand((num_prior,) + flat.noise.shape))
-        noise = torch.cat([mean + step.movedim(-1, 0), prior])
-        is_gaussian = torch.rand_like(log_det) < log_ratio(flat.noise.unsqueeze(0))[0].sigmoid()
-        noise[0] = torch.where(is_gaussian.unsqueeze(-1), flat.noise, noise[0])
-        noise[-1] = torch.where(is_gaussian.unsqueeze(-1), noise[-1], flat.noise)
-        # p / tau = (S + 1) / (num_gaussian N / p + num_prior)
-        log_weight = math.log(1 + num_gaussian / num_prior) - softplus(log_ratio(noise))
-        return [noise], [log_weight]
+def _refuse_points(guide_trace: Trace, has_particles: bool) -> None:
+    """Check that the value of every Delta site moves with a draw that has a density."""
+    has_density = {n for n, s in guide_trace.nodes.items() if _is_random(s)}
+    for name, site in guide_trace.nodes.items():
+        if site["type"] != "sample" or not isinstance(site["fn"], dist.Delta):
+            continue
+        value = site["value"]
+        is_point = not has_density
+        if has_particles and not is_point:
+            is_point = len(value) > 1 and bool((value == value[:1]).all())
+        if is_point:
+            raise ValueError(
+                f"site '{name}' of the guide is a point (Delta), which has no density, so there is "
+                "no bound. Cure: AutoNormal or another guide with a density in place of AutoDelta"
+            )
+
+
+def _is_random(site: dict[str, Any]) -> bool:
+    return site["type"] == "sample" and not isinstance(site["fn"], dist.Delta)
