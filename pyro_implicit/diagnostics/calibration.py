@@ -92,6 +92,7 @@ def simulation_based_calibration(
     num_simulations: int = 100,
     num_draws: int = 99,
     num_bins: int = 10,
+    model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Calibration:
     r"""
@@ -129,6 +130,7 @@ def simulation_based_calibration(
     :param num_simulations: Number of data sets and fits.
     :param num_draws: Of each fit; independent ones, so thin those of MCMC.
     :param num_bins: Of the histograms, at most a fifth of ``num_simulations``.
+    :param model_kwargs: Keyword arguments of the model whose names this function has, too.
     :returns: A :class:`Calibration`: print it, or ask whether it ``is_calibrated``.
     :raises ValueError: For a site that cannot be simulated (a flat prior, a factor), for a model
         without latents or data, for too few draws, or bins too many.
@@ -146,6 +148,7 @@ def simulation_based_calibration(
             f"num_bins must be from 2 to {min(num_simulations // 5, num_draws + 1)}, a fifth of "
             f"num_simulations and at most num_draws + 1, but got {num_bins}"
         )
+    kwargs = {**kwargs, **(model_kwargs or {})}
     all_ranks: dict[str, list[Tensor]] = {}
     for _ in range(num_simulations):
         truth, data = _simulate(model, args, kwargs)

@@ -68,7 +68,9 @@ def uncovered_modes(
         entropy = gaussian_entropy(draws, covariance)  # type: ignore[arg-type]
         log_evidence = (density.log_prob(draws).mean() + entropy).item()
     hessian = density.hessian(modes) * scale * scale.unsqueeze(-1)
-    values, vectors = torch.linalg.eigh(-torch.nan_to_num(hessian))
+    # Of draws in the far distance the products leave the range of numbers.
+    limit = torch.finfo(hessian.dtype).max ** 0.25
+    values, vectors = torch.linalg.eigh(-hessian.nan_to_num(0.0).clamp(-limit, limit))
     # Flat directions: a curvature of rounding alone would promise endless mass.
     precision = torch.where(values > 1e-3, values, torch.ones_like(values))
     dim = draws.shape[-1]

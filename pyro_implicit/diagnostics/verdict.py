@@ -143,8 +143,10 @@ class Diagnosis:
             if p_value < P_VALUE:
                 reason = f"the draws do not fit the scores (kernel Stein test, p = {p_value:.3f})"
                 yield Finding("check", reason, FIT_BETTER)
-        if self.gap is not None and self.gap[0] > max(GAP, 3 * self.gap[1]):
+        if self.gap is not None and not self.gap[0] <= max(GAP, 3 * self.gap[1]):
             reason = f"the objective is {self.gap[0]:.1f} nats above the certified bound"
+            if not math.isfinite(self.gap[0]):
+                reason = "the objective is not finite"
             yield Finding(
                 "check",
                 reason,
@@ -179,6 +181,8 @@ class Diagnosis:
             yield "kernel Stein test", f"p = {self.stein.kernel.p_value:.3f}"
         if self.drift is not None:
             yield "short HMC", f"{_moments(self.drift)}, {self.drift.acceptance:.0%} accepted"
+        elif not self.broken:
+            yield "short HMC", "not run"
         if self.gap is not None:
             value, error = self.gap
             yield "objective", f"{value:+.2f} +- {error:.2f} nats from the bound"

@@ -61,6 +61,7 @@ def evidence_bound(
     proposal: Proposal = "linearized",
     num_steps: int = 50,
     chunk_size: int = 100,
+    model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> EvidenceBound:
     r"""A lower bound on :math:`\log p(x)` that holds for any guide whose sites have a density, an
@@ -106,6 +107,7 @@ def evidence_bound(
     :param num_steps: Gauss-Newton steps, all from the same start. Where they stop short, a few
         draws far below the others make ``standard_error`` large.
     :param chunk_size: draws of the guide at a time, to bound the memory.
+    :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
     :returns: value, standard error, k-hat and effective sample size. The latter two are of the
         weights :math:`p(x, \theta) / \hat q(\theta)`, which are right in the mean: a guide with
         k-hat below 0.7 can be corrected by importance weighting. They are those of the guide itself
@@ -131,6 +133,7 @@ def evidence_bound(
         proposal=proposal,
         num_steps=num_steps,
         chunk_size=chunk_size,
+        model_kwargs=model_kwargs,
         **kwargs,
     ).bound()
 
@@ -145,6 +148,7 @@ def weighted_draws(
     proposal: Proposal = "linearized",
     num_steps: int = 50,
     chunk_size: int = 100,
+    model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> WeightedDraws:
     """The draws and log-weights behind :func:`evidence_bound`, whose parameters and errors it has.
@@ -169,6 +173,7 @@ def weighted_draws(
             raise ValueError(f"{name} must be at least {least}, but got {number}")
     if proposal not in ("linearized", "prior"):
         raise ValueError(f'proposal must be "linearized" or "prior", but got {proposal!r}')
+    kwargs = {**kwargs, **(model_kwargs or {})}
     chunk_size = min(chunk_size, num_samples)
     elbo = HierarchicalELBO(chunk_size, num_mixing, proposal, num_steps)
     rounds = range(-(-num_samples // chunk_size))
