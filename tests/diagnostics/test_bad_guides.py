@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import Trace_ELBO
-from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+from pyro.infer.autoguide import AutoDelta, AutoMultivariateNormal, AutoNormal, init_to_value
 from torch import nn
 from torch.distributions import constraints
 
@@ -122,6 +122,18 @@ def test_bad_draws(kind, has_density):
     verdict = "check" if kind == "Cauchy" and not has_density else "do not trust"
     loss = Trace_ELBO() if has_density else None
     distrusted(model, guide, verdict, modes=torch.zeros(1, 3), loss=loss)
+
+
+@pytest.mark.parametrize("value", [-3.0, -1.7, 0.1, 0.3, 1.1, 2.3])
+def test_points(value):
+    """Of some, the sum of all draws is rounded and that of the first is not."""
+
+    def model():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    guide = AutoDelta(model, init_loc_fn=init_to_value(values={"x": torch.tensor(value)}))
+    found = distrusted(model, guide, num_samples=2000, modes=None)
+    assert "lie on a hyperplane" in found.broken
 
 
 class Generator(nn.Module):
