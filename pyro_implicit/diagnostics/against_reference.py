@@ -50,27 +50,27 @@ def compare(
     headline is the distance after dividing each coordinate by the reference's standard
     deviation; where the reference is constant, errors stay in the coordinate's own units.
 
-    :param model: Of guide and reference; None where both are draws. It is not run.
-    :param guide: A Pyro guide, or its draws: a dict of tensors ``(num_samples, *site shape)``, or
+    :param model: of guide and reference; None where both are draws. It is not run.
+    :param guide: a Pyro guide, or its draws: a dict of tensors ``(num_samples, *site shape)``, or
         what has ``get_samples()``.
-    :param reference: What has ``get_samples()``, as a :class:`~pyro.infer.mcmc.api.MCMC` that has
+    :param reference: what has ``get_samples()``, as a :class:`~pyro.infer.mcmc.api.MCMC` that has
         run, or a dict of draws.
-    :param args: The arguments of the model and the guide.
-    :param num_samples: Number of draws from the guide; default: as many as the reference has.
-    :param model_kwargs: Keyword arguments of model and guide whose names this function has, too.
-    :param kwargs: The keyword arguments of the model and the guide.
-    :returns: A :class:`Comparison`: print it, plot it, or take its ``to_dict()``.
-    :raises TypeError: For another order of arguments, or a reference without draws.
-    :raises ValueError: If no site is common to both, a site's shapes differ, draws are not
+    :param args: the arguments of the model and the guide.
+    :param num_samples: number of draws from the guide; default: as many as the reference has.
+    :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
+    :param kwargs: the keyword arguments of the model and the guide.
+    :returns: a :class:`Comparison`: print it, plot it, or take its ``to_dict()``.
+    :raises TypeError: for another order of arguments, or a reference without draws.
+    :raises ValueError: if no site is common to both, a site's shapes differ, draws are not
         finite or fewer than 4 (2 for the guide), or ``num_samples`` comes with a dict of draws.
 
     **Example:**
 
-        >>> truth = {"z": torch.randn(1000, 2)}
-        >>> narrow = {"z": 0.5 * torch.randn(1000, 2)}
-        >>> report = compare(None, narrow, truth)
-        >>> bool(report.floor_ratio > 3)
-        True
+    >>> truth = {"z": torch.randn(1000, 2)}
+    >>> narrow = {"z": 0.5 * torch.randn(1000, 2)}
+    >>> report = compare(None, narrow, truth)
+    >>> bool(report.floor_ratio > 3)
+    True
     """
     refuse_swapped("compare", model, guide)
     kwargs = {**kwargs, **(model_kwargs or {})}

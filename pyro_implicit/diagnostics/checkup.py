@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -14,30 +13,28 @@ from pyro.infer import ELBO
 from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
-from pyro_implicit.density.modes import find_modes
 from pyro_implicit.diagnostics.coverage import uncovered_modes
 from pyro_implicit.diagnostics.drift import drift_check
 from pyro_implicit.diagnostics.importance import importance_check
+from pyro_implicit.diagnostics.stages import (
+    BAD_DRAWS,
+    check_modes,
+    check_sites,
+    log_mean_exp,
+    objective_gap,
+    search_modes,
+    weigh_draws,
+)
 from pyro_implicit.diagnostics.stein import stein_check
 from pyro_implicit.diagnostics.verdict import KHAT, Diagnosis
 from pyro_implicit.diagnostics.whitening import CollapsedError, whiten_draws
-from pyro_implicit.guides.posterior_draws import (
-    draw,
-    draws_in_parallel,
-    refuse_swapped,
-    trace_guide,
-)
-from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
+from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel, refuse_swapped
 
 __all__ = ["diagnose"]
 
 LEAST_DRAWS = 100  # of fewer there is no k-hat
 NUM_CHAINS = 500
-NUM_LOSSES = 20
 NUM_SCORES = 4
-MAX_SEARCHED_DIM = 100
-#: What a guide or model says of numbers that it cannot work with.
-BAD_DRAWS = (ValueError, ArithmeticError, torch.linalg.LinAlgError)
 
 
 @torch.no_grad()
@@ -90,46 +87,46 @@ def diagnose(
 
     **Example:**
 
-        >>> import pyro
-        >>> import pyro.distributions as dist
-        >>> from pyro.infer.autoguide import AutoNormal
-        >>> _ = pyro.set_rng_seed(0)
-        >>> def model():
-        ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
-        ...     pyro.sample("y", dist.Normal(x, 0.1))
-        >>> diagnose(model, AutoNormal(model)).verdict  # never trained
-        'do not trust'
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> _ = pyro.set_rng_seed(0)
+    >>> def model():
+    ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    ...     pyro.sample("y", dist.Normal(x, 0.1))
+    >>> diagnose(model, AutoNormal(model)).verdict  # never trained
+    'do not trust'
 
-    :param model: With all its data: nothing subsampled.
-    :param guide: A fitted guide of it.
-    :param args: The arguments of both, as ``kwargs``.
-    :param num_samples: Draws of the guide, more than twice the latents. Stein's identities get
+    :param model: with all its data: nothing subsampled.
+    :param guide: a fitted guide of it.
+    :param args: the arguments of both, as ``kwargs``.
+    :param num_samples: draws of the guide, more than twice the latents. Stein's identities get
         five times as many of guides that draw in parallel.
-    :param loss: The ELBO it was trained by, to be compared with the certified bound.
+    :param loss: the ELBO it was trained by, to be compared with the certified bound.
     :param modes: ``"search"`` finds them, where there are at most 100 latents and
         ``torch.func.vmap`` can run the model: that takes at least 50 paths of Newton steps, each
         with its Hessian, and draws no random numbers from the caller's stream. Or points in
         unconstrained space, ``(num_modes, latent_dim)``, tops of the density from as many starts
         as possible; or None to skip them.
-    :param num_transitions: Transitions of HMC for each of 500 draws; 0 to skip them. They are the
+    :param num_transitions: transitions of HMC for each of 500 draws; 0 to skip them. They are the
         dearest part: 20 of them take 160 gradients of the model at 500 points. Models that
         ``torch.func.vmap`` cannot run, or that raise errors on the way, are spared them.
-    :param chunk_size: Draws at a time, to bound the memory.
-    :param model_kwargs: Keyword arguments of model and guide whose names this function has, too.
-    :returns: A :class:`Diagnosis`: print it, or read its ``verdict``, ``findings`` and numbers.
+    :param chunk_size: draws at a time, to bound the memory.
+    :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
+    :returns: a :class:`Diagnosis`: print it, or read its ``verdict``, ``findings`` and numbers.
         However bad the draws are, there is one.
-    :raises TypeError: For another order of arguments, or missing ones.
-    :raises ValueError: For too few draws, bad ``modes``, a guide that lacks a latent of the model,
+    :raises TypeError: for another order of arguments, or missing ones.
+    :raises ValueError: for too few draws, bad ``modes``, a guide that lacks a latent of the model,
         or a subsampled plate.
 
     **References:**
 
-    [1] Yao, Vehtari, Simpson and Gelman (2018), *Yes, but Did It Work?: Evaluating Variational
+    1. Yao, Vehtari, Simpson and Gelman (2018), *Yes, but Did It Work?: Evaluating Variational
     Inference*.
 
-    [2] Vehtari, Simpson, Gelman, Yao and Gabry (2024), *Pareto Smoothed Importance Sampling*.
+    2. Vehtari, Simpson, Gelman, Yao and Gabry (2024), *Pareto Smoothed Importance Sampling*.
 
-    [3] Liu, Lee and Jordan (2016), *A Kernelized Stein Discrepancy for Goodness-of-fit Tests*.
+    3. Liu, Lee and Jordan (2016), *A Kernelized Stein Discrepancy for Goodness-of-fit Tests*.
     """
     refuse_swapped("diagnose", model, guide)
     kwargs = {**kwargs, **(model_kwargs or {})}
@@ -140,11 +137,11 @@ def diagnose(
             f"num_samples must be at least {max(LEAST_DRAWS, 2 * dim + 1)} ({LEAST_DRAWS}, and "
             f"more than twice the {dim} latents), but got {num_samples}"
         )
-    _check_modes(modes, dim)
+    check_modes(modes, dim)
     broken = partial(Diagnosis, num_samples, dim)
-    _check_sites(density, guide, args, kwargs)
+    check_sites(density, guide, args, kwargs)
     try:
-        weighted, no_density = _weighted_draws(
+        weighted, no_density = weigh_draws(
             model, guide, args, kwargs, num_samples, max(1, chunk_size // 5)
         )
         points = density.unconstrain(weighted.draws)
@@ -177,95 +174,12 @@ def diagnose(
         with suppress(*BAD_DRAWS):  # somewhere on the way
             drift = drift_check(chains, density.log_prob, num_transitions, chunk_size=chunk_size)
     if isinstance(modes, str):
-        modes = _search(density)
+        modes = search_modes(density)
     if modes is not None:
         # Of a guide on many modes, a Gaussian would overstate the volume.
-        evidence = _log_mean_exp(weighted.log_weights) if bound is not None else None
+        evidence = log_mean_exp(weighted.log_weights) if bound is not None else None
         coverage = uncovered_modes(modes, points, density, evidence)
     gap = None
     if loss is not None and bound is not None:
-        gap = _gap(loss, bound, model, guide, args, kwargs)
+        gap = objective_gap(loss, bound, model, guide, args, kwargs)
     return Diagnosis(num_samples, dim, bound, no_density, importance, stein, drift, gap, coverage)
-
-
-def _check_modes(modes: Tensor | str | None, dim: int) -> None:
-    if isinstance(modes, str) and modes != "search":
-        raise ValueError(f'modes must be "search", a tensor or None, but got {modes!r}')
-    if isinstance(modes, Tensor):
-        if modes.dim() != 2 or modes.shape[-1] != dim or not modes.isfinite().all():
-            raise ValueError(
-                f"modes must be finite points in unconstrained space, (num_modes, {dim}), but got "
-                f"shape {tuple(modes.shape)}. Cure: LatentDensity(model, ...).unconstrain(...)"
-            )
-
-
-def _check_sites(
-    density: LatentDensity, guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-) -> None:
-    lacking = []
-    with suppress(*BAD_DRAWS):  # of which the verdict is going to tell
-        trace = trace_guide(guide, args, kwargs)
-        lacking = [name for name in density.shapes if name not in trace.nodes]
-    if lacking:
-        raise ValueError(
-            f"the guide has no site '{lacking[0]}', which the model samples. Cure: add the site to "
-            "the guide, or condition the model on its value"
-        )
-
-
-def _weighted_draws(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    args: tuple,
-    kwargs: dict[str, Any],
-    num_samples: int,
-    chunk_size: int,
-) -> tuple[WeightedDraws, str]:
-    """Draws and log-weights, none of a guide without density, and why there is none."""
-    try:
-        weighted = weighted_draws(
-            model,
-            guide,
-            *args,
-            num_samples=num_samples,
-            chunk_size=chunk_size,
-            model_kwargs=kwargs,
-        )
-        return weighted, ""
-    except ValueError as error:
-        draws = draw(guide, num_samples, *args, **kwargs)
-        return WeightedDraws(torch.empty(0), draws), str(error)
-
-
-def _search(density: LatentDensity) -> Tensor | None:
-    """The modes that can be found, None where there is no way to look."""
-    if density.latent_dim > MAX_SEARCHED_DIM or not density.is_vectorized:
-        return None
-    device = density.init_loc.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            return find_modes(density).loc
-        except (*BAD_DRAWS, RuntimeError):  # the model cannot run at draws of its prior
-            return None
-
-
-def _log_mean_exp(log_weights: Tensor) -> float:
-    return log_weights.logsumexp(0).item() - math.log(len(log_weights))
-
-
-def _gap(
-    loss: ELBO,
-    bound: EvidenceBound,
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> tuple[float, float]:
-    """The objective minus the bound, and its standard error."""
-    try:
-        losses = [loss.loss(model, guide, *args, **kwargs) for _ in range(NUM_LOSSES)]
-    except (ArithmeticError, torch.linalg.LinAlgError):
-        return math.nan, math.nan
-    values = -torch.tensor(losses)
-    error = math.hypot(values.std().item() / math.sqrt(NUM_LOSSES), bound.standard_error)
-    return values.mean().item() - bound.value, error

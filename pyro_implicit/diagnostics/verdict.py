@@ -69,19 +69,19 @@ class Diagnosis:
     """
     What can be known about a fitted guide without a reference. ``print`` shows all of it.
 
-    :ivar num_samples: Draws of the guide that were looked at.
-    :ivar latent_dim: Their unconstrained dimensions.
-    :ivar bound: Lower bound of the log evidence in nats, with k-hat and effective sample size of
+    :ivar num_samples: draws of the guide that were looked at.
+    :ivar latent_dim: their unconstrained dimensions.
+    :ivar bound: lower bound of the log evidence in nats, with k-hat and effective sample size of
         the importance weights; None for a guide without density.
-    :ivar no_density: Why there are no importance weights, else empty.
-    :ivar importance: Errors of moments by importance weights; None where k-hat forbids it.
-    :ivar stein: Errors of moments by Stein's identities, and the kernel test.
-    :ivar drift: How draws drift under a few transitions of Hamiltonian Monte Carlo; None if
+    :ivar no_density: why there are no importance weights, else empty.
+    :ivar importance: errors of moments by importance weights; None where k-hat forbids it.
+    :ivar stein: errors of moments by Stein's identities, and the kernel test.
+    :ivar drift: how draws drift under a few transitions of Hamiltonian Monte Carlo; None if
         skipped.
-    :ivar gap: The training objective minus the bound, in nats, and its standard error; None
+    :ivar gap: the training objective minus the bound, in nats, and its standard error; None
         without a ``loss``.
-    :ivar coverage: Of the modes that were found or given; None if there was no search.
-    :ivar broken: Why nothing could be tested (collapsed or infinite draws), else empty.
+    :ivar coverage: of the modes that were found or given; None if there was no search.
+    :ivar broken: why nothing could be tested (collapsed or infinite draws), else empty.
     """
 
     num_samples: int

@@ -31,25 +31,25 @@ def draw(
     call, any other guide one draw at a time. Auxiliary sites of the guide
     (``infer={"is_auxiliary": True}``) and deterministic ones are left out.
 
-    :param guide: A Pyro guide.
-    :param num_samples: Number of draws.
-    :param args: The arguments of the model and the guide; a guide that was called before and
+    :param guide: a Pyro guide.
+    :param num_samples: number of draws.
+    :param args: the arguments of the model and the guide; a guide that was called before and
         does not read them needs none.
-    :param kwargs: Their keyword arguments.
-    :returns: Draws ``(num_samples, *shape)`` of every latent site of this ``shape``; they carry
+    :param kwargs: their keyword arguments.
+    :returns: draws ``(num_samples, *shape)`` of every latent site of this ``shape``; they carry
         no gradient.
     :raises TypeError: if the guide cannot run because its arguments are missing, or if it observes
         a site.
 
     **Example:**
 
-        >>> import pyro
-        >>> import pyro.distributions as dist
-        >>> from pyro.infer.autoguide import AutoNormal
-        >>> def model():
-        ...     pyro.sample("scale", dist.LogNormal(0.0, 1.0).expand([3]).to_event(1))
-        >>> draw(AutoNormal(model), 100)["scale"].shape
-        torch.Size([100, 3])
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> def model():
+    ...     pyro.sample("scale", dist.LogNormal(0.0, 1.0).expand([3]).to_event(1))
+    >>> draw(AutoNormal(model), 100)["scale"].shape
+    torch.Size([100, 3])
     """
     # Once in any case: an autoguide reads its model in the first call.
     trace = trace_guide(guide, args, kwargs)
@@ -135,5 +135,5 @@ def _broadcasts(guide: Callable[..., Any]) -> bool:
     return not any(isinstance(module, AutoCallable) for module in guide.modules())
 
 
-def _name(guide: Callable[..., Any]) -> str:
+def _name(guide: object) -> str:
     return getattr(guide, "__name__", type(guide).__name__)

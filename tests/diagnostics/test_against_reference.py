@@ -74,7 +74,9 @@ def test_a_perfect_guide_is_at_the_floor():
         for _ in range(5)
     ]
     assert 0.8 < np.mean(ratios) < 1.3
-    assert compare(None, {"z": torch.randn(500, 4) * 0.7}, {"z": torch.randn(500, 4)}).floor_ratio > 2
+    assert (
+        compare(None, {"z": torch.randn(500, 4) * 0.7}, {"z": torch.randn(500, 4)}).floor_ratio > 2
+    )
 
 
 def test_to_dict_is_json():
@@ -250,7 +252,9 @@ def test_model_keywords_of_our_names():
 def test_bad_arguments():
     with pytest.raises(ValueError, match="Leave num_samples out, or slice the draws"):
         compare(None, {"z": torch.zeros(9)}, {"z": torch.zeros(9)}, num_samples=3)
-    with pytest.raises(TypeError, match=r"or a dict of draws; got NUTS. Cure: compare\(model, guide, ref"):
+    with pytest.raises(
+        TypeError, match=r"or a dict of draws; got NUTS. Cure: compare\(model, guide, ref"
+    ):
         compare(None, {"z": torch.zeros(9)}, NUTS(model))
     with pytest.raises(TypeError, match=r"AutoNormal could not run .* guide\(x, y\)"):
         compare(model, AutoNormal(model), {"scale": torch.ones(9)})

@@ -479,7 +479,9 @@ def test_model_keywords_of_our_names():
 
 @pytest.mark.parametrize("modes", [torch.zeros(3), torch.zeros(2, 2), torch.full((1, 3), math.nan)])
 def test_bad_modes(modes):
-    with pytest.raises(ValueError, match=r"modes must be finite points .*\(num_modes, 3\), but got"):
+    with pytest.raises(
+        ValueError, match=r"modes must be finite points .*\(num_modes, 3\), but got"
+    ):
         diagnose(gaussian, exact_guide(), modes=modes)
 
 

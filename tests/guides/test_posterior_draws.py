@@ -111,7 +111,9 @@ def test_missing_arguments_are_named_with_the_cure():
     def guide(x):
         pyro.sample("z", dist.Normal(x, 1.0))
 
-    with pytest.raises(TypeError, match=r"the guide guide could not run .*compare\(model, guide, mcmc"):
+    with pytest.raises(
+        TypeError, match=r"the guide guide could not run .*compare\(model, guide, mcmc"
+    ):
         draw(guide, 3)
     with pytest.raises(TypeError, match="positional"):
         draw(guide, 3, 1.0, 2.0)
