@@ -138,10 +138,10 @@ def simulation_based_calibration(
     **References:**
 
     1. Talts, Betancourt, Simpson, Vehtari and Gelman (2018), *Validating Bayesian Inference
-    Algorithms with Simulation-Based Calibration*.
+       Algorithms with Simulation-Based Calibration*.
 
     2. Säilynoja, Bürkner and Vehtari (2022), *Graphical test for discrete uniformity and its
-    applications in goodness-of-fit evaluation and multiple sample comparison*.
+       applications in goodness-of-fit evaluation and multiple sample comparison*.
     """
     if not 2 <= num_bins <= min(num_simulations // 5, num_draws + 1):
         raise ValueError(

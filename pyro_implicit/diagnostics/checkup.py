@@ -122,7 +122,7 @@ def diagnose(
     **References:**
 
     1. Yao, Vehtari, Simpson and Gelman (2018), *Yes, but Did It Work?: Evaluating Variational
-    Inference*.
+       Inference*.
 
     2. Vehtari, Simpson, Gelman, Yao and Gabry (2024), *Pareto Smoothed Importance Sampling*.
 

@@ -48,7 +48,7 @@ def sliced_wasserstein(
     **References:**
 
     1. Bonneel, Rabin, Peyré, Pfister (2015), *Sliced and Radon Wasserstein barycenters of
-    measures*.
+       measures*.
 
     **Example:**
 
