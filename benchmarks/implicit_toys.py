@@ -206,7 +206,7 @@ def run_logistic(args: argparse.Namespace) -> None:
         wall = seconds(
             lambda: guides.append(train(logistic_model, LOGISTIC_METHODS[method], args, *data))  # noqa: B023
         )
-        comparison = compare(guides[0], nuts, *data)
+        comparison = compare(logistic_model, guides[0], nuts, *data)
         shown.setdefault(method, comparison.guide_draws["w"])
         result = {
             "sliced_wasserstein": comparison.sliced_wasserstein,

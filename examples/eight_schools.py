@@ -157,7 +157,7 @@ def main(args: argparse.Namespace) -> None:
     draws[TRUTH] = with_log_tau(run_nuts(args.nuts_samples, args.nuts_warmup))
     seconds[TRUTH] = time.perf_counter() - start
 
-    reports = {name: compare(draws[name], draws[TRUTH]) for name in draws if name != TRUTH}
+    reports = {name: compare(None, draws[name], draws[TRUTH]) for name in draws if name != TRUTH}
     print_table(reports, seconds)
     args.out.mkdir(parents=True, exist_ok=True)
     picture = args.out / "eight_schools.png"

@@ -116,7 +116,7 @@ def judge(case: Case, make_guide: Callable[[], Any], seed: int) -> Record | None
             return None
         pyro.set_rng_seed(seed)
         clock = time.perf_counter()
-        diagnosis = diagnose(guide, case.model, *case.args)
+        diagnosis = diagnose(case.model, guide, *case.args)
         seconds = time.perf_counter() - clock
         draws = case.flatten(draw(guide, NUM_DRAWS, *case.args)).detach()
         truth = measure(draws, case.reference)

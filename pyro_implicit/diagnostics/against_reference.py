@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from pyro.infer import MCMC
@@ -17,16 +17,26 @@ from pyro_implicit.diagnostics.distances import (
     sliced_wasserstein,
     sliced_wasserstein_floor,
 )
-from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.guides.posterior_draws import draw, refuse_swapped
 
 __all__ = ["compare"]
 
 
+@runtime_checkable
+class HasSamples(Protocol):
+    """What holds draws, by site, as :class:`~pyro.infer.mcmc.api.MCMC`."""
+
+    def get_samples(self) -> Mapping[str, Tensor]:
+        """By site, ``(num_samples, *site_shape)``."""
+
+
 def compare(
-    guide: Callable[..., Any] | Mapping[str, Tensor],
-    reference: MCMC | Mapping[str, Tensor],
+    model: Callable[..., Any] | None,
+    guide: Callable[..., Any] | HasSamples | Mapping[str, Tensor],
+    reference: HasSamples | Mapping[str, Tensor],
     *args: Any,
     num_samples: int | None = None,
+    model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Comparison:
     r"""
@@ -40,32 +50,44 @@ def compare(
     headline is the distance after dividing each coordinate by the reference's standard
     deviation; where the reference is constant, errors stay in the coordinate's own units.
 
-    :param guide: A Pyro guide, or its draws: a dict of tensors ``(num_samples, *site shape)``.
-    :param reference: A :class:`~pyro.infer.mcmc.api.MCMC` that has run, or a dict of draws.
-    :param args: The arguments of the model and the guide.
-    :param num_samples: Number of draws from the guide; default: as many as the reference has.
-    :param kwargs: The keyword arguments of the model and the guide.
-    :returns: A :class:`Comparison`: print it, plot it, or take its ``to_dict()``.
-    :raises ValueError: If no site is common to both, a site's shapes differ, draws are not
+    :param model: of guide and reference; None where both are draws. It is not run.
+    :param guide: a Pyro guide, or its draws: a dict of tensors ``(num_samples, *site shape)``, or
+        what has ``get_samples()``.
+    :param reference: what has ``get_samples()``, as a :class:`~pyro.infer.mcmc.api.MCMC` that has
+        run, or a dict of draws.
+    :param args: the arguments of the model and the guide.
+    :param num_samples: number of draws from the guide; default: as many as the reference has.
+    :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
+    :param kwargs: the keyword arguments of the model and the guide.
+    :returns: a :class:`Comparison`: print it, plot it, or take its ``to_dict()``.
+    :raises TypeError: for another order of arguments, or a reference without draws.
+    :raises ValueError: if no site is common to both, a site's shapes differ, draws are not
         finite or fewer than 4 (2 for the guide), or ``num_samples`` comes with a dict of draws.
 
     **Example:**
 
-        >>> truth = {"z": torch.randn(1000, 2)}
-        >>> narrow = {"z": 0.5 * torch.randn(1000, 2)}
-        >>> report = compare(narrow, truth)
-        >>> bool(report.floor_ratio > 3)
-        True
+    >>> truth = {"z": torch.randn(1000, 2)}
+    >>> narrow = {"z": 0.5 * torch.randn(1000, 2)}
+    >>> report = compare(None, narrow, truth)
+    >>> bool(report.floor_ratio > 3)
+    True
     """
-    reference_draws = _reference_draws(reference)
+    refuse_swapped("compare", model, guide)
+    kwargs = {**kwargs, **(model_kwargs or {})}
+    if not _has_draws(reference):
+        raise TypeError(
+            "reference must be an MCMC that has run (what has get_samples()) or a dict of draws; "
+            f"got {type(reference).__name__}. Cure: compare(model, guide, reference, *args)"
+        )
+    reference_draws = _draws(reference, "reference")
     num_reference = _count(reference_draws, "reference", at_least=4)
-    if isinstance(guide, Mapping):
+    if _has_draws(guide):
         if num_samples is not None:
             raise ValueError(
-                "num_samples is the number of draws to take from a guide; a dict of draws is "
-                "compared as it is. Leave num_samples out, or slice the draws."
+                "num_samples is the number of draws to take from a guide; draws that are there "
+                "already are compared as they are. Leave num_samples out, or slice the draws."
             )
-        guide_draws = dict(guide)
+        guide_draws = _draws(guide, "guide")
     else:
         guide_draws = draw(guide, num_samples or num_reference, *args, **kwargs)
     num_samples = _count(guide_draws, "guide", at_least=2)
@@ -116,17 +138,16 @@ def _rounding(reference: Tensor) -> Tensor:
     return 10 * torch.finfo(reference.dtype).eps * reference.abs().amax(dim=0)
 
 
-def _reference_draws(reference: MCMC | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if isinstance(reference, MCMC):
-        if reference._samples is None:
-            raise ValueError("the reference MCMC has no draws yet: call its run(...) first.")
-        return reference.get_samples()
-    if not isinstance(reference, Mapping):
-        raise TypeError(
-            "reference must be an MCMC that has run or a dict of draws; got "
-            f"{type(reference).__name__}."
-        )
-    return dict(reference)
+def _has_draws(side: Any) -> bool:
+    return isinstance(side, (HasSamples, Mapping))
+
+
+def _draws(source: Any, side: str) -> dict[str, Tensor]:
+    if isinstance(source, Mapping):
+        return dict(source)
+    if isinstance(source, MCMC) and source._samples is None:
+        raise ValueError(f"the {side} MCMC has no draws yet: call its run(...) first.")
+    return dict(source.get_samples())
 
 
 def _count(draws: dict[str, Tensor], side: str, at_least: int) -> int:

@@ -31,11 +31,11 @@ class Calibration:
     """
     Ranks of true values among draws. ``print`` shows the histograms.
 
-    :ivar ranks: By site, ``(num_simulations, *site shape)``, from 0 to ``num_draws``: how many of
+    :ivar ranks: by site, ``(num_simulations, *site shape)``, from 0 to ``num_draws``: how many of
         the draws lie below the truth.
-    :ivar counts: By site, histograms ``(num_bins, *site shape)`` of the ranks.
-    :ivar p_values: By site, ``(*site shape)``: of a chi-square test that ranks are uniform.
-    :ivar num_draws: Number of draws that each truth was compared with.
+    :ivar counts: by site, histograms ``(num_bins, *site shape)`` of the ranks.
+    :ivar p_values: by site, ``(*site shape)``: of a chi-square test that ranks are uniform.
+    :ivar num_draws: number of draws that each truth was compared with.
     """
 
     ranks: dict[str, Tensor]
@@ -92,6 +92,7 @@ def simulation_based_calibration(
     num_simulations: int = 100,
     num_draws: int = 99,
     num_bins: int = 10,
+    model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Calibration:
     r"""
@@ -108,44 +109,46 @@ def simulation_based_calibration(
 
     **Example:**
 
-        >>> _ = pyro.set_rng_seed(0)
-        >>> def model(y):
-        ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
-        ...     pyro.sample("y", dist.Normal(x, 1.0), obs=y)
-        >>> def fit(model):  # the posterior is N(y / 2, 1 / 2), but this is half as wide
-        ...     y = poutine.trace(model).get_trace().nodes["y"]["value"]
-        ...     return {"x": y / 2 + 0.25 * torch.randn(99)}
-        >>> print(simulation_based_calibration(model, fit, torch.tensor(0.0)))
-        Ranks of 100 true values among 99 draws; uniform if right
-          x   ... p = ...  too narrow
-        Verdict: 1 of 1 not calibrated
+    >>> _ = pyro.set_rng_seed(0)
+    >>> def model(y):
+    ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    ...     pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+    >>> def fit(model):  # the posterior is N(y / 2, 1 / 2), but this is half as wide
+    ...     y = poutine.trace(model).get_trace().nodes["y"]["value"]
+    ...     return {"x": y / 2 + 0.25 * torch.randn(99)}
+    >>> print(simulation_based_calibration(model, fit, torch.tensor(0.0)))
+    Ranks of 100 true values among 99 draws; uniform if right
+      x   ... p = ...  too narrow
+    Verdict: 1 of 1 not calibrated
 
-    :param model: A Pyro model with proper priors; its observed sites are drawn anew.
-    :param fit: Called with the model, which then takes no arguments and observes simulated data;
+    :param model: a Pyro model with proper priors; its observed sites are drawn anew.
+    :param fit: called with the model, which then takes no arguments and observes simulated data;
         returns a fitted guide, or draws: a dict of ``(at least num_draws, *site shape)``, of which
         evenly spaced ones are taken. It has a parameter store of its own each time.
-    :param args: The model's arguments, as ``kwargs``: they give the data's shapes, and covariates.
+    :param args: the model's arguments, as ``kwargs``: they give the data's shapes, and covariates.
         Data must reach the model by ``obs=`` alone.
-    :param num_simulations: Number of data sets and fits.
-    :param num_draws: Of each fit; independent ones, so thin those of MCMC.
-    :param num_bins: Of the histograms, at most a fifth of ``num_simulations``.
-    :returns: A :class:`Calibration`: print it, or ask whether it ``is_calibrated``.
-    :raises ValueError: For a site that cannot be simulated (a flat prior, a factor), for a model
+    :param num_simulations: number of data sets and fits.
+    :param num_draws: of each fit; independent ones, so thin those of MCMC.
+    :param num_bins: of the histograms, at most a fifth of ``num_simulations``.
+    :param model_kwargs: keyword arguments of the model whose names this function has, too.
+    :returns: a :class:`Calibration`: print it, or ask whether it ``is_calibrated``.
+    :raises ValueError: for a site that cannot be simulated (a flat prior, a factor), for a model
         without latents or data, for too few draws, or bins too many.
 
     **References:**
 
-    [1] Talts, Betancourt, Simpson, Vehtari and Gelman (2018), *Validating Bayesian Inference
-    Algorithms with Simulation-Based Calibration*.
+    1. Talts, Betancourt, Simpson, Vehtari and Gelman (2018), *Validating Bayesian Inference
+       Algorithms with Simulation-Based Calibration*.
 
-    [2] Säilynoja, Bürkner and Vehtari (2022), *Graphical test for discrete uniformity and its
-    applications in goodness-of-fit evaluation and multiple sample comparison*.
+    2. Säilynoja, Bürkner and Vehtari (2022), *Graphical test for discrete uniformity and its
+       applications in goodness-of-fit evaluation and multiple sample comparison*.
     """
     if not 2 <= num_bins <= min(num_simulations // 5, num_draws + 1):
         raise ValueError(
             f"num_bins must be from 2 to {min(num_simulations // 5, num_draws + 1)}, a fifth of "
             f"num_simulations and at most num_draws + 1, but got {num_bins}"
         )
+    kwargs = {**kwargs, **(model_kwargs or {})}
     all_ranks: dict[str, list[Tensor]] = {}
     for _ in range(num_simulations):
         truth, data = _simulate(model, args, kwargs)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,35 +13,41 @@ from pyro.infer import ELBO
 from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
-from pyro_implicit.density.modes import find_modes
 from pyro_implicit.diagnostics.coverage import uncovered_modes
 from pyro_implicit.diagnostics.drift import drift_check
 from pyro_implicit.diagnostics.importance import importance_check
+from pyro_implicit.diagnostics.stages import (
+    BAD_DRAWS,
+    check_modes,
+    check_sites,
+    log_mean_exp,
+    objective_gap,
+    search_modes,
+    weigh_draws,
+)
 from pyro_implicit.diagnostics.stein import stein_check
 from pyro_implicit.diagnostics.verdict import KHAT, Diagnosis
-from pyro_implicit.guides.posterior_draws import _broadcasts, draw
-from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
-from pyro_implicit.infer.engine.nonfinite import NonFiniteError
+from pyro_implicit.diagnostics.whitening import CollapsedError, whiten_draws
+from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel, refuse_swapped
 
 __all__ = ["diagnose"]
 
 LEAST_DRAWS = 100  # of fewer there is no k-hat
 NUM_CHAINS = 500
-NUM_LOSSES = 20
 NUM_SCORES = 4
-MAX_SEARCHED_DIM = 100
 
 
 @torch.no_grad()
 def diagnose(
-    guide: Callable[..., Any],
     model: Callable[..., Any],
+    guide: Callable[..., Any],
     *args: Any,
     num_samples: int = 2000,
     loss: ELBO | None = None,
     modes: Tensor | Literal["search"] | None = "search",
     num_transitions: int = 20,
     chunk_size: int = 500,
+    model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Diagnosis:
     r"""
@@ -80,43 +87,49 @@ def diagnose(
 
     **Example:**
 
-        >>> import pyro
-        >>> import pyro.distributions as dist
-        >>> from pyro.infer.autoguide import AutoNormal
-        >>> _ = pyro.set_rng_seed(0)
-        >>> def model():
-        ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
-        ...     pyro.sample("y", dist.Normal(x, 0.1))
-        >>> diagnose(AutoNormal(model), model).verdict  # never trained
-        'do not trust'
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> _ = pyro.set_rng_seed(0)
+    >>> def model():
+    ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    ...     pyro.sample("y", dist.Normal(x, 0.1))
+    >>> diagnose(model, AutoNormal(model)).verdict  # never trained
+    'do not trust'
 
-    :param guide: A fitted guide.
-    :param model: Its model, with all its data: nothing subsampled.
-    :param args: The arguments of both, as ``kwargs``.
-    :param num_samples: Draws of the guide, more than twice the latents. Stein's identities get
+    :param model: with all its data: nothing subsampled.
+    :param guide: a fitted guide of it.
+    :param args: the arguments of both, as ``kwargs``.
+    :param num_samples: draws of the guide, more than twice the latents. Stein's identities get
         five times as many of guides that draw in parallel.
-    :param loss: The ELBO it was trained by, to be compared with the certified bound.
+    :param loss: the ELBO it was trained by, to be compared with the certified bound.
     :param modes: ``"search"`` finds them, where there are at most 100 latents and
         ``torch.func.vmap`` can run the model: that takes at least 50 paths of Newton steps, each
         with its Hessian, and draws no random numbers from the caller's stream. Or points in
         unconstrained space, ``(num_modes, latent_dim)``, tops of the density from as many starts
         as possible; or None to skip them.
-    :param num_transitions: Transitions of HMC for each of 500 draws; 0 to skip them. They are the
+    :param num_transitions: transitions of HMC for each of 500 draws; 0 to skip them. They are the
         dearest part: 20 of them take 160 gradients of the model at 500 points. Models that
-        ``torch.func.vmap`` cannot run are spared them.
-    :param chunk_size: Draws at a time, to bound the memory.
-    :returns: A :class:`Diagnosis`: print it, or read its ``verdict``, ``findings`` and numbers.
-    :raises ValueError: For too few draws, an unknown word for ``modes``, or a subsampled plate.
+        ``torch.func.vmap`` cannot run, or that raise errors on the way, are spared them.
+    :param chunk_size: draws at a time, to bound the memory.
+    :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
+    :returns: a :class:`Diagnosis`: print it, or read its ``verdict``, ``findings`` and numbers.
+        However bad the draws are, there is one.
+    :raises TypeError: for another order of arguments, or missing ones.
+    :raises ValueError: for too few draws, bad ``modes``, a guide that lacks a latent of the model,
+        or a subsampled plate.
 
     **References:**
 
-    [1] Yao, Vehtari, Simpson and Gelman (2018), *Yes, but Did It Work?: Evaluating Variational
-    Inference*.
+    1. Yao, Vehtari, Simpson and Gelman (2018), *Yes, but Did It Work?: Evaluating Variational
+       Inference*.
 
-    [2] Vehtari, Simpson, Gelman, Yao and Gabry (2024), *Pareto Smoothed Importance Sampling*.
+    2. Vehtari, Simpson, Gelman, Yao and Gabry (2024), *Pareto Smoothed Importance Sampling*.
 
-    [3] Liu, Lee and Jordan (2016), *A Kernelized Stein Discrepancy for Goodness-of-fit Tests*.
+    3. Liu, Lee and Jordan (2016), *A Kernelized Stein Discrepancy for Goodness-of-fit Tests*.
     """
+    refuse_swapped("diagnose", model, guide)
+    kwargs = {**kwargs, **(model_kwargs or {})}
     density = LatentDensity(model, *args, **kwargs)
     dim = density.latent_dim
     if num_samples < max(LEAST_DRAWS, 2 * dim + 1):
@@ -124,85 +137,49 @@ def diagnose(
             f"num_samples must be at least {max(LEAST_DRAWS, 2 * dim + 1)} ({LEAST_DRAWS}, and "
             f"more than twice the {dim} latents), but got {num_samples}"
         )
-    if isinstance(modes, str) and modes != "search":
-        raise ValueError(f'modes must be "search", a tensor or None, but got {modes!r}')
-    no_density = ""
+    check_modes(modes, dim)
+    broken = partial(Diagnosis, num_samples, dim)
+    check_sites(density, guide, args, kwargs)
     try:
-        # Their Jacobians and mixtures want more memory for each draw than the model.
-        chunk = max(1, chunk_size // 5)
-        weighted = weighted_draws(
-            model, guide, *args, num_samples=num_samples, chunk_size=chunk, **kwargs
+        weighted, no_density = weigh_draws(
+            model, guide, args, kwargs, num_samples, max(1, chunk_size // 5)
         )
-    except NonFiniteError as error:
-        return Diagnosis(num_samples, dim, broken=str(error))
-    except ValueError as error:
-        draws = draw(guide, num_samples, *args, **kwargs)
-        weighted, no_density = WeightedDraws(torch.empty(0), draws), str(error)
-    points = density.unconstrain(weighted.draws)
-
-    def score(points: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [density.score(part) for part in points.split(chunk_size)]
-        log_prob, gradient = zip(*parts, strict=True)
-        return torch.cat(log_prob), torch.cat(gradient)
-
-    many = points
-    if _broadcasts(guide) or hasattr(guide, "sample_posterior"):
-        # The noise of scores hides small errors, but not from many draws, and these cost little.
-        extra = draw(guide, NUM_SCORES * num_samples, *args, **kwargs)
-        many = torch.cat([points, density.unconstrain(extra)])
-    log_prob, scores = score(many)
-    finite = log_prob.isfinite() & scores.isfinite().all(-1)
+        points = density.unconstrain(weighted.draws)
+        many = points
+        if draws_in_parallel(guide):
+            # The noise of scores hides small errors, but not from many draws: they cost little.
+            extra = draw(guide, NUM_SCORES * num_samples, *args, **kwargs)
+            many = torch.cat([points, density.unconstrain(extra)])
+        parts = [density.score(part) for part in many.split(chunk_size)]
+    except BAD_DRAWS as error:
+        return broken(broken=f"guide or model fails at the guide's draws: {error}")
+    log_prob, scores = (torch.cat(part) for part in zip(*parts, strict=True))
+    finite = log_prob.isfinite() & scores.isfinite().all(-1) & many.isfinite().all(-1)
+    finite[: len(weighted.log_weights)] &= weighted.log_weights.isfinite()
     if not finite.all():
         number = int((~finite).sum())
-        broken = f"the log-density or its score is not finite at {number} draws"
-        return Diagnosis(num_samples, dim, no_density=no_density, broken=broken)
+        reason = f"log-density, score or importance weight is not finite at {number} draws"
+        return broken(no_density=no_density, broken=reason)
     bound = None if no_density else weighted.bound()
     try:
-        stein = stein_check(many, scores)
-    except ValueError as error:  # collapsed
-        return Diagnosis(num_samples, dim, bound, no_density, broken=str(error))
+        whitened = whiten_draws(many)
+    except CollapsedError as error:
+        return broken(bound=bound, no_density=no_density, broken=str(error))
+    stein = stein_check(whitened, scores)
     importance = drift = coverage = None
     if bound is not None and bound.khat <= KHAT.distrust:
-        importance = importance_check(points, weighted.log_weights)
+        importance = importance_check(whitened.first(num_samples), weighted.log_weights)
     if num_transitions > 0 and density.is_vectorized:
-        drift = drift_check(points[:NUM_CHAINS], score, num_transitions)
+        chains = whitened.first(NUM_CHAINS)
+        with suppress(*BAD_DRAWS):  # somewhere on the way
+            drift = drift_check(chains, density.log_prob, num_transitions, chunk_size=chunk_size)
     if isinstance(modes, str):
-        modes = _search(density)
+        modes = search_modes(density)
     if modes is not None:
         # Of a guide on many modes, a Gaussian would overstate the volume.
-        evidence = _log_mean_exp(weighted.log_weights) if bound is not None else None
+        evidence = log_mean_exp(weighted.log_weights) if bound is not None else None
         coverage = uncovered_modes(modes, points, density, evidence)
     gap = None
     if loss is not None and bound is not None:
-        gap = _gap(loss, bound, model, guide, args, kwargs)
+        gap = objective_gap(loss, bound, model, guide, args, kwargs)
     return Diagnosis(num_samples, dim, bound, no_density, importance, stein, drift, gap, coverage)
-
-
-def _search(density: LatentDensity) -> Tensor | None:
-    """The modes that can be found, None where there is no way to look."""
-    if density.latent_dim > MAX_SEARCHED_DIM or not density.is_vectorized:
-        return None
-    device = density.init_loc.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            return find_modes(density).loc
-        except (ValueError, RuntimeError):  # the model cannot run at draws of its prior
-            return None
-
-
-def _log_mean_exp(log_weights: Tensor) -> float:
-    return log_weights.logsumexp(0).item() - math.log(len(log_weights))
-
-
-def _gap(
-    loss: ELBO,
-    bound: EvidenceBound,
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> tuple[float, float]:
-    """The objective minus the bound, and its standard error."""
-    values = torch.tensor([-loss.loss(model, guide, *args, **kwargs) for _ in range(NUM_LOSSES)])
-    error = math.hypot(values.std().item() / math.sqrt(NUM_LOSSES), bound.standard_error)
-    return values.mean().item() - bound.value, error

@@ -31,13 +31,13 @@ class SiteComparison:
     """
     The marginals of one site, each a tensor of the site's shape.
 
-    :ivar guide_mean: Means of the guide's draws, in the site's units; so are the next three.
-    :ivar guide_sd: Standard deviations of the guide's draws.
-    :ivar reference_mean: Means of the reference.
-    :ivar reference_sd: Standard deviations of the reference.
-    :ivar mean_error: Guide's mean minus reference's, in reference standard deviations.
-    :ivar sd_ratio: Guide's standard deviation over the reference's.
-    :ivar quantile_errors: Guide's quantiles at :data:`QUANTILES` minus the reference's, in
+    :ivar guide_mean: means of the guide's draws, in the site's units; so are the next three.
+    :ivar guide_sd: standard deviations of the guide's draws.
+    :ivar reference_mean: means of the reference.
+    :ivar reference_sd: standard deviations of the reference.
+    :ivar mean_error: guide's mean minus reference's, in reference standard deviations.
+    :ivar sd_ratio: guide's standard deviation over the reference's.
+    :ivar quantile_errors: guide's quantiles at :data:`QUANTILES` minus the reference's, in
         reference standard deviations: ``(5, *site shape)``.
     """
 
@@ -55,16 +55,16 @@ class Comparison:
     """
     A guide against reference draws. ``print`` shows the table.
 
-    :ivar sites: The marginals of every compared site.
-    :ivar sliced_wasserstein: Sliced 2-Wasserstein distance of all coordinates jointly, each in
+    :ivar sites: the marginals of every compared site.
+    :ivar sliced_wasserstein: sliced 2-Wasserstein distance of all coordinates jointly, each in
         reference standard deviations: the headline.
-    :ivar sampling_floor: What that distance would be for a perfect guide.
-    :ivar sliced_wasserstein_constrained: The distance in the sites' own units.
-    :ivar squared_mmd: Unbiased squared maximum mean discrepancy of the standardised draws.
-    :ivar only_in_guide: Sites not compared, as the reference lacks them.
-    :ivar only_in_reference: Sites not compared, as the guide lacks them.
-    :ivar guide_draws: The compared draws of the guide, ``(num_samples, *site shape)``.
-    :ivar reference_draws: The compared draws of the reference.
+    :ivar sampling_floor: what that distance would be for a perfect guide.
+    :ivar sliced_wasserstein_constrained: the distance in the sites' own units.
+    :ivar squared_mmd: unbiased squared maximum mean discrepancy of the standardised draws.
+    :ivar only_in_guide: sites not compared, as the reference lacks them.
+    :ivar only_in_reference: sites not compared, as the guide lacks them.
+    :ivar guide_draws: the compared draws of the guide, ``(num_samples, *site shape)``.
+    :ivar reference_draws: the compared draws of the reference.
     """
 
     sites: dict[str, SiteComparison]
@@ -113,7 +113,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """
-        :returns: All numbers but the draws as plain Python lists and floats, for ``json.dumps``;
+        :returns: all numbers but the draws as plain Python lists and floats, for ``json.dumps``;
             a number that is not finite becomes None.
         """
         return {
@@ -143,10 +143,10 @@ class Comparison:
         Marginals and pairs of both sides, overlaid; see
         :func:`~pyro_implicit.diagnostics.plot_posteriors`.
 
-        :param sites: The sites to show; default: all compared ones.
-        :param max_coordinates: Number of coordinates to show at most.
-        :param path: Where to save the picture, if anywhere.
-        :returns: The matplotlib figure.
+        :param sites: the sites to show; default: all compared ones.
+        :param max_coordinates: number of coordinates to show at most.
+        :param path: where to save the picture, if anywhere.
+        :returns: the matplotlib figure.
         """
         return plot_posteriors(
             {"reference": self.reference_draws, "guide": self.guide_draws},

@@ -62,13 +62,18 @@ def uncovered_modes(
     :param least_mass: share below which a mode does not count.
     :returns: mass and share of draws of each mode, and what is uncovered.
     """
-    scale = draws.std(0)
+    # In units in which no square leaves the range of numbers.
+    unit = draws.abs().amax(0).clamp(min=torch.finfo(draws.dtype).tiny)
+    scale = (draws / unit).std(0) * unit
     if log_evidence is None:
         covariance = "full" if len(draws) >= 2 * draws.shape[-1] else "diagonal"
-        entropy = gaussian_entropy(draws, covariance)  # type: ignore[arg-type]
-        log_evidence = (density.log_prob(draws).mean() + entropy).item()
+        entropy = gaussian_entropy(draws / scale, covariance)  # type: ignore[arg-type]
+        log_prob = density.log_prob(draws).mean() + scale.log().sum()
+        log_evidence = (log_prob + entropy).item()
     hessian = density.hessian(modes) * scale * scale.unsqueeze(-1)
-    values, vectors = torch.linalg.eigh(-torch.nan_to_num(hessian))
+    # Of draws in the far distance the products leave the range of numbers.
+    limit = torch.finfo(hessian.dtype).max ** 0.25
+    values, vectors = torch.linalg.eigh(-hessian.nan_to_num(0.0).clamp(-limit, limit))
     # Flat directions: a curvature of rounding alone would promise endless mass.
     precision = torch.where(values > 1e-3, values, torch.ones_like(values))
     dim = draws.shape[-1]

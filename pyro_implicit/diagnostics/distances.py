@@ -37,24 +37,24 @@ def sliced_wasserstein(
     over order statistics; for unequal numbers it is the exact integral of the two step-shaped
     quantile functions, so no draw is dropped or interpolated. It is in the units of ``x``.
 
-    :param x: Draws ``(n, dim)``.
-    :param y: Draws ``(m, dim)``.
-    :param num_projections: Number of directions.
-    :param p: Order of the distance, at least 1.
-    :param seed: Seed of the directions.
-    :returns: A scalar tensor, differentiable in ``x`` and ``y``.
-    :raises ValueError: If ``x`` and ``y`` are not two matrices with the same number of columns.
+    :param x: draws ``(n, dim)``.
+    :param y: draws ``(m, dim)``.
+    :param num_projections: number of directions.
+    :param p: order of the distance, at least 1.
+    :param seed: seed of the directions.
+    :returns: a scalar tensor, differentiable in ``x`` and ``y``.
+    :raises ValueError: if ``x`` and ``y`` are not two matrices with the same number of columns.
 
     **References:**
 
-    [1] Bonneel, Rabin, Peyré, Pfister (2015), *Sliced and Radon Wasserstein barycenters of
-    measures*.
+    1. Bonneel, Rabin, Peyré, Pfister (2015), *Sliced and Radon Wasserstein barycenters of
+       measures*.
 
     **Example:**
 
-        >>> x = torch.tensor([[0.0], [1.0], [2.0]])
-        >>> print(f"{sliced_wasserstein(x, x + 3):.3f}")
-        3.000
+    >>> x = torch.tensor([[0.0], [1.0], [2.0]])
+    >>> print(f"{sliced_wasserstein(x, x + 3):.3f}")
+    3.000
     """
     _check_matrices(x, y)
     directions = torch.randn(
@@ -95,20 +95,20 @@ def sliced_wasserstein_floor(
     returned. Two things make the true floor higher than this estimate: correlated draws (thin
     long chains first) and well-separated modes, whose weights fluctuate.
 
-    :param reference: Exact draws ``(m, dim)``, at least 4.
-    :param num_samples: Number of draws to be compared with the reference; default ``m``.
-    :param num_projections: Number of directions.
-    :param p: Order of the distance.
-    :param seed: Seed of the directions and of the splits.
-    :param num_splits: Number of random splits into halves.
-    :returns: A scalar tensor.
-    :raises ValueError: If the reference has fewer than 4 draws.
+    :param reference: exact draws ``(m, dim)``, at least 4.
+    :param num_samples: number of draws to be compared with the reference; default ``m``.
+    :param num_projections: number of directions.
+    :param p: order of the distance.
+    :param seed: seed of the directions and of the splits.
+    :param num_splits: number of random splits into halves.
+    :returns: a scalar tensor.
+    :raises ValueError: if the reference has fewer than 4 draws.
 
     **Example:**
 
-        >>> draws = torch.randn(1000, 2, generator=torch.Generator().manual_seed(0))
-        >>> bool(0.02 < sliced_wasserstein_floor(draws) < 0.1)
-        True
+    >>> draws = torch.randn(1000, 2, generator=torch.Generator().manual_seed(0))
+    >>> bool(0.02 < sliced_wasserstein_floor(draws) < 0.1)
+    True
     """
     size = reference.size(0)
     if size < 4:
@@ -135,22 +135,22 @@ def maximum_mean_discrepancy(x: Tensor, y: Tensor, max_rows: int = 2000, seed: i
     pooled draws. Being unbiased, it is negative about half of the time when both sets come
     from one distribution.
 
-    :param x: Draws ``(n, dim)``, at least 2.
-    :param y: Draws ``(m, dim)``, at least 2.
-    :param max_rows: A larger set is reduced to a random subset of this size.
-    :param seed: Seed of the subset.
-    :returns: A scalar tensor.
-    :raises ValueError: If the shapes do not fit together.
+    :param x: draws ``(n, dim)``, at least 2.
+    :param y: draws ``(m, dim)``, at least 2.
+    :param max_rows: a larger set is reduced to a random subset of this size.
+    :param seed: seed of the subset.
+    :returns: a scalar tensor.
+    :raises ValueError: if the shapes do not fit together.
 
     **References:**
 
-    [1] Gretton, Borgwardt, Rasch, Schölkopf, Smola (2012), *A kernel two-sample test*, eq. 3.
+    1. Gretton, Borgwardt, Rasch, Schölkopf, Smola (2012), *A kernel two-sample test*, eq. 3.
 
     **Example:**
 
-        >>> x = torch.randn(500, 2, generator=torch.Generator().manual_seed(0))
-        >>> bool(maximum_mean_discrepancy(x, x + 3) > 0.5)
-        True
+    >>> x = torch.randn(500, 2, generator=torch.Generator().manual_seed(0))
+    >>> bool(maximum_mean_discrepancy(x, x + 3) > 0.5)
+    True
     """
     _check_matrices(x, y)
     if min(x.size(0), y.size(0)) < 2:
@@ -175,16 +175,16 @@ def whiten(x: Tensor, reference: Tensor) -> Tensor:
     Maps draws to the frame in which ``reference`` has mean 0 and covariance :math:`I`:
     :math:`L^{-1}(x - \mu)` with :math:`LL^\top` the reference's covariance.
 
-    :param x: Draws ``(n, dim)``.
-    :param reference: Draws ``(m, dim)``, with more draws than dimensions.
+    :param x: draws ``(n, dim)``.
+    :param reference: draws ``(m, dim)``, with more draws than dimensions.
     :returns: ``(n, dim)``.
-    :raises ValueError: If the covariance of ``reference`` is singular.
+    :raises ValueError: if the covariance of ``reference`` is singular.
 
     **Example:**
 
-        >>> draws = torch.randn(1000, 2) @ torch.tensor([[1.0, 5.0], [0.0, 0.1]]) + 7
-        >>> torch.allclose(whiten(draws, draws).mT.cov(), torch.eye(2), atol=1e-3)
-        True
+    >>> draws = torch.randn(1000, 2) @ torch.tensor([[1.0, 5.0], [0.0, 0.1]]) + 7
+    >>> torch.allclose(whiten(draws, draws).mT.cov(), torch.eye(2), atol=1e-3)
+    True
     """
     _check_matrices(x, reference)
     mean = reference.mean(dim=0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.diagnostics.moments import moment_errors
-from pyro_implicit.diagnostics.stein import whiten_scores
+from pyro_implicit.diagnostics.whitening import Whitened
 
 __all__ = ["ImportanceCheck", "importance_check"]
 
@@ -28,7 +28,7 @@ class ImportanceCheck(NamedTuple):
 
 @torch.no_grad()
 def importance_check(
-    draws: Tensor, log_weights: Tensor, false_alarm: float = 0.003
+    draws: Whitened, log_weights: Tensor, false_alarm: float = 0.003
 ) -> ImportanceCheck:
     r"""Errors of a guide's moments, by weighting its draws to the posterior.
 
@@ -37,25 +37,25 @@ def importance_check(
 
     **Example:**
 
+    >>> from pyro_implicit.diagnostics.whitening import whiten_draws
     >>> _ = torch.manual_seed(0)
     >>> u = 0.8 * torch.randn(2000, 1)
     >>> log_weights = (-0.5 * u.square() + 0.5 * (u / 0.8).square()).squeeze(-1)
-    >>> importance_check(u, log_weights).sd_ratios[0] < 0.9
+    >>> importance_check(whiten_draws(u), log_weights).sd_ratios[0] < 0.9
     True
 
-    :param draws: of the guide, in unconstrained space, ``(num_draws, latent_dim)``.
+    :param draws: of the guide, in unconstrained space, whitened: ``(num_draws, latent_dim)``.
     :param log_weights: :math:`\log p(x, \theta) - \log q(\theta)`, ``(num_draws,)``.
     :param false_alarm: probability that a perfect guide shows any error.
     :returns: errors of means and standard deviations in any tested direction.
-    :raises ValueError: for draws that lie on a hyperplane.
     """
-    white, _, axes = whiten_scores(draws, draws)
-    weights = len(draws) * log_weights.to(white).softmax(0)
+    white = draws.white - draws.white.mean(0)  # of some of the draws, it is not quite 0
+    weights = len(white) * log_weights.to(white).softmax(0)
     mean = (weights.unsqueeze(-1) * white).mean(0)
     centered = white - mean
     weighted = weights.unsqueeze(-1) * centered
     # In the mean, the first is that of the posterior, and the products sum to the difference of
     # covariances. What is added to them has mean 0: it follows the noise of the weights' sum.
     products = [(1.0, white, white), (-1.0, weighted, centered)]
-    errors = moment_errors(weighted - white + mean, products, axes, false_alarm, weights - 1)
+    errors = moment_errors(weighted - white + mean, products, draws.axes, false_alarm, weights - 1)
     return ImportanceCheck(errors.mean_error, errors.sd_ratios_by_difference())

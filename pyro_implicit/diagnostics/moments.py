@@ -64,8 +64,11 @@ def moment_errors(
     :param constants: ``(n,)``, by default 0.
     :param axes: unit columns, ``(m, m)``: what to look at in any case.
     :param false_alarm: probability that any error is significant where there is none.
-    :returns: what is significant.
+    :returns: what is significant; infinite errors where numbers leave their range.
     """
+    terms = [shifts, *(part for _, left, right in products for part in (left, right))]
+    if not all(_is_tame(part) for part in terms):
+        return MomentErrors(math.inf, 0.0, math.inf)
     num_draws, dim = shifts.shape
     threshold = _critical_value(false_alarm / (2 * dim + 6))
     constants = shifts.new_zeros(num_draws) if constants is None else constants
@@ -85,6 +88,11 @@ def moment_errors(
         excess.min().clamp(max=0.0).item(),
         excess.max().clamp(min=0.0).item(),
     )
+
+
+def _is_tame(terms: Tensor) -> bool:
+    """Whether fourth powers, the variances of squares, stay in the range of numbers."""
+    return bool((terms.abs().amax() < torch.finfo(terms.dtype).max ** 0.2).item())
 
 
 def _quadratic(products: list[Product], constants: Tensor, directions: Tensor) -> Tensor:

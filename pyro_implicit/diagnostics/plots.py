@@ -39,20 +39,20 @@ def plot_posteriors(
     Coordinates are taken in turn from the sites, so that each site shows. The axes span the
     central 98 % of the reference and a margin (of all draws where no reference is named).
 
-    :param draws: For each label, draws ``(num_samples, *site shape)`` by site.
-    :param sites: The sites to show; default: those that all labels have.
-    :param max_coordinates: Number of coordinates to show at most.
-    :param reference: The label to be drawn as a filled grey background.
-    :param path: Where to save the picture, if anywhere.
-    :returns: The matplotlib figure, which belongs to no window.
-    :raises ValueError: If a site or the reference is unknown, or no site is common to all.
+    :param draws: for each label, draws ``(num_samples, *site shape)`` by site.
+    :param sites: the sites to show; default: those that all labels have.
+    :param max_coordinates: number of coordinates to show at most.
+    :param reference: the label to be drawn as a filled grey background.
+    :param path: where to save the picture, if anywhere.
+    :returns: the matplotlib figure, which belongs to no window.
+    :raises ValueError: if a site or the reference is unknown, or no site is common to all.
 
     **Example:**
 
-        >>> z = torch.randn(500, 2)
-        >>> figure = plot_posteriors({"NUTS": {"z": z}, "guide": {"z": 0.5 * z}}, reference="NUTS")
-        >>> len(figure.axes)
-        3
+    >>> z = torch.randn(500, 2)
+    >>> figure = plot_posteriors({"NUTS": {"z": z}, "guide": {"z": 0.5 * z}}, reference="NUTS")
+    >>> len(figure.axes)
+    3
     """
     from matplotlib.figure import Figure
 

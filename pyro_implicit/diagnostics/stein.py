@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.diagnostics.moments import moment_errors
+from pyro_implicit.diagnostics.whitening import Whitened
 from pyro_implicit.ops.stein_discrepancy import SteinTest, stein_test
 
-__all__ = ["SteinCheck", "stein_check", "whiten_scores"]
+__all__ = ["SteinCheck", "stein_check"]
 
 MAX_KERNEL_DRAWS = 1000
 
@@ -32,7 +33,7 @@ class SteinCheck(NamedTuple):
 
 
 @torch.no_grad()
-def stein_check(draws: Tensor, scores: Tensor, false_alarm: float = 0.003) -> SteinCheck:
+def stein_check(draws: Whitened, scores: Tensor, false_alarm: float = 0.003) -> SteinCheck:
     r"""Tests draws of a guide by Stein's identities, in the units of the draws' own covariance.
 
     Of the score s of the posterior and its draws u,
@@ -52,50 +53,29 @@ def stein_check(draws: Tensor, scores: Tensor, false_alarm: float = 0.003) -> St
 
     **Example:**
 
+    >>> from pyro_implicit.diagnostics.whitening import whiten_draws
     >>> _ = torch.manual_seed(0)
     >>> u = 0.7 * torch.randn(2000, 3)
-    >>> stein_check(u, -u).sd_ratios[0] < 0.8
+    >>> stein_check(whiten_draws(u), -u).sd_ratios[0] < 0.8
     True
 
-    :param draws: independent, in unconstrained space, ``(num_draws, latent_dim)``.
-    :param scores: gradients of the model's log-density there, of the same shape.
+    :param draws: independent, in unconstrained space, whitened: ``(num_draws, latent_dim)``.
+    :param scores: gradients of the model's log-density by the unconstrained latents, of the same
+        shape.
     :param false_alarm: probability that means and variances of a perfect guide show any error.
     :returns: errors and kernel test.
-    :raises ValueError: for draws that lie on a hyperplane.
 
     **References:**
 
     1. Liu, Lee and Jordan (2016), *A Kernelized Stein Discrepancy for Goodness-of-fit Tests*.
     """
-    white, white_scores, axes = whiten_scores(draws, scores)
+    white, white_scores = draws.white, draws.scores(scores)
     minus_one = -torch.ones_like(white[:, 0])
     products = [(-1.0, white_scores, white)]
-    errors = moment_errors(white_scores, products, axes, false_alarm, minus_one)
-    keep = slice(0, None, -(-len(draws) // MAX_KERNEL_DRAWS))
+    errors = moment_errors(white_scores, products, draws.axes, false_alarm, minus_one)
+    keep = slice(0, None, -(-len(white) // MAX_KERNEL_DRAWS))
     return SteinCheck(
         errors.mean_error,
         (math.sqrt(max(0.0, 1 + errors.smallest_excess)), math.sqrt(1 + errors.largest_excess)),
         stein_test(white[keep], white_scores[keep]),
     )
-
-
-def whiten_scores(draws: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws and scores in the frame in which the draws have mean 0 and covariance I.
-
-    :param draws: ``(n, m)``.
-    :param scores: ``(n, m)``.
-    :returns: draws and scores, ``(n, m)``, and unit columns ``(m, m)`` along which to look at the
-        draws for the original coordinates.
-    :raises ValueError: for draws that lie on a hyperplane.
-    """
-    scale = draws.std(0)
-    standard = (draws - draws.mean(0)) / scale
-    factor, info = torch.linalg.cholesky_ex(standard.mT @ standard / (len(draws) - 1))
-    if info or not standard.isfinite().all():
-        raise ValueError(
-            f"{len(draws)} draws of {draws.shape[-1]} latents lie on a hyperplane: the guide has "
-            "collapsed, or there are fewer draws than latents. Cure: more draws (num_samples), or "
-            "fit again from a wider start"
-        )
-    white = torch.linalg.solve_triangular(factor.mT, standard, upper=True, left=False)
-    return white, (scores * scale) @ factor, factor.mT

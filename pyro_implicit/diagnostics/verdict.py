@@ -69,19 +69,19 @@ class Diagnosis:
     """
     What can be known about a fitted guide without a reference. ``print`` shows all of it.
 
-    :ivar num_samples: Draws of the guide that were looked at.
-    :ivar latent_dim: Their unconstrained dimensions.
-    :ivar bound: Lower bound of the log evidence in nats, with k-hat and effective sample size of
+    :ivar num_samples: draws of the guide that were looked at.
+    :ivar latent_dim: their unconstrained dimensions.
+    :ivar bound: lower bound of the log evidence in nats, with k-hat and effective sample size of
         the importance weights; None for a guide without density.
-    :ivar no_density: Why there are no importance weights, else empty.
-    :ivar importance: Errors of moments by importance weights; None where k-hat forbids it.
-    :ivar stein: Errors of moments by Stein's identities, and the kernel test.
-    :ivar drift: How draws drift under a few transitions of Hamiltonian Monte Carlo; None if
+    :ivar no_density: why there are no importance weights, else empty.
+    :ivar importance: errors of moments by importance weights; None where k-hat forbids it.
+    :ivar stein: errors of moments by Stein's identities, and the kernel test.
+    :ivar drift: how draws drift under a few transitions of Hamiltonian Monte Carlo; None if
         skipped.
-    :ivar gap: The training objective minus the bound, in nats, and its standard error; None
+    :ivar gap: the training objective minus the bound, in nats, and its standard error; None
         without a ``loss``.
-    :ivar coverage: Of the modes that were found or given; None if there was no search.
-    :ivar broken: Why nothing could be tested (collapsed or infinite draws), else empty.
+    :ivar coverage: of the modes that were found or given; None if there was no search.
+    :ivar broken: why nothing could be tested (collapsed or infinite draws), else empty.
     """
 
     num_samples: int
@@ -143,8 +143,10 @@ class Diagnosis:
             if p_value < P_VALUE:
                 reason = f"the draws do not fit the scores (kernel Stein test, p = {p_value:.3f})"
                 yield Finding("check", reason, FIT_BETTER)
-        if self.gap is not None and self.gap[0] > max(GAP, 3 * self.gap[1]):
+        if self.gap is not None and not self.gap[0] <= max(GAP, 3 * self.gap[1]):
             reason = f"the objective is {self.gap[0]:.1f} nats above the certified bound"
+            if not math.isfinite(self.gap[0]):
+                reason = "the objective is not finite"
             yield Finding(
                 "check",
                 reason,
@@ -179,6 +181,8 @@ class Diagnosis:
             yield "kernel Stein test", f"p = {self.stein.kernel.p_value:.3f}"
         if self.drift is not None:
             yield "short HMC", f"{_moments(self.drift)}, {self.drift.acceptance:.0%} accepted"
+        elif not self.broken:
+            yield "short HMC", "not run"
         if self.gap is not None:
             value, error = self.gap
             yield "objective", f"{value:+.2f} +- {error:.2f} nats from the bound"

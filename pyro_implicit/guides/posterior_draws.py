@@ -3,23 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro.poutine as poutine
 import torch
+from pyro.contrib.easyguide import EasyGuide
+from pyro.distributions import Unit
 from pyro.infer import Predictive
-from pyro.infer.autoguide import AutoCallable, AutoGuide
+from pyro.infer.autoguide import AutoCallable, AutoGuide, AutoMessenger
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-__all__ = ["draw"]
+__all__ = ["draw", "draws_in_parallel", "refuse_swapped", "trace_guide"]
 
 
 @torch.no_grad()
 @poutine.block
 def draw(
-    guide: Callable[..., Any], num_samples: int, *args: Any, **kwargs: Any
+    guide: Callable[..., Any], num_samples: int, /, *args: Any, **kwargs: Any
 ) -> dict[str, Tensor]:
     """
     Draws from the posterior that a guide stands for, in constrained space.
@@ -28,28 +31,29 @@ def draw(
     call, any other guide one draw at a time. Auxiliary sites of the guide
     (``infer={"is_auxiliary": True}``) and deterministic ones are left out.
 
-    :param guide: A Pyro guide.
-    :param num_samples: Number of draws.
-    :param args: The arguments of the model and the guide; a guide that was called before and
+    :param guide: a Pyro guide.
+    :param num_samples: number of draws.
+    :param args: the arguments of the model and the guide; a guide that was called before and
         does not read them needs none.
-    :param kwargs: Their keyword arguments.
-    :returns: Draws ``(num_samples, *shape)`` of every latent site of this ``shape``; they carry
+    :param kwargs: their keyword arguments.
+    :returns: draws ``(num_samples, *shape)`` of every latent site of this ``shape``; they carry
         no gradient.
-    :raises ValueError: If the guide cannot run because its arguments are missing.
+    :raises TypeError: if the guide cannot run because its arguments are missing, or if it observes
+        a site.
 
     **Example:**
 
-        >>> import pyro
-        >>> import pyro.distributions as dist
-        >>> from pyro.infer.autoguide import AutoNormal
-        >>> def model():
-        ...     pyro.sample("scale", dist.LogNormal(0.0, 1.0).expand([3]).to_event(1))
-        >>> draw(AutoNormal(model), 100)["scale"].shape
-        torch.Size([100, 3])
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> def model():
+    ...     pyro.sample("scale", dist.LogNormal(0.0, 1.0).expand([3]).to_event(1))
+    >>> draw(AutoNormal(model), 100)["scale"].shape
+    torch.Size([100, 3])
     """
     # Once in any case: an autoguide reads its model in the first call.
-    trace: Any = _run(guide, args, kwargs)
-    if hasattr(guide, "sample_posterior"):
+    trace = trace_guide(guide, args, kwargs)
+    if hasattr(guide, "sample_posterior") and "num_samples" not in kwargs:  # the guide's own
         return guide.sample_posterior(num_samples, *args, **kwargs)
     # Predictive lines sites up with the deepest plate, (N, 1, 3) for a site of shape (3,) that
     # stands outside it; the guide's own trace knows the shapes.
@@ -68,17 +72,59 @@ def draw(
     }
 
 
-def _run(guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> poutine.Trace:
+@poutine.block
+def trace_guide(guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The trace of one run.
+
+    :raises TypeError: if its arguments are missing, or it observes a site, as only a model does.
+    """
     try:
-        return poutine.trace(guide).get_trace(*args, **kwargs)
+        trace: Any = poutine.trace(guide).get_trace(*args, **kwargs)
     except TypeError as error:
         if args or kwargs:
             raise
-        raise ValueError(
+        raise TypeError(
             f"the guide {_name(guide)} could not run without arguments ({error}). Pass the "
-            "arguments of the model as well, as in compare(guide, mcmc, x, y), or call an "
+            "arguments of the model as well, as in compare(model, guide, mcmc, x, y), or call an "
             "autoguide once before: guide(x, y)."
         ) from error
+    if isinstance(guide, Messenger):  # which runs the model itself
+        return trace
+    for name, site in trace.nodes.items():
+        if site["type"] == "sample" and site["is_observed"] and not _is_harmless(site):
+            raise TypeError(
+                f"the guide {_name(guide)} observes site '{name}', as only a model does. Cure: "
+                "the order of arguments is (model, guide, *args)"
+            )
+    return trace
+
+
+def refuse_swapped(function: str, model: Any, guide: Any) -> None:
+    """Refuse what is plainly a guide in place of the model.
+
+    :param function: its name, for the message.
+    :raises TypeError: naming the order of arguments.
+    """
+    if isinstance(model, (AutoGuide, EasyGuide, AutoMessenger, Mapping)):
+        raise TypeError(
+            f"{function} wants the model first, but got {_name(model)} there and {_name(guide)} "
+            f"as the guide. Cure: {function}(model, guide, ...)"
+        )
+
+
+def draws_in_parallel(guide: Callable[..., Any]) -> bool:
+    """Whether many draws are made in one call."""
+    return hasattr(guide, "sample_posterior") or _broadcasts(guide)
+
+
+def _is_harmless(site: dict[str, Any]) -> bool:
+    """Deterministic sites, factors and subsampled indices count as observed, too."""
+    return (
+        site["infer"].get("_deterministic", False)
+        or site["infer"].get("is_auxiliary", False)
+        or isinstance(site["fn"], Unit)
+        or site_is_subsample(site)
+    )
 
 
 def _broadcasts(guide: Callable[..., Any]) -> bool:
@@ -89,5 +135,5 @@ def _broadcasts(guide: Callable[..., Any]) -> bool:
     return not any(isinstance(module, AutoCallable) for module in guide.modules())
 
 
-def _name(guide: Callable[..., Any]) -> str:
+def _name(guide: object) -> str:
     return getattr(guide, "__name__", type(guide).__name__)

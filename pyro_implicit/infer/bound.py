@@ -67,6 +67,7 @@ def evidence_bound(
     num_steps: int = 50,
     num_starts: int = 4,
     chunk_size: int = 100,
+    model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> EvidenceBound:
     r"""A lower bound on :math:`\log p(x)` that holds for any guide whose sites have a density, an
@@ -114,6 +115,7 @@ def evidence_bound(
     :param num_starts: places where they begin, for each draw: 0 and draws of the prior. A generator
         that folds makes a value in several places, and the bound is loose where one is missed.
     :param chunk_size: draws of the guide at a time, to bound the memory.
+    :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
     :returns: value, standard error, k-hat and effective sample size. The latter two are of the
         weights :math:`p(x, \theta) / \hat q(\theta)`, which are right in the mean: a guide with
         k-hat below 0.7 can be corrected by importance weighting. They are those of the guide itself
@@ -140,6 +142,7 @@ def evidence_bound(
         num_steps=num_steps,
         num_starts=num_starts,
         chunk_size=chunk_size,
+        model_kwargs=model_kwargs,
         **kwargs,
     ).bound()
 
@@ -155,6 +158,7 @@ def weighted_draws(
     num_steps: int = 50,
     num_starts: int = 4,
     chunk_size: int = 100,
+    model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> WeightedDraws:
     """The draws and log-weights behind :func:`evidence_bound`, whose parameters and errors it has.
@@ -180,6 +184,7 @@ def weighted_draws(
             raise ValueError(f"{name} must be at least {least}, but got {number}")
     if proposal not in ("linearized", "prior"):
         raise ValueError(f'proposal must be "linearized" or "prior", but got {proposal!r}')
+    kwargs = {**kwargs, **(model_kwargs or {})}
     chunk_size = min(chunk_size, num_samples)
     elbo = HierarchicalELBO(chunk_size, num_mixing, proposal, num_steps, num_starts)
     rounds = range(-(-num_samples // chunk_size))

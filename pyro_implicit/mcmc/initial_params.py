@@ -8,22 +8,22 @@ from typing import Any
 
 import pyro.poutine as poutine
 import torch
-from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
 
-from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.guides.posterior_draws import draw, refuse_swapped, trace_guide
 
 __all__ = ["warm_start"]
 
 
 @torch.no_grad()
 def warm_start(
+    model: Callable[..., Any],
     guide: Callable[..., Any],
     num_chains: int,
     *args: Any,
-    model: Callable[..., Any] | None = None,
+    model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> dict[str, Tensor]:
     """
@@ -35,34 +35,34 @@ def warm_start(
     values have the site's own unconstrained shape. Discrete sites are left out, as NUTS sums
     over them.
 
-    :param guide: A fitted guide.
-    :param num_chains: Number of chains, as given to :class:`~pyro.infer.mcmc.api.MCMC`.
-    :param args: The arguments of the model and the guide; an autoguide that was called before
-        needs none.
-    :param model: The model that NUTS runs; it tells the supports of the sites. An autoguide
-        knows its model, any other guide needs it here.
-    :param kwargs: The keyword arguments of the model and the guide.
-    :returns: Unconstrained values, ``(num_chains, *shape)`` for several chains and ``shape`` for
-        one.
-    :raises ValueError: If the supports are unknown, the guide lacks a latent site of the model,
-        or a draw lies on the boundary of its support.
-
     **Example:**
 
-        >>> import pyro
-        >>> import pyro.distributions as dist
-        >>> from pyro.infer.autoguide import AutoNormal
-        >>> def model():
-        ...     pyro.sample("scale", dist.LogNormal(0.0, 1.0).expand([3]).to_event(1))
-        >>> guide = AutoNormal(model)
-        >>> warm_start(guide, 4)["scale"].shape
-        torch.Size([4, 3])
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> def model():
+    ...     pyro.sample("scale", dist.LogNormal(0.0, 1.0).expand([3]).to_event(1))
+    >>> warm_start(model, AutoNormal(model), 4)["scale"].shape
+    torch.Size([4, 3])
+
+    :param model: that NUTS runs; it tells the supports of the sites.
+    :param guide: a fitted one.
+    :param num_chains: as given to :class:`~pyro.infer.mcmc.api.MCMC`.
+    :param args: of model and guide, as ``kwargs``.
+    :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
+    :returns: unconstrained values by site, ``(num_chains, *shape)`` for several chains and
+        ``shape`` for one.
+    :raises TypeError: for a guide in place of the model.
+    :raises ValueError: if the guide lacks a latent site of the model, or a draw lies on the
+        boundary of its support.
     """
+    refuse_swapped("warm_start", model, guide)
     if num_chains < 1:
         raise ValueError(f"num_chains must be at least 1; got {num_chains}.")
+    kwargs = {**kwargs, **(model_kwargs or {})}
     draws = draw(guide, num_chains, *args, **kwargs)
     initial_params = {}
-    for name, support in _supports(guide, model, args, kwargs).items():
+    for name, support in _supports(model, guide, args, kwargs).items():
         if name not in draws:
             raise ValueError(
                 f"the guide has no site {name!r}, which the model samples: NUTS needs a start "
@@ -79,19 +79,13 @@ def warm_start(
 
 
 def _supports(
-    guide: Callable[..., Any], model: Callable[..., Any] | None, args: tuple, kwargs: dict[str, Any]
+    model: Callable[..., Any], guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """The supports of the continuous latent sites."""
-    if model is not None:
-        with poutine.block():
-            trace: Any = poutine.trace(model).get_trace(*args, **kwargs)
-    elif isinstance(guide, AutoGuide):
-        trace = guide.prototype_trace
-    else:
-        raise ValueError(
-            "the supports of the sites are unknown: a hand-written guide does not tell them. "
-            "Pass the model that NUTS runs: warm_start(guide, num_chains, ..., model=model)."
-        )
+    # At a draw of the guide, as flat priors cannot be drawn from.
+    replayed = poutine.replay(model, trace=trace_guide(guide, args, kwargs))
+    with poutine.block():
+        trace: Any = poutine.trace(replayed).get_trace(*args, **kwargs)
     return {
         name: site["fn"].support
         for name, site in trace.iter_stochastic_nodes()

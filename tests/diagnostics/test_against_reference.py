@@ -11,6 +11,7 @@ import torch
 from pyro.infer import MCMC, NUTS
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 
+from pyro_implicit import AutoImplicit
 from pyro_implicit.diagnostics import (
     compare,
     maximum_mean_discrepancy,
@@ -31,7 +32,7 @@ def made_draws():
 
 def test_marginals_against_numpy():
     guide, reference = made_draws()
-    report = compare(guide, reference)
+    report = compare(None, guide, reference)
     assert set(report.sites) == {"a", "b"}
     for name, site in report.sites.items():
         x, y = guide[name].numpy(), reference[name].numpy()
@@ -52,7 +53,7 @@ def test_marginals_against_numpy():
 
 def test_joint_distances():
     guide, reference = made_draws()
-    report = compare(guide, reference)
+    report = compare(None, guide, reference)
     x = torch.cat([guide["b"].reshape(300, 6), guide["a"][:, None]], dim=-1)
     y = torch.cat([reference["b"].reshape(200, 6), reference["a"][:, None]], dim=-1)
     x_standard, y_standard = ((v - y.mean(0)) / y.std(0) for v in (x, y))
@@ -69,15 +70,17 @@ def test_joint_distances():
 
 def test_a_perfect_guide_is_at_the_floor():
     ratios = [
-        compare({"z": torch.randn(500, 4)}, {"z": torch.randn(500, 4)}).floor_ratio
+        compare(None, {"z": torch.randn(500, 4)}, {"z": torch.randn(500, 4)}).floor_ratio
         for _ in range(5)
     ]
     assert 0.8 < np.mean(ratios) < 1.3
-    assert compare({"z": torch.randn(500, 4) * 0.7}, {"z": torch.randn(500, 4)}).floor_ratio > 2
+    assert (
+        compare(None, {"z": torch.randn(500, 4) * 0.7}, {"z": torch.randn(500, 4)}).floor_ratio > 2
+    )
 
 
 def test_to_dict_is_json():
-    report = compare(*made_draws())
+    report = compare(None, *made_draws())
     loaded = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert loaded["sites"]["a"]["sd_ratio"] == pytest.approx(report.sites["a"].sd_ratio.item())
     assert np.shape(loaded["sites"]["b"]["quantile_errors"]) == (5, 2, 3)
@@ -87,7 +90,7 @@ def test_to_dict_is_json():
 
 def test_printed_table():
     guide, reference = made_draws()
-    report = compare(guide, reference)
+    report = compare(None, guide, reference)
     lines = str(report).splitlines()
     assert lines[0].split("  ")[-1] == "quantile err"
     row = next(line for line in lines if line.startswith("a "))
@@ -114,12 +117,12 @@ def test_a_large_site_is_summarised_by_its_worst_coordinate():
     reference = torch.randn(100, 50)
     guide = reference.clone()
     guide[:, 42] += 3
-    lines = str(compare({"w": guide}, {"w": reference})).splitlines()
+    lines = str(compare(None, {"w": guide}, {"w": reference})).splitlines()
     rows = [line for line in lines if line.startswith("w[")]
     assert len(rows) == 20
     assert rows[18].startswith("w[18]") and rows[19].startswith("w[42]")
     assert any(line.startswith("... 31 more, worst:") for line in lines)
-    twenty = str(compare({"w": guide[:, :20]}, {"w": reference[:, :20]}))
+    twenty = str(compare(None, {"w": guide[:, :20]}, {"w": reference[:, :20]}))
     assert "w[19]" in twenty and "more" not in twenty
 
 
@@ -127,12 +130,12 @@ def test_constant_and_discrete_coordinates():
     zeros_and_noise = torch.stack([torch.zeros(50), torch.randn(50)], dim=-1)
     guide = {"tril": zeros_and_noise, "count": torch.arange(50) % 3}
     reference = {"tril": zeros_and_noise.flip(0) + 1e-9, "count": torch.arange(50) % 2}
-    report = compare(guide, reference)
+    report = compare(None, guide, reference)
     torch.testing.assert_close(report.sites["tril"].sd_ratio, torch.ones(2))
     torch.testing.assert_close(report.sites["tril"].mean_error, torch.zeros(2), rtol=0, atol=1e-6)
     assert report.sites["count"].guide_mean == pytest.approx(0.98)
     # Where only the reference is constant, errors are in the coordinate's own units.
-    report = compare({"x": 3 + torch.randn(50)}, {"x": torch.zeros(50)})
+    report = compare(None, {"x": 3 + torch.randn(50)}, {"x": torch.zeros(50)})
     assert report.sites["x"].mean_error == report.sites["x"].guide_mean
     assert (
         json.loads(json.dumps(report.to_dict(), allow_nan=False))["sites"]["x"]["sd_ratio"] is None
@@ -141,7 +144,7 @@ def test_constant_and_discrete_coordinates():
 
 def test_mixed_precision_and_gradients_are_accepted():
     guide = {"x": torch.randn(50, requires_grad=True)}
-    report = compare(guide, {"x": torch.randn(50).double()})
+    report = compare(None, guide, {"x": torch.randn(50).double()})
     assert report.guide_draws["x"].dtype == torch.float64
     assert not report.guide_draws["x"].requires_grad
     str(report)
@@ -157,21 +160,21 @@ def test_guide_against_nuts():
     data = torch.randn(20) * 2
     mcmc = MCMC(NUTS(model), num_samples=150, warmup_steps=100, disable_progbar=True)
     with pytest.raises(ValueError, match=r"the reference MCMC has no draws yet: call its run"):
-        compare(AutoNormal(model), mcmc, data)
+        compare(model, AutoNormal(model), mcmc, data)
     mcmc.run(data)
     guide = AutoNormal(model, init_scale=0.15)
-    report = compare(guide, mcmc, data)
+    report = compare(model, guide, mcmc, data)
     assert report.guide_draws["scale"].shape == report.reference_draws["scale"].shape == (150,)
     assert (report.guide_draws["scale"] > 0).all()
     torch.testing.assert_close(report.reference_draws["scale"], mcmc.get_samples()["scale"])
-    more = compare(guide, mcmc, num_samples=70)
+    more = compare(model, guide, mcmc, num_samples=70)
     assert more.to_dict()["num_samples"] == 70
     # A guide compared with its own draws is at the floor.
     own = AutoMultivariateNormal(model)
     own(data)
     pyro.set_rng_seed(1)
     draws = {"scale": torch.stack([own(data)["scale"].detach() for _ in range(500)])}
-    assert compare(own, draws, data).floor_ratio < 2
+    assert compare(model, own, draws, data).floor_ratio < 2
 
 
 @pytest.mark.parametrize(
@@ -203,13 +206,55 @@ def test_guide_against_nuts():
 )
 def test_bad_draws(guide, reference, message):
     with pytest.raises(ValueError, match=message):
-        compare(guide, reference)
+        compare(None, guide, reference)
+
+
+class Sampler:
+    """What has draws: a sampler of any kind."""
+
+    def __init__(self, draws):
+        self.draws = draws
+
+    def get_samples(self):
+        return self.draws
+
+
+def test_anything_that_has_draws():
+    guide, reference = made_draws()
+    expected = compare(None, guide, reference).to_dict()
+    assert compare(model, Sampler(guide), Sampler(reference), torch.zeros(3)).to_dict() == expected
+    with pytest.raises(ValueError, match="Leave num_samples out"):
+        compare(model, Sampler(guide), reference, num_samples=3)
+
+
+def test_the_order_of_arguments():
+    reference = {"scale": torch.rand(9)}
+    with pytest.raises(TypeError, match=r"wants the model first, but got AutoNormal there"):
+        compare(AutoNormal(model), reference, torch.zeros(3))
+    with pytest.raises(TypeError, match=r"but got dict there.*Cure: compare\(model, guide, "):
+        compare(reference, AutoNormal(model), reference)
+    with pytest.raises(TypeError, match=r"got function. Cure: compare\(model, guide, reference"):
+        compare(None, reference, model)
+
+
+def test_model_keywords_of_our_names():
+    def scaled(num_samples):
+        pyro.sample("scale", dist.Normal(0.0, 1.0).expand([num_samples]).to_event(1))
+
+    names = {"num_samples": 2}
+    for guide in (scaled, AutoNormal(scaled), AutoImplicit(scaled)):
+        report = compare(
+            scaled, guide, {"scale": torch.randn(9, 2)}, num_samples=20, model_kwargs=names
+        )
+        assert report.guide_draws["scale"].shape == (20, 2)
 
 
 def test_bad_arguments():
     with pytest.raises(ValueError, match="Leave num_samples out, or slice the draws"):
-        compare({"z": torch.zeros(9)}, {"z": torch.zeros(9)}, num_samples=3)
-    with pytest.raises(TypeError, match="MCMC that has run or a dict of draws; got NUTS"):
-        compare({"z": torch.zeros(9)}, NUTS(model))
-    with pytest.raises(ValueError, match=r"AutoNormal could not run .* guide\(x, y\)"):
-        compare(AutoNormal(model), {"scale": torch.ones(9)})
+        compare(None, {"z": torch.zeros(9)}, {"z": torch.zeros(9)}, num_samples=3)
+    with pytest.raises(
+        TypeError, match=r"or a dict of draws; got NUTS. Cure: compare\(model, guide, ref"
+    ):
+        compare(None, {"z": torch.zeros(9)}, NUTS(model))
+    with pytest.raises(TypeError, match=r"AutoNormal could not run .* guide\(x, y\)"):
+        compare(model, AutoNormal(model), {"scale": torch.ones(9)})

@@ -109,6 +109,17 @@ def test_guides_and_their_parameters():
     assert "mine" in pyro.get_param_store()
 
 
+def test_model_keywords_of_our_names():
+    def counted(num_draws):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0).expand([num_draws]).to_event(1))
+        pyro.sample("y", dist.Normal(x.sum(), 1.0), obs=torch.tensor(0.0))
+
+    found = simulation_based_calibration(
+        counted, AutoNormal, num_simulations=10, num_bins=2, model_kwargs={"num_draws": 3}
+    )
+    assert found.ranks["x"].shape == (10, 3) and found.num_draws == 99
+
+
 def test_more_draws_are_thinned():
     found = simulation_based_calibration(
         model, exact(num_draws=250), DATA, num_simulations=50, num_draws=19, num_bins=5

@@ -15,7 +15,8 @@ from torch.distributions import MultivariateNormal
 from pyro_implicit.diagnostics.drift import drift_check
 from pyro_implicit.diagnostics.importance import importance_check
 from pyro_implicit.diagnostics.moments import moment_errors
-from pyro_implicit.diagnostics.stein import stein_check, whiten_scores
+from pyro_implicit.diagnostics.stein import stein_check
+from pyro_implicit.diagnostics.whitening import CollapsedError, whiten_draws
 
 NUM = 2000
 
@@ -35,10 +36,12 @@ class Gaussian:
         self.loc = torch.arange(1.0, dim + 1)
         self.precision = torch.linalg.inv(self.factor @ self.factor.mT)
 
-    def score(self, u):
+    def log_prob(self, u):
         offset = u - self.loc
-        gradient = -offset @ self.precision
-        return 0.5 * (gradient * offset).sum(-1), gradient
+        return -0.5 * (offset @ self.precision * offset).sum(-1)
+
+    def score(self, u):
+        return -(u - self.loc) @ self.precision
 
     def guide(self, shift: float = 0.0, scale: float = 1.0, num: int = NUM):
         """Draws off by so many sds along one direction, or so many times too wide; log weights."""
@@ -52,11 +55,12 @@ class Gaussian:
 
 
 def run(name: str, target: Gaussian, draws, log_weights):
+    whitened = whiten_draws(draws)
     if name == "stein":
-        return stein_check(draws, target.score(draws)[1])
+        return stein_check(whitened, target.score(draws))
     if name == "drift":
-        return drift_check(draws, target.score)
-    return importance_check(draws, log_weights)
+        return drift_check(whitened, target.log_prob)
+    return importance_check(whitened, log_weights)
 
 
 @pytest.mark.parametrize("name", ["stein", "drift", "importance"])
@@ -110,9 +114,11 @@ def test_mean_field_of_a_correlated_posterior(name):
     posterior = MultivariateNormal(torch.zeros(2), torch.tensor([[1.0, 0.99], [0.99, 1.0]]))
     precision = posterior.precision_matrix
     draws = torch.randn(NUM, 2) * precision.diagonal().rsqrt()
-    score = lambda u: (posterior.log_prob(u), -u @ precision)  # noqa: E731
+    whitened = whiten_draws(draws)
     low, high = (
-        stein_check(draws, score(draws)[1]) if name == "stein" else drift_check(draws, score)
+        stein_check(whitened, -draws @ precision)
+        if name == "stein"
+        else drift_check(whitened, posterior.log_prob)
     ).sd_ratios
     assert low == pytest.approx(math.sqrt(0.01), rel=0.2)
     assert high == pytest.approx(math.sqrt(1.99), rel=0.2)
@@ -121,11 +127,14 @@ def test_mean_field_of_a_correlated_posterior(name):
 class Funnel:
     """v ~ N(0, 3^2), nine x ~ N(0, e^v), and draws of it without the neck."""
 
+    def log_prob(self, u):
+        v, x = u[:, 0], u[:, 1:]
+        return -v.square() / 18 - 4.5 * v - 0.5 * (x.square().sum(-1) * (-v).exp())
+
     def score(self, u):
         v, x = u[:, :1], u[:, 1:]
         squares = (x.square() * (-v).exp()).sum(-1, keepdim=True)
-        log_prob = (-v.square() / 18 - 4.5 * v - 0.5 * squares).squeeze(-1)
-        return log_prob, torch.cat([-v / 9 - 4.5 + 0.5 * squares, -x * (-v).exp()], -1)
+        return torch.cat([-v / 9 - 4.5 + 0.5 * squares, -x * (-v).exp()], -1)
 
     def draws(self, least: float, num: int = 1000):
         v = 3 * torch.randn(20 * num, 1)
@@ -138,8 +147,8 @@ def test_heavy_tails_raise_no_false_alarm():
         torch.manual_seed(seed)
         target = Funnel()
         draws = target.draws(-math.inf)
-        drift = drift_check(draws, target.score)
-        stein = stein_check(draws, target.score(draws)[1])
+        drift = drift_check(whiten_draws(draws), target.log_prob)
+        stein = stein_check(whiten_draws(draws), target.score(draws))
         for found in (drift, stein):
             assert found.mean_error == 0 and found.sd_ratios == (1.0, 1.0)
         assert stein.kernel.p_value > 0.01
@@ -149,19 +158,18 @@ def test_a_lost_neck_is_seen():
     torch.manual_seed(0)
     target = Funnel()
     draws = target.draws(-3.0, 10_000)
-    assert stein_check(draws, target.score(draws)[1]).sd_ratios[0] < 0.92
+    assert stein_check(whiten_draws(draws), target.score(draws)).sd_ratios[0] < 0.92
 
 
 def test_drift_survives_the_edge_of_the_domain():
     """Beyond 0 there is no density: such steps are rejected."""
     torch.manual_seed(0)
 
-    def score(u):
-        log_prob = torch.where(u > 0, u.log() - u, -math.inf).sum(-1)
-        return log_prob, 1 / u - 1
+    def log_prob(u):
+        return torch.where(u > 0, u.log() - u, -math.inf).sum(-1)
 
     draws = torch.distributions.Gamma(2.0, 1.0).sample((1000, 2))
-    found = drift_check(draws, score)
+    found = drift_check(whiten_draws(draws), log_prob)
     assert found.mean_error == 0 and 0.5 < found.acceptance < 1
 
 
@@ -169,20 +177,72 @@ def test_whitening():
     torch.manual_seed(0)
     target = Gaussian(3)
     draws, _ = target.guide()
-    log_prob, scores = target.score(draws)
-    white, white_scores, axes = whiten_scores(draws, scores)
+    scores = target.score(draws)
+    whitened = whiten_draws(draws)
+    white, frame = whitened.white, whitened.frame
     torch.testing.assert_close(torch.cov(white.mT), torch.eye(3))
-    frame = white.mT @ (draws - draws.mean(0)) / (NUM - 1)
-    torch.testing.assert_close(draws.mean(0) + white @ frame, draws)
+    torch.testing.assert_close(frame, white.mT @ (draws - draws.mean(0)) / (NUM - 1))
+    torch.testing.assert_close(whitened.unwhiten(white), draws)
     # The chain rule, for draws = loc + white @ frame.
-    torch.testing.assert_close(white_scores, scores @ frame.mT)
+    torch.testing.assert_close(whitened.scores(scores), scores @ frame.mT)
     standard = (draws - draws.mean(0)) / draws.std(0)
-    torch.testing.assert_close(white @ axes, standard)
+    torch.testing.assert_close(white @ whitened.axes, standard)
+    few = whitened.first(7)
+    torch.testing.assert_close(few.unwhiten(few.white), draws[:7])
 
 
-def test_collapsed_draws():
-    with pytest.raises(ValueError, match="3 latents lie on a hyperplane.*Cure: more draws"):
-        stein_check(torch.ones(100, 3), torch.ones(100, 3))
+@pytest.mark.parametrize("dtype", [torch.float, torch.double])
+@pytest.mark.parametrize("size", [0.0, 0.1, 1.0, 1e30])
+@pytest.mark.parametrize("kind", ["equal", "rounding", "coordinate", "plane"])
+@pytest.mark.parametrize("dim", [1, 3])
+def test_collapsed_draws(kind, size, dim, dtype):
+    torch.manual_seed(0)
+    draws = torch.full((200, dim), size, dtype=dtype)
+    noise = torch.randn(200, dim, dtype=dtype)
+    if kind == "rounding":
+        ulps = torch.randint(-1, 2, (200, dim)).to(dtype)
+        draws = draws * (1 + torch.finfo(dtype).eps * ulps)
+    elif kind == "coordinate":
+        draws = torch.cat([noise[:, 1:], draws[:, :1]], -1)
+    elif kind == "plane":
+        draws = draws + size * (noise - noise.mean(-1, keepdim=True))
+    with pytest.raises(CollapsedError, match=f"{dim} latents lie on a hyperplane.*Cure: more dr"):
+        whiten_draws(draws)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_whitening_knows_no_units(size):
+    """Squares of such draws leave the range of float32."""
+    torch.manual_seed(0)
+    draws = torch.randn(200, 2) @ torch.tensor([[1.0, 0.9], [0.0, 0.1]])
+    expected = whiten_draws(draws)
+    found = whiten_draws((size * draws).float())
+    torch.testing.assert_close(found.white, expected.white.float(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found.frame / size, expected.frame.float(), rtol=1e-3, atol=1e-4)
+
+
+def test_numbers_out_of_range_are_errors_without_end():
+    noise = torch.randn(100, 2)
+    for wild in (1e80 * noise, noise / 0.0, math.nan * noise):
+        products = [(1.0, wild, noise)]
+        assert moment_errors(noise, products, torch.eye(2), 0.01) == (math.inf, 0.0, math.inf)
+        errors = moment_errors(wild, [(1.0, noise, noise)], torch.eye(2), 0.01)
+        assert errors.mean_error == math.inf and errors.sd_ratios_by_difference()[1] == math.inf
+
+
+def test_drift_takes_chunks():
+    """Each chain moves on its own; only the step is of all."""
+    torch.manual_seed(0)
+    target = Gaussian(2)
+    draws = whiten_draws(target.guide(scale=0.7)[0])
+    sizes = []
+
+    def log_prob(u):
+        sizes.append(len(u))
+        return target.log_prob(u)
+
+    low, _ = drift_check(draws, log_prob, num_transitions=10, chunk_size=300).sd_ratios
+    assert set(sizes) == {300, 200} and low == pytest.approx(0.7, rel=0.13)
 
 
 def test_directions_are_tested_on_other_draws_than_they_come_from():
@@ -200,9 +260,10 @@ def test_float32():
     torch.manual_seed(0)
     target = Gaussian(3)
     draws, log_weights = target.guide(scale=0.7)
-    scores = target.score(draws)[1]
-    single = stein_check(draws.float(), scores.float())
-    assert single.sd_ratios == pytest.approx(stein_check(draws, scores).sd_ratios, rel=1e-3)
-    single = importance_check(draws.float(), log_weights.float())
-    expected = importance_check(draws, log_weights)
+    scores = target.score(draws)
+    whitened, single_whitened = whiten_draws(draws), whiten_draws(draws.float())
+    single = stein_check(single_whitened, scores.float())
+    assert single.sd_ratios == pytest.approx(stein_check(whitened, scores).sd_ratios, rel=1e-3)
+    single = importance_check(single_whitened, log_weights.float())
+    expected = importance_check(whitened, log_weights)
     assert single.sd_ratios == pytest.approx(expected.sd_ratios, rel=1e-3)

@@ -55,7 +55,7 @@ def test_coordinates_are_taken_in_turn():
 
 
 def test_the_comparison_plots_its_draws(tmp_path):
-    report = compare(draws(), draws(num_samples=300))
+    report = compare(None, draws(), draws(num_samples=300))
     path = tmp_path / "report.png"
     figure = report.plot(sites=["theta"], max_coordinates=2, path=path)
     assert path.exists() and axis_labels(figure) == ["theta[0]", "theta[1]"]

@@ -105,13 +105,15 @@ def test_leaves_an_outer_trace_alone():
 
 
 def test_missing_arguments_are_named_with_the_cure():
-    with pytest.raises(ValueError, match=r"AutoNormal could not run without .*'data'.*guide\(x, y"):
+    with pytest.raises(TypeError, match=r"AutoNormal could not run without .*'data'.*guide\(x, y"):
         draw(AutoNormal(model), 3)
 
     def guide(x):
         pyro.sample("z", dist.Normal(x, 1.0))
 
-    with pytest.raises(ValueError, match=r"the guide guide could not run .*compare\(guide, mcmc"):
+    with pytest.raises(
+        TypeError, match=r"the guide guide could not run .*compare\(model, guide, mcmc"
+    ):
         draw(guide, 3)
     with pytest.raises(TypeError, match="positional"):
         draw(guide, 3, 1.0, 2.0)

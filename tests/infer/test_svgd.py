@@ -163,7 +163,7 @@ def test_draws_have_the_shapes_of_nuts_and_can_be_compared(name):
     assert (draws["scale"] > 0).all()
     torch.testing.assert_close(draws["probs"].sum(-1), torch.ones(7))
     reference = {site: torch.randn(9, *value.shape[1:]) for site, value in draws.items()}
-    assert set(compare(draws, reference).sites) == set(draws)
+    assert set(compare(None, draws, reference).sites) == set(draws)
 
 
 @methods

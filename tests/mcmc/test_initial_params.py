@@ -48,7 +48,7 @@ def test_nuts_runs_from_the_guides_draws(autoguide, num_chains, monkeypatch):
     data = torch.tensor([1.0, 2.0, 3.0, 4.0])
     guide = autoguide(model)
     guide(data)
-    start = warm_start(guide, num_chains)
+    start = warm_start(model, guide, num_chains, data)
     kernel = RecordingNUTS(model)
 
     def sampler():
@@ -82,12 +82,12 @@ def test_shapes_are_those_of_the_kernels_own_starts():
     kernel = NUTS(model)
     kernel.setup(0, data)
     own = {name: value.shape for name, value in kernel.initial_params.items()}
-    start = warm_start(hand_written_guide, 1, data, model=model)
+    start = warm_start(model, hand_written_guide, 1, data)
     assert {name: value.shape for name, value in start.items()} == own
 
 
 def test_values_are_unconstrained_draws_of_the_guide():
-    start = warm_start(hand_written_guide, 200, torch.zeros(4), model=model)
+    start = warm_start(model, hand_written_guide, 200, torch.zeros(4))
     # Gamma(30, 10) has mean 3 and the log of it about log 3; the exponential is the transform.
     assert start["precision"].shape == (200,)
     torch.testing.assert_close(start["precision"].exp().mean(), torch.tensor(3.0), rtol=0.1, atol=0)
@@ -103,8 +103,8 @@ def test_a_point_guide_keeps_its_parameters():
     guide = AutoDelta(model)
     guide(torch.zeros(4))
     before = guide.median()["offset"].clone()
-    warm_start(guide, 2)["offset"].fill_(99.0)
-    warm_start(guide, 1)["offset"].fill_(99.0)
+    warm_start(model, guide, 2, torch.zeros(4))["offset"].fill_(99.0)
+    warm_start(model, guide, 1, torch.zeros(4))["offset"].fill_(99.0)
     torch.testing.assert_close(guide.median()["offset"], before, rtol=0, atol=0)
 
 
@@ -112,7 +112,7 @@ def test_composite_guide():
     guide = AutoGuideList(model)
     guide.append(AutoNormal(pyro.poutine.block(model, expose=["precision", "local"])))
     guide.append(AutoMultivariateNormal(pyro.poutine.block(model, hide=["precision", "local"])))
-    start = warm_start(guide, 3, torch.zeros(4))
+    start = warm_start(model, guide, 3, torch.zeros(4))
     assert {name: tuple(v.shape) for name, v in start.items()} == {
         name: (3, *shape) for name, shape in UNCONSTRAINED.items()
     }
@@ -131,7 +131,7 @@ def test_discrete_sites_are_left_to_nuts():
             pyro.sample("which", dist.Bernoulli(0.3))
 
     data = torch.zeros(4)
-    start = warm_start(guide, 1, data, model=mixture)
+    start = warm_start(mixture, guide, 1, data)
     assert list(start) == ["loc"]
     mcmc = MCMC(
         NUTS(mixture), num_samples=2, warmup_steps=2, initial_params=start, disable_progbar=True
@@ -142,18 +142,20 @@ def test_discrete_sites_are_left_to_nuts():
 
 def test_messages():
     data = torch.zeros(4)
-    with pytest.raises(ValueError, match=r"supports .* unknown.*model=model"):
-        warm_start(hand_written_guide, 2, data)
+    with pytest.raises(TypeError, match=r"wants the model first.*warm_start\(model, guide, ...\)"):
+        warm_start(AutoNormal(model), model, 2, data)
+    with pytest.raises(TypeError, match="guide model observes site 'obs'.*model, guide, .args"):
+        warm_start(hand_written_guide, model, 2, data)
     with pytest.raises(ValueError, match="num_chains must be at least 1; got 0"):
-        warm_start(hand_written_guide, 0, data, model=model)
-    with pytest.raises(ValueError, match=r"could not run without arguments"):
-        warm_start(AutoNormal(model), 2)
+        warm_start(model, hand_written_guide, 0, data)
+    with pytest.raises(TypeError, match=r"could not run without arguments"):
+        warm_start(model, AutoNormal(model), 2)
 
     def lacking(data):
         pyro.sample("precision", dist.Gamma(30.0, 10.0))
 
     with pytest.raises(ValueError, match="guide has no site 'offset'"):
-        warm_start(lacking, 2, data, model=model)
+        warm_start(model, lacking, 2, data)
 
     def on_the_boundary(data):
         pyro.sample("precision", dist.Delta(torch.tensor(0.0)))
@@ -162,4 +164,15 @@ def test_messages():
         pyro.sample("precision", dist.Gamma(3.0, 1.0))
 
     with pytest.raises(ValueError, match="site 'precision': .* on the boundary of its support"):
-        warm_start(on_the_boundary, 2, data, model=positive)
+        warm_start(positive, on_the_boundary, 2, data)
+
+
+def test_model_keywords_of_our_names_and_flat_priors():
+    def flat(num_chains):
+        pyro.sample("x", dist.ImproperUniform(dist.constraints.positive, (), (num_chains,)))
+
+    def guide(num_chains):
+        pyro.sample("x", dist.LogNormal(0.0, 1.0).expand([num_chains]).to_event(1))
+
+    start = warm_start(flat, guide, 2, model_kwargs={"num_chains": 5})
+    assert start["x"].shape == (2, 5) and start["x"].min() < 0

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What :func:`~pyro_implicit.diagnostics.diagnose` needs before and beside its checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from pyro.infer import ELBO
+from torch import Tensor
+
+from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.modes import find_modes
+from pyro_implicit.guides.posterior_draws import draw, trace_guide
+from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
+
+__all__ = [
+    "BAD_DRAWS",
+    "check_modes",
+    "check_sites",
+    "log_mean_exp",
+    "objective_gap",
+    "search_modes",
+    "weigh_draws",
+]
+
+NUM_LOSSES = 20
+MAX_SEARCHED_DIM = 100
+#: What a guide or model says of numbers that it cannot work with.
+BAD_DRAWS = (ValueError, ArithmeticError, torch.linalg.LinAlgError)
+
+
+def check_modes(modes: Tensor | str | None, dim: int) -> None:
+    """Refuse an unknown word, and what are no points."""
+    if isinstance(modes, str) and modes != "search":
+        raise ValueError(f'modes must be "search", a tensor or None, but got {modes!r}')
+    if isinstance(modes, Tensor):
+        if modes.dim() != 2 or modes.shape[-1] != dim or not modes.isfinite().all():
+            raise ValueError(
+                f"modes must be finite points in unconstrained space, (num_modes, {dim}), but got "
+                f"shape {tuple(modes.shape)}. Cure: LatentDensity(model, ...).unconstrain(...)"
+            )
+
+
+def check_sites(
+    density: LatentDensity, guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> None:
+    """Refuse a guide that lacks a latent."""
+    lacking = []
+    with suppress(*BAD_DRAWS):  # of which the verdict is going to tell
+        trace = trace_guide(guide, args, kwargs)
+        lacking = [name for name in density.shapes if name not in trace.nodes]
+    if lacking:
+        raise ValueError(
+            f"the guide has no site '{lacking[0]}', which the model samples. Cure: add the site to "
+            "the guide, or condition the model on its value"
+        )
+
+
+def weigh_draws(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    num_samples: int,
+    chunk_size: int,
+) -> tuple[WeightedDraws, str]:
+    """Draws and log-weights, none of a guide without density, and why there is none."""
+    try:
+        weighted = weighted_draws(
+            model,
+            guide,
+            *args,
+            num_samples=num_samples,
+            chunk_size=chunk_size,
+            model_kwargs=kwargs,
+        )
+        return weighted, ""
+    except ValueError as error:
+        draws = draw(guide, num_samples, *args, **kwargs)
+        return WeightedDraws(torch.empty(0), draws), str(error)
+
+
+def search_modes(density: LatentDensity) -> Tensor | None:
+    """The modes that can be found, None where there is no way to look."""
+    if density.latent_dim > MAX_SEARCHED_DIM or not density.is_vectorized:
+        return None
+    device = density.init_loc.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            return find_modes(density).loc
+        except (*BAD_DRAWS, RuntimeError):  # the model cannot run at draws of its prior
+            return None
+
+
+def log_mean_exp(log_weights: Tensor) -> float:
+    """Of weights ``(num_draws,)``, an estimate of the log evidence."""
+    return log_weights.logsumexp(0).item() - math.log(len(log_weights))
+
+
+def objective_gap(
+    loss: ELBO,
+    bound: EvidenceBound,
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> tuple[float, float]:
+    """The objective minus the bound, and its standard error."""
+    try:
+        losses = [loss.loss(model, guide, *args, **kwargs) for _ in range(NUM_LOSSES)]
+    except (ArithmeticError, torch.linalg.LinAlgError):
+        return math.nan, math.nan
+    values = -torch.tensor(losses)
+    error = math.hypot(values.std().item() / math.sqrt(NUM_LOSSES), bound.standard_error)
+    return values.mean().item() - bound.value, error

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frame in which a guide's draws have mean 0 and covariance I."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["CollapsedError", "Whitened", "whiten_draws"]
+
+ROUNDING = 10  # units in the last place of the largest draw that are no spread
+
+
+class CollapsedError(ValueError):
+    """Draws span no volume."""
+
+
+class Whitened(NamedTuple):
+    """Draws ``white @ frame + loc`` of mean 0 and covariance I.
+
+    ``white`` ``(num_draws, latent_dim)`` are the draws in the frame; ``loc`` ``(latent_dim,)`` and
+    ``frame`` ``(latent_dim, latent_dim)`` lead back; ``axes``, unit columns ``(latent_dim,
+    latent_dim)``, are the original coordinates as directions in the frame.
+    """
+
+    white: Tensor
+    loc: Tensor
+    frame: Tensor
+    axes: Tensor
+
+    def first(self, num_draws: int) -> Whitened:
+        """The first draws, in the frame of all."""
+        return self._replace(white=self.white[:num_draws])
+
+    def unwhiten(self, white: Tensor) -> Tensor:
+        """Points of the frame in the original coordinates, both ``(num_points, latent_dim)``."""
+        return self.loc + white @ self.frame
+
+    def scores(self, scores: Tensor) -> Tensor:
+        """Gradients by the original coordinates as gradients by those of the frame."""
+        return scores @ self.frame.mT
+
+
+def whiten_draws(draws: Tensor) -> Whitened:
+    """Draws in the frame of their own mean and covariance.
+
+    **Example:**
+
+    >>> _ = torch.manual_seed(0)
+    >>> whitened = whiten_draws(torch.randn(100, 2) @ torch.tensor([[3.0, 1.0], [0.0, 2.0]]))
+    >>> whitened.white.mT.cov().round(decimals=3).abs()
+    tensor([[1., 0.],
+            [0., 1.]])
+
+    :param draws: finite, ``(num_draws, latent_dim)``.
+    :raises CollapsedError: for draws that lie on a hyperplane, or do so up to rounding.
+    """
+    # In units in which no square overflows.
+    size = draws.abs().amax(0)
+    unit = size.clamp(min=torch.finfo(draws.dtype).tiny)
+    mean, spread = (draws / unit).mean(0), (draws / unit).std(0)
+    loc, scale = mean * unit, spread * unit
+    # The spread of equal draws is what rounding leaves of it, not 0.
+    rounding = ROUNDING * torch.finfo(draws.dtype).eps
+    if not (spread > rounding).all():
+        raise CollapsedError(_message(draws))
+    standard = (draws / unit - mean) / spread
+    factor, info = torch.linalg.cholesky_ex(standard.mT @ standard / (len(draws) - 1))
+    if info or not (factor.diagonal().square() > rounding).all():
+        raise CollapsedError(_message(draws))
+    white = torch.linalg.solve_triangular(factor.mT, standard, upper=True, left=False)
+    return Whitened(white, loc, factor.mT * scale, factor.mT)
+
+
+def _message(draws: Tensor) -> str:
+    return (
+        f"{len(draws)} draws of {draws.shape[-1]} latents lie on a hyperplane: the guide has "
+        "collapsed, or there are fewer draws than latents. Cure: more draws (num_samples), or "
+        "fit again from a wider start"
+    )
