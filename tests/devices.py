@@ -17,8 +17,8 @@ lie on the CPU; a generator of random numbers may not. Random numbers are the CP
 and on the CPU agree to the bit.
 
 What it does not see: a copy to the CPU and back (``.item()``, ``.cpu()``), which is right on CUDA,
-only slow; kernels that CUDA lacks or rounds otherwise; ``torch.load``'s ``map_location``, as a saved
-tensor comes back to where it was; ``tensor.data = other`` of another shape.
+only slow; kernels that CUDA lacks or rounds otherwise; ``torch.load``'s ``map_location``, as a
+saved tensor comes back to where it was; ``tensor.data = other`` of another shape.
 
 Its tensors are wrappers that report the device ``meta``, on which torch itself stores and computes
 nothing, and hold a tensor of the CPU. (A device of its own, by torch's key for backends written in
@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["ELSEWHERE", "Elsewhere", "ElsewhereTensor"]
 
-#: Its name. Torch knows this device to have no data and no threads, and leaves all else to the mode.
+#: Its name, of a device on which torch has no data and no threads.
 ELSEWHERE = "meta"
 DEVICE = torch.device(ELSEWHERE)
 aten = torch.ops.aten

@@ -69,7 +69,7 @@ def gradients(
     return loss, result
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert gradient.isfinite().all(), name
@@ -258,7 +258,6 @@ def test_a_latent_of_the_model_alone_is_drawn_from_it(elbo_name):
     found = []
     for _ in range(20):
         elbo.loss_and_grads(with_own_latent, guide)
-        shift = pyro.get_param_store().get_unconstrained("shift") if False else None
         shift = pyro.param("shift")
         found.append(shift.grad.item())
         shift.grad = None
@@ -316,15 +315,14 @@ def flat(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(mean, scale), obs=y)
 
 
-@pytest.mark.parametrize("model", [one_latent, flat])
 @elbos
-def test_the_data_rule_the_dtype(elbo_name, model, data):
-    if model is flat and elbo_name in OF_PRIOR:
+def test_the_data_rule_the_dtype_under_flat_priors(elbo_name, data):
+    if elbo_name in OF_PRIOR:
         pytest.skip("a flat prior has no draws")
     elbo = OPTIONS[elbo_name](NUM_PARTICLES)
-    guide = make_guide(model, elbo)
-    elbo.loss_and_grads(model, guide, data)
-    assert elbo.differentiable_loss(model, guide, data).dtype == data.dtype
+    guide = make_guide(flat, elbo)
+    elbo.loss_and_grads(flat, guide, data)
+    assert elbo.differentiable_loss(flat, guide, data).dtype == data.dtype
     params = dict(pyro.get_param_store().named_parameters())
     assert {name: param.dtype for name, param in params.items()} == dict.fromkeys(
         params, data.dtype
