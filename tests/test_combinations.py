@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each ELBO must do where two features of Pyro meet."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal, init_to_value
+from torch import Tensor
+
+from pyro_implicit import (
+    AVB_ELBO,
+    AutoImplicit,
+    AutoregressiveGenerator,
+    AutoSemiImplicit,
+    Implicit,
+    InjectiveELBO,
+    diagnose,
+    fit,
+)
+from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.modes import find_modes
+from pyro_implicit.infer import ImplicitELBO
+from tests.test_contract import ELBOS
+
+NUM_PARTICLES = 4
+OPTIONS: dict[str, Callable] = {
+    **ELBOS,
+    "Injective-coverage": lambda k: InjectiveELBO(k, coverage=1.0),
+    "Injective-plain": lambda k: InjectiveELBO(k, path_derivative=False),
+}
+#: Its loss is quadratic in the model's score.
+QUADRATIC = {"AmortizedKSD"}
+#: Contrasts that want draws of a prior.
+OF_PRIOR = {"AVB-prior", "KIVI-prior"}
+
+elbos = pytest.mark.parametrize("elbo_name", OPTIONS)
+
+
+def make_guide(model: Callable, elbo: ImplicitELBO, **init: Any) -> Callable:
+    """One that the ELBO can train."""
+    if isinstance(elbo, InjectiveELBO):
+        return AutoImplicit(model, AutoregressiveGenerator, **init)
+    return (AutoImplicit if Implicit in elbo.site_types else AutoSemiImplicit)(model, **init)
+
+
+def gradients(
+    elbo: ImplicitELBO, model: Callable, guide: Callable, *args: Any
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss and the gradients of all but the networks that an ELBO owns, from seed 0."""
+    pyro.set_rng_seed(0)
+    loss = elbo.loss_and_grads(model, guide, *args)
+    result = {}
+    for name, param in pyro.get_param_store().named_parameters():
+        if param.grad is not None and "_ELBO" not in name:
+            result[name] = param.grad.clone()
+        param.grad = None
+    assert result
+    return loss, result
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.isfinite().all(), name
+        size = gradient.abs().max().item()
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-8 + 1e-6 * size)
+
+
+Y = torch.tensor([0.3, -1.0, 2.0, 0.7, 1.5, -0.2], dtype=torch.float64)
+
+
+def one_latent(y: Tensor = Y) -> None:
+    x = pyro.sample("x", dist.Normal(y.new_zeros(()), 1.0))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+
+# One latent.
+
+
+@elbos
+def test_one_latent(elbo_name):
+    elbo = OPTIONS[elbo_name](NUM_PARTICLES)
+    guide = make_guide(one_latent, elbo)
+    svi = SVI(one_latent, guide, pyro.optim.Adam({"lr": 0.01}), elbo)
+    assert all(abs(svi.step()) < 1e4 for _ in range(2))
+    assert guide.median()["x"].shape == ()
+
+
+# A parameter of the model.
+
+
+def with_parameter(y: Tensor = Y) -> None:
+    shift = pyro.param("shift", torch.tensor(0.5, dtype=y.dtype))
+    x = pyro.sample("x", dist.Normal(y.new_zeros(()), 1.0))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(x + shift, 1.0), obs=y)
+
+
+@elbos
+def test_gradient_of_a_parameter_of_the_model(elbo_name):
+    elbo = OPTIONS[elbo_name](NUM_PARTICLES)
+    start = init_to_value(values={"x": torch.tensor(0.2, dtype=Y.dtype)})
+    guide = make_guide(with_parameter, elbo, init_loc_fn=start, init_scale=1e-3)
+    _, found = gradients(elbo, with_parameter, guide)
+    assert found["shift"].item() == pytest.approx((0.7 - Y).sum().item(), abs=0.03)
+
+
+# Minibatches.
+
+
+def subsampled(rows: Tensor | None = None) -> None:
+    slope = pyro.sample("slope", dist.Normal(Y.new_zeros(2), 1.0).to_event(1))
+    with pyro.plate("rows", len(Y), subsample=rows) as rows:
+        mean = slope[0] + slope[1] * rows
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=Y[rows])
+
+
+@elbos
+def test_minibatches_have_the_gradient_of_all_data_in_the_mean(elbo_name):
+    if elbo_name in QUADRATIC:
+        pytest.skip("biased by nature: the variance of the score adds to its square")
+    found = {}
+    for part, rows in enumerate([None, *torch.arange(len(Y)).split(2)]):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        elbo = OPTIONS[elbo_name](NUM_PARTICLES)
+        guide = make_guide(subsampled, elbo)
+        guide()
+        try:
+            _, found[part] = gradients(elbo, subsampled, guide, rows)
+        except ValueError as error:  # rather none than a wrong one
+            assert "subsample" in str(error) and "Cure" in str(error)
+            return
+    mean = {name: (found[1][name] + found[2][name] + found[3][name]) / 3 for name in found[0]}
+    assert_close(mean, found[0])
+
+
+# Scales.
+
+
+@elbos
+def test_gradients_follow_the_scale_of_model_and_guide(elbo_name):
+    if elbo_name in QUADRATIC:
+        pytest.skip("the discrepancy of p^s from q^s is not s times that of p from q")
+    found = []
+    for scale in (1.0, 3.0):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        elbo = OPTIONS[elbo_name](NUM_PARTICLES)
+        guide = make_guide(one_latent, elbo)
+        guide()
+        found.append(gradients(elbo, poutine.scale(one_latent, scale), poutine.scale(guide, scale)))
+    (loss, plain), (scaled_loss, scaled) = found
+    assert scaled_loss == pytest.approx(3 * loss, rel=1e-6)
+    assert_close(scaled, {name: 3 * gradient for name, gradient in plain.items()})
+
+
+# A second process, a second model, a second ELBO.
+
+SECOND_PROCESS = """
+import sys, pyro, torch
+from pyro_implicit import fit
+from tests.test_combinations import one_latent
+
+guide = torch.load(sys.argv[1], weights_only=False)
+
+def answer():
+    pyro.set_rng_seed(7)
+    return guide.median()["x"], guide()["x"]
+
+before = answer()
+fit(one_latent, "auto", torch.full((6,), 9.0).double(), num_steps=2, seed=1, progress=False)
+after = answer()
+assert before == after, (before, after)
+print(before[0].item())
+"""
+
+
+def test_a_guide_loaded_in_a_second_process_keeps_its_answers(tmp_path, pytestconfig):
+    guide = fit(one_latent, "auto", Y, num_steps=2, seed=0, progress=False).guide
+    torch.save(guide, tmp_path / "guide.pt")
+    pyro.set_rng_seed(7)
+    expected = guide.median()["x"].item()
+    child = subprocess.run(
+        [sys.executable, "-c", SECOND_PROCESS, str(tmp_path / "guide.pt")],
+        capture_output=True,
+        text=True,
+        cwd=pytestconfig.rootpath,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    assert float(child.stdout) == pytest.approx(expected, abs=1e-12)
+
+
+@elbos
+def test_a_second_model_finds_nothing_of_the_first(elbo_name):
+    def first() -> None:
+        with pyro.plate("groups", 3, dim=-2):
+            pyro.sample("x", dist.Normal(Y.new_zeros(()), 5.0))
+
+    def second_step(elbo: ImplicitELBO) -> tuple[float, dict[str, Tensor]]:
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        guide = make_guide(one_latent, elbo)
+        gradients(elbo, one_latent, guide)
+        return gradients(elbo, one_latent, guide)
+
+    used, new = (OPTIONS[elbo_name](NUM_PARTICLES) for _ in range(2))
+    used.loss_and_grads(first, make_guide(first, used))
+    (found_loss, found), (loss, expected) = second_step(used), second_step(new)
+    assert found_loss == pytest.approx(loss, rel=1e-9)
+    found, expected = ({n.split(".")[-1]: g for n, g in part.items()} for part in (found, expected))
+    assert_close(found, expected)
+
+
+def test_a_second_elbo_has_a_discriminator_of_its_own():
+    names: list[set[str]] = []
+    for _ in range(2):
+        elbo = AVB_ELBO(NUM_PARTICLES, 20)
+        before = set(pyro.get_param_store().keys())
+        guide = AutoImplicit(one_latent)
+        SVI(one_latent, guide, pyro.optim.Adam({"lr": 0.01}), elbo).step()
+        after = set(pyro.get_param_store().keys())
+        names.append({name for name in after - before if "_ELBO" in name})
+    assert len(names[0]) == len(names[1])
+
+
+# Latents that the guide lacks, and a guide that lacks all.
+
+
+def with_own_latent() -> None:
+    shift = pyro.param("shift", Y.new_zeros(()))
+    x = pyro.sample("x", dist.Normal(Y.new_zeros(()), 1.0))
+    noise = pyro.sample("noise", dist.Normal(Y.new_zeros(()), 1.0))
+    pyro.sample("y", dist.Normal(x + noise + shift, 1.0), obs=Y.new_tensor(3.0))
+
+
+@pytest.mark.filterwarnings("ignore:.*one particle at a time:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*Found vars in model but not guide:UserWarning")
+@elbos
+def test_a_latent_of_the_model_alone_is_drawn_from_it(elbo_name):
+    elbo = OPTIONS[elbo_name](NUM_PARTICLES)
+    start = init_to_value(values={"x": Y.new_zeros(())})
+    hidden = poutine.block(with_own_latent, hide=["noise"])
+    guide = make_guide(hidden, elbo, init_loc_fn=start, init_scale=1e-3)
+    found = []
+    for _ in range(20):
+        elbo.loss_and_grads(with_own_latent, guide)
+        shift = pyro.param("shift")
+        found.append(shift.grad.item())
+        shift.grad = None
+    # of standard deviation 1 for each particle
+    found = torch.tensor(found)
+    assert found.mean().item() == pytest.approx(-3.0, abs=0.4)
+    assert 0.25 < found.std().item() < 0.9
+
+
+@pytest.mark.parametrize("elbo_name", ["Trace", "Implicit", *OPTIONS])
+def test_maximum_likelihood_with_an_empty_guide(elbo_name):
+    def model() -> None:
+        mean = pyro.param("mean", Y.new_zeros(()))
+        with pyro.plate("rows", len(Y)):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=Y)
+
+    extra = {"Trace": Trace_ELBO, "Implicit": ImplicitELBO}
+    elbo = {**OPTIONS, **extra}[elbo_name](NUM_PARTICLES)
+    loss, found = gradients(elbo, model, lambda: None)
+    assert found["mean"].item() == pytest.approx(-Y.sum().item())
+    assert loss == pytest.approx(-dist.Normal(0.0, 1.0).log_prob(Y).sum().item())
+
+
+# Draws that are all the same.
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e-6, 1e-9, 1e-20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_collapsed_draws_get_a_verdict(scale, dtype):
+    y = Y.to(dtype)
+    start = init_to_value(values={"x": torch.tensor(1.1, dtype=dtype)})
+    guide = AutoNormal(one_latent, init_loc_fn=start, init_scale=scale)
+    guide(y)
+    diagnosis = diagnose(one_latent, guide, y, num_samples=200, num_transitions=2, modes=None)
+    assert diagnosis.verdict == "do not trust"
+
+
+# Two dtypes.
+
+
+@pytest.fixture(params=[torch.float32, torch.float64], ids=["float64-data", "float32-data"])
+def data(request):
+    """Data of the dtype that is not the default one."""
+    torch.set_default_dtype(request.param)
+    return Y.to(torch.float64 if request.param == torch.float32 else torch.float32)
+
+
+def flat(y: Tensor) -> None:
+    support = dist.constraints.real, dist.constraints.positive
+    mean, scale = (
+        pyro.sample(name, dist.ImproperUniform(part, (), ()))
+        for name, part in zip(("mean", "scale"), support, strict=True)
+    )
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(mean, scale), obs=y)
+
+
+@elbos
+def test_the_data_rule_the_dtype_under_flat_priors(elbo_name, data):
+    if elbo_name in OF_PRIOR:
+        pytest.skip("a flat prior has no draws")
+    elbo = OPTIONS[elbo_name](NUM_PARTICLES)
+    guide = make_guide(flat, elbo)
+    elbo.loss_and_grads(flat, guide, data)
+    assert elbo.differentiable_loss(flat, guide, data).dtype == data.dtype
+    params = dict(pyro.get_param_store().named_parameters())
+    assert {name: param.dtype for name, param in params.items()} == dict.fromkeys(
+        params, data.dtype
+    )
+
+
+def test_the_data_rule_the_dtype_of_a_density(data):
+    density = LatentDensity(flat, data)
+    points = density.sample_prior(3)
+    assert points.dtype == density.init_loc.dtype == density.log_prob(points).dtype == data.dtype
+    modes = find_modes(density, num_starts=5, max_rounds=2)
+    assert modes.loc.dtype == modes.scale_tril.dtype == data.dtype
+
+
+# Pyro's own arguments.
+
+CLASSES = {type(make(NUM_PARTICLES)): None for make in OPTIONS.values()}
+ARGUMENTS: dict[str, Any] = {
+    "max_plate_nesting": 2,
+    "strict_enumeration_warning": False,
+    "ignore_jit_warnings": True,
+    "jit_options": {"check_trace": True},
+    "retain_graph": True,
+    "tail_adaptive_beta": -0.5,
+}
+
+
+@pytest.mark.parametrize("elbo_class", [ImplicitELBO, *CLASSES])
+def test_arguments_of_pyros_elbo(elbo_class):
+    elbo = elbo_class(num_particles=NUM_PARTICLES, **ARGUMENTS)
+    for name, value in ARGUMENTS.items():
+        if name != "max_plate_nesting":  # counts the particle plate, too
+            assert getattr(elbo, name) == value
+    with pytest.warns(DeprecationWarning, match="max_plate_nesting"):
+        elbo_class(num_particles=NUM_PARTICLES, max_iarange_nesting=2)
+    guide = make_guide(one_latent, elbo) if elbo.site_types else AutoNormal(one_latent)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(elbo.loss_and_grads(one_latent, guide), float)
+
+
+@pytest.mark.parametrize("elbo_class", [ImplicitELBO, *CLASSES])
+def test_vectorize_particles_true_is_pyros_plate(elbo_class):
+    losses = []
+    for mode in (True, "plate"):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        elbo = elbo_class(num_particles=NUM_PARTICLES, vectorize_particles=mode)
+        guide = make_guide(one_latent, elbo) if elbo.site_types else AutoNormal(one_latent)
+        losses.append(gradients(elbo, one_latent, guide))
+    assert losses[0][0] == losses[1][0]
+    assert_close(losses[0][1], losses[1][1])
+
+
+def test_the_graph_is_retained_on_request():
+    seen = []
+
+    def model() -> None:
+        x = pyro.sample("x", dist.Normal(Y.new_zeros(()), 1.0))
+        seen.append(x)
+        pyro.sample("y", dist.Normal(x, 1.0), obs=Y.new_tensor(1.0))
+
+    elbo = ImplicitELBO(1, retain_graph=True)
+    elbo.loss_and_grads(model, AutoNormal(model))
+    seen[-1].sum().backward()  # a second pass through the guide

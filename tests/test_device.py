@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract on a device other than the CPU: on CUDA, and on one that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Predictive
+from pyro.infer.autoguide import AutoNormal
+
+from pyro_implicit import (
+    KIVI_ELBO,
+    AutoImplicit,
+    AutoregressiveGenerator,
+    AutoSemiImplicit,
+    InjectiveELBO,
+    compare,
+    diagnose,
+    evidence_bound,
+    fit,
+)
+from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.modes import find_modes
+from tests import test_contract as contract
+from tests.devices import ELSEWHERE, Elsewhere
+from tests.test_contract import ELBOS, GUIDES, Model
+
+DEVICES = [ELSEWHERE] + ["cuda"] * torch.cuda.is_available()
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    with Elsewhere() if request.param == ELSEWHERE else contextlib.nullcontext():
+        yield request.param
+
+
+@pytest.fixture
+def elsewhere():
+    with Elsewhere():
+        yield torch.arange(3.0).to(ELSEWHERE)
+
+
+# The device that is not there.
+
+FAULTS = {
+    "add": lambda x: x + torch.zeros(3),
+    "add_": lambda x: torch.zeros(3).add_(x),
+    "cat": lambda x: torch.cat([x, torch.zeros(1)]),
+    "stack a number": lambda x: torch.stack([x[0], torch.tensor(1.0)]),
+    "two numbers": lambda x: torch.clamp(x, torch.tensor(0.0), torch.tensor(1.0)),
+    "Linear": lambda x: torch.nn.Linear(3, 2)(x),
+    "eye": lambda x: torch.eye(3) @ x,
+    "linspace": lambda x: torch.linspace(0, 1, 3) * x,
+    "index_put values": lambda x: x.index_put_((torch.tensor([0, 1]),), torch.zeros(2)),
+    "numpy": lambda x: x.numpy(),
+    "vmap": lambda x: torch.func.vmap(lambda row: row + torch.zeros(3))(x.expand(2, 3)),
+    "jvp": lambda x: torch.func.jvp(lambda y: y * torch.ones(3), (x,), (x,)),
+    "grad": lambda x: torch.func.grad(lambda y: (y * torch.ones(3)).sum())(x),
+    "generator": lambda x: torch.randn(3, device=x.device, generator=torch.Generator()),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_elsewhere_refuses_to_meet_the_cpu(fault, elsewhere):
+    with pytest.raises((RuntimeError, TypeError), match="device|subclass"):
+        FAULTS[fault](elsewhere)
+
+
+STAYS = {
+    "number": lambda x: 2.0 * x + 1,
+    "tensor number": lambda x: x + torch.tensor(2.0),
+    "new_zeros": lambda x: x + x.new_zeros(3),
+    "new_tensor": lambda x: x + x.new_tensor([1.0, 2.0, 3.0]),
+    "zeros_like": lambda x: x + torch.zeros_like(x),
+    "eye": lambda x: torch.eye(3, device=x.device) @ x,
+    "tensor": lambda x: x * torch.tensor([1.0, 2.0, 3.0], device=x.device),
+    "to": lambda x: x + torch.ones(3).to(x),
+    "where": lambda x: torch.where(x > 0, x, torch.tensor(1.0)),
+    "masked_fill": lambda x: x.masked_fill(x > 1, torch.tensor(5.0)),
+    "list": lambda x: x[[2, 0]],
+    "mask": lambda x: x[x > 0],
+    "setitem": lambda x: x.clone().__setitem__(0, 3.0) or x,
+    "vmap": lambda x: torch.func.vmap(lambda row: row + row.new_ones(3))(x.expand(2, 3)),
+    "jacfwd": lambda x: torch.func.jacfwd(torch.sin)(x),
+    "hessian": lambda x: torch.func.hessian(lambda y: y.pow(3).sum())(x),
+    "linalg": lambda x: torch.linalg.cholesky(x.diag() + torch.eye(3, device=x.device)),
+    "cov": lambda x: x.diag().cov(),
+    "deepcopy": copy.deepcopy,
+    "squeeze_": lambda x: x.clone().unsqueeze_(0).squeeze_(0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", STAYS)
+def test_elsewhere_computes_what_the_cpu_does(name, elsewhere):
+    result = STAYS[name](elsewhere)
+    assert result.device.type == ELSEWHERE
+    assert result.cpu().equal(STAYS[name](torch.arange(3.0)))
+
+
+def test_a_module_elsewhere_is_trained_saved_and_loaded(elsewhere):
+    net = torch.nn.Linear(3, 2).to(ELSEWHERE)
+    optimiser = torch.optim.Adam(net.parameters())
+    before = net.weight.cpu()
+    net(elsewhere).sum().backward()
+    assert net.weight.grad.device == net.weight.device
+    optimiser.step()
+    assert net.weight.cpu().ne(before)[:, 1:].all()
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert loaded.weight.device.type == ELSEWHERE and loaded.weight.equal(net.weight)
+
+
+# What the library does on a device.
+
+
+def guide_of(elbo_name: str) -> str:
+    if elbo_name == "Injective":
+        return "AutoImplicit-autoregressive"
+    semi_implicit = elbo_name.startswith(("LIVI", "SIVI", "UIVI"))
+    return "AutoSemiImplicit" if semi_implicit else "AutoImplicit"
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Every ELBO and every guide: all pairs take a minute."""
+    result = [(guide_of(elbo), elbo) for elbo in ELBOS]
+    return result + [(guide, "KIVI") for guide in GUIDES if (guide, "KIVI") not in result]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(("guide_name", "elbo_name"), pairs())
+def test_contract(guide_name, elbo_name, device):
+    contract.test_svi_trains_every_parameter(guide_name, elbo_name, device)
+
+
+class Small:
+    """Two latents, of proper or flat priors."""
+
+    def __init__(self, device: str, flat: bool) -> None:
+        self.y = torch.tensor([0.3, -1.0, 2.0, 0.7]).to(device)
+        self.flat = flat
+
+    def __call__(self) -> None:
+        if self.flat:
+            scale = pyro.sample("scale", flat_prior(dist.constraints.positive))
+            mean = pyro.sample("mean", flat_prior(dist.constraints.real))
+        else:
+            scale = pyro.sample("scale", dist.LogNormal(self.y.new_zeros(()), 0.5))
+            mean = pyro.sample("mean", dist.Normal(self.y.new_zeros(()), 2.0))
+        with pyro.plate("rows", 4):
+            pyro.sample("y", dist.Normal(mean, scale), obs=self.y)
+
+
+def flat_prior(support: dist.constraints.Constraint) -> dist.ImproperUniform:
+    return dist.ImproperUniform(support, (), ())
+
+
+flat_or_not = pytest.mark.parametrize("flat", [False, True])
+
+
+@flat_or_not
+def test_density_and_modes(flat, device):
+    density = LatentDensity(Small(device, flat))
+    points = density.sample_prior(3)
+    assert points.device.type == density.init_loc.device.type == device
+    assert density.log_prob(points).device.type == device
+    assert density.hessian(points).device.type == device
+    assert density.unconstrain(density.constrain(points)).device.type == device
+    modes = find_modes(density, num_starts=5, max_rounds=2, max_iterations=10)
+    assert all(part.device.type == device for part in modes)
+
+
+@flat_or_not
+def test_training_and_bound(flat, device):
+    model = Small(device, flat)
+    guide = AutoImplicit(model, AutoregressiveGenerator)
+    for elbo in (InjectiveELBO(8, coverage=1.0), KIVI_ELBO(8)):
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), elbo)
+        assert isinstance(svi.step(), float)
+    bound = evidence_bound(model, guide, num_samples=60)
+    assert bound.value < 100
+    bound = evidence_bound(model, AutoSemiImplicit(model), num_samples=60, num_steps=3)
+    assert bound.value < 100
+
+
+@pytest.mark.parametrize("guide_name", ["AutoImplicit-autoregressive", "AutoSemiImplicit"])
+def test_draws(guide_name, device):
+    model = Model(device=device)
+    guide = GUIDES[guide_name](model)
+    draws = guide.sample_posterior(120)
+    assert all(value.device.type == device for value in draws.values())
+    quantiles = guide.quantiles([0.1, 0.5])["weight"]
+    assert quantiles.device.type == guide.median()["weight"].device.type == device
+    assert Predictive(model, guide=guide, num_samples=3)()["y"].device.type == device
+    assert compare(guide, draws).floor_ratio < 10
+    assert compare(guide, {name: value.cpu() for name, value in draws.items()}).floor_ratio < 10
+
+
+def test_diagnosis(device):
+    model = Small(device, flat=False)
+    guide = AutoNormal(model)
+    guide()
+    diagnosis = diagnose(model, guide, num_samples=100, num_transitions=2, modes=None)
+    assert diagnosis.verdict in str(diagnosis)
+
+
+def test_fit(device, tmp_path):
+    y = torch.tensor([0.3, -1.0, 2.0, 0.7]).to(device)
+
+    def model() -> None:  # Gaussian: the first candidate is right from its start
+        mean = pyro.sample("mean", flat_prior(dist.constraints.real))
+        with pyro.plate("rows", 4):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+    settings = {"num_steps": 2, "num_particles": 8, "seed": 0, "progress": False}
+    result = fit(model, "auto", **settings)
+    assert result.guide.median()["mean"].device.type == device
+    for _ in range(2):  # the second goes on from the first
+        given = fit(model, AutoSemiImplicit(model), checkpoint=tmp_path, **settings)
+        assert len(given.losses) == 2
