@@ -14,7 +14,6 @@ from pyro_implicit.generators import (
     MLP,
     MMNN,
     AutoregressiveGenerator,
-    CorrelatedMMNN,
     GatedMLP,
     GatedResidualGenerator,
     NoisyEncoder,
@@ -40,8 +39,7 @@ SQUARE = {
     "gated residual context": lambda: GatedResidualGenerator(4, 2, hidden=(8, 7), context_dim=2),
     "autoregressive": lambda: AutoregressiveGenerator(4, (8, 7)),
     "autoregressive context": lambda: AutoregressiveGenerator(4, (8, 7), context_dim=2),
-    "mmnn": lambda: MMNN((2, 3), ((4, 5),), (2, 3)),
-    "correlated": lambda: CorrelatedMMNN([5, 1], (2, 3), ((4, 5), (4, 6)), ((3, 4),)),
+    "mmnn": lambda: MMNN((2, 3), (), (2, 3)),
 }
 BATCHES = [(), (5,), (4, 1, 3)]
 

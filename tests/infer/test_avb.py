@@ -23,8 +23,8 @@ def _double():
 
 
 def drawn(q) -> ImplicitSite:
-    value = q.rsample()
-    return ImplicitSite("x", q, q.noise_of(value), value)
+    noise, value, _ = q.draw()
+    return ImplicitSite("x", q, noise, value, value)
 
 
 class Quadratic(nn.Module):
@@ -44,7 +44,7 @@ def test_score_parts_is_the_equation():
     site = drawn(Implicit(MLP(3, 2), 3).expand([6]))
     elbo = AVB_ELBO(6, num_entropy_particles=6, discriminator=Quadratic)
     with torch.no_grad():
-        parts = elbo.score_parts(site)
+        parts = elbo.score_parts(site, None)
     white, log_scale = standardize(site.value)
     log_normal = -0.5 * (white.square() + math.log(2 * math.pi)).sum(-1) - log_scale
     log_ratio = (0.3 - 0.5 * white + 0.2 * white.square()).sum(-1)
@@ -55,7 +55,7 @@ def test_gradient_passes_through_the_draws_alone():
     generator = MLP(3, 2)
     site = drawn(Implicit(generator, 3).expand([6]))
     elbo = AVB_ELBO(6, num_entropy_particles=6, discriminator=Quadratic)
-    parts = elbo.score_parts(site)
+    parts = elbo.score_parts(site, None)
     (network,) = elbo.networks.values()
     weights = network.weights.detach()
     assert (weights != torch.tensor([0.3, -0.5, 0.2])).all()  # it learnt, and is frozen below
