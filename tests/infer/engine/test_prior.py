@@ -31,7 +31,8 @@ class Probe(ImplicitELBO):
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         self.site, self.prior = site, prior
-        return ScoreParts(torch.zeros(site.batch_shape), 0, 0)
+        zeros = torch.zeros(site.batch_shape)
+        return ScoreParts(zeros, 0, zeros)
 
 
 Implicit.trained_by.remove("Probe")
@@ -74,10 +75,8 @@ def test_density_in_unconstrained_space(model, num_particles, mode):
     prior = probed(model, AutoImplicit(model), num_particles, mode)
     found = prior.log_prob()
     assert found.shape == prior.site.batch_shape
-    for k in range(num_particles):
-        draw = (
-            prior.site.draw.flatten(0, -2)[k] if num_particles > 1 else prior.site.draw
-        ).detach()
+    draws = prior.site.draw.detach().reshape(num_particles, -1)
+    for k, draw in enumerate(draws):
         expected, start, values = 0.0, 0, {}
         for name in prior.site.latents:  # in the order of the model, so that parents come first
             fn = poutine.trace(poutine.condition(model, values)).get_trace().nodes[name]["fn"]
