@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
-from .linearisation import Differentiable
+from .linearisation import Differentiable, Linearisation
 
 __all__ = ["Generator"]
 
@@ -39,7 +41,18 @@ class Generator(Differentiable, nn.Module):
         """Number of noise coordinates that the Jacobian depends on, from the first on."""
         return self.noise_dim
 
-    __call__ = nn.Module.__call__
+    if TYPE_CHECKING:
+        __call__ = nn.Module.__call__
+
+    def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
+        """
+        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
+        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
+        :returns: The value, and the exact derivative by forward mode.
+        :raises ValueError: If the noise or the context has the wrong size.
+        """
+        self._check_inputs(noise, context)
+        return super().linearise(noise, context)
 
     def extra_repr(self) -> str:
         sizes = f"noise_dim={self.noise_dim}, output_dim={self.output_dim}"

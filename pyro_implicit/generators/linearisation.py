@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -68,8 +68,9 @@ class Differentiable:
 
     injective: ClassVar[bool] = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+    if TYPE_CHECKING:  # a method here would hide PyroModule's in a guide
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
         """Value and Jacobian in one pass, here by forward mode.

@@ -54,11 +54,13 @@ def test_shapes(kind, how, batch_shape, sample_shape):
         value = draw(torch.Size(sample_shape))
         assert value.shape == sample_shape + batch_shape + (VALUE,)
         assert value.requires_grad == (draw != q.sample)
-        noise = q.noise_of(value)
-        assert noise.shape == sample_shape + batch_shape + (NOISE,)
-        assert q.generate(noise).shape == value.shape
-        assert_rows_differ(noise)
         assert_rows_differ(value)
+    noise, value, linearisation = q.draw(torch.Size(sample_shape))
+    assert noise.shape == sample_shape + batch_shape + (NOISE,)
+    assert q.generate(noise).shape == value.shape == sample_shape + batch_shape + (VALUE,)
+    assert linearisation is None
+    assert_rows_differ(noise)
+    assert_rows_differ(value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,8 +74,7 @@ def test_context_and_noise_broadcast(kind, noise_batch, context_batch, more):
     q = make(kind, noise=noise, context=context)
     assert q.batch_shape == torch.broadcast_shapes(noise_batch, context_batch)
     q = q.expand(more + q.batch_shape)
-    value = q.rsample((7,))
-    noise = q.noise_of(value)
+    noise, value, _ = q.draw((7,))
     assert_rows_differ(noise)
     # Each row has met the context of its own batch element.
     contexts = context.expand((7,) + q.batch_shape + (CONTEXT,)).reshape(-1, CONTEXT)
@@ -167,19 +168,19 @@ def test_support_and_reparameterisation(kind):
 def test_gradients_reach_generator_and_context(kind):
     context = torch.randn(4, CONTEXT, requires_grad=True)
     q = make(kind, context=context).expand((6, 4))
-    value = q.rsample((2,))
+    noise, value, _ = q.draw((2,))
     weight = torch.randn_like(value)
     inputs = [context, *q.generator.parameters()]
     found = torch.autograd.grad((weight * value).sum(), inputs)
-    expected = torch.autograd.grad((weight * q.generate(q.noise_of(value))).sum(), inputs)
+    expected = torch.autograd.grad((weight * q.generate(noise)).sum(), inputs)
     torch.testing.assert_close(found, expected)
     assert all(gradient.abs().max() > 0 for gradient in found)
 
 
 def test_implicit_value_is_its_noise_generated():
     q = make("implicit", context=torch.randn(4, CONTEXT))
-    value = q.rsample((3,))
-    assert q.generate(q.noise_of(value)).equal(value)
+    noise, value, _ = q.draw((3,))
+    assert q.generate(noise).equal(value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -194,7 +195,8 @@ def test_copies(kind, duplicate):
     assert again.sample((2,)).equal(value)
 
 
-def test_copy_after_a_draw():
-    q = make("implicit")
-    q.rsample()
+@pytest.mark.parametrize("kind", KINDS)
+def test_copy_after_a_draw(kind):
+    q = make(kind)
+    q.draw(linearise=True)
     copy.deepcopy(q)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise of implicit distributions: its kinds and precision, the memory of it, the refusals."""
+"""The noise of implicit distributions: its kinds and precision, and the refusals."""
 
 from __future__ import annotations
 
@@ -27,51 +27,6 @@ def make(kind: str, generator=None, noise=3, **kwargs) -> Implicit:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_noise_of_knows_the_last_draw_alone(kind):
-    q = make(kind)
-    with pytest.raises(ValueError, match=f"{type(q).__name__} knows the noise only of the value"):
-        q.noise_of(torch.zeros(2))
-    first = q.rsample()
-    noise = q.noise_of(first)
-    assert q.noise_of(first) is noise
-    for other in (first.clone(), first + 0, first.detach()):
-        with pytest.raises(ValueError, match="this tensor is another one"):
-            q.noise_of(other)
-    second = q.rsample((4,))
-    assert q.noise_of(second).shape == (4, 3)
-    with pytest.raises(ValueError, match="without replaying or conditioning"):
-        q.noise_of(first)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_expanded_distributions_remember_for_themselves(kind):
-    q = make(kind)
-    value = q.rsample()
-    expanded = q.expand((4,))
-    with pytest.raises(ValueError, match="knows the noise only"):
-        expanded.noise_of(value)
-    many = expanded.rsample()
-    assert expanded.noise_of(many).shape == (4, 3)
-    assert q.noise_of(value).shape == (3,)
-    with pytest.raises(ValueError, match="knows the noise only"):
-        q.noise_of(many)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_noise_of_the_value_in_a_trace(kind):
-    def guide():
-        with pyro.plate("plate", 4):
-            pyro.sample("x", make(kind))
-
-    trace = poutine.trace(guide).get_trace()
-    site = trace.nodes["x"]
-    assert site["fn"].noise_of(site["value"]).shape == (4, 3)
-    site = poutine.trace(poutine.replay(guide, trace)).get_trace().nodes["x"]
-    with pytest.raises(ValueError, match="without replaying"):
-        site["fn"].noise_of(site["value"])
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "noise",
     [
@@ -86,8 +41,7 @@ def test_noise_of_the_value_in_a_trace(kind):
 )
 def test_noise_of_other_distributions(kind, noise):
     q = make(kind, noise=noise).expand((4,))
-    value = q.rsample((2500,))
-    drawn = q.noise_of(value)
+    drawn, value, _ = q.draw((2500,))
     assert drawn.shape == (2500, 4, 3)
     deviation = noise.variance.sqrt()
     # 10,000 draws: the mean within 5 and the spread within some 10 standard errors.
@@ -99,7 +53,7 @@ def test_noise_of_other_distributions(kind, noise):
 @pytest.mark.parametrize("kind", KINDS)
 def test_bounded_noise(kind):
     q = make(kind, noise=dist.Uniform(torch.full((3,), 2.0), 2.5).to_event(1))
-    noise = q.noise_of(q.rsample((1000,)))
+    noise = q.draw((1000,)).noise
     assert 2.0 <= noise.min() < 2.01 and 2.49 < noise.max() <= 2.5
 
 
@@ -121,9 +75,9 @@ def test_precision_follows_generator_context_or_default(kind, dtype, default):
     of_function = make(kind, lambda noise, context: noise + context.sum(-1, True), context=context)
     of_noise = make(kind, torch.tanh, noise=dist.Normal(torch.zeros(3, dtype=dtype), 1).to_event(1))
     for q in (of_generator, of_context, of_function, of_noise):
-        for draw in (q, q.expand((6,) + q.batch_shape)):
-            value = draw.rsample()
-            assert value.dtype == draw.noise_of(value).dtype == dtype
+        for expanded in (q, q.expand((6,) + q.batch_shape)):
+            noise, value, _ = expanded.draw()
+            assert value.dtype == noise.dtype == dtype
     assert make(kind, torch.tanh).sample().dtype == default
 
 

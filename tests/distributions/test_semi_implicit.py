@@ -56,8 +56,7 @@ def test_conditional(batch_shape, sample_shape):
     context = torch.randn(batch_shape + (2,))
     scale = 0.1 + torch.rand(batch_shape + (5,))
     q = SemiImplicit(MLP(3, 5, context_dim=2), 3, scale, context)
-    value = q.rsample(sample_shape)
-    noise = q.noise_of(value)
+    noise, value, _ = q.draw(sample_shape)
     conditional = q.conditional(noise)
     assert conditional.batch_shape == sample_shape + batch_shape
     assert conditional.event_shape == (5,)
@@ -70,12 +69,12 @@ def test_conditional(batch_shape, sample_shape):
 def test_draws_follow_the_conditional():
     """Standardised by the conditional of their own noise, draws are standard normal."""
     q = SemiImplicit(MLP(3, 4), 3, torch.tensor([0.1, 1.0, 0.5, 2.0]))
-    value = q.sample((20_000,))
-    conditional = q.conditional(q.noise_of(value))
+    noise, value, _ = q.draw((20_000,))
+    conditional = q.conditional(noise)
     standardised = ((value - conditional.mean) / conditional.stddev).detach()
     assert_moments(standardised, torch.zeros(4), torch.eye(4))
     # ... and independent of that noise
-    joint = torch.cat([standardised, q.noise_of(value)], -1)
+    joint = torch.cat([standardised, noise], -1)
     assert_moments(joint, torch.zeros(7), torch.eye(7))
 
 
@@ -86,8 +85,8 @@ def test_scale_broadcasts_to_matrix_values(scale_shape):
     q = SemiImplicit(generator, noise, 0.1 + torch.rand(scale_shape))
     assert q.batch_shape == (4,) and q.event_shape == (2, 3)
     for q in (q, q.expand((5, 4))):  # noqa: B020
-        value = q.rsample((6,))
-        conditional = q.conditional(q.noise_of(value))
+        drawn, value, _ = q.draw((6,))
+        conditional = q.conditional(drawn)
         assert conditional.event_shape == (2, 3)
         assert conditional.batch_shape == (6,) + q.batch_shape
         torch.testing.assert_close(conditional.stddev, q.scale.expand(value.shape))
@@ -98,8 +97,8 @@ def test_gradients_reach_generator_context_and_scale():
     context = torch.randn(4, 2, requires_grad=True)
     scale = (0.1 + torch.rand(4, 5)).requires_grad_()
     q = SemiImplicit(MLP(3, 5, context_dim=2), 3, scale, context)
-    value = q.rsample()
-    mean = q.generate(q.noise_of(value))
+    noise, value, _ = q.draw()
+    mean = q.generate(noise)
     weight = torch.randn_like(value)
     inputs = [context, *q.generator.parameters()]
     found = torch.autograd.grad((weight * value).sum(), [scale, *inputs])

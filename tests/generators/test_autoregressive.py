@@ -58,10 +58,11 @@ def test_formula_of_linear_maps():
 @pytest.mark.parametrize("activation", ["silu", "tanh", "elu"])
 @batches
 @cases
-def test_value_and_jacobian(output_dim, hidden, context_dim, batch, activation):
+def test_jacobian(output_dim, hidden, context_dim, batch, activation):
     generator = build(output_dim, hidden, context_dim, activation=activation)
     noise, context = inputs(output_dim, context_dim, batch)
-    value, jacobian = generator.value_and_jacobian(noise, context)
+    linearisation = generator.linearise(noise, context)
+    value, jacobian = linearisation.value, linearisation.jacobian()
     torch.testing.assert_close(value, generator(noise, context))
     _, expected = batch_jacobian(lambda z: generator(z, context), noise)
     torch.testing.assert_close(jacobian, expected)
@@ -69,10 +70,10 @@ def test_value_and_jacobian(output_dim, hidden, context_dim, batch, activation):
 
 @batches
 @cases
-def test_log_abs_det_jacobian(output_dim, hidden, context_dim, batch):
+def test_log_abs_det(output_dim, hidden, context_dim, batch):
     generator = build(output_dim, hidden, context_dim)
     noise, context = inputs(output_dim, context_dim, batch)
-    actual = generator.log_abs_det_jacobian(noise, context)
+    actual = generator.linearise(noise, context).log_abs_det()
     assert actual.shape == batch
     _, jacobian = batch_jacobian(lambda z: generator(z, context), noise)
     expected = torch.linalg.slogdet(jacobian).logabsdet
@@ -87,13 +88,13 @@ def test_log_abs_det_jacobian(output_dim, hidden, context_dim, batch):
 
 @batches
 @cases
-def test_solve_jacobian_transposed(output_dim, hidden, context_dim, batch):
+def test_solve_transposed(output_dim, hidden, context_dim, batch):
     generator = build(output_dim, hidden, context_dim)
     noise, context = inputs(output_dim, context_dim, batch)
     vector = torch.randn_like(noise)
     _, jacobian = batch_jacobian(lambda z: generator(z, context), noise)
     expected = torch.linalg.solve(jacobian.mT, vector).detach()
-    solved = generator.solve_jacobian_transposed(noise, vector, context)
+    solved = generator.linearise(noise, context).solve_transposed(vector)
     torch.testing.assert_close(solved, expected)
     assert not solved.requires_grad
 
@@ -110,7 +111,7 @@ def test_inverse(output_dim, hidden, context_dim, batch):
     # Differentiable: J^{-T} v.
     vector = torch.randn_like(noise)
     (gradient,) = torch.autograd.grad(inverse, value, vector)
-    expected = generator.solve_jacobian_transposed(noise, vector, context)
+    expected = generator.linearise(noise, context).solve_transposed(vector)
     torch.testing.assert_close(gradient, expected)
 
 
@@ -146,7 +147,7 @@ def test_the_linear_maps_see_all_earlier_noise_and_all_context():
 def test_gradient_reaches_all_parameters():
     generator = build(5, (16, 12), context_dim=2)
     noise, context = inputs(5, 2, (30,))
-    loss = generator(noise, context).sum() + generator.log_abs_det_jacobian(noise, context).sum()
+    loss = generator(noise, context).sum() + generator.linearise(noise, context).log_abs_det().sum()
     loss.backward()
     masks = {name.replace("mask", "weight"): mask for name, mask in generator.named_buffers()}
     for name, parameter in generator.named_parameters():
@@ -165,7 +166,8 @@ def test_is_injective_whatever_its_weights(seed, std):
     torch.nn.init.normal_(generator.noise_skew, std=0.3)
     torch.nn.init.normal_(generator.noise_tail, std=0.3)
     noise = torch.randn(2000, 3, dtype=torch.float64)
-    value, jacobian = generator.value_and_jacobian(noise)
+    linearisation = generator.linearise(noise)
+    value, jacobian = linearisation.value, linearisation.jacobian()
     assert jacobian.diagonal(dim1=-2, dim2=-1).min() > 0
     assert torch.equal(jacobian.triu(1), torch.zeros_like(jacobian))
     torch.testing.assert_close(generator.inverse(value), noise, rtol=1e-5, atol=1e-5)
@@ -178,7 +180,7 @@ def test_starts_near_the_noise(seed):
     noise, context = torch.randn(1000, 20), torch.randn(1000, 2)
     with torch.no_grad():
         assert (generator(noise, context) - noise).abs().max() < 0.2
-        assert generator.log_abs_det_jacobian(noise, context).abs().max() < 0.5
+        assert generator.linearise(noise, context).log_abs_det().abs().max() < 0.5
 
 
 def test_draws_stay_finite_in_float32():
@@ -187,7 +189,7 @@ def test_draws_stay_finite_in_float32():
         generator.layers[-1].bias[6:] = 100.0  # both bounds reached
     noise = torch.tensor([[8.0, -8.0, 8.0]], requires_grad=True)
     value = generator(noise)
-    loss = value.square().sum() + generator.log_abs_det_jacobian(noise).sum()
+    loss = value.square().sum() + generator.linearise(noise).log_abs_det().sum()
     (gradient,) = torch.autograd.grad(loss, noise)
     assert value.isfinite().all() and gradient.isfinite().all()
     assert value.abs().max() < 1.5e5
@@ -197,9 +199,9 @@ def test_draws_stay_finite_in_float32():
 def test_dtype(dtype):
     generator = AutoregressiveGenerator(4, context_dim=2).to(dtype)
     noise, context = torch.randn(5, 4, dtype=dtype), torch.randn(5, 2, dtype=dtype)
-    results = [generator(noise, context), *generator.value_and_jacobian(noise, context)]
-    results += [generator.log_abs_det_jacobian(noise, context)]
-    results += [generator.solve_jacobian_transposed(noise, noise, context)]
+    linearisation = generator.linearise(noise, context)
+    results = [generator(noise, context), linearisation.value, linearisation.jacobian()]
+    results += [linearisation.log_abs_det(), linearisation.solve_transposed(noise)]
     results += [generator.inverse(noise, context)]
     assert all(result.dtype == dtype for result in results)
 
@@ -223,7 +225,7 @@ def test_carries_a_funnel_exactly():
     v, x = generator(noise).split([1, 3], -1)
     normal = torch.distributions.Normal
     log_p = normal(0.0, 3.0).log_prob(v) + normal(0.0, (v / 2).exp()).log_prob(x).sum(-1, True)
-    log_q = normal(0.0, 1.0).log_prob(noise).sum(-1) - generator.log_abs_det_jacobian(noise)
+    log_q = normal(0.0, 1.0).log_prob(noise).sum(-1) - generator.linearise(noise).log_abs_det()
     torch.testing.assert_close(log_q, log_p.squeeze(-1))
 
 
@@ -278,9 +280,7 @@ def test_errors():
         generator.inverse(torch.zeros(3), torch.zeros(2))
     with pytest.raises(ValueError, match="got no context; pass context="):
         generator.inverse(zeros)
-    calls = [generator, generator.value_and_jacobian, generator.log_abs_det_jacobian]
-    calls += [lambda z, c=None: generator.solve_jacobian_transposed(z, z, c)]
-    for call in calls:
+    for call in (generator, generator.linearise):
         with pytest.raises(ValueError, match=r"expects noise of shape \(\*batch, 5\)"):
             call(torch.zeros(3), torch.zeros(2))
         with pytest.raises(ValueError, match="got no context; pass context="):

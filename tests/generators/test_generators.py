@@ -18,6 +18,7 @@ from pyro_implicit.generators import (
     AutoregressiveGenerator,
     CorrelatedMMNN,
     GatedMLP,
+    GatedResidualGenerator,
     Generator,
     ResidualGenerator,
 )
@@ -26,7 +27,7 @@ from pyro_implicit.generators.activations import ACTIVATIONS
 # torch.func's forward mode, our reference here, imports code that torch itself calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
-WITH_JACOBIAN = {
+ALL = {
     "mlp": lambda: MLP(3, 5, hidden=(8, 7)),
     "mlp wide noise": lambda: MLP(5, 2, hidden=(8,), activation="relu"),
     "mlp affine": lambda: MLP(3, 5, hidden=()),
@@ -38,11 +39,10 @@ WITH_JACOBIAN = {
     "residual": lambda: ResidualGenerator(5, 2, hidden=(8, 7)),
     "residual full core": lambda: ResidualGenerator(3, 3, hidden=(8,)),
     "residual context": lambda: ResidualGenerator(5, 2, hidden=(8, 7), context_dim=2),
+    "gated residual": lambda: GatedResidualGenerator(5, 2, (8, 7)),
+    "gated residual context": lambda: GatedResidualGenerator(5, 2, (8, 7), context_dim=2),
     "autoregressive": lambda: AutoregressiveGenerator(4, (8, 7)),
     "autoregressive context": lambda: AutoregressiveGenerator(4, (8, 7), context_dim=2),
-}
-ALL = {
-    **WITH_JACOBIAN,
     "mmnn": lambda: MMNN((2, 3), ((4, 5), (3, 4)), (3, 4), output_dim=10),
     "mmnn linear": lambda: MMNN((2, 3), (), (3, 4)),
     "correlated": lambda: CorrelatedMMNN([5, 1, 12], (2, 3), ((4, 5), (4, 6)), ((3, 4),)),
@@ -113,11 +113,12 @@ def test_every_parameter_reaches_the_value(name):
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
-@pytest.mark.parametrize("name", WITH_JACOBIAN)
+@pytest.mark.parametrize("name", ALL)
 def test_jacobian(name, batch):
     generator = build(name)
     noise, context = inputs(generator, batch)
-    value, jacobian = generator.value_and_jacobian(noise, context)
+    linearisation = generator.linearise(noise, context)
+    value, jacobian = linearisation.value, linearisation.jacobian()
     assert jacobian.shape == batch + (generator.output_dim, generator.noise_dim)
     torch.testing.assert_close(value, generator(noise, context))
     torch.testing.assert_close(jacobian, jacobian_by_torch(generator, noise, context))
@@ -131,11 +132,11 @@ def test_jacobian_of_every_activation(generator_class, activation):
     for parameter in generator.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     noise = 3 * torch.randn(20, 3, dtype=torch.float64)
-    _, jacobian = generator.value_and_jacobian(noise)
+    jacobian = generator.linearise(noise).jacobian()
     torch.testing.assert_close(jacobian, jacobian_by_torch(generator, noise, None))
 
 
-@pytest.mark.parametrize("name", WITH_JACOBIAN)
+@pytest.mark.parametrize("name", ALL)
 def test_jacobian_can_be_differentiated(name):
     generator = build(name)
     noise, context = inputs(generator, (5,))
@@ -148,7 +149,7 @@ def test_jacobian_can_be_differentiated(name):
         leaves = [noise, *parameters.values()]
         return torch.autograd.grad(scalar, leaves, allow_unused=True, materialize_grads=True)
 
-    actual = gradients(generator.value_and_jacobian(noise, context)[1])
+    actual = gradients(generator.linearise(noise, context).jacobian())
     expected = gradients(jacobian_by_torch(generator, noise, context, parameters))
     for key, a, b in zip(["noise", *parameters], actual, expected, strict=True):
         torch.testing.assert_close(a, b, msg=lambda text, key=key: f"{key}: {text}")
@@ -159,8 +160,10 @@ def test_context_broadcasts_and_matters(name):
     generator = build(name)
     noise, _ = inputs(generator, (6, 5))
     context = torch.randn(5, generator.context_dim, dtype=torch.float64)
-    value, jacobian = generator.value_and_jacobian(noise, context)
-    full_value, full_jacobian = generator.value_and_jacobian(noise, context.expand(6, 5, -1))
+    linearisation = generator.linearise(noise, context)
+    value, jacobian = linearisation.value, linearisation.jacobian()
+    linearisation = generator.linearise(noise, context.expand(6, 5, -1))
+    full_value, full_jacobian = linearisation.value, linearisation.jacobian()
     torch.testing.assert_close(generator(noise, context), full_value)
     torch.testing.assert_close(value, full_value)
     torch.testing.assert_close(jacobian, full_jacobian)
@@ -184,9 +187,11 @@ def test_stays_on_its_device(name):
     generator = build(name).to("meta")
     noise, context = inputs(generator, (5,))
     noise, context = noise.to("meta"), None if context is None else context.to("meta")
-    for method in ("forward", "value_and_jacobian", "log_abs_det_jacobian"):
-        if hasattr(generator, method):
-            getattr(generator, method)(noise, context)
+    linearisation = generator.linearise(noise, context)
+    results = [generator(noise, context), linearisation.value, linearisation.jacobian()]
+    if generator.noise_dim == generator.output_dim:
+        results += [linearisation.log_abs_det(), linearisation.solve_transposed(noise)]
+    assert all(result.device.type == "meta" for result in results)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -215,10 +220,7 @@ def test_errors_of_the_inputs(name):
     generator = build(name)
     noise, context = inputs(generator, (5,))
     size = rf"\(\*batch, {generator.noise_dim}\)"
-    calls = [generator]
-    calls += [getattr(generator, "value_and_jacobian", generator)]
-    calls += [getattr(generator, "log_abs_det_jacobian", generator)]
-    for call in calls:
+    for call in (generator, generator.linearise):
         with pytest.raises(ValueError, match=f"expects noise of shape {size}.*noise_dim"):
             call(torch.cat([noise, noise], -1), context)
         with pytest.raises(ValueError, match="expects noise of shape"):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pyro_implicit.generators import MLP, GatedMLP
+from pyro_implicit.ops import batch_jacobian
 
 
 def count(module: torch.nn.Module) -> int:
@@ -23,7 +24,8 @@ def test_mlp_by_hand():
         last.bias.fill_(-1.0)
     z = torch.tensor([0.3])
     tanh = torch.tanh(torch.tensor([1.1, -0.05]))
-    value, jacobian = generator.value_and_jacobian(z)
+    linearisation = generator.linearise(z)
+    value, jacobian = linearisation.value, linearisation.jacobian()
     torch.testing.assert_close(value, 3 * tanh[:1] + 4 * tanh[1:] - 1)
     slope = 1 - tanh.square()
     torch.testing.assert_close(jacobian, (6 * slope[:1] - 4 * slope[1:]).unsqueeze(0))
@@ -49,10 +51,32 @@ def test_first_outputs_only():
     for hidden in ((8, 7), ()):
         generator = MLP(3, 5, hidden=hidden)
         noise = torch.randn(4, 3)
-        value, jacobian = generator.value_and_jacobian(noise)
-        top_value, top_jacobian = generator.value_and_jacobian(noise, num_outputs=2)
-        torch.testing.assert_close(top_value, value[:, :2])
-        torch.testing.assert_close(top_jacobian, jacobian[:, :2])
+        linearisation = generator.linearise(noise)
+        top = linearisation.jacobian(num_outputs=2)
+        torch.testing.assert_close(top, linearisation.jacobian()[:, :2])
+
+
+@pytest.mark.parametrize("hidden", [(8, 7), (6,), ()], ids=str)
+@pytest.mark.parametrize("batch", [(), (5,), (4, 1, 3)], ids=str)
+@pytest.mark.parametrize("context_dim", [0, 2])
+def test_feature_tangent(context_dim, batch, hidden):
+    """The derivative of what enters the last layer, transposed."""
+    torch.manual_seed(0)
+    generator = MLP(3, 5, hidden, "silu", context_dim=context_dim).double()
+    noise = torch.randn(batch + (3,), dtype=torch.float64)
+    context = torch.randn(batch + (context_dim,), dtype=torch.float64) if context_dim else None
+    linearisation = generator.linearise(noise, context)
+    seen = []
+    generator.layers[-1].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+
+    def features(z):
+        generator(z, context)
+        return seen.pop()
+
+    value, expected = batch_jacobian(features, noise)
+    torch.testing.assert_close(linearisation.features, value)
+    tangent = linearisation.feature_tangent()
+    torch.testing.assert_close(tangent.expand(expected.mT.shape), expected.mT)
 
 
 def test_gated_formula():

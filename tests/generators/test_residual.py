@@ -29,13 +29,13 @@ def test_formula():
 
 @pytest.mark.parametrize("batch", [(), (5,), (4, 1, 3)], ids=str)
 @pytest.mark.parametrize("output_dim, core_dim, context_dim", CASES)
-def test_log_abs_det_jacobian(output_dim, core_dim, context_dim, batch):
+def test_log_abs_det(output_dim, core_dim, context_dim, batch):
     generator = build(output_dim, core_dim, context_dim)
     noise = torch.randn(batch + (output_dim,), dtype=torch.float64, requires_grad=True)
     context = torch.randn(batch + (context_dim,), dtype=torch.float64) if context_dim else None
-    actual = generator.log_abs_det_jacobian(noise, context)
+    actual = generator.linearise(noise, context).log_abs_det()
     assert actual.shape == batch
-    _, jacobian = generator.value_and_jacobian(noise, context)
+    jacobian = generator.linearise(noise, context).jacobian()
     expected = torch.linalg.slogdet(jacobian).logabsdet
     torch.testing.assert_close(actual, expected)
 
@@ -55,7 +55,7 @@ def test_density_integrates_to_one():
     with torch.no_grad():
         value = generator(noise).squeeze(-1)
         log_normal = torch.distributions.Normal(0.0, 1.0).log_prob(noise.squeeze(-1))
-        density = (log_normal - generator.log_abs_det_jacobian(noise)).exp()
+        density = (log_normal - generator.linearise(noise).log_abs_det()).exp()
     assert (value.diff() > 0).all()
     assert torch.trapezoid(density, value).item() == pytest.approx(1, abs=1e-5)
 
@@ -66,7 +66,8 @@ def test_starts_injective_near_the_noise(seed):
     generator = ResidualGenerator(20, 5)
     noise = torch.randn(1000, 20)
     with torch.no_grad():
-        value, jacobian = generator.value_and_jacobian(noise)
+        linearisation = generator.linearise(noise)
+        value, jacobian = linearisation.value, linearisation.jacobian()
     assert (value - noise).abs().max() < 0.05
     core = jacobian[:, :5, :5]
     assert torch.linalg.eigvalsh(core + core.mT).min() > 1.9
@@ -81,16 +82,16 @@ def test_core_dim_errors():
 
 @pytest.mark.parametrize("batch", [(), (5,), (4, 1, 3)], ids=str)
 @pytest.mark.parametrize("output_dim, core_dim, context_dim", CASES)
-def test_inverse_jacobian_transposed(output_dim, core_dim, context_dim, batch):
+def test_inverse_transposed(output_dim, core_dim, context_dim, batch):
     generator = build(output_dim, core_dim, context_dim)
     noise, vector = torch.randn((2, *batch, output_dim), dtype=torch.float64)
     context = torch.randn(batch + (context_dim,), dtype=torch.float64) if context_dim else None
-    _, jacobian = generator.value_and_jacobian(noise, context)
+    jacobian = generator.linearise(noise, context).jacobian()
     expected = torch.linalg.inv(jacobian).mT
     with torch.no_grad():
-        solved = generator.solve_jacobian_transposed(noise, vector, context)
+        solved = generator.linearise(noise, context).solve_transposed(vector)
     torch.testing.assert_close(solved, (expected @ vector.unsqueeze(-1)).squeeze(-1))
-    inverse = generator.inverse_jacobian_transposed(noise, context)
+    inverse = generator.linearise(noise, context).inverse_transposed()
     assert inverse.rows.shape == (*batch, core_dim, core_dim + 7)
     upper = (inverse.rows @ inverse.compress(vector).unsqueeze(-1)).squeeze(-1)
     product = torch.cat([upper, inverse.diagonal * vector[..., core_dim:]], -1)
@@ -98,10 +99,10 @@ def test_inverse_jacobian_transposed(output_dim, core_dim, context_dim, batch):
     assert not (solved.requires_grad or product.requires_grad)
 
 
-def test_inverse_jacobian_transposed_of_an_affine_map():
+def test_inverse_transposed_of_an_affine_map():
     generator = ResidualGenerator(4, 2, hidden=(), output_scale=1.0).double()
     noise, vector = torch.randn((2, 5, 4), dtype=torch.float64)
-    inverse = generator.inverse_jacobian_transposed(noise)
+    inverse = generator.linearise(noise).inverse_transposed()
     upper = (inverse.rows @ inverse.compress(vector).unsqueeze(-1)).squeeze(-1)
-    expected = generator.solve_jacobian_transposed(noise, vector)
+    expected = generator.linearise(noise).solve_transposed(vector)
     torch.testing.assert_close(upper, expected[:, :2])

@@ -26,7 +26,7 @@ from pyro.infer.reparam import NeuTraReparam
 from torch import nn
 
 from pyro_implicit import LIVI_ELBO, MLP, MMNN, AutoImplicit, AutoSemiImplicit, GatedMLP
-from pyro_implicit.distributions import unwrap_draw
+from pyro_implicit.distributions import draw_through
 from pyro_implicit.infer.engine.sites import DrawMessenger
 
 both = pytest.mark.parametrize("make_guide", [AutoImplicit, AutoSemiImplicit])
@@ -213,7 +213,8 @@ def test_particles_differ(make_guide):
     site = trace.nodes[f"_{make_guide.__name__}_latent"]
     assert site["value"].shape == (5, 1, 1, 11)
     assert site["value"].unique().numel() == 55
-    assert unwrap_draw(site["fn"], site["value"]).noise.unique().numel() == 55
+    drawn = draw_through(site["fn"], lambda q: q.draw()).draw
+    assert drawn.noise.shape[:-1] == (5, 1, 1) and drawn.noise.unique().numel() == 55
 
 
 def test_auto_guide_list_shares_plates_and_summaries():

@@ -139,8 +139,8 @@ def test_vmap_runs_the_model_once_and_any_network():
     model.runs = 0
     vmapped = loss_and_gradients(elbo, model, guide)
     assert model.runs == 2  # the warm-up and the step, nine particles each
-    assert elbo.vectorize_particles == "vmap"
-    elbo.vectorize_particles, elbo._has_implicit_sites = False, True  # the guide in a plate still
+    assert elbo.state.runs.mode == "vmap"
+    elbo.state.runs.mode, elbo.state.has_implicit_sites = False, True  # the guide in a plate still
     assert_same(loss_and_gradients(elbo, model, guide), vmapped)
 
 
@@ -275,7 +275,8 @@ def test_fallback_warns_once_with_cause_and_cure():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         svi.step()
-    assert elbo.vectorize_particles is False
+    assert elbo.state.runs.mode is False
+    assert elbo.vectorize_particles == "vmap"  # what the user asked for
 
 
 def test_fallback_when_vmap_would_be_silently_different():
@@ -406,9 +407,9 @@ def test_a_subclass_is_its_equation():
     class Explicit_ELBO(ImplicitELBO):
         site_types = (SemiImplicit,)
 
-        def score_parts(self, site):
+        def score_parts(self, site, prior):
             log_q = site.distribution.conditional(site.noise).log_prob(site.value)
-            return ScoreParts(log_q, torch.zeros_like(log_q), log_q)
+            return ScoreParts(log_q, 0, log_q)
 
     loc = torch.tensor([0.3, -0.2], requires_grad=True)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pyro import poutine
 
+from pyro_implicit.distributions import Implicit
 from pyro_implicit.fitting.gaussian import gaussian_guide
 from pyro_implicit.generators import ResidualGenerator
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
@@ -110,7 +111,7 @@ def test_no_gradient_at_the_posterior(generator):
         torch.nn.init.zeros_(parameter)
     if isinstance(guide.generator, ResidualGenerator):
         with torch.no_grad():  # whatever its scale is at zero, the frame takes it back
-            jacobian = guide.generator.value_and_jacobian(torch.zeros(3))[1]
+            jacobian = guide.generator.linearise(torch.zeros(3)).jacobian()
             guide.scale_unconstrained.sub_(jacobian.diagonal().abs().log())
     for coverage in (0.0, 1.0):
         elbo = InjectiveELBO(8, coverage=coverage)
@@ -138,15 +139,74 @@ def test_the_loss_stays_the_elbo():
     assert values[0] == pytest.approx(expected, abs=0.5)
 
 
-def test_one_particle_has_no_weight():
+def test_one_particle_is_refused():
+    with pytest.raises(ValueError, match="num_particles is 1. Cure: num_particles of 16 or more"):
+        InjectiveELBO(1, coverage=1.0)
+    assert InjectiveELBO(1).coverage == 0.0
+
+
+@pytest.mark.parametrize("coverage", [0.0, 1.5])
+@pytest.mark.parametrize("scale", [0.01, 3.0])
+def test_a_common_scale_scales_the_gradient(scale, coverage):
+    """Model and guide under poutine.scale(s): the same weights, so s times the gradient."""
     guide = affine_guide(0.7, 0.6)
     found = []
-    for coverage in (0.0, 1.0):
-        elbo = InjectiveELBO(1, coverage=coverage)
-        elbo.loss(standard_normal, guide)
-        pyro.set_rng_seed(1)
-        found.append(gradient(elbo, guide))
-    assert torch.equal(*found)
+    for s in (1.0, scale):
+        elbo = InjectiveELBO(5, coverage=coverage)
+        scaled = poutine.scale(standard_normal, scale=s), poutine.scale(guide, scale=s)
+        elbo.loss(*scaled)
+        pyro.set_rng_seed(3)
+        loss = elbo.differentiable_loss(*scaled)
+        parameters = list(guide.parameters())
+        options = {"allow_unused": True, "materialize_grads": True}
+        grads = torch.autograd.grad(loss, parameters, **options)
+        found.append(torch.cat([g.flatten() for g in grads]))
+    assert found[0].abs().max() > 0.1
+    torch.testing.assert_close(found[1], scale * found[0], rtol=1e-9, atol=1e-12)
+
+
+def test_coverage_refuses_subsampled_data():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 10, subsample_size=5) as index:
+            pyro.sample("y", dist.Normal(x, 1.0), obs=torch.arange(10.0)[index])
+
+    guide = AutoImplicit(model, AutoregressiveGenerator)
+    message = "InjectiveELBO's coverage wants all data, but plate 'data' .*5 of 10.*Cure"
+    with pytest.raises(ValueError, match=message):
+        InjectiveELBO(4, coverage=1.0).differentiable_loss(model, guide)
+    InjectiveELBO(4).differentiable_loss(model, guide)
+
+
+def two_latents():
+    pyro.sample("a", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+
+def test_coverage_refuses_explicit_sites_in_the_guide():
+    generator = AutoregressiveGenerator(2)
+
+    def guide():
+        pyro.sample("a", Implicit(generator, 2))
+        pyro.sample("b", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    with pytest.raises(ValueError, match="site 'b' of the guide is Independent. Cure: coverage=0"):
+        InjectiveELBO(4, coverage=1.0).differentiable_loss(two_latents, guide)
+    InjectiveELBO(4).differentiable_loss(two_latents, guide)
+
+
+def test_coverage_refuses_several_scales_in_the_guide():
+    generators = AutoregressiveGenerator(2), AutoregressiveGenerator(2)
+
+    def guide():
+        pyro.sample("a", Implicit(generators[0], 2))
+        with poutine.scale(scale=0.5):
+            pyro.sample("b", Implicit(generators[1], 2))
+
+    message = r"one scale for the whole guide, but its sites have \[0.5, 1.0\]. Cure: coverage=0"
+    with pytest.raises(ValueError, match=message):
+        InjectiveELBO(4, coverage=1.0).differentiable_loss(two_latents, guide)
+    InjectiveELBO(4).differentiable_loss(two_latents, guide)
 
 
 def test_weights_are_normalised_and_cut():

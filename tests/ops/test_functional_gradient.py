@@ -46,12 +46,12 @@ def test_residual_dense_and_definition_agree(kernel, size, core):
     for parameter in generator.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     x, y, bandwidth = torch.randn(6, size), torch.randn(5, size), torch.tensor(0.9)
-    jacobians = generator.value_and_jacobian(x)[1].detach()
+    jacobians = generator.linearise(x).jacobian().detach()
     assert not torch.allclose(jacobians, jacobians.mT, atol=0.1)
     gram, sums = by_definition(kernel, x, y, bandwidth, jacobians)
     found, slopes = kernel_and_slopes(x, y, bandwidth, kernel)
     torch.testing.assert_close(found, gram)
-    structured = repulsion(slopes, x, y, generator.inverse_jacobian_transposed(x))
+    structured = repulsion(slopes, x, y, generator.linearise(x).inverse_transposed())
     torch.testing.assert_close(structured, sums)
     dense = InverseTransposed(torch.linalg.inv(jacobians).mT, x.new_empty(0))
     torch.testing.assert_close(repulsion(slopes, x, y, dense), sums)
@@ -70,9 +70,9 @@ def test_batches_are_independent():
     bandwidth = particle_bandwidth(y)
     assert bandwidth.shape == (2, 3)
     _, slopes = kernel_and_slopes(x, y, bandwidth)
-    found = repulsion(slopes, x, y, generator.inverse_jacobian_transposed(x))
+    found = repulsion(slopes, x, y, generator.linearise(x).inverse_transposed())
     for index in [(0, 0), (1, 2)]:
-        inverse = generator.inverse_jacobian_transposed(x[index])
+        inverse = generator.linearise(x[index]).inverse_transposed()
         _, one = kernel_and_slopes(x[index], y[index], bandwidth[index])
         torch.testing.assert_close(found[index], repulsion(one, x[index], y[index], inverse))
 
@@ -116,6 +116,6 @@ def test_no_tensor_of_all_pairs():
     x, y = torch.randn(2, count, size, dtype=torch.float32)
     with LargestTensor() as largest:
         gram, slopes = kernel_and_slopes(x, y, particle_bandwidth(y))
-        found = repulsion(slopes, x, y, generator.inverse_jacobian_transposed(x))
+        found = repulsion(slopes, x, y, generator.linearise(x).inverse_transposed())
     assert found.shape == (count, size) and found.isfinite().all()
     assert largest.numel == 2 * count * size  # of both batches, not n * n * m

@@ -55,6 +55,9 @@ class NetworkELBO(ImplicitELBO, nn.Module):
     def _forget_guide(self) -> None:
         self.networks.clear()
         self.optimisers.clear()
+        store = pyro.get_param_store()  # else the new networks would take the old ones' values
+        for name in [name for name in store if name.startswith(f"{self._store_name}.")]:
+            del store[name]
 
     def descend(self, name: str, network: nn.Module, loss: Tensor) -> None:
         """One step of the site's network; nothing of it is left to the guide's optimiser."""

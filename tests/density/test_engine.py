@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BatchedRuns: one run inside vmap equals one run after the other, or the model is looped."""
+
+from __future__ import annotations
+
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.poutine.trace_struct import Trace
+from torch import nn
+
+from pyro_implicit.density.engine import BatchedRuns, Model, SubsampledError, refuse_subsampling
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+
+
+def hierarchical(y):
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("rows", 3):
+        x = pyro.sample("x", dist.Normal(0.0, scale).expand([2]).to_event(1))
+        pyro.sample("y", dist.Normal(x.sum(-1), 1.0), obs=y)
+
+
+Y = torch.tensor([0.3, -1.0, 2.0])
+
+
+def prepare(model, *args, num_runs=5):
+    """The model with its latents to be given, and values for them."""
+    trace = poutine.trace(model).get_trace(*args)
+    latents, values = Trace(), {}
+    for name, site in trace.nodes.items():
+        if site["type"] == "sample" and not site["is_observed"] and name != "data":
+            latents.add_node(name, **site)
+            values[name] = torch.rand((num_runs,) + site["value"].shape)
+    return Model(model, args, {}, latents), values
+
+
+def log_probs(trace):
+    trace.compute_log_prob()
+    sites = {n: s["log_prob"] for n, s in trace.nodes.items() if s["type"] == "sample"}
+    return sites, trace.log_prob_sum()
+
+
+def test_vmap_equals_the_loop_and_the_formula():
+    model, values = prepare(hierarchical, Y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fast, slow = BatchedRuns("Test"), BatchedRuns("Test", False)
+        found = [fast.map(model, values, log_probs) for _ in range(2)]  # compared, and not again
+        looped = slow.map(model, values, log_probs)
+    for sites, total in found:
+        torch.testing.assert_close(sites, looped[0])
+        torch.testing.assert_close(total, looped[1])
+    assert fast.mode == "vmap" and slow.mode is False
+    x, scale = values["x"], values["scale"]
+    expected = dist.LogNormal(0.0, 1.0).log_prob(scale)
+    expected = expected + dist.Normal(0.0, scale[:, None, None]).log_prob(x).sum((1, 2))
+    expected = expected + dist.Normal(x.sum(-1), 1.0).log_prob(Y).sum(-1)
+    torch.testing.assert_close(looped[1], expected)
+
+
+def test_gradients_in_the_values():
+    model, values = prepare(hierarchical, Y)
+    values = {name: value.requires_grad_() for name, value in values.items()}
+    leaves, weight = list(values.values()), torch.rand(5)
+    grads = []
+    for mode in ("vmap", "vmap", False):
+        _, total = BatchedRuns("Test", mode).map(model, values, log_probs)
+        grads.append(torch.autograd.grad(total @ weight, leaves))
+    torch.testing.assert_close(grads[0], grads[2])
+
+
+def test_the_model_runs_twice_for_the_first_batch_and_once_for_others():
+    ran = []
+
+    def model():
+        ran.append(1)
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    prepared, values = prepare(model, num_runs=7)
+    runs = BatchedRuns("Test")
+    for expected in (2, 1, 1):
+        ran.clear()
+        runs.map(prepared, values, log_probs)
+        assert len(ran) == expected
+    ran.clear()
+    BatchedRuns("Test", False).map(prepared, values, log_probs)
+    assert len(ran) == 7
+
+
+def branching():
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    loc = 1.0 if x.item() > 0.5 else -1.0
+    pyro.sample("y", dist.Normal(loc, 1.0), obs=torch.tensor(0.5))
+
+
+def only_of_the_model():
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    z = pyro.sample("z", dist.Normal(x, 1.0))
+    pyro.sample("y", dist.Normal(z, 1.0), obs=torch.tensor(0.5))
+
+
+DROPOUT = nn.Dropout(0.5)
+
+
+def random():
+    x = pyro.sample("x", dist.Normal(torch.zeros(50), 1.0).to_event(1))
+    pyro.sample("y", dist.Normal(DROPOUT(x).sum(), 1.0), obs=torch.tensor(5.0))
+
+
+@pytest.mark.parametrize(
+    "model, cause",
+    [
+        (branching, r"RuntimeError: .*item\(\)"),
+        (only_of_the_model, "site 'z' is a latent that is drawn anew in each run"),
+        (random, r"its log-density is .* there and .* outside; .*dropout"),
+    ],
+)
+def test_falls_back_to_the_loop_with_one_warning(model, cause):
+    prepared, values = prepare(model)
+    if model is only_of_the_model:
+        values.pop("z")
+        prepared.replayed.remove_node("z")
+    runs = BatchedRuns("THIS_ELBO")
+    message = rf"THIS_ELBO runs the model one particle at a time.*\({cause}.*Cure"
+    with pytest.warns(UserWarning, match=message) as caught:
+        _, total = runs.map(prepared, values, log_probs)
+    assert len(caught) == 1 and runs.mode is False and total.shape == (5,)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, again = runs.map(prepared, values, log_probs)
+    if model is branching:
+        x = values["x"]
+        loc = torch.where(x > 0.5, 1.0, -1.0)
+        expected = dist.Normal(0.0, 1.0).log_prob(x) + dist.Normal(loc, 1.0).log_prob(
+            torch.tensor(0.5)
+        )
+        torch.testing.assert_close(total, expected)
+        torch.testing.assert_close(again, expected)
+
+
+@pytest.mark.parametrize("mode", ["vmap", False])
+def test_all_runs_share_a_minibatch(mode):
+    seen = []
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 20, subsample_size=5) as index:
+            seen.append(index)
+            pyro.sample("y", dist.Normal(x, 1.0), obs=torch.arange(20.0)[index])
+
+    prepared, values = prepare(model)
+    seen.clear()
+    (sites, _) = BatchedRuns("Test", mode).map(prepared, values, log_probs)
+    assert all(index.equal(seen[0]) for index in seen)
+    assert "data" not in sites
+
+
+def test_an_error_of_the_model_is_its_own():
+    def model():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+        raise KeyError("its own")
+
+    with pytest.raises(KeyError, match="its own"):
+        BatchedRuns("Test").map(Model(model, (), {}, Trace()), {}, log_probs)
+
+
+def test_subsampling_is_refused_by_name():
+    def model(size):
+        with pyro.plate("data", 20, subsample_size=size):
+            pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    refuse_subsampling(poutine.trace(model).get_trace(20), "The test")
+    message = "The test wants all data, but plate 'data' of site 'x' subsamples 5 of 20.*Cure"
+    with pytest.raises(SubsampledError, match=message):
+        refuse_subsampling(poutine.trace(model).get_trace(5), "The test")
