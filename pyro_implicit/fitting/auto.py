@@ -21,12 +21,13 @@ from pyro_implicit.density.engine import SubsampledError
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import Modes, find_modes
 from pyro_implicit.fitting.checkpoint import same_start
-from pyro_implicit.fitting.gaussian import gaussian_guide, own_names
+from pyro_implicit.fitting.gaussian import gaussian_guide
 from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.fitting.weights import mixture_weights
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.guides.auto_mixture import AutoMixture
+from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer import LIVI_ELBO, ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.bound import weighted_draws
 
