@@ -134,6 +134,8 @@ def _climb(
         log_prob, score = density.score(point)
         finite = score.isfinite().all(-1)
         point, log_prob, score = (part[finite] for part in (point, log_prob, score))
+        if len(point) == 0:
+            break
     assert best is not None
     return best, Modes(*map(torch.cat, zip(*tops, strict=True)))
 

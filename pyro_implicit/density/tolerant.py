@@ -69,6 +69,8 @@ class TolerantDensity:
         return self._map(self.density.hessian, points, lambda u: u.unsqueeze(-1) + u.unsqueeze(-2))
 
     def _map(self, evaluate: Callable[[Tensor], T], points: Tensor, like: Callable) -> T:
+        if len(points) == 0:
+            return like(points)
         try:
             return evaluate(points)
         except Exception as error:  # the model's own, of any kind

@@ -19,9 +19,16 @@ __all__ = ["gaussian_guide"]
 
 
 def gaussian_guide(
-    model: Callable[..., Any], loc: Tensor, scale_tril: Tensor, *args: Any, **kwargs: Any
+    model: Callable[..., Any],
+    loc: Tensor,
+    scale_tril: Tensor,
+    *args: Any,
+    model_kwargs: dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> AutoMultivariateNormal:
-    """Pyro's full-rank guide, started at a given Gaussian: a ``base_guide`` for the autoguides.
+    """Pyro's full-rank guide, started at a given Gaussian: for its own ELBOs.
+
+    As the frame of another guide, give ``Frame(loc, scale_tril=scale_tril)`` as ``base_guide``.
 
     **Example:**
 
@@ -36,7 +43,9 @@ def gaussian_guide(
     :param loc: in unconstrained space, ``(latent_dim,)``.
     :param scale_tril: ``(latent_dim, latent_dim)``.
     :param args: of the model, as ``kwargs``.
+    :param model_kwargs: more keyword arguments of the model: those with a name of ours.
     """
+    kwargs = {**kwargs, **(model_kwargs or {})}
     start = FlatPriorStart(init_to_median, like=example_tensor(model, args, kwargs))
     guide = own_names(AutoMultivariateNormal(model, init_loc_fn=start))
     with poutine.block():

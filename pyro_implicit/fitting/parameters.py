@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pyro
 from pyro import poutine
 from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 
-__all__ = ["OutsideStore", "describe", "model_parameters", "with_fixed_parameters"]
+__all__ = ["describe", "model_parameters", "with_fixed_parameters"]
 
 
 def model_parameters(density: LatentDensity) -> dict[str, Tensor]:
@@ -50,19 +49,3 @@ def describe(parameters: dict[str, Tensor]) -> str:
         for name, value in parameters.items()
     ]
     return ", ".join(parts[:4]) + (f" and {len(parts) - 4} more" if len(parts) > 4 else "")
-
-
-class OutsideStore:
-    """A guide whose calls leave Pyro's parameter store alone.
-
-    :param guide: a guide that is a ``PyroModule``.
-    """
-
-    def __init__(self, guide: Any) -> None:
-        self.guide = guide
-        self._pyro_name = guide._pyro_name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the guide, with its parameters its own."""
-        with pyro.settings.context(module_local_params=True):
-            return self.guide(*args, **kwargs)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +15,18 @@ __all__ = ["Fit", "Stage"]
 @dataclass
 class Stage:
     """One stage of :func:`fit`: its ``name``, the ``seconds`` it took, and in words its
-    ``outcome``: what it found, or why it failed.
+    ``outcome``: what it found, or why it failed; then ``error`` is the error.
     """
 
     name: str
     seconds: float = 0.0
     outcome: str = ""
+    error: Exception | None = None
+
+
+def reason(error: Exception) -> str:
+    """An error's kind and first line."""
+    return f"{type(error).__name__}: {error}".strip().split("\n")[0]
 
 
 @dataclass
@@ -34,7 +40,7 @@ class Fit:
     where there was none. ``stages`` tells what was done, a failed candidate with its reason.
     """
 
-    guide: Callable[..., Any]
+    guide: Any = None
     losses: list[float] = field(default_factory=list)
     bounds: dict[str, float] = field(default_factory=dict)
     num_modes: int | None = None
@@ -47,7 +53,7 @@ class Fit:
 
         **Example:**
 
-        >>> result = Fit(guide=lambda: None)
+        >>> result = Fit()
         >>> with result.stage("search") as line:
         ...     line.outcome = "1 mode"
         >>> result.stages[0].name, result.stages[0].outcome
@@ -62,6 +68,19 @@ class Fit:
             yield line
         finally:
             line.seconds = time.perf_counter() - start
+
+    @contextmanager
+    def attempt(self, name: str) -> Iterator[Stage]:
+        """A stage that may fail: what was found before is kept, and the line has the reason.
+
+        :param name: of the stage.
+        """
+        with self.stage(name) as line:
+            try:
+                yield line
+            except Exception as error:  # the model's own too, of any kind
+                line.error = error
+                line.outcome = f"failed: {reason(error)}"
 
     def __str__(self) -> str:
         lines = [f"{'stage':<20} {'seconds':>8}  outcome"]
