@@ -159,7 +159,7 @@ class LatentDensity:
         if num_draws and not draws:
             raise ValueError(
                 f"the model raises an error at each of {num_draws} draws of its prior, the last of "
-                f"them {type(error).__name__}: {error}"
+                f"them {type(error).__name__}: {str(error).splitlines()[0]}"
             ) from error
         return torch.cat([self.init_loc.new_empty(0, self.latent_dim), *draws])
 

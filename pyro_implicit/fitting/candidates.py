@@ -158,12 +158,12 @@ def choose(
     :param density: of the model.
     :returns: the chosen one, and why in words.
     """
-    # A thousandth of a nat is a tie, which goes to the guide that was trained for longer.
+    # A thousandth of a nat is a tie, which goes to a guide that was trained.
     highest = max(one.bound for one in candidates)
     ranked = sorted(candidates, key=lambda one: -one.bound)
     if math.isfinite(highest):
         tied = [one for one in candidates if one.bound > highest - TIE]
-        best = max(tied, key=lambda one: len(one.losses))
+        best = max(tied, key=lambda one: (bool(one.losses), one.bound))
         ranked.sort(key=lambda one: one is not best)
     if len(modes.loc) == 1 or not math.isfinite(ranked[0].bound):
         return ranked[0], f"{ranked[0].name}: the highest bound"

@@ -150,7 +150,8 @@ class Stages:
             line.outcome = self._add(weigh("gaussian", guide, density))
         is_mixture = isinstance(guide, AutoMixture)
         with self.result.attempt("mixture" if is_mixture else "injective") as line:
-            losses, notes = [], ""
+            losses: list[float] = []
+            notes = ""
             if isinstance(guide, AutoMixture):
                 for index, part in enumerate(guide.components):
                     more, note = self._train_part(density, part, index, len(modes.loc))
