@@ -151,6 +151,7 @@ def train(
         if step % 50 == 0:
             bar.set_postfix(loss=f"{state.losses[-1]:.3f}", refresh=False)
     bar.close()
+    optimiser.zero_grad()  # a later SVI would add to them
     return state.losses
 
 

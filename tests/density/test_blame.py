@@ -55,8 +55,12 @@ def test_nan_in_covariates_names_the_site():
 
 
 @pytest.mark.parametrize(
-    "fn, kind", [(dist.Bernoulli(0.5), "Bernoulli"), (dist.Poisson(3.0).expand([2]).to_event(1), "Poisson")]
-)  # fmt: skip
+    "fn, kind",
+    [
+        (dist.Bernoulli(0.5), "Bernoulli"),
+        (dist.Poisson(3.0).expand([2]).to_event(1), "Poisson"),
+    ],
+)
 def test_a_discrete_latent(fn, kind):
     def model():
         pyro.sample("x", dist.Normal(0.0, 1.0))

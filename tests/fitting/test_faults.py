@@ -188,9 +188,7 @@ def test_candidates_and_components_leave_parameters_alone(monkeypatch):
     result = quick(shifted_modes, num_steps=60, lr=0.02)
     assert set(seen) >= {"parameters", "mode-0", "mode-1", "semi-implicit"}
     assert len(set(seen.values())) == 1 and seen["parameters"] == pytest.approx(0.5, abs=0.03)
-    assert pyro.param("shift").unconstrained().grad is None or (
-        pyro.param("shift").unconstrained().grad == 0
-    )
+    assert pyro.param("shift").unconstrained().grad is None
     assert result.num_modes == 2
 
 
