@@ -70,7 +70,7 @@ def warn_of_missing_data(
     :warns UserWarning: naming site, plate and number of latents.
     """
     latents, observed = _split(trace)
-    if observed or not _parameters(model):
+    if observed or not (args or kwargs or _parameters(model)):
         return
     try:
         parents = get_dependencies(model, args, kwargs)["prior_dependencies"]
@@ -149,9 +149,10 @@ def _all_observed(observed: dict[str, Site]) -> str:
 def _parameters(model: Callable[..., Any]) -> bool:
     """Whether a model takes arguments at all: one without any has its data elsewhere."""
     try:
-        return bool(inspect.signature(model).parameters)
+        kinds = {p.kind for p in inspect.signature(model).parameters.values()}
     except (TypeError, ValueError):
         return False
+    return bool(kinds - {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
 
 
 def _kind(fn: Any) -> str:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from pyro.distributions import TransformedDistribution
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import Modes, lower_factor
+from pyro_implicit.density.tolerant import TolerantDensity
 from pyro_implicit.diagnostics.coverage import uncovered_modes
 from pyro_implicit.fitting.weights import mixture_weights
 from pyro_implicit.generators import AutoregressiveGenerator
@@ -136,10 +138,9 @@ def weigh(
     :param losses: of its training.
     :param num_draws: to be kept in the candidate.
     """
-    model, args, kwargs = density.model, density.args, density.kwargs
-    # Bound to their arguments here, some of which may have a name of weighted_draws.
-    found = weighted_draws(lambda: model(*args, **kwargs), lambda: guide(*args, **kwargs))
-    log_weights = found.log_weights.sort().values[len(found.log_weights) // 100 :]
+    args, kwargs = density.args, density.kwargs
+    log_weights = _log_weights(guide, density)
+    log_weights = log_weights.sort().values[len(log_weights) // 100 :]
     state = {name: value.clone() for name, value in guide.state_dict().items()}
     draws = guide.get_posterior(*args, **kwargs).sample(torch.Size((num_draws,)))
     return Candidate(name, guide, log_weights, draws, losses or [], state)
@@ -183,6 +184,25 @@ def _left_out(one: Candidate, modes: Modes, density: LatentDensity, log_evidence
     draws = one.draws[one.draws.isfinite().all(-1)]
     found = uncovered_modes(modes.loc, draws, density, log_evidence, LEAST_MASS)
     return found.mass[found.uncovered].sum().item()
+
+
+def _log_weights(guide: AutoGuide, density: LatentDensity, num_draws: int = 1000) -> Tensor:
+    """Log p - log q at draws, -inf where the model has no density or raises an error."""
+    model, args, kwargs = density.model, density.args, density.kwargs
+    if isinstance(guide, AutoSemiImplicit):
+        # Bound to their arguments here, some of which may have a name of weighted_draws.
+        found = weighted_draws(
+            lambda: model(*args, **kwargs),
+            lambda: guide(*args, **kwargs),
+            num_samples=num_draws,
+        )
+        return found.log_weights
+    q = guide.get_posterior(*args, **kwargs)
+    if not isinstance(guide, AutoMixture):
+        q = TransformedDistribution(guide.get_base_dist(), guide.get_transform())
+    draws = q.sample(torch.Size((num_draws,)))
+    log_weights = TolerantDensity(density).log_prob(draws) - q.log_prob(draws)
+    return log_weights.masked_fill(~log_weights.isfinite(), -math.inf)
 
 
 def _set_up(guide: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -13,7 +13,6 @@ from pyro.distributions import constraints
 
 from pyro_implicit.density import LatentDensity, find_modes
 from pyro_implicit.fitting import Candidate, choose, exact_guide, frame_of_draws, weigh
-from pyro_implicit.infer.bound import WeightedDraws
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +43,10 @@ def test_the_lowest_hundredth_is_left_out(monkeypatch):
     kept = values[values >= 0]
     assert len(kept) == 990
 
-    def weighted_draws(model, guide):
-        return WeightedDraws(values[torch.randperm(1000)], {})
+    def log_weights(guide, density):
+        return values[torch.randperm(1000)]
 
-    monkeypatch.setattr("pyro_implicit.fitting.candidates.weighted_draws", weighted_draws)
+    monkeypatch.setattr("pyro_implicit.fitting.candidates._log_weights", log_weights)
     density = LatentDensity(normal)
     found = weigh("any", exact_guide(normal, find_modes(density)), density)
     assert found.bound == pytest.approx(kept.mean().item())

@@ -148,9 +148,8 @@ def test_what_an_elbo_remembers(tmp_path, monkeypatch):
 
 
 def test_files_are_read_on_the_device_of_the_parameters(tmp_path, monkeypatch):
-    expected = run("uivi", None)
     with pytest.raises(KeyboardInterrupt):
-        run("uivi", tmp_path, dies_after=20)
+        run("normal", tmp_path, dies_after=12)
     asked = []
     load = torch.load
 
@@ -159,8 +158,8 @@ def test_files_are_read_on_the_device_of_the_parameters(tmp_path, monkeypatch):
         return load(path, **kwargs)
 
     monkeypatch.setattr(torch, "load", spy)
-    run("uivi", tmp_path)
-    assert asked == [torch.device("cpu")] and expected[0]
+    run("normal", tmp_path)
+    assert asked == [torch.device("cpu")]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a GPU")
