@@ -16,10 +16,13 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import biject_to
 
+from pyro_implicit.density.blame import refuse_unfit_sites, warn_of_missing_data
 from pyro_implicit.density.engine import BatchedRuns, Model, refuse_subsampling
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
 
 __all__ = ["LatentDensity"]
+
+MAX_RETRIES = 10
 
 
 class LatentDensity:
@@ -45,9 +48,14 @@ class LatentDensity:
     :param model: of continuous latents and fixed structure, with all its data: nothing subsampled.
     :param args: the model's, as ``kwargs``.
     :param init_loc_fn: where ``init_loc`` lies, see Pyro's :ref:`autoguide-initialization`; flat
-        priors that it cannot start begin at 0.
+        priors that it cannot start begin at 0. Where the model raises an error there, ``init_loc``
+        is a draw of the prior.
+    :param model_kwargs: more keyword arguments of the model, whatever their names.
     :raises SubsampledError: for a subsampled plate.
+    :raises ValueError: for a discrete latent, or an observation that is NaN.
     :raises RuntimeError: for a model without latents.
+    :warns UserWarning: for latents without a density (``obs_mask``), and where observations seem to
+        be missing.
     """
 
     def __init__(
@@ -55,15 +63,16 @@ class LatentDensity:
         model: Callable[..., Any],
         *args: Any,
         init_loc_fn: Callable[[dict[str, Any]], Tensor] = init_to_median,
+        model_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        kwargs = {**kwargs, **(model_kwargs or {})}
         self.model, self.args, self.kwargs = model, args, kwargs
         self._like = example_tensor(model, args, kwargs)
-        traced = poutine.trace(model)  # with the data, which the prototype leaves out
-        prototype = AutoContinuous(traced, init_loc_fn=FlatPriorStart(init_loc_fn, like=self._like))
-        with poutine.block():
-            prototype._setup_prototype(*args, **kwargs)
-        refuse_subsampling(traced.trace, "the log-density")
+        prototype, trace = self._prototype(init_loc_fn)
+        refuse_subsampling(trace, "the log-density")
+        refuse_unfit_sites(trace)
+        warn_of_missing_data(model, trace, args, kwargs)
         self.shapes: dict[str, torch.Size] = dict(prototype._unconstrained_shapes)
         self.latent_dim: int = prototype.latent_dim
         self.init_loc: Tensor = prototype._init_loc()
@@ -74,6 +83,31 @@ class LatentDensity:
             latents.add_node(name, **nodes[name])
         self._model = Model(model, args, kwargs, latents)
         self._runs = BatchedRuns(type(self).__name__)
+
+    def _prototype(
+        self, init_loc_fn: Callable[[dict[str, Any]], Tensor]
+    ) -> tuple[AutoContinuous, Trace]:
+        """Pyro's view of the latents, and the trace with the data, which that leaves out.
+
+        A model that raises an error at its start is given others: it may be an unlucky one.
+        """
+        first_error = None
+        for init in (init_loc_fn, *(init_to_sample,) * MAX_RETRIES):
+            traced = poutine.trace(self.model)
+            start = FlatPriorStart(init, like=self._like)
+            prototype = AutoContinuous(traced, init_loc_fn=start)
+            try:
+                with poutine.block():
+                    prototype._setup_prototype(*self.args, **self.kwargs)
+            except Exception as error:
+                if "_RETURN" in traced.trace.nodes:  # the model ran: its sites are to blame
+                    refuse_unfit_sites(traced.trace)
+                    raise
+                first_error = first_error or error
+                continue
+            return prototype, traced.trace
+        assert first_error is not None
+        raise first_error
 
     @property
     def is_vectorized(self) -> bool:
@@ -103,17 +137,41 @@ class LatentDensity:
     def sample_prior(self, num_draws: int) -> Tensor:
         """Draws of the prior; of flat priors, uniformly between -2 and 2 in unconstrained space.
 
-        :returns: ``(num_draws, latent_dim)``.
-        """
+        Draws at which the model raises an error are left out.
 
+        :returns: ``(num_draws, latent_dim)``, or fewer rows.
+        :raises ValueError: if all were left out, with the last of the errors.
+        """
         init = FlatPriorStart(init_to_sample, spread=2.0, like=self._like)
-        draws: dict[str, list[Tensor]] = {name: [] for name in self.shapes}
+        draws: list[Tensor] = []
+        error = None
         for _ in range(num_draws):
-            with poutine.block(), InitMessenger(init):
-                trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
-            for name, values in draws.items():
-                values.append(trace.nodes[name]["value"].detach())
-        return self.unconstrain({name: torch.stack(values) for name, values in draws.items()})
+            try:
+                with poutine.block(), InitMessenger(init):
+                    trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+            except Exception as caught:  # the model's own, of any kind
+                error = caught
+                continue
+            values = {
+                name: trace.nodes[name]["value"].detach().unsqueeze(0) for name in self.shapes
+            }
+            draws.append(self.unconstrain(values))
+        if num_draws and not draws:
+            raise ValueError(
+                f"the model raises an error at each of {num_draws} draws of its prior, the last of "
+                f"them {type(error).__name__}: {str(error).splitlines()[0]}"
+            ) from error
+        return torch.cat([self.init_loc.new_empty(0, self.latent_dim), *draws])
+
+    def trace_at(self, latent: Tensor) -> Trace:
+        """The trace of one plain run of the model at a vector, without Pyro's checks.
+
+        :param latent: ``(latent_dim,)``.
+        """
+        with poutine.block(), pyro.validation_enabled(False):
+            trace = self._model.run(self.constrain(latent))
+        self._model.share_minibatch(trace)
+        return trace
 
     def log_prob(self, latent: Tensor) -> Tensor:
         """The log-density, differentiable.

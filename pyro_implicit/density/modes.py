@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_implicit.density.blame import blame
 from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.tolerant import TolerantDensity
 
 __all__ = ["Modes", "find_modes"]
 
@@ -63,7 +65,8 @@ def find_modes(
     :param num_draws: for each ELBO along the paths.
     :param max_gap: modes whose ELBO is so many nats below the best are dropped.
     :returns: at least one.
-    :raises ValueError: if the log-density is finite at no start.
+    :raises ValueError: if the log-density is finite at no start, naming the sites to blame. Single
+        starts without a density, or at which the model raises an error, are left out.
 
     **References:**
 
@@ -75,16 +78,27 @@ def find_modes(
        parameters* (what was met once tells how much is missing).
     """
     starts = torch.cat([density.init_loc.unsqueeze(0), density.sample_prior(num_starts - 1)])
+    tolerant = TolerantDensity(density)
+    tolerant.try_out(starts)
     found: Modes | None = None
     for _ in range(max_rounds):
-        best, tops = _climb(density, starts, max_iterations, num_draws)
+        climbed = _climb(tolerant, starts, max_iterations, num_draws)
+        if climbed is None and found is None:
+            raise ValueError(
+                f"the model's log-density is finite at none of {len(starts)} draws of its prior: "
+                f"{blame(density, starts)}. Cure: give the sites priors, or an init_loc_fn, in "
+                "whose range the data are possible"
+            ) from tolerant.error
+        if climbed is None:
+            break
+        best, tops = climbed
         if found is None or best.elbo > found.elbo[0]:
             first = best
         else:
             first = Modes(*(part[:1] for part in found))
         earlier = [] if found is None else [Modes(*(part[1:] for part in found))]
         found = Modes(*map(torch.cat, zip(first, *earlier, tops, strict=True)))
-        modes, num_met = _separate(density, found, max_gap)
+        modes, num_met = _separate(tolerant, found, max_gap)
         if len(modes.loc) == 1 or (num_met > 1).all():
             break
         starts = density.sample_prior(num_starts)
@@ -92,16 +106,13 @@ def find_modes(
 
 
 def _climb(
-    density: LatentDensity, point: Tensor, max_iterations: int, num_draws: int
-) -> tuple[Modes, Modes]:
-    """The best Gaussian on all paths, and those at the paths' tops."""
+    density: TolerantDensity, point: Tensor, max_iterations: int, num_draws: int
+) -> tuple[Modes, Modes] | None:
+    """The best Gaussian on all paths, and those at the paths' tops; None without a good start."""
     log_prob, score = density.score(point)
     finite = log_prob.isfinite() & score.isfinite().all(-1)
     if not finite.any():
-        raise ValueError(
-            f"the model's log-density is finite at none of {len(point)} draws of its prior. Cure: "
-            "give its sites priors, or an init_loc_fn, in whose range the data are possible"
-        )
+        return None
     point, log_prob, score = point[finite], log_prob[finite], score[finite]
     best: Modes | None = None
     tops = []
@@ -123,11 +134,15 @@ def _climb(
         log_prob, score = density.score(point)
         finite = score.isfinite().all(-1)
         point, log_prob, score = (part[finite] for part in (point, log_prob, score))
+        if len(point) == 0:
+            break
     assert best is not None
     return best, Modes(*map(torch.cat, zip(*tops, strict=True)))
 
 
-def gaussian_elbo(density: LatentDensity, loc: Tensor, factor: Tensor, num_draws: int) -> Tensor:
+def gaussian_elbo(
+    density: LatentDensity | TolerantDensity, loc: Tensor, factor: Tensor, num_draws: int
+) -> Tensor:
     """The ELBO of Gaussians, -inf where their draws leave the density's domain.
 
     :param loc: ``(num_gaussians, latent_dim)``.
@@ -141,7 +156,7 @@ def gaussian_elbo(density: LatentDensity, loc: Tensor, factor: Tensor, num_draws
     return (_log_prob(density, draws).mean(0) + entropy).nan_to_num(-math.inf, -math.inf, -math.inf)
 
 
-def _separate(density: LatentDensity, found: Modes, max_gap: float) -> tuple[Modes, Tensor]:
+def _separate(density: TolerantDensity, found: Modes, max_gap: float) -> tuple[Modes, Tensor]:
     """The Gaussians between any two of which the log-density dips, and how often each was met.
 
     :param found: the best of all points, then tops.
@@ -162,14 +177,16 @@ def _separate(density: LatentDensity, found: Modes, max_gap: float) -> tuple[Mod
             num_met[nearest] += 1
     # Judged anew with many draws: the best of many paths was in part the luckiest.
     loc, root = found.loc[kept], found.scale_tril[kept]
-    factor = torch.linalg.cholesky(root @ root.mT)
-    modes = Modes(loc, factor, gaussian_elbo(density, loc, root, 256))
+    modes = Modes(loc, lower_factor(root), gaussian_elbo(density, loc, root, 256))
     return modes, torch.tensor(num_met)
 
 
 def _root_of_inverse(hessian: Tensor) -> tuple[Tensor, Tensor]:
     """F with F F^T = |H|^-1, by eigenvalues after scaling to a unit diagonal, and whether H < 0."""
     hessian = torch.nan_to_num(hessian)
+    # A coordinate without any curvature has no scale of its own: it is left as it is.
+    is_flat = (hessian == 0).all(-1)
+    hessian = hessian - torch.diag_embed(is_flat.to(hessian))
     scale = hessian.diagonal(dim1=-2, dim2=-1).abs().clamp(min=1e-20).rsqrt()
     scaled = scale.unsqueeze(-1) * hessian * scale.unsqueeze(-2)
     values, vectors = torch.linalg.eigh(scaled)
@@ -178,11 +195,22 @@ def _root_of_inverse(hessian: Tensor) -> tuple[Tensor, Tensor]:
     return scale.unsqueeze(-1) * vectors * values.rsqrt().unsqueeze(-2), is_concave
 
 
+def lower_factor(root: Tensor) -> Tensor:
+    """The Cholesky factor of R R^T, without that product: it exists however thin R is.
+
+    :param root: ``(*batch, dim, num_columns)``, of at least as many columns as rows.
+    :returns: ``(*batch, dim, dim)``.
+    """
+    factor = torch.linalg.qr(root.mT).R.mT
+    sign = torch.where(factor.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(factor)
+    return (factor * sign.unsqueeze(-2)).tril()
+
+
 def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 
-def _log_prob(density: LatentDensity, points: Tensor) -> Tensor:
+def _log_prob(density: LatentDensity | TolerantDensity, points: Tensor) -> Tensor:
     """Of points ``(*batch, latent_dim)``; -inf where there is no number."""
     flat = density.log_prob(points.reshape(-1, points.shape[-1])).reshape(points.shape[:-1])
     return flat.nan_to_num(-math.inf, -math.inf, -math.inf)

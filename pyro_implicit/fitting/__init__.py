@@ -1,17 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a model to a fitted guide, without settings."""
 
-from pyro_implicit.fitting.auto import Fit, fit
+from pyro_implicit.fitting.auto import fit
+from pyro_implicit.fitting.candidates import (
+    Candidate,
+    choose,
+    exact_guide,
+    frame_of_draws,
+    semi_implicit_guide,
+    set_weights,
+    weigh,
+)
 from pyro_implicit.fitting.gaussian import gaussian_guide
+from pyro_implicit.fitting.losses import default_loss
+from pyro_implicit.fitting.result import Fit, Stage
+from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.fitting.weights import MixtureWeights, mixture_weights
 
 __all__ = [
+    "Candidate",
     "Fit",
     "MixtureWeights",
     "Schedule",
+    "Stage",
+    "Stages",
+    "choose",
+    "default_loss",
+    "exact_guide",
     "fit",
+    "frame_of_draws",
     "gaussian_guide",
     "mixture_weights",
+    "semi_implicit_guide",
+    "set_weights",
     "train",
+    "weigh",
 ]

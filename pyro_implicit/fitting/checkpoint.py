@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 __all__ = ["load_checkpoint", "same_start", "save_checkpoint"]
 
@@ -24,7 +26,7 @@ def same_start(path: Path, settings: dict[str, Any]) -> None:
     if not path.exists():
         _write(path, {"settings": settings, "random": _random()})
         return
-    content = torch.load(path, weights_only=False)
+    content = torch.load(path, weights_only=False, map_location="cpu")
     if content["settings"] != settings:
         raise ValueError(
             f"the checkpoint in {path.parent} is of a run with {content['settings']}, but this one "
@@ -38,6 +40,7 @@ def save_checkpoint(
     state: Any,
     parameters: Mapping[str, Tensor],
     optimisers: Mapping[str, torch.optim.Optimizer],
+    loss: Any = None,
 ) -> None:
     """Write all that training depends on, the random streams too.
 
@@ -46,12 +49,14 @@ def save_checkpoint(
     :param state: an object whose attributes are to be kept.
     :param parameters: unconstrained, by name.
     :param optimisers: all, by name.
+    :param loss: the ELBO, whose memory is kept if it has ``get_state``.
     """
     content = {
         "state": vars(state),
         "parameters": {name: value.detach() for name, value in parameters.items()},
         "optimisers": {name: optimiser.state_dict() for name, optimiser in optimisers.items()},
         "random": _random(),
+        "loss": loss.get_state() if hasattr(loss, "get_state") else None,
     }
     _write(path, content)
 
@@ -62,13 +67,17 @@ def load_checkpoint(
     state: Any,
     parameters: Mapping[str, Tensor],
     optimisers: Mapping[str, torch.optim.Optimizer],
+    loss: Any = None,
 ) -> None:
     """Put all back in place, as :func:`save_checkpoint` found it.
+
+    A file that was written on another device is read on that of ``parameters``.
 
     :raises ValueError: if the file is of another model or guide.
     """
     # Random states of Python and numpy are no tensors: only load files that you have written.
-    content = torch.load(path, weights_only=False)
+    device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+    content = torch.load(path, weights_only=False, map_location=device)
     found = {name: value.shape for name, value in content["parameters"].items()}
     wanted = {name: value.shape for name, value in parameters.items()}
     if found != wanted:
@@ -81,6 +90,8 @@ def load_checkpoint(
     for name, optimiser in optimisers.items():
         optimiser.load_state_dict(content["optimisers"][name])
     vars(state).update(content["state"])
+    if content["loss"] is not None:
+        loss.set_state(content["loss"])
     _set_random(content["random"])
 
 
@@ -90,9 +101,11 @@ def _random() -> dict[str, Any]:
 
 
 def _set_random(states: dict[str, Any]) -> None:
-    set_rng_state(states["cpu"])
-    if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])
+    # Wherever the file was read to: random states are tensors on the CPU.
+    to_cpu = functools.partial(pytree.tree_map_only, Tensor, Tensor.cpu)
+    set_rng_state(to_cpu(states["cpu"]))
+    if len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(to_cpu(states["cuda"]))
 
 
 def _write(path: Path, content: Any) -> None:

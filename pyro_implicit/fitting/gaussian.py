@@ -3,28 +3,32 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import pyro.distributions.constraints as constraints
 from pyro import poutine
-from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal, init_to_median
+from pyro.infer.autoguide import AutoMultivariateNormal, init_to_median
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
+from pyro_implicit.guides.names import own_names
 
-__all__ = ["gaussian_guide", "own_names"]
-
-AnyGuide = TypeVar("AnyGuide", bound=AutoGuide)
-_count = itertools.count()
+__all__ = ["gaussian_guide"]
 
 
 def gaussian_guide(
-    model: Callable[..., Any], loc: Tensor, scale_tril: Tensor, *args: Any, **kwargs: Any
+    model: Callable[..., Any],
+    loc: Tensor,
+    scale_tril: Tensor,
+    *args: Any,
+    model_kwargs: dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> AutoMultivariateNormal:
-    """Pyro's full-rank guide, started at a given Gaussian: a ``base_guide`` for the autoguides.
+    """Pyro's full-rank guide, started at a given Gaussian: for its own ELBOs.
+
+    As the frame of another guide, give ``Frame(loc, scale_tril=scale_tril)`` as ``base_guide``.
 
     **Example:**
 
@@ -39,7 +43,9 @@ def gaussian_guide(
     :param loc: in unconstrained space, ``(latent_dim,)``.
     :param scale_tril: ``(latent_dim, latent_dim)``.
     :param args: of the model, as ``kwargs``.
+    :param model_kwargs: more keyword arguments of the model: those with a name of ours.
     """
+    kwargs = {**kwargs, **(model_kwargs or {})}
     start = FlatPriorStart(init_to_median, like=example_tensor(model, args, kwargs))
     guide = own_names(AutoMultivariateNormal(model, init_loc_fn=start))
     with poutine.block():
@@ -48,24 +54,4 @@ def gaussian_guide(
     guide.loc = nn.Parameter(loc.clone())
     guide.scale = PyroParam(scale.clone(), constraints.positive)
     guide.scale_tril = PyroParam(scale_tril / scale.unsqueeze(-1), constraints.unit_lower_cholesky)
-    return guide
-
-
-def own_names(guide: AnyGuide) -> AnyGuide:
-    """Give a guide names of its own in Pyro's parameter store.
-
-    There all guides of a class have the same names, and the next one made would replace the values
-    of those before.
-
-    **Example:**
-
-    >>> from pyro.infer.autoguide import AutoNormal
-    >>> guides = [own_names(AutoNormal(lambda: None)) for _ in range(2)]
-    >>> guides[0]._pyro_name == guides[1]._pyro_name
-    False
-
-    :param guide: any of Pyro's or this library's autoguides, not called yet.
-    :returns: the same guide.
-    """
-    guide._pyro_set_supermodule(f"{type(guide).__name__}{next(_count)}", guide._pyro_context)
     return guide

@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
 from pyro_implicit.infer import InjectiveELBO
-from pyro_implicit.infer.engine.networks import NetworkELBO
 
 __all__ = ["Schedule", "train"]
 
@@ -85,30 +84,51 @@ def train(
     schedule: Schedule | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 500,
-    progress: bool = False,
+    progress: bool = True,
     name: str = "fit",
+    model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> list[float]:
-    """Takes steps of Adam until the schedule ends; the guide is trained in place.
+    """Takes steps of Adam until the schedule ends; the guide is trained in place, and with it the
+    parameters of the model (``pyro.param``).
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> from pyro_implicit.infer import ImplicitELBO
+    >>> def model(seed):
+    ...     pyro.sample("x", dist.Normal(seed, 1.0))
+    >>> options = {"schedule": Schedule(num_steps=5), "progress": False}
+    >>> losses = train(model, AutoNormal(model), ImplicitELBO(4), seed=2.0, **options)
+    >>> len(losses)
+    5
 
     :param loss: any of Pyro's or this library's ELBOs.
     :param args: of model and guide, as ``kwargs``.
     :param checkpoint: a folder with a file of this ``name``, from which a killed run goes on, to
         the same last bit.
     :param checkpoint_every: steps between two writings.
+    :param progress: whether to show a bar.
+    :param name: of the bar and the file.
+    :param model_kwargs: more keyword arguments of model and guide: those with a name of ours.
     :returns: the losses of all steps.
+    :raises ValueError: if neither model nor guide has a parameter.
     :raises RuntimeError: when fifty steps in a row have no finite loss.
     """
     schedule = schedule or Schedule()
+    kwargs = {**kwargs, **(model_kwargs or {})}
     state = _State()
     parameters = _parameters(model, guide, loss, args, kwargs)
     optimiser = torch.optim.Adam(list(parameters.values()), lr=schedule.lr)
     optimisers: dict[str, torch.optim.Optimizer] = {"": optimiser}
-    if isinstance(loss, NetworkELBO):
-        optimisers |= loss.optimisers
+    optimisers |= getattr(loss, "optimisers", {})
+    # While parameters of the model move, an exact guide is exact for a posterior of today.
+    may_stop = isinstance(loss, InjectiveELBO) and _all_of_guide(guide, parameters, args, kwargs)
     file = None if checkpoint is None else Path(checkpoint) / f"{name}.pt"
     if file is not None and file.exists():
-        load_checkpoint(file, state, parameters, optimisers)
+        load_checkpoint(file, state, parameters, optimisers, loss)
     first, last = len(state.losses), schedule.num_steps
     latest_decay = last - round(last * schedule.decay)
     bar = tqdm(total=last, initial=first, desc=name, disable=not progress)
@@ -123,16 +143,15 @@ def train(
             group["lr"] = schedule.rate(step, decay_start)
         state.losses.append(_step(model, guide, loss, optimiser, schedule.clip_norm, args, kwargs))
         _check_finite(state.losses)
-        is_exact = isinstance(loss, InjectiveELBO) and schedule.is_exact(
-            state.losses, loss.num_particles
-        )
+        is_exact = may_stop and schedule.is_exact(state.losses, loss.num_particles)
         state.finished = is_exact or step + 1 >= decay_start + round(last * schedule.decay)
         if file is not None and (state.finished or (step + 1) % checkpoint_every == 0):
-            save_checkpoint(file, state, parameters, optimisers)
+            save_checkpoint(file, state, parameters, optimisers, loss)
         bar.update()
         if step % 50 == 0:
             bar.set_postfix(loss=f"{state.losses[-1]:.3f}", refresh=False)
     bar.close()
+    optimiser.zero_grad()  # a later SVI would add to them
     return state.losses
 
 
@@ -144,8 +163,15 @@ def _parameters(
     The guide's own name is replaced: it may be another one when training is resumed.
     """
     with poutine.trace(param_only=True) as capture:
-        # Backwards too: some ELBOs make the optimisers of their networks on that way.
-        loss.differentiable_loss(model, guide, *args, **kwargs).backward()
+        value = loss.differentiable_loss(model, guide, *args, **kwargs)
+    parameters = [site["value"].unconstrained() for _, site in _params(capture.trace)]
+    if not parameters:
+        raise ValueError(
+            "neither model nor guide has a parameter to train. Cure: a guide with pyro.param or "
+            "one of the autoguides"
+        )
+    # Backwards too: some ELBOs make the optimisers of their networks on that way.
+    value.backward(inputs=parameters)
     prefix = f"{getattr(guide, '_pyro_name', '')}."
     return {
         re.sub(f"^{re.escape(prefix)}", "<guide>.", name): site["value"].unconstrained()
@@ -155,6 +181,16 @@ def _parameters(
 
 def _params(trace: poutine.Trace) -> Iterator[tuple[str, dict[str, Any]]]:
     return ((name, site) for name, site in trace.nodes.items() if site["type"] == "param")
+
+
+def _all_of_guide(
+    guide: Callable[..., Any], parameters: dict[str, Tensor], args: Any, kwargs: Any
+) -> bool:
+    """Whether all parameters are the guide's, and none the model's."""
+    with poutine.block(), poutine.trace(param_only=True) as capture:
+        guide(*args, **kwargs)
+    own = {id(site["value"].unconstrained()) for _, site in _params(capture.trace)}
+    return all(id(parameter) in own for parameter in parameters.values())
 
 
 def _step(
@@ -170,8 +206,8 @@ def _step(
     if not math.isfinite(value.item()):
         return math.nan
     optimiser.zero_grad()
-    value.backward()
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
+    value.backward(inputs=parameters)  # nothing is left behind in parameters that stay as they are
     norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
     if norm.isfinite():
         optimiser.step()

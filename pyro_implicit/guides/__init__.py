@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pyro_implicit.guides.affine_frame import Frame
 from pyro_implicit.guides.auto_implicit import AutoImplicit
 from pyro_implicit.guides.auto_mixture import AutoMixture
 from pyro_implicit.guides.auto_semi_implicit import AutoSemiImplicit
@@ -11,4 +12,5 @@ __all__ = [
     "AutoImplicit",
     "AutoMixture",
     "AutoSemiImplicit",
+    "Frame",
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The affine frame of an implicit guide, taken from a Gaussian autoguide."""
+"""The affine frame of an implicit guide, given or taken from a Gaussian autoguide."""
 
 from __future__ import annotations
 
@@ -15,11 +15,63 @@ __all__ = ["Frame", "gaussian_frame"]
 
 
 class Frame(NamedTuple):
-    """Location ``(m,)`` and scale ``(m,)`` or lower triangular factor ``(m, m)`` of a Gaussian."""
+    r"""A Gaussian in whose units an implicit guide works, in unconstrained space.
+
+    **Example:**
+
+    >>> import pyro
+    >>> from pyro_implicit import AutoImplicit
+    >>> def model():
+    ...     pyro.sample("x", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    >>> frame = Frame(torch.tensor([1900.0, 0.0]), scale=torch.tensor([30.0, 1e-3]))
+    >>> guide = AutoImplicit(model, base_guide=frame)
+    >>> guide.sample_posterior(5)["x"].shape
+    torch.Size([5, 2])
+
+    :param loc: location, ``(latent_dim,)``.
+    :param scale: standard deviations, ``(latent_dim,)``, for a diagonal frame.
+    :param scale_tril: lower triangular factor of the covariance, ``(latent_dim, latent_dim)``, for
+        a full one. One of the two must be given.
+    """
 
     loc: Tensor
-    scale: Tensor | None
-    scale_tril: Tensor | None
+    scale: Tensor | None = None
+    scale_tril: Tensor | None = None
+
+    def check(self, latent_dim: int) -> None:
+        """Refuse a frame that does not fit a latent vector.
+
+        :param latent_dim: size of the unconstrained latent vector.
+        :raises ValueError: saying what is wrong, and the cure.
+        """
+        if tuple(self.loc.shape) != (latent_dim,):
+            raise ValueError(
+                f"the frame's loc has shape {tuple(self.loc.shape)}, but the model has "
+                f"{latent_dim} unconstrained latents. Cure: a loc of shape ({latent_dim},)"
+            )
+        factor = self.scale_tril if self.scale is None else self.scale
+        if factor is None or (self.scale is not None and self.scale_tril is not None):
+            raise ValueError(
+                "a frame wants either scale or scale_tril. Cure: Frame(loc, scale=sds) or "
+                "Frame(loc, scale_tril=torch.linalg.cholesky(covariance))"
+            )
+        shape = (latent_dim, latent_dim) if self.scale is None else (latent_dim,)
+        if tuple(factor.shape) != shape:
+            raise ValueError(
+                f"the frame's scale{'_tril' if self.scale is None else ''} has shape "
+                f"{tuple(factor.shape)}, but {latent_dim} latents want {shape}"
+            )
+        full = factor if self.scale is None else factor.diag()
+        if not torch.equal(full, full.tril()) or not (full.diagonal() > 0).all():
+            raise ValueError(
+                "the frame's scale must be positive, and its scale_tril lower triangular with a "
+                "positive diagonal. Cure: torch.linalg.cholesky(covariance)"
+            )
+        if not (self.loc.isfinite().all() and factor.isfinite().all()):
+            raise ValueError(
+                "the frame is not finite. Cure: fit base_guide again with a smaller learning rate, "
+                "or leave it out"
+            )
 
 
 @torch.no_grad()
@@ -40,9 +92,14 @@ def gaussian_frame(base_guide: AutoGuide, sites: list[str], *args: Any, **kwargs
         or not.
     :param sites: the model's latent sites in their order.
     :param args: the model's arguments.
+    :raises TypeError: for anything but a guide.
     :raises ValueError: if the guide is of another kind, covers other sites, or is a Laplace
         approximation where there is no mode.
     """
+    if not isinstance(base_guide, AutoGuide):
+        raise TypeError(
+            f"base_guide must be a Gaussian autoguide or a Frame, but got {base_guide!r}"
+        )
     if base_guide.prototype_trace is None:
         with poutine.block():
             base_guide(*args, **kwargs)

@@ -16,7 +16,7 @@ from torch.distributions import constraints
 
 from pyro_implicit.distributions import Implicit
 from pyro_implicit.generators import GatedMLP, as_generator
-from pyro_implicit.guides.affine_frame import gaussian_frame
+from pyro_implicit.guides.affine_frame import Frame, gaussian_frame
 from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.guides.generator_transform import GeneratorTransform, check_exact
 
@@ -54,9 +54,11 @@ class AutoImplicit(AutoDraws):
         space.
     :param init_scale: initial standard deviation of each latent, in unconstrained space; 0.1 suits
         small models, 0.01 large networks. Not used with a ``base_guide``.
-    :param base_guide: a Gaussian autoguide of the same model, fitted or not. Its location and scale
-        replace the frame: :math:`\theta = \mu + L (D \odot g(z))`, with L fixed and D starting at
-        1. Helps where latents are strongly correlated, hurts a little on funnels.
+    :param base_guide: a Gaussian autoguide of the same model, fitted or not, or a :class:`Frame`.
+        Its location m and scale L, full or diagonal, stay fixed, and the guide moves in their
+        units: :math:`\theta = m + L (\mu + D \odot g(z))`, from :math:`\mu = 0` and D = 1. Helps
+        where latents are strongly correlated or of very different scales, hurts a little on
+        funnels.
     :param create_plates: as in Pyro's autoguides.
     :raises ValueError: for a bad argument; at the first call, for a discrete latent, a latent in a
         subsampled plate, or a generator of the wrong output size.
@@ -73,7 +75,7 @@ class AutoImplicit(AutoDraws):
         noise_dim: int | None = None,
         init_loc_fn: Callable[[dict[str, Any]], Tensor] = init_to_median,
         init_scale: float = 0.1,
-        base_guide: AutoGuide | None = None,
+        base_guide: AutoGuide | Frame | None = None,
         create_plates: Callable[..., Any] | None = None,
     ) -> None:
         if not init_scale > 0:
@@ -87,21 +89,30 @@ class AutoImplicit(AutoDraws):
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
-        loc, scale, scale_tril = self._init_loc(), None, None
-        (base_guide,) = self._base_guide
-        if base_guide is not None:
-            sites = list(self._unconstrained_shapes)
-            loc, scale, scale_tril = gaussian_frame(base_guide, sites, *args, **kwargs)
-        if scale is None:
-            scale = torch.full_like(loc, self._init_scale if scale_tril is None else 1.0)
+        frame = self._frame(*args, **kwargs)
+        if frame is None:
+            loc = self._init_loc()
+            scale = torch.full_like(loc, self._init_scale)
+        else:
+            loc, scale = torch.zeros_like(frame.loc), torch.ones_like(frame.loc)
         self.loc = PyroParam(loc)
         self.scale = PyroParam(scale, constraints.positive)
-        self.frame_scale_tril = None
-        if scale_tril is not None:
-            # A parameter, so that every way of saving keeps it, but never trained (see detach).
-            self.frame_scale_tril = PyroParam(scale_tril)
+        for name, value in zip(Frame._fields, frame or (None,) * 3, strict=True):
+            if value is not None:
+                # A parameter, so that every way of saving keeps it, but never trained (see detach).
+                value = PyroParam(value.detach().clone())
+            setattr(self, f"frame_{name}", value)
         self.generator = self._init_generator(loc)
         self._make_generator = self._base_guide = (None,)
+
+    def _frame(self, *args: Any, **kwargs: Any) -> Frame | None:
+        (base,) = self._base_guide
+        if base is None:
+            return None
+        if not isinstance(base, Frame):
+            base = gaussian_frame(base, list(self._unconstrained_shapes), *args, **kwargs)
+        base.check(self.latent_dim)
+        return base
 
     def _init_generator(self, like: Tensor) -> nn.Module:
         (generator,) = self._make_generator
@@ -143,15 +154,17 @@ class AutoImplicit(AutoDraws):
 
     def _frame_transforms(self) -> list[dist.transforms.Transform]:
         """The transforms from generator values to latents, in their order."""
-        frame = {"event_dim": 1, "cache_size": 1}
-        if self.frame_scale_tril is None:
-            return [dist.transforms.AffineTransform(self.loc, self.scale, **frame)]
-        return [
-            dist.transforms.AffineTransform(0.0, self.scale, **frame),
-            dist.transforms.LowerCholeskyAffine(
-                self.loc, self.frame_scale_tril.detach(), cache_size=1
-            ),
+        loc, scale = self.loc, self.scale
+        if self.frame_scale is not None:  # two diagonal maps are one
+            units = self.frame_scale.detach()
+            loc, scale = self.frame_loc.detach() + units * loc, units * scale
+        transforms: list[Any] = [
+            dist.transforms.AffineTransform(loc, scale, event_dim=1, cache_size=1)
         ]
+        if self.frame_scale_tril is not None:
+            loc, scale_tril = self.frame_loc.detach(), self.frame_scale_tril.detach()
+            transforms.append(dist.transforms.LowerCholeskyAffine(loc, scale_tril, cache_size=1))
+        return transforms
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TransformedDistribution:
         """The distribution of the unconstrained latent vector, ``event_shape`` (latent_dim,)."""

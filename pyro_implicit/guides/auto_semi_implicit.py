@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_implicit.distributions import SemiImplicit
+from pyro_implicit.guides.affine_frame import Frame
 from pyro_implicit.guides.auto_implicit import AutoImplicit
 
 __all__ = ["AutoSemiImplicit"]
@@ -55,7 +56,7 @@ class AutoSemiImplicit(AutoImplicit):
         noise_dim: int | None = None,
         init_loc_fn: Callable[[dict[str, Any]], Tensor] = init_to_median,
         init_scale: float = 0.1,
-        base_guide: AutoGuide | None = None,
+        base_guide: AutoGuide | Frame | None = None,
         create_plates: Callable[..., Any] | None = None,
         noise_scale: float | Literal["learn"] = 0.02,
     ) -> None:

@@ -158,7 +158,7 @@ def test_labels_switch(seed):
 
 
 def test_no_start_with_a_density():
-    with pytest.raises(ValueError, match="finite at none of 50 draws of its prior. Cure: give"):
+    with pytest.raises(ValueError, match="none of 50 draws .*'density' at .*is -inf. Cure: give"):
         find_modes(target(lambda x: 0 * x.sum() - math.inf))
     with pytest.raises(ValueError, match="finite at none of 7 draws"):
         find_modes(target(lambda x: torch.where(x > 5, x, -math.inf).sum()), num_starts=7)
@@ -168,7 +168,8 @@ def test_starts_without_a_density_are_left_out():
     """Three of four starts lie where a coordinate is negative."""
     density = target(lambda x: torch.where(x > 0, 40 * x.abs().log() - 40 * x, -math.inf).sum(), 2)
     modes = find_modes(density)
-    torch.testing.assert_close(modes.loc, torch.ones(1, 2), rtol=0, atol=0.05)
+    # Within an sd of .16: the best Gaussian need not be at the top.
+    torch.testing.assert_close(modes.loc, torch.ones(1, 2), rtol=0, atol=0.1)
     torch.testing.assert_close(covariance(modes)[0], torch.eye(2) / 40, rtol=0.1, atol=0.005)
 
 

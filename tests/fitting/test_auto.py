@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import math
 
@@ -15,11 +14,10 @@ import torch
 from pyro.infer import Predictive
 from pyro.infer.autoguide import AutoNormal
 
-from pyro_implicit.fitting.auto import Fit, default_loss, fit
-from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
+from pyro_implicit.fitting import Candidate, Fit, fit
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.guides.auto_mixture import AutoMixture
-from pyro_implicit.infer import LIVI_ELBO, ImplicitELBO, InjectiveELBO
+from pyro_implicit.infer import ImplicitELBO
 
 X = torch.tensor([[1.0, 0.2], [1.0, -0.5], [1.0, 1.0], [1.0, 2.5]], dtype=torch.float64)
 Y = torch.tensor([0.3, 0.9, -0.4, -1.7], dtype=torch.float64)
@@ -88,14 +86,16 @@ def test_a_gaussian_posterior(dtype, seed):
     assert isinstance(result.guide, AutoImplicit) and not isinstance(result.guide, AutoSemiImplicit)
     assert result.num_modes == 1 and len(result.losses) <= 500
     evidence = dist.MultivariateNormal(torch.zeros(4), 4 * x @ x.T + 0.16 * torch.eye(4))
-    assert set(result.bounds) == {"injective"}
+    assert set(result.bounds) == {"gaussian", "injective"} and result.chosen == "injective"
+    assert [stage.name for stage in result.stages] == ["search", "gaussian", "injective", "choose"]
     assert result.bounds["injective"] == pytest.approx(evidence.log_prob(y).item(), abs=0.03)
 
 
 def test_a_funnel_gets_both_guides():
     result = fit(funnel, "auto", num_steps=300, num_particles=16, progress=False, seed=0)
     best = max(result.bounds, key=result.bounds.get)
-    assert set(result.bounds) <= {"injective", "semi-implicit"}
+    assert set(result.bounds) <= {"gaussian", "injective", "semi-implicit"}
+    assert result.chosen == best
     assert isinstance(result.guide, AutoSemiImplicit) == (best == "semi-implicit")
     assert result.num_modes == 1 and len(result.losses) <= 300
     assert -0.5 < result.bounds[best] < 0.1  # the log-evidence is 0
@@ -104,37 +104,50 @@ def test_a_funnel_gets_both_guides():
     assert draws["v"].std().item() == pytest.approx(1.5, abs=0.5)
 
 
-@pytest.mark.parametrize("kept", ["injective", "semi-implicit"])
-def test_the_higher_bound_is_kept(kept, monkeypatch):
-    """Of guides that are not near enough."""
-    bounds = {"injective": -3.0, "semi-implicit": -2.0 if kept == "semi-implicit" else -4.0}
+def rigged(monkeypatch, bounds):
+    """Candidates of given bounds, which are not near the posterior."""
 
-    def log_weights(model, guide, args, kwargs):
-        name = "semi-implicit" if isinstance(guide, AutoSemiImplicit) else "injective"
-        return torch.tensor([-1.0, 1.0]) + bounds[name]
+    def weigh(name, guide, density, losses=None, num_draws=50):
+        size = density.latent_dim
+        state = {key: value.clone() for key, value in guide.state_dict().items()}
+        spread = torch.tensor([-1.0, 1.0])
+        return Candidate(name, guide, bounds[name] + spread, torch.randn(50, size), losses, state)
 
-    module = importlib.import_module("pyro_implicit.fitting.auto")
-    monkeypatch.setattr(module, "_log_weights", log_weights)
+    monkeypatch.setattr("pyro_implicit.fitting.stages.weigh", weigh)
+
+
+@pytest.mark.parametrize("kept", ["gaussian", "injective", "semi-implicit"])
+def test_the_highest_bound_is_kept(kept, monkeypatch):
+    """Of guides that are not near enough. The loss promises what the bound keeps."""
+    bounds = {"gaussian": 51.0, "injective": 52.0, "semi-implicit": 53.0, kept: 60.0}
+    rigged(monkeypatch, bounds)
     result = quick(funnel, num_steps=4)
-    assert result.bounds == pytest.approx(bounds) and len(result.losses) == 4
+    assert result.bounds == pytest.approx(bounds) and result.chosen == kept
     assert isinstance(result.guide, AutoSemiImplicit) == (kept == "semi-implicit")
+    if kept == "gaussian":  # as it was before it was trained
+        assert (result.guide.loc == 0).all() and (result.guide.scale == 1).all()
+        assert not result.losses
+    else:
+        assert (result.guide.loc != 0).any() and len(result.losses) == 4
 
 
-def test_a_folded_guide_is_trained_again(monkeypatch):
-    """One whose loss promises more than its bound keeps; the second is taken as it is."""
-    semi_implicit = []
+@pytest.mark.parametrize("lost, again", [(0.4, False), (0.6, True)])
+def test_a_folded_guide_is_trained_again(lost, again, monkeypatch):
+    """One whose loss promises half a nat more than its bound keeps; both stay candidates."""
+    bounds = {"gaussian": -52.0, "injective": -50.0, "semi-implicit": 5.0 - lost}
+    rigged(monkeypatch, bounds | {"semi-implicit-again": -100.0})
+    trained = []
 
-    def log_weights(model, guide, args, kwargs):
-        if not isinstance(guide, AutoSemiImplicit):
-            return torch.tensor([-51.0, -49.0])
-        semi_implicit.append(guide)
-        return torch.tensor([-101.0, -99.0]) if len(semi_implicit) == 1 else torch.zeros(2)
+    def train(self, name, guide, loss, share=1.0):
+        trained.append(name)
+        return [-5.0] * 4
 
-    module = importlib.import_module("pyro_implicit.fitting.auto")
-    monkeypatch.setattr(module, "_log_weights", log_weights)
-    result = quick(funnel, num_steps=4)
-    assert len(semi_implicit) == 2 and result.guide is semi_implicit[1]
-    assert result.bounds == {"injective": -50.0, "semi-implicit": 0.0}
+    monkeypatch.setattr("pyro_implicit.fitting.stages.Stages.train", train)
+    result = quick(funnel)
+    assert ("semi-implicit-again" in trained) == again == ("semi-implicit-again" in result.bounds)
+    # The second is no better, and does not take the place of the first.
+    assert result.chosen == "semi-implicit"
+    assert ("it folds" in str(result)) == again
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -142,7 +155,7 @@ def test_separate_modes_get_a_mixture(seed):
     result = quick(two_modes, num_steps=100, num_particles=32, seed=seed)
     assert isinstance(result.guide, AutoMixture) and result.num_modes == 2
     assert len(result.losses) <= 2 * math.ceil(100 / math.sqrt(2))
-    assert set(result.bounds) == {"mixture"}
+    assert set(result.bounds) == {"gaussian", "mixture"} and result.chosen == "mixture"
     assert result.bounds["mixture"] == pytest.approx(2.0, abs=0.05)
     x = result.guide.sample_posterior(10_000)["x"]
     assert (x < 0).float().mean().item() == pytest.approx(0.3, abs=0.03)
@@ -199,30 +212,13 @@ def test_a_given_guide_is_trained_in_place():
     torch.testing.assert_close(guide.scales.weight.detach(), sd, rtol=0.15, atol=0)
 
 
-def test_losses_by_the_kind_of_guide():
-    semi = default_loss(AutoSemiImplicit(funnel), 5)
-    assert isinstance(semi, LIVI_ELBO) and semi.num_particles == 5 and semi.nonfinite == "skip"
-    injective = default_loss(AutoImplicit(funnel, AutoregressiveGenerator), 6)
-    assert isinstance(injective, InjectiveELBO) and injective.coverage == 1.0
-    assert type(default_loss(AutoNormal(funnel), 7)) is ImplicitELBO
-    guide = AutoSemiImplicit(funnel)
-    assert fit(funnel, guide, num_steps=2, progress=False).guide is guide
-
-
-def test_wrong_arguments():
-    with pytest.raises(ValueError, match="guide must be \"auto\" or a guide, but got 'nuts'"):
-        fit(funnel, "nuts", progress=False)
-    with pytest.raises(ValueError, match='loss is for a given guide; guide="auto" chooses'):
-        fit(funnel, "auto", loss=ImplicitELBO(), progress=False)
-
-
 def nowhere():
     x = pyro.sample("x", dist.Normal(0.0, 1.0))
     pyro.factor("never", 0 * x - math.inf)
 
 
 def test_a_density_that_is_nowhere_finite():
-    with pytest.raises(ValueError, match="finite at none of 50 draws of its prior. Cure"):
+    with pytest.raises(ValueError, match="none of 50 draws.*site 'never'.*factor is -inf. Cure"):
         quick(nowhere)
 
 

@@ -19,7 +19,9 @@ from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.infer import (
     AVB_ELBO,
     GPVI_ELBO,
+    KIVI_ELBO,
     LIVI_ELBO,
+    UIVI_ELBO,
     AmortizedKSD_ELBO,
     ImplicitELBO,
     InjectiveELBO,
@@ -56,6 +58,15 @@ KINDS = {
         InjectiveELBO(4, coverage=1.0, nonfinite="skip"),
     ),
     "normal": lambda model: (AutoNormal(model), ImplicitELBO(2)),
+    # These remember things between steps: step sizes of a sampler, draws of the prior.
+    "uivi": lambda model: (
+        AutoSemiImplicit(model, lambda size: GatedMLP(size, size, hidden=(4,)), noise_scale=0.5),
+        UIVI_ELBO(4),
+    ),
+    "kivi": lambda model: (
+        AutoImplicit(model, lambda size: GatedMLP(size, size, hidden=(4,))),
+        KIVI_ELBO(4, num_entropy_particles=20, contrast="prior"),
+    ),
     # These train networks of their own.
     "avb": lambda model: (
         AutoImplicit(model, lambda size: GatedMLP(size, size, hidden=(4,))),
@@ -78,7 +89,8 @@ def run(kind, folder, seed=0, dies_after=None, subsample_size=None, every=5, sch
     pyro.set_rng_seed(seed)
     model = Model(dies_after, subsample_size)
     guide, loss = KINDS[kind](model)
-    losses = train(model, guide, loss, schedule=schedule, checkpoint=folder, checkpoint_every=every)
+    files = {"checkpoint": folder, "checkpoint_every": every, "progress": False}
+    losses = train(model, guide, loss, schedule=schedule, **files)
     parameters = {name: p.detach().clone() for name, p in pyro.get_param_store().named_parameters()}
     return losses, parameters, model
 
@@ -112,6 +124,64 @@ def test_killed_at_many_moments(stops, tmp_path):
     check_resumed("injective", tmp_path, stops, every=3)
 
 
+class Remembering(ImplicitELBO):
+    """An ELBO whose loss depends on how often it was asked, and on what it drew then."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.memory = torch.zeros(2)
+
+    def differentiable_loss(self, *args, **kwargs):
+        self.memory = self.memory + torch.rand(2)
+        return super().differentiable_loss(*args, **kwargs) * (1 + self.memory.sum())
+
+    def get_state(self):
+        return {"memory": self.memory}
+
+    def set_state(self, state):
+        self.memory = state["memory"]
+
+
+def test_what_an_elbo_remembers(tmp_path, monkeypatch):
+    monkeypatch.setitem(KINDS, "remembering", lambda model: (AutoNormal(model), Remembering()))
+    check_resumed("remembering", tmp_path, [13])
+
+
+def test_files_are_read_on_the_device_of_the_parameters(tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        run("normal", tmp_path, dies_after=12)
+    asked = []
+    load = torch.load
+
+    def spy(path, **kwargs):
+        asked.append(kwargs["map_location"])
+        return load(path, **kwargs)
+
+    monkeypatch.setattr(torch, "load", spy)
+    run("normal", tmp_path)
+    assert asked == [torch.device("cpu")]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a GPU")
+def test_a_file_written_on_another_device(tmp_path):
+    """A guide on the CPU goes on from one that was on a GPU."""
+    path = tmp_path / "fit.pt"
+    parameters = {"loc": torch.ones(3, device="cuda", requires_grad=True)}
+    optimiser = torch.optim.Adam(parameters.values())
+    parameters["loc"].sum().backward()
+    optimiser.step()
+    checkpoint_module.save_checkpoint(path, State(), parameters, {"": optimiser})
+    here = {"loc": torch.zeros(3, requires_grad=True)}
+    optimiser = torch.optim.Adam(here.values())
+    checkpoint_module.load_checkpoint(path, State(), here, {"": optimiser})
+    assert torch.equal(here["loc"], parameters["loc"].cpu())
+    assert optimiser.state[here["loc"]]["exp_avg"].device.type == "cpu"
+
+
+class State:
+    """No attributes."""
+
+
 def test_killed_before_the_first_writing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run("normal", tmp_path, dies_after=6)
@@ -129,7 +199,7 @@ def test_a_finished_run_returns_at_once(tmp_path):
 def test_files_by_name_in_folders_yet_to_be_made(tmp_path):
     model = Model()
     folder = tmp_path / "deep" / "folder"
-    arguments = {"schedule": Schedule(num_steps=3), "checkpoint": str(folder)}
+    arguments = {"schedule": Schedule(num_steps=3), "checkpoint": str(folder), "progress": False}
     for name in ("one", "two"):
         train(model, AutoNormal(model), ImplicitELBO(), name=name, **arguments)
     assert sorted(path.name for path in folder.iterdir()) == ["one.pt", "two.pt"]

@@ -129,7 +129,7 @@ def test_laplace_base_guide():
 
 
 def test_density_in_the_frame_is_that_of_the_transformed_gaussian():
-    """theta = mu + L (D * (g(z) + rho eta)): the log-determinants of D and L both count."""
+    """theta = m + L (mu + D * (g(z) + rho eta)): the log-determinants of D and L both count."""
     torch.set_default_dtype(torch.float64)
 
     def normal():
@@ -138,10 +138,12 @@ def test_density_in_the_frame_is_that_of_the_transformed_gaussian():
     base = AutoMultivariateNormal(normal)
     base()
     base.scale_tril = torch.tensor([[1.0, 0, 0], [0.5, 1, 0], [-0.3, 0.2, 1]])
+    base.loc.data = torch.tensor([1.0, -2.0, 30.0])
     guide = AutoSemiImplicit(
         normal, nn.Linear(3, 3), base_guide=base, noise_dim=3, noise_scale="learn"
     )
     guide()
+    guide.loc = torch.tensor([0.3, -0.6, 2.0])
     guide.scale = torch.tensor([0.5, 2.0, 1.5])
     guide.noise_scale = torch.tensor([0.1, 0.4, 0.2])
     with DrawMessenger(lambda site: None) as drawn:
@@ -151,7 +153,8 @@ def test_density_in_the_frame_is_that_of_the_transformed_gaussian():
     factor = guide.frame_scale_tril @ guide.scale.diag()
     weight, bias = guide.generator.weight, guide.generator.bias
     covariance = factor @ (weight @ weight.T + guide.noise_scale.square().diag()) @ factor.T
-    expected = dist.MultivariateNormal(guide.loc + factor @ bias, covariance)
+    mean = base.loc + guide.frame_scale_tril @ guide.loc + factor @ bias
+    expected = dist.MultivariateNormal(mean, covariance)
     torch.testing.assert_close(log_q, expected.log_prob(site.draw))
 
 

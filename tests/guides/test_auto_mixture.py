@@ -89,20 +89,21 @@ def test_density_of_a_component_at_any_point(framed):
         def inverse(self, value):
             return torch.linalg.solve(self.weight, (value - self.bias).unsqueeze(-1)).squeeze(-1)
 
-    base, factor = None, torch.eye(3)
+    base, centre, factor = None, torch.zeros(3), torch.eye(3)
     if framed:
         base = AutoMultivariateNormal(normal)
         base()
         base.scale_tril = torch.tensor([[1.0, 0, 0], [0.5, 1, 0], [-0.3, 0.2, 1]])
         base.scale = torch.tensor([0.5, 3.0, 1.0])
-        factor = (base.scale[:, None] * base.scale_tril).detach()
+        base.loc.data = torch.tensor([1.0, -2.0, 30.0])
+        centre, factor = base.loc.detach(), (base.scale[:, None] * base.scale_tril).detach()
     guide = AutoImplicit(normal, Affine(3, 3), 3, base_guide=base)
     guide()
     guide.scale = torch.tensor([0.5, 2.0, 1.5])
     guide.loc = torch.tensor([0.5, -1.0, 0.0])
     q = dist.TransformedDistribution(guide.get_base_dist(), guide.get_transform())
     affine = factor @ guide.scale.diag()
-    mean = guide.loc + affine @ guide.generator.bias
+    mean = centre + factor @ guide.loc + affine @ guide.generator.bias
     root = affine @ guide.generator.weight
     expected = dist.MultivariateNormal(mean, root @ root.T)
     points = torch.randn(6, 3)

@@ -212,8 +212,8 @@ def test_automatic_guide(frame):
     identity = lambda size: nn.Identity()  # noqa: E731
     guide = AutoSemiImplicit(model, identity, 3, base_guide=base if frame else None)
     guide()
-    guide.loc.data.copy_(model.mean)
     if not frame:
+        guide.loc.data.copy_(model.mean)
         guide.scale = model.covariance.diag().sqrt()
         factor = model.covariance.diag().sqrt().diag()
     covariance = (1 + 0.02**2) * factor @ factor.T

@@ -120,10 +120,10 @@ def test_gradient_through_a_frame_that_is_not_diagonal():
     log_p = dist.MultivariateNormal(torch.ones(3), precision_matrix=PRECISION).log_prob
 
     def push(value):
-        return guide.loc + (guide.scale * value) @ lower.T
+        return guide.frame_loc + (guide.loc + guide.scale * value) @ lower.T
 
     named = dict(guide.named_parameters())
-    parameters = [p for name, p in named.items() if "frame_scale_tril" not in name]
+    parameters = [p for name, p in named.items() if "frame_" not in name]
     compare_with_definition(Spy(4), target, guide, parameters, log_p, push)
 
 

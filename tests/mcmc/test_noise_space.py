@@ -70,10 +70,10 @@ def make_guide(generator_type=ResidualGenerator, framed=False, curve=0.3):
 
 def latents(guide, noise):
     """Constrained values of one vector of noise, by the definition of the guide."""
-    value = guide.generator(noise) * guide.scale
+    value = guide.loc + guide.generator(noise) * guide.scale
     if guide.frame_scale_tril is not None:
-        value = guide.frame_scale_tril @ value
-    parts = (guide.loc + value).split([1, 2, 6, 3])
+        value = guide.frame_loc + guide.frame_scale_tril @ value
+    parts = value.split([1, 2, 6, 3])
     free = zip(SUPPORTS.items(), parts, strict=True)
     return {name: biject_to(s)(part.reshape(shape)) for (name, (s, shape)), part in free}
 

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of ``fit`` that stand in the wrong place."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from pyro.infer import Trace_ELBO
+
+__all__ = ["refuse_misplaced"]
+
+
+def refuse_misplaced(model: Any, guide: Any, loss: Any) -> None:
+    """Check what is given as model, guide and loss.
+
+    :raises TypeError: for a class in place of a guide, for data in place of a guide, for anything
+        but an ELBO as loss, or a model that cannot be called.
+    :raises ValueError: for an unknown word in place of a guide, or a loss without a guide.
+    """
+    if not callable(model):
+        raise TypeError(f"model must be a Pyro model, a callable, but got {type(model).__name__}")
+    if isinstance(guide, str):
+        if guide != "auto":
+            raise ValueError(f'guide must be "auto" or a guide, but got {guide!r}')
+        if loss is not None:
+            raise ValueError('loss is for a given guide; guide="auto" chooses its own')
+    elif inspect.isclass(guide):
+        raise TypeError(
+            f"guide is the class {guide.__name__}, and a guide is wanted. Cure: "
+            f"fit(model, {guide.__name__}(model), ...)"
+        )
+    elif not callable(guide):
+        raise TypeError(
+            f'guide must be "auto" or a guide, but got {_article(type(guide).__name__)}: the '
+            "model's arguments come after the guide. Cure: "
+            'fit(model, "auto", x, y) instead of fit(model, x, y)'
+        )
+    if loss is not None and not isinstance(loss, Trace_ELBO):
+        wanted = f"{loss.__name__}()" if inspect.isclass(loss) else "LIVI_ELBO(8)"
+        raise TypeError(
+            "loss must be an ELBO of this library or of Pyro, but got "
+            f"{'the class ' + loss.__name__ if inspect.isclass(loss) else repr(loss)}. Cure: "
+            f"loss={wanted}; if it is an argument of your model, model_kwargs={{'loss': ...}}"
+        )
+
+
+def _article(word: str) -> str:
+    return f"{'an' if word[0].lower() in 'aeiou' else 'a'} {word}"

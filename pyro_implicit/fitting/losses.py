@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ELBO that suits a guide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pyro import poutine
+from pyro.infer import Trace_ELBO
+from torch import nn
+
+from pyro_implicit.generators import (
+    AutoregressiveGenerator,
+    GatedResidualGenerator,
+    ResidualGenerator,
+)
+from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
+from pyro_implicit.infer import KIVI_ELBO, LIVI_ELBO, ImplicitELBO, InjectiveELBO
+
+__all__ = ["default_loss"]
+
+INJECTIVE = (AutoregressiveGenerator, ResidualGenerator, GatedResidualGenerator)
+
+
+def default_loss(
+    guide: Callable[..., Any],
+    num_particles: int,
+    *args: Any,
+    model_kwargs: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Trace_ELBO:
+    """The ELBO for a guide: by its kind, and Pyro's own for guides with a density.
+
+    An :class:`AutoImplicit` gets the exact :class:`InjectiveELBO` if its generator is injective
+    with as many values as noise. Of any other the exact density is unknown, and the formula would
+    take folds for entropy: it gets :class:`KIVI_ELBO`, which asks of a generator that it can be
+    drawn from and nothing else, and follows the moments of the guide exactly.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> def model():
+    ...     pyro.sample("x", dist.Normal(0.0, 1.0))
+    >>> type(default_loss(AutoSemiImplicit(model), 8)).__name__
+    'LIVI_ELBO'
+    >>> type(default_loss(AutoImplicit(model), 8)).__name__
+    'KIVI_ELBO'
+
+    :param guide: a guide; an :class:`AutoImplicit` that was never called is called once.
+    :param num_particles: of the ELBO.
+    :param args: of the model, as ``kwargs``.
+    :param model_kwargs: more keyword arguments of the model: those with a name of ours.
+    """
+    if isinstance(guide, AutoSemiImplicit):
+        return LIVI_ELBO(num_particles, nonfinite="skip")
+    if not isinstance(guide, AutoImplicit):
+        return ImplicitELBO(num_particles, nonfinite="skip")
+    if guide.prototype_trace is None:
+        with poutine.block():
+            guide(*args, **kwargs, **(model_kwargs or {}))
+    if is_injective(guide.generator) and guide.noise_dim == guide.latent_dim:
+        return InjectiveELBO(num_particles, coverage=1.0, nonfinite="skip")
+    return KIVI_ELBO(num_particles, nonfinite="skip")
+
+
+def is_injective(generator: nn.Module) -> bool:
+    """Whether a generator never folds, whatever its parameters."""
+    return bool(getattr(generator, "injective", isinstance(generator, INJECTIVE)))

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of guides in Pyro's parameter store."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TypeVar
+
+import pyro
+from pyro.infer.autoguide import AutoGuide
+
+__all__ = ["forget", "own_names"]
+
+AnyGuide = TypeVar("AnyGuide", bound=AutoGuide)
+
+
+def own_names(guide: AnyGuide) -> AnyGuide:
+    """Give a guide names of its own in Pyro's parameter store.
+
+    There all guides of a class have the same names, and the next one made would replace the values
+    of those before. The name is unique over processes too, so that a guide which is loaded, or
+    comes back from a worker, shares none with those made here; no seeded stream is read for it.
+
+    **Example:**
+
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> guides = [own_names(AutoNormal(lambda: None)) for _ in range(2)]
+    >>> guides[0]._pyro_name == guides[1]._pyro_name
+    False
+
+    :param guide: any of Pyro's or this library's autoguides, not called yet.
+    :returns: the same guide.
+    """
+    name = f"{type(guide).__name__}_{uuid.uuid4().hex[:16]}"
+    guide._pyro_set_supermodule(name, guide._pyro_context)
+    return guide
+
+
+def forget(guide: AutoGuide) -> None:
+    """Take a guide's parameters out of Pyro's parameter store; the guide keeps its values.
+
+    They return under the same names when the guide is called again.
+
+    **Example:**
+
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> guide = AutoNormal(lambda: pyro.sample("x", pyro.distributions.Normal(0.0, 1.0)))
+    >>> values = guide()
+    >>> forget(guide)
+    >>> len(pyro.get_param_store())
+    0
+
+    :param guide: any of Pyro's or this library's autoguides.
+    """
+    store = pyro.get_param_store()
+    for name in list(store.keys()):
+        if name.startswith(f"{guide._pyro_name}."):
+            del store[name]

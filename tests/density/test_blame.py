@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model must be, message by message; and starts at which it raises errors."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.distributions import constraints
+
+from pyro_implicit.density import LatentDensity, find_modes
+from pyro_implicit.density.tolerant import TolerantDensity
+
+Y = torch.tensor([0.3, -1.2, 2.0, 0.5])
+
+
+def regression(y, x=None):
+    loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(loc, 1.0), obs=y)
+
+
+def with_nan():
+    return torch.where(torch.arange(4) == 2, math.nan, Y)
+
+
+def test_nan_in_observations():
+    message = r"observation of site 'y' is NaN in 1 of 4 elements. Cure: .*fn.mask"
+    with pytest.raises(ValueError, match=message):
+        LatentDensity(regression, with_nan())
+
+
+def test_masked_nan_is_no_fault():
+    def model(y):
+        loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 4):
+            pyro.sample("y", dist.Normal(loc, 1.0).mask(~y.isnan()), obs=y.nan_to_num())
+
+    assert LatentDensity(model, with_nan()).score(torch.zeros(1, 1))[1].isfinite()
+
+
+def test_nan_in_covariates_names_the_site():
+    def model(x, y):
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 4):
+            pyro.sample("y", dist.Normal(slope * x, 1.0, validate_args=False), obs=y)
+
+    message = "site 'y' at 20 of 20: its log-density is NaN: look at the parameters of Normal"
+    with pytest.raises(ValueError, match=message):
+        find_modes(LatentDensity(model, with_nan(), Y))
+
+
+@pytest.mark.parametrize(
+    "fn, kind",
+    [
+        (dist.Bernoulli(0.5), "Bernoulli"),
+        (dist.Poisson(3.0).expand([2]).to_event(1), "Poisson"),
+    ],
+)
+def test_a_discrete_latent(fn, kind):
+    def model():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("z", fn)
+
+    message = rf"site 'z' is a discrete latent \({kind}\).*Cure: sum it out.*MixtureSameFamily"
+    with pytest.raises(ValueError, match=message):
+        LatentDensity(model)
+
+
+def test_zero_latents():
+    def observed(y):
+        pyro.sample("y", dist.Normal(pyro.param("loc", torch.tensor(0.0)), 1.0), obs=y)
+        pyro.deterministic("twice", 2 * y)
+
+    message = r"the model has no latent sites: all that it samples is observed \('y'\). Cure: "
+    with pytest.raises(RuntimeError, match=message):
+        LatentDensity(observed, torch.tensor(1.0))
+    with pytest.raises(RuntimeError, match="no latent sites: it samples nothing. Cure"):
+        LatentDensity(lambda: None)
+
+
+def test_obs_mask():
+    mask = torch.tensor([True, True, True, False])
+
+    def model(y, mask):
+        loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 4):
+            pyro.sample("y", dist.Normal(loc, 1.0), obs=y, obs_mask=mask)
+
+    message = "3 of 4 elements of latent 'y_unobserved' have no density .obs_mask makes .*improper"
+    with pytest.warns(UserWarning, match=message + ".*Cure: sample the rows apart"):
+        density = LatentDensity(model, Y, mask)
+    modes = find_modes(density)
+    # The flat ones have no scale of their own; the others that of their prior around loc.
+    assert all(part.isfinite().all() for part in modes)
+    torch.testing.assert_close(modes.scale_tril[0].square().sum(-1)[1:4], torch.ones(3))
+
+
+def forgotten(x, y=None):
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    with pyro.plate("d", len(x)):
+        pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
+
+
+def test_forgotten_observations():
+    x = torch.linspace(-1, 1, 60)
+    message = "observes nothing, and no site depends on 'y': 60 latents in plate 'd'. Cure: .*obs="
+    with pytest.warns(UserWarning, match=message):
+        LatentDensity(forgotten, x)
+
+
+def prior_only():
+    v = pyro.sample("v", dist.Normal(0.0, 1.5))
+    with pyro.plate("two", 2):
+        pyro.sample("x", dist.Normal(0.0, (v / 2).exp()))
+
+
+def chain(y):
+    with pyro.plate("two", 2):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    pyro.sample("total", dist.Normal(x.sum(), y))
+
+
+@pytest.mark.parametrize(
+    "model, args", [(forgotten, (Y, Y)), (prior_only, ()), (chain, (torch.tensor(1.0),))]
+)
+def test_nothing_is_said_of_models_that_may_be_meant(model, args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LatentDensity(model, *args)
+
+
+IMPOSSIBLE = [
+    (dist.Gamma(2.0, 1.0), -1.0, r"site 'y' at 20 of 20: its observation is outside GreaterThanEq"),
+    (dist.Normal(0.0, 1e-30), 1.0, r"site 'y' at 20 of 20: its log-density is -inf in 1 of 1 elem"),
+    (dist.Binomial(3, 0.5), 5.0, r"site 'y' at 20 of 20: its observation is outside Integer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fn, y, message", IMPOSSIBLE)
+def test_sites_to_blame(fn, y, message):
+    def model():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", fn, obs=torch.tensor(y))
+
+    with pytest.raises(ValueError, match="finite at none of 50 draws of its prior: " + message):
+        find_modes(LatentDensity(model))
+
+
+def picky(threshold):
+    """A matrix without a Cholesky factor wherever x is too small, as a kernel's can be."""
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    factor = torch.linalg.cholesky((x - threshold).reshape(1, 1))
+    pyro.sample("y", dist.Normal(x, 1.0 + 0 * factor.squeeze()), obs=torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_starts_at_which_the_model_raises_are_left_out(seed):
+    """Half of the prior; ``init_to_median`` may be one of them."""
+    pyro.set_rng_seed(seed)
+    density = LatentDensity(picky, torch.tensor(0.0))
+    modes = find_modes(density)
+    assert modes.loc.item() == pytest.approx(1.0, abs=0.2)
+    assert density.is_vectorized
+    assert 10 < len(density.sample_prior(100)) < 90
+
+
+def test_a_model_that_raises_everywhere():
+    with pytest.raises(torch.linalg.LinAlgError):
+        LatentDensity(picky, torch.tensor(1e3))
+    density = LatentDensity(picky, torch.tensor(-1e3))
+    density._model.args = density.args = (torch.tensor(1e3),)
+    with pytest.raises(ValueError, match="error at each of 49 draws .*LinAlgError: linalg.chol"):
+        find_modes(density)
+
+
+def test_points_are_found_in_a_batch():
+    tolerant = TolerantDensity(LatentDensity(picky, torch.tensor(0.0)))
+    points = torch.tensor([1.0, -1.0, 0.5, 2.0, -3.0]).unsqueeze(-1)
+    bad = points.squeeze(-1) < 0
+    value, (again, score), hessian = (
+        tolerant.log_prob(points), tolerant.score(points), tolerant.hessian(points)
+    )  # fmt: skip
+    for tensor in (value, again, score[:, 0], hessian[:, 0, 0]):
+        assert torch.equal(tensor.isnan(), bad)
+    torch.testing.assert_close(score[~bad, 0], 2 - 2 * points[~bad, 0])
+    assert hessian.shape == (5, 1, 1) and isinstance(tolerant.error, torch.linalg.LinAlgError)
+
+
+def test_no_points():
+    tolerant = TolerantDensity(LatentDensity(prior_only))
+    assert tolerant.log_prob(torch.zeros(0, 3)).shape == (0,)
+
+
+def test_improper_priors_have_no_reason_to_warn():
+    def model(y):
+        x = pyro.sample("x", dist.ImproperUniform(constraints.positive, (), ()))
+        pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+    assert LatentDensity(model, torch.tensor(1.0)).latent_dim == 1

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fit`` where it once broke: one latent, flat directions, parameters, raw units, the store."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.distributions import constraints
+from pyro.infer.autoguide import AutoNormal
+
+from pyro_implicit.fitting import Schedule, fit, train
+from pyro_implicit.generators import AutoregressiveGenerator
+from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
+from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
+
+
+def quick(model, *args, num_steps=60, **kwargs):
+    options = {"num_particles": 16, "progress": False, "seed": 0} | kwargs
+    return fit(model, "auto", *args, num_steps=num_steps, **options)
+
+
+def spiked():
+    """One latent, and no injective guide of few steps fits it."""
+    x = pyro.sample("x", dist.StudentT(1.5, 0.0, 1.0))
+    pyro.factor("spike", torch.logaddexp(-20 * (x - 1) ** 2, -0.5 * x.abs()))
+
+
+def test_one_latent_with_a_second_candidate():
+    result = quick(spiked, num_steps=4)
+    assert set(result.bounds) >= {"gaussian", "injective", "semi-implicit"}
+    assert all(math.isfinite(bound) for bound in result.bounds.values())
+    assert not any(stage.error for stage in result.stages)
+
+
+def test_a_flat_direction():
+    mask = torch.tensor([True, True, False])
+
+    def model(y):
+        loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 3):
+            pyro.sample("y", dist.Normal(loc, 1.0), obs=y, obs_mask=mask)
+
+    with pytest.warns(UserWarning, match="latent 'y_unobserved' have no density"):
+        result = quick(model, torch.tensor([1.0, 2.0, 9.0]), num_steps=8)
+    loc = result.guide.sample_posterior(1000)["loc"]
+    assert loc.mean().item() == pytest.approx(1.0, abs=0.3)  # the third row says nothing
+
+
+def funnel():
+    v = pyro.sample("v", dist.Normal(0.0, 1.5))
+    with pyro.plate("two", 2):
+        pyro.sample("x", dist.Normal(0.0, (v / 2).exp()))
+
+
+def test_a_candidate_that_fails_leaves_the_others(monkeypatch):
+    def fails(*args, **kwargs):
+        raise ZeroDivisionError("of the second")
+
+    monkeypatch.setattr("pyro_implicit.fitting.stages.semi_implicit_guide", fails)
+    result = quick(funnel, num_steps=8)
+    assert result.chosen in ("gaussian", "injective")
+    failed = {stage.name: stage for stage in result.stages if stage.error}
+    assert list(failed) == ["semi-implicit"]
+    assert "failed: ZeroDivisionError: of the second" in str(result)
+    assert result.guide.sample_posterior(3)["v"].isfinite().all()
+
+
+def test_a_training_that_fails_leaves_the_gaussian(monkeypatch):
+    def fails(*args, name, **kwargs):
+        raise RuntimeError(f"no {name}")
+
+    monkeypatch.setattr("pyro_implicit.fitting.stages.train", fails)
+    with pytest.warns(UserWarning, match="kept the Gaussian.*failed: RuntimeError: no injective"):
+        result = quick(funnel)
+    assert result.chosen == "gaussian" and set(result.bounds) == {"gaussian"}
+
+
+def two_modes():
+    x = pyro.sample("x", dist.ImproperUniform(dist.constraints.real, (), ()))
+    left, right = dist.Normal(-1.5, 0.1).log_prob(x), dist.Normal(1.0, 0.2).log_prob(x)
+    pyro.factor("modes", torch.stack([left + math.log(0.3), right + math.log(0.7)]).logsumexp(0))
+
+
+def test_a_component_that_fails_stays_a_gaussian(monkeypatch):
+    trained = train
+
+    def fails(*args, name, **kwargs):
+        if name == "mode-1":
+            raise RuntimeError("of one mode")
+        return trained(*args, name=name, **kwargs)
+
+    monkeypatch.setattr("pyro_implicit.fitting.stages.train", fails)
+    result = quick(two_modes, num_steps=40)
+    assert "mode-1 stays a Gaussian (RuntimeError: of one mode)" in str(result)
+    x = result.guide.sample_posterior(4000)["x"]
+    assert (x < 0).float().mean().item() == pytest.approx(0.3, abs=0.04)
+
+
+@pytest.mark.filterwarnings("ignore:fit kept the Gaussian")
+@pytest.mark.parametrize("model", [funnel, two_modes])
+def test_no_training_ends_below_its_start(model):
+    """Steps so large that they lead away."""
+    result = quick(model, num_steps=30, lr=30.0)
+    start = result.bounds["gaussian"]
+    assert result.bounds[result.chosen] >= start - 0.001
+    assert math.isfinite(start)
+
+
+def line(x, y):
+    zero = x.new_zeros(())
+    intercept = pyro.sample("intercept", dist.Normal(zero, 100.0))
+    slope = pyro.sample("slope", dist.Normal(zero, 10.0))
+    sigma = pyro.sample("sigma", dist.LogNormal(zero, 1.0))
+    with pyro.plate("years", len(x)):
+        pyro.sample("y", dist.Normal(intercept + slope * x, sigma), obs=y)
+
+
+def test_a_line_on_uncentred_years():
+    """Correlation -.99999, and a conditional sd of the slope of 1e-5."""
+    x = torch.linspace(1952, 2013, 62, dtype=torch.float64)
+    noise = torch.randn(62, dtype=torch.float64)
+    result = quick(line, x, 10 + 0.01 * (x - 1980) + 0.05 * noise, num_steps=60)
+    draws = result.guide.sample_posterior(4000)
+    precision = torch.stack([torch.ones_like(x), x]).T
+    expected = torch.linalg.lstsq(precision, 10 + 0.01 * (x - 1980) + 0.05 * noise).solution
+    sigma = 0.05 * noise.std()
+    sd = sigma / (x - x.mean()).norm()
+    assert abs(draws["slope"].mean() - expected[1]) < 0.15 * sd
+    assert draws["slope"].std().item() == pytest.approx(sd.item(), rel=0.2)
+    center = draws["intercept"] + draws["slope"] * x.mean()
+    assert center.std().item() == pytest.approx(sigma.item() / math.sqrt(62), rel=0.2)
+    assert result.bounds[result.chosen] >= result.bounds["gaussian"] - 0.001
+
+
+Z = torch.tensor([-3.1, 4.2, 1.7, -2.8, 0.4, 5.0, -1.2, 2.6])
+BEST_SCALE = math.sqrt(Z.square().mean().item() - 1)  # of the evidence N(0, scale^2 + 1)
+
+
+def hierarchy(z):
+    scale = pyro.param("scale", torch.tensor(2.0), constraint=constraints.positive)
+    with pyro.plate("rows", len(z)):
+        x = pyro.sample("x", dist.Normal(0.0, scale))
+        pyro.sample("z", dist.Normal(x, 1.0), obs=z)
+
+
+def test_parameters_of_the_model_are_those_of_the_greatest_evidence():
+    """The guide is exact at every step, so that an exact guide is no reason to stop."""
+    result = quick(hierarchy, Z, num_steps=120, lr=0.03)
+    names = [stage.name for stage in result.stages]
+    assert names[:3] == ["search", "parameters", "search"] and "scale = " in str(result)
+    scale = pyro.param("scale").item()
+    assert scale == pytest.approx(BEST_SCALE, rel=0.02)
+    evidence = dist.Normal(0.0, math.sqrt(scale**2 + 1)).log_prob(Z).sum().item()
+    assert result.bounds[result.chosen] == pytest.approx(evidence, abs=0.02)
+    assert list(pyro.get_param_store()) == ["scale"]
+
+
+def test_an_exact_guide_does_not_stop_parameters():
+    guide = AutoImplicit(hierarchy, AutoregressiveGenerator)
+    schedule = Schedule(num_steps=30, max_gap=1e9)
+    losses = train(hierarchy, guide, InjectiveELBO(4), Z, schedule=schedule, progress=False)
+    assert len(losses) == 30
+
+
+def shifted_modes():
+    """Two modes, and a shift that moves the data, not the modes."""
+    shift = pyro.param("shift", torch.tensor(0.3))
+    x = pyro.sample("x", dist.ImproperUniform(constraints.real, (), ()))
+    left, right = dist.Normal(-1.5, 0.1).log_prob(x), dist.Normal(1.5, 0.1).log_prob(x)
+    pyro.factor("modes", torch.stack([left, right]).logsumexp(0) - 5 * (shift - 0.5) ** 2)
+
+
+def test_candidates_and_components_leave_parameters_alone(monkeypatch):
+    seen = {}
+    trained = train
+
+    def spy(*args, name, **kwargs):
+        losses = trained(*args, name=name, **kwargs)
+        seen[name] = pyro.param("shift").item()
+        return losses
+
+    monkeypatch.setattr("pyro_implicit.fitting.stages.train", spy)
+    monkeypatch.setattr("pyro_implicit.fitting.stages.NEAR_ENOUGH", 0.0)
+    result = quick(shifted_modes, num_steps=60, lr=0.02)
+    assert set(seen) >= {"parameters", "mode-0", "mode-1", "semi-implicit"}
+    assert len(set(seen.values())) == 1 and seen["parameters"] == pytest.approx(0.5, abs=0.03)
+    assert pyro.param("shift").unconstrained().grad is None
+    assert result.num_modes == 2
+
+
+def test_parameters_that_have_not_settled():
+    def far():
+        pyro.sample("x", dist.Normal(pyro.param("loc", torch.tensor(0.0)), 1.0))
+        pyro.factor("pull", -((pyro.param("loc") - 100.0) ** 2))
+
+    with pytest.warns(UserWarning, match=r"still rising .*\(loc\).*num_steps=20. Cure: a larger"):
+        result = quick(far, num_steps=20)
+    assert "not settled" in str(result)
+
+
+@pytest.mark.parametrize("model", [funnel, two_modes])
+def test_the_store_is_left_alone(model):
+    pyro.param("mine", torch.tensor(1.0))
+    quick(model, num_steps=5)
+    assert list(pyro.get_param_store()) == ["mine"]
+
+
+def test_the_store_is_left_alone_by_a_fit_that_fails(monkeypatch):
+    def fails(*args, **kwargs):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("pyro_implicit.fitting.stages.choose", fails)
+    with pytest.raises(ZeroDivisionError):
+        quick(funnel, num_steps=5)
+    assert not list(pyro.get_param_store())
+
+
+def test_many_latents_and_the_store():
+    result = quick(
+        lambda: pyro.sample("x", dist.Normal(torch.zeros(101), 1.0).to_event(1)), num_steps=2
+    )
+    assert isinstance(result.guide, AutoSemiImplicit) and not list(pyro.get_param_store())
+
+
+def test_training_without_parameters():
+    with pytest.raises(
+        ValueError, match="neither model nor guide has a parameter. *to train. Cure"
+    ):
+        guide = lambda: pyro.sample("v", dist.Normal(0.0, 1.0))  # noqa: E731
+        model = lambda: pyro.sample("v", dist.Normal(0.0, 2.0))  # noqa: E731
+        train(model, guide, ImplicitELBO(2), progress=False)
+
+
+def test_gradients_of_others_are_left_alone():
+    frozen = pyro.param("scale", torch.tensor(2.0), constraint=constraints.positive)
+    train(
+        pyro.poutine.block(hierarchy, hide_types=["param"]), AutoNormal(hierarchy),
+        ImplicitELBO(2), Z, schedule=Schedule(num_steps=3), progress=False,
+    )  # fmt: skip
+    assert frozen.unconstrained().grad is None

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ELBO a guide gets."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+from pyro.infer.autoguide import AutoNormal
+
+from pyro_implicit.fitting import default_loss, fit
+from pyro_implicit.generators import MLP, AutoregressiveGenerator, GatedMLP, ResidualGenerator
+from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
+from pyro_implicit.infer import KIVI_ELBO, LIVI_ELBO, ImplicitELBO, InjectiveELBO
+
+
+def model(shift=0.0):
+    with pyro.plate("three", 3):
+        pyro.sample("x", dist.Normal(shift, 1.0))
+
+
+def test_by_the_kind_of_guide():
+    semi = default_loss(AutoSemiImplicit(model), 5)
+    assert isinstance(semi, LIVI_ELBO) and semi.num_particles == 5 and semi.nonfinite == "skip"
+    assert type(default_loss(AutoNormal(model), 7)) is ImplicitELBO
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [AutoregressiveGenerator, lambda size: ResidualGenerator(size, core_dim=2)],
+)
+def test_injective_generators_get_the_exact_density(generator):
+    found = default_loss(AutoImplicit(model, generator), 6)
+    assert isinstance(found, InjectiveELBO) and found.coverage == 1.0 and found.num_particles == 6
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [
+        None,
+        lambda size: GatedMLP(size, size),
+        lambda size: MLP(size, size),
+        lambda size: MLP(2, size),
+    ],
+)
+def test_others_get_none(generator):
+    """The exact density of a generator that folds is another."""
+    found = default_loss(AutoImplicit(model, generator), 6)
+    assert isinstance(found, KIVI_ELBO) and found.num_particles == 6
+
+
+def test_fit_uses_it():
+    result = fit(model, AutoImplicit(model), num_steps=2, num_particles=8, progress=False)
+    assert "KIVI_ELBO" in result.stages[0].outcome and len(result.losses) == 2
+    guide = AutoSemiImplicit(model)
+    result = fit(model, guide, num_steps=2, num_particles=4, progress=False)
+    assert result.guide is guide and "LIVI_ELBO" in result.stages[0].outcome
+
+
+def test_a_guide_that_was_never_called_wants_the_models_arguments():
+    def shifted(lr):
+        pyro.sample("x", dist.Normal(lr, 1.0))
+
+    guide = AutoImplicit(shifted, AutoregressiveGenerator)
+    assert isinstance(default_loss(guide, 4, model_kwargs={"lr": 1.0}), InjectiveELBO)
