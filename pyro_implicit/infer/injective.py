@@ -20,7 +20,8 @@ from pyro_implicit.infer.engine.square_site import (
     exact_log_density,
     site_linearisation,
 )
-from pyro_implicit.infer.engine.traces import coverage_log_weights, weigh_particles
+from pyro_implicit.infer.engine.traces import coverage_log_weights
+from pyro_implicit.infer.engine.transport import send_gradient
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 
 __all__ = ["InjectiveELBO"]
@@ -108,6 +109,7 @@ class InjectiveELBO(ImplicitELBO):
         super().__init__(num_particles, **kwargs)
         self.path_derivative = path_derivative
         self.coverage = coverage
+        self._weighing = _Weighing()
 
     def draw(self, q: Implicit) -> Draw:
         """With the generator's derivative, and that of its log-determinant where it is wanted."""
@@ -117,6 +119,14 @@ class InjectiveELBO(ImplicitELBO):
         """Refuse a site without an exact density."""
         check_square(site, type(self).__name__)
 
+    def transport(self, site: ImplicitSite) -> Tensor | None:
+        """The draw itself, whose gradient is weighted particle by particle."""
+        if not (self.coverage and torch.is_grad_enabled() and site.draw.requires_grad):
+            return None
+        weighing = self._weighing
+        weighing.draws[site.name] = send_gradient(site.draw, site.draw, weighing.weigh)
+        return weighing.draws[site.name]
+
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Log q, exact, and the term with the chosen gradient."""
         log_q = exact_log_density(site)
@@ -125,18 +135,33 @@ class InjectiveELBO(ImplicitELBO):
         (slope,) = torch.autograd.grad(log_q.sum(), site.noise, retain_graph=True)
         linearisation = site_linearisation(site)
         score = linearisation.solve_transposed(slope).reshape(site.value.shape)
-        return ScoreParts(log_q.detach(), 0, path_term(site, score))
+        path = site.score_at_draw(score) * self._weighing.draws.get(site.name, site.draw)
+        # The log-determinant of the site's transforms is in the score at the draw already.
+        path = sum_rightmost(path, path.dim() - len(site.batch_shape)) + site.log_abs_det
+        return ScoreParts(log_q.detach(), 0, path)
 
     def _takes_path(self) -> bool:
         return self.path_derivative and torch.is_grad_enabled()
 
     def _get_traces(self, *args: Any) -> Iterator[tuple[Trace, Trace]]:
+        self._weighing = _Weighing()
         for model_trace, guide_trace in super()._get_traces(*args):
             if self.coverage and torch.is_grad_enabled():
                 log_w = coverage_log_weights(model_trace, guide_trace, self.num_particles)
-                weights = 1 + self.coverage * _truncated(log_w)
-                weigh_particles(model_trace, guide_trace, weights)
+                self._weighing.weights = 1 + self.coverage * _truncated(log_w)
             yield model_trace, guide_trace
+
+
+class _Weighing:
+    """Weights of the particles, known after the draws whose gradients they are for."""
+
+    def __init__(self) -> None:
+        self.draws: dict[str, Tensor] = {}
+        self.weights: Tensor | None = None
+
+    def weigh(self, gradient: Tensor) -> Tensor:
+        assert self.weights is not None
+        return gradient * self.weights.reshape((-1,) + (1,) * (gradient.dim() - 1))
 
 
 def _truncated(log_weights: Tensor) -> Tensor:
@@ -144,14 +169,3 @@ def _truncated(log_weights: Tensor) -> Tensor:
     weights = len(log_weights) * log_weights.softmax(0)
     weights = weights.clamp(max=len(weights) ** 0.5)
     return weights / weights.mean()
-
-
-def path_term(site: ImplicitSite, score: Tensor) -> Tensor:
-    """A term with the gradient of the draw's path, along the score of ``site.distribution``.
-
-    :param score: the gradient of its log-density, of the shape of ``site.value``.
-    :returns: ``site.batch_shape``.
-    """
-    path = site.score_at_draw(score) * site.draw
-    # The log-determinant of the site's transforms is in the score at the draw already.
-    return sum_rightmost(path, path.dim() - len(site.batch_shape)) + site.log_abs_det

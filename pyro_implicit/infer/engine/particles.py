@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.trace_struct import Trace
@@ -72,7 +73,7 @@ class Particles(Model):
         """
         model = poutine.replay(vectorize(self.model), trace=self.guide_trace)
         trace = prune_subsample_sites(poutine.trace(model).get_trace(*self.args, **self.kwargs))
-        trace.compute_log_prob()
+        compute_log_prob(trace)
         return trace
 
     def run_all(self, runs: BatchedRuns) -> Trace:
@@ -83,7 +84,7 @@ class Particles(Model):
         traces: list[Trace] = []
 
         def read(trace: Trace) -> LogProbs:
-            trace.compute_log_prob()
+            compute_log_prob(trace)
             traces.append(trace)
             return _log_probs(trace)
 
@@ -134,6 +135,15 @@ def _particles_first(site: dict[str, Any], ndim: int | None) -> Tensor:
         depths = sorted(depths)[:-1]
         ndim = max(depths, default=0) + site["fn"].event_dim
     return value.reshape(value.shape[:1] + value.shape[value.dim() - ndim :])
+
+
+def compute_log_prob(trace: Trace) -> None:
+    """As ``trace.compute_log_prob()``, flat priors in their latents' dtype and on their device."""
+    trace.compute_log_prob()
+    for _, site in _sample_sites(trace):
+        if isinstance(site["fn"], dist.ImproperUniform):  # its zeros are the CPU's, by default
+            for key in ("log_prob", "unscaled_log_prob", "log_prob_sum"):
+                site[key] = site[key].to(site["value"])
 
 
 def _log_probs(trace: Trace) -> LogProbs:

@@ -22,7 +22,6 @@ __all__ = [
     "log_weights",
     "loss_and_surrogate",
     "set_score_parts",
-    "weigh_particles",
 ]
 
 
@@ -152,25 +151,3 @@ def loss_and_surrogate(model_trace: Trace, guide_trace: Trace) -> tuple[Tensor, 
 
 def _samples(trace: Trace) -> list[dict[str, Any]]:
     return [site for site in trace.nodes.values() if site["type"] == "sample"]
-
-
-def weigh_particles(model_trace: Trace, guide_trace: Trace, weights: Tensor) -> None:
-    """Weigh the particles in the gradient, not in the value.
-
-    :param model_trace: with log-probabilities, the particles leftmost.
-    :param guide_trace: with score parts.
-    :param weights: constants, ``(num_particles,)``.
-    """
-
-    def weigh(term: Tensor) -> Tensor:
-        return term.reshape(len(weights), -1).sum(-1) * weights
-
-    for trace in (model_trace, guide_trace):
-        for site in trace.nodes.values():
-            if site["type"] != "sample":
-                continue
-            value, path = site["log_prob_sum"].detach(), weigh(site["log_prob"]).sum()
-            site["log_prob_sum"] = value + (path - path.detach())
-            parts = site.get("score_parts")
-            if parts is not None and torch.is_tensor(parts.entropy_term):
-                site["score_parts"] = parts._replace(entropy_term=weigh(parts.entropy_term))
