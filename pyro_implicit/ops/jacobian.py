@@ -35,7 +35,8 @@ def batch_jacobian(function: Function, inputs: Tensor) -> tuple[Tensor, Tensor]:
         return output[0], output[1]
 
     basis = torch.eye(inputs.shape[-1], dtype=inputs.dtype, device=inputs.device)
-    values, columns = vmap(push, out_dims=(0, 0))(basis)
+    # Of a random function (dropout) it is the Jacobian of one outcome.
+    values, columns = vmap(push, out_dims=(0, 0), randomness="same")(basis)
     return values[0], columns.movedim(0, -1)
 
 

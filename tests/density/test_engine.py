@@ -11,6 +11,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.poutine.trace_struct import Trace
+from pyro.poutine.util import site_is_subsample
 from torch import nn
 
 from pyro_implicit.density.engine import BatchedRuns, Model, SubsampledError, refuse_subsampling
@@ -36,7 +37,7 @@ def prepare(model, *args, num_runs=5):
     trace = poutine.trace(model).get_trace(*args)
     latents, values = Trace(), {}
     for name, site in trace.nodes.items():
-        if site["type"] == "sample" and not site["is_observed"] and name != "data":
+        if site["type"] == "sample" and not site["is_observed"] and not site_is_subsample(site):
             latents.add_node(name, **site)
             values[name] = torch.rand((num_runs,) + site["value"].shape)
     return Model(model, args, {}, latents), values

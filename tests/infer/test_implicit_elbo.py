@@ -326,7 +326,7 @@ def test_untrainable_site_names_site_and_cure():
     ("kwargs", "match"),
     [
         ({"num_particles": 0}, "num_particles"),
-        ({"vectorize_particles": True}, "vectorize_particles"),
+        ({"vectorize_particles": "loop"}, "vectorize_particles"),
         ({"nonfinite": "ignore"}, "nonfinite"),
         ({"log_det": "cholesky"}, "log_det"),
         ({"entropy": "exact"}, "entropy"),
@@ -336,6 +336,10 @@ def test_untrainable_site_names_site_and_cure():
 def test_bad_arguments(kwargs, match):
     with pytest.raises(ValueError, match=match):
         LIVI_ELBO(**kwargs)
+
+
+def test_true_stands_for_the_plate_as_in_pyro():
+    assert LIVI_ELBO(vectorize_particles=True).vectorize_particles == "plate"
 
 
 class Poisoned:

@@ -79,9 +79,9 @@ def test_gradient_is_that_of_the_density(path_derivative):
     """Of a Gaussian, whose density is known: through all of it, or through the draw alone."""
     generator = affine()
     parameters = list(generator.parameters())
-    elbo = InjectiveELBO(6, path_derivative)
-    elbo.loss(target, guide_of(generator))
-    found = gradients(elbo, target, guide_of(generator), parameters, 0)
+    elbo, guide = InjectiveELBO(6, path_derivative), guide_of(generator)
+    elbo.loss(target, guide)
+    found = gradients(elbo, target, guide, parameters, 0)
 
     pyro.set_rng_seed(0)
     draws = generator(torch.randn(6, 3))
