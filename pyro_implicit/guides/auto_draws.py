@@ -12,7 +12,7 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoContinuous, init_to_median
 from pyro.ops.stats import quantile
 from torch import Tensor
-from torch.distributions import biject_to
+from torch.distributions import IndependentTransform, Transform, biject_to
 
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
 
@@ -93,8 +93,9 @@ class AutoDraws(AutoContinuous):
         """Posterior quantiles of each latent, estimated from draws.
 
         They are those of the unconstrained latents, as in Pyro's autoguides, so that for instance
-        simplices stay simplices. The same guide gives the same values each time: the draws are of
-        a random stream of their own.
+        simplices stay simplices; below an upper bound, where the unconstrained latents run the
+        other way, they still rise. The same guide gives the same values each time: the draws are
+        of a random stream of their own.
 
         :param quantiles: numbers between 0 and 1.
         :param args: the model's arguments, if the guide was never called.
@@ -107,7 +108,13 @@ class AutoDraws(AutoContinuous):
         levels = torch.as_tensor(quantiles, dtype=draws.dtype, device=draws.device).reshape(-1)
         if not ((levels >= 0) & (levels <= 1)).all():
             raise ValueError(f"quantiles must be numbers between 0 and 1, but got {quantiles}")
-        return self._constrain(quantile(draws, levels, dim=0))
+        result = self._constrain(quantile(draws, levels, dim=0))
+        sites = self.prototype_trace.iter_stochastic_nodes()
+        falling = [name for name, site in sites if _falls(biject_to(site["fn"].support))]
+        if falling:
+            mirrored = self._constrain(quantile(draws, 1 - levels, dim=0))
+            result.update({name: mirrored[name] for name in falling})
+        return result
 
     def median(self, *args: Any, num_samples: int = 1000, **kwargs: Any) -> dict[str, Tensor]:
         """Posterior medians of each latent, as :meth:`quantiles` gives them.
@@ -159,3 +166,13 @@ class AutoDraws(AutoContinuous):
                 "once, with any arguments of the model, before load_state_dict"
             )
         return super().load_state_dict(*args, **kwargs)
+
+
+def _falls(transform: Transform) -> bool:
+    """Whether each element falls with its unconstrained one, as below an upper bound."""
+    while isinstance(transform, IndependentTransform):
+        transform = transform.base_transform
+    try:
+        return bool((torch.as_tensor(transform.sign) < 0).all())
+    except NotImplementedError:  # not monotone
+        return False
