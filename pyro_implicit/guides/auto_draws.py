@@ -10,8 +10,9 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoContinuous, init_to_median
+from pyro.ops.stats import quantile
 from torch import Tensor
-from torch.distributions import biject_to
+from torch.distributions import IndependentTransform, Transform, biject_to
 
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
 
@@ -84,44 +85,78 @@ class AutoDraws(AutoContinuous):
         :param args: the model's arguments, if the guide was never called.
         :returns: constrained values by site, each ``(num_samples, *site_shape)``.
         """
-        with poutine.block():
-            if self.prototype_trace is None:
-                self(*args, **kwargs)
-            depths = [-frame.dim for frame in self._prototype_frames.values()]
-            plate = pyro.plate("_posterior_samples", num_samples, dim=-max(depths, default=0) - 1)
-            with plate:
-                draws = self(*args, **kwargs)
-        nodes = self.prototype_trace.nodes
-        return {
-            name: draw.reshape((num_samples,) + nodes[name]["value"].shape)
-            for name, draw in draws.items()
-        }
+        return self._constrain(self._draw(num_samples, *args, **kwargs))
 
     def quantiles(
         self, quantiles: list[float] | Tensor, *args: Any, num_samples: int = 1000, **kwargs: Any
     ) -> dict[str, Tensor]:
         """Posterior quantiles of each latent, estimated from draws.
 
+        They are those of the unconstrained latents, as in Pyro's autoguides, so that for instance
+        simplices stay simplices; below an upper bound, where the unconstrained latents run the
+        other way, they still rise. The same guide gives the same values each time: the draws are
+        of a random stream of their own.
+
         :param quantiles: numbers between 0 and 1.
+        :param args: the model's arguments, if the guide was never called.
+        :param num_samples: number of draws; a median is wrong by 1.25 standard deviations over
+            their square root.
         :returns: by site, ``(len(quantiles), *site_shape)``.
+        :raises ValueError: for other numbers.
         """
-        draws = self.sample_posterior(num_samples, *args, **kwargs)
-        result = {}
-        for name, draw in draws.items():
-            # In unconstrained space, so that for instance simplices stay simplices.
-            transform = biject_to(self.prototype_trace.nodes[name]["fn"].support)
-            free = transform.inv(draw)
-            levels = torch.as_tensor(quantiles, dtype=free.dtype, device=free.device)
-            result[name] = transform(torch.quantile(free, levels, dim=0))
+        draws = self._same_draws(num_samples, *args, **kwargs)
+        levels = torch.as_tensor(quantiles, dtype=draws.dtype, device=draws.device).reshape(-1)
+        if not ((levels >= 0) & (levels <= 1)).all():
+            raise ValueError(f"quantiles must be numbers between 0 and 1, but got {quantiles}")
+        result = self._constrain(quantile(draws, levels, dim=0))
+        sites = self.prototype_trace.iter_stochastic_nodes()
+        falling = [name for name, site in sites if _falls(biject_to(site["fn"].support))]
+        if falling:
+            mirrored = self._constrain(quantile(draws, 1 - levels, dim=0))
+            result.update({name: mirrored[name] for name in falling})
         return result
 
     def median(self, *args: Any, num_samples: int = 1000, **kwargs: Any) -> dict[str, Tensor]:
-        """Posterior medians of each latent, estimated from draws.
+        """Posterior medians of each latent, as :meth:`quantiles` gives them.
 
+        :param args: the model's arguments, if the guide was never called.
+        :param num_samples: number of draws.
         :returns: by site, ``site_shape``.
         """
         quantiles = self.quantiles([0.5], *args, num_samples=num_samples, **kwargs)
         return {name: value.squeeze(0) for name, value in quantiles.items()}
+
+    @torch.no_grad()
+    def _draw(self, num_samples: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Unconstrained latents, ``(num_samples, latent_dim)``, unseen by handlers outside."""
+        with poutine.block():
+            if self.prototype_trace is None:
+                self(*args, **kwargs)
+            with self._pyro_context:  # the parameter store's values, as in a call
+                return self.get_posterior(*args, **kwargs).sample(torch.Size((num_samples,)))
+
+    def _same_draws(self, num_samples: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Draws that are the same each time, and leave torch's random streams as they are."""
+        if self.prototype_trace is None:
+            with torch.no_grad(), poutine.block():
+                self(*args, **kwargs)
+        device = next(self.parameters()).device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would wake every GPU
+            if device.type == "cuda":
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(0)
+            return self._draw(num_samples, *args, **kwargs)
+
+    def _constrain(self, latents: Tensor) -> dict[str, Tensor]:
+        """By site, ``(n, *site_shape)`` of unconstrained latents ``(n, latent_dim)``."""
+        sites = dict(self.prototype_trace.iter_stochastic_nodes())
+        depth = max(len(site["fn"].batch_shape) for site in sites.values())
+        latents = latents.reshape(len(latents), *(1,) * depth, -1)
+        return {
+            site["name"]: biject_to(site["fn"].support)(value).reshape(-1, *site["value"].shape)
+            for site, value in self._unpack_latent(latents)
+        }
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As in torch; the guide must have been called once, as its parameters exist only then."""
@@ -131,3 +166,13 @@ class AutoDraws(AutoContinuous):
                 "once, with any arguments of the model, before load_state_dict"
             )
         return super().load_state_dict(*args, **kwargs)
+
+
+def _falls(transform: Transform) -> bool:
+    """Whether each element falls with its unconstrained one, as below an upper bound."""
+    while isinstance(transform, IndependentTransform):
+        transform = transform.base_transform
+    try:
+        return bool((torch.as_tensor(transform.sign) < 0).all())
+    except NotImplementedError:  # not monotone
+        return False

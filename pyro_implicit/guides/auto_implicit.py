@@ -141,8 +141,11 @@ class AutoImplicit(AutoDraws):
             return self.generator
         if pyro.settings.get("module_local_params"):
             return self.generator  # PyroModule announces its parameters on access
+        generator = self._modules["generator"]
+        if not any(parameter.requires_grad for parameter in generator.parameters()):
+            return generator  # frozen, of which Pyro would warn at every call
         name = self._pyro_get_fullname("generator")
-        return pyro.module(name, self._modules["generator"], update_module_params=True)
+        return pyro.module(name, generator, update_module_params=True)
 
     def _implicit(self) -> Implicit:
         """The distribution of g(z), in the frame."""

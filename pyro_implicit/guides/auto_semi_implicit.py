@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -24,6 +26,7 @@ class AutoSemiImplicit(AutoImplicit):
 
     In unconstrained space the latent vector is :math:`\theta = \mu + D \odot (g(z) + \rho \eta)`,
     with standard normal z and :math:`\eta`: the conditional noise scales with each coordinate.
+    With a ``base_guide`` it is :math:`\theta = m + L (\mu + D \odot (g(z) + \rho \eta))`.
     Train it by :class:`~pyro_implicit.infer.LIVI_ELBO` or another ELBO for semi-implicit sites.
 
     **Example:**
@@ -47,6 +50,8 @@ class AutoSemiImplicit(AutoImplicit):
         mean-field, and a network underfits as under mean field.
 
     All other parameters are those of :class:`AutoImplicit`.
+
+    :raises ValueError: for a bad ``noise_scale``, and as :class:`AutoImplicit`.
     """
 
     def __init__(
@@ -60,8 +65,13 @@ class AutoSemiImplicit(AutoImplicit):
         create_plates: Callable[..., Any] | None = None,
         noise_scale: float | Literal["learn"] = 0.02,
     ) -> None:
-        if noise_scale != "learn" and not (isinstance(noise_scale, float) and noise_scale > 0):
-            raise ValueError(f'noise_scale must be a positive float or "learn", got {noise_scale}')
+        if noise_scale != "learn":
+            is_number = isinstance(noise_scale, Real) and not isinstance(noise_scale, bool)
+            if not (is_number and 0 < noise_scale < math.inf):
+                raise ValueError(
+                    f'noise_scale must be a positive number or "learn", but got {noise_scale!r}'
+                )
+            noise_scale = float(noise_scale)
         super().__init__(
             model, generator, noise_dim, init_loc_fn, init_scale, base_guide, create_plates
         )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+from fractions import Fraction
 
 import pyro
 import pyro.distributions as dist
@@ -268,10 +269,24 @@ def test_subsampled_local_latents_are_refused_with_the_cure():
 def test_bad_arguments():
     with pytest.raises(ValueError, match="init_scale"):
         AutoSemiImplicit(model, init_scale=0.0)
-    with pytest.raises(ValueError, match="noise_scale"):
-        AutoSemiImplicit(model, noise_scale=-0.1)
+    for wrong in (-0.1, 0, True, float("nan"), float("inf"), "fixed", None):
+        with pytest.raises(ValueError, match="noise_scale must be a positive number"):
+            AutoSemiImplicit(model, noise_scale=wrong)
     with pytest.raises(ValueError, match=r"turns noise of shape \(2, 3\) into \(2, 5\).*11"):
         AutoSemiImplicit(model, nn.Linear(3, 5), noise_dim=3)()
+
+
+@pytest.mark.parametrize("noise_scale", [1, 1.0, Fraction(1), torch.ones(1).numpy()[0]])
+def test_any_number_is_a_noise_scale(noise_scale):
+    def normal():
+        pyro.sample("x", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+
+    identity = nn.Linear(2, 2, bias=False)
+    nn.init.eye_(identity.weight)
+    guide = AutoSemiImplicit(normal, identity, 2, init_scale=1.0, noise_scale=noise_scale)
+    draws = guide.sample_posterior(20_000)["x"]
+    torch.testing.assert_close(draws.var(0), torch.full((2,), 2.0), rtol=0.05, atol=0)
+    assert type(guide.noise_scale) is float
 
 
 def test_bad_base_guides():
