@@ -19,7 +19,7 @@ def model_parameters(density: LatentDensity) -> dict[str, Tensor]:
 
     **Example:**
 
-    >>> import torch
+    >>> import pyro, torch
     >>> import pyro.distributions as dist
     >>> def model():
     ...     pyro.sample("x", dist.Normal(pyro.param("loc", torch.tensor(1.0)), 1.0))
