@@ -188,7 +188,9 @@ def test_inside_a_pyro_module():
         assert set(trace.trace.param_nodes) == names
 
 
-@pytest.mark.parametrize("elbo", [KIVI_ELBO(1, 20), KIVI_ELBO(3, 20), LIVI_ELBO(3)], ids=repr)
+@pytest.mark.parametrize(
+    "elbo", [KIVI_ELBO(1, 20), KIVI_ELBO(3, 20), LIVI_ELBO(3)], ids=["kivi", "kivi-3", "livi-3"]
+)
 def test_one_pass_of_the_image_per_step(elbo):
     """In a guide of a plate, all particles share one first layer per call."""
     pyro.clear_param_store()

@@ -17,7 +17,7 @@ from pyro_implicit.fitting.gaussian import gaussian_guide
 from pyro_implicit.generators import ResidualGenerator
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit
-from pyro_implicit.infer.engine.traces import log_weights, weigh_particles
+from pyro_implicit.infer.engine.traces import log_weights
 from pyro_implicit.infer.injective import InjectiveELBO, _truncated
 
 
@@ -258,36 +258,6 @@ def test_log_weights_of_particles():
     loc = torch.tensor([0.3, -0.2, 0.9])
     log_q = normal(z, loc, 1.5)[:, :2].sum(-1) + 0.5 * normal(w, 1.0, 0.7).sum(-1)
     torch.testing.assert_close(log_weights(model_trace, guide_trace, 4), log_p - log_q)
-
-
-def test_weights_reach_every_gradient_and_no_value():
-    """The surrogate's gradient is that of its particles, each times its weight."""
-    weights = torch.tensor([0.5, 0.0, 3.0, 1.0])
-
-    def surrogates(weigh):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
-        traces = handled_traces(4)
-        log_w = log_weights(*traces, 4)
-        if weigh:
-            weigh_particles(*traces, weights)
-        model_trace, guide_trace = traces
-        entropy = sum(
-            torch.as_tensor(site["score_parts"].entropy_term).sum()
-            for site in guide_trace.nodes.values()
-            if site["type"] == "sample"
-        )
-        log_p = model_trace.log_prob_sum()
-        parameters = [p for _, p in pyro.get_param_store().named_parameters()]
-        return log_w, log_p, entropy, parameters
-
-    log_w, log_p, _, parameters = surrogates(False)
-    expected = torch.autograd.grad(log_w @ weights, parameters)
-    _, weighed_log_p, entropy, parameters = surrogates(True)
-    assert weighed_log_p.item() == pytest.approx(log_p.item(), rel=1e-14)
-    found = torch.autograd.grad(weighed_log_p - entropy, parameters)
-    for left, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(left, right)
 
 
 @pytest.mark.parametrize("coverage", [-1.0, math.nan])

@@ -74,7 +74,9 @@ def model():
     pyro.sample("weights", dist.Normal(torch.zeros(3), 1.0).to_event(1))
 
 
-@pytest.mark.parametrize("elbo", [LIVI_ELBO(1), LIVI_ELBO(3), InjectiveELBO(3)], ids=repr)
+@pytest.mark.parametrize(
+    "elbo", [LIVI_ELBO(1), LIVI_ELBO(3), InjectiveELBO(3)], ids=["livi", "livi-3", "injective-3"]
+)
 def test_refuses_a_value_that_was_given(elbo):
     kind = Implicit if isinstance(elbo, InjectiveELBO) else SemiImplicit
     options = {} if kind is Implicit else {"scale": 0.1}
