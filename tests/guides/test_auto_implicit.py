@@ -144,7 +144,7 @@ def test_density_in_the_frame_is_that_of_the_transformed_gaussian():
     guide()
     guide.scale = torch.tensor([0.5, 2.0, 1.5])
     guide.noise_scale = torch.tensor([0.1, 0.4, 0.2])
-    with DrawMessenger(lambda site: None) as drawn:
+    with DrawMessenger(lambda q: q.draw(), lambda site: None) as drawn:
         guide()
     (site,) = drawn.sites.values()
     log_q = LIVI_ELBO(1, entropy="quadratic").score_parts(site).log_prob - site.log_abs_det
