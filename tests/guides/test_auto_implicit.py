@@ -147,10 +147,10 @@ def test_density_in_the_frame_is_that_of_the_transformed_gaussian():
     guide.loc = torch.tensor([0.3, -0.6, 2.0])
     guide.scale = torch.tensor([0.5, 2.0, 1.5])
     guide.noise_scale = torch.tensor([0.1, 0.4, 0.2])
-    with DrawMessenger(lambda site: None) as drawn:
+    with DrawMessenger(LIVI_ELBO().draw, lambda site: None) as drawn:
         guide()
     (site,) = drawn.sites.values()
-    log_q = LIVI_ELBO(1, entropy="quadratic").score_parts(site).log_prob - site.log_abs_det
+    log_q = LIVI_ELBO(1, entropy="quadratic").score_parts(site, None).log_prob - site.log_abs_det
     factor = guide.frame_scale_tril @ guide.scale.diag()
     weight, bias = guide.generator.weight, guide.generator.bias
     covariance = factor @ (weight @ weight.T + guide.noise_scale.square().diag()) @ factor.T

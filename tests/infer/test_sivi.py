@@ -165,9 +165,9 @@ def test_generator_that_is_no_function_of_its_noise(layer, match):
     generator = nn.Sequential(nn.Linear(2, 4), layer, nn.Linear(4, 3))
     site = draw(SemiImplicit(generator, 2, 0.5).expand((8,)))
     with pytest.raises(ValueError, match=f"site 'x' .*{match}.*Cure: call generator.eval()"):
-        SIVI_ELBO(8).score_parts(site, None)
+        SIVI_ELBO(8).check_site(site)
     generator.eval()
-    SIVI_ELBO(8).score_parts(site, None)
+    SIVI_ELBO(8).check_site(site)
 
 
 def test_refusals():

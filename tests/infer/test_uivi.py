@@ -167,13 +167,13 @@ def test_conjugate_gaussian():
 def test_other_noise_is_refused(noise):
     q = SemiImplicit(nn.Linear(2, 3, dtype=DOUBLE), noise.to_event(1), 0.5)
     with pytest.raises(ValueError, match="UIVI wants standard normal noise.*site 'x'.*Cure.*=2"):
-        UIVI_ELBO(1).score_parts(draw(q), None)
+        UIVI_ELBO(1).check_site(draw(q))
 
 
 def test_a_generator_with_dropout_is_refused():
     q = SemiImplicit(nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5)), 2, 0.5)
     with pytest.raises(ValueError, match="site 'x' draws randomness.*Cure"):
-        UIVI_ELBO(1).score_parts(draw(q), None)
+        UIVI_ELBO(1).check_site(draw(q))
 
 
 @pytest.mark.parametrize(
