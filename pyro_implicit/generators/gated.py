@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .base import Generator
 from .linearisation import Linearisation
-from .mlp import MLP
+from .twin import TwinMLP
 
 __all__ = ["GatedMLP"]
 
@@ -21,9 +21,9 @@ class GatedMLP(Generator):
 
     .. math:: g(z, c) = (A z + b + C c) \odot \exp(s(z, c)) + t(z, c),
 
-    where s and t are two small :class:`MLP` that start near zero. The gate lets one network carry
-    a scale that changes along the posterior, such as that of a funnel, which an additive network
-    cannot.
+    where s and t are two small networks that start near zero, computed together. The gate lets one
+    network carry a scale that changes along the posterior, such as that of a funnel, which an
+    additive network cannot.
 
     It starts as an affine map with unit spread: under standard normal noise every coordinate of
     A z has unit variance, and A is the identity where the sizes allow. C starts small.
@@ -55,8 +55,7 @@ class GatedMLP(Generator):
         self.context_linear = (
             nn.Linear(context_dim, output_dim, bias=False) if context_dim else None
         )
-        self.log_scale = MLP(noise_dim, output_dim, hidden, activation, context_dim, 0.01)
-        self.shift = MLP(noise_dim, output_dim, hidden, activation, context_dim, 0.01)
+        self.networks = TwinMLP(noise_dim, output_dim, hidden, activation, context_dim, 0.01)
         with torch.no_grad():
             if noise_dim == output_dim:
                 nn.init.eye_(self.affine.weight)
@@ -75,8 +74,8 @@ class GatedMLP(Generator):
         :raises ValueError: If the noise or the context has the wrong size.
         """
         self._check_inputs(noise, context)
-        gate = self.log_scale(noise, context).exp()
-        return torch.addcmul(self.shift(noise, context), self._base(noise, context), gate)
+        log_scale, shift = self.networks(noise, context)
+        return torch.addcmul(shift, self._base(noise, context), log_scale.exp())
 
     def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
         """
@@ -96,13 +95,13 @@ class _GatedLinearisation(Linearisation):
     def __init__(self, generator: GatedMLP, noise: Tensor, context: Tensor | None) -> None:
         generator._check_inputs(noise, context)
         self._affine = generator.affine
-        self._log_scale = generator.log_scale.linearise(noise, context)
-        self._shift = generator.shift.linearise(noise, context)
-        self._gate, self._base = self._log_scale.value.exp(), generator._base(noise, context)
-        self.value = torch.addcmul(self._shift.value, self._base, self._gate)
+        self._networks = generator.networks.linearise(noise, context)
+        log_scale, shift = self._networks.value
+        self._gate, self._base = log_scale.exp(), generator._base(noise, context)
+        self.value = torch.addcmul(shift, self._base, self._gate)
 
     def jacobian(self) -> Tensor:
         # Transposed, because that is how the networks' Jacobians lie in memory.
-        slope = self._log_scale.jacobian().mT
-        inner = torch.addcmul(self._affine.weight.mT, self._base.unsqueeze(-2), slope)
-        return torch.addcmul(self._shift.jacobian().mT, self._gate.unsqueeze(-2), inner).mT
+        log_scale, shift = self._networks.jacobian().mT
+        inner = torch.addcmul(self._affine.weight.mT, self._base.unsqueeze(-2), log_scale)
+        return torch.addcmul(shift, self._gate.unsqueeze(-2), inner).mT

@@ -88,7 +88,8 @@ def test_gated_formula():
     context = torch.randn(6, 2, dtype=torch.float64)
     affine, context_weight = generator.affine, generator.context_linear.weight
     base = noise @ affine.weight.T + affine.bias + context @ context_weight.T
-    expected = base * generator.log_scale(noise, context).exp() + generator.shift(noise, context)
+    log_scale, shift = generator.networks(noise, context)
+    expected = base * log_scale.exp() + shift
     torch.testing.assert_close(generator(noise, context), expected)
 
 
