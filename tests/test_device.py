@@ -200,8 +200,10 @@ def test_draws(guide_name, device):
     quantiles = guide.quantiles([0.1, 0.5])["weight"]
     assert quantiles.device.type == guide.median()["weight"].device.type == device
     assert Predictive(model, guide=guide, num_samples=3)()["y"].device.type == device
-    assert compare(guide, draws).floor_ratio < 10
-    assert compare(guide, {name: value.cpu() for name, value in draws.items()}).floor_ratio < 10
+    assert compare(model, guide, draws).floor_ratio < 10
+    assert (
+        compare(model, guide, {name: value.cpu() for name, value in draws.items()}).floor_ratio < 10
+    )
 
 
 def test_diagnosis(device):
@@ -223,6 +225,7 @@ def test_fit(device, tmp_path):
     settings = {"num_steps": 2, "num_particles": 8, "seed": 0, "progress": False}
     result = fit(model, "auto", **settings)
     assert result.guide.median()["mean"].device.type == device
-    for _ in range(2):  # the second goes on from the first
+    num_runs = 1 if device == "meta" else 2  # no file can be loaded to where nothing is
+    for _ in range(num_runs):  # the second goes on from the first
         given = fit(model, AutoSemiImplicit(model), checkpoint=tmp_path, **settings)
         assert len(given.losses) == 2

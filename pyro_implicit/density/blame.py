@@ -62,15 +62,15 @@ def refuse_unfit_sites(trace: Trace) -> None:
 def warn_of_missing_data(
     model: Callable[..., Any], trace: Trace, args: tuple, kwargs: dict[str, Any]
 ) -> None:
-    """Say so if the model observes nothing, though it takes arguments, and a latent in a plate
-    looks like data: no other site depends on it.
+    """Say so if the model observes nothing, though it was given arguments or misses one, and a
+    latent in a plate looks like data: no other site depends on it.
 
     :param trace: of the model.
     :param args: of the model, as ``kwargs``.
     :warns UserWarning: naming site, plate and number of latents.
     """
     latents, observed = _split(trace)
-    if observed or not (args or kwargs or _parameters(model)):
+    if observed or not (args or kwargs or _misses_argument(model, args, kwargs)):
         return
     try:
         parents = get_dependencies(model, args, kwargs)["prior_dependencies"]
@@ -146,13 +146,14 @@ def _all_observed(observed: dict[str, Site]) -> str:
     return f"all that it samples is observed ({names})" if observed else "it samples nothing"
 
 
-def _parameters(model: Callable[..., Any]) -> bool:
-    """Whether a model takes arguments at all: one without any has its data elsewhere."""
+def _misses_argument(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether an argument of the model is None: observations that were not given."""
     try:
-        kinds = {p.kind for p in inspect.signature(model).parameters.values()}
+        bound = inspect.signature(model).bind(*args, **kwargs)
     except (TypeError, ValueError):
         return False
-    return bool(kinds - {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
+    bound.apply_defaults()
+    return any(value is None for value in bound.arguments.values())
 
 
 def _kind(fn: Any) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import pyro
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer.util import is_validation_enabled, torch_item
@@ -18,7 +19,14 @@ from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["BatchedRuns", "Model", "SubsampledError", "VmapError", "refuse_subsampling"]
+__all__ = [
+    "BatchedRuns",
+    "Model",
+    "SubsampledError",
+    "VmapError",
+    "compute_log_prob",
+    "refuse_subsampling",
+]
 
 Values = dict[str, Tensor]
 T = TypeVar("T")
@@ -150,6 +158,17 @@ def _loop(model: Model, values: Values, read: Callable[[Trace], T]) -> T:
         model.share_minibatch(trace)
         results.append(read(prune_subsample_sites(trace)))
     return pytree.tree_map(lambda *parts: torch.stack(parts), *results)
+
+
+def compute_log_prob(trace: Trace) -> None:
+    """As ``trace.compute_log_prob()``, flat priors in their latents' dtype and on their device."""
+    trace.compute_log_prob()
+    for site in trace.nodes.values():
+        if site["type"] == "sample" and isinstance(
+            site["fn"], dist.ImproperUniform
+        ):  # its zeros are the CPU's, by default
+            for key in ("log_prob", "unscaled_log_prob", "log_prob_sum"):
+                site[key] = site[key].to(site["value"])
 
 
 def refuse_subsampling(trace: Trace, what: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_implicit.density.blame import refuse_unfit_sites, warn_of_missing_data
-from pyro_implicit.density.engine import BatchedRuns, Model, refuse_subsampling
+from pyro_implicit.density.engine import BatchedRuns, Model, compute_log_prob, refuse_subsampling
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
 
 __all__ = ["LatentDensity"]
@@ -228,4 +228,5 @@ class LatentDensity:
 
 
 def _total(trace: Trace) -> Tensor:
+    compute_log_prob(trace)
     return torch.as_tensor(trace.log_prob_sum())

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from tqdm import tqdm
 
 from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
 from pyro_implicit.infer import InjectiveELBO
+from pyro_implicit.infer.engine.networks import NetworkELBO
 
 __all__ = ["Schedule", "train"]
 
@@ -123,7 +123,8 @@ def train(
     parameters = _parameters(model, guide, loss, args, kwargs)
     optimiser = torch.optim.Adam(list(parameters.values()), lr=schedule.lr)
     optimisers: dict[str, torch.optim.Optimizer] = {"": optimiser}
-    optimisers |= getattr(loss, "optimisers", {})
+    if isinstance(loss, NetworkELBO):
+        optimisers |= loss.optimisers
     # While parameters of the model move, an exact guide is exact for a posterior of today.
     may_stop = isinstance(loss, InjectiveELBO) and _all_of_guide(guide, parameters, args, kwargs)
     file = None if checkpoint is None else Path(checkpoint) / f"{name}.pt"
@@ -160,7 +161,7 @@ def _parameters(
 ) -> dict[str, Tensor]:
     """All that one evaluation of the loss touches, by its name in Pyro's parameter store.
 
-    The guide's own name is replaced: it may be another one when training is resumed.
+    The names of guide and loss are replaced: they may be others when training is resumed.
     """
     with poutine.trace(param_only=True) as capture:
         value = loss.differentiable_loss(model, guide, *args, **kwargs)
@@ -172,11 +173,18 @@ def _parameters(
         )
     # Backwards too: some ELBOs make the optimisers of their networks on that way.
     value.backward(inputs=parameters)
-    prefix = f"{getattr(guide, '_pyro_name', '')}."
-    return {
-        re.sub(f"^{re.escape(prefix)}", "<guide>.", name): site["value"].unconstrained()
-        for name, site in _params(capture.trace)
+    owners = {
+        getattr(guide, "_pyro_name", ""): "<guide>.",
+        loss.store_name if isinstance(loss, NetworkELBO) else "": "<loss>.",
     }
+
+    def own(name: str) -> str:
+        for prefix, owner in owners.items():
+            if prefix and name.startswith(f"{prefix}."):
+                return owner + name.removeprefix(f"{prefix}.")
+        return name
+
+    return {own(name): site["value"].unconstrained() for name, site in _params(capture.trace)}
 
 
 def _params(trace: poutine.Trace) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -265,8 +265,9 @@ def test_ksd_gradient_is_the_critic_and_weighs_as_the_entropy():
         found = loss_gradients(elbo, model, guide, parameters, 1)
         torch.testing.assert_close(found, tuple(factor * g for g in expected))
     elbo = AmortizedKSD_ELBO(6, Known, entropy_weight=0.0)  # nothing left but the target's score
-    elbo.loss(target, guide_of(generator))
-    found = loss_gradients(elbo, target, guide_of(generator), parameters, 1)
+    guide = guide_of(generator)
+    elbo.loss(target, guide)
+    found = loss_gradients(elbo, target, guide, parameters, 1)
     expected = torch.autograd.grad(
         -(score(x.detach()) * generator_again(generator)).sum() / 6, parameters
     )

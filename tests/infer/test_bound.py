@@ -121,7 +121,7 @@ def test_nonlinear_generators_against_quadrature(generate, proposal, seed):
     exact = log_density_by_quadrature(generate, 0.2, value)
     gaps = []
     for num_mixing in (5, 5000):
-        elbo = HierarchicalELBO(100, num_mixing, proposal, 20)
+        elbo = HierarchicalELBO(100, num_mixing, proposal, 20, 2)
         gap = elbo.score_parts(site, None).log_prob - exact
         assert gap.mean() > -4 * gap.std() / 10
         gaps.append(gap.mean().item())
@@ -139,7 +139,7 @@ def test_inverse_of_the_estimate_is_unbiased(num_mixing, proposal, seed):
     wave = lambda z: (2 * z).sin()  # noqa: E731  (bounded, so that the ratio's variance is small)
     q = SemiImplicit(wave, 1, 0.8).expand((20_000,))
     noise, value, _ = q.draw()
-    elbo = HierarchicalELBO(20_000, num_mixing, proposal, 3)
+    elbo = HierarchicalELBO(20_000, num_mixing, proposal, 3, 2)
     estimate = elbo.score_parts(ImplicitSite("x", q, noise, value, value), None).log_prob
     grid = torch.linspace(-6, 6, 601).unsqueeze(-1)
     log_mass = Normal(0.0, 1.0).log_prob(grid) + math.log(12 / 600)

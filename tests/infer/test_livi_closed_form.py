@@ -154,9 +154,9 @@ def test_stochastic_is_unbiased(seed):
     directions = torch.autograd.grad(exact.mean(), inputs, retain_graph=True)
     expected = value_and_slopes(exact)
     options = {"log_det": "stochastic", "num_probes": 100}
-    found = torch.stack([value_and_slopes(log_q(site, **options)) for _ in range(40)])
+    found = torch.stack([value_and_slopes(log_q(site, **options)) for _ in range(60)])
     error = (found.mean(0) - expected).abs()
-    assert (error < 4 * found.std(0) / 40**0.5).all()
+    assert (error < 4 * found.std(0) / 60**0.5).all()
     assert (error < 0.02 * expected.abs()).all()
 
 
@@ -187,4 +187,4 @@ def test_smallest_lies_below_exact(m, d, seed):
 def test_other_noise_is_refused(noise):
     q = SemiImplicit(nn.Linear(2, 3, dtype=DOUBLE), noise.to_event(1), 0.5)
     with pytest.raises(ValueError, match="standard normal noise.*site.*Cure.*noise=2"):
-        log_q(draw(q))
+        LIVI_ELBO().check_site(draw(q))

@@ -126,7 +126,11 @@ def test_linearised_is_exact_for_linear_generators(m, d, batch):
     scale = 0.02 + torch.rand(m, dtype=DOUBLE)
     value = torch.randn(batch + (m,), dtype=DOUBLE)
     mean, factor = linearised_reverse_conditional(
-        value, lambda z: (linear(z), linear.weight.expand(z.shape[:-1] + (m, d))), scale, d, 12
+        value,
+        lambda z: (linear(z), linear.weight.expand(z.shape[:-1] + (m, d))),
+        scale,
+        value.new_zeros((*value.shape[:-1], d)),
+        12,
     )
     weight = linear.weight.detach()
     precision = torch.eye(d, dtype=DOUBLE) + weight.T @ (weight / scale.square()[:, None])
@@ -150,7 +154,9 @@ def banana_and_jacobian(noise: Tensor) -> tuple[Tensor, Tensor]:
 def test_linearised_finds_the_mode_of_a_banana(scale):
     true_noise = torch.randn(200, 2, dtype=DOUBLE)
     value, scale = banana(true_noise), torch.full((2,), scale, dtype=DOUBLE)
-    mean, factor = linearised_reverse_conditional(value, banana_and_jacobian, scale, 2, 20)
+    mean, factor = linearised_reverse_conditional(
+        value, banana_and_jacobian, scale, value.new_zeros((*value.shape[:-1], 2)), 20
+    )
     z = mean.clone().requires_grad_()
     log_joint = conditional_log_density(value, banana(z), scale) - 0.5 * z.square().sum(-1)
     gradient = torch.autograd.grad(log_joint.sum(), z)[0]
@@ -171,7 +177,7 @@ def test_linearised_survives_a_generator_that_overflows():
 
     value = torch.tensor([[1e3]], dtype=DOUBLE)
     scale = torch.ones(1, dtype=DOUBLE)
-    mean, _ = linearised_reverse_conditional(value, explosive, scale, 1, 60)
+    mean, _ = linearised_reverse_conditional(value, explosive, scale, torch.zeros_like(value), 60)
     assert mean.item() == pytest.approx(math.log(math.log(1e3)) / 8, abs=1e-4)
 
 

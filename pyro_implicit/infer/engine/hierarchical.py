@@ -22,6 +22,7 @@ from pyro_implicit.infer.engine.flat_site import (
     flatten_site,
 )
 from pyro_implicit.infer.engine.noise_proposal import NoiseGaussian, NoiseProposal
+from pyro_implicit.infer.engine.nonfinite import refuse_nonfinite
 from pyro_implicit.infer.engine.particles import Particles
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
@@ -71,7 +72,7 @@ class HierarchicalELBO(ImplicitELBO):
         implicit = find_implicit(site["fn"])
         if implicit is None:
             return
-        self._has_implicit_sites = True
+        self.state.has_implicit_sites = True
         exact = as_generator(implicit.generator).injective
         if not (exact or isinstance(implicit, SemiImplicit)):
             raise ValueError(
@@ -92,6 +93,9 @@ class HierarchicalELBO(ImplicitELBO):
         for _, guide_trace in traces:
             _refuse_points(guide_trace, len(traces) == 1 and self.num_particles > 1)
         weights = torch.cat([log_weights(model, guide, size) for model, guide in traces])
+        if (weights.isnan() | weights.isposinf()).any():
+            for pair in traces:
+                refuse_nonfinite(*pair, "evidence_bound", self.num_steps)
         if self._latents:
             return weights, self._latents
         # Pyro's own loop ran, which keeps the values in one trace for each particle.

@@ -34,7 +34,7 @@ class NetworkELBO(ImplicitELBO, nn.Module):
         nn.Module.__init__(self)
         super().__init__(num_particles, **kwargs)
         self.networks = nn.ModuleDict()
-        self._store_name = f"{type(self).__name__}-{uuid.uuid4().hex[:8]}"
+        self.store_name = f"{type(self).__name__}-{uuid.uuid4().hex[:8]}"
         self._optim = optim
         self.optimisers: dict[str, torch.optim.Optimizer] = {}
 
@@ -49,14 +49,14 @@ class NetworkELBO(ImplicitELBO, nn.Module):
             self.networks[key] = make().to(dtype=like.dtype, device=like.device)
         network = self.networks[key]
         if not pyro.settings.get("module_local_params"):
-            pyro.module(f"{self._store_name}.{key}", network, update_module_params=True)
+            pyro.module(f"{self.store_name}.{key}", network, update_module_params=True)
         return network
 
     def _forget_guide(self) -> None:
         self.networks.clear()
         self.optimisers.clear()
         store = pyro.get_param_store()  # else the new networks would take the old ones' values
-        for name in [name for name in store if name.startswith(f"{self._store_name}.")]:
+        for name in [name for name in store if name.startswith(f"{self.store_name}.")]:
             del store[name]
 
     def descend(self, name: str, network: nn.Module, loss: Tensor) -> None:

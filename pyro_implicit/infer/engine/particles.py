@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
 
-from pyro_implicit.density.engine import BatchedRuns, Model
+from pyro_implicit.density.engine import BatchedRuns, Model, compute_log_prob
 from pyro_implicit.infer.engine.sites import PARTICLE_PLATE
 
 __all__ = ["Particles"]
@@ -135,15 +134,6 @@ def _particles_first(site: dict[str, Any], ndim: int | None) -> Tensor:
         depths = sorted(depths)[:-1]
         ndim = max(depths, default=0) + site["fn"].event_dim
     return value.reshape(value.shape[:1] + value.shape[value.dim() - ndim :])
-
-
-def compute_log_prob(trace: Trace) -> None:
-    """As ``trace.compute_log_prob()``, flat priors in their latents' dtype and on their device."""
-    trace.compute_log_prob()
-    for _, site in _sample_sites(trace):
-        if isinstance(site["fn"], dist.ImproperUniform):  # its zeros are the CPU's, by default
-            for key in ("log_prob", "unscaled_log_prob", "log_prob_sum"):
-                site[key] = site[key].to(site["value"])
 
 
 def _log_probs(trace: Trace) -> LogProbs:

@@ -130,8 +130,8 @@ def loss_and_surrogate(model_trace: Trace, guide_trace: Trace) -> tuple[Tensor, 
     :param model_trace: with log-probabilities.
     :param guide_trace: with score parts.
     """
-    loss: Any = torch.zeros(())
-    surrogate: Any = torch.zeros(())
+    loss: Any = 0.0
+    surrogate: Any = 0.0
     log_r = None
     for site in _samples(model_trace):
         loss = loss - site["log_prob_sum"].detach()
@@ -146,7 +146,7 @@ def loss_and_surrogate(model_trace: Trace, guide_trace: Trace) -> tuple[Tensor, 
                 log_r = _compute_log_r(model_trace, guide_trace)
             downstream = log_r.sum_to(site["cond_indep_stack"])
             surrogate = surrogate - (downstream * parts.score_function).sum()
-    return loss, surrogate
+    return torch.as_tensor(loss), torch.as_tensor(surrogate)
 
 
 def _samples(trace: Trace) -> list[dict[str, Any]]:
