@@ -23,6 +23,10 @@ FIRST_WINDOW = 8  # transitions; each window is twice as long as the one before
 LEAST_WINDOWS = 3
 TUNING = 16  # transitions in the last frame, before the kernel is frozen
 MAX_POOL = 4096  # draws from which a frame is estimated
+HOPELESS = 0.01  # a trajectory of such a probability of acceptance has failed
+MAX_FAILED = 0.002
+SPREAD = 8.0  # of step sizes, where more trajectories fail
+STRICT_R_HAT = 1.02
 
 
 @dataclass
@@ -100,11 +104,13 @@ class Chains:
     seconds: float = 0.0
     transitions: int = 0
     acceptance: float = 0.0
+    failed: float = 0.0
     stopped: str | None = None
     last_drift: Drift | None = None
     _window: int = 0
     _positions: list[Tensor] = field(default_factory=list)
     _log_densities: list[Tensor] = field(default_factory=list)
+    _failed: list[float] = field(default_factory=list)
     _left: int = 0
     _next_check: int = 16
 
@@ -125,9 +131,11 @@ class Chains:
         self.state = move.state
         self.gradients += gradients
         self.transitions += 1
+        failed = (move.acceptance < HOPELESS).double().mean().item()
         if self.phase == "sampling":
             count = self.history.seen
             self.acceptance += (move.acceptance.mean().item() - self.acceptance) / (count + 1)
+            self.failed += (failed - self.failed) / (count + 1)
             latent = density.to_latent(self.frame.to_points(self.state.position))
             self.history.append(latent, track(latent, self.state.log_density))
         elif self.phase == "tuning":
@@ -138,16 +146,22 @@ class Chains:
         else:
             self._positions.append(self.state.position)
             self._log_densities.append(self.state.log_density)
+            self._failed.append(failed)
             if hurry or len(self._positions) >= FIRST_WINDOW << self._window:
                 self._end_window(density, hurry)
 
     def check(self) -> bool:
-        """Whether the chains may stop, asked ever more rarely."""
+        """Whether the chains may stop, asked ever more rarely.
+
+        Where trajectories fail there are places that the chains seldom enter, and what happens
+        seldom hardly shows as drift: the chains must then be much longer than their memory.
+        """
         if self.phase != "sampling" or self.history.seen < self._next_check:
             return False
         self._next_check = math.ceil(1.2 * self.history.seen)
         self.last_drift = self.history.drift()
-        return self.last_drift.settled
+        is_stiff = self.kernel.spread > 1 or self.failed > MAX_FAILED
+        return self.last_drift.settled and not (is_stiff and self.last_drift.r_hat > STRICT_R_HAT)
 
     def _end_window(self, density: ChainDensity, hurry: bool) -> None:
         """A new frame from the window's second half; on to the tuning once nothing moves."""
@@ -157,13 +171,13 @@ class Chains:
         recent = torch.stack(self._positions[half:][::-1][::stride]).flatten(0, 1)
         self.frame = estimate_frame(self.frame.to_points(recent), self.frame_kind)
         settled = _is_settled(torch.stack(self._log_densities), half)
-        self._positions, self._log_densities = [], []
+        if sum(self._failed[half:]) > MAX_FAILED * len(self._failed[half:]):
+            self.kernel.spread = SPREAD
+        self._positions, self._log_densities, self._failed = [], [], []
         self._window += 1
         score = self._score(density)
         position = self.frame.to_white(points)
-        self.state, gradients = self.kernel.find_step(
-            score, ChainState(position, *score(position))
-        )
+        self.state, gradients = self.kernel.find_step(score, ChainState(position, *score(position)))
         self.gradients += gradients + 1
         if hurry or (settled and self._window >= LEAST_WINDOWS):
             self.phase, self._left = "tuning", TUNING

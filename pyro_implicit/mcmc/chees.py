@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 
+import torch
 from pyro.ops.dual_averaging import DualAveraging
+from torch import Tensor
 
 from pyro_implicit.ops.ensemble_hmc import (
     ChainState,
@@ -18,7 +20,7 @@ from pyro_implicit.ops.ensemble_hmc import (
 
 __all__ = ["ChEES"]
 
-RATE, MEMORY, COST = 0.2, 0.8, 0.5
+RATE, MEMORY, COST = 0.2, 0.8, 0.25
 START_LENGTH = 1.5  # a quarter of a turn of a unit Gaussian is pi / 2
 
 
@@ -32,14 +34,16 @@ class ChEES:
 
     While it adapts, dual averaging moves the step size until the mean over chains of the
     probability of acceptance is ``target_acceptance``, and stochastic ascent moves the trajectory
-    length to the maximum of the ChEES criterion over the square root of the length. Frozen, the
+    length to the maximum of the ChEES criterion over the fourth root of the length. Frozen, the
     kernel leaves the density exactly as it is. (The criterion alone is all but flat beyond its
     maximum, where trajectories cost more and bring nothing; divided by the length itself it is
     right for squares, but leaves means correlated.)
 
     The mean of the chains, not their harmonic mean as in the paper: with hundreds of chains the
-    harmonic mean is set by the one in the narrowest place, and a funnel's neck would then slow down
-    all of them.
+    harmonic mean is set by the one in the narrowest place, so that a funnel's neck slows down all
+    of them. Where trajectories fail, ``spread`` does more for less: each chain of each transition
+    then takes its own step size, log-uniform between the common one and this fraction of it, so
+    that some can enter narrow places.
 
     :param target_acceptance: of the mean of all chains.
     :param max_leapfrogs: in one transition.
@@ -54,6 +58,7 @@ class ChEES:
     def __init__(self, target_acceptance: float = 0.8, max_leapfrogs: int = 64) -> None:
         self.target_acceptance, self.max_leapfrogs = target_acceptance, max_leapfrogs
         self.adapting = True
+        self.spread = 1.0
         self._count = 0
         self._restart(1.0)
 
@@ -90,9 +95,14 @@ class ChEES:
         self._count += 1
         length = van_der_corput(self._count) * self.trajectory_length
         num_steps = min(max(1, math.ceil(length / self.step_size)), self.max_leapfrogs)
-        move = ensemble_move(score, state, self.step_size, num_steps)
+        sizes: Tensor | float = self.step_size
+        if self.spread > 1:
+            sizes = self.step_size * self.spread ** -torch.rand_like(state.log_density)
+            move = ensemble_move(score, state, sizes.unsqueeze(-1), num_steps)
+        else:
+            move = ensemble_move(score, state, sizes, num_steps)
         if self.adapting:
-            self._adapt(state, move, num_steps * self.step_size)
+            self._adapt(state, move, num_steps * sizes)
         return move, num_steps
 
     def freeze(self) -> None:
@@ -109,14 +119,14 @@ class ChEES:
         self._log_length = self._mean_log_length = math.log(START_LENGTH)
         self._criterion = self._slope = 0.0
 
-    def _adapt(self, state: ChainState, move: Move, length: float) -> None:
+    def _adapt(self, state: ChainState, move: Move, length: Tensor | float) -> None:
         self._averaging.step(self.target_acceptance - move.acceptance.mean().item())
         self.step_size = math.exp(self._averaging.get_state()[0])
-        criterion, slope = (value.item() for value in chees(state.position, move))
+        criterion, slope = (value.item() for value in chees(state.position, move, length))
         if not (math.isfinite(criterion) and math.isfinite(slope)):
             return
         self._criterion = MEMORY * self._criterion + criterion
-        self._slope = MEMORY * self._slope + length * slope
+        self._slope = MEMORY * self._slope + slope
         if self._criterion > 0:
             ascent = self._slope / self._criterion - COST
             self._log_length += RATE * min(max(ascent, -1.0), 1.0)

@@ -30,6 +30,8 @@ class Refined:
         ``"max_seconds"``.
     :ivar drift: What the stopping rule saw last; None if it was never asked.
     :ivar acceptance: Mean probability of acceptance after warm-up.
+    :ivar failed: Share of trajectories after warm-up whose probability of acceptance was below 1 %,
+        as others count divergences. Above .002 there are narrow places, which may still fill.
     :ivar step_size: Of the leapfrog integrator, in the frame.
     :ivar trajectory_length: The longest, in the frame.
     :ivar num_gradients: Gradients of the log-density that each chain took, warm-up included.
@@ -45,6 +47,7 @@ class Refined:
     stopped: Literal["converged", "max_gradients", "max_seconds"]
     drift: Drift | None
     acceptance: float
+    failed: float
     step_size: float
     trajectory_length: float
     num_gradients: int
@@ -96,7 +99,7 @@ class Refined:
             "draws": f"{self.num_chains} chains x {num_draws}",
             "gradients of each chain": f"{self.num_gradients} ({self.warmup_gradients} to warm up)",
             "seconds": f"{self.seconds:.1f}",
-            "acceptance": f"{self.acceptance:.2f}",
+            "acceptance": f"{self.acceptance:.2f}, failed {self.failed:.2%}",
             "step, longest trajectory": f"{self.step_size:.3g}, {self.trajectory_length:.3g}",
             "frame": f"{self.frame}, of the {self.space}",
         }

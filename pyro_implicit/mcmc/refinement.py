@@ -263,6 +263,7 @@ def _result(density: ChainDensity, guide: Any, chains: Chains) -> Refined:
         stopped=chains.stopped,  # type: ignore[arg-type]
         drift=chains.last_drift,
         acceptance=chains.acceptance,
+        failed=chains.failed,
         step_size=chains.kernel.step_size,
         trajectory_length=chains.kernel.trajectory_length,
         num_gradients=chains.gradients,

@@ -58,9 +58,7 @@ class Drift(NamedTuple):
     @property
     def settled(self) -> bool:
         """Whether all three are small enough to stop."""
-        return (
-            self.mean <= MAX_MEAN_DRIFT and self.sd <= MAX_SD_DRIFT and self.r_hat <= MAX_R_HAT
-        )
+        return self.mean <= MAX_MEAN_DRIFT and self.sd <= MAX_SD_DRIFT and self.r_hat <= MAX_R_HAT
 
 
 def drift(powers: Tensor, group: Tensor) -> Drift:

@@ -38,7 +38,9 @@ class Move(NamedTuple):
     acceptance: Tensor
 
 
-def ensemble_move(score: Score, state: ChainState, step_size: float, num_steps: int) -> Move:
+def ensemble_move(
+    score: Score, state: ChainState, step_size: Tensor | float, num_steps: int
+) -> Move:
     r"""One transition of Hamiltonian Monte Carlo with unit masses, exact by Metropolis' rule.
 
     **Example:**
@@ -52,7 +54,7 @@ def ensemble_move(score: Score, state: ChainState, step_size: float, num_steps: 
     :param score: of points ``(num_chains, d)`` the log-density ``(num_chains,)`` and its gradient.
         Where one of them is not finite the trajectory is rejected.
     :param state: of finite log-density and gradient.
-    :param step_size: of the leapfrog integrator.
+    :param step_size: of the leapfrog integrator, broadcastable to ``(num_chains, 1)``.
     :param num_steps: leapfrog steps, at least one.
     """
     momentum = torch.randn_like(state.position)
@@ -82,20 +84,22 @@ def ensemble_move(score: Score, state: ChainState, step_size: float, num_steps: 
     return Move(after, position, momentum, acceptance)
 
 
-def chees(start: Tensor, move: Move) -> tuple[Tensor, Tensor]:
-    r"""The ChEES criterion, and its derivative by the length of the trajectories.
+def chees(start: Tensor, move: Move, length: Tensor | float) -> tuple[Tensor, Tensor]:
+    r"""The ChEES criterion, and its derivative by the logarithm of the trajectories' length.
 
     The criterion is the expected squared change of the squared distance from the centre,
 
     .. math:: \tfrac14 E \big[ (\|z' - \bar z\|^2 - \|z - \bar z\|^2)^2 \big],
 
     which is large if a transition leaves scale and place of its start behind. With the velocity
-    :math:`v` at the proposal :math:`z'` its derivative by the length of the trajectory is
+    :math:`v` at the proposal :math:`z'` its derivative by the logarithm of the length :math:`t` is
 
-    .. math:: E \big[ (\|z' - \bar z\|^2 - \|z - \bar z\|^2) \langle z' - \bar z, v \rangle \big].
+    .. math:: E \big[ t (\|z' - \bar z\|^2 - \|z - \bar z\|^2)
+        \langle z' - \bar z, v \rangle \big].
 
     :param start: ``(num_chains, d)``, before the move.
     :param move: weighted by its probabilities of acceptance.
+    :param length: of the trajectories, broadcastable to ``(num_chains,)``.
     :returns: two scalars.
 
     **References:**
@@ -107,7 +111,7 @@ def chees(start: Tensor, move: Move) -> tuple[Tensor, Tensor]:
     before = start - start.mean(0)
     after = move.proposal - weight @ move.proposal
     change = after.square().sum(-1) - before.square().sum(-1)
-    slope = change * (after * move.velocity).sum(-1)
+    slope = length * change * (after * move.velocity).sum(-1)
     return 0.25 * weight @ change.square(), weight @ slope
 
 
