@@ -171,8 +171,7 @@ class Chains:
         recent = torch.stack(self._positions[half:][::-1][::stride]).flatten(0, 1)
         self.frame = estimate_frame(self.frame.to_points(recent), self.frame_kind)
         settled = _is_settled(torch.stack(self._log_densities), half)
-        if sum(self._failed[half:]) > MAX_FAILED * len(self._failed[half:]):
-            self.kernel.spread = SPREAD
+        is_stiff = sum(self._failed[half:]) > MAX_FAILED * len(self._failed[half:])
         self._positions, self._log_densities, self._failed = [], [], []
         self._window += 1
         score = self._score(density)
@@ -181,6 +180,7 @@ class Chains:
         self.gradients += gradients + 1
         if hurry or (settled and self._window >= LEAST_WINDOWS):
             self.phase, self._left = "tuning", TUNING
+            self.kernel.spread = SPREAD if is_stiff else 1.0
 
     def _score(self, density: ChainDensity) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         frame = self.frame

@@ -60,7 +60,10 @@ class ChEES:
         self.adapting = True
         self.spread = 1.0
         self._count = 0
-        self._restart(1.0)
+        self.step_size, self.trajectory_length = 1.0, START_LENGTH
+        self._log_length = self._mean_log_length = math.log(START_LENGTH)
+        self._averaging = DualAveraging()
+        self._criterion = self._slope = 0.0
 
     def find_step(self, score: Score, state: ChainState) -> tuple[ChainState, int]:
         """Start anew, as in a new frame, from a step size at which a short trajectory is accepted
@@ -84,7 +87,10 @@ class ChEES:
                 size, shrunk = size / 2, True
                 if grown:
                     break
-        self._restart(size)
+        self.step_size, self.trajectory_length = size, START_LENGTH
+        self._log_length = self._mean_log_length = math.log(START_LENGTH)
+        self._averaging = DualAveraging(prox_center=math.log(size), t0=5)
+        self._criterion = self._slope = 0.0
         return state, gradients
 
     def transition(self, score: Score, state: ChainState) -> tuple[Move, int]:
@@ -110,14 +116,6 @@ class ChEES:
         self.adapting = False
         self.step_size = math.exp(self._averaging.get_state()[1])
         self.trajectory_length = math.exp(self._mean_log_length)
-
-    def _restart(self, size: float) -> None:
-        """Forget what was learnt, in another frame."""
-        self.step_size = size
-        self._averaging = DualAveraging(prox_center=math.log(size), t0=5)
-        self.trajectory_length = START_LENGTH
-        self._log_length = self._mean_log_length = math.log(START_LENGTH)
-        self._criterion = self._slope = 0.0
 
     def _adapt(self, state: ChainState, move: Move, length: Tensor | float) -> None:
         self._averaging.step(self.target_acceptance - move.acceptance.mean().item())

@@ -94,9 +94,13 @@ def estimate_frame(draws: Tensor, kind: FrameKind) -> WhiteningFrame:
     kept = variance > 1.05 * (1 + math.sqrt(noise)) ** 2
     if not kept.any():
         return WhiteningFrame(loc, scale)
-    centred = variance[kept] + 1 - noise
-    variance = 0.5 * (centred + (centred.square() - 4 * variance[kept]).sqrt())
-    return WhiteningFrame(loc, scale, directions[:, kept], variance.sqrt())
+    variance = variance[kept]
+    rest = (dim - variance.sum()) / max(1, dim - len(variance))  # of all other axes
+    ratio = variance / rest.clamp(min=1 / dim)
+    centred = ratio + 1 - noise
+    ratio = 0.5 * (centred + (centred.square() - 4 * ratio).clamp(min=0).sqrt())
+    scale = scale * rest.clamp(min=1 / dim).sqrt()
+    return WhiteningFrame(loc, scale, directions[:, kept], ratio.clamp(min=1).sqrt())
 
 
 def _factor(standard: Tensor) -> Tensor:
