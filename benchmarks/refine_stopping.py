@@ -190,7 +190,7 @@ def report(path: Path) -> str:
             [
                 name,
                 f"{len(done)} of {len(runs)}",
-                wrong,
+                str(wrong),
                 f"{mean(run['gradients'] for run in runs):.0f}",
                 f"{mean(run['cpu_seconds'] for run in runs):.1f}",
                 f"{max(run['mean_error'] for run in runs):.3f}",
@@ -201,8 +201,8 @@ def report(path: Path) -> str:
     return (
         markdown_table(header, rows)
         + f"\n{early} of {total} runs stopped too early: a mean off by more than .1 sd or an sd by "
-        "more than 10 %,\nbeyond three Monte Carlo errors. Worst mean and sd are errors in posterior"
-        " sds, of all runs,\nbudgets included.\n\n"
+        "more than 10 %,\nbeyond three Monte Carlo errors. Worst mean and sd are errors in "
+        "posterior sds, of all runs,\nbudgets included.\n\n"
         "`python benchmarks/refine_stopping.py --seeds 20` makes it anew.\n"
     )
 

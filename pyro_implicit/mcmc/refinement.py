@@ -238,9 +238,9 @@ def _start(
         latent_draws(density.density, guide, 1, args, kwargs)
     else:
         points = latent_draws(density.density, guide, num_draws, args, kwargs)
-    finite = points[points.isfinite().all(-1)]
     starts = finite_starts(density.score, points[:num_chains], _who(guide))
-    frame = estimate_frame(finite, kind)
+    is_sound = starts.replaced == 0 and bool(points.isfinite().all())
+    frame = estimate_frame(points if is_sound else starts.points, kind)
     position = frame.to_white(starts.points)
     log_density, gradient = density.score(frame.to_points(position))
     state = ChainState(position, log_density, frame.pull_back(gradient))
