@@ -6,13 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pyro_implicit.mcmc.chain_density import ChainDensity
-from pyro_implicit.mcmc.chees import ChEES
+from pyro_implicit.mcmc.chees import HOPELESS, ChEES
 from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, estimate_frame
 from pyro_implicit.mcmc.stopping import Drift, Tracked, drift, pooled
 from pyro_implicit.ops.ensemble_hmc import ChainState
@@ -23,7 +24,6 @@ FIRST_WINDOW = 8  # transitions; each window is twice as long as the one before
 LEAST_WINDOWS = 3
 TUNING = 16  # transitions in the last frame, before the kernel is frozen
 MAX_POOL = 4096  # draws from which a frame is estimated
-HOPELESS = 0.01  # a trajectory of such a probability of acceptance has failed
 MAX_FAILED = 0.002
 SPREAD = 8.0  # of step sizes, where more trajectories fail
 STRICT_R_HAT = 1.02
@@ -171,16 +171,17 @@ class Chains:
         recent = torch.stack(self._positions[half:][::-1][::stride]).flatten(0, 1)
         self.frame = estimate_frame(self.frame.to_points(recent), self.frame_kind)
         settled = _is_settled(torch.stack(self._log_densities), half)
-        is_stiff = sum(self._failed[half:]) > MAX_FAILED * len(self._failed[half:])
+        is_stiff = fmean(self._failed[half:]) > MAX_FAILED
+        is_new = is_stiff and self.kernel.spread == 1  # a bad frame fails too, for one window
+        self.kernel.spread = SPREAD if is_stiff else 1.0
         self._positions, self._log_densities, self._failed = [], [], []
         self._window += 1
         score = self._score(density)
         position = self.frame.to_white(points)
         self.state, gradients = self.kernel.find_step(score, ChainState(position, *score(position)))
         self.gradients += gradients + 1
-        if hurry or (settled and self._window >= LEAST_WINDOWS):
+        if hurry or (settled and not is_new and self._window >= LEAST_WINDOWS):
             self.phase, self._left = "tuning", TUNING
-            self.kernel.spread = SPREAD if is_stiff else 1.0
 
     def _score(self, density: ChainDensity) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         frame = self.frame

@@ -18,9 +18,11 @@ from pyro_implicit.ops.ensemble_hmc import (
     van_der_corput,
 )
 
-__all__ = ["ChEES"]
+__all__ = ["HOPELESS", "ChEES"]
 
 RATE, MEMORY, COST = 0.2, 0.8, 0.25
+HARMONIC_TARGET = 0.7
+HOPELESS = 0.01  # a trajectory of such a probability of acceptance has failed
 START_LENGTH = 1.5  # a quarter of a turn of a unit Gaussian is pi / 2
 
 
@@ -39,11 +41,12 @@ class ChEES:
     maximum, where trajectories cost more and bring nothing; divided by the length itself it is
     right for squares, but leaves means correlated.)
 
-    The mean of the chains, not their harmonic mean as in the paper: with hundreds of chains the
-    harmonic mean is set by the one in the narrowest place, so that a funnel's neck slows down all
-    of them. Where trajectories fail, ``spread`` does more for less: each chain of each transition
-    then takes its own step size, log-uniform between the common one and this fraction of it, so
-    that some can enter narrow places.
+    The mean of the chains, not their harmonic mean as in the paper: of hundreds of chains the one
+    in the narrowest place sets the harmonic mean, and slows down all. Where trajectories fail that
+    is what is wanted, and with ``spread`` above 1 the harmonic mean (of probabilities of .01 at
+    least) is brought to .7; each chain of each transition then takes its own step size, too,
+    log-uniform between the common one and this fraction of it, so that some can enter places
+    narrower still.
 
     :param target_acceptance: of the mean of all chains.
     :param max_leapfrogs: in one transition.
@@ -89,7 +92,7 @@ class ChEES:
                     break
         self.step_size, self.trajectory_length = size, START_LENGTH
         self._log_length = self._mean_log_length = math.log(START_LENGTH)
-        self._averaging = DualAveraging(prox_center=math.log(size), t0=5)
+        self._averaging = DualAveraging(prox_center=math.log(size), gamma=0.2)
         self._criterion = self._slope = 0.0
         return state, gradients
 
@@ -118,7 +121,11 @@ class ChEES:
         self.trajectory_length = math.exp(self._mean_log_length)
 
     def _adapt(self, state: ChainState, move: Move, length: Tensor | float) -> None:
-        self._averaging.step(self.target_acceptance - move.acceptance.mean().item())
+        if self.spread > 1:
+            harmonic = 1 / (1 / move.acceptance.clamp(min=HOPELESS)).mean().item()
+            self._averaging.step(HARMONIC_TARGET - harmonic)
+        else:
+            self._averaging.step(self.target_acceptance - move.acceptance.mean().item())
         self.step_size = math.exp(self._averaging.get_state()[0])
         criterion, slope = (value.item() for value in chees(state.position, move, length))
         if not (math.isfinite(criterion) and math.isfinite(slope)):

@@ -91,7 +91,7 @@ def refine(
     >>> guide = AutoNormal(model)  # better trained, but any will do
     >>> result = refine(model, guide, y, seed=0, progress=False)
     >>> result.stopped, f"{result.get_samples()['scale'].mean():.1f}"
-    ('converged', '2.0')
+    ('converged', '2.4')
 
     :param model: a Pyro model of continuous latents, with all its data: nothing subsampled.
     :param guide: any guide of this model, trained or not, or draws: a dict of constrained values by

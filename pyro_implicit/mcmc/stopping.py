@@ -77,10 +77,10 @@ def drift(powers: Tensor, group: Tensor) -> Drift:
     **Example:**
 
     >>> _ = torch.manual_seed(0)
-    >>> x = torch.randn(60, 256, 3)
+    >>> x = torch.randn(200, 256, 3)
     >>> drift(torch.stack([x, x**2, x**4]), torch.arange(3)).settled
     True
-    >>> x = x + torch.linspace(0, 0.5, 60)[:, None, None]
+    >>> x = x + torch.linspace(0, 0.5, 200)[:, None, None]
     >>> drift(torch.stack([x, x**2, x**4]), torch.arange(3)).settled
     False
 
