@@ -89,7 +89,8 @@ class Chains:
     :param kernel: adapting, until warm-up ends.
     :param frame_kind: re-estimated at the end of each window of the warm-up.
     :param history: of the frozen chains.
-    :param replaced_starts: chains whose own start had no finite log-density.
+    :param replaced_starts: chains put elsewhere, as their start had no finite log-density or no
+        way out.
     """
 
     state: ChainState
@@ -166,7 +167,11 @@ class Chains:
     def _end_window(self, density: ChainDensity, hurry: bool) -> None:
         """A new frame from the window's second half; on to the tuning once nothing moves."""
         half = len(self._positions) // 2
+        moved = torch.stack(self._positions).std(0).sum(-1) > 0
         points = self.frame.to_points(self.state.position)
+        if moved.any():
+            points = self._revived(points, moved)
+            self._positions = [position[moved] for position in self._positions]
         stride = max(1, -(-(len(self._positions) - half) * len(points) // MAX_POOL))
         recent = torch.stack(self._positions[half:][::-1][::stride]).flatten(0, 1)
         self.frame = estimate_frame(self.frame.to_points(recent), self.frame_kind)
@@ -182,6 +187,15 @@ class Chains:
         self.gradients += gradients + 1
         if hurry or (settled and not is_new and self._window >= LEAST_WINDOWS):
             self.phase, self._left = "tuning", TUNING
+
+    def _revived(self, points: Tensor, moved: Tensor) -> Tensor:
+        """Chains that stood still for a whole window of the warm-up go on from others."""
+        stuck, good = (~moved).nonzero().squeeze(-1), moved.nonzero().squeeze(-1)
+        self.replaced_starts += len(stuck)
+        if len(stuck) == 0:
+            return points
+        chosen = good[torch.randint(len(good), (len(stuck),), device=points.device)]
+        return points.index_copy(0, stuck, points[chosen])
 
     def _score(self, density: ChainDensity) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         frame = self.frame

@@ -21,7 +21,7 @@ from pyro_implicit.ops.ensemble_hmc import (
 __all__ = ["HOPELESS", "ChEES"]
 
 RATE, MEMORY, COST = 0.2, 0.8, 0.25
-HARMONIC_TARGET = 0.7
+HARMONIC_TARGET, LEAST = 0.7, 0.05  # so that one hopeless chain in fifty does not rule
 HOPELESS = 0.01  # a trajectory of such a probability of acceptance has failed
 START_LENGTH = 1.5  # a quarter of a turn of a unit Gaussian is pi / 2
 
@@ -43,7 +43,7 @@ class ChEES:
 
     The mean of the chains, not their harmonic mean as in the paper: of hundreds of chains the one
     in the narrowest place sets the harmonic mean, and slows down all. Where trajectories fail that
-    is what is wanted, and with ``spread`` above 1 the harmonic mean (of probabilities of .01 at
+    is what is wanted, and with ``spread`` above 1 the harmonic mean (of probabilities of .05 at
     least) is brought to .7; each chain of each transition then takes its own step size, too,
     log-uniform between the common one and this fraction of it, so that some can enter places
     narrower still.
@@ -122,7 +122,7 @@ class ChEES:
 
     def _adapt(self, state: ChainState, move: Move, length: Tensor | float) -> None:
         if self.spread > 1:
-            harmonic = 1 / (1 / move.acceptance.clamp(min=HOPELESS)).mean().item()
+            harmonic = 1 / (1 / move.acceptance.clamp(min=LEAST)).mean().item()
             self._averaging.step(HARMONIC_TARGET - harmonic)
         else:
             self._averaging.step(self.target_acceptance - move.acceptance.mean().item())

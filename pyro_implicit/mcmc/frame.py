@@ -64,7 +64,8 @@ def estimate_frame(draws: Tensor, kind: FrameKind) -> WhiteningFrame:
     ``"full"`` takes their covariance; with fewer than ten draws for each dimension its correlations
     are shrunk towards 0. ``"low-rank"`` takes those principal axes of the standardised draws whose
     variance noise alone would not give (above :math:`(1 + \sqrt{d/n})^2`, Marchenko and Pastur), at
-    most 32, their variances freed of what noise added (Baik and Silverstein).
+    most 32, their variances freed of what noise added (Baik and Silverstein). Coordinates further
+    than six interquartile ranges from their median are moved there first.
 
     **Example:**
 
@@ -79,6 +80,7 @@ def estimate_frame(draws: Tensor, kind: FrameKind) -> WhiteningFrame:
     :param kind: ``"diagonal"``, ``"low-rank"`` or ``"full"``.
     """
     count, dim = draws.shape
+    draws = _without_outliers(draws)
     loc, scale = draws.mean(0), draws.std(0)
     rounding = torch.finfo(draws.dtype).eps * draws.abs().amax(0)
     scale = torch.where(scale > rounding, scale, torch.ones_like(scale))
@@ -101,6 +103,15 @@ def estimate_frame(draws: Tensor, kind: FrameKind) -> WhiteningFrame:
     ratio = 0.5 * (centred + (centred.square() - 4 * ratio).clamp(min=0).sqrt())
     scale = scale * rest.clamp(min=1 / dim).sqrt()
     return WhiteningFrame(loc, scale, directions[:, kept], ratio.clamp(min=1).sqrt())
+
+
+def _without_outliers(draws: Tensor) -> Tensor:
+    """One lost chain must not set the unit of all."""
+    ordered = draws.sort(0).values
+    low, middle, high = (ordered[len(draws) * quarter // 4] for quarter in (1, 2, 3))
+    reach = 6 * (high - low)
+    reach = torch.where(reach > 0, reach, torch.full_like(reach, torch.inf))
+    return draws.clamp(middle - reach, middle + reach)
 
 
 def _factor(standard: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ class Refined:
     :ivar num_gradients: Gradients of the log-density that each chain took, warm-up included.
     :ivar warmup_gradients: Those of the warm-up.
     :ivar seconds: Wall time.
-    :ivar replaced_starts: Chains whose own start had no finite log-density.
+    :ivar replaced_starts: Chains put where others are, because their start had no finite
+        log-density, or because they stood still for a whole window of the warm-up.
     :ivar frame: ``"diagonal"``, ``"low-rank"`` or ``"full"``.
     :ivar space: ``"latent"``, or ``"noise"`` where the chains walked on a guide's noise.
     :ivar modes: A note on separate modes.
@@ -109,7 +110,7 @@ class Refined:
                 f"R-hat {self.drift.r_hat:.3f}"
             )
         if self.replaced_starts:
-            rows["starts replaced"] = str(self.replaced_starts)
+            rows["chains replaced"] = str(self.replaced_starts)
         width = max(map(len, rows))
         lines = [f"{name.ljust(width)}  {value}" for name, value in rows.items()]
         return "\n".join([*lines, self.modes])
