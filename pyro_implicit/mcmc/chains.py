@@ -167,9 +167,10 @@ class Chains:
     def _end_window(self, density: ChainDensity, hurry: bool) -> None:
         """A new frame from the window's second half; on to the tuning once nothing moves."""
         half = len(self._positions) // 2
-        moved = torch.stack(self._positions).std(0).sum(-1) > 0
+        path = torch.stack(self._positions)
+        moved = (path.amax(0) > path.amin(0)).any(-1)
         points = self.frame.to_points(self.state.position)
-        if moved.any():
+        if len(path) >= FIRST_WINDOW and moved.any():
             points = self._revived(points, moved)
             self._positions = [position[moved] for position in self._positions]
         stride = max(1, -(-(len(self._positions) - half) * len(points) // MAX_POOL))
