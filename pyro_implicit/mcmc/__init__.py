@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from pyro_implicit.mcmc.chees import ChEES
 from pyro_implicit.mcmc.initial_params import warm_start
 from pyro_implicit.mcmc.noise_space import NoiseSpaceReparam
+from pyro_implicit.mcmc.refined import Refined
+from pyro_implicit.mcmc.refinement import refine
 
-__all__ = ["NoiseSpaceReparam", "warm_start"]
+__all__ = ["ChEES", "NoiseSpaceReparam", "Refined", "refine", "warm_start"]

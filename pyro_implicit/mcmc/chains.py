@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains side by side: they warm up, learn their frame, and leave draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.mcmc.chain_density import ChainDensity
+from pyro_implicit.mcmc.chees import HOPELESS, ChEES
+from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, estimate_frame
+from pyro_implicit.mcmc.stopping import Drift, Tracked, drift, pooled
+from pyro_implicit.ops.ensemble_hmc import ChainState
+
+__all__ = ["Chains", "History"]
+
+FIRST_WINDOW = 8  # transitions; each window is twice as long as the one before
+LEAST_WINDOWS = 3
+TUNING = 16  # transitions in the last frame, before the kernel is frozen
+MAX_POOL = 4096  # draws from which a frame is estimated
+MAX_FAILED = 0.002
+SPREAD = 8.0  # of step sizes, where more trajectories fail
+STRICT_R_HAT = 1.02
+
+
+@dataclass
+class History:
+    """What frozen chains leave, in memory that does not grow.
+
+    :param capacity: batches of successive transitions. When so many are full, neighbours are
+        joined. Of each batch the last draw is kept, and the means of the tracked quantities.
+    """
+
+    capacity: int
+    batch: int = 1
+    seen: int = 0
+    latents: list[Tensor] = field(default_factory=list)
+    powers: list[Tensor] = field(default_factory=list)
+    _sum: Tensor | None = None
+    _group: Tensor | None = None
+    _unit: tuple[Tensor, Tensor] | None = None
+
+    def append(self, latent: Tensor, tracked: Tracked) -> None:
+        """Draws ``(num_chains, d)`` and tracked quantities of a transition."""
+        values = tracked.values.double()
+        if self._unit is None or self._group is None:
+            self._group = tracked.group
+            self._unit = values.mean(0), pooled(values.var(0), tracked.group).sqrt()
+        standard = (values - self._unit[0]) / self._unit[1]
+        powers = torch.stack([standard, standard**2, standard**4])
+        self._sum = powers if self._sum is None else self._sum + powers
+        self.seen += 1
+        if self.seen % self.batch:
+            return
+        self.latents.append(latent)
+        self.powers.append(self._sum / self.batch)
+        self._sum = None
+        if len(self.latents) == self.capacity:
+            self.batch *= 2
+            self.latents = self.latents[1::2]
+            self.powers = [
+                (a + b) / 2 for a, b in zip(self.powers[::2], self.powers[1::2], strict=True)
+            ]
+
+    def draws(self) -> Tensor:
+        """Those of the last two thirds of the batches, ``(num_batches, num_chains, d)``."""
+        return torch.stack(self.latents[self._first() :])
+
+    def drift(self) -> Drift:
+        """Between the halves of the same."""
+        assert self._group is not None
+        return drift(torch.stack(self.powers[self._first() :], 1), self._group)
+
+    def _first(self) -> int:
+        return len(self.latents) // 3
+
+
+@dataclass
+class Chains:
+    """All that the chains are at one moment; a checkpoint keeps it whole.
+
+    :param state: in white coordinates of ``frame``.
+    :param kernel: adapting, until warm-up ends.
+    :param frame_kind: re-estimated at the end of each window of the warm-up.
+    :param history: of the frozen chains.
+    :param replaced_starts: chains put elsewhere, as their start had no finite log-density or no
+        way out.
+    """
+
+    state: ChainState
+    kernel: ChEES
+    frame: WhiteningFrame
+    frame_kind: FrameKind
+    history: History
+    phase: Literal["warm-up", "tuning", "sampling"] = "warm-up"
+    replaced_starts: int = 0
+    gradients: int = 0
+    warmup_gradients: int = 0
+    seconds: float = 0.0
+    transitions: int = 0
+    acceptance: float = 0.0
+    failed: float = 0.0
+    stopped: str | None = None
+    last_drift: Drift | None = None
+    _window: int = 0
+    _positions: list[Tensor] = field(default_factory=list)
+    _log_densities: list[Tensor] = field(default_factory=list)
+    _failed: list[float] = field(default_factory=list)
+    _left: int = 0
+    _next_check: int = 16
+
+    def start(self, density: ChainDensity) -> None:
+        """Find the first step size."""
+        self.state, gradients = self.kernel.find_step(self._score(density), self.state)
+        self.gradients += gradients
+
+    def advance(
+        self, density: ChainDensity, track: Callable[[Tensor, Tensor], Tracked], hurry: bool
+    ) -> None:
+        """One transition of all chains, and what it teaches.
+
+        :param track: the tracked quantities of latents and log-densities.
+        :param hurry: whether the warm-up has had its share of the budget.
+        """
+        move, gradients = self.kernel.transition(self._score(density), self.state)
+        self.state = move.state
+        self.gradients += gradients
+        self.transitions += 1
+        failed = (move.acceptance < HOPELESS).double().mean().item()
+        if self.phase == "sampling":
+            count = self.history.seen
+            self.acceptance += (move.acceptance.mean().item() - self.acceptance) / (count + 1)
+            self.failed += (failed - self.failed) / (count + 1)
+            latent = density.to_latent(self.frame.to_points(self.state.position))
+            self.history.append(latent, track(latent, self.state.log_density))
+        elif self.phase == "tuning":
+            self._left -= 1
+            if self._left <= 0:
+                self.kernel.freeze()
+                self.phase, self.warmup_gradients = "sampling", self.gradients
+        else:
+            self._positions.append(self.state.position)
+            self._log_densities.append(self.state.log_density)
+            self._failed.append(failed)
+            if hurry or len(self._positions) >= FIRST_WINDOW << self._window:
+                self._end_window(density, hurry)
+
+    def check(self) -> bool:
+        """Whether the chains may stop, asked ever more rarely.
+
+        Where trajectories fail there are places that the chains seldom enter, and what happens
+        seldom hardly shows as drift: the chains must then be much longer than their memory.
+        """
+        if self.phase != "sampling" or self.history.seen < self._next_check:
+            return False
+        self._next_check = math.ceil(1.2 * self.history.seen)
+        self.last_drift = self.history.drift()
+        is_stiff = self.kernel.spread > 1 or self.failed > MAX_FAILED
+        return self.last_drift.settled and not (is_stiff and self.last_drift.r_hat > STRICT_R_HAT)
+
+    def _end_window(self, density: ChainDensity, hurry: bool) -> None:
+        """A new frame from the window's second half; on to the tuning once nothing moves."""
+        half = len(self._positions) // 2
+        path = torch.stack(self._positions)
+        moved = (path.amax(0) > path.amin(0)).any(-1)
+        points = self.frame.to_points(self.state.position)
+        if len(path) >= FIRST_WINDOW and moved.any():
+            points = self._revived(points, moved)
+            self._positions = [position[moved] for position in self._positions]
+        stride = max(1, -(-(len(self._positions) - half) * len(points) // MAX_POOL))
+        recent = torch.stack(self._positions[half:][::-1][::stride]).flatten(0, 1)
+        self.frame = estimate_frame(self.frame.to_points(recent), self.frame_kind)
+        settled = _is_settled(torch.stack(self._log_densities), half)
+        is_stiff = fmean(self._failed[half:]) > MAX_FAILED
+        is_new = is_stiff and self.kernel.spread == 1  # a bad frame fails too, for one window
+        self.kernel.spread = SPREAD if is_stiff else 1.0
+        self._positions, self._log_densities, self._failed = [], [], []
+        self._window += 1
+        score = self._score(density)
+        position = self.frame.to_white(points)
+        self.state, gradients = self.kernel.find_step(score, ChainState(position, *score(position)))
+        self.gradients += gradients + 1
+        if hurry or (settled and not is_new and self._window >= LEAST_WINDOWS):
+            self.phase, self._left = "tuning", TUNING
+
+    def _revived(self, points: Tensor, moved: Tensor) -> Tensor:
+        """Chains that stood still for a whole window of the warm-up go on from others."""
+        stuck, good = (~moved).nonzero().squeeze(-1), moved.nonzero().squeeze(-1)
+        self.replaced_starts += len(stuck)
+        if len(stuck) == 0:
+            return points
+        chosen = good[torch.randint(len(good), (len(stuck),), device=points.device)]
+        return points.index_copy(0, stuck, points[chosen])
+
+    def _score(self, density: ChainDensity) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        frame = self.frame
+
+        def score(white: Tensor) -> tuple[Tensor, Tensor]:
+            log_density, gradient = density.score(frame.to_points(white))
+            return log_density, frame.pull_back(gradient)
+
+        return score
+
+
+def _is_settled(log_densities: Tensor, half: int) -> bool:
+    """Whether the chains' log-density ``(num_transitions, num_chains)`` has stopped to drift."""
+    early, late = log_densities[:half].mean(0), log_densities[half:].mean(0)
+    error = (late - early).std() / math.sqrt(len(late))
+    allowed = torch.maximum(3 * error, 0.1 * log_densities[half:].std())
+    return bool((late - early).mean().abs() <= allowed)

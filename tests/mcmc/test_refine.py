@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""refine: exact posteriors, where it stops, what it returns, and what it refuses."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import Predictive
+from pyro.infer.autoguide import AutoNormal
+from torch import nn
+
+from pyro_implicit import AutoImplicit, AutoregressiveGenerator, AutoSemiImplicit, compare
+from pyro_implicit.density import SubsampledError
+from pyro_implicit.mcmc import refine
+from pyro_implicit.mcmc import refinement as module
+
+X = torch.tensor([[1.0, -2.0], [1.0, 0.5], [1.0, 1.0], [1.0, 3.0]])
+Y = torch.tensor([-1.0, 0.3, 0.8, 2.0])
+
+
+def regression(x, y):
+    """A conjugate regression, and a gamma that the data do not touch."""
+    weight = pyro.sample("weight", dist.Normal(x.new_zeros(2), 2.0).to_event(1))
+    pyro.sample("rate", dist.Gamma(x.new_tensor(3.0), 2.0))
+    with pyro.plate("rows", len(x)):
+        pyro.sample("y", dist.Normal(x @ weight, 0.5), obs=y)
+
+
+def exact(x, y):
+    precision = x.T @ x / 0.25 + torch.eye(2).to(x) / 4
+    return torch.linalg.solve(precision, x.T @ y / 0.25), torch.linalg.inv(precision)
+
+
+def short(guide, *args, model=regression, **options):
+    options = {"num_chains": 32, "max_gradients": 120, "seed": 0, "progress": False} | options
+    return refine(model, guide, *(args or (X, Y)), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_moments_of_a_conjugate_posterior(dtype):
+    x, y = X.to(dtype), Y.to(dtype)
+    result = refine(regression, AutoNormal(regression), x, y, seed=1, progress=False)
+    draws = result.get_samples()
+    mean, covariance = exact(x, y)
+    assert result.stopped == "converged" and result.num_gradients < 4000
+    assert draws["weight"].dtype == draws["rate"].dtype == dtype
+    sd = covariance.diagonal().sqrt()
+    # The chains give some 10,000 effective draws: five standard errors.
+    assert ((draws["weight"].mean(0) - mean) / sd).abs().max() < 0.05
+    scaled = draws["weight"].T.cov() / sd / sd.unsqueeze(-1)
+    assert (scaled - covariance / sd / sd.unsqueeze(-1)).abs().max() < 0.07
+    assert abs(draws["rate"].mean() - 1.5) < 0.05 * 0.75**0.5
+    assert abs(draws["rate"].var() / 0.75 - 1) < 0.1
+
+
+def injective(model):
+    return AutoImplicit(model, AutoregressiveGenerator)
+
+
+@pytest.mark.parametrize("frame", ["auto", "full"])
+def test_noise_space_and_latent_space_agree(frame):
+    """The generator is untrained and bent: its Jacobian matters."""
+    guide = injective(regression)
+    guide(X, Y)
+    with torch.no_grad():
+        for parameter in guide.generator.parameters():
+            parameter += 0.03 * torch.randn_like(parameter)
+    result = refine(
+        regression,
+        guide,
+        X,
+        Y,
+        frame=frame,
+        seed=0,
+        progress=False,
+        num_chains=64,
+        max_gradients=800,
+    )
+    assert result.space == ("noise" if frame == "auto" else "latent")
+    mean, covariance = exact(X, Y)
+    error = (result.get_samples()["weight"].mean(0) - mean) / covariance.diagonal().sqrt()
+    assert error.abs().max() < 0.15
+    assert abs(result.get_samples()["rate"].var() / 0.75 - 1) < 0.3
+    assert all(parameter.requires_grad for parameter in guide.generator.parameters())
+
+
+@pytest.mark.parametrize("frame", ["diagonal", "low-rank", "full"])
+def test_every_frame_is_exact(frame):
+    result = refine(
+        regression,
+        AutoNormal(regression),
+        X,
+        Y,
+        frame=frame,
+        seed=0,
+        progress=False,
+        num_chains=128,
+    )
+    mean, covariance = exact(X, Y)
+    error = (result.get_samples()["weight"].mean(0) - mean) / covariance.diagonal().sqrt()
+    assert result.frame == frame and error.abs().max() < 0.25
+
+
+def hand_written(x, y):
+    pyro.sample("weight", dist.Normal(torch.zeros(2), 0.1).to_event(1))
+    pyro.sample("rate", dist.Gamma(3.0, 2.0))
+
+
+def particles(count):
+    return {"weight": torch.randn(count, 2), "rate": torch.rand(count) + 0.5}
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        AutoSemiImplicit(regression),
+        hand_written,
+        particles(5),
+    ],
+    ids=["semi-implicit", "hand-written", "draws"],
+)
+def test_any_guide_and_draws(guide):
+    result = short(guide)
+    samples = result.get_samples(group_by_chain=True)
+    assert samples["weight"].shape[0] == 32 and samples["weight"].shape[2:] == (2,)
+    assert (samples["rate"] > 0).all()
+
+
+def test_what_is_returned():
+    result = short(AutoNormal(regression))
+    grouped, flat = result.get_samples(group_by_chain=True), result.get_samples()
+    num_chains, num_draws = grouped["weight"].shape[:2]
+    assert num_chains == result.num_chains == 32 and num_draws >= 8
+    assert flat["weight"].equal(grouped["weight"].flatten(0, 1))
+    assert result.get_samples(7)["weight"].shape == (7, 2)
+    assert result.diagnostics()["weight"]["r_hat"].shape == (2,)
+    assert Predictive(regression, flat)(X, None)["y"].shape == (num_chains * num_draws, 4)
+    assert compare(flat, grouped | flat).floor_ratio < 1
+    assert "max_gradients" in str(result) and "mode" in str(result)
+    assert 0.5 < result.acceptance < 1 and result.warmup_gradients < result.num_gradients
+
+
+def test_summary_prints(capsys):
+    short(AutoNormal(regression)).summary()
+    assert "weight[0]" in capsys.readouterr().out
+
+
+def test_seeds_give_equal_bits():
+    first, second, other = (short(injective(regression), seed=s) for s in (3, 3, 4))
+    assert first.get_samples()["weight"].equal(second.get_samples()["weight"])
+    assert not first.get_samples()["weight"].equal(other.get_samples()["weight"])
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kill_at", [3, 30])  # in the warm-up, and after it
+def test_killed_and_resumed_gives_equal_bits(tmp_path, monkeypatch, kill_at):
+    file = tmp_path / "run" / "chains.pt"
+    options = {"checkpoint_every": 2, "max_gradients": 200}
+    whole = short(AutoNormal(regression), **options)
+    advance = module.Chains.advance
+
+    def dying(self, *args, **kwargs):
+        if self.transitions == kill_at:
+            raise Killed
+        advance(self, *args, **kwargs)
+
+    monkeypatch.setattr(module.Chains, "advance", dying)
+    with pytest.raises(Killed):
+        short(AutoNormal(regression), checkpoint=file, **options)
+    monkeypatch.undo()
+    resumed = short(AutoNormal(regression), checkpoint=file, **options)
+    again = short(AutoNormal(regression), checkpoint=file, **options)
+    for result in (resumed, again):
+        assert result.get_samples()["weight"].equal(whole.get_samples()["weight"])
+        assert result.num_gradients == whole.num_gradients
+    with pytest.raises(ValueError, match="Cure: another file"):
+        short(AutoNormal(regression), checkpoint=file, max_gradients=300)
+
+
+def test_budgets():
+    assert short(AutoNormal(regression), max_gradients=60).stopped == "max_gradients"
+    result = short(AutoNormal(regression), max_gradients=10**6, max_seconds=1e-9)
+    assert result.stopped == "max_seconds" and result.num_gradients < 500
+
+
+def test_memory_is_bounded():
+    result = short(AutoNormal(regression), max_draws=10, max_gradients=400, num_chains=8)
+    assert result.get_samples(group_by_chain=True)["rate"].shape[1] <= 10
+
+
+def bimodal():
+    x = pyro.sample("x", dist.Normal(0.0, 100.0))
+    pyro.factor("modes", torch.logaddexp(-0.5 * (x - 9) ** 2, -0.5 * (x + 9) ** 2))
+
+
+def test_separate_modes_keep_the_guides_weights_and_do_not_converge():
+    start = {"x": torch.tensor([-9.0, -9.1, -8.9, 9.0])}
+    result = refine(bimodal, start, num_chains=64, max_gradients=600, seed=0, progress=False)
+    assert result.stopped == "max_gradients" and result.drift.r_hat > 2
+    assert (result.get_samples()["x"] < 0).double().mean() == 0.75
+
+
+def test_quantities_decide_when_to_stop():
+    """Of a function that forgets the modes, the chains converge."""
+    start = {"x": torch.tensor([-9.0, 9.0])}
+    result = refine(
+        bimodal, start, quantities=lambda d: d["x"].abs(), num_chains=256, seed=0, progress=False
+    )
+    assert result.stopped == "converged" and abs(result.get_samples()["x"].abs().mean() - 9) < 0.1
+
+
+def test_starts_without_a_finite_density_are_replaced():
+    draws = particles(64)
+    draws["weight"][:5] = 1e30
+    draws["weight"][5] = torch.nan
+    with pytest.warns(UserWarning, match="not finite at 6 of 64"):
+        result = short(draws, num_chains=64)
+    assert result.replaced_starts == 6 and result.get_samples()["weight"].abs().max() < 100
+    with pytest.raises(ValueError, match="finite at none of 32 draws.*Cure"):
+        short(AutoNormal(regression), X, torch.full_like(Y, torch.nan))
+
+
+def test_proposals_without_a_finite_density_are_rejected():
+    def half_line():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("positive", torch.where(x > 0, 0.0, -torch.inf))
+
+    result = refine(
+        half_line, {"x": torch.rand(50) + 0.1}, max_gradients=800, seed=0, progress=False
+    )
+    draws = result.get_samples()["x"]
+    assert (draws > 0).all() and abs(draws.mean() - (2 / torch.pi) ** 0.5) < 0.05
+    assert result.failed > 0.01
+
+
+def test_model_keywords_that_share_a_name():
+    def model(*, seed, scale):
+        pyro.sample("x", dist.Normal(torch.tensor(seed), scale))
+
+    result = refine(
+        model,
+        {"x": torch.zeros(8)},
+        num_chains=64,
+        max_gradients=400,
+        progress=False,
+        seed=0,
+        model_kwargs={"seed": 5.0},
+        scale=0.1,
+    )
+    assert abs(result.get_samples()["x"].mean() - 5) < 0.1
+
+
+def test_a_model_that_vmap_refuses_runs_one_by_one_with_a_warning():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(0.0 if x.item() > 0 else -0.1, 1.0), obs=torch.tensor(0.0))
+
+    with pytest.warns(UserWarning, match="one particle at a time"):
+        refine(model, {"x": torch.zeros(4)}, num_chains=8, max_gradients=20, progress=False)
+
+
+def test_the_guide_and_the_callers_trace_are_left_alone():
+    guide = injective(regression)
+    guide(X, Y)
+    before = [p.detach().clone() for p in guide.parameters()]
+    with poutine.trace() as trace:
+        short(guide)
+    assert not trace.trace.nodes
+    assert all(a.equal(b) for a, b in zip(before, guide.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_chains": 1}, "at least 8.*Cure"),
+        ({"frame": "round"}, "frame must be one of"),
+        ({"frame": "noise"}, "not an AutoImplicit"),
+        ({"max_gradients": 0}, "must be positive"),
+    ],
+)
+def test_refuses_settings(change, message):
+    with pytest.raises(ValueError, match=message):
+        short(AutoNormal(regression), **change)
+
+
+def test_refuses_a_guide_of_another_model():
+    def other(x, y):
+        pyro.sample("slope", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match=r"no draws of \['rate', 'weight'\].*\['slope'\].*Cure"):
+        short(AutoNormal(other))
+    with pytest.raises(ValueError, match=r"'weight'.*\('num_draws', 2\)"):
+        short({"weight": torch.zeros(9, 3), "rate": torch.ones(9)})
+    with pytest.raises(ValueError, match="different numbers"):
+        short({"weight": torch.zeros(9, 2), "rate": torch.ones(8)})
+    with pytest.warns(UserWarning, match=r"\['other'\], which the model does not sample"):
+        short({**particles(8), "other": torch.ones(8)})
+
+
+def test_refuses_subsampled_data():
+    def model(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 4, subsample_size=2) as index:
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y[index])
+
+    with pytest.raises(SubsampledError, match="subsamples 2 of 4"):
+        refine(model, AutoNormal(model), Y, progress=False)
+
+
+def test_a_folded_generator_is_reported():
+    class Fold(nn.Module):
+        noise_dim = 3
+
+        def forward(self, noise, context=None):
+            return noise.square() / 2 + 0.1 * noise
+
+        def log_abs_det_jacobian(self, noise, context=None):
+            return (noise + 0.1).abs().log().sum(-1)
+
+    with pytest.warns(UserWarning, match="another sign"):
+        short(AutoImplicit(regression, Fold()))
+
+
+def test_a_chain_without_a_way_out_goes_on_from_others():
+    """A spike so narrow that no trajectory leaves it."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("spike", 2e6 * torch.exp(-0.5 * ((x - 4) / 1e-6) ** 2) / 1e3)
+
+    start = {"x": torch.cat([torch.randn(63), torch.full((1,), 4.0)])}
+    result = refine(model, start, num_chains=64, max_gradients=300, seed=0, progress=False)
+    assert result.replaced_starts == 1 and abs(result.get_samples()["x"].std() - 1) < 0.15
