@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
 from pyro_implicit.guides.affine_frame import Frame
 from pyro_implicit.guides.names import own_names
-from pyro_implicit.infer.bound import weighted_draws
+from pyro_implicit.infer.bound import FoldWarning, weighted_draws
 
 __all__ = [
     "Candidate",
@@ -190,13 +191,11 @@ def _log_weights(guide: AutoGuide, density: LatentDensity, num_draws: int = 1000
     """Log p - log q at draws, -inf where the model has no density or raises an error."""
     model, args, kwargs = density.model, density.args, density.kwargs
     if isinstance(guide, AutoSemiImplicit):
-        # Bound to their arguments here, some of which may have a name of weighted_draws.
-        found = weighted_draws(
-            lambda: model(*args, **kwargs),
-            lambda: guide(*args, **kwargs),
-            num_samples=num_draws,
-        )
-        return found.log_weights
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FoldWarning)  # the stage sees it and trains another
+            return weighted_draws(
+                model, guide, *args, num_samples=num_draws, model_kwargs=kwargs
+            ).log_weights
     q = guide.get_posterior(*args, **kwargs)
     if not isinstance(guide, AutoMixture):
         q = TransformedDistribution(guide.get_base_dist(), guide.get_transform())

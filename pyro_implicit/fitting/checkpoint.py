@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from pyro_implicit.mcmc.run_files import (
+    random_streams,
+    read_file,
+    restore_random_streams,
+    write_file,
+)
 
 __all__ = ["load_checkpoint", "same_start", "save_checkpoint"]
 
@@ -24,15 +27,15 @@ def same_start(path: Path, settings: dict[str, Any]) -> None:
     :raises ValueError: if they are not.
     """
     if not path.exists():
-        _write(path, {"settings": settings, "random": _random()})
+        write_file(path, {"settings": settings, "random": random_streams()})
         return
-    content = torch.load(path, weights_only=False, map_location="cpu")
+    content = read_file(path, "cpu")
     if content["settings"] != settings:
         raise ValueError(
             f"the checkpoint in {path.parent} is of a run with {content['settings']}, but this one "
             f"has {settings}. Cure: another folder, or the same settings"
         )
-    _set_random(content["random"])
+    restore_random_streams(content["random"])
 
 
 def save_checkpoint(
@@ -55,10 +58,10 @@ def save_checkpoint(
         "state": vars(state),
         "parameters": {name: value.detach() for name, value in parameters.items()},
         "optimisers": {name: optimiser.state_dict() for name, optimiser in optimisers.items()},
-        "random": _random(),
+        "random": random_streams(),
         "loss": loss.get_state() if hasattr(loss, "get_state") else None,
     }
-    _write(path, content)
+    write_file(path, content)
 
 
 @torch.no_grad()
@@ -75,9 +78,8 @@ def load_checkpoint(
 
     :raises ValueError: if the file is of another model or guide.
     """
-    # Random states of Python and numpy are no tensors: only load files that you have written.
     device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
-    content = torch.load(path, weights_only=False, map_location=device)
+    content = read_file(path, device)
     found = {name: value.shape for name, value in content["parameters"].items()}
     wanted = {name: value.shape for name, value in parameters.items()}
     if found != wanted:
@@ -92,27 +94,4 @@ def load_checkpoint(
     vars(state).update(content["state"])
     if content["loss"] is not None:
         loss.set_state(content["loss"])
-    _set_random(content["random"])
-
-
-def _random() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"cpu": get_rng_state(), "cuda": cuda}
-
-
-def _set_random(states: dict[str, Any]) -> None:
-    # Wherever the file was read to: random states are tensors on the CPU.
-    to_cpu = functools.partial(pytree.tree_map_only, Tensor, Tensor.cpu)
-    set_rng_state(to_cpu(states["cpu"]))
-    if len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(to_cpu(states["cuda"]))
-
-
-def _write(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    restore_random_streams(content["random"])

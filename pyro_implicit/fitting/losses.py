@@ -8,19 +8,13 @@ from typing import Any
 
 from pyro import poutine
 from pyro.infer import Trace_ELBO
-from torch import nn
 
-from pyro_implicit.generators import (
-    AutoregressiveGenerator,
-    GatedResidualGenerator,
-    ResidualGenerator,
-)
+from pyro_implicit.density.engine import SubsampledError, refuse_subsampling
+from pyro_implicit.generators import as_generator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.infer import KIVI_ELBO, LIVI_ELBO, ImplicitELBO, InjectiveELBO
 
 __all__ = ["default_loss"]
-
-INJECTIVE = (AutoregressiveGenerator, ResidualGenerator, GatedResidualGenerator)
 
 
 def default_loss(
@@ -33,9 +27,10 @@ def default_loss(
     """The ELBO for a guide: by its kind, and Pyro's own for guides with a density.
 
     An :class:`AutoImplicit` gets the exact :class:`InjectiveELBO` if its generator is injective
-    with as many values as noise. Of any other the exact density is unknown, and the formula would
-    take folds for entropy: it gets :class:`KIVI_ELBO`, which asks of a generator that it can be
-    drawn from and nothing else, and follows the moments of the guide exactly.
+    with as many values as noise, with coverage where the model sees all of its data. Of any other
+    the exact density is unknown, and the formula would take folds for entropy: it gets
+    :class:`KIVI_ELBO`, which asks of a generator that it can be drawn from and nothing else, and
+    follows the moments of the guide exactly.
 
     **Example:**
 
@@ -57,14 +52,24 @@ def default_loss(
         return LIVI_ELBO(num_particles, nonfinite="skip")
     if not isinstance(guide, AutoImplicit):
         return ImplicitELBO(num_particles, nonfinite="skip")
+    kwargs = {**kwargs, **(model_kwargs or {})}
     if guide.prototype_trace is None:
         with poutine.block():
-            guide(*args, **kwargs, **(model_kwargs or {}))
-    if is_injective(guide.generator) and guide.noise_dim == guide.latent_dim:
-        return InjectiveELBO(num_particles, coverage=1.0, nonfinite="skip")
+            guide(*args, **kwargs)
+    if as_generator(guide.generator).injective and guide.noise_dim == guide.latent_dim:
+        coverage = (
+            0.0 if _subsamples(guide.model, args, {**kwargs, **(model_kwargs or {})}) else 1.0
+        )
+        return InjectiveELBO(num_particles, coverage=coverage, nonfinite="skip")
     return KIVI_ELBO(num_particles, nonfinite="skip")
 
 
-def is_injective(generator: nn.Module) -> bool:
-    """Whether a generator never folds, whatever its parameters."""
-    return bool(getattr(generator, "injective", isinstance(generator, INJECTIVE)))
+def _subsamples(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a model sees a part of its data at a time, which no coverage can be known from."""
+    with poutine.block():
+        trace = poutine.trace(model).get_trace(*args, **kwargs)
+    try:
+        refuse_subsampling(trace, "coverage")
+    except SubsampledError:
+        return True
+    return False

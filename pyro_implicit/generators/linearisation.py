@@ -29,7 +29,10 @@ class Linearisation:
 
     def jacobian(self) -> Tensor:
         """:returns: :math:`J_f`, ``(*batch, m, d)``."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} knows no dense Jacobian. Cure: a method jacobian() -> "
+            "(*batch, m, d), or all of log_abs_det, solve_transposed and inverse_transposed"
+        )
 
     def log_abs_det(self) -> Tensor:
         r""":returns: :math:`\log |\det J_f|` of as many noises as values, ``(*batch)``."""

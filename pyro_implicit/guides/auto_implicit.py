@@ -185,7 +185,7 @@ class AutoImplicit(AutoDraws):
         density at any point, else only at its own last draw.
 
         :raises NotImplementedError: for a generator of fewer or more noise dimensions than latents,
-            or without the method ``log_abs_det_jacobian``, and for a semi-implicit guide.
+            or one that is not injective, and for a semi-implicit guide.
         """
         implicit = self._implicit()
         check_exact(implicit, self.noise_dim)

@@ -101,8 +101,8 @@ def evidence_bound(
 
     :param model: with all its data: nothing subsampled.
     :param guide: of explicit sites, :class:`~pyro_implicit.SemiImplicit` ones, and
-        :class:`~pyro_implicit.Implicit` ones whose generator has as many values as noise and a
-        method ``log_abs_det_jacobian``, as :class:`~pyro_implicit.AutoregressiveGenerator`.
+        :class:`~pyro_implicit.Implicit` ones whose generator is injective with as many values as
+        noise, as :class:`~pyro_implicit.AutoregressiveGenerator`.
     :param args: of model and guide, as ``kwargs``.
     :param num_samples: draws of the guide.
     :param num_mixing: S, for each draw and site; the bound rises with it.

@@ -163,7 +163,7 @@ class LIVI_ELBO(ImplicitELBO):
         products = jacobian_products(_flat_generator(q), noise)
         start = torch.randn_like(noise)
         log_det, residual = smallest_singular_log_det(*products, scale, start, self.max_iterations)
-        if residual.max() > 0.1 and not self._warned:
+        if not self._warned and residual.max() > 0.1:
             self._warned = True
             warnings.warn(
                 f"LOBPCG left a relative residual of {residual.max():.2g} after "

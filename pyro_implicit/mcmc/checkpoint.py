@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from pyro.util import get_rng_state, set_rng_state
+
+from pyro_implicit.mcmc.run_files import (
+    random_streams,
+    read_file,
+    restore_random_streams,
+    write_file,
+)
 
 __all__ = ["load_chains", "save_chains"]
 
@@ -20,31 +25,20 @@ def save_chains(path: Path, settings: dict[str, Any], chains: Any) -> None:
     :param settings: those of the run; a resumed run must have the same.
     :param chains: anything that pickles.
     """
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    content = {"settings": settings, "chains": chains, "cpu": get_rng_state(), "cuda": cuda}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    write_file(path, {"settings": settings, "chains": chains, "random": random_streams()})
 
 
-def load_chains(path: Path, settings: dict[str, Any]) -> Any:
+def load_chains(path: Path, settings: dict[str, Any], device: torch.device) -> Any:
     """Chains as :func:`save_chains` found them; the random streams are put back too.
 
-    Random states of Python and numpy are no tensors: only load files that you have written.
-
+    :param device: where the chains are to be.
     :raises ValueError: if the file is of a run with other settings.
     """
-    content = torch.load(path, weights_only=False)
+    content = read_file(path, device)
     if content["settings"] != settings:
         raise ValueError(
             f"the checkpoint {path} is of a run with {content['settings']}, but this one has "
             f"{settings}. Cure: another file, or the same settings"
         )
-    set_rng_state(content["cpu"])
-    if content["cuda"]:
-        torch.cuda.set_rng_state_all(content["cuda"])
+    restore_random_streams(content["random"])
     return content["chains"]

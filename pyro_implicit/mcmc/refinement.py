@@ -159,7 +159,7 @@ def refine(
 
     began = time.perf_counter()
     if file is not None and file.exists():
-        chains: Chains = load_chains(file, settings)
+        chains: Chains = load_chains(file, settings, density.density.init_loc.device)
     else:
         chains = _start(density, guide, args, kwargs, num_chains, kind, max_draws)
         chains.kernel.max_leapfrogs = max(1, min(max_leapfrogs, max_gradients // 40))

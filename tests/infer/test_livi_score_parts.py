@@ -64,7 +64,7 @@ def assert_same(found: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
 @pytest.mark.parametrize("m,d", SIZES)
 def test_analytic_jacobians_agree_with_any_module(m, d, context_dim, entropy):
     generator = GatedMLP(d, m, hidden=(6,), context_dim=context_dim).double()
-    nn.init.normal_(generator.log_scale.layers[-1].weight)
+    generator.networks.weight_1.data[0].normal_()  # the gate's
     context = torch.randn(4, context_dim, dtype=DOUBLE) if context_dim else None
     scale = (0.1 + torch.rand(m, dtype=DOUBLE)).requires_grad_()
     site = draw(SemiImplicit(generator, d, scale, context).expand((3, 4)))
