@@ -34,7 +34,7 @@ from pyro_implicit.infer import (
     ScoreELBO,
     evidence_bound,
 )
-from pyro_implicit.mcmc import NoiseSpaceReparam, warm_start
+from pyro_implicit.mcmc import NoiseSpaceReparam, refine, warm_start
 
 __version__ = "0.1.0"
 
@@ -71,6 +71,7 @@ __all__ = [
     "diagnose",
     "evidence_bound",
     "fit",
+    "refine",
     "simulation_based_calibration",
     "warm_start",
 ]

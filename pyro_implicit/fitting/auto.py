@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyro
 from pyro.infer import Trace_ELBO
@@ -34,6 +34,7 @@ def fit(
     num_steps: int = 3000,
     lr: float = 0.01,
     num_particles: int = 128,
+    refine: Literal["auto"] | bool = False,
     seed: int | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 500,
@@ -68,8 +69,13 @@ def fit(
 
     A candidate that fails leaves its reason in its line, and the others are kept.
 
+    With ``refine``, :func:`~pyro_implicit.mcmc.refine` then moves draws of the guide to the
+    posterior by many short chains: ``result.refined``, from which ``result.sample`` draws.
+
     Of more latents, or with data that the model subsamples, an :class:`AutoSemiImplicit` of
-    diagonal frame is trained by :class:`LIVI_ELBO`, together with the model's parameters.
+    diagonal frame is trained by :class:`LIVI_ELBO`, together with the model's parameters; or, of
+    more than 100 latents with ``refine``, an ``AutoNormal`` for 1,000 steps, which the chains start
+    from: on such models that is faster and nearer by far.
 
     All of it is public: to set more, put the pieces together yourself.
 
@@ -95,6 +101,8 @@ def fit(
         still (:class:`~pyro_implicit.fitting.Schedule`).
     :param lr: learning rate, which suits latents that are of unit scale in the guide's frame.
     :param num_particles: of the default losses.
+    :param refine: ``"auto"`` refines unless :func:`~pyro_implicit.diagnose` trusts the guide;
+        ``True`` in any case.
     :param seed: by default the random streams are taken as they are.
     :param checkpoint: a folder. A run that was killed goes on from there when it is called again
         with the same arguments, and ends with the same parameters to the last bit.
@@ -132,9 +140,19 @@ def fit(
     }
     if not isinstance(guide, str):
         loss = loss or default_loss(guide, num_particles, *args, model_kwargs=kwargs)
-        return stages.train_alone("guide", guide, loss)
+        stages.train_alone("guide", guide, loss)
+        return stages.refine(refine) if refine else stages.result
     density = _density(model, args, kwargs)
-    if density is None:
+    if density is None and refine:
+        raise ValueError(
+            "refine moves draws by gradients of all data, but the model subsamples them. Cure: "
+            "refine=False, or the model without subsample_size"
+        )
+    if density is not None and density.latent_dim > MAX_DENSE_DIM and refine:
+        with stages.leaving_no_names():
+            stages.train_mean_field(density)
+            return stages.refine(refine)
+    if density is None or density.latent_dim > MAX_DENSE_DIM:
         guide = own_names(AutoSemiImplicit(model, init_scale=0.01))
         loss = default_loss(guide, min(num_particles, 8))
         with stages.leaving_no_names():
@@ -146,13 +164,13 @@ def fit(
         exact = stages.train_exact(density, modes)
         if exact is not None and not stages.is_near(exact):
             stages.train_semi_implicit(density, exact)
-        return stages.choose(density, modes)
+        stages.choose(density, modes)
+        return stages.refine(refine) if refine else stages.result
 
 
 def _density(model: Callable[..., Any], args: Any, kwargs: Any) -> LatentDensity | None:
-    """The log-density, if it is one of few latents and all data."""
+    """The log-density, if it is one of all data."""
     try:
-        density = LatentDensity(model, *args, model_kwargs=kwargs)
+        return LatentDensity(model, *args, model_kwargs=kwargs)
     except SubsampledError:
         return None
-    return density if density.latent_dim <= MAX_DENSE_DIM else None

@@ -9,6 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
+from pyro_implicit.mcmc import Refined
+
 __all__ = ["Fit", "Stage"]
 
 
@@ -38,6 +42,7 @@ class Fit:
     in nats: the mean of log p - log q without its lowest hundredth; ``chosen`` is the name of the
     one that ``guide`` is. ``num_modes`` is the number of separate modes that the search found, None
     where there was none. ``stages`` tells what was done, a failed candidate with its reason.
+    ``refined`` are the chains that moved the guide's draws on, None where none did.
     """
 
     guide: Any = None
@@ -46,6 +51,17 @@ class Fit:
     num_modes: int | None = None
     chosen: str = "guide"
     stages: list[Stage] = field(default_factory=list)
+    refined: Refined | None = None
+
+    def sample(self, num_samples: int) -> dict[str, Tensor]:
+        """Draws of the posterior: refined ones where there are, with replacement, else the guide's.
+
+        :param num_samples: so many.
+        :returns: by site, ``(num_samples, *site_shape)``.
+        """
+        if self.refined is not None:
+            return self.refined.get_samples(num_samples)
+        return self.guide.sample_posterior(num_samples)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Stage]:

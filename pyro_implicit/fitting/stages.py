@@ -7,14 +7,15 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pyro.infer import Trace_ELBO
-from pyro.infer.autoguide import AutoGuide
+from pyro.infer.autoguide import AutoGuide, AutoNormal, init_to_value
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import Modes, find_modes
+from pyro_implicit.diagnostics import diagnose
 from pyro_implicit.fitting.candidates import (
     Candidate,
     choose,
@@ -29,13 +30,15 @@ from pyro_implicit.fitting.parameters import describe, model_parameters, with_fi
 from pyro_implicit.fitting.result import Fit, reason
 from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.guides import AutoImplicit, AutoMixture
-from pyro_implicit.guides.names import forget
-from pyro_implicit.infer import InjectiveELBO
+from pyro_implicit.guides.names import forget, own_names
+from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
+from pyro_implicit.mcmc import refine
 
 __all__ = ["Stages"]
 
 NEAR_ENOUGH = 0.01  # nats
 FOLDED = 0.5  # nats: two folds are log 2
+ROUGH_STEPS, ROUGH_PARTICLES = 1000, 8
 
 
 class Stages:
@@ -91,6 +94,10 @@ class Stages:
             model_kwargs=self.kwargs,
             **self.files,
         )
+
+    def default_loss(self, guide: Any) -> Trace_ELBO:
+        """The ELBO that suits a guide of this model."""
+        return default_loss(guide, self.num_particles, *self.args, model_kwargs=self.kwargs)
 
     def train_alone(self, name: str, guide: Any, loss: Trace_ELBO) -> Fit:
         """One guide and nothing else, with the model's parameters."""
@@ -158,7 +165,7 @@ class Stages:
                     losses, notes = losses + more, notes + note
                 set_weights(density, guide)
             else:
-                losses = self.train(line.name, guide, default_loss(guide, self.num_particles))
+                losses = self.train(line.name, guide, self.default_loss(guide))
             line.outcome = self._add(weigh(line.name, guide, density, losses)) + notes
         if line.error is not None:
             guide.load_state_dict(start)
@@ -198,7 +205,7 @@ class Stages:
                 frame = frame_of_draws(before.draws)
                 guide = semi_implicit_guide(self.model, frame, *self.args, **self.kwargs)
                 self.guides.append(guide)
-                losses = self.train(name, guide, default_loss(guide, self.num_particles))
+                losses = self.train(name, guide, self.default_loss(guide))
                 found = weigh(name, guide, density, losses)
                 line.outcome = self._add(found)
                 # LIVI takes a generator that covers one place twice for one of more entropy.
@@ -207,6 +214,34 @@ class Stages:
                     line.outcome += f", {promised:.1f} below what its loss promised: it folds"
                     continue
             return
+
+    def train_mean_field(self, density: LatentDensity) -> Fit:
+        """A rough guide of many latents, for :meth:`refine` to start from."""
+        start = init_to_value(values=density.constrain(density.init_loc))
+        guide = own_names(AutoNormal(self.model, init_loc_fn=start, init_scale=0.1))
+        self.num_steps = min(self.num_steps, ROUGH_STEPS)
+        loss = ImplicitELBO(min(self.num_particles, ROUGH_PARTICLES), nonfinite="skip")
+        return self.train_alone("mean-field", guide, loss)
+
+    def refine(self, when: Literal["auto", True]) -> Fit:
+        """Move draws of the guide to the posterior, by many short chains.
+
+        :param when: ``"auto"``: unless :func:`~pyro_implicit.diagnose` trusts the guide.
+        """
+        result, guide = self.result, self.result.guide
+        options = {"progress": self.files["progress"], "model_kwargs": self.kwargs}
+        if when == "auto" and result.num_modes is not None:
+            with result.attempt("diagnose") as line:
+                found = diagnose(self.model, guide, *self.args, model_kwargs=self.kwargs)
+                line.outcome = str(found).split("Verdict: ")[-1].splitlines()[0]
+                if found.verdict == "trust":
+                    return result
+        with result.attempt("refine") as line:
+            refined = result.refined = refine(self.model, guide, *self.args, **options)
+            line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
+        if line.error is not None:
+            warnings.warn(f"fit did not refine its draws: {reason(line.error)}", stacklevel=3)
+        return result
 
     def choose(self, density: LatentDensity, modes: Modes) -> Fit:
         """Make the best of the candidates the result."""

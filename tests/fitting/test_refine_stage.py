@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fit(refine=...)``: chains after the guide, where it wants them."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoNormal
+
+from pyro_implicit import fit
+
+QUIET = {"seed": 0, "progress": False}
+
+
+def correlated(y):
+    """Mean and difference of two latents with a posterior correlation of -.96."""
+    x = pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    pyro.sample("y", dist.Normal(x.sum(), 0.2), obs=y)
+
+
+def test_a_rough_guide_ends_at_the_posterior():
+    y = torch.tensor(1.5)
+    result = fit(correlated, AutoNormal(correlated), y, refine=True, num_steps=50, **QUIET)
+    assert [stage.name for stage in result.stages] == ["guide", "refine"]
+    draws = result.sample(5000)["x"]
+    precision = torch.eye(2) + torch.ones(2, 2) / 0.04
+    covariance = precision.inverse()
+    mean = covariance @ torch.full((2,), y.item() / 0.04)
+    scale = covariance.diagonal().sqrt()
+    assert ((draws.mean(0) - mean).abs() < 0.1 * scale).all()
+    torch.testing.assert_close(draws.mT.cov(), covariance, rtol=0.15, atol=0)
+    # The mean-field guide alone has variances of the conditionals.
+    assert result.guide.quantiles([0.16, 0.84])["x"].diff(dim=0).max() < 1.2 * scale.min()
+
+
+def test_auto_leaves_a_guide_that_is_trusted():
+    result = fit(correlated, "auto", torch.tensor(1.5), refine="auto", **QUIET)
+    assert result.refined is None
+    assert result.stages[-1].name == "diagnose" and "trust" in result.stages[-1].outcome
+    assert result.sample(7)["x"].shape == (7, 2)
+
+
+def test_many_latents_start_from_a_mean_field_guide():
+    def model(y):
+        with pyro.plate("many", 101):
+            x = pyro.sample("x", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+    y = torch.linspace(-3.0, 3.0, 101)
+    result = fit(model, "auto", y, refine="auto", num_steps=20, **QUIET)
+    assert [stage.name for stage in result.stages] == ["mean-field", "refine"]
+    draws = result.refined.get_samples()["x"]
+    assert ((draws.mean(0) - y / 2).abs() < 0.15).all()
+    assert ((draws.std(0) / 0.5**0.5 - 1).abs() < 0.15).all()
+
+
+def test_subsampled_data_are_refused():
+    def model(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(y), subsample_size=2) as rows:
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y[rows])
+
+    with pytest.raises(ValueError, match="subsamples them. Cure: refine=False"):
+        fit(model, "auto", torch.zeros(10), refine=True, **QUIET)
+
+
+def test_failure_is_said_and_the_guide_kept(monkeypatch):
+    def fails(*args, **kwargs):
+        raise ValueError("no start")
+
+    monkeypatch.setattr("pyro_implicit.fitting.stages.refine", fails)
+    guide = AutoNormal(correlated)
+    with pytest.warns(UserWarning, match="did not refine its draws: ValueError: no start"):
+        result = fit(correlated, guide, torch.tensor(1.0), refine=True, num_steps=2, **QUIET)
+    assert result.guide is guide and result.refined is None
