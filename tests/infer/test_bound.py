@@ -433,8 +433,9 @@ def test_a_fold_is_seen_from_several_starts():
     assert alone.value < bound.value - 1
 
 
+@pytest.mark.parametrize("chunk_size", [1, 100])
 @pytest.mark.parametrize("beside_a_normal", [False, True])
-def test_points_have_no_bound(beside_a_normal):
+def test_points_have_no_bound(beside_a_normal, chunk_size):
     """Pyro gives a Delta the log-density 0, so that a MAP estimate would beat the evidence."""
 
     def model():
@@ -447,7 +448,7 @@ def test_points_have_no_bound(beside_a_normal):
         guide.append(AutoDelta(pyro.poutine.block(model, hide=["b"])))
         guide.append(AutoNormal(pyro.poutine.block(model, hide=["a"])))
     with pytest.raises(ValueError, match="site 'a' of the guide is a point.*Cure: AutoNormal"):
-        evidence_bound(model, guide, num_samples=20)
+        evidence_bound(model, guide, num_samples=20, chunk_size=chunk_size)
 
 
 def refused(q, match: str, **options) -> None:
