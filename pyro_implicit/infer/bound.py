@@ -122,11 +122,11 @@ def evidence_bound(
         only approximately, as :math:`\hat q` is noisy where the bound is loose. k-hat is infinite
         for fewer than 10 draws in the tail (about 50 samples), and says nothing where the effective
         sample size is nearly ``num_samples``.
-    :raises ValueError: for arguments out of range, a guide with an implicit site that has neither
-        a conditional nor an exact density, an injective generator that folds (its Jacobian has
-        determinants of both signs among the draws), a subsampled plate, a site that is a point (Delta),
-        noise that is not standard normal (by ``"linearized"``), or a generator whose rows depend on
-        each other.
+    :raises ValueError: for arguments out of range, a guide with an implicit site that has neither a
+        conditional nor an exact density, an injective generator that folds (its Jacobian has
+        determinants of both signs among the draws), a subsampled plate, a site that is a point
+        (Delta), noise that is not standard normal (by ``"linearized"``), or a generator whose rows
+        depend on each other.
 
     **References:**
 
