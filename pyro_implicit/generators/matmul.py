@@ -97,7 +97,7 @@ class MMNN(Generator):
         """Turn noise into values.
 
         :param noise: ``(*batch, noise_dim)``.
-        :param context: none; this generator takes no context.
+        :param context: None; this generator takes no context.
         :returns: ``(*batch, output_dim)``.
         :raises ValueError: if the noise has the wrong size or a context is given.
         """
@@ -178,7 +178,7 @@ class CorrelatedMMNN(Generator):
         """Turn noise into values.
 
         :param noise: ``(*batch, noise_dim)``.
-        :param context: none; this generator takes no context.
+        :param context: None; this generator takes no context.
         :returns: ``(*batch, output_dim)``.
         :raises ValueError: if the noise has the wrong size or a context is given.
         """

@@ -21,6 +21,7 @@ def logistic_ratio_loss(q_logits: Tensor, p_logits: Tensor) -> Tensor:
 
     **Example:**
 
+    >>> import torch
     >>> logistic_ratio_loss(torch.zeros(5), torch.zeros(3))  # a T that knows nothing: 2 log 2
     tensor(1.3863)
 
