@@ -39,8 +39,7 @@ def compare(
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Comparison:
-    r"""
-    Compares a guide's posterior with reference draws, in constrained space.
+    r"""Compares a guide's posterior with reference draws, in constrained space.
 
     Every coordinate of every common site gets the mean and standard deviation of both sides, the
     difference of means in units of the reference's standard deviation, the ratio of standard
@@ -49,6 +48,14 @@ def compare(
     perfect guide would show at these numbers of draws, and a maximum mean discrepancy. The
     headline is the distance after dividing each coordinate by the reference's standard
     deviation; where the reference is constant, errors stay in the coordinate's own units.
+
+    **Example:**
+
+    >>> truth = {"z": torch.randn(1000, 2)}
+    >>> narrow = {"z": 0.5 * torch.randn(1000, 2)}
+    >>> report = compare(None, narrow, truth)
+    >>> bool(report.floor_ratio > 3)
+    True
 
     :param model: of guide and reference; None where both are draws. It is not run.
     :param guide: a Pyro guide, or its draws: a dict of tensors ``(num_samples, *site shape)``, or
@@ -63,14 +70,6 @@ def compare(
     :raises TypeError: for another order of arguments, or a reference without draws.
     :raises ValueError: if no site is common to both, a site's shapes differ, draws are not
         finite or fewer than 4 (2 for the guide), or ``num_samples`` comes with a dict of draws.
-
-    **Example:**
-
-    >>> truth = {"z": torch.randn(1000, 2)}
-    >>> narrow = {"z": 0.5 * torch.randn(1000, 2)}
-    >>> report = compare(None, narrow, truth)
-    >>> bool(report.floor_ratio > 3)
-    True
     """
     refuse_swapped("compare", model, guide)
     kwargs = {**kwargs, **(model_kwargs or {})}

@@ -28,8 +28,7 @@ _MAX_ROWS = 20
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """
-    Ranks of true values among draws. ``print`` shows the histograms.
+    """Ranks of true values among draws. ``print`` shows the histograms.
 
     :ivar ranks: by site, ``(num_simulations, *site shape)``, from 0 to ``num_draws``: how many of
         the draws lie below the truth.
@@ -95,8 +94,7 @@ def simulation_based_calibration(
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Calibration:
-    r"""
-    Tests a way of fitting on data that the model itself makes.
+    r"""Tests a way of fitting on data that the model itself makes.
 
     Each simulation draws all latents and then all observed sites from the model, fits the model to
     these data, and ranks the true latents among draws of the fit. If the fit is the posterior, each

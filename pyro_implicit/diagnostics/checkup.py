@@ -50,8 +50,7 @@ def diagnose(
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Diagnosis:
-    r"""
-    Says how far a fitted guide can be trusted, from the model and the guide alone.
+    r"""Says how far a fitted guide can be trusted, from the model and the guide alone.
 
     Four looks at the same draws, each blind to something that another one sees:
 

@@ -28,8 +28,7 @@ _HEADER = ("", "mean", "sd", "ref mean", "ref sd", "mean err", "sd ratio", "quan
 
 @dataclass(frozen=True, eq=False)
 class SiteComparison:
-    """
-    The marginals of one site, each a tensor of the site's shape.
+    """The marginals of one site, each a tensor of the site's shape.
 
     :ivar guide_mean: means of the guide's draws, in the site's units; so are the next three.
     :ivar guide_sd: standard deviations of the guide's draws.
@@ -52,8 +51,7 @@ class SiteComparison:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
-    """
-    A guide against reference draws. ``print`` shows the table.
+    """A guide against reference draws. ``print`` shows the table.
 
     :ivar sites: the marginals of every compared site.
     :ivar sliced_wasserstein: sliced 2-Wasserstein distance of all coordinates jointly, each in
@@ -112,9 +110,9 @@ class Comparison:
                 yield f"Not compared, only in the {side}: {', '.join(names)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """
-        :returns: all numbers but the draws as plain Python lists and floats, for ``json.dumps``;
-            a number that is not finite becomes None.
+        """All numbers but the draws as plain Python lists and floats, for ``json.dumps``.
+
+        :returns: by name; a number that is not finite becomes None.
         """
         return {
             "num_samples": _count(self.guide_draws),
@@ -139,9 +137,9 @@ class Comparison:
         max_coordinates: int = 6,
         path: str | PathLike[str] | None = None,
     ) -> Figure:
-        """
-        Marginals and pairs of both sides, overlaid; see
-        :func:`~pyro_implicit.diagnostics.plot_posteriors`.
+        """Marginals and pairs of both sides, overlaid.
+
+        See :func:`~pyro_implicit.diagnostics.plot_posteriors`.
 
         :param sites: the sites to show; default: all compared ones.
         :param max_coordinates: number of coordinates to show at most.

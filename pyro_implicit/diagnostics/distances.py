@@ -26,8 +26,7 @@ _CHUNK_NUMEL = 2**22
 def sliced_wasserstein(
     x: Tensor, y: Tensor, num_projections: int = 500, p: int = 2, seed: int = 0
 ) -> Tensor:
-    r"""
-    Sliced Wasserstein distance of order ``p``,
+    r"""Sliced Wasserstein distance of order ``p``,
 
     .. math:: SW_p(x, y)^p = \mathbb{E}_u \int_0^1 |F^{-1}_{u \cdot x}(t)
         - F^{-1}_{u \cdot y}(t)|^p \, dt,
@@ -36,6 +35,12 @@ def sliced_wasserstein(
     distances between the projected draws. For equal numbers of draws the integral is the mean
     over order statistics; for unequal numbers it is the exact integral of the two step-shaped
     quantile functions, so no draw is dropped or interpolated. It is in the units of ``x``.
+
+    **Example:**
+
+    >>> x = torch.tensor([[0.0], [1.0], [2.0]])
+    >>> print(f"{sliced_wasserstein(x, x + 3):.3f}")
+    3.000
 
     :param x: draws ``(n, dim)``.
     :param y: draws ``(m, dim)``.
@@ -49,12 +54,6 @@ def sliced_wasserstein(
 
     1. Bonneel, Rabin, Peyré, Pfister (2015), *Sliced and Radon Wasserstein barycenters of
        measures*.
-
-    **Example:**
-
-    >>> x = torch.tensor([[0.0], [1.0], [2.0]])
-    >>> print(f"{sliced_wasserstein(x, x + 3):.3f}")
-    3.000
     """
     _check_matrices(x, y)
     directions = torch.randn(
@@ -84,16 +83,21 @@ def sliced_wasserstein_floor(
     seed: int = 0,
     num_splits: int = 4,
 ) -> Tensor:
-    r"""
-    What :func:`sliced_wasserstein` would still show for a perfect approximation: the distance
-    between ``num_samples`` and ``m`` independent exact draws.
+    r"""What :func:`sliced_wasserstein` would still show for a perfect approximation.
 
-    The only exact draws at hand are the ``m`` rows of ``reference``, so two random halves are
-    compared. The squared distance of finite sets goes as :math:`1/n + 1/m`, hence the distance
-    of the halves is multiplied by :math:`\sqrt{(1/n + 1/m) / (4/m)}`, which is
-    :math:`\sqrt{1/2}` for ``num_samples`` :math:`= m`. The root mean square over a few splits is
-    returned. Two things make the true floor higher than this estimate: correlated draws (thin
-    long chains first) and well-separated modes, whose weights fluctuate.
+    It is the distance between ``num_samples`` and ``m`` independent exact draws. The only exact
+    draws at hand are the ``m`` rows of ``reference``, so two random halves are compared. The
+    squared distance of finite sets goes as :math:`1/n + 1/m`, hence the distance of the halves is
+    multiplied by :math:`\sqrt{(1/n + 1/m) / (4/m)}`, which is :math:`\sqrt{1/2}` for
+    ``num_samples`` :math:`= m`. The root mean square over a few splits is returned. Two things make
+    the true floor higher than this estimate: correlated draws (thin long chains first) and
+    well-separated modes, whose weights fluctuate.
+
+    **Example:**
+
+    >>> draws = torch.randn(1000, 2, generator=torch.Generator().manual_seed(0))
+    >>> bool(0.02 < sliced_wasserstein_floor(draws) < 0.1)
+    True
 
     :param reference: exact draws ``(m, dim)``, at least 4.
     :param num_samples: number of draws to be compared with the reference; default ``m``.
@@ -103,12 +107,6 @@ def sliced_wasserstein_floor(
     :param num_splits: number of random splits into halves.
     :returns: a scalar tensor.
     :raises ValueError: if the reference has fewer than 4 draws.
-
-    **Example:**
-
-    >>> draws = torch.randn(1000, 2, generator=torch.Generator().manual_seed(0))
-    >>> bool(0.02 < sliced_wasserstein_floor(draws) < 0.1)
-    True
     """
     size = reference.size(0)
     if size < 4:
@@ -125,8 +123,7 @@ def sliced_wasserstein_floor(
 
 
 def maximum_mean_discrepancy(x: Tensor, y: Tensor, max_rows: int = 2000, seed: int = 0) -> Tensor:
-    r"""
-    Unbiased estimate of the squared maximum mean discrepancy,
+    r"""Unbiased estimate of the squared maximum mean discrepancy,
 
     .. math:: \frac{1}{n(n-1)} \sum_{i \ne j} k(x_i, x_j) + \frac{1}{m(m-1)} \sum_{i \ne j}
         k(y_i, y_j) - \frac{2}{nm} \sum_{i,j} k(x_i, y_j),
@@ -134,6 +131,12 @@ def maximum_mean_discrepancy(x: Tensor, y: Tensor, max_rows: int = 2000, seed: i
     with :math:`k(a, b) = \exp(-|a - b|^2 / 2h^2)` and :math:`h` the median distance between
     pooled draws. Being unbiased, it is negative about half of the time when both sets come
     from one distribution.
+
+    **Example:**
+
+    >>> x = torch.randn(500, 2, generator=torch.Generator().manual_seed(0))
+    >>> bool(maximum_mean_discrepancy(x, x + 3) > 0.5)
+    True
 
     :param x: draws ``(n, dim)``, at least 2.
     :param y: draws ``(m, dim)``, at least 2.
@@ -145,12 +148,6 @@ def maximum_mean_discrepancy(x: Tensor, y: Tensor, max_rows: int = 2000, seed: i
     **References:**
 
     1. Gretton, Borgwardt, Rasch, Schölkopf, Smola (2012), *A kernel two-sample test*, eq. 3.
-
-    **Example:**
-
-    >>> x = torch.randn(500, 2, generator=torch.Generator().manual_seed(0))
-    >>> bool(maximum_mean_discrepancy(x, x + 3) > 0.5)
-    True
     """
     _check_matrices(x, y)
     if min(x.size(0), y.size(0)) < 2:
@@ -171,20 +168,20 @@ def maximum_mean_discrepancy(x: Tensor, y: Tensor, max_rows: int = 2000, seed: i
 
 
 def whiten(x: Tensor, reference: Tensor) -> Tensor:
-    r"""
-    Maps draws to the frame in which ``reference`` has mean 0 and covariance :math:`I`:
-    :math:`L^{-1}(x - \mu)` with :math:`LL^\top` the reference's covariance.
+    r"""Maps draws to the frame in which ``reference`` has mean 0 and covariance :math:`I`.
 
-    :param x: draws ``(n, dim)``.
-    :param reference: draws ``(m, dim)``, with more draws than dimensions.
-    :returns: ``(n, dim)``.
-    :raises ValueError: if the covariance of ``reference`` is singular.
+    It is :math:`L^{-1}(x - \mu)` with :math:`LL^\top` the reference's covariance.
 
     **Example:**
 
     >>> draws = torch.randn(1000, 2) @ torch.tensor([[1.0, 5.0], [0.0, 0.1]]) + 7
     >>> torch.allclose(whiten(draws, draws).mT.cov(), torch.eye(2), atol=1e-3)
     True
+
+    :param x: draws ``(n, dim)``.
+    :param reference: draws ``(m, dim)``, with more draws than dimensions.
+    :returns: ``(n, dim)``.
+    :raises ValueError: if the covariance of ``reference`` is singular.
     """
     _check_matrices(x, reference)
     mean = reference.mean(dim=0)

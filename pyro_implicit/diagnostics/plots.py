@@ -33,11 +33,19 @@ def plot_posteriors(
     reference: str | None = None,
     path: str | PathLike[str] | None = None,
 ) -> Figure:
-    """
-    Overlays any number of posteriors: histograms of the marginals on the diagonal; below, for
-    each pair of coordinates, the smallest regions that hold 50 % and 90 % of the draws.
-    Coordinates are taken in turn from the sites, so that each site shows. The axes span the
-    central 98 % of the reference and a margin (of all draws where no reference is named).
+    """Overlays any number of posteriors.
+
+    Histograms of the marginals stand on the diagonal; below, for each pair of coordinates, the
+    smallest regions that hold 50 % and 90 % of the draws. Coordinates are taken in turn from the
+    sites, so that each site shows. The axes span the central 98 % of the reference and a margin (of
+    all draws where no reference is named).
+
+    **Example:**
+
+    >>> z = torch.randn(500, 2)
+    >>> figure = plot_posteriors({"NUTS": {"z": z}, "guide": {"z": 0.5 * z}}, reference="NUTS")
+    >>> len(figure.axes)
+    3
 
     :param draws: for each label, draws ``(num_samples, *site shape)`` by site.
     :param sites: the sites to show; default: those that all labels have.
@@ -46,13 +54,6 @@ def plot_posteriors(
     :param path: where to save the picture, if anywhere.
     :returns: the matplotlib figure, which belongs to no window.
     :raises ValueError: if a site or the reference is unknown, or no site is common to all.
-
-    **Example:**
-
-    >>> z = torch.randn(500, 2)
-    >>> figure = plot_posteriors({"NUTS": {"z": z}, "guide": {"z": 0.5 * z}}, reference="NUTS")
-    >>> len(figure.axes)
-    3
     """
     from matplotlib.figure import Figure
 

@@ -66,8 +66,7 @@ P_VALUE = 0.003
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """
-    What can be known about a fitted guide without a reference. ``print`` shows all of it.
+    """What can be known about a fitted guide without a reference. ``print`` shows all of it.
 
     :ivar num_samples: draws of the guide that were looked at.
     :ivar latent_dim: their unconstrained dimensions.

@@ -33,8 +33,7 @@ _MAX_TAIL = 1.5
 
 
 class AutoregressiveGenerator(Generator):
-    r"""
-    Every value is its own noise, bent, scaled and shifted as the noise before it says:
+    r"""Every value is its own noise, bent, scaled and shifted as the noise before it says:
 
     .. math:: f_i(z) = m_i + e^{s_i} h(w_i; \epsilon_i, \delta_i), \qquad
         w_i = h(z_i; a_i, b_i), \qquad
@@ -43,12 +42,12 @@ class AutoregressiveGenerator(Generator):
 
     where :math:`m_i, s_i, \epsilon_i, \delta_i` are functions of :math:`w_{<i}`: the outputs of one
     masked network, to which m and s add a linear map; a and b are constants. h is the sinh-arcsinh
-    transformation [1], shifted and scaled so that h(0) = 0 and h'(0) = 1: m stays the median and
-    :math:`e^s` the slope there, whatever the shape, which trains faster. :math:`\epsilon` skews,
-    :math:`\delta` thickens the tails (above 0) or thins them (below), and h is the identity where
-    both are 0. Their soft bounds, :math:`|\epsilon| < 3` and :math:`|\delta| < 1.5`, keep draws
-    finite in float32. The linear maps carry correlations, and the scales of funnels, on into the
-    tails: in those of w, so that a funnel's log-scale may be skewed itself.
+    transformation (reference 1), shifted and scaled so that h(0) = 0 and h'(0) = 1: m stays the
+    median and :math:`e^s` the slope there, whatever the shape, which trains faster.
+    :math:`\epsilon` skews, :math:`\delta` thickens the tails (above 0) or thins them (below), and h
+    is the identity where both are 0. Their soft bounds, :math:`|\epsilon| < 3` and :math:`|\delta|
+    < 1.5`, keep draws finite in float32. The linear maps carry correlations, and the scales of
+    funnels, on into the tails: in those of w, so that a funnel's log-scale may be skewed itself.
 
     h is increasing, so f is injective whatever its weights, and the Jacobian is lower triangular,
 
@@ -68,21 +67,20 @@ class AutoregressiveGenerator(Generator):
     >>> torch.allclose(generator.inverse(generator(noise)), noise, atol=1e-4)
     True
 
-    **References:**
-
-    [1] *Sinh-arcsinh distributions*, M. C. Jones, Arthur Pewsey, Biometrika 96 (2009), Section 2.
-
-    [2] *MADE: Masked Autoencoder for Distribution Estimation*, Mathieu Germain, Karol Gregor,
-    Iain Murray, Hugo Larochelle, Section 3 (the masks).
-
-    :param int output_dim: Size of the value and of the noise.
-    :param hidden: Widths of the hidden layers, ``()`` for linear maps alone. In layers of fewer
+    :param output_dim: size of the value and of the noise.
+    :param hidden: widths of the hidden layers, ``()`` for linear maps alone. In layers of fewer
         than about twice ``output_dim`` units, the network of a late value may lack the noise just
         before it; the linear maps never do.
-    :param str activation: "tanh", "elu", "relu" or "silu".
-    :param int context_dim: Size of the context vector, on which all four functions depend; 0 for
+    :param activation: "tanh", "elu", "relu" or "silu".
+    :param context_dim: size of the context vector, on which all four functions depend; 0 for
         none.
-    :raises ValueError: If a size is not positive or the activation is unknown.
+    :raises ValueError: if a size is not positive or the activation is unknown.
+
+    **References:**
+
+    1. Jones and Pewsey (2009), *Sinh-arcsinh distributions*, Biometrika 96, section 2.
+    2. Germain, Gregor, Murray and Larochelle (2015), *MADE: Masked Autoencoder for Distribution
+       Estimation*, section 3 (the masks).
     """
 
     injective = True
@@ -122,33 +120,34 @@ class AutoregressiveGenerator(Generator):
         self.noise_tail = nn.Parameter(torch.zeros(output_dim))
 
     def forward(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
-        """
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: Values of shape ``(*batch, output_dim)``.
-        :raises ValueError: If the noise or the context has the wrong size.
+        """Turn noise into values.
+
+        :param noise: ``(*batch, noise_dim)``.
+        :param context: ``(*batch, context_dim)``, or None.
+        :returns: ``(*batch, output_dim)``.
+        :raises ValueError: if the noise or the context has the wrong size.
         """
         return self.linearise(noise, context).value
 
     def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
-        """
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: The value, and the exact derivative, lower triangular: its
+        """Values and their derivative in the noise, from one pass.
+
+        :param noise: ``(*batch, noise_dim)``.
+        :param context: ``(*batch, context_dim)``, or None.
+        :returns: the value, and the exact derivative, lower triangular: its
             determinant is that of the diagonal alone.
-        :raises ValueError: If the noise or the context has the wrong size.
+        :raises ValueError: if the noise or the context has the wrong size.
         """
         return _TriangularLinearisation(self, noise, context)
 
     def inverse(self, value: Tensor, context: Tensor | None = None) -> Tensor:
-        """
-        The noise of a value, one coordinate after the other: ``output_dim`` passes of the network.
-        Differentiable, as the other methods are.
+        """The noise of a value, one coordinate after the other: ``output_dim`` passes of the
+        network. Differentiable, as the other methods are.
 
-        :param ~torch.Tensor value: Values of shape ``(*batch, output_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: Noise of shape ``(*batch, noise_dim)``.
-        :raises ValueError: If the value or the context has the wrong size.
+        :param value: ``(*batch, output_dim)``.
+        :param context: ``(*batch, context_dim)``, or None.
+        :returns: ``(*batch, noise_dim)``.
+        :raises ValueError: if the value or the context has the wrong size.
         """
         if value.dim() == 0 or value.shape[-1] != self.output_dim:
             raise ValueError(

@@ -14,17 +14,16 @@ __all__ = ["Generator"]
 
 
 class Generator(Differentiable, nn.Module):
-    """
-    A network that turns noise, and perhaps a context, into a value.
+    """A network that turns noise, and perhaps a context, into a value.
 
     Guides accept any :class:`torch.nn.Module` called as ``generator(noise, context)``; this base
     class stores the sizes and explains inputs of the wrong size. A subclass that knows its
     Jacobian overrides :meth:`linearise`, and one that is injective says so in ``injective``.
 
-    :param int noise_dim: Size of the noise vector.
-    :param int output_dim: Size of the value.
-    :param int context_dim: Size of the context vector; 0 for none.
-    :raises ValueError: If a size is not positive (a context of size 0 means no context).
+    :param noise_dim: size of the noise vector.
+    :param output_dim: size of the value.
+    :param context_dim: size of the context vector; 0 for none.
+    :raises ValueError: if a size is not positive (a context of size 0 means no context).
     """
 
     def __init__(self, noise_dim: int, output_dim: int, context_dim: int = 0) -> None:
@@ -45,11 +44,12 @@ class Generator(Differentiable, nn.Module):
         __call__ = nn.Module.__call__
 
     def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
-        """
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: The value, and the exact derivative by forward mode.
-        :raises ValueError: If the noise or the context has the wrong size.
+        """Values and their derivative in the noise, from one pass.
+
+        :param noise: ``(*batch, noise_dim)``.
+        :param context: ``(*batch, context_dim)``, or None.
+        :returns: the value, and the exact derivative by forward mode.
+        :raises ValueError: if the noise or the context has the wrong size.
         """
         self._check_inputs(noise, context)
         return super().linearise(noise, context)

@@ -16,8 +16,7 @@ __all__ = ["GatedMLP"]
 
 
 class GatedMLP(Generator):
-    r"""
-    An affine map of the noise with a multiplicative gate and an additive correction,
+    r"""An affine map of the noise with a multiplicative gate and an additive correction,
 
     .. math:: g(z, c) = (A z + b + C c) \odot \exp(s(z, c)) + t(z, c),
 
@@ -34,12 +33,12 @@ class GatedMLP(Generator):
     >>> generator(torch.randn(8, 4)).shape
     torch.Size([8, 4])
 
-    :param int noise_dim: Size of the noise vector.
-    :param int output_dim: Size of the value.
-    :param hidden: Widths of the hidden layers of each of the two networks.
-    :param str activation: "tanh", "elu", "relu" or "silu".
-    :param int context_dim: Size of the context vector; 0 for none.
-    :raises ValueError: If a size is not positive or the activation is unknown.
+    :param noise_dim: size of the noise vector.
+    :param output_dim: size of the value.
+    :param hidden: widths of the hidden layers of each of the two networks.
+    :param activation: "tanh", "elu", "relu" or "silu".
+    :param context_dim: size of the context vector; 0 for none.
+    :raises ValueError: if a size is not positive or the activation is unknown.
     """
 
     def __init__(
@@ -67,22 +66,24 @@ class GatedMLP(Generator):
                 self.context_linear.weight.mul_(0.1)
 
     def forward(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
-        """
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: Values of shape ``(*batch, output_dim)``.
-        :raises ValueError: If the noise or the context has the wrong size.
+        """Turn noise into values.
+
+        :param noise: ``(*batch, noise_dim)``.
+        :param context: ``(*batch, context_dim)``, or None.
+        :returns: ``(*batch, output_dim)``.
+        :raises ValueError: if the noise or the context has the wrong size.
         """
         self._check_inputs(noise, context)
         log_scale, shift = self.networks(noise, context)
         return torch.addcmul(shift, self._base(noise, context), log_scale.exp())
 
     def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
-        """
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: The value, and the exact derivative by the chain rule.
-        :raises ValueError: If the noise or the context has the wrong size.
+        """Values and their derivative in the noise, from one pass.
+
+        :param noise: ``(*batch, noise_dim)``.
+        :param context: ``(*batch, context_dim)``, or None.
+        :returns: the value, and the exact derivative by the chain rule.
+        :raises ValueError: if the noise or the context has the wrong size.
         """
         return _GatedLinearisation(self, noise, context)
 

@@ -18,14 +18,15 @@ Shape = tuple[int, int]
 
 
 def near_square_shape(size: int) -> Shape:
-    """
-    The most nearly square matrix shape with room for ``size`` entries.
+    """The most nearly square matrix shape with room for ``size`` entries.
+
+    **Example:**
 
     >>> near_square_shape(44426)
     (211, 211)
 
-    :param int size: Number of entries needed.
-    :returns: Rows and columns; their product is ``size`` or a little more.
+    :param size: number of entries needed.
+    :returns: rows and columns; their product is ``size`` or a little more.
     """
     check_positive(size=size)
     rows = math.isqrt(size - 1) + 1
@@ -33,8 +34,7 @@ def near_square_shape(size: int) -> Shape:
 
 
 class MMNN(Generator):
-    r"""
-    Matrix multiplication network. The noise is a matrix X, and every layer is
+    r"""Matrix multiplication network. The noise is a matrix X, and every layer is
 
     .. math:: X \leftarrow A_l X + B_l, \quad X \leftarrow X A_r + B_r,
 
@@ -57,23 +57,22 @@ class MMNN(Generator):
     >>> generator(torch.randn(2, 65 * 65)).shape
     torch.Size([2, 44426])
 
+    :param noise_shape: rows and columns of the noise matrix; ``noise_dim`` is their product.
+    :param hidden: shapes of the hidden matrices, one per hidden layer.
+    :param output_shape: shape of the last matrix; see :func:`near_square_shape`.
+    :param output_dim: size of the value: the first so many entries, row by row, of the last
+        matrix. Defaults to all of them.
+    :param output_scale: root mean square of the initial outputs.
+    :raises ValueError: if a size is not positive or ``output_shape`` has fewer than
+        ``output_dim`` entries.
+
     **References:**
 
-    [1] *Kernel Implicit Variational Inference*, Jiaxin Shi, Shengyang Sun, Jun Zhu, Algorithm 2.
-    https://arxiv.org/abs/1705.10119
-
-    [2] *Implicit Variational Inference for High-Dimensional Posteriors*, Anshuk Uppal,
-    Kristoffer Stensbo-Smidt, Wouter Boomsma, Jes Frellsen, Section 6.4.
-    https://arxiv.org/abs/2310.06643
-
-    :param noise_shape: Rows and columns of the noise matrix; ``noise_dim`` is their product.
-    :param hidden: Shapes of the hidden matrices, one per hidden layer.
-    :param output_shape: Shape of the last matrix; see :func:`near_square_shape`.
-    :param int output_dim: Size of the value: the first so many entries, row by row, of the last
-        matrix. Defaults to all of them.
-    :param float output_scale: Root mean square of the initial outputs.
-    :raises ValueError: If a size is not positive or ``output_shape`` has fewer than
-        ``output_dim`` entries.
+    1. Shi, Sun and Zhu (2018), *Kernel Implicit Variational Inference*, algorithm 2.
+       https://arxiv.org/abs/1705.10119
+    2. Uppal, Stensbo-Smidt, Boomsma and Frellsen (2023), *Implicit Variational Inference for
+       High-Dimensional Posteriors*, section 6.4.
+       https://arxiv.org/abs/2310.06643
     """
 
     def __init__(
@@ -95,11 +94,12 @@ class MMNN(Generator):
         self.network = _MatrixNetwork([noise_shape, *hidden, output_shape], output_scale)
 
     def forward(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
-        """
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
+        """Turn noise into values.
+
+        :param noise: ``(*batch, noise_dim)``.
         :param context: None; this generator takes no context.
-        :returns: Values of shape ``(*batch, output_dim)``.
-        :raises ValueError: If the noise has the wrong size or a context is given.
+        :returns: ``(*batch, output_dim)``.
+        :raises ValueError: if the noise has the wrong size or a context is given.
         """
         self._check_inputs(noise, context)
         matrix = self.network(noise.unflatten(-1, self.noise_shape))
@@ -107,11 +107,12 @@ class MMNN(Generator):
 
 
 class CorrelatedMMNN(Generator):
-    r"""
-    Correlated matrix multiplication network: the first matrix layers are shared, then every block
-    of outputs, such as the weights of one layer of a Bayesian network, gets a small
-    :class:`MMNN` of its own. Correlations within a block are left to its sub-network, those
-    between blocks to the shared layers, and no parameter is spent on anything else.
+    r"""Correlated matrix multiplication network.
+
+    The first matrix layers are shared, then every block of outputs, such as the weights of one
+    layer of a Bayesian network, gets a small :class:`MMNN` of its own. Correlations within a block
+    are left to its sub-network, those between blocks to the shared layers, and no parameter is
+    spent on anything else.
 
     The columns of the last shared matrix are dealt out to the sub-networks, each column to one of
     them, in proportion to the square roots of the block sizes. The output matrix of a
@@ -130,20 +131,19 @@ class CorrelatedMMNN(Generator):
     >>> generator(torch.randn(2, generator.noise_dim)).shape
     torch.Size([2, 44426])
 
+    :param block_sizes: number of outputs of each block, in the order of the value.
+    :param noise_shape: rows and columns of the noise matrix; ``noise_dim`` is their product.
+    :param shared: shapes of the shared matrices, at least one; the last has a column or more for
+        each block.
+    :param hidden: shapes of the hidden matrices of each sub-network, one per hidden layer.
+    :param output_scale: root mean square of the initial outputs.
+    :raises ValueError: if a size is not positive, or if the last shared matrix has fewer columns
+        than there are blocks.
+
     **References:**
 
-    [1] *Implicit Variational Inference for High-Dimensional Posteriors*, Anshuk Uppal,
-    Kristoffer Stensbo-Smidt, Wouter Boomsma, Jes Frellsen, Appendix D.
-    https://arxiv.org/abs/2310.06643
-
-    :param block_sizes: Number of outputs of each block, in the order of the value.
-    :param noise_shape: Rows and columns of the noise matrix; ``noise_dim`` is their product.
-    :param shared: Shapes of the shared matrices, at least one; the last has a column or more for
-        each block.
-    :param hidden: Shapes of the hidden matrices of each sub-network, one per hidden layer.
-    :param float output_scale: Root mean square of the initial outputs.
-    :raises ValueError: If a size is not positive, or if the last shared matrix has fewer columns
-        than there are blocks.
+    1. Uppal, Stensbo-Smidt, Boomsma and Frellsen (2023), *Implicit Variational Inference for
+       High-Dimensional Posteriors*, appendix D. https://arxiv.org/abs/2310.06643
     """
 
     def __init__(
@@ -175,11 +175,12 @@ class CorrelatedMMNN(Generator):
             self.blocks.append(_MatrixNetwork(shapes, output_scale, after_relu=True))
 
     def forward(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
-        """
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
+        """Turn noise into values.
+
+        :param noise: ``(*batch, noise_dim)``.
         :param context: None; this generator takes no context.
-        :returns: Values of shape ``(*batch, output_dim)``.
-        :raises ValueError: If the noise has the wrong size or a context is given.
+        :returns: ``(*batch, output_dim)``.
+        :raises ValueError: if the noise has the wrong size or a context is given.
         """
         self._check_inputs(noise, context)
         matrix = torch.relu(self.shared(noise.unflatten(-1, self.noise_shape)))

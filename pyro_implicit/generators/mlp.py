@@ -18,8 +18,7 @@ __all__ = ["MLP", "MLPLinearisation"]
 
 
 class MLP(Generator):
-    """
-    A fully connected network; a context is concatenated to the noise.
+    """A fully connected network; a context is concatenated to the noise.
 
     **Example:**
 
@@ -28,14 +27,14 @@ class MLP(Generator):
     >>> draw.value.shape, draw.jacobian().shape
     (torch.Size([8, 5]), torch.Size([8, 5, 3]))
 
-    :param int noise_dim: Size of the noise vector.
-    :param int output_dim: Size of the value.
-    :param hidden: Widths of the hidden layers; ``()`` for an affine map.
-    :param str activation: "tanh", "elu", "relu" or "silu".
-    :param int context_dim: Size of the context vector; 0 for none.
-    :param float output_scale: Factor on the last layer's initial weights, whose bias starts at
+    :param noise_dim: size of the noise vector.
+    :param output_dim: size of the value.
+    :param hidden: widths of the hidden layers; ``()`` for an affine map.
+    :param activation: "tanh", "elu", "relu" or "silu".
+    :param context_dim: size of the context vector; 0 for none.
+    :param output_scale: factor on the last layer's initial weights, whose bias starts at
         zero: a small value makes a network that starts near zero.
-    :raises ValueError: If a size is not positive or the activation is unknown.
+    :raises ValueError: if a size is not positive or the activation is unknown.
     """
 
     def __init__(
@@ -63,11 +62,12 @@ class MLP(Generator):
             self.layers[-1].bias.zero_()
 
     def forward(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
-        """
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: Values of shape ``(*batch, output_dim)``.
-        :raises ValueError: If the noise or the context has the wrong size.
+        """Turn noise into values.
+
+        :param noise: ``(*batch, noise_dim)``.
+        :param context: ``(*batch, context_dim)``, or None.
+        :returns: ``(*batch, output_dim)``.
+        :raises ValueError: if the noise or the context has the wrong size.
         """
         activation = ACTIVATIONS[self.activation].function
         first, *rest = self.layers
@@ -77,11 +77,12 @@ class MLP(Generator):
         return x
 
     def linearise(self, noise: Tensor, context: Tensor | None = None) -> MLPLinearisation:
-        """
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: The value, and the exact derivative, carried along layer by layer.
-        :raises ValueError: If the noise or the context has the wrong size.
+        """Values and their derivative in the noise, from one pass.
+
+        :param noise: ``(*batch, noise_dim)``.
+        :param context: ``(*batch, context_dim)``, or None.
+        :returns: the value, and the exact derivative, carried along layer by layer.
+        :raises ValueError: if the noise or the context has the wrong size.
         """
         return MLPLinearisation(self, noise, context)
 

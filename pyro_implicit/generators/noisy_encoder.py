@@ -20,8 +20,7 @@ __all__ = ["NoisyEncoder"]
 
 
 class NoisyEncoder(Generator):
-    r"""
-    A fully connected network of the context, such as an image x, whose first hidden layer is
+    r"""A fully connected network of the context, such as an image x, whose first hidden layer is
     disturbed by Gaussian noise z of as many dimensions,
 
     .. math:: h = a(W_1 x + b_1) + s \odot z, \quad
@@ -48,19 +47,19 @@ class NoisyEncoder(Generator):
     >>> encoder(noise, images.expand(50, 16, 64)).shape
     torch.Size([50, 16, 8])
 
+    :param context_dim: size of the context vector.
+    :param output_dim: size of the value.
+    :param hidden: widths of the hidden layers; the first one is the ``noise_dim``. With one alone
+        the value is Gaussian given the context.
+    :param activation: "tanh", "elu", "relu" or "silu".
+    :param noise_scale: initial standard deviation of the noise at every hidden unit.
+    :raises ValueError: if a size or the noise scale is not positive, there is no hidden layer, or
+        the activation is unknown.
+
     **References:**
 
-    [1] *Kernel Implicit Variational Inference*, Jiaxin Shi, Shengyang Sun, Jun Zhu, Section 6.3,
-    Figure 3a and Appendix G.3. https://arxiv.org/abs/1705.10119
-
-    :param int context_dim: Size of the context vector.
-    :param int output_dim: Size of the value.
-    :param hidden: Widths of the hidden layers; the first one is the ``noise_dim``. With one alone
-        the value is Gaussian given the context.
-    :param str activation: "tanh", "elu", "relu" or "silu".
-    :param float noise_scale: Initial standard deviation of the noise at every hidden unit.
-    :raises ValueError: If a size or the noise scale is not positive, there is no hidden layer, or
-        the activation is unknown.
+    1. Shi, Sun and Zhu (2018), *Kernel Implicit Variational Inference*, section 6.3, figure 3a and
+       appendix G.3. https://arxiv.org/abs/1705.10119
     """
 
     def __init__(
@@ -94,20 +93,22 @@ class NoisyEncoder(Generator):
             self.layers[-1].bias.zero_()
 
     def forward(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
-        """
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``.
-        :returns: Values of shape ``(*batch, output_dim)``.
-        :raises ValueError: If the noise or the context has the wrong size, or there is none.
+        """Turn noise into values.
+
+        :param noise: ``(*batch, noise_dim)``.
+        :param context: ``(*batch, context_dim)``.
+        :returns: ``(*batch, output_dim)``.
+        :raises ValueError: if the noise or the context has the wrong size, or there is none.
         """
         return self.linearise(noise, context).value
 
     def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
-        """
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: The value, and the exact derivative, carried back from the last layer.
-        :raises ValueError: If the noise or the context has the wrong size.
+        """Values and their derivative in the noise, from one pass.
+
+        :param noise: ``(*batch, noise_dim)``.
+        :param context: ``(*batch, context_dim)``, or None.
+        :returns: the value, and the exact derivative, carried back from the last layer.
+        :raises ValueError: if the noise or the context has the wrong size.
         """
         return _EncoderLinearisation(self, noise, context)
 

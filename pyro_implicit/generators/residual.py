@@ -18,8 +18,7 @@ __all__ = ["ResidualGenerator"]
 
 
 class ResidualGenerator(Generator):
-    r"""
-    Scaled noise plus a network of its first k coordinates,
+    r"""Scaled noise plus a network of its first k coordinates,
 
     .. math:: f(z) = g(z_{1:k}) + \lambda \odot z,
 
@@ -43,19 +42,19 @@ class ResidualGenerator(Generator):
     >>> generator.linearise(torch.randn(8, 50)).log_abs_det().shape
     torch.Size([8])
 
+    :param output_dim: size of the value and of the noise.
+    :param core_dim: number k of noise coordinates that enter the network.
+    :param hidden: widths of the hidden layers of g.
+    :param activation: "tanh", "elu", "relu" or "silu".
+    :param context_dim: size of the context vector, which enters g; 0 for none.
+    :param output_scale: factor on the initial weights of the last layer of g.
+    :raises ValueError: if a size is not positive, ``core_dim`` exceeds ``output_dim`` or the
+        activation is unknown.
+
     **References:**
 
-    [1] *Generative Particle Variational Inference via Estimation of Functional Gradients*,
-    Neale Ratzlaff, Qinxun Bai, Li Fuxin, Wei Xu, Section 3.2. https://arxiv.org/abs/2103.01291
-
-    :param int output_dim: Size of the value and of the noise.
-    :param int core_dim: Number k of noise coordinates that enter the network.
-    :param hidden: Widths of the hidden layers of g.
-    :param str activation: "tanh", "elu", "relu" or "silu".
-    :param int context_dim: Size of the context vector, which enters g; 0 for none.
-    :param float output_scale: Factor on the initial weights of the last layer of g.
-    :raises ValueError: If a size is not positive, ``core_dim`` exceeds ``output_dim`` or the
-        activation is unknown.
+    1. Ratzlaff, Bai, Li and Xu (2021), *Generative Particle Variational Inference via Estimation of
+       Functional Gradients*, section 3.2. https://arxiv.org/abs/2103.01291
     """
 
     injective = True
@@ -86,22 +85,24 @@ class ResidualGenerator(Generator):
         return self._core_dim
 
     def forward(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
-        """
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: Values of shape ``(*batch, output_dim)``.
-        :raises ValueError: If the noise or the context has the wrong size.
+        """Turn noise into values.
+
+        :param noise: ``(*batch, noise_dim)``.
+        :param context: ``(*batch, context_dim)``, or None.
+        :returns: ``(*batch, output_dim)``.
+        :raises ValueError: if the noise or the context has the wrong size.
         """
         self._check_inputs(noise, context)
         return self.network(noise[..., : self.core_dim], context) + self.log_scale.exp() * noise
 
     def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
-        """
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: The value, and the exact derivative, its determinant and its inverse
+        """Values and their derivative in the noise, from one pass.
+
+        :param noise: ``(*batch, noise_dim)``.
+        :param context: ``(*batch, context_dim)``, or None.
+        :returns: the value, and the exact derivative, its determinant and its inverse
             by the k x k block.
-        :raises ValueError: If the noise or the context has the wrong size.
+        :raises ValueError: if the noise or the context has the wrong size.
         """
         return _ResidualLinearisation(self, noise, context)
 

@@ -16,8 +16,7 @@ __all__ = ["GatedResidualGenerator"]
 
 
 class GatedResidualGenerator(Generator):
-    r"""
-    A :class:`ResidualGenerator` whose first k coordinates also scale the others. With the core
+    r"""A :class:`ResidualGenerator` whose first k coordinates also scale the others. With the core
     :math:`u = z_{1:k}` and the rest :math:`w = z_{k+1:m}` of the noise,
 
     .. math:: f(z) = \big(g_1(u) + \lambda_1 \odot u, \;
@@ -44,22 +43,21 @@ class GatedResidualGenerator(Generator):
     >>> generator.linearise(torch.randn(8, 50)).log_abs_det().shape
     torch.Size([8])
 
+    :param output_dim: size of the value and of the noise.
+    :param core_dim: number k of noise coordinates that enter the networks.
+    :param hidden: widths of the hidden layers of each of the two networks.
+    :param activation: "tanh", "elu", "relu" or "silu".
+    :param context_dim: size of the context vector, which enters g and s; 0 for none.
+    :param output_scale: factor on the initial weights of the last layers of g and s.
+    :raises ValueError: if a size is not positive, ``core_dim`` is not below ``output_dim`` or the
+        activation is unknown.
+
     **References:**
 
-    [1] *Generative Particle Variational Inference via Estimation of Functional Gradients*,
-    Neale Ratzlaff, Qinxun Bai, Li Fuxin, Wei Xu, Section 3.2 (the residual form).
-
-    [2] *Density estimation using Real NVP*, Laurent Dinh, Jascha Sohl-Dickstein, Samy Bengio,
-    Section 3.2 (the gate: an affine coupling).
-
-    :param int output_dim: Size of the value and of the noise.
-    :param int core_dim: Number k of noise coordinates that enter the networks.
-    :param hidden: Widths of the hidden layers of each of the two networks.
-    :param str activation: "tanh", "elu", "relu" or "silu".
-    :param int context_dim: Size of the context vector, which enters g and s; 0 for none.
-    :param float output_scale: Factor on the initial weights of the last layers of g and s.
-    :raises ValueError: If a size is not positive, ``core_dim`` is not below ``output_dim`` or the
-        activation is unknown.
+    1. Ratzlaff, Bai, Li and Xu (2021), *Generative Particle Variational Inference via Estimation of
+       Functional Gradients*, section 3.2 (the residual form).
+    2. Dinh, Sohl-Dickstein and Bengio (2017), *Density Estimation Using Real NVP*, section 3.2 (the
+       gate: an affine coupling).
     """
 
     injective = True
@@ -92,21 +90,23 @@ class GatedResidualGenerator(Generator):
         self.log_scale = nn.Parameter(torch.zeros(output_dim))
 
     def forward(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
-        """
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: Values of shape ``(*batch, output_dim)``.
-        :raises ValueError: If the noise or the context has the wrong size.
+        """Turn noise into values.
+
+        :param noise: ``(*batch, noise_dim)``.
+        :param context: ``(*batch, context_dim)``, or None.
+        :returns: ``(*batch, output_dim)``.
+        :raises ValueError: if the noise or the context has the wrong size.
         """
         return self.linearise(noise, context).value
 
     def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
-        """
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: The value, and the exact derivative, its determinant and its inverse
+        """Values and their derivative in the noise, from one pass.
+
+        :param noise: ``(*batch, noise_dim)``.
+        :param context: ``(*batch, context_dim)``, or None.
+        :returns: the value, and the exact derivative, its determinant and its inverse
             by the k x k block and the gate.
-        :raises ValueError: If the noise or the context has the wrong size.
+        :raises ValueError: if the noise or the context has the wrong size.
         """
         return _GatedResidualLinearisation(self, noise, context)
 

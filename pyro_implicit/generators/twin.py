@@ -17,9 +17,9 @@ __all__ = ["TwinMLP"]
 
 
 class TwinMLP(nn.Module):
-    """
-    Two :class:`MLP` whose values and Jacobians come first in a dimension of size 2. Half as many
-    and twice as large products and parameters take little more than half of the time.
+    """Two :class:`MLP` whose values and Jacobians come first in a dimension of size 2.
+
+    Half as many and twice as large products and parameters take little more than half of the time.
 
     **Example:**
 
@@ -52,18 +52,20 @@ class TwinMLP(nn.Module):
             self.register_parameter(f"bias_{index}", nn.Parameter(bias))
 
     def forward(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
-        """
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: Values of shape ``(2, *batch, output_dim)``.
+        """Turn noise into values.
+
+        :param noise: ``(*batch, noise_dim)``.
+        :param context: ``(*batch, context_dim)``, or None.
+        :returns: ``(2, *batch, output_dim)``.
         """
         return self.linearise(noise, context).value
 
     def linearise(self, noise: Tensor, context: Tensor | None = None) -> TwinLinearisation:
-        """
-        :param ~torch.Tensor noise: Noise of shape ``(*batch, noise_dim)``.
-        :param ~torch.Tensor context: Context of shape ``(*batch, context_dim)``, or None.
-        :returns: The values and the exact derivatives, carried along layer by layer.
+        """Values and their derivative in the noise, from one pass.
+
+        :param noise: ``(*batch, noise_dim)``.
+        :param context: ``(*batch, context_dim)``, or None.
+        :returns: the values and the exact derivatives, carried along layer by layer.
         """
         return TwinLinearisation(self, noise, context)
 

@@ -24,22 +24,11 @@ __all__ = ["draw", "draws_in_parallel", "refuse_swapped", "trace_guide"]
 def draw(
     guide: Callable[..., Any], num_samples: int, /, *args: Any, **kwargs: Any
 ) -> dict[str, Tensor]:
-    """
-    Draws from the posterior that a guide stands for, in constrained space.
+    """Draws from the posterior that a guide stands for, in constrained space.
 
     Pyro's autoguides and guides that offer ``sample_posterior`` are drawn from in one vectorised
     call, any other guide one draw at a time. Auxiliary sites of the guide
     (``infer={"is_auxiliary": True}``) and deterministic ones are left out.
-
-    :param guide: a Pyro guide.
-    :param num_samples: number of draws.
-    :param args: the arguments of the model and the guide; a guide that was called before and
-        does not read them needs none.
-    :param kwargs: their keyword arguments.
-    :returns: draws ``(num_samples, *shape)`` of every latent site of this ``shape``; they carry
-        no gradient.
-    :raises TypeError: if the guide cannot run because its arguments are missing, or if it observes
-        a site.
 
     **Example:**
 
@@ -50,6 +39,16 @@ def draw(
     ...     pyro.sample("scale", dist.LogNormal(0.0, 1.0).expand([3]).to_event(1))
     >>> draw(AutoNormal(model), 100)["scale"].shape
     torch.Size([100, 3])
+
+    :param guide: a Pyro guide.
+    :param num_samples: number of draws.
+    :param args: the arguments of the model and the guide; a guide that was called before and
+        does not read them needs none.
+    :param kwargs: their keyword arguments.
+    :returns: draws ``(num_samples, *shape)`` of every latent site of this ``shape``; they carry
+        no gradient.
+    :raises TypeError: if the guide cannot run because its arguments are missing, or if it observes
+        a site.
     """
     # Once in any case: an autoguide reads its model in the first call.
     trace = trace_guide(guide, args, kwargs)

@@ -122,10 +122,11 @@ def evidence_bound(
         only approximately, as :math:`\hat q` is noisy where the bound is loose. k-hat is infinite
         for fewer than 10 draws in the tail (about 50 samples), and says nothing where the effective
         sample size is nearly ``num_samples``.
-    :raises ValueError: for arguments out of range, a guide with an implicit site that has neither
-        a conditional nor an exact density, an injective generator that folds (its Jacobian has
-        determinants of both signs among the draws), a subsampled plate, noise that is not standard
-        normal (by ``"linearized"``), or a generator whose rows depend on each other.
+    :raises ValueError: for arguments out of range, a guide with an implicit site that has neither a
+        conditional nor an exact density, an injective generator that folds (its Jacobian has
+        determinants of both signs among the draws), a subsampled plate, a site that is a point
+        (Delta), noise that is not standard normal (by ``"linearized"``), or a generator whose rows
+        depend on each other.
 
     **References:**
 
@@ -199,11 +200,20 @@ def weighted_draws(
                 FoldWarning,
                 stacklevel=2,
             )
-    log_weights, draws = zip(*chunks, strict=True)
-    return WeightedDraws(
-        torch.cat(log_weights)[:num_samples],
-        {name: torch.cat([part[name] for part in draws])[:num_samples] for name in draws[0]},
-    )
+    log_weights, parts = zip(*chunks, strict=True)
+    draws = {name: torch.cat([part[name] for part in parts])[:num_samples] for name in parts[0]}
+    _refuse_points(draws, elbo.deltas)
+    return WeightedDraws(torch.cat(log_weights)[:num_samples], draws)
+
+
+def _refuse_points(draws: dict[str, Tensor], deltas: set[str]) -> None:
+    """Check that the value of every Delta site moves, with a draw that has a density."""
+    for name in sorted(deltas & set(draws)):
+        if deltas >= set(draws) or (draws[name] == draws[name][:1]).all():
+            raise ValueError(
+                f"site '{name}' of the guide is a point (Delta), which has no density, so there is "
+                "no bound. Cure: AutoNormal or another guide with a density in place of AutoDelta"
+            )
 
 
 def _pareto_khat(weights: Tensor) -> float:

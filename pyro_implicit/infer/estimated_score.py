@@ -11,7 +11,7 @@ from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
-from pyro_implicit.infer.engine.extra_draws import automatic_covariance, pool_particles, site_draws
+from pyro_implicit.infer.engine.extra_draws import choose_covariance, pool_particles, site_draws
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
@@ -116,7 +116,9 @@ class ScoreELBO(ImplicitELBO):
         draws = site_draws(site, self.num_particles, self.num_entropy_particles)
         draws = draws.reshape(draws.shape[:1] + site.distribution.batch_shape + (-1,))
         draws = pool_particles(draws, site, self.num_particles)
-        covariance = self._covariance(site, *draws.shape[-2:])
+        covariance = self.covariance
+        if covariance is not None:
+            covariance = choose_covariance(covariance, site, *draws.shape[-2:])
         try:
             log_q = -gaussian_entropy(draws.detach(), covariance or "diagonal")
             if covariance is None:
@@ -146,16 +148,6 @@ class ScoreELBO(ImplicitELBO):
                 f"{tuple(draws.shape)}. Cure: return one score for each draw"
             )
         return (score * draws).sum(-1).mean(-1)
-
-    def _covariance(self, site: ImplicitSite, num_draws: int, dim: int) -> Covariance | None:
-        if self.covariance == "full" and num_draws <= dim:
-            raise ValueError(
-                f"site '{site.name}' has {dim} dimensions, but covariance=\"full\" got {num_draws} "
-                f'draws. Cure: num_entropy_particles of at least {dim + 1}, or "diagonal"'
-            )
-        if self.covariance != "auto":
-            return self.covariance
-        return automatic_covariance(site, num_draws, dim)
 
 
 class AmortizedGFSF_ELBO(ScoreELBO):

@@ -3,38 +3,33 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from pyro import poutine
 from pyro.distributions.score_parts import ScoreParts
-from pyro.infer import Trace_ELBO
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
-from pyro_implicit.density.engine import BatchedRuns
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit, find_implicit
-from pyro_implicit.infer.engine.first_run import first_run
 from pyro_implicit.infer.engine.nonfinite import NonFiniteError, check_gradients, refuse_nonfinite
 from pyro_implicit.infer.engine.particles import Particles
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.prior_draws import PriorMemory
 from pyro_implicit.infer.engine.sites import DrawMessenger, ImplicitSite
-from pyro_implicit.infer.engine.state import ElboState, Pair
+from pyro_implicit.infer.engine.state import StatefulELBO
 from pyro_implicit.infer.engine.traces import apply_weights, loss_and_surrogate, set_score_parts
 
 __all__ = ["ImplicitELBO", "ImplicitSite"]
 
 VectorizeMode = Literal["vmap", "plate"] | bool
-T = TypeVar("T")
 Site = dict[str, Any]
 
 
-class ImplicitELBO(Trace_ELBO):
+class ImplicitELBO(StatefulELBO):
     r"""``Trace_ELBO`` for guides in which some sites have no density.
 
     The guide draws all particles under Pyro's particle plate. For each of its implicit sites a
@@ -102,19 +97,12 @@ class ImplicitELBO(Trace_ELBO):
             )
         if nonfinite not in ("raise", "skip"):
             raise ValueError(f'nonfinite must be "raise" or "skip", but got {nonfinite!r}')
-        self.max_plate_nesting: float
-        # The guide always runs under the particle plate, which Pyro counts in max_plate_nesting.
-        super().__init__(num_particles, vectorize_particles=True, **kwargs)
-        self.vectorize_particles = "plate" if vectorize_particles is True else vectorize_particles
+        mode = "plate" if vectorize_particles is True else vectorize_particles
+        super().__init__(num_particles, mode, **kwargs)
         self.prior_weight = prior_weight
         self.entropy_weight = entropy_weight
         self.inverse_temperature = inverse_temperature
         self.nonfinite = nonfinite
-        self.num_steps = 0
-        self.num_skipped = 0
-        self._given_nesting = self.max_plate_nesting
-        self._pair: Pair | None = None
-        self.state = self._new_state()
 
     def draw(self, q: Implicit) -> Draw:
         """How a site is drawn: a method that needs the generator's derivative asks for it here."""
@@ -143,51 +131,6 @@ class ImplicitELBO(Trace_ELBO):
             gradient is the entropy's, each of ``site.distribution.batch_shape``.
         """
         raise NotImplementedError(f"{type(self).__name__} trains no implicit sites")
-
-    def remember(self, purpose: str, site: str, make: Callable[[], T]) -> T:
-        """What is kept of a site from step to step; made the first time."""
-        memory = self.state.memory
-        if (purpose, site) not in memory:
-            memory[purpose, site] = make()
-        return memory[purpose, site]
-
-    def get_state(self) -> dict[str, Any]:
-        """All that the next step depends on beside parameters and random streams, for a file."""
-        memory = copy.deepcopy(self.state.memory)
-        return {"memory": memory, "num_steps": self.num_steps, "num_skipped": self.num_skipped}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Put back what :meth:`get_state` gave; the next step goes on from there."""
-        self.state.memory.update(copy.deepcopy(state["memory"]))
-        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
-
-    def _new_state(self) -> ElboState:
-        mode: Literal["vmap", False] = "vmap" if self.vectorize_particles == "vmap" else False
-        return ElboState(BatchedRuns(type(self).__name__, mode))
-
-    def _meet(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
-        """Forget what belonged to another model or guide, and run a new pair once."""
-        if self._pair is not None and not self._pair.has(model, guide):
-            self.state = self._new_state()
-            self.max_plate_nesting = self._given_nesting
-            if not self._pair.has_guide(guide):
-                self._forget_guide()
-        if self.state.value_ndims is None:
-            self._guess_max_plate_nesting(model, guide, args, kwargs)
-            self._pair = Pair(model, guide)
-
-    def _forget_guide(self) -> None:
-        """Drop what was trained beside another guide."""
-
-    def _guess_max_plate_nesting(
-        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
-    ) -> None:
-        found = first_run(model, guide, args, kwargs, self.max_plate_nesting)
-        self.state.value_ndims = {n: s["value"].dim() for n, s in found.guide_sites.items()}
-        for name, site in found.guide_sites.items():
-            self._check_trainable(name, site)
-        if math.isinf(self.max_plate_nesting):
-            self.max_plate_nesting = found.plate_nesting + (self.num_particles > 1)
 
     def _check_trainable(self, name: str, site: Site) -> None:
         implicit = find_implicit(site["fn"])

@@ -10,7 +10,7 @@ from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
-from pyro_implicit.infer.engine.extra_draws import automatic_covariance, pool_particles, site_draws
+from pyro_implicit.infer.engine.extra_draws import choose_covariance, pool_particles, site_draws
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
@@ -181,14 +181,7 @@ class KIVI_ELBO(ImplicitELBO):
         draws = draws.reshape(draws.shape[:1] + q.batch_shape + (-1,))
         draws = pool_particles(draws, site, self.num_particles)
         num_draws, dim = draws.shape[-2:]
-        if self.covariance == "full" and num_draws <= dim:
-            raise ValueError(
-                f"site '{site.name}' has {dim} dimensions, but covariance=\"full\" got {num_draws} "
-                f'draws. Cure: num_entropy_particles of at least {dim + 1}, or "diagonal"'
-            )
-        covariance = self.covariance
-        if covariance == "auto":
-            covariance = automatic_covariance(site, num_draws, dim)
+        covariance = choose_covariance(self.covariance, site, num_draws, dim)
         contrast_shape = draws.shape[:-2] + (self.num_prior_particles or num_draws, dim)
         contrast = torch.randn(contrast_shape, dtype=draws.dtype, device=draws.device)
         log_q = adaptive_log_density(

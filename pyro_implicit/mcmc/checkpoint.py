@@ -19,8 +19,9 @@ __all__ = ["load_chains", "save_chains"]
 
 
 def save_chains(path: Path, settings: dict[str, Any], chains: Any) -> None:
-    """Write chains and random streams. The file is complete or not there at all, whenever the
-    process dies.
+    """Write chains and random streams.
+
+    The file is complete or not there at all, whenever the process dies.
 
     :param settings: those of the run; a resumed run must have the same.
     :param chains: anything that pickles.

@@ -26,10 +26,11 @@ def warm_start(
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> dict[str, Tensor]:
-    """
-    One independent draw of the guide for each chain, in the unconstrained space and the layout
-    that ``MCMC(kernel, initial_params=..., num_chains=num_chains)`` expects. Chains then start
-    where the guide puts the posterior, spread out as the guide is.
+    """One independent draw of the guide for each chain, for ``MCMC``.
+
+    They are in the unconstrained space and the layout that ``MCMC(kernel, initial_params=...,
+    num_chains=num_chains)`` expects. Chains then start where the guide puts the posterior, spread
+    out as the guide is.
 
     Pyro wants a leading dimension for the chains only if there are several, so for one chain the
     values have the site's own unconstrained shape. Discrete sites are left out, as NUTS sums

@@ -20,10 +20,11 @@ _CHUNK_NUMEL = 2**22
 
 
 class NoiseSpaceReparam(NeuTraReparam):
-    r"""
-    Lets NUTS walk over the noise of a fitted :class:`~pyro_implicit.AutoImplicit` guide instead of
-    the model's latents: Pyro's :class:`~pyro.infer.reparam.neutra.NeuTraReparam` with an injective
-    generator in place of a normalising flow.
+    r"""Lets NUTS walk over the noise of a fitted guide instead of the model's latents.
+
+    The guide is an :class:`~pyro_implicit.AutoImplicit`; this is Pyro's
+    :class:`~pyro.infer.reparam.neutra.NeuTraReparam` with an injective generator in place of a
+    normalising flow.
 
     For latents :math:`\theta = f(z)`, the generator's values in the guide's frame, the density over
     the noise is
@@ -59,17 +60,17 @@ class NoiseSpaceReparam(NeuTraReparam):
     >>> sorted(samples), samples["scale"].shape
     (['scale', 'x'], torch.Size([5]))
 
-    :param guide: A trained guide whose generator has as many noise dimensions as the model has
+    :param guide: a trained guide whose generator has as many noise dimensions as the model has
         latents, and is injective, such as
         :class:`~pyro_implicit.AutoregressiveGenerator`, :class:`~pyro_implicit.ResidualGenerator`
         or :class:`~pyro_implicit.GatedResidualGenerator`.
-    :raises TypeError: If the guide is of another kind.
-    :raises ValueError: If the guide was never called, or has no exact density.
+    :raises TypeError: if the guide is of another kind.
+    :raises ValueError: if the guide was never called, or has no exact density.
 
     **References:**
 
-    [1] Hoffman, Sountsov, Dillon, Langmore, Tran and Vasudevan (2019), *NeuTra-lizing Bad Geometry
-    in Hamiltonian Monte Carlo Using Neural Transport*.
+    1. Hoffman, Sountsov, Dillon, Langmore, Tran and Vasudevan (2019), *NeuTra-lizing Bad Geometry
+       in Hamiltonian Monte Carlo Using Neural Transport*.
     """
 
     guide: AutoImplicit
@@ -94,15 +95,14 @@ class NoiseSpaceReparam(NeuTraReparam):
 
     @torch.no_grad()
     def transform_sample(self, latent: Tensor) -> dict[str, Tensor]:
-        """
-        The model's latents of noise that NUTS drew.
+        """The model's latents of noise that NUTS drew.
 
         Warns if the determinant of the generator's Jacobian has both signs among the draws: then
         the generator folds the noise, and posterior mass in the fold counts more than once.
 
-        :param latent: Noise ``(*batch, noise_dim)``: the samples of the site
+        :param latent: noise ``(*batch, noise_dim)``: the samples of the site
             ``"{name}_shared_latent"``, where name is that of the model's first latent.
-        :returns: Constrained values by site, each ``(*batch, *site_shape)``.
+        :returns: constrained values by site, each ``(*batch, *site_shape)``.
         """
         self._warn_of_folds(latent.reshape(-1, latent.shape[-1]))
         batch = latent.shape[:-1]

@@ -17,8 +17,9 @@ __all__ = ["random_streams", "read_file", "restore_random_streams", "write_file"
 
 
 def write_file(path: Path, content: Any) -> None:
-    """Write anything that pickles. The file is complete or not there at all, whenever the process
-    dies."""
+    """Write anything that pickles.
+
+    The file is complete or not there at all, whenever the process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:

@@ -31,6 +31,8 @@ class Tracked(NamedTuple):
 def tracked(parts: list[Tensor], log_density: Tensor) -> Tracked:
     """Quantities and the log-density side by side.
 
+    **Example:**
+
     >>> tracked([torch.zeros(5, 1), torch.zeros(5, 2, 1)], torch.zeros(5)).group
     tensor([0, 1, 1, 2])
 

@@ -27,10 +27,10 @@ def to_bayesian_(
     *,
     normalization: bool = False,
 ) -> PyroModule:
-    r"""
-    Puts priors on the parameters of any network, in place: each becomes a latent, a sample site
-    with the parameter's name, such as ``"0.weight"``. The network is then called as before, in a
-    Pyro model.
+    r"""Puts priors on the parameters of any network, in place.
+
+    Each becomes a latent, a sample site with the parameter's name, such as ``"0.weight"``. The
+    network is then called as before, in a Pyro model.
 
     Parameters without a prior are learnt by maximum likelihood, as Pyro parameters. Frozen ones
     (``requires_grad=False``) keep their values; they turn into buffers, as Pyro would train them.

@@ -35,11 +35,7 @@ from pyro_implicit.ops.logdet import (
     smallest_singular_log_det,
     stochastic_log_det,
 )
-from pyro_implicit.ops.logistic_ratio import (
-    LogisticRatio,
-    fit_logistic_ratio,
-    logistic_ratio_loss,
-)
+from pyro_implicit.ops.logistic_ratio import logistic_ratio_loss
 from pyro_implicit.ops.score_estimators import (
     gaussian_entropy,
     kernel_stein_discrepancy,
@@ -69,7 +65,6 @@ __all__ = [
     "HMCState",
     "InverseTransposed",
     "Kernel",
-    "LogisticRatio",
     "RadialKernel",
     "SteinTest",
     "adaptive_log_density",
@@ -77,7 +72,6 @@ __all__ = [
     "conditional_log_density",
     "covariance_log_det",
     "fit_density_ratio",
-    "fit_logistic_ratio",
     "gaussian_entropy",
     "hmc_state",
     "hmc_transition",

@@ -118,6 +118,8 @@ def chees(start: Tensor, move: Move, length: Tensor | float) -> tuple[Tensor, Te
 def van_der_corput(index: int) -> float:
     """The low-discrepancy sequence in (0, 1) of base 2: 1/2, 1/4, 3/4, 1/8, ...
 
+    **Example:**
+
     >>> [van_der_corput(index) for index in (1, 2, 3, 4)]
     [0.5, 0.25, 0.75, 0.125]
 

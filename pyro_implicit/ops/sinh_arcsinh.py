@@ -12,7 +12,7 @@ positive, as h grows like :math:`z^{e^\delta}`. At 0 and 0 h is the identity.
 
 **References:**
 
-[1] *Sinh-arcsinh distributions*, M. C. Jones, Arthur Pewsey, Biometrika 96 (2009), Section 2.
+1. Jones and Pewsey (2009), *Sinh-arcsinh distributions*, Biometrika 96, section 2.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ __all__ = [
 
 
 def sinh_arcsinh(z: Tensor, skew: Tensor, tail: Tensor) -> Tensor:
-    r"""
+    r"""The transformation :math:`h(z; \epsilon, \delta)`.
+
     **Example:**
 
     >>> import torch
     >>> sinh_arcsinh(torch.tensor([-2.0, 0.0, 2.0]), torch.tensor(1.0), torch.tensor(0.0))
     tensor([-1.0586,  0.0000,  2.9414])
 
-    :param ~torch.Tensor z: Any shape; it and the parameters broadcast.
-    :param ~torch.Tensor skew: :math:`\epsilon`.
-    :param ~torch.Tensor tail: :math:`\delta`.
+    :param z: any shape; it and the parameters broadcast.
+    :param skew: :math:`\epsilon`.
+    :param tail: :math:`\delta`.
     :returns: :math:`h(z; \epsilon, \delta)`.
     """
     angle = tail.exp() * z.asinh()
@@ -49,21 +50,23 @@ def sinh_arcsinh(z: Tensor, skew: Tensor, tail: Tensor) -> Tensor:
 
 
 def sinh_arcsinh_inverse(value: Tensor, skew: Tensor, tail: Tensor) -> Tensor:
-    r"""
-    :param ~torch.Tensor value: Any shape; it and the parameters broadcast.
-    :param ~torch.Tensor skew: :math:`\epsilon`.
-    :param ~torch.Tensor tail: :math:`\delta`.
-    :returns: The z of :math:`h(z; \epsilon, \delta)` = ``value``.
+    r"""The z at which the transformation has a value.
+
+    :param value: any shape; it and the parameters broadcast.
+    :param skew: :math:`\epsilon`.
+    :param tail: :math:`\delta`.
+    :returns: the z of :math:`h(z; \epsilon, \delta)` = ``value``.
     """
     angle = (value * tail.exp() * skew.cosh() + skew.sinh()).asinh() - skew
     return (angle / tail.exp()).sinh()
 
 
 def sinh_arcsinh_log_derivative(z: Tensor, skew: Tensor, tail: Tensor) -> Tensor:
-    r"""
-    :param ~torch.Tensor z: Any shape; it and the parameters broadcast.
-    :param ~torch.Tensor skew: :math:`\epsilon`.
-    :param ~torch.Tensor tail: :math:`\delta`.
+    r"""The logarithm of the slope in z.
+
+    :param z: any shape; it and the parameters broadcast.
+    :param skew: :math:`\epsilon`.
+    :param tail: :math:`\delta`.
     :returns: :math:`\log \partial h / \partial z`.
     """
     angle = tail.exp() * z.asinh()
@@ -71,11 +74,12 @@ def sinh_arcsinh_log_derivative(z: Tensor, skew: Tensor, tail: Tensor) -> Tensor
 
 
 def sinh_arcsinh_slopes(z: Tensor, skew: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    r"""
-    :param ~torch.Tensor z: Any shape; it and the parameters broadcast.
-    :param ~torch.Tensor skew: :math:`\epsilon`.
-    :param ~torch.Tensor tail: :math:`\delta`.
-    :returns: The derivatives of h with respect to z, :math:`\epsilon` and :math:`\delta`.
+    r"""The slopes in z and in both parameters.
+
+    :param z: any shape; it and the parameters broadcast.
+    :param skew: :math:`\epsilon`.
+    :param tail: :math:`\delta`.
+    :returns: the derivatives of h with respect to z, :math:`\epsilon` and :math:`\delta`.
     """
     power, lean = tail.exp(), skew.tanh()
     angle = power * z.asinh()

@@ -10,7 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import AutoMultivariateNormal
+from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoMultivariateNormal, AutoNormal
 from torch import Tensor, nn
 from torch.distributions import Gamma, MultivariateNormal, Normal, kl_divergence
 
@@ -27,6 +27,7 @@ from pyro_implicit import (
 )
 from pyro_implicit.generators import Generator
 from pyro_implicit.infer.bound import (
+    FoldWarning,
     _pareto_khat,
     evidence_bound,
     weighted_draws,
@@ -404,6 +405,50 @@ def test_leaves_a_fitted_guide_alone():
     for name, param in guide.named_parameters():
         assert param.equal(before[name][0]) and param.grad.equal(before[name][1])
     assert "HierarchicalELBO" not in SemiImplicit.trained_by
+
+
+def test_a_fold_is_seen_from_several_starts():
+    """Each value has two noises that make it; the model's density is the guide's, by quadrature."""
+    scale, grid = 0.05, torch.linspace(-8, 8, 4001)
+
+    def fold(z):
+        return ((z + 0.1).square() + 0.1).sqrt()
+
+    def model():
+        x = pyro.sample("x", dist.Normal(torch.zeros(4), 1.0).to_event(1).mask(False))
+        straight = Normal(0.0, math.sqrt(1 + scale**2)).log_prob(x[..., :3]).sum(-1)
+        terms = Normal(fold(grid), scale).log_prob(x[..., 3:]) + Normal(0.0, 1.0).log_prob(grid)
+        bent = terms.logsumexp(-1) + (grid[1] - grid[0]).log()
+        pyro.factor("density", straight + bent + 2.5)
+
+    def guide():
+        generator = lambda z: torch.cat([z[..., :3], fold(z[..., 3:])], -1)  # noqa: E731
+        pyro.sample("x", SemiImplicit(generator, 4, scale))
+
+    options: dict[str, Any] = {"num_samples": 200, "num_mixing": 50, "num_steps": 15}
+    with pytest.warns(FoldWarning, match=r"generator of site 'x' folds: \d+% of its draws.*Cure"):
+        bound = evidence_bound(model, guide, **options)
+    assert 2.35 < bound.value < 2.5 + 4 * bound.standard_error
+    alone = evidence_bound(model, guide, num_starts=1, **options)
+    assert alone.value < bound.value - 1
+
+
+@pytest.mark.parametrize("chunk_size", [1, 100])
+@pytest.mark.parametrize("beside_a_normal", [False, True])
+def test_points_have_no_bound(beside_a_normal, chunk_size):
+    """Pyro gives a Delta the log-density 0, so that a MAP estimate would beat the evidence."""
+
+    def model():
+        pyro.sample("a", dist.Normal(0.0, 1.0))
+        pyro.sample("b", dist.Normal(0.0, 1.0))
+
+    guide = AutoDelta(model)
+    if beside_a_normal:
+        guide = AutoGuideList(model)
+        guide.append(AutoDelta(pyro.poutine.block(model, hide=["b"])))
+        guide.append(AutoNormal(pyro.poutine.block(model, hide=["a"])))
+    with pytest.raises(ValueError, match="site 'a' of the guide is a point.*Cure: AutoNormal"):
+        evidence_bound(model, guide, num_samples=20, chunk_size=chunk_size)
 
 
 def refused(q, match: str, **options) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.ops import Covariance, gaussian_entropy
 
 __all__ = [
-    "automatic_covariance",
+    "choose_covariance",
     "differs_by_particle",
     "moments_log_q",
     "pool_particles",
@@ -50,11 +52,23 @@ def pool_particles(draws: Tensor, site: ImplicitSite, num_particles: int) -> Ten
     return draws.movedim(0, -2)
 
 
-def automatic_covariance(site: ImplicitSite, num_draws: int, dim: int) -> Covariance:
-    """Full where twice as many draws as dimensions fill all of them, else diagonal.
+def choose_covariance(
+    covariance: Literal["auto"] | Covariance, site: ImplicitSite, num_draws: int, dim: int
+) -> Covariance:
+    """The covariance in which an estimate sees a site's draws.
 
+    :param covariance: as asked for; ``"auto"`` is full where twice as many draws as dimensions fill
+        all of them, else diagonal.
     :param num_draws: of the site, of ``dim`` dimensions.
+    :raises ValueError: for a full one of no more draws than dimensions.
     """
+    if covariance == "full" and num_draws <= dim:
+        raise ValueError(
+            f"site '{site.name}' has {dim} dimensions, but covariance=\"full\" got {num_draws} "
+            f'draws. Cure: num_entropy_particles of at least {dim + 1}, or "diagonal"'
+        )
+    if covariance != "auto":
+        return covariance
     full_rank = isinstance(site.distribution, SemiImplicit) or site.noise.shape[-1] >= dim
     return "full" if full_rank and num_draws >= 2 * dim else "diagonal"
 
@@ -73,7 +87,7 @@ def moments_log_q(site: ImplicitSite) -> Tensor:
     """Minus the entropy of the Gaussian with the moments of the site's values, for each of them."""
     q = site.distribution
     points = site.value.detach().reshape(q.batch_shape + (-1,)).movedim(0, -2)
-    covariance = automatic_covariance(site, *points.shape[-2:])
+    covariance = choose_covariance("auto", site, *points.shape[-2:])
     try:
         return -gaussian_entropy(points, covariance).expand(q.batch_shape)
     except torch.linalg.LinAlgError as error:

@@ -46,7 +46,8 @@ class GPVIHelper(nn.Module):
         )
 
     def forward(self, core: Tensor, gradients: Tensor) -> Tensor:
-        """
+        """Estimate the functional gradient at a value from its core noise and the gradients there.
+
         :param core: ``(*batch, core_dim)``.
         :param gradients: ``(*batch, value_dim)``.
         :returns: ``(*batch, value_dim)``.

@@ -65,6 +65,8 @@ class HierarchicalELBO(ImplicitELBO):
         self.num_starts = num_starts
         #: By semi-implicit site, for each call the share of draws that a fold made.
         self.folds: dict[str, list[Tensor]] = {}
+        #: The guide's sites that have a value in place of a density.
+        self.deltas: set[str] = set()
         self._orientations: dict[str, Tensor] = {}
         self._latents: dict[str, Tensor] = {}
 
@@ -91,7 +93,8 @@ class HierarchicalELBO(ImplicitELBO):
         for trace in (trace for pair in traces for trace in pair):
             refuse_subsampling(trace, "evidence_bound")
         for _, guide_trace in traces:
-            _refuse_points(guide_trace, len(traces) == 1 and self.num_particles > 1)
+            samples = {n: s for n, s in guide_trace.nodes.items() if s["type"] == "sample"}
+            self.deltas |= {n for n, s in samples.items() if isinstance(s["fn"], dist.Delta)}
         weights = torch.cat([log_weights(model, guide, size) for model, guide in traces])
         if (weights.isnan() | weights.isposinf()).any():
             for pair in traces:
@@ -190,24 +193,3 @@ class HierarchicalELBO(ImplicitELBO):
             is_even = (log_mass - log_mass[index]).abs() < EVEN
             folded |= (is_apart & is_even).any(0)
         self.folds.setdefault(name, []).append(folded.to(flat.value).mean())
-
-
-def _refuse_points(guide_trace: Trace, has_particles: bool) -> None:
-    """Check that the value of every Delta site moves with a draw that has a density."""
-    has_density = {n for n, s in guide_trace.nodes.items() if _is_random(s)}
-    for name, site in guide_trace.nodes.items():
-        if site["type"] != "sample" or not isinstance(site["fn"], dist.Delta):
-            continue
-        value = site["value"]
-        is_point = not has_density
-        if has_particles and not is_point:
-            is_point = len(value) > 1 and bool((value == value[:1]).all())
-        if is_point:
-            raise ValueError(
-                f"site '{name}' of the guide is a point (Delta), which has no density, so there is "
-                "no bound. Cure: AutoNormal or another guide with a density in place of AutoDelta"
-            )
-
-
-def _is_random(site: dict[str, Any]) -> bool:
-    return site["type"] == "sample" and not isinstance(site["fn"], dist.Delta)

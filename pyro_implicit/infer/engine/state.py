@@ -3,15 +3,22 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeVar
+
+from pyro.infer import Trace_ELBO
 
 from pyro_implicit.density.engine import BatchedRuns
+from pyro_implicit.infer.engine.first_run import first_run
 
-__all__ = ["ElboState", "Pair"]
+__all__ = ["ElboState", "Pair", "StatefulELBO"]
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -59,3 +66,77 @@ def _reference(target: Callable[..., Any]) -> Callable[[], Any]:
         return weakref.ref(target)
     except TypeError:
         return lambda: target
+
+
+class StatefulELBO(Trace_ELBO):
+    """A ``Trace_ELBO`` that remembers, for as long as model and guide stay the same.
+
+    :param num_particles: draws of the guide per step.
+    :param vectorize_particles: how the model runs for all of them; the guide runs under Pyro's
+        particle plate in any case.
+    :param kwargs: all others of :class:`pyro.infer.Trace_ELBO`.
+    """
+
+    def __init__(
+        self,
+        num_particles: int,
+        vectorize_particles: Literal["vmap", "plate", False],
+        **kwargs: Any,
+    ) -> None:
+        self.max_plate_nesting: float
+        # Pyro counts the guide's particle plate in max_plate_nesting.
+        super().__init__(num_particles, vectorize_particles=True, **kwargs)
+        self.vectorize_particles = vectorize_particles
+        self.num_steps = 0
+        self.num_skipped = 0
+        self._given_nesting = self.max_plate_nesting
+        self._pair: Pair | None = None
+        self.state = self._new_state()
+
+    def remember(self, purpose: str, site: str, make: Callable[[], T]) -> T:
+        """What is kept of a site from step to step; made the first time."""
+        memory = self.state.memory
+        if (purpose, site) not in memory:
+            memory[purpose, site] = make()
+        return memory[purpose, site]
+
+    def get_state(self) -> dict[str, Any]:
+        """All that the next step depends on beside parameters and random streams, for a file."""
+        memory = copy.deepcopy(self.state.memory)
+        return {"memory": memory, "num_steps": self.num_steps, "num_skipped": self.num_skipped}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Put back what :meth:`get_state` gave; the next step goes on from there."""
+        self.state.memory.update(copy.deepcopy(state["memory"]))
+        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+
+    def _new_state(self) -> ElboState:
+        mode: Literal["vmap", False] = "vmap" if self.vectorize_particles == "vmap" else False
+        return ElboState(BatchedRuns(type(self).__name__, mode))
+
+    def _meet(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+        """Forget what belonged to another model or guide, and run a new pair once."""
+        if self._pair is not None and not self._pair.has(model, guide):
+            self.state = self._new_state()
+            self.max_plate_nesting = self._given_nesting
+            if not self._pair.has_guide(guide):
+                self._forget_guide()
+        if self.state.value_ndims is None:
+            self._guess_max_plate_nesting(model, guide, args, kwargs)
+            self._pair = Pair(model, guide)
+
+    def _forget_guide(self) -> None:
+        """Drop what was trained beside another guide."""
+
+    def _guess_max_plate_nesting(
+        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
+    ) -> None:
+        found = first_run(model, guide, args, kwargs, self.max_plate_nesting)
+        self.state.value_ndims = {n: s["value"].dim() for n, s in found.guide_sites.items()}
+        for name, site in found.guide_sites.items():
+            self._check_trainable(name, site)
+        if math.isinf(self.max_plate_nesting):
+            self.max_plate_nesting = found.plate_nesting + (self.num_particles > 1)
+
+    def _check_trainable(self, name: str, site: dict[str, Any]) -> None:
+        """Refuse a site of a new guide that cannot be trained, and note an implicit one."""
