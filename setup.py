@@ -11,7 +11,7 @@ INIT = (ROOT / "pyro_implicit" / "__init__.py").read_text(encoding="utf-8")
 VERSION = re.search(r'^__version__ = "([^"]+)"', INIT, re.MULTILINE).group(1)
 
 EXAMPLES = ["scikit-learn", "tqdm", "arviz"]
-TEST = ["pytest>=8", *EXAMPLES]
+TEST = ["pytest>=8", "pytest-xdist", *EXAMPLES]
 DOCS = ["sphinx>=8", "furo"]
 LINT = ["ruff", "mypy", "import-linter"]
 

@@ -194,7 +194,7 @@ def _log_weights(guide: AutoGuide, density: LatentDensity, num_draws: int = 1000
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FoldWarning)  # the stage sees it and trains another
             return weighted_draws(
-                model, guide, *args, num_samples=num_draws, model_kwargs=kwargs
+                model, guide, *args, num_samples=num_draws, num_starts=2, model_kwargs=kwargs
             ).log_weights
     q = guide.get_posterior(*args, **kwargs)
     if not isinstance(guide, AutoMixture):

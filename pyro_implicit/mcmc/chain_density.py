@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.mcmc.noise_space import NoiseSpaceReparam
 
 __all__ = ["ChainDensity", "NoiseDensity", "Starts", "latent_draws"]
 
@@ -90,8 +91,6 @@ class NoiseDensity(ChainDensity):
 
     def check(self, points: Tensor) -> None:
         """Warn if the generator folds the noise among these points."""
-        from pyro_implicit.mcmc.noise_space import NoiseSpaceReparam
-
         NoiseSpaceReparam(self.guide).transform_sample(points)
 
 

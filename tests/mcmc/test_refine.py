@@ -10,10 +10,10 @@ import torch
 from pyro import poutine
 from pyro.infer import Predictive
 from pyro.infer.autoguide import AutoNormal
-from torch import nn
 
 from pyro_implicit import AutoImplicit, AutoregressiveGenerator, AutoSemiImplicit, compare
 from pyro_implicit.density import SubsampledError
+from pyro_implicit.generators import Generator
 from pyro_implicit.mcmc import refine
 from pyro_implicit.mcmc import refinement as module
 
@@ -138,7 +138,7 @@ def test_what_is_returned():
     assert result.get_samples(7)["weight"].shape == (7, 2)
     assert result.diagnostics()["weight"]["r_hat"].shape == (2,)
     assert Predictive(regression, flat)(X, None)["y"].shape == (num_chains * num_draws, 4)
-    assert compare(flat, grouped | flat).floor_ratio < 1
+    assert compare(None, flat, grouped | flat).floor_ratio < 1
     assert "max_gradients" in str(result) and "mode" in str(result)
     assert 0.5 < result.acceptance < 1 and result.warmup_gradients < result.num_gradients
 
@@ -222,8 +222,11 @@ def test_starts_without_a_finite_density_are_replaced():
     with pytest.warns(UserWarning, match="not finite at 6 of 64"):
         result = short(draws, num_chains=64)
     assert result.replaced_starts == 6 and result.get_samples()["weight"].abs().max() < 100
-    with pytest.raises(ValueError, match="finite at none of 32 draws.*Cure"):
+    with pytest.raises(ValueError, match="observation of site 'y' is NaN in 4 of 4.*Cure"):
         short(AutoNormal(regression), X, torch.full_like(Y, torch.nan))
+    draws["weight"][:] = torch.nan
+    with pytest.raises(ValueError, match="finite at none of 64 draws.*Cure"):
+        short(draws, num_chains=64)
 
 
 def test_proposals_without_a_finite_density_are_rejected():
@@ -314,17 +317,14 @@ def test_refuses_subsampled_data():
 
 
 def test_a_folded_generator_is_reported():
-    class Fold(nn.Module):
-        noise_dim = 3
+    class Fold(Generator):
+        injective = True  # it says
 
         def forward(self, noise, context=None):
             return noise.square() / 2 + 0.1 * noise
 
-        def log_abs_det_jacobian(self, noise, context=None):
-            return (noise + 0.1).abs().log().sum(-1)
-
     with pytest.warns(UserWarning, match="another sign"):
-        short(AutoImplicit(regression, Fold()))
+        short(AutoImplicit(regression, Fold(3, 3)))
 
 
 def test_a_chain_without_a_way_out_goes_on_from_others():
