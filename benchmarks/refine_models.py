@@ -216,11 +216,11 @@ def report(path: Path) -> str:
     return markdown_table(header, rows) + "\n" + NOTE
 
 
-NOTE = """The worst latent's error of the mean, in posterior sds, and the least and greatest ratio of
-sds, in unconstrained space, before and after `refine`. Noise is the greatest Monte Carlo standard
-error of the difference of two means, from the spread of the independent chains; of 150 to 200 the
-worst is off by about three of them. The reference is a longer run of `refine`, from draws of the
-prior and with another seed.
+NOTE = """Of the worst latent: the error of the mean, in posterior sds, and the range of the ratios
+of sds, in unconstrained space, before and after `refine`. Noise is the greatest Monte Carlo
+standard error of the difference of two means, from the spread of the independent chains; of 150
+to 200 means the worst is off by about three of them. The reference is a longer run of `refine`,
+from draws of the prior and with another seed.
 
 `python benchmarks/refine_models.py` makes it anew.
 """
