@@ -4,8 +4,8 @@
 A hierarchical Poisson regression, a spatial Poisson model and an item-response model, on data of
 their own. A mean-field guide of 1,000 steps is refined by a few hundred gradients, and the moments
 of both are compared, in unconstrained space, with those of a *reference*: a much longer run of
-``refine``, from draws of a mean-field guide of another seed, twice as far from their mean. It shares
-the kernel with what it judges, not the start nor the adaptation::
+``refine``, from draws of a mean-field guide of another seed, twice as far from their mean. It has
+the kernel of what it judges, not the start nor the adaptation::
 
     python benchmarks/refine_models.py
     python benchmarks/refine_models.py --models items --seeds 2
