@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the tables of ``results/*.md`` into the csv files that ``docs/evidence.rst`` shows.
+"""Turns the tables of ``results/*.md`` into the csv files that the documentation shows.
 
 ::
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.common import RESULTS
 
 DOCS = Path(__file__).parent.parent / "docs" / "evidence"
-PAGES = ("posteriordb", "hard_geometries", "verdicts")
+PAGES = ("posteriordb", "hard_geometries", "verdicts", "refine_toy", "refine_models")
 
 
 def tables(text: str) -> list[list[list[str]]]:

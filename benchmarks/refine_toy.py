@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The four-class toy, before and after ``refine``.
+
+Data, network, map and NUTS map are those of ``toy_classification.py``. Four guides are trained,
+their draws are moved by ``refine``, and the maps of both are compared with that of NUTS, whose line
+``--reference`` holds. The chains stop by the probabilities on a coarse grid, or at the budget::
+
+    python benchmarks/refine_toy.py
+    python benchmarks/refine_toy.py --guides "mean field" --seeds 1
+    python benchmarks/refine_toy.py --report
+
+Each run adds one line to ``--out``, with both maps; a run of the same settings whose line is there
+already is not repeated. ``--report`` writes the table and the picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from common import (
+    RESULTS,
+    append_record,
+    cosine_adam,
+    environment,
+    fit,
+    markdown_table,
+    read_records,
+)
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoNormal, init_to_sample
+from torch import Tensor
+from toy_classification import (
+    NUM_TRAIN,
+    difference,
+    logits,
+    make_data,
+    make_grid,
+    model,
+    spread,
+    uncertainty,
+)
+from tqdm import tqdm
+
+from pyro_implicit import (
+    LIVI_ELBO,
+    AutoImplicit,
+    AutoSemiImplicit,
+    InjectiveELBO,
+    ResidualGenerator,
+)
+from pyro_implicit.diagnostics import draw
+from pyro_implicit.infer import ImplicitELBO
+from pyro_implicit.mcmc import refine
+
+NUM_MEMBERS = 5
+COARSE = 9  # points on a side of the grid whose probabilities say when to stop
+
+
+def train(guide: Any, elbo: Any, args: argparse.Namespace) -> Any:
+    optim = cosine_adam(args.lr, args.steps)
+    fit(SVI(model, guide, optim, elbo), args.steps, *make_data(NUM_TRAIN, seed=0))
+    return guide
+
+
+def mean_field(args: argparse.Namespace) -> Any:
+    elbo = ImplicitELBO(args.particles, vectorize_particles="plate")
+    return train(AutoNormal(model, init_loc_fn=init_to_sample), elbo, args)
+
+
+def livi(args: argparse.Namespace) -> Any:
+    guide = AutoSemiImplicit(model, noise_dim=50, init_loc_fn=init_to_sample)
+    # Its determinants are as large as the noise: half of the particles, for about equal time.
+    elbo = LIVI_ELBO(max(1, args.particles // 2), vectorize_particles="plate")
+    return train(guide, elbo, args)
+
+
+def injective(args: argparse.Namespace) -> Any:
+    guide = AutoImplicit(
+        model, generator=lambda size: ResidualGenerator(size, 10), init_loc_fn=init_to_sample
+    )
+    elbo = InjectiveELBO(args.particles, vectorize_particles="plate")
+    return train(guide, elbo, args)
+
+
+def ensemble(args: argparse.Namespace) -> dict[str, Tensor]:
+    """Draws of five mean-field fits, one of each in turn."""
+    members = []
+    for _ in range(NUM_MEMBERS):
+        pyro.clear_param_store()
+        members.append(networks(mean_field(args), args.draws // NUM_MEMBERS))
+    return {"theta": torch.stack(members, 1).flatten(0, 1)}
+
+
+GUIDES: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "mean field": mean_field,
+    "LIVI": livi,
+    "InjectiveELBO": injective,
+    "ensemble of 5 mean fields": ensemble,
+}
+
+
+def networks(guide: Any, num_draws: int) -> Tensor:
+    """``(num_draws, 184)``."""
+    if isinstance(guide, dict):
+        return guide["theta"]
+    return draw(guide, num_draws, *make_data(NUM_TRAIN, seed=0))["theta"]
+
+
+def probabilities(draws: dict[str, Tensor]) -> Tensor:
+    """``(num_chains, COARSE**2, 4)``."""
+    return logits(draws["theta"], make_grid(COARSE)).softmax(-1)
+
+
+def rounded(values: Tensor) -> list[float]:
+    return [round(value, 4) for value in values.tolist()]
+
+
+def run(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    start = time.process_time()  # other jobs on the machine do not count
+    guide = GUIDES[name](args)
+    trained = time.process_time()
+    result = refine(
+        model,
+        guide,
+        *make_data(NUM_TRAIN, seed=0),
+        num_chains=args.chains,
+        max_gradients=args.max_gradients,
+        quantities=probabilities,
+        progress=False,
+    )
+    end = time.process_time()
+    grid = make_grid(args.grid)
+    return {
+        "guide_seconds": trained - start,
+        "refine_seconds": end - trained,
+        "stopped": result.stopped,
+        "gradients": result.num_gradients,
+        "r_hat": None if result.drift is None else result.drift.r_hat,
+        "failed": result.failed,
+        "space": result.space,
+        "before": rounded(uncertainty(networks(guide, args.draws), grid)),
+        "after": rounded(uncertainty(result.get_samples()["theta"], grid)),
+    }
+
+
+def reference(path: Path) -> dict[str, Any]:
+    """The line of NUTS."""
+    return next(record for record in read_records(path) if record["method"] == "NUTS")
+
+
+def run_all(args: argparse.Namespace) -> None:
+    done = read_records(args.out)
+    machine = environment("cpu")
+    args.grid = reference(args.reference)["grid"]
+    names = ["grid", "steps", "lr", "particles", "draws", "chains", "max_gradients"]
+    settings = {name: getattr(args, name) for name in names}
+    runs = [(guide, seed) for seed in range(args.seeds) for guide in args.guides]
+    for guide, seed in (bar := tqdm(runs, unit="run")):
+        bar.set_description(f"{guide} {seed}")
+        key = {"guide": guide, "seed": seed} | settings
+        if not any(key.items() <= record.items() for record in done):
+            append_record(args.out, key | run(guide, seed, args) | machine)
+
+
+def report(path: Path, nuts: dict[str, Any]) -> str:
+    """The Markdown table of the records."""
+    groups = defaultdict(list)
+    for record in read_records(path):
+        groups[record["guide"]].append(record)
+    rows = []
+    for name, runs in groups.items():
+        cells = [
+            spread([difference({"map": run[when]}, nuts) for run in runs], 3)
+            for when in ("before", "after")
+        ]
+        columns = {"gradients": 0, "guide_seconds": 0, "refine_seconds": 0}
+        cells += [spread([run[key] for run in runs], digits) for key, digits in columns.items()]
+        converged = sum(run["stopped"] == "converged" for run in runs)
+        rows.append([name, *cells, f"{converged} of {len(runs)}"])
+    header = ["guide", "before", "after", "gradients", "CPU s: guide", "refine", "converged"]
+    first = next(iter(groups.values()))[0]
+    return (
+        markdown_table(header, rows) + f"\nMean absolute difference of the uncertainty map "
+        f"(`toy_classification.py`) to that of NUTS, before and\nafter `refine`; mean (least to "
+        f"greatest) over seeds. Two chains of NUTS differ by {nuts['floor']:.3f} and took\n"
+        f"{nuts['cpu_seconds']:.0f} CPU s, in a run of their own, with a density written by hand. "
+        f"Guides: {first['steps']} steps of {first['particles']}\nparticles (LIVI: half of "
+        f"them). Refined by {first['chains']} chains of at most about "
+        f"{first['max_gradients']} gradients each.\n\n"
+        "`python benchmarks/refine_toy.py` makes it anew.\n"
+    )
+
+
+def plot(path: Path, nuts: dict[str, Any]) -> None:
+    """The maps of the first seed before (above) and after, beside NUTS's."""
+    import matplotlib.pyplot as plt
+
+    first = {record["guide"]: record for record in reversed(read_records(path))}
+    shown = [name for name in GUIDES if name in first]
+    figure, panels = plt.subplots(
+        2, len(shown) + 1, figsize=(2 * len(shown) + 2, 4.4), squeeze=False, layout="constrained"
+    )
+    x, _ = make_data(NUM_TRAIN, seed=0)
+    for column, name in enumerate(["NUTS", *shown]):
+        for panel, when in zip(panels[:, column], ("before", "after"), strict=True):
+            panel.axis("off")
+            if name == "NUTS" and when == "after":
+                continue
+            values = nuts["map"] if name == "NUTS" else first[name][when]
+            image = panel.imshow(
+                torch.tensor(values).reshape(nuts["grid"], -1).T.numpy(),
+                origin="lower",
+                extent=(-10, 10, -10, 10),
+                vmin=0,
+                vmax=1.75,
+                cmap="Blues",
+            )
+            panel.scatter(*x.T.numpy(), s=0.5, color="tab:red")
+            distance = difference({"map": values}, nuts)
+            title = name if name == "NUTS" else f"{name},\n{when}: {distance:.3f}"
+            panel.set_title(title, fontsize=7)
+    figure.colorbar(image, ax=panels, shrink=0.6)
+    figure.savefig(path.with_suffix(".png"), dpi=90)
+    plt.close(figure)
+
+
+def main(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    if not args.report:
+        run_all(args)
+    nuts = reference(args.reference)
+    text = report(args.out, nuts)
+    args.out.with_suffix(".md").write_text(text)
+    plot(args.out, nuts)
+    print(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--guides", nargs="+", default=list(GUIDES), choices=list(GUIDES))
+    parser.add_argument("--seeds", type=int, default=2, help="seeds 0 to SEEDS - 1")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--lr", type=float, default=1e-2, help="falls to zero along a cosine")
+    parser.add_argument("--particles", type=int, default=20)
+    parser.add_argument("--draws", type=int, default=1000, help="networks drawn from a guide")
+    parser.add_argument("--chains", type=int, default=256)
+    parser.add_argument("--max-gradients", type=int, default=1000, help="of each chain")
+    parser.add_argument("--reference", type=Path, default=RESULTS / "toy_classification.jsonl")
+    parser.add_argument("--out", type=Path, default=RESULTS / "refine_toy.jsonl")
+    parser.add_argument("--report", action="store_true", help="table and picture of --out alone")
+    return parser
+
+
+if __name__ == "__main__":
+    main(parser().parse_args())
