@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from pyro.poutine.trace_struct import Trace
 
@@ -35,15 +37,16 @@ def refuse_nonfinite(model_trace: Trace, guide_trace: Trace, elbo: str, step: in
     for term, site in terms.items():
         value = torch.as_tensor(site["log_prob_sum"])
         if not value.isfinite():
-            bad.append(f"{term} is {value.item()}")
-            is_nan = torch.as_tensor(site["log_prob"]).isnan()
-            if (
-                site["is_observed"]
-                and is_nan.reshape(len(is_nan) if is_nan.dim() else 1, -1).all(0).any()
-            ):
-                bad[-1] += " for every particle: are there nan among its observations?"
+            hint = " for every particle: are there nan among its observations?"
+            bad.append(f"{term} is {value.item()}{hint * _lacks_data(site)}")
     what = "; ".join(bad) or "the sum of all log-probabilities overflows"
     raise NonFiniteError(f"{elbo}, step {step}: {what}. {_CURE}")
+
+
+def _lacks_data(site: dict[str, Any]) -> bool:
+    """Whether an observed site is nan in some element whatever the particle."""
+    is_nan = torch.atleast_1d(torch.as_tensor(site["log_prob"])).isnan()
+    return site["is_observed"] and bool(is_nan.all(0).any())
 
 
 def check_gradients(params: Trace, elbo: str, step: int) -> None:

@@ -46,11 +46,11 @@ class Pair:
 
     def has(self, model: Callable[..., Any], guide: Callable[..., Any]) -> bool:
         """Whether it is of these two."""
-        return self._model() == model and self.has_guide(guide)
+        return _is(self._model(), model) and self.has_guide(guide)
 
     def has_guide(self, guide: Callable[..., Any]) -> bool:
         """Whether it is of this guide."""
-        return self._guide() == guide
+        return _is(self._guide(), guide)
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # weak references cannot be pickled
@@ -59,8 +59,13 @@ class Pair:
         self._model = self._guide = lambda: None
 
 
+def _is(known: Any, target: Callable[..., Any]) -> bool:
+    # Not by ==, which models may define; but methods are made anew at each access.
+    return known is target or (inspect.ismethod(target) and known == target)
+
+
 def _reference(target: Callable[..., Any]) -> Callable[[], Any]:
-    if inspect.ismethod(target):  # made anew at each access
+    if inspect.ismethod(target):
         return weakref.WeakMethod(target)
     try:
         return weakref.ref(target)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 
 import pyro
@@ -21,6 +22,7 @@ from pyro_implicit import (
     Implicit,
     SemiImplicit,
 )
+from pyro_implicit.infer import NonFiniteError
 from pyro_implicit.infer.engine.state import Pair
 
 
@@ -215,3 +217,38 @@ def test_the_pair_keeps_nobody_alive():
     del guide
     assert pair._guide() is None
     assert not pickle.loads(pickle.dumps(Pair(model, model))).has(model, model)
+
+
+def test_models_that_compare_by_value_are_told_apart_by_identity():
+    """A dataclass with tensors has no truth value in ==."""
+
+    @dataclasses.dataclass
+    class Model:
+        y: torch.Tensor
+
+        def __call__(self):
+            x = pyro.sample("x", dist.Normal(0.0, 1.0))
+            with pyro.plate("rows", len(self.y)):
+                pyro.sample("y", dist.Normal(x, 1.0), obs=self.y)
+
+    model = Model(torch.zeros(3))
+    guide, elbo = AutoSemiImplicit(model), LIVI_ELBO(2)
+    elbo.loss(model, guide)
+    state = elbo.state
+    elbo.loss(model, guide)
+    assert elbo.state is state
+    elbo.loss(Model(torch.ones(3)), guide)
+    assert elbo.state is not state
+
+
+def test_nan_among_the_observations_is_suspected():
+    y = torch.tensor([0.0, torch.nan, 1.0])
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 3), pyro.validation_enabled(False):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+    with pyro.validation_enabled(False):
+        with pytest.raises(NonFiniteError, match="site 'y' is nan for every particle: are there"):
+            LIVI_ELBO(4).loss(model, AutoSemiImplicit(model))
