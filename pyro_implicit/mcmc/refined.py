@@ -39,6 +39,8 @@ class Refined:
     :ivar seconds: Wall time.
     :ivar replaced_starts: Chains put where others are, because their start had no finite
         log-density, or because they stood still for a whole window of the warm-up.
+    :ivar stuck: Chains all of whose draws are one point: a trajectory into the posterior was never
+        accepted from there. Their draws are wrong, and widen every standard deviation.
     :ivar frame: ``"diagonal"``, ``"low-rank"`` or ``"full"``.
     :ivar space: ``"latent"``, or ``"noise"`` where the chains walked on a guide's noise.
     :ivar modes: A note on separate modes.
@@ -55,6 +57,7 @@ class Refined:
     warmup_gradients: int
     seconds: float
     replaced_starts: int
+    stuck: int
     frame: str
     space: str
     modes: str = MODES
@@ -111,6 +114,8 @@ class Refined:
             )
         if self.replaced_starts:
             rows["chains replaced"] = str(self.replaced_starts)
+        if self.stuck:
+            rows["chains that never moved"] = str(self.stuck)
         width = max(map(len, rows))
         lines = [f"{name.ljust(width)}  {value}" for name, value in rows.items()]
         return "\n".join([*lines, self.modes])

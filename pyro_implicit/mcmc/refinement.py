@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -255,6 +256,15 @@ def _who(guide: Any) -> str:
 def _result(density: ChainDensity, guide: Any, chains: Chains) -> Refined:
     density.check(chains.frame.to_points(chains.state.position))
     latents = chains.history.draws().transpose(0, 1).contiguous()
+    stuck = int((latents == latents[:, :1]).flatten(1).all(-1).sum())
+    if stuck:
+        warnings.warn(
+            f"{stuck} of {len(latents)} chains never moved after the warm-up, so their draws are "
+            "wrong: they began where every trajectory is rejected, far out or in a narrow place. "
+            "Cure: a better guide, more max_gradients, or leave out those chains of "
+            "get_samples(group_by_chain=True) whose draws are all the same",
+            stacklevel=3,
+        )
     modes = MODES
     if isinstance(guide, AutoMixture):
         modes += " Those of this mixture are softmax(guide.log_weights)."
@@ -270,6 +280,7 @@ def _result(density: ChainDensity, guide: Any, chains: Chains) -> Refined:
         warmup_gradients=chains.warmup_gradients,
         seconds=chains.seconds,
         replaced_starts=chains.replaced_starts,
+        stuck=stuck,
         frame=chains.frame_kind,
         space=density.space,
         modes=modes,

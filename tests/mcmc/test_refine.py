@@ -327,13 +327,22 @@ def test_a_folded_generator_is_reported():
         short(AutoImplicit(regression, Fold(3, 3)))
 
 
+def spike():
+    """So narrow that no trajectory leaves it."""
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    pyro.factor("spike", 2e6 * torch.exp(-0.5 * ((x - 4) / 1e-6) ** 2) / 1e3)
+
+
 def test_a_chain_without_a_way_out_goes_on_from_others():
-    """A spike so narrow that no trajectory leaves it."""
-
-    def model():
-        x = pyro.sample("x", dist.Normal(0.0, 1.0))
-        pyro.factor("spike", 2e6 * torch.exp(-0.5 * ((x - 4) / 1e-6) ** 2) / 1e3)
-
     start = {"x": torch.cat([torch.randn(63), torch.full((1,), 4.0)])}
-    result = refine(model, start, num_chains=64, max_gradients=300, seed=0, progress=False)
+    result = refine(spike, start, num_chains=64, max_gradients=300, seed=0, progress=False)
     assert result.replaced_starts == 1 and abs(result.get_samples()["x"].std() - 1) < 0.15
+    assert result.stuck == 0 and "never moved" not in str(result)
+
+
+def test_chains_that_never_moved_are_counted():
+    """After a warm-up too short to see them."""
+    start = {"x": torch.cat([torch.randn(62), torch.full((2,), 4.0)])}
+    with pytest.warns(UserWarning, match="2 of 64 chains never moved.*Cure"):
+        result = refine(spike, start, num_chains=64, max_gradients=10, seed=0, progress=False)
+    assert result.stuck == 2 and "chains that never moved" in str(result)
