@@ -270,3 +270,27 @@ def test_coverage_wants_the_path():
     with pytest.raises(ValueError, match="coverage wants path_derivative=True"):
         InjectiveELBO(8, path_derivative=False, coverage=1.0)
     assert InjectiveELBO(8, path_derivative=False).coverage == 0.0
+
+
+def test_all_ways_of_running_the_model_weigh_alike():
+    """A scalar site beside data in a plate: in the loop, too, particles are weighed, not data."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 7):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=torch.ones(7))
+
+    def gradient(way):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        guide = AutoImplicit(model, AutoregressiveGenerator)
+        elbo = InjectiveELBO(16, coverage=1.0, vectorize_particles=way)
+        elbo.loss(model, guide)
+        pyro.set_rng_seed(1)
+        elbo.differentiable_loss(model, guide).backward()
+        return [parameter.grad for parameter in guide.parameters()]
+
+    expected = gradient("plate")
+    for way in ("vmap", False):
+        for found, right in zip(gradient(way), expected, strict=True):
+            torch.testing.assert_close(found, right)
