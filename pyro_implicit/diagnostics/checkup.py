@@ -16,7 +16,7 @@ from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.diagnostics.coverage import uncovered_modes
 from pyro_implicit.diagnostics.drift import drift_check
 from pyro_implicit.diagnostics.importance import importance_check
-from pyro_implicit.diagnostics.stages import (
+from pyro_implicit.diagnostics.preparation import (
     BAD_DRAWS,
     check_modes,
     check_sites,

@@ -23,8 +23,8 @@ from pyro_implicit.mcmc.chain_density import (
     finite_starts,
     latent_draws,
 )
+from pyro_implicit.mcmc.chain_files import load_chains, save_chains
 from pyro_implicit.mcmc.chains import Chains, History
-from pyro_implicit.mcmc.checkpoint import load_chains, save_chains
 from pyro_implicit.mcmc.chees import ChEES
 from pyro_implicit.mcmc.frame import FrameKind, estimate_frame
 from pyro_implicit.mcmc.refined import MODES, Refined
