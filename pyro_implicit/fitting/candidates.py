@@ -61,6 +61,14 @@ class Candidate:
         value = self.log_weights.mean().item()
         return -math.inf if math.isnan(value) else value
 
+    def falls_short(self, other: Candidate) -> bool:
+        """Whether its bound is lower than another's by more than a thousandth of a nat and two
+        standard errors of their difference."""
+        error = 0.0
+        for one in (self, other):
+            error += one.log_weights.var().nan_to_num(0.0).item() / len(one.log_weights)
+        return self.bound < other.bound - max(TIE, 2 * math.sqrt(error))
+
     @property
     def gap(self) -> float:
         """How far guide and posterior are from each other, in nats, if they are near."""
@@ -160,11 +168,10 @@ def choose(
     :param density: of the model.
     :returns: the chosen one, and why in words.
     """
-    # A thousandth of a nat is a tie, which goes to a guide that was trained.
-    highest = max(one.bound for one in candidates)
+    # A tie goes to a guide that was trained.
     ranked = sorted(candidates, key=lambda one: -one.bound)
-    if math.isfinite(highest):
-        tied = [one for one in candidates if one.bound > highest - TIE]
+    if math.isfinite(ranked[0].bound):
+        tied = [one for one in candidates if not one.falls_short(ranked[0])]
         best = max(tied, key=lambda one: (bool(one.losses), one.bound))
         ranked.sort(key=lambda one: one is not best)
     if len(modes.loc) == 1 or not math.isfinite(ranked[0].bound):

@@ -183,7 +183,7 @@ class Stages:
         name, note = f"mode-{index}", ""
         try:
             losses = self.train(name, part, loss, share=number**-0.5)
-            if weigh(name, part, density, num_draws=1).bound >= start.bound:
+            if not weigh(name, part, density, num_draws=1).falls_short(start):
                 return losses, ""
             note = "its bound fell"
         except Exception as error:  # the model's own too, of any kind

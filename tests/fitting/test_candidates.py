@@ -130,10 +130,18 @@ def test_ties_and_bounds_that_are_none():
     density = LatentDensity(normal)
     modes = find_modes(density)
     draws = torch.randn(10, 2)
-    start = Candidate("gaussian", None, torch.tensor([0.0, 0.0005]), draws)
-    trained = candidate("injective", 0.0, draws)
-    assert choose([start, trained], modes, density)[0] is trained
-    better = Candidate("gaussian", None, torch.tensor([0.0, 0.01]), draws)
+
+    def weighed(bound, sd, losses=()):
+        """Of a hundred log-weights, so that the bound has a tenth of their sd as its error."""
+        spread = torch.linspace(-1.0, 1.0, 100)
+        log_weights = bound + sd * spread / spread.std()
+        return Candidate("gaussian", None, log_weights, draws, list(losses))
+
+    trained = weighed(0.0, 0.1, [0.0])
+    assert choose([weighed(0.0005, 0.0), trained], modes, density)[0] is trained
+    # Two errors of the difference of two are .028.
+    assert choose([weighed(0.025, 0.1), trained], modes, density)[0] is trained
+    better = weighed(0.032, 0.1)
     assert choose([better, trained], modes, density)[0] is better
     broken = candidate("semi-implicit", math.nan, draws)
     assert broken.bound == -math.inf and broken.gap == math.inf
