@@ -115,7 +115,8 @@ def fit(
     :raises TypeError: for a class, or the model's data, in place of a guide.
     :raises ValueError: for an unknown guide, a discrete latent, an observation that is NaN, a model
         whose log-density is nowhere finite (naming the sites to blame), or a checkpoint of a run
-        with other settings (that its data were others goes unnoticed).
+        with other settings (that its data were others goes unnoticed); for ``refine`` of a model
+        that subsamples its data.
     :raises RuntimeError: for a model without latents.
     """
     refuse_misplaced(model, guide, loss)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.mcmc import Refined
 
 __all__ = ["Fit", "Stage"]
@@ -53,15 +54,16 @@ class Fit:
     stages: list[Stage] = field(default_factory=list)
     refined: Refined | None = None
 
-    def sample(self, num_samples: int) -> dict[str, Tensor]:
+    def sample(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draws of the posterior: refined ones where there are, with replacement, else the guide's.
 
         :param num_samples: so many.
+        :param args: of the model, as ``kwargs``, for a guide written by hand that reads them.
         :returns: by site, ``(num_samples, *site_shape)``.
         """
         if self.refined is not None:
             return self.refined.get_samples(num_samples)
-        return self.guide.sample_posterior(num_samples)
+        return draw(self.guide, num_samples, *args, **kwargs)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Stage]:

@@ -75,3 +75,4 @@ def test_failure_is_said_and_the_guide_kept(monkeypatch):
     with pytest.warns(UserWarning, match="did not refine its draws: ValueError: no start"):
         result = fit(correlated, guide, torch.tensor(1.0), refine=True, num_steps=2, **QUIET)
     assert result.guide is guide and result.refined is None
+    assert result.sample(3)["x"].shape == (3, 2)  # the guide's own, one of Pyro's
