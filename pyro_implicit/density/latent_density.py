@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyro
@@ -83,6 +84,7 @@ class LatentDensity:
             latents.add_node(name, **nodes[name])
         self._model = Model(model, args, kwargs, latents)
         self._runs = BatchedRuns(type(self).__name__)
+        self._hessian_at_once = True
 
     def _prototype(
         self, init_loc_fn: Callable[[dict[str, Any]], Tensor]
@@ -201,21 +203,48 @@ class LatentDensity:
             (score,) = torch.autograd.grad(log_prob.sum(), latent)
         return log_prob.detach(), score
 
+    def derivatives(self, latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The log-density with its first and second derivative, constants.
+
+        :param latent: ``(num_draws, latent_dim)``.
+        :returns: ``(num_draws,)``, ``(num_draws, latent_dim)`` and
+            ``(num_draws, latent_dim, latent_dim)``.
+        """
+        with torch.enable_grad():
+            latent = latent.detach().requires_grad_()
+            log_prob = self.log_prob(latent)
+            (score,) = torch.autograd.grad(log_prob.sum(), latent, create_graph=True)
+            if not score.requires_grad:  # of a density that is linear
+                return log_prob.detach(), score, latent.new_zeros(*latent.shape, self.latent_dim)
+            hessian = torch.stack(self._rows_of_hessian(latent, score), dim=-2)
+        return log_prob.detach(), score.detach(), hessian
+
     def hessian(self, latent: Tensor) -> Tensor:
         """The second derivative of the log-density, constant.
 
         :param latent: ``(num_draws, latent_dim)``.
         :returns: ``(num_draws, latent_dim, latent_dim)``.
         """
-        with torch.enable_grad():
-            latent = latent.detach().requires_grad_()
-            total = self.log_prob(latent).sum()
-            (score,) = torch.autograd.grad(total, latent, create_graph=True)
-            rows = [
-                torch.autograd.grad(column.sum(), latent, retain_graph=True)[0]
-                for column in score.unbind(-1)
-            ]
-        return torch.stack(rows, dim=-2)
+        return self.derivatives(latent)[2]
+
+    def _rows_of_hessian(self, latent: Tensor, score: Tensor) -> Sequence[Tensor]:
+        """All at once, or one by one where an operation has no rule for that."""
+        if self._hessian_at_once:
+            basis = torch.eye(self.latent_dim, dtype=score.dtype, device=score.device)
+            seeds = basis.unsqueeze(1).expand(-1, *score.shape)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that a rule is missing, and a loop slower
+                    (rows,) = torch.autograd.grad(
+                        score, latent, seeds, retain_graph=True, is_grads_batched=True
+                    )
+                return rows.unbind()
+            except RuntimeError:
+                self._hessian_at_once = False
+        return [
+            torch.autograd.grad(column.sum(), latent, retain_graph=True)[0]
+            for column in score.unbind(-1)
+        ]
 
     def _split(self, latent: Tensor) -> list[tuple[str, Tensor]]:
         """The part of each site, ``(*batch, *unconstrained_shape)``."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ def find_modes(
     max_iterations: int = 100,
     num_draws: int = 16,
     max_gap: float = 10.0,
+    max_seconds: float = math.inf,
 ) -> Modes:
     r"""Climb a log-density from draws of the prior, and keep the best Gaussian of all ways up.
 
@@ -64,6 +66,8 @@ def find_modes(
     :param max_iterations: longest path.
     :param num_draws: for each ELBO along the paths.
     :param max_gap: modes whose ELBO is so many nats below the best are dropped.
+    :param max_seconds: of wall time, after the first step of all paths. A search that it ends does
+        not repeat to the last bit.
     :returns: at least one.
     :raises ValueError: if the log-density is finite at no start, naming the sites to blame. Single
         starts without a density, or at which the model raises an error, are left out.
@@ -77,12 +81,13 @@ def find_modes(
     3. Good (1953), *The population frequencies of species and the estimation of population
        parameters* (what was met once tells how much is missing).
     """
+    deadline = time.perf_counter() + max_seconds
     starts = torch.cat([density.init_loc.unsqueeze(0), density.sample_prior(num_starts - 1)])
     tolerant = TolerantDensity(density)
     tolerant.try_out(starts)
     found: Modes | None = None
     for _ in range(max_rounds):
-        climbed = _climb(tolerant, starts, max_iterations, num_draws)
+        climbed = _climb(tolerant, starts, max_iterations, num_draws, deadline)
         if climbed is None and found is None:
             raise ValueError(
                 f"the model's log-density is finite at none of {len(starts)} draws of its prior: "
@@ -99,44 +104,48 @@ def find_modes(
         earlier = [] if found is None else [Modes(*(part[1:] for part in found))]
         found = Modes(*map(torch.cat, zip(first, *earlier, tops, strict=True)))
         modes, num_met = _separate(tolerant, found, max_gap)
-        if len(modes.loc) == 1 or (num_met > 1).all():
+        if len(modes.loc) == 1 or (num_met > 1).all() or time.perf_counter() > deadline:
             break
         starts = density.sample_prior(num_starts)
     return modes
 
 
 def _climb(
-    density: TolerantDensity, point: Tensor, max_iterations: int, num_draws: int
+    density: TolerantDensity,
+    point: Tensor,
+    max_iterations: int,
+    num_draws: int,
+    deadline: float,
 ) -> tuple[Modes, Modes] | None:
     """The best Gaussian on all paths, and those at the paths' tops; None without a good start."""
-    log_prob, score = density.score(point)
-    finite = log_prob.isfinite() & score.isfinite().all(-1)
-    if not finite.any():
-        return None
-    point, log_prob, score = point[finite], log_prob[finite], score[finite]
     best: Modes | None = None
     tops = []
     for _ in range(max_iterations):
-        factor, is_concave = _root_of_inverse(density.hessian(point))
-        here = Modes(point, factor, gaussian_elbo(density, point, factor, num_draws))
-        if best is None or here.elbo.max() > best.elbo[0]:
-            best = Modes(*(part[here.elbo.argmax()].unsqueeze(0) for part in here))
+        log_prob, score, hessian = density.derivatives(point)
+        finite = log_prob.isfinite() & score.isfinite().all(-1)
+        if not finite.any():
+            break
+        point, log_prob, score, hessian = (
+            part[finite] for part in (point, log_prob, score, hessian)
+        )
+        factor, is_concave = _root_of_inverse(hessian)
         whitened = _apply(factor.mT, score)
         proposals = point + point.new_tensor(STEP_SIZES)[:, None, None] * _apply(factor, whitened)
-        gain, choice = (_log_prob(density, proposals) - log_prob).max(0)
+        draws = _antithetic_draws(point, factor, num_draws)
+        values = _log_prob(density, torch.cat([draws, proposals]))
+        here = Modes(point, factor, _elbo(values[: len(draws)], factor))
+        if best is None or here.elbo.max() > best.elbo[0]:
+            best = Modes(*(part[here.elbo.argmax()].unsqueeze(0) for part in here))
+        gain, choice = (values[len(draws) :] - log_prob).max(0)
         climbs = whitened.square().sum(-1) > 1e-2
         is_top = is_concave & ~climbs
         tops.append(Modes(*(part[is_top] for part in here)))
         climbs &= gain > 0
-        if not climbs.any():
+        if not climbs.any() or time.perf_counter() > deadline:
             break
         point = proposals[choice, torch.arange(len(point))][climbs]
-        log_prob, score = density.score(point)
-        finite = score.isfinite().all(-1)
-        point, log_prob, score = (part[finite] for part in (point, log_prob, score))
-        if len(point) == 0:
-            break
-    assert best is not None
+    if best is None:
+        return None
     return best, Modes(*map(torch.cat, zip(*tops, strict=True)))
 
 
@@ -149,11 +158,19 @@ def gaussian_elbo(
     :param factor: any F with covariance F F^T, ``(num_gaussians, latent_dim, latent_dim)``.
     :returns: ``(num_gaussians,)``.
     """
+    return _elbo(_log_prob(density, _antithetic_draws(loc, factor, num_draws)), factor)
+
+
+def _antithetic_draws(loc: Tensor, factor: Tensor, num_draws: int) -> Tensor:
     noise = torch.randn((num_draws // 2,) + loc.shape, dtype=loc.dtype, device=loc.device)
-    draws = loc + _apply(factor, torch.cat([noise, -noise]))
+    return loc + _apply(factor, torch.cat([noise, -noise]))
+
+
+def _elbo(log_prob: Tensor, factor: Tensor) -> Tensor:
+    """From the log-density at draws of Gaussians, ``(num_draws, num_gaussians)``."""
     entropy = torch.linalg.slogdet(factor).logabsdet
-    entropy = entropy + 0.5 * loc.shape[-1] * (1 + math.log(2 * math.pi))
-    return (_log_prob(density, draws).mean(0) + entropy).nan_to_num(-math.inf, -math.inf, -math.inf)
+    entropy = entropy + 0.5 * factor.shape[-1] * (1 + math.log(2 * math.pi))
+    return (log_prob.mean(0) + entropy).nan_to_num(-math.inf, -math.inf, -math.inf)
 
 
 def _separate(density: TolerantDensity, found: Modes, max_gap: float) -> tuple[Modes, Tensor]:

@@ -15,7 +15,7 @@ from pyro_implicit.density.latent_density import LatentDensity
 
 __all__ = ["TolerantDensity"]
 
-T = TypeVar("T", Tensor, tuple[Tensor, Tensor])
+T = TypeVar("T", Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor])
 
 
 class TolerantDensity:
@@ -60,13 +60,13 @@ class TolerantDensity:
         """As :meth:`LatentDensity.log_prob`."""
         return self._map(self.density.log_prob, points, lambda u: u[..., 0])
 
-    def score(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`LatentDensity.score`."""
-        return self._map(self.density.score, points, lambda u: (u[..., 0], u))
-
-    def hessian(self, points: Tensor) -> Tensor:
-        """As :meth:`LatentDensity.hessian`."""
-        return self._map(self.density.hessian, points, lambda u: u.unsqueeze(-1) + u.unsqueeze(-2))
+    def derivatives(self, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As :meth:`LatentDensity.derivatives`."""
+        return self._map(
+            self.density.derivatives,
+            points,
+            lambda u: (u[..., 0], u, u.unsqueeze(-1) + u.unsqueeze(-2)),
+        )
 
     def _map(self, evaluate: Callable[[Tensor], T], points: Tensor, like: Callable) -> T:
         if len(points) == 0:
