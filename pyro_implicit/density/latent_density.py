@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pyro
@@ -227,7 +227,7 @@ class LatentDensity:
         """
         return self.derivatives(latent)[2]
 
-    def _rows_of_hessian(self, latent: Tensor, score: Tensor) -> Sequence[Tensor]:
+    def _rows_of_hessian(self, latent: Tensor, score: Tensor) -> list[Tensor]:
         """All at once, or one by one where an operation has no rule for that."""
         if self._hessian_at_once:
             basis = torch.eye(self.latent_dim, dtype=score.dtype, device=score.device)
@@ -238,7 +238,7 @@ class LatentDensity:
                     (rows,) = torch.autograd.grad(
                         score, latent, seeds, retain_graph=True, is_grads_batched=True
                     )
-                return rows.unbind()
+                return list(rows.unbind())
             except RuntimeError:
                 self._hessian_at_once = False
         return [

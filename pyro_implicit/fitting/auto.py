@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -16,14 +17,19 @@ from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.fitting.arguments import refuse_misplaced
 from pyro_implicit.fitting.checkpoint import same_start
 from pyro_implicit.fitting.losses import default_loss
+from pyro_implicit.fitting.plan import (
+    MAX_DENSE_DIM,
+    MOST_GRADIENTS,
+    TRAINING_SECONDS,
+    TimeLimit,
+    make_plan,
+)
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoSemiImplicit
 from pyro_implicit.guides.names import own_names
 
 __all__ = ["fit"]
-
-MAX_DENSE_DIM = 100
 
 
 def fit(
@@ -34,7 +40,8 @@ def fit(
     num_steps: int = 3000,
     lr: float = 0.01,
     num_particles: int = 128,
-    refine: Literal["auto"] | bool = False,
+    refine: Literal["auto"] | bool = "auto",
+    max_seconds: float | None = None,
     seed: int | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 500,
@@ -56,26 +63,28 @@ def fit(
        posterior agree: for near-Gaussian posteriors, funnels, skew and heavy tails; or **mixture**:
        several modes make an :class:`AutoMixture` of such guides, whose weights maximise its ELBO
        (each is trained for ``num_steps`` over the square root of their number);
-    4. **semi-implicit**: if that is not within a hundredth of a nat of the posterior, an
-       :class:`AutoSemiImplicit` is trained by :class:`LIVI_ELBO` as well, for every other shape. If
-       its loss promises half a nat more than its bound keeps, its generator has folded, which LIVI
-       does not see, and another is trained from another start;
-    5. **choose**: the candidate of the highest bound is kept, of those that leave out no mode of
-       more than a hundredth of the mass that another covers.
+    4. **choose**: the candidate of the highest bound is kept, of those that leave out no mode of
+       more than a hundredth of the mass that another covers;
+    5. **refine**: if that is not within a hundredth of a nat of the posterior, its draws are moved
+       there by many short chains (:func:`~pyro_implicit.mcmc.refine`): ``result.refined``, from
+       which ``result.sample`` draws.
+
+    Of more than 100 latents, or where a search would take minutes, an ``AutoNormal`` is trained for
+    1,000 steps (**mean-field**), and its draws are refined.
+
+    With ``refine=False`` the guide is all there is: an :class:`AutoSemiImplicit` is trained by
+    :class:`LIVI_ELBO` as well, for every shape that is not injective, and is one more candidate. If
+    its loss promises half a nat more than its bound keeps, its generator has folded, which LIVI
+    does not see, and another is trained from another start. Of more than 100 latents it is the only
+    one, of diagonal frame, as it is where the model subsamples its data.
 
     A model with parameters of its own (``pyro.param``) has one stage more, **parameters**, after
     the search: a guide in the best Gaussian's frame is trained together with them, to the plateau
     of the ELBO. Then they stay as they are, and the search begins anew.
 
-    A candidate that fails leaves its reason in its line, and the others are kept.
-
-    With ``refine``, :func:`~pyro_implicit.mcmc.refine` then moves draws of the guide to the
-    posterior by many short chains: ``result.refined``, from which ``result.sample`` draws.
-
-    Of more latents, or with data that the model subsamples, an :class:`AutoSemiImplicit` of
-    diagonal frame is trained by :class:`LIVI_ELBO`, together with the model's parameters; or, of
-    more than 100 latents with ``refine``, an ``AutoNormal`` for 1,000 steps, which the chains start
-    from: on such models that is faster and nearer by far.
+    A candidate that fails leaves its reason in its line, and the others are kept. What a model can
+    afford of all this is planned by counting the operations of its log-density. Ctrl-C ends it with
+    the best guide so far (``result.interrupted``).
 
     All of it is public: to set more, put the pieces together yourself.
 
@@ -90,7 +99,7 @@ def fit(
     >>> print(f"{result.guide.median()['x']:.1f}")
     1.0
     >>> [stage.name for stage in result.stages]
-    ['search', 'gaussian', 'injective', 'choose']
+    ['search', 'gaussian', 'choose']
 
     :param model: a Pyro model with continuous latents.
     :param guide: ``"auto"``, or a guide to be trained in place.
@@ -101,8 +110,9 @@ def fit(
         still (:class:`~pyro_implicit.fitting.Schedule`).
     :param lr: learning rate, which suits latents that are of unit scale in the guide's frame.
     :param num_particles: of the default losses.
-    :param refine: ``"auto"`` refines unless :func:`~pyro_implicit.diagnose` trusts the guide;
-        ``True`` in any case.
+    :param refine: ``"auto"`` as above, which leaves a guide that was given as it is; ``True``
+        refines in any case, ``False`` never.
+    :param max_seconds: of wall time, about. A run that it shortens does not repeat to the last bit.
     :param seed: by default the random streams are taken as they are.
     :param checkpoint: a folder. A run that was killed goes on from there when it is called again
         with the same arguments, and ends with the same parameters to the last bit.
@@ -133,7 +143,7 @@ def fit(
             "seed": seed,
         }
         same_start(folder / "start.pt", settings)
-    stages = Stages(model, args, kwargs, num_steps, lr, num_particles)
+    stages = Stages(model, args, kwargs, num_steps, lr, num_particles, limit=TimeLimit(max_seconds))
     stages.files = {
         "checkpoint": folder,
         "checkpoint_every": checkpoint_every,
@@ -141,32 +151,50 @@ def fit(
     }
     if not isinstance(guide, str):
         loss = loss or default_loss(guide, num_particles, *args, model_kwargs=kwargs)
-        stages.train_alone("guide", guide, loss)
-        return stages.refine(refine) if refine else stages.result
+        return _fit_given(stages, guide, loss, refine is True)
     density = _density(model, args, kwargs)
-    if density is None and refine:
+    if density is None and refine is True:
         raise ValueError(
             "refine moves draws by gradients of all data, but the model subsamples them. Cure: "
             "refine=False, or the model without subsample_size"
         )
-    if density is not None and density.latent_dim > MAX_DENSE_DIM and refine:
-        with stages.leaving_no_names():
-            stages.train_mean_field(density)
-            return stages.refine(refine)
-    if density is None or density.latent_dim > MAX_DENSE_DIM:
-        guide = own_names(AutoSemiImplicit(model, init_scale=0.01))
-        loss = default_loss(guide, min(num_particles, 8))
-        with stages.leaving_no_names():
-            return stages.train_alone("semi-implicit", guide, loss)
     with stages.leaving_no_names():
-        modes = stages.search(density)
+        return _fit_auto(stages, density, refine)
+
+
+def _fit_given(stages: Stages, guide: Any, loss: Trace_ELBO, refine: bool) -> Fit:
+    try:
+        stages.train_alone("guide", guide, loss, time_share=0.5 if refine else 1.0)
+    except KeyboardInterrupt:
+        return stages.keep_the_best(None, None)
+    return stages.refine(MOST_GRADIENTS) if refine else stages.result
+
+
+def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["auto"] | bool) -> Fit:
+    modes = None
+    try:
+        if density is None or (density.latent_dim > MAX_DENSE_DIM and refine is False):
+            guide = own_names(AutoSemiImplicit(stages.model, init_scale=0.01))
+            loss = default_loss(guide, min(stages.num_particles, 8))
+            return stages.train_alone("semi-implicit", guide, loss)
+        plan = make_plan(density)
+        if plan.search_iterations == 0 and refine is not False:
+            stages.train_mean_field(density)
+            return stages.refine(plan.max_gradients)
+        modes = stages.search(density, plan.search_iterations)
         if stages.learn_parameters(density, modes):
-            modes = stages.search(density)
-        exact = stages.train_exact(density, modes)
-        if exact is not None and not stages.is_near(exact):
+            modes = stages.search(density, plan.search_iterations)
+        seconds = math.inf if refine is False else TRAINING_SECONDS
+        exact = stages.train_exact(density, modes, seconds)
+        is_near = stages.is_near(exact)
+        if refine is False and not is_near:
             stages.train_semi_implicit(density, exact)
         stages.choose(density, modes)
-        return stages.refine(refine) if refine else stages.result
+        if refine is True or (refine == "auto" and not is_near):
+            stages.refine(plan.max_gradients)
+        return stages.result
+    except KeyboardInterrupt:
+        return stages.keep_the_best(density, modes)
 
 
 def _density(model: Callable[..., Any], args: Any, kwargs: Any) -> LatentDensity | None:

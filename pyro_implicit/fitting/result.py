@@ -43,7 +43,8 @@ class Fit:
     in nats: the mean of log p - log q without its lowest hundredth; ``chosen`` is the name of the
     one that ``guide`` is. ``num_modes`` is the number of separate modes that the search found, None
     where there was none. ``stages`` tells what was done, a failed candidate with its reason.
-    ``refined`` are the chains that moved the guide's draws on, None where none did.
+    ``refined`` are the chains that moved the guide's draws on, None where none did. If
+    ``interrupted``, by Ctrl-C, this is the best there was by then.
     """
 
     guide: Any = None
@@ -53,6 +54,7 @@ class Fit:
     chosen: str = "guide"
     stages: list[Stage] = field(default_factory=list)
     refined: Refined | None = None
+    interrupted: bool = False
 
     def sample(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draws of the posterior: refined ones where there are, with replacement, else the guide's.

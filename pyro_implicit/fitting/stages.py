@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from pyro.infer import Trace_ELBO
@@ -15,7 +15,6 @@ from pyro.infer.autoguide import AutoGuide, AutoNormal, init_to_value
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import Modes, find_modes
-from pyro_implicit.diagnostics import diagnose
 from pyro_implicit.fitting.candidates import (
     Candidate,
     choose,
@@ -27,18 +26,21 @@ from pyro_implicit.fitting.candidates import (
 )
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.parameters import describe, model_parameters, with_fixed_parameters
+from pyro_implicit.fitting.plan import LEAST_STEPS, TimeLimit, affordable
 from pyro_implicit.fitting.result import Fit, reason
 from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.names import forget, own_names
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.mcmc import refine
+from pyro_implicit.mcmc.stopping import Drift
 
 __all__ = ["Stages"]
 
 NEAR_ENOUGH = 0.01  # nats
 FOLDED = 0.5  # nats: two folds are log 2
-ROUGH_STEPS, ROUGH_PARTICLES = 1000, 8
+AT_ONCE = 0.0005  # nats
+ROUGH_STEPS, ROUGH_PARTICLES, ROUGH_SPREAD = 1000, 8, 0.3
 
 
 class Stages:
@@ -51,6 +53,7 @@ class Stages:
     :param num_steps: of a training, at most.
     :param lr: learning rate.
     :param num_particles: of the losses.
+    :param limit: of the time for all.
     """
 
     def __init__(
@@ -61,7 +64,9 @@ class Stages:
         num_steps: int,
         lr: float,
         num_particles: int,
+        limit: TimeLimit,
     ) -> None:
+        self.limit = limit
         self.model, self.args, self.kwargs = model, args, kwargs
         self.num_steps, self.lr, self.num_particles = num_steps, lr, num_particles
         self.files: dict[str, Any] = {"progress": False}
@@ -69,6 +74,7 @@ class Stages:
         self.result = Fit()
         self.candidates: list[Candidate] = []
         self.guides: list[AutoGuide] = []
+        self.in_training: tuple[str, Any] | None = None
         self.trained = model
         """The model, of fixed parameters once they are learnt."""
 
@@ -81,38 +87,61 @@ class Stages:
             for guide in self.guides:
                 forget(guide)
 
-    def train(self, name: str, guide: Any, loss: Trace_ELBO, share: float = 1.0) -> list[float]:
-        """One training with the files and the settings of all."""
-        schedule = Schedule(num_steps=math.ceil(share * self.num_steps), lr=self.lr)
-        return train(
+    def train(
+        self,
+        name: str,
+        guide: Any,
+        loss: Trace_ELBO,
+        num_steps: int | None = None,
+        time_share: float = 0.5,
+    ) -> list[float]:
+        """One training with the files and the settings of all.
+
+        :param time_share: of the time that is left.
+        """
+        self.in_training = name, guide
+        losses = train(
             self.trained,
             guide,
             loss,
             *self.args,
-            schedule=schedule,
+            schedule=Schedule(num_steps=num_steps or self.num_steps, lr=self.lr),
             name=name,
+            max_seconds=self.limit.left(time_share),
             model_kwargs=self.kwargs,
             **self.files,
         )
+        self.in_training = None
+        return losses
 
     def default_loss(self, guide: Any) -> Trace_ELBO:
         """The ELBO that suits a guide of this model."""
         return default_loss(guide, self.num_particles, *self.args, model_kwargs=self.kwargs)
 
-    def train_alone(self, name: str, guide: Any, loss: Trace_ELBO) -> Fit:
+    def train_alone(
+        self, name: str, guide: Any, loss: Trace_ELBO, time_share: float = 1.0, **options: Any
+    ) -> Fit:
         """One guide and nothing else, with the model's parameters."""
         if name != "guide":
             self.guides.append(guide)
+        self.result.guide, self.result.chosen = guide, name
         with self.result.stage(name) as line:
-            losses = self.train(name, guide, loss)
-            line.outcome = f"{_steps(losses)} of {type(loss).__name__}"
-        self.result.guide, self.result.losses, self.result.chosen = guide, losses, name
+            self.result.losses = self.train(name, guide, loss, time_share=time_share, **options)
+            line.outcome = f"{_steps(self.result.losses)} of {type(loss).__name__}"
         return self.result
 
-    def search(self, density: LatentDensity) -> Modes:
-        """The Gaussians from which all begins."""
+    def search(self, density: LatentDensity, num_iterations: int) -> Modes:
+        """The Gaussians from which all begins.
+
+        :param num_iterations: of all rounds, about.
+        """
         with self.result.stage("search") as line:
-            modes = find_modes(density)
+            modes = find_modes(
+                density,
+                max_rounds=max(2, min(16, num_iterations // 50)),
+                max_iterations=min(100, num_iterations),
+                max_seconds=self.limit.left(0.25),
+            )
             number = self.result.num_modes = len(modes.loc)
             best = modes.elbo.max().item()
             line.outcome = f"{number} mode{'s'[: number > 1]}, best ELBO {best:.2f}"
@@ -145,9 +174,10 @@ class Stages:
         self.trained = with_fixed_parameters(self.model)
         return True
 
-    def train_exact(self, density: LatentDensity, modes: Modes) -> Candidate | None:
+    def train_exact(self, density: LatentDensity, modes: Modes, seconds: float) -> Candidate:
         """The Gaussians as a candidate, and what training makes of them.
 
+        :param seconds: of one core that the training may take, as estimated.
         :returns: the trained one, or the Gaussians if that failed.
         """
         guide = self._exact(modes)
@@ -155,17 +185,21 @@ class Stages:
         with self.result.attempt("gaussian") as line:
             set_weights(density, guide)
             line.outcome = self._add(weigh("gaussian", guide, density))
+            if self.candidates[-1].gap < AT_ONCE:
+                return self.candidates[-1]
         is_mixture = isinstance(guide, AutoMixture)
         with self.result.attempt("mixture" if is_mixture else "injective") as line:
             losses: list[float] = []
             notes = ""
             if isinstance(guide, AutoMixture):
+                seconds /= len(guide.components) ** 0.5
                 for index, part in enumerate(guide.components):
-                    more, note = self._train_part(density, part, index, len(modes.loc))
+                    more, note = self._train_part(density, part, index, len(modes.loc), seconds)
                     losses, notes = losses + more, notes + note
                 set_weights(density, guide)
             else:
-                losses = self.train(line.name, guide, self.default_loss(guide))
+                loss = self.default_loss(guide)
+                losses = self.train(line.name, guide, loss, self._steps_for(guide, loss, seconds))
             line.outcome = self._add(weigh(line.name, guide, density, losses)) + notes
         if line.error is not None:
             guide.load_state_dict(start)
@@ -173,8 +207,25 @@ class Stages:
             raise line.error
         return self.candidates[-1]
 
+    def _steps_for(self, guide: Any, loss: Trace_ELBO, seconds: float) -> int:
+        """As many as can be had in so many seconds of one core."""
+        if math.isinf(seconds):
+            return self.num_steps
+
+        def step() -> None:
+            value = loss.differentiable_loss(self.trained, guide, *self.args, **self.kwargs)
+            torch.autograd.grad(value, list(guide.parameters()), allow_unused=True)
+
+        least = min(LEAST_STEPS, self.num_steps)
+        return affordable(step, seconds, least, self.num_steps)
+
     def _train_part(
-        self, density: LatentDensity, part: AutoImplicit, index: int, number: int
+        self,
+        density: LatentDensity,
+        part: AutoImplicit,
+        index: int,
+        number: int,
+        seconds: float,
     ) -> tuple[list[float], str]:
         """Train a component of a mixture, which stays the Gaussian it was if that is better."""
         start = weigh("start", part, density, num_draws=1)
@@ -182,7 +233,10 @@ class Stages:
         loss = InjectiveELBO(self.num_particles, nonfinite="skip")
         name, note = f"mode-{index}", ""
         try:
-            losses = self.train(name, part, loss, share=number**-0.5)
+            steps = min(
+                math.ceil(self.num_steps * number**-0.5), self._steps_for(part, loss, seconds)
+            )
+            losses = self.train(name, part, loss, steps, time_share=0.5 / (number - index))
             if not weigh(name, part, density, num_draws=1).falls_short(start):
                 return losses, ""
             note = "its bound fell"
@@ -217,31 +271,56 @@ class Stages:
 
     def train_mean_field(self, density: LatentDensity) -> Fit:
         """A rough guide of many latents, for :meth:`refine` to start from."""
-        start = init_to_value(values=density.constrain(density.init_loc))
-        guide = own_names(AutoNormal(self.model, init_loc_fn=start, init_scale=0.1))
-        self.num_steps = min(self.num_steps, ROUGH_STEPS)
+        # Between the medians and a draw: weights of a network that are all the same stay so.
+        middle, drawn = density.init_loc, density.sample_prior(1)[0]
+        start = density.constrain(middle + ROUGH_SPREAD * (drawn - middle))
+        guide = own_names(AutoNormal(self.model, init_loc_fn=init_to_value(values=start)))
         loss = ImplicitELBO(min(self.num_particles, ROUGH_PARTICLES), nonfinite="skip")
-        return self.train_alone("mean-field", guide, loss)
+        steps = min(self.num_steps, ROUGH_STEPS)
+        return self.train_alone("mean-field", guide, loss, time_share=0.3, num_steps=steps)
 
-    def refine(self, when: Literal["auto", True]) -> Fit:
+    def refine(self, max_gradients: int) -> Fit:
         """Move draws of the guide to the posterior, by many short chains.
 
-        :param when: ``"auto"``: unless :func:`~pyro_implicit.diagnose` trusts the guide.
+        :param max_gradients: of each chain.
         """
-        result, guide = self.result, self.result.guide
-        options = {"progress": self.files["progress"], "model_kwargs": self.kwargs}
-        if when == "auto" and result.num_modes is not None:
-            with result.attempt("diagnose") as line:
-                found = diagnose(self.model, guide, *self.args, model_kwargs=self.kwargs)
-                line.outcome = str(found).split("Verdict: ")[-1].splitlines()[0]
-                if found.verdict == "trust":
-                    return result
+        result, left = self.result, self.limit.left()
+        options = {
+            "progress": self.files["progress"],
+            "max_gradients": max_gradients,
+            "max_seconds": left if math.isfinite(left) else None,
+            "model_kwargs": self.kwargs,
+        }
         with result.attempt("refine") as line:
-            refined = result.refined = refine(self.model, guide, *self.args, **options)
+            refined = refine(self.trained, result.guide, *self.args, **options)
             line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
+            result.refined = refined
+            if refined.stopped != "converged" and refined.drift is not None:
+                line.outcome += f"; {describe_drift(refined.drift)}"
+                warnings.warn(
+                    f"fit's chains stopped at {refined.stopped} before they had settled: "
+                    f"{describe_drift(refined.drift)}. Cure: refine(model, result.guide, ...) with "
+                    "more max_gradients, or a reparameterised model",
+                    stacklevel=3,
+                )
         if line.error is not None:
             warnings.warn(f"fit did not refine its draws: {reason(line.error)}", stacklevel=3)
         return result
+
+    def keep_the_best(self, density: LatentDensity | None, modes: Modes | None) -> Fit:
+        """What there is when the user interrupts.
+
+        :raises KeyboardInterrupt: if there is nothing yet.
+        """
+        if self.candidates and density is not None and modes is not None:
+            if self.in_training is not None and isinstance(self.in_training[1], AutoGuide):
+                with suppress(Exception):  # it is half trained: of any kind
+                    self._add(weigh(*self.in_training, density))
+            self.choose(density, modes)
+        elif self.result.guide is None:
+            raise KeyboardInterrupt
+        self.result.interrupted = True
+        return self.result
 
     def choose(self, density: LatentDensity, modes: Modes) -> Fit:
         """Make the best of the candidates the result."""
@@ -277,6 +356,11 @@ def _still_falls(losses: list[float]) -> bool:
     middle, last = values[len(values) // 2 :][:size], values[-size:]
     error = (middle.var() + last.var()).nan_to_num().sqrt().item() / size**0.5
     return (middle.nanmean() - last.nanmean()).item() > 0.1 + 3 * error
+
+
+def describe_drift(drift: Drift) -> str:
+    """In words."""
+    return f"means may drift by {drift.mean:.2f} sd, sds by {drift.sd:.0%}, R-hat {drift.r_hat:.2f}"
 
 
 def _steps(losses: list[float]) -> str:

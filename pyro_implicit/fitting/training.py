@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +47,13 @@ class Schedule:
 
     def rate(self, step: int, decay_start: int) -> float:
         """The learning rate of a step whose decay began, or will not have begun, at another."""
-        progress = (step - decay_start) / max(1, round(self.num_steps * self.decay))
+        return self._fall((step - decay_start) / max(1, round(self.num_steps * self.decay)))
+
+    def rate_by_clock(self, share: float) -> float:
+        """The highest learning rate when this share of the time is over."""
+        return self._fall(2 * share - 1)
+
+    def _fall(self, progress: float) -> float:
         return self.lr * 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
 
     def stands_still(self, losses: list[float]) -> bool:
@@ -86,6 +93,7 @@ def train(
     checkpoint_every: int = 500,
     progress: bool = True,
     name: str = "fit",
+    max_seconds: float = math.inf,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> list[float]:
@@ -112,6 +120,8 @@ def train(
     :param checkpoint_every: steps between two writings.
     :param progress: whether to show a bar.
     :param name: of the bar and the file.
+    :param max_seconds: of wall time, in the second half of which the rate falls. A training that
+        they end does not repeat to the last bit.
     :param model_kwargs: more keyword arguments of model and guide: those with a name of ours.
     :returns: the losses of all steps.
     :raises ValueError: if neither model nor guide has a parameter.
@@ -132,6 +142,7 @@ def train(
         load_checkpoint(file, state, parameters, optimisers, loss)
     first, last = len(state.losses), schedule.num_steps
     latest_decay = last - round(last * schedule.decay)
+    began = time.perf_counter()
     bar = tqdm(total=last, initial=first, desc=name, disable=not progress)
     while not state.finished:
         step = len(state.losses)
@@ -140,12 +151,14 @@ def train(
         ):
             state.decay_start = step
         decay_start = last if state.decay_start is None else state.decay_start
+        clock = (time.perf_counter() - began) / max_seconds
         for group in optimiser.param_groups:
-            group["lr"] = schedule.rate(step, decay_start)
+            group["lr"] = min(schedule.rate(step, decay_start), schedule.rate_by_clock(clock))
         state.losses.append(_step(model, guide, loss, optimiser, schedule.clip_norm, args, kwargs))
         _check_finite(state.losses)
         is_exact = may_stop and schedule.is_exact(state.losses, loss.num_particles)
-        state.finished = is_exact or step + 1 >= decay_start + round(last * schedule.decay)
+        by_steps = step + 1 >= decay_start + round(last * schedule.decay)
+        state.finished = is_exact or by_steps or clock >= 1
         if file is not None and (state.finished or (step + 1) % checkpoint_every == 0):
             save_checkpoint(file, state, parameters, optimisers, loss)
         bar.update()

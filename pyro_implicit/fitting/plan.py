@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of everything a model can afford, by what one evaluation of it costs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pyro_implicit.density.cost import estimated_seconds
+from pyro_implicit.density.latent_density import LatentDensity
+
+__all__ = ["Plan", "TimeLimit", "affordable", "make_plan"]
+
+MAX_DENSE_DIM = 100
+NUM_STARTS, NUM_TRIALS = 50, 23  # of the search: paths, and evaluations for each step of a path
+SEARCH_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 20.0, 10, 1600
+TRAINING_SECONDS, LEAST_STEPS = 15.0, 200
+CHAINS, CHAIN_SECONDS, LEAST_GRADIENTS, MOST_GRADIENTS = 256, 40.0, 400, 4000
+
+
+class Plan(NamedTuple):
+    """``search_iterations`` of Newton's in all, 0 for none; ``max_gradients`` of each chain."""
+
+    search_iterations: int
+    max_gradients: int
+
+
+class TimeLimit:
+    """Seconds of wall time that are left.
+
+    **Example:**
+
+    >>> TimeLimit(None).left()
+    inf
+
+    :param max_seconds: from now on; None for any number.
+    """
+
+    def __init__(self, max_seconds: float | None) -> None:
+        self.end = math.inf if max_seconds is None else time.perf_counter() + max_seconds
+
+    def left(self, share: float = 1.0) -> float:
+        """So much of what is left, never negative."""
+        return max(0.0, share * (self.end - time.perf_counter()))
+
+
+def affordable(evaluate: Callable[[], Any], seconds: float, least: int, most: int) -> int:
+    """How often something can be done in so many seconds of one core, by its operations.
+
+    **Example:**
+
+    >>> affordable(lambda: None, seconds=1.0, least=1, most=100)
+    100
+    """
+    return max(least, min(most, int(seconds / estimated_seconds(evaluate))))
+
+
+def make_plan(density: LatentDensity) -> Plan:
+    """The plan for a model that sees all its data.
+
+    :param density: of the model; it is evaluated a few times at its start.
+    """
+    point = density.init_loc
+
+    def climb() -> None:
+        density.derivatives(point.expand(NUM_STARTS, -1))
+        density.log_prob(point.expand(NUM_STARTS * NUM_TRIALS, -1))
+
+    def move() -> None:
+        density.score(point.expand(CHAINS, -1))
+
+    try:
+        density.log_prob(point.unsqueeze(0))  # how the model can be run is found out here
+        gradients = affordable(move, CHAIN_SECONDS, LEAST_GRADIENTS, MOST_GRADIENTS)
+        if density.latent_dim > MAX_DENSE_DIM:
+            return Plan(0, gradients)
+        iterations = affordable(climb, SEARCH_SECONDS, 0, MOST_ITERATIONS)
+    except Exception:  # the model's own, at its start: the search has others
+        return Plan(MOST_ITERATIONS, MOST_GRADIENTS)
+    return Plan(iterations if iterations >= LEAST_ITERATIONS else 0, gradients)
