@@ -21,7 +21,7 @@ from pyro_implicit.density.engine import Model
 from pyro_implicit.density.run_mode import BranchError, RunMode, VmapError, writes_to_unbatched
 from pyro_implicit.density.site_loop import loop_where_needed
 
-__all__ = ["BatchedRuns"]
+__all__ = ["IMPOSSIBLE", "BatchedRuns"]
 
 Values = dict[str, Tensor]
 T = TypeVar("T")

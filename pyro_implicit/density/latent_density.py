@@ -17,7 +17,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import biject_to
 
-from pyro_implicit.density.batched_runs import BatchedRuns
+from pyro_implicit.density.batched_runs import IMPOSSIBLE, BatchedRuns
 from pyro_implicit.density.blame import refuse_unfit_sites, warn_of_missing_data
 from pyro_implicit.density.engine import Model, compute_log_prob, refuse_subsampling
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
@@ -142,28 +142,21 @@ class LatentDensity:
         Draws at which the model raises an error are left out.
 
         :returns: ``(num_draws, latent_dim)``, or fewer rows.
-        :raises ValueError: if all were left out, with the last of the errors.
         """
         init = FlatPriorStart(init_to_sample, spread=2.0, like=self._like)
-        draws: list[Tensor] = []
-        error = None
+        draws = [self.init_loc.new_empty(0, self.latent_dim)]
         for _ in range(num_draws):
             try:
                 with poutine.block(), InitMessenger(init):
                     trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
-            except Exception as caught:  # the model's own, of any kind
-                error = caught
+            except IMPOSSIBLE as error:
+                self._runs.error = error.with_traceback(None)
                 continue
             values = {
                 name: trace.nodes[name]["value"].detach().unsqueeze(0) for name in self.shapes
             }
             draws.append(self.unconstrain(values))
-        if num_draws and not draws:
-            raise ValueError(
-                f"the model raises an error at each of {num_draws} draws of its prior, the last of "
-                f"them {type(error).__name__}: {str(error).splitlines()[0]}"
-            ) from error
-        return torch.cat([self.init_loc.new_empty(0, self.latent_dim), *draws])
+        return torch.cat(draws)
 
     def trace_at(self, latent: Tensor) -> Trace:
         """The trace of one plain run of the model at a vector, without Pyro's checks.

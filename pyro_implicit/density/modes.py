@@ -11,7 +11,6 @@ from torch import Tensor
 
 from pyro_implicit.density.blame import blame
 from pyro_implicit.density.latent_density import LatentDensity
-from pyro_implicit.density.tolerant import TolerantDensity
 
 __all__ = ["Modes", "find_modes"]
 
@@ -78,17 +77,15 @@ def find_modes(
        parameters* (what was met once tells how much is missing).
     """
     starts = torch.cat([density.init_loc.unsqueeze(0), density.sample_prior(num_starts - 1)])
-    tolerant = TolerantDensity(density)
-    tolerant.try_out(starts)
     found: Modes | None = None
     for _ in range(max_rounds):
-        climbed = _climb(tolerant, starts, max_iterations, num_draws)
+        climbed = _climb(density, starts, max_iterations, num_draws)
         if climbed is None and found is None:
             raise ValueError(
-                f"the model's log-density is finite at none of {len(starts)} draws of its prior: "
+                f"the model's log-density is finite at none of {num_starts} draws of its prior: "
                 f"{blame(density, starts)}. Cure: give the sites priors, or an init_loc_fn, in "
                 "whose range the data are possible"
-            ) from tolerant.error
+            ) from density.error
         if climbed is None:
             break
         best, tops = climbed
@@ -98,7 +95,7 @@ def find_modes(
             first = Modes(*(part[:1] for part in found))
         earlier = [] if found is None else [Modes(*(part[1:] for part in found))]
         found = Modes(*map(torch.cat, zip(first, *earlier, tops, strict=True)))
-        modes, num_met = _separate(tolerant, found, max_gap)
+        modes, num_met = _separate(density, found, max_gap)
         if len(modes.loc) == 1 or (num_met > 1).all():
             break
         starts = density.sample_prior(num_starts)
@@ -106,7 +103,7 @@ def find_modes(
 
 
 def _climb(
-    density: TolerantDensity, point: Tensor, max_iterations: int, num_draws: int
+    density: LatentDensity, point: Tensor, max_iterations: int, num_draws: int
 ) -> tuple[Modes, Modes] | None:
     """The best Gaussian on all paths, and those at the paths' tops; None without a good start."""
     log_prob, score = density.score(point)
@@ -141,22 +138,29 @@ def _climb(
 
 
 def gaussian_elbo(
-    density: LatentDensity | TolerantDensity, loc: Tensor, factor: Tensor, num_draws: int
+    density: LatentDensity, loc: Tensor, factor: Tensor, num_draws: int
 ) -> Tensor:
-    """The ELBO of Gaussians, -inf where their draws leave the density's domain.
+    """The ELBO of Gaussians, each cut off where the model has no density.
 
     :param loc: ``(num_gaussians, latent_dim)``.
     :param factor: any F with covariance F F^T, ``(num_gaussians, latent_dim, latent_dim)``.
     :returns: ``(num_gaussians,)``.
     """
     noise = torch.randn((num_draws // 2,) + loc.shape, dtype=loc.dtype, device=loc.device)
-    draws = loc + _apply(factor, torch.cat([noise, -noise]))
-    entropy = torch.linalg.slogdet(factor).logabsdet
-    entropy = entropy + 0.5 * loc.shape[-1] * (1 + math.log(2 * math.pi))
-    return (_log_prob(density, draws).mean(0) + entropy).nan_to_num(-math.inf, -math.inf, -math.inf)
+    noise = torch.cat([noise, -noise])
+    log_prob = _log_prob(density, loc + _apply(factor, noise))
+    inside = log_prob > -math.inf
+    num_inside = inside.sum(0)
+    entropy = torch.linalg.slogdet(factor).logabsdet + 0.5 * loc.shape[-1] * math.log(2 * math.pi)
+    # Half of E[noise^2]: that of the draws themselves where some are left out.
+    half_square = 0.5 * noise.square().sum(-1)
+    half_square = torch.where(num_inside == len(noise), 0.5 * loc.shape[-1], half_square)
+    mean = (log_prob + half_square).masked_fill(~inside, 0.0).sum(0) / num_inside
+    elbo = mean + entropy + (num_inside / len(noise)).log()
+    return elbo.nan_to_num(-math.inf, -math.inf, -math.inf)
 
 
-def _separate(density: TolerantDensity, found: Modes, max_gap: float) -> tuple[Modes, Tensor]:
+def _separate(density: LatentDensity, found: Modes, max_gap: float) -> tuple[Modes, Tensor]:
     """The Gaussians between any two of which the log-density dips, and how often each was met.
 
     :param found: the best of all points, then tops.
@@ -210,7 +214,7 @@ def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 
-def _log_prob(density: LatentDensity | TolerantDensity, points: Tensor) -> Tensor:
+def _log_prob(density: LatentDensity, points: Tensor) -> Tensor:
     """Of points ``(*batch, latent_dim)``; -inf where there is no number."""
     flat = density.log_prob(points.reshape(-1, points.shape[-1])).reshape(points.shape[:-1])
     return flat.nan_to_num(-math.inf, -math.inf, -math.inf)
