@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +18,9 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import biject_to
 
+from pyro_implicit.density.batched_runs import IMPOSSIBLE, BatchedRuns
 from pyro_implicit.density.blame import refuse_unfit_sites, warn_of_missing_data
-from pyro_implicit.density.engine import BatchedRuns, Model, compute_log_prob, refuse_subsampling
+from pyro_implicit.density.engine import Model, compute_log_prob, refuse_subsampling
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
 
 __all__ = ["LatentDensity"]
@@ -113,10 +115,10 @@ class LatentDensity:
 
     @property
     def is_vectorized(self) -> bool:
-        """Whether ``torch.func.vmap`` gives the model's log-density, as tried at ``init_loc``."""
+        """Whether ``torch.func.vmap`` gives the model's log-density, as tried near ``init_loc``."""
         if not self._runs.checked:
-            with torch.no_grad():
-                self.log_prob(self.init_loc.unsqueeze(0))
+            with torch.no_grad():  # at two points: a single one could be asked for its numbers
+                self.log_prob(torch.stack([self.init_loc, self.init_loc + 0.01]))
         return self._runs.mode == "vmap"
 
     def constrain(self, latent: Tensor) -> dict[str, Tensor]:
@@ -142,28 +144,21 @@ class LatentDensity:
         Draws at which the model raises an error are left out.
 
         :returns: ``(num_draws, latent_dim)``, or fewer rows.
-        :raises ValueError: if all were left out, with the last of the errors.
         """
         init = FlatPriorStart(init_to_sample, spread=2.0, like=self._like)
-        draws: list[Tensor] = []
-        error = None
+        draws = [self.init_loc.new_empty(0, self.latent_dim)]
         for _ in range(num_draws):
             try:
                 with poutine.block(), InitMessenger(init):
                     trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
-            except Exception as caught:  # the model's own, of any kind
-                error = caught
+            except IMPOSSIBLE as error:
+                self._runs.error = error.with_traceback(None)
                 continue
             values = {
                 name: trace.nodes[name]["value"].detach().unsqueeze(0) for name in self.shapes
             }
             draws.append(self.unconstrain(values))
-        if num_draws and not draws:
-            raise ValueError(
-                f"the model raises an error at each of {num_draws} draws of its prior, the last of "
-                f"them {type(error).__name__}: {str(error).splitlines()[0]}"
-            ) from error
-        return torch.cat([self.init_loc.new_empty(0, self.latent_dim), *draws])
+        return torch.cat(draws)
 
     def trace_at(self, latent: Tensor) -> Trace:
         """The trace of one plain run of the model at a vector, without Pyro's checks.
@@ -178,9 +173,19 @@ class LatentDensity:
     def log_prob(self, latent: Tensor) -> Tensor:
         """The log-density, differentiable.
 
+        It is -inf, with gradient 0, where the model raises an error or has none that is a number: a
+        covariance without a Cholesky factor, say, or a scale that underflows.
+
         :param latent: ``(num_draws, latent_dim)``.
         :returns: ``(num_draws,)``.
         """
+        if len(latent) == 0:
+            return latent.sum(-1)
+        impossible = torch.zeros(len(latent), dtype=torch.bool, device=latent.device)
+        if latent.requires_grad:
+            # In its own name, as another gradient may pass through the same vectors.
+            latent = latent.view_as(latent)
+            latent.register_hook(lambda grad: grad.masked_fill(impossible.unsqueeze(-1), 0.0))
         values: dict[str, Tensor] = {}
         log_det: Any = 0.0
         for name, part in self._split(latent):
@@ -188,8 +193,18 @@ class LatentDensity:
             values[name] = transform(part)
             term = transform.log_abs_det_jacobian(part, values[name])
             log_det = log_det + sum_rightmost(term, term.dim() - 1)
+        nowhere = latent.new_full((), -math.inf)
         with poutine.block(), pyro.validation_enabled(False):
-            return self._runs.map(self._model, values, _total) + log_det
+            log_prob = self._runs.map(self._model, values, _total, otherwise=nowhere) + log_det
+        impossible |= ~log_prob.detach().isfinite()
+        if not log_prob.requires_grad:  # no run went well
+            log_prob = log_prob + 0 * latent.nan_to_num().sum(-1)
+        return log_prob.masked_fill(log_prob.isnan(), -math.inf)
+
+    @property
+    def error(self) -> Exception | None:
+        """The last that the model raised where the log-density is -inf."""
+        return self._runs.error
 
     def score(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """The log-density and its gradient, constants.

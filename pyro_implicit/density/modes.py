@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pyro_implicit.density.blame import blame
 from pyro_implicit.density.latent_density import LatentDensity
-from pyro_implicit.density.tolerant import TolerantDensity
 
 __all__ = ["Modes", "find_modes"]
 
@@ -83,17 +82,15 @@ def find_modes(
     """
     deadline = time.perf_counter() + max_seconds
     starts = torch.cat([density.init_loc.unsqueeze(0), density.sample_prior(num_starts - 1)])
-    tolerant = TolerantDensity(density)
-    tolerant.try_out(starts)
     found: Modes | None = None
     for _ in range(max_rounds):
-        climbed = _climb(tolerant, starts, max_iterations, num_draws, deadline)
+        climbed = _climb(density, starts, max_iterations, num_draws, deadline)
         if climbed is None and found is None:
             raise ValueError(
-                f"the model's log-density is finite at none of {len(starts)} draws of its prior: "
+                f"the model's log-density is finite at none of {num_starts} draws of its prior: "
                 f"{blame(density, starts)}. Cure: give the sites priors, or an init_loc_fn, in "
                 "whose range the data are possible"
-            ) from tolerant.error
+            ) from density.error
         if climbed is None:
             break
         best, tops = climbed
@@ -103,7 +100,7 @@ def find_modes(
             first = Modes(*(part[:1] for part in found))
         earlier = [] if found is None else [Modes(*(part[1:] for part in found))]
         found = Modes(*map(torch.cat, zip(first, *earlier, tops, strict=True)))
-        modes, num_met = _separate(tolerant, found, max_gap)
+        modes, num_met = _separate(density, found, max_gap)
         if len(modes.loc) == 1 or (num_met > 1).all() or time.perf_counter() > deadline:
             break
         starts = density.sample_prior(num_starts)
@@ -111,7 +108,7 @@ def find_modes(
 
 
 def _climb(
-    density: TolerantDensity,
+    density: LatentDensity,
     point: Tensor,
     max_iterations: int,
     num_draws: int,
@@ -131,9 +128,10 @@ def _climb(
         factor, is_concave = _root_of_inverse(hessian)
         whitened = _apply(factor.mT, score)
         proposals = point + point.new_tensor(STEP_SIZES)[:, None, None] * _apply(factor, whitened)
-        draws = _antithetic_draws(point, factor, num_draws)
+        noise = _antithetic_noise(point, num_draws)
+        draws = point + _apply(factor, noise)
         values = _log_prob(density, torch.cat([draws, proposals]))
-        here = Modes(point, factor, _elbo(values[: len(draws)], factor))
+        here = Modes(point, factor, _elbo(values[: len(draws)], noise, factor))
         if best is None or here.elbo.max() > best.elbo[0]:
             best = Modes(*(part[here.elbo.argmax()].unsqueeze(0) for part in here))
         gain, choice = (values[len(draws) :] - log_prob).max(0)
@@ -149,31 +147,37 @@ def _climb(
     return best, Modes(*map(torch.cat, zip(*tops, strict=True)))
 
 
-def gaussian_elbo(
-    density: LatentDensity | TolerantDensity, loc: Tensor, factor: Tensor, num_draws: int
-) -> Tensor:
-    """The ELBO of Gaussians, -inf where their draws leave the density's domain.
+def gaussian_elbo(density: LatentDensity, loc: Tensor, factor: Tensor, num_draws: int) -> Tensor:
+    """The ELBO of Gaussians, each cut off where the model has no density.
 
     :param loc: ``(num_gaussians, latent_dim)``.
     :param factor: any F with covariance F F^T, ``(num_gaussians, latent_dim, latent_dim)``.
     :returns: ``(num_gaussians,)``.
     """
-    return _elbo(_log_prob(density, _antithetic_draws(loc, factor, num_draws)), factor)
+    noise = _antithetic_noise(loc, num_draws)
+    return _elbo(_log_prob(density, loc + _apply(factor, noise)), noise, factor)
 
 
-def _antithetic_draws(loc: Tensor, factor: Tensor, num_draws: int) -> Tensor:
+def _antithetic_noise(loc: Tensor, num_draws: int) -> Tensor:
     noise = torch.randn((num_draws // 2,) + loc.shape, dtype=loc.dtype, device=loc.device)
-    return loc + _apply(factor, torch.cat([noise, -noise]))
+    return torch.cat([noise, -noise])
 
 
-def _elbo(log_prob: Tensor, factor: Tensor) -> Tensor:
-    """From the log-density at draws of Gaussians, ``(num_draws, num_gaussians)``."""
-    entropy = torch.linalg.slogdet(factor).logabsdet
-    entropy = entropy + 0.5 * factor.shape[-1] * (1 + math.log(2 * math.pi))
-    return (log_prob.mean(0) + entropy).nan_to_num(-math.inf, -math.inf, -math.inf)
+def _elbo(log_prob: Tensor, noise: Tensor, factor: Tensor) -> Tensor:
+    """From the log-density at draws, ``(num_draws, num_gaussians)``, and their noise."""
+    dim = factor.shape[-1]
+    inside = log_prob > -math.inf
+    num_inside = inside.sum(0)
+    entropy = torch.linalg.slogdet(factor).logabsdet + 0.5 * dim * math.log(2 * math.pi)
+    # Half of E[noise^2]: that of the draws themselves where some are left out.
+    half_square = 0.5 * noise.square().sum(-1)
+    half_square = torch.where(num_inside == len(noise), 0.5 * dim, half_square)
+    mean = (log_prob + half_square).masked_fill(~inside, 0.0).sum(0) / num_inside
+    elbo = mean + entropy + (num_inside / len(noise)).log()
+    return elbo.nan_to_num(-math.inf, -math.inf, -math.inf)
 
 
-def _separate(density: TolerantDensity, found: Modes, max_gap: float) -> tuple[Modes, Tensor]:
+def _separate(density: LatentDensity, found: Modes, max_gap: float) -> tuple[Modes, Tensor]:
     """The Gaussians between any two of which the log-density dips, and how often each was met.
 
     :param found: the best of all points, then tops.
@@ -227,7 +231,7 @@ def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 
-def _log_prob(density: LatentDensity | TolerantDensity, points: Tensor) -> Tensor:
+def _log_prob(density: LatentDensity, points: Tensor) -> Tensor:
     """Of points ``(*batch, latent_dim)``; -inf where there is no number."""
     flat = density.log_prob(points.reshape(-1, points.shape[-1])).reshape(points.shape[:-1])
     return flat.nan_to_num(-math.inf, -math.inf, -math.inf)

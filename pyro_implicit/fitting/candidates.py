@@ -16,7 +16,6 @@ from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import Modes, lower_factor
-from pyro_implicit.density.tolerant import TolerantDensity
 from pyro_implicit.diagnostics.coverage import uncovered_modes
 from pyro_implicit.fitting.weights import mixture_weights
 from pyro_implicit.generators import AutoregressiveGenerator
@@ -207,7 +206,7 @@ def _log_weights(guide: AutoGuide, density: LatentDensity, num_draws: int = 1000
     if not isinstance(guide, AutoMixture):
         q = TransformedDistribution(guide.get_base_dist(), guide.get_transform())
     draws = q.sample(torch.Size((num_draws,)))
-    log_weights = TolerantDensity(density).log_prob(draws) - q.log_prob(draws)
+    log_weights = density.log_prob(draws) - q.log_prob(draws)
     return log_weights.masked_fill(~log_weights.isfinite(), -math.inf)
 
 

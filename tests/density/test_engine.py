@@ -14,7 +14,8 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import nn
 
-from pyro_implicit.density.engine import BatchedRuns, Model, SubsampledError, refuse_subsampling
+from pyro_implicit.density.batched_runs import BatchedRuns
+from pyro_implicit.density.engine import Model, SubsampledError, refuse_subsampling
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +120,7 @@ def random():
 @pytest.mark.parametrize(
     "model, cause",
     [
-        (branching, r"RuntimeError: .*item\(\)"),
+        (branching, r"a tensor is asked for its number \(.item\(\)\)"),
         (only_of_the_model, "site 'z' is a latent that is drawn anew in each run"),
         (random, r"its log-density is .* there and .* outside; .*dropout"),
     ],
@@ -169,8 +170,10 @@ def test_an_error_of_the_model_is_its_own():
         pyro.sample("x", dist.Normal(0.0, 1.0))
         raise KeyError("its own")
 
+    prepared, values = prepare(hierarchical, Y)
+    prepared.model, prepared.args = model, ()
     with pytest.raises(KeyError, match="its own"):
-        BatchedRuns("Test").map(Model(model, (), {}, Trace()), {}, log_probs)
+        BatchedRuns("Test").map(prepared, values, log_probs)
 
 
 def test_subsampling_is_refused_by_name():

@@ -90,10 +90,16 @@ def test_elbo_of_gaussians():
     torch.testing.assert_close(gaussian_elbo(density, loc, root, 2), 3 * loc.sum(-1) + entropy)
 
 
-def test_elbo_outside_the_domain():
+def test_elbo_of_gaussians_cut_off_at_the_domain():
     density = target(lambda x: torch.where(x > 0, x, -math.inf).sum())
-    found = gaussian_elbo(density, torch.tensor([[0.1], [50.0]]), torch.ones(2, 1, 1), 20)
-    assert found[0] == -math.inf and found[1].isfinite()
+    loc = torch.tensor([[0.1], [50.0], [-50.0]])
+    found = gaussian_elbo(density, loc, torch.ones(3, 1, 1), 100_000)
+    standard = torch.distributions.Normal(0.0, 1.0)
+    below, pdf = -0.1, standard.log_prob(torch.tensor(-0.1)).exp()
+    inside = standard.cdf(torch.tensor(0.1))
+    entropy = (math.sqrt(2 * math.pi * math.e) * inside).log() + below * pdf / (2 * inside)
+    assert found[0].item() == pytest.approx((0.1 + pdf / inside + entropy).item(), abs=0.02)
+    assert found[1].isfinite() and found[2] == -math.inf
 
 
 @pytest.mark.parametrize("seed", range(3))

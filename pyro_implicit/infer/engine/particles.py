@@ -12,7 +12,8 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
 
-from pyro_implicit.density.engine import BatchedRuns, Model, compute_log_prob
+from pyro_implicit.density.batched_runs import BatchedRuns
+from pyro_implicit.density.engine import Model, compute_log_prob
 from pyro_implicit.infer.engine.sites import PARTICLE_PLATE
 
 __all__ = ["Particles"]

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from pyro.infer import Trace_ELBO
 
-from pyro_implicit.density.engine import BatchedRuns
+from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.infer.engine.first_run import first_run
 
 __all__ = ["ElboState", "Pair", "StatefulELBO"]

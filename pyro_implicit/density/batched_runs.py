@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model, run for many values of its latents at once by ``torch.func.vmap``."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import pyro
+import torch
+from pyro.poutine.trace_struct import Trace
+from pyro.poutine.util import prune_subsample_sites
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pyro_implicit.density.engine import Model
+from pyro_implicit.density.run_mode import BranchError, RunMode, VmapError, writes_to_unbatched
+from pyro_implicit.density.site_loop import loop_where_needed
+
+__all__ = ["IMPOSSIBLE", "BatchedRuns"]
+
+Values = dict[str, Tensor]
+T = TypeVar("T")
+
+#: What a model raises where the values of its latents are impossible.
+IMPOSSIBLE = (ValueError, ArithmeticError, RuntimeError)
+
+#: More groups of runs that take the same branches than this, and a half of the runs, are no gain.
+MAX_GROUPS = 8
+
+
+class BatchedRuns:
+    """Runs a model for many values of its latents, and remembers how it can be run.
+
+    The first batch is compared with a plain run; a model that fails is run one value at a time from
+    then on, with one warning that names the cause. Where runs part at a branch, those that take it
+    are a batch, and the others. A run that raises an error is its own affair: the others go on.
+
+    :param owner: who runs it, for the warning.
+    :param mode: ``"vmap"``, or ``False`` for one run after the other.
+    """
+
+    def __init__(self, owner: str, mode: Literal["vmap", False] = "vmap") -> None:
+        self.owner = owner
+        self.mode = mode
+        self.checked = mode is False
+        self.error: Exception | None = None
+        """The last that the model raised at values that are impossible."""
+        self._replaces = True
+        self._fresh_are_batched = False
+
+    def map(
+        self,
+        model: Model,
+        values: Values,
+        read: Callable[[Trace], T],
+        otherwise: T | None = None,
+    ) -> T:
+        """What is read in the trace of each run, stacked.
+
+        :param values: by site, ``(num_runs, *site_shape)``.
+        :param read: tensors in dicts, tuples or alone, from a trace without subsampling sites whose
+            log-probabilities are not computed yet.
+        :param otherwise: in place of that where a run raises an error; by default, NaN like the
+            others', or the error itself if all runs raise one.
+        :returns: the same, each tensor ``(num_runs, *shape)``.
+        """
+        rows = torch.arange(len(next(iter(values.values()))))
+        if self.mode == "vmap":
+            try:
+                if self.checked:
+                    return self._join(self._in_one_go(model, values, read, rows), otherwise)
+                return self._compared(model, values, read, rows, otherwise)
+            except VmapError as error:
+                self._give_up_vmap(error, model, values)
+        return self._join([self._one(model, values, read, row) for row in rows], otherwise)
+
+    def _compared(
+        self,
+        model: Model,
+        values: Values,
+        read: Callable[[Trace], T],
+        rows: Tensor,
+        otherwise: T | None,
+    ) -> T:
+        """As :meth:`_in_one_go`, compared with a plain run at the first values at which it can be.
+
+        :raises VmapError: saying what vmap cannot do, or where the two disagree.
+        """
+        for row in rows:
+            _, expected = self._one(model, values, read, row, _refuse_unknown_latents)
+            if expected is not None:
+                break
+        else:
+            return self._join([(rows, None)], otherwise)
+        self.checked = True
+        result = self._join(self._in_one_go(model, values, read, rows), otherwise)
+        found = pytree.tree_map(lambda leaf: leaf[row : row + 1], result)
+        one, other = _total(found), _total(expected)
+        if math.isfinite(other) and not math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-3):
+            raise VmapError(
+                f"its log-density is {one:.6g} there and {other:.6g} outside; is it random "
+                "beyond its latents (dropout)?"
+            )
+        return result
+
+    def _in_one_go(
+        self, model: Model, values: Values, read: Callable[[Trace], T], rows: Tensor
+    ) -> list[tuple[Tensor, T | None]]:
+        """What is read in groups of runs that go the same way, None of those that raise errors.
+
+        :raises VmapError: if vmap cannot run the model, or in too small groups.
+        """
+        todo, done = [rows], []
+        replaced = False
+        while todo:
+            group = todo.pop()
+            tag = torch.ones(len(group), dtype=torch.bool, device=_device(values))
+            run_mode = RunMode(tag[0], self._fresh_are_batched) if self._replaces else None
+            try:
+                part = _vmap(model, _pick(values, group), tag, read, run_mode)
+                done.append((group, part))
+                replaced |= run_mode is not None and run_mode.was_needed
+            except BranchError as branch:
+                if len(todo) + len(done) > max(MAX_GROUPS, len(rows) // 2):
+                    raise VmapError("its runs take too many different branches") from branch
+                # All groups see the same data: indices are drawn in a plain run.
+                self._one(model, values, read, group[0])
+                is_true = branch.is_true.cpu()
+                todo += [group[is_true], group[~is_true]]
+            except VmapError:
+                raise
+            except Exception as error:  # vmap raises many kinds, one for each thing it cannot do
+                if not self._replaces:
+                    self._replaces = True
+                    todo.append(group)
+                elif not self._fresh_are_batched and writes_to_unbatched(error):
+                    self._fresh_are_batched = True
+                    todo.append(group)
+                else:
+                    parts = [self._one(model, values, read, row) for row in group]
+                    if all(part is not None for _, part in parts):
+                        raise VmapError(_first_line(error)) from error
+                    done += parts  # the error was the model's own, at some of these values
+        self._replaces = replaced
+        return done
+
+    def _one(
+        self,
+        model: Model,
+        values: Values,
+        read: Callable[[Trace], T],
+        row: Tensor,
+        check: Callable[[Model, Trace], None] | None = None,
+    ) -> tuple[Tensor, T | None]:
+        """What is read in a plain run, as a batch of one; None if it raises an error."""
+        try:
+            with RunMode() if self._replaces else contextlib.nullcontext():
+                trace = model.run({name: value[row] for name, value in values.items()})
+                model.share_minibatch(trace)
+                trace = prune_subsample_sites(trace)
+                if check is not None:
+                    check(model, trace)
+                found = read(trace)
+        except VmapError:
+            raise
+        except IMPOSSIBLE as error:
+            self.error = error.with_traceback(None)
+            return row.reshape(1), None
+        return row.reshape(1), pytree.tree_map(lambda leaf: leaf.unsqueeze(0), found)
+
+    def _join(self, parts: list[tuple[Tensor, T | None]], otherwise: T | None) -> T:
+        """All runs in their order."""
+        good = [part for _, part in parts if part is not None]
+        if len(good) == len(parts) == 1:
+            return good[0]
+        if otherwise is None:
+            if not good:
+                assert self.error is not None
+                raise self.error
+            otherwise = pytree.tree_map(lambda leaf: torch.full_like(leaf[0], math.nan), good[0])
+
+        def fill(rows: Tensor) -> T:
+            return pytree.tree_map(lambda leaf: leaf.expand((len(rows),) + leaf.shape), otherwise)
+
+        whole = [fill(rows) if part is None else part for rows, part in parts]
+        order = torch.cat([rows for rows, _ in parts]).argsort()
+        return pytree.tree_map(
+            lambda *leaves: torch.cat(leaves)[order.to(leaves[0].device)], *whole
+        )
+
+    def _give_up_vmap(self, error: VmapError, model: Model, values: Values) -> None:
+        # Pyro adds the shapes of all sites to errors.
+        cause = str(error).splitlines()[0] + _behind(model)
+        self.mode, self.checked, self._replaces = False, True, True
+        start = time.perf_counter()
+        with contextlib.suppress(*IMPOSSIBLE):
+            model.run({name: value[0] for name, value in values.items()})
+        seconds = time.perf_counter() - start
+        num_runs = len(next(iter(values.values())))
+        warnings.warn(
+            f"{self.owner} runs the model one particle at a time, because it cannot run inside "
+            f"torch.func.vmap ({cause}): {num_runs} particles take {num_runs * seconds:.2g} s, "
+            f"where one takes {seconds:.2g} s. Cure: write the model without .item() and without "
+            "branches on latent values; or fewer particles; an ELBO can also be told "
+            'vectorize_particles="plate" or False',
+            stacklevel=3,
+        )
+
+
+def _vmap(
+    model: Model,
+    values: Values,
+    tag: Tensor,
+    read: Callable[[Trace], T],
+    run_mode: RunMode | None,
+) -> T:
+    def read_one(tag: Tensor, values: Values) -> T:
+        if run_mode is not None:
+            run_mode.tag = tag
+        # The plain run made Pyro's checks; in here they would branch on batched values.
+        with run_mode or contextlib.nullcontext(), pyro.validation_enabled(False):
+            trace = prune_subsample_sites(model.run(values))
+            loop_where_needed(trace)
+            return read(trace)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")  # of rules vmap lacks
+        return torch.func.vmap(read_one, randomness="same")(tag, values)
+
+
+def _refuse_unknown_latents(model: Model, trace: Trace) -> None:
+    for name, site in trace.nodes.items():
+        if site["type"] == "sample" and not site["is_observed"] and name not in model.replayed:
+            raise VmapError(f"site '{name}' is a latent that is drawn anew in each run")
+
+
+def _pick(values: Values, rows: Tensor) -> Values:
+    if len(rows) == len(next(iter(values.values()))):
+        return values
+    return {name: value[rows.to(value.device)] for name, value in values.items()}
+
+
+def _device(values: Values) -> torch.device:
+    return next(iter(values.values())).device
+
+
+def _total(tree: Any) -> float:
+    return sum(leaf.detach().double().sum().item() for leaf in pytree.tree_leaves(tree))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip().split("\n")[0]
+
+
+def _behind(model: Model) -> str:
+    known = model.last_site not in (None, "_INPUT", "_RETURN")
+    return f", behind site '{model.last_site}'" if known else ""

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distributions whose log-density vmap cannot compute: one run at a time, in its midst."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro.poutine.trace_struct import Trace
+from torch import Tensor
+from torch.distributions import Distribution, Transform
+
+from pyro_implicit.density.run_mode import in_each_run, writes_to_unbatched
+
+__all__ = ["loop_where_needed"]
+
+
+def loop_where_needed(trace: Trace) -> None:
+    """Inside ``vmap``, make each site of a trace able to compute its log-density.
+
+    A distribution whose ``log_prob`` vmap refuses, for branches on values or for indices of dynamic
+    length, is evaluated for one run after the other, while the rest of the model goes on in one go.
+
+    :param trace: of which the distributions are copies of the model's own.
+    """
+    for site in trace.nodes.values():
+        if site["type"] == "sample":
+            fn = site["fn"]
+            fn.log_prob = functools.partial(_log_prob, fn)
+
+
+def _log_prob(fn: Any, *args: Any, **kwargs: Any) -> Tensor:
+    try:
+        return type(fn).log_prob(fn, *args, **kwargs)
+    except Exception as error:
+        if writes_to_unbatched(error):  # for which the whole run has a cure
+            raise
+        refusal = error
+    whole = (fn, args, kwargs)
+    tensors: list[Tensor] = []
+    _replace(whole, lambda tensor: (tensors.append(tensor), tensor)[1])
+
+    def in_a_loop(num_runs: int | None, *all_runs: Tensor) -> Tensor:
+        if num_runs is None:
+            raise refusal
+        results = []
+        for of_run in zip(*all_runs, strict=True):
+            parts = iter(of_run)
+            one, one_args, one_kwargs = _replace(whole, lambda _, parts=parts: next(parts))
+            results.append(type(fn).log_prob(one, *one_args, **one_kwargs))
+        return torch.stack(results)
+
+    return in_each_run(in_a_loop, *tensors)
+
+
+def _replace(part: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A copy with a function applied to all tensors in it, always in the same order."""
+    if isinstance(part, Tensor):
+        return function(part)
+    if isinstance(part, (list, tuple)):
+        return type(part)(_replace(item, function) for item in part)
+    if isinstance(part, dict):
+        return {key: _replace(item, function) for key, item in part.items()}
+    if isinstance(part, (Distribution, Transform)):
+        part = copy.copy(part)
+        vars(part).update(_replace(dict(vars(part)), function))
+    return part

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model may do inside vmap, and bad matrices there: values and gradients as outside."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_implicit.density import LatentDensity, find_modes
+from pyro_implicit.density.batched_runs import BatchedRuns
+from pyro_implicit.density.run_mode import RunMode
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+
+
+def both_ways(model, points):
+    """Values and gradients in one go, without any warning, and one by one."""
+    density, looped = LatentDensity(model), LatentDensity(model)
+    looped._runs = BatchedRuns("looped", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = density.score(points)
+    assert density._runs.mode == "vmap"
+    return found, looped.score(points)
+
+
+# Each makes a matrix B, good where x is positive, and returns what it gives.
+def by_cholesky(b):
+    return torch.linalg.cholesky(b).sum()
+
+
+def by_covariance(b):
+    return dist.MultivariateNormal(torch.zeros(2), covariance_matrix=b).log_prob(torch.ones(2))
+
+
+def by_precision(b):
+    return dist.MultivariateNormal(torch.zeros(2), precision_matrix=b).log_prob(torch.ones(2))
+
+
+def by_inverse(b):
+    return torch.linalg.inv(b).sum()
+
+
+def by_solution(b):
+    return torch.linalg.solve(b, torch.ones(2)).sum()
+
+
+def by_eigenvalues(b):
+    return torch.linalg.eigh(b).eigenvalues.log().sum()
+
+
+def singular(x):
+    """Positive-definite, or of zeros."""
+    return x.clamp(min=0) * torch.tensor([[2.0, 0.3], [0.3, 1.0]])
+
+
+def nan_matrix(x):
+    return x.log() + torch.tensor([[20.0, 0.3], [0.3, 10.0]])
+
+
+@pytest.mark.parametrize(
+    "function, matrix",
+    [
+        (by_cholesky, singular),
+        (by_cholesky, nan_matrix),
+        (by_covariance, singular),
+        (by_precision, singular),
+        (by_inverse, singular),
+        (by_solution, singular),
+        (by_eigenvalues, nan_matrix),
+    ],
+)
+def test_a_bad_matrix_is_its_own_runs_affair(function, matrix):
+    def model():
+        x = pyro.sample("x", dist.Normal(1.0, 1.0))
+        pyro.factor("f", function(matrix(x)))
+
+    points = torch.tensor([[1.3], [-0.7], [0.4], [-2.0]])
+    found, looped = both_ways(lambda: model(), points)
+    bad = points[:, 0] < 0
+    for log_prob, score in (found, looped):
+        assert (log_prob[bad] == -math.inf).all() and (score[bad] == 0).all()
+    # The good ones by hand, in a run that meets no bad one.
+    x = points[~bad, 0].clone().requires_grad_()
+    expected = dist.Normal(1.0, 1.0).log_prob(x)
+    expected = expected + torch.stack([function(matrix(x_k)) for x_k in x])
+    for log_prob, score in (found, looped):
+        torch.testing.assert_close(log_prob[~bad], expected.detach())
+        torch.testing.assert_close(
+            score[~bad, 0], torch.autograd.grad(expected.sum(), x, retain_graph=True)[0]
+        )
+
+
+def test_a_gradient_in_what_good_and_bad_matrices_share():
+    shared = torch.tensor(2.0, requires_grad=True)
+    batch = torch.stack([torch.eye(2), -torch.eye(2)])
+    with RunMode():
+        factor = torch.linalg.cholesky(shared * batch)
+        solution = torch.linalg.solve(shared * batch * torch.tensor([1.0, 0.0])[:, None, None],
+                                      torch.ones(2, 1))  # fmt: skip
+    assert factor[1].isnan().all() and solution[1].isnan().all()
+    factor.nan_to_num().sum().backward()
+    assert shared.grad.item() == pytest.approx(1 / math.sqrt(2.0))
+    with pytest.raises(torch.linalg.LinAlgError):
+        torch.linalg.cholesky(-torch.eye(2))
+
+
+def test_a_scale_that_underflows():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(x, (-(x**2)).exp()), obs=torch.tensor(0.5))
+
+    points = torch.tensor([[0.3], [100.0], [-0.5], [math.nan]])
+    (log_prob, score), looped = both_ways(model, points)
+    assert log_prob.isfinite().tolist() == [True, False, True, False]
+    assert (score[[1, 3]] == 0).all() and (score[[0, 2]] != 0).all()
+    torch.testing.assert_close((log_prob, score), looped)
+
+
+Y = torch.tensor([0.3, -0.4, 0.8, 0.1, -1.1], dtype=torch.float64)
+
+
+def garch():
+    """Latents are written into a tensor that the model makes."""
+    a = pyro.sample("a", dist.Beta(2.0, 2.0))
+    variance = torch.zeros(5)
+    variance[0] = a
+    for t in range(1, 5):
+        variance[t] = 0.1 + a * Y[t - 1] ** 2 + 0.5 * variance[t - 1]
+    total = torch.zeros(())
+    total += variance.sum()
+    assert (variance > 0).all(), f"negative variance {variance}"
+    pyro.factor("total", -total)
+    with pyro.plate("times", 5):
+        pyro.sample("y", dist.Normal(0.0, variance.sqrt()), obs=Y)
+
+
+def clipped():
+    """Elements are set through a mask of latents, and compared."""
+    x = pyro.sample("x", dist.Normal(torch.zeros(5), 1.0).to_event(1))
+    bounded = x.clone()
+    bounded[x > 0.5] = 0.5
+    near = torch.isclose(x, Y, atol=0.5)
+    with pyro.plate("rows", 5):
+        pyro.sample("y", dist.Normal(bounded, torch.where(near, 1.0, 2.0)), obs=Y)
+
+
+def branching():
+    """Runs part at two branches, and meet again."""
+    x = pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    loc = 2 * x[0] if x[0] > 0 else x[0] ** 2
+    if x.sum() > 0.3:
+        loc = loc + 1
+    pyro.sample("y", dist.Normal(loc, 1.0), obs=torch.tensor(0.5))
+
+
+def guarded():
+    """Runs of impossible parameters raise an error."""
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    if x < 0:
+        raise ValueError("x must be positive")
+    pyro.sample("y", dist.Poisson(x), obs=torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("model", [garch, clipped, branching, guarded])
+def test_what_models_do(model):
+    points = torch.randn(7, LatentDensity(model).latent_dim)
+    found, looped = both_ways(model, points)
+    for one, other in zip(found, looped, strict=True):
+        torch.testing.assert_close(one, other)
+    if model is guarded:
+        assert torch.equal(found[0].isinf(), points[:, 0] < 0)
+    else:
+        assert found[1].isfinite().all() and (found[1] != 0).any()
+
+
+def test_each_group_of_branches_runs_once():
+    ran = []
+
+    def model():
+        ran.append(1)
+        branching()
+
+    density = LatentDensity(model)
+    points = torch.tensor([[1.0, 1.0], [1.0, -2.0], [-1.0, 3.0], [-1.0, -1.0]]).repeat(10, 1)
+    density.score(points)
+    ran.clear()
+    density.score(points)
+    # Four groups, three batches that part, and a plain run at each parting.
+    assert len(ran) == 10
+
+
+def test_too_many_branches_are_looped():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        total = x
+        for k in range(-20, 20):
+            if x > k / 10:
+                total = total + 1
+        pyro.factor("f", total)
+
+    density = LatentDensity(model)
+    with pytest.warns(UserWarning, match="its runs take too many different branches, behind site"):
+        log_prob = density.log_prob(torch.linspace(-2, 2, 30).unsqueeze(-1))
+    assert log_prob.isfinite().all()
+
+
+def test_numbers_that_differ_later_on():
+    """The first batch has one value, the second two."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("f", x * x.item())
+
+    density = LatentDensity(model)
+    density.log_prob(torch.ones(1, 1))
+    with pytest.warns(UserWarning, match="asked for its number .*2 particles take .* s, where one"):
+        log_prob = density.log_prob(torch.tensor([[1.0], [2.0]]))
+    torch.testing.assert_close(log_prob[1] - log_prob[0], torch.tensor(1.5))
+
+
+def test_the_same_minibatch_for_all_branches():
+    seen = []
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 20, subsample_size=5) as index:
+            seen.append(index)
+        if x > 0:
+            pyro.factor("f", x)
+
+    from tests.density.test_engine import prepare
+
+    prepared, _ = prepare(model)
+    runs = BatchedRuns("Test")
+    for _ in range(2):
+        seen.clear()
+        prepared, _ = prepare(model)
+        seen.clear()
+        runs.map(prepared, {"x": torch.tensor([1.0, -1.0, 2.0])}, log_probs_total)
+        assert all(index.equal(seen[-1]) for index in seen[-2:])
+
+
+def log_probs_total(trace):
+    return trace.log_prob_sum()
+
+
+def kernel(x, scale):
+    return (-0.5 * ((x[:, None] - x) / scale) ** 2).exp()
+
+
+def gp_counts():
+    """A kernel with next to no jitter has no factor for long scales."""
+    x = torch.linspace(0, 1, 8)
+    scale = pyro.sample("scale", dist.LogNormal(-1.0, 1.0))
+    covariance = kernel(x, scale) + 1e-16 * torch.eye(8)
+    f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(8), covariance))
+    with pyro.plate("rows", 8):
+        pyro.sample("y", dist.Poisson(f.exp()), obs=torch.arange(8.0))
+
+
+def sir():
+    """Draws of the prior send more people out than there are."""
+    beta = pyro.sample("beta", dist.LogNormal(0.5, 1.0))
+    gamma = pyro.sample("gamma", dist.LogNormal(-1.0, 1.5))
+    s, i = torch.tensor(99.0), torch.tensor(1.0)
+    for t, y in enumerate([1.0, 2.0, 4.0, 7.0, 12.0]):
+        new = beta * s * i / 100
+        s, i = s - new, i + new - gamma * i
+        pyro.sample(f"y_{t}", dist.Poisson(i), obs=torch.tensor(y))
+        pyro.sample(f"z_{t}", dist.Binomial(100, i / 100), obs=torch.tensor(y))
+
+
+@pytest.mark.parametrize("model", [gp_counts, sir])
+def test_the_search_survives_impossible_draws(model):
+    pyro.set_rng_seed(3)
+    density = LatentDensity(model)
+    starts = density.sample_prior(50)
+    assert len(starts) < 50 or not density.log_prob(starts).isfinite().all()
+    modes = find_modes(density, num_starts=4, max_rounds=1, max_iterations=5)
+    assert modes.elbo[0].isfinite() and density.is_vectorized
