@@ -65,9 +65,11 @@ def fit(
        (each is trained for ``num_steps`` over the square root of their number);
     4. **choose**: the candidate of the highest bound is kept, of those that leave out no mode of
        more than a hundredth of the mass that another covers;
-    5. **refine**: if that is not within a hundredth of a nat of the posterior, its draws are moved
-       there by many short chains (:func:`~pyro_implicit.mcmc.refine`): ``result.refined``, from
-       which ``result.sample`` draws.
+    5. **correct**: where its importance weights are reliable (k-hat below 0.5, effective sample
+       size above half of the draws), ``result.sample`` resamples its draws by them;
+    6. **refine**: if they are not, nor the guide within a hundredth of a nat of the posterior, its
+       draws are moved there by many short chains (:func:`~pyro_implicit.mcmc.refine`):
+       ``result.refined``, from which ``result.sample`` draws.
 
     Of more than 100 latents, or where a search would take minutes, an ``AutoNormal`` is trained for
     1,000 steps (**mean-field**), and its draws are refined.
@@ -152,7 +154,7 @@ def fit(
     if not isinstance(guide, str):
         loss = loss or default_loss(guide, num_particles, *args, model_kwargs=kwargs)
         return _fit_given(stages, guide, loss, refine is True)
-    density = _density(model, args, kwargs)
+    density = stages.result.density = _density(model, args, kwargs)
     if density is None and refine is True:
         raise ValueError(
             "refine moves draws by gradients of all data, but the model subsamples them. Cure: "
@@ -190,7 +192,8 @@ def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["au
         if refine is False and not is_near:
             stages.train_semi_implicit(density, exact)
         stages.choose(density, modes)
-        if refine is True or (refine == "auto" and not is_near):
+        corrected = stages.correct(density)
+        if refine is True or (refine == "auto" and not (is_near or corrected)):
             stages.refine(plan.max_gradients)
         return stages.result
     except KeyboardInterrupt:

@@ -28,6 +28,7 @@ __all__ = [
     "Candidate",
     "choose",
     "exact_guide",
+    "exact_log_weights",
     "frame_of_draws",
     "semi_implicit_guide",
     "set_weights",
@@ -195,19 +196,36 @@ def _left_out(one: Candidate, modes: Modes, density: LatentDensity, log_evidence
 
 def _log_weights(guide: AutoGuide, density: LatentDensity, num_draws: int = 1000) -> Tensor:
     """Log p - log q at draws, -inf where the model has no density or raises an error."""
-    model, args, kwargs = density.model, density.args, density.kwargs
-    if isinstance(guide, AutoSemiImplicit):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FoldWarning)  # the stage sees it and trains another
-            return weighted_draws(
-                model, guide, *args, num_samples=num_draws, num_starts=2, model_kwargs=kwargs
-            ).log_weights
-    q = guide.get_posterior(*args, **kwargs)
+    if not isinstance(guide, AutoSemiImplicit):
+        return exact_log_weights(guide, density, num_draws)[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FoldWarning)  # the stage sees it and trains another
+        return weighted_draws(
+            density.model,
+            guide,
+            *density.args,
+            num_samples=num_draws,
+            num_starts=2,
+            model_kwargs=density.kwargs,
+        ).log_weights
+
+
+@torch.no_grad()
+def exact_log_weights(
+    guide: AutoGuide, density: LatentDensity, num_draws: int
+) -> tuple[Tensor, Tensor]:
+    """Draws and log p - log q of a guide whose density is exact.
+
+    :param guide: an :class:`AutoMixture` or an injective :class:`AutoImplicit`.
+    :returns: ``(num_draws, latent_dim)`` in unconstrained space, and ``(num_draws,)``, -inf where
+        the model has no density.
+    """
+    q = guide.get_posterior(*density.args, **density.kwargs)
     if not isinstance(guide, AutoMixture):
         q = TransformedDistribution(guide.get_base_dist(), guide.get_transform())
     draws = q.sample(torch.Size((num_draws,)))
     log_weights = density.log_prob(draws) - q.log_prob(draws)
-    return log_weights.masked_fill(~log_weights.isfinite(), -math.inf)
+    return draws, log_weights.masked_fill(~log_weights.isfinite(), -math.inf)
 
 
 def _set_up(guide: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -9,12 +9,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.fitting.candidates import exact_log_weights
+from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.mcmc import Refined
+from pyro_implicit.ops.importance import pareto_smoothed
 
 __all__ = ["Fit", "Stage"]
+
+OVERSAMPLING = 4
+LEAST_PROPOSALS = 1000
 
 
 @dataclass
@@ -43,8 +51,9 @@ class Fit:
     in nats: the mean of log p - log q without its lowest hundredth; ``chosen`` is the name of the
     one that ``guide`` is. ``num_modes`` is the number of separate modes that the search found, None
     where there was none. ``stages`` tells what was done, a failed candidate with its reason.
-    ``refined`` are the chains that moved the guide's draws on, None where none did. If
-    ``interrupted``, by Ctrl-C, this is the best there was by then.
+    ``refined`` are the chains that moved the guide's draws on, None where none did; ``correction``
+    is the effective sample size, as a share, of importance weights that right them, None where
+    none do. If ``interrupted``, by Ctrl-C, this is the best there was by then.
     """
 
     guide: Any = None
@@ -54,18 +63,49 @@ class Fit:
     chosen: str = "guide"
     stages: list[Stage] = field(default_factory=list)
     refined: Refined | None = None
+    correction: float | None = None
     interrupted: bool = False
+    density: LatentDensity | None = field(default=None, repr=False, compare=False)
+    """Of the model, with its data; None where it subsamples them, or where a guide was given."""
 
-    def sample(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Draws of the posterior: refined ones where there are, with replacement, else the guide's.
+    def sample(
+        self, num_samples: int, *args: Any, corrected: bool | None = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Draws of the posterior: refined ones where there are, else the guide's.
 
-        :param num_samples: so many.
+        :param num_samples: so many; of refined ones no draw comes twice before all have come once.
         :param args: of the model, as ``kwargs``, for a guide written by hand that reads them.
+        :param corrected: whether draws of a guide with an exact density are resampled, four for
+            one, by Pareto-smoothed importance weights; by default where ``correction`` says so.
         :returns: by site, ``(num_samples, *site_shape)``.
+        :raises ValueError: for ``corrected=True`` of a guide without an exact density.
         """
-        if self.refined is not None:
-            return self.refined.get_samples(num_samples)
-        return draw(self.guide, num_samples, *args, **kwargs)
+        if corrected is None:
+            corrected = self.correction is not None
+        if corrected:
+            return self._corrected(num_samples)
+        if self.refined is None:
+            return draw(self.guide, num_samples, *args, **kwargs)
+        samples = self.refined.get_samples()
+        total = len(next(iter(samples.values())))
+        index = torch.cat([torch.randperm(total) for _ in range(-(-num_samples // total))])
+        return {name: value[index[:num_samples]] for name, value in samples.items()}
+
+    def _corrected(self, num_samples: int) -> dict[str, Tensor]:
+        if self.density is None or not isinstance(self.guide, (AutoImplicit, AutoMixture)):
+            raise ValueError(
+                "corrected=True wants a guide with an exact density, made by fit for a model with "
+                f"all its data, but this is a {type(self.guide).__name__}. Cure: refine=True"
+            )
+        draws, log_weights = exact_log_weights(
+            self.guide, self.density, max(OVERSAMPLING * num_samples, LEAST_PROPOSALS)
+        )
+        weights = pareto_smoothed(log_weights).weights
+        # Systematic resampling: as even as the weights allow.
+        ticks = (torch.arange(num_samples).to(weights) + torch.rand(()).to(weights)) / num_samples
+        index = torch.searchsorted(weights.cumsum(0), ticks).clamp(max=len(draws) - 1)
+        index = index[torch.randperm(num_samples)]
+        return self.density.constrain(draws[index])
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Stage]:

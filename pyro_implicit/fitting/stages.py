@@ -19,6 +19,7 @@ from pyro_implicit.fitting.candidates import (
     Candidate,
     choose,
     exact_guide,
+    exact_log_weights,
     frame_of_draws,
     semi_implicit_guide,
     set_weights,
@@ -34,12 +35,14 @@ from pyro_implicit.guides.names import forget, own_names
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.mcmc import refine
 from pyro_implicit.mcmc.stopping import Drift
+from pyro_implicit.ops.importance import pareto_smoothed
 
 __all__ = ["Stages"]
 
 NEAR_ENOUGH = 0.01  # nats
 FOLDED = 0.5  # nats: two folds are log 2
 AT_ONCE = 0.0005  # nats
+NUM_WEIGHED, RELIABLE_KHAT, LEAST_EFFICIENCY = 2000, 0.5, 0.5
 ROUGH_STEPS, ROUGH_PARTICLES, ROUGH_SPREAD = 1000, 8, 0.3
 
 
@@ -248,6 +251,24 @@ class Stages:
     def is_near(self, candidate: Candidate) -> bool:
         """Whether a candidate needs no other beside it."""
         return candidate.gap < NEAR_ENOUGH
+
+    def correct(self, density: LatentDensity) -> bool:
+        """See whether importance weights can right the draws of the chosen guide.
+
+        :returns: whether they can, reliably.
+        """
+        result = self.result
+        if not isinstance(result.guide, (AutoImplicit, AutoMixture)):
+            return False
+        with result.attempt("correct") as line:
+            _, log_weights = exact_log_weights(result.guide, density, NUM_WEIGHED)
+            smoothed = pareto_smoothed(log_weights)
+            line.outcome = (
+                f"k-hat {smoothed.khat:.2f}, effective sample size {smoothed.efficiency:.0%}"
+            )
+            if smoothed.khat < RELIABLE_KHAT and smoothed.efficiency > LEAST_EFFICIENCY:
+                result.correction = smoothed.efficiency
+        return result.correction is not None
 
     def train_semi_implicit(self, density: LatentDensity, before: Candidate) -> None:
         """A guide of another shape, in the frame of another candidate's draws.
