@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
@@ -29,6 +29,8 @@ from pyro_implicit.diagnostics.stein import stein_check
 from pyro_implicit.diagnostics.verdict import KHAT, Diagnosis
 from pyro_implicit.diagnostics.whitening import CollapsedError, whiten_draws
 from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel, refuse_swapped
+from pyro_implicit.guides.stored_draws import StoredDraws
+from pyro_implicit.mcmc import Refined
 
 __all__ = ["diagnose"]
 
@@ -40,7 +42,7 @@ NUM_SCORES = 4
 @torch.no_grad()
 def diagnose(
     model: Callable[..., Any],
-    guide: Callable[..., Any],
+    guide: Callable[..., Any] | Mapping[str, Tensor] | Refined,
     *args: Any,
     num_samples: int = 2000,
     loss: ELBO | None = None,
@@ -97,7 +99,9 @@ def diagnose(
     'do not trust'
 
     :param model: with all its data: nothing subsampled.
-    :param guide: a fitted guide of it.
+    :param guide: a fitted guide of it; or draws, a dict ``(num_draws, *site_shape)`` by site, or
+        what :func:`~pyro_implicit.refine` returned: these have no density, which chains that had
+        settled need not have.
     :param args: the arguments of both, as ``kwargs``.
     :param num_samples: draws of the guide, more than twice the latents. Stein's identities get
         five times as many of guides that draw in parallel.
@@ -129,6 +133,11 @@ def diagnose(
     """
     refuse_swapped("diagnose", model, guide)
     kwargs = {**kwargs, **(model_kwargs or {})}
+    settled = isinstance(guide, Refined) and guide.stopped == "converged"
+    if isinstance(guide, Refined):
+        guide = StoredDraws(guide.get_samples())
+    elif isinstance(guide, Mapping):
+        guide = StoredDraws(guide)
     density = LatentDensity(model, *args, **kwargs)
     dim = density.latent_dim
     if num_samples < max(LEAST_DRAWS, 2 * dim + 1):
@@ -145,7 +154,7 @@ def diagnose(
         )
         points = density.unconstrain(weighted.draws)
         many = points
-        if draws_in_parallel(guide):
+        if draws_in_parallel(guide) and not isinstance(guide, StoredDraws):
             # The noise of scores hides small errors, but not from many draws: they cost little.
             extra = draw(guide, NUM_SCORES * num_samples, *args, **kwargs)
             many = torch.cat([points, density.unconstrain(extra)])
@@ -181,4 +190,15 @@ def diagnose(
     gap = None
     if loss is not None and bound is not None:
         gap = objective_gap(loss, bound, model, guide, args, kwargs)
-    return Diagnosis(num_samples, dim, bound, no_density, importance, stein, drift, gap, coverage)
+    return Diagnosis(
+        num_samples,
+        dim,
+        bound,
+        no_density,
+        importance,
+        stein,
+        drift,
+        gap,
+        coverage,
+        settled=settled,
+    )

@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
 from pyro_implicit.guides.posterior_draws import draw, trace_guide
+from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
 
 __all__ = [
@@ -69,6 +70,8 @@ def weigh_draws(
     chunk_size: int,
 ) -> tuple[WeightedDraws, str]:
     """Draws and log-weights, none of a guide without density, and why there is none."""
+    if isinstance(guide, StoredDraws):
+        return WeightedDraws(torch.empty(0), guide.sample_posterior(num_samples)), "stored draws"
     try:
         weighted = weighted_draws(
             model,

@@ -60,6 +60,8 @@ EVEN_WEIGHTS = 0.99
 GOOD_WEIGHTS = 0.9
 #: Nats by which an objective may exceed the certified bound.
 GAP = 0.5
+#: Mass of a mode that counts, where the weights of modes may be wrong.
+LEAST = 0.01
 #: Of the kernel test.
 P_VALUE = 0.003
 
@@ -80,6 +82,7 @@ class Diagnosis:
     :ivar gap: the training objective minus the bound, in nats, and its standard error; None
         without a ``loss``.
     :ivar coverage: of the modes that were found or given; None if there was no search.
+    :ivar settled: whether the draws are of chains that had settled, which need no density.
     :ivar broken: why nothing could be tested (collapsed or infinite draws), else empty.
     """
 
@@ -93,6 +96,7 @@ class Diagnosis:
     gap: tuple[float, float] | None = None
     coverage: ModeCoverage | None = None
     broken: str = ""
+    settled: bool = False
 
     @property
     def verdict(self) -> Verdict:
@@ -125,7 +129,10 @@ class Diagnosis:
             # Even weights leave a heavy tail little mass.
             limits = KHAT_OF_EVEN if self.efficiency > GOOD_WEIGHTS else KHAT
             yield from limits.judge(self.bound.khat, reason, FIT_BETTER)
-        if self.no_density and not self.broken:
+        if self.settled and self.coverage is not None and (self.coverage.mass > LEAST).sum() > 1:
+            reason = "chains keep the weights that the guide gave to separate modes"
+            yield Finding("check", reason, "a mixture of exact density (AutoMixture)")
+        if self.no_density and not (self.broken or self.settled):
             cure = "AutoSemiImplicit with LIVI_ELBO, or AutoregressiveGenerator with InjectiveELBO"
             reason = "no importance weights, without which no guide is trusted"
             yield Finding("check", reason, cure)

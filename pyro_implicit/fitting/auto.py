@@ -154,7 +154,7 @@ def fit(
     if not isinstance(guide, str):
         loss = loss or default_loss(guide, num_particles, *args, model_kwargs=kwargs)
         return _fit_given(stages, guide, loss, refine is True)
-    density = stages.result.density = _density(model, args, kwargs)
+    density = _density(model, args, kwargs)
     if density is None and refine is True:
         raise ValueError(
             "refine moves draws by gradients of all data, but the model subsamples them. Cure: "

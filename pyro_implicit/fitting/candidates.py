@@ -37,6 +37,7 @@ __all__ = [
 
 LEAST_MASS = 0.01
 TIE = 0.001  # nats
+CHUNK_SIZE = 2000
 
 
 @dataclass
@@ -224,7 +225,8 @@ def exact_log_weights(
     if not isinstance(guide, AutoMixture):
         q = TransformedDistribution(guide.get_base_dist(), guide.get_transform())
     draws = q.sample(torch.Size((num_draws,)))
-    log_weights = density.log_prob(draws) - q.log_prob(draws)
+    log_prob = torch.cat([density.log_prob(part) for part in draws.split(CHUNK_SIZE)])
+    log_weights = log_prob - q.log_prob(draws)
     return draws, log_weights.masked_fill(~log_weights.isfinite(), -math.inf)
 
 

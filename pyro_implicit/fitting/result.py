@@ -7,15 +7,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
 from pyro_implicit.fitting.candidates import exact_log_weights
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.ops.importance import pareto_smoothed
 
@@ -65,8 +68,17 @@ class Fit:
     refined: Refined | None = None
     correction: float | None = None
     interrupted: bool = False
-    density: LatentDensity | None = field(default=None, repr=False, compare=False)
-    """Of the model, with its data; None where it subsamples them, or where a guide was given."""
+    source: tuple[Any, tuple, dict[str, Any]] = field(default=(None, (), {}), repr=False)
+    """The model, its arguments and its keyword arguments."""
+
+    @cached_property
+    def density(self) -> LatentDensity:
+        """The model's log-density.
+
+        :raises SubsampledError: if the model subsamples its data.
+        """
+        model, args, kwargs = self.source
+        return LatentDensity(model, *args, model_kwargs=kwargs)
 
     def sample(
         self, num_samples: int, *args: Any, corrected: bool | None = None, **kwargs: Any
@@ -84,18 +96,37 @@ class Fit:
             corrected = self.correction is not None
         if corrected:
             return self._corrected(num_samples)
-        if self.refined is None:
-            return draw(self.guide, num_samples, *args, **kwargs)
-        samples = self.refined.get_samples()
-        total = len(next(iter(samples.values())))
-        index = torch.cat([torch.randperm(total) for _ in range(-(-num_samples // total))])
-        return {name: value[index[:num_samples]] for name, value in samples.items()}
+        return draw(self.posterior, num_samples, *args, **kwargs)
+
+    @property
+    def posterior(self) -> Any:
+        """A guide for ``Predictive``: the refined draws where there are, else ``guide``."""
+        return self.guide if self.refined is None else StoredDraws(self.refined.get_samples())
+
+    def diagnose(self, **options: Any) -> Diagnosis:
+        """What :func:`~pyro_implicit.diagnose` says of the refined draws, or else of the guide.
+
+        :param options: of that function.
+        :raises SubsampledError: if the model subsamples its data.
+        """
+        model, args, kwargs = self.source
+        found = self.guide if self.refined is None else self.refined
+        return diagnose(model, found, *args, model_kwargs=kwargs, **options)
+
+    def compare(self, reference: Any, **options: Any) -> Comparison:
+        """What :func:`~pyro_implicit.compare` says of these draws beside others, say of NUTS.
+
+        :param reference: an ``MCMC``, draws or another guide.
+        :param options: of that function.
+        """
+        model, args, kwargs = self.source
+        return compare(model, self.posterior, reference, *args, model_kwargs=kwargs, **options)
 
     def _corrected(self, num_samples: int) -> dict[str, Tensor]:
-        if self.density is None or not isinstance(self.guide, (AutoImplicit, AutoMixture)):
+        if not isinstance(self.guide, (AutoImplicit, AutoMixture)):
             raise ValueError(
-                "corrected=True wants a guide with an exact density, made by fit for a model with "
-                f"all its data, but this is a {type(self.guide).__name__}. Cure: refine=True"
+                "corrected=True wants an AutoMixture or an injective AutoImplicit, whose density "
+                f"is exact, but this is a {type(self.guide).__name__}. Cure: refine=True"
             )
         draws, log_weights = exact_log_weights(
             self.guide, self.density, max(OVERSAMPLING * num_samples, LEAST_PROPOSALS)

@@ -74,7 +74,7 @@ class Stages:
         self.num_steps, self.lr, self.num_particles = num_steps, lr, num_particles
         self.files: dict[str, Any] = {"progress": False}
         """Arguments of :func:`~pyro_implicit.fitting.train`: checkpoint and progress."""
-        self.result = Fit()
+        self.result = Fit(source=(model, args, kwargs))
         self.candidates: list[Candidate] = []
         self.guides: list[AutoGuide] = []
         self.in_training: tuple[str, Any] | None = None

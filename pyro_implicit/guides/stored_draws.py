@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws that were made elsewhere, as a guide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+__all__ = ["StoredDraws"]
+
+
+class StoredDraws:
+    """A guide that takes its values from stored draws: of chains, of another library, of particles.
+
+    Each call takes one of them for all sites, so that ``Predictive`` and
+    :func:`~pyro_implicit.diagnose` use it as any other guide. It has no density.
+
+    **Example:**
+
+    >>> guide = StoredDraws({"x": torch.arange(4.0)})
+    >>> guide.sample_posterior(4)["x"].sort().values
+    tensor([0., 1., 2., 3.])
+    >>> guide()["x"].shape
+    torch.Size([])
+
+    :param samples: constrained values by site, ``(num_draws, *site_shape)``.
+    :raises ValueError: for none, or sites of different numbers of draws.
+    """
+
+    def __init__(self, samples: Mapping[str, Tensor]) -> None:
+        lengths = {len(value) for value in samples.values()}
+        if len(lengths) != 1 or lengths == {0}:
+            found = {name: len(value) for name, value in samples.items()}
+            raise ValueError(
+                f"all sites must have the same number of draws, at least one, but got {found}. "
+                "Cure: a dict of tensors (num_draws, *site_shape), as MCMC.get_samples() gives it"
+            )
+        self.samples = dict(samples)
+        self.num_draws = lengths.pop()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """One draw; the model's arguments are not read."""
+        index = int(torch.randint(self.num_draws, ()))
+        values = {name: value[index] for name, value in self.samples.items()}
+        return {
+            name: pyro.sample(name, dist.Delta(value, event_dim=value.dim()))
+            for name, value in values.items()
+        }
+
+    def sample_posterior(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Some of the draws, in random order, none of them twice before all came once.
+
+        :param num_samples: so many.
+        :returns: by site, ``(num_samples, *site_shape)``.
+        """
+        rounds = -(-num_samples // self.num_draws)
+        index = torch.cat([torch.randperm(self.num_draws) for _ in range(rounds)])[:num_samples]
+        return {name: value[index] for name, value in self.samples.items()}
