@@ -154,7 +154,7 @@ def fit(
             stages.train_mean_field(density)
             return stages.refine(refine)
     if density is None or density.latent_dim > MAX_DENSE_DIM:
-        guide = own_names(AutoSemiImplicit(model, init_scale=0.01))
+        guide = own_names(AutoSemiImplicit(model, frame=None, init_scale=0.01))
         loss = default_loss(guide, min(num_particles, 8))
         with stages.leaving_no_names():
             return stages.train_alone("semi-implicit", guide, loss)
