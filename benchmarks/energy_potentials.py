@@ -133,13 +133,13 @@ def grid_draws(energy: Energy, num_draws: int, seed: int, num_cells: int = 700) 
 
 
 GENERATOR = partial(ResidualGenerator, core_dim=2, hidden=(128, 128))
-INJECTIVE = partial(AutoImplicit, generator=GENERATOR, init_scale=2.0)
+INJECTIVE = partial(AutoImplicit, generator=GENERATOR, frame=None, init_scale=2.0)
 SPLINES = partial(iterated, 3, partial(spline_autoregressive, hidden_dims=[64, 64], bound=6.0))
 PYRO_ELBO = partial(Trace_ELBO, vectorize_particles=True)
 METHODS: dict[str, tuple[Callable[[Model], AutoGuide], Callable[[int], ELBO]]] = {
     "GPVI": (INJECTIVE, GPVI_ELBO),
     "amortised SVGD": (INJECTIVE, AmortizedSVGD_ELBO),
-    "LIVI": (partial(AutoSemiImplicit, init_scale=2.0), LIVI_ELBO),
+    "LIVI": (partial(AutoSemiImplicit, frame=None, init_scale=2.0), LIVI_ELBO),
     "InjectiveELBO": (INJECTIVE, InjectiveELBO),
     "IAF": (partial(AutoIAFNormal, num_transforms=3), PYRO_ELBO),
     "splines": (lambda model: AutoNormalizingFlow(model, SPLINES), PYRO_ELBO),

@@ -101,6 +101,7 @@ def make_cases(
             model,
             lambda size: ResidualGenerator(size, **generator),
             init_loc_fn=init_to_sample,
+            frame=None,
             init_scale=0.01,
         )
 

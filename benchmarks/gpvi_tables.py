@@ -228,8 +228,8 @@ HELPED = partial(
 SLOW = 0.1  # so that a helper or critic keeps up with its guide, which else collapses
 NETWORK_RATE = 0.1
 WIDE: dict[str, Any] = {"init_scale": 1.0}
-LINEAR = partial(AutoImplicit, generator=linear, **WIDE)
-SEMI = partial(AutoSemiImplicit, generator=linear, **WIDE)
+LINEAR = partial(AutoImplicit, generator=linear, frame=None, **WIDE)
+SEMI = partial(AutoSemiImplicit, generator=linear, frame=None, **WIDE)
 SEMI_WIDE = partial(SEMI, noise_scale=0.5)
 PYRO = {"init_loc_fn": init_to_value(values={}, fallback=start_at_zero), **WIDE}
 PYRO_ELBO = partial(Trace_ELBO, vectorize_particles=True)
@@ -239,7 +239,9 @@ METHODS: dict[str, Method] = {
     "GPVI, helper network": by_guide(LINEAR, HELPED, rate=SLOW),
     "InjectiveELBO": by_guide(LINEAR, InjectiveELBO),
     "InjectiveELBO, network 64-64": by_guide(
-        partial(AutoImplicit, generator=network, **WIDE), InjectiveELBO, rate=NETWORK_RATE
+        partial(AutoImplicit, generator=network, frame=None, **WIDE),
+        InjectiveELBO,
+        rate=NETWORK_RATE,
     ),
     "amortised SVGD": by_guide(LINEAR, AmortizedSVGD_ELBO),
     "amortised GFSF": by_guide(LINEAR, partial(ScoreELBO, estimator="stein", covariance=None)),
@@ -250,7 +252,7 @@ METHODS: dict[str, Method] = {
     "KIVI": by_guide(LINEAR, KIVI_ELBO),
     "LIVI": by_guide(SEMI, LIVI_ELBO),
     "LIVI, default network": by_guide(
-        partial(AutoSemiImplicit, **WIDE), LIVI_ELBO, rate=NETWORK_RATE
+        partial(AutoSemiImplicit, frame=None, **WIDE), LIVI_ELBO, rate=NETWORK_RATE
     ),
     "UIVI": by_guide(SEMI_WIDE, partial(UIVI_ELBO, num_burnin=2, num_samples=2)),
     "SIVI": by_guide(SEMI_WIDE, SIVI_ELBO),

@@ -63,10 +63,11 @@ PAPER_ELBO = partial(
 # The KIVI guides start about as wide as the mixture: GatedMLP has unit spread under its noise, this
 # small MLP about 0.1, and from a narrower start it ends with most of its mass on one mode. Widths
 # and kernels were chosen in pilot runs of seed 0.
-GATED = partial(AutoImplicit, init_scale=3.0)
+GATED = partial(AutoImplicit, frame=None, init_scale=3.0)
 SMALL_MLP = partial(
     AutoImplicit,
     generator=lambda dim: MLP(10, dim, hidden=(10, 10), activation="tanh"),
+    frame=None,
     init_scale=30.0,
 )
 MULTISCALE = partial(KIVI_ELBO, PARTICLES, num_entropy_particles=200, kernel="multiscale")

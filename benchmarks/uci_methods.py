@@ -107,6 +107,7 @@ def livi(model: Callable, data: Data, settings: Settings, num_draws: int) -> Dra
         model,
         noise_dim=settings["noise_dim"],
         init_loc_fn=start,
+        frame=None,
         init_scale=settings["init_scale"],
         noise_scale=settings["noise_scale"],
     )
@@ -134,8 +135,8 @@ def _layerwise(model: Callable, data: Data, settings: Settings) -> AutoGuideList
     for layer, (noise_dim, hidden) in zip(("0", "2"), settings["generators"], strict=True):
         part = poutine.block(model, expose=[f"{layer}.weight", f"{layer}.bias"])
         generator = partial(MLP, noise_dim, hidden=(hidden,), activation="relu")
-        scale = settings["init_scale"]
-        guide.append(AutoImplicit(part, generator, init_loc_fn=start, init_scale=scale))
+        start_narrow = {"init_loc_fn": start, "init_scale": settings["init_scale"]}
+        guide.append(AutoImplicit(part, generator, frame=None, **start_narrow))
     guide.append(GammaPosterior(data))
     return guide
 

@@ -179,7 +179,7 @@ def main(args: argparse.Namespace) -> None:
     def implicit() -> dict[str, Tensor]:
         # Fewer noise dimensions than weights: what they leave out, a learnt noise makes up for.
         guide = AutoSemiImplicit(
-            model, noise_dim=args.noise_dim, noise_scale="learn", init_scale=0.01
+            model, noise_dim=args.noise_dim, noise_scale="learn", frame=None, init_scale=0.01
         )
         elbo = LIVI_ELBO(num_particles=args.particles)
         fit(model, guide, elbo, data, args.steps, "implicit")

@@ -112,7 +112,7 @@ def with_parameter(y: Tensor = Y) -> None:
 def test_gradient_of_a_parameter_of_the_model(elbo_name):
     elbo = OPTIONS[elbo_name](NUM_PARTICLES)
     start = init_to_value(values={"x": torch.tensor(0.2, dtype=Y.dtype)})
-    guide = make_guide(with_parameter, elbo, init_loc_fn=start, init_scale=1e-3)
+    guide = make_guide(with_parameter, elbo, init_loc_fn=start, frame=None, init_scale=1e-3)
     _, found = gradients(elbo, with_parameter, guide)
     assert found["shift"].item() == pytest.approx((0.7 - Y).sum().item(), abs=0.03)
 
@@ -254,7 +254,7 @@ def test_a_latent_of_the_model_alone_is_drawn_from_it(elbo_name):
     elbo = OPTIONS[elbo_name](NUM_PARTICLES)
     start = init_to_value(values={"x": Y.new_zeros(())})
     hidden = poutine.block(with_own_latent, hide=["noise"])
-    guide = make_guide(hidden, elbo, init_loc_fn=start, init_scale=1e-3)
+    guide = make_guide(hidden, elbo, init_loc_fn=start, frame=None, init_scale=1e-3)
     found = []
     for _ in range(20):
         elbo.loss_and_grads(with_own_latent, guide)

@@ -92,21 +92,24 @@ def guide_list(model: Model) -> AutoGuideList:
 
 
 GUIDES: dict[str, Callable[[Model], Callable]] = {
-    "AutoImplicit": AutoImplicit,
-    "AutoImplicit-residual": lambda m: AutoImplicit(m, lambda size: ResidualGenerator(size, 3)),
+    # The default frame="auto" belongs to two of them, for the tests' time.
+    "AutoImplicit": lambda m: AutoImplicit(m, frame=None),
+    "AutoImplicit-residual": lambda m: AutoImplicit(
+        m, lambda size: ResidualGenerator(size, 3), frame=None
+    ),
     "AutoImplicit-gated-residual": lambda m: AutoImplicit(
-        m, lambda size: GatedResidualGenerator(size, 2)
+        m, lambda size: GatedResidualGenerator(size, 2), frame=None
     ),
     "AutoImplicit-autoregressive": lambda m: AutoImplicit(m, AutoregressiveGenerator),
     # Of wide parts: of two far from each other, one gets no weight and no gradient.
     "AutoMixture": lambda m: AutoMixture(
-        m, [AutoImplicit(m, AutoregressiveGenerator, init_scale=1.0) for _ in range(2)]
+        m, [AutoImplicit(m, AutoregressiveGenerator, frame=None, init_scale=1.0) for _ in range(2)]
     ),
     "AutoSemiImplicit": AutoSemiImplicit,
-    "AutoSemiImplicit-learn": lambda m: AutoSemiImplicit(m, noise_scale="learn"),
-    "AutoSemiImplicit-frame": lambda m: AutoSemiImplicit(m, base_guide=AutoMultivariateNormal(m)),
+    "AutoSemiImplicit-learn": lambda m: AutoSemiImplicit(m, frame=None, noise_scale="learn"),
+    "AutoSemiImplicit-frame": lambda m: AutoSemiImplicit(m, frame=AutoMultivariateNormal(m)),
     "AutoSemiImplicit-MMNN": lambda m: AutoSemiImplicit(
-        m, lambda size: MMNN((2, 2), ((4, 3),), (3, 3), output_dim=size)
+        m, lambda size: MMNN((2, 2), ((4, 3),), (3, 3), output_dim=size), frame=None
     ),
     "AutoGuideList": guide_list,
     "HandWritten": HandWritten,

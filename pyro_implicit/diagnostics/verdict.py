@@ -20,7 +20,7 @@ Verdict = Literal["trust", "check", "do not trust"]
 
 STEPS = "more steps with a smaller learning rate"
 FIT_BETTER = (
-    "a more flexible guide (AutoSemiImplicit with LIVI_ELBO, with and without a base_guide), "
+    "a more flexible guide (AutoSemiImplicit with LIVI_ELBO, with and without a frame), "
     f"{STEPS}, or NUTS"
 )
 

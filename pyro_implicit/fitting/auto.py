@@ -176,7 +176,7 @@ def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["au
     modes = None
     try:
         if density is None or (density.latent_dim > MAX_DENSE_DIM and refine is False):
-            guide = own_names(AutoSemiImplicit(stages.model, init_scale=0.01))
+            guide = own_names(AutoSemiImplicit(stages.model, frame=None, init_scale=0.01))
             loss = default_loss(guide, min(stages.num_particles, 8))
             return stages.train_alone("semi-implicit", guide, loss)
         plan = make_plan(density)

@@ -92,7 +92,7 @@ def exact_guide(
     """
     guide: AutoImplicit | AutoMixture
     parts = [
-        AutoImplicit(model, AutoregressiveGenerator, base_guide=Frame(loc, scale_tril=scale_tril))
+        AutoImplicit(model, AutoregressiveGenerator, frame=Frame(loc, scale_tril=scale_tril))
         for loc, scale_tril in zip(modes.loc, modes.scale_tril, strict=True)
     ]
     guide = parts[0] if len(parts) == 1 else AutoMixture(model, parts)
@@ -106,7 +106,7 @@ def semi_implicit_guide(
 
     :param frame: in which it starts.
     """
-    return _set_up(AutoSemiImplicit(model, base_guide=frame), args, kwargs)
+    return _set_up(AutoSemiImplicit(model, frame=frame), args, kwargs)
 
 
 def set_weights(density: LatentDensity, guide: AutoImplicit | AutoMixture) -> None:

@@ -28,7 +28,7 @@ def gaussian_guide(
 ) -> AutoMultivariateNormal:
     """Pyro's full-rank guide, started at a given Gaussian: for its own ELBOs.
 
-    As the frame of another guide, give ``Frame(loc, scale_tril=scale_tril)`` as ``base_guide``.
+    As the frame of another guide, give ``frame=Frame(loc, scale_tril=scale_tril)``.
 
     **Example:**
 

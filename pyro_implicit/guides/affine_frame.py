@@ -24,7 +24,7 @@ class Frame(NamedTuple):
     >>> def model():
     ...     pyro.sample("x", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
     >>> frame = Frame(torch.tensor([1900.0, 0.0]), scale=torch.tensor([30.0, 1e-3]))
-    >>> guide = AutoImplicit(model, base_guide=frame)
+    >>> guide = AutoImplicit(model, frame=frame)
     >>> guide.sample_posterior(5)["x"].shape
     torch.Size([5, 2])
 
@@ -69,13 +69,13 @@ class Frame(NamedTuple):
             )
         if not (self.loc.isfinite().all() and factor.isfinite().all()):
             raise ValueError(
-                "the frame is not finite. Cure: fit base_guide again with a smaller learning rate, "
-                "or leave it out"
+                "the frame is not finite. Cure: fit its guide again with a smaller learning rate, "
+                'or frame="auto"'
             )
 
 
 @torch.no_grad()
-def gaussian_frame(base_guide: AutoGuide, sites: list[str], *args: Any, **kwargs: Any) -> Frame:
+def gaussian_frame(guide: AutoGuide, sites: list[str], *args: Any, **kwargs: Any) -> Frame:
     """Location and scale, in unconstrained space, of a Gaussian autoguide.
 
     **Example:**
@@ -87,7 +87,7 @@ def gaussian_frame(base_guide: AutoGuide, sites: list[str], *args: Any, **kwargs
     >>> gaussian_frame(AutoDiagonalNormal(model), ["x"]).scale
     tensor([0.1000, 0.1000, 0.1000])
 
-    :param base_guide: ``AutoNormal``, ``AutoDiagonalNormal``, ``AutoMultivariateNormal``,
+    :param guide: ``AutoNormal``, ``AutoDiagonalNormal``, ``AutoMultivariateNormal``,
         ``AutoLowRankMultivariateNormal`` or ``AutoLaplaceApproximation`` of the same model, fitted
         or not.
     :param sites: the model's latent sites in their order.
@@ -96,49 +96,49 @@ def gaussian_frame(base_guide: AutoGuide, sites: list[str], *args: Any, **kwargs
     :raises ValueError: if the guide is of another kind, covers other sites, or is a Laplace
         approximation where there is no mode.
     """
-    if not isinstance(base_guide, AutoGuide):
+    if not isinstance(guide, AutoGuide):
         raise TypeError(
-            f"base_guide must be a Gaussian autoguide or a Frame, but got {base_guide!r}"
+            f'frame must be a Gaussian autoguide, a Frame, "auto" or None, but got {guide!r}'
         )
-    if base_guide.prototype_trace is None:
+    if guide.prototype_trace is None:
         with poutine.block():
-            base_guide(*args, **kwargs)
-    found = [name for name, _ in base_guide.prototype_trace.iter_stochastic_nodes()]
+            guide(*args, **kwargs)
+    found = [name for name, _ in guide.prototype_trace.iter_stochastic_nodes()]
     if found != sites:
         raise ValueError(
-            f"base_guide covers the sites {found}, but the guide covers {sites}; build both of the "
-            "same model"
+            f"the frame's guide covers the sites {found}, but the guide covers {sites}; build both "
+            "of the same model"
         )
-    if isinstance(base_guide, AutoNormal):
-        parts = [base_guide._get_loc_and_scale(name) for name in sites]
+    if isinstance(guide, AutoNormal):
+        parts = [guide._get_loc_and_scale(name) for name in sites]
         loc, scale = (
             torch.cat([part.reshape(-1) for part in side]) for side in zip(*parts, strict=True)
         )
         return Frame(loc.clone(), scale.clone(), None)
-    if isinstance(base_guide, AutoLaplaceApproximation):
-        base_guide = _laplace(base_guide, args, kwargs)
+    if isinstance(guide, AutoLaplaceApproximation):
+        guide = _laplace(guide, args, kwargs)
     posterior = None
-    if isinstance(base_guide, AutoContinuous):
-        posterior = base_guide.get_posterior(*args, **kwargs)
+    if isinstance(guide, AutoContinuous):
+        posterior = guide.get_posterior(*args, **kwargs)
     if isinstance(posterior, (dist.MultivariateNormal, dist.LowRankMultivariateNormal)):
         return Frame(posterior.loc.clone(), None, posterior.scale_tril.clone())
     if isinstance(posterior, dist.Independent) and isinstance(posterior.base_dist, dist.Normal):
         return Frame(posterior.base_dist.loc.clone(), posterior.base_dist.scale.clone(), None)
     raise ValueError(
-        f"base_guide must be a Gaussian autoguide (AutoNormal, AutoDiagonalNormal, "
+        f"frame must be a Gaussian autoguide (AutoNormal, AutoDiagonalNormal, "
         f"AutoMultivariateNormal, AutoLowRankMultivariateNormal, AutoLaplaceApproximation), but "
-        f"got {type(base_guide).__name__}"
+        f"got {type(guide).__name__}"
     )
 
 
-def _laplace(base_guide: AutoLaplaceApproximation, args: tuple, kwargs: dict) -> AutoGuide:
+def _laplace(guide: AutoLaplaceApproximation, args: tuple, kwargs: dict) -> AutoGuide:
     message = (
-        "the Laplace approximation in base_guide has no positive definite Hessian: fit it to a "
+        "the Laplace approximation given as frame has no positive definite Hessian: fit it to a "
         "mode first, or use AutoMultivariateNormal where there is none (a funnel)"
     )
     try:
         with torch.enable_grad():
-            gaussian = base_guide.laplace_approximation(*args, **kwargs)
+            gaussian = guide.laplace_approximation(*args, **kwargs)
     except torch.linalg.LinAlgError as error:
         raise ValueError(message) from error
     if not gaussian.scale_tril.isfinite().all():

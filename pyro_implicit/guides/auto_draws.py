@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributions import IndependentTransform, Transform, biject_to
 
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
+from pyro_implicit.guides.random_stream import own_stream
 
 __all__ = ["AutoDraws"]
 
@@ -141,11 +142,7 @@ class AutoDraws(AutoContinuous):
             with torch.no_grad(), poutine.block():
                 self(*args, **kwargs)
         device = next(self.parameters()).device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.default_generator.manual_seed(0)  # torch.manual_seed would wake every GPU
-            if device.type == "cuda":
-                with torch.cuda.device(device):
-                    torch.cuda.manual_seed(0)
+        with own_stream(device):
             return self._draw(num_samples, *args, **kwargs)
 
     def _constrain(self, latents: Tensor) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pyro
 import pyro.distributions as dist
@@ -18,6 +18,7 @@ from pyro_implicit.distributions import Implicit
 from pyro_implicit.generators import GatedMLP, as_generator
 from pyro_implicit.guides.affine_frame import Frame, gaussian_frame
 from pyro_implicit.guides.auto_draws import AutoDraws
+from pyro_implicit.guides.auto_frame import find_frame
 from pyro_implicit.guides.generator_transform import GeneratorTransform, check_exact
 
 __all__ = ["AutoImplicit"]
@@ -26,11 +27,12 @@ __all__ = ["AutoImplicit"]
 class AutoImplicit(AutoDraws):
     r"""A neural sampler over all latents of a model.
 
-    In unconstrained space the latent vector is :math:`\theta = \mu + D \odot g(z)` with standard
-    normal noise z, a generator g and a learnable frame :math:`(\mu, D)`. The default generator is
-    :class:`~pyro_implicit.generators.GatedMLP`, started as an affine map, so training starts from a
-    Gaussian at ``init_loc_fn`` of standard deviation ``init_scale``. There is no density: train it
-    by the ELBOs for :class:`~pyro_implicit.distributions.Implicit` sites.
+    In unconstrained space the latent vector is :math:`\theta = m + L (\mu + D \odot g(z))` with
+    standard normal noise z, a generator g, learnable :math:`\mu` and D, which start at 0 and 1, and
+    a fixed frame (m, L): a Gaussian in whose units the guide moves, found at the first call. The
+    default generator is :class:`~pyro_implicit.generators.GatedMLP`, started as an affine map, so
+    training starts from that Gaussian. There is no density: train it by the ELBOs for
+    :class:`~pyro_implicit.distributions.Implicit` sites.
 
     **Example:**
 
@@ -51,17 +53,17 @@ class AutoImplicit(AutoDraws):
         seconds on a CPU).
     :param init_loc_fn: per-site initialisation, see Pyro's :ref:`autoguide-initialization`; sites
         with a flat prior (``ImproperUniform``) that it cannot start begin at 0 in unconstrained
-        space.
-    :param init_scale: initial standard deviation of each latent, in unconstrained space; 0.1 suits
-        small models, 0.01 large networks. Not used with a ``base_guide``.
-    :param base_guide: a Gaussian autoguide of the same model, fitted or not, or a :class:`Frame`.
-        Its location m and scale L, full or diagonal, stay fixed, and the guide moves in their
-        units: :math:`\theta = m + L (\mu + D \odot g(z))`, from :math:`\mu = 0` and D = 1. Helps
-        where latents are strongly correlated or of very different scales, hurts a little on
-        funnels.
+        space. From there ``frame="auto"`` climbs.
+    :param init_scale: only with ``frame=None``: the initial standard deviation of each latent, in
+        unconstrained space. 0.1, the default, suits small models, 0.01 large networks.
+    :param frame: ``"auto"`` finds one in about a second, by a climb to a mode and a Gaussian there
+        (:func:`~pyro_implicit.guides.find_frame`). A Gaussian autoguide of the same model, fitted
+        or not, or a :class:`Frame` gives its location and scale, full or diagonal. None: none, and
+        :math:`\theta = \mu + D \odot g(z)` starts at ``init_loc_fn`` with ``init_scale``.
     :param create_plates: as in Pyro's autoguides.
     :raises ValueError: for a bad argument; at the first call, for a discrete latent, a latent in a
         subsampled plate, or a generator of the wrong output size.
+    :warns UserWarning: at the first call, if ``"auto"`` finds no frame, naming the cause.
     :raises RuntimeError: at the first call, for a model without latents.
     """
 
@@ -74,18 +76,23 @@ class AutoImplicit(AutoDraws):
         generator: nn.Module | Callable[[int], nn.Module] | None = None,
         noise_dim: int | None = None,
         init_loc_fn: Callable[[dict[str, Any]], Tensor] = init_to_median,
-        init_scale: float = 0.1,
-        base_guide: AutoGuide | Frame | None = None,
+        init_scale: float | None = None,
+        frame: AutoGuide | Frame | Literal["auto"] | None = "auto",
         create_plates: Callable[..., Any] | None = None,
     ) -> None:
-        if not init_scale > 0:
+        if init_scale is not None and not init_scale > 0:
             raise ValueError(f"init_scale must be positive, but got {init_scale}")
+        if init_scale is not None and frame is not None:
+            raise ValueError(
+                "init_scale is the start of a guide without a frame, in whose units it starts at "
+                "1. Cure: frame=None, or no init_scale"
+            )
         super().__init__(model, init_loc_fn, create_plates)
         self.noise_dim = noise_dim
-        self._init_scale = init_scale
+        self._init_scale = 0.1 if init_scale is None else init_scale
         # In tuples, so that they are no submodules.
         self._make_generator = (generator,)
-        self._base_guide = (base_guide,)
+        self._make_frame = (frame, model)
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
@@ -98,21 +105,52 @@ class AutoImplicit(AutoDraws):
         self.loc = PyroParam(loc)
         self.scale = PyroParam(scale, constraints.positive)
         for name, value in zip(Frame._fields, frame or (None,) * 3, strict=True):
-            if value is not None:
-                # A parameter, so that every way of saving keeps it, but never trained (see detach).
-                value = PyroParam(value.detach().clone())
-            setattr(self, f"frame_{name}", value)
+            self._set_frame(name, value)
         self.generator = self._init_generator(loc)
-        self._make_generator = self._base_guide = (None,)
+        self._make_generator = self._make_frame = (None, None)
 
     def _frame(self, *args: Any, **kwargs: Any) -> Frame | None:
-        (base,) = self._base_guide
-        if base is None:
+        frame, model = self._make_frame
+        if frame is None:
             return None
-        if not isinstance(base, Frame):
-            base = gaussian_frame(base, list(self._unconstrained_shapes), *args, **kwargs)
-        base.check(self.latent_dim)
-        return base
+        if isinstance(frame, str) and frame == "auto":
+            if self._is_stored("loc"):  # loaded, with the frame that was found then
+                return self._stored_frame()
+            device = self._init_loc().device
+            return find_frame(model, self._start, device, args, kwargs)
+        if not isinstance(frame, Frame):
+            frame = gaussian_frame(frame, list(self._unconstrained_shapes), *args, **kwargs)
+        frame.check(self.latent_dim)
+        return frame
+
+    def _is_stored(self, name: str) -> bool:
+        if pyro.settings.get("module_local_params"):
+            return False
+        return self._pyro_get_fullname(name) in pyro.get_param_store()
+
+    def _stored_frame(self) -> Frame | None:
+        names = [f"frame_{field}" for field in Frame._fields]
+        store = pyro.get_param_store()
+        values = [
+            store[self._pyro_get_fullname(name)] if self._is_stored(name) else None
+            for name in names
+        ]
+        return None if values[0] is None else Frame(*values)
+
+    def _set_frame(self, name: str, value: Tensor | None) -> None:
+        if value is not None:
+            # A parameter, so that every way of saving keeps it, but never trained (see detach).
+            value = PyroParam(value.detach().clone())
+        setattr(self, f"frame_{name}", value)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """The frame that was saved may be of another kind than that found at the first call."""
+        for name in Frame._fields:
+            saved = state_dict.get(f"{prefix}frame_{name}_unconstrained")
+            if (saved is None) != (getattr(self, f"frame_{name}") is None):
+                delattr(self, f"frame_{name}")
+                self._set_frame(name, saved)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _init_generator(self, like: Tensor) -> nn.Module:
         (generator,) = self._make_generator

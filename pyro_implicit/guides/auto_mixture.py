@@ -83,7 +83,7 @@ class AutoMixture(AutoDraws):
                 raise TypeError(
                     "AutoMixture wants AutoImplicit or AutoSemiImplicit guides as components, but "
                     f"got {type(component).__name__}. Cure: AutoImplicit(model, "
-                    "AutoregressiveGenerator, base_guide=...) takes a Gaussian guide as its frame"
+                    "AutoregressiveGenerator, frame=...) takes a Gaussian guide as its frame"
                 )
         has_weights = log_weights is not None
         if log_weights is None:

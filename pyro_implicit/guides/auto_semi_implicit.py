@@ -24,9 +24,9 @@ __all__ = ["AutoSemiImplicit"]
 class AutoSemiImplicit(AutoImplicit):
     r"""A neural sampler over all latents of a model, with a little noise of its own on each.
 
-    In unconstrained space the latent vector is :math:`\theta = \mu + D \odot (g(z) + \rho \eta)`,
-    with standard normal z and :math:`\eta`: the conditional noise scales with each coordinate.
-    With a ``base_guide`` it is :math:`\theta = m + L (\mu + D \odot (g(z) + \rho \eta))`.
+    In unconstrained space the latent vector is
+    :math:`\theta = m + L (\mu + D \odot (g(z) + \rho \eta))`, with standard normal z and
+    :math:`\eta`: the conditional noise scales with each coordinate of the frame.
     Train it by :class:`~pyro_implicit.infer.LIVI_ELBO` or another ELBO for semi-implicit sites.
 
     **Example:**
@@ -60,8 +60,8 @@ class AutoSemiImplicit(AutoImplicit):
         generator: nn.Module | Callable[[int], nn.Module] | None = None,
         noise_dim: int | None = None,
         init_loc_fn: Callable[[dict[str, Any]], Tensor] = init_to_median,
-        init_scale: float = 0.1,
-        base_guide: AutoGuide | Frame | None = None,
+        init_scale: float | None = None,
+        frame: AutoGuide | Frame | Literal["auto"] | None = "auto",
         create_plates: Callable[..., Any] | None = None,
         noise_scale: float | Literal["learn"] = 0.02,
     ) -> None:
@@ -72,9 +72,7 @@ class AutoSemiImplicit(AutoImplicit):
                     f'noise_scale must be a positive number or "learn", but got {noise_scale!r}'
                 )
             noise_scale = float(noise_scale)
-        super().__init__(
-            model, generator, noise_dim, init_loc_fn, init_scale, base_guide, create_plates
-        )
+        super().__init__(model, generator, noise_dim, init_loc_fn, init_scale, frame, create_plates)
         self._init_noise_scale = noise_scale
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:

@@ -314,7 +314,7 @@ def test_semi_implicit_guides():
 
 
 def test_a_fitted_semi_implicit_guide():
-    guide = AutoSemiImplicit(regression_posterior, init_scale=0.3)
+    guide = AutoSemiImplicit(regression_posterior, frame=None, init_scale=0.3)
     assert diagnose(regression_posterior, guide, num_samples=500).verdict == "do not trust"
     steps = 500
     optimizer = pyro.optim.ClippedAdam({"lr": 0.01, "lrd": 0.01 ** (1 / steps)})

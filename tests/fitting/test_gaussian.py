@@ -69,7 +69,7 @@ def test_it_can_be_a_frame_and_be_trained():
     frame = gaussian_frame(guide, ["scale", "x"], y)
     assert torch.equal(frame.loc, loc) and frame.scale is None
     torch.testing.assert_close(frame.scale_tril, scale_tril)
-    implicit = AutoImplicit(model, base_guide=guide)
+    implicit = AutoImplicit(model, frame=guide)
     implicit(y)
     torch.testing.assert_close(implicit.frame_loc.detach(), loc)
     assert (implicit.loc == 0).all() and (implicit.scale == 1).all()

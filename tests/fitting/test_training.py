@@ -124,7 +124,7 @@ def exact_guide():
     frame = gaussian_guide(
         conjugate, torch.tensor([7.5 / precision]), torch.tensor([[precision**-0.5]])
     )
-    return AutoImplicit(conjugate, AutoregressiveGenerator, base_guide=frame)
+    return AutoImplicit(conjugate, AutoregressiveGenerator, frame=frame)
 
 
 def test_an_exact_density_stops_at_the_posterior():

@@ -44,7 +44,7 @@ def in_units(frame, draws):
 @both
 @frames
 def test_a_guide_starts_at_the_frame(make_guide, frame):
-    guide = make_guide(pair, base_guide=frame)
+    guide = make_guide(pair, frame=frame)
     draws = guide.sample_posterior(20_000)["x"]
     units = in_units(frame, draws)
     torch.testing.assert_close(units.mean(0), torch.zeros(2), atol=0.03, rtol=0)
@@ -56,7 +56,7 @@ def test_a_guide_starts_at_the_frame(make_guide, frame):
 def test_loc_and_scale_are_in_units_of_the_frame(frame):
     torch.set_default_dtype(torch.float64)
     frame = Frame(*(value if value is None else value.double() for value in frame))
-    guide = AutoImplicit(pair, lambda size: nn.Identity(), 2, base_guide=frame)
+    guide = AutoImplicit(pair, lambda size: nn.Identity(), 2, frame=frame)
     guide()
     guide.loc.data = torch.tensor([0.5, -2.0])
     guide.scale = torch.tensor([0.1, 3.0])
@@ -80,7 +80,7 @@ def test_one_step_from_the_right_gaussian_stays_there():
 
     modes = find_modes(LatentDensity(line))
     frame = Frame(modes.loc[0], scale_tril=modes.scale_tril[0])
-    guide = AutoImplicit(line, AutoregressiveGenerator, base_guide=frame)
+    guide = AutoImplicit(line, AutoregressiveGenerator, frame=frame)
     exact = InjectiveELBO(1000)
     svi = SVI(line, guide, Adam({"lr": 0.01}), InjectiveELBO(64))
     before = exact.loss(line, guide)
@@ -95,7 +95,7 @@ def test_one_step_from_the_right_gaussian_stays_there():
 @frames
 @pytest.mark.parametrize("way", ["state_dict", "whole", "store"])
 def test_the_frame_is_saved_and_never_trained(make_guide, frame, way, tmp_path):
-    guide = make_guide(pair, base_guide=frame)
+    guide = make_guide(pair, frame=frame)
     elbo = LIVI_ELBO(2) if make_guide is AutoSemiImplicit else GPVI_ELBO(2)
     SVI(pair, guide, Adam({"lr": 0.1}), elbo).step()
     for name, value in frame._asdict().items():
@@ -103,7 +103,7 @@ def test_the_frame_is_saved_and_never_trained(make_guide, frame, way, tmp_path):
         assert kept is None if value is None else torch.equal(kept, value)
     assert (guide.loc != 0).all()
     other = Frame(*(value if value is None else 2 * value for value in frame))
-    fresh = make_guide(pair, base_guide=other)
+    fresh = make_guide(pair, frame=other)
     if way == "store":
         pyro.get_param_store().save(tmp_path / "store.pt")
         pyro.clear_param_store()
@@ -128,7 +128,7 @@ def test_the_frame_is_saved_and_never_trained(make_guide, frame, way, tmp_path):
 
 def test_what_was_given_is_copied():
     loc, scale = torch.zeros(2), torch.ones(2)
-    guide = AutoImplicit(pair, base_guide=Frame(loc, scale))
+    guide = AutoImplicit(pair, frame=Frame(loc, scale))
     guide()
     loc += 1.0
     scale += 1.0
@@ -151,7 +151,7 @@ def test_a_frame_and_the_guide_it_was_taken_from_are_the_same(make_guide, base):
     for frame in (gaussian, Frame(LOC, scale, factor)):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
-        draws.append(make_guide(pair, base_guide=frame).sample_posterior(3)["x"])
+        draws.append(make_guide(pair, frame=frame).sample_posterior(3)["x"])
     torch.testing.assert_close(*draws)
 
 
@@ -175,9 +175,9 @@ def test_a_frame_and_the_guide_it_was_taken_from_are_the_same(make_guide, base):
 )
 def test_bad_frames(frame, message):
     with pytest.raises(ValueError, match=message):
-        AutoImplicit(pair, base_guide=frame)()
+        AutoImplicit(pair, frame=frame)()
 
 
 def test_neither_frame_nor_guide():
-    with pytest.raises(TypeError, match="a Gaussian autoguide or a Frame, but got.*AutoNormal"):
-        AutoImplicit(pair, base_guide=AutoNormal)()
+    with pytest.raises(TypeError, match="a Gaussian autoguide, a Frame.*but got.*AutoNormal"):
+        AutoImplicit(pair, frame=AutoNormal)()

@@ -47,7 +47,9 @@ def test_starts_at_init_loc_with_spread_init_scale(make_guide):
         pyro.sample("x", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
 
     loc = torch.tensor([1.0, -2.0, 5.0])
-    guide = make_guide(normal, init_loc_fn=init_to_value(values={"x": loc}), init_scale=0.3)
+    guide = make_guide(
+        normal, init_loc_fn=init_to_value(values={"x": loc}), frame=None, init_scale=0.3
+    )
     draws = guide.sample_posterior(20000)["x"]
     torch.testing.assert_close(draws.mean(0), loc, atol=0.02, rtol=0)
     torch.testing.assert_close(draws.std(0), torch.full((3,), 0.3), atol=0.02, rtol=0)
@@ -65,7 +67,7 @@ def test_nothing_at_construction_parameters_after_the_first_call():
 
 @both
 def test_draws_have_the_sites_shapes_and_supports(make_guide):
-    guide = make_guide(model, init_scale=1.0)
+    guide = make_guide(model, frame=None, init_scale=1.0)
     draws = guide.sample_posterior(50)
     shapes = {name: tuple(draw.shape) for name, draw in draws.items()}
     assert shapes == {"scale": (50,), "mix": (50, 3), "z": (50, 2, 4)}
@@ -76,7 +78,7 @@ def test_draws_have_the_sites_shapes_and_supports(make_guide):
 
 
 def test_quantiles_and_median():
-    guide = AutoSemiImplicit(model, init_scale=0.5)
+    guide = AutoSemiImplicit(model, frame=None, init_scale=0.5)
     levels = guide.quantiles([0.05, 0.5, 0.95], num_samples=4000)
     assert levels["z"].shape == (3, 2, 4) and levels["scale"].shape == (3,)
     assert (levels["z"].diff(dim=0) > 0).all()
@@ -92,7 +94,7 @@ def test_quantiles_and_median():
     "make_base",
     [AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, AutoLowRankMultivariateNormal],
 )
-def test_base_guide_becomes_the_frame(make_base):
+def test_a_gaussian_guide_becomes_the_frame(make_base):
     torch.set_default_dtype(torch.float64)
     base = make_base(model)
     base()
@@ -103,7 +105,7 @@ def test_base_guide_becomes_the_frame(make_base):
         draws = {k: v.reshape(40000, -1) for k, v in base().items() if k in ("scale", "z")}
     expected = torch.cat([draws["scale"].log(), draws["z"]], -1)
 
-    guide = AutoSemiImplicit(model, base_guide=base, noise_scale=1e-3)
+    guide = AutoSemiImplicit(model, frame=base, noise_scale=1e-3)
     draws = guide.sample_posterior(40000)
     actual = torch.cat([draws["scale"].log()[:, None], draws["z"].flatten(1)], -1)
     sd = expected.std(0)
@@ -113,7 +115,7 @@ def test_base_guide_becomes_the_frame(make_base):
     assert not any("base" in name for name, _ in guide.named_parameters())
 
 
-def test_laplace_base_guide():
+def test_laplace_frame():
     def gaussian():
         x = pyro.sample("x", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
         pyro.sample("y", dist.Normal(x.sum(-1), 0.5), obs=torch.tensor(1.0))
@@ -122,7 +124,7 @@ def test_laplace_base_guide():
     svi = SVI(gaussian, base, pyro.optim.Adam({"lr": 0.1}), pyro.infer.Trace_ELBO())
     for _ in range(200):
         svi.step()
-    guide = AutoSemiImplicit(gaussian, base_guide=base)
+    guide = AutoSemiImplicit(gaussian, frame=base)
     guide()
     precision = torch.eye(2) + 4 * torch.ones(2, 2)
     covariance = guide.frame_scale_tril @ guide.frame_scale_tril.T
@@ -140,9 +142,7 @@ def test_density_in_the_frame_is_that_of_the_transformed_gaussian():
     base()
     base.scale_tril = torch.tensor([[1.0, 0, 0], [0.5, 1, 0], [-0.3, 0.2, 1]])
     base.loc.data = torch.tensor([1.0, -2.0, 30.0])
-    guide = AutoSemiImplicit(
-        normal, nn.Linear(3, 3), base_guide=base, noise_dim=3, noise_scale="learn"
-    )
+    guide = AutoSemiImplicit(normal, nn.Linear(3, 3), frame=base, noise_dim=3, noise_scale="learn")
     guide()
     guide.loc = torch.tensor([0.3, -0.6, 2.0])
     guide.scale = torch.tensor([0.5, 2.0, 1.5])
@@ -268,7 +268,7 @@ def test_subsampled_local_latents_are_refused_with_the_cure():
 
 def test_bad_arguments():
     with pytest.raises(ValueError, match="init_scale"):
-        AutoSemiImplicit(model, init_scale=0.0)
+        AutoSemiImplicit(model, frame=None, init_scale=0.0)
     for wrong in (-0.1, 0, True, float("nan"), float("inf"), "fixed", None):
         with pytest.raises(ValueError, match="noise_scale must be a positive number"):
             AutoSemiImplicit(model, noise_scale=wrong)
@@ -283,27 +283,29 @@ def test_any_number_is_a_noise_scale(noise_scale):
 
     identity = nn.Linear(2, 2, bias=False)
     nn.init.eye_(identity.weight)
-    guide = AutoSemiImplicit(normal, identity, 2, init_scale=1.0, noise_scale=noise_scale)
+    guide = AutoSemiImplicit(
+        normal, identity, 2, frame=None, init_scale=1.0, noise_scale=noise_scale
+    )
     draws = guide.sample_posterior(20_000)["x"]
     torch.testing.assert_close(draws.var(0), torch.full((2,), 2.0), rtol=0.05, atol=0)
     assert type(guide.noise_scale) is float
 
 
-def test_bad_base_guides():
-    with pytest.raises(ValueError, match="base_guide must be a Gaussian autoguide.*AutoIAFNormal"):
-        AutoSemiImplicit(model, base_guide=AutoIAFNormal(model))()
+def test_bad_frames():
+    with pytest.raises(ValueError, match="frame must be a Gaussian autoguide.*AutoIAFNormal"):
+        AutoSemiImplicit(model, frame=AutoIAFNormal(model))()
     with pytest.raises(ValueError, match="AutoDelta"):
-        AutoSemiImplicit(model, base_guide=AutoDelta(model))()
+        AutoSemiImplicit(model, frame=AutoDelta(model))()
     with pytest.raises(ValueError, match="covers the sites"):
         part = poutine.block(model, hide=["z"])
-        AutoSemiImplicit(model, base_guide=AutoNormal(part))()
+        AutoSemiImplicit(model, frame=AutoNormal(part))()
 
     def flat():
         pyro.sample("x", dist.Normal(0.0, 1.0))
         pyro.factor("upside_down", 5 * pyro.sample("z", dist.Normal(0.0, 1.0)) ** 2)
 
     with pytest.raises(ValueError, match="no positive definite Hessian"):
-        AutoSemiImplicit(flat, base_guide=AutoLaplaceApproximation(flat))()
+        AutoSemiImplicit(flat, frame=AutoLaplaceApproximation(flat))()
 
 
 def test_neutra_refuses():

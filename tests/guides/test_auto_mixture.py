@@ -50,7 +50,8 @@ def component(**kwargs):
 
 
 def make(log_weights=None):
-    return AutoMixture(model, [component(), component(init_scale=0.3)], log_weights)
+    parts = [component(frame=None, init_scale=scale) for scale in (0.1, 0.3)]
+    return AutoMixture(model, parts, log_weights)
 
 
 def spread(guide, by):
@@ -103,7 +104,7 @@ def test_density_of_a_component_at_any_point(framed):
         base.scale = torch.tensor([0.5, 3.0, 1.0])
         base.loc.data = torch.tensor([1.0, -2.0, 30.0])
         centre, factor = base.loc.detach(), (base.scale[:, None] * base.scale_tril).detach()
-    guide = AutoImplicit(normal, Affine(), 3, base_guide=base)
+    guide = AutoImplicit(normal, Affine(), 3, frame=base)
     guide()
     guide.scale = torch.tensor([0.5, 2.0, 1.5])
     guide.loc = torch.tensor([0.5, -1.0, 0.0])
@@ -415,7 +416,7 @@ def test_two_modes_end_to_end():
     parts = []
     for loc, scale_tril in zip(modes.loc, modes.scale_tril, strict=True):
         frame = gaussian_guide(two_modes, loc, scale_tril)
-        parts.append(AutoImplicit(two_modes, AutoregressiveGenerator, base_guide=frame))
+        parts.append(AutoImplicit(two_modes, AutoregressiveGenerator, frame=frame))
     guide = AutoMixture(two_modes, parts)
     guide()
     for part in guide.components:

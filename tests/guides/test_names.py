@@ -25,14 +25,16 @@ def model():
 
 
 def implicit(loc):
-    guide = own_names(AutoImplicit(model, AutoregressiveGenerator, init_scale=1e-3))
+    guide = own_names(AutoImplicit(model, AutoregressiveGenerator, frame=None, init_scale=1e-3))
     guide()
     guide.loc.data.fill_(loc)
     return guide
 
 
 def mixture(loc):
-    parts = [AutoImplicit(model, AutoregressiveGenerator, init_scale=1e-3) for _ in range(2)]
+    parts = [
+        AutoImplicit(model, AutoregressiveGenerator, frame=None, init_scale=1e-3) for _ in range(2)
+    ]
     guide = own_names(AutoMixture(model, parts))
     guide()
     for part in guide.components:

@@ -298,7 +298,11 @@ def test_critics_are_seen_and_trained_in_training_only():
 @pytest.mark.parametrize("method", ["svgd", "ksd"])
 def test_finds_a_gaussian_roughly(method):
     guide = AutoImplicit(
-        target, lambda n: ResidualGenerator(n, n, ()), init_loc_fn=init_to_mean, init_scale=0.5
+        target,
+        lambda n: ResidualGenerator(n, n, ()),
+        init_loc_fn=init_to_mean,
+        frame=None,
+        init_scale=0.5,
     )
     elbo = {
         "svgd": lambda: AmortizedSVGD_ELBO(20),

@@ -211,7 +211,7 @@ def test_automatic_guide(frame):
     base.scale = factor.diag()
     base.scale_tril = factor / factor.diag().unsqueeze(-1)
     identity = lambda size: nn.Identity()  # noqa: E731
-    guide = AutoSemiImplicit(model, identity, 3, base_guide=base if frame else None)
+    guide = AutoSemiImplicit(model, identity, 3, frame=base if frame else None)
     guide()
     if not frame:
         guide.loc.data.copy_(model.mean)

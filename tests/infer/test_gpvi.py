@@ -112,7 +112,7 @@ def test_gradient_is_the_functional_one(kind, kernel):
 def test_gradient_through_a_frame_that_is_not_diagonal():
     gaussian = AutoMultivariateNormal(target)
     gaussian()
-    guide = AutoImplicit(target, curved(), base_guide=gaussian)
+    guide = AutoImplicit(target, curved(), frame=gaussian)
     guide()
     lower = torch.tensor([[0.7, 0.0, 0.0], [-0.9, 1.2, 0.0], [0.4, 0.5, 0.3]])
     guide.frame_scale_tril.data.copy_(lower)
@@ -308,7 +308,11 @@ SMALL_HELPER = {
 @pytest.mark.parametrize("options", [{}, SMALL_HELPER])
 def test_finds_a_gaussian_roughly(options):
     guide = AutoImplicit(
-        target, lambda n: ResidualGenerator(n, n, ()), init_loc_fn=init_to_mean, init_scale=0.5
+        target,
+        lambda n: ResidualGenerator(n, n, ()),
+        init_loc_fn=init_to_mean,
+        frame=None,
+        init_scale=0.5,
     )
     optim = pyro.optim.ClippedAdam({"lr": 0.03, "lrd": 0.1 ** (1 / 200)})
     svi = SVI(target, guide, optim, GPVI_ELBO(20, **options))

@@ -287,7 +287,7 @@ def test_fallback_when_vmap_would_be_silently_different():
         pyro.sample("y", dist.Normal(dropout(x).sum(), 1.0), obs=torch.tensor(5.0))
 
     with pytest.warns(UserWarning, match="random beyond its latents"):
-        LIVI_ELBO(2).loss(model, AutoSemiImplicit(model, init_scale=1.0))
+        LIVI_ELBO(2).loss(model, AutoSemiImplicit(model, frame=None, init_scale=1.0))
 
 
 def test_error_in_the_model_is_the_models_own():

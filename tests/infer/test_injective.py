@@ -119,8 +119,8 @@ def framed_guides():
     gaussian()
     for value in gaussian.parameters():
         nn.init.normal_(value, std=0.4)
-    yield "frame", model, AutoImplicit(model, curved(), init_scale=0.7)
-    yield "full frame", model, AutoImplicit(model, curved(), base_guide=gaussian)
+    yield "frame", model, AutoImplicit(model, curved(), frame=None, init_scale=0.7)
+    yield "full frame", model, AutoImplicit(model, curved(), frame=gaussian)
     generator = curved()
 
     def to_the_positive():

@@ -33,7 +33,7 @@ def standard_normal():
 
 def affine_guide(loc, scale):
     """N(loc, scale^2): the generator starts as the identity."""
-    guide = AutoImplicit(standard_normal, AutoregressiveGenerator, init_scale=scale)
+    guide = AutoImplicit(standard_normal, AutoregressiveGenerator, frame=None, init_scale=scale)
     guide()
     guide.loc.data.fill_(loc)
     return guide
@@ -105,7 +105,7 @@ def test_no_gradient_at_the_posterior(generator):
         pyro.sample("x", dist.MultivariateNormal(loc, covariance))
 
     frame = gaussian_guide(model, loc, root)
-    guide = AutoImplicit(model, generator, base_guide=frame)
+    guide = AutoImplicit(model, generator, frame=frame)
     guide()
     for parameter in guide.generator.parameters():
         torch.nn.init.zeros_(parameter)

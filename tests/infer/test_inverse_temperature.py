@@ -155,6 +155,7 @@ def test_a_quarter_doubles_the_sd():
         guide = AutoImplicit(
             standard_normal,
             AutoregressiveGenerator,
+            frame=None,
             init_scale=scale,
             init_loc_fn=init_to_value(values={"x": torch.tensor(0.0)}),
         )

@@ -212,7 +212,7 @@ def test_finds_both_modes():
         pyro.factor("target", modes.log_prob(x.unsqueeze(-1)).logsumexp(-1))
 
     pyro.set_rng_seed(0)
-    guide = AutoImplicit(model, lambda size: MLP(4, size), init_scale=2.0)
+    guide = AutoImplicit(model, lambda size: MLP(4, size), frame=None, init_scale=2.0)
     x = fit(model, guide, KIVI_ELBO(32), 600)["x"]
     assert (x > 0).double().mean().item() == pytest.approx(0.5, abs=0.15)
     for mode in (x[x > 0], -x[x < 0]):

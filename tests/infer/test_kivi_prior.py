@@ -143,7 +143,7 @@ def test_explicit_gamma_precision_beside_implicit_weights():
     pyro.set_rng_seed(0)
     guide = AutoGuideList(model)
     part = poutine.block(model, expose=["w"])
-    guide.append(AutoImplicit(part, lambda size: MLP(4, size), init_scale=0.3))
+    guide.append(AutoImplicit(part, lambda size: MLP(4, size), frame=None, init_scale=0.3))
     guide.append(gamma := GammaPosterior())
     optim = pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.05 ** (1 / 500)})
     svi = SVI(model, guide, optim, KIVI_ELBO(16))
@@ -168,7 +168,7 @@ def test_finds_a_posterior_that_is_not_much_narrower_than_the_prior(direction):
         pyro.sample("y", dist.Normal(w, 1.0).to_event(1), obs=y)
 
     pyro.set_rng_seed(0)
-    guide = AutoImplicit(model, lambda size: MLP(2, size), init_scale=0.8)
+    guide = AutoImplicit(model, lambda size: MLP(2, size), frame=None, init_scale=0.8)
     optim = pyro.optim.ClippedAdam({"lr": 0.02, "lrd": 0.05 ** (1 / 300)})
     svi = SVI(model, guide, optim, KIVI_ELBO(8, contrast="prior", direction=direction))
     for _ in range(300):

@@ -60,7 +60,7 @@ def make_guide(generator_type=ResidualGenerator, framed=False, curve=0.3):
         base(Y)
         for value in base.parameters():
             nn.init.normal_(value, std=0.3)
-    guide = AutoImplicit(model, lambda size: generator_type(size, 2, (8,)), base_guide=base)
+    guide = AutoImplicit(model, lambda size: generator_type(size, 2, (8,)), frame=base)
     guide(Y)
     for value in guide.generator.parameters():
         nn.init.normal_(value, std=curve)

@@ -349,7 +349,7 @@ def layerwise(model) -> AutoGuideList:
     guide = AutoGuideList(model)
     for layer in ("0", "2"):
         part = poutine.block(model, expose=[f"{layer}.weight", f"{layer}.bias"])
-        guide.append(AutoImplicit(part, init_scale=0.01))
+        guide.append(AutoImplicit(part, frame=None, init_scale=0.01))
     return guide
 
 

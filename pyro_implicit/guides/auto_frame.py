@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frame that an implicit guide finds for itself: a climb, and a Gaussian there."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro.poutine.block_messenger import BlockMessenger
+from pyro.poutine.trace_struct import Trace
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.modes import find_modes
+from pyro_implicit.guides.affine_frame import Frame
+from pyro_implicit.guides.random_stream import own_stream
+
+__all__ = ["find_frame"]
+
+MAX_FULL_DIM = 100
+BUDGET = 1.0  # seconds
+PER_OPERATION, PER_NUMBER = 2e-5, 2e-9  # seconds, so that the plan does not hang on the clock
+NUM_MINIBATCHES, NUM_PARTICLES = 100, 8
+
+
+def find_frame(
+    model: Callable[..., Any],
+    init_loc_fn: Callable[[dict[str, Any]], Tensor],
+    device: torch.device,
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Frame | None:
+    r"""A Gaussian near a model's posterior, in about a second.
+
+    Of at most 100 latents, :func:`~pyro_implicit.density.find_modes` climbs from the start alone,
+    and keeps the Gaussian of the highest ELBO on its way, with a full scale. Where the model draws
+    minibatches, it climbs for one of them; then the location takes Newton steps of size 1/t for
+    fresh ones, which lead to the mode for all data. Of more latents, or where no Gaussian on the
+    way has an ELBO, a few hundred steps of mean-field variational inference make a diagonal frame.
+
+    How many steps there are in a second is told from the operations in one evaluation, not by the
+    clock: the same model gets the same frame, and torch's random streams are left as they are.
+
+    **Example:**
+
+    >>> import pyro, pyro.distributions as dist
+    >>> from pyro.infer.autoguide import init_to_median
+    >>> def model(y):
+    ...     x = pyro.sample("x", dist.Normal(0.0, 100.0))
+    ...     pyro.sample("y", dist.Normal(x, 0.1), obs=y)
+    >>> frame = find_frame(model, init_to_median, torch.device("cpu"), (torch.tensor(50.0),), {})
+    >>> frame.loc, frame.scale_tril
+    (tensor([50.0000]), tensor([[0.1000]]))
+
+    :param model: a Pyro model with continuous latents and fixed structure.
+    :param init_loc_fn: where the climb begins.
+    :param device: of the latents.
+    :param args: of the model, as ``kwargs``.
+    :returns: None for a part of a model (``poutine.block``), which has no density of its own, and
+        for a model whose density fails.
+    :warns UserWarning: in the latter case, naming the cause.
+    """
+    if _hides_sites(model):
+        return None
+    try:
+        # What is wrong with the model but can be lived with is for its training to say.
+        with own_stream(device), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            density = _MinibatchDensity(model, *args, init_loc_fn=init_loc_fn, model_kwargs=kwargs)
+            return _gaussian(density)
+    except Exception as error:  # the model's own, of any kind
+        cause = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    warnings.warn(
+        f"the guide found no frame, and starts at init_loc_fn as with frame=None ({cause}). Cure: "
+        "frame=None, or a Frame or a Gaussian guide fitted before",
+        stacklevel=2,
+    )
+    return None
+
+
+class _MinibatchDensity(LatentDensity):
+    """The log-density for one minibatch at a time, scaled as the model scales it."""
+
+    is_subsampled = False
+
+    def _check_data(self, trace: Trace) -> None:
+        plates = [site["fn"] for site in trace.nodes.values() if site_is_subsample(site)]
+        self.is_subsampled = any((p.subsample_size or p.size) < p.size for p in plates)
+
+    def next_minibatch(self) -> None:
+        kept = self._model.replayed
+        for name, site in list(kept.nodes.items()):
+            if site_is_subsample(site):
+                kept.remove_node(name)
+        self.trace_at(self.init_loc)  # a plain run draws the next
+
+
+def _gaussian(density: _MinibatchDensity) -> Frame:
+    num_evaluations = round(BUDGET / _seconds(density))
+    if density.latent_dim <= MAX_FULL_DIM:
+        frame = _climb(density, num_evaluations)
+        if frame is not None:
+            return frame
+    return _mean_field(density, max(100, min(500, num_evaluations)))
+
+
+def _climb(density: _MinibatchDensity, num_evaluations: int) -> Frame | None:
+    """A full frame, None where no Gaussian on the way has an ELBO."""
+    num_iterations = max(10, min(100, num_evaluations // density.latent_dim))
+    options = {"max_rounds": 1, "max_iterations": num_iterations}
+    try:
+        modes = find_modes(density, num_starts=1, **options)
+    except ValueError:  # no density at the start: draws of the prior may have one
+        modes = find_modes(density, num_starts=10, **options)
+    if not modes.elbo[0].isfinite():
+        return None
+    loc, factor = modes.loc[0], modes.scale_tril[0]
+    for index in range(NUM_MINIBATCHES if density.is_subsampled else 0):
+        density.next_minibatch()
+        _, score = density.score(loc.unsqueeze(0))
+        step = factor @ (factor.mT @ score[0]) / (index + 2)
+        loc = loc + step.nan_to_num(0.0, 0.0, 0.0)
+    frame = Frame(loc, scale_tril=factor)
+    frame.check(density.latent_dim)
+    return frame
+
+
+def _mean_field(density: _MinibatchDensity, num_steps: int) -> Frame:
+    """A diagonal frame, by the path derivative of the ELBO."""
+    loc = density.init_loc.clone()
+    log_scale = torch.full_like(loc, 0.1).log()
+    optimiser = torch.optim.Adam([loc, log_scale])
+    for index in range(num_steps):
+        if density.is_subsampled:
+            density.next_minibatch()
+        noise = torch.randn(NUM_PARTICLES, *loc.shape, dtype=loc.dtype, device=loc.device)
+        scale = log_scale.exp()
+        _, score = density.score(loc + scale * noise)
+        path = (score + noise / scale).nan_to_num(0.0, 0.0, 0.0)
+        loc.grad, log_scale.grad = -path.mean(0), -(path * noise * scale).mean(0)
+        optimiser.param_groups[0]["lr"] = 0.1 * (1 - index / num_steps)
+        optimiser.step()
+    frame = Frame(loc, scale=log_scale.exp())
+    frame.check(density.latent_dim)
+    return frame
+
+
+def _seconds(density: LatentDensity) -> float:
+    """About how long one gradient takes."""
+    points = density.init_loc.unsqueeze(0)
+    density.log_prob(points)  # learns how the model runs
+    with _Cost() as cost:
+        density.score(points)
+    return cost.seconds
+
+
+class _Cost(TorchDispatchMode):
+    """Adds up what the operations in it take, roughly."""
+
+    seconds = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        numbers = sum(part.numel() for part in tree_leaves(result) if isinstance(part, Tensor))
+        self.seconds += PER_OPERATION + PER_NUMBER * numbers
+        return result
+
+
+def _hides_sites(model: Callable[..., Any]) -> bool:
+    """Whether ``poutine.block`` leaves some of the model's sites out."""
+    while isinstance(model, functools.partial):
+        inner = model.func if not model.args else model.args[-1]
+        if any(isinstance(part, BlockMessenger) for part in model.args):
+            return True
+        model = inner
+    return False
