@@ -137,9 +137,7 @@ def _climb(
     return best, Modes(*map(torch.cat, zip(*tops, strict=True)))
 
 
-def gaussian_elbo(
-    density: LatentDensity, loc: Tensor, factor: Tensor, num_draws: int
-) -> Tensor:
+def gaussian_elbo(density: LatentDensity, loc: Tensor, factor: Tensor, num_draws: int) -> Tensor:
     """The ELBO of Gaussians, each cut off where the model has no density.
 
     :param loc: ``(num_gaussians, latent_dim)``.
