@@ -18,7 +18,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
 
-__all__ = ["DiscreteSum", "is_discrete_latent", "refuse_infinite"]
+__all__ = ["DiscreteSum", "is_discrete_latent", "is_summable", "refuse_infinite"]
 
 Site = dict[str, Any]
 
@@ -31,12 +31,17 @@ def is_discrete_latent(site: Site) -> bool:
     return support is not None and support.is_discrete
 
 
+def is_summable(site: Site) -> bool:
+    """Whether it is one that Pyro can enumerate."""
+    return is_discrete_latent(site) and site["fn"].has_enumerate_support
+
+
 def refuse_infinite(name: str, site: Site) -> None:
     """Check that a discrete latent can be summed out.
 
     :raises ValueError: naming site and cure.
     """
-    if not is_discrete_latent(site) or site["fn"].has_enumerate_support:
+    if not is_discrete_latent(site) or is_summable(site):
         return
     fn = site["fn"]
     cure = "sum it out by hand, in a distribution of its own or by pyro.factor with a logsumexp"
