@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 
 from pyro_implicit.density.engine import Model
 from pyro_implicit.density.run_mode import BranchError, RunMode, VmapError, writes_to_unbatched
-from pyro_implicit.density.site_loop import loop_where_needed
 
 __all__ = ["IMPOSSIBLE", "BatchedRuns"]
 
@@ -224,9 +223,7 @@ def _vmap(
             run_mode.tag = tag
         # The plain run made Pyro's checks; in here they would branch on batched values.
         with run_mode or contextlib.nullcontext(), pyro.validation_enabled(False):
-            trace = prune_subsample_sites(model.run(values))
-            loop_where_needed(trace)
-            return read(trace)
+            return read(prune_subsample_sites(model.run(values)))
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop")  # of rules vmap lacks

@@ -16,6 +16,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_implicit.density.discrete import is_discrete_latent, refuse_infinite
 from pyro_implicit.density.engine import without_validation
 
 if TYPE_CHECKING:
@@ -30,8 +31,9 @@ def refuse_unfit_sites(trace: Trace) -> None:
     """Check that a model's sites make a density of continuous latents.
 
     :param trace: of the model with its data.
-    :raises RuntimeError: for a model without latents.
-    :raises ValueError: for a discrete latent, or an observation that is NaN.
+    :raises RuntimeError: for a model without continuous latents.
+    :raises ValueError: for a discrete latent that cannot be summed out, or an observation that is
+        NaN.
     :warns UserWarning: for a latent of which some elements are masked, as ``obs_mask`` makes them.
     """
     latents, observed = _split(trace)
@@ -42,14 +44,15 @@ def refuse_unfit_sites(trace: Trace) -> None:
             "SVI(model, lambda *args, **kwargs: None, optim, Trace_ELBO())"
         )
     for name, site in latents.items():
-        support = getattr(site["fn"], "support", None)
-        if support is not None and support.is_discrete:
-            raise ValueError(
-                f"site '{name}' is a discrete latent ({_kind(site['fn'])}), which has no density "
-                "to follow the gradient of. Cure: sum it out of the model, by "
-                "dist.MixtureSameFamily, dist.MaskedMixture or pyro.factor with a logsumexp"
-            )
-        _warn_of_masked(name, site)
+        refuse_infinite(name, site)
+    if all(is_discrete_latent(site) for site in latents.values()):
+        raise RuntimeError(
+            f"the model has no continuous latents: {', '.join(latents)} are discrete, and summed "
+            "out. Cure: pyro.infer.infer_discrete, which needs no guide"
+        )
+    for name, site in latents.items():
+        if not is_discrete_latent(site):
+            _warn_of_masked(name, site)
     for name, site in observed.items():
         fault = _nan(site["value"])
         if fault and not _log_prob(site).isfinite().all():

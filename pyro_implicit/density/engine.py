@@ -15,6 +15,9 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_implicit.density.discrete import DiscreteSum
+from pyro_implicit.density.site_loop import loop_where_needed
+
 __all__ = [
     "Model",
     "SubsampledError",
@@ -35,21 +38,29 @@ class Model:
     :param model: the Pyro model.
     :param args: its arguments, as ``kwargs``.
     :param latents: sites whose values will be given, and subsampled indices that are fixed.
+    :param discrete: the latents that are summed out.
     """
 
     def __init__(
-        self, model: Callable[..., Any], args: tuple, kwargs: dict[str, Any], latents: Trace
+        self,
+        model: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        latents: Trace,
+        discrete: DiscreteSum | None = None,
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.replayed = latents
+        self.discrete = discrete
         self.last_site: str | None = None
         """The last that a run came to, or ``_RETURN`` if it came to its end."""
 
     def run(self, values: Values) -> Trace:
-        """The trace of one run, without log-probabilities."""
+        """The trace of one run, without log-probabilities but of a sum over discrete latents."""
         for name, value in values.items():
             self.replayed.nodes[name]["value"] = value
-        tracer = poutine.trace(poutine.replay(self.model, trace=self.replayed))
+        model = self.model if self.discrete is None else self.discrete.enumerate(self.model)
+        tracer = poutine.trace(poutine.replay(model, trace=self.replayed))
         try:
             trace = tracer.get_trace(*self.args, **self.kwargs)
         finally:
@@ -58,7 +69,8 @@ class Model:
             for site in trace.nodes.values():
                 if site["type"] == "sample":
                     site["fn"] = without_validation(site["fn"])
-        return trace
+            loop_where_needed(trace)
+        return trace if self.discrete is None else self.discrete.collapse(trace)
 
     def share_minibatch(self, trace: Trace) -> None:
         """Make all later runs use the subsampled indices of ``trace``."""

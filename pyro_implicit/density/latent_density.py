@@ -20,6 +20,7 @@ from torch.distributions import biject_to
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE, BatchedRuns
 from pyro_implicit.density.blame import refuse_unfit_sites, warn_of_missing_data
+from pyro_implicit.density.discrete import DiscreteSum, is_discrete_latent
 from pyro_implicit.density.engine import Model, compute_log_prob, refuse_subsampling
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
 
@@ -48,15 +49,17 @@ class LatentDensity:
     >>> density.log_prob(torch.zeros(3, 1))
     tensor([-0.9189, -0.9189, -0.9189])
 
-    :param model: of continuous latents and fixed structure, with all its data: nothing subsampled.
+    :param model: of fixed structure, with all its data: nothing subsampled. Discrete latents that
+        Pyro can enumerate are summed out, as in its NUTS.
     :param args: the model's, as ``kwargs``.
     :param init_loc_fn: where ``init_loc`` lies, see Pyro's :ref:`autoguide-initialization`; flat
         priors that it cannot start begin at 0. Where the model raises an error there, ``init_loc``
         is a draw of the prior.
     :param model_kwargs: more keyword arguments of the model, whatever their names.
     :raises SubsampledError: for a subsampled plate.
-    :raises ValueError: for a discrete latent, or an observation that is NaN.
-    :raises RuntimeError: for a model without latents.
+    :raises ValueError: for a discrete latent that cannot be summed out, or an observation that is
+        NaN.
+    :raises RuntimeError: for a model without continuous latents.
     :warns UserWarning: for latents without a density (``obs_mask``), and where observations seem to
         be missing.
     """
@@ -84,9 +87,11 @@ class LatentDensity:
         latents = Trace()
         for name in self.shapes:
             latents.add_node(name, **nodes[name])
-        self._model = Model(model, args, kwargs, latents)
+        self._model = Model(model, args, kwargs, latents, DiscreteSum.of(trace))
         self._runs = BatchedRuns(type(self).__name__)
         self._hessian_at_once = True
+        if self._model.discrete is not None:
+            self._try_sum()
 
     def _prototype(
         self, init_loc_fn: Callable[[dict[str, Any]], Tensor]
@@ -99,7 +104,8 @@ class LatentDensity:
         for init in (init_loc_fn, *(init_to_sample,) * MAX_RETRIES):
             traced = poutine.trace(self.model)
             start = FlatPriorStart(init, like=self._like)
-            prototype = AutoContinuous(traced, init_loc_fn=start)
+            continuous = poutine.block(traced, hide_fn=is_discrete_latent)
+            prototype = AutoContinuous(continuous, init_loc_fn=start)
             try:
                 with poutine.block():
                     prototype._setup_prototype(*self.args, **self.kwargs)
@@ -115,6 +121,20 @@ class LatentDensity:
 
     def _check_data(self, trace: Trace) -> None:
         refuse_subsampling(trace, "the log-density")
+
+    def _try_sum(self) -> None:
+        """Enumerate the discrete latents once, where a plain run of the model is known to work."""
+        try:
+            with poutine.block(), pyro.validation_enabled(False):
+                self._model.run(self.constrain(self.init_loc))
+        except Exception as error:
+            names = ", ".join(f"'{name}'" for name in sorted(self._model.discrete.names))
+            raise ValueError(
+                f"the discrete latents {names} cannot be summed out, as the model raises "
+                f"{type(error).__name__}: {str(error).splitlines()[0]}. Cure: write it so that it "
+                "broadcasts over all their values at once (pyro.ops.indexing.Vindex, no branches), "
+                "see Pyro's tutorial on enumeration"
+            ) from error
 
     @property
     def is_vectorized(self) -> bool:

@@ -14,6 +14,7 @@ from pyro.ops.stats import quantile
 from torch import Tensor
 from torch.distributions import IndependentTransform, Transform, biject_to
 
+from pyro_implicit.density.discrete import is_summable
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
 from pyro_implicit.guides.random_stream import own_stream
 
@@ -26,12 +27,13 @@ class AutoDraws(AutoContinuous):
     A subclass gives ``get_posterior``, a distribution of the unconstrained latent vector that can
     be sampled, with or without a density.
 
-    :param model: a Pyro model with continuous latents and fixed structure.
+    :param model: a Pyro model of fixed structure. The guide is of its continuous latents; discrete
+        ones that Pyro can enumerate are left to the ELBO, which sums them out.
     :param init_loc_fn: per-site initialisation, see Pyro's :ref:`autoguide-initialization`; sites
         with a flat prior (``ImproperUniform``) that it cannot start begin at 0 in unconstrained
         space.
     :param create_plates: as in Pyro's autoguides.
-    :raises ValueError: at the first call, for a discrete latent or one in a subsampled plate.
+    :raises ValueError: at the first call, for another discrete latent or one in a subsampled plate.
     :raises RuntimeError: at the first call, for a model without latents.
     """
 
@@ -44,6 +46,10 @@ class AutoDraws(AutoContinuous):
         self._start = FlatPriorStart(init_loc_fn)
         super().__init__(model, init_loc_fn=self._start)
         self.create_plates = create_plates
+
+    @staticmethod
+    def _prototype_hide_fn(msg: Any) -> bool:
+        return AutoContinuous._prototype_hide_fn(msg) or is_summable(msg)
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         self._start.like = example_tensor(self.model, args, kwargs)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal
 
@@ -15,13 +16,23 @@ from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit, find_implicit
-from pyro_implicit.infer.engine.nonfinite import NonFiniteError, check_gradients, refuse_nonfinite
+from pyro_implicit.infer.engine.nonfinite import (
+    NonFiniteError,
+    check_gradients,
+    nonfinite_terms,
+    refuse_nonfinite,
+)
 from pyro_implicit.infer.engine.particles import Particles
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.prior_draws import PriorMemory
 from pyro_implicit.infer.engine.sites import DrawMessenger, ImplicitSite
 from pyro_implicit.infer.engine.state import StatefulELBO
-from pyro_implicit.infer.engine.traces import apply_weights, loss_and_surrogate, set_score_parts
+from pyro_implicit.infer.engine.traces import (
+    apply_weights,
+    leave_out_impossible,
+    loss_and_surrogate,
+    set_score_parts,
+)
 
 __all__ = ["ImplicitELBO", "ImplicitSite"]
 
@@ -61,8 +72,10 @@ class ImplicitELBO(StatefulELBO):
         included (of an autoguide's latents, in unconstrained space). Raised from near 0 to 1 over
         the steps it lets a guide find separated modes; only 1 is Bayes. All three weights may be
         changed between steps.
-    :param nonfinite: ``"raise"`` an error that names the term, or ``"skip"`` such steps (leaving
-        all parameters alone, returning nan) and count them in ``num_skipped``.
+    :param nonfinite: ``"raise"`` an error that names the term where the loss of all particles or a
+        gradient is not finite, or ``"skip"`` such steps (leaving all parameters alone, returning
+        nan) and count them in ``num_skipped``. Single particles at which the model has no density
+        are left out of the means, with one warning, and counted in ``num_left_out``.
     :param kwargs: all others of :class:`pyro.infer.Trace_ELBO`, as ``max_plate_nesting`` (guessed
         by one run if omitted) and ``retain_graph``. Those for enumeration and for the jit have no
         effect, as they have none there.
@@ -103,6 +116,8 @@ class ImplicitELBO(StatefulELBO):
         self.entropy_weight = entropy_weight
         self.inverse_temperature = inverse_temperature
         self.nonfinite = nonfinite
+        self.num_left_out = 0
+        self._particles: Particles | None = None
 
     def draw(self, q: Implicit) -> Draw:
         """How a site is drawn: a method that needs the generator's derivative asks for it here."""
@@ -154,6 +169,7 @@ class ImplicitELBO(StatefulELBO):
         if not is_messenger:
             self._meet(model, guide, args, kwargs)
         one_by_one = not (self.vectorize_particles or self.state.has_implicit_sites)
+        self._check_sum(one_by_one)
         if is_messenger or one_by_one or not self.state.value_ndims:
             for _ in range(self.num_particles):
                 yield self._weighed(*self._get_trace(model, guide, args, kwargs))
@@ -170,6 +186,7 @@ class ImplicitELBO(StatefulELBO):
             int(self.max_plate_nesting),
             args,
             kwargs,
+            self.state.discrete,
         )
         model_trace = self._run_model(particles)
         guide_trace = prune_subsample_sites(guide_trace)
@@ -179,7 +196,20 @@ class ImplicitELBO(StatefulELBO):
             parts = self.score_parts(site, prior)
             set_score_parts(guide_trace.nodes[name], parts, site.log_abs_det)
         guide_trace.compute_score_parts()
+        self._particles = particles
         yield self._weighed(model_trace, guide_trace)
+        self._particles = None
+
+    def _check_sum(self, one_by_one: bool) -> None:
+        """Refuse to sum out discrete latents where Pyro's own loop or plate runs the model."""
+        discrete, is_plate = self.state.discrete, self.vectorize_particles == "plate"
+        if discrete is not None and (one_by_one or (is_plate and self.num_particles > 1)):
+            names = ", ".join(f"'{name}'" for name in sorted(discrete.names))
+            raise ValueError(
+                f"the discrete latents {names} of the model are summed out, which "
+                f"vectorize_particles={self.vectorize_particles!r} does not do. Cure: "
+                'vectorize_particles="vmap", or Pyro\'s TraceEnum_ELBO for a guide with a density'
+            )
 
     def _transport(self, site: ImplicitSite) -> Tensor | None:
         if site.name not in self.state.checked_sites:
@@ -208,7 +238,7 @@ class ImplicitELBO(StatefulELBO):
         try:
             with torch.no_grad():
                 return sum(
-                    self._check(loss_and_surrogate(*pair)[0], *pair) / self.num_particles
+                    self._evaluate(*pair)[0] / self.num_particles
                     for pair in self._get_traces(model, guide, args, kwargs)
                 )
         except NonFiniteError as error:
@@ -226,8 +256,7 @@ class ImplicitELBO(StatefulELBO):
         total: Any = 0.0
         try:
             for pair in self._get_traces(model, guide, args, kwargs):
-                loss, surrogate = loss_and_surrogate(*pair)
-                self._check(loss, *pair)
+                _, loss, surrogate = self._evaluate(*pair)
                 total = total + (loss + (surrogate - surrogate.detach())) / self.num_particles
         except NonFiniteError as error:
             self._skip(error)
@@ -244,8 +273,8 @@ class ImplicitELBO(StatefulELBO):
         with poutine.trace(param_only=True) as capture:
             try:
                 for pair in self._get_traces(model, guide, args, kwargs):
-                    loss, surrogate = loss_and_surrogate(*pair)
-                    total += self._check(loss, *pair) / self.num_particles
+                    value, _, surrogate = self._evaluate(*pair)
+                    total += value / self.num_particles
                     if surrogate.requires_grad:
                         surrogate = surrogate / self.num_particles
                         surrogate.backward(retain_graph=self.retain_graph)
@@ -257,15 +286,41 @@ class ImplicitELBO(StatefulELBO):
             site["value"].unconstrained().grad = None
         return math.nan
 
-    def _check(self, loss: Tensor, model_trace: Trace, guide_trace: Trace) -> float:
-        """The loss as a number, the one thing in a step that is read from the device.
+    def _evaluate(self, model_trace: Trace, guide_trace: Trace) -> tuple[float, Tensor, Tensor]:
+        """The loss as a number, the one thing in a step that is read from the device, and as a
+        tensor, and the surrogate.
 
-        :raises NonFiniteError: if it is none, naming the sites to blame.
+        :raises NonFiniteError: if it is none for all particles, naming the sites to blame.
         """
+        loss, surrogate = loss_and_surrogate(model_trace, guide_trace)
         value = float(loss)
         if not math.isfinite(value):
+            loss, surrogate = self._of_possible(model_trace, guide_trace)
+            value = float(loss)
+        return value, loss, surrogate
+
+    def _of_possible(self, model_trace: Trace, guide_trace: Trace) -> tuple[Tensor, Tensor]:
+        """Loss and surrogate without the particles at which the model has no density."""
+        terms = nonfinite_terms(model_trace, guide_trace)
+        impossible = None
+        if self._particles is not None and self.num_particles > 1:
+            impossible = leave_out_impossible(model_trace, guide_trace, self.num_particles)
+        loss, surrogate = loss_and_surrogate(model_trace, guide_trace)
+        if impossible is None or not loss.isfinite():
             refuse_nonfinite(model_trace, guide_trace, type(self).__name__, self.num_steps)
-        return value
+        assert self._particles is not None and impossible is not None
+        self._particles.impossible = impossible
+        number = int(impossible.sum())
+        if not self.num_left_out:
+            warnings.warn(
+                f"{type(self).__name__}, step {self.num_steps}: the model has no density at "
+                f"{number} of {self.num_particles} particles, which are left out ({terms}). Said "
+                "once; see num_left_out. Cure, if they are many: a smaller init_scale, or priors "
+                "in whose range the data are possible",
+                stacklevel=5,
+            )
+        self.num_left_out += number
+        return loss, surrogate
 
     def _skip(self, error: NonFiniteError) -> None:
         if self.nonfinite == "raise":

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -167,6 +168,6 @@ class _Weighing:
 
 def _truncated(log_weights: Tensor) -> Tensor:
     """Weights of mean 1, after none exceeds the square root of their number."""
-    weights = len(log_weights) * log_weights.softmax(0)
+    weights = len(log_weights) * log_weights.nan_to_num(nan=-math.inf).softmax(0)
     weights = weights.clamp(max=len(weights) ** 0.5)
     return weights / weights.mean()

@@ -53,23 +53,6 @@ def test_nan_in_covariates_names_the_site():
         find_modes(LatentDensity(model, with_nan(), Y))
 
 
-@pytest.mark.parametrize(
-    "fn, kind",
-    [
-        (dist.Bernoulli(0.5), "Bernoulli"),
-        (dist.Poisson(3.0).expand([2]).to_event(1), "Poisson"),
-    ],
-)
-def test_a_discrete_latent(fn, kind):
-    def model():
-        pyro.sample("x", dist.Normal(0.0, 1.0))
-        pyro.sample("z", fn)
-
-    message = rf"site 'z' is a discrete latent \({kind}\).*Cure: sum it out.*MixtureSameFamily"
-    with pytest.raises(ValueError, match=message):
-        LatentDensity(model)
-
-
 def test_zero_latents():
     def observed(y):
         pyro.sample("y", dist.Normal(pyro.param("loc", torch.tensor(0.0)), 1.0), obs=y)

@@ -246,7 +246,7 @@ def test_create_plates():
 
 def test_discrete_latent_names_the_site():
     def discrete():
-        pyro.sample("k", dist.Bernoulli(0.5))
+        pyro.sample("k", dist.Poisson(0.5))
 
     with pytest.raises(ValueError, match="'k'"):
         AutoSemiImplicit(discrete)()

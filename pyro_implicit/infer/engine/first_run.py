@@ -11,6 +11,8 @@ from pyro.infer.util import is_validation_enabled
 from pyro.poutine.util import prune_subsample_sites
 from pyro.util import check_model_guide_match, check_site_shape
 
+from pyro_implicit.density.batched_runs import IMPOSSIBLE
+from pyro_implicit.density.discrete import DiscreteSum
 from pyro_implicit.distributions import find_implicit
 
 __all__ = ["FirstRun", "first_run"]
@@ -18,11 +20,16 @@ __all__ = ["FirstRun", "first_run"]
 Site = dict[str, Any]
 
 
+MAX_RETRIES = 10
+
+
 class FirstRun(NamedTuple):
-    """The deepest nesting of plates, and the guide's sample sites by name."""
+    """The deepest nesting of plates, the guide's sample sites by name, and the model's discrete
+    latents that the guide leaves to be summed out."""
 
     plate_nesting: int
     guide_sites: dict[str, Site]
+    discrete: DiscreteSum | None
 
 
 def first_run(
@@ -32,19 +39,31 @@ def first_run(
     kwargs: dict[str, Any],
     max_plate_nesting: float,
 ) -> FirstRun:
-    """Run guide and model once, outside of all plates and traces."""
-    with poutine.block():
-        guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
-        replayed = poutine.replay(model, trace=guide_trace)
-        model_trace = poutine.trace(replayed).get_trace(*args, **kwargs)
+    """Run guide and model once, outside of all plates and traces.
+
+    A draw of the guide at which the model raises an error gives place to another.
+    """
     validates = is_validation_enabled()
-    if validates:
-        check_model_guide_match(model_trace, guide_trace, max_plate_nesting)
-    guide_trace = prune_subsample_sites(guide_trace)
-    model_trace = prune_subsample_sites(model_trace)
-    if validates:
-        model_trace.compute_log_prob()
-        guide_trace.compute_log_prob(lambda name, site: find_implicit(site["fn"]) is None)
+    for retries_left in reversed(range(MAX_RETRIES)):
+        try:
+            with poutine.block():
+                guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
+                replayed = poutine.replay(model, trace=guide_trace)
+                model_trace = poutine.trace(replayed).get_trace(*args, **kwargs)
+            discrete = DiscreteSum.of(model_trace, given=guide_trace)
+            for name in discrete.names if discrete else ():
+                model_trace.remove_node(name)
+            if validates:
+                check_model_guide_match(model_trace, guide_trace, max_plate_nesting)
+            guide_trace = prune_subsample_sites(guide_trace)
+            model_trace = prune_subsample_sites(model_trace)
+            if validates:
+                model_trace.compute_log_prob()
+                guide_trace.compute_log_prob(lambda name, site: find_implicit(site["fn"]) is None)
+            break
+        except IMPOSSIBLE:
+            if not retries_left:
+                raise
     dims = [0]
     sites: dict[str, Site] = {}
     for trace in (model_trace, guide_trace):
@@ -56,4 +75,4 @@ def first_run(
             dims += [-frame.dim for frame in site["cond_indep_stack"] if frame.vectorized]
             if trace is guide_trace:
                 sites[name] = site
-    return FirstRun(max(dims), sites)
+    return FirstRun(max(dims), sites, discrete)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -96,6 +97,9 @@ class HierarchicalELBO(ImplicitELBO):
             samples = {n: s for n, s in guide_trace.nodes.items() if s["type"] == "sample"}
             self.deltas |= {n for n, s in samples.items() if isinstance(s["fn"], dist.Delta)}
         weights = torch.cat([log_weights(model, guide, size) for model, guide in traces])
+        log_p = torch.cat([log_weights(model, Trace(), size) for model, _ in traces])
+        if not log_p.isnan().all():  # single draws at which the model has no density
+            weights = weights.masked_fill(log_p.isnan(), -math.inf)
         if (weights.isnan() | weights.isposinf()).any():
             for pair in traces:
                 refuse_nonfinite(*pair, "evidence_bound", self.num_steps)

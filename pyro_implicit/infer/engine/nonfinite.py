@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from pyro.poutine.trace_struct import Trace
 
-__all__ = ["NonFiniteError", "check_gradients", "refuse_nonfinite"]
+__all__ = ["NonFiniteError", "check_gradients", "nonfinite_terms", "refuse_nonfinite"]
 
 _CURE = (
     "Cure: a smaller learning rate or init_scale, gradient clipping (pyro.optim.ClippedAdam), "
@@ -20,13 +20,8 @@ class NonFiniteError(ArithmeticError):
     """A term of the loss, or a gradient, is nan or infinite."""
 
 
-def refuse_nonfinite(model_trace: Trace, guide_trace: Trace, elbo: str, step: int) -> None:
-    """Say which sample sites make a loss that is not finite.
-
-    :param elbo: name of the ELBO, for the message.
-    :param step: number of the step, for the message.
-    :raises NonFiniteError: always, naming the sites.
-    """
+def nonfinite_terms(model_trace: Trace, guide_trace: Trace) -> str:
+    """Which sample sites make a loss that is not finite."""
     terms = {
         f"the {label}'s log-probability of site '{name}'": site
         for label, trace in (("model", model_trace), ("guide", guide_trace))
@@ -39,7 +34,17 @@ def refuse_nonfinite(model_trace: Trace, guide_trace: Trace, elbo: str, step: in
         if not value.isfinite():
             hint = " for every particle: are there nan among its observations?"
             bad.append(f"{term} is {value.item()}{hint * _lacks_data(site)}")
-    what = "; ".join(bad) or "the sum of all log-probabilities overflows"
+    return "; ".join(bad) or "the sum of all log-probabilities overflows"
+
+
+def refuse_nonfinite(model_trace: Trace, guide_trace: Trace, elbo: str, step: int) -> None:
+    """Say which sample sites make a loss that is not finite.
+
+    :param elbo: name of the ELBO, for the message.
+    :param step: number of the step, for the message.
+    :raises NonFiniteError: always, naming the sites.
+    """
+    what = nonfinite_terms(model_trace, guide_trace)
     raise NonFiniteError(f"{elbo}, step {step}: {what}. {_CURE}")
 
 

@@ -13,6 +13,7 @@ from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
 
 from pyro_implicit.density.batched_runs import BatchedRuns
+from pyro_implicit.density.discrete import DiscreteSum
 from pyro_implicit.density.engine import Model, compute_log_prob
 from pyro_implicit.infer.engine.sites import PARTICLE_PLATE
 
@@ -33,6 +34,7 @@ class Particles(Model):
     :param num_particles: their number.
     :param value_ndims: dimensions of each latent's value when drawn outside the particle plate.
     :param max_plate_nesting: plates of the model, the particle plate included.
+    :param discrete: latents that are summed out.
     """
 
     def __init__(
@@ -44,11 +46,14 @@ class Particles(Model):
         max_plate_nesting: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        discrete: DiscreteSum | None = None,
     ) -> None:
-        super().__init__(model, args, kwargs, Trace())
+        super().__init__(model, args, kwargs, Trace(), discrete)
         self.guide_trace = guide_trace
         self.num_particles = num_particles
         self.max_plate_nesting = max_plate_nesting
+        self.impossible: Tensor | None = None
+        """Particles of which the model's gradient is left out, if any, ``(num_particles,)``."""
         self.latents: dict[str, Tensor] = {}
         for name, site in guide_trace.nodes.items():
             if site["type"] != "sample":
@@ -57,8 +62,22 @@ class Particles(Model):
             if not site_is_subsample(site):
                 value = site["value"]
                 if num_particles > 1:
-                    value = _particles_first(site, value_ndims.get(name))
+                    value = self._without_impossible(_particles_first(site, value_ndims.get(name)))
                 self.latents[name] = value
+
+    def _without_impossible(self, value: Tensor) -> Tensor:
+        """The value, whose gradient is 0 for what are found to be impossible particles."""
+
+        def leave_out(gradient: Tensor) -> Tensor:
+            if self.impossible is None:
+                return gradient
+            shape = self.impossible.shape + (1,) * (gradient.dim() - 1)
+            return gradient.masked_fill(self.impossible.reshape(shape), 0.0)
+
+        if value.requires_grad:
+            value = value.view_as(value)
+            value.register_hook(leave_out)
+        return value
 
     def particle(self, index: int) -> dict[str, Tensor]:
         """The latent values of one particle."""
@@ -71,8 +90,12 @@ class Particles(Model):
 
         :param vectorize: puts the model under that plate.
         """
-        model = poutine.replay(vectorize(self.model), trace=self.guide_trace)
-        trace = prune_subsample_sites(poutine.trace(model).get_trace(*self.args, **self.kwargs))
+        if self.discrete is not None and self.num_particles == 1:
+            trace = self.run(self.latents)
+        else:
+            model = poutine.replay(vectorize(self.model), trace=self.guide_trace)
+            trace = poutine.trace(model).get_trace(*self.args, **self.kwargs)
+        trace = prune_subsample_sites(trace)
         compute_log_prob(trace)
         return trace
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from pyro.infer import Trace_ELBO
 
 from pyro_implicit.density.batched_runs import BatchedRuns
+from pyro_implicit.density.discrete import DiscreteSum
 from pyro_implicit.infer.engine.first_run import first_run
 
 __all__ = ["ElboState", "Pair", "StatefulELBO"]
@@ -25,13 +26,15 @@ T = TypeVar("T")
 class ElboState:
     """What was found out about one model and guide, and what an estimator keeps.
 
-    ``runs`` knows how the model can be run; ``value_ndims`` are the dimensions of each of the
+    ``runs`` knows how the model can be run, and ``discrete`` which of its latents are summed out;
+    ``value_ndims`` are the dimensions of each of the
     guide's values outside the particle plate, None before the first run; ``has_implicit_sites`` and
     ``checked_sites`` tell what the guide draws and which sites have passed a method's checks;
     ``memory`` is what a method keeps, by purpose and site.
     """
 
     runs: BatchedRuns
+    discrete: DiscreteSum | None = None
     value_ndims: dict[str, int] | None = None
     has_implicit_sites: bool = False
     checked_sites: set[str] = field(default_factory=set)
@@ -138,6 +141,7 @@ class StatefulELBO(Trace_ELBO):
     ) -> None:
         found = first_run(model, guide, args, kwargs, self.max_plate_nesting)
         self.state.value_ndims = {n: s["value"].dim() for n, s in found.guide_sites.items()}
+        self.state.discrete = found.discrete
         for name, site in found.guide_sites.items():
             self._check_trainable(name, site)
         if math.isinf(self.max_plate_nesting):

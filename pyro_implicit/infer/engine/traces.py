@@ -19,6 +19,7 @@ from pyro_implicit.distributions import find_implicit
 __all__ = [
     "apply_weights",
     "coverage_log_weights",
+    "leave_out_impossible",
     "log_weights",
     "loss_and_surrogate",
     "set_score_parts",
@@ -119,6 +120,34 @@ def coverage_log_weights(model_trace: Trace, guide_trace: Trace, num_particles: 
             "Cure: coverage=0, or poutine.scale around the whole guide"
         )
     return log_weights(model_trace, guide_trace, num_particles).detach() / scales.pop()
+
+
+def leave_out_impossible(
+    model_trace: Trace, guide_trace: Trace, num_particles: int
+) -> Tensor | None:
+    """Let traces count only the particles at which the model's log-density is finite.
+
+    :returns: those that are left out, ``(num_particles,)``; None if that are none or all, of which
+        nothing is left out.
+    """
+    impossible = ~log_weights(model_trace, Trace(), num_particles).isfinite()
+    num_left = num_particles - int(impossible.sum())
+    if num_left in (0, num_particles):
+        return None
+
+    def of_the_others(term: Any) -> Any:
+        if not isinstance(term, Tensor) or term.dim() == 0 or len(term) != num_particles:
+            return term
+        mask = impossible.reshape((-1,) + (1,) * (term.dim() - 1))
+        return term.masked_fill(mask, 0.0) * (num_particles / num_left)
+
+    for trace in (model_trace, guide_trace):
+        for site in _samples(trace):
+            site["log_prob"] = of_the_others(site["log_prob"])
+            site["log_prob_sum"] = site["log_prob"].sum()
+            if "score_parts" in site:
+                site["score_parts"] = ScoreParts(*map(of_the_others, site["score_parts"]))
+    return impossible
 
 
 def loss_and_surrogate(model_trace: Trace, guide_trace: Trace) -> tuple[Tensor, Tensor]:
