@@ -42,7 +42,7 @@ __all__ = ["Stages"]
 NEAR_ENOUGH = 0.01  # nats
 FOLDED = 0.5  # nats: two folds are log 2
 AT_ONCE = 0.0005  # nats
-NUM_WEIGHED, RELIABLE_KHAT, LEAST_EFFICIENCY = 2000, 0.5, 0.5
+NUM_WEIGHED, RELIABLE_KHAT, LEAST_EFFICIENCY, EVEN = 2000, 0.5, 0.5, 0.99
 ROUGH_STEPS, ROUGH_PARTICLES, ROUGH_SPREAD = 1000, 8, 0.3
 
 
@@ -266,7 +266,10 @@ class Stages:
             line.outcome = (
                 f"k-hat {smoothed.khat:.2f}, effective sample size {smoothed.efficiency:.0%}"
             )
-            if smoothed.khat < RELIABLE_KHAT and smoothed.efficiency > LEAST_EFFICIENCY:
+            # The tail of even weights is that of rounding.
+            is_even = smoothed.efficiency > EVEN
+            is_reliable = smoothed.khat < RELIABLE_KHAT and smoothed.efficiency > LEAST_EFFICIENCY
+            if is_even or is_reliable:
                 result.correction = smoothed.efficiency
         return result.correction is not None
 
@@ -351,8 +354,8 @@ class Stages:
         result = self.result
         result.guide, result.losses, result.chosen = chosen.guide, chosen.losses, chosen.name
         result.bounds = {one.name: one.bound for one in self.candidates}
-        if {one.name for one in self.candidates} == {"gaussian"}:
-            errors = "; ".join(stage.outcome for stage in result.stages if stage.error)
+        errors = "; ".join(stage.outcome for stage in result.stages if stage.error)
+        if errors and {one.name for one in self.candidates} == {"gaussian"}:
             warnings.warn(
                 f"fit kept the Gaussian that it started from, because no training ended ({errors})",
                 stacklevel=3,
