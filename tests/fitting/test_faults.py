@@ -19,7 +19,7 @@ from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 
 
 def quick(model, *args, num_steps=60, **kwargs):
-    options = {"num_particles": 16, "progress": False, "seed": 0} | kwargs
+    options = {"num_particles": 16, "progress": False, "seed": 0, "refine": False} | kwargs
     return fit(model, "auto", *args, num_steps=num_steps, **options)
 
 
