@@ -30,6 +30,7 @@ __all__ = [
     "exact_guide",
     "exact_log_weights",
     "frame_of_draws",
+    "has_exact_density",
     "semi_implicit_guide",
     "set_weights",
     "weigh",
@@ -197,7 +198,7 @@ def _left_out(one: Candidate, modes: Modes, density: LatentDensity, log_evidence
 
 def _log_weights(guide: AutoGuide, density: LatentDensity, num_draws: int = 1000) -> Tensor:
     """Log p - log q at draws, -inf where the model has no density or raises an error."""
-    if not isinstance(guide, AutoSemiImplicit):
+    if has_exact_density(guide):
         return exact_log_weights(guide, density, num_draws)[1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FoldWarning)  # the stage sees it and trains another
@@ -209,6 +210,13 @@ def _log_weights(guide: AutoGuide, density: LatentDensity, num_draws: int = 1000
             num_starts=2,
             model_kwargs=density.kwargs,
         ).log_weights
+
+
+def has_exact_density(guide: Any) -> bool:
+    """Whether it is of those of which :func:`exact_log_weights` knows."""
+    return isinstance(guide, (AutoImplicit, AutoMixture)) and not isinstance(
+        guide, AutoSemiImplicit
+    )
 
 
 @torch.no_grad()

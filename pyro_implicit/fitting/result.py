@@ -15,8 +15,7 @@ from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
-from pyro_implicit.fitting.candidates import exact_log_weights
-from pyro_implicit.guides import AutoImplicit, AutoMixture
+from pyro_implicit.fitting.candidates import exact_log_weights, has_exact_density
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import Refined
@@ -123,7 +122,7 @@ class Fit:
         return compare(model, self.posterior, reference, *args, model_kwargs=kwargs, **options)
 
     def _corrected(self, num_samples: int) -> dict[str, Tensor]:
-        if not isinstance(self.guide, (AutoImplicit, AutoMixture)):
+        if not has_exact_density(self.guide):
             raise ValueError(
                 "corrected=True wants an AutoMixture or an injective AutoImplicit, whose density "
                 f"is exact, but this is a {type(self.guide).__name__}. Cure: refine=True"

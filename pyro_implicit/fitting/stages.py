@@ -21,6 +21,7 @@ from pyro_implicit.fitting.candidates import (
     exact_guide,
     exact_log_weights,
     frame_of_draws,
+    has_exact_density,
     semi_implicit_guide,
     set_weights,
     weigh,
@@ -258,7 +259,7 @@ class Stages:
         :returns: whether they can, reliably.
         """
         result = self.result
-        if not isinstance(result.guide, (AutoImplicit, AutoMixture)):
+        if not has_exact_density(result.guide):
             return False
         with result.attempt("correct") as line:
             _, log_weights = exact_log_weights(result.guide, density, NUM_WEIGHED)

@@ -94,6 +94,7 @@ def test_a_component_that_fails_stays_a_gaussian(monkeypatch):
         return trained(*args, name=name, **kwargs)
 
     monkeypatch.setattr("pyro_implicit.fitting.stages.train", fails)
+    monkeypatch.setattr("pyro_implicit.fitting.stages.AT_ONCE", 0.0)
     result = quick(two_modes, num_steps=40)
     assert "mode-1 stays a Gaussian (RuntimeError: of one mode)" in str(result)
     x = result.guide.sample_posterior(4000)["x"]
@@ -185,6 +186,7 @@ def test_candidates_and_components_leave_parameters_alone(monkeypatch):
 
     monkeypatch.setattr("pyro_implicit.fitting.stages.train", spy)
     monkeypatch.setattr("pyro_implicit.fitting.stages.NEAR_ENOUGH", 0.0)
+    monkeypatch.setattr("pyro_implicit.fitting.stages.AT_ONCE", 0.0)
     result = quick(shifted_modes, num_steps=60, lr=0.02)
     assert set(seen) >= {"parameters", "mode-0", "mode-1", "semi-implicit"}
     assert len(set(seen.values())) == 1 and seen["parameters"] == pytest.approx(0.5, abs=0.03)
