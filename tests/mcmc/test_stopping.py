@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyro_implicit.mcmc.chains import History
+from pyro_implicit.mcmc.history import History
 from pyro_implicit.mcmc.stopping import drift, tracked
 
 
