@@ -69,6 +69,8 @@ class InjectiveDensity(DensityAtDraws):
             log_det = log_det + part.log_abs_det_jacobian(value, outer)
         generator = transform.generator
         start, found = self._solve(generator, value.detach(), rows)
+        if not found.any():
+            return value.new_full((len(rows),), -math.inf)
         start, value = start[found], value[found]
         with torch.enable_grad():
             noise = start.requires_grad_()
@@ -132,7 +134,7 @@ class MixtureDensity(DensityAtDraws):
     def log_joint(self, rows: Tensor) -> Tensor:
         """Of each component, its weight included, ``(n, num_components)``."""
         parts = torch.stack([part.log_prob(rows) for part in self._parts], -1)
-        return parts + self.guide.log_weights.detach()
+        return parts + self.guide.log_weights.detach().log_softmax(0)
 
 
 def _from_scratch(generator: Any, value: Tensor) -> tuple[Tensor, Tensor]:

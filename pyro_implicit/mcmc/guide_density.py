@@ -130,7 +130,7 @@ def _sites(guide: AutoGuide) -> list[str]:
 
 
 def unconstrained_draws(guide: AutoGuide, draws: Draws) -> Tensor:
-    """Unconstrained, in the guide's order, ``(num_draws, latent_dim)``.
+    """Unconstrained, in the guide's order, dtype and device, ``(num_draws, latent_dim)``.
 
     :raises ValueError: for draws of other sites.
     """
@@ -143,7 +143,7 @@ def unconstrained_draws(guide: AutoGuide, draws: Draws) -> Tensor:
             )
         free = biject_to(site["fn"].support).inv(draws[name])
         parts.append(free.reshape(len(free), -1))
-    return torch.cat(parts, -1)
+    return torch.cat(parts, -1).to(next(guide.parameters()))
 
 
 def _total(trace: Trace) -> Tensor:

@@ -78,7 +78,7 @@ class Modes:
             ratios = []
             for points in (own, drawn):
                 log_joint = self.log_joint(points)
-                log_q = log_joint[:, index] - self.guide.log_weights[index]
+                log_q = log_joint[:, index] - self.guide.log_weights.log_softmax(0)[index]
                 elsewhere = log_joint.argmax(-1) != index
                 log_ratio = self.density.log_prob(points) - log_q
                 ratios.append(log_ratio.masked_fill(elsewhere | log_ratio.isnan(), -torch.inf))

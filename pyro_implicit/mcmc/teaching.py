@@ -166,6 +166,8 @@ def _parts(draws: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tenso
 
 
 def _step(optimiser: torch.optim.Optimizer, parameters: list[Tensor], loss: Tensor) -> None:
+    if not loss.requires_grad:  # the guide has a density at none of these draws
+        return
     optimiser.zero_grad()
     # Nothing is left behind in parameters of others that the guide reads.
     loss.backward(inputs=parameters)
