@@ -8,5 +8,6 @@ from pyro_implicit.mcmc.initial_params import warm_start
 from pyro_implicit.mcmc.noise_space import NoiseSpaceReparam
 from pyro_implicit.mcmc.refined import Refined
 from pyro_implicit.mcmc.refinement import refine
+from pyro_implicit.mcmc.teaching import Taught, teach
 
-__all__ = ["ChEES", "NoiseSpaceReparam", "Refined", "refine", "warm_start"]
+__all__ = ["ChEES", "NoiseSpaceReparam", "Refined", "Taught", "refine", "teach", "warm_start"]

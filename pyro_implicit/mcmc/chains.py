@@ -15,10 +15,11 @@ from torch import Tensor
 from pyro_implicit.mcmc.chain_density import ChainDensity
 from pyro_implicit.mcmc.chees import HOPELESS, ChEES
 from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, estimate_frame
-from pyro_implicit.mcmc.stopping import Drift, Tracked, drift, pooled
+from pyro_implicit.mcmc.history import History
+from pyro_implicit.mcmc.stopping import Drift, Tracked
 from pyro_implicit.ops.ensemble_hmc import ChainState
 
-__all__ = ["Chains", "History"]
+__all__ = ["Chains"]
 
 FIRST_WINDOW = 8  # transitions; each window is twice as long as the one before
 LEAST_WINDOWS = 3
@@ -26,59 +27,7 @@ TUNING = 16  # transitions in the last frame, before the kernel is frozen
 MAX_POOL = 4096  # draws from which a frame is estimated
 MAX_FAILED = 0.002
 SPREAD = 8.0  # of step sizes, where more trajectories fail
-STRICT_R_HAT = 1.02
-
-
-@dataclass
-class History:
-    """What frozen chains leave, in memory that does not grow.
-
-    :param capacity: batches of successive transitions. When so many are full, neighbours are
-        joined. Of each batch the last draw is kept, and the means of the tracked quantities.
-    """
-
-    capacity: int
-    batch: int = 1
-    seen: int = 0
-    latents: list[Tensor] = field(default_factory=list)
-    powers: list[Tensor] = field(default_factory=list)
-    _sum: Tensor | None = None
-    _group: Tensor | None = None
-    _unit: tuple[Tensor, Tensor] | None = None
-
-    def append(self, latent: Tensor, tracked: Tracked) -> None:
-        """Draws ``(num_chains, d)`` and tracked quantities of a transition."""
-        values = tracked.values.double()
-        if self._unit is None or self._group is None:
-            self._group = tracked.group
-            self._unit = values.mean(0), pooled(values.var(0), tracked.group).sqrt()
-        standard = (values - self._unit[0]) / self._unit[1]
-        powers = torch.stack([standard, standard**2, standard**4])
-        self._sum = powers if self._sum is None else self._sum + powers
-        self.seen += 1
-        if self.seen % self.batch:
-            return
-        self.latents.append(latent)
-        self.powers.append(self._sum / self.batch)
-        self._sum = None
-        if len(self.latents) == self.capacity:
-            self.batch *= 2
-            self.latents = self.latents[1::2]
-            self.powers = [
-                (a + b) / 2 for a, b in zip(self.powers[::2], self.powers[1::2], strict=True)
-            ]
-
-    def draws(self) -> Tensor:
-        """Those of the last two thirds of the batches, ``(num_batches, num_chains, d)``."""
-        return torch.stack(self.latents[self._first() :])
-
-    def drift(self) -> Drift:
-        """Between the halves of the same."""
-        assert self._group is not None
-        return drift(torch.stack(self.powers[self._first() :], 1), self._group)
-
-    def _first(self) -> int:
-        return len(self.latents) // 3
+STRICT_R_HAT = 1.05
 
 
 @dataclass
@@ -89,6 +38,8 @@ class Chains:
     :param kernel: adapting, until warm-up ends.
     :param frame_kind: re-estimated at the end of each window of the warm-up.
     :param history: of the frozen chains.
+    :param space: ``"latent"`` or ``"noise"``, and ``space_note`` says why it is the one where the
+        guide would allow the other.
     :param replaced_starts: chains put elsewhere, as their start had no finite log-density or no
         way out.
     """
@@ -99,6 +50,8 @@ class Chains:
     frame_kind: FrameKind
     history: History
     phase: Literal["warm-up", "tuning", "sampling"] = "warm-up"
+    space: str = "latent"
+    space_note: str = ""
     replaced_starts: int = 0
     gradients: int = 0
     warmup_gradients: int = 0
@@ -106,6 +59,7 @@ class Chains:
     transitions: int = 0
     acceptance: float = 0.0
     failed: float = 0.0
+    last_failed: float = 0.0
     stopped: str | None = None
     last_drift: Drift | None = None
     _window: int = 0
@@ -132,7 +86,7 @@ class Chains:
         self.state = move.state
         self.gradients += gradients
         self.transitions += 1
-        failed = (move.acceptance < HOPELESS).double().mean().item()
+        self.last_failed = failed = (move.acceptance < HOPELESS).double().mean().item()
         if self.phase == "sampling":
             count = self.history.seen
             self.acceptance += (move.acceptance.mean().item() - self.acceptance) / (count + 1)
@@ -151,18 +105,25 @@ class Chains:
             if hurry or len(self._positions) >= FIRST_WINDOW << self._window:
                 self._end_window(density, hurry)
 
-    def check(self) -> bool:
-        """Whether the chains may stop, asked ever more rarely.
+    def check(
+        self, has_quantities: bool, labels: Callable[[Tensor], Tensor] | None = None
+    ) -> str | None:
+        """Why the chains may stop, or None. Asked ever more rarely.
+
+        :param has_quantities: whether what is tracked are functions that the user named.
+        :param labels: of latents ``(num_chains, d)``, the component of a mixture that each is in.
 
         Where trajectories fail there are places that the chains seldom enter, and what happens
         seldom hardly shows as drift: the chains must then be much longer than their memory.
         """
         if self.phase != "sampling" or self.history.seen < self._next_check:
-            return False
+            return None
         self._next_check = math.ceil(1.2 * self.history.seen)
-        self.last_drift = self.history.drift()
+        self.last_drift = found = self.history.drift(self.history.label(labels))
         is_stiff = self.kernel.spread > 1 or self.failed > MAX_FAILED
-        return self.last_drift.settled and not (is_stiff and self.last_drift.r_hat > STRICT_R_HAT)
+        if found.settled and not (is_stiff and found.r_hat > STRICT_R_HAT):
+            return "converged"
+        return "steady" if has_quantities and found.steady and not is_stiff else None
 
     def _end_window(self, density: ChainDensity, hurry: bool) -> None:
         """A new frame from the window's second half; on to the tuning once nothing moves."""

@@ -13,7 +13,7 @@ from torch.distributions import biject_to
 from pyro_implicit.generators import as_generator
 from pyro_implicit.guides import AutoImplicit
 
-__all__ = ["NoiseSpaceReparam"]
+__all__ = ["NoiseSpaceReparam", "count_folds"]
 
 # Numbers held at a time by the check of the Jacobians (32 MB in float64).
 _CHUNK_NUMEL = 2**22
@@ -115,11 +115,7 @@ class NoiseSpaceReparam(NeuTraReparam):
         }
 
     def _warn_of_folds(self, noise: Tensor) -> None:
-        generator = as_generator(self.guide.generator)
-        rows = max(1, _CHUNK_NUMEL // noise.shape[-1] ** 2)
-        jacobians = (generator.linearise(part).jacobian() for part in noise.split(rows))
-        signs = torch.cat([jacobian.slogdet().sign for jacobian in jacobians])
-        count = min(int((signs > 0).sum()), int((signs < 0).sum()))
+        count = count_folds(self.guide, noise)
         if count:
             warnings.warn(
                 f"the determinant of the generator's Jacobian has another sign at {count} of "
@@ -128,3 +124,17 @@ class NoiseSpaceReparam(NeuTraReparam):
                 "rate, a smaller core_dim or a narrower network",
                 stacklevel=4,
             )
+
+
+@torch.no_grad()
+def count_folds(guide: AutoImplicit, noise: Tensor) -> int:
+    """At how many noises the Jacobian's determinant has another sign than at most.
+
+    :param guide: with as many noise dimensions as latents.
+    :param noise: ``(num_draws, noise_dim)``.
+    """
+    generator = as_generator(guide.generator)
+    rows = max(1, _CHUNK_NUMEL // noise.shape[-1] ** 2)
+    jacobians = (generator.linearise(part).jacobian() for part in noise.split(rows))
+    signs = torch.cat([jacobian.slogdet().sign for jacobian in jacobians])
+    return min(int((signs > 0).sum()), int((signs < 0).sum()))

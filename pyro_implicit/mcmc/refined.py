@@ -3,20 +3,21 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from pyro.infer.mcmc.util import diagnostics, print_summary, select_samples
 from torch import Tensor
 
+from pyro_implicit.mcmc.chain_density import ChainDensity
+from pyro_implicit.mcmc.chains import Chains
+from pyro_implicit.mcmc.modes import KEPT, Modes
 from pyro_implicit.mcmc.stopping import Drift
+from pyro_implicit.mcmc.teaching import Taught
 
-__all__ = ["Refined"]
-
-MODES = (
-    "Chains that start in separate modes stay there: each mode keeps the weight that the guide "
-    "gave it."
-)
+__all__ = ["Refined", "collect"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -26,8 +27,10 @@ class Refined:
     The draws are those after warm-up, without the first third, thinned.
 
     :ivar samples: Constrained draws by site, ``(num_chains, num_draws, *site_shape)``.
-    :ivar stopped: Why the chains stopped: ``"converged"``, ``"max_gradients"`` or
-        ``"max_seconds"``.
+    :ivar stopped: Why the chains stopped: ``"converged"``, ``"steady"``, ``"max_gradients"`` or
+        ``"max_seconds"``. Steady are ``quantities`` that drift no longer while the chains remember
+        where they began (R-hat from 1.1 to 2): right as far as the guide's weights of the places
+        between which no chain passes are.
     :ivar drift: What the stopping rule saw last; None if it was never asked.
     :ivar acceptance: Mean probability of acceptance after warm-up.
     :ivar failed: Share of trajectories after warm-up whose probability of acceptance was below 1 %,
@@ -43,11 +46,13 @@ class Refined:
         accepted from there. Their draws are wrong, and widen every standard deviation.
     :ivar frame: ``"diagonal"``, ``"low-rank"`` or ``"full"``.
     :ivar space: ``"latent"``, or ``"noise"`` where the chains walked on a guide's noise.
+    :ivar space_note: Why that space, where the guide would have allowed the other.
     :ivar modes: A note on separate modes.
+    :ivar taught: What the guide learnt, with ``teach=True``.
     """
 
     samples: dict[str, Tensor]
-    stopped: Literal["converged", "max_gradients", "max_seconds"]
+    stopped: Literal["converged", "steady", "max_gradients", "max_seconds"]
     drift: Drift | None
     acceptance: float
     failed: float
@@ -60,7 +65,9 @@ class Refined:
     stuck: int
     frame: str
     space: str
-    modes: str = MODES
+    space_note: str
+    modes: str
+    taught: Taught | None = None
 
     @property
     def num_chains(self) -> int:
@@ -93,6 +100,13 @@ class Refined:
         """
         print_summary(self.samples, prob=prob)
 
+    def moving(self) -> dict[str, Tensor]:
+        """Constrained draws by site of the chains that moved, those of a chain side by side."""
+        is_stuck = torch.stack(
+            [(v == v[:, :1]).flatten(1).all(-1) for v in self.samples.values()]
+        ).all(0)
+        return {name: value[~is_stuck].flatten(0, 1) for name, value in self.samples.items()}
+
     def __repr__(self) -> str:
         return str(self)
 
@@ -108,14 +122,59 @@ class Refined:
             "frame": f"{self.frame}, of the {self.space}",
         }
         if self.drift is not None:
-            rows["drift, at most"] = (
+            rows["off by drift, at most"] = (
                 f"means {self.drift.mean:.3f} sd, sds {self.drift.sd:.1%}, "
                 f"R-hat {self.drift.r_hat:.3f}"
             )
+        if self.space_note:
+            rows["why there"] = self.space_note
         if self.replaced_starts:
             rows["chains replaced"] = str(self.replaced_starts)
         if self.stuck:
             rows["chains that never moved"] = str(self.stuck)
+        if self.taught is not None:
+            rows["guide taught"] = str(self.taught)
         width = max(map(len, rows))
         lines = [f"{name.ljust(width)}  {value}" for name, value in rows.items()]
         return "\n".join([*lines, self.modes])
+
+
+def collect(density: ChainDensity, modes: Modes | None, chains: Chains) -> Refined:
+    """What chains that have stopped leave.
+
+    :param density: that they walked on.
+    :param modes: of the guide.
+    """
+    density.check(chains.frame.to_points(chains.state.position))
+    latents = chains.history.draws().transpose(0, 1).contiguous()
+    stuck = int((latents == latents[:, :1]).flatten(1).all(-1).sum())
+    if stuck:
+        warnings.warn(
+            f"{stuck} of {len(latents)} chains never moved after the warm-up, so their draws are "
+            "wrong: they began where every trajectory is rejected, far out or in a narrow place. "
+            "Cure: a better guide, more max_gradients, or leave out those chains of "
+            "get_samples(group_by_chain=True) whose draws are all the same",
+            stacklevel=3,
+        )
+    note = KEPT
+    if modes is not None:
+        rows, note = modes.chosen(latents)
+        latents = latents if rows is None else latents[rows]
+    return Refined(
+        samples=density.density.constrain(latents),
+        stopped=chains.stopped,  # type: ignore[arg-type]
+        drift=chains.last_drift,
+        acceptance=chains.acceptance,
+        failed=chains.failed,
+        step_size=chains.kernel.step_size,
+        trajectory_length=chains.kernel.trajectory_length,
+        num_gradients=chains.gradients,
+        warmup_gradients=chains.warmup_gradients,
+        seconds=chains.seconds,
+        replaced_starts=chains.replaced_starts,
+        stuck=stuck,
+        frame=chains.frame_kind,
+        space=chains.space,
+        space_note=chains.space_note,
+        modes=note,
+    )

@@ -4,32 +4,29 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pyro
 import torch
+from pyro import poutine
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 from pyro_implicit.density.latent_density import LatentDensity
-from pyro_implicit.guides import AutoImplicit, AutoMixture
-from pyro_implicit.mcmc.chain_density import (
-    ChainDensity,
-    NoiseDensity,
-    finite_starts,
-    latent_draws,
-)
+from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.mcmc.chain_files import load_chains, save_chains
-from pyro_implicit.mcmc.chains import Chains, History
-from pyro_implicit.mcmc.chees import ChEES
-from pyro_implicit.mcmc.frame import FrameKind, estimate_frame
-from pyro_implicit.mcmc.refined import MODES, Refined
+from pyro_implicit.mcmc.chains import Chains
+from pyro_implicit.mcmc.frame import FrameKind
+from pyro_implicit.mcmc.modes import Modes
+from pyro_implicit.mcmc.refined import Refined, collect
+from pyro_implicit.mcmc.spaces import Plan, density_of, start_chains
 from pyro_implicit.mcmc.stopping import Tracked, tracked
-from pyro_implicit.ops.ensemble_hmc import ChainState
+from pyro_implicit.mcmc.teaching import check_teachable
+from pyro_implicit.mcmc.teaching import teach as teach_guide
 
 __all__ = ["refine"]
 
@@ -56,6 +53,7 @@ def refine(
     seed: int | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 50,
+    teach: bool = False,
     progress: bool = True,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
@@ -70,15 +68,16 @@ def refine(
     it is.
 
     They stop by themselves: once no mean and no standard deviation of a latent, in unconstrained
-    space, nor of the log-density, drifts between the last two thirds of the draws by more than a
-    twentieth of a standard deviation, two standard errors included, and each chain has forgotten
-    where it began (:func:`~pyro_implicit.mcmc.stopping.drift`). Or at a budget; the result says
-    which.
+    space, nor the mean log-density, is off by more than a twentieth of a standard deviation, as its
+    drift in the last two thirds of the draws tells with two standard errors, and each chain has
+    forgotten where it began (:func:`~pyro_implicit.mcmc.stopping.drift`). Or at a budget; the
+    result says which.
 
     Chains that start in separate modes stay there, so that each mode keeps the weight that the
-    guide gave it. An :class:`~pyro_implicit.AutoMixture` of exact density has weights of its own
-    (:func:`~pyro_implicit.fitting.mixture_weights`), which its draws follow. R-hat sees separate
-    modes, so that such chains run until the budget ends.
+    guide gave it, and R-hat sees the modes, so that they run until the budget ends. The components
+    of an :class:`~pyro_implicit.AutoMixture` of exact density are known: where no more than a
+    hundredth of the chains goes from one to another, R-hat is that within them, and at the end
+    chains are left out or repeated until each component has its share of them, by bridge sampling.
 
     **Example:**
 
@@ -103,11 +102,12 @@ def refine(
     :param frame: ``"full"`` for the covariance, ``"low-rank"`` for its significant principal axes
         on a diagonal, ``"diagonal"``, or ``"noise"`` to walk on the noise of an injective
         :class:`~pyro_implicit.AutoImplicit` instead of the latents, for funnels. By default noise
-        where the guide allows it; the frame, of latents or noise, is full up to 100 dimensions and
-        low-rank above.
+        where the guide allows it, unless a short walk in both shows the latents to be better; the
+        frame, of latents or noise, is full up to 100 dimensions and low-rank above.
     :param quantities: of a dict of constrained draws by site, ``(num_chains, *site_shape)``, a
         tensor or a dict of tensors ``(num_chains, *shape)``, for instance predictions. If given,
-        these and the log-density decide when to stop, in place of the latents. All values of one
+        these and the log-density decide when to stop, in place of the latents, and may do so
+        before the chains have forgotten their starts: ``stopped="steady"``. All values of one
         tensor are of one unit, their root mean square sd.
     :param max_gradients: of each chain, warm-up included. It may be exceeded by one transition, and
         for twelve draws.
@@ -118,12 +118,15 @@ def refine(
     :param checkpoint: a file. A run that was killed goes on from there when it is called again with
         the same arguments, and ends with the same draws to the last bit.
     :param checkpoint_every: transitions between two writings.
+    :param teach: whether the guide then learns from the draws, in place
+        (:func:`~pyro_implicit.mcmc.teach`), so that the next ``refine`` begins nearer.
     :param progress: whether to show a bar.
     :param model_kwargs: keyword arguments of model and guide whose names are also names here.
     :param kwargs: their other keyword arguments.
     :raises SubsampledError: for a model that subsamples its data.
     :raises ValueError: for a guide of another model, an unknown frame, too few chains, starts of
-        which none has a finite log-density, or a checkpoint of other settings.
+        which none has a finite log-density, or a checkpoint of other settings; with ``teach`` for
+        a guide without a density.
 
     **References:**
 
@@ -136,46 +139,61 @@ def refine(
     kwargs = {**kwargs, **(model_kwargs or {})}
     if seed is not None:
         pyro.set_rng_seed(seed)
-    density = _chain_density(LatentDensity(model, *args, **kwargs), guide, frame)
-    latent_dim = density.density.latent_dim
-    kind: FrameKind = "full" if latent_dim <= MAX_FULL_DIM else "low-rank"
+    density = LatentDensity(model, *args, **kwargs)
+    if isinstance(guide, AutoDraws) and guide.prototype_trace is None:
+        with torch.no_grad(), poutine.block():
+            guide(*args, **kwargs)
+    kind: FrameKind = "full" if density.latent_dim <= MAX_FULL_DIM else "low-rank"
     if frame not in ("auto", "noise"):
         kind = frame  # type: ignore[assignment]
+    plan = Plan(
+        guide,
+        args,
+        kwargs,
+        num_chains,
+        frame,
+        kind,
+        max_draws,
+        max_leapfrogs=max(1, min(max_leapfrogs, max_gradients // 40)),
+    )
     settings = {
-        "latent_dim": latent_dim,
+        "latent_dim": density.latent_dim,
         "num_chains": num_chains,
-        "frame": (kind, density.space),
+        "frame": (frame, kind),
         "max_gradients": max_gradients,
         "max_leapfrogs": max_leapfrogs,
         "max_draws": max_draws,
         "seed": seed,
     }
+    if teach:
+        _check_teachable(density, plan)
+    modes = Modes.of(density, guide)
     file = None if checkpoint is None else Path(checkpoint)
 
     def track(latent: Tensor, log_density: Tensor) -> Tracked:
         if quantities is None:
             return tracked(list(latent.unbind(-1)), log_density)
-        found = quantities(density.density.constrain(latent))
+        found = quantities(density.constrain(latent))
         return tracked(pytree.tree_leaves(found), log_density)
 
     began = time.perf_counter()
     if file is not None and file.exists():
-        chains: Chains = load_chains(file, settings, density.density.init_loc.device)
+        chains: Chains = load_chains(file, settings, density.init_loc.device)
+        walked = density_of(density, guide, chains.space)
     else:
-        chains = _start(density, guide, args, kwargs, num_chains, kind, max_draws)
-        chains.kernel.max_leapfrogs = max(1, min(max_leapfrogs, max_gradients // 40))
-        chains.start(density)
+        walked, chains = start_chains(density, plan)
     began -= chains.seconds
     with tqdm(total=max_gradients, desc="refine", disable=not progress) as bar:
         while chains.stopped is None:
             share = chains.gradients / max_gradients
             if max_seconds is not None:
                 share = max(share, chains.seconds / max_seconds)
-            chains.advance(density, track, hurry=share >= WARMUP_SHARE)
+            chains.advance(walked, track, hurry=share >= WARMUP_SHARE)
             chains.seconds = time.perf_counter() - began
-            if chains.check():
-                chains.stopped = "converged"
-            elif chains.history.seen >= LEAST_DRAWS:
+            chains.stopped = chains.check(
+                quantities is not None, modes.label if modes is not None else None
+            )
+            if chains.stopped is None and chains.history.seen >= LEAST_DRAWS:
                 if chains.gradients >= max_gradients:
                     chains.stopped = "max_gradients"
                 elif max_seconds is not None and chains.seconds >= max_seconds:
@@ -184,7 +202,18 @@ def refine(
                 save_chains(file, settings, chains)
             bar.update(min(chains.gradients, max_gradients) - bar.n)
             bar.set_postfix_str(f"{chains.phase}, step {chains.kernel.step_size:.2g}", False)
-    return _result(density, guide, chains)
+    result = collect(walked, modes, chains)
+    if not teach or isinstance(guide, Mapping):
+        return result
+    taught = teach_guide(guide, result.moving(), *args, progress=progress, model_kwargs=kwargs)
+    return replace(result, taught=taught)
+
+
+def _check_teachable(density: LatentDensity, plan: Plan) -> None:
+    if isinstance(plan.guide, Mapping):
+        raise ValueError("teach wants a guide, and these are draws. Cure: teach=False")
+    example = density.constrain(density.init_loc.expand(2, -1))
+    check_teachable(plan.guide, example, plan.args, plan.kwargs)
 
 
 def _check_arguments(num_chains: int, frame: str, max_gradients: int) -> None:
@@ -198,90 +227,3 @@ def _check_arguments(num_chains: int, frame: str, max_gradients: int) -> None:
         raise ValueError(f"frame must be one of {FRAMES}, but got {frame!r}")
     if max_gradients < 1:
         raise ValueError(f"max_gradients must be positive, but got {max_gradients}")
-
-
-def _chain_density(density: LatentDensity, guide: Any, frame: str) -> ChainDensity:
-    """Over noise where the guide allows it, or where it must."""
-    if frame not in ("auto", "noise"):
-        return ChainDensity(density)
-    reason = f"it is a {type(guide).__name__}, and not an AutoImplicit"
-    if isinstance(guide, AutoImplicit):
-        with torch.no_grad():
-            if guide.prototype_trace is None:
-                guide(*density.args, **density.kwargs)
-        try:
-            guide.get_transform()
-            return NoiseDensity(density, guide)
-        except NotImplementedError as error:
-            reason = str(error)
-    if frame == "noise":
-        raise ValueError(f'frame="noise" wants an injective guide: {reason}')
-    return ChainDensity(density)
-
-
-def _start(
-    density: ChainDensity,
-    guide: Any,
-    args: tuple,
-    kwargs: dict[str, Any],
-    num_chains: int,
-    kind: FrameKind,
-    max_draws: int,
-) -> Chains:
-    """Chains at draws of the guide, in the frame of more of its draws."""
-    latent_dim = density.density.latent_dim
-    num_draws = num_chains
-    if not isinstance(guide, Mapping) and kind == "full":
-        num_draws = max(num_chains, 10 * latent_dim)
-    if isinstance(density, NoiseDensity):
-        points = torch.randn(num_draws, latent_dim).to(density.density.init_loc)
-        # A guide of another model is told by its draws, which are not needed otherwise.
-        latent_draws(density.density, guide, 1, args, kwargs)
-    else:
-        points = latent_draws(density.density, guide, num_draws, args, kwargs)
-    starts = finite_starts(density.score, points[:num_chains], _who(guide))
-    is_sound = starts.replaced == 0 and bool(points.isfinite().all())
-    frame = estimate_frame(points if is_sound else starts.points, kind)
-    position = frame.to_white(starts.points)
-    log_density, gradient = density.score(frame.to_points(position))
-    state = ChainState(position, log_density, frame.pull_back(gradient))
-    history = History(2 * (3 * max_draws // 4))
-    return Chains(state, ChEES(), frame, kind, history, replaced_starts=starts.replaced)
-
-
-def _who(guide: Any) -> str:
-    return "the guide" if not isinstance(guide, Mapping) else "those given"
-
-
-def _result(density: ChainDensity, guide: Any, chains: Chains) -> Refined:
-    density.check(chains.frame.to_points(chains.state.position))
-    latents = chains.history.draws().transpose(0, 1).contiguous()
-    stuck = int((latents == latents[:, :1]).flatten(1).all(-1).sum())
-    if stuck:
-        warnings.warn(
-            f"{stuck} of {len(latents)} chains never moved after the warm-up, so their draws are "
-            "wrong: they began where every trajectory is rejected, far out or in a narrow place. "
-            "Cure: a better guide, more max_gradients, or leave out those chains of "
-            "get_samples(group_by_chain=True) whose draws are all the same",
-            stacklevel=3,
-        )
-    modes = MODES
-    if isinstance(guide, AutoMixture):
-        modes += " Those of this mixture are softmax(guide.log_weights)."
-    return Refined(
-        samples=density.density.constrain(latents),
-        stopped=chains.stopped,  # type: ignore[arg-type]
-        drift=chains.last_drift,
-        acceptance=chains.acceptance,
-        failed=chains.failed,
-        step_size=chains.kernel.step_size,
-        trajectory_length=chains.kernel.trajectory_length,
-        num_gradients=chains.gradients,
-        warmup_gradients=chains.warmup_gradients,
-        seconds=chains.seconds,
-        replaced_starts=chains.replaced_starts,
-        stuck=stuck,
-        frame=chains.frame_kind,
-        space=density.space,
-        modes=modes,
-    )

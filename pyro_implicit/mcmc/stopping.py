@@ -11,9 +11,9 @@ from torch import Tensor
 
 __all__ = ["Drift", "Tracked", "drift", "pooled", "tracked"]
 
-MAX_MEAN_DRIFT = 0.05  # sds
-MAX_SD_DRIFT = 0.05  # as a share
-MAX_R_HAT = 1.1
+MAX_MEAN_ERROR = 0.05  # sds
+MAX_SD_ERROR = 0.05  # as a share
+MAX_R_HAT, MAX_STEADY_R_HAT = 1.1, 2.0
 ERRORS = 2.0
 
 
@@ -48,9 +48,9 @@ def tracked(parts: list[Tensor], log_density: Tensor) -> Tracked:
 class Drift(NamedTuple):
     """What a stretch of chains says; each number is of the worst quantity.
 
-    ``mean`` is the most that a mean may have moved from the first half to the second, in sds;
-    ``sd`` the same of standard deviations, as a share; both with two standard errors added.
-    ``r_hat`` is the greatest R-hat of values and squares.
+    ``mean`` is how far a mean may be off, in sds, as its drift says; ``sd`` the same of standard
+    deviations, as a share; both with two standard errors of the drift. ``r_hat`` is the greatest
+    R-hat of values and squares.
     """
 
     mean: float
@@ -60,21 +60,39 @@ class Drift(NamedTuple):
     @property
     def settled(self) -> bool:
         """Whether all three are small enough to stop."""
-        return self.mean <= MAX_MEAN_DRIFT and self.sd <= MAX_SD_DRIFT and self.r_hat <= MAX_R_HAT
+        return self.r_hat <= MAX_R_HAT and self.steady
+
+    @property
+    def steady(self) -> bool:
+        """Whether nothing drifts, though the chains may still remember where they began."""
+        is_still = self.mean <= MAX_MEAN_ERROR and self.sd <= MAX_SD_ERROR
+        return is_still and self.r_hat <= MAX_STEADY_R_HAT
 
 
-def drift(powers: Tensor, group: Tensor) -> Drift:
+def drift(powers: Tensor, group: Tensor, label: Tensor | None = None) -> Drift:
     r"""Compare the second half of a stretch with the first, chain by chain.
 
     Each chain gives the difference of its two means. They are independent of the other chains', so
     that their standard error needs no autocorrelations. The variance about the common mean does
     the same for standard deviations.
 
+    What a drift says of the error depends on how fast the chains forget. If as :math:`e^{-t}`, and
+    the stretch is x long, a bias b at its beginning shifts the mean of the stretch by
+    :math:`b (1 - e^{-x}) / x`, and the second half differs from the first by
+    :math:`2 b (1 - e^{-x/2})^2 / x`. So the mean is off by
+
+    .. math:: \frac{1 + e^{-x/2}}{2 (1 - e^{-x/2})}
+
+    such differences: a half once the start is forgotten, more before. R-hat tells x:
+    :math:`1 - \hat R^{-2}` is the share of the chains' means in the variance, and of a process that
+    forgets in this way it is :math:`2 (x - 1 + e^{-x}) / x^2`.
+
     A slow drift hides in noise, and a chain that has not moved does not drift at all. So the chains
     must also have forgotten their starts: R-hat of the stretch, of values and of squares, asks each
     chain for five effective draws at least (:math:`\hat R^2 - 1 \approx 1 / n`), after which the
     memory of the start is gone. It is not asked for more, as of long chains, because noise is
-    averaged over chains.
+    averaged over chains. It is the nested R-hat of reference 1 with a superchain for each chain:
+    larger ones want common starts, which a guide's draws are not.
 
     **Example:**
 
@@ -90,6 +108,8 @@ def drift(powers: Tensor, group: Tensor) -> Drift:
         and their fourth powers, ``(3, num_batches, num_chains, num_quantities)``. Of the last of
         them, the log-density, the mean alone counts.
     :param group: see :class:`Tracked`.
+    :param label: for chains of separate modes, the mode of each, ``(num_chains,)``: means,
+        variances and R-hat are then those within modes.
     :returns: that of the worst quantity.
 
     **References:**
@@ -99,17 +119,44 @@ def drift(powers: Tensor, group: Tensor) -> Drift:
     """
     half = powers.shape[1] // 2
     values, squares, fourths = powers[:, -2 * half :]
-    mean = values.mean((0, 1))
+    members = _members(label, values)
+    mean = _within(values.mean(0), members)
     about_mean = squares - 2 * mean * values + mean.square()
     variance = about_mean.mean((0, 1))
     unit = pooled(variance, group)
-    r_hat = _r_hat(values.mean(0), squares.mean(0), group)
-    r_hat_of_squares = _r_hat(squares.mean(0), fourths.mean(0), group)
+    r_hat = _r_hat(values.mean(0), squares.mean(0), group, members)
+    r_hat_of_squares = _r_hat(squares.mean(0), fourths.mean(0), group, members)
+    mean_error = _memory(r_hat) * _bound(values, half) / unit.sqrt()
+    sd_error = 0.5 * _memory(torch.maximum(r_hat, r_hat_of_squares)) * _bound(about_mean, half)
     return Drift(
-        (_bound(values, half) / unit.sqrt()).max().item(),
-        (0.5 * _bound(about_mean, half) / unit)[:-1].max().item(),
+        mean_error.max().item(),
+        (sd_error / unit)[:-1].max().item(),
         torch.cat([r_hat, r_hat_of_squares[:-1]]).max().item(),
     )
+
+
+def _members(label: Tensor | None, values: Tensor) -> Tensor:
+    """Which chain is of which mode, ``(num_modes, num_chains)``."""
+    if label is None:
+        return values.new_ones(1, values.shape[1])
+    return (label.unique().unsqueeze(-1) == label).to(values)
+
+
+def _within(values: Tensor, members: Tensor) -> Tensor:
+    """Each chain's mean over all chains of its mode, ``(num_chains, num_quantities)``."""
+    return members.mT @ (members @ values / members.sum(-1, keepdim=True))
+
+
+def _memory(r_hat: Tensor) -> Tensor:
+    """How many differences of its halves the mean of a stretch may be off."""
+    share = (1 - r_hat**-2).clamp(1e-6, 1 - 1e-6)
+    low, high = torch.full_like(share, 1e-6), torch.full_like(share, 1e7)
+    for _ in range(60):  # bisection of what falls from 1 to 0
+        x = (low * high).sqrt()
+        is_low = 2 * (x + torch.expm1(-x)) / x.square() > share
+        low, high = torch.where(is_low, x, low), torch.where(is_low, high, x)
+    left = (-x / 2).exp()
+    return 0.5 * (1 + left) / (1 - left)
 
 
 def pooled(values: Tensor, group: Tensor) -> Tensor:
@@ -127,13 +174,14 @@ def _bound(values: Tensor, half: int) -> Tensor:
     return differences.mean(0).abs() + ERRORS * error
 
 
-def _r_hat(means: Tensor, mean_squares: Tensor, group: Tensor) -> Tensor:
+def _r_hat(means: Tensor, mean_squares: Tensor, group: Tensor, members: Tensor) -> Tensor:
     """Of chains that are not split, because their halves are compared already.
 
     :param means: of each chain, as ``mean_squares``, ``(num_chains, num_quantities)``.
     """
     within = (mean_squares - means.square()).mean(0)
-    between = means.var(0)
+    freedom = max(1, members.shape[1] - len(members))
+    between = (means - _within(means, members)).square().sum(0) / freedom
     constant = between + within.clamp(min=0) == 0
     ratio = torch.where(constant, 0.0, between) / pooled(within.clamp(min=0), group)
     return (1 + ratio).sqrt()

@@ -324,7 +324,9 @@ def test_a_folded_generator_is_reported():
             return noise.square() / 2 + 0.1 * noise
 
     with pytest.warns(UserWarning, match="another sign"):
-        short(AutoImplicit(regression, Fold(3, 3)))
+        short(AutoImplicit(regression, Fold(3, 3)), frame="noise")
+    result = short(AutoImplicit(regression, Fold(3, 3)))
+    assert result.space == "latent" and "folds" in str(result)
 
 
 def spike():

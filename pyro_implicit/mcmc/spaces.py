@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether chains walk on the latents or on a guide's noise: what a short walk on both says."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.guides import AutoImplicit
+from pyro_implicit.mcmc.chain_density import ChainDensity, NoiseDensity
+from pyro_implicit.mcmc.chains import MAX_FAILED, Chains
+from pyro_implicit.mcmc.chees import ChEES
+from pyro_implicit.mcmc.frame import FrameKind, estimate_frame
+from pyro_implicit.mcmc.history import History
+from pyro_implicit.mcmc.noise_space import count_folds
+from pyro_implicit.mcmc.starts import Guide, finite_starts, latent_draws
+from pyro_implicit.mcmc.stopping import Tracked, tracked
+from pyro_implicit.ops.ensemble_hmc import ChainState
+
+__all__ = ["Plan", "density_of", "start_chains"]
+
+PROBE = 24  # transitions, the first third of which do not count
+EASY = 8.0  # gradients of a transition, in noise that is nearly normal
+FASTER = 2.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What chains are to be, before there are any."""
+
+    guide: Guide
+    args: tuple
+    kwargs: dict[str, Any]
+    num_chains: int
+    frame: str
+    kind: FrameKind
+    max_draws: int
+    max_leapfrogs: int
+
+
+def density_of(density: LatentDensity, guide: Guide, space: str) -> ChainDensity:
+    """What chains in a space walk on.
+
+    :param space: ``"latent"`` or ``"noise"``.
+    :raises ValueError: for the noise of a guide that is not injective.
+    """
+    if space == "latent":
+        return ChainDensity(density)
+    reason = f"it is a {type(guide).__name__}, and not an AutoImplicit"
+    if isinstance(guide, AutoImplicit):
+        try:
+            guide.get_transform()
+            return NoiseDensity(density, guide)
+        except NotImplementedError as error:
+            reason = str(error)
+    raise ValueError(f'frame="noise" wants an injective guide: {reason}')
+
+
+def start_chains(density: LatentDensity, plan: Plan) -> tuple[ChainDensity, Chains]:
+    """Chains at draws of the guide, in the space that suits them.
+
+    With ``frame="auto"`` an injective guide's chains begin in its noise. They stay there if the
+    generator does not fold and the walk is easy: few gradients a transition, and none that fails.
+    Where it is not, the latents are tried for as many transitions from the same guide, and the
+    chains are taken there if a gradient moves the slowest latent, or its square, more than twice
+    as far: by the squared distance of a transition over the variance, the larger of both walks.
+
+    :returns: what they walk on, and the chains, the probes' gradients counted.
+    """
+    latent = density_of(density, plan.guide, "latent")
+    if plan.frame not in ("auto", "noise"):
+        return latent, _begin(latent, plan)
+    try:
+        noise = density_of(density, plan.guide, "noise")
+    except ValueError:
+        if plan.frame == "noise":
+            raise
+        return latent, _begin(latent, plan)
+    if plan.frame == "noise":
+        return noise, _begin(noise, plan)
+    return _the_better(noise, latent, plan)
+
+
+def _the_better(
+    noise: ChainDensity, latent: ChainDensity, plan: Plan
+) -> tuple[ChainDensity, Chains]:
+    assert isinstance(noise, NoiseDensity)
+    chains, walk, note = None, None, ""
+    like = noise.density.init_loc
+    if count_folds(noise.guide, torch.randn(plan.num_chains, noise.density.latent_dim).to(like)):
+        note = "the guide's generator folds its noise"
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those of a start that may be given up
+            try:
+                chains = _begin(noise, plan)
+            except ValueError:
+                note = "the log-density is finite nowhere in the guide's noise"
+        if chains is not None and chains.replaced_starts > 0.1 * plan.num_chains:
+            chains, note = None, "the log-density is seldom finite in the guide's noise"
+    if chains is not None:
+        walk = _Walk(chains, noise)
+        if walk.is_easy:
+            return noise, chains
+    others = _begin(latent, plan)
+    if chains is None or walk is None:
+        others.space_note = note
+        return latent, others
+    other = _Walk(others, latent)
+    speeds = other.speed(walk), walk.speed(other)
+    chains.gradients = others.gradients = chains.gradients + others.gradients
+    said = f"{speeds[0] / max(speeds[1], 1e-12):.1f} times as far by gradient as in its noise"
+    if speeds[0] > FASTER * speeds[1] and other.failed <= walk.failed + MAX_FAILED:
+        others.space_note = f"in the latents chains move {said}"
+        return latent, others
+    chains.space_note = f"in the latents they would move {said}"
+    return noise, chains
+
+
+class _Walk:
+    """What a short walk of chains, the beginning of their warm-up, says of their space."""
+
+    def __init__(self, chains: Chains, density: ChainDensity) -> None:
+        began, jumps, counted = chains.transitions, [], 0
+        usual, chains.kernel.max_leapfrogs = chains.kernel.max_leapfrogs, 16
+        chains.kernel.max_leapfrogs = min(usual, 16)
+        self._centre = density.to_latent(_points(chains)).median(0).values
+        values, failed = self._values(chains, density), []
+        while chains.transitions < began + PROBE:
+            before, gradients = values, chains.gradients
+            chains.advance(density, _nothing, hurry=False)
+            values = self._values(chains, density)
+            if chains.transitions > began + PROBE // 3:
+                jumps.append((values - before).square().mean(0))
+                counted += chains.gradients - gradients
+                failed.append(chains.last_failed)
+        chains.kernel.max_leapfrogs = usual
+        self._jump = torch.stack(jumps).mean(0)
+        self._spread = values.var(0)
+        self.gradients = counted / len(jumps)
+        self.failed = sum(failed) / len(failed)
+
+    @property
+    def is_easy(self) -> bool:
+        """Whether the space needs no comparison."""
+        return self.gradients <= EASY and self.failed <= MAX_FAILED
+
+    def speed(self, other: _Walk) -> float:
+        """Of the slowest quantity."""
+        spread = torch.maximum(self._spread, other._spread)
+        moves = self._jump / (2 * torch.where(spread > 0, spread, torch.ones_like(spread)))
+        return moves.min().item() / self.gradients
+
+    def _values(self, chains: Chains, density: ChainDensity) -> Tensor:
+        """Latents and squares of their distances from the middle, ``(num_chains, 2 d)``."""
+        offset = density.to_latent(_points(chains)) - self._centre
+        return torch.cat([offset, offset.square()], -1)
+
+
+def _points(chains: Chains) -> Tensor:
+    return chains.frame.to_points(chains.state.position)
+
+
+def _nothing(latent: Tensor, log_density: Tensor) -> Tracked:
+    return tracked([], log_density)
+
+
+def _begin(density: ChainDensity, plan: Plan) -> Chains:
+    """Chains at draws of the guide, in the frame of more of its draws."""
+    guide, num_chains = plan.guide, plan.num_chains
+    latent_dim = density.density.latent_dim
+    num_draws = num_chains
+    if not isinstance(guide, Mapping) and plan.kind == "full":
+        num_draws = max(num_chains, 10 * latent_dim)
+    if isinstance(density, NoiseDensity):
+        points = torch.randn(num_draws, latent_dim).to(density.density.init_loc)
+        # A guide of another model is told by its draws, which are not needed otherwise.
+        latent_draws(density.density, guide, 1, plan.args, plan.kwargs)
+    else:
+        points = latent_draws(density.density, guide, num_draws, plan.args, plan.kwargs)
+    who = "those given" if isinstance(guide, Mapping) else "the guide"
+    starts = finite_starts(density.score, points[:num_chains], who)
+    is_sound = starts.replaced == 0 and bool(points.isfinite().all())
+    frame = estimate_frame(points if is_sound else starts.points, plan.kind)
+    position = frame.to_white(starts.points)
+    log_density, gradient = density.score(frame.to_points(position))
+    state = ChainState(position, log_density, frame.pull_back(gradient))
+    chains = Chains(state, ChEES(), frame, plan.kind, History(2 * (3 * plan.max_draws // 4)))
+    chains.space, chains.replaced_starts = density.space, starts.replaced
+    chains.kernel.max_leapfrogs = plan.max_leapfrogs
+    chains.start(density)
+    return chains

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a guide lets chains start."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.guides.posterior_draws import draw
+
+__all__ = ["Guide", "Starts", "finite_starts", "latent_draws"]
+
+Guide = Callable[..., Any] | Mapping[str, Tensor]
+
+
+class Starts(NamedTuple):
+    """Where chains start, ``(num_chains, d)``, and how many starts were replaced because the
+    density was not finite there."""
+
+    points: Tensor
+    replaced: int
+
+
+@torch.no_grad()
+def latent_draws(
+    density: LatentDensity, guide: Guide, num_draws: int, args: tuple, kwargs: dict[str, Any]
+) -> Tensor:
+    """Draws of a guide, or given ones, as vectors ``(num_draws, latent_dim)``.
+
+    Given draws are taken in turn: of fewer draws than are wanted each starts several chains.
+
+    :raises ValueError: for a guide, or draws, of another model.
+    """
+    if isinstance(guide, Mapping):
+        draws = dict(guide)
+    else:
+        draws = draw(guide, num_draws, *args, **kwargs)
+    _check_sites(density, draws, "the draws" if isinstance(guide, Mapping) else _name(guide))
+    like = density.init_loc
+    vectors = density.unconstrain({name: draws[name].to(like) for name in density.shapes})
+    return vectors[torch.arange(num_draws, device=like.device) % len(vectors)]
+
+
+def finite_starts(score: Any, points: Tensor, who: str) -> Starts:
+    """Replace starts at which the density or its gradient is not finite by others of them.
+
+    :raises ValueError: if it is finite at none.
+    """
+    log_prob, gradient = score(torch.where(points.isfinite(), points, torch.zeros_like(points)))
+    finite = points.isfinite().all(-1) & log_prob.isfinite() & gradient.isfinite().all(-1)
+    lost = int((~finite).sum())
+    if lost == len(points):
+        raise ValueError(
+            f"the model's log-density or its gradient is finite at none of {lost} draws of {who}. "
+            "Cure: check the data for NaN and the supports of the observed sites; train the guide "
+            "first, or start from draws of the prior"
+        )
+    if lost:
+        warnings.warn(
+            f"the model's log-density is not finite at {lost} of {len(points)} draws of {who}: "
+            "these chains start from others of the draws",
+            stacklevel=4,
+        )
+        good = finite.nonzero().squeeze(-1)
+        points = points.clone()
+        points[~finite] = points[good[torch.randint(len(good), (lost,), device=good.device)]]
+    return Starts(points, lost)
+
+
+def _check_sites(density: LatentDensity, draws: dict[str, Tensor], who: str) -> None:
+    missing = sorted(set(density.shapes) - set(draws))
+    extra = sorted(set(draws) - set(density.shapes))
+    if missing:
+        raise ValueError(
+            f"{who} has no draws of {missing}, which the model samples"
+            + (f", but has {extra}, which it does not" if extra else "")
+            + ". Cure: a guide of this model, with every latent site"
+        )
+    if extra:
+        warnings.warn(f"{who} has {extra}, which the model does not sample: left out", stacklevel=4)
+    expected = density.constrain(density.init_loc.unsqueeze(0))
+    counts = set()
+    for name in density.shapes:
+        shape, wanted = tuple(draws[name].shape), tuple(expected[name].shape[1:])
+        counts.add(shape[:1])
+        if len(shape) == 0 or shape[1:] != wanted or shape[0] == 0:
+            raise ValueError(
+                f"{who} has draws of shape {shape} at site '{name}', but the model wants "
+                f"{('num_draws', *wanted)}. Cure: a guide of this model, called with the same data"
+            )
+    if len(counts) > 1:
+        raise ValueError(f"{who} has different numbers of draws by site: {sorted(counts)}")
+
+
+def _name(guide: Any) -> str:
+    return f"the guide {getattr(guide, '__name__', type(guide).__name__)}"

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether chains walk on the latents or on the noise of a guide, as a short walk on both says."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_implicit import AutoImplicit, AutoregressiveGenerator
+from pyro_implicit.density import LatentDensity
+from pyro_implicit.guides import Frame
+from pyro_implicit.mcmc import refine
+from pyro_implicit.mcmc.spaces import Plan, start_chains
+
+
+def gaussian():
+    pyro.sample("x", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+
+
+def funnel():
+    v = pyro.sample("v", dist.Normal(0.0, 1.5))
+    pyro.sample("x", dist.Normal(0.0, (v / 2).exp()).expand([3]).to_event(1))
+
+
+def injective(model, latent_dim):
+    frame = Frame(torch.zeros(latent_dim), torch.ones(latent_dim))
+    guide = AutoImplicit(model, AutoregressiveGenerator, base_guide=frame)
+    guide()
+    return guide
+
+
+def exact_funnel():
+    guide = injective(funnel, 4)
+    guide.scale = torch.tensor([1.5, 1.0, 1.0, 1.0])
+    with torch.no_grad():
+        guide.generator.skip.weight[5:, 0] = 0.75  # log-scales of x by the noise of v
+    return guide
+
+
+def bent(size):
+    """Gives a funnel's scales to the latents behind the first."""
+    generator = AutoregressiveGenerator(size)
+    with torch.no_grad():
+        generator.skip.weight[size + 1 :, 0] = 3.0
+    return generator
+
+
+def begin(model, guide, frame="auto"):
+    plan = Plan(guide, (), {}, 64, frame, "full", max_draws=100, max_leapfrogs=64)
+    return start_chains(LatentDensity(model), plan)[1]
+
+
+def test_a_good_guide_keeps_its_noise_at_no_cost():
+    torch.manual_seed(0)
+    chains = begin(gaussian, injective(gaussian, 3))
+    assert chains.space == "noise" and chains.space_note == "" and chains.gradients < 150
+
+
+def test_a_funnel_stays_in_the_noise_of_its_guide():
+    torch.manual_seed(0)
+    guide = exact_funnel()
+    draws = guide.sample_posterior(20_000)
+    assert abs(draws["v"].std() - 1.5) < 0.05
+    assert abs((draws["x"] * (-draws["v"] / 2).exp().unsqueeze(-1)).std() - 1) < 0.05
+    assert begin(funnel, guide).space == "noise"
+
+
+@pytest.mark.parametrize("frame", ["auto", "noise"])
+def test_a_bent_guide_gives_way_to_the_latents(frame):
+    """A Gaussian, but the guide thinks it a funnel."""
+    torch.manual_seed(0)
+    frame_of_guide = Frame(torch.zeros(3), torch.ones(3))
+    guide = AutoImplicit(gaussian, bent, base_guide=frame_of_guide)
+    guide()
+    chains = begin(gaussian, guide, frame)
+    if frame == "noise":
+        assert chains.space == "noise" and chains.space_note == ""
+    else:
+        assert chains.space == "latent" and "times as far by gradient" in chains.space_note
+
+
+def test_the_latents_where_the_noise_has_no_finite_density(monkeypatch):
+    from pyro_implicit.mcmc.chain_density import NoiseDensity
+
+    def nothing(self, points):
+        return torch.full_like(points[:, 0], torch.nan), torch.zeros_like(points)
+
+    monkeypatch.setattr(NoiseDensity, "score", nothing)
+    result = refine(
+        gaussian, injective(gaussian, 3), num_chains=16, max_gradients=30, seed=0, progress=False
+    )
+    assert result.space == "latent" and "finite nowhere" in str(result)
+
+
+def test_the_space_survives_a_checkpoint(tmp_path):
+    def run(**options):
+        pyro.clear_param_store()
+        torch.manual_seed(0)
+        guide = AutoImplicit(gaussian, bent, base_guide=Frame(torch.zeros(3), torch.ones(3)))
+        options |= {"num_chains": 16, "max_gradients": 60, "seed": 0, "progress": False}
+        return refine(gaussian, guide, **options)
+
+    whole = run()
+    file = tmp_path / "chains.pt"
+    first, again = run(checkpoint=file), run(checkpoint=file)
+    for result in (first, again):
+        assert result.get_samples()["x"].equal(whole.get_samples()["x"])
+        assert (result.space, result.space_note) == (whole.space, whole.space_note)
