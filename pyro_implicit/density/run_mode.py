@@ -67,7 +67,9 @@ class RunMode(TorchFunctionMode):
 
     def _fresh(self, func: Callable, *args: Any, **kwargs: Any) -> Tensor:
         made = func(*args, **kwargs)
-        return torch.where(self.tag, made, made) if isinstance(made, Tensor) else made
+        if self.tag is None or not isinstance(made, Tensor):
+            return made
+        return torch.where(self.tag, made, made)
 
 
 def in_each_run(function: Callable[..., Any], *tensors: Tensor) -> Any:
@@ -237,7 +239,10 @@ _EVERYWHERE: dict[Any, Callable] = {
     **dict.fromkeys((torch.linalg.inv, torch.inverse, Tensor.inverse), _inverse),
     torch.linalg.solve: _solve,
     **dict.fromkeys(
-        (torch.linalg.eigh, torch.linalg.eigvalsh, torch.linalg.svd, torch.linalg.svdvals),
+        (
+            *(torch.linalg.eigh, torch.linalg.eigvalsh, torch.linalg.eig, torch.linalg.eigvals),
+            *(torch.linalg.svd, torch.linalg.svdvals, torch.linalg.pinv),
+        ),
         _spectral,
     ),
 }
