@@ -104,7 +104,7 @@ class BatchedRuns:
         if math.isfinite(other) and not math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-3):
             raise VmapError(
                 f"its log-density is {one:.6g} there and {other:.6g} outside; is it random "
-                "beyond its latents (dropout)?"
+                "beyond its latents (dropout), or are latents written into tensors in place?"
             )
         return result
 

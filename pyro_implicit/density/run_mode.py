@@ -53,6 +53,7 @@ class RunMode(TorchFunctionMode):
             self.replacements.update(_IN_VMAP)
         if fresh_are_batched:
             self.replacements.update(dict.fromkeys(_FRESH, self._fresh))
+            self.replacements.update(dict.fromkeys(_AUGMENTED, _augment))
         self.was_needed = False
         """Whether any function was replaced."""
 
@@ -166,6 +167,16 @@ def _set_elements(func: Callable, tensor: Tensor, key: Any, value: Any) -> None:
     tensor.copy_(torch.where(mask, value, tensor))
 
 
+def _augment(func: Callable, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``tensor += number``, which gives the name another tensor if this one is not batched."""
+    try:
+        return func(tensor, *args, **kwargs)
+    except RuntimeError as error:
+        if not writes_to_unbatched(error):
+            raise
+        return _AUGMENTED[func](tensor, *args, **kwargs)
+
+
 def _isclose(
     func: Callable, one: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8,
     equal_nan: bool = False,
@@ -262,3 +273,9 @@ _FRESH = (
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor),
     *(Tensor.clone, Tensor.repeat),
 )
+_AUGMENTED: dict[Any, Callable] = {
+    Tensor.add_: torch.add,
+    Tensor.sub_: torch.sub,
+    Tensor.mul_: torch.mul,
+    Tensor.div_: torch.div,
+}
