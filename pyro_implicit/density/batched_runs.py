@@ -26,7 +26,7 @@ Values = dict[str, Tensor]
 T = TypeVar("T")
 
 #: What a model raises where the values of its latents are impossible.
-IMPOSSIBLE = (ValueError, ArithmeticError, RuntimeError)
+IMPOSSIBLE = (ValueError, ArithmeticError, RuntimeError, AssertionError)
 
 #: More groups of runs that take the same branches than this, and a half of the runs, are no gain.
 MAX_GROUPS = 8
@@ -95,7 +95,8 @@ class BatchedRuns:
             if expected is not None:
                 break
         else:
-            return self._join([(rows, None)], otherwise)
+            nothing: list[tuple[Tensor, T | None]] = [(rows, None)]
+            return self._join(nothing, otherwise)
         self.checked = True
         result = self._join(self._in_one_go(model, values, read, rows), otherwise)
         found = pytree.tree_map(lambda leaf: leaf[row : row + 1], result)
@@ -103,7 +104,7 @@ class BatchedRuns:
         if math.isfinite(other) and not math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-3):
             raise VmapError(
                 f"its log-density is {one:.6g} there and {other:.6g} outside; is it random "
-                "beyond its latents (dropout)?"
+                "beyond its latents (dropout), or are latents written into tensors in place?"
             )
         return result
 
@@ -114,21 +115,21 @@ class BatchedRuns:
 
         :raises VmapError: if vmap cannot run the model, or in too small groups.
         """
-        todo, done = [rows], []
+        todo: list[Tensor] = [rows]
+        done: list[tuple[Tensor, T | None]] = []
         replaced = False
         while todo:
             group = todo.pop()
-            tag = torch.ones(len(group), dtype=torch.bool, device=_device(values))
-            run_mode = RunMode(tag[0], self._fresh_are_batched) if self._replaces else None
             try:
-                part = _vmap(model, _pick(values, group), tag, read, run_mode)
+                part, needed = self._vmap(model, _pick(values, group), read)
                 done.append((group, part))
-                replaced |= run_mode is not None and run_mode.was_needed
+                replaced |= needed
             except BranchError as branch:
                 if len(todo) + len(done) > max(MAX_GROUPS, len(rows) // 2):
                     raise VmapError("its runs take too many different branches") from branch
-                # All groups see the same data: indices are drawn in a plain run.
-                self._one(model, values, read, group[0])
+                if len(todo) + len(done) == 0:
+                    # All groups see the same data: their indices are drawn in a plain run.
+                    self._one(model, values, read, group[0])
                 is_true = branch.is_true.cpu()
                 todo += [group[is_true], group[~is_true]]
             except VmapError:
@@ -147,6 +148,24 @@ class BatchedRuns:
                     done += parts  # the error was the model's own, at some of these values
         self._replaces = replaced
         return done
+
+    def _vmap(self, model: Model, values: Values, read: Callable[[Trace], T]) -> tuple[T, bool]:
+        """What is read in all runs, and whether functions of torch's had to be replaced."""
+        modes: list[RunMode] = []
+
+        def read_one(tag: Tensor, values: Values) -> T:
+            if self._replaces:
+                modes.append(RunMode(tag, self._fresh_are_batched))
+            # The plain run made Pyro's checks; in here they would branch on batched values.
+            with modes[0] if modes else contextlib.nullcontext(), pyro.validation_enabled(False):
+                return read(prune_subsample_sites(model.run(values)))
+
+        first = next(iter(values.values()))
+        tag = torch.ones(len(first), dtype=torch.bool, device=first.device)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")  # of rules vmap lacks
+            result = torch.func.vmap(read_one, randomness="same")(tag, values)
+        return result, any(mode.was_needed for mode in modes)
 
     def _one(
         self,
@@ -211,25 +230,6 @@ class BatchedRuns:
         )
 
 
-def _vmap(
-    model: Model,
-    values: Values,
-    tag: Tensor,
-    read: Callable[[Trace], T],
-    run_mode: RunMode | None,
-) -> T:
-    def read_one(tag: Tensor, values: Values) -> T:
-        if run_mode is not None:
-            run_mode.tag = tag
-        # The plain run made Pyro's checks; in here they would branch on batched values.
-        with run_mode or contextlib.nullcontext(), pyro.validation_enabled(False):
-            return read(prune_subsample_sites(model.run(values)))
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "There is a performance drop")  # of rules vmap lacks
-        return torch.func.vmap(read_one, randomness="same")(tag, values)
-
-
 def _refuse_unknown_latents(model: Model, trace: Trace) -> None:
     for name, site in trace.nodes.items():
         if site["type"] == "sample" and not site["is_observed"] and name not in model.replayed:
@@ -240,10 +240,6 @@ def _pick(values: Values, rows: Tensor) -> Values:
     if len(rows) == len(next(iter(values.values()))):
         return values
     return {name: value[rows.to(value.device)] for name, value in values.items()}
-
-
-def _device(values: Values) -> torch.device:
-    return next(iter(values.values())).device
 
 
 def _total(tree: Any) -> float:

@@ -28,6 +28,7 @@ def estimated_seconds(evaluate: Callable[[], Any]) -> float:
 
     **Example:**
 
+    >>> import torch
     >>> small, large = torch.ones(10), torch.ones(1000, 1000)
     >>> estimated_seconds(lambda: small + 1) < estimated_seconds(lambda: large @ large)
     True

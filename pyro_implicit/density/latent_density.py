@@ -87,11 +87,12 @@ class LatentDensity:
         latents = Trace()
         for name in self.shapes:
             latents.add_node(name, **nodes[name])
-        self._model = Model(model, args, kwargs, latents, DiscreteSum.of(trace))
+        discrete = DiscreteSum.of(trace)
+        self._model = Model(model, args, kwargs, latents, discrete)
         self._runs = BatchedRuns(type(self).__name__)
         self._hessian_at_once = True
-        if self._model.discrete is not None:
-            self._try_sum()
+        if discrete is not None:
+            self._try(discrete)
 
     def _prototype(
         self, init_loc_fn: Callable[[dict[str, Any]], Tensor]
@@ -122,13 +123,13 @@ class LatentDensity:
     def _check_data(self, trace: Trace) -> None:
         refuse_subsampling(trace, "the log-density")
 
-    def _try_sum(self) -> None:
+    def _try(self, discrete: DiscreteSum) -> None:
         """Enumerate the discrete latents once, where a plain run of the model is known to work."""
         try:
             with poutine.block(), pyro.validation_enabled(False):
                 self._model.run(self.constrain(self.init_loc))
         except Exception as error:
-            names = ", ".join(f"'{name}'" for name in sorted(self._model.discrete.names))
+            names = ", ".join(f"'{name}'" for name in sorted(discrete.names))
             raise ValueError(
                 f"the discrete latents {names} cannot be summed out, as the model raises "
                 f"{type(error).__name__}: {str(error).splitlines()[0]}. Cure: write it so that it "

@@ -53,6 +53,7 @@ class RunMode(TorchFunctionMode):
             self.replacements.update(_IN_VMAP)
         if fresh_are_batched:
             self.replacements.update(dict.fromkeys(_FRESH, self._fresh))
+            self.replacements.update(dict.fromkeys(_AUGMENTED, _augment))
         self.was_needed = False
         """Whether any function was replaced."""
 
@@ -67,7 +68,9 @@ class RunMode(TorchFunctionMode):
 
     def _fresh(self, func: Callable, *args: Any, **kwargs: Any) -> Tensor:
         made = func(*args, **kwargs)
-        return torch.where(self.tag, made, made) if isinstance(made, Tensor) else made
+        if self.tag is None or not isinstance(made, Tensor):
+            return made
+        return torch.where(self.tag, made, made)
 
 
 def in_each_run(function: Callable[..., Any], *tensors: Tensor) -> Any:
@@ -164,6 +167,16 @@ def _set_elements(func: Callable, tensor: Tensor, key: Any, value: Any) -> None:
     tensor.copy_(torch.where(mask, value, tensor))
 
 
+def _augment(func: Callable, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``tensor += number``, which gives the name another tensor if this one is not batched."""
+    try:
+        return func(tensor, *args, **kwargs)
+    except RuntimeError as error:
+        if not writes_to_unbatched(error):
+            raise
+        return _AUGMENTED[func](tensor, *args, **kwargs)
+
+
 def _isclose(
     func: Callable, one: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8,
     equal_nan: bool = False,
@@ -237,7 +250,10 @@ _EVERYWHERE: dict[Any, Callable] = {
     **dict.fromkeys((torch.linalg.inv, torch.inverse, Tensor.inverse), _inverse),
     torch.linalg.solve: _solve,
     **dict.fromkeys(
-        (torch.linalg.eigh, torch.linalg.eigvalsh, torch.linalg.svd, torch.linalg.svdvals),
+        (
+            *(torch.linalg.eigh, torch.linalg.eigvalsh, torch.linalg.eig, torch.linalg.eigvals),
+            *(torch.linalg.svd, torch.linalg.svdvals, torch.linalg.pinv),
+        ),
         _spectral,
     ),
 }
@@ -257,3 +273,9 @@ _FRESH = (
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor),
     *(Tensor.clone, Tensor.repeat),
 )
+_AUGMENTED: dict[Any, Callable] = {
+    Tensor.add_: torch.add,
+    Tensor.sub_: torch.sub,
+    Tensor.mul_: torch.mul,
+    Tensor.div_: torch.div,
+}

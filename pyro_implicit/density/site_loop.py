@@ -24,12 +24,13 @@ def loop_where_needed(trace: Trace) -> None:
     A distribution whose ``log_prob`` vmap refuses, for branches on values or for indices of dynamic
     length, is evaluated for one run after the other, while the rest of the model goes on in one go.
 
-    :param trace: of which the distributions are copies of the model's own.
+    :param trace: whose distributions give place to copies.
     """
     for site in trace.nodes.values():
         if site["type"] == "sample":
-            fn = site["fn"]
-            fn.log_prob = functools.partial(_log_prob, fn)
+            fn = site["fn"] = copy.copy(site["fn"])
+            # Of a copy, so that no distribution holds itself.
+            fn.log_prob = functools.partial(_log_prob, copy.copy(fn))
 
 
 def _log_prob(fn: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -41,19 +42,33 @@ def _log_prob(fn: Any, *args: Any, **kwargs: Any) -> Tensor:
         refusal = error
     whole = (fn, args, kwargs)
     tensors: list[Tensor] = []
-    _replace(whole, lambda tensor: (tensors.append(tensor), tensor)[1])
+
+    def collect(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    _replace(whole, collect)
 
     def in_a_loop(num_runs: int | None, *all_runs: Tensor) -> Tensor:
         if num_runs is None:
             raise refusal
         results = []
         for of_run in zip(*all_runs, strict=True):
-            parts = iter(of_run)
-            one, one_args, one_kwargs = _replace(whole, lambda _, parts=parts: next(parts))
+            one, one_args, one_kwargs = _replace(whole, _Next(of_run))
             results.append(type(fn).log_prob(one, *one_args, **one_kwargs))
         return torch.stack(results)
 
     return in_each_run(in_a_loop, *tensors)
+
+
+class _Next:
+    """Gives tensors one after the other."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors = iter(tensors)
+
+    def __call__(self, _: Tensor) -> Tensor:
+        return next(self.tensors)
 
 
 def _replace(part: Any, function: Callable[[Tensor], Tensor]) -> Any:

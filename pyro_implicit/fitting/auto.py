@@ -101,7 +101,7 @@ def fit(
     >>> print(f"{result.guide.median()['x']:.1f}")
     1.0
     >>> [stage.name for stage in result.stages]
-    ['search', 'gaussian', 'choose']
+    ['search', 'gaussian', 'choose', 'correct']
 
     :param model: a Pyro model with continuous latents.
     :param guide: ``"auto"``, or a guide to be trained in place.

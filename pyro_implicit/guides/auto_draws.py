@@ -9,16 +9,19 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoContinuous, init_to_median
+from pyro.infer.autoguide import AutoContinuous, init_to_median, init_to_sample
 from pyro.ops.stats import quantile
 from torch import Tensor
 from torch.distributions import IndependentTransform, Transform, biject_to
 
+from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.discrete import is_summable
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
 from pyro_implicit.guides.random_stream import own_stream
 
 __all__ = ["AutoDraws"]
+
+MAX_RETRIES = 10
 
 
 class AutoDraws(AutoContinuous):
@@ -53,9 +56,23 @@ class AutoDraws(AutoContinuous):
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         self._start.like = example_tensor(self.model, args, kwargs)
-        super()._setup_prototype(*args, **kwargs)
+        self._trace_prototype(args, kwargs)
         self._refuse_subsampled_latents()
         self._forget_data()
+
+    def _trace_prototype(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Run the model at its start, or at draws of the prior if it raises an error there."""
+        given = self._start.init_loc_fn
+        for retries_left in reversed(range(MAX_RETRIES)):
+            try:
+                return super()._setup_prototype(*args, **kwargs)
+            except IMPOSSIBLE:
+                if self.prototype_trace is not None or not retries_left:
+                    raise
+                self._start.init_loc_fn = init_to_sample
+            finally:
+                if self.prototype_trace is not None:
+                    self._start.init_loc_fn = given
 
     def _refuse_subsampled_latents(self) -> None:
         for name, frames in self._cond_indep_stacks.items():

@@ -138,9 +138,14 @@ def garch():
     total = torch.zeros(())
     total += variance.sum()
     assert (variance > 0).all(), f"negative variance {variance}"
+    loc = 2 * Y
+    loc += a
+    loc -= a / 2
+    loc *= a
+    loc /= a
     pyro.factor("total", -total)
     with pyro.plate("times", 5):
-        pyro.sample("y", dist.Normal(0.0, variance.sqrt()), obs=Y)
+        pyro.sample("y", dist.Normal(loc, variance.sqrt()), obs=Y)
 
 
 def clipped():
@@ -194,8 +199,22 @@ def test_each_group_of_branches_runs_once():
     density.score(points)
     ran.clear()
     density.score(points)
-    # Four groups, three batches that part, and a plain run at each parting.
-    assert len(ran) == 10
+    # Four groups, three batches that part, and a plain run at the first parting.
+    assert len(ran) == 8
+
+
+def test_a_write_that_is_lost_is_seen():
+    """As the value does not reach the tensor that other code holds."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        loc = 2 * Y
+        loc.add_(x)
+        pyro.sample("y", dist.Normal(loc, 1.0).to_event(1), obs=Y)
+
+    density = LatentDensity(model)
+    with pytest.warns(UserWarning, match="its log-density is .* there and .* outside"):
+        density.score(torch.ones(2, 1))
 
 
 def test_too_many_branches_are_looped():

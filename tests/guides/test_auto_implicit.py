@@ -252,6 +252,25 @@ def test_discrete_latent_names_the_site():
         AutoSemiImplicit(discrete)()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_an_impossible_start_gives_place_to_another(seed):
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Poisson(x), obs=torch.tensor(2.0))
+
+    pyro.set_rng_seed(seed)
+    guide = AutoSemiImplicit(model)
+    guide()
+    assert guide.loc.item() > 0
+
+    def impossible():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+        raise ValueError("nothing is possible")
+
+    with pytest.raises(ValueError, match="nothing is possible"):
+        AutoSemiImplicit(impossible)()
+
+
 def test_model_without_latents():
     with pytest.raises(RuntimeError, match="found no latent variables"):
         AutoSemiImplicit(lambda: pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.ones(())))()

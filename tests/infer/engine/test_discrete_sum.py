@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ELBOs of models with discrete latents, which are summed out."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate
+from pyro.infer.autoguide import AutoDelta, AutoNormal
+
+from pyro_implicit import AutoImplicit, AutoSemiImplicit, evidence_bound
+from pyro_implicit.generators import AutoregressiveGenerator
+from pyro_implicit.infer import LIVI_ELBO, InjectiveELBO
+from pyro_implicit.infer.implicit_elbo import ImplicitELBO
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+
+
+Y = torch.tensor([-1.9, 2.2, 1.7, -2.3, 2.0, 1.9], dtype=torch.float64)
+
+
+def mixture(size=None):
+    """``size`` of a minibatch."""
+    loc = pyro.sample("loc", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("rows", 6, subsample_size=size) as index:
+        z = pyro.sample("z", dist.Bernoulli(0.7))
+        pyro.sample("y", dist.Normal((2 * z - 1) * loc, 1.0), obs=Y[index])
+
+
+def log_likelihood(loc, y=Y):
+    """Of each row."""
+    parts = [dist.Normal(loc, 1.0).log_prob(y), dist.Normal(-loc, 1.0).log_prob(y)]
+    weights = torch.tensor([0.7, 0.3]).log()
+    return torch.logsumexp(torch.stack(parts, -1) + weights, -1)
+
+
+@pytest.mark.parametrize("vectorize", ["vmap", False])
+@pytest.mark.parametrize("num_particles", [1, 3])
+def test_the_loss_at_a_point(num_particles, vectorize):
+    def guide():
+        pyro.sample("loc", dist.Delta(torch.tensor(1.5)))
+
+    elbo = ImplicitELBO(num_particles, vectorize_particles=vectorize)
+    expected = TraceEnum_ELBO(max_plate_nesting=1).loss(config_enumerate(mixture), guide)
+    if not vectorize:
+        with pytest.raises(ValueError, match="latents 'z' .* vectorize_particles=False.*Cure"):
+            elbo.loss(mixture, guide)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert elbo.loss(mixture, guide) == pytest.approx(expected)
+    by_hand = dist.LogNormal(0.0, 1.0).log_prob(torch.tensor(1.5)) + log_likelihood(1.5).sum()
+    assert expected == pytest.approx(-by_hand.item())
+
+
+def test_minibatches_are_scaled_outside_of_the_sum():
+    seen = []
+
+    def model():
+        mixture(size=2)
+
+    def guide():
+        with pyro.plate("rows", 6, subsample_size=2) as index:
+            seen.append(index)
+        pyro.sample("loc", dist.Delta(torch.tensor(1.5)))
+
+    loss = ImplicitELBO(3).loss(model, guide)
+    by_hand = dist.LogNormal(0.0, 1.0).log_prob(torch.tensor(1.5))
+    by_hand = by_hand + 3 * log_likelihood(1.5, Y[seen[-1]]).sum()
+    assert loss == pytest.approx(-by_hand.item())
+
+
+def test_a_choice_for_all_of_a_minibatch_is_refused():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        z = pyro.sample("z", dist.Bernoulli(0.7))
+        with pyro.plate("rows", 6, subsample_size=2) as index:
+            pyro.sample("y", dist.Normal(x + z, 1.0), obs=Y[index])
+
+    guide = AutoNormal(poutine.block(model, hide=["z"]))
+    with pytest.raises(ValueError, match="'y', 'z'.*different scales.*Cure"):
+        ImplicitELBO(2).loss(model, guide)
+
+
+def log_evidence():
+    u = torch.linspace(-6, 4, 4001)  # log loc
+    log_p = dist.Normal(0.0, 1.0).log_prob(u) + log_likelihood(u.exp().unsqueeze(-1)).sum(-1)
+    return (log_p.logsumexp(0) + (u[1] - u[0]).log()).item()
+
+
+def test_training():
+    guide = AutoImplicit(mixture, AutoregressiveGenerator)
+    svi = SVI(mixture, guide, pyro.optim.Adam({"lr": 0.05}), InjectiveELBO(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(80):
+            svi.step()
+        bound = evidence_bound(mixture, guide, num_samples=200)
+    assert bound.value == pytest.approx(log_evidence(), abs=0.1)
+    assert "z" not in guide()
+
+
+@pytest.mark.parametrize(
+    "make, elbo",
+    [
+        (lambda: AutoSemiImplicit(mixture), LIVI_ELBO(2)),
+        (lambda: AutoSemiImplicit(mixture), LIVI_ELBO(1)),
+        (lambda: AutoNormal(poutine.block(mixture, hide=["z"])), ImplicitELBO(2)),
+    ],
+)
+def test_a_step(make, elbo):
+    svi = SVI(mixture, make(), pyro.optim.Adam({"lr": 0.01}), elbo)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert math.isfinite(svi.step() + svi.step())
+
+
+def test_a_guide_with_draws_of_its_own():
+    """Of a discrete latent, which is then no sum."""
+
+    def guide():
+        pyro.sample("loc", dist.Delta(torch.tensor(1.5)))
+        with pyro.plate("rows", 6):
+            pyro.sample("z", dist.Bernoulli(torch.ones(6)))
+
+    loss = ImplicitELBO(2).loss(mixture, guide)
+    prior = dist.LogNormal(0.0, 1.0).log_prob(torch.tensor(1.5)) + 6 * torch.tensor(0.7).log()
+    expected = prior + dist.Normal(1.5, 1.0).log_prob(Y).sum()
+    assert loss == pytest.approx(-expected.item())
+
+
+def test_what_pyro_cannot_enumerate_is_refused():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        k = pyro.sample("k", dist.Poisson(3.0))
+        pyro.sample("y", dist.Normal(x + k, 1.0), obs=torch.tensor(1.0))
+
+    guide = AutoDelta(poutine.block(model, hide=["k"]))
+    with pytest.raises(ValueError, match=r"site 'k' is a discrete latent \(Poisson\).*Cure"):
+        ImplicitELBO(2).loss(model, guide)
