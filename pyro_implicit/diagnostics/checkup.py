@@ -133,7 +133,7 @@ def diagnose(
     """
     refuse_swapped("diagnose", model, guide)
     kwargs = {**kwargs, **(model_kwargs or {})}
-    settled = isinstance(guide, Refined) and guide.stopped == "converged"
+    settled = isinstance(guide, Refined) and guide.stopped in ("converged", "steady")
     if isinstance(guide, Refined):
         guide = StoredDraws(guide.get_samples())
     elif isinstance(guide, Mapping):

@@ -69,7 +69,8 @@ def fit(
        size above half of the draws), ``result.sample`` resamples its draws by them;
     6. **refine**: if they are not, nor the guide within a hundredth of a nat of the posterior, its
        draws are moved there by many short chains (:func:`~pyro_implicit.mcmc.refine`):
-       ``result.refined``, from which ``result.sample`` draws.
+       ``result.refined``, from which ``result.sample`` draws. Once they have settled, the guide
+       learns from them (**teach**).
 
     Of more than 100 latents, or where a search would take minutes, an ``AutoNormal`` is trained for
     1,000 steps (**mean-field**), and its draws are refined.

@@ -34,7 +34,7 @@ from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.names import forget, own_names
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
-from pyro_implicit.mcmc import refine
+from pyro_implicit.mcmc import Refined, refine, teach
 from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.ops.importance import pareto_smoothed
 
@@ -42,6 +42,7 @@ __all__ = ["Stages"]
 
 NEAR_ENOUGH = 0.01  # nats
 FOLDED = 0.5  # nats: two folds are log 2
+SETTLED = ("converged", "steady")
 AT_ONCE = 0.0005  # nats
 NUM_WEIGHED, RELIABLE_KHAT, LEAST_EFFICIENCY, EVEN = 2000, 0.5, 0.5, 0.99
 ROUGH_STEPS, ROUGH_PARTICLES, ROUGH_SPREAD = 1000, 8, 0.3
@@ -320,7 +321,9 @@ class Stages:
             refined = refine(self.trained, result.guide, *self.args, **options)
             line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
             result.refined = refined
-            if refined.stopped != "converged" and refined.drift is not None:
+            if refined.stopped in SETTLED or refined.drift is None:
+                self._teach(refined)
+            else:
                 line.outcome += f"; {describe_drift(refined.drift)}"
                 warnings.warn(
                     f"fit's chains stopped at {refined.stopped} before they had settled: "
@@ -331,6 +334,20 @@ class Stages:
         if line.error is not None:
             warnings.warn(f"fit did not refine its draws: {reason(line.error)}", stacklevel=3)
         return result
+
+    def _teach(self, refined: Refined) -> None:
+        """Leave what the chains found in a guide that was made here."""
+        if self.result.guide not in self.guides:
+            return
+        with self.result.attempt("teach") as line:
+            taught = teach(
+                self.result.guide,
+                refined.moving(),
+                *self.args,
+                progress=self.files["progress"],
+                model_kwargs=self.kwargs,
+            )
+            line.outcome = str(taught)
 
     def keep_the_best(self, density: LatentDensity | None, modes: Modes | None) -> Fit:
         """What there is when the user interrupts.

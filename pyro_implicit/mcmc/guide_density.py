@@ -14,7 +14,8 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import Independent, Normal, biject_to
 
-from pyro_implicit.density.engine import BatchedRuns, Model, compute_log_prob, refuse_subsampling
+from pyro_implicit.density.batched_runs import BatchedRuns
+from pyro_implicit.density.engine import Model, compute_log_prob, refuse_subsampling
 from pyro_implicit.distributions import find_implicit
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.mcmc.density_at_draws import DensityAtDraws, InjectiveDensity, MixtureDensity
