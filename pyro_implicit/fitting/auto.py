@@ -69,11 +69,11 @@ def fit(
        size above half of the draws), ``result.sample`` resamples its draws by them;
     6. **refine**: if they are not, nor the guide within a hundredth of a nat of the posterior, its
        draws are moved there by many short chains (:func:`~pyro_implicit.mcmc.refine`):
-       ``result.refined``, from which ``result.sample`` draws. Once they have settled, the guide
-       learns from them (**teach**).
+       ``result.refined``, from which ``result.sample`` draws.
 
     Of more than 100 latents, or where a search would take minutes, an ``AutoNormal`` is trained for
-    1,000 steps (**mean-field**), and its draws are refined.
+    1,000 steps (**mean-field**), and its draws are refined. Once the chains have settled, it takes
+    their moments (**teach**).
 
     With ``refine=False`` the guide is all there is: an :class:`AutoSemiImplicit` is trained by
     :class:`LIVI_ELBO` as well, for every shape that is not injective, and is one more candidate. If
@@ -84,6 +84,9 @@ def fit(
     A model with parameters of its own (``pyro.param``) has one stage more, **parameters**, after
     the search: a guide in the best Gaussian's frame is trained together with them, to the plateau
     of the ELBO. Then they stay as they are, and the search begins anew.
+
+    Unless ``refine=False``, nothing is trained where importance weights can right the Gaussians of
+    the search, and trainings are short, as chains are the cheaper way from there.
 
     A candidate that fails leaves its reason in its line, and the others are kept. What a model can
     afford of all this is planned by counting the operations of its log-density. Ctrl-C ends it with

@@ -36,7 +36,7 @@ from pyro_implicit.guides.names import forget, own_names
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.mcmc import Refined, refine, teach
 from pyro_implicit.mcmc.stopping import Drift
-from pyro_implicit.ops.importance import pareto_smoothed
+from pyro_implicit.ops.importance import SmoothedWeights, pareto_smoothed
 
 __all__ = ["Stages"]
 
@@ -44,7 +44,7 @@ NEAR_ENOUGH = 0.01  # nats
 FOLDED = 0.5  # nats: two folds are log 2
 SETTLED = ("converged", "steady")
 AT_ONCE = 0.0005  # nats
-NUM_WEIGHED, RELIABLE_KHAT, LEAST_EFFICIENCY, EVEN = 2000, 0.5, 0.5, 0.99
+NUM_WEIGHED, RELIABLE_KHAT, LEAST_EFFICIENCY, GOOD, EVEN = 2000, 0.5, 0.5, 0.8, 0.99
 ROUGH_STEPS, ROUGH_PARTICLES, ROUGH_SPREAD = 1000, 8, 0.3
 
 
@@ -192,6 +192,9 @@ class Stages:
             line.outcome = self._add(weigh("gaussian", guide, density))
             if self.candidates[-1].gap < AT_ONCE:
                 return self.candidates[-1]
+            # Chains or weights may follow, and weights can right this one.
+            if math.isfinite(seconds) and _is_reliable(self._weights(guide, density), GOOD):
+                return self.candidates[-1]
         is_mixture = isinstance(guide, AutoMixture)
         with self.result.attempt("mixture" if is_mixture else "injective") as line:
             losses: list[float] = []
@@ -263,17 +266,16 @@ class Stages:
         if not has_exact_density(result.guide):
             return False
         with result.attempt("correct") as line:
-            _, log_weights = exact_log_weights(result.guide, density, NUM_WEIGHED)
-            smoothed = pareto_smoothed(log_weights)
+            weights = self._weights(result.guide, density)
             line.outcome = (
-                f"k-hat {smoothed.khat:.2f}, effective sample size {smoothed.efficiency:.0%}"
+                f"k-hat {weights.khat:.2f}, effective sample size {weights.efficiency:.0%}"
             )
-            # The tail of even weights is that of rounding.
-            is_even = smoothed.efficiency > EVEN
-            is_reliable = smoothed.khat < RELIABLE_KHAT and smoothed.efficiency > LEAST_EFFICIENCY
-            if is_even or is_reliable:
-                result.correction = smoothed.efficiency
+            if _is_reliable(weights, LEAST_EFFICIENCY):
+                result.correction = weights.efficiency
         return result.correction is not None
+
+    def _weights(self, guide: Any, density: LatentDensity) -> SmoothedWeights:
+        return pareto_smoothed(exact_log_weights(guide, density, NUM_WEIGHED)[1])
 
     def train_semi_implicit(self, density: LatentDensity, before: Candidate) -> None:
         """A guide of another shape, in the frame of another candidate's draws.
@@ -336,8 +338,8 @@ class Stages:
         return result
 
     def _teach(self, refined: Refined) -> None:
-        """Leave what the chains found in a guide that was made here."""
-        if self.result.guide not in self.guides:
+        """Leave what the chains found in the rough guide: of a Gaussian, that is their moments."""
+        if self.result.chosen != "mean-field":
             return
         with self.result.attempt("teach") as line:
             taught = teach(
@@ -398,6 +400,12 @@ def _still_falls(losses: list[float]) -> bool:
     middle, last = values[len(values) // 2 :][:size], values[-size:]
     error = (middle.var() + last.var()).nan_to_num().sqrt().item() / size**0.5
     return (middle.nanmean() - last.nanmean()).item() > 0.1 + 3 * error
+
+
+def _is_reliable(weights: SmoothedWeights, least: float) -> bool:
+    """Whether draws can be resampled by them; the tail of even weights is that of rounding."""
+    share = weights.efficiency
+    return share > EVEN or (share > least and weights.khat < RELIABLE_KHAT)
 
 
 def describe_drift(drift: Drift) -> str:
