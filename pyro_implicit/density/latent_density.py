@@ -70,7 +70,7 @@ class LatentDensity:
         self.model, self.args, self.kwargs = model, args, kwargs
         self._like = example_tensor(model, args, kwargs)
         prototype, trace = self._prototype(init_loc_fn)
-        refuse_subsampling(trace, "the log-density")
+        self._check_data(trace)
         refuse_unfit_sites(trace)
         warn_of_missing_data(model, trace, args, kwargs)
         self.shapes: dict[str, torch.Size] = dict(prototype._unconstrained_shapes)
@@ -108,6 +108,9 @@ class LatentDensity:
             return prototype, traced.trace
         assert first_error is not None
         raise first_error
+
+    def _check_data(self, trace: Trace) -> None:
+        refuse_subsampling(trace, "the log-density")
 
     @property
     def is_vectorized(self) -> bool:

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where many large draws are kept: in memory, or in one file for each snapshot of the chains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.mcmc.run_files import write_file
+
+__all__ = ["DrawStore"]
+
+
+class DrawStore:
+    """Snapshots of all chains, one after the other.
+
+    **Example:**
+
+    >>> store = DrawStore()
+    >>> store.append(torch.zeros(4, 3))
+    >>> store.append(torch.ones(4, 3))
+    >>> len(store), store.take(torch.tensor([3, 4, 0])).sum(-1)
+    (2, tensor([0., 3., 0.]))
+
+    :param folder: for the files; without it they stay in memory. Files are complete or not there at
+        all, and are mapped into memory when they are read.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self._count = 0
+        self._num_chains = 0
+        self._kept: list[Tensor] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    def open(self, count: int) -> None:
+        """Go on after ``count`` snapshots that a killed run has left.
+
+        :raises ValueError: if there are fewer of them; with 0, if there are any.
+        """
+        if self.folder is None:
+            return
+        there = len(list(self.folder.glob("draws-*.pt")))
+        if there < count or (count == 0 and there):
+            raise ValueError(
+                f"the store {self.folder} holds {there} snapshots, but this run has made {count}. "
+                "Cure: an empty folder for a new run; for one that goes on, its checkpoint and its "
+                "folder"
+            )
+        self._count = count
+        if count:
+            self._num_chains = len(self._snapshot(0))
+
+    def append(self, draws: Tensor) -> None:
+        """One snapshot, ``(num_chains, d)``."""
+        self._num_chains = len(draws)
+        if self.folder is None:
+            self._kept.append(draws.cpu())
+        else:
+            write_file(self._path(self._count), draws.cpu().contiguous())
+        self._count += 1
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Draws ``(num_rows, d)``.
+
+        :param rows: counted over snapshots and, in each, over chains, ``(num_rows,)``.
+        """
+        snapshot, chain = rows // self._num_chains, rows % self._num_chains
+        taken: Tensor | None = None
+        for index in snapshot.unique().tolist():
+            where = snapshot == index
+            found = self._snapshot(index)[chain[where]]
+            if taken is None:
+                taken = found.new_empty(len(rows), found.shape[-1])
+            taken[where] = found
+        assert taken is not None
+        return taken
+
+    def _snapshot(self, index: int) -> Tensor:
+        if self.folder is None:
+            return self._kept[index]
+        return torch.load(self._path(index), map_location="cpu", mmap=True, weights_only=True)
+
+    def _path(self, index: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"draws-{index:06d}.pt"
