@@ -15,6 +15,10 @@ __all__ = ["BatchStream"]
 
 NUM_PROBED = 16
 END = object()
+SPENT = (
+    "batches is empty, or exhausted after one pass. Cure: a DataLoader, a list, or an object whose "
+    "__iter__ starts anew, with at least one minibatch"
+)
 
 
 class BatchStream:
@@ -43,6 +47,8 @@ class BatchStream:
                 "batches must be an iterable of tuples of the model's arguments, such as a "
                 f"DataLoader, but got a {type(batches).__name__}"
             )
+        if isinstance(batches, Iterator):
+            raise ValueError(SPENT)
         self._batches = batches
         sampler = getattr(batches, "sampler", None)
         owned = [getattr(part, "generator", None) for part in (batches, sampler)]
@@ -65,10 +71,7 @@ class BatchStream:
                 batch = next(self._iterator, END)
             self._place += 1
         if batch is END:
-            raise ValueError(
-                "batches is empty, or exhausted after one pass. Cure: a DataLoader, a list, or an "
-                "object whose __iter__ starts anew, with at least one minibatch"
-            )
+            raise ValueError(SPENT)
         return _as_tuple(batch)
 
     def state(self) -> dict[str, Any]:
@@ -77,7 +80,8 @@ class BatchStream:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go to where another stream was; the epoch's minibatches before are read again."""
-        self._streams, self._iterator = state["epoch_start"], iter(())
+        self._streams = self._epoch_start = state["epoch_start"]
+        self._iterator, self._place = iter(()), 0
         for _ in range(state["place"]):
             self.next()
 
