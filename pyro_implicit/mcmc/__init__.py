@@ -5,8 +5,18 @@ from __future__ import annotations
 
 from pyro_implicit.mcmc.chees import ChEES
 from pyro_implicit.mcmc.initial_params import warm_start
+from pyro_implicit.mcmc.minibatch_refined import MinibatchRefined
+from pyro_implicit.mcmc.minibatch_refinement import refine_by_minibatches
 from pyro_implicit.mcmc.noise_space import NoiseSpaceReparam
 from pyro_implicit.mcmc.refined import Refined
 from pyro_implicit.mcmc.refinement import refine
 
-__all__ = ["ChEES", "NoiseSpaceReparam", "Refined", "refine", "warm_start"]
+__all__ = [
+    "ChEES",
+    "MinibatchRefined",
+    "NoiseSpaceReparam",
+    "Refined",
+    "refine",
+    "refine_by_minibatches",
+    "warm_start",
+]

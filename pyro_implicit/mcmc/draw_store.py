@@ -37,23 +37,35 @@ class DrawStore:
     def __len__(self) -> int:
         return self._count
 
-    def open(self, count: int) -> None:
-        """Go on after ``count`` snapshots that a killed run has left.
+    def begin(self) -> None:
+        """Check that no other run has left snapshots there.
 
-        :raises ValueError: if there are fewer of them; with 0, if there are any.
+        :raises ValueError: if one has.
         """
-        if self.folder is None:
-            return
-        there = len(list(self.folder.glob("draws-*.pt")))
-        if there < count or (count == 0 and there):
+        there = self._there()
+        if there:
             raise ValueError(
-                f"the store {self.folder} holds {there} snapshots, but this run has made {count}. "
-                "Cure: an empty folder for a new run; for one that goes on, its checkpoint and its "
-                "folder"
+                f"the store {self.folder} holds {there} snapshots of another run. Cure: an empty "
+                "folder; a run that goes on wants its checkpoint, too"
+            )
+
+    def go_on(self, count: int) -> None:
+        """Go on after ``count`` snapshots; a killed run may have left more, which are replaced.
+
+        :raises ValueError: if there are fewer.
+        """
+        there = self._there()
+        if there < count:
+            raise ValueError(
+                f"the store {self.folder} holds {there} snapshots, but the checkpoint speaks of "
+                f"{count}. Cure: the folder that the run began with"
             )
         self._count = count
         if count:
             self._num_chains = len(self._snapshot(0))
+
+    def _there(self) -> int:
+        return 0 if self.folder is None else len(list(self.folder.glob("draws-*.pt")))
 
     def append(self, draws: Tensor) -> None:
         """One snapshot, ``(num_chains, d)``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ __all__ = ["MinibatchChains"]
 
 MAX_GROWTH = 2.0  # of the step, from one window of the warm-up to the next
 MAX_TEMPERATURE = 2.0
+LEAST_STEPS = 10  # after the warm-up
 
 
 @dataclass
@@ -85,6 +86,16 @@ class MinibatchChains:
         if self.schedule.keeps(self.step - 1):
             return self.frame.to_points(self.position)
         return None
+
+    def hurry(self, left: int) -> None:
+        """End the warm-up with the next step, where time rather than steps is short.
+
+        :param left: steps for which there is time.
+        """
+        if self.step < self.schedule.warmup - 1:
+            warmup = self.step + 1
+            steps = min(self.schedule.steps, warmup + max(left, LEAST_STEPS))
+            self.schedule = replace(self.schedule, warmup=warmup, steps=steps)
 
     def _size(self) -> float:
         """Of the next step."""

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pyro
 from torch import Tensor
@@ -23,7 +23,7 @@ from pyro_implicit.mcmc.minibatch_schedule import Schedule
 from pyro_implicit.mcmc.minibatch_start import check_scaling, start_chains
 from pyro_implicit.mcmc.step_choice import MinibatchKernel
 
-__all__ = ["refine_by_minibatches"]
+__all__ = ["refine_by_minibatches", "refuse_hmc_options"]
 
 LEAST_EPOCHS = 10
 LEAST_STEPS = 2000
@@ -34,8 +34,8 @@ def refine_by_minibatches(
     model: Callable[..., Any],
     guide: Callable[..., Any] | Mapping[str, Tensor],
     *args: Any,
-    batches: Iterable[Any],
-    kernel: MinibatchKernel = "sghmc",
+    batches: Iterable[Any] | None,
+    kernel: Literal["hmc", "sghmc", "sgld"] = "sghmc",
     num_chains: int = 8,
     step_size: float | None = None,
     cycles: int = 0,
@@ -120,7 +120,8 @@ def refine_by_minibatches(
     3. Zhang, Li, Zhang, Chen and Wilson (2020), *Cyclical Stochastic Gradient MCMC for Bayesian
        Deep Learning*.
     """
-    _check_arguments(kernel, num_chains, step_size, cycles, max_epochs, max_draws)
+    _check_arguments(batches, kernel, num_chains, step_size, cycles, max_epochs, max_draws)
+    assert batches is not None and kernel != "hmc"
     kwargs = {**kwargs, **(model_kwargs or {})}
     if seed is not None:
         pyro.set_rng_seed(seed)
@@ -148,29 +149,56 @@ def refine_by_minibatches(
         content = load_chains(file, settings, density.init_loc.device)
         chains: MinibatchChains = content["chains"]
         stream.restore(content["stream"])
-        draws.open(content["num_draws"])
+        draws.go_on(content["num_draws"])
     else:
-        draws.open(0)
+        draws.begin()
         chains = start_chains(density, guide, num_chains, kernel, schedule, step_size)
     began -= chains.seconds
+
+    def save() -> None:
+        if file is not None:
+            content = {"chains": chains, "stream": stream.state(), "num_draws": len(draws)}
+            save_chains(file, settings, content)
+
+    if chains.step == 0:
+        save()
     with tqdm(total=steps, initial=chains.step, desc="refine", disable=not progress) as bar:
         while chains.stopped is None:
+            before, gradients = time.perf_counter(), chains.gradients
             kept = chains.advance(density, stream)
             if kept is not None:
                 draws.append(kept)
             chains.seconds = time.perf_counter() - began
-            if chains.step == steps:
-                chains.stopped = "max_epochs"
-            elif max_seconds is not None and chains.seconds >= max_seconds and len(draws):
+            is_plain = chains.gradients == gradients + 1  # without probes
+            if max_seconds and is_plain and chains.seconds > WARMUP_SHARE * max_seconds:
+                left = max_seconds - chains.seconds
+                chains.hurry(round(left / (time.perf_counter() - before)))
+            if chains.step == chains.schedule.steps:
+                chains.stopped = "max_epochs" if chains.step == steps else "max_seconds"
+            elif max_seconds and chains.seconds >= max_seconds and len(draws):
                 chains.stopped = "max_seconds"
-            if file is not None and (chains.stopped or chains.step % checkpoint_every == 0):
-                content = {"chains": chains, "stream": stream.state(), "num_draws": len(draws)}
-                save_chains(file, settings, content)
+            if chains.stopped or chains.step % checkpoint_every == 0:
+                save()
             bar.update()
     return _result(density, chains, draws, stream.epoch_length)
 
 
+def refuse_hmc_options(options: dict[str, Any]) -> None:
+    """Check that options which minibatches do not have are at their defaults.
+
+    :param options: those of :func:`~pyro_implicit.mcmc.refine`.
+    """
+    defaults = {"frame": "auto", "quantities": None, "max_gradients": 4000, "max_leapfrogs": 64}
+    for name, value in defaults.items():
+        if options[name] != value:
+            raise ValueError(
+                f"{name} is for kernel='hmc' and all data. Cure: leave it out, or leave out "
+                "kernel and batches; the length of a run with minibatches is max_epochs"
+            )
+
+
 def _check_arguments(
+    batches: Any,
     kernel: str,
     num_chains: int,
     step_size: float | None,
@@ -180,8 +208,13 @@ def _check_arguments(
 ) -> None:
     if kernel not in get_args(MinibatchKernel):
         raise ValueError(
-            f"of minibatches kernel must be one of {get_args(MinibatchKernel)}, but got {kernel!r}:"
-            " without all data there is no Metropolis step"
+            f"with batches kernel must be one of {get_args(MinibatchKernel)}, but got {kernel!r}: "
+            "Metropolis' rule wants all data"
+        )
+    if batches is None:
+        raise ValueError(
+            f"kernel={kernel!r} wants batches. Cure: batches=loader, where the loader gives tuples "
+            "of the model's arguments"
         )
     positive = {
         "num_chains": num_chains,

@@ -16,8 +16,8 @@ class Schedule:
     """When what happens.
 
     :param steps: in all.
-    :param warmup: so many of them; the step is chosen anew after an eighth, a quarter, a half and
-        all of them.
+    :param warmup: so many of them; the step is chosen anew after a quarter, a half and all of
+        them.
     :param cycles: in which the step falls along a cosine, after the warm-up; 0 for a constant step.
     :param max_draws: of each chain.
     """
@@ -35,7 +35,7 @@ class Schedule:
     @property
     def windows(self) -> set[int]:
         """Ends of the windows of the warm-up."""
-        return {max(1, self.warmup >> shift) for shift in (3, 2, 1, 0)}
+        return {max(1, self.warmup >> shift) for shift in (2, 1, 0)}
 
     def factor(self, step: int) -> float:
         """By which the chosen step size is multiplied, before it is made stable."""

@@ -31,6 +31,7 @@ MIN_RELAXATIONS = 4.0  # after which 2 % of the start is left
 MAX_HEAT = 0.5
 MAX_DISCRETISATION = 0.05  # of the variance in the narrowest direction, by steps of SGLD
 MAX_POINTS = 8
+ITERATIONS = 6  # of the power method
 MAX_VALUES = 10**6  # in the gradients of one minibatch
 
 
@@ -149,6 +150,6 @@ def probe(gradients: list[Callable[[Tensor], Tensor]], position: Tensor) -> Prob
     noise = gradient_noise(found).rms if len(gradients) >= 4 else 0.0
     curvature = 0.0
     for gradient in gradients[:2]:
-        curvature = max(curvature, largest_curvature(gradient, points).max().item())
-        spent += 9
+        curvature = max(curvature, largest_curvature(gradient, points, ITERATIONS).max().item())
+        spent += 1 + ITERATIONS
     return Probe(curvature, noise, spent)

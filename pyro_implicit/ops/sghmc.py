@@ -121,7 +121,7 @@ def gradient_noise(gradients: Tensor) -> GradientNoise:
 
 
 def largest_curvature(
-    gradient: Gradient, position: Tensor, iterations: int = 8, distance: float = 0.1
+    gradient: Gradient, position: Tensor, iterations: int = 10, distance: float = 0.1
 ) -> Tensor:
     """The largest curvature of log-densities at points, by power iteration on differences of
     gradients.

@@ -22,13 +22,14 @@ def test_draws_are_taken_in_any_order(on_disk, tmp_path):
 
 def test_goes_on_after_a_kill(tmp_path):
     store = DrawStore(tmp_path)
-    store.open(0)
+    store.begin()
     for snapshot in DRAWS[:3]:
         store.append(snapshot)
     again = DrawStore(tmp_path)
-    again.open(2)  # the last was written after the checkpoint
+    again.go_on(2)  # the last was written after the checkpoint
     again.append(DRAWS[2])
     assert again.take(torch.arange(9)).equal(DRAWS[:3].flatten(0, 1))
-    for count in (0, 5):
-        with pytest.raises(ValueError, match="holds 3 snapshots.*Cure"):
-            DrawStore(tmp_path).open(count)
+    with pytest.raises(ValueError, match="holds 3 snapshots of another run.*Cure"):
+        DrawStore(tmp_path).begin()
+    with pytest.raises(ValueError, match="holds 3 snapshots.*speaks of 5.*Cure"):
+        DrawStore(tmp_path).go_on(5)
