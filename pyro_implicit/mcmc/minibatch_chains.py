@@ -94,7 +94,8 @@ class MinibatchChains:
         """
         if self.step < self.schedule.warmup - 1:
             warmup = self.step + 1
-            steps = min(self.schedule.steps, warmup + max(left, LEAST_STEPS))
+            least = max(LEAST_STEPS, 3 * self.schedule.cycles)
+            steps = min(self.schedule.steps, warmup + max(left, least))
             self.schedule = replace(self.schedule, warmup=warmup, steps=steps)
 
     def _size(self) -> float:
@@ -111,7 +112,7 @@ class MinibatchChains:
         found = probe(gradients, self.position)
         self.gradients += found.gradients
         steps, before = self.schedule.sampling, self.choice
-        choice = choose_step(self.kernel, found, steps, len(self.position))
+        choice = choose_step(self.kernel, found, steps)
         if self.given_step is not None:
             choice = judge(self.kernel, found, steps, self.given_step, "user")
         else:

@@ -64,6 +64,7 @@ def refine_by_minibatches(
     **Example:**
 
     >>> import pyro.distributions as dist
+    >>> import torch
     >>> from pyro.infer.autoguide import AutoNormal
     >>> from torch.utils.data import DataLoader, TensorDataset
     >>> def model(x, y):

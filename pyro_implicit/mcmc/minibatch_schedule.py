@@ -37,24 +37,35 @@ class Schedule:
         """Ends of the windows of the warm-up."""
         return {max(1, self.warmup >> shift) for shift in (2, 1, 0)}
 
+    def __post_init__(self) -> None:
+        most = min(self.max_draws, self.sampling // 3)
+        if self.cycles > most:
+            raise ValueError(
+                f"cycles must be at most {most}, with {self.sampling} steps after the warm-up and "
+                f"{self.max_draws} draws, but got {self.cycles}. Cure: more max_epochs or max_draws"
+            )
+
     def factor(self, step: int) -> float:
         """By which the chosen step size is multiplied, before it is made stable."""
         if step < self.warmup:
             return min(1.0, 4 * (step + 1) / self.warmup)
-        return PEAK * 0.5 * (math.cos(math.pi * self._phase(step)) + 1) if self.cycles else 1.0
+        if not self.cycles:
+            return 1.0
+        place, length = self._place(step)
+        return PEAK * 0.5 * (math.cos(math.pi * place / length) + 1)
 
     def keeps(self, step: int) -> bool:
         """Whether positions after this step are draws."""
-        left = self.steps - 1 - step
         if step < self.warmup:
             return False
         if not self.cycles:
-            return left % -(-self.sampling // self.max_draws) == 0
-        length = -(-self.sampling // self.cycles)
-        interval = -(-length // (3 * max(1, self.max_draws // self.cycles)))
-        place = (step - self.warmup) % length
-        return self._phase(step) >= 2 / 3 and (length - 1 - place) % interval == 0
+            return (self.steps - 1 - step) % -(-self.sampling // self.max_draws) == 0
+        place, length = self._place(step)
+        interval = -(-length // (3 * (self.max_draws // self.cycles)))
+        return 3 * place >= 2 * length and (length - 1 - place) % interval == 0
 
-    def _phase(self, step: int) -> float:
-        length = -(-self.sampling // self.cycles)
-        return ((step - self.warmup) % length) / length
+    def _place(self, step: int) -> tuple[int, int]:
+        """How far it is from the start of its cycle, and how long that is."""
+        cycle = ((step - self.warmup) * self.cycles) // self.sampling
+        start, end = (-(-(cycle + k) * self.sampling // self.cycles) for k in (0, 1))
+        return step - self.warmup - start, end - start

@@ -24,10 +24,9 @@ __all__ = [
 ]
 
 MinibatchKernel = Literal["sghmc", "sgld"]
-Limit = Literal["stability", "accuracy", "movement", "heat", "user"]
+Limit = Literal["stability", "balance", "heat", "user"]
 
 FRICTION = 1.0  # critical for directions twice as wide as the frame says
-MIN_RELAXATIONS = 4.0  # after which 2 % of the start is left
 MAX_HEAT = 0.5
 MAX_DISCRETISATION = 0.05  # of the variance in the narrowest direction, by steps of SGLD
 MAX_POINTS = 8
@@ -48,7 +47,7 @@ class Probe(NamedTuple):
 class StepChoice(NamedTuple):
     """A step size, and what to expect of it.
 
-    ``limit`` is what bounds it: ``"stability"``, ``"accuracy"``, ``"movement"`` or ``"heat"``, see
+    ``limit`` is what bounds it: ``"stability"``, ``"balance"`` or ``"heat"``, see
     :func:`choose_step`; ``"user"`` if it was given. ``heat`` is the excess of the posterior's
     variances that gradient noise brings, as a share, root mean square over directions.
     ``relaxations`` says how many times the chains forget where they were, once warm, in directions
@@ -72,7 +71,7 @@ class StepChoice(NamedTuple):
         }
 
 
-def choose_step(kernel: MinibatchKernel, found: Probe, steps: int, num_chains: int) -> StepChoice:
+def choose_step(kernel: MinibatchKernel, found: Probe, steps: int) -> StepChoice:
     r"""The step size of a run.
 
     With step h, friction :math:`\gamma` and rms noise :math:`\sigma^2`, gradient noise widens the
@@ -82,19 +81,19 @@ def choose_step(kernel: MinibatchKernel, found: Probe, steps: int, num_chains: i
     .. math:: \tau = \frac{h \sigma^2}{2 \gamma}, \quad R = \tfrac12 \gamma h T \text{ (SGHMC)};
         \qquad \tau = \tfrac14 h^2 \sigma^2, \quad R = \tfrac12 h^2 T \text{ (SGLD)}.
 
-    Larger steps err by heat, smaller ones by having seen too little: n independent draws give a
-    variance with a relative error of :math:`\sqrt{2/n}`, and C chains give about CR of them. The
-    best step has the least :math:`\tau^2 + 2 / CR` (limit ``"accuracy"``). But it is large enough
-    for four relaxation times, without which draws would be the guide's (``"movement"``), as long
-    as the heat stays below .5, beyond which they would be further from the posterior than the guide
-    (``"heat"``); and it is stable at any rate (``"stability"``): half of the leapfrog's limit
+    Longer steps err by more heat. Shorter ones stay closer to the start: the mean over a run of R
+    relaxation times still has a share of about 1/R of the start's error, and a share of that order
+    is noise. So the step is that at which :math:`\tau = 1/R` (limit ``"balance"``); half the error
+    takes four times the steps. But the heat stays below .5, beyond which
+    draws of networks predicted worse than their starts (``"heat"``): then the run is too short to
+    relax twice. And the step is stable at any rate (``"stability"``): half of the leapfrog's limit
     :math:`2 / \sqrt{\lambda}` for SGHMC, and for SGLD that at which it widens the narrowest
     direction, of precision :math:`\lambda`, by 5 %.
 
     **Example:**
 
-    >>> choose_step("sghmc", Probe(curvature=4.0, noise=10.0, gradients=0), 10_000, 8).limit
-    'accuracy'
+    >>> choose_step("sghmc", Probe(curvature=4.0, noise=10.0, gradients=0), 10_000).limit
+    'balance'
 
     :param steps: T, after the warm-up.
     """
@@ -102,14 +101,7 @@ def choose_step(kernel: MinibatchKernel, found: Probe, steps: int, num_chains: i
     power = 1 if kernel == "sghmc" else 2
     limits: dict[Limit, float] = {"stability": stable_step(kernel, found.curvature) ** power}
     if heat > 0:
-        accurate = (num_chains * heat**2 * relaxations) ** (-1 / 3)
-        moving, hot = MIN_RELAXATIONS / relaxations, MAX_HEAT / heat
-        if accurate >= moving:
-            limits["accuracy"] = accurate
-        elif moving <= hot:
-            limits["movement"] = moving
-        else:
-            limits["heat"] = hot
+        limits |= {"balance": 1 / math.sqrt(heat * relaxations), "heat": MAX_HEAT / heat}
     limit = min(limits, key=lambda name: limits[name])
     return judge(kernel, found, steps, limits[limit] ** (1 / power), limit)
 
