@@ -234,7 +234,8 @@ def report(path: Path) -> str:
     header = ["start", "refined by", "bounded by", "accuracy", "NLL", "step", "heat"]
     tables += markdown_table([*header, "relaxations", "CPU s"], second) + "\n"
     return tables + (
-        "Priors of weights: N(0, 0.25). A chain takes 2,000 steps; no step size is set.\n\n`python benchmarks/refine_minibatches.py --seeds 1` makes it anew.\n"
+        "Priors of weights: N(0, 0.25). A chain takes 2,000 steps; no step size is set.\n\n"
+        "`python benchmarks/refine_minibatches.py --seeds 1` makes it anew.\n"
     )
 
 
