@@ -60,6 +60,7 @@ class MinibatchChains:
     _cap: float = math.inf
     _heat: float = 0.0
     _count: int = 0
+    _anchor: Tensor | None = None
 
     @property
     def temperature(self) -> float | None:
@@ -81,7 +82,6 @@ class MinibatchChains:
         self.step += 1
         if self.step in self.schedule.windows:
             self._choose(density, stream)
-            self._heat, self._count = 0.0, 0
             self.warmup_gradients = self.gradients
         if self.schedule.keeps(self.step - 1):
             return self.frame.to_points(self.position)
@@ -108,31 +108,42 @@ class MinibatchChains:
 
     def _choose(self, density: MinibatchDensity, stream: BatchStream) -> None:
         """The step size of the next window, from what the chains see where they are."""
+        steps, before = self.schedule.sampling, self.choice
+        if self.given_step is None and before is not None:
+            if self._heat > (MAX_TEMPERATURE - 1) * self._count:
+                self._retreat(before.step_size)
         gradients = [self._gradient(density, *probed) for probed in enumerate(stream.probed)]
         found = probe(gradients, self.position)
         self.gradients += found.gradients
-        steps, before = self.schedule.sampling, self.choice
         choice = choose_step(self.kernel, found, steps)
         if self.given_step is not None:
             choice = judge(self.kernel, found, steps, self.given_step, "user")
         else:
-            if self._count and self._heat / self._count > MAX_TEMPERATURE - 1:
-                assert before is not None
-                self._cap = min(self._cap, before.step_size / 2)
-            size = choice.step_size
-            if before is not None:
-                size = min(size, MAX_GROWTH * before.step_size)
-            if size > self._cap:
+            growth = math.inf if before is None else MAX_GROWTH * before.step_size
+            if self._cap < min(choice.step_size, growth):
                 choice = judge(self.kernel, found, steps, self._cap, "stability")
-            elif size < choice.step_size:
-                choice = judge(self.kernel, found, steps, size, choice.limit)
+            elif growth < choice.step_size:
+                choice = judge(self.kernel, found, steps, growth, choice.limit)
         self.choice = choice
+        self._heat, self._count = 0.0, 0
+        self._anchor = self.position if self.step < self.schedule.warmup else None
+
+    def _retreat(self, step_size: float) -> None:
+        """To where the window began, whose step was too long."""
+        assert self._anchor is not None
+        self.position, self.velocity = self._anchor, torch.randn_like(self._anchor)
+        self._cap = min(self._cap, step_size / 2)
 
     def _take(self, position: Tensor, velocity: Tensor) -> None:
-        """Go on from there; lost chains go on from others, and with a shorter step in the
-        warm-up."""
+        """Go on from there; lost chains go on from others, and in the warm-up with a shorter
+        step."""
         lost = ~(position.isfinite() & velocity.isfinite()).all(-1)
         num_lost = int(lost.sum())
+        is_warm = self.step >= self.schedule.warmup
+        if num_lost == len(lost) and not is_warm and self.given_step is None:
+            self.replaced += num_lost
+            self._retreat(self._size())
+            return
         if num_lost == len(lost):
             raise RuntimeError(
                 f"all {num_lost} chains left the finite numbers at step {self.step}, of size "
@@ -146,10 +157,10 @@ class MinibatchChains:
             position[lost] = position[chosen]
             velocity[lost] = torch.randn_like(velocity[lost])
             self.replaced += num_lost
-            if self.step < self.schedule.warmup:
-                self._cap = self._size() / 2
-            else:
+            if is_warm:
                 self.replaced_late += num_lost
+            else:
+                self._cap = self._size() / 2
         self.position, self.velocity = position, velocity
         self._heat += velocity.square().mean().item() - 1
         self._count += 1

@@ -17,7 +17,7 @@ from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.mcmc.batch_stream import BatchStream
 from pyro_implicit.mcmc.chain_files import load_chains, save_chains
 from pyro_implicit.mcmc.draw_store import DrawStore
-from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
+from pyro_implicit.mcmc.minibatch_chains import MAX_TEMPERATURE, MinibatchChains
 from pyro_implicit.mcmc.minibatch_refined import MinibatchRefined
 from pyro_implicit.mcmc.minibatch_schedule import Schedule
 from pyro_implicit.mcmc.minibatch_start import check_scaling, start_chains
@@ -238,6 +238,13 @@ def _result(
             f"{chains.replaced_late} times a chain left the finite numbers after the warm-up, and "
             "went on from another: draws before that are suspect. Cure: a shorter step_size, or "
             "float64",
+            stacklevel=3,
+        )
+    if chains.temperature is not None and chains.temperature > MAX_TEMPERATURE:
+        warnings.warn(
+            f"the velocities' temperature is {chains.temperature:.3g} and should be 1: steps of "
+            f"{chains.choice.step_size:.3g} in the frame are too long, and draws are wrong. Cure: "
+            "a shorter step_size, or larger minibatches",
             stacklevel=3,
         )
     return MinibatchRefined(

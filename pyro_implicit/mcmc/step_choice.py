@@ -81,6 +81,9 @@ def choose_step(kernel: MinibatchKernel, found: Probe, steps: int) -> StepChoice
     .. math:: \tau = \frac{h \sigma^2}{2 \gamma}, \quad R = \tfrac12 \gamma h T \text{ (SGHMC)};
         \qquad \tau = \tfrac14 h^2 \sigma^2, \quad R = \tfrac12 h^2 T \text{ (SGLD)}.
 
+    All chains see the same minibatches. So part of the heat moves them together, and only a run of
+    many relaxation times shows it as width.
+
     Longer steps err by more heat. Shorter ones stay closer to the start: the mean over a run of R
     relaxation times still has a share of about 1/R of the start's error, and a share of that order
     is noise. So the step is that at which :math:`\tau = 1/R` (limit ``"balance"``); half the error
@@ -134,14 +137,24 @@ def probe(gradients: list[Callable[[Tensor], Tensor]], position: Tensor) -> Prob
     """Measure curvature and gradient noise where the chains are.
 
     :param gradients: of the log-density, by one minibatch each, at points ``(num_points, d)``.
-    :param position: ``(num_chains, d)``; the first eight of them, or fewer if d is large.
+    :param position: ``(num_chains, d)``; the first eight of them count, or fewer if d is large.
+    :raises RuntimeError: if no gradient is finite there.
     """
     points = position[: max(1, min(MAX_POINTS, MAX_VALUES // position.shape[-1]))]
     found = torch.stack([gradient(points) for gradient in gradients])
+    finite = found.isfinite().all(-1).all(0)
+    if not finite.any():
+        raise RuntimeError(
+            f"minibatches' gradients are not finite at any of {len(points)} chains. Cure: check "
+            "the data for NaN; a better start, a shorter step_size, or float64"
+        )
+    points, found = points[finite], found[:, finite]
     spent = len(gradients)
-    noise = gradient_noise(found).rms if len(gradients) >= 4 else 0.0
+    noise = gradient_noise(found).rms
     curvature = 0.0
     for gradient in gradients[:2]:
-        curvature = max(curvature, largest_curvature(gradient, points, ITERATIONS).max().item())
+        curvature = max(
+            curvature, largest_curvature(gradient, points, ITERATIONS).nan_to_num().max().item()
+        )
         spent += 1 + ITERATIONS
     return Probe(curvature, noise, spent)
