@@ -110,7 +110,8 @@ class MinibatchChains:
         """The step size of the next window, from what the chains see where they are."""
         steps, before = self.schedule.sampling, self.choice
         if self.given_step is None and before is not None:
-            if self._heat > (MAX_TEMPERATURE - 1) * self._count:
+            is_hot = self._heat > (MAX_TEMPERATURE - 1) * self._count
+            if is_hot and not self._climbed(density, stream):
                 self._retreat(before.step_size)
         gradients = [self._gradient(density, *probed) for probed in enumerate(stream.probed)]
         found = probe(gradients, self.position)
@@ -127,6 +128,22 @@ class MinibatchChains:
         self.choice = choice
         self._heat, self._count = 0.0, 0
         self._anchor = self.position if self.step < self.schedule.warmup else None
+        self.velocity = torch.randn_like(self.position)  # the heat of a fall from far is gone
+
+    @torch.no_grad()
+    def _climbed(self, density: MinibatchDensity, stream: BatchStream) -> bool:
+        """Whether the log-density has risen since the window began: chains that fall towards the
+        posterior from far away are hot, too."""
+        assert self._anchor is not None
+        rise = 0.0
+        for seed, batch in enumerate(stream.probed[:4]):
+            density.use(batch, seed)
+            before, after = (
+                density.log_prob(self.frame.to_points(white)).mean().item()
+                for white in (self._anchor, self.position)
+            )
+            rise += after - before
+        return rise > 0
 
     def _retreat(self, step_size: float) -> None:
         """To where the window began, whose step was too long."""

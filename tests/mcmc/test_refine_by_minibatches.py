@@ -200,7 +200,7 @@ def test_arguments_of_model_and_guide():
 
     result = refine(
         model,
-        {"x": torch.zeros(20)},
+        {"x": 2.0 + 0.2 * torch.randn(20, generator=torch.Generator().manual_seed(0))},
         5.0,
         kernel="sghmc",
         batches=[torch.full((20,), 7.0)] * 2,
@@ -234,6 +234,15 @@ def test_lost_chains_go_on_from_others():
     with pytest.warns(UserWarning, match="left the finite numbers after the warm-up.*Cure"):
         result = short(start, truncated, [torch.zeros(1)] * 2, max_epochs=100, num_chains=16)
     assert result.replaced > 0 and (result.get_samples()["x"] > 0).all()
+
+
+def test_chains_from_far_away_arrive():
+    """They are hot while they fall, which no shorter step would cure."""
+    far = {"weight": exact(64)["weight"] + 6 * SD}
+    result = short(far, num_chains=16, max_epochs=80)
+    assert result.choice.limit == "balance" and result.temperature < 2
+    standard = (result.get_samples()["weight"] - MEAN) / SD
+    assert standard.mean(0).abs().max() < 2
 
 
 @pytest.mark.parametrize("too_long", [4.0, 1e30])
