@@ -5,9 +5,21 @@ from __future__ import annotations
 
 from pyro_implicit.mcmc.chees import ChEES
 from pyro_implicit.mcmc.initial_params import warm_start
+from pyro_implicit.mcmc.minibatch_refined import MinibatchRefined
+from pyro_implicit.mcmc.minibatch_refinement import refine_by_minibatches
 from pyro_implicit.mcmc.noise_space import NoiseSpaceReparam
 from pyro_implicit.mcmc.refined import Refined
 from pyro_implicit.mcmc.refinement import refine
 from pyro_implicit.mcmc.teaching import Taught, teach
 
-__all__ = ["ChEES", "NoiseSpaceReparam", "Refined", "Taught", "refine", "teach", "warm_start"]
+__all__ = [
+    "ChEES",
+    "MinibatchRefined",
+    "NoiseSpaceReparam",
+    "Refined",
+    "Taught",
+    "refine",
+    "refine_by_minibatches",
+    "teach",
+    "warm_start",
+]

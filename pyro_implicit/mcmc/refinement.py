@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import pyro
 import torch
@@ -21,6 +21,8 @@ from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.mcmc.chain_files import load_chains, save_chains
 from pyro_implicit.mcmc.chains import Chains
 from pyro_implicit.mcmc.frame import FrameKind
+from pyro_implicit.mcmc.minibatch_refined import MinibatchRefined
+from pyro_implicit.mcmc.minibatch_refinement import refine_by_minibatches, refuse_hmc_options
 from pyro_implicit.mcmc.modes import Modes
 from pyro_implicit.mcmc.refined import Refined, collect
 from pyro_implicit.mcmc.spaces import Plan, density_of, start_chains
@@ -39,11 +41,33 @@ WARMUP_SHARE = 0.4
 LEAST_DRAWS = 12
 
 
+@overload
 def refine(
     model: Callable[..., Any],
     guide: Callable[..., Any] | Mapping[str, Tensor],
     *args: Any,
-    num_chains: int = 256,
+    batches: None = None,
+    **kwargs: Any,
+) -> Refined: ...
+
+
+@overload
+def refine(
+    model: Callable[..., Any],
+    guide: Callable[..., Any] | Mapping[str, Tensor],
+    *args: Any,
+    batches: Iterable[Any],
+    **kwargs: Any,
+) -> MinibatchRefined: ...
+
+
+def refine(
+    model: Callable[..., Any],
+    guide: Callable[..., Any] | Mapping[str, Tensor],
+    *args: Any,
+    kernel: Literal["hmc", "sghmc", "sgld"] = "hmc",
+    batches: Iterable[Any] | None = None,
+    num_chains: int | None = None,
     frame: Literal["auto", "diagonal", "low-rank", "full", "noise"] = "auto",
     quantities: Quantities | None = None,
     max_gradients: int = 4000,
@@ -57,7 +81,7 @@ def refine(
     progress: bool = True,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
-) -> Refined:
+) -> Refined | MinibatchRefined:
     r"""Moves draws of a guide to the posterior, side by side.
 
     Each draw starts a chain of Hamiltonian Monte Carlo. All chains move at once, in one vectorised
@@ -93,12 +117,17 @@ def refine(
     >>> result.stopped, f"{result.get_samples()['scale'].mean():.1f}"
     ('converged', '2.4')
 
-    :param model: a Pyro model of continuous latents, with all its data: nothing subsampled.
+    :param model: a Pyro model of continuous latents, with all its data: nothing subsampled, unless
+        ``batches`` are given.
     :param guide: any guide of this model, trained or not, or draws: a dict of constrained values by
         site, ``(num_draws, *site_shape)``, such as particles or an ensemble. Fewer draws than
         chains are taken in turn.
     :param args: the arguments of model and guide.
-    :param num_chains: at least 8.
+    :param kernel: ``"hmc"``, or of minibatches ``"sghmc"`` or ``"sgld"``.
+    :param batches: minibatches, a ``DataLoader`` for instance: all else is then done by
+        :func:`~pyro_implicit.mcmc.refine_by_minibatches`, which has parameters of its own and
+        returns a :class:`~pyro_implicit.mcmc.MinibatchRefined`.
+    :param num_chains: at least 8; by default 256, and 8 of minibatches.
     :param frame: ``"full"`` for the covariance, ``"low-rank"`` for its significant principal axes
         on a diagonal, ``"diagonal"``, or ``"noise"`` to walk on the noise of an injective
         :class:`~pyro_implicit.AutoImplicit` instead of the latents, for funnels. By default noise
@@ -135,6 +164,25 @@ def refine(
     2. Margossian, Hoffman, Sountsov, Riou-Durand, Vehtari and Gelman (2022), *Nested R-hat:
        Assessing the Convergence of Markov Chain Monte Carlo When Running Many Short Chains*.
     """
+    if kernel != "hmc" or batches is not None:
+        refuse_hmc_options(locals())
+        return refine_by_minibatches(
+            model,
+            guide,
+            *args,
+            batches=batches,
+            kernel=kernel,
+            num_chains=8 if num_chains is None else num_chains,
+            max_seconds=max_seconds,
+            max_draws=max_draws,
+            seed=seed,
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
+            progress=progress,
+            model_kwargs=model_kwargs,
+            **kwargs,
+        )
+    num_chains = 256 if num_chains is None else num_chains
     _check_arguments(num_chains, frame, max_gradients)
     kwargs = {**kwargs, **(model_kwargs or {})}
     if seed is not None:

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Minibatches, epoch after epoch, in an order that a resumed run meets again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from pyro.util import get_rng_state, set_rng_state
+from torch import Tensor
+
+__all__ = ["BatchStream"]
+
+NUM_PROBED = 16
+END = object()
+SPENT = (
+    "batches is empty, or exhausted after one pass. Cure: a DataLoader, a list, or an object whose "
+    "__iter__ starts anew, with at least one minibatch"
+)
+
+
+class BatchStream:
+    """Endless minibatches of an iterable that can be passed over many times.
+
+    The iterable draws from random streams of its own, so that its order neither depends on what
+    else is drawn meanwhile nor changes it.
+
+    **Example:**
+
+    >>> stream = BatchStream([torch.zeros(2), (torch.ones(2), torch.ones(3))])
+    >>> stream.epoch_length, [len(stream.next()) for _ in range(3)]
+    (2, [1, 2, 1])
+
+    :param batches: tuples of a model's arguments, or single arguments. Without ``len`` they are
+        counted, by one pass.
+    :ivar probed: the first sixteen, from several passes if need be.
+    :ivar epoch_length: how many there are in a pass.
+    :raises TypeError: for what is no iterable of them.
+    :raises ValueError: if there are none, or if they can be passed over only once.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+            raise TypeError(
+                "batches must be an iterable of tuples of the model's arguments, such as a "
+                f"DataLoader, but got a {type(batches).__name__}"
+            )
+        if isinstance(batches, Iterator):
+            raise ValueError(SPENT)
+        self._batches = batches
+        sampler = getattr(batches, "sampler", None)
+        owned = [getattr(part, "generator", None) for part in (batches, sampler)]
+        self._generators = [part for part in owned if isinstance(part, torch.Generator)]
+        self._iterator: Iterator[Any] = iter(())
+        self._place = 0
+        self._streams = self._epoch_start = self._own_streams()
+        start = self.state()
+        self.probed = [self.next() for _ in range(NUM_PROBED)]
+        self.restore(start)
+        self.epoch_length = self._count()
+
+    def next(self) -> tuple:
+        """The next minibatch."""
+        with self._inside():
+            batch = next(self._iterator, END)
+            if batch is END:
+                self._epoch_start, self._place = self._read_streams(), 0
+                self._iterator = iter(self._batches)
+                batch = next(self._iterator, END)
+            self._place += 1
+        if batch is END:
+            raise ValueError(SPENT)
+        return _as_tuple(batch)
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream is, for a checkpoint."""
+        return {"place": self._place, "epoch_start": self._epoch_start}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go to where another stream was; the epoch's minibatches before are read again."""
+        self._streams = self._epoch_start = state["epoch_start"]
+        self._iterator, self._place = iter(()), 0
+        for _ in range(state["place"]):
+            self.next()
+
+    def _count(self) -> int:
+        if isinstance(self._batches, Sized):
+            return len(self._batches)
+        with self._inside():
+            count = sum(1 for _ in self._batches)
+        self._streams = self._epoch_start
+        return count
+
+    def _own_streams(self) -> list[Any]:
+        """Those outside, but for torch's, from which the chains' noise comes."""
+        seed, outside = int(torch.randint(2**31, ())), get_rng_state()
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would touch GPUs, too
+        streams = self._read_streams()
+        set_rng_state(outside)
+        return streams
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """In the iterable's own random streams."""
+        outside = get_rng_state()
+        set_rng_state(self._streams[0])
+        for generator, state in zip(self._generators, self._streams[1:], strict=True):
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            self._streams = self._read_streams()
+            set_rng_state(outside)
+
+    def _read_streams(self) -> list[Any]:
+        return [get_rng_state(), *(generator.get_state() for generator in self._generators)]
+
+
+def _as_tuple(batch: Any) -> tuple:
+    if isinstance(batch, Mapping):
+        raise TypeError(
+            "batches gives dicts, but the model takes arguments by position. Cure: tuples, in the "
+            "order of the model's arguments"
+        )
+    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where many large draws are kept: in memory, or in one file for each snapshot of the chains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.mcmc.run_files import write_file
+
+__all__ = ["DrawStore"]
+
+
+class DrawStore:
+    """Snapshots of all chains, one after the other.
+
+    **Example:**
+
+    >>> store = DrawStore()
+    >>> store.append(torch.zeros(4, 3))
+    >>> store.append(torch.ones(4, 3))
+    >>> len(store), store.take(torch.tensor([3, 4, 0])).sum(-1)
+    (2, tensor([0., 3., 0.]))
+
+    :param folder: for the files; without it they stay in memory. Files are complete or not there at
+        all, and are mapped into memory when they are read.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self._count = 0
+        self._num_chains = 0
+        self._kept: list[Tensor] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    def begin(self) -> None:
+        """Check that no other run has left snapshots there.
+
+        :raises ValueError: if one has.
+        """
+        there = self._there()
+        if there:
+            raise ValueError(
+                f"the store {self.folder} holds {there} snapshots of another run. Cure: an empty "
+                "folder; a run that goes on wants its checkpoint, too"
+            )
+
+    def go_on(self, count: int) -> None:
+        """Go on after ``count`` snapshots; a killed run may have left more, which are replaced.
+
+        :raises ValueError: if there are fewer.
+        """
+        there = self._there()
+        if there < count:
+            raise ValueError(
+                f"the store {self.folder} holds {there} snapshots, but the checkpoint speaks of "
+                f"{count}. Cure: the folder that the run began with"
+            )
+        self._count = count
+        if count:
+            self._num_chains = len(self._snapshot(0))
+
+    def _there(self) -> int:
+        return 0 if self.folder is None else len(list(self.folder.glob("draws-*.pt")))
+
+    def append(self, draws: Tensor) -> None:
+        """One snapshot, ``(num_chains, d)``."""
+        self._num_chains = len(draws)
+        if self.folder is None:
+            self._kept.append(draws.cpu())
+        else:
+            write_file(self._path(self._count), draws.cpu().contiguous())
+        self._count += 1
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Draws ``(num_rows, d)``.
+
+        :param rows: counted over snapshots and, in each, over chains, ``(num_rows,)``.
+        """
+        snapshot, chain = rows // self._num_chains, rows % self._num_chains
+        taken: Tensor | None = None
+        for index in snapshot.unique().tolist():
+            where = snapshot == index
+            found = self._snapshot(index)[chain[where]]
+            if taken is None:
+                taken = found.new_empty(len(rows), found.shape[-1])
+            taken[where] = found
+        assert taken is not None
+        return taken
+
+    def _snapshot(self, index: int) -> Tensor:
+        if self.folder is None:
+            return self._kept[index]
+        return torch.load(self._path(index), map_location="cpu", mmap=True, weights_only=True)
+
+    def _path(self, index: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"draws-{index:06d}.pt"

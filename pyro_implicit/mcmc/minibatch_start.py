@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where chains that see minibatches start, and in which frame."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.mcmc.batch_stream import BatchStream
+from pyro_implicit.mcmc.frame import WhiteningFrame, estimate_frame
+from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
+from pyro_implicit.mcmc.minibatch_schedule import Schedule
+from pyro_implicit.mcmc.starts import finite_starts, latent_draws
+from pyro_implicit.mcmc.step_choice import MinibatchKernel
+
+__all__ = ["check_scaling", "minibatch_frame", "start_chains"]
+
+MAX_FULL_DIM = 100
+FRAME_DRAWS = 64
+LEAST_DRAWS = 20
+MAX_VALUES = 10**7  # drawn at once
+
+
+def check_scaling(density: MinibatchDensity, stream: BatchStream) -> None:
+    """Whether the model takes a minibatch for what it is.
+
+    :raises ValueError: if it plainly takes one for all data.
+    :warns UserWarning: if plate and minibatches disagree about the number of rows.
+    """
+    batches = stream.epoch_length
+    if batches > 1 and not density.scaled:
+        raise ValueError(
+            f"the model takes each of {batches} minibatches for all data: no observed site is "
+            "scaled. Cure: with pyro.plate('rows', number_of_all_rows, subsample_size=len(x)), or "
+            "poutine.scale"
+        )
+    if density.subsampled is None or not any(stream.probed):
+        return
+    name, size, full_size = density.subsampled
+    if not (batches - 1) * size < full_size < (batches + 1) * size:
+        share = full_size / size / batches
+        warnings.warn(
+            f"plate '{name}' has {full_size} rows in all, but {batches} minibatches of {size} make "
+            f"about {batches * size}, so that the likelihood counts {share:.3g} times. Cure: the "
+            "number of all rows as the plate's size",
+            stacklevel=4,
+        )
+
+
+@torch.no_grad()
+def minibatch_frame(
+    density: MinibatchDensity,
+    guide: Callable[..., Any] | Mapping[str, Tensor],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> WhiteningFrame:
+    """The frame of a guide's draws: of their covariance up to 100 dimensions, else their scales.
+
+    Coordinates that do not vary, and all if fewer than twenty draws are given, have the prior's
+    scales.
+    """
+    dim, given = density.latent_dim, None
+    if isinstance(guide, Mapping):
+        given = len(next(iter(guide.values()))) if guide else 0
+    count = given or (10 * dim if dim <= MAX_FULL_DIM else FRAME_DRAWS)
+    if dim <= MAX_FULL_DIM and count >= LEAST_DRAWS:
+        draws = latent_draws(density, guide, max(count, FRAME_DRAWS), args, kwargs)
+        draws = draws[draws.isfinite().all(-1)]
+        if len(draws) >= LEAST_DRAWS and bool((draws != draws[:1]).any(0).all()):
+            return estimate_frame(draws, "full")
+    chunk = max(1, min(count, MAX_VALUES // dim))
+    moments = _Moments(dim, density.init_loc)
+    if given:
+        moments.add(latent_draws(density, guide, count, args, kwargs))
+    else:
+        for start in range(0, count, chunk):
+            size = min(chunk, count - start)
+            moments.add(latent_draws(density, guide, size, args, kwargs))
+    scale = moments.sd()
+    fixed = scale == 0 if count >= LEAST_DRAWS else torch.ones_like(scale, dtype=torch.bool)
+    if fixed.any():
+        prior = _Moments(dim, density.init_loc)
+        for start in range(0, FRAME_DRAWS, chunk):
+            prior.add(density.sample_prior(min(chunk, FRAME_DRAWS - start)))
+        spread = prior.sd()
+        scale = torch.where(fixed, torch.where(spread > 0, spread, 1.0), scale)
+    return WhiteningFrame(moments.mean.clone(), scale)
+
+
+def start_chains(
+    density: MinibatchDensity,
+    guide: Any,
+    num_chains: int,
+    kernel: MinibatchKernel,
+    schedule: Schedule,
+    given_step: float | None,
+) -> MinibatchChains:
+    """Chains at draws of the guide.
+
+    :raises ValueError: for a guide of another model, and if the log-density is finite at none.
+    """
+    frame = minibatch_frame(density, guide, density.args, density.kwargs)
+    points = latent_draws(density, guide, num_chains, density.args, density.kwargs)
+    who = "those given" if isinstance(guide, Mapping) else "the guide"
+    starts = finite_starts(density.score, points, who)
+    position = frame.to_white(starts.points)
+    velocity = torch.randn_like(position)
+    return MinibatchChains(position, velocity, frame, kernel, schedule, given_step, starts.replaced)
+
+
+class _Moments:
+    """Means and standard deviations of draws, some at a time."""
+
+    def __init__(self, dim: int, like: Tensor) -> None:
+        self.count = 0
+        self.mean = like.new_zeros(dim)
+        self._squares = like.new_zeros(dim)
+
+    def add(self, draws: Tensor) -> None:
+        draws = draws[draws.isfinite().all(-1)]
+        for draw in draws:  # Welford's recursion: exact zeros for coordinates that do not vary
+            self.count += 1
+            change = draw - self.mean
+            self.mean = self.mean + change / self.count
+            self._squares = self._squares + change * (draw - self.mean)
+
+    def sd(self) -> Tensor:
+        return (self._squares / max(1, self.count - 1)).clamp(min=0).sqrt()

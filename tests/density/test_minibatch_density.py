@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One minibatch's log-density: unbiased, of the same rows until the next, and what is refused."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_implicit.density import LatentDensity, SubsampledError
+from pyro_implicit.density.minibatch_density import MinibatchDensity
+
+Y = torch.tensor([[0.1, 0.9], [2.0, -1.0], [3.0, 0.5]], dtype=torch.float64)
+
+
+def model(y):
+    loc = pyro.sample("loc", dist.Normal(y.new_zeros(()), 2.0))
+    scale = pyro.sample("scale", dist.LogNormal(y.new_zeros(()), 1.0))
+    with pyro.plate("rows", 6, subsample_size=len(y)):
+        pyro.sample("y", dist.Normal(loc, scale), obs=y)
+
+
+def test_mean_over_minibatches_is_the_whole():
+    latent = torch.randn(5, 2, dtype=torch.float64)
+    density = MinibatchDensity(model, batch=(Y[0],))
+    total, gradient = 0.0, 0.0
+    for part in Y:
+        density.use((part,))
+        log_density, score = density.score(latent)
+        total, gradient = total + log_density / 3, gradient + score / 3
+    expected = LatentDensity(model, Y.flatten()).score(latent)
+    assert torch.allclose(total, expected[0]) and torch.allclose(gradient, expected[1])
+    assert density.is_vectorized and density.scaled and density.subsampled == ("rows", 2, 6)
+
+
+def test_the_last_minibatch_may_be_smaller():
+    density = MinibatchDensity(model, batch=(Y[0],))
+    latent = torch.randn(2, 2, dtype=torch.float64)
+    density.score(latent)
+    density.use((Y[0, :1],))
+    expected = LatentDensity(model, Y[0, :1].expand(6)).log_prob(latent)
+    assert torch.allclose(density.log_prob(latent), expected)
+
+
+def drawing(y):
+    loc = pyro.sample("loc", dist.Normal(0.0, 2.0))
+    with pyro.plate("rows", len(y), subsample_size=2) as rows:
+        pyro.sample("y", dist.Normal(loc, 1.0), obs=y[rows])
+
+
+def test_rows_that_the_model_draws_are_kept_until_the_next_minibatch():
+    density = MinibatchDensity(drawing, torch.arange(50.0), batch=())
+    latent, found = torch.zeros(3, 1), []
+    for seed in (None, None, 1, 1):
+        density.use((), seed)
+        before = torch.get_rng_state()
+        first, again = density.log_prob(latent), density.log_prob(latent)
+        assert before.equal(torch.get_rng_state())
+        assert first.equal(again) and first[0] == first[2]
+        found.append(first[0].item())
+    assert found[0] != found[1] and found[2] == found[3]
+
+
+def test_refuses_latents_of_rows():
+    def local(y):
+        with pyro.plate("rows", 6, subsample_size=len(y)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    with pytest.raises(SubsampledError, match="latent 'z' lies in plate 'rows'.*2 of 6.*Cure"):
+        MinibatchDensity(local, batch=(Y[0],))
+
+
+def test_knows_whether_the_model_scales():
+    def plain(y):
+        loc = pyro.sample("loc", dist.Normal(0.0, 2.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(loc, 1.0), obs=y)
+
+    def by_hand(y):
+        loc = pyro.sample("loc", dist.Normal(0.0, 2.0))
+        pyro.factor("y", 3 * dist.Normal(loc, 1.0).log_prob(y).sum())
+
+    def handled(y):
+        with pyro.poutine.scale(scale=3.0):
+            plain(y)
+
+    y = Y[0].float()
+    assert not MinibatchDensity(plain, batch=(y,)).scaled
+    assert MinibatchDensity(by_hand, batch=(y,)).scaled
+    assert MinibatchDensity(handled, batch=(y,)).scaled

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""refine with minibatches: conjugate posteriors, what is returned, resumed, and refused."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta, AutoNormal
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from pyro_implicit.mcmc import MinibatchRefined, refine
+from pyro_implicit.mcmc import minibatch_chains as chains_module
+from pyro_implicit.mcmc import minibatch_refinement as module
+
+ROWS = 100
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(ROWS, 2, generator=GENERATOR, dtype=torch.float64) @ torch.tensor(
+    [[1.0, 0.8], [0.0, 0.6]], dtype=torch.float64
+)
+Y = X.sum(-1) + 0.5 * torch.randn(ROWS, generator=GENERATOR, dtype=torch.float64)
+PRECISION = X.T @ X / 0.25 + torch.eye(2) / 4
+MEAN = torch.linalg.solve(PRECISION, X.T @ Y / 0.25)
+COVARIANCE = torch.linalg.inv(PRECISION)
+SD = COVARIANCE.diagonal().sqrt()
+
+
+def regression(x, y):
+    weight = pyro.sample("weight", dist.Normal(x.new_zeros(2), 2.0).to_event(1))
+    with pyro.plate("rows", ROWS, subsample_size=len(x)):
+        pyro.sample("y", dist.Normal(x @ weight, 0.5), obs=y)
+
+
+def loader(batch_size=20):
+    return DataLoader(TensorDataset(X, Y), batch_size, shuffle=True)
+
+
+def exact(count, spread=1.0):
+    """Draws of the posterior, or of one narrower or wider."""
+    noise = torch.randn(count, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return {"weight": MEAN + spread * noise @ torch.linalg.cholesky(COVARIANCE).T}
+
+
+def short(guide=None, model=regression, batches=None, **options):
+    options = {"kernel": "sghmc", "max_epochs": 4, "seed": 0, "progress": False} | options
+    batches = loader() if batches is None else batches
+    return refine(model, exact(64) if guide is None else guide, batches=batches, **options)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "cycles"), [("sghmc", 0), ("sgld", 0), ("sghmc", 2)], ids=["sghmc", "sgld", "cycles"]
+)
+def test_moments_of_a_conjugate_posterior(kernel, cycles):
+    """From starts half as wide, in a frame that is half as wide."""
+    start = exact(400, 0.5)
+    result = short(start, kernel=kernel, cycles=cycles, num_chains=256, max_epochs=80)
+    draws = result.get_samples()["weight"]
+    assert result.choice.limit == "balance" and result.choice.heat < 0.12
+    assert draws.dtype == torch.float64
+    # 256 chains and some four relaxation times: five standard errors, and the heat.
+    assert ((draws.mean(0) - MEAN) / SD).abs().max() < 0.15
+    assert (draws.std(0) / SD - 1).abs().max() < 0.12
+    assert abs(draws.T.corrcoef()[0, 1] - COVARIANCE[0, 1] / SD.prod()) < 0.1
+
+
+def test_long_steps_heat_by_as_much_as_is_said():
+    data = TensorDataset(X, Y)  # rows drawn independently: shuffled ones err by less
+    drawn = DataLoader(data, 5, sampler=RandomSampler(data, True, ROWS))
+    result = short(exact(400), batches=drawn, num_chains=256, max_epochs=15, step_size=0.06)
+    assert result.choice.limit == "user" and result.choice.step_size == 0.06
+    variance = (result.get_samples()["weight"].var(0) / SD**2 - 1).mean()
+    assert result.choice.heat > 0.5
+    # All chains see the same minibatches: in a short run part of the heat moves them together.
+    assert 0.3 < variance / result.choice.heat < 1.3
+    assert abs((result.temperature - 1) / result.choice.heat - 1) < 0.35
+
+
+def test_what_is_returned():
+    result = short(max_draws=10)
+    grouped, flat = result.get_samples(group_by_chain=True), result.get_samples()
+    assert isinstance(result, MinibatchRefined)
+    assert result.num_chains == 8 and grouped["weight"].shape == (8, result.num_draws, 2)
+    assert 6 <= result.num_draws <= 10
+    assert flat["weight"].equal(grouped["weight"].flatten(0, 1))
+    assert result.get_samples(7)["weight"].shape == (7, 2)
+    assert result.get_samples(7, group_by_chain=True)["weight"].shape == (8, 7, 2)
+    parts = list(result.stream(13))
+    assert [len(part["weight"]) for part in parts[:-1]] == [13] * (len(parts) - 1)
+    by_snapshot = grouped["weight"].transpose(0, 1).flatten(0, 1)
+    assert torch.cat([part["weight"] for part in parts]).equal(by_snapshot)
+    assert result.diagnostics()["weight"]["r_hat"].shape == (2,)
+    assert result.epochs == 4 and result.stopped == "max_epochs"
+    assert "step, bounded by" in str(result) and "full" in str(result)
+    assert result.num_gradients > 20 and result.replaced == 0
+
+
+def test_summary_prints(capsys):
+    short().summary()
+    assert "weight[0]" in capsys.readouterr().out
+
+
+def test_draws_on_disk_are_those_in_memory(tmp_path):
+    first, second = short(), short(store=tmp_path / "draws")
+    assert first.get_samples()["weight"].equal(second.get_samples()["weight"])
+    assert len(list((tmp_path / "draws").iterdir())) == second.num_draws
+    with pytest.raises(ValueError, match="snapshots of another run.*Cure"):
+        short(store=tmp_path / "draws")
+
+
+def test_seeds_give_equal_bits():
+    first, second, other = (short(seed=seed).get_samples()["weight"] for seed in (3, 3, 4))
+    assert first.equal(second) and not first.equal(other)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kill_at"), [("sghmc", 4), ("sghmc", 13), ("sgld", 13)]
+)  # in the warm-up, and after it
+def test_killed_and_resumed_gives_equal_bits(tmp_path, monkeypatch, kill_at, kernel):
+    file = tmp_path / "run" / "chains.pt"
+    options = {"checkpoint_every": 3, "kernel": kernel}
+    whole = short(**options)
+    advance = module.MinibatchChains.advance
+
+    def dying(self, *args):
+        if self.step == kill_at:
+            raise Killed
+        return advance(self, *args)
+
+    monkeypatch.setattr(module.MinibatchChains, "advance", dying)
+    with pytest.raises(Killed):
+        short(checkpoint=file, **options)
+    monkeypatch.undo()
+    for _ in range(2):  # to the end, and after it
+        result = short(checkpoint=file, **options)
+        assert result.get_samples()["weight"].equal(whole.get_samples()["weight"])
+        assert result.num_gradients == whole.num_gradients
+        assert result.choice == whole.choice
+    with pytest.raises(ValueError, match="Cure: another file"):
+        short(checkpoint=file, max_epochs=9)
+
+
+def test_killed_before_the_second_checkpoint(tmp_path, monkeypatch):
+    """Draws are there that the checkpoint knows nothing of."""
+    whole = short()
+    file, append = tmp_path / "chains.pt", module.DrawStore.append
+
+    def dying(self, draws):
+        append(self, draws)
+        if len(self) == 3:
+            raise Killed
+
+    monkeypatch.setattr(module.DrawStore, "append", dying)
+    with pytest.raises(Killed):
+        short(checkpoint=file)
+    monkeypatch.undo()
+    assert short(checkpoint=file).get_samples()["weight"].equal(whole.get_samples()["weight"])
+
+
+def test_seconds_end_warm_up_and_run():
+    began = time.perf_counter()
+    result = short(max_epochs=10**4, max_seconds=2.0)
+    assert result.stopped == "max_seconds" and result.num_draws >= 1
+    assert time.perf_counter() - began < 20.0
+    assert result.warmup_gradients < result.num_gradients
+
+
+def test_a_point_starts_in_the_scales_of_the_prior():
+    result = short(AutoDelta(regression))
+    again = short({"weight": MEAN.unsqueeze(0)})
+    assert result.frame == again.frame == "diagonal"
+    largest = 4 / torch.linalg.eigvalsh(COVARIANCE).min()  # the prior's variance is 4
+    for found in (result, again):
+        assert 0.5 < found.choice.curvature / largest < 3  # of minibatches
+
+
+def test_many_dimensions_have_a_diagonal_frame():
+    def model(y):
+        x = pyro.sample("x", dist.Normal(torch.zeros(150), 1.0).to_event(1))
+        with pyro.plate("rows", 8, subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(x.mean(), 1.0), obs=y)
+
+    guide = AutoNormal(model, init_scale=0.3)
+    result = short(guide, model, [torch.zeros(4), torch.ones(4)], max_epochs=20)
+    assert result.frame == "diagonal" and result.get_samples()["x"].shape[-1] == 150
+
+
+def test_arguments_of_model_and_guide():
+    def model(shift, y, *, seed):
+        x = pyro.sample("x", dist.Normal(torch.tensor(seed), 1.0))
+        with pyro.plate("rows", 40, subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(x + shift, 1.0), obs=y)
+
+    result = refine(
+        model,
+        {"x": 2.0 + 0.2 * torch.randn(20, generator=torch.Generator().manual_seed(0))},
+        5.0,
+        kernel="sghmc",
+        batches=[torch.full((20,), 7.0)] * 2,
+        max_epochs=100,
+        seed=0,
+        progress=False,
+        model_kwargs={"seed": 2.0},
+    )
+    assert abs(result.get_samples()["x"].mean() - 2.0) < 0.3
+
+
+def test_a_model_that_draws_its_own_rows():
+    def model():
+        weight = pyro.sample("weight", dist.Normal(X.new_zeros(2), 2.0).to_event(1))
+        with pyro.plate("rows", ROWS, subsample_size=20) as rows:
+            pyro.sample("y", dist.Normal(X[rows] @ weight, 0.5), obs=Y[rows])
+
+    first, second = (short(model=model, batches=[()] * 5) for _ in range(2))
+    assert first.get_samples()["weight"].equal(second.get_samples()["weight"])
+    assert first.choice.noise > 0 and first.choice.curvature < 10
+
+
+def test_lost_chains_go_on_from_others():
+    def truncated(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("positive", torch.where(x > 0, 0.0, -torch.inf))
+        with pyro.plate("rows", 2, subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+    start = {"x": torch.rand(50) + 0.1}
+    with pytest.warns(UserWarning, match="left the finite numbers after the warm-up.*Cure"):
+        result = short(start, truncated, [torch.zeros(1)] * 2, max_epochs=100, num_chains=16)
+    assert result.replaced > 0 and (result.get_samples()["x"] > 0).all()
+
+
+def test_chains_from_far_away_arrive():
+    """They are hot while they fall, which no shorter step would cure."""
+    far = {"weight": exact(64)["weight"] + 6 * SD}
+    result = short(far, num_chains=16, max_epochs=80)
+    assert result.choice.limit == "balance" and result.temperature < 2
+    standard = (result.get_samples()["weight"] - MEAN) / SD
+    assert standard.mean(0).abs().max() < 2
+
+
+@pytest.mark.parametrize("too_long", [4.0, 1e30])
+def test_a_step_that_is_too_long_at_first_is_taken_back(monkeypatch, too_long):
+    """Too hot at the end of a window, or out of the finite numbers before."""
+    choose, count = chains_module.choose_step, 0
+
+    def misled(*args):
+        nonlocal count
+        count += 1
+        choice = choose(*args)
+        return choice._replace(step_size=too_long) if count == 1 else choice
+
+    monkeypatch.setattr(chains_module, "choose_step", misled)
+    monkeypatch.setattr(chains_module, "stable_step", lambda *_: math.inf)
+    result = short(num_chains=16, max_epochs=40)
+    standard = (result.get_samples()["weight"] - MEAN) / SD
+    assert standard.abs().max() < 8 and result.temperature < 1.5
+    assert (result.replaced > 0) == (too_long > 100)
+
+
+def test_starts_without_a_finite_density():
+    start = exact(16)
+    start["weight"][:3] = torch.nan
+    with pytest.warns(UserWarning, match="not finite at 3 of 16"):
+        assert short(start, num_chains=16).replaced == 3
+    start["weight"][:] = torch.nan
+    with pytest.raises(ValueError, match="finite at none of 16 draws.*Cure"):
+        short(start, num_chains=16)
+
+
+def test_a_step_that_is_far_too_long():
+    with pytest.raises(RuntimeError, match="all 8 chains left.*Cure"):
+        short(step_size=1e3, max_epochs=100)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kernel": "hmc"}, "kernel must be one of .*Metropolis"),
+        ({"batches": []}, "batches is empty.*Cure"),
+        ({"num_chains": 0}, "num_chains must be positive"),
+        ({"max_epochs": 0}, "max_epochs must be positive"),
+        ({"step_size": -1.0}, "step_size must be positive"),
+        ({"cycles": -1}, "cycles"),
+        ({"max_gradients": 100}, "max_gradients is for kernel='hmc'.*Cure.*max_epochs"),
+        ({"frame": "full"}, "frame is for kernel='hmc'"),
+    ],
+)
+def test_refuses_settings(change, message):
+    with pytest.raises(ValueError, match=message):
+        short(**change)
+
+
+def test_refuses_missing_batches():
+    with pytest.raises(ValueError, match="kernel='sgld' wants batches.*Cure"):
+        refine(regression, exact(8), X, Y, kernel="sgld", progress=False)
+
+
+def test_refuses_a_model_that_takes_a_minibatch_for_all_data():
+    def unscaled(x, y):
+        weight = pyro.sample("weight", dist.Normal(x.new_zeros(2), 2.0).to_event(1))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Normal(x @ weight, 0.5), obs=y)
+
+    with pytest.raises(ValueError, match="each of 5 minibatches for all data.*Cure"):
+        short(model=unscaled)
+    assert short(model=unscaled, batches=loader(100), max_epochs=20).choice.noise < 1e-9
+
+
+def test_warns_of_another_number_of_rows():
+    few = DataLoader(TensorDataset(X[:60], Y[:60]), 20)
+    with pytest.warns(UserWarning, match="100 rows in all, but 3 minibatches of 20.*1.67 times"):
+        short(batches=few)

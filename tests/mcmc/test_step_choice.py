@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What bounds the step of minibatch chains, and when they leave draws."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pyro_implicit.mcmc.minibatch_schedule import Schedule
+from pyro_implicit.mcmc.step_choice import Probe, choose_step, judge, probe
+
+
+@pytest.mark.parametrize("kernel", ["sghmc", "sgld"])
+def test_heat_balances_what_is_left_of_the_start(kernel):
+    choice = choose_step(kernel, Probe(2.0, 20.0, 0), 4000)
+    assert choice.limit == "balance" and math.isclose(choice.heat * choice.relaxations, 1.0)
+    longer = choose_step(kernel, Probe(2.0, 20.0, 0), 16_000)
+    assert math.isclose(longer.heat, choice.heat / 2)
+
+
+@pytest.mark.parametrize("kernel", ["sghmc", "sgld"])
+def test_short_runs_stay_cool(kernel):
+    choice = choose_step(kernel, Probe(2.0, 1e4, 0), 1000)
+    assert choice.limit == "heat" and math.isclose(choice.heat, 0.5) and choice.relaxations < 2
+
+
+def test_stable_steps():
+    sghmc, sgld = (choose_step(kernel, Probe(100.0, 0.0, 0), 10) for kernel in ("sghmc", "sgld"))
+    assert sghmc.limit == sgld.limit == "stability"
+    assert math.isclose(sghmc.step_size, 0.1)
+    # the variance of the narrowest direction, too large by 1 / (1 - h^2 lambda / 4)
+    assert math.isclose(sgld.step_size**2 * 100 / 4, 0.05)
+    assert judge("sghmc", Probe(100.0, 2.0, 0), 10, 0.5, "user").heat == 0.5
+
+
+@pytest.mark.parametrize("dim", [5, 3_000_000])
+def test_probe(dim):
+    """Also where the gradients of few chains fill the memory."""
+    torch.manual_seed(0)
+    noises = [
+        2.0 * torch.randn(dim) if dim < 10 else torch.tensor(2.0 * (-1) ** k) for k in range(4)
+    ]
+    position = torch.zeros(10, 1).expand(10, dim)
+    found = probe([lambda z, noise=noise: noise - 3 * z for noise in noises], position)
+    assert abs(found.curvature - 3) < 1e-3 and found.noise > 0
+    assert found.gradients == 4 + 2 * 7
+
+
+@pytest.mark.parametrize(
+    ("steps", "cycles"), [(1, 0), (7, 0), (100, 0), (2000, 0), (13, 3), (100, 3), (2000, 3)]
+)
+def test_draws_and_steps(steps, cycles):
+    schedule = Schedule(steps, round(0.3 * steps), cycles, max_draws=20)
+    kept = [step for step in range(steps) if schedule.keeps(step)]
+    factors = [schedule.factor(step) for step in range(steps)]
+    assert 1 <= len(kept) <= 20 and min(kept) >= schedule.warmup
+    assert all(
+        factors[step] <= 1 + 1e-9 for step in kept
+    )  # cyclical draws too are no hotter than chosen
+    assert max(factors) == (4 if cycles else 1) and min(factors) > 0
+    if steps == 2000:
+        assert len(kept) >= 15 and kept[-1] == steps - 1
+        assert factors[0] == 4 / 600 and schedule.windows == {150, 300, 600}
+
+
+@pytest.mark.parametrize(("steps", "draws"), [(10, 20), (1000, 2)])
+def test_too_many_cycles(steps, draws):
+    with pytest.raises(ValueError, match="cycles must be at most 2.*Cure"):
+        Schedule(steps, round(0.3 * steps), 3, draws)
