@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.fitting.arguments import refuse_misplaced
 from pyro_implicit.fitting.checkpoint import same_start
 from pyro_implicit.fitting.losses import default_loss
+from pyro_implicit.fitting.minibatch_stages import fit_batches, refine_batches
 from pyro_implicit.fitting.plan import (
     MAX_DENSE_DIM,
     MOST_GRADIENTS,
@@ -28,6 +29,7 @@ from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoSemiImplicit
 from pyro_implicit.guides.names import own_names
+from pyro_implicit.mcmc.batch_stream import BatchStream
 
 __all__ = ["fit"]
 
@@ -36,6 +38,8 @@ def fit(
     model: Callable[..., Any],
     guide: str | AutoGuide | Callable[..., Any] = "auto",
     *args: Any,
+    batches: Iterable[Any] | None = None,
+    epochs: int = 10,
     loss: Trace_ELBO | None = None,
     num_steps: int = 3000,
     lr: float = 0.01,
@@ -110,6 +114,13 @@ def fit(
     :param model: a Pyro model with continuous latents.
     :param guide: ``"auto"``, or a guide to be trained in place.
     :param args: of the model, as ``kwargs``.
+    :param batches: minibatches, a ``DataLoader`` for instance: tuples of the arguments that follow
+        ``args``, or single ones. The model scales each to all data, by
+        ``pyro.plate(name, number_of_all_rows, subsample_size=len(x))``. Of at most 100 latents an
+        :class:`AutoSemiImplicit` is trained, of more an ``AutoNormal``, and ``refine=True`` moves
+        its draws by stochastic gradients (:func:`~pyro_implicit.mcmc.refine_by_minibatches`).
+    :param epochs: passes over ``batches``, of the training, and of the chains; in place of
+        ``num_steps``.
     :param loss: by which a given guide is trained; by default that of
         :func:`~pyro_implicit.fitting.default_loss`.
     :param num_steps: of each training, at most: it is slowed down once the smoothed loss stands
@@ -155,6 +166,12 @@ def fit(
         "checkpoint_every": checkpoint_every,
         "progress": progress,
     }
+    if batches is not None:
+        stages.batches = BatchStream(batches)
+        stages.num_steps = epochs * stages.batches.epoch_length
+        with stages.leaving_no_names():
+            result = fit_batches(stages, guide, loss)
+            return refine_batches(stages, epochs) if refine is True else result
     if not isinstance(guide, str):
         loss = loss or default_loss(guide, num_particles, *args, model_kwargs=kwargs)
         return _fit_given(stages, guide, loss, refine is True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide, AutoNormal, init_to_value
+from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import Modes, find_modes
@@ -35,6 +36,7 @@ from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.names import forget, own_names
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.mcmc import Refined, refine, teach
+from pyro_implicit.mcmc.batch_stream import BatchStream
 from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.ops.importance import SmoothedWeights, pareto_smoothed
 
@@ -79,6 +81,7 @@ class Stages:
         self.result = Fit(source=(model, args, kwargs))
         self.candidates: list[Candidate] = []
         self.guides: list[AutoGuide] = []
+        self.batches: BatchStream | None = None
         self.in_training: tuple[str, Any] | None = None
         self.trained = model
         """The model, of fixed parameters once they are learnt."""
@@ -110,6 +113,7 @@ class Stages:
             guide,
             loss,
             *self.args,
+            batches=self.batches,
             schedule=Schedule(num_steps=num_steps or self.num_steps, lr=self.lr),
             name=name,
             max_seconds=self.limit.left(time_share),
@@ -299,10 +303,8 @@ class Stages:
 
     def train_mean_field(self, density: LatentDensity) -> Fit:
         """A rough guide of many latents, for :meth:`refine` to start from."""
-        # Between the medians and a draw: weights of a network that are all the same stay so.
-        middle, drawn = density.init_loc, density.sample_prior(1)[0]
-        start = density.constrain(middle + ROUGH_SPREAD * (drawn - middle))
-        guide = own_names(AutoNormal(self.model, init_loc_fn=init_to_value(values=start)))
+        start = init_to_value(values=density.constrain(between(density)))
+        guide = own_names(AutoNormal(self.model, init_loc_fn=start))
         loss = ImplicitELBO(min(self.num_particles, ROUGH_PARTICLES), nonfinite="skip")
         steps = min(self.num_steps, ROUGH_STEPS)
         return self.train_alone("mean-field", guide, loss, time_share=0.3, num_steps=steps)
@@ -327,15 +329,19 @@ class Stages:
                 self._teach(refined)
             else:
                 line.outcome += f"; {describe_drift(refined.drift)}"
-                warnings.warn(
+                self.warn(
                     f"fit's chains stopped at {refined.stopped} before they had settled: "
                     f"{describe_drift(refined.drift)}. Cure: refine(model, result.guide, ...) with "
-                    "more max_gradients, or a reparameterised model",
-                    stacklevel=3,
+                    "more max_gradients, or a reparameterised model"
                 )
         if line.error is not None:
-            warnings.warn(f"fit did not refine its draws: {reason(line.error)}", stacklevel=3)
+            self.warn(f"fit did not refine its draws: {reason(line.error)}")
         return result
+
+    @staticmethod
+    def warn(message: str) -> None:
+        """On behalf of ``fit``'s caller."""
+        warnings.warn(message, stacklevel=5)
 
     def _teach(self, refined: Refined) -> None:
         """Leave what the chains found in the rough guide: of a Gaussian, that is their moments."""
@@ -400,6 +406,15 @@ def _still_falls(losses: list[float]) -> bool:
     middle, last = values[len(values) // 2 :][:size], values[-size:]
     error = (middle.var() + last.var()).nan_to_num().sqrt().item() / size**0.5
     return (middle.nanmean() - last.nanmean()).item() > 0.1 + 3 * error
+
+
+def between(density: LatentDensity) -> Tensor:
+    """A start between the prior's medians and one of its draws: weights of a network that are all
+    the same stay so, and those of its prior are far too large.
+    """
+    drawn = density.sample_prior(1)
+    step = ROUGH_SPREAD * (drawn[0] - density.init_loc) if len(drawn) else 0.0
+    return density.init_loc + step
 
 
 def _is_reliable(weights: SmoothedWeights, least: float) -> bool:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
 from pyro_implicit.infer import InjectiveELBO
 from pyro_implicit.infer.engine.networks import NetworkELBO
+from pyro_implicit.mcmc.batch_stream import BatchStream
 
 __all__ = ["Schedule", "train"]
 
@@ -81,6 +82,7 @@ class _State:
     losses: list[float] = field(default_factory=list)
     decay_start: int | None = None
     finished: bool = False
+    batches: dict[str, Any] | None = None
 
 
 def train(
@@ -88,6 +90,7 @@ def train(
     guide: Callable[..., Any],
     loss: Trace_ELBO,
     *args: Any,
+    batches: BatchStream | None = None,
     schedule: Schedule | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 500,
@@ -115,6 +118,7 @@ def train(
 
     :param loss: any of Pyro's or this library's ELBOs.
     :param args: of model and guide, as ``kwargs``.
+    :param batches: minibatches, each the arguments that follow ``args`` in one step.
     :param checkpoint: a folder with a file of this ``name``, from which a killed run goes on, to
         the same last bit.
     :param checkpoint_every: steps between two writings.
@@ -130,6 +134,9 @@ def train(
     schedule = schedule or Schedule()
     kwargs = {**kwargs, **(model_kwargs or {})}
     state = _State()
+    shared = args
+    if batches is not None:
+        args = (*shared, *batches.probed[0])
     parameters = _parameters(model, guide, loss, args, kwargs)
     optimiser = torch.optim.Adam(list(parameters.values()), lr=schedule.lr)
     optimisers: dict[str, torch.optim.Optimizer] = {"": optimiser}
@@ -140,6 +147,8 @@ def train(
     file = None if checkpoint is None else Path(checkpoint) / f"{name}.pt"
     if file is not None and file.exists():
         load_checkpoint(file, state, parameters, optimisers, loss)
+        if batches is not None and state.batches is not None:
+            batches.restore(state.batches)
     first, last = len(state.losses), schedule.num_steps
     latest_decay = last - round(last * schedule.decay)
     began = time.perf_counter()
@@ -154,12 +163,15 @@ def train(
         clock = (time.perf_counter() - began) / max_seconds
         for group in optimiser.param_groups:
             group["lr"] = min(schedule.rate(step, decay_start), schedule.rate_by_clock(clock))
+        if batches is not None:
+            args = (*shared, *batches.next())
         state.losses.append(_step(model, guide, loss, optimiser, schedule.clip_norm, args, kwargs))
         _check_finite(state.losses)
         is_exact = may_stop and schedule.is_exact(state.losses, loss.num_particles)
         by_steps = step + 1 >= decay_start + round(last * schedule.decay)
         state.finished = is_exact or by_steps or clock >= 1
         if file is not None and (state.finished or (step + 1) % checkpoint_every == 0):
+            state.batches = None if batches is None else batches.state()
             save_checkpoint(file, state, parameters, optimisers, loss)
         bar.update()
         if step % 50 == 0:

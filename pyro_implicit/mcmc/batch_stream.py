@@ -35,6 +35,7 @@ class BatchStream:
 
     :param batches: tuples of a model's arguments, or single arguments. Without ``len`` they are
         counted, by one pass.
+    :ivar batches: the iterable.
     :ivar probed: the first sixteen, from several passes if need be.
     :ivar epoch_length: how many there are in a pass.
     :raises TypeError: for what is no iterable of them.
@@ -49,7 +50,7 @@ class BatchStream:
             )
         if isinstance(batches, Iterator):
             raise ValueError(SPENT)
-        self._batches = batches
+        self.batches = batches
         sampler = getattr(batches, "sampler", None)
         owned = [getattr(part, "generator", None) for part in (batches, sampler)]
         self._generators = [part for part in owned if isinstance(part, torch.Generator)]
@@ -67,7 +68,7 @@ class BatchStream:
             batch = next(self._iterator, END)
             if batch is END:
                 self._epoch_start, self._place = self._read_streams(), 0
-                self._iterator = iter(self._batches)
+                self._iterator = iter(self.batches)
                 batch = next(self._iterator, END)
             self._place += 1
         if batch is END:
@@ -86,10 +87,10 @@ class BatchStream:
             self.next()
 
     def _count(self) -> int:
-        if isinstance(self._batches, Sized):
-            return len(self._batches)
+        if isinstance(self.batches, Sized):
+            return len(self.batches)
         with self._inside():
-            count = sum(1 for _ in self._batches)
+            count = sum(1 for _ in self.batches)
         self._streams = self._epoch_start
         return count
 

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``fit`` does with minibatches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyro.infer import Trace_ELBO
+from pyro.infer.autoguide import AutoNormal, init_to_value
+
+from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.fitting.losses import default_loss
+from pyro_implicit.fitting.plan import MAX_DENSE_DIM
+from pyro_implicit.fitting.result import Fit, reason
+from pyro_implicit.fitting.stages import Stages, between
+from pyro_implicit.guides import AutoSemiImplicit
+from pyro_implicit.guides.names import own_names
+from pyro_implicit.infer import ImplicitELBO
+from pyro_implicit.mcmc import refine
+from pyro_implicit.mcmc.minibatch_start import check_scaling
+
+__all__ = ["fit_batches", "refine_batches"]
+
+FEW_PARTICLES, PARTICLES, INIT_SCALE = 2, 8, 0.05
+
+
+def fit_batches(stages: Stages, guide: Any, loss: Trace_ELBO | None) -> Fit:
+    """Train a guide on minibatches: one that was given, or one of this model's size.
+
+    Of at most 100 latents that is an :class:`AutoSemiImplicit`, of more an ``AutoNormal``, which
+    starts narrow, between the prior's medians and one of its draws: a network needs small weights
+    that differ.
+
+    :param guide: or ``"auto"``.
+    :param loss: of a given guide.
+    """
+    assert stages.batches is not None
+    first = stages.batches.probed[0]
+    density = MinibatchDensity(stages.model, *stages.args, batch=first, model_kwargs=stages.kwargs)
+    check_scaling(density, stages.batches)
+    if not isinstance(guide, str):
+        particles = min(stages.num_particles, PARTICLES)
+        everything = (*stages.args, *first)
+        loss = loss or default_loss(guide, particles, *everything, model_kwargs=stages.kwargs)
+        return stages.train_alone("guide", guide, loss)
+    if density.latent_dim <= MAX_DENSE_DIM:
+        guide = own_names(AutoSemiImplicit(stages.model, init_scale=INIT_SCALE))
+        loss = default_loss(guide, min(stages.num_particles, PARTICLES))
+        return stages.train_alone("semi-implicit", guide, loss)
+    start = init_to_value(values=density.constrain(between(density)))
+    guide = own_names(AutoNormal(stages.model, init_loc_fn=start, init_scale=INIT_SCALE))
+    loss = ImplicitELBO(min(stages.num_particles, FEW_PARTICLES), nonfinite="skip")
+    return stages.train_alone("mean-field", guide, loss)
+
+
+def refine_batches(stages: Stages, epochs: int) -> Fit:
+    """Move draws of the guide by stochastic gradient Hamiltonian Monte Carlo.
+
+    :param epochs: passes over the data.
+    """
+    assert stages.batches is not None
+    result = stages.result
+    with result.attempt("refine") as line:
+        refined: Any = refine(
+            stages.model,
+            result.guide,
+            *stages.args,
+            kernel="sghmc",
+            batches=stages.batches.batches,
+            max_epochs=epochs,
+            progress=stages.files["progress"],
+            model_kwargs=stages.kwargs,
+        )
+        result.refined = refined
+        line.outcome = f"{refined.num_gradients} gradients, step by {refined.choice.limit}"
+    if line.error is not None:
+        stages.warn(f"fit did not refine its draws: {reason(line.error)}")
+    return result
