@@ -44,7 +44,7 @@ def fit_batches(stages: Stages, guide: Any, loss: Trace_ELBO | None) -> Fit:
         loss = loss or default_loss(guide, particles, *everything, model_kwargs=stages.kwargs)
         return stages.train_alone("guide", guide, loss)
     if density.latent_dim <= MAX_DENSE_DIM:
-        guide = own_names(AutoSemiImplicit(stages.model, init_scale=INIT_SCALE))
+        guide = own_names(AutoSemiImplicit(stages.model, frame=None, init_scale=INIT_SCALE))
         loss = default_loss(guide, min(stages.num_particles, PARTICLES))
         return stages.train_alone("semi-implicit", guide, loss)
     start = init_to_value(values=density.constrain(between(density)))

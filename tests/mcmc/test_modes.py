@@ -26,7 +26,7 @@ def bimodal():
 def mixture(model, locs=(-9.0, 9.0), scale=1.5, weights=(0.5, 0.5), kind=AutoImplicit):
     generator = AutoregressiveGenerator if kind is AutoImplicit else None
     parts = [
-        kind(model, generator, base_guide=Frame(torch.tensor([loc]), torch.tensor([scale])))
+        kind(model, generator, frame=Frame(torch.tensor([loc]), torch.tensor([scale])))
         for loc in locs
     ]
     return AutoMixture(model, parts, log_weights=torch.tensor(weights).log())

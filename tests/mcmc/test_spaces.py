@@ -26,7 +26,7 @@ def funnel():
 
 def injective(model, latent_dim):
     frame = Frame(torch.zeros(latent_dim), torch.ones(latent_dim))
-    guide = AutoImplicit(model, AutoregressiveGenerator, base_guide=frame)
+    guide = AutoImplicit(model, AutoregressiveGenerator, frame=frame)
     guide()
     return guide
 
@@ -72,7 +72,7 @@ def test_a_bent_guide_gives_way_to_the_latents(frame):
     """A Gaussian, but the guide thinks it a funnel."""
     torch.manual_seed(0)
     frame_of_guide = Frame(torch.zeros(3), torch.ones(3))
-    guide = AutoImplicit(gaussian, bent, base_guide=frame_of_guide)
+    guide = AutoImplicit(gaussian, bent, frame=frame_of_guide)
     guide()
     chains = begin(gaussian, guide, frame)
     if frame == "noise":
@@ -98,7 +98,7 @@ def test_the_space_survives_a_checkpoint(tmp_path):
     def run(**options):
         pyro.clear_param_store()
         torch.manual_seed(0)
-        guide = AutoImplicit(gaussian, bent, base_guide=Frame(torch.zeros(3), torch.ones(3)))
+        guide = AutoImplicit(gaussian, bent, frame=Frame(torch.zeros(3), torch.ones(3)))
         options |= {"num_chains": 16, "max_gradients": 60, "seed": 0, "progress": False}
         return refine(gaussian, guide, **options)
 
