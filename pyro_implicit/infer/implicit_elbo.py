@@ -181,6 +181,19 @@ class ImplicitELBO(StatefulELBO):
         guide_trace.compute_score_parts()
         yield self._weighed(model_trace, guide_trace)
 
+    def _losses(
+        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Shares of the loss, constants, each with a surrogate that has its gradient.
+
+        :raises NonFiniteError: if a share is not a number, naming the sites to blame.
+        """
+        for pair in self._get_traces(model, guide, args, kwargs):
+            loss, surrogate = loss_and_surrogate(*pair)
+            if not math.isfinite(loss):  # the one thing in a step that is read from the device
+                refuse_nonfinite(*pair, type(self).__name__, self.num_steps)
+            yield loss / self.num_particles, surrogate / self.num_particles
+
     def _transport(self, site: ImplicitSite) -> Tensor | None:
         if site.name not in self.state.checked_sites:
             self.check_site(site)
@@ -207,10 +220,7 @@ class ImplicitELBO(StatefulELBO):
         """:returns: an estimate of the negative ELBO (nan for a skipped one)."""
         try:
             with torch.no_grad():
-                return sum(
-                    self._check(loss_and_surrogate(*pair)[0], *pair) / self.num_particles
-                    for pair in self._get_traces(model, guide, args, kwargs)
-                )
+                return sum(float(loss) for loss, _ in self._losses(model, guide, args, kwargs))
         except NonFiniteError as error:
             self._skip(error)
             return math.nan
@@ -225,10 +235,8 @@ class ImplicitELBO(StatefulELBO):
         self.num_steps += 1
         total: Any = 0.0
         try:
-            for pair in self._get_traces(model, guide, args, kwargs):
-                loss, surrogate = loss_and_surrogate(*pair)
-                self._check(loss, *pair)
-                total = total + (loss + (surrogate - surrogate.detach())) / self.num_particles
+            for loss, surrogate in self._losses(model, guide, args, kwargs):
+                total = total + (loss + (surrogate - surrogate.detach()))
         except NonFiniteError as error:
             self._skip(error)
             return torch.full((), math.nan, requires_grad=True)
@@ -243,11 +251,9 @@ class ImplicitELBO(StatefulELBO):
         total = 0.0
         with poutine.trace(param_only=True) as capture:
             try:
-                for pair in self._get_traces(model, guide, args, kwargs):
-                    loss, surrogate = loss_and_surrogate(*pair)
-                    total += self._check(loss, *pair) / self.num_particles
+                for loss, surrogate in self._losses(model, guide, args, kwargs):
+                    total += float(loss)
                     if surrogate.requires_grad:
-                        surrogate = surrogate / self.num_particles
                         surrogate.backward(retain_graph=self.retain_graph)
                 check_gradients(capture.trace, type(self).__name__, self.num_steps)
                 return total
@@ -256,16 +262,6 @@ class ImplicitELBO(StatefulELBO):
         for site in capture.trace.nodes.values():
             site["value"].unconstrained().grad = None
         return math.nan
-
-    def _check(self, loss: Tensor, model_trace: Trace, guide_trace: Trace) -> float:
-        """The loss as a number, the one thing in a step that is read from the device.
-
-        :raises NonFiniteError: if it is none, naming the sites to blame.
-        """
-        value = float(loss)
-        if not math.isfinite(value):
-            refuse_nonfinite(model_trace, guide_trace, type(self).__name__, self.num_steps)
-        return value
 
     def _skip(self, error: NonFiniteError) -> None:
         if self.nonfinite == "raise":
