@@ -92,7 +92,7 @@ class AutoImplicit(AutoDraws):
         self._init_scale = 0.1 if init_scale is None else init_scale
         # In tuples, so that they are no submodules.
         self._make_generator: tuple[Any, ...] = (generator,)
-        self._make_frame: tuple[Any, ...] = (frame, model)
+        self._make_frame: tuple[Any, ...] = (frame,)
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
@@ -110,14 +110,14 @@ class AutoImplicit(AutoDraws):
         self._make_generator = self._make_frame = ()
 
     def _frame(self, *args: Any, **kwargs: Any) -> Frame | None:
-        frame, model = self._make_frame
+        (frame,) = self._make_frame
         if frame is None:
             return None
         if isinstance(frame, str) and frame == "auto":
             if self._is_stored("loc"):  # loaded, with the frame that was found then
                 return self._stored_frame()
-            device = self._init_loc().device
-            return find_frame(model, self._start, device, args, kwargs)
+            model = self.model.func.args[-1]  # inside of Pyro's InitMessenger
+            return find_frame(model, self._start, self._init_loc().device, args, kwargs)
         if not isinstance(frame, Frame):
             frame = gaussian_frame(frame, list(self._unconstrained_shapes), *args, **kwargs)
         frame.check(self.latent_dim)

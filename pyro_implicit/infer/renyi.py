@@ -40,8 +40,8 @@ class ImplicitRenyiELBO(HierarchicalELBO):
 
     The density of an injective generator is exact; that of a semi-implicit site is the estimate of
     :func:`~pyro_implicit.evidence_bound`, whose weights are right in the mean, so that the bound
-    stays one; the gradient below is its own as ``num_mixing`` grows. Where all sites of model and guide lie in a common plate, each of its elements has
-    a bound of its own, as in Pyro.
+    stays one; its gradient below is right as ``num_mixing`` grows. Where all sites of model and
+    guide lie in a common plate, each of its elements has a bound of its own, as in Pyro.
 
     The gradient of a guide with one implicit site is doubly reparameterised,
 

@@ -277,8 +277,8 @@ def flat():
 
 def test_refusals():
     with pytest.raises(ValueError, match="'b' .ImproperUniform.*Cure: contrast=\"adaptive\""):
-        KIVI_ELBO(2, contrast="prior").loss(flat, AutoImplicit(flat))
-    KIVI_ELBO(2).loss(flat, AutoImplicit(flat))
+        KIVI_ELBO(2, contrast="prior").loss(flat, AutoImplicit(flat, frame=None))
+    KIVI_ELBO(2).loss(flat, AutoImplicit(flat, frame=None))
 
     def lost():
         latents = {"is_auxiliary": True, "latents": ["nowhere"]}

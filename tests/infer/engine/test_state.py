@@ -251,4 +251,4 @@ def test_nan_among_the_observations_is_suspected():
 
     with pyro.validation_enabled(False):
         with pytest.raises(NonFiniteError, match="site 'y' is nan for every particle: are there"):
-            LIVI_ELBO(4).loss(model, AutoSemiImplicit(model))
+            LIVI_ELBO(4).loss(model, AutoSemiImplicit(model, frame=None))
