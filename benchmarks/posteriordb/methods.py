@@ -155,7 +155,8 @@ def implicit(posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws
 def loop(posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws, Info]:
     """The README's loop: the guide swapped, and plain SVI with its settings, rate and all."""
     guide = AutoSemiImplicit(posterior.model)
-    svi = SVI(posterior.model, guide, ClippedAdam({"lr": 5e-3}), LIVI_ELBO(num_particles=8))
+    optim = ClippedAdam({"lr": 5e-3, "lrd": 0.998})
+    svi = SVI(posterior.model, guide, optim, LIVI_ELBO(num_particles=8))
     for _ in range(min(2000, budget.steps)):
         svi.step(*posterior.args)
     return draw(guide, budget.draws, *posterior.args), {}
