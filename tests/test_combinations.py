@@ -24,6 +24,7 @@ from pyro_implicit import (
     AutoregressiveGenerator,
     AutoSemiImplicit,
     Implicit,
+    ImplicitRenyiELBO,
     InjectiveELBO,
     diagnose,
     fit,
@@ -37,6 +38,7 @@ NUM_PARTICLES = 4
 OPTIONS: dict[str, Callable] = {
     **ELBOS,
     "Injective-coverage": lambda k: InjectiveELBO(k, coverage=1.0),
+    "Renyi-prior": lambda k: ImplicitRenyiELBO(-0.5, k, 10, proposal="prior"),
     "Injective-plain": lambda k: InjectiveELBO(k, path_derivative=False),
 }
 #: Its loss is quadratic in the model's score.
@@ -48,8 +50,9 @@ elbos = pytest.mark.parametrize("elbo_name", OPTIONS)
 
 
 def make_guide(model: Callable, elbo: ImplicitELBO, **init: Any) -> Callable:
-    """One that the ELBO can train."""
-    if isinstance(elbo, InjectiveELBO):
+    """One that the ELBO can train, which starts where it is told."""
+    init["frame"] = None
+    if isinstance(elbo, (InjectiveELBO, ImplicitRenyiELBO)):
         return AutoImplicit(model, AutoregressiveGenerator, **init)
     return (AutoImplicit if Implicit in elbo.site_types else AutoSemiImplicit)(model, **init)
 
@@ -112,7 +115,7 @@ def with_parameter(y: Tensor = Y) -> None:
 def test_gradient_of_a_parameter_of_the_model(elbo_name):
     elbo = OPTIONS[elbo_name](NUM_PARTICLES)
     start = init_to_value(values={"x": torch.tensor(0.2, dtype=Y.dtype)})
-    guide = make_guide(with_parameter, elbo, init_loc_fn=start, frame=None, init_scale=1e-3)
+    guide = make_guide(with_parameter, elbo, init_loc_fn=start, init_scale=1e-3)
     _, found = gradients(elbo, with_parameter, guide)
     assert found["shift"].item() == pytest.approx((0.7 - Y).sum().item(), abs=0.03)
 
@@ -230,7 +233,7 @@ def test_a_second_elbo_has_a_discriminator_of_its_own():
     for _ in range(2):
         elbo = AVB_ELBO(NUM_PARTICLES, 20)
         before = set(pyro.get_param_store().keys())
-        guide = AutoImplicit(one_latent)
+        guide = AutoImplicit(one_latent, frame=None)
         SVI(one_latent, guide, pyro.optim.Adam({"lr": 0.01}), elbo).step()
         after = set(pyro.get_param_store().keys())
         names.append({name for name in after - before if "_ELBO" in name})
@@ -254,7 +257,7 @@ def test_a_latent_of_the_model_alone_is_drawn_from_it(elbo_name):
     elbo = OPTIONS[elbo_name](NUM_PARTICLES)
     start = init_to_value(values={"x": Y.new_zeros(())})
     hidden = poutine.block(with_own_latent, hide=["noise"])
-    guide = make_guide(hidden, elbo, init_loc_fn=start, frame=None, init_scale=1e-3)
+    guide = make_guide(hidden, elbo, init_loc_fn=start, init_scale=1e-3)
     found = []
     for _ in range(20):
         elbo.loss_and_grads(with_own_latent, guide)

@@ -181,13 +181,13 @@ def test_density_and_modes(flat, device):
 @flat_or_not
 def test_training_and_bound(flat, device):
     model = Small(device, flat)
-    guide = AutoImplicit(model, AutoregressiveGenerator)
+    guide = AutoImplicit(model, AutoregressiveGenerator, frame=None)
     for elbo in (InjectiveELBO(8, coverage=1.0), KIVI_ELBO(8)):
         svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), elbo)
         assert isinstance(svi.step(), float)
     bound = evidence_bound(model, guide, num_samples=60)
     assert bound.value < 100
-    bound = evidence_bound(model, AutoSemiImplicit(model), num_samples=60, num_steps=3)
+    bound = evidence_bound(model, AutoSemiImplicit(model, frame=None), num_samples=60, num_steps=3)
     assert bound.value < 100
 
 
@@ -227,5 +227,5 @@ def test_fit(device, tmp_path):
     assert result.guide.median()["mean"].device.type == device
     num_runs = 1 if device == "meta" else 2  # no file can be loaded to where nothing is
     for _ in range(num_runs):  # the second goes on from the first
-        given = fit(model, AutoSemiImplicit(model), checkpoint=tmp_path, **settings)
+        given = fit(model, AutoSemiImplicit(model, frame=None), checkpoint=tmp_path, **settings)
         assert len(given.losses) == 2

@@ -19,7 +19,7 @@ from pyro_implicit.fitting.candidates import exact_log_weights, has_exact_densit
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import Refined
-from pyro_implicit.ops.importance import pareto_smoothed
+from pyro_implicit.ops.pareto import pareto_smoothed
 
 __all__ = ["Fit", "Stage"]
 
@@ -130,7 +130,7 @@ class Fit:
         draws, log_weights = exact_log_weights(
             self.guide, self.density, max(OVERSAMPLING * num_samples, LEAST_PROPOSALS)
         )
-        weights = pareto_smoothed(log_weights).weights
+        weights = pareto_smoothed(log_weights.double()).log_weights.exp()
         # Systematic resampling: as even as the weights allow.
         ticks = (torch.arange(num_samples).to(weights) + torch.rand(()).to(weights)) / num_samples
         index = torch.searchsorted(weights.cumsum(0), ticks).clamp(max=len(draws) - 1)

@@ -38,7 +38,7 @@ from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.mcmc import Refined, refine, teach
 from pyro_implicit.mcmc.batch_stream import BatchStream
 from pyro_implicit.mcmc.stopping import Drift
-from pyro_implicit.ops.importance import SmoothedWeights, pareto_smoothed
+from pyro_implicit.ops.pareto import pareto_smoothed
 
 __all__ = ["Stages"]
 
@@ -197,7 +197,7 @@ class Stages:
             if self.candidates[-1].gap < AT_ONCE:
                 return self.candidates[-1]
             # Chains or weights may follow, and weights can right this one.
-            if math.isfinite(seconds) and _is_reliable(self._weights(guide, density), GOOD):
+            if math.isfinite(seconds) and _is_reliable(*_weigh_anew(guide, density), GOOD):
                 return self.candidates[-1]
         is_mixture = isinstance(guide, AutoMixture)
         with self.result.attempt("mixture" if is_mixture else "injective") as line:
@@ -270,16 +270,11 @@ class Stages:
         if not has_exact_density(result.guide):
             return False
         with result.attempt("correct") as line:
-            weights = self._weights(result.guide, density)
-            line.outcome = (
-                f"k-hat {weights.khat:.2f}, effective sample size {weights.efficiency:.0%}"
-            )
-            if _is_reliable(weights, LEAST_EFFICIENCY):
-                result.correction = weights.efficiency
+            khat, efficiency = _weigh_anew(result.guide, density)
+            line.outcome = f"k-hat {khat:.2f}, effective sample size {efficiency:.0%}"
+            if _is_reliable(khat, efficiency, LEAST_EFFICIENCY):
+                result.correction = efficiency
         return result.correction is not None
-
-    def _weights(self, guide: Any, density: LatentDensity) -> SmoothedWeights:
-        return pareto_smoothed(exact_log_weights(guide, density, NUM_WEIGHED)[1])
 
     def train_semi_implicit(self, density: LatentDensity, before: Candidate) -> None:
         """A guide of another shape, in the frame of another candidate's draws.
@@ -417,10 +412,15 @@ def between(density: LatentDensity) -> Tensor:
     return density.init_loc + step
 
 
-def _is_reliable(weights: SmoothedWeights, least: float) -> bool:
+def _weigh_anew(guide: Any, density: LatentDensity) -> tuple[float, float]:
+    """K-hat, and the effective sample size as a share, of smoothed weights of new draws."""
+    smoothed = pareto_smoothed(exact_log_weights(guide, density, NUM_WEIGHED)[1].double())
+    return smoothed.khat, 1 / (NUM_WEIGHED * smoothed.log_weights.mul(2).exp().sum().item())
+
+
+def _is_reliable(khat: float, efficiency: float, least: float) -> bool:
     """Whether draws can be resampled by them; the tail of even weights is that of rounding."""
-    share = weights.efficiency
-    return share > EVEN or (share > least and weights.khat < RELIABLE_KHAT)
+    return efficiency > EVEN or (efficiency > least and khat < RELIABLE_KHAT)
 
 
 def describe_drift(drift: Drift) -> str:

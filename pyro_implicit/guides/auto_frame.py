@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from pyro import poutine
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
@@ -70,7 +71,7 @@ def find_frame(
         return None
     try:
         # What is wrong with the model but can be lived with is for its training to say.
-        with own_stream(device), warnings.catch_warnings():
+        with poutine.block(), own_stream(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             density = _MinibatchDensity(model, *args, init_loc_fn=init_loc_fn, model_kwargs=kwargs)
             return _gaussian(density)

@@ -91,8 +91,8 @@ class AutoImplicit(AutoDraws):
         self.noise_dim = noise_dim
         self._init_scale = 0.1 if init_scale is None else init_scale
         # In tuples, so that they are no submodules.
-        self._make_generator = (generator,)
-        self._make_frame = (frame, model)
+        self._make_generator: tuple[Any, ...] = (generator,)
+        self._make_frame: tuple[Any, ...] = (frame,)
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
@@ -107,17 +107,17 @@ class AutoImplicit(AutoDraws):
         for name, value in zip(Frame._fields, frame or (None,) * 3, strict=True):
             self._set_frame(name, value)
         self.generator = self._init_generator(loc)
-        self._make_generator = self._make_frame = (None, None)
+        self._make_generator = self._make_frame = ()
 
     def _frame(self, *args: Any, **kwargs: Any) -> Frame | None:
-        frame, model = self._make_frame
+        (frame,) = self._make_frame
         if frame is None:
             return None
         if isinstance(frame, str) and frame == "auto":
             if self._is_stored("loc"):  # loaded, with the frame that was found then
                 return self._stored_frame()
-            device = self._init_loc().device
-            return find_frame(model, self._start, device, args, kwargs)
+            model = self.model.func.args[-1]  # inside of Pyro's InitMessenger
+            return find_frame(model, self._start, self._init_loc().device, args, kwargs)
         if not isinstance(frame, Frame):
             frame = gaussian_frame(frame, list(self._unconstrained_shapes), *args, **kwargs)
         frame.check(self.latent_dim)
@@ -129,13 +129,11 @@ class AutoImplicit(AutoDraws):
         return self._pyro_get_fullname(name) in pyro.get_param_store()
 
     def _stored_frame(self) -> Frame | None:
-        names = [f"frame_{field}" for field in Frame._fields]
+        if not self._is_stored("frame_loc"):
+            return None
+        names = [name for name in Frame._fields if self._is_stored(f"frame_{name}")]
         store = pyro.get_param_store()
-        values = [
-            store[self._pyro_get_fullname(name)] if self._is_stored(name) else None
-            for name in names
-        ]
-        return None if values[0] is None else Frame(*values)
+        return Frame(**{name: store[self._pyro_get_fullname(f"frame_{name}")] for name in names})
 
     def _set_frame(self, name: str, value: Tensor | None) -> None:
         if value is not None:

@@ -21,6 +21,7 @@ from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.infer.injective import InjectiveELBO
 from pyro_implicit.infer.kivi import KIVI_ELBO
 from pyro_implicit.infer.livi import LIVI_ELBO
+from pyro_implicit.infer.renyi import ImplicitRenyiELBO
 from pyro_implicit.infer.sivi import SIVI_ELBO
 from pyro_implicit.infer.svgd import GFSF, KSD, SVGD
 from pyro_implicit.infer.uivi import UIVI_ELBO
@@ -35,6 +36,7 @@ __all__ = [
     "GFSF",
     "GPVI_ELBO",
     "ImplicitELBO",
+    "ImplicitRenyiELBO",
     "ImplicitSite",
     "InjectiveELBO",
     "KIVI_ELBO",

@@ -176,15 +176,10 @@ def weighted_draws(
     """
     for name, number, least in (
         ("num_samples", num_samples, 2),
-        ("num_mixing", num_mixing, 1),
-        ("num_steps", num_steps, 0),
-        ("num_starts", num_starts, 1),
         ("chunk_size", chunk_size, 1),
     ):
         if number < least:
             raise ValueError(f"{name} must be at least {least}, but got {number}")
-    if proposal not in ("linearized", "prior"):
-        raise ValueError(f'proposal must be "linearized" or "prior", but got {proposal!r}')
     kwargs = {**kwargs, **(model_kwargs or {})}
     chunk_size = min(chunk_size, num_samples)
     elbo = HierarchicalELBO(chunk_size, num_mixing, proposal, num_steps, num_starts)

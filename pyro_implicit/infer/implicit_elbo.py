@@ -211,6 +211,18 @@ class ImplicitELBO(StatefulELBO):
                 'vectorize_particles="vmap", or Pyro\'s TraceEnum_ELBO for a guide with a density'
             )
 
+    def _losses(
+        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
+    ) -> Iterator[tuple[float, Tensor, Tensor]]:
+        """Shares of the loss, as numbers and as constants, each with a surrogate that has its
+        gradient.
+
+        :raises NonFiniteError: if a share is not a number, naming the sites to blame.
+        """
+        for pair in self._get_traces(model, guide, args, kwargs):
+            shares = (part / self.num_particles for part in self._evaluate(*pair))
+            yield tuple(shares)  # type: ignore[misc]
+
     def _transport(self, site: ImplicitSite) -> Tensor | None:
         if site.name not in self.state.checked_sites:
             self.check_site(site)
@@ -237,10 +249,7 @@ class ImplicitELBO(StatefulELBO):
         """:returns: an estimate of the negative ELBO (nan for a skipped one)."""
         try:
             with torch.no_grad():
-                return sum(
-                    self._evaluate(*pair)[0] / self.num_particles
-                    for pair in self._get_traces(model, guide, args, kwargs)
-                )
+                return sum(value for value, _, _ in self._losses(model, guide, args, kwargs))
         except NonFiniteError as error:
             self._skip(error)
             return math.nan
@@ -255,9 +264,8 @@ class ImplicitELBO(StatefulELBO):
         self.num_steps += 1
         total: Any = 0.0
         try:
-            for pair in self._get_traces(model, guide, args, kwargs):
-                _, loss, surrogate = self._evaluate(*pair)
-                total = total + (loss + (surrogate - surrogate.detach())) / self.num_particles
+            for _, loss, surrogate in self._losses(model, guide, args, kwargs):
+                total = total + (loss + (surrogate - surrogate.detach()))
         except NonFiniteError as error:
             self._skip(error)
             return torch.full((), math.nan, requires_grad=True)
@@ -272,11 +280,9 @@ class ImplicitELBO(StatefulELBO):
         total = 0.0
         with poutine.trace(param_only=True) as capture:
             try:
-                for pair in self._get_traces(model, guide, args, kwargs):
-                    value, _, surrogate = self._evaluate(*pair)
-                    total += value / self.num_particles
+                for value, _, surrogate in self._losses(model, guide, args, kwargs):
+                    total += value
                     if surrogate.requires_grad:
-                        surrogate = surrogate / self.num_particles
                         surrogate.backward(retain_graph=self.retain_graph)
                 check_gradients(capture.trace, type(self).__name__, self.num_steps)
                 return total

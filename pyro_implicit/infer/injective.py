@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
-from pyro.distributions.util import sum_rightmost
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.engine.square_site import (
     check_square,
     exact_log_density,
-    site_linearisation,
+    exact_path,
 )
 from pyro_implicit.infer.engine.traces import coverage_log_weights
 from pyro_implicit.infer.engine.transport import send_gradient
@@ -130,15 +129,10 @@ class InjectiveELBO(ImplicitELBO):
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Log q, exact, and the term with the chosen gradient."""
-        log_q = exact_log_density(site)
         if not self._takes_path():
+            log_q = exact_log_density(site)
             return ScoreParts(log_q, 0, log_q)
-        (slope,) = torch.autograd.grad(log_q.sum(), site.noise, retain_graph=True)
-        linearisation = site_linearisation(site)
-        score = linearisation.solve_transposed(slope).reshape(site.value.shape)
-        path = site.score_at_draw(score) * self._weighing.draws.get(site.name, site.draw)
-        # The log-determinant of the site's transforms is in the score at the draw already.
-        path = sum_rightmost(path, path.dim() - len(site.batch_shape)) + site.log_abs_det
+        log_q, path = exact_path(site, self._weighing.draws.get(site.name, site.draw))
         return ScoreParts(log_q.detach(), 0, path)
 
     def _takes_path(self) -> bool:

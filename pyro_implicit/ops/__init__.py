@@ -36,6 +36,7 @@ from pyro_implicit.ops.logdet import (
     stochastic_log_det,
 )
 from pyro_implicit.ops.logistic_ratio import logistic_ratio_loss
+from pyro_implicit.ops.pareto import SmoothedWeights, pareto_smoothed
 from pyro_implicit.ops.score_estimators import (
     gaussian_entropy,
     kernel_stein_discrepancy,
@@ -66,6 +67,7 @@ __all__ = [
     "InverseTransposed",
     "Kernel",
     "RadialKernel",
+    "SmoothedWeights",
     "SteinTest",
     "adaptive_log_density",
     "batch_jacobian",
@@ -88,6 +90,7 @@ __all__ = [
     "median_bandwidth",
     "mixture_log_density",
     "multiscale_rbf_kernel",
+    "pareto_smoothed",
     "particle_bandwidth",
     "rbf_kernel",
     "repulsion",

@@ -242,7 +242,7 @@ def test_model_keywords_of_our_names():
         pyro.sample("scale", dist.Normal(0.0, 1.0).expand([num_samples]).to_event(1))
 
     names = {"num_samples": 2}
-    for guide in (scaled, AutoNormal(scaled), AutoImplicit(scaled)):
+    for guide in (scaled, AutoNormal(scaled), AutoImplicit(scaled, frame=None)):
         report = compare(
             scaled, guide, {"scale": torch.randn(9, 2)}, num_samples=20, model_kwargs=names
         )

@@ -112,7 +112,9 @@ def distrusted(model, guide, verdict="do not trust", **options):
 def test_bad_draws(kind, has_density):
     guide = bad_guide(BAD_DRAWS[kind])
     if not has_density:
-        guide = AutoImplicit(pyro.poutine.block(model, hide=["x", "y"]), Generator(BAD_DRAWS[kind]))
+        guide = AutoImplicit(
+            pyro.poutine.block(model, hide=["x", "y"]), Generator(BAD_DRAWS[kind]), frame=None
+        )
         guide()
         guide.loc.data.zero_()
         guide.scale = torch.ones(2)

@@ -300,7 +300,7 @@ def regression_posterior():
 
 
 def semi_implicit(scale: float):
-    guide = AutoSemiImplicit(regression_posterior, lambda size: nn.Identity(), 2)
+    guide = AutoSemiImplicit(regression_posterior, lambda size: nn.Identity(), 2, frame=None)
     guide()
     guide.loc.data.zero_()
     guide.scale = scale * torch.ones(2)
@@ -345,12 +345,12 @@ def test_an_objective_that_overstates():
 
 def test_without_a_density():
     """Never trusted, as the weights of modes would be unknown; but a bad one is found out."""
-    guide = AutoImplicit(regression_posterior, MLP(2, 2), 2)
+    guide = AutoImplicit(regression_posterior, MLP(2, 2), 2, frame=None)
     guide()
     found = diagnose(regression_posterior, guide)
     assert found.bound is None and "knows no density" in found.no_density
     assert found.verdict == "do not trust" and found.stein.sd_ratios[0] < 0.5
-    guide = AutoImplicit(regression_posterior, lambda size: nn.Identity(), 2)
+    guide = AutoImplicit(regression_posterior, lambda size: nn.Identity(), 2, frame=None)
     guide()
     guide.loc.data.zero_()
     guide.scale = torch.ones(2)
@@ -472,7 +472,7 @@ def test_model_keywords_of_our_names():
         pyro.sample("y", dist.Normal(x.sum(), chunk_size), obs=torch.tensor(1.0))
 
     names = {"num_samples": 2, "loss": 3.0}
-    for guide in (AutoNormal(model), AutoSemiImplicit(model)):
+    for guide in (AutoNormal(model), AutoSemiImplicit(model, frame=None)):
         options = {"num_samples": 100, "num_transitions": 0, "modes": None, "loss": LIVI_ELBO(2)}
         found = diagnose(model, guide, model_kwargs=names, **options)
         assert found.latent_dim == 2 and found.num_samples == 100 and found.gap is not None

@@ -51,34 +51,36 @@ class Model:
 
 KINDS = {
     "semi-implicit": lambda model: (
-        AutoSemiImplicit(model, lambda size: GatedMLP(size, size, hidden=(4,))),
+        AutoSemiImplicit(model, lambda size: GatedMLP(size, size, hidden=(4,)), frame=None),
         LIVI_ELBO(4),
     ),
     "injective": lambda model: (
-        AutoImplicit(model, lambda size: AutoregressiveGenerator(size, hidden=(4,))),
+        AutoImplicit(model, lambda size: AutoregressiveGenerator(size, hidden=(4,)), frame=None),
         InjectiveELBO(4, coverage=float(model.subsample_size is None), nonfinite="skip"),
     ),
     "normal": lambda model: (AutoNormal(model), ImplicitELBO(2)),
     # These remember things between steps: step sizes of a sampler, draws of the prior.
     "uivi": lambda model: (
-        AutoSemiImplicit(model, lambda size: GatedMLP(size, size, hidden=(4,)), noise_scale=0.5),
+        AutoSemiImplicit(
+            model, lambda size: GatedMLP(size, size, hidden=(4,)), noise_scale=0.5, frame=None
+        ),
         UIVI_ELBO(4),
     ),
     "kivi": lambda model: (
-        AutoImplicit(model, lambda size: GatedMLP(size, size, hidden=(4,))),
+        AutoImplicit(model, lambda size: GatedMLP(size, size, hidden=(4,)), frame=None),
         KIVI_ELBO(4, num_entropy_particles=20, contrast="prior"),
     ),
     # These train networks of their own.
     "avb": lambda model: (
-        AutoImplicit(model, lambda size: GatedMLP(size, size, hidden=(4,))),
+        AutoImplicit(model, lambda size: GatedMLP(size, size, hidden=(4,)), frame=None),
         AVB_ELBO(4, num_entropy_particles=8),
     ),
     "ksd": lambda model: (
-        AutoImplicit(model, lambda size: GatedMLP(size, size, hidden=(4,))),
+        AutoImplicit(model, lambda size: GatedMLP(size, size, hidden=(4,)), frame=None),
         AmortizedKSD_ELBO(4),
     ),
     "gpvi": lambda model: (
-        AutoImplicit(model, lambda size: ResidualGenerator(size, 1, hidden=(4,))),
+        AutoImplicit(model, lambda size: ResidualGenerator(size, 1, hidden=(4,)), frame=None),
         GPVI_ELBO(8),
     ),
 }
@@ -241,7 +243,7 @@ def test_another_guide_is_refused(tmp_path):
         run("injective", tmp_path)
     (tmp_path / "fit.pt").unlink()
     model = Model()
-    wide = AutoSemiImplicit(model, lambda size: GatedMLP(size, size, hidden=(5,)))
+    wide = AutoSemiImplicit(model, lambda size: GatedMLP(size, size, hidden=(5,)), frame=None)
     train(model, wide, LIVI_ELBO(2), schedule=Schedule(num_steps=2), checkpoint=tmp_path)
     with pytest.raises(ValueError, match=message):
         run("semi-implicit", tmp_path)

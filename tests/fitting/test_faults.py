@@ -161,7 +161,7 @@ def test_parameters_of_the_model_are_those_of_the_greatest_evidence():
 
 
 def test_an_exact_guide_does_not_stop_parameters():
-    guide = AutoImplicit(hierarchy, AutoregressiveGenerator)
+    guide = AutoImplicit(hierarchy, AutoregressiveGenerator, frame=None)
     schedule = Schedule(num_steps=30, max_gap=1e9)
     losses = train(hierarchy, guide, InjectiveELBO(4), Z, schedule=schedule, progress=False)
     assert len(losses) == 30

@@ -20,7 +20,7 @@ def model(shift=0.0):
 
 
 def test_by_the_kind_of_guide():
-    semi = default_loss(AutoSemiImplicit(model), 5)
+    semi = default_loss(AutoSemiImplicit(model, frame=None), 5)
     assert isinstance(semi, LIVI_ELBO) and semi.num_particles == 5 and semi.nonfinite == "skip"
     assert type(default_loss(AutoNormal(model), 7)) is ImplicitELBO
 
@@ -30,7 +30,7 @@ def test_by_the_kind_of_guide():
     [AutoregressiveGenerator, lambda size: ResidualGenerator(size, core_dim=2)],
 )
 def test_injective_generators_get_the_exact_density(generator):
-    found = default_loss(AutoImplicit(model, generator), 6)
+    found = default_loss(AutoImplicit(model, generator, frame=None), 6)
     assert isinstance(found, InjectiveELBO) and found.coverage == 1.0 and found.num_particles == 6
 
 
@@ -45,14 +45,16 @@ def test_injective_generators_get_the_exact_density(generator):
 )
 def test_others_get_none(generator):
     """The exact density of a generator that folds is another."""
-    found = default_loss(AutoImplicit(model, generator), 6)
+    found = default_loss(AutoImplicit(model, generator, frame=None), 6)
     assert isinstance(found, KIVI_ELBO) and found.num_particles == 6
 
 
 def test_fit_uses_it():
-    result = fit(model, AutoImplicit(model), num_steps=2, num_particles=8, progress=False)
+    result = fit(
+        model, AutoImplicit(model, frame=None), num_steps=2, num_particles=8, progress=False
+    )
     assert "KIVI_ELBO" in result.stages[0].outcome and len(result.losses) == 2
-    guide = AutoSemiImplicit(model)
+    guide = AutoSemiImplicit(model, frame=None)
     result = fit(model, guide, num_steps=2, num_particles=4, progress=False)
     assert result.guide is guide and "LIVI_ELBO" in result.stages[0].outcome
 
@@ -61,5 +63,5 @@ def test_a_guide_that_was_never_called_wants_the_models_arguments():
     def shifted(lr):
         pyro.sample("x", dist.Normal(lr, 1.0))
 
-    guide = AutoImplicit(shifted, AutoregressiveGenerator)
+    guide = AutoImplicit(shifted, AutoregressiveGenerator, frame=None)
     assert isinstance(default_loss(guide, 4, model_kwargs={"lr": 1.0}), InjectiveELBO)

@@ -171,7 +171,7 @@ def test_parameters_of_the_model_are_learnt():
 
 def test_guide_and_model_may_have_parameters_of_one_name():
     """The autoguide's loc is not the model's."""
-    guide = AutoImplicit(with_param, AutoregressiveGenerator)
+    guide = AutoImplicit(with_param, AutoregressiveGenerator, frame=None)
     train(with_param, guide, InjectiveELBO(2), Y, schedule=Schedule(num_steps=2))
     start = guide.loc.detach().clone(), pyro.param("loc").item()
     train(with_param, guide, InjectiveELBO(2), Y, schedule=Schedule(num_steps=2))

@@ -280,7 +280,7 @@ def generator_again(generator):
 
 
 def test_critics_are_seen_and_trained_in_training_only():
-    guide = AutoImplicit(target)
+    guide = AutoImplicit(target, frame=None)
     elbo = AmortizedKSD_ELBO(4)
     svi = SVI(target, guide, pyro.optim.Adam({"lr": 1e-3}), elbo)
     svi.step()

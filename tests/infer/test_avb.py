@@ -137,7 +137,7 @@ def conjugate():
 
 
 def test_discriminators_are_seen_saved_and_loaded():
-    guide, elbo = AutoImplicit(conjugate), AVB_ELBO(4)
+    guide, elbo = AutoImplicit(conjugate, frame=None), AVB_ELBO(4)
     svi = SVI(conjugate, guide, pyro.optim.Adam({"lr": 1e-3}), elbo)
     svi.step()
     names = {name for name, _ in elbo(conjugate, guide).named_parameters()}
@@ -161,7 +161,7 @@ def test_discriminators_are_seen_saved_and_loaded():
 
 
 def test_evaluation_trains_nothing():
-    guide, elbo = AutoImplicit(conjugate), AVB_ELBO(4)
+    guide, elbo = AutoImplicit(conjugate, frame=None), AVB_ELBO(4)
     svi = SVI(conjugate, guide, pyro.optim.Adam({"lr": 1e-3}), elbo)
     svi.step()
     before = [p.detach().clone() for p in elbo.parameters()]

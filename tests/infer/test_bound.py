@@ -244,7 +244,7 @@ def test_positive_latent(handwritten):
     shape, rate = 3 + counts.sum(), torch.tensor(4.5)
     loc, spread = shape.digamma() - rate.log(), torch.polygamma(1, shape).sqrt()
     if not handwritten:
-        guide = AutoSemiImplicit(model, lambda size: nn.Identity(), 1)
+        guide = AutoSemiImplicit(model, lambda size: nn.Identity(), 1, frame=None)
         guide()
         guide.loc.data.copy_(loc)
         guide.scale = spread.reshape(1)
@@ -341,7 +341,7 @@ def test_generators_that_fold_are_refused(chunk_size):
 def test_injective_automatic_guide_against_its_elbo():
     """The bound is the ELBO that InjectiveELBO reports, on the same draws."""
     model = Regression()
-    guide = AutoImplicit(model, lambda size: ResidualGenerator(size, core_dim=2))
+    guide = AutoImplicit(model, lambda size: ResidualGenerator(size, core_dim=2), frame=None)
     guide()
     torch.manual_seed(0)
     bound = evidence_bound(model, guide, num_samples=2000)
@@ -398,7 +398,7 @@ def test_khat_of_a_pareto_tail(tail_index):
 
 def test_leaves_a_fitted_guide_alone():
     model = Regression()
-    guide = AutoSemiImplicit(model)
+    guide = AutoSemiImplicit(model, frame=None)
     LIVI_ELBO(4).loss_and_grads(model, guide)
     before = {name: (p.clone(), p.grad.clone()) for name, p in guide.named_parameters()}
     evidence_bound(model, guide, num_samples=20)

@@ -284,7 +284,7 @@ def test_helper_learns_the_inverse():
 
 
 def test_helper_of_the_paper_is_seen_and_saved():
-    guide = AutoImplicit(target, lambda size: ResidualGenerator(size, 2))
+    guide = AutoImplicit(target, lambda size: ResidualGenerator(size, 2), frame=None)
     elbo = GPVI_ELBO(4, "helper")
     svi = SVI(target, guide, pyro.optim.Adam({"lr": 1e-3}), elbo)
     svi.step()

@@ -103,7 +103,7 @@ def test_score_function_sites_as_in_trace_elbo(mode):
 
 @pytest.mark.parametrize("num_particles", [1, 4])
 def test_modes_agree_on_implicit_sites(num_particles):
-    guide = AutoSemiImplicit(regression)
+    guide = AutoSemiImplicit(regression, frame=None)
     guide()
     results = [
         loss_and_gradients(LIVI_ELBO(num_particles, vectorize_particles=m), regression, guide)
@@ -156,7 +156,7 @@ def test_particles_share_a_minibatch(mode):
             pyro.sample("y", dist.Normal(loc, 1.0), obs=data[indices])
 
     elbo = LIVI_ELBO(3, vectorize_particles=mode)
-    svi = SVI(model, AutoSemiImplicit(model), pyro.optim.Adam({"lr": 1e-3}), elbo)
+    svi = SVI(model, AutoSemiImplicit(model, frame=None), pyro.optim.Adam({"lr": 1e-3}), elbo)
     svi.step()
     batches = []
     for _ in range(3):
@@ -206,7 +206,7 @@ def test_poutine_scale_mask_and_block(mode):
         elbo = LIVI_ELBO(3, vectorize_particles=mode)
         return loss_and_gradients(elbo, model, guide)
 
-    guide = AutoSemiImplicit(regression)
+    guide = AutoSemiImplicit(regression, frame=None)
     guide()
     plain = elbo_of(guide, regression)
     doubled = elbo_of(poutine.scale(guide, scale=2.0), poutine.scale(regression, scale=2.0))
@@ -220,7 +220,7 @@ def test_poutine_scale_mask_and_block(mode):
 
 def test_gradient_of_model_parameters():
     """Type-II maximum likelihood: the bias gets the gradient of the expected log-likelihood."""
-    guide = AutoSemiImplicit(regression)
+    guide = AutoSemiImplicit(regression, frame=None)
     elbo = LIVI_ELBO(4)
     _, grads = loss_and_gradients(elbo, regression, guide)
     bias = pyro.param("bias")
@@ -234,7 +234,7 @@ def test_gradient_of_model_parameters():
 
 
 def test_weights_of_prior_and_entropy():
-    guide = AutoSemiImplicit(regression)
+    guide = AutoSemiImplicit(regression, frame=None)
     guide()
 
     def loss(prior_weight, entropy_weight):
@@ -266,7 +266,7 @@ def branching():
 
 
 def test_fallback_warns_once_with_cause_and_cure():
-    guide = AutoSemiImplicit(branching)
+    guide = AutoSemiImplicit(branching, frame=None)
     elbo = LIVI_ELBO(3)
     svi = SVI(branching, guide, pyro.optim.Adam({"lr": 1e-3}), elbo)
     with pytest.warns(UserWarning, match=r"one particle at a time.*item\(\).*Cure") as caught:
@@ -296,7 +296,7 @@ def test_error_in_the_model_is_the_models_own():
         pyro.sample("y", dist.Normal(x @ torch.ones(4), 1.0), obs=torch.tensor(0.0))
 
     with pytest.raises(RuntimeError, match="size"):
-        LIVI_ELBO(2).loss(model, AutoSemiImplicit(model))
+        LIVI_ELBO(2).loss(model, AutoSemiImplicit(model, frame=None))
 
 
 def test_pyros_checks_run_at_the_first_step():
@@ -305,7 +305,7 @@ def test_pyros_checks_run_at_the_first_step():
         pyro.sample("y", dist.Normal(x, 1.0).expand([4]), obs=torch.zeros(4))  # no plate
 
     with pytest.raises(ValueError, match="y"):
-        LIVI_ELBO(2).loss(model, AutoSemiImplicit(model))
+        LIVI_ELBO(2).loss(model, AutoSemiImplicit(model, frame=None))
 
 
 def test_guide_messenger():
@@ -315,11 +315,11 @@ def test_guide_messenger():
 
 def test_untrainable_site_names_site_and_cure():
     with pytest.raises(ValueError, match="LIVI_ELBO cannot train site '_AutoImplicit_latent'"):
-        LIVI_ELBO(2).loss(regression, AutoImplicit(regression))
+        LIVI_ELBO(2).loss(regression, AutoImplicit(regression, frame=None))
     with pytest.raises(ValueError, match="Cure: use one of .*LIVI_ELBO"):
-        ImplicitELBO(2).loss(regression, AutoSemiImplicit(regression))
+        ImplicitELBO(2).loss(regression, AutoSemiImplicit(regression, frame=None))
     with pytest.raises(ValueError, match="LIVI_ELBO"):  # Pyro's own ELBO on an implicit guide
-        Trace_ELBO().loss(regression, AutoSemiImplicit(regression))
+        Trace_ELBO().loss(regression, AutoSemiImplicit(regression, frame=None))
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,9 @@ class Poisoned:
 )
 def test_nonfinite_raises_with_the_term(poison, match):
     model = Poisoned()
-    svi = SVI(model, AutoSemiImplicit(model), pyro.optim.Adam({"lr": 1e-3}), LIVI_ELBO(2))
+    svi = SVI(
+        model, AutoSemiImplicit(model, frame=None), pyro.optim.Adam({"lr": 1e-3}), LIVI_ELBO(2)
+    )
     svi.step()
     svi.step()
     model.poison = poison
@@ -379,7 +381,7 @@ def test_nonfinite_raises_with_the_term(poison, match):
 def test_nonfinite_skips_and_counts(poison):
     model = Poisoned()
     elbo = LIVI_ELBO(2, nonfinite="skip")
-    svi = SVI(model, AutoSemiImplicit(model), pyro.optim.Adam({"lr": 1e-3}), elbo)
+    svi = SVI(model, AutoSemiImplicit(model, frame=None), pyro.optim.Adam({"lr": 1e-3}), elbo)
     svi.step()
     params = dict(pyro.get_param_store().named_parameters())
     before = {name: param.detach().clone() for name, param in params.items()}
@@ -395,7 +397,7 @@ def test_nonfinite_skips_and_counts(poison):
 def test_skip_with_a_differentiable_loss():
     model = Poisoned()
     elbo = LIVI_ELBO(2, nonfinite="skip")
-    guide = AutoSemiImplicit(model)
+    guide = AutoSemiImplicit(model, frame=None)
     guide()
     elbo.differentiable_loss(model, guide)
     model.poison = "value"

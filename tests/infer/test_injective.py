@@ -174,7 +174,7 @@ def test_recovers_a_linear_regression(size):
     x = torch.randn(100, size)
     y = x @ (5 + torch.rand(size)) + torch.randn(100)
     generator = ResidualGenerator(size, size, hidden=())
-    guide = AutoImplicit(regression, generator, init_loc_fn=init_to_mean)
+    guide = AutoImplicit(regression, generator, init_loc_fn=init_to_mean, frame=None)
     optim = pyro.optim.ClippedAdam({"lr": 0.1, "lrd": 0.01 ** (1 / 400)})
     svi = SVI(regression, guide, optim, InjectiveELBO(8))
     for _ in range(400):

@@ -171,7 +171,7 @@ def test_coverage_refuses_subsampled_data():
         with pyro.plate("data", 10, subsample_size=5) as index:
             pyro.sample("y", dist.Normal(x, 1.0), obs=torch.arange(10.0)[index])
 
-    guide = AutoImplicit(model, AutoregressiveGenerator)
+    guide = AutoImplicit(model, AutoregressiveGenerator, frame=None)
     message = "InjectiveELBO's coverage wants all data, but plate 'data' .*5 of 10.*Cure"
     with pytest.raises(ValueError, match=message):
         InjectiveELBO(4, coverage=1.0).differentiable_loss(model, guide)
@@ -283,7 +283,7 @@ def test_all_ways_of_running_the_model_weigh_alike():
     def gradient(way):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
-        guide = AutoImplicit(model, AutoregressiveGenerator)
+        guide = AutoImplicit(model, AutoregressiveGenerator, frame=None)
         elbo = InjectiveELBO(16, coverage=1.0, vectorize_particles=way)
         elbo.loss(model, guide)
         pyro.set_rng_seed(1)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -59,9 +60,9 @@ UNCONSTRAINED = {"scale": SCALE.log(), "share": SHARE.logit()}
 GUIDES = {
     "AutoNormal": (AutoNormal, ImplicitELBO),
     "AutoMultivariateNormal": (AutoMultivariateNormal, ImplicitELBO),
-    "livi": (AutoSemiImplicit, LIVI_ELBO),
+    "livi": (partial(AutoSemiImplicit, frame=None), LIVI_ELBO),
     "injective": (
-        lambda model, **init: AutoImplicit(model, AutoregressiveGenerator, **init),
+        lambda model, **init: AutoImplicit(model, AutoregressiveGenerator, frame=None, **init),
         InjectiveELBO,
     ),
 }

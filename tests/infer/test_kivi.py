@@ -193,7 +193,7 @@ def test_finds_a_conjugate_posterior():
             pyro.sample("y", dist.Normal(w @ design.T, noise), obs=y)
 
     pyro.set_rng_seed(0)
-    draws = fit(model, AutoImplicit(model), KIVI_ELBO(16), 600)["w"].reshape(-1, 2)
+    draws = fit(model, AutoImplicit(model, frame=None), KIVI_ELBO(16), 600)["w"].reshape(-1, 2)
     covariance = torch.linalg.inv(torch.eye(2) + design.T @ design / noise**2)
     mean = covariance @ design.T @ y / noise**2
     whiten = torch.linalg.inv(torch.linalg.cholesky(covariance))

@@ -44,7 +44,7 @@ def test_conjugate_regression(noise_scale):
     covariance = precision.inverse()
     mean = covariance @ (x.T @ y) / 0.49
 
-    guide = AutoSemiImplicit(model, noise_scale=noise_scale)
+    guide = AutoSemiImplicit(model, noise_scale=noise_scale, frame=None)
     train(model, guide, LIVI_ELBO(32))
     draws = guide.sample_posterior(400_000)["weight"]
     assert ((draws.mean(0) - mean) / covariance.diag().sqrt()).abs().max() < 0.02
@@ -97,7 +97,7 @@ def test_generator_that_is_no_function_of_its_noise(layer, match):
     def model():
         pyro.sample("x", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
 
-    guide = AutoSemiImplicit(model, generator, noise_dim=2)
+    guide = AutoSemiImplicit(model, generator, noise_dim=2, frame=None)
     with pytest.raises(ValueError, match=f"site '_AutoSemiImplicit_latent' .*{match}.*Cure: call"):
         LIVI_ELBO(8, log_det="exact").loss(model, guide)
     generator.eval()
@@ -109,14 +109,16 @@ def test_smallest_refuses_more_noise_than_values():
         pyro.sample("x", dist.Normal(0.0, 1.0))
 
     with pytest.raises(ValueError, match="noise_dim <= 1"):
-        LIVI_ELBO(2, log_det="smallest").loss(model, AutoSemiImplicit(model, noise_dim=3))
+        LIVI_ELBO(2, log_det="smallest").loss(
+            model, AutoSemiImplicit(model, noise_dim=3, frame=None)
+        )
 
 
 def test_unconverged_lobpcg_warns_once_and_reports():
     def model():
         pyro.sample("x", dist.Normal(0.0, 1.0).expand([40]).to_event(1))
 
-    guide = AutoSemiImplicit(model, lambda size: GatedMLP(20, size))
+    guide = AutoSemiImplicit(model, lambda size: GatedMLP(20, size), frame=None)
     guide()
     guide.generator.affine.weight.data *= torch.logspace(-0.5, 0.5, 20)
     elbo = LIVI_ELBO(2, log_det="smallest", max_iterations=1)

@@ -152,7 +152,7 @@ MODELS = [
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_vmap_agrees_with_the_loop(model):
     torch.set_default_dtype(torch.float64)
-    guide = AutoSemiImplicit(model)
+    guide = AutoSemiImplicit(model, frame=None)
     losses, gradients = [], []
     for mode in ("vmap", False):
         elbo = LIVI_ELBO(4, vectorize_particles=mode)

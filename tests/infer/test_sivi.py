@@ -138,7 +138,9 @@ def test_conjugate_gaussian():
 
     covariance = (torch.eye(2) + x.T @ x / 0.25).inverse()
     mean = covariance @ (x.T @ y) / 0.25
-    guide = AutoSemiImplicit(model, lambda size: nn.Linear(size, size), 2, noise_scale=0.5)
+    guide = AutoSemiImplicit(
+        model, lambda size: nn.Linear(size, size), 2, noise_scale=0.5, frame=None
+    )
     arguments = {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.03}, "T_max": 400}
     optimiser = pyro.optim.CosineAnnealingLR(arguments)
     svi = SVI(model, guide, optimiser, SIVI_ELBO(32, 100))

@@ -147,7 +147,9 @@ def test_conjugate_gaussian():
 
     covariance = (torch.eye(2) + x.T @ x / 0.25).inverse()
     mean = covariance @ (x.T @ y) / 0.25
-    guide = AutoSemiImplicit(model, lambda size: nn.Linear(size, size), 2, noise_scale=0.5)
+    guide = AutoSemiImplicit(
+        model, lambda size: nn.Linear(size, size), 2, noise_scale=0.5, frame=None
+    )
     arguments = {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.05}, "T_max": 150}
     optimiser = pyro.optim.CosineAnnealingLR(arguments)
     elbo = UIVI_ELBO(32)

@@ -154,7 +154,7 @@ def test_nuts_finds_a_conjugate_posterior_whatever_the_guide():
         x = pyro.sample("x", dist.MultivariateNormal(torch.zeros(2), prior))
         pyro.sample("y", dist.Normal(x, noise_sd).to_event(1), obs=y)
 
-    guide = AutoImplicit(conjugate, lambda size: GatedResidualGenerator(size, 1, (6,)))
+    guide = AutoImplicit(conjugate, lambda size: GatedResidualGenerator(size, 1, (6,)), frame=None)
     guide()
     # Without its log-determinant this gate would shift the first coordinate by half an sd.
     nn.init.constant_(guide.generator.gate_linear.weight, 0.5)
@@ -177,7 +177,9 @@ def test_a_guide_that_is_the_posterior_makes_the_noise_standard_normal():
         v = pyro.sample("v", dist.Normal(1.0, 3.0))
         pyro.sample("x", dist.Normal(0.0, (v / 2).exp()).expand([2]).to_event(1))
 
-    guide = AutoImplicit(funnel, lambda size: GatedResidualGenerator(size, 1, output_scale=0.0))
+    guide = AutoImplicit(
+        funnel, lambda size: GatedResidualGenerator(size, 1, output_scale=0.0), frame=None
+    )
     guide()
     nn.init.constant_(guide.generator.gate_linear.weight, 1.5)
     guide.generator.log_scale.data[1:] = 0.5
@@ -218,7 +220,7 @@ class Sinh(Generator):
 
 
 def test_any_generator_that_is_injective():
-    guide = AutoImplicit(model, Sinh(12, 12))
+    guide = AutoImplicit(model, Sinh(12, 12), frame=None)
     guide(Y)
     reparam = NoiseSpaceReparam(guide)
     noise = torch.randn(12)
@@ -231,11 +233,11 @@ def test_any_generator_that_is_injective():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: AutoImplicit(model, MLP(5, 12)), "5 noise dimensions into 12 latents"),
-        (lambda: AutoImplicit(model), "GatedMLP may give one value to several noises"),
-        (lambda: AutoImplicit(model, nn.Linear(12, 12)), "Linear may give one value"),
+        (lambda: AutoImplicit(model, MLP(5, 12), frame=None), "5 noise dimensions into 12 latents"),
+        (lambda: AutoImplicit(model, frame=None), "GatedMLP may give one value to several noises"),
+        (lambda: AutoImplicit(model, nn.Linear(12, 12), frame=None), "Linear may give one value"),
         (
-            lambda: AutoSemiImplicit(model, lambda size: ResidualGenerator(size, 2)),
+            lambda: AutoSemiImplicit(model, lambda size: ResidualGenerator(size, 2), frame=None),
             "semi-implicit guide .* hides",
         ),
     ],
@@ -255,4 +257,4 @@ def test_refuses_other_and_untrained_guides():
     with pytest.raises(TypeError, match=r"got AutoNormal\. Cure: .*NeuTraReparam"):
         NoiseSpaceReparam(AutoNormal(model))
     with pytest.raises(ValueError, match="never called.*Cure: train it"):
-        NoiseSpaceReparam(AutoImplicit(model, lambda size: ResidualGenerator(size, 2)))
+        NoiseSpaceReparam(AutoImplicit(model, lambda size: ResidualGenerator(size, 2), frame=None))

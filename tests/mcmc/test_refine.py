@@ -57,7 +57,7 @@ def test_moments_of_a_conjugate_posterior(dtype):
 
 
 def injective(model):
-    return AutoImplicit(model, AutoregressiveGenerator)
+    return AutoImplicit(model, AutoregressiveGenerator, frame=None)
 
 
 @pytest.mark.parametrize("frame", ["auto", "full"])
@@ -116,7 +116,7 @@ def particles(count):
 @pytest.mark.parametrize(
     "guide",
     [
-        AutoSemiImplicit(regression),
+        AutoSemiImplicit(regression, frame=None),
         hand_written,
         particles(5),
     ],
@@ -324,8 +324,8 @@ def test_a_folded_generator_is_reported():
             return noise.square() / 2 + 0.1 * noise
 
     with pytest.warns(UserWarning, match="another sign"):
-        short(AutoImplicit(regression, Fold(3, 3)), frame="noise")
-    result = short(AutoImplicit(regression, Fold(3, 3)))
+        short(AutoImplicit(regression, Fold(3, 3), frame=None), frame="noise")
+    result = short(AutoImplicit(regression, Fold(3, 3), frame=None))
     assert result.space == "latent" and "folds" in str(result)
 
 

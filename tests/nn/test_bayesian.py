@@ -355,7 +355,7 @@ def layerwise(model) -> AutoGuideList:
 
 GUIDES = {
     "AutoNormal": (AutoNormal, Trace_ELBO),
-    "AutoSemiImplicit": (AutoSemiImplicit, partial(LIVI_ELBO, 4)),
+    "AutoSemiImplicit": (partial(AutoSemiImplicit, frame=None), partial(LIVI_ELBO, 4)),
     "layerwise": (layerwise, partial(KIVI_ELBO, 4)),
 }
 

@@ -51,6 +51,9 @@ APART, EVEN = 6.0, 5.0
 class HierarchicalELBO(ImplicitELBO):
     """Fills in log q, or the estimate that bounds it from above; evaluates and does not train."""
 
+    #: For messages.
+    method = "evidence_bound"
+
     def __init__(
         self,
         num_particles: int,
@@ -58,8 +61,18 @@ class HierarchicalELBO(ImplicitELBO):
         proposal: Proposal,
         num_steps: int,
         num_starts: int,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(num_particles)
+        for name, number, least in (
+            ("num_mixing", num_mixing, 1),
+            ("num_steps", num_steps, 0),
+            ("num_starts", num_starts, 1),
+        ):
+            if number < least:
+                raise ValueError(f"{name} must be at least {least}, but got {number}")
+        if proposal not in ("linearized", "prior"):
+            raise ValueError(f'proposal must be "linearized" or "prior", but got {proposal!r}')
+        super().__init__(num_particles, **kwargs)
         self.num_mixing = num_mixing
         self.proposal = proposal
         self.num_steps = num_steps
@@ -79,7 +92,7 @@ class HierarchicalELBO(ImplicitELBO):
         exact = as_generator(implicit.generator).injective
         if not (exact or isinstance(implicit, SemiImplicit)):
             raise ValueError(
-                f"evidence_bound knows no density of site '{name}', whose distribution "
+                f"{self.method} knows no density of site '{name}', whose distribution "
                 f"is {type(implicit).__name__}. Cure: give the site a SemiImplicit or a generator "
                 "that is injective (AutoregressiveGenerator), or use AutoSemiImplicit"
             )
@@ -119,7 +132,7 @@ class HierarchicalELBO(ImplicitELBO):
     def check_site(self, site: ImplicitSite) -> None:
         """Refuse what has neither an exact nor a conditional density."""
         if not isinstance(site.distribution, SemiImplicit):
-            check_square(site, "evidence_bound")
+            check_square(site, self.method)
             return
         check_generator(site.name, flatten_site(site, self.num_particles))
         if self.proposal == "linearized":
@@ -128,14 +141,42 @@ class HierarchicalELBO(ImplicitELBO):
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Log q of each particle and plate element, or the bound on it from noise of its own."""
-        if not isinstance(site.distribution, SemiImplicit):
-            log_q = self._injective(site)
-            return ScoreParts(log_q, 0, log_q)
-        flat = flatten_site(site, self.num_particles)
-        propose = self._linearized if self.proposal == "linearized" else self._prior
-        noises, log_weights = propose(site, flat)
-        log_q = mixture_log_density(flat.value, flat.generate, flat.scale, noises, log_weights)
+        log_q = self.log_density(site)
         return ScoreParts(log_q, 0, log_q)
+
+    def log_density(self, site: ImplicitSite) -> Tensor:
+        """Log q or the bound on it, ``(num_particles, *plates)``, differentiable."""
+        if not isinstance(site.distribution, SemiImplicit):
+            return self._injective(site)
+        flat = flatten_site(site, self.num_particles)
+        noises, log_weights = self._noises(site, flat)
+        return mixture_log_density(flat.value, flat.generate, flat.scale, noises, log_weights)
+
+    def bound_and_score(self, site: ImplicitSite) -> tuple[Tensor, Tensor]:
+        r"""The bound on log q of a semi-implicit site, and an unbiased estimate of the score
+        :math:`\nabla_\theta \log q(\theta)` of the shape of ``site.value``, constants.
+
+        The score is a mean over noises that are weighted by :math:`q(z \mid \theta) / \tau`. With
+        one among them that made the value, itself a draw of :math:`q(z \mid \theta)`, such a mean
+        is right in expectation, however few they are.
+        """
+        flat = flatten_site(site, self.num_particles)
+        noises, log_weights = self._noises(site, flat)
+        generate = torch.no_grad()(flat.generate)
+        with torch.enable_grad():
+            value = flat.value.detach().requires_grad_()
+            scale = flat.scale.detach()
+            log_q = mixture_log_density(value, generate, scale, noises, log_weights)
+            (score,) = torch.autograd.grad(log_q.sum(), value)
+        return log_q.detach(), score.reshape(site.value.shape)
+
+    @torch.no_grad()
+    def _noises(
+        self, site: ImplicitSite, flat: FlatSite
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """All noises of the estimate, and their log p - log tau, if that is not 0."""
+        propose = self._linearized if self.proposal == "linearized" else self._prior
+        return propose(site, flat)
 
     def _injective(self, site: ImplicitSite) -> Tensor:
         """The exact density, of a generator that folds at no draw."""

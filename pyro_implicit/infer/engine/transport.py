@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 
 from pyro_implicit.infer.engine.sites import ImplicitSite
@@ -15,6 +16,7 @@ from pyro_implicit.infer.engine.sites import ImplicitSite
 __all__ = [
     "particles_first",
     "particles_inside",
+    "path_term",
     "second_batch",
     "send_gradient",
     "send_gradients",
@@ -62,6 +64,18 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return ctx.through(*gradients), None, None
+
+
+def path_term(site: ImplicitSite, score: Tensor, draw: Tensor) -> Tensor:
+    """A term whose gradient is that of log q along the path of the draw alone.
+
+    :param score: of the site's distribution at ``site.value``, of its shape.
+    :param draw: ``site.draw``, or a copy whose gradient goes elsewhere.
+    :returns: ``site.batch_shape``, for score parts of the distribution without its transforms.
+    """
+    path = site.score_at_draw(score) * draw
+    # The log-determinant of the site's transforms is in the score at the draw already.
+    return sum_rightmost(path, path.dim() - len(site.batch_shape)) + site.log_abs_det
 
 
 def second_batch(site: ImplicitSite) -> tuple[ImplicitSite, Tensor]:

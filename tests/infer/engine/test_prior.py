@@ -72,7 +72,7 @@ def probed(model, guide, num_particles=4, mode="vmap", *args) -> SitePrior:
 @pytest.mark.parametrize("num_particles,mode", MODES)
 @pytest.mark.parametrize("model", [static, hierarchical])
 def test_density_in_unconstrained_space(model, num_particles, mode):
-    prior = probed(model, AutoImplicit(model), num_particles, mode)
+    prior = probed(model, AutoImplicit(model, frame=None), num_particles, mode)
     found = prior.log_prob()
     assert found.shape == prior.site.batch_shape
     draws = prior.site.draw.detach().reshape(num_particles, -1)
@@ -101,7 +101,7 @@ def test_draws_follow_the_prior_and_stop_before_the_likelihood(
     if model is does_not_broadcast and mode == "plate":
         pytest.skip("it does not broadcast")
     ran = []
-    prior = probed(model, AutoImplicit(model), num_particles, mode, ran)
+    prior = probed(model, AutoImplicit(model, frame=None), num_particles, mode, ran)
     ran.clear()
     points = prior.sample(400)
     memory = prior.memory
@@ -127,7 +127,7 @@ def test_draws_follow_the_prior_and_stop_before_the_likelihood(
 
 def test_costly_draws_are_kept():
     elbo = Probe(2)
-    guide = AutoImplicit(does_not_broadcast)
+    guide = AutoImplicit(does_not_broadcast, frame=None)
     ran, pools = [], []
     for _ in range(3):
         elbo.loss(does_not_broadcast, guide, ran)
@@ -146,7 +146,7 @@ def test_draws_of_a_learnt_prior_are_always_new():
         return scale
 
     elbo = Probe(2)
-    guide = AutoImplicit(model)
+    guide = AutoImplicit(model, frame=None)
     pools = []
     for _ in range(2):
         elbo.loss(model, guide)
@@ -214,11 +214,11 @@ def test_local_latents_with_a_prior_of_their_own():
 
 
 def test_density_at_any_point():
-    prior = probed(static, AutoImplicit(static))
+    prior = probed(static, AutoImplicit(static, frame=None))
     found = prior.log_density(prior.site.draw.detach().flatten(0, -2))
     torch.testing.assert_close(found, prior.log_prob().flatten())
     pyro.clear_param_store()
-    prior = probed(hierarchical, AutoImplicit(hierarchical))
+    prior = probed(hierarchical, AutoImplicit(hierarchical, frame=None))
     with pytest.raises(ValueError, match="made from latents.*Cure: log_prior_logit=False"):
         prior.log_density(prior.site.draw)
 
@@ -277,8 +277,8 @@ def flat():
 
 def test_refusals():
     with pytest.raises(ValueError, match="'b' .ImproperUniform.*Cure: contrast=\"adaptive\""):
-        KIVI_ELBO(2, contrast="prior").loss(flat, AutoImplicit(flat))
-    KIVI_ELBO(2).loss(flat, AutoImplicit(flat))
+        KIVI_ELBO(2, contrast="prior").loss(flat, AutoImplicit(flat, frame=None))
+    KIVI_ELBO(2).loss(flat, AutoImplicit(flat, frame=None))
 
     def lost():
         latents = {"is_auxiliary": True, "latents": ["nowhere"]}

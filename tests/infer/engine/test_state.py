@@ -45,14 +45,14 @@ def branching():
 def test_a_second_model_is_met_anew():
     """Its plates are counted and its shapes found again."""
     elbo = LIVI_ELBO(3)
-    guide = AutoSemiImplicit(model)
+    guide = AutoSemiImplicit(model, frame=None)
     elbo.loss(model, guide)
     first = elbo.state
     assert elbo.max_plate_nesting == 1 and "_AutoSemiImplicit_latent" in first.value_ndims
     elbo.loss(model, guide)
     assert elbo.state is first
     pyro.clear_param_store()  # both guides have the same names in it
-    second = AutoSemiImplicit(model_with_plates)
+    second = AutoSemiImplicit(model_with_plates, frame=None)
     elbo.loss(model_with_plates, second)
     assert elbo.state is not first and elbo.max_plate_nesting == 3
     assert {"x", "z"} <= set(elbo.state.value_ndims)
@@ -62,12 +62,12 @@ def test_a_nesting_that_was_given_stays():
     elbo = LIVI_ELBO(3, max_plate_nesting=4)
     for target in (model, model_with_plates):
         pyro.clear_param_store()
-        elbo.loss(target, AutoSemiImplicit(target))
+        elbo.loss(target, AutoSemiImplicit(target, frame=None))
         assert elbo.max_plate_nesting == 5  # with the particle plate
 
 
 def test_a_fallback_is_forgotten_with_its_model():
-    guide = AutoSemiImplicit(model)
+    guide = AutoSemiImplicit(model, frame=None)
     elbo = LIVI_ELBO(3)
     with pytest.warns(UserWarning, match="LIVI_ELBO runs the model one particle at a time"):
         elbo.loss(branching, guide)
@@ -87,7 +87,7 @@ def test_sites_are_checked_once_for_each_guide():
 
     SemiImplicit.trained_by.remove("Checking")
     elbo = Checking(2)
-    guides = [AutoSemiImplicit(model), AutoSemiImplicit(model)]
+    guides = [AutoSemiImplicit(model, frame=None), AutoSemiImplicit(model, frame=None)]
     for guide in (guides[0], guides[0], guides[1], guides[1]):
         elbo.loss(model, guide)
     assert checked == ["_AutoSemiImplicit_latent"] * 2
@@ -98,7 +98,7 @@ def test_a_second_guide_gets_new_networks():
     elbo = AVB_ELBO(4, 20, discriminator_optim={"lr": 0.1})
     networks = []
     for _ in range(2):
-        guide = AutoImplicit(model)
+        guide = AutoImplicit(model, frame=None)
         svi = SVI(model, guide, pyro.optim.Adam({"lr": 1e-3}), elbo)
         svi.step()
         (network,) = elbo.networks.values()
@@ -147,7 +147,7 @@ def test_a_second_model_with_the_same_guide_keeps_its_networks():
 
 
 def test_two_elbos_share_no_network():
-    guide = AutoImplicit(model)
+    guide = AutoImplicit(model, frame=None)
     elbos = [AVB_ELBO(2, 20), AVB_ELBO(2, 20)]
     for elbo in elbos:
         elbo.loss(model, guide)
@@ -157,7 +157,7 @@ def test_two_elbos_share_no_network():
 
 def test_state_of_one_elbo_goes_on_in_another():
     """Step sizes, copied and pickled, with the numbers of steps."""
-    guide = AutoSemiImplicit(model)
+    guide = AutoSemiImplicit(model, frame=None)
     elbo = UIVI_ELBO(3)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 1e-3}), elbo)
     for _ in range(2):
@@ -177,7 +177,7 @@ def test_state_of_one_elbo_goes_on_in_another():
 
 
 def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped():
-    guide = AutoSemiImplicit(model)
+    guide = AutoSemiImplicit(model, frame=None)
     elbo = UIVI_ELBO(4)
     for _ in range(3):
         elbo.loss(model, guide)
@@ -199,7 +199,7 @@ class Models:
 def test_bound_methods_are_one_model():
     """Python makes a bound method anew at each access."""
     models = Models()
-    elbo, guide = LIVI_ELBO(2), AutoSemiImplicit(model)
+    elbo, guide = LIVI_ELBO(2), AutoSemiImplicit(model, frame=None)
     elbo.loss(models.model, guide)
     state = elbo.state
     elbo.loss(models.model, guide)
@@ -209,11 +209,11 @@ def test_bound_methods_are_one_model():
 
 
 def test_the_pair_keeps_nobody_alive():
-    guide = AutoSemiImplicit(model)
+    guide = AutoSemiImplicit(model, frame=None)
     pair = Pair(model, guide)
     assert pair.has(model, guide) and pair.has_guide(guide)
     assert not pair.has(branching, guide)
-    assert not pair.has_guide(AutoSemiImplicit(model))
+    assert not pair.has_guide(AutoSemiImplicit(model, frame=None))
     del guide
     assert pair._guide() is None
     assert not pickle.loads(pickle.dumps(Pair(model, model))).has(model, model)
@@ -232,7 +232,7 @@ def test_models_that_compare_by_value_are_told_apart_by_identity():
                 pyro.sample("y", dist.Normal(x, 1.0), obs=self.y)
 
     model = Model(torch.zeros(3))
-    guide, elbo = AutoSemiImplicit(model), LIVI_ELBO(2)
+    guide, elbo = AutoSemiImplicit(model, frame=None), LIVI_ELBO(2)
     elbo.loss(model, guide)
     state = elbo.state
     elbo.loss(model, guide)
@@ -251,4 +251,4 @@ def test_nan_among_the_observations_is_suspected():
 
     with pyro.validation_enabled(False):
         with pytest.raises(NonFiniteError, match="site 'y' is nan for every particle: are there"):
-            LIVI_ELBO(4).loss(model, AutoSemiImplicit(model))
+            LIVI_ELBO(4).loss(model, AutoSemiImplicit(model, frame=None))
