@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["BranchError", "RunMode", "VmapError", "in_each_run", "writes_to_unbatched"]
+from pyro_implicit.density.bad_matrices import OF_MATRICES
+from pyro_implicit.density.in_each_run import all_runs
+
+__all__ = ["BranchError", "RunMode", "VmapError", "writes_to_unbatched"]
 
 
 class VmapError(RuntimeError):
@@ -48,7 +50,7 @@ class RunMode(TorchFunctionMode):
     def __init__(self, tag: Tensor | None = None, fresh_are_batched: bool = False) -> None:
         super().__init__()
         self.tag = tag
-        self.replacements = dict(_EVERYWHERE)
+        self.replacements = dict(OF_MATRICES)
         if tag is not None:
             self.replacements.update(_IN_VMAP)
         if fresh_are_batched:
@@ -73,43 +75,6 @@ class RunMode(TorchFunctionMode):
         return torch.where(self.tag, made, made)
 
 
-def in_each_run(function: Callable[..., Any], *tensors: Tensor) -> Any:
-    """Inside ``vmap``, a function of what the tensors are in all runs.
-
-    **Example:**
-
-    >>> def double_each(num_runs, x):
-    ...     return torch.stack([2 * x_k for x_k in x])
-    >>> torch.func.vmap(lambda x: in_each_run(double_each, x))(torch.arange(3))
-    tensor([0, 2, 4])
-
-    :param function: of the number of runs and the tensors, each ``(num_runs, *shape)``, to tensors
-        ``(num_runs, *shape)``. If none of the tensors is batched, it gets None for the number.
-    """
-    return _Below.apply(function, *tensors)
-
-
-class _Below(torch.autograd.Function):
-    """Calls a function below the level of vmap; autograd sees what it does there."""
-
-    @staticmethod
-    def forward(function: Callable, *tensors: Tensor) -> Any:
-        return function(None, *tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, function: Callable, *tensors: Tensor) -> tuple[Any, int]:
-        size = info.batch_size
-        batched = (
-            tensor.expand((size,) + tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            for tensor, dim in zip(tensors, in_dims[1:], strict=True)
-        )
-        return function(size, *batched), 0
-
-
 def writes_to_unbatched(error: Exception) -> bool:
     """Whether vmap refuses to write what differs between runs into a tensor that does not."""
     return any(
@@ -118,20 +83,8 @@ def writes_to_unbatched(error: Exception) -> bool:
     )
 
 
-def _all_runs(tensor: Tensor) -> Tensor | None:
-    """The tensor in all runs, a constant ``(num_runs, *shape)``; None if it is not batched."""
-    seen = []
-
-    def look(num_runs: int | None, batched: Tensor) -> Tensor:
-        seen.append(None if num_runs is None else batched)
-        return batched
-
-    in_each_run(look, tensor.detach())
-    return seen[0]
-
-
 def _is_true(func: Callable, tensor: Tensor) -> bool:
-    runs = _all_runs(tensor)
+    runs = all_runs(tensor)
     if runs is None:
         return func(tensor)
     is_true = runs.reshape(len(runs)) != 0
@@ -141,7 +94,7 @@ def _is_true(func: Callable, tensor: Tensor) -> bool:
 
 
 def _number(func: Callable, tensor: Tensor, *args: Any) -> Any:
-    runs = _all_runs(tensor)
+    runs = all_runs(tensor)
     if runs is None:
         return func(tensor, *args)
     if not ((runs == runs[0]) | (runs.isnan() & runs[0].isnan())).all():
@@ -150,14 +103,14 @@ def _number(func: Callable, tensor: Tensor, *args: Any) -> Any:
 
 
 def _text(func: Callable, tensor: Tensor, *args: Any, **kwargs: Any) -> str:
-    runs = _all_runs(tensor)
+    runs = all_runs(tensor)
     return func(tensor if runs is None else runs, *args, **kwargs) if runs is None else str(runs)
 
 
 def _set_elements(func: Callable, tensor: Tensor, key: Any, value: Any) -> None:
     """``tensor[mask] = number`` without an index of dynamic length."""
     is_mask = isinstance(key, Tensor) and key.dtype == torch.bool and key.dim() > 0
-    if not is_mask or _all_runs(key) is None:
+    if not is_mask or all_runs(key) is None:
         return func(tensor, key, value)
     if isinstance(value, Tensor) and value.numel() != 1:
         return func(tensor, key, value)
@@ -186,77 +139,6 @@ def _isclose(
     return (one == other) | near | (equal_nan & one.isnan() & other.isnan())
 
 
-def _holds(condition: Tensor) -> bool:
-    """Whether it is true everywhere, in all runs."""
-    runs = _all_runs(condition.detach()) if _in_vmap(condition) else None
-    return bool((condition if runs is None else runs).all())
-
-
-def _in_vmap(tensor: Tensor) -> bool:
-    return torch._C._functorch.is_batchedtensor(tensor)
-
-
-def _where(good: Tensor, value: Tensor, other: Tensor | float, ndim: int) -> Tensor:
-    return torch.where(good.reshape(good.shape + (1,) * ndim), value, other)
-
-
-def _eye(matrix: Tensor) -> Tensor:
-    return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-
-
-def _cholesky(func: Callable, matrix: Tensor, upper: bool = False, **kwargs: Any) -> Tensor:
-    factor, info = torch.linalg.cholesky_ex(matrix, upper=upper)
-    good = info == 0
-    if _holds(good):
-        return factor
-    # Factorised anew, so that the gradient has no part of the bad ones.
-    factor = torch.linalg.cholesky_ex(_where(good, matrix, _eye(matrix), 2), upper=upper).L
-    return _where(good, factor, math.nan, 2)
-
-
-def _inverse(func: Callable, matrix: Tensor, **kwargs: Any) -> Tensor:
-    inverse, info = torch.linalg.inv_ex(matrix)
-    good = info == 0
-    if _holds(good):
-        return inverse
-    inverse = torch.linalg.inv_ex(_where(good, matrix, _eye(matrix), 2)).inverse
-    return _where(good, inverse, math.nan, 2)
-
-
-def _solve(func: Callable, matrix: Tensor, right: Tensor, **kwargs: Any) -> Tensor:
-    solution, info = torch.linalg.solve_ex(matrix, right, **kwargs)
-    good = info == 0
-    if _holds(good):
-        return solution
-    safe = _where(good, matrix, _eye(matrix), 2)
-    solution = torch.linalg.solve_ex(safe, right, **kwargs).result
-    return _where(good, solution, math.nan, solution.dim() - good.dim())
-
-
-def _spectral(func: Callable, matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Decompositions that raise an error if an element is not finite."""
-    good = matrix.isfinite().all(-1).all(-1)
-    if _holds(good):
-        return func(matrix, *args, **kwargs)
-    eye = torch.eye(*matrix.shape[-2:], dtype=matrix.dtype, device=matrix.device)
-    made = func(_where(good, matrix, eye, 2), *args, **kwargs)
-    if isinstance(made, Tensor):
-        return _where(good, made, math.nan, made.dim() - good.dim())
-    return type(made)(_where(good, part, math.nan, part.dim() - good.dim()) for part in made)
-
-
-_EVERYWHERE: dict[Any, Callable] = {
-    **dict.fromkeys((torch.linalg.cholesky, torch.cholesky, Tensor.cholesky), _cholesky),
-    **dict.fromkeys((torch.linalg.inv, torch.inverse, Tensor.inverse), _inverse),
-    torch.linalg.solve: _solve,
-    **dict.fromkeys(
-        (
-            *(torch.linalg.eigh, torch.linalg.eigvalsh, torch.linalg.eig, torch.linalg.eigvals),
-            *(torch.linalg.svd, torch.linalg.svdvals, torch.linalg.pinv),
-        ),
-        _spectral,
-    ),
-}
 _IN_VMAP: dict[Any, Callable] = {
     Tensor.__bool__: _is_true,
     **dict.fromkeys(

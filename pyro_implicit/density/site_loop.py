@@ -13,7 +13,8 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import Distribution, Transform
 
-from pyro_implicit.density.run_mode import in_each_run, writes_to_unbatched
+from pyro_implicit.density.in_each_run import in_each_run
+from pyro_implicit.density.run_mode import writes_to_unbatched
 
 __all__ = ["loop_where_needed"]
 

@@ -197,8 +197,10 @@ class ImplicitELBO(StatefulELBO):
             set_score_parts(guide_trace.nodes[name], parts, site.log_abs_det)
         guide_trace.compute_score_parts()
         self._particles = particles
-        yield self._weighed(model_trace, guide_trace)
-        self._particles = None
+        try:
+            yield self._weighed(model_trace, guide_trace)
+        finally:
+            self._particles = None
 
     def _check_sum(self, one_by_one: bool) -> None:
         """Refuse to sum out discrete latents where Pyro's own loop or plate runs the model."""

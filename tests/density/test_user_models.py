@@ -227,6 +227,35 @@ def seasons():
         pyro.sample("y", dist.Laplace(loc, 1.0), obs=Y)
 
 
+def written_covariance():
+    scale = pyro.sample("scale", dist.HalfNormal(torch.ones(3)).to_event(1))
+    rho = pyro.sample("rho", dist.Uniform(-0.4, 0.4))
+    correlation = torch.eye(3)
+    correlation[0, 1] = correlation[1, 0] = rho
+    root = torch.diag(scale)
+    with pyro.plate("rows", 12):
+        fn = dist.MultivariateNormal(torch.zeros(3), root @ correlation @ root)
+        pyro.sample("y", fn, obs=X)
+
+
+def change_point():
+    tau = pyro.sample("tau", dist.Uniform(0.0, 12.0))
+    level = pyro.sample("level", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    index = (torch.arange(12.0) > tau).long()
+    pyro.sample("y", dist.Normal(level[index], 1.0).to_event(1), obs=Y)
+
+
+def fixed_point():
+    """A loop until it has converged."""
+    x = pyro.sample("x", dist.LogNormal(0.0, 0.5))
+    root = x
+    for _ in range(50):
+        old, root = root, 0.5 * (root + x / root)
+        if (root - old).abs() < 1e-9:
+            break
+    pyro.sample("y", dist.Normal(max(root, x), 1.0), obs=torch.tensor(1.0))
+
+
 def mixture():
     weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
     loc = pyro.sample("loc", dist.Normal(torch.zeros(3), 2.0).to_event(1))
@@ -256,7 +285,7 @@ MODELS = {
         *(ordinal, ordinal_of_a_flat_prior, dirichlet_multinomial, mixed_effects, horseshoe),
         *(car, garch, arma, stochastic_volatility, zero_inflated, survival, item_response),
         *(gaussian_process, discrete_hmm, gaussian_hmm, missing_data, measurement_error, sir),
-        *(seasons, mixture, Net),
+        *(seasons, written_covariance, change_point, fixed_point, mixture, Net),
     ]
 }
 
