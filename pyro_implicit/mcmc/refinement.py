@@ -194,16 +194,8 @@ def refine(
     kind: FrameKind = "full" if density.latent_dim <= MAX_FULL_DIM else "low-rank"
     if frame not in ("auto", "noise"):
         kind = frame  # type: ignore[assignment]
-    plan = Plan(
-        guide,
-        args,
-        kwargs,
-        num_chains,
-        frame,
-        kind,
-        max_draws,
-        max_leapfrogs=max(1, min(max_leapfrogs, max_gradients // 40)),
-    )
+    longest = max(1, min(max_leapfrogs, max_gradients // 40))
+    plan = Plan(guide, args, kwargs, num_chains, frame, kind, max_gradients, longest, max_draws)
     settings = {
         "latent_dim": density.latent_dim,
         "num_chains": num_chains,

@@ -28,6 +28,9 @@ __all__ = ["Plan", "density_of", "start_chains"]
 PROBE = 24  # transitions, the first third of which do not count
 EASY = 8.0  # gradients of a transition, in noise that is nearly normal
 FASTER = 2.0
+LONGEST = 16  # leapfrogs of a transition
+LEAST_BUDGET = 4 * LONGEST * PROBE  # of which two walks take half at most
+FOLD_DRAWS = 64
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,9 @@ class Plan:
     num_chains: int
     frame: str
     kind: FrameKind
-    max_draws: int
+    max_gradients: int
     max_leapfrogs: int
+    max_draws: int
 
 
 def density_of(density: LatentDensity, guide: Guide, space: str) -> ChainDensity:
@@ -67,9 +71,10 @@ def start_chains(density: LatentDensity, plan: Plan) -> tuple[ChainDensity, Chai
 
     With ``frame="auto"`` an injective guide's chains begin in its noise. They stay there if the
     generator does not fold and the walk is easy: few gradients a transition, and none that fails.
-    Where it is not, the latents are tried for as many transitions from the same guide, and the
-    chains are taken there if a gradient moves the slowest latent, or its square, more than twice
-    as far: by the squared distance of a transition over the variance, the larger of both walks.
+    Where it is not, and the budget allows it, the latents are tried for as many transitions from
+    the same guide, and the chains are taken there if a gradient moves the slowest latent, or its
+    square, more than twice as far: by the squared distance of a transition over the variance, the
+    larger of both walks.
 
     :returns: what they walk on, and the chains, the probes' gradients counted.
     """
@@ -92,18 +97,23 @@ def _the_better(
 ) -> tuple[ChainDensity, Chains]:
     assert isinstance(noise, NoiseDensity)
     chains, walk, note = None, None, ""
-    like = noise.density.init_loc
-    if count_folds(noise.guide, torch.randn(plan.num_chains, noise.density.latent_dim).to(like)):
+    shape = min(plan.num_chains, FOLD_DRAWS), noise.density.latent_dim
+    if count_folds(noise.guide, torch.randn(shape).to(noise.density.init_loc)):
         note = "the guide's generator folds its noise"
     else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # those of a start that may be given up
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             try:
                 chains = _begin(noise, plan)
             except ValueError:
                 note = "the log-density is finite nowhere in the guide's noise"
         if chains is not None and chains.replaced_starts > 0.1 * plan.num_chains:
             chains, note = None, "the log-density is seldom finite in the guide's noise"
+        for one in caught:
+            if chains is not None or "not finite at" not in str(one.message):
+                warnings.warn(one.message, one.category, stacklevel=4)
+    if chains is not None and plan.max_gradients < LEAST_BUDGET:
+        return noise, chains
     if chains is not None:
         walk = _Walk(chains, noise)
         if walk.is_easy:
@@ -128,8 +138,8 @@ class _Walk:
 
     def __init__(self, chains: Chains, density: ChainDensity) -> None:
         began, jumps, counted = chains.transitions, [], 0
-        usual, chains.kernel.max_leapfrogs = chains.kernel.max_leapfrogs, 16
-        chains.kernel.max_leapfrogs = min(usual, 16)
+        usual = chains.kernel.max_leapfrogs
+        chains.kernel.max_leapfrogs = min(usual, LONGEST)
         self._centre = density.to_latent(_points(chains)).median(0).values
         values, failed = self._values(chains, density), []
         while chains.transitions < began + PROBE:

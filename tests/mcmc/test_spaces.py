@@ -11,7 +11,7 @@ import torch
 from pyro_implicit import AutoImplicit, AutoregressiveGenerator
 from pyro_implicit.density import LatentDensity
 from pyro_implicit.guides import Frame
-from pyro_implicit.mcmc import refine
+from pyro_implicit.mcmc import refine, spaces
 from pyro_implicit.mcmc.spaces import Plan, start_chains
 
 
@@ -48,7 +48,7 @@ def bent(size):
 
 
 def begin(model, guide, frame="auto"):
-    plan = Plan(guide, (), {}, 64, frame, "full", max_draws=100, max_leapfrogs=64)
+    plan = Plan(guide, (), {}, 64, frame, "full", 4000, max_leapfrogs=64, max_draws=100)
     return start_chains(LatentDensity(model), plan)[1]
 
 
@@ -94,7 +94,9 @@ def test_the_latents_where_the_noise_has_no_finite_density(monkeypatch):
     assert result.space == "latent" and "finite nowhere" in str(result)
 
 
-def test_the_space_survives_a_checkpoint(tmp_path):
+def test_the_space_survives_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(spaces, "LEAST_BUDGET", 0)
+
     def run(**options):
         pyro.clear_param_store()
         torch.manual_seed(0)
@@ -107,4 +109,21 @@ def test_the_space_survives_a_checkpoint(tmp_path):
     first, again = run(checkpoint=file), run(checkpoint=file)
     for result in (first, again):
         assert result.get_samples()["x"].equal(whole.get_samples()["x"])
-        assert (result.space, result.space_note) == (whole.space, whole.space_note)
+        assert result.space == "latent" and result.space_note == whole.space_note != ""
+
+
+def test_a_small_budget_is_not_spent_on_walks():
+    guide = AutoImplicit(gaussian, bent, base_guide=Frame(torch.zeros(3), torch.ones(3)))
+    options = {"num_chains": 16, "seed": 0, "progress": False}
+    result = refine(gaussian, guide, max_gradients=60, **options)
+    assert result.space == "noise" and result.num_gradients < 90
+
+
+def test_warnings_of_the_walk_are_not_lost():
+    def one_by_one():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(0.0 if x.item() > 0 else -0.1, 1.0), obs=torch.tensor(0.0))
+
+    guide = injective(one_by_one, 1)
+    with pytest.warns(UserWarning, match="one particle at a time"):
+        refine(one_by_one, guide, num_chains=8, max_gradients=10, seed=0, progress=False)
