@@ -44,6 +44,7 @@ def save_checkpoint(
     parameters: Mapping[str, Tensor],
     optimisers: Mapping[str, torch.optim.Optimizer],
     loss: Any = None,
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write all that training depends on, the random streams too.
 
@@ -53,9 +54,11 @@ def save_checkpoint(
     :param parameters: unconstrained, by name.
     :param optimisers: all, by name.
     :param loss: the ELBO, whose memory is kept if it has ``get_state``.
+    :param buffers: of the guide, by name: a frame that it found for itself is not trained.
     """
     content = {
         "state": vars(state),
+        "buffers": dict(buffers or {}),
         "parameters": {name: value.detach() for name, value in parameters.items()},
         "optimisers": {name: optimiser.state_dict() for name, optimiser in optimisers.items()},
         "random": random_streams(),
@@ -71,6 +74,7 @@ def load_checkpoint(
     parameters: Mapping[str, Tensor],
     optimisers: Mapping[str, torch.optim.Optimizer],
     loss: Any = None,
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Put all back in place, as :func:`save_checkpoint` found it.
 
@@ -89,6 +93,8 @@ def load_checkpoint(
         )
     for name, value in parameters.items():
         value.copy_(content["parameters"][name])
+    for name, value in (buffers or {}).items():
+        value.copy_(content["buffers"][name])
     for name, optimiser in optimisers.items():
         optimiser.load_state_dict(content["optimisers"][name])
     vars(state).update(content["state"])

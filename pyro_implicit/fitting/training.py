@@ -142,11 +142,12 @@ def train(
     optimisers: dict[str, torch.optim.Optimizer] = {"": optimiser}
     if isinstance(loss, NetworkELBO):
         optimisers |= loss.optimisers
+    buffers = dict(guide.named_buffers()) if isinstance(guide, torch.nn.Module) else {}
     # While parameters of the model move, an exact guide is exact for a posterior of today.
     may_stop = isinstance(loss, InjectiveELBO) and _all_of_guide(guide, parameters, args, kwargs)
     file = None if checkpoint is None else Path(checkpoint) / f"{name}.pt"
     if file is not None and file.exists():
-        load_checkpoint(file, state, parameters, optimisers, loss)
+        load_checkpoint(file, state, parameters, optimisers, loss, buffers)
         if batches is not None and state.batches is not None:
             batches.restore(state.batches)
     first, last = len(state.losses), schedule.num_steps
@@ -172,7 +173,7 @@ def train(
         state.finished = is_exact or by_steps or clock >= 1
         if file is not None and (state.finished or (step + 1) % checkpoint_every == 0):
             state.batches = None if batches is None else batches.state()
-            save_checkpoint(file, state, parameters, optimisers, loss)
+            save_checkpoint(file, state, parameters, optimisers, loss, buffers)
         bar.update()
         if step % 50 == 0:
             bar.set_postfix(loss=f"{state.losses[-1]:.3f}", refresh=False)

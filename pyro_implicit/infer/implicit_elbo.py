@@ -223,7 +223,7 @@ class ImplicitELBO(StatefulELBO):
         """
         for pair in self._get_traces(model, guide, args, kwargs):
             shares = (part / self.num_particles for part in self._evaluate(*pair))
-            yield tuple(shares)  # type: ignore[misc]
+            yield tuple(shares)
 
     def _transport(self, site: ImplicitSite) -> Tensor | None:
         if site.name not in self.state.checked_sites:

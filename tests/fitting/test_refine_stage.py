@@ -50,7 +50,7 @@ def test_many_latents_start_from_a_mean_field_guide():
 
     y = torch.linspace(-3.0, 3.0, 101)
     result = fit(model, "auto", y, refine="auto", num_steps=20, **QUIET)
-    assert [stage.name for stage in result.stages] == ["mean-field", "refine"]
+    assert [stage.name for stage in result.stages] == ["mean-field", "refine", "teach"]
     draws = result.refined.get_samples()["x"]
     assert ((draws.mean(0) - y / 2).abs() < 0.15).all()
     assert ((draws.std(0) / 0.5**0.5 - 1).abs() < 0.15).all()

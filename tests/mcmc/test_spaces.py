@@ -113,7 +113,7 @@ def test_the_space_survives_a_checkpoint(tmp_path, monkeypatch):
 
 
 def test_a_small_budget_is_not_spent_on_walks():
-    guide = AutoImplicit(gaussian, bent, base_guide=Frame(torch.zeros(3), torch.ones(3)))
+    guide = AutoImplicit(gaussian, bent, frame=Frame(torch.zeros(3), torch.ones(3)))
     options = {"num_chains": 16, "seed": 0, "progress": False}
     result = refine(gaussian, guide, max_gradients=60, **options)
     assert result.space == "noise" and result.num_gradients < 90

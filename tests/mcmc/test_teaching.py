@@ -46,11 +46,11 @@ def posterior(count, dtype=torch.float32):
 
 
 def autoregressive(model):
-    return AutoImplicit(model, AutoregressiveGenerator, init_scale=1.0)
+    return AutoImplicit(model, AutoregressiveGenerator, frame=None, init_scale=1.0)
 
 
 def residual(model):
-    return AutoImplicit(model, lambda size: ResidualGenerator(size, 2), init_scale=1.0)
+    return AutoImplicit(model, lambda size: ResidualGenerator(size, 2), frame=None, init_scale=1.0)
 
 
 def bent(guide):
