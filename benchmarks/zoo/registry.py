@@ -85,9 +85,7 @@ class ZooModel:
         if self.invariant is None:
             _, start, _ = self.potential(args)
             return self.unconstrain(draws, args), [value.numel() for value in start.values()]
-        parts = [
-            part.reshape(len(part), -1) for part in self.invariant(draws, *args).values()
-        ]
+        parts = [part.reshape(len(part), -1) for part in self.invariant(draws, *args).values()]
         return torch.cat(parts, -1), [part.shape[1] for part in parts]
 
 
