@@ -90,6 +90,4 @@ def topics(counts):
         words = pyro.sample("words", dist.Dirichlet(0.5 * torch.ones(num_words)))
     with pyro.plate("documents", num_documents):
         topics = pyro.sample("topics", dist.Dirichlet(torch.ones(2)))
-        pyro.sample(
-            "counts", dist.Multinomial(total_count=80, probs=topics @ words), obs=counts
-        )
+        pyro.sample("counts", dist.Multinomial(total_count=80, probs=topics @ words), obs=counts)
