@@ -79,7 +79,7 @@ def _topics_invariant(draws, counts):
     return {"topics": log_ratios(topics), "words": log_ratios(words)}
 
 
-_TELLING = 0
+_TELLING = 1
 
 
 @add(_words_data, _topics_invariant)

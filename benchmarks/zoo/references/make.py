@@ -47,7 +47,6 @@ def sample(zoo: ZooModel, args: tuple, folder: Path, python: Path) -> tuple[Draw
     np.savez(folder / "data.npz", **data)
     words = ["-m", "benchmarks.zoo.references.sample", zoo.kind, zoo.name, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     settings = SETTINGS.get(zoo.name, ())
     subprocess.run([python, *words, *settings], check=True, env=environment)
     return *read(folder), {"settings": list(settings)}
@@ -65,9 +64,10 @@ def log_prob_spread(zoo: ZooModel, args: tuple, draws: Draws, log_probs: list[fl
     Compared are joint densities of the constrained latents, at the first draws of the first chain.
     """
     potential, start, transforms = zoo.potential(args)
+    shapes = {name: transforms[name].inv(value).shape for name, value in start.items()}
     differences = []
     for i, theirs in enumerate(log_probs):
-        values = {name: draws[name][0, i].reshape(shape_of(zoo, args)[name]) for name in start}
+        values = {name: draws[name][0, i].reshape(shape) for name, shape in shapes.items()}
         unconstrained = {name: transforms[name](value) for name, value in values.items()}
         jacobian = sum(
             transforms[name].log_abs_det_jacobian(values[name], unconstrained[name]).sum().item()

@@ -6,22 +6,22 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-
-jax.config.update("jax_enable_x64", True)
-
-import numpy as np  # noqa: E402
-import numpyro  # noqa: E402
-from numpyro.infer import MCMC, NUTS, init_to_median, init_to_uniform  # noqa: E402
-from numpyro.infer.util import log_density  # noqa: E402
+import numpy as np
+import numpyro
+from numpyro.infer import MCMC, NUTS, init_to_median, init_to_uniform
+from numpyro.infer.util import log_density
 
 NUM_CHAINS = 4
 NUM_POINTS = 6
+COMMON_FLAGS = "--xla_cpu_multi_thread_eigen=false"
+QUICK_FLAGS = " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def twin(kind: str, name: str) -> Callable[..., Any]:
@@ -29,6 +29,9 @@ def twin(kind: str, name: str) -> Callable[..., Any]:
 
 
 def main(args: argparse.Namespace) -> None:
+    # Read at the first computation. Of most twins compilation takes longer than sampling.
+    os.environ["XLA_FLAGS"] = COMMON_FLAGS + ("" if args.optimise else QUICK_FLAGS)
+    jax.config.update("jax_enable_x64", True)
     wall, cpu = time.perf_counter(), time.process_time()
     model = twin(args.kind, args.name)
     with np.load(args.folder / "data.npz") as file:
@@ -69,9 +72,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path, help="has the data and gets the draws")
     parser.add_argument("--warmup", type=int, default=1000)
     parser.add_argument("--samples", type=int, default=2500, help="that each chain keeps")
-    parser.add_argument("--thin", type=int, default=4)
+    parser.add_argument("--thin", type=int, default=1)
     parser.add_argument("--target-accept", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--optimise", action="store_true", help="by XLA: for the large twins")
     parser.add_argument("--from-median", action="store_true", help="of the prior")
     return parser
 
