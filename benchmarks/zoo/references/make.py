@@ -47,9 +47,9 @@ def sample(zoo: ZooModel, args: tuple, folder: Path, python: Path) -> tuple[Draw
     np.savez(folder / "data.npz", **data)
     words = ["-m", "benchmarks.zoo.references.sample", zoo.kind, zoo.name, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    settings = SETTINGS.get(zoo.name, ())
+    settings = SETTINGS.get(zoo.name, "").split()
     subprocess.run([python, *words, *settings], check=True, env=environment)
-    return *read(folder), {"settings": list(settings)}
+    return *read(folder), {"settings": settings}
 
 
 def read(folder: Path) -> tuple[Draws, Record]:
@@ -132,7 +132,7 @@ def make(name: str, args: argparse.Namespace) -> Record:
     )
     checks = {
         "model": name,
-        "dim": sum(math.prod(shape) for shape in shapes.values()),
+        "dim": sum(value.numel() for value in zoo.potential(data)[1].values()),
         "num_features": features.shape[1],
         "num_draws": len(standardised),
         "chains": [num_chains, length],

@@ -37,7 +37,12 @@ def main(args: argparse.Namespace) -> None:
     with np.load(args.folder / "data.npz") as file:
         data = [file[f"argument_{i}"] for i in range(len(file.files))]
     start = init_to_median() if args.from_median else init_to_uniform()
-    kernel = NUTS(model, target_accept_prob=args.target_accept, init_strategy=start)
+    kernel = NUTS(
+        model,
+        target_accept_prob=args.target_accept,
+        init_strategy=start,
+        dense_mass=not args.diagonal,
+    )
     mcmc = MCMC(
         kernel,
         num_warmup=args.warmup,
@@ -76,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--target-accept", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--optimise", action="store_true", help="by XLA: for the large twins")
+    parser.add_argument("--diagonal", action="store_true", help="mass matrix")
     parser.add_argument("--from-median", action="store_true", help="of the prior")
     return parser
 
