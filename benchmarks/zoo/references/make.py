@@ -122,14 +122,6 @@ def make(name: str, args: argparse.Namespace) -> Record:
     step = max(1, round(len(features) / max(room, MIN_DRAWS)))
     mean, sd = features.mean(0), features.std(0)
     standardised = ((features - mean) / sd)[::step][:, columns]
-    DRAWS.mkdir(exist_ok=True)
-    np.savez_compressed(
-        DRAWS / f"{name}.npz",
-        standardised=standardised.numpy().astype(np.float16),
-        columns=columns.numpy().astype(np.int16),
-        mean=mean.numpy(),
-        sd=sd.numpy(),
-    )
     checks = {
         "model": name,
         "dim": sum(value.numel() for value in zoo.potential(data)[1].values()),
@@ -146,6 +138,15 @@ def make(name: str, args: argparse.Namespace) -> Record:
         and run["divergences"] <= MAX_DIVERGENCES
         and spread < MAX_SPREAD
     )
+    if good:
+        DRAWS.mkdir(exist_ok=True)
+        np.savez_compressed(
+            DRAWS / f"{name}.npz",
+            standardised=standardised.numpy().astype(np.float16),
+            columns=columns.numpy().astype(np.int16),
+            mean=mean.numpy(),
+            sd=sd.numpy(),
+        )
     return checks | {"trusted": bool(good)} | run
 
 
