@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods: ``fit`` with nothing set, and what Pyro offers, with its defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import torch
+from pyro.infer import MCMC, NUTS, SVI, Trace_ELBO, TraceEnum_ELBO
+from pyro.infer.autoguide import AutoLowRankMultivariateNormal, AutoMultivariateNormal
+from torch import Tensor
+
+from benchmarks.common import cosine_adam, fit
+from benchmarks.zoo.registry import ZooModel
+from pyro_implicit import fitting
+from pyro_implicit.diagnostics import draw
+
+__all__ = ["METHODS", "NUM_DRAWS", "Fitted"]
+
+NUM_DRAWS = 10_000
+SVI_STEPS = 5000
+MAX_DENSE_DIM = 100
+
+Draws = dict[str, Tensor]
+Record = dict[str, Any]
+
+
+class Fitted:
+    """What a method returns: how to draw, a guide to be diagnosed or None, and notes."""
+
+    def __init__(self, sample: Callable[[], Draws], guide: Any = None, **notes: Any) -> None:
+        self.sample, self.guide, self.notes = sample, guide, notes
+
+
+def ours(zoo: ZooModel, model: Any, args: tuple, seed: int) -> Fitted:
+    result = fitting.fit(model, "auto", *args, seed=seed, progress=False)
+    return Fitted(
+        lambda: result.sample(NUM_DRAWS, *args),
+        result.guide,
+        steps=len(result.losses),
+        bounds=result.bounds,
+        num_modes=result.num_modes,
+        chosen=result.chosen,
+        report=str(result),
+    )
+
+
+def gaussian(zoo: ZooModel, model: Any, args: tuple, seed: int) -> Fitted:
+    """A full-rank Gaussian, or one of low rank above 100 latents, by 5,000 steps of Pyro's SVI."""
+    _, start, _ = zoo.potential(args)
+    is_dense = sum(value.numel() for value in start.values()) <= MAX_DENSE_DIM
+    make = AutoMultivariateNormal if is_dense else AutoLowRankMultivariateNormal
+    guide = make(pyro.poutine.block(model, expose=list(start)))
+    if zoo.max_plate_nesting is None:
+        loss: Any = Trace_ELBO()
+    else:
+        loss = TraceEnum_ELBO(max_plate_nesting=zoo.max_plate_nesting)
+    fit(SVI(model, guide, cosine_adam(1e-2, SVI_STEPS), loss), SVI_STEPS, *args)
+    return Fitted(lambda: draw(guide, NUM_DRAWS, *args), guide)
+
+
+def nuts(zoo: ZooModel, model: Any, args: tuple, seed: int) -> Fitted:
+    """One chain of 1,000 draws after as many of warm-up, each drawn ten times."""
+    kernel = NUTS(model, max_plate_nesting=zoo.max_plate_nesting)
+    mcmc = MCMC(kernel, num_samples=1000, warmup_steps=1000, disable_progbar=True)
+    mcmc.run(*args)
+    draws = mcmc.get_samples()
+    rows = torch.randperm(NUM_DRAWS) % 1000
+    return Fitted(lambda: {name: value[rows] for name, value in draws.items()})
+
+
+METHODS: dict[str, Callable[[ZooModel, Any, tuple, int], Fitted]] = {
+    "fit": ours,
+    "gaussian": gaussian,
+    "nuts": nuts,
+}

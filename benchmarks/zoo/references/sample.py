@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NumPyro's NUTS on one twin; run by ``make`` in NumPyro's own environment."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import numpyro
+from numpyro.infer import MCMC, NUTS, init_to_median, init_to_uniform
+from numpyro.infer.util import log_density
+
+NUM_CHAINS = 4
+NUM_POINTS = 6
+COMMON_FLAGS = "--xla_cpu_multi_thread_eigen=false"
+QUICK_FLAGS = " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+def twin(kind: str, name: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(f"benchmarks.zoo.references.twins.{kind}"), name)
+
+
+def main(args: argparse.Namespace) -> None:
+    # Read at the first computation. Of most twins compilation takes longer than sampling.
+    os.environ["XLA_FLAGS"] = COMMON_FLAGS + ("" if args.optimise else QUICK_FLAGS)
+    jax.config.update("jax_enable_x64", True)
+    wall, cpu = time.perf_counter(), time.process_time()
+    model = twin(args.kind, args.name)
+    with np.load(args.folder / "data.npz") as file:
+        data = [file[f"argument_{i}"] for i in range(len(file.files))]
+    start = init_to_median() if args.from_median else init_to_uniform()
+    kernel = NUTS(
+        model,
+        target_accept_prob=args.target_accept,
+        init_strategy=start,
+        dense_mass=not args.diagonal,
+    )
+    mcmc = MCMC(
+        kernel,
+        num_warmup=args.warmup,
+        num_samples=args.samples * args.thin,
+        thinning=args.thin,
+        num_chains=NUM_CHAINS,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(jax.random.PRNGKey(args.seed), *data, extra_fields=("diverging", "num_steps"))
+    draws = {name: np.asarray(value) for name, value in mcmc.get_samples(True).items()}
+    extra = {name: np.asarray(value) for name, value in mcmc.get_extra_fields(True).items()}
+    points = [{name: value[0, i] for name, value in draws.items()} for i in range(NUM_POINTS)]
+    log_probs = [float(log_density(model, data, {}, point)[0]) for point in points]
+    np.savez(args.folder / "draws.npz", **draws)
+    record = {
+        "numpyro": numpyro.__version__,
+        "jax": jax.__version__,
+        "log_probs": log_probs,
+        "divergences": float(extra["diverging"].mean()),
+        "leapfrogs_per_draw": float(extra["num_steps"].mean()),
+        "seconds": time.perf_counter() - wall,
+        "cpu_seconds": time.process_time() - cpu,
+    }
+    (args.folder / "run.json").write_text(json.dumps(record))
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", help="the file of the twin")
+    parser.add_argument("name")
+    parser.add_argument("folder", type=Path, help="has the data and gets the draws")
+    parser.add_argument("--warmup", type=int, default=1000)
+    parser.add_argument("--samples", type=int, default=2500, help="that each chain keeps")
+    parser.add_argument("--thin", type=int, default=1)
+    parser.add_argument("--target-accept", type=float, default=0.8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--optimise", action="store_true", help="by XLA: for the large twins")
+    parser.add_argument("--diagonal", action="store_true", help="mass matrix")
+    parser.add_argument("--from-median", action="store_true", help="of the prior")
+    return parser
+
+
+if __name__ == "__main__":
+    main(parser().parse_args())

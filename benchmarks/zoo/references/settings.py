@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the reference runs of some models need beside the defaults of ``sample``."""
+
+from __future__ import annotations
+
+__all__ = ["SETTINGS"]
+
+SETTINGS = {
+    "sir_loop": "--from-median",
+    "lotka_volterra": "--from-median --optimise",
+    "arma_loop": "--from-median --optimise",
+    "garch_loop": "--optimise",
+    "horseshoe_30": "--diagonal --target-accept 0.95",
+    "horseshoe_50": "--diagonal --target-accept 0.95",
+    "horseshoe_300": "--diagonal --target-accept 0.95 --optimise",
+    "mixed_linear_lkj_300": "--diagonal --target-accept 0.9 --optimise",
+    "crossed_logit": "--target-accept 0.95 --thin 3",
+    "nested_schools": "--target-accept 0.98 --thin 4",
+    "binomial_players": "--target-accept 0.95 --thin 3",
+    "groups_1000": "--diagonal --optimise",
+    "gp_poisson": "--target-accept 0.95",
+    "gp_bernoulli": "--target-accept 0.95",
+    "local_level_loop": "--diagonal --target-accept 0.95",
+    "local_level": "--diagonal",
+    "irt_2pl": "--diagonal",
+    "mixed_poisson_lkj": "--diagonal --target-accept 0.9",
+    "car_lattice": "--diagonal --target-accept 0.9 --optimise",
+    "stochastic_volatility_1000": "--diagonal --samples 1000 --optimise",
+    "stochastic_volatility_100_loop": "--diagonal --target-accept 0.95 --optimise",
+    "spike_slab": "--target-accept 0.95 --thin 2",
+    "network_50": "--diagonal --thin 2",
+    "network_500": "--diagonal --optimise",
+    "factor_energy": "--target-accept 0.95 --thin 4",
+    "measurement_error": "--target-accept 0.95",
+    "deterministic_sites": "--target-accept 0.95",
+}

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The list of the zoo's models: a decorator adds one, :func:`load` finds it by its name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyro
+import torch
+from pyro.infer.autoguide import init_to_median
+from pyro.infer.mcmc.util import initialize_model
+from torch import Tensor
+
+__all__ = ["FILES", "ZooModel", "add", "floats", "integers", "load", "names"]
+
+FILES = (
+    "regression",
+    "hierarchical",
+    "shrinkage",
+    "gaussian_processes",
+    "time_series",
+    "dynamics",
+    "mixtures",
+    "latent_variables",
+    "missing",
+    "networks",
+)
+
+Draws = dict[str, Tensor]
+_MODELS: dict[str, ZooModel] = {}
+
+
+@dataclass(frozen=True)
+class ZooModel:
+    """One of the models.
+
+    ``model`` is a function, or the class of a module; ``data`` makes its arguments; ``invariant``
+    maps draws by site to matrices, for models whose latents have symmetries (labels, rotations):
+    without it the draws are compared in unconstrained space.
+    """
+
+    name: str
+    kind: str
+    source: Callable[..., Any]
+    data: Callable[[], tuple]
+    invariant: Callable[..., Draws] | None = None
+    max_plate_nesting: int | None = None
+
+    def model(self) -> Callable[..., Any]:
+        """What a user passes to ``fit``: a module is made anew."""
+        return self.source() if inspect.isclass(self.source) else self.source
+
+    def potential(self, args: tuple) -> tuple[Callable[[Draws], Tensor], Draws, dict[str, Any]]:
+        """Pyro's own view, by which references are checked and draws unconstrained: the potential
+        energy of the unconstrained latents with discrete ones summed out, an example of these
+        latents, and the transforms to unconstrained space."""
+        with pyro.validation_enabled(False):  # far points may be impossible
+            start, potential, transforms, _ = initialize_model(
+                self.model(),
+                args,
+                max_plate_nesting=self.max_plate_nesting,
+                init_strategy=init_to_median,
+            )
+        return potential, start, transforms
+
+    def unconstrain(self, draws: Draws, args: tuple) -> Tensor:
+        """``(num_draws, dim)`` from draws by site."""
+        _, start, transforms = self.potential(args)
+        parts = []
+        for name, value in start.items():
+            draw = transforms[name](draws[name]) if name in transforms else draws[name]
+            parts.append(draw.reshape(len(draw), value.numel()))
+        return torch.cat(parts, -1)
+
+    def features(self, draws: Draws, args: tuple) -> tuple[Tensor, list[int]]:
+        """What is compared, ``(num_draws, num_features)``, and the columns that each part has.
+
+        :param draws: by site, ``(num_draws, *site_shape)``.
+        """
+        if self.invariant is None:
+            _, start, _ = self.potential(args)
+            return self.unconstrain(draws, args), [value.numel() for value in start.values()]
+        parts = [part.reshape(len(part), -1) for part in self.invariant(draws, *args).values()]
+        return torch.cat(parts, -1), [part.shape[1] for part in parts]
+
+
+def add(
+    data: Callable[[], tuple],
+    invariant: Callable[..., Draws] | None = None,
+    name: str | None = None,
+    max_plate_nesting: int | None = None,
+) -> Callable[[Any], Any]:
+    """Adds a function or a module's class to the zoo.
+
+    :param data: makes the arguments, in the default dtype.
+    :param invariant: of ``(draws, *args)``, what is compared in place of the latents.
+    :param name: default that of the function.
+    :param max_plate_nesting: of models with discrete latents.
+    """
+
+    def register(source: Any) -> Any:
+        key = name or source.__name__
+        kind = source.__module__.rpartition(".")[2]
+        assert key not in _MODELS, key
+        _MODELS[key] = ZooModel(key, kind, source, data, invariant, max_plate_nesting)
+        return source
+
+    return register
+
+
+def _read_all() -> None:
+    for file in FILES:
+        importlib.import_module(f"benchmarks.zoo.{file}")
+
+
+def names() -> list[str]:
+    """Of all models, file by file."""
+    _read_all()
+    return list(_MODELS)
+
+
+def load(name: str) -> ZooModel:
+    """One model."""
+    _read_all()
+    return _MODELS[name]
+
+
+def floats(*arrays: Any) -> tuple[Tensor, ...]:
+    """Arrays as tensors of the default dtype."""
+    return tuple(torch.as_tensor(np.asarray(a), dtype=torch.get_default_dtype()) for a in arrays)
+
+
+def integers(array: Any) -> Tensor:
+    """An array of indices as a tensor."""
+    return torch.as_tensor(np.asarray(array), dtype=torch.long)

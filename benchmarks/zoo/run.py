@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs methods on the zoo's models, each in a process of its own, and measures what comes out.
+
+::
+
+    python -m benchmarks.zoo.run --methods fit --models coin ordinal --out results/zoo.jsonl
+    python -m benchmarks.zoo.run --split look --time-limit 120 --out results/zoo_look.jsonl
+    python -m benchmarks.zoo.report --out results/zoo.jsonl
+
+Each run adds one line to ``--out``; a run whose line is there already is not repeated, failed ones
+included: delete a line to repeat it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS, append_record, read_records
+
+OUT = RESULTS / "zoo.jsonl"
+KEY = ("model", "method", "seed")
+Record = dict[str, Any]
+
+
+class TimeLimit(BaseException):
+    """A run took too long. Not an ``Exception``: libraries that try things catch those."""
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Interrupts what runs in it after ``seconds`` of this process's CPU time, which other jobs on
+    the machine do not use up.
+
+    :raises TimeLimit: then.
+    """
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise TimeLimit(f"more than {seconds:g} CPU s")
+
+    before = signal.signal(signal.SIGPROF, interrupt)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _failure(error: BaseException) -> Record:
+    """An error's kind and words, and where it arose."""
+    frames = [
+        f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
+        for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    return {"error": f"{type(error).__name__}: {error}"[:800], "frames": frames[-12:]}
+
+
+def run(name: str, method: str, seed: int, limits: tuple[float, float], draws: Path) -> Record:
+    """One run in this process.
+
+    :param limits: CPU seconds of the method, and of the diagnosis after it.
+    :param draws: where the draws go, ``(num_draws, num_features)``.
+    """
+    import numpy as np
+    import pyro
+    import torch
+
+    from benchmarks.zoo import registry
+    from benchmarks.zoo.methods import METHODS
+
+    # For what no signal interrupts: the kernel ends such a process.
+    hard = int(2 * sum(limits) + 120)
+    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    zoo = registry.load(name)
+    args, model = zoo.data(), zoo.model()
+    record: Record = {"kind": zoo.kind, "start_mb": _peak_mb()}
+    pyro.set_rng_seed(seed)
+    wall, cpu = time.perf_counter(), time.process_time()
+    fitted = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with cpu_limit(limits[0]):
+                fitted = METHODS[method](zoo, model, args, seed)
+        except (Exception, TimeLimit) as error:
+            record |= _failure(error)
+    record["seconds"] = time.perf_counter() - wall
+    record["cpu_seconds"] = time.process_time() - cpu
+    record["peak_mb"] = _peak_mb()
+    record["warnings"] = list(dict.fromkeys(str(warning.message)[:300] for warning in caught))[:8]
+    if fitted is None:
+        return record
+    record |= fitted.notes
+    try:
+        features, _ = zoo.features(fitted.sample(), args)
+        np.save(draws, features.detach().numpy().astype(np.float32))
+    except Exception as error:
+        record |= _failure(error)
+    if fitted.guide is not None:
+        record |= _diagnosis(model, fitted.guide, args, limits[1])
+    return record
+
+
+def _diagnosis(model: Any, guide: Any, args: tuple, limit: float) -> Record:
+    """``diagnose``'s verdict and what it cost."""
+    from benchmarks.posteriordb.verdicts import summary
+    from pyro_implicit import diagnose
+
+    cpu = time.process_time()
+    try:
+        with cpu_limit(limit), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = summary(diagnose(model, guide, *args))
+        record = {key: found[key] for key in ("verdict", "findings", "khat", "efficiency")}
+    except (Exception, TimeLimit) as error:
+        record = {f"diagnosis_{key}": value for key, value in _failure(error).items()}
+    return record | {"diagnosis_cpu_seconds": time.process_time() - cpu}
+
+
+def run_apart(name: str, method: str, seed: int, args: argparse.Namespace) -> Record:
+    """One run in a process of its own, measured."""
+    limits = (args.time_limit, args.diagnosis_limit)
+    args.draws.mkdir(parents=True, exist_ok=True)
+    draws = args.draws / f"{name}-{method}-{seed}.npy"
+    draws.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        words = [name, method, str(seed), str(limits[0]), str(limits[1]), str(draws), str(answer)]
+        process = subprocess.run(
+            [sys.executable, "-m", "benchmarks.zoo.run", "--child", *words],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if not answer.exists():
+            return {"error": f"died, status {process.returncode}: {process.stderr[-800:]}"}
+        record = json.loads(answer.read_text())
+    return record | measured(name, draws)
+
+
+def measured(name: str, draws: Path) -> Record:
+    """How far kept draws are from the reference; empty where either is missing."""
+    import numpy as np
+    import torch
+
+    from benchmarks.zoo.metrics import measure, read_reference
+
+    reference = read_reference(name)
+    if reference is None or not draws.exists():
+        return {}
+    try:
+        return measure(torch.as_tensor(np.load(draws)), reference)
+    except ValueError as error:
+        return {"error": f"ValueError: {error}"}
+
+
+def run_all(args: argparse.Namespace) -> None:
+    from benchmarks.common import environment
+
+    machine = environment("cpu")
+    done = {tuple(record[key] for key in KEY) for record in read_records(args.out)}
+    for method in args.methods:
+        for name in args.models:
+            for seed in args.seeds:
+                if (name, method, seed) in done:
+                    continue
+                record = run_apart(name, method, seed, args)
+                key = dict(zip(KEY, (name, method, seed), strict=True))
+                limit = {"time_limit": args.time_limit}
+                append_record(args.out, key | record | limit | machine)
+                outcome = record.get("error", f"{record.get('ratio', float('nan')):.2f} floors")
+                seconds = f"{record.get('cpu_seconds', float('nan')):.0f} CPU s"
+                print(name, method, seed, seconds, record.get("verdict"), outcome, flush=True)
+
+
+def measure_again(args: argparse.Namespace) -> None:
+    """Measures the kept draws of all lines against the references of today."""
+    records = read_records(args.out)
+    for record in records:
+        name = "-".join(str(record[key]) for key in KEY)
+        record |= measured(record["model"], args.draws / f"{name}.npy")
+    args.out.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def parser() -> argparse.ArgumentParser:
+    from benchmarks.zoo import split
+    from benchmarks.zoo.methods import METHODS
+
+    names = [*split.LOOK, *split.SCORE]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", nargs="+", default=["fit"], choices=list(METHODS))
+    parser.add_argument("--models", nargs="+", choices=names, metavar="NAME")
+    parser.add_argument("--split", choices=("look", "score", "all"), default="all")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--time-limit", type=float, default=300.0, help="CPU seconds of a method")
+    parser.add_argument("--diagnosis-limit", type=float, default=120.0, help="of diagnose")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--draws", type=Path, default=Path(tempfile.gettempdir()) / "zoo_draws")
+    parser.add_argument("--measure", action="store_true", help="only measure kept draws again")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    from benchmarks.zoo import split
+
+    chosen = {"look": split.LOOK, "score": split.SCORE, "all": split.LOOK + split.SCORE}
+    args.models = args.models or list(chosen[args.split])
+    if args.measure:
+        measure_again(args)
+    else:
+        run_all(args)
+
+
+def child(words: list[str]) -> None:
+    name, method, seed, limit, diagnosis_limit, draws, answer = words
+    limits = (float(limit), float(diagnosis_limit))
+    record = run(name, method, int(seed), limits, Path(draws))
+    Path(answer).write_text(json.dumps(record))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2:])
+    else:
+        main(parser().parse_args())
