@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.infer.autoguide import init_to_median
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
@@ -40,7 +41,8 @@ def find_frame(
     r"""A Gaussian near a model's posterior, in about a second.
 
     Of at most 100 latents, :func:`~pyro_implicit.density.find_modes` climbs from the start alone,
-    and keeps the Gaussian of the highest ELBO on its way, with a full scale. Where the model draws
+    or, where that is the default, from draws of the prior as well, and keeps the Gaussian of the
+    highest ELBO on its way, with a full scale. Where the model draws
     minibatches, it climbs for one of them; then the location takes Newton steps of size 1/t for
     fresh ones, which lead to the mode for all data. Of more latents, or where no Gaussian on the
     way has an ELBO, a few hundred steps of mean-field variational inference make a diagonal frame.
@@ -74,7 +76,7 @@ def find_frame(
         with poutine.block(), own_stream(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             density = _MinibatchDensity(model, *args, init_loc_fn=init_loc_fn, model_kwargs=kwargs)
-            return _gaussian(density)
+            return _gaussian(density, has_start=init_loc_fn is not init_to_median)
     except Exception as error:  # the model's own, of any kind
         cause = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     warnings.warn(
@@ -102,23 +104,24 @@ class _MinibatchDensity(LatentDensity):
         self.trace_at(self.init_loc)  # a plain run draws the next
 
 
-def _gaussian(density: _MinibatchDensity) -> Frame:
+def _gaussian(density: _MinibatchDensity, has_start: bool) -> Frame:
     num_evaluations = round(BUDGET / _seconds(density))
     if density.latent_dim <= MAX_FULL_DIM:
-        frame = _climb(density, num_evaluations)
+        frame = _climb(density, num_evaluations, has_start)
         if frame is not None:
             return frame
     return _mean_field(density, max(100, min(500, num_evaluations)))
 
 
-def _climb(density: _MinibatchDensity, num_evaluations: int) -> Frame | None:
+def _climb(density: _MinibatchDensity, num_evaluations: int, has_start: bool) -> Frame | None:
     """A full frame, None where no Gaussian on the way has an ELBO."""
     num_iterations = max(10, min(100, num_evaluations // density.latent_dim))
-    options = {"max_rounds": 1, "max_iterations": num_iterations}
+    options = {"max_rounds": 1, "max_iterations": num_iterations, "num_draws": 32}
+    many = 20 if density.is_vectorized else 3
     try:
-        modes = find_modes(density, num_starts=1, **options)
+        modes = find_modes(density, num_starts=1 if has_start else many, **options)
     except ValueError:  # no density at the start: draws of the prior may have one
-        modes = find_modes(density, num_starts=10, **options)
+        modes = find_modes(density, num_starts=many, **options)
     if not modes.elbo[0].isfinite():
         return None
     loc, factor = modes.loc[0], modes.scale_tril[0]

@@ -53,7 +53,7 @@ class AutoImplicit(AutoDraws):
         seconds on a CPU).
     :param init_loc_fn: per-site initialisation, see Pyro's :ref:`autoguide-initialization`; sites
         with a flat prior (``ImproperUniform``) that it cannot start begin at 0 in unconstrained
-        space. From there ``frame="auto"`` climbs.
+        space. Where one is given, ``frame="auto"`` climbs from there alone.
     :param init_scale: only with ``frame=None``: the initial standard deviation of each latent, in
         unconstrained space. 0.1, the default, suits small models, 0.01 large networks.
     :param frame: ``"auto"`` finds one in about a second, by a climb to a mode and a Gaussian there
@@ -117,7 +117,7 @@ class AutoImplicit(AutoDraws):
             if self._is_stored("loc"):  # loaded, with the frame that was found then
                 return self._stored_frame()
             model = self.model.func.args[-1]  # inside of Pyro's InitMessenger
-            return find_frame(model, self._start, self._init_loc().device, args, kwargs)
+            return find_frame(model, self._start.init_loc_fn, self._init_loc().device, args, kwargs)
         if not isinstance(frame, Frame):
             frame = gaussian_frame(frame, list(self._unconstrained_shapes), *args, **kwargs)
         frame.check(self.latent_dim)

@@ -94,7 +94,7 @@ def test_a_start_decides_between_two_modes():
         pyro.clear_param_store()
         start = init_to_value(values={"x": torch.tensor(sign * 1.0)})
         draws = AutoImplicit(model, init_loc_fn=start).sample_posterior(100)["x"]
-        assert (draws.round() == 3 * sign).all()
+        assert (sign * draws > 2).all()
 
 
 def test_minibatches():
