@@ -181,11 +181,12 @@ def _row(name: str, method: str, records: list[dict], references: dict) -> list[
 NOTE = f"""
 Mean +- standard error over splits, test RMSE and log-likelihood in the units of the data. Guides:
 {STEPS["mean_field"]} steps of mean field and {STEPS["kivi"]} of the others (five times as many, on
-minibatches of 256, for the sets of more than {LARGE} rows), small initial weights, else the settings
-of `uci.py`; their draws are moved by `refine(frame="{FRAME}", quantities=...)`. The reference, a longer run of `refine` from small draws
-of the prior, is of the same splits where a difference is given. Frame and budget were chosen on
-split 0 of Boston. The papers' numbers are RMSE / log-likelihood over their own splits and priors of
-the noise: KIVI's over 20, LIVI's and its HMC's over three seeds.
+minibatches of 256, for the sets of more than {LARGE} rows), small initial weights, else the
+settings of `uci.py`; their draws are moved by `refine(frame="{FRAME}", quantities=...)`. The
+reference, a longer run of `refine` from small draws of the prior, is of the same splits where a
+difference is given. Frame and budget were chosen on split 0 of Boston and of Concrete. The papers'
+numbers are RMSE / log-likelihood over their own splits and with their own priors of the noise:
+KIVI's over 20, LIVI's and its HMC's over three seeds.
 
 `python benchmarks/uci_refine.py --data-dir DIR` makes it anew.
 """
