@@ -41,9 +41,9 @@ BUDGETS = {
     "boston": (16, 4000),
     "concrete": (16, 4000),
     "energy": (16, 4000),
-    "kin8nm": (16, 1000),
-    "naval": (16, 1000),
-    "protein": (8, 600),
+    "kin8nm": (16, 600),
+    "naval": (16, 600),
+    "protein": (8, 300),
 }
 STEPS = {"mean_field": 600, "kivi": 1000, "livi": 1000}
 WEIGHT_SCALE, FRAME = 0.3, "diagonal"
@@ -55,7 +55,7 @@ def guide_settings(method: str, name: str, data: Data) -> dict[str, Any]:
     """Those of ``uci.py``, but for the start and the steps."""
     is_large = len(data.x_train) > LARGE
     settings = SETTINGS[method] | {"weight_scale": WEIGHT_SCALE}
-    settings |= {"steps": STEPS[method] * (5 if is_large else 1)}
+    settings |= {"steps": STEPS[method] * (3 if is_large else 1)}
     settings |= {"batch_size": 256 if is_large else None}
     if "generators" in settings:
         settings["generators"] = [list(sizes) for sizes in SETS[name].kivi_generators]
@@ -180,7 +180,7 @@ def _row(name: str, method: str, records: list[dict], references: dict) -> list[
 
 NOTE = f"""
 Mean +- standard error over splits, test RMSE and log-likelihood in the units of the data. Guides:
-{STEPS["mean_field"]} steps of mean field and {STEPS["kivi"]} of the others (five times as many, on
+{STEPS["mean_field"]} steps of mean field and {STEPS["kivi"]} of the others (three times as many, on
 minibatches of 256, for the sets of more than {LARGE} rows), small initial weights, else the
 settings of `uci.py`; their draws are moved by `refine(frame="{FRAME}", quantities=...)`. The
 reference, a longer run of `refine` from small draws of the prior, is of the same splits where a
@@ -208,7 +208,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
     parser.add_argument("--splits", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--methods", nargs="+", default=choices, choices=choices)
-    parser.add_argument("--reference-factor", type=int, default=3, help="times the gradients")
+    parser.add_argument("--reference-factor", type=int, default=2, help="times the gradients")
     parser.add_argument("--out", type=Path, default=RESULTS / "uci_refine.jsonl")
     parser.add_argument("--report", action="store_true", help="the table of --out alone")
     return parser
