@@ -14,7 +14,15 @@ from pathlib import Path
 from benchmarks.common import RESULTS
 
 DOCS = Path(__file__).parent.parent / "docs" / "evidence"
-PAGES = ("posteriordb", "hard_geometries", "verdicts", "refine_toy", "refine_models")
+PAGES = (
+    "posteriordb",
+    "hard_geometries",
+    "verdicts",
+    "refine_toy",
+    "refine_models",
+    "refine_posteriordb",
+    "uci_refine",
+)
 
 
 def tables(text: str) -> list[list[list[str]]]:

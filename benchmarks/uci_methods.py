@@ -89,10 +89,17 @@ def make_model(
     return model
 
 
-def start(site: dict[str, Any]) -> Tensor:
-    """Where every method starts: a network of the prior and a moderate noise."""
-    value = init_to_sample(site)
-    return torch.full_like(value, 10.0) if site["name"] == "precision" else value
+def start(settings: Settings) -> Callable[[dict[str, Any]], Tensor]:
+    """Where every method starts: a network of the prior, or weights smaller by the setting
+    ``weight_scale``, and a moderate noise."""
+
+    def init_loc_fn(site: dict[str, Any]) -> Tensor:
+        value = init_to_sample(site)
+        if site["name"] == "precision":
+            return torch.full_like(value, 10.0)
+        return settings.get("weight_scale", 1.0) * value
+
+    return init_loc_fn
 
 
 def _fit(
@@ -106,7 +113,7 @@ def livi(model: Callable, data: Data, settings: Settings, num_draws: int) -> Dra
     guide = AutoSemiImplicit(
         model,
         noise_dim=settings["noise_dim"],
-        init_loc_fn=start,
+        init_loc_fn=start(settings),
         frame=None,
         init_scale=settings["init_scale"],
         noise_scale=settings["noise_scale"],
@@ -135,8 +142,9 @@ def _layerwise(model: Callable, data: Data, settings: Settings) -> AutoGuideList
     for layer, (noise_dim, hidden) in zip(("0", "2"), settings["generators"], strict=True):
         part = poutine.block(model, expose=[f"{layer}.weight", f"{layer}.bias"])
         generator = partial(MLP, noise_dim, hidden=(hidden,), activation="relu")
-        start_narrow = {"init_loc_fn": start, "init_scale": settings["init_scale"]}
-        guide.append(AutoImplicit(part, generator, frame=None, **start_narrow))
+        scale = settings["init_scale"]
+        narrow = {"init_loc_fn": start(settings), "init_scale": scale}
+        guide.append(AutoImplicit(part, generator, frame=None, **narrow))
     guide.append(GammaPosterior(data))
     return guide
 
@@ -161,13 +169,13 @@ def avb(model: Callable, data: Data, settings: Settings, num_draws: int) -> Draw
 
 
 def mean_field(model: Callable, data: Data, settings: Settings, num_draws: int) -> Draws:
-    guide = AutoNormal(model, init_loc_fn=start, init_scale=settings["init_scale"])
+    guide = AutoNormal(model, init_loc_fn=start(settings), init_scale=settings["init_scale"])
     _fit(model, guide, ImplicitELBO(settings["particles"]), settings, data)
     return draw(guide, num_draws, data.x_train, data.y_train)
 
 
 def map_estimate(model: Callable, data: Data, settings: Settings, num_draws: int) -> Draws:
-    guide = AutoDelta(model, init_loc_fn=start)
+    guide = AutoDelta(model, init_loc_fn=start(settings))
     _fit(model, guide, Trace_ELBO(), settings, data)
     return draw(guide, 1, data.x_train, data.y_train)
 
@@ -181,7 +189,7 @@ def ensemble(model: Callable, data: Data, settings: Settings, num_draws: int) ->
 
 
 def nuts(model: Callable, data: Data, settings: Settings, num_draws: int) -> Draws:
-    kernel = NUTS(model, max_tree_depth=settings["max_tree_depth"], init_strategy=start)
+    kernel = NUTS(model, max_tree_depth=settings["max_tree_depth"], init_strategy=start(settings))
     mcmc = MCMC(kernel, settings["draws"], warmup_steps=settings["warmup"], disable_progbar=True)
     mcmc.run(data.x_train, data.y_train)
     return mcmc.get_samples()
