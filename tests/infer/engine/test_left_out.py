@@ -88,9 +88,12 @@ def test_value_and_gradient_are_those_of_the_others(part):
 def test_implicit_guides_go_on(part, vectorize):
     model = model_of(part)
     guides = [
-        (AutoSemiImplicit(model, init_scale=1.0), LIVI_ELBO(6, vectorize_particles=vectorize)),
         (
-            AutoImplicit(model, AutoregressiveGenerator, init_scale=1.0),
+            AutoSemiImplicit(model, frame=None, init_scale=1.0),
+            LIVI_ELBO(6, vectorize_particles=vectorize),
+        ),
+        (
+            AutoImplicit(model, AutoregressiveGenerator, frame=None, init_scale=1.0),
             InjectiveELBO(6, coverage=1.0, vectorize_particles=vectorize),
         ),
     ]
