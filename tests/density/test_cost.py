@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Costs are counted: the same twice, and more of more work."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_implicit.density import LatentDensity
+from pyro_implicit.density.cost import (
+    PER_ELEMENT,
+    PER_FLOP,
+    PER_OPERATION,
+    PER_RUN,
+    estimated_seconds,
+)
+
+
+def loop(length):
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        for _ in range(length):
+            x = torch.tanh(x)
+        pyro.sample("y", dist.Normal(x, 1.0), obs=torch.tensor(0.3))
+
+    return model
+
+
+def test_operations_elements_and_products():
+    one, two = torch.ones(30, 20), torch.ones(20, 40)
+    found = estimated_seconds(lambda: (one @ two).exp())
+    expected = PER_RUN + 2 * PER_OPERATION + 2 * 1200 * PER_ELEMENT + 2 * 30 * 20 * 40 * PER_FLOP
+    assert found == pytest.approx(expected)
+
+
+def test_views_cost_no_elements():
+    large = torch.ones(1000, 1000)
+    assert estimated_seconds(lambda: large.mT) == pytest.approx(PER_RUN + PER_OPERATION)
+    assert estimated_seconds(lambda: large.add_(1)) > PER_RUN + 1e6 * PER_ELEMENT
+
+
+def test_a_loop_costs_by_its_length():
+    def cost(length):
+        density = LatentDensity(loop(length))
+        return estimated_seconds(lambda: density.score(torch.zeros(8, 1)))
+
+    short, again, long = cost(20), cost(20), cost(220)
+    assert short == again
+    # Each step is one operation in every run, and more on the way back.
+    assert long - short > 2 * 200 * PER_OPERATION

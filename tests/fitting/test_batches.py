@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fit(batches=loader)``."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Predictive
+from pyro.infer.autoguide import AutoNormal
+from pyro.nn import PyroModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from pyro_implicit import fit
+from pyro_implicit.guides import AutoSemiImplicit
+from pyro_implicit.nn import to_bayesian_
+
+QUIET = {"seed": 0, "progress": False}
+TRUE_SLOPE = 0.7
+
+
+def rows(number=400, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(number, generator=generator)
+    return x, TRUE_SLOPE * x + 0.5 * torch.randn(number, generator=generator)
+
+
+def loader(*tensors, batch_size=50):
+    return DataLoader(TensorDataset(*tensors), batch_size=batch_size, shuffle=True)
+
+
+def line(x, y):
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", 400, subsample_size=len(x)):
+        pyro.sample("y", dist.Normal(slope * x, 0.5), obs=y)
+
+
+def exact_posterior():
+    x, y = rows()
+    precision = 1 + x.square().sum() / 0.25
+    return (x @ y / 0.25 / precision).item(), precision.rsqrt().item()
+
+
+@pytest.mark.parametrize("guide", ["auto", "given"])
+def test_a_line(guide):
+    guide = AutoNormal(line) if guide == "given" else guide
+    result = fit(line, guide, batches=loader(*rows()), epochs=60, lr=0.02, **QUIET)
+    assert len(result.losses) <= 60 * 8
+    mean, sd = exact_posterior()
+    draws = result.sample(4000)["slope"]
+    assert draws.mean().item() == pytest.approx(mean, abs=0.6 * sd)
+    assert draws.std().item() == pytest.approx(sd, rel=0.4)
+    assert isinstance(result.guide, AutoNormal if guide != "auto" else AutoSemiImplicit)
+
+
+def test_refined_by_stochastic_gradients():
+    guide = AutoNormal(line)
+    options = {"batches": loader(*rows()), "epochs": 30, "refine": True}
+    result = fit(line, guide, **options, **QUIET)
+    mean, sd = exact_posterior()
+    assert [stage.name for stage in result.stages] == ["guide", "refine"]
+    draws = result.sample(2000)["slope"]
+    assert draws.mean().item() == pytest.approx(mean, abs=sd)
+    assert draws.std().item() == pytest.approx(sd, rel=0.5)
+
+
+def test_a_network_of_many_weights():
+    torch.manual_seed(0)
+    x = torch.randn(200, 4)
+    labels = (x[:, 0] * x[:, 1] > 0).long()
+    net = to_bayesian_(nn.Sequential(nn.Linear(4, 30), nn.ReLU(), nn.Linear(30, 2)))
+    assert isinstance(net, PyroModule)
+
+    def model(x, labels=None):
+        logits = net(x)
+        with pyro.plate("rows", 200, subsample_size=len(x)):
+            pyro.sample("label", dist.Categorical(logits=logits), obs=labels)
+
+    result = fit(model, "auto", batches=loader(x, labels), epochs=150, lr=0.02, **QUIET)
+    assert isinstance(result.guide, AutoNormal) and result.chosen == "mean-field"
+    found = Predictive(model, guide=result.posterior, num_samples=30)(x)["label"]
+    share = (found.float().mean(0).round() == labels).float().mean().item()
+    assert share > 0.8  # 0.5 by guessing
+
+
+def test_resumed_it_is_the_same(tmp_path):
+    def run(folder, dies_after=-1):
+        left = dies_after
+
+        def model(x, y):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise SystemExit
+            line(x, y)
+
+        pyro.clear_param_store()
+        options = {"batches": loader(*rows()), "epochs": 2, "checkpoint": folder}
+        return fit(model, "auto", checkpoint_every=3, **options, **QUIET)
+
+    expected = run(None)
+    with pytest.raises(SystemExit):
+        run(tmp_path, 12)
+    assert run(tmp_path).losses == expected.losses and len(expected.losses) == 16
+
+
+def unscaled(x, y):
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", len(x)):
+        pyro.sample("y", dist.Normal(slope * x, 0.5), obs=y)
+
+
+def test_a_model_that_does_not_scale_its_minibatch():
+    with pytest.raises(ValueError, match="takes each of 8 minibatches for all data.*Cure: with"):
+        fit(unscaled, "auto", batches=loader(*rows()), **QUIET)
+
+
+def test_single_tensors_and_shared_arguments():
+    def model(noise, y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 40, subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(x, noise), obs=y)
+
+    result = fit(model, "auto", 0.5, batches=torch.ones(40).split(10), epochs=3, **QUIET)
+    assert all(math.isfinite(loss) for loss in result.losses) and len(result.losses) == 12

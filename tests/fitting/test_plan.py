@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``fit`` plans by cost and by the clock, and what is left after Ctrl-C."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoNormal
+
+from pyro_implicit import fit
+from pyro_implicit.density import LatentDensity, find_modes
+from pyro_implicit.fitting import Schedule, train
+from pyro_implicit.fitting.plan import LEAST_GRADIENTS, MOST_GRADIENTS, TimeLimit, make_plan
+from pyro_implicit.infer import ImplicitELBO
+
+QUIET = {"seed": 0, "progress": False}
+
+
+def funnel():
+    v = pyro.sample("v", dist.Normal(0.0, 1.5))
+    with pyro.plate("two", 2):
+        pyro.sample("x", dist.Normal(0.0, (v / 2).exp()))
+
+
+def many():
+    pyro.sample("x", dist.Normal(torch.zeros(101), 1.0).to_event(1))
+
+
+def long_loop():
+    x = pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    for _ in range(4000):
+        x = 0.9 * x + 0.1
+    pyro.sample("y", dist.Normal(x, 1.0).to_event(1), obs=torch.zeros(3))
+
+
+def test_plans():
+    cheap = make_plan(LatentDensity(funnel))
+    assert cheap.search_iterations > 500 and cheap.max_gradients == MOST_GRADIENTS
+    assert make_plan(LatentDensity(many)) == (0, MOST_GRADIENTS)
+    dear = make_plan(LatentDensity(long_loop))
+    assert dear.search_iterations < 100 and LEAST_GRADIENTS <= dear.max_gradients < MOST_GRADIENTS
+
+
+def test_a_model_that_fails_at_its_start_gets_a_plan(monkeypatch):
+    density = LatentDensity(funnel)
+
+    def fails(*args):
+        raise RuntimeError("at the start")
+
+    monkeypatch.setattr(density, "score", fails)
+    assert make_plan(density).max_gradients == MOST_GRADIENTS
+
+
+def test_time_limits():
+    assert TimeLimit(None).left() == math.inf
+    limit = TimeLimit(100.0)
+    assert 49 < limit.left(0.5) <= 50 and TimeLimit(-1.0).left() == 0.0
+
+
+def test_a_training_ends_in_time_with_a_rate_that_has_fallen():
+    guide = AutoNormal(funnel)
+    began = time.perf_counter()
+    losses = train(
+        funnel,
+        guide,
+        ImplicitELBO(2),
+        schedule=Schedule(num_steps=10**6),
+        max_seconds=1.0,
+        progress=False,
+    )
+    assert 0.9 < time.perf_counter() - began < 20 and 5 < len(losses) < 10**5
+    schedule = Schedule(lr=0.4)
+    assert [schedule.rate_by_clock(share) for share in (0.0, 0.5, 1.0, 2.0)] == [0.4, 0.4, 0.0, 0.0]
+    assert schedule.rate_by_clock(0.75) == pytest.approx(0.2)
+
+
+def test_a_search_ends_in_time():
+    density = LatentDensity(funnel)
+    runs = 0
+    derivatives = density.derivatives
+
+    def count(points):
+        nonlocal runs
+        runs += 1
+        return derivatives(points)
+
+    density.derivatives = count
+    assert find_modes(density, max_seconds=0.0).loc.shape == (1, 3)
+    assert runs == 1
+
+
+def test_max_seconds_of_all():
+    began = time.perf_counter()
+    result = fit(funnel, "auto", max_seconds=2.0, refine=True, **QUIET)
+    assert time.perf_counter() - began < 60
+    assert result.refined is not None
+    assert "max_seconds" in str(result) or result.refined.stopped == "converged"
+
+
+class Interrupting:
+    """A model during whose run the user presses Ctrl-C."""
+
+    def __init__(self, model, after):
+        self.model, self.left = model, after
+
+    def __call__(self, *args):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return self.model(*args)
+
+
+def runs_of(model, **options):
+    counted = Interrupting(model, -1)
+    result = fit(counted, "auto", refine=False, num_steps=60, num_particles=8, **options, **QUIET)
+    return -1 - counted.left, result
+
+
+def test_interrupted_in_training_keeps_the_best():
+    total, _ = runs_of(funnel)
+    model = Interrupting(funnel, int(0.8 * total))
+    result = fit(model, "auto", refine=False, num_steps=60, num_particles=8, **QUIET)
+    assert result.interrupted and result.chosen in result.bounds
+    assert result.sample(5)["x"].shape == (5, 2)
+
+
+def test_interrupted_before_there_is_anything():
+    with pytest.raises(KeyboardInterrupt):
+        fit(Interrupting(funnel, 40), "auto", **QUIET)
+
+
+def test_a_given_guide_is_kept_as_it_is():
+    guide = AutoNormal(funnel)
+    result = fit(Interrupting(funnel, 20), guide, num_steps=1000, **QUIET)
+    assert result.interrupted and result.guide is guide
+    assert result.sample(5)["v"].shape == (5,)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a result can do: corrected draws, a posterior for Predictive, diagnosis, comparison."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Predictive
+from pyro.infer.autoguide import AutoNormal
+
+from pyro_implicit import diagnose, fit, refine
+from pyro_implicit.density.engine import SubsampledError
+from pyro_implicit.fitting import Fit
+from pyro_implicit.generators import AutoregressiveGenerator
+from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit, Frame
+
+QUIET = {"seed": 0, "progress": False}
+
+
+def skewed():
+    """A unit Gaussian, tilted."""
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    pyro.factor("tilt", torch.sigmoid(2 * x).log())
+
+
+def moments_of_skewed():
+    grid = torch.linspace(-9, 9, 20_001, dtype=torch.float64)
+    density = torch.exp(-0.5 * grid.square()) * torch.sigmoid(2 * grid)
+    density = density / density.sum()
+    mean = (density * grid).sum()
+    return mean.item(), (density * (grid - mean).square()).sum().sqrt().item()
+
+
+def gaussian_fit(loc=0.3, scale=1.1):
+    """A result of which the guide is plainly off."""
+    frame = Frame(torch.tensor([loc]), scale_tril=torch.tensor([[scale]]))
+    guide = AutoImplicit(skewed, AutoregressiveGenerator, frame=frame)
+    guide()
+    return Fit(guide=guide, source=(skewed, (), {}))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_corrected_draws_are_the_posteriors(seed):
+    pyro.set_rng_seed(seed)
+    result = gaussian_fit()
+    mean, sd = moments_of_skewed()
+    raw = result.sample(40_000)["x"]
+    assert abs(raw.mean().item() - mean) > 0.15
+    draws = result.sample(40_000, corrected=True)["x"]
+    assert draws.mean().item() == pytest.approx(mean, abs=0.02)
+    assert draws.std().item() == pytest.approx(sd, abs=0.02)
+    # Fit does it by itself where it found the weights reliable, and does not if told so.
+    result.correction = 0.9
+    assert result.sample(40_000)["x"].mean().item() == pytest.approx(mean, abs=0.02)
+    plain = result.sample(40_000, corrected=False)["x"]
+    assert plain.mean().item() == pytest.approx(raw.mean().item(), abs=0.03)
+
+
+def light_tailed():
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    pyro.factor("tilt", -0.1 * (x - 0.5) ** 4)
+
+
+def test_fit_corrects_by_itself():
+    """Of lighter tails than those of its Gaussian, which is not the posterior."""
+    result = fit(light_tailed, "auto", **QUIET)
+    assert 0.5 < result.correction < 0.999 and result.refined is None and result.losses == []
+    grid = torch.linspace(-9, 9, 20_001, dtype=torch.float64)
+    density = torch.exp(-0.5 * grid.square() - 0.1 * (grid - 0.5) ** 4)
+    density = density / density.sum()
+    mean = (density * grid).sum().item()
+    sd = (density * (grid - mean).square()).sum().sqrt().item()
+    draws = result.sample(20_000)["x"]
+    assert draws.mean().item() == pytest.approx(mean, abs=0.025)
+    assert draws.std().item() == pytest.approx(sd, abs=0.025)
+
+
+@pytest.mark.parametrize("kind", [AutoNormal, AutoSemiImplicit])
+def test_no_correction_without_an_exact_density(kind):
+    with pytest.raises(ValueError, match=f"density is exact, but this is a {kind.__name__}. Cure"):
+        Fit(guide=kind(skewed), source=(skewed, (), {})).sample(3, corrected=True)
+
+
+def data(y):
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(x, 2.0), obs=y)
+
+
+def test_refined_draws_speak_for_the_result():
+    y = torch.tensor([1.0, 3.0, -0.5, 2.0])
+    guide = AutoNormal(data)
+    result = fit(data, guide, y, num_steps=5, refine=True, **QUIET)
+    assert result.refined.stopped == "converged"
+    assert diagnose(data, guide, y).verdict == "do not trust"
+    found = result.diagnose()
+    assert found.verdict == "trust" and found.settled and found.bound is None
+    assert "stored draws" in str(found)
+    assert result.compare({"x": torch.randn(4000) * 0.5**0.5 + y.mean() / 2}).floor_ratio < 3
+    draws = Predictive(data, guide=result.posterior, num_samples=2000)(y)["x"]
+    assert draws.std().item() == pytest.approx(0.5**0.5, rel=0.1)
+    total = result.refined.num_chains * result.refined.samples["x"].shape[1]
+    assert len(result.sample(total)["x"].unique()) == len(
+        result.refined.get_samples()["x"].unique()
+    )
+
+
+def test_draws_that_are_wrong_are_not_trusted():
+    y = torch.tensor([1.0, 3.0, -0.5, 2.0])
+    pyro.set_rng_seed(0)
+    right = torch.randn(4000) * 0.5**0.5 + y.mean() / 2
+    assert diagnose(data, {"x": right}, y).verdict == "check"  # whoever made them
+    assert diagnose(data, {"x": 0.7 * right}, y).verdict == "do not trust"
+
+
+def two_modes():
+    x = pyro.sample("x", dist.Normal(0.0, 10.0))
+    parts = torch.stack([dist.Normal(loc, 0.3).log_prob(x) for loc in (-4.0, 4.0)])
+    pyro.factor("modes", parts.logsumexp(0))
+
+
+def test_weights_of_modes_are_the_guides():
+    start = {"x": torch.cat([torch.full((50,), -4.0), torch.full((50,), 4.0)])}
+    refined = refine(two_modes, start, seed=0, progress=False, max_gradients=400)
+    settled = refine(two_modes, {"x": torch.full((50,), 4.0)}, seed=0, progress=False)
+    assert diagnose(two_modes, settled).verdict == "do not trust"  # a mode is lost
+    if refined.stopped in ("converged", "steady"):
+        found = diagnose(two_modes, refined)
+        assert any("weights that the guide gave" in one.reason for one in found.findings)
+
+
+def test_subsampled_data_are_refused_by_name():
+    def model(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(y), subsample_size=2) as rows:
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y[rows])
+
+    result = fit(model, AutoNormal(model), torch.zeros(6), num_steps=2, **QUIET)
+    with pytest.raises(SubsampledError, match="plate 'rows'"):
+        result.diagnose()
+    assert math.isfinite(result.sample(3)["x"].sum())

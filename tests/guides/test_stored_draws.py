@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws from elsewhere as a guide."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Predictive
+
+from pyro_implicit import compare
+from pyro_implicit.guides import StoredDraws
+
+
+def model(y=None):
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    with pyro.plate("pair", 2):
+        z = pyro.sample("z", dist.Normal(x, 1.0))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+
+def stored(num_draws):
+    x = torch.randn(num_draws)
+    return StoredDraws({"x": x, "z": x.unsqueeze(-1) + torch.tensor([1.0, 2.0])})
+
+
+def test_all_sites_are_of_one_draw():
+    torch.manual_seed(0)
+    guide = stored(7)
+    values = guide()
+    torch.testing.assert_close(values["z"] - values["x"], torch.tensor([1.0, 2.0]))
+    found = Predictive(model, guide=guide, num_samples=30)()
+    difference = found["z"].reshape(30, 2) - found["x"].reshape(30, 1)
+    torch.testing.assert_close(difference, torch.tensor([[1.0, 2.0]]).expand(30, 2))
+    assert len(found["x"].unique()) > 4
+
+
+@pytest.mark.parametrize("num_samples", [3, 7, 17])
+def test_none_comes_twice_before_all_came(num_samples):
+    guide = stored(7)
+    draws = guide.sample_posterior(num_samples)
+    counts = draws["x"].unique(return_counts=True)[1]
+    assert draws["z"].shape == (num_samples, 2)
+    assert counts.max() == -(-num_samples // 7) and len(counts) == min(num_samples, 7)
+
+
+def test_compared_as_any_guide():
+    torch.manual_seed(1)
+    one, other = stored(500), stored(500)
+    y = torch.zeros(2)
+    assert compare(model, one, other.samples, y).floor_ratio < 3
+
+
+@pytest.mark.parametrize(
+    "samples", [{}, {"x": torch.zeros(0)}, {"x": torch.zeros(2), "z": torch.zeros(3)}]
+)
+def test_refused(samples):
+    with pytest.raises(ValueError, match="the same number of draws, at least one.*Cure: a dict"):
+        StoredDraws(samples)
