@@ -69,8 +69,9 @@ def run(name: str, seed: int, data_dir: Path | None) -> dict[str, Any]:
         "guide": type(result.guide).__name__,
         "bounds": result.bounds,
         "num_modes": result.num_modes,
+        "stages": [stage.name for stage in result.stages],
     }
-    draws = flatten(result.guide.sample_posterior(len(reference))).double()
+    draws = flatten(result.sample(len(reference))).double()
     record |= metrics.measure(draws, reference)
     record["ratio"] = record["distance"] / metrics.floor(reference)
     record["sw2"] = float(sliced_wasserstein(draws, reference))

@@ -149,9 +149,8 @@ def main(args: argparse.Namespace) -> None:
         draws[name] = with_log_tau(train(guide, elbo, lr, args.steps, args.num_draws))
         seconds[name] = time.perf_counter() - start
     start = time.perf_counter()
-    options = {"num_steps": args.steps, "num_particles": args.particles}
-    fitted = fit(model, "auto", STANDARD_ERROR, EFFECT, **options).guide
-    draws[FIT] = with_log_tau(draw(fitted, args.num_draws))
+    result = fit(model, "auto", STANDARD_ERROR, EFFECT, max_seconds=args.max_seconds)
+    draws[FIT] = with_log_tau(result.sample(args.num_draws))
     seconds[FIT] = time.perf_counter() - start
     start = time.perf_counter()
     draws[TRUTH] = with_log_tau(run_nuts(args.nuts_samples, args.nuts_warmup))
@@ -171,6 +170,7 @@ if __name__ == "__main__":
     parser.add_argument("--particles", type=int, default=128, help="draws per step")
     parser.add_argument("--nuts-samples", type=int, default=4000)
     parser.add_argument("--nuts-warmup", type=int, default=500)
+    parser.add_argument("--max-seconds", type=float, help="of fit; by default what it needs")
     parser.add_argument("--num-draws", type=int, default=4000, help="draws of each guide")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the picture")

@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = {
-    "eight_schools.py": "--steps 3 --particles 2 --nuts-samples 4 --nuts-warmup 4 --num-draws 20",
+    "eight_schools.py": "--steps 3 --particles 2 --nuts-samples 4 --nuts-warmup 4 --num-draws 20 "
+    "--max-seconds 1",
     "bnn_regression.py": "--steps 3 --particles 2 --hidden 4 --ensemble 2 --nuts 2",
     "vae.py": "--num-train 40 --num-test 8 --num-eval 4 --hidden 8 --latent-dim 2 --epochs 2 "
     "--batch-size 20 --entropy-particles 10 --bound-particles 10 --importance-samples 50",

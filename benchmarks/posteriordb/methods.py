@@ -148,8 +148,11 @@ def implicit(posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws
         "guide": type(result.guide).__name__,
         "bounds": result.bounds,
         "num_modes": result.num_modes,
+        "stages": [stage.name for stage in result.stages],
+        "correction": result.correction,
+        "gradients": result.refined.num_gradients if result.refined else 0,
     }
-    return draw(result.guide, budget.draws, *posterior.args), info
+    return result.sample(budget.draws), info
 
 
 def loop(posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws, Info]:

@@ -95,7 +95,7 @@ def guides(case: Case, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     @cache
     def fitted() -> Any:
-        return fit(model, "auto", *args, seed=seed, progress=False).guide
+        return fit(model, "auto", *args, refine=False, seed=seed, progress=False).guide
 
     def one_mode() -> Any:
         return fitted().components[0] if isinstance(fitted(), AutoMixture) else None
