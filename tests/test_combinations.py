@@ -186,7 +186,8 @@ def answer():
     return guide.median()["x"], guide()["x"]
 
 before = answer()
-fit(one_latent, "auto", torch.full((6,), 9.0).double(), num_steps=2, refine=False, seed=1, progress=False)
+other = torch.full((6,), 9.0).double()
+fit(one_latent, "auto", other, num_steps=2, refine=False, seed=1, progress=False)
 after = answer()
 assert before == after, (before, after)
 print(before[0].item())
