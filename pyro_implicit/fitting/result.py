@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from pyro_implicit.fitting.candidates import exact_log_weights, has_exact_densit
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import Refined
+from pyro_implicit.mcmc.run_files import read_file, write_file
 from pyro_implicit.ops.pareto import pareto_smoothed
 
 __all__ = ["Fit", "Stage"]
@@ -120,6 +122,34 @@ class Fit:
         """
         model, args, kwargs = self.source
         return compare(model, self.posterior, reference, *args, model_kwargs=kwargs, **options)
+
+    def save(self, path: str | Path) -> None:
+        """Write all but the model and its data into one file, complete or not there at all.
+
+        :param path: of the file. The guide is pickled, so that what it is made of, such as a
+            generator's class, must be importable when it is loaded.
+        """
+        content = {one.name: getattr(self, one.name) for one in fields(self)}
+        content["source"] = (None, (), {})
+        content["stages"] = [replace(stage, error=None) for stage in self.stages]
+        write_file(Path(path), content)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: Callable[..., Any],
+        *args: Any,
+        model_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Fit:
+        """What :meth:`save` wrote. Only load files that you have written: pickles can do anything.
+
+        :param model: that was fitted, with its ``args`` and ``kwargs``.
+        :param model_kwargs: more of these, whatever their names.
+        """
+        content = read_file(Path(path), "cpu")
+        return cls(**{**content, "source": (model, args, {**kwargs, **(model_kwargs or {})})})
 
     def _corrected(self, num_samples: int) -> dict[str, Tensor]:
         if not has_exact_density(self.guide):

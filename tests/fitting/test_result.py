@@ -143,3 +143,23 @@ def test_subsampled_data_are_refused_by_name():
     with pytest.raises(SubsampledError, match="plate 'rows'"):
         result.diagnose()
     assert math.isfinite(result.sample(3)["x"].sum())
+
+
+@pytest.mark.parametrize("kind", ["corrected", "refined"])
+def test_saved_and_loaded(kind, tmp_path):
+    y = torch.tensor([1.0, 3.0, -0.5, 2.0])
+    if kind == "corrected":
+        model, args = light_tailed, ()
+        result = fit(model, "auto", **QUIET)
+    else:
+        model, args = data, (y,)
+        result = fit(model, AutoNormal(data), y, num_steps=3, refine=True, **QUIET)
+    result.save(tmp_path / "result.pt")
+    pyro.clear_param_store()
+    loaded = Fit.load(tmp_path / "result.pt", model, *args)
+    assert str(loaded) == str(result) and loaded.correction == result.correction
+    pyro.set_rng_seed(3)
+    expected = result.sample(50)["x"]
+    pyro.set_rng_seed(3)
+    assert torch.equal(loaded.sample(50)["x"], expected)
+    assert loaded.diagnose(num_samples=500).verdict in ("trust", "check", "do not trust")
