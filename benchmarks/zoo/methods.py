@@ -38,7 +38,7 @@ def ours(zoo: ZooModel, model: Any, args: tuple, seed: int) -> Fitted:
     result = fitting.fit(model, "auto", *args, seed=seed, progress=False)
     return Fitted(
         lambda: result.sample(NUM_DRAWS, *args),
-        result.guide if result.refined is None else result.refined,
+        result.posterior,
         steps=len(result.losses),
         bounds=result.bounds,
         num_modes=result.num_modes,

@@ -209,7 +209,9 @@ class LatentDensity:
         if latent.requires_grad:
             # In its own name, as another gradient may pass through the same vectors.
             latent = latent.view_as(latent)
-            latent.register_hook(lambda grad: grad.masked_fill(impossible.unsqueeze(-1), 0.0))
+            latent.register_hook(
+                lambda grad: grad if grad is None else grad.masked_fill(impossible[:, None], 0.0)
+            )
         values: dict[str, Tensor] = {}
         log_det: Any = 0.0
         for name, part in self._split(latent):

@@ -133,9 +133,9 @@ def diagnose(
     """
     refuse_swapped("diagnose", model, guide)
     kwargs = {**kwargs, **(model_kwargs or {})}
-    settled = isinstance(guide, Refined) and guide.stopped in ("converged", "steady")
     if isinstance(guide, Refined):
-        guide = StoredDraws(guide.get_samples())
+        settled = guide.stopped in ("converged", "steady")
+        guide = StoredDraws(guide.get_samples(), settled=settled)
     elif isinstance(guide, Mapping):
         guide = StoredDraws(guide)
     density = LatentDensity(model, *args, **kwargs)
@@ -167,6 +167,8 @@ def diagnose(
     if not finite.all():
         number = int((~finite).sum())
         reason = f"log-density, score or importance weight is not finite at {number} draws"
+        if density.error is not None:
+            reason += f", the model fails there: {density.error}".split("\n")[0]
         return broken(no_density=no_density, broken=reason)
     bound = None if no_density else weighted.bound()
     try:
@@ -200,5 +202,5 @@ def diagnose(
         drift,
         gap,
         coverage,
-        settled=settled,
+        settled=isinstance(guide, StoredDraws) and guide.settled,
     )

@@ -82,7 +82,8 @@ class Diagnosis:
     :ivar gap: the training objective minus the bound, in nats, and its standard error; None
         without a ``loss``.
     :ivar coverage: of the modes that were found or given; None if there was no search.
-    :ivar settled: whether the draws are of chains that had settled, which need no density.
+    :ivar settled: whether the draws are of chains that had settled, or righted by reliable weights:
+        these need no density.
     :ivar broken: why nothing could be tested (collapsed or infinite draws), else empty.
     """
 

@@ -27,6 +27,7 @@ __all__ = ["Fit", "Stage"]
 
 OVERSAMPLING = 4
 LEAST_PROPOSALS = 1000
+NUM_CORRECTED = 10_000
 
 
 @dataclass
@@ -97,22 +98,27 @@ class Fit:
             corrected = self.correction is not None
         if corrected:
             return self._corrected(num_samples)
-        return draw(self.posterior, num_samples, *args, **kwargs)
+        guide = self.guide if self.refined is None else self.posterior
+        return draw(guide, num_samples, *args, **kwargs)
 
     @property
     def posterior(self) -> Any:
-        """A guide for ``Predictive``: the refined draws where there are, else ``guide``."""
-        return self.guide if self.refined is None else StoredDraws(self.refined.get_samples())
+        """A guide for ``Predictive``: refined or corrected draws if there are, else ``guide``."""
+        if self.refined is not None:
+            settled = self.refined.stopped in ("converged", "steady")
+            return StoredDraws(self.refined.get_samples(), settled=settled)
+        if self.correction is not None:
+            return StoredDraws(self._corrected(NUM_CORRECTED), settled=True)
+        return self.guide
 
     def diagnose(self, **options: Any) -> Diagnosis:
-        """What :func:`~pyro_implicit.diagnose` says of the refined draws, or else of the guide.
+        """What :func:`~pyro_implicit.diagnose` says of refined or corrected draws, or of the guide.
 
         :param options: of that function.
         :raises SubsampledError: if the model subsamples its data.
         """
         model, args, kwargs = self.source
-        found = self.guide if self.refined is None else self.refined
-        return diagnose(model, found, *args, model_kwargs=kwargs, **options)
+        return diagnose(model, self.posterior, *args, model_kwargs=kwargs, **options)
 
     def compare(self, reference: Any, **options: Any) -> Comparison:
         """What :func:`~pyro_implicit.compare` says of these draws beside others, say of NUTS.

@@ -71,10 +71,11 @@ def density_at_draws(
 
     >>> import pyro
     >>> import pyro.distributions as dist
-    >>> from pyro.infer.autoguide import AutoDiagonalNormal
+    >>> from pyro.infer.autoguide import AutoDiagonalNormal, init_to_value
     >>> def model():
     ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
-    >>> guide = AutoDiagonalNormal(model, init_scale=1.0)
+    >>> start = init_to_value(values={"x": torch.tensor(1.0)})
+    >>> guide = AutoDiagonalNormal(model, init_loc_fn=start, init_scale=1.0)
     >>> _ = guide()
     >>> found = density_at_draws(guide, {"x": torch.tensor([1.0, 2.718281828])})
     >>> found.log_prob(torch.tensor([0, 1]))

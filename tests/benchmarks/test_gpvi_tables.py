@@ -105,7 +105,7 @@ def test_moments_of_a_semi_implicit_guide(tables) -> None:
     problem = tables.gaussian(2, 0)
     pyro.clear_param_store()
     linear = nn.Linear(2, 2)
-    guide = AutoSemiImplicit(problem.model, linear, noise_dim=2, noise_scale=0.5)
+    guide = AutoSemiImplicit(problem.model, linear, noise_dim=2, noise_scale=0.5, frame=None)
     guide()
     with torch.no_grad():
         linear.weight.copy_(torch.tensor([[1.0, 2.0], [0.0, 3.0]]))

@@ -259,7 +259,7 @@ def test_an_impossible_start_gives_place_to_another(seed):
         pyro.sample("y", dist.Poisson(x), obs=torch.tensor(2.0))
 
     pyro.set_rng_seed(seed)
-    guide = AutoSemiImplicit(model)
+    guide = AutoSemiImplicit(model, frame=None)
     guide()
     assert guide.loc.item() > 0
 
@@ -268,7 +268,7 @@ def test_an_impossible_start_gives_place_to_another(seed):
         raise ValueError("nothing is possible")
 
     with pytest.raises(ValueError, match="nothing is possible"):
-        AutoSemiImplicit(impossible)()
+        AutoSemiImplicit(impossible, frame=None)()
 
 
 def test_model_without_latents():

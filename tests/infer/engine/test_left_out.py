@@ -111,7 +111,7 @@ def test_none_is_left():
         x = pyro.sample("x", dist.Normal(1.0, 1.0))
         pyro.factor("wall", torch.where(x > 1e3, 0.0, -math.inf))
 
-    guide = AutoSemiImplicit(model)
+    guide = AutoSemiImplicit(model, frame=None)
     with pytest.raises(NonFiniteError, match="log-probability of site 'wall' is -inf"):
         LIVI_ELBO(4).loss(model, guide)
 
