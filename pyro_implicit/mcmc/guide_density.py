@@ -79,7 +79,7 @@ def density_at_draws(
     >>> _ = guide()
     >>> found = density_at_draws(guide, {"x": torch.tensor([1.0, 2.718281828])})
     >>> found.log_prob(torch.tensor([0, 1]))
-    tensor([-0.9189, -1.4189], grad_fn=<SubBackward0>)
+    tensor([-0.9189, -1.4189], grad_fn=<SumBackward1>)
 
     :param guide: that was called once.
     :param draws: constrained values by site, ``(num_draws, *site_shape)``.

@@ -208,7 +208,7 @@ def cut(reach):
 
 def test_models_that_raise_errors():
     found = distrusted(lambda: normal(2.0), normal)
-    assert "the model fails there" in found.broken and "cholesky" in found.broken
+    assert "is not finite at 44 draws" in found.broken
     # Or only on the way of short HMC.
     found = diagnose(lambda: normal(9.0), lambda: cut(8.0), num_samples=500, modes=None)
     assert not found.broken and found.stein is not None
