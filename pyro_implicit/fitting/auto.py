@@ -25,6 +25,7 @@ from pyro_implicit.fitting.plan import (
     TimeLimit,
     make_plan,
 )
+from pyro_implicit.fitting.refinement_stages import correct, move_draws, train_mean_field
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoSemiImplicit
@@ -190,7 +191,7 @@ def _fit_given(stages: Stages, guide: Any, loss: Trace_ELBO, refine: bool) -> Fi
         stages.train_alone("guide", guide, loss, time_share=0.5 if refine else 1.0)
     except KeyboardInterrupt:
         return stages.keep_the_best(None, None)
-    return stages.refine(MOST_GRADIENTS) if refine else stages.result
+    return move_draws(stages, MOST_GRADIENTS) if refine else stages.result
 
 
 def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["auto"] | bool) -> Fit:
@@ -202,8 +203,8 @@ def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["au
             return stages.train_alone("semi-implicit", guide, loss)
         plan = make_plan(density)
         if plan.search_iterations == 0 and refine is not False:
-            stages.train_mean_field(density)
-            return stages.refine(plan.max_gradients)
+            train_mean_field(stages, density)
+            return move_draws(stages, plan.max_gradients)
         modes = stages.search(density, plan.search_iterations)
         if stages.learn_parameters(density, modes):
             modes = stages.search(density, plan.search_iterations)
@@ -213,9 +214,9 @@ def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["au
         if refine is False and not is_near:
             stages.train_semi_implicit(density, exact)
         stages.choose(density, modes)
-        corrected = stages.correct(density)
+        corrected = correct(stages, density)
         if refine is True or (refine == "auto" and not (is_near or corrected)):
-            stages.refine(plan.max_gradients)
+            move_draws(stages, plan.max_gradients)
         return stages.result
     except KeyboardInterrupt:
         return stages.keep_the_best(density, modes)

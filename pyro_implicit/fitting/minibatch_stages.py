@@ -11,8 +11,9 @@ from pyro.infer.autoguide import AutoNormal, init_to_value
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.plan import MAX_DENSE_DIM
+from pyro_implicit.fitting.refinement_stages import between
 from pyro_implicit.fitting.result import Fit, reason
-from pyro_implicit.fitting.stages import Stages, between
+from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoSemiImplicit
 from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer import ImplicitELBO

@@ -11,22 +11,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
-from pyro_implicit.fitting.candidates import exact_log_weights, has_exact_density
+from pyro_implicit.fitting.candidates import has_exact_density
+from pyro_implicit.fitting.correction import corrected_draws
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.mcmc.run_files import read_file, write_file
-from pyro_implicit.ops.pareto import pareto_smoothed
 
 __all__ = ["Fit", "Stage"]
 
-OVERSAMPLING = 4
-LEAST_PROPOSALS = 1000
+SETTLED = ("converged", "steady")
 NUM_CORRECTED = 10_000
 
 
@@ -105,7 +103,7 @@ class Fit:
     def posterior(self) -> Any:
         """A guide for ``Predictive``: refined or corrected draws if there are, else ``guide``."""
         if self.refined is not None:
-            settled = self.refined.stopped in ("converged", "steady")
+            settled = self.refined.stopped in SETTLED
             return StoredDraws(self.refined.get_samples(), settled=settled)
         if self.correction is not None:
             return StoredDraws(self._corrected(NUM_CORRECTED), settled=True)
@@ -163,15 +161,7 @@ class Fit:
                 "corrected=True wants an AutoMixture or an injective AutoImplicit, whose density "
                 f"is exact, but this is a {type(self.guide).__name__}. Cure: refine=True"
             )
-        draws, log_weights = exact_log_weights(
-            self.guide, self.density, max(OVERSAMPLING * num_samples, LEAST_PROPOSALS)
-        )
-        weights = pareto_smoothed(log_weights.double()).log_weights.exp()
-        # Systematic resampling: as even as the weights allow.
-        ticks = (torch.arange(num_samples).to(weights) + torch.rand(()).to(weights)) / num_samples
-        index = torch.searchsorted(weights.cumsum(0), ticks).clamp(max=len(draws) - 1)
-        index = index[torch.randperm(num_samples)]
-        return self.density.constrain(draws[index])
+        return corrected_draws(self.guide, self.density, num_samples)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Stage]:

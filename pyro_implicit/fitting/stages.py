@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from pyro.infer import Trace_ELBO
-from pyro.infer.autoguide import AutoGuide, AutoNormal, init_to_value
-from torch import Tensor
+from pyro.infer.autoguide import AutoGuide
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import Modes, find_modes
@@ -20,34 +19,28 @@ from pyro_implicit.fitting.candidates import (
     Candidate,
     choose,
     exact_guide,
-    exact_log_weights,
     frame_of_draws,
-    has_exact_density,
     semi_implicit_guide,
     set_weights,
     weigh,
 )
+from pyro_implicit.fitting.correction import reliability
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.parameters import describe, model_parameters, with_fixed_parameters
 from pyro_implicit.fitting.plan import LEAST_STEPS, TimeLimit, affordable
 from pyro_implicit.fitting.result import Fit, reason
 from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.guides import AutoImplicit, AutoMixture
-from pyro_implicit.guides.names import forget, own_names
-from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
-from pyro_implicit.mcmc import Refined, refine, teach
+from pyro_implicit.guides.names import forget
+from pyro_implicit.infer import InjectiveELBO
 from pyro_implicit.mcmc.batch_stream import BatchStream
-from pyro_implicit.mcmc.stopping import Drift
-from pyro_implicit.ops.pareto import pareto_smoothed
 
 __all__ = ["Stages"]
 
 NEAR_ENOUGH = 0.01  # nats
 FOLDED = 0.5  # nats: two folds are log 2
-SETTLED = ("converged", "steady")
 AT_ONCE = 0.0005  # nats
-NUM_WEIGHED, RELIABLE_KHAT, LEAST_EFFICIENCY, GOOD, EVEN = 2000, 0.5, 0.5, 0.8, 0.99
-ROUGH_STEPS, ROUGH_PARTICLES, ROUGH_SPREAD = 1000, 8, 0.3
+GOOD = 0.8  # effective share of the draws
 
 
 class Stages:
@@ -197,7 +190,7 @@ class Stages:
             if self.candidates[-1].gap < AT_ONCE:
                 return self.candidates[-1]
             # Chains or weights may follow, and weights can right this one.
-            if math.isfinite(seconds) and _is_reliable(*_weigh_anew(guide, density), GOOD):
+            if math.isfinite(seconds) and reliability(guide, density).suffices(GOOD):
                 return self.candidates[-1]
         is_mixture = isinstance(guide, AutoMixture)
         with self.result.attempt("mixture" if is_mixture else "injective") as line:
@@ -261,21 +254,6 @@ class Stages:
         """Whether a candidate needs no other beside it."""
         return candidate.gap < NEAR_ENOUGH
 
-    def correct(self, density: LatentDensity) -> bool:
-        """See whether importance weights can right the draws of the chosen guide.
-
-        :returns: whether they can, reliably.
-        """
-        result = self.result
-        if not has_exact_density(result.guide):
-            return False
-        with result.attempt("correct") as line:
-            khat, efficiency = _weigh_anew(result.guide, density)
-            line.outcome = f"k-hat {khat:.2f}, effective sample size {efficiency:.0%}"
-            if _is_reliable(khat, efficiency, LEAST_EFFICIENCY):
-                result.correction = efficiency
-        return result.correction is not None
-
     def train_semi_implicit(self, density: LatentDensity, before: Candidate) -> None:
         """A guide of another shape, in the frame of another candidate's draws.
 
@@ -296,61 +274,10 @@ class Stages:
                     continue
             return
 
-    def train_mean_field(self, density: LatentDensity) -> Fit:
-        """A rough guide of many latents, for :meth:`refine` to start from."""
-        start = init_to_value(values=density.constrain(between(density)))
-        guide = own_names(AutoNormal(self.model, init_loc_fn=start))
-        loss = ImplicitELBO(min(self.num_particles, ROUGH_PARTICLES), nonfinite="skip")
-        steps = min(self.num_steps, ROUGH_STEPS)
-        return self.train_alone("mean-field", guide, loss, time_share=0.3, num_steps=steps)
-
-    def refine(self, max_gradients: int) -> Fit:
-        """Move draws of the guide to the posterior, by many short chains.
-
-        :param max_gradients: of each chain.
-        """
-        result, left = self.result, self.limit.left()
-        options = {
-            "progress": self.files["progress"],
-            "max_gradients": max_gradients,
-            "max_seconds": left if math.isfinite(left) else None,
-            "model_kwargs": self.kwargs,
-        }
-        with result.attempt("refine") as line:
-            refined = refine(self.trained, result.guide, *self.args, **options)
-            line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
-            result.refined = refined
-            if refined.stopped in SETTLED or refined.drift is None:
-                self._teach(refined)
-            else:
-                line.outcome += f"; {describe_drift(refined.drift)}"
-                self.warn(
-                    f"fit's chains stopped at {refined.stopped} before they had settled: "
-                    f"{describe_drift(refined.drift)}. Cure: refine(model, result.guide, ...) with "
-                    "more max_gradients, or a reparameterised model"
-                )
-        if line.error is not None:
-            self.warn(f"fit did not refine its draws: {reason(line.error)}")
-        return result
-
     @staticmethod
     def warn(message: str) -> None:
         """On behalf of ``fit``'s caller."""
         warnings.warn(message, stacklevel=5)
-
-    def _teach(self, refined: Refined) -> None:
-        """Leave what the chains found in the rough guide: of a Gaussian, that is their moments."""
-        if self.result.chosen != "mean-field":
-            return
-        with self.result.attempt("teach") as line:
-            taught = teach(
-                self.result.guide,
-                refined.moving(),
-                *self.args,
-                progress=self.files["progress"],
-                model_kwargs=self.kwargs,
-            )
-            line.outcome = str(taught)
 
     def keep_the_best(self, density: LatentDensity | None, modes: Modes | None) -> Fit:
         """What there is when the user interrupts.
@@ -401,31 +328,6 @@ def _still_falls(losses: list[float]) -> bool:
     middle, last = values[len(values) // 2 :][:size], values[-size:]
     error = (middle.var() + last.var()).nan_to_num().sqrt().item() / size**0.5
     return (middle.nanmean() - last.nanmean()).item() > 0.1 + 3 * error
-
-
-def between(density: LatentDensity) -> Tensor:
-    """A start between the prior's medians and one of its draws: weights of a network that are all
-    the same stay so, and those of its prior are far too large.
-    """
-    drawn = density.sample_prior(1)
-    step = ROUGH_SPREAD * (drawn[0] - density.init_loc) if len(drawn) else 0.0
-    return density.init_loc + step
-
-
-def _weigh_anew(guide: Any, density: LatentDensity) -> tuple[float, float]:
-    """K-hat, and the effective sample size as a share, of smoothed weights of new draws."""
-    smoothed = pareto_smoothed(exact_log_weights(guide, density, NUM_WEIGHED)[1].double())
-    return smoothed.khat, 1 / (NUM_WEIGHED * smoothed.log_weights.mul(2).exp().sum().item())
-
-
-def _is_reliable(khat: float, efficiency: float, least: float) -> bool:
-    """Whether draws can be resampled by them; the tail of even weights is that of rounding."""
-    return efficiency > EVEN or (efficiency > least and khat < RELIABLE_KHAT)
-
-
-def describe_drift(drift: Drift) -> str:
-    """In words."""
-    return f"means may drift by {drift.mean:.2f} sd, sds by {drift.sd:.0%}, R-hat {drift.r_hat:.2f}"
 
 
 def _steps(losses: list[float]) -> str:

@@ -70,7 +70,7 @@ def test_failure_is_said_and_the_guide_kept(monkeypatch):
     def fails(*args, **kwargs):
         raise ValueError("no start")
 
-    monkeypatch.setattr("pyro_implicit.fitting.stages.refine", fails)
+    monkeypatch.setattr("pyro_implicit.fitting.refinement_stages.refine", fails)
     guide = AutoNormal(correlated)
     with pytest.warns(UserWarning, match="did not refine its draws: ValueError: no start"):
         result = fit(correlated, guide, torch.tensor(1.0), refine=True, num_steps=2, **QUIET)

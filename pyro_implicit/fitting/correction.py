@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws of a guide with an exact density, righted by importance weights."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.fitting.candidates import exact_log_weights
+from pyro_implicit.ops.pareto import pareto_smoothed
+
+__all__ = ["Reliability", "corrected_draws", "reliability"]
+
+OVERSAMPLING, LEAST_PROPOSALS = 4, 1000
+NUM_WEIGHED = 2000
+MAX_KHAT, EVEN = 0.5, 0.99
+
+
+class Reliability(NamedTuple):
+    """``khat``, the tail index of a guide's importance weights, and ``efficiency``, their effective
+    sample size as a share of the draws.
+    """
+
+    khat: float
+    efficiency: float
+
+    def suffices(self, efficiency: float) -> bool:
+        """Whether draws can be resampled by such weights.
+
+        :param efficiency: that is wanted at least.
+        """
+        # The tail of even weights is that of rounding.
+        return self.efficiency > EVEN or (self.efficiency > efficiency and self.khat < MAX_KHAT)
+
+    def __str__(self) -> str:
+        return f"k-hat {self.khat:.2f}, effective sample size {self.efficiency:.0%}"
+
+
+def reliability(guide: Any, density: LatentDensity) -> Reliability:
+    """Of the smoothed weights of 2,000 new draws.
+
+    :param guide: with an exact density, see
+        :func:`~pyro_implicit.fitting.candidates.has_exact_density`.
+    :param density: of the model.
+    """
+    smoothed = pareto_smoothed(exact_log_weights(guide, density, NUM_WEIGHED)[1].double())
+    squares = smoothed.log_weights.mul(2).exp().sum().item()
+    return Reliability(smoothed.khat, 1 / (NUM_WEIGHED * squares))
+
+
+def corrected_draws(guide: Any, density: LatentDensity, num_samples: int) -> dict[str, Tensor]:
+    """Draws resampled by their smoothed weights, one out of four.
+
+    :param guide: as for :func:`reliability`.
+    :returns: constrained, by site, ``(num_samples, *site_shape)``, in random order.
+    """
+    number = max(OVERSAMPLING * num_samples, LEAST_PROPOSALS)
+    draws, log_weights = exact_log_weights(guide, density, number)
+    weights = pareto_smoothed(log_weights.double()).log_weights.exp()
+    # Systematic resampling: as even as the weights allow.
+    ticks = (torch.arange(num_samples).to(weights) + torch.rand(()).to(weights)) / num_samples
+    index = torch.searchsorted(weights.cumsum(0), ticks).clamp(max=number - 1)
+    return density.constrain(draws[index[torch.randperm(num_samples)]])

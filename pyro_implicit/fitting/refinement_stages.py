@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages of ``fit`` that come after its guides: weights, chains, and what chains start from."""
+
+from __future__ import annotations
+
+import math
+
+from pyro.infer.autoguide import AutoNormal, init_to_value
+from torch import Tensor
+
+from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.fitting.candidates import has_exact_density
+from pyro_implicit.fitting.correction import reliability
+from pyro_implicit.fitting.result import SETTLED, Fit, reason
+from pyro_implicit.fitting.stages import Stages
+from pyro_implicit.guides.names import own_names
+from pyro_implicit.infer import ImplicitELBO
+from pyro_implicit.mcmc import Refined, refine, teach
+
+__all__ = ["between", "correct", "move_draws", "train_mean_field"]
+
+LEAST_EFFICIENCY = 0.5
+ROUGH_STEPS, ROUGH_PARTICLES, ROUGH_SPREAD = 1000, 8, 0.3
+
+
+def correct(stages: Stages, density: LatentDensity) -> bool:
+    """See whether importance weights can right the draws of the chosen guide.
+
+    :returns: whether they can, reliably.
+    """
+    result = stages.result
+    if not has_exact_density(result.guide):
+        return False
+    with result.attempt("correct") as line:
+        found = reliability(result.guide, density)
+        line.outcome = str(found)
+        if found.suffices(LEAST_EFFICIENCY):
+            result.correction = found.efficiency
+    return result.correction is not None
+
+
+def train_mean_field(stages: Stages, density: LatentDensity) -> Fit:
+    """A rough guide of many latents, for chains to start from."""
+    start = init_to_value(values=density.constrain(between(density)))
+    guide = own_names(AutoNormal(stages.model, init_loc_fn=start))
+    loss = ImplicitELBO(min(stages.num_particles, ROUGH_PARTICLES), nonfinite="skip")
+    steps = min(stages.num_steps, ROUGH_STEPS)
+    return stages.train_alone("mean-field", guide, loss, time_share=0.3, num_steps=steps)
+
+
+def between(density: LatentDensity) -> Tensor:
+    """A start between the prior's medians and one of its draws: weights of a network that are all
+    the same stay so, and those of its prior are far too large.
+    """
+    drawn = density.sample_prior(1)
+    step = ROUGH_SPREAD * (drawn[0] - density.init_loc) if len(drawn) else 0.0
+    return density.init_loc + step
+
+
+def move_draws(stages: Stages, max_gradients: int) -> Fit:
+    """Move draws of the guide to the posterior, by many short chains.
+
+    :param max_gradients: of each chain.
+    """
+    result, left = stages.result, stages.limit.left()
+    with result.attempt("refine") as line:
+        refined = result.refined = refine(
+            stages.trained,
+            result.guide,
+            *stages.args,
+            progress=stages.files["progress"],
+            max_gradients=max_gradients,
+            max_seconds=left if math.isfinite(left) else None,
+            model_kwargs=stages.kwargs,
+        )
+        line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
+    if line.error is not None:
+        stages.warn(f"fit did not refine its draws: {reason(line.error)}")
+    elif refined.stopped not in SETTLED:
+        drifts = _drifts(refined)
+        line.outcome += f"; {drifts}"
+        stages.warn(
+            f"fit's chains stopped at {refined.stopped} before they had settled: {drifts}. Cure: "
+            "refine(model, result.guide, ...) with more max_gradients, or a reparameterised model"
+        )
+    elif result.chosen == "mean-field":
+        _teach(stages, refined)
+    return result
+
+
+def _teach(stages: Stages, refined: Refined) -> None:
+    """Leave what the chains found in the rough guide: of a Gaussian, that is their moments."""
+    with stages.result.attempt("teach") as line:
+        taught = teach(
+            stages.result.guide,
+            refined.moving(),
+            *stages.args,
+            progress=stages.files["progress"],
+            model_kwargs=stages.kwargs,
+        )
+        line.outcome = str(taught)
+
+
+def _drifts(refined: Refined) -> str:
+    found = refined.drift
+    if found is None:
+        return "too few draws to tell how far they drift"
+    return f"means may drift by {found.mean:.2f} sd, sds by {found.sd:.0%}, R-hat {found.r_hat:.2f}"
