@@ -16,7 +16,7 @@ __all__ = ["Plan", "TimeLimit", "affordable", "make_plan"]
 MAX_DENSE_DIM = 100
 NUM_STARTS, NUM_TRIALS = 50, 23  # of the search: paths, and evaluations for each step of a path
 SEARCH_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 20.0, 10, 1600
-TRAINING_SECONDS, LEAST_STEPS = 15.0, 200
+TRAINING_SECONDS, LEAST_STEPS = 10.0, 200
 CHAINS, CHAIN_SECONDS, LEAST_GRADIENTS, MOST_GRADIENTS = 256, 40.0, 400, 4000
 
 
