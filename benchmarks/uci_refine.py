@@ -185,8 +185,8 @@ minibatches of 256, for the sets of more than {LARGE} rows), small initial weigh
 settings of `uci.py`; their draws are moved by `refine(frame="{FRAME}", quantities=...)`. The
 reference, a longer run of `refine` from small draws of the prior, is of the same splits where a
 difference is given. The frame was chosen on split 0 of Boston, the budget by the time there was.
-The papers' numbers are RMSE / log-likelihood over their own splits and with their own priors of the noise:
-KIVI's over 20, LIVI's and its HMC's over three seeds.
+The papers' numbers are RMSE / log-likelihood over their own splits and with their own priors of
+the noise: KIVI's over 20, LIVI's and its HMC's over three seeds.
 
 `python benchmarks/uci_refine.py --data-dir DIR` makes it anew.
 """
