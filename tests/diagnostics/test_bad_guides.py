@@ -212,7 +212,7 @@ def test_models_that_raise_errors():
     # Or only on the way of short HMC.
     found = diagnose(lambda: normal(9.0), lambda: cut(8.0), num_samples=500, modes=None)
     assert not found.broken and found.stein is not None
-    assert found.drift is None and "short HMC           not run" in str(found)
+    assert found.drift is not None  # such places reject what comes their way
 
 
 def test_objectives_without_a_number():
