@@ -58,7 +58,7 @@ def exact_guide(width: float = 1.0, shift: float = 0.0):
     return guide
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, 1])
 def test_the_posterior_is_trusted(seed):
     pyro.set_rng_seed(seed)
     found = diagnose(gaussian, exact_guide(), loss=Trace_ELBO(4))
@@ -69,7 +69,7 @@ def test_the_posterior_is_trusted(seed):
     assert found.latent_dim == 3
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0])
 @pytest.mark.parametrize(
     ("width", "verdicts"),
     [
@@ -145,7 +145,7 @@ def test_limits_of_moments(mean_error, sd_ratios, p_value, verdict):
     assert Diagnosis(1000, 2, bound, stein=stein).verdict == verdict
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0])
 def test_mean_field_on_correlation(seed):
     """The best mean-field guide: its standard deviations are those given all other latents."""
     pyro.set_rng_seed(seed)
@@ -230,7 +230,7 @@ def test_a_mode_out_of_the_priors_reach_is_lost():
     assert found.verdict == "trust" and len(found.coverage.mass) == 1
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0])
 @pytest.mark.parametrize("sd", [1.5, 3.0])
 def test_a_funnel_lacks_no_mode(sd, seed):
     """The search ends at a Gaussian that is no mode."""

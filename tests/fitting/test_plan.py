@@ -120,14 +120,14 @@ class Interrupting:
 
 def runs_of(model, **options):
     counted = Interrupting(model, -1)
-    result = fit(counted, "auto", refine=False, num_steps=60, num_particles=8, **options, **QUIET)
+    result = fit(counted, "auto", refine=False, num_steps=20, num_particles=8, **options, **QUIET)
     return -1 - counted.left, result
 
 
 def test_interrupted_in_training_keeps_the_best():
     total, _ = runs_of(funnel)
     model = Interrupting(funnel, int(0.8 * total))
-    result = fit(model, "auto", refine=False, num_steps=60, num_particles=8, **QUIET)
+    result = fit(model, "auto", refine=False, num_steps=20, num_particles=8, **QUIET)
     assert result.interrupted and result.chosen in result.bounds
     assert result.sample(5)["x"].shape == (5, 2)
 
