@@ -35,6 +35,7 @@ from pyro_implicit.mcmc import Refined
 __all__ = ["diagnose"]
 
 LEAST_DRAWS = 100  # of fewer there is no k-hat
+NUM_SAMPLES = 2000
 NUM_CHAINS = 500
 NUM_SCORES = 4
 
@@ -44,7 +45,7 @@ def diagnose(
     model: Callable[..., Any],
     guide: Callable[..., Any] | Mapping[str, Tensor] | Refined,
     *args: Any,
-    num_samples: int = 2000,
+    num_samples: int | None = None,
     loss: ELBO | None = None,
     modes: Tensor | Literal["search"] | None = "search",
     num_transitions: int = 20,
@@ -103,7 +104,8 @@ def diagnose(
         what :func:`~pyro_implicit.refine` returned: these have no density, which chains that had
         settled need not have.
     :param args: the arguments of both, as ``kwargs``.
-    :param num_samples: draws of the guide, more than twice the latents. Stein's identities get
+    :param num_samples: draws of the guide, more than twice the latents; by default 2,000, or three
+        times the latents if that is more. Stein's identities get
         five times as many of guides that draw in parallel.
     :param loss: the ELBO it was trained by, to be compared with the certified bound.
     :param modes: ``"search"`` finds them, where there are at most 100 latents and
@@ -140,6 +142,7 @@ def diagnose(
         guide = StoredDraws(guide)
     density = LatentDensity(model, *args, **kwargs)
     dim = density.latent_dim
+    num_samples = max(NUM_SAMPLES, 3 * dim) if num_samples is None else num_samples
     if num_samples < max(LEAST_DRAWS, 2 * dim + 1):
         raise ValueError(
             f"num_samples must be at least {max(LEAST_DRAWS, 2 * dim + 1)} ({LEAST_DRAWS}, and "

@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from pyro_implicit.density.cost import estimated_seconds
 from pyro_implicit.density.latent_density import LatentDensity
 
-__all__ = ["Plan", "TimeLimit", "affordable", "make_plan"]
+__all__ = ["Plan", "TimeLimit", "affordable", "affordable_gradients", "make_plan"]
 
 MAX_DENSE_DIM = 100
 NUM_STARTS, NUM_TRIALS = 50, 23  # of the search: paths, and evaluations for each step of a path
@@ -57,6 +59,16 @@ def affordable(evaluate: Callable[[], Any], seconds: float, least: int, most: in
     return max(least, min(most, int(seconds / estimated_seconds(evaluate))))
 
 
+def affordable_gradients(score: Callable[[Tensor], Any], point: Tensor) -> int:
+    """Gradients that each of 256 chains may take.
+
+    :param score: of points ``(num_chains, dim)``.
+    :param point: one of them, ``(dim,)``.
+    """
+    points = point.expand(CHAINS, -1)
+    return affordable(lambda: score(points), CHAIN_SECONDS, LEAST_GRADIENTS, MOST_GRADIENTS)
+
+
 def make_plan(density: LatentDensity) -> Plan:
     """The plan for a model that sees all its data.
 
@@ -68,12 +80,9 @@ def make_plan(density: LatentDensity) -> Plan:
         density.derivatives(point.expand(NUM_STARTS, -1))
         density.log_prob(point.expand(NUM_STARTS * NUM_TRIALS, -1))
 
-    def move() -> None:
-        density.score(point.expand(CHAINS, -1))
-
     try:
         density.log_prob(point.unsqueeze(0))  # how the model can be run is found out here
-        gradients = affordable(move, CHAIN_SECONDS, LEAST_GRADIENTS, MOST_GRADIENTS)
+        gradients = affordable_gradients(density.score, point)
         if density.latent_dim > MAX_DENSE_DIM:
             return Plan(0, gradients)
         iterations = affordable(climb, SEARCH_SECONDS, 0, MOST_ITERATIONS)

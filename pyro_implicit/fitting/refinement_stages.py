@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import math
 
+import torch
 from pyro.infer.autoguide import AutoNormal, init_to_value
 from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.fitting.candidates import has_exact_density
 from pyro_implicit.fitting.correction import reliability
+from pyro_implicit.fitting.plan import affordable_gradients
 from pyro_implicit.fitting.result import SETTLED, Fit, reason
 from pyro_implicit.fitting.stages import Stages
+from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import Refined, refine, teach
+from pyro_implicit.mcmc.chain_density import NoiseDensity
 
 __all__ = ["between", "correct", "move_draws", "train_mean_field"]
 
@@ -63,6 +67,11 @@ def move_draws(stages: Stages, max_gradients: int) -> Fit:
     :param max_gradients: of each chain.
     """
     result, left = stages.result, stages.limit.left()
+    if isinstance(result.guide, AutoImplicit) and has_exact_density(result.guide):
+        # Chains may walk on its noise, where each gradient is one of the generator, too.
+        score = NoiseDensity(result.density, result.guide).score
+        dearer = affordable_gradients(score, torch.zeros_like(result.density.init_loc))
+        max_gradients = min(max_gradients, dearer)
     with result.attempt("refine") as line:
         refined = result.refined = refine(
             stages.trained,
