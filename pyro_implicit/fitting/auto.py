@@ -171,8 +171,11 @@ def fit(
         stages.batches = BatchStream(batches)
         stages.num_steps = epochs * stages.batches.epoch_length
         with stages.leaving_no_names():
-            result = fit_batches(stages, guide, loss)
-            return refine_batches(stages, epochs) if refine is True else result
+            try:
+                fit_batches(stages, guide, loss)
+            except KeyboardInterrupt:
+                return stages.keep_the_best(None, None)
+            return refine_batches(stages, epochs) if refine is True else stages.result
     if not isinstance(guide, str):
         loss = loss or default_loss(guide, num_particles, *args, model_kwargs=kwargs)
         return _fit_given(stages, guide, loss, refine is True)
@@ -214,7 +217,7 @@ def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["au
         if refine is False and not is_near:
             stages.train_semi_implicit(density, exact)
         stages.choose(density, modes)
-        corrected = correct(stages, density)
+        corrected = refine is not False and correct(stages, density)
         if refine is True or (refine == "auto" and not (is_near or corrected)):
             move_draws(stages, plan.max_gradients)
         return stages.result

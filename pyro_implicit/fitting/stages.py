@@ -27,7 +27,7 @@ from pyro_implicit.fitting.candidates import (
 from pyro_implicit.fitting.correction import reliability
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.parameters import describe, model_parameters, with_fixed_parameters
-from pyro_implicit.fitting.plan import LEAST_STEPS, TimeLimit, affordable
+from pyro_implicit.fitting.plan import LEAST_ITERATIONS, LEAST_STEPS, TimeLimit, affordable
 from pyro_implicit.fitting.result import Fit, reason
 from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.guides import AutoImplicit, AutoMixture
@@ -141,7 +141,7 @@ class Stages:
             modes = find_modes(
                 density,
                 max_rounds=max(2, min(16, num_iterations // 50)),
-                max_iterations=min(100, num_iterations),
+                max_iterations=max(LEAST_ITERATIONS, min(100, num_iterations)),
                 max_seconds=self.limit.left(0.25),
             )
             number = self.result.num_modes = len(modes.loc)

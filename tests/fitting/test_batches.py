@@ -127,3 +127,17 @@ def test_single_tensors_and_shared_arguments():
 
     result = fit(model, "auto", 0.5, batches=torch.ones(40).split(10), epochs=3, **QUIET)
     assert all(math.isfinite(loss) for loss in result.losses) and len(result.losses) == 12
+
+
+def test_interrupted_it_keeps_the_guide():
+    left = 10
+
+    def model(x, y):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        line(x, y)
+
+    result = fit(model, "auto", batches=loader(*rows()), **QUIET)
+    assert result.interrupted and result.sample(3)["slope"].shape == (3,)

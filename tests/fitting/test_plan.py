@@ -142,3 +142,15 @@ def test_a_given_guide_is_kept_as_it_is():
     result = fit(Interrupting(funnel, 20), guide, num_steps=1000, **QUIET)
     assert result.interrupted and result.guide is guide
     assert result.sample(5)["v"].shape == (5,)
+
+
+def test_without_chains_a_dear_model_is_still_searched(monkeypatch):
+    monkeypatch.setattr("pyro_implicit.fitting.plan.SEARCH_SECONDS", 0.0)
+    result = fit(funnel, "auto", refine=False, num_steps=2, num_particles=4, **QUIET)
+    assert result.stages[0].name == "search" and result.correction is None
+    assert not any(stage.name == "correct" for stage in result.stages)
+    # With them it is left out.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rough = fit(funnel, "auto", num_steps=2, max_seconds=1.0, **QUIET)
+    assert rough.chosen == "mean-field" and rough.refined is not None
