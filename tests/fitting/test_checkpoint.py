@@ -297,3 +297,18 @@ def test_the_start_of_other_settings_is_refused(tmp_path):
     checkpoint_module.same_start(tmp_path / "start.pt", {"seed": 1})
     with pytest.raises(ValueError, match=r"a run with {'seed': 1}, but this .*another folder"):
         checkpoint_module.same_start(tmp_path / "start.pt", {"seed": 2})
+
+
+def test_a_frame_of_another_process_is_put_back(tmp_path):
+    """A guide's frame is no parameter, and a search elsewhere may end elsewhere."""
+    guide, loss = KINDS["injective"](Model())
+    options = {"checkpoint": tmp_path, "progress": False, "schedule": SCHEDULE}
+    train(guide.model, guide, loss, **options)
+    frame = {name: value.clone() for name, value in guide.named_buffers()}
+    assert frame
+    with torch.no_grad():
+        for value in guide.buffers():
+            value.add_(1.0)
+    train(guide.model, guide, loss, **options)
+    for name, value in guide.named_buffers():
+        assert torch.equal(value, frame[name]), name
