@@ -16,7 +16,7 @@ __all__ = ["Reliability", "corrected_draws", "reliability"]
 
 OVERSAMPLING, LEAST_PROPOSALS = 4, 1000
 NUM_WEIGHED = 2000
-MAX_KHAT, EVEN = 0.5, 0.99
+MAX_KHAT, LEAST_EFFICIENCY, EVEN = 0.5, 0.5, 0.99
 
 
 class Reliability(NamedTuple):
@@ -27,13 +27,13 @@ class Reliability(NamedTuple):
     khat: float
     efficiency: float
 
-    def suffices(self, efficiency: float) -> bool:
-        """Whether draws can be resampled by such weights.
-
-        :param efficiency: that is wanted at least.
-        """
+    @property
+    def suffices(self) -> bool:
+        """Whether draws can be resampled by such weights."""
         # The tail of even weights is that of rounding.
-        return self.efficiency > EVEN or (self.efficiency > efficiency and self.khat < MAX_KHAT)
+        return self.efficiency > EVEN or (
+            self.efficiency > LEAST_EFFICIENCY and self.khat < MAX_KHAT
+        )
 
     def __str__(self) -> str:
         return f"k-hat {self.khat:.2f}, effective sample size {self.efficiency:.0%}"

@@ -23,7 +23,6 @@ from pyro_implicit.mcmc.chain_density import NoiseDensity
 
 __all__ = ["between", "correct", "move_draws", "train_mean_field"]
 
-LEAST_EFFICIENCY = 0.5
 ROUGH_STEPS, ROUGH_PARTICLES, ROUGH_SPREAD = 1000, 8, 0.3
 
 
@@ -36,9 +35,9 @@ def correct(stages: Stages, density: LatentDensity) -> bool:
     if not has_exact_density(result.guide):
         return False
     with result.attempt("correct") as line:
-        found = reliability(result.guide, density)
+        found = stages.reliability or reliability(result.guide, density)
         line.outcome = str(found)
-        if found.suffices(LEAST_EFFICIENCY):
+        if found.suffices:
             result.correction = found.efficiency
     return result.correction is not None
 

@@ -24,7 +24,7 @@ from pyro_implicit.fitting.candidates import (
     set_weights,
     weigh,
 )
-from pyro_implicit.fitting.correction import reliability
+from pyro_implicit.fitting.correction import Reliability, reliability
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.parameters import describe, model_parameters, with_fixed_parameters
 from pyro_implicit.fitting.plan import LEAST_ITERATIONS, LEAST_STEPS, TimeLimit, affordable
@@ -40,7 +40,6 @@ __all__ = ["Stages"]
 NEAR_ENOUGH = 0.01  # nats
 FOLDED = 0.5  # nats: two folds are log 2
 AT_ONCE = 0.0005  # nats
-GOOD = 0.8  # effective share of the draws
 
 
 class Stages:
@@ -78,6 +77,8 @@ class Stages:
         self.in_training: tuple[str, Any] | None = None
         self.trained = model
         """The model, of fixed parameters once they are learnt."""
+        self.reliability: Reliability | None = None
+        """That of the Gaussians, where it suffices."""
 
     @contextmanager
     def leaving_no_names(self) -> Iterator[None]:
@@ -190,8 +191,11 @@ class Stages:
             if self.candidates[-1].gap < AT_ONCE:
                 return self.candidates[-1]
             # Chains or weights may follow, and weights can right this one.
-            if math.isfinite(seconds) and reliability(guide, density).suffices(GOOD):
-                return self.candidates[-1]
+            if math.isfinite(seconds):
+                found = reliability(guide, density)
+                if found.suffices:
+                    self.reliability = found
+                    return self.candidates[-1]
         is_mixture = isinstance(guide, AutoMixture)
         with self.result.attempt("mixture" if is_mixture else "injective") as line:
             losses: list[float] = []

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_implicit.density.cost import estimated_seconds
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.mcmc.chain_density import ChainDensity, NoiseDensity
@@ -27,7 +28,7 @@ __all__ = ["Plan", "density_of", "start_chains"]
 
 PROBE = 24  # transitions, the first third of which do not count
 EASY = 8.0  # gradients of a transition, in noise that is nearly normal
-FASTER = 2.0
+FASTER = 1.2
 LONGEST = 16  # leapfrogs of a transition
 LEAST_BUDGET = 4 * LONGEST * PROBE  # of which two walks take half at most
 FOLD_DRAWS = 64
@@ -72,9 +73,9 @@ def start_chains(density: LatentDensity, plan: Plan) -> tuple[ChainDensity, Chai
     With ``frame="auto"`` an injective guide's chains begin in its noise. They stay there if the
     generator does not fold and the walk is easy: few gradients a transition, and none that fails.
     Where it is not, and the budget allows it, the latents are tried for as many transitions from
-    the same guide, and the chains are taken there if a gradient moves the slowest latent, or its
-    square, more than twice as far: by the squared distance of a transition over the variance, the
-    larger of both walks.
+    the same guide, and the chains are taken there if the slowest latent, or its square, is moved
+    further in the same time: by the squared distance of a transition over the variance, the larger
+    of both walks, and by what a gradient costs, counted in operations.
 
     :returns: what they walk on, and the chains, the probes' gradients counted.
     """
@@ -123,10 +124,11 @@ def _the_better(
         others.space_note = note
         return latent, others
     other = _Walk(others, latent)
-    speeds = other.speed(walk), walk.speed(other)
+    gain = _cost(noise, chains) / _cost(latent, others)
+    gain *= other.speed(walk) / max(walk.speed(other), 1e-12)
     chains.gradients = others.gradients = chains.gradients + others.gradients
-    said = f"{speeds[0] / max(speeds[1], 1e-12):.1f} times as far by gradient as in its noise"
-    if speeds[0] > FASTER * speeds[1] and other.failed <= walk.failed + MAX_FAILED:
+    said = f"{gain:.1f} times as fast as in its noise"
+    if gain > FASTER and other.failed <= walk.failed + MAX_FAILED:
         others.space_note = f"in the latents chains move {said}"
         return latent, others
     chains.space_note = f"in the latents they would move {said}"
@@ -171,6 +173,10 @@ class _Walk:
         """Latents and squares of their distances from the middle, ``(num_chains, 2 d)``."""
         offset = density.to_latent(_points(chains)) - self._centre
         return torch.cat([offset, offset.square()], -1)
+
+
+def _cost(density: ChainDensity, chains: Chains) -> float:
+    return estimated_seconds(lambda: density.score(_points(chains)))
 
 
 def _points(chains: Chains) -> Tensor:

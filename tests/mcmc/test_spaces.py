@@ -78,7 +78,7 @@ def test_a_bent_guide_gives_way_to_the_latents(frame):
     if frame == "noise":
         assert chains.space == "noise" and chains.space_note == ""
     else:
-        assert chains.space == "latent" and "times as far by gradient" in chains.space_note
+        assert chains.space == "latent" and "times as fast" in chains.space_note
 
 
 def test_the_latents_where_the_noise_has_no_finite_density(monkeypatch):

@@ -27,7 +27,8 @@ from torch import Tensor
 from benchmarks.common import append_record, read_records
 from benchmarks.zoo import registry, split
 from benchmarks.zoo.metrics import DRAWS
-from benchmarks.zoo.references.settings import SETTINGS
+from benchmarks.zoo.references.gibbs import horseshoe
+from benchmarks.zoo.references.settings import GIBBS, SETTINGS
 from benchmarks.zoo.registry import ZooModel
 
 CHECKS = Path(__file__).parent / "checks.jsonl"
@@ -45,6 +46,9 @@ def sample(zoo: ZooModel, args: tuple, folder: Path, python: Path) -> tuple[Draw
     folder.mkdir(parents=True, exist_ok=True)
     data = {f"argument_{i}": argument.numpy() for i, argument in enumerate(args)}
     np.savez(folder / "data.npz", **data)
+    if zoo.name in GIBBS:
+        horseshoe(folder, *GIBBS[zoo.name])
+        return *read(folder), {"settings": ["num_draws", "thin", *map(str, GIBBS[zoo.name])]}
     words = ["-m", "benchmarks.zoo.references.sample", zoo.kind, zoo.name, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     settings = SETTINGS.get(zoo.name, "").split()

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-__all__ = ["SETTINGS"]
+__all__ = ["GIBBS", "SETTINGS"]
 
 SETTINGS = {
     "sir_loop": "--from-median",
     "lotka_volterra": "--from-median --optimise",
     "arma_loop": "--from-median --optimise",
     "garch_loop": "--optimise",
-    "horseshoe_30": "--diagonal --target-accept 0.95",
-    "horseshoe_50": "--diagonal --target-accept 0.95",
-    "horseshoe_300": "--diagonal --target-accept 0.95 --optimise",
     "mixed_linear_lkj_300": "--diagonal --target-accept 0.9 --optimise",
     "crossed_logit": "--target-accept 0.95 --thin 3",
     "nested_schools": "--target-accept 0.98 --thin 4",
@@ -34,3 +31,6 @@ SETTINGS = {
     "measurement_error": "--target-accept 0.95",
     "deterministic_sites": "--target-accept 0.95",
 }
+
+# Of models that NUTS does not manage: draws of each chain, and sweeps between two of them.
+GIBBS = {"horseshoe_30": (250, 20), "horseshoe_50": (150, 10), "horseshoe_300": (80, 10)}

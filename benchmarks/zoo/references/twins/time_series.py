@@ -66,10 +66,13 @@ def local_level(y):
 def local_level_loop(y):
     sd_level = sample("sd_level", dist.HalfNormal(1.0))
     sd_noise = sample("sd_noise", dist.HalfNormal(1.0))
-    level = 0.0
+    # All levels are one site, as a hundred take long to compile.
+    level = sample("level", dist.ImproperUniform(dist.constraints.real_vector, (), (len(y),)))
     for t in range(len(y)):
-        level = sample(f"level_{t}", dist.Normal(level, sd_level if t > 0 else 5.0))
-        sample(f"y_{t}", dist.Normal(level, sd_noise), obs=y[t])
+        numpyro.deterministic(f"level_{t}", level[t])
+    steps = dist.Normal(0.0, sd_level).log_prob(jnp.diff(level))
+    numpyro.factor("steps", dist.Normal(0.0, 5.0).log_prob(level[0]) + steps.sum())
+    sample("y", dist.Normal(level, sd_noise), obs=y)
 
 
 def stochastic_volatility_1000(y):
