@@ -232,10 +232,13 @@ def exact_log_weights(
     q = guide.get_posterior(*density.args, **density.kwargs)
     if not isinstance(guide, AutoMixture):
         q = TransformedDistribution(guide.get_base_dist(), guide.get_transform())
-    draws = q.sample(torch.Size((num_draws,)))
-    log_prob = torch.cat([density.log_prob(part) for part in draws.split(CHUNK_SIZE)])
-    log_weights = log_prob - q.log_prob(draws)
-    return draws, log_weights.masked_fill(~log_weights.isfinite(), -math.inf)
+    parts, log_weights = [], []
+    for first in range(0, num_draws, CHUNK_SIZE):
+        part = q.sample(torch.Size((min(CHUNK_SIZE, num_draws - first),)))
+        parts.append(part)
+        log_weights.append(density.log_prob(part) - q.log_prob(part))
+    found = torch.cat(log_weights)
+    return torch.cat(parts), found.masked_fill(~found.isfinite(), -math.inf)
 
 
 def _set_up(guide: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

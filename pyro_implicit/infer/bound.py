@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from pyro.ops.stats import fit_generalized_pareto
 from torch import Tensor
 
 from pyro_implicit.infer.engine.hierarchical import HierarchicalELBO, Proposal
+from pyro_implicit.ops.pareto import pareto_smoothed
 
 __all__ = ["EvidenceBound", "FoldWarning", "WeightedDraws", "evidence_bound", "weighted_draws"]
 
@@ -52,7 +52,7 @@ class WeightedDraws(NamedTuple):
         return EvidenceBound(
             value=log_weights.mean().item(),
             standard_error=log_weights.std().item() / math.sqrt(len(log_weights)),
-            khat=_pareto_khat(weights),
+            khat=pareto_smoothed(log_weights).khat if weights.isfinite().all() else math.inf,
             effective_sample_size=(weights.sum().square() / weights.square().sum()).item(),
         )
 
@@ -120,7 +120,7 @@ def evidence_bound(
         weights :math:`p(x, \theta) / \hat q(\theta)`, which are right in the mean: a guide with
         k-hat below 0.7 can be corrected by importance weighting. They are those of the guide itself
         only approximately, as :math:`\hat q` is noisy where the bound is loose. k-hat is infinite
-        for fewer than 10 draws in the tail (about 50 samples), and says nothing where the effective
+        for fewer than 5 draws in the tail (about 25 samples), and says nothing where the effective
         sample size is nearly ``num_samples``.
     :raises ValueError: for arguments out of range, a guide with an implicit site that has neither a
         conditional nor an exact density, an injective generator that folds (its Jacobian has
@@ -209,13 +209,3 @@ def _refuse_points(draws: dict[str, Tensor], deltas: set[str]) -> None:
                 f"site '{name}' of the guide is a point (Delta), which has no density, so there is "
                 "no bound. Cure: AutoNormal or another guide with a density in place of AutoDelta"
             )
-
-
-def _pareto_khat(weights: Tensor) -> float:
-    """Tail index of importance weights of which the largest is 1, as ``psis_diagnostic``'s."""
-    tail_size = math.ceil(min(0.2 * len(weights), 3.0 * math.sqrt(len(weights))))
-    cutoff = weights.sort().values[-tail_size - 1]
-    tail = weights[weights > cutoff]
-    if len(tail) < 10:
-        return math.inf
-    return fit_generalized_pareto((tail - cutoff).cpu())[0]

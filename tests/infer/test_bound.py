@@ -28,7 +28,6 @@ from pyro_implicit import (
 from pyro_implicit.generators import Generator
 from pyro_implicit.infer.bound import (
     FoldWarning,
-    _pareto_khat,
     evidence_bound,
     weighted_draws,
 )
@@ -388,12 +387,6 @@ def test_single_draws_at_a_time_and_models_that_vmap_cannot_run():
     with pytest.warns(UserWarning, match="one particle at a time"):
         bound = evidence_bound(stubborn, guide, num_samples=12)
     assert bound.value == pytest.approx(model.log_evidence, abs=0.1)
-
-
-@pytest.mark.parametrize("tail_index", [0.2, 0.5, 1.0])
-def test_khat_of_a_pareto_tail(tail_index):
-    weights = torch.rand(20_000).pow(-tail_index)
-    assert _pareto_khat(weights / weights.max()) == pytest.approx(tail_index, abs=0.15)
 
 
 def test_leaves_a_fitted_guide_alone():

@@ -3,8 +3,8 @@
 
 With :math:`\\beta = z \\lambda \\tau` all conditionals are known: a normal one of the coefficients,
 inverse-gamma ones of the squared scales, each with an auxiliary variable (Makalic and Schmidt 2016,
-*A Simple Sampler for the Horseshoe Estimator*), and a generalised inverse Gaussian one of the noise's
-variance, whose prior is half-normal.
+*A Simple Sampler for the Horseshoe Estimator*), and a generalised inverse Gaussian one of the
+variance of the noise, whose prior is half-normal.
 """
 
 from __future__ import annotations
