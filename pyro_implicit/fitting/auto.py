@@ -16,6 +16,7 @@ from pyro_implicit.density.engine import SubsampledError
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.fitting.arguments import refuse_misplaced
 from pyro_implicit.fitting.checkpoint import same_start
+from pyro_implicit.fitting.guide_stages import is_near, train_exact, train_semi_implicit
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.minibatch_stages import fit_batches, refine_batches
 from pyro_implicit.fitting.plan import (
@@ -212,13 +213,13 @@ def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["au
         if stages.learn_parameters(density, modes):
             modes = stages.search(density, plan.search_iterations)
         seconds = math.inf if refine is False else TRAINING_SECONDS
-        exact = stages.train_exact(density, modes, seconds)
-        is_near = stages.is_near(exact)
-        if refine is False and not is_near:
-            stages.train_semi_implicit(density, exact)
+        exact = train_exact(stages, density, modes, seconds)
+        near = is_near(exact)
+        if refine is False and not near:
+            train_semi_implicit(stages, density, exact)
         stages.choose(density, modes)
         corrected = refine is not False and correct(stages, density)
-        if refine is True or (refine == "auto" and not (is_near or corrected)):
+        if refine is True or (refine == "auto" and not (near or corrected)):
             move_draws(stages, plan.max_gradients)
         return stages.result
     except KeyboardInterrupt:

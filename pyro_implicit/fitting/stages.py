@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of ``fit``, in their order."""
+"""What the stages of ``fit`` share, and the first and the last of them."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,20 +14,12 @@ from pyro.infer.autoguide import AutoGuide
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import Modes, find_modes
-from pyro_implicit.fitting.candidates import (
-    Candidate,
-    choose,
-    exact_guide,
-    frame_of_draws,
-    semi_implicit_guide,
-    set_weights,
-    weigh,
-)
-from pyro_implicit.fitting.correction import Reliability, reliability
+from pyro_implicit.fitting.candidates import Candidate, choose, exact_guide, weigh
+from pyro_implicit.fitting.correction import Reliability
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.parameters import describe, model_parameters, with_fixed_parameters
-from pyro_implicit.fitting.plan import LEAST_ITERATIONS, LEAST_STEPS, TimeLimit, affordable
-from pyro_implicit.fitting.result import Fit, reason
+from pyro_implicit.fitting.plan import LEAST_ITERATIONS, TimeLimit
+from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.names import forget
@@ -37,13 +28,9 @@ from pyro_implicit.mcmc.batch_stream import BatchStream
 
 __all__ = ["Stages"]
 
-NEAR_ENOUGH = 0.01  # nats
-FOLDED = 0.5  # nats: two folds are log 2
-AT_ONCE = 0.0005  # nats
-
 
 class Stages:
-    """What :func:`~pyro_implicit.fitting.fit` does, one method for each stage.
+    """What :func:`~pyro_implicit.fitting.fit` does, stage by stage.
 
     Each leaves its line in ``result.stages``, and candidates in ``candidates``, the last resort
     first.
@@ -161,7 +148,7 @@ class Stages:
             return False
         with self.result.stage("parameters") as line:
             best = int(modes.elbo.argmax())
-            guide = self._exact(Modes(*(part[best : best + 1] for part in modes)))
+            guide = self.exact_guide(Modes(*(part[best : best + 1] for part in modes)))
             losses = self.train(
                 "parameters", guide, InjectiveELBO(self.num_particles, nonfinite="skip")
             )
@@ -177,107 +164,6 @@ class Stages:
         self.trained = with_fixed_parameters(self.model)
         return True
 
-    def train_exact(self, density: LatentDensity, modes: Modes, seconds: float) -> Candidate:
-        """The Gaussians as a candidate, and what training makes of them.
-
-        :param seconds: of one core that the training may take, as estimated.
-        :returns: the trained one, or the Gaussians if that failed.
-        """
-        guide = self._exact(modes)
-        start = {name: value.clone() for name, value in guide.state_dict().items()}
-        with self.result.attempt("gaussian") as line:
-            set_weights(density, guide)
-            line.outcome = self._add(weigh("gaussian", guide, density))
-            if self.candidates[-1].gap < AT_ONCE:
-                return self.candidates[-1]
-            # Chains or weights may follow, and weights can right this one.
-            if math.isfinite(seconds):
-                found = reliability(guide, density)
-                if found.suffices:
-                    self.reliability = found
-                    return self.candidates[-1]
-        is_mixture = isinstance(guide, AutoMixture)
-        with self.result.attempt("mixture" if is_mixture else "injective") as line:
-            losses: list[float] = []
-            notes = ""
-            if isinstance(guide, AutoMixture):
-                seconds /= len(guide.components) ** 0.5
-                for index, part in enumerate(guide.components):
-                    more, note = self._train_part(density, part, index, len(modes.loc), seconds)
-                    losses, notes = losses + more, notes + note
-                set_weights(density, guide)
-            else:
-                loss = self.default_loss(guide)
-                losses = self.train(line.name, guide, loss, self._steps_for(guide, loss, seconds))
-            line.outcome = self._add(weigh(line.name, guide, density, losses)) + notes
-        if line.error is not None:
-            guide.load_state_dict(start)
-        if not self.candidates and line.error is not None:
-            raise line.error
-        return self.candidates[-1]
-
-    def _steps_for(self, guide: Any, loss: Trace_ELBO, seconds: float) -> int:
-        """As many as can be had in so many seconds of one core."""
-        if math.isinf(seconds):
-            return self.num_steps
-
-        def step() -> None:
-            value = loss.differentiable_loss(self.trained, guide, *self.args, **self.kwargs)
-            torch.autograd.grad(value, list(guide.parameters()), allow_unused=True)
-
-        least = min(LEAST_STEPS, self.num_steps)
-        return affordable(step, seconds, least, self.num_steps)
-
-    def _train_part(
-        self,
-        density: LatentDensity,
-        part: AutoImplicit,
-        index: int,
-        number: int,
-        seconds: float,
-    ) -> tuple[list[float], str]:
-        """Train a component of a mixture, which stays the Gaussian it was if that is better."""
-        start = weigh("start", part, density, num_draws=1)
-        # Without coverage: it is to stay in its mode.
-        loss = InjectiveELBO(self.num_particles, nonfinite="skip")
-        name, note = f"mode-{index}", ""
-        try:
-            steps = min(
-                math.ceil(self.num_steps * number**-0.5), self._steps_for(part, loss, seconds)
-            )
-            losses = self.train(name, part, loss, steps, time_share=0.5 / (number - index))
-            if not weigh(name, part, density, num_draws=1).falls_short(start):
-                return losses, ""
-            note = "its bound fell"
-        except Exception as error:  # the model's own too, of any kind
-            losses, note = [], reason(error)
-        start.restore()
-        return losses, f"; {name} stays a Gaussian ({note})"
-
-    def is_near(self, candidate: Candidate) -> bool:
-        """Whether a candidate needs no other beside it."""
-        return candidate.gap < NEAR_ENOUGH
-
-    def train_semi_implicit(self, density: LatentDensity, before: Candidate) -> None:
-        """A guide of another shape, in the frame of another candidate's draws.
-
-        :param before: that candidate.
-        """
-        for name in ("semi-implicit", "semi-implicit-again"):
-            with self.result.attempt(name) as line:
-                frame = frame_of_draws(before.draws)
-                guide = semi_implicit_guide(self.model, frame, *self.args, **self.kwargs)
-                self.guides.append(guide)
-                losses = self.train(name, guide, self.default_loss(guide))
-                found = weigh(name, guide, density, losses)
-                line.outcome = self._add(found)
-                # LIVI takes a generator that covers one place twice for one of more entropy.
-                promised = -torch.tensor(losses[-100:]).nanmean().item() - found.bound
-                if not promised < FOLDED:
-                    line.outcome += f", {promised:.1f} below what its loss promised: it folds"
-                    continue
-            return
-
     @staticmethod
     def warn(message: str) -> None:
         """On behalf of ``fit``'s caller."""
@@ -291,7 +177,7 @@ class Stages:
         if self.candidates and density is not None and modes is not None:
             if self.in_training is not None and isinstance(self.in_training[1], AutoGuide):
                 with suppress(Exception):  # it is half trained: of any kind
-                    self._add(weigh(*self.in_training, density))
+                    self.add(weigh(*self.in_training, density))
             self.choose(density, modes)
         elif self.result.guide is None:
             raise KeyboardInterrupt
@@ -314,12 +200,17 @@ class Stages:
             )
         return result
 
-    def _exact(self, modes: Modes) -> AutoImplicit | AutoMixture:
+    def exact_guide(self, modes: Modes) -> AutoImplicit | AutoMixture:
+        """A guide with an exact density that starts as the Gaussian of each mode."""
         guide = exact_guide(self.model, modes, *self.args, **self.kwargs)
         self.guides.append(guide)
         return guide
 
-    def _add(self, candidate: Candidate) -> str:
+    def add(self, candidate: Candidate) -> str:
+        """Take a candidate in.
+
+        :returns: what its stage's line is to say.
+        """
         self.candidates.append(candidate)
         steps = f"{_steps(candidate.losses)}; " if candidate.losses else ""
         return f"{steps}bound {candidate.bound:.3f}"

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages of ``fit`` that train a guide of at most a hundred latents."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from pyro.infer import Trace_ELBO
+
+from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.modes import Modes
+from pyro_implicit.fitting.candidates import (
+    Candidate,
+    frame_of_draws,
+    semi_implicit_guide,
+    set_weights,
+    weigh,
+)
+from pyro_implicit.fitting.correction import reliability
+from pyro_implicit.fitting.plan import LEAST_STEPS, affordable
+from pyro_implicit.fitting.result import reason
+from pyro_implicit.fitting.stages import Stages
+from pyro_implicit.guides import AutoImplicit, AutoMixture
+from pyro_implicit.infer import InjectiveELBO
+
+__all__ = ["is_near", "train_exact", "train_semi_implicit"]
+
+NEAR_ENOUGH = 0.01  # nats
+FOLDED = 0.5  # nats: two folds are log 2
+AT_ONCE = 0.0005  # nats
+
+
+def is_near(candidate: Candidate) -> bool:
+    """Whether a candidate needs no other beside it."""
+    return candidate.gap < NEAR_ENOUGH
+
+
+def train_exact(stages: Stages, density: LatentDensity, modes: Modes, seconds: float) -> Candidate:
+    """The Gaussians as a candidate, and what training makes of them.
+
+    :param seconds: of one core that the training may take, as estimated.
+    :returns: the trained one, or the Gaussians if that failed.
+    """
+    guide = stages.exact_guide(modes)
+    start = {name: value.clone() for name, value in guide.state_dict().items()}
+    with stages.result.attempt("gaussian") as line:
+        set_weights(density, guide)
+        line.outcome = stages.add(weigh("gaussian", guide, density))
+        if stages.candidates[-1].gap < AT_ONCE:
+            return stages.candidates[-1]
+        # Chains or weights may follow, and weights can right this one.
+        if math.isfinite(seconds):
+            found = reliability(guide, density)
+            if found.suffices:
+                stages.reliability = found
+                return stages.candidates[-1]
+    is_mixture = isinstance(guide, AutoMixture)
+    with stages.result.attempt("mixture" if is_mixture else "injective") as line:
+        losses: list[float] = []
+        notes = ""
+        if isinstance(guide, AutoMixture):
+            seconds /= len(guide.components) ** 0.5
+            for index, part in enumerate(guide.components):
+                more, note = _train_part(stages, density, part, index, len(modes.loc), seconds)
+                losses, notes = losses + more, notes + note
+            set_weights(density, guide)
+        else:
+            loss = stages.default_loss(guide)
+            losses = stages.train(line.name, guide, loss, _steps_for(stages, guide, loss, seconds))
+        line.outcome = stages.add(weigh(line.name, guide, density, losses)) + notes
+    if line.error is not None:
+        guide.load_state_dict(start)
+    if not stages.candidates and line.error is not None:
+        raise line.error
+    return stages.candidates[-1]
+
+
+def train_semi_implicit(stages: Stages, density: LatentDensity, before: Candidate) -> None:
+    """A guide of another shape, in the frame of another candidate's draws.
+
+    :param before: that candidate.
+    """
+    for name in ("semi-implicit", "semi-implicit-again"):
+        with stages.result.attempt(name) as line:
+            frame = frame_of_draws(before.draws)
+            guide = semi_implicit_guide(stages.model, frame, *stages.args, **stages.kwargs)
+            stages.guides.append(guide)
+            losses = stages.train(name, guide, stages.default_loss(guide))
+            found = weigh(name, guide, density, losses)
+            line.outcome = stages.add(found)
+            # LIVI takes a generator that covers one place twice for one of more entropy.
+            promised = -torch.tensor(losses[-100:]).nanmean().item() - found.bound
+            if not promised < FOLDED:
+                line.outcome += f", {promised:.1f} below what its loss promised: it folds"
+                continue
+        return
+
+
+def _steps_for(stages: Stages, guide: Any, loss: Trace_ELBO, seconds: float) -> int:
+    """As many as can be had in so many seconds of one core."""
+    if math.isinf(seconds):
+        return stages.num_steps
+
+    def step() -> None:
+        value = loss.differentiable_loss(stages.trained, guide, *stages.args, **stages.kwargs)
+        torch.autograd.grad(value, list(guide.parameters()), allow_unused=True)
+
+    least = min(LEAST_STEPS, stages.num_steps)
+    return affordable(step, seconds, least, stages.num_steps)
+
+
+def _train_part(
+    stages: Stages,
+    density: LatentDensity,
+    part: AutoImplicit,
+    index: int,
+    number: int,
+    seconds: float,
+) -> tuple[list[float], str]:
+    """Train a component of a mixture, which stays the Gaussian it was if that is better."""
+    start = weigh("start", part, density, num_draws=1)
+    # Without coverage: it is to stay in its mode.
+    loss = InjectiveELBO(stages.num_particles, nonfinite="skip")
+    name, note = f"mode-{index}", ""
+    try:
+        steps = min(
+            math.ceil(stages.num_steps * number**-0.5), _steps_for(stages, part, loss, seconds)
+        )
+        losses = stages.train(name, part, loss, steps, time_share=0.5 / (number - index))
+        if not weigh(name, part, density, num_draws=1).falls_short(start):
+            return losses, ""
+        note = "its bound fell"
+    except Exception as error:  # the model's own too, of any kind
+        losses, note = [], reason(error)
+    start.restore()
+    return losses, f"; {name} stays a Gaussian ({note})"
