@@ -16,6 +16,7 @@ from pyro_implicit.density.latent_density import LatentDensity
 __all__ = ["Modes", "find_modes"]
 
 MIN_DIP = 1.0  # nats
+ROUNDINGS = 4
 STEP_SIZES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01, 1e-3)
 
 
@@ -116,7 +117,7 @@ def _climb(
 ) -> tuple[Modes, Modes] | None:
     """The best Gaussian on all paths, and those at the paths' tops; None without a good start."""
     best: Modes | None = None
-    tops = []
+    tops, ends = [], []
     for _ in range(max_iterations):
         log_prob, score, hessian = density.derivatives(point)
         finite = log_prob.isfinite() & score.isfinite().all(-1)
@@ -132,19 +133,61 @@ def _climb(
         draws = point + _apply(factor, noise)
         values = _log_prob(density, torch.cat([draws, proposals]))
         here = Modes(point, factor, _elbo(values[: len(draws)], noise, factor))
-        if best is None or here.elbo.max() > best.elbo[0]:
-            best = Modes(*(part[here.elbo.argmax()].unsqueeze(0) for part in here))
+        highest = _highest(draws, values[: len(draws)])
+        best = _better(density, here, highest, best)
         gain, choice = (values[len(draws) :] - log_prob).max(0)
         climbs = whitened.square().sum(-1) > 1e-2
         is_top = is_concave & ~climbs
         tops.append(Modes(*(part[is_top] for part in here)))
+        ends.append(highest[is_top])
         climbs &= gain > 0
         if not climbs.any() or time.perf_counter() > deadline:
             break
         point = proposals[choice, torch.arange(len(point))][climbs]
     if best is None:
         return None
-    return best, Modes(*map(torch.cat, zip(*tops, strict=True)))
+    all_tops = Modes(*map(torch.cat, zip(*tops, strict=True)))
+    is_sound = ~(_is_rounding(density, all_tops.loc) | _is_rounding(density, torch.cat(ends)))
+    return best, Modes(*(part[is_sound] for part in all_tops))
+
+
+def _better(
+    density: LatentDensity, here: Modes, highest: Tensor, best: Modes | None
+) -> Modes | None:
+    """The best Gaussian so far, with those of the points where the paths are now.
+
+    :param highest: a draw of each.
+    """
+    for index in here.elbo.argsort(descending=True).tolist():
+        if best is not None and not here.elbo[index] > best.elbo[0]:
+            break
+        one = Modes(*(part[index : index + 1] for part in here))
+        if not _is_rounding(density, torch.stack([one.loc[0], highest[index]])).any():
+            return one
+    return best
+
+
+def _highest(draws: Tensor, values: Tensor) -> Tensor:
+    """Of draws ``(num_draws, num_gaussians, latent_dim)`` that of the highest log-density."""
+    return draws[values.argmax(0), torch.arange(draws.shape[1])]
+
+
+def _is_rounding(density: LatentDensity, points: Tensor) -> Tensor:
+    """Where the log-density is that of rounding errors, which may be any number: it changes by more
+    than a thousandth when the last bits of the point do.
+
+    :param points: ``(num_points, latent_dim)``.
+    :returns: ``(num_points,)``.
+    """
+    if len(points) == 0:
+        return torch.zeros(0, dtype=torch.bool, device=points.device)
+    last_bits = ROUNDINGS * torch.finfo(points.dtype).eps
+    shift = torch.linspace(-1.0, 1.0, 2 * ROUNDINGS).to(points)[:, None, None]
+    signs = torch.ones_like(points[0])
+    signs[::2] = -1.0
+    values = _log_prob(density, points * (1 + last_bits * shift * signs))
+    spread = values.max(0).values - values.min(0).values
+    return ~(spread <= 1.0 + 1e-3 * values.abs().min(0).values)
 
 
 def gaussian_elbo(density: LatentDensity, loc: Tensor, factor: Tensor, num_draws: int) -> Tensor:
@@ -197,9 +240,13 @@ def _separate(density: LatentDensity, found: Modes, max_gap: float) -> tuple[Mod
         else:
             num_met[nearest] += 1
     # Judged anew with many draws: the best of many paths was in part the luckiest.
-    loc, root = found.loc[kept], found.scale_tril[kept]
-    modes = Modes(loc, lower_factor(root), gaussian_elbo(density, loc, root, 256))
-    return modes, torch.tensor(num_met)
+    loc, root, elbo = (part[kept] for part in found)
+    noise = _antithetic_noise(loc, 256)
+    draws = loc + _apply(root, noise)
+    values = _log_prob(density, draws)
+    is_sound = ~_is_rounding(density, _highest(draws, values))
+    elbo = torch.where(is_sound, _elbo(values, noise, root), elbo)
+    return Modes(loc, lower_factor(root), elbo), torch.tensor(num_met)
 
 
 def _root_of_inverse(hessian: Tensor) -> tuple[Tensor, Tensor]:

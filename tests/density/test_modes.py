@@ -261,6 +261,21 @@ def test_a_saddle_repels(seed):
     torch.testing.assert_close(covariance(modes), expected, rtol=0.05, atol=1e-4)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_errors_are_no_mode(seed):
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 3.0))
+        pyro.sample("y", dist.Normal(x, 0.5), obs=torch.tensor(0.0))
+        large = (10 * x.abs()).exp()
+        pyro.factor("nothing", (1.1 * large - large - 0.1 * large).abs())  # but far out
+
+    pyro.set_rng_seed(seed)
+    modes = find_modes(LatentDensity(model), max_iterations=20)
+    evidence = dist.Normal(0.0, math.hypot(3.0, 0.5)).log_prob(torch.tensor(0.0)).item()
+    assert modes.loc.abs().max() < 1e-6 and len(modes.loc) == 1
+    assert modes.elbo.item() == pytest.approx(evidence, abs=0.2)
+
+
 def test_constrained_sites_and_the_seed():
     def model():
         scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
