@@ -12,7 +12,7 @@ import torch
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 # The tests' tensors are small: a second thread costs more than it saves, much more on a busy
-# machine. The variable is for the examples, which run in processes of their own.
+# machine. The variable is for the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 

@@ -123,10 +123,10 @@ def test_a_module_elsewhere_is_trained_saved_and_loaded(elsewhere):
 
 
 def guide_of(elbo_name: str) -> str:
-    if elbo_name == "Injective":
+    if elbo_name in ("Injective", "Renyi"):
         return "AutoImplicit-autoregressive"
     semi_implicit = elbo_name.startswith(("LIVI", "SIVI", "UIVI"))
-    return "AutoSemiImplicit" if semi_implicit else "AutoImplicit"
+    return "AutoSemiImplicit-frame" if semi_implicit else "AutoImplicit"
 
 
 def pairs() -> list[tuple[str, str]]:

@@ -111,7 +111,7 @@ def call(potentials: ModuleType, out: Path, *words: str) -> list[dict]:
     return potentials.read_records(out)
 
 
-def test_script(potentials, few_draws, tmp_path, capsys) -> None:
+def test_script(potentials, few_draws, no_search, tmp_path, capsys) -> None:
     pytest.importorskip("matplotlib").use("Agg")
     out = tmp_path / "out.jsonl"
     records = call(potentials, out, "--potentials", "split")

@@ -123,7 +123,7 @@ def call(tables: ModuleType, out: Path, *words: str) -> list[dict]:
     return tables.read_records(out)
 
 
-def test_all_methods(tables, tmp_path, capsys) -> None:
+def test_all_methods(tables, no_search, tmp_path, capsys) -> None:
     out = tmp_path / "out.jsonl"
     records = call(tables, out, "--tables", "regression")
     assert [record["method"] for record in records] == list(tables.METHODS)

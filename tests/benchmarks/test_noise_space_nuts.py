@@ -82,7 +82,7 @@ def test_ratios(script):
     assert found["per_second"] == 15.0 and found["per_second_trained"] == 5.0
 
 
-def test_script(script, data_dir, tmp_path, capsys):
+def test_script(script, no_search, data_dir, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     methods = ["NUTS", "noise space, gated"]
     words = "--seeds 1 --steps 2 --particles 4 --draws 4 --warmup 2 --methods".split()

@@ -93,7 +93,11 @@ def test_one_mode_and_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
         components = [lambda loc: pyro.sample("x", dist.MultivariateNormal(loc + 4, COVARIANCE))]
 
+    def fails(*_: Any) -> None:
+        raise ArithmeticError("no Gaussian")
+
     fits = []
+    monkeypatch.setattr(verdicts, "gaussian_guide", fails)
     monkeypatch.setattr(verdicts, "fit", lambda *_, **__: fits.append(1) or Fit(Fake()))
     records = call(tmp_path / "out.jsonl", "--posteriors", "gaussian")
     assert [guide for _, guide in records] == ["laplace", "mean-field", "one mode", "fit"]
@@ -102,7 +106,9 @@ def test_one_mode_and_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         4, rel=0.1
     )
     assert "error" in records["gaussian", "fit"] and len(fits) == 1
-    assert "* gaussian fit: " in verdicts.report(list(records.values()))
+    report = verdicts.report(list(records.values()))
+    assert "* gaussian fit: " in report
+    assert "* gaussian laplace: ArithmeticError: no Gaussian" in report
 
 
 @dataclass

@@ -35,7 +35,7 @@ def call(toy, folder: Path, *words: str) -> list[dict]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_script(toy, tmp_path, capsys):
+def test_script(toy, no_search, tmp_path, capsys):
     names = ["mean field", "InjectiveELBO", "ensemble of 5 mean fields"]
     records = call(toy, tmp_path, "--guides", *names)
     assert [record["guide"] for record in records] == names

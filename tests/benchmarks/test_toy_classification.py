@@ -89,7 +89,7 @@ def call(toy, out: Path, *words: str) -> list[dict]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_script(toy, tmp_path, capsys):
+def test_script(toy, no_search, tmp_path, capsys):
     pytest.importorskip("matplotlib").use("Agg")
     out = tmp_path / "toy.jsonl"
     records = call(toy, out)

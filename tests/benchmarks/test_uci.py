@@ -62,7 +62,7 @@ def call(uci: ModuleType, data_dir: Path, *words: str) -> list[dict]:
     return uci.read_records(out)
 
 
-def test_all_methods(uci, data_dir) -> None:
+def test_all_methods(uci, no_search, data_dir) -> None:
     records = call(uci, data_dir, "--splits", "1")
     assert [record["method"] for record in records] == list(uci.METHODS)
     for record in records:
@@ -173,7 +173,7 @@ def test_minibatches_count_for_all_rows(uci, data_dir) -> None:
         poutine.trace(poutine.condition(batches, values))
         .get_trace(data.x_train, data.y_train)
         .log_prob_sum()
-        for _ in range(2000)
+        for _ in range(400)
     ]
     found = torch.stack(found)
     error = (found.mean() - expected) / (found.std() / len(found) ** 0.5)

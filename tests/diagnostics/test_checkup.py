@@ -81,7 +81,7 @@ def test_the_posterior_is_trusted(seed):
 )
 def test_wrong_widths(width, verdicts, seed):
     pyro.set_rng_seed(seed)
-    found = diagnose(gaussian, exact_guide(width))
+    found = diagnose(gaussian, exact_guide(width), modes=None)
     assert found.verdict in verdicts
     # The KL of each of three dimensions is known, and so is the bound.
     kl = 3 * (0.5 * (width**2 - 1) - math.log(width))
@@ -258,7 +258,7 @@ def test_the_search_leaves_the_random_stream_alone():
     without, searched = found
     assert searched.coverage is not None and states[0].equal(states[1])
     assert (without.bound, without.drift) == (searched.bound, searched.drift)
-    again = diagnose(gaussian, exact_guide(), num_samples=200)
+    again = diagnose(gaussian, exact_guide(), num_samples=200, modes=None)
     assert again.bound != searched.bound
 
 
@@ -308,15 +308,17 @@ def semi_implicit(scale: float):
 
 
 def test_semi_implicit_guides():
-    good = diagnose(regression_posterior, semi_implicit(1.0), loss=LIVI_ELBO(64))
+    model, options = regression_posterior, {"num_samples": 500, "modes": None}
+    good = diagnose(model, semi_implicit(1.0), loss=LIVI_ELBO(64), **options)
     assert good.verdict == "trust" and abs(good.gap[0]) < 0.2
-    assert diagnose(regression_posterior, semi_implicit(0.6)).verdict == "do not trust"
+    assert diagnose(model, semi_implicit(0.6), **options).verdict == "do not trust"
 
 
 def test_a_fitted_semi_implicit_guide():
     guide = AutoSemiImplicit(regression_posterior, frame=None, init_scale=0.3)
-    assert diagnose(regression_posterior, guide, num_samples=500).verdict == "do not trust"
-    steps = 500
+    before = diagnose(regression_posterior, guide, num_samples=200, modes=None)
+    assert before.verdict == "do not trust"
+    steps = 300
     optimizer = pyro.optim.ClippedAdam({"lr": 0.01, "lrd": 0.01 ** (1 / steps)})
     svi = SVI(regression_posterior, guide, optimizer, LIVI_ELBO(16))
     for _ in range(steps):
@@ -329,9 +331,6 @@ def test_an_objective_that_overstates():
     class Optimist(Trace_ELBO):
         def loss(self, *args, **kwargs):
             return super().loss(*args, **kwargs) - 2.0
-
-    found = diagnose(regression_posterior, semi_implicit(1.0), loss=LIVI_ELBO(8))
-    assert found.verdict == "trust"
 
     def scaled():
         gaussian()
@@ -405,7 +404,7 @@ def test_other_guides(kind):
         guide = AutoNormalMessenger(model, init_scale=1.0)
     else:
         guide = AutoNormalizingFlow(model, lambda size: dist.transforms.affine_autoregressive(size))
-    found = diagnose(model, guide, num_samples=200)
+    found = diagnose(model, guide, num_samples=200, modes=None)
     assert found.latent_dim == 5 and found.bound is not None and found.stein is not None
     if kind != "flow":  # these start at zero (or at a draw), with the right spread
         assert found.stein.sd_ratios == pytest.approx((1.0, 1.0), abs=0.1)

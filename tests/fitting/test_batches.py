@@ -48,8 +48,8 @@ def exact_posterior():
 @pytest.mark.parametrize("guide", ["auto", "given"])
 def test_a_line(guide):
     guide = AutoNormal(line) if guide == "given" else guide
-    result = fit(line, guide, batches=loader(*rows()), epochs=60, lr=0.02, **QUIET)
-    assert len(result.losses) <= 60 * 8
+    result = fit(line, guide, batches=loader(*rows()), epochs=30, lr=0.02, **QUIET)
+    assert len(result.losses) <= 30 * 8
     mean, sd = exact_posterior()
     draws = result.sample(4000)["slope"]
     assert draws.mean().item() == pytest.approx(mean, abs=0.6 * sd)

@@ -249,7 +249,7 @@ def train(num_steps: int, num_particles: int) -> AutoImplicit:
 
 def test_fits_a_funnel():
     pyro.set_rng_seed(0)
-    guide = train(1000, 64)
+    guide = train(400, 64)
     draws = guide.sample_posterior(40_000)
     assert draws["v"].std() / 1.5 == pytest.approx(1.0, abs=0.03)
     scaled = draws["x"] / (draws["v"] / 2).exp().unsqueeze(-1)

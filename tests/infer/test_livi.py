@@ -18,7 +18,7 @@ def cosine_adam(lr, num_steps):
     return pyro.optim.CosineAnnealingLR(arguments)
 
 
-def train(model, guide, elbo, lr=0.02, num_steps=1000):
+def train(model, guide, elbo, num_steps, lr=0.02):
     optimiser = cosine_adam(lr, num_steps)
     svi = SVI(model, guide, optimiser, elbo)
     for _ in range(num_steps):
@@ -26,8 +26,7 @@ def train(model, guide, elbo, lr=0.02, num_steps=1000):
         optimiser.step()
 
 
-@pytest.mark.parametrize("noise_scale", [0.05, "learn"])
-def test_conjugate_regression(noise_scale):
+def test_conjugate_regression():
     """Bayesian linear regression with correlated columns: mean and covariance are known."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(40, 3, generator=generator) @ torch.tensor(
@@ -44,8 +43,8 @@ def test_conjugate_regression(noise_scale):
     covariance = precision.inverse()
     mean = covariance @ (x.T @ y) / 0.49
 
-    guide = AutoSemiImplicit(model, noise_scale=noise_scale, frame=None)
-    train(model, guide, LIVI_ELBO(32))
+    guide = AutoSemiImplicit(model, noise_scale="learn", frame=None)
+    train(model, guide, LIVI_ELBO(32), num_steps=1000)
     draws = guide.sample_posterior(400_000)["weight"]
     assert ((draws.mean(0) - mean) / covariance.diag().sqrt()).abs().max() < 0.02
     assert (draws.T.cov() - covariance).norm() / covariance.norm() < 0.03
@@ -69,7 +68,7 @@ def test_amortised_posterior_of_local_latents():
     def encode(noise, context):
         return encoder(noise, context).squeeze(-1)
 
-    train(model, guide, LIVI_ELBO(16), num_steps=800)
+    train(model, guide, LIVI_ELBO(16), num_steps=400)
     with torch.no_grad():
         draws = SemiImplicit(encode, 1, 0.05, data[:, None]).sample((20_000,))
     sd = 0.2**0.5

@@ -77,7 +77,7 @@ def test_noise_space_and_latent_space_agree(frame):
         seed=0,
         progress=False,
         num_chains=64,
-        max_gradients=800,
+        max_gradients=400,
     )
     assert result.space == ("noise" if frame == "auto" else "latent")
     mean, covariance = exact(X, Y)
@@ -98,6 +98,7 @@ def test_every_frame_is_exact(frame):
         seed=0,
         progress=False,
         num_chains=128,
+        max_gradients=300,
     )
     mean, covariance = exact(X, Y)
     error = (result.get_samples()["weight"].mean(0) - mean) / covariance.diagonal().sqrt()
@@ -149,7 +150,8 @@ def test_summary_prints(capsys):
 
 
 def test_seeds_give_equal_bits():
-    first, second, other = (short(injective(regression), seed=s) for s in (3, 3, 4))
+    options = {"max_gradients": 60, "num_chains": 8}
+    first, second, other = (short(injective(regression), seed=s, **options) for s in (3, 3, 4))
     assert first.get_samples()["weight"].equal(second.get_samples()["weight"])
     assert not first.get_samples()["weight"].equal(other.get_samples()["weight"])
 
@@ -324,8 +326,8 @@ def test_a_folded_generator_is_reported():
             return noise.square() / 2 + 0.1 * noise
 
     with pytest.warns(UserWarning, match="another sign"):
-        short(AutoImplicit(regression, Fold(3, 3), frame=None), frame="noise")
-    result = short(AutoImplicit(regression, Fold(3, 3), frame=None))
+        short(AutoImplicit(regression, Fold(3, 3), frame=None), frame="noise", max_gradients=40)
+    result = short(AutoImplicit(regression, Fold(3, 3), frame=None), max_gradients=40)
     assert result.space == "latent" and "folds" in str(result)
 
 
