@@ -21,8 +21,10 @@ from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.minibatch_stages import fit_batches, refine_batches
 from pyro_implicit.fitting.plan import (
     MAX_DENSE_DIM,
+    MOST_CHAINS,
     MOST_GRADIENTS,
     TRAINING_SECONDS,
+    ChainPlan,
     TimeLimit,
     make_plan,
 )
@@ -195,7 +197,7 @@ def _fit_given(stages: Stages, guide: Any, loss: Trace_ELBO, refine: bool) -> Fi
         stages.train_alone("guide", guide, loss, time_share=0.5 if refine else 1.0)
     except KeyboardInterrupt:
         return stages.keep_the_best(None, None)
-    return move_draws(stages, MOST_GRADIENTS) if refine else stages.result
+    return move_draws(stages, ChainPlan(MOST_CHAINS, MOST_GRADIENTS)) if refine else stages.result
 
 
 def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["auto"] | bool) -> Fit:
@@ -208,7 +210,7 @@ def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["au
         plan = make_plan(density)
         if plan.search_iterations == 0 and refine is not False:
             train_mean_field(stages, density)
-            return move_draws(stages, plan.max_gradients)
+            return move_draws(stages, plan.chains)
         modes = stages.search(density, plan.search_iterations)
         if stages.learn_parameters(density, modes):
             modes = stages.search(density, plan.search_iterations)
@@ -220,7 +222,7 @@ def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["au
         stages.choose(density, modes)
         corrected = refine is not False and correct(stages, density)
         if refine is True or (refine == "auto" and not (near or corrected)):
-            move_draws(stages, plan.max_gradients)
+            move_draws(stages, plan.chains)
         return stages.result
     except KeyboardInterrupt:
         return stages.keep_the_best(density, modes)

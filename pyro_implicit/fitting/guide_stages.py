@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-from pyro.infer import Trace_ELBO
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import Modes
@@ -19,7 +17,6 @@ from pyro_implicit.fitting.candidates import (
     weigh,
 )
 from pyro_implicit.fitting.correction import reliability
-from pyro_implicit.fitting.plan import LEAST_STEPS, affordable
 from pyro_implicit.fitting.result import reason
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoImplicit, AutoMixture
@@ -68,7 +65,7 @@ def train_exact(stages: Stages, density: LatentDensity, modes: Modes, seconds: f
             set_weights(density, guide)
         else:
             loss = stages.default_loss(guide)
-            losses = stages.train(line.name, guide, loss, _steps_for(stages, guide, loss, seconds))
+            losses = stages.train(line.name, guide, loss, stages.steps_for(guide, loss, seconds))
         line.outcome = stages.add(weigh(line.name, guide, density, losses)) + notes
     if line.error is not None:
         guide.load_state_dict(start)
@@ -98,19 +95,6 @@ def train_semi_implicit(stages: Stages, density: LatentDensity, before: Candidat
         return
 
 
-def _steps_for(stages: Stages, guide: Any, loss: Trace_ELBO, seconds: float) -> int:
-    """As many as can be had in so many seconds of one core."""
-    if math.isinf(seconds):
-        return stages.num_steps
-
-    def step() -> None:
-        value = loss.differentiable_loss(stages.trained, guide, *stages.args, **stages.kwargs)
-        torch.autograd.grad(value, list(guide.parameters()), allow_unused=True)
-
-    least = min(LEAST_STEPS, stages.num_steps)
-    return affordable(step, seconds, least, stages.num_steps)
-
-
 def _train_part(
     stages: Stages,
     density: LatentDensity,
@@ -125,9 +109,8 @@ def _train_part(
     loss = InjectiveELBO(stages.num_particles, nonfinite="skip")
     name, note = f"mode-{index}", ""
     try:
-        steps = min(
-            math.ceil(stages.num_steps * number**-0.5), _steps_for(stages, part, loss, seconds)
-        )
+        most = math.ceil(stages.num_steps * number**-0.5)
+        steps = min(most, stages.steps_for(part, loss, seconds))
         losses = stages.train(name, part, loss, steps, time_share=0.5 / (number - index))
         if not weigh(name, part, density, num_draws=1).falls_short(start):
             return losses, ""

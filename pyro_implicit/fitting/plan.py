@@ -13,20 +13,28 @@ from torch import Tensor
 from pyro_implicit.density.cost import estimated_seconds
 from pyro_implicit.density.latent_density import LatentDensity
 
-__all__ = ["Plan", "TimeLimit", "affordable", "affordable_gradients", "make_plan"]
+__all__ = ["ChainPlan", "Plan", "TimeLimit", "affordable", "affordable_chains", "make_plan"]
 
 MAX_DENSE_DIM = 100
 NUM_STARTS, NUM_TRIALS = 50, 23  # of the search: paths, and evaluations for each step of a path
 SEARCH_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 20.0, 10, 1600
 TRAINING_SECONDS, LEAST_STEPS = 10.0, 200
-CHAINS, CHAIN_SECONDS, LEAST_GRADIENTS, MOST_GRADIENTS = 256, 40.0, 400, 4000
+CHAIN_SECONDS, LEAST_CHAINS, MOST_CHAINS = 40.0, 32, 256
+LEAST_GRADIENTS, LONG_ENOUGH, MOST_GRADIENTS = 400, 1000, 4000
+
+
+class ChainPlan(NamedTuple):
+    """How many chains, and ``max_gradients`` of each."""
+
+    num_chains: int
+    max_gradients: int
 
 
 class Plan(NamedTuple):
-    """``search_iterations`` of Newton's in all, 0 for none; ``max_gradients`` of each chain."""
+    """``search_iterations`` of Newton's in all, 0 for none, and the chains."""
 
     search_iterations: int
-    max_gradients: int
+    chains: ChainPlan
 
 
 class TimeLimit:
@@ -59,14 +67,16 @@ def affordable(evaluate: Callable[[], Any], seconds: float, least: int, most: in
     return max(least, min(most, int(seconds / estimated_seconds(evaluate))))
 
 
-def affordable_gradients(score: Callable[[Tensor], Any], point: Tensor) -> int:
-    """Gradients that each of 256 chains may take.
+def affordable_chains(score: Callable[[Tensor], Any], point: Tensor) -> ChainPlan:
+    """Chains that can be had: fewer of them where they would else be too short.
 
     :param score: of points ``(num_chains, dim)``.
     :param point: one of them, ``(dim,)``.
     """
-    points = point.expand(CHAINS, -1)
-    return affordable(lambda: score(points), CHAIN_SECONDS, LEAST_GRADIENTS, MOST_GRADIENTS)
+    points = point.expand(MOST_CHAINS, -1)
+    gradients = affordable(lambda: score(points), CHAIN_SECONDS, 1, MOST_GRADIENTS)
+    chains = max(LEAST_CHAINS, min(MOST_CHAINS, MOST_CHAINS * gradients // LONG_ENOUGH))
+    return ChainPlan(chains, max(LEAST_GRADIENTS, gradients * MOST_CHAINS // chains))
 
 
 def make_plan(density: LatentDensity) -> Plan:
@@ -82,10 +92,10 @@ def make_plan(density: LatentDensity) -> Plan:
 
     try:
         density.log_prob(point.unsqueeze(0))  # how the model can be run is found out here
-        gradients = affordable_gradients(density.score, point)
+        chains = affordable_chains(density.score, point)
         if density.latent_dim > MAX_DENSE_DIM:
-            return Plan(0, gradients)
+            return Plan(0, chains)
         iterations = affordable(climb, SEARCH_SECONDS, 0, MOST_ITERATIONS)
     except Exception:  # the model's own, at its start: the search has others
-        return Plan(MOST_ITERATIONS, MOST_GRADIENTS)
-    return Plan(iterations if iterations >= LEAST_ITERATIONS else 0, gradients)
+        return Plan(MOST_ITERATIONS, ChainPlan(MOST_CHAINS, MOST_GRADIENTS))
+    return Plan(iterations if iterations >= LEAST_ITERATIONS else 0, chains)

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.fitting.candidates import has_exact_density
 from pyro_implicit.fitting.correction import reliability
-from pyro_implicit.fitting.plan import affordable_gradients
+from pyro_implicit.fitting.plan import TRAINING_SECONDS, ChainPlan, affordable_chains
 from pyro_implicit.fitting.result import SETTLED, Fit, reason
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoImplicit
@@ -47,7 +47,7 @@ def train_mean_field(stages: Stages, density: LatentDensity) -> Fit:
     start = init_to_value(values=density.constrain(between(density)))
     guide = own_names(AutoNormal(stages.model, init_loc_fn=start))
     loss = ImplicitELBO(min(stages.num_particles, ROUGH_PARTICLES), nonfinite="skip")
-    steps = min(stages.num_steps, ROUGH_STEPS)
+    steps = min(ROUGH_STEPS, stages.steps_for(guide, loss, TRAINING_SECONDS))
     return stages.train_alone("mean-field", guide, loss, time_share=0.3, num_steps=steps)
 
 
@@ -60,24 +60,21 @@ def between(density: LatentDensity) -> Tensor:
     return density.init_loc + step
 
 
-def move_draws(stages: Stages, max_gradients: int) -> Fit:
-    """Move draws of the guide to the posterior, by many short chains.
-
-    :param max_gradients: of each chain.
-    """
+def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
+    """Move draws of the guide to the posterior, by many short chains."""
     result, left = stages.result, stages.limit.left()
     if isinstance(result.guide, AutoImplicit) and has_exact_density(result.guide):
         # Chains may walk on its noise, where each gradient is one of the generator, too.
         score = NoiseDensity(result.density, result.guide).score
-        dearer = affordable_gradients(score, torch.zeros_like(result.density.init_loc))
-        max_gradients = min(max_gradients, dearer)
+        chains = affordable_chains(score, torch.zeros_like(result.density.init_loc))
     with result.attempt("refine") as line:
         refined = result.refined = refine(
             stages.trained,
             result.guide,
             *stages.args,
             progress=stages.files["progress"],
-            max_gradients=max_gradients,
+            num_chains=chains.num_chains,
+            max_gradients=chains.max_gradients,
             max_seconds=left if math.isfinite(left) else None,
             model_kwargs=stages.kwargs,
         )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ from pyro_implicit.fitting.candidates import Candidate, choose, exact_guide, wei
 from pyro_implicit.fitting.correction import Reliability
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.parameters import describe, model_parameters, with_fixed_parameters
-from pyro_implicit.fitting.plan import LEAST_ITERATIONS, TimeLimit
+from pyro_implicit.fitting.plan import LEAST_ITERATIONS, LEAST_STEPS, TimeLimit, affordable
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.guides import AutoImplicit, AutoMixture
@@ -107,6 +108,18 @@ class Stages:
     def default_loss(self, guide: Any) -> Trace_ELBO:
         """The ELBO that suits a guide of this model."""
         return default_loss(guide, self.num_particles, *self.args, model_kwargs=self.kwargs)
+
+    def steps_for(self, guide: Any, loss: Trace_ELBO, seconds: float) -> int:
+        """As many as can be had in so many seconds of one core."""
+        if math.isinf(seconds):
+            return self.num_steps
+
+        def step() -> None:
+            value = loss.differentiable_loss(self.trained, guide, *self.args, **self.kwargs)
+            torch.autograd.grad(value, list(guide.parameters()), allow_unused=True)
+
+        least = min(LEAST_STEPS, self.num_steps)
+        return affordable(step, seconds, least, self.num_steps)
 
     def train_alone(
         self, name: str, guide: Any, loss: Trace_ELBO, time_share: float = 1.0, **options: Any

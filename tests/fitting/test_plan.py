@@ -16,7 +16,15 @@ from pyro.infer.autoguide import AutoNormal
 from pyro_implicit import fit
 from pyro_implicit.density import LatentDensity, find_modes
 from pyro_implicit.fitting import Schedule, train
-from pyro_implicit.fitting.plan import LEAST_GRADIENTS, MOST_GRADIENTS, TimeLimit, make_plan
+from pyro_implicit.fitting.plan import (
+    LEAST_CHAINS,
+    LEAST_GRADIENTS,
+    MOST_CHAINS,
+    MOST_GRADIENTS,
+    TimeLimit,
+    affordable_chains,
+    make_plan,
+)
 from pyro_implicit.infer import ImplicitELBO
 
 QUIET = {"seed": 0, "progress": False}
@@ -41,10 +49,22 @@ def long_loop():
 
 def test_plans():
     cheap = make_plan(LatentDensity(funnel))
-    assert cheap.search_iterations > 500 and cheap.max_gradients == MOST_GRADIENTS
-    assert make_plan(LatentDensity(many)) == (0, MOST_GRADIENTS)
+    assert cheap.search_iterations > 500 and cheap.chains == (MOST_CHAINS, MOST_GRADIENTS)
+    assert make_plan(LatentDensity(many)) == (0, (MOST_CHAINS, MOST_GRADIENTS))
     dear = make_plan(LatentDensity(long_loop))
-    assert dear.search_iterations < 100 and LEAST_GRADIENTS <= dear.max_gradients < MOST_GRADIENTS
+    assert (
+        dear.search_iterations < 100
+        and LEAST_GRADIENTS <= dear.chains.max_gradients < MOST_GRADIENTS
+    )
+
+
+@pytest.mark.parametrize("size, chains", [(2, MOST_CHAINS), (300, 64), (1000, LEAST_CHAINS)])
+def test_fewer_chains_where_a_gradient_is_dear(size, chains):
+    def score(points):
+        return torch.ones(len(points), 3, size) @ torch.ones(size, 400 * size)
+
+    found, gradients = affordable_chains(score, torch.zeros(1))
+    assert found == pytest.approx(chains, rel=0.5) and gradients >= LEAST_GRADIENTS
 
 
 def test_a_model_that_fails_at_its_start_gets_a_plan(monkeypatch):
@@ -54,7 +74,7 @@ def test_a_model_that_fails_at_its_start_gets_a_plan(monkeypatch):
         raise RuntimeError("at the start")
 
     monkeypatch.setattr(density, "score", fails)
-    assert make_plan(density).max_gradients == MOST_GRADIENTS
+    assert make_plan(density).chains.max_gradients == MOST_GRADIENTS
 
 
 def test_time_limits():
