@@ -13,9 +13,10 @@ from pyro.infer import ELBO
 from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.progress import announce, showing_progress, steps_of
 from pyro_implicit.diagnostics.coverage import uncovered_modes
 from pyro_implicit.diagnostics.drift import drift_check
-from pyro_implicit.diagnostics.effort import plan_effort
+from pyro_implicit.diagnostics.effort import Effort, plan_effort
 from pyro_implicit.diagnostics.importance import importance_check
 from pyro_implicit.diagnostics.labels import coordinate_labels
 from pyro_implicit.diagnostics.preparation import (
@@ -75,7 +76,9 @@ def diagnose(
     The verdict is "do not trust" if k-hat exceeds 0.7, if a significant error exceeds a quarter of
     a standard deviation in a mean or a factor of 1.25 in a standard deviation, if a mode is
     uncovered or if the draws are degenerate; "check" at 0.5, a tenth and 1.08, if the kernel test
-    rejects (p < 0.003), if ``loss`` exceeds the certified bound by more than half a nat, or if
+    rejects (p < 0.003; of all latents, or of one site by itself), if the weights are worth so few
+    draws that they would not show errors above the first limits, nor would short HMC ("cannot
+    tell"), if ``loss`` exceeds the certified bound by more than half a nat, or if
     there is no density; else "trust". Where the effective sample size is above 90 % of the draws,
     the kernel test does not count and k-hat leads to "check" at 0.7 and no further: the tail that
     is missing has next to no mass. Above 99 % it is ignored, as the tail of weights that are all
@@ -108,8 +111,8 @@ def diagnose(
         what :func:`~pyro_implicit.refine` returned: these have no density, which chains that had
         settled need not have.
     :param args: the arguments of both, as ``kwargs``.
-    :param num_samples: draws of the guide, more than twice the latents; by default 2,000, or three
-        times the latents if that is more. Stein's identities get
+    :param num_samples: draws of the guide, by default 2,000; up to 300 latents more than twice as
+        many as these, and above each coordinate is scaled by itself. Stein's identities get
         five times as many of guides that draw in parallel.
     :param loss: the ELBO it was trained by, to be compared with the certified bound.
     :param modes: ``"search"`` finds them, where there are at most 100 latents and
@@ -121,6 +124,10 @@ def diagnose(
         dearest part: 20 of them take 160 gradients of the model at 500 points. Models that
         ``torch.func.vmap`` cannot run, or that raise errors on the way, are spared them.
     :param chunk_size: draws at a time, to bound the memory.
+    :param max_seconds: that the model's evaluations may take on one core, as estimated by their
+        operations, so that equal seeds give equal results. What would take longer is cut down or
+        left out, and the report says so. The guide's own density is not counted.
+    :param progress: whether to show a bar, with the estimate, where there is a terminal.
     :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
     :returns: a :class:`Diagnosis`: print it, or read its ``verdict``, ``findings`` and numbers.
         However bad the draws are, there is one.
@@ -155,21 +162,37 @@ def diagnose(
         )
     check_modes(modes, dim)
     check_sites(density, guide, args, kwargs)
-    searches = isinstance(modes, str) and can_search(density)
+    if isinstance(modes, str) and not can_search(density):
+        modes = None
     effort = plan_effort(
         density,
         num_samples or NUM_SAMPLES,
         num_samples or least,
         num_transitions,
-        searches,
+        isinstance(modes, str),
         chunk_size,
         max_seconds,
     )
+    with showing_progress(progress):
+        announce("diagnose", effort.seconds)
+        return _examine(density, guide, effort, modes, loss, chunk_size)
+
+
+def _examine(
+    density: LatentDensity,
+    guide: Callable[..., Any],
+    effort: Effort,
+    modes: Tensor | Literal["search"] | None,
+    loss: ELBO | None,
+    chunk_size: int,
+) -> Diagnosis:
+    """Take the looks that the plan grants."""
+    model, args, kwargs = density.model, density.args, density.kwargs
     num_samples = effort.num_samples
     report = partial(
         Diagnosis,
         num_samples,
-        dim,
+        density.latent_dim,
         labels=coordinate_labels(density),
         planned_seconds=effort.seconds,
         spared=effort.spared,
@@ -184,7 +207,8 @@ def diagnose(
             # The noise of scores hides small errors, but not from many draws: they cost little.
             extra = draw(guide, effort.extra * num_samples, *args, **kwargs)
             many = torch.cat([points, density.unconstrain(extra)])
-        parts = [density.score(part) for part in many.split(chunk_size)]
+        chunks = many.split(chunk_size)
+        parts = [density.score(part) for part in steps_of(chunks, len(chunks), "scores")]
     except BAD_DRAWS as error:
         return report(broken=f"guide or model fails at the guide's draws: {error}")
     log_prob, scores = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -215,7 +239,7 @@ def diagnose(
                 chains, density.log_prob, effort.num_transitions, chunk_size=chunk_size
             )
     if isinstance(modes, str):
-        modes = search_modes(density, effort.search_iterations) if searches else None
+        modes = search_modes(density, effort.search_iterations)
     if modes is not None:
         # Of a guide on many modes, a Gaussian would overstate the volume.
         evidence = log_mean_exp(weighted.log_weights) if bound is not None else None

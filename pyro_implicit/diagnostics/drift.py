@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_implicit.density.progress import steps_of
 from pyro_implicit.diagnostics.moments import Fault, Resolution, moment_errors
 from pyro_implicit.diagnostics.whitening import Whitened
 from pyro_implicit.ops.semi_implicit import HMCState, hmc_state, hmc_transition
@@ -98,7 +99,7 @@ def drift_check(
             break
         step /= 2
     states, accepted = start, 0.0
-    for _ in range(num_transitions):
+    for _ in steps_of(range(num_transitions), num_transitions, "short HMC"):
         states, acceptance = move(states, step)
         accepted += acceptance / num_transitions
     after = torch.cat([state.position for state in states])

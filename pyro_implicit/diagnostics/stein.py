@@ -120,8 +120,9 @@ def stein_by_site(
     keep = slice(0, None, -(-len(draws) // MAX_SITE_DRAWS))
     sds = draws.std(0)
     shifts = (scores * sds).mean(0).square().split(list(sizes.values()))
-    parts = draws[keep].split(list(sizes.values()), -1), scores[keep].split(
-        list(sizes.values()), -1
+    parts = (
+        draws[keep].split(list(sizes.values()), -1),
+        scores[keep].split(list(sizes.values()), -1),
     )
     found = [
         (shift.sum().item(), name, part, score)

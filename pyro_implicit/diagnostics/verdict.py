@@ -265,7 +265,9 @@ def _kernel_findings(stein: SteinCheck) -> Iterator[Finding]:
     where = f", those of {' and '.join(sites[:2])} by themselves" if sites else ""
     p_values = [stein.kernel.p_value, *(p_value for _, p_value in stein.by_site)]
     if min(p_values) < P_VALUE:
-        reason = f"the draws do not fit the scores{where} (kernel Stein test, p = {min(p_values):.3f})"
+        reason = (
+            f"the draws do not fit the scores{where} (kernel Stein test, p = {min(p_values):.3f})"
+        )
         yield Finding("check", reason, FIT_BETTER)
 
 
@@ -275,7 +277,9 @@ def _has_power(check: MomentCheck) -> bool:
 
 
 def _beyond(check: MomentCheck) -> str:
-    return f"below {check.resolution.mean:.2f} sd in means, a factor {check.resolution.sd:.2f} in sds"
+    return (
+        f"below {check.resolution.mean:.2f} sd in means, a factor {check.resolution.sd:.2f} in sds"
+    )
 
 
 def _moments(check: MomentCheck) -> str:

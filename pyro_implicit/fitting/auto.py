@@ -135,7 +135,8 @@ def fit(
     :param checkpoint: a folder. A run that was killed goes on from there when it is called again
         with the same arguments, and ends with the same parameters to the last bit.
     :param checkpoint_every: steps between two writings.
-    :param progress: whether to show a bar for each training.
+    :param progress: whether to show bars for search, trainings, bounds and chains, each with what
+        is left of its time: in a terminal or a notebook, never in a log.
     :param model_kwargs: more keyword arguments of the model: those with a name of ours, such as
         ``seed``, ``lr`` or ``loss``.
     :returns: guide, losses, bounds and stages. Its guides leave nothing in Pyro's parameter store;
