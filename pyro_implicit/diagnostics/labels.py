@@ -67,7 +67,7 @@ def describe_faults(faults: Sequence[Fault], labels: Sequence[str], given_rest: 
     named = [f"{_direction(f, labels)} ({_short(f)})" for f in singles[: MAX_NAMED - 1]]
     if len(singles) > len(named):
         named.append(f"{len(singles) - len(named)} more")
-    return text + (f", so are {', '.join(named)}" if named else "")
+    return text + (f"; likewise {', '.join(named)}" if named else "")
 
 
 def _short(fault: Fault) -> str:
