@@ -40,6 +40,8 @@ class AutoDraws(AutoContinuous):
     :raises RuntimeError: at the first call, for a model without latents.
     """
 
+    prototype_trace: Any
+
     def __init__(
         self,
         model: Callable[..., Any],
