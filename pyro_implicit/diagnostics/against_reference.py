@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from pyro.infer import MCMC
@@ -96,13 +96,14 @@ def compare(
         guide_draws = example = _draws(guide, "guide")
     else:
         with torch.random.fork_rng():
-            example = draw(guide, 1, *args, **kwargs)
+            example = draw(cast(Any, guide), 1, *args, **kwargs)
     chains = chains_of(reference, {name: value.dim() - 1 for name, value in example.items()})
     if chains is not None:
         reference_draws = {name: value.flatten(0, 1) for name, value in chains.items()}
     num_reference = _count(reference_draws, "reference", at_least=4)
     if not _has_draws(guide):
-        guide_draws = draw(guide, num_samples or num_reference, *args, **kwargs)
+        number = num_samples or num_reference
+        guide_draws = draw(cast(Any, guide), number, *args, **kwargs)
     num_samples = _count(guide_draws, "guide", at_least=2)
     names = _common_sites(guide_draws, reference_draws)
     pairs = {name: _aligned(name, guide_draws[name], reference_draws[name]) for name in names}

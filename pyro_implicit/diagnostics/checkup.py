@@ -226,7 +226,8 @@ def _examine(
     except CollapsedError as error:
         return report(bound=bound, no_density=no_density, broken=str(error))
     stein = stein_check(whitened, scores)
-    if bound is None or bound.effective_sample_size < GOOD_WEIGHTS * num_samples:
+    few = bound is None or bound.effective_sample_size < GOOD_WEIGHTS * num_samples
+    if few and len(density.shapes) > 1:
         sizes = {name: shape.numel() for name, shape in density.shapes.items()}
         stein = stein._replace(by_site=stein_by_site(many, scores, sizes))
     importance = drift = coverage = None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.diagnostics.labels import index_label
+from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
 
@@ -195,7 +196,7 @@ class _Neighbours:
 
 
 def _weighted_share(density: LatentDensity, guide: Any, frame: _Neighbours) -> float | None:
-    if not callable(guide):
+    if not callable(guide) or isinstance(guide, StoredDraws):
         return None
     try:
         weighted = weighted_draws(
