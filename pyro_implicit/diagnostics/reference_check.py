@@ -100,7 +100,7 @@ def check_mixing(
     >>> x = torch.randn(4, 200) + torch.tensor([0.0, 0.0, 0.0, 5.0]).unsqueeze(-1)
     >>> found = check_mixing({"x": x.flatten()}, {"x": x}, None)
     >>> next(found.faults())
-    'R-hat 2.1... of `x`'
+    'R-hat 2.49 of `x`'
 
     :param draws: by site, ``(num_draws, *site_shape)``, in the order of the chain or chains.
     :param chains: the same with their chains apart.

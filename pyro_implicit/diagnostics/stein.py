@@ -119,11 +119,9 @@ def stein_by_site(
     """
     keep = slice(0, None, -(-len(draws) // MAX_SITE_DRAWS))
     sds = draws.std(0)
-    shifts = (scores * sds).mean(0).square().split(list(sizes.values()))
-    parts = (
-        draws[keep].split(list(sizes.values()), -1),
-        scores[keep].split(list(sizes.values()), -1),
-    )
+    numbers = list(sizes.values())
+    shifts = (scores * sds).mean(0).square().split(numbers)
+    parts = (whole[keep].split(numbers, -1) for whole in (draws, scores))
     found = [
         (shift.sum().item(), name, part, score)
         for shift, name, part, score in zip(shifts, sizes, *parts, strict=True)
@@ -137,7 +135,7 @@ def stein_by_site(
             continue
         site_scores = site.scores(score)
         p_value = stein_test(site.white, site_scores, FIRST_BOOTSTRAP).p_value
-        if p_value < SUSPECT and len(sizes) > 1:
+        if p_value < SUSPECT:
             number = math.ceil(2 * len(sizes) / significant)
             p_value = stein_test(site.white, site_scores, number).p_value
         p_values[name] = min(1.0, len(sizes) * p_value)
