@@ -16,7 +16,7 @@ from pyro_implicit.generators import (
     NoisyEncoder,
     ResidualGenerator,
 )
-from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
+from pyro_implicit.guides import AutoAmortized, AutoImplicit, AutoMixture, AutoSemiImplicit
 from pyro_implicit.infer import (
     AVB_ELBO,
     GFSF,
@@ -45,6 +45,7 @@ __all__ = [
     "AmortizedKSD_ELBO",
     "AmortizedSVGD_ELBO",
     "AutoImplicit",
+    "AutoAmortized",
     "AutoMixture",
     "AutoSemiImplicit",
     "AutoregressiveGenerator",

@@ -49,6 +49,7 @@ TARGETS = ("banana", "x_shape", "multimodal", "funnel", "funnel_wide", "x_shape_
 NUM_DRAWS = 10_000
 #: What tells the findings apart, by what it is called in the tables.
 FINDINGS = {
+    "cannot tell": "no power",
     "k-hat": "k-hat",
     "(importance weights)": "weights",
     "(Stein's identities)": "Stein",

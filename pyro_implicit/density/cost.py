@@ -52,6 +52,11 @@ class _Counter(TorchDispatchMode):
         super().__init__()
         self.operations = self.elements = self.flops = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would load its compiler to keep it away from the counter, in seconds."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -45,7 +45,9 @@ class MinibatchDensity(LatentDensity):
         given, or that it draws, to all data.
     :param args: the model's first arguments, as ``kwargs``.
     :param batch: its further arguments, those of one minibatch.
-    :raises SubsampledError: for a latent in a subsampled plate.
+    :param allow_local: whether latents may belong to single rows, of which this is then the density
+        of those in one minibatch.
+    :raises SubsampledError: for a latent in a subsampled plate, unless these are allowed.
 
     See :class:`LatentDensity` for what else is refused.
     """
@@ -55,6 +57,7 @@ class MinibatchDensity(LatentDensity):
         model: Callable[..., Any],
         *args: Any,
         batch: tuple,
+        allow_local: bool = False,
         model_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -64,6 +67,7 @@ class MinibatchDensity(LatentDensity):
         #: Whether the model seems to scale its minibatch.
         self.scaled = False
         self._draws_rows = False
+        self._allow_local = allow_local
         self._seed = 0
         super().__init__(model, *args, *batch, model_kwargs=model_kwargs, **kwargs)
         self._latents = dict(self._model.replayed.nodes)
@@ -106,7 +110,8 @@ class MinibatchDensity(LatentDensity):
                 self._draws_rows = self._draws_rows or len(site["value"]) < site["fn"].size
                 continue
             if not site["is_observed"]:
-                _refuse_local(name, site)
+                if not self._allow_local:
+                    _refuse_local(name, site)
                 continue
             is_factor = isinstance(site["fn"], Unit) and not site["infer"].get("_deterministic")
             scale = torch.as_tensor(site["scale"])
@@ -121,6 +126,7 @@ def _refuse_local(name: str, site: dict[str, Any]) -> None:
         if frame.full_size is not None and frame.full_size != frame.size:
             raise SubsampledError(
                 f"latent '{name}' lies in plate '{frame.name}', of which a minibatch has "
-                f"{frame.size} of {frame.full_size} elements: the others could not move. Cure: sum "
-                "it out of the model, or give all data at once"
+                f"{frame.size} of {frame.full_size} elements: the others could not move. Cure: "
+                "fit(..., amortize='auto'), which trains an encoder of the rows; or sum the latent "
+                "out of the model, or give all data at once"
             )

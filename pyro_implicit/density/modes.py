@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_implicit.density.blame import blame
 from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.progress import steps_of
 
 __all__ = ["Modes", "find_modes"]
 
@@ -118,7 +119,7 @@ def _climb(
     """The best Gaussian on all paths, and those at the paths' tops; None without a good start."""
     best: Modes | None = None
     tops, ends = [], []
-    for _ in range(max_iterations):
+    for _ in steps_of(range(max_iterations), max_iterations, "search"):
         log_prob, score, hessian = density.derivatives(point)
         finite = log_prob.isfinite() & score.isfinite().all(-1)
         if not finite.any():

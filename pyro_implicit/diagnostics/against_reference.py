@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import replace
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from pyro.infer import MCMC
@@ -17,6 +18,7 @@ from pyro_implicit.diagnostics.distances import (
     sliced_wasserstein,
     sliced_wasserstein_floor,
 )
+from pyro_implicit.diagnostics.reference_check import chains_of, check_mixing, missing_mass
 from pyro_implicit.guides.posterior_draws import draw, refuse_swapped
 
 __all__ = ["compare"]
@@ -49,6 +51,10 @@ def compare(
     headline is the distance after dividing each coordinate by the reference's standard
     deviation; where the reference is constant, errors stay in the coordinate's own units.
 
+    The reference is judged as well: by its effective sample size, by R-hat where its chains are
+    known, and by the mass of places where the guide has draws and the reference has none. Where it
+    is the worse one of both, the verdict says so.
+
     **Example:**
 
     >>> truth = {"z": torch.randn(1000, 2)}
@@ -57,11 +63,13 @@ def compare(
     >>> bool(report.floor_ratio > 3)
     True
 
-    :param model: of guide and reference; None where both are draws. It is not run.
+    :param model: of guide and reference, to look for mass that the reference lacks; None where both
+        are draws.
     :param guide: a Pyro guide, or its draws: a dict of tensors ``(num_samples, *site shape)``, or
         what has ``get_samples()``.
     :param reference: what has ``get_samples()``, as a :class:`~pyro.infer.mcmc.api.MCMC` that has
-        run, or a dict of draws.
+        run or what :func:`~pyro_implicit.refine` returned, or a dict of draws, which may be one by
+        ``get_samples(group_by_chain=True)``: ``(num_chains, num_samples, *site shape)``.
     :param args: the arguments of the model and the guide.
     :param num_samples: number of draws from the guide; default: as many as the reference has.
     :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
@@ -79,16 +87,23 @@ def compare(
             f"got {type(reference).__name__}. Cure: compare(model, guide, reference, *args)"
         )
     reference_draws = _draws(reference, "reference")
-    num_reference = _count(reference_draws, "reference", at_least=4)
     if _has_draws(guide):
         if num_samples is not None:
             raise ValueError(
                 "num_samples is the number of draws to take from a guide; draws that are there "
                 "already are compared as they are. Leave num_samples out, or slice the draws."
             )
-        guide_draws = _draws(guide, "guide")
+        guide_draws = example = _draws(guide, "guide")
     else:
-        guide_draws = draw(guide, num_samples or num_reference, *args, **kwargs)
+        with torch.random.fork_rng():
+            example = draw(cast(Any, guide), 1, *args, **kwargs)
+    chains = chains_of(reference, {name: value.dim() - 1 for name, value in example.items()})
+    if chains is not None:
+        reference_draws = {name: value.flatten(0, 1) for name, value in chains.items()}
+    num_reference = _count(reference_draws, "reference", at_least=4)
+    if not _has_draws(guide):
+        number = num_samples or num_reference
+        guide_draws = draw(cast(Any, guide), number, *args, **kwargs)
     num_samples = _count(guide_draws, "guide", at_least=2)
     names = _common_sites(guide_draws, reference_draws)
     pairs = {name: _aligned(name, guide_draws[name], reference_draws[name]) for name in names}
@@ -96,6 +111,10 @@ def compare(
     x = torch.cat([pair[0].reshape(num_samples, -1) for pair in pairs.values()], dim=-1)
     y = torch.cat([pair[1].reshape(num_reference, -1) for pair in pairs.values()], dim=-1)
     scale = _scale(y)
+    check = check_mixing(*_of_common(names, reference_draws, chains), reference)
+    if model is not None:
+        lost = missing_mass(model, guide, guide_draws, reference_draws, args, kwargs)
+        check = replace(check, missing=lost)
     x_standard, y_standard = (x - y.mean(dim=0)) / scale, (y - y.mean(dim=0)) / scale
     return Comparison(
         sites={name: _compare_site(*pair) for name, pair in pairs.items()},
@@ -107,6 +126,16 @@ def compare(
         only_in_reference=tuple(sorted(set(reference_draws) - set(names))),
         guide_draws={name: pair[0] for name, pair in pairs.items()},
         reference_draws={name: pair[1] for name, pair in pairs.items()},
+        reference=check,
+    )
+
+
+def _of_common(
+    names: list[str], draws: dict[str, Tensor], chains: dict[str, Tensor] | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
+    """The sites that are compared, of all draws and by chain."""
+    return {name: draws[name] for name in names}, (
+        None if chains is None else {name: chains[name] for name in names}
     )
 
 

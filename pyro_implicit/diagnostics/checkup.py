@@ -13,11 +13,15 @@ from pyro.infer import ELBO
 from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.progress import announce, showing_progress, steps_of
 from pyro_implicit.diagnostics.coverage import uncovered_modes
 from pyro_implicit.diagnostics.drift import drift_check
+from pyro_implicit.diagnostics.effort import Effort, plan_effort
 from pyro_implicit.diagnostics.importance import importance_check
+from pyro_implicit.diagnostics.labels import coordinate_labels
 from pyro_implicit.diagnostics.preparation import (
     BAD_DRAWS,
+    can_search,
     check_modes,
     check_sites,
     log_mean_exp,
@@ -25,9 +29,9 @@ from pyro_implicit.diagnostics.preparation import (
     search_modes,
     weigh_draws,
 )
-from pyro_implicit.diagnostics.stein import stein_check
-from pyro_implicit.diagnostics.verdict import KHAT, Diagnosis
-from pyro_implicit.diagnostics.whitening import CollapsedError, whiten_draws
+from pyro_implicit.diagnostics.stein import stein_by_site, stein_check
+from pyro_implicit.diagnostics.verdict import GOOD_WEIGHTS, KHAT, Diagnosis
+from pyro_implicit.diagnostics.whitening import MAX_FULL_DIM, CollapsedError, whiten_draws
 from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel, refuse_swapped
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import Refined
@@ -37,7 +41,6 @@ __all__ = ["diagnose"]
 LEAST_DRAWS = 100  # of fewer there is no k-hat
 NUM_SAMPLES = 2000
 NUM_CHAINS = 500
-NUM_SCORES = 4
 
 
 @torch.no_grad()
@@ -50,6 +53,8 @@ def diagnose(
     modes: Tensor | Literal["search"] | None = "search",
     num_transitions: int = 20,
     chunk_size: int = 500,
+    max_seconds: float = 60.0,
+    progress: bool = True,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Diagnosis:
@@ -71,7 +76,9 @@ def diagnose(
     The verdict is "do not trust" if k-hat exceeds 0.7, if a significant error exceeds a quarter of
     a standard deviation in a mean or a factor of 1.25 in a standard deviation, if a mode is
     uncovered or if the draws are degenerate; "check" at 0.5, a tenth and 1.08, if the kernel test
-    rejects (p < 0.003), if ``loss`` exceeds the certified bound by more than half a nat, or if
+    rejects (p < 0.003; of all latents, or of one site by itself), if the weights are worth so few
+    draws that they would not show errors above the first limits, nor would short HMC ("cannot
+    tell"), if ``loss`` exceeds the certified bound by more than half a nat, or if
     there is no density; else "trust". Where the effective sample size is above 90 % of the draws,
     the kernel test does not count and k-hat leads to "check" at 0.7 and no further: the tail that
     is missing has next to no mass. Above 99 % it is ignored, as the tail of weights that are all
@@ -104,8 +111,8 @@ def diagnose(
         what :func:`~pyro_implicit.refine` returned: these have no density, which chains that had
         settled need not have.
     :param args: the arguments of both, as ``kwargs``.
-    :param num_samples: draws of the guide, more than twice the latents; by default 2,000, or three
-        times the latents if that is more. Stein's identities get
+    :param num_samples: draws of the guide, by default 2,000; up to 300 latents more than twice as
+        many as these, and above each coordinate is scaled by itself. Stein's identities get
         five times as many of guides that draw in parallel.
     :param loss: the ELBO it was trained by, to be compared with the certified bound.
     :param modes: ``"search"`` finds them, where there are at most 100 latents and
@@ -117,6 +124,10 @@ def diagnose(
         dearest part: 20 of them take 160 gradients of the model at 500 points. Models that
         ``torch.func.vmap`` cannot run, or that raise errors on the way, are spared them.
     :param chunk_size: draws at a time, to bound the memory.
+    :param max_seconds: that the model's evaluations may take on one core, as estimated by their
+        operations, so that equal seeds give equal results. What would take longer is cut down or
+        left out, and the report says so. The guide's own density is not counted.
+    :param progress: whether to show a bar, with the estimate, where there is a terminal.
     :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
     :returns: a :class:`Diagnosis`: print it, or read its ``verdict``, ``findings`` and numbers.
         However bad the draws are, there is one.
@@ -142,28 +153,64 @@ def diagnose(
         guide = StoredDraws(guide)
     density = LatentDensity(model, *args, **kwargs)
     dim = density.latent_dim
-    num_samples = max(NUM_SAMPLES, 3 * dim) if num_samples is None else num_samples
-    if num_samples < max(LEAST_DRAWS, 2 * dim + 1):
+    # Above, each coordinate is scaled by itself.
+    least = max(LEAST_DRAWS, 2 * dim + 1 if dim <= MAX_FULL_DIM else 0)
+    if num_samples is not None and num_samples < least:
         raise ValueError(
-            f"num_samples must be at least {max(LEAST_DRAWS, 2 * dim + 1)} ({LEAST_DRAWS}, and "
-            f"more than twice the {dim} latents), but got {num_samples}"
+            f"num_samples must be at least {least} ({LEAST_DRAWS}, and more than twice the {dim} "
+            f"latents up to {MAX_FULL_DIM}), but got {num_samples}"
         )
     check_modes(modes, dim)
-    broken = partial(Diagnosis, num_samples, dim)
     check_sites(density, guide, args, kwargs)
+    if isinstance(modes, str) and not can_search(density):
+        modes = None
+    effort = plan_effort(
+        density,
+        num_samples or NUM_SAMPLES,
+        num_samples or least,
+        num_transitions,
+        isinstance(modes, str),
+        chunk_size,
+        max_seconds,
+    )
+    with showing_progress(progress):
+        announce("diagnose", effort.seconds)
+        return _examine(density, guide, effort, modes, loss, chunk_size)
+
+
+def _examine(
+    density: LatentDensity,
+    guide: Callable[..., Any],
+    effort: Effort,
+    modes: Tensor | Literal["search"] | None,
+    loss: ELBO | None,
+    chunk_size: int,
+) -> Diagnosis:
+    """Take the looks that the plan grants."""
+    model, args, kwargs = density.model, density.args, density.kwargs
+    num_samples = effort.num_samples
+    report = partial(
+        Diagnosis,
+        num_samples,
+        density.latent_dim,
+        labels=coordinate_labels(density),
+        planned_seconds=effort.seconds,
+        spared=effort.spared,
+    )
     try:
         weighted, no_density = weigh_draws(
             model, guide, args, kwargs, num_samples, max(1, chunk_size // 5)
         )
         points = density.unconstrain(weighted.draws)
         many = points
-        if draws_in_parallel(guide) and not isinstance(guide, StoredDraws):
+        if effort.extra and draws_in_parallel(guide) and not isinstance(guide, StoredDraws):
             # The noise of scores hides small errors, but not from many draws: they cost little.
-            extra = draw(guide, NUM_SCORES * num_samples, *args, **kwargs)
+            extra = draw(guide, effort.extra * num_samples, *args, **kwargs)
             many = torch.cat([points, density.unconstrain(extra)])
-        parts = [density.score(part) for part in many.split(chunk_size)]
+        chunks = many.split(chunk_size)
+        parts = [density.score(part) for part in steps_of(chunks, len(chunks), "scores")]
     except BAD_DRAWS as error:
-        return broken(broken=f"guide or model fails at the guide's draws: {error}")
+        return report(broken=f"guide or model fails at the guide's draws: {error}")
     log_prob, scores = (torch.cat(part) for part in zip(*parts, strict=True))
     finite = log_prob.isfinite() & scores.isfinite().all(-1) & many.isfinite().all(-1)
     finite[: len(weighted.log_weights)] &= weighted.log_weights.isfinite()
@@ -172,22 +219,28 @@ def diagnose(
         reason = f"log-density, score or importance weight is not finite at {number} draws"
         if density.error is not None:
             reason += f", the model fails there: {density.error}".split("\n")[0]
-        return broken(no_density=no_density, broken=reason)
+        return report(no_density=no_density, broken=reason)
     bound = None if no_density else weighted.bound()
     try:
         whitened = whiten_draws(many)
     except CollapsedError as error:
-        return broken(bound=bound, no_density=no_density, broken=str(error))
+        return report(bound=bound, no_density=no_density, broken=str(error))
     stein = stein_check(whitened, scores)
+    few = bound is None or bound.effective_sample_size < GOOD_WEIGHTS * num_samples
+    if few and len(density.shapes) > 1:
+        sizes = {name: shape.numel() for name, shape in density.shapes.items()}
+        stein = stein._replace(by_site=stein_by_site(many, scores, sizes))
     importance = drift = coverage = None
     if bound is not None and bound.khat <= KHAT.distrust:
         importance = importance_check(whitened.first(num_samples), weighted.log_weights)
-    if num_transitions > 0 and density.is_vectorized:
+    if effort.num_transitions > 0 and density.is_vectorized:
         chains = whitened.first(NUM_CHAINS)
         with suppress(*BAD_DRAWS):  # somewhere on the way
-            drift = drift_check(chains, density.log_prob, num_transitions, chunk_size=chunk_size)
+            drift = drift_check(
+                chains, density.log_prob, effort.num_transitions, chunk_size=chunk_size
+            )
     if isinstance(modes, str):
-        modes = search_modes(density)
+        modes = search_modes(density, effort.search_iterations)
     if modes is not None:
         # Of a guide on many modes, a Gaussian would overstate the volume.
         evidence = log_mean_exp(weighted.log_weights) if bound is not None else None
@@ -195,15 +248,13 @@ def diagnose(
     gap = None
     if loss is not None and bound is not None:
         gap = objective_gap(loss, bound, model, guide, args, kwargs)
-    return Diagnosis(
-        num_samples,
-        dim,
-        bound,
-        no_density,
-        importance,
-        stein,
-        drift,
-        gap,
-        coverage,
+    return report(
+        bound=bound,
+        no_density=no_density,
+        importance=importance,
+        stein=stein,
+        drift=drift,
+        gap=gap,
+        coverage=coverage,
         settled=isinstance(guide, StoredDraws) and guide.settled,
     )

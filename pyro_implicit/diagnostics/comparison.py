@@ -6,13 +6,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from pyro_implicit.diagnostics.labels import index_label
 from pyro_implicit.diagnostics.plots import plot_posteriors
+from pyro_implicit.diagnostics.reference_check import ReferenceCheck
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,6 +23,9 @@ __all__ = ["QUANTILES", "Comparison", "SiteComparison"]
 
 #: The quantiles whose errors are reported.
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+#: Ratio to the sampling floor up to which nothing can be told from exact draws.
+AT_FLOOR = 1.5
 
 _MAX_ROWS = 20
 _HEADER = ("", "mean", "sd", "ref mean", "ref sd", "mean err", "sd ratio", "quantile err")
@@ -63,6 +68,7 @@ class Comparison:
     :ivar only_in_reference: sites not compared, as the guide lacks them.
     :ivar guide_draws: the compared draws of the guide, ``(num_samples, *site shape)``.
     :ivar reference_draws: the compared draws of the reference.
+    :ivar reference: whether these are good enough to judge by.
     """
 
     sites: dict[str, SiteComparison]
@@ -74,6 +80,19 @@ class Comparison:
     only_in_reference: tuple[str, ...]
     guide_draws: dict[str, Tensor]
     reference_draws: dict[str, Tensor]
+    reference: ReferenceCheck = ReferenceCheck()
+
+    @property
+    def verdict(self) -> str:
+        """In words, which side is the worse one, and by how much."""
+        faults = "; ".join(self.reference.faults())
+        if self.reference.is_worse:
+            return f"the reference is the worse one: {faults}"
+        if faults:
+            return f"the reference is too poor to judge by: {faults}"
+        if self.floor_ratio <= AT_FLOOR:
+            return "the guide is as near as exact draws would be"
+        return f"the guide is {self.floor_ratio:.1f} times as far off as exact draws would be"
 
     @property
     def floor_ratio(self) -> float:
@@ -108,6 +127,7 @@ class Comparison:
         for side, names in (("guide", self.only_in_guide), ("reference", self.only_in_reference)):
             if names:
                 yield f"Not compared, only in the {side}: {', '.join(names)}"
+        yield f"Verdict: {self.verdict}"
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers but the draws as plain Python lists and floats, for ``json.dumps``.
@@ -127,6 +147,11 @@ class Comparison:
             "floor_ratio": _plain(self.floor_ratio),
             "sliced_wasserstein_constrained": _plain(self.sliced_wasserstein_constrained),
             "squared_mmd": _plain(self.squared_mmd),
+            "verdict": self.verdict,
+            "reference": {
+                name: value if isinstance(value, (str, bool)) or value is None else _plain(value)
+                for name, value in asdict(self.reference).items()
+            },
             "only_in_guide": list(self.only_in_guide),
             "only_in_reference": list(self.only_in_reference),
         }
@@ -172,7 +197,7 @@ def _site_rows(name: str, site: SiteComparison) -> Iterator[tuple[str, ...]]:
             largest.indices,
         )
     ]
-    labels = [_label(name, index) for index in itertools.product(*map(range, shape))]
+    labels = [index_label(name, index) for index in itertools.product(*map(range, shape))]
 
     def row(i: int) -> tuple[str, ...]:
         *moments, mean_error, sd_ratio, error, level = (column[i] for column in columns)
@@ -190,10 +215,6 @@ def _site_rows(name: str, site: SiteComparison) -> Iterator[tuple[str, ...]]:
         worst = int(largest.values.reshape(-1)[shown:].argmax()) + shown
         yield (f"... {count - shown} more, worst:", *[""] * (len(_HEADER) - 1))
         yield row(worst)
-
-
-def _label(name: str, index: tuple[int, ...]) -> str:
-    return f"{name}[{', '.join(map(str, index))}]" if index else name
 
 
 def _count(draws: dict[str, Tensor]) -> int:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_implicit.diagnostics.moments import moment_errors
+from pyro_implicit.density.progress import steps_of
+from pyro_implicit.diagnostics.moments import Fault, Resolution, moment_errors
 from pyro_implicit.diagnostics.whitening import Whitened
 from pyro_implicit.ops.semi_implicit import HMCState, hmc_state, hmc_transition
 
@@ -18,16 +19,15 @@ __all__ = ["DriftCheck", "drift_check"]
 
 
 class DriftCheck(NamedTuple):
-    """What :func:`drift_check` found.
-
-    ``mean_error`` is the largest significant drift of a mean in the guide's standard deviations, 0
-    if there is none; ``sd_ratios`` the smallest and largest significant ratio of a standard
-    deviation before to after, 1 if there is none; ``acceptance`` the share of accepted moves.
+    """What :func:`drift_check` found: drifts of means and standard deviations as errors of the
+    guide, and the share of accepted moves, ``acceptance``.
     """
 
     mean_error: float
     sd_ratios: tuple[float, float]
     acceptance: float
+    faults: tuple[Fault, ...] = ()
+    resolution: Resolution = Resolution()
 
 
 @torch.no_grad()
@@ -99,11 +99,14 @@ def drift_check(
             break
         step /= 2
     states, accepted = start, 0.0
-    for _ in range(num_transitions):
+    for _ in steps_of(range(num_transitions), num_transitions, "short HMC"):
         states, acceptance = move(states, step)
         accepted += acceptance / num_transitions
     after = torch.cat([state.position for state in states])
     centered = after - after.mean(0)
     products = [(1.0, white, white), (-1.0, centered, centered)]
-    errors = moment_errors(after - white, products, draws.axes, false_alarm)
-    return DriftCheck(errors.mean_error, errors.sd_ratios_by_difference(), accepted)
+    unit = white if draws.axes is None else None
+    errors = moment_errors(after - white, products, draws.axes, false_alarm, unit=unit)
+    return DriftCheck(
+        errors.mean_error, errors.sd_ratios, accepted, errors.faults, errors.resolution
+    )

@@ -3,33 +3,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from pyro_implicit.diagnostics.moments import moment_errors
+from pyro_implicit.diagnostics.moments import MomentErrors, moment_errors
 from pyro_implicit.diagnostics.whitening import Whitened
 
-__all__ = ["ImportanceCheck", "importance_check"]
-
-
-class ImportanceCheck(NamedTuple):
-    """What :func:`importance_check` found.
-
-    ``mean_error`` is the largest significant error of a mean in the guide's standard deviations, 0
-    if there is none; ``sd_ratios`` the smallest and largest significant ratio of the guide's
-    standard deviation to the posterior's, 1 if there is none.
-    """
-
-    mean_error: float
-    sd_ratios: tuple[float, float]
+__all__ = ["importance_check"]
 
 
 @torch.no_grad()
 def importance_check(
     draws: Whitened, log_weights: Tensor, false_alarm: float = 0.003
-) -> ImportanceCheck:
+) -> MomentErrors:
     r"""Errors of a guide's moments, by weighting its draws to the posterior.
 
     Reliable where the weights' k-hat is below 0.7, in the part of the posterior that the guide
@@ -57,5 +43,6 @@ def importance_check(
     # In the mean, the first is that of the posterior, and the products sum to the difference of
     # covariances. What is added to them has mean 0: it follows the noise of the weights' sum.
     products = [(1.0, white, white), (-1.0, weighted, centered)]
-    errors = moment_errors(weighted - white + mean, products, draws.axes, false_alarm, weights - 1)
-    return ImportanceCheck(errors.mean_error, errors.sd_ratios_by_difference())
+    unit = white if draws.axes is None else None
+    shifts = weighted - white + mean
+    return moment_errors(shifts, products, draws.axes, false_alarm, weights - 1, unit)

@@ -20,6 +20,7 @@ from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_dra
 
 __all__ = [
     "BAD_DRAWS",
+    "can_search",
     "check_modes",
     "check_sites",
     "log_mean_exp",
@@ -87,15 +88,26 @@ def weigh_draws(
         return WeightedDraws(torch.empty(0), draws), str(error)
 
 
-def search_modes(density: LatentDensity) -> Tensor | None:
-    """The modes that can be found, None where there is no way to look."""
-    if density.latent_dim > MAX_SEARCHED_DIM or not density.is_vectorized:
+def can_search(density: LatentDensity) -> bool:
+    """Whether there is a way to look for modes."""
+    return density.latent_dim <= MAX_SEARCHED_DIM and density.is_vectorized
+
+
+def search_modes(density: LatentDensity, num_iterations: int | None = None) -> Tensor | None:
+    """The modes that can be found, None where the model cannot run at draws of its prior.
+
+    :param num_iterations: of all rounds, about; None for any number.
+    """
+    if num_iterations == 0:
         return None
+    options = {}
+    if num_iterations is not None:
+        options = {"max_rounds": 1, "max_iterations": num_iterations}
     device = density.init_loc.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
-            return find_modes(density).loc
-        except (*BAD_DRAWS, RuntimeError):  # the model cannot run at draws of its prior
+            return find_modes(density, **options).loc
+        except (*BAD_DRAWS, RuntimeError):
             return None
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pyro_implicit.diagnostics.coverage import ModeCoverage
 from pyro_implicit.diagnostics.drift import DriftCheck
-from pyro_implicit.diagnostics.importance import ImportanceCheck
+from pyro_implicit.diagnostics.labels import describe_faults
+from pyro_implicit.diagnostics.moments import MomentErrors
 from pyro_implicit.diagnostics.stein import SteinCheck
 from pyro_implicit.infer.bound import EvidenceBound
 
@@ -64,6 +65,10 @@ GAP = 0.5
 LEAST = 0.01
 #: Of the kernel test.
 P_VALUE = 0.003
+#: Lines on further reasons.
+MAX_ALSO = 5
+
+MomentCheck = MomentErrors | SteinCheck | DriftCheck
 
 
 @dataclass(frozen=True)
@@ -85,19 +90,25 @@ class Diagnosis:
     :ivar settled: whether the draws are of chains that had settled, or righted by reliable weights:
         these need no density.
     :ivar broken: why nothing could be tested (collapsed or infinite draws), else empty.
+    :ivar labels: names of the unconstrained coordinates, of which ``faults`` of the checks speak.
+    :ivar planned_seconds: of one core, that the model's evaluations were estimated to take.
+    :ivar spared: what the budget left out.
     """
 
     num_samples: int
     latent_dim: int
     bound: EvidenceBound | None = None
     no_density: str = ""
-    importance: ImportanceCheck | None = None
+    importance: MomentErrors | None = None
     stein: SteinCheck | None = None
     drift: DriftCheck | None = None
     gap: tuple[float, float] | None = None
     coverage: ModeCoverage | None = None
     broken: str = ""
     settled: bool = False
+    labels: tuple[str, ...] = field(default=(), repr=False)
+    planned_seconds: float = math.nan
+    spared: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -144,12 +155,10 @@ class Diagnosis:
         )
         for name, check in checks:
             if check is not None:
-                yield from _moment_findings(name, check)
+                yield from self._moment_findings(name, check)
+        yield from self._lack_of_power()
         if self.stein is not None and self.efficiency < GOOD_WEIGHTS:
-            p_value = self.stein.kernel.p_value
-            if p_value < P_VALUE:
-                reason = f"the draws do not fit the scores (kernel Stein test, p = {p_value:.3f})"
-                yield Finding("check", reason, FIT_BETTER)
+            yield from _kernel_findings(self.stein)
         if self.gap is not None and not self.gap[0] <= max(GAP, 3 * self.gap[1]):
             reason = f"the objective is {self.gap[0]:.1f} nats above the certified bound"
             if not math.isfinite(self.gap[0]):
@@ -163,6 +172,39 @@ class Diagnosis:
             lost = self.coverage.mass[self.coverage.uncovered].max().item()
             reason = f"no draws at a mode that holds about {lost:.0%} of the mass"
             yield Finding("do not trust", reason, "a mixture of guides, tempering, a wider start")
+
+    def _moment_findings(self, name: str, check: MomentCheck) -> Iterator[Finding]:
+        low, high = check.sd_ratios
+        reason = f"a mean is off by {check.mean_error:.2f} sd ({name})"
+        reason = self._located("mean", name, check) or reason
+        yield from MEAN.judge(check.mean_error, reason, FIT_BETTER)
+        worst = low if low * high < 1 else high
+        reason = f"an sd is {worst:.2f} times what it should be ({name})"
+        reason = self._located("sd", name, check) or reason
+        yield from SD.judge(max(high, 1 / low if low > 0 else math.inf), reason, FIT_BETTER)
+
+    def _located(self, kind: str, name: str, check: MomentCheck) -> str:
+        limit = MEAN.check if kind == "mean" else math.log(SD.check)
+        faults = [f for f in check.faults if f.kind == kind]
+        # The worst in any case, as the limits are those of the worst direction.
+        faults = faults[:1] + [fault for fault in faults[1:] if fault.size > limit]
+        if not faults:
+            return ""
+        return f"{describe_faults(faults, self.labels, isinstance(check, SteinCheck))} ({name})"
+
+    def _lack_of_power(self) -> Iterator[Finding]:
+        """Weights that are few do not tell, nor do Stein's identities of a guide that was trained
+        by them."""
+        if self.importance is None or self.bound is None or _has_power(self.importance):
+            return
+        if self.drift is not None and _has_power(self.drift):
+            return
+        number = self.bound.effective_sample_size
+        reason = (
+            f"cannot tell: the weights are worth {number:.0f} draws ({self.efficiency:.0%}), which "
+            f"do not show errors {_beyond(self.importance)}"
+        )
+        yield Finding("check", reason, "more draws (num_samples), or refine and then diagnose")
 
     def __str__(self) -> str:
         head = f"Diagnosis of {self.num_samples} draws in {self.latent_dim} dimensions"
@@ -185,7 +227,12 @@ class Diagnosis:
             yield "  would correct", _moments(self.importance)
         if self.stein is not None:
             yield "Stein's identities", _moments(self.stein)
-            yield "kernel Stein test", f"p = {self.stein.kernel.p_value:.3f}"
+            by_site = "".join(
+                f", of `{site}` alone {p_value:.3f}"
+                for site, p_value in self.stein.by_site[:1]
+                if p_value < P_VALUE
+            )
+            yield "kernel Stein test", f"p = {self.stein.kernel.p_value:.3f}{by_site}"
         if self.drift is not None:
             yield "short HMC", f"{_moments(self.drift)}, {self.drift.acceptance:.0%} accepted"
         elif not self.broken:
@@ -198,28 +245,45 @@ class Diagnosis:
             yield "modes", f"{lost} of {len(self.coverage.mass)} without draws"
         elif not self.broken:
             yield "modes", "not looked for"
+        if self.spared:
+            yield "spared by budget", ", ".join(self.spared)
 
     def _verdict_lines(self) -> Iterator[str]:
         worst = next((f for f in self.findings if f.verdict == self.verdict), None)
         yield f"Verdict: {self.verdict}" + (f": {worst.reason}" if worst else "")
-        for finding in self.findings:
-            if finding != worst:
-                yield f"  also: {finding.reason}"
+        others = [finding for finding in self.findings if finding != worst]
+        for finding in others[:MAX_ALSO]:
+            yield f"  also: {finding.reason}"
+        if len(others) > MAX_ALSO:
+            yield f"  also: {len(others) - MAX_ALSO} more, see findings"
         if self.cures:
             yield f"  try: {'; '.join(self.cures)}"
 
 
-def _moment_findings(
-    name: str, check: ImportanceCheck | SteinCheck | DriftCheck
-) -> Iterator[Finding]:
-    low, high = check.sd_ratios
-    reason = f"a mean is off by {check.mean_error:.2f} standard deviations ({name})"
-    yield from MEAN.judge(check.mean_error, reason, FIT_BETTER)
-    worst = low if low * high < 1 else high
-    reason = f"a standard deviation is {worst:.2f} times what it should be ({name})"
-    yield from SD.judge(max(high, 1 / low if low > 0 else math.inf), reason, FIT_BETTER)
+def _kernel_findings(stein: SteinCheck) -> Iterator[Finding]:
+    sites = [f"`{site}`" for site, p_value in stein.by_site if p_value < P_VALUE]
+    where = f", those of {' and '.join(sites[:2])} by themselves" if sites else ""
+    p_values = [stein.kernel.p_value, *(p_value for _, p_value in stein.by_site)]
+    if min(p_values) < P_VALUE:
+        reason = (
+            f"the draws do not fit the scores{where} (kernel Stein test, p = {min(p_values):.3f})"
+        )
+        yield Finding("check", reason, FIT_BETTER)
 
 
-def _moments(check: ImportanceCheck | SteinCheck | DriftCheck) -> str:
+def _has_power(check: MomentCheck) -> bool:
+    """Whether what must not be missed would have been seen."""
+    return check.resolution.mean <= MEAN.distrust and check.resolution.sd <= SD.distrust
+
+
+def _beyond(check: MomentCheck) -> str:
+    return (
+        f"below {check.resolution.mean:.2f} sd in means, a factor {check.resolution.sd:.2f} in sds"
+    )
+
+
+def _moments(check: MomentCheck) -> str:
     low, high = check.sd_ratios
+    if check.mean_error == 0 and (low, high) == (1.0, 1.0) and not _has_power(check):
+        return f"cannot tell: no errors seen, but none {_beyond(check)} would be"
     return f"means off by {check.mean_error:.2f} sd, sds {low:.2f} to {high:.2f} times the right"

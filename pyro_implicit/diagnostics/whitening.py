@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frame in which a guide's draws have mean 0 and covariance I."""
+"""The frame in which a guide's draws have mean 0 and covariance I, or at least unit sds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 __all__ = ["CollapsedError", "Whitened", "whiten_draws"]
 
+MAX_FULL_DIM = 300
 ROUNDING = 10  # units in the last place of the largest draw that are no spread
 
 
@@ -22,13 +23,15 @@ class Whitened(NamedTuple):
 
     ``white`` ``(num_draws, latent_dim)`` are the draws in the frame; ``loc`` ``(latent_dim,)`` and
     ``frame`` ``(latent_dim, latent_dim)`` lead back; ``axes``, unit columns ``(latent_dim,
-    latent_dim)``, are the original coordinates as directions in the frame.
+    latent_dim)``, are the original coordinates as directions in the frame. Of more than 300 latents
+    each coordinate has its own scale: ``frame`` ``(latent_dim,)`` multiplies it, ``axes`` is None,
+    and correlations are left as they are.
     """
 
     white: Tensor
     loc: Tensor
     frame: Tensor
-    axes: Tensor
+    axes: Tensor | None
 
     def first(self, num_draws: int) -> Whitened:
         """The first draws, in the frame of all."""
@@ -36,15 +39,15 @@ class Whitened(NamedTuple):
 
     def unwhiten(self, white: Tensor) -> Tensor:
         """Points of the frame in the original coordinates, both ``(num_points, latent_dim)``."""
-        return self.loc + white @ self.frame
+        return self.loc + (white * self.frame if self.axes is None else white @ self.frame)
 
     def scores(self, scores: Tensor) -> Tensor:
         """Gradients by the original coordinates as gradients by those of the frame."""
-        return scores @ self.frame.mT
+        return scores * self.frame if self.axes is None else scores @ self.frame.mT
 
 
 def whiten_draws(draws: Tensor) -> Whitened:
-    """Draws in the frame of their own mean and covariance.
+    """Draws in the frame of their own mean and covariance, above 300 latents of their sds alone.
 
     **Example:**
 
@@ -67,6 +70,8 @@ def whiten_draws(draws: Tensor) -> Whitened:
     if not (spread > rounding).all():
         raise CollapsedError(_message(draws))
     standard = (draws / unit - mean) / spread
+    if draws.shape[-1] > MAX_FULL_DIM:
+        return Whitened(standard, loc, scale, None)
     factor, info = torch.linalg.cholesky_ex(standard.mT @ standard / (len(draws) - 1))
     if info or not (factor.diagonal().square() > rounding).all():
         raise CollapsedError(_message(draws))

@@ -14,6 +14,7 @@ from pyro.infer.autoguide import AutoGuide
 
 from pyro_implicit.density.engine import SubsampledError
 from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.fitting.amortized import Amortize, fit_amortized, refuse_amortizing
 from pyro_implicit.fitting.arguments import refuse_misplaced
 from pyro_implicit.fitting.checkpoint import same_start
 from pyro_implicit.fitting.guide_stages import is_near, train_exact, train_semi_implicit
@@ -44,6 +45,7 @@ def fit(
     *args: Any,
     batches: Iterable[Any] | None = None,
     epochs: int = 10,
+    amortize: Amortize | None = None,
     loss: Trace_ELBO | None = None,
     num_steps: int = 3000,
     lr: float = 0.01,
@@ -125,6 +127,9 @@ def fit(
         its draws by stochastic gradients (:func:`~pyro_implicit.mcmc.refine_by_minibatches`).
     :param epochs: passes over ``batches``, of the training, and of the chains; in place of
         ``num_steps``.
+    :param amortize: for latents of single rows, in a plate that ``batches`` or the model subsample:
+        ``"auto"``, or encoders by site, see :class:`~pyro_implicit.guides.AutoAmortized`, which is
+        the guide then. ``result.sample(n, x)`` draws for new rows.
     :param loss: by which a given guide is trained; by default that of
         :func:`~pyro_implicit.fitting.default_loss`.
     :param num_steps: of each training, at most: it is slowed down once the smoothed loss stands
@@ -138,7 +143,8 @@ def fit(
     :param checkpoint: a folder. A run that was killed goes on from there when it is called again
         with the same arguments, and ends with the same parameters to the last bit.
     :param checkpoint_every: steps between two writings.
-    :param progress: whether to show a bar for each training.
+    :param progress: whether to show bars for search, trainings, bounds and chains, each with what
+        is left of its time: in a terminal or a notebook, never in a log.
     :param model_kwargs: more keyword arguments of the model: those with a name of ours, such as
         ``seed``, ``lr`` or ``loss``.
     :returns: guide, losses, bounds and stages. Its guides leave nothing in Pyro's parameter store;
@@ -151,6 +157,8 @@ def fit(
     :raises RuntimeError: for a model without latents.
     """
     refuse_misplaced(model, guide, loss)
+    if amortize is not None:
+        refuse_amortizing(guide, refine)
     kwargs = {**kwargs, **(model_kwargs or {})}
     folder = None if checkpoint is None else Path(checkpoint)
     if seed is not None:
@@ -175,10 +183,16 @@ def fit(
         stages.num_steps = epochs * stages.batches.epoch_length
         with stages.leaving_no_names():
             try:
-                fit_batches(stages, guide, loss)
+                fit_batches(stages, guide, loss, amortize)
             except KeyboardInterrupt:
                 return stages.keep_the_best(None, None)
             return refine_batches(stages, epochs) if refine is True else stages.result
+    if amortize is not None:
+        with stages.leaving_no_names():
+            try:
+                return fit_amortized(stages, amortize)
+            except KeyboardInterrupt:
+                return stages.keep_the_best(None, None)
     if not isinstance(guide, str):
         loss = loss or default_loss(guide, num_particles, *args, model_kwargs=kwargs)
         return _fit_given(stages, guide, loss, refine is True)

@@ -11,7 +11,7 @@ from pyro.infer import Trace_ELBO
 
 from pyro_implicit.density.engine import SubsampledError, refuse_subsampling
 from pyro_implicit.generators import as_generator
-from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
+from pyro_implicit.guides import AutoAmortized, AutoImplicit, AutoSemiImplicit
 from pyro_implicit.infer import KIVI_ELBO, LIVI_ELBO, ImplicitELBO, InjectiveELBO
 
 __all__ = ["default_loss"]
@@ -50,16 +50,20 @@ def default_loss(
     """
     if isinstance(guide, AutoSemiImplicit):
         return LIVI_ELBO(num_particles, nonfinite="skip")
+    kwargs = {**kwargs, **(model_kwargs or {})}
+    if isinstance(guide, AutoAmortized):
+        if guide.prototype_trace is None:
+            with poutine.block():
+                guide(*args, **kwargs)
+        kind = LIVI_ELBO if guide.is_semi_implicit else ImplicitELBO
+        return kind(num_particles, nonfinite="skip")
     if not isinstance(guide, AutoImplicit):
         return ImplicitELBO(num_particles, nonfinite="skip")
-    kwargs = {**kwargs, **(model_kwargs or {})}
     if guide.prototype_trace is None:
         with poutine.block():
             guide(*args, **kwargs)
     if as_generator(guide.generator).injective and guide.noise_dim == guide.latent_dim:
-        coverage = (
-            0.0 if _subsamples(guide.model, args, {**kwargs, **(model_kwargs or {})}) else 1.0
-        )
+        coverage = 0.0 if _subsamples(guide.model, args, kwargs) else 1.0
         return InjectiveELBO(num_particles, coverage=coverage, nonfinite="skip")
     return KIVI_ELBO(num_particles, nonfinite="skip")
 

@@ -9,6 +9,7 @@ from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoNormal, init_to_value
 
 from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.fitting.amortized import Amortize, fit_amortized
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.plan import MAX_DENSE_DIM
 from pyro_implicit.fitting.refinement_stages import between
@@ -25,7 +26,9 @@ __all__ = ["fit_batches", "refine_batches"]
 FEW_PARTICLES, PARTICLES, INIT_SCALE = 2, 8, 0.05
 
 
-def fit_batches(stages: Stages, guide: Any, loss: Trace_ELBO | None) -> Fit:
+def fit_batches(
+    stages: Stages, guide: Any, loss: Trace_ELBO | None, amortize: Amortize | None = None
+) -> Fit:
     """Train a guide on minibatches: one that was given, or one of this model's size.
 
     Of at most 100 latents that is an :class:`AutoSemiImplicit`, of more an ``AutoNormal``, which
@@ -34,11 +37,20 @@ def fit_batches(stages: Stages, guide: Any, loss: Trace_ELBO | None) -> Fit:
 
     :param guide: or ``"auto"``.
     :param loss: of a given guide.
+    :param amortize: the latents of single rows.
     """
     assert stages.batches is not None
     first = stages.batches.probed[0]
-    density = MinibatchDensity(stages.model, *stages.args, batch=first, model_kwargs=stages.kwargs)
+    density = MinibatchDensity(
+        stages.model,
+        *stages.args,
+        batch=first,
+        allow_local=amortize is not None,
+        model_kwargs=stages.kwargs,
+    )
     check_scaling(density, stages.batches)
+    if amortize is not None:
+        return fit_amortized(stages, amortize)
     if not isinstance(guide, str):
         particles = min(stages.num_particles, PARTICLES)
         everything = (*stages.args, *first)

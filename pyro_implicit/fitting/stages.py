@@ -15,6 +15,7 @@ from pyro.infer.autoguide import AutoGuide
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import Modes, find_modes
+from pyro_implicit.density.progress import showing_progress
 from pyro_implicit.fitting.candidates import Candidate, choose, exact_guide, weigh
 from pyro_implicit.fitting.correction import Reliability
 from pyro_implicit.fitting.losses import default_loss
@@ -72,7 +73,8 @@ class Stages:
     def leaving_no_names(self) -> Iterator[None]:
         """Take the guides made in here out of Pyro's parameter store at the end."""
         try:
-            yield
+            with showing_progress(self.files["progress"]):
+                yield
         finally:
             for guide in self.guides:
                 forget(guide)

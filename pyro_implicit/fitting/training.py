@@ -14,8 +14,8 @@ import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
 from torch import Tensor
-from tqdm import tqdm
 
+from pyro_implicit.density.progress import progress_bar
 from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
 from pyro_implicit.infer import InjectiveELBO
 from pyro_implicit.infer.engine.networks import NetworkELBO
@@ -153,7 +153,7 @@ def train(
     first, last = len(state.losses), schedule.num_steps
     latest_decay = last - round(last * schedule.decay)
     began = time.perf_counter()
-    bar = tqdm(total=last, initial=first, desc=name, disable=not progress)
+    bar = progress_bar(last, name, progress, initial=first)
     while not state.finished:
         step = len(state.losses)
         if state.decay_start is None and (

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from pyro_implicit.guides.affine_frame import Frame
+from pyro_implicit.guides.auto_amortized import AutoAmortized
 from pyro_implicit.guides.auto_implicit import AutoImplicit
 from pyro_implicit.guides.auto_mixture import AutoMixture
 from pyro_implicit.guides.auto_semi_implicit import AutoSemiImplicit
 from pyro_implicit.guides.stored_draws import StoredDraws
 
 __all__ = [
+    "AutoAmortized",
     "AutoImplicit",
     "AutoMixture",
     "AutoSemiImplicit",

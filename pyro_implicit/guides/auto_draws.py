@@ -40,6 +40,8 @@ class AutoDraws(AutoContinuous):
     :raises RuntimeError: at the first call, for a model without latents.
     """
 
+    prototype_trace: Any
+
     def __init__(
         self,
         model: Callable[..., Any],
@@ -78,13 +80,12 @@ class AutoDraws(AutoContinuous):
         for name, frames in self._cond_indep_stacks.items():
             for frame in frames:
                 if frame.full_size is not None and frame.full_size != frame.size:
+                    self.prototype_trace = None  # so that the next call says so, too
                     raise ValueError(
                         f"site '{name}' has one latent for each of the {frame.full_size} elements "
                         f"of plate '{frame.name}', which subsamples {frame.size}: "
                         f"{type(self).__name__} would keep one latent per minibatch slot. Cure: "
-                        "write an amortised guide with pyro.sample(name, SemiImplicit(encoder, "
-                        "noise_dim, scale, context=features)) inside the plate, and combine it "
-                        "with this one of the other sites by AutoGuideList"
+                        "fit(model, 'auto', ..., amortize='auto'), or AutoAmortized(model)"
                     )
 
     def _forget_data(self) -> None:

@@ -20,7 +20,6 @@ __all__ = ["draw", "draws_in_parallel", "refuse_swapped", "trace_guide"]
 
 
 @torch.no_grad()
-@poutine.block
 def draw(
     guide: Callable[..., Any], num_samples: int, /, *args: Any, **kwargs: Any
 ) -> dict[str, Tensor]:
@@ -50,6 +49,13 @@ def draw(
     :raises TypeError: if the guide cannot run because its arguments are missing, or if it observes
         a site.
     """
+    with poutine.block():  # of its own, as guides may draw from guides
+        return _draw(guide, num_samples, args, kwargs)
+
+
+def _draw(
+    guide: Callable[..., Any], num_samples: int, args: tuple, kwargs: dict[str, Any]
+) -> dict[str, Tensor]:
     # Once in any case: an autoguide reads its model in the first call.
     trace = trace_guide(guide, args, kwargs)
     if hasattr(guide, "sample_posterior") and "num_samples" not in kwargs:  # the guide's own

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_implicit.density.progress import steps_of
 from pyro_implicit.infer.engine.hierarchical import HierarchicalELBO, Proposal
 from pyro_implicit.ops.pareto import pareto_smoothed
 
@@ -183,7 +184,8 @@ def weighted_draws(
     kwargs = {**kwargs, **(model_kwargs or {})}
     chunk_size = min(chunk_size, num_samples)
     elbo = HierarchicalELBO(chunk_size, num_mixing, proposal, num_steps, num_starts)
-    rounds = range(-(-num_samples // chunk_size))
+    number = -(-num_samples // chunk_size)
+    rounds = steps_of(range(number), number, "weights")
     chunks = [elbo.weighted_draws(model, guide, args, kwargs) for _ in rounds]
     for name, shares in elbo.folds.items():
         share = torch.stack(shares).mean().item()

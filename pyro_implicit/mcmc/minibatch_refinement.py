@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 
 import pyro
 from torch import Tensor
-from tqdm import tqdm
 
 from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.density.progress import progress_bar
 from pyro_implicit.mcmc.batch_stream import BatchStream
 from pyro_implicit.mcmc.chain_files import load_chains, save_chains
 from pyro_implicit.mcmc.draw_store import DrawStore
@@ -163,7 +163,7 @@ def refine_by_minibatches(
 
     if chains.step == 0:
         save()
-    with tqdm(total=steps, initial=chains.step, desc="refine", disable=not progress) as bar:
+    with progress_bar(steps, "refine", progress, initial=chains.step) as bar:
         while chains.stopped is None:
             before, gradients = time.perf_counter(), chains.gradients
             kept = chains.advance(density, stream)

@@ -14,9 +14,9 @@ import torch
 from pyro import poutine
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from tqdm import tqdm
 
 from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.progress import progress_bar
 from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.mcmc.chain_files import load_chains, save_chains
 from pyro_implicit.mcmc.chains import Chains
@@ -223,7 +223,7 @@ def refine(
     else:
         walked, chains = start_chains(density, plan)
     began -= chains.seconds
-    with tqdm(total=max_gradients, desc="refine", disable=not progress) as bar:
+    with progress_bar(max_gradients, "refine", progress) as bar:
         while chains.stopped is None:
             share = chains.gradients / max_gradients
             if max_seconds is not None:

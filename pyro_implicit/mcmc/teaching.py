@@ -14,8 +14,8 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, AutoNormal
 from pyro.infer.autoguide.utils import deep_setattr
 from torch import Tensor
-from tqdm import tqdm
 
+from pyro_implicit.density.progress import progress_bar
 from pyro_implicit.mcmc.density_at_draws import DensityAtDraws
 from pyro_implicit.mcmc.frame import estimate_frame
 from pyro_implicit.mcmc.guide_density import density_at_draws
@@ -108,7 +108,7 @@ def teach(
         else:
             size = min(batch_size, density.num_draws)
             optimiser = torch.optim.Adam(parameters, lr)
-            bar = tqdm(range(num_steps), desc="teach", disable=not progress)
+            bar = progress_bar(num_steps, "teach", progress, iterable=range(num_steps))
             for step in bar:
                 for group in optimiser.param_groups:
                     group["lr"] = 0.5 * lr * (1 + math.cos(math.pi * step / num_steps))

@@ -107,10 +107,12 @@ def test_printed_table():
     table = [line for line in lines if line.startswith(("a", "b["))]
     assert len(table) == 7 and len({len(line) for line in table}) == 1
     assert f"= {report.floor_ratio:.1f} x its sampling floor" in str(report)
-    assert lines[-2:] == [
+    assert lines[-3:-1] == [
         "Not compared, only in the guide: extra",
         "Not compared, only in the reference: c",
     ]
+    assert lines[-1] == f"Verdict: {report.verdict}"
+    assert f"{report.floor_ratio:.1f} times as far off as exact draws" in report.verdict
 
 
 def test_a_large_site_is_summarised_by_its_worst_coordinate():
@@ -258,3 +260,92 @@ def test_bad_arguments():
         compare(None, {"z": torch.zeros(9)}, NUTS(model))
     with pytest.raises(TypeError, match=r"AutoNormal could not run .* guide\(x, y\)"):
         compare(model, AutoNormal(model), {"scale": torch.ones(9)})
+
+
+def two_modes():
+    x = pyro.sample("x", dist.Normal(torch.zeros(2), 10.0).to_event(1))
+    apart = torch.stack([(x - 4).square().sum(), (x + 4).square().sum()])
+    pyro.factor("modes", torch.logsumexp(-0.5 * apart, 0))
+
+
+def both_modes(share=0.5):
+    sign = torch.where(torch.rand(500, 1) < share, 1.0, -1.0)
+    return {"x": 4 * sign + torch.randn(500, 2)}
+
+
+@pytest.mark.parametrize("with_density", [False, True])
+def test_a_reference_that_lost_a_mode_is_the_worse_one(with_density):
+    lost = {"x": 4 + torch.randn(500, 2)}
+
+    def guide():
+        where = dist.Normal(torch.tensor([[4.0, 4.0], [-4.0, -4.0]]), 1.0).to_event(1)
+        pyro.sample("x", MixtureOfNormals(dist.Categorical(torch.ones(2)), where))
+
+    found = compare(two_modes, guide if with_density else both_modes(), lost, model_kwargs={})
+    assert found.reference.missing == pytest.approx(0.5, abs=0.06)
+    assert found.verdict.startswith("the reference is the worse one: no draws where about ")
+    assert str(found).splitlines()[-1] == f"Verdict: {found.verdict}"
+    # A guide that lost it is the worse one itself, and one far out where nothing is, too.
+    other = compare(two_modes, lost, both_modes())
+    assert other.reference.missing == 0 and "times as far off" in other.verdict
+    astray = compare(two_modes, {"x": 20 + both_modes()["x"]}, both_modes())
+    assert astray.reference.missing == 0 and not astray.reference.is_worse
+
+
+class MixtureOfNormals(dist.MixtureSameFamily):
+    support = torch.distributions.constraints.real_vector
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_guide_that_is_too_wide_finds_no_lost_mass(seed):
+    torch.manual_seed(seed)
+    wide = {"x": 1.5 * torch.randn(1000, 5)}
+
+    def normal():
+        pyro.sample("x", dist.Normal(torch.zeros(5), 1.0).to_event(1))
+
+    found = compare(normal, wide, {"x": torch.randn(1000, 5)})
+    assert found.reference.missing < 0.01 and not found.reference.is_worse
+
+
+def test_poor_chains_are_named():
+    chains = torch.randn(4, 100, 3)
+    chains[3, :, 1] += 2.0  # one chain is elsewhere
+    guide = {"x": torch.randn(400, 3)}
+    found = compare(None, guide, {"x": chains})
+    assert found.reference_draws["x"].shape == (400, 3)
+    assert found.reference.worst_r_hat == "x[1]" and found.reference.r_hat > 1.2
+    assert "the reference is too poor to judge by: R-hat 1." in found.verdict
+    assert "of `x[1]`" in found.verdict
+    # Without chains: a walk that hardly moves.
+    walk = torch.randn(400, 3)
+    walk[:, 2] = 0.1 * torch.randn(400).cumsum(0)
+    found = compare(None, guide, {"x": walk})
+    assert found.reference.r_hat is None and found.reference.worst_ess == "x[2]"
+    assert found.reference.effective_sample_size < 30
+    assert "effective draws of `x[2]`" in found.verdict
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+class Chains:
+    """As Pyro's MCMC."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def get_samples(self, num_samples=None, group_by_chain=False):
+        return (
+            self.samples
+            if group_by_chain
+            else {k: v.flatten(0, 1) for k, v in self.samples.items()}
+        )
+
+
+def test_good_chains_are_good():
+    chains = {"x": torch.randn(4, 200), "extra": torch.randn(4, 200, 2)}
+    guide = {"x": torch.randn(800)}
+    for reference in (chains, Chains(chains)):
+        found = compare(None, guide, reference)
+        assert 0.9 < found.reference.r_hat < 1.03 and found.reference.effective_sample_size > 400
+        assert found.verdict == "the guide is as near as exact draws would be"
+        assert found.only_in_reference == ("extra",)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pyro
@@ -24,6 +25,7 @@ from torch.distributions import constraints
 
 from pyro_implicit import LIVI_ELBO, MLP, AutoImplicit, AutoSemiImplicit
 from pyro_implicit.diagnostics.checkup import diagnose
+from pyro_implicit.diagnostics.moments import MomentErrors
 from pyro_implicit.diagnostics.stein import SteinCheck
 from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.infer.bound import EvidenceBound
@@ -101,9 +103,71 @@ def test_report():
     assert {"kernel Stein test", "short HMC", "objective", "modes"} <= set(names)
     (verdict,) = (line for line in lines if line.startswith("Verdict"))
     assert verdict.startswith("Verdict: do not trust: k-hat ")
-    assert "  also: a standard deviation is 0.5" in str(found)
+    assert "  also: the sd of " in str(found) and "is 0.5" in str(found)
     assert lines[-1].startswith("  try: a more flexible guide") and lines[-1].endswith("NUTS")
     assert len(set(lines)) == len(lines)
+
+
+def test_says_where():
+    pyro.set_rng_seed(0)
+    guide = exact_guide()
+    guide.loc.data[2] -= 0.4
+    found = diagnose(gaussian, guide, num_transitions=0, modes=None)
+    assert "the mean of log `x` is 0.4" in str(found) and "sd too low" in str(found)
+    assert "`w" not in str(found)
+    guide = exact_guide()
+    guide.scale = torch.tensor([1.0, 1.0, 0.67]) * guide.scale
+    found = str(diagnose(gaussian, guide, num_transitions=0, modes=None))
+    assert "the sd of log `x` is 0.6" in found and "times what it should be" in found
+
+
+def test_few_weights_cannot_tell():
+    """Of many latents that are all a little too wide, weights are few, and short HMC is skipped."""
+
+    def wide():
+        pyro.sample("x", dist.Normal(torch.zeros(60), 1.0).to_event(1))
+
+    def guide():
+        pyro.sample("x", dist.Normal(torch.zeros(60), 1.15).to_event(1))
+
+    options = {"num_transitions": 0, "modes": None}
+    found = diagnose(wide, guide, num_samples=1000, **options)
+    assert found.bound.khat < 0.7 and found.efficiency < 0.2
+    (reason,) = (f.reason for f in found.findings if f.reason.startswith("cannot tell"))
+    assert "the weights are worth" in reason and "errors below" in reason
+    # Whatever Stein's identities make of it: a guide that was trained by them fulfils them.
+    silent = dataclasses.replace(found, stein=None, importance=MomentErrors(0.0, (1.0, 1.0)))
+    assert not any("cannot tell" in f.reason for f in silent.findings)
+
+
+def test_more_latents_than_draws():
+    def wide():
+        pyro.sample("x", dist.Normal(torch.zeros(2000), 1.0).to_event(1))
+        pyro.sample("tau", dist.LogNormal(0.0, 1.0))
+
+    def guide():
+        pyro.sample("x", dist.Normal(torch.zeros(2000), 1.0).to_event(1))
+        pyro.sample("tau", dist.LogNormal(0.5, 1.0))
+
+    found = diagnose(wide, guide, num_samples=500, num_transitions=2)
+    assert found.verdict == "do not trust" and found.latent_dim == 2001
+    assert "the mean of log `tau` is 0." in str(found) and "sd too high" in str(found)
+
+
+def test_a_budget_spares_what_is_dear():
+    def costly():
+        x = pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        for _ in range(100):
+            x = x + 0.0
+        pyro.sample("y", dist.Normal(x.sum(), 1.0), obs=torch.tensor(0.0))
+
+    guide = AutoNormal(costly)
+    found = diagnose(costly, guide, num_samples=200, max_seconds=0.05)
+    assert found.drift is None and found.coverage is None and found.num_samples == 200
+    assert "0 transitions of HMC of 20" in str(found) and "no search for modes" in str(found)
+    assert found.planned_seconds < 0.05
+    whole = diagnose(costly, guide, num_samples=200, num_transitions=2, modes=None)
+    assert whole.spared == () and whole.drift is not None
 
 
 @pytest.mark.parametrize(

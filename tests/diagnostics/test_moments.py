@@ -15,7 +15,7 @@ from torch.distributions import MultivariateNormal
 from pyro_implicit.diagnostics.drift import drift_check
 from pyro_implicit.diagnostics.importance import importance_check
 from pyro_implicit.diagnostics.moments import moment_errors
-from pyro_implicit.diagnostics.stein import stein_check
+from pyro_implicit.diagnostics.stein import stein_by_site, stein_check
 from pyro_implicit.diagnostics.whitening import CollapsedError, whiten_draws
 
 NUM = 2000
@@ -225,9 +225,10 @@ def test_numbers_out_of_range_are_errors_without_end():
     noise = torch.randn(100, 2)
     for wild in (1e80 * noise, noise / 0.0, math.nan * noise):
         products = [(1.0, wild, noise)]
-        assert moment_errors(noise, products, torch.eye(2), 0.01) == (math.inf, 0.0, math.inf)
+        errors = moment_errors(noise, products, torch.eye(2), 0.01)
+        assert errors.mean_error == math.inf and errors.sd_ratios == (1.0, math.inf)
         errors = moment_errors(wild, [(1.0, noise, noise)], torch.eye(2), 0.01)
-        assert errors.mean_error == math.inf and errors.sd_ratios_by_difference()[1] == math.inf
+        assert errors.mean_error == math.inf and errors.sd_ratios[1] == math.inf
 
 
 def test_drift_takes_chunks():
@@ -252,7 +253,7 @@ def test_directions_are_tested_on_other_draws_than_they_come_from():
         torch.manual_seed(seed)
         noise, other = torch.randn(2, 200, 50)
         errors = moment_errors(noise, [(1.0, noise, other)], torch.eye(50), 0.01)
-        alarms += errors != (0.0, 0.0, 0.0)
+        alarms += errors[:3] != (0.0, (1.0, 1.0), ())
     assert alarms <= 3
 
 
@@ -267,3 +268,93 @@ def test_float32():
     single = importance_check(single_whitened, log_weights.float())
     expected = importance_check(whitened, log_weights)
     assert single.sd_ratios == pytest.approx(expected.sd_ratios, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["stein", "drift", "importance"])
+def test_says_which_coordinate(name):
+    """In a frame with correlations, on scales from 0.01 to 100."""
+    torch.manual_seed(0)
+    scales = torch.tensor([0.01, 1.0, 100.0])
+    factor = scales.unsqueeze(-1) * torch.linalg.cholesky(torch.eye(3) + 0.5 - 0.5 * torch.eye(3))
+    posterior = MultivariateNormal(torch.zeros(3), scale_tril=factor)
+    moved = posterior.loc + torch.tensor([0.0, 0.4, 0.0]) * posterior.stddev
+    guide = MultivariateNormal(moved, scale_tril=factor)
+    draws = guide.sample((8000,))
+    faults = {
+        "stein": lambda w: stein_check(w, -draws @ posterior.precision_matrix),
+        "drift": lambda w: drift_check(w.first(2000), posterior.log_prob),
+        "importance": lambda w: importance_check(
+            w, posterior.log_prob(draws) - guide.log_prob(draws)
+        ),
+    }[name](whiten_draws(draws)).faults
+    (worst, *_) = (fault for fault in faults if fault.kind == "mean")
+    if name == "stein":  # the mean given the others
+        assert any(fault.terms == ((1, 1.0),) for fault in faults)
+    else:
+        # A shift of one of three correlated latents is larger still in the direction between them.
+        assert worst.terms[0][0] == 1 and worst.error > 0.35
+        by_axis = {f.terms[0][0]: f.error for f in faults if len(f.terms) == 1}
+        assert by_axis[1] == pytest.approx(0.4, abs=0.08) and 0 not in by_axis
+
+
+def test_names_the_directions_of_a_correlation():
+    """A mean-field guide is too narrow along the sum, and too wide along the difference."""
+    torch.manual_seed(0)
+    precision = MultivariateNormal(
+        torch.zeros(3), torch.tensor([[1.0, 0.9, 0.0], [0.9, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    ).precision_matrix
+    draws = torch.randn(4000, 3) * precision.diagonal().rsqrt()
+    narrow, wide = (
+        fault
+        for fault in stein_check(whiten_draws(draws), -draws @ precision).faults
+        if len(fault.terms) == 2
+    )
+    if narrow.error > wide.error:
+        narrow, wide = wide, narrow
+    assert {i for i, _ in narrow.terms} == {i for i, _ in wide.terms} == {0, 1}
+    assert narrow.terms[1][1] == pytest.approx(1.0, abs=0.1)
+    assert wide.terms[1][1] == pytest.approx(-1.0, abs=0.1)
+    assert narrow.error == pytest.approx(0.1**0.5, rel=0.1)
+    assert wide.error == pytest.approx(1.9**0.5, rel=0.1)
+
+
+def test_many_dimensions():
+    """Scaled by coordinate, correlations left as they are; the worst directions by Lanczos."""
+    torch.manual_seed(0)
+    dim = 310
+    draws = torch.randn(10_000, dim)
+    draws[:, 7] *= 0.5
+    draws[:, 9] += 0.5
+    scale = torch.logspace(-2, 2, dim)
+    whitened = whiten_draws(draws * scale)
+    assert whitened.axes is None
+    torch.testing.assert_close(whitened.unwhiten(whitened.white), draws * scale)
+    # The posterior has correlation 0.9 between two others, at which no coordinate looks wrong.
+    score = -draws.clone()
+    a, b = draws[:, 20], draws[:, 21]
+    width = (1 - 0.9**2) ** 0.5
+    a, b = a * width, b * width
+    draws[:, 20], draws[:, 21] = a, b
+    score[:, 20], score[:, 21] = (0.9 * b - a) / width**2, (0.9 * a - b) / width**2
+    found = stein_check(whiten_draws(draws * scale), score / scale)
+    singles = {(f.kind, f.terms[0][0]): f.error for f in found.faults if len(f.terms) == 1}
+    assert singles == {
+        ("sd", 7): pytest.approx(0.5, rel=0.1),
+        ("mean", 9): pytest.approx(0.5, rel=0.2),
+    }
+    (pair,) = (f for f in found.faults if len(f.terms) > 1 and f.error > 1)
+    assert {index for index, _ in pair.terms[:2]} == {20, 21}
+    assert pair.error == pytest.approx(1.9**0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_kernel_test_by_site(seed):
+    """Of one wrong site among many latents that are right."""
+    torch.manual_seed(seed)
+    u = torch.randn(1000, 60)
+    scores = -u
+    scores[:, 0] = -2 * u[:, 0].pow(3)  # a quartic well, of wider shoulders
+    sizes = {"odd": 1, "many": 50, "rest": 9}
+    (first, p_value), *others = stein_by_site(u, scores, sizes)
+    assert first == "odd" and p_value < 0.003
+    assert all(p > 0.01 for _, p in others) and len(others) == 2

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A guide for models with a latent for each row of their data: amortised, and implicit beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.distributions.util import sum_rightmost
+from pyro.infer.autoguide import AutoGuide
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
+from torch.distributions import biject_to
+
+from pyro_implicit.distributions import SemiImplicit
+from pyro_implicit.generators import Generator
+from pyro_implicit.guides.auto_semi_implicit import AutoSemiImplicit
+from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.guides.row_data import LocalSite, RowData, find_local_sites, trace_model
+
+__all__ = ["AutoAmortized"]
+
+INIT_SCALE = 0.05
+HIDDEN = 64
+CONDITIONAL_SCALE = 0.05  # of an implicit site, next to the unit scale at which it starts
+LEAST_SCALE = 1e-4
+
+
+class AutoAmortized(AutoGuide):
+    r"""Local latents by encoders of their rows, all others by an implicit guide.
+
+    A latent :math:`z_i` in a plate of the data's rows gets :math:`q(z_i | x_i)`, Gaussian in
+    unconstrained space with location and scale from an encoder of that row's data: so it is known
+    for rows that no training has seen, and minibatches can train it. The others get a guide of
+    their own (:class:`AutoSemiImplicit` by default), independent of the rows.
+
+    What a row's data are is found at the first call: those tensors among the model's arguments that
+    have one row, their first dimension, for each element of the plate.
+
+    **Example:**
+
+    >>> import pyro.distributions as dist
+    >>> def model(x):
+    ...     mean = pyro.sample("mean", dist.Normal(0.0, 10.0))
+    ...     with pyro.plate("rows", 1000, subsample_size=len(x)):
+    ...         z = pyro.sample("z", dist.Normal(mean, 1.0))
+    ...         pyro.sample("x", dist.Normal(z, 0.5), obs=x)
+    >>> guide = AutoAmortized(model)
+    >>> {name: tuple(value.shape) for name, value in guide(torch.randn(20)).items()}
+    {'mean': (), 'z': (20,)}
+    >>> guide.sample_posterior(100, torch.randn(7))["z"].shape  # of new rows
+    torch.Size([100, 7])
+
+    :param model: a Pyro model whose data are arguments, rows first.
+    :param amortize: ``"auto"`` for all latents in a subsampled plate, each with a small network of
+        the row's flattened data, standardised by the first minibatch; or encoders by site. An
+        encoder is called with the arguments that have rows, in their order, and returns location
+        and scale in unconstrained space, ``(num_rows, ...)`` with as many numbers in each row as
+        the latent has there. A generator with a context (:class:`~pyro_implicit.NoisyEncoder`) is
+        given the flattened, standardised data, and makes the site implicit.
+    :param rest: from a model that hides the local latents makes the guide of the others.
+    :raises ValueError: at the first call, if there is no local latent, one that is not named, or no
+        argument with rows; later, if such an argument is missing.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        amortize: Literal["auto"] | Mapping[str, Callable[..., Any]] = "auto",
+        rest: Callable[[Callable[..., Any]], AutoGuide] | None = None,
+    ) -> None:
+        if isinstance(amortize, str) and amortize != "auto":
+            raise ValueError(f'amortize must be "auto" or a dict of encoders, but got {amortize!r}')
+        super().__init__(model)
+        # In tuples, so that they are no submodules.
+        self._given = (dict(amortize) if isinstance(amortize, Mapping) else None,)
+        self._make_rest = (rest,)
+        self._sites: tuple[LocalSite, ...] = ()
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        (given,), (make_rest,) = self._given, self._make_rest
+        trace = trace_model(self.model, args, kwargs)
+        sites = find_local_sites(trace, given)
+        self._rows = {site.rows.name: RowData(site.rows, args, kwargs) for site in sites}
+        local = [site.name for site in sites]
+        hidden = poutine.block(self.model, hide=local)
+        others = [
+            name
+            for name, site in trace.iter_stochastic_nodes()
+            if name not in local and not site_is_subsample(site)
+        ]
+        if others and make_rest is not None:
+            self.rest = make_rest(hidden)
+        elif others:
+            self.rest = AutoSemiImplicit(hidden, frame=None, init_scale=INIT_SCALE)
+        else:
+            self.rest = None
+        for site in sites:
+            rows = self._rows[site.rows.name].read(args, kwargs)
+            self._add_encoder(site, rows, None if given is None else given[site.name])
+        self._sites = tuple(sites)
+        self._given = self._make_rest = (None,)
+        for name in [name for name in trace.nodes if name not in (*local, *others)]:
+            trace.remove_node(name)
+        self._prototype_frames = {
+            frame.name: frame
+            for _, site in trace.iter_stochastic_nodes()
+            for frame in site["cond_indep_stack"]
+        }
+        self.prototype_trace = trace
+
+    def _check_prototype(self, part_trace: Any) -> None:
+        """Asked by the guide of the others, which shares the plates: its sites are the model's."""
+
+    def _add_encoder(self, site: LocalSite, rows: list[Tensor], given: Any) -> None:
+        like = next((row for row in rows if row.is_floating_point()), torch.empty(0))
+        features = _flatten(rows, like)
+        scale = features.std(0, correction=0)
+        key = _key(site.name)
+        self.register_buffer(f"loc_{key}", features.mean(0))
+        self.register_buffer(f"scale_{key}", torch.where(scale > 0, scale, torch.ones_like(scale)))
+        if given is None:
+            given = _Encoder(features.shape[-1], site.size).to(features)
+        setattr(self, f"encoder_{key}", given)
+
+    @property
+    def is_semi_implicit(self) -> bool:
+        """Whether a site has no density, but one given the noise."""
+        encoders = [getattr(self, f"encoder_{_key(site.name)}") for site in self._sites]
+        kinds = (Generator, AutoSemiImplicit)
+        return any(isinstance(part, kinds) for part in (self.rest, *encoders))
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Draw all latents, the local ones of the rows in these arguments."""
+        if self.prototype_trace is None:
+            self._setup_prototype(*args, **kwargs)
+        read = {name: rows.read(args, kwargs) for name, rows in self._rows.items()}
+        self.plates = {
+            name: _plate(frame, self._rows.get(name), read)
+            for name, frame in self._prototype_frames.items()
+        }
+        values = dict(self.rest(*args, **kwargs)) if self.rest is not None else {}
+        for site in self._sites:
+            rows, plate = read[site.rows.name], self.plates[site.rows.name]
+            if len(rows[0]) != plate.subsample_size:  # the model draws the rows
+                rows = [row[plate._indices.to(row.device)] for row in rows]
+            with ExitStack() as stack:
+                for frame in site.plates:
+                    stack.enter_context(self.plates[frame.name])
+                values[site.name] = self._sample(site, rows)
+        return values
+
+    def _sample(self, site: LocalSite, rows: list[Tensor]) -> Tensor:
+        posterior = self._posterior(site, rows)
+        if not isinstance(posterior, SemiImplicit):
+            return pyro.sample(site.name, posterior)
+        infer = {"is_auxiliary": True, "latents": (site.name,)}
+        latent = pyro.sample(f"_{self._pyro_name}_{site.name}_latent", posterior, infer=infer)
+        latent = latent.reshape(latent.shape[:-1] + site.shape[site.row_dim + 1 :])
+        transform = biject_to(site.support)
+        value = transform(latent)
+        log_density = transform.inv.log_abs_det_jacobian(value, latent)
+        extra = log_density.dim() - (value.dim() - site.event_dim)
+        log_density = sum_rightmost(log_density, extra)
+        return pyro.sample(site.name, dist.Delta(value, log_density, site.event_dim))
+
+    def _posterior(self, site: LocalSite, rows: list[Tensor]) -> dist.TorchDistribution:
+        """Of the latents of these rows: with a density, or :class:`SemiImplicit` before the
+        transform to their support."""
+        key = _key(site.name)
+        encoder = self._encoder(f"encoder_{key}")
+        features = _flatten(rows, getattr(self, f"loc_{key}"))
+        features = (features - getattr(self, f"loc_{key}")) / getattr(self, f"scale_{key}")
+        if isinstance(encoder, Generator):
+            if len(site.plates) > 1:
+                raise ValueError(
+                    f"latent '{site.name}' lies in more plates than that of its rows, which a "
+                    "generator cannot serve. Cure: an encoder that returns location and scale"
+                )
+            return SemiImplicit(encoder, encoder.noise_dim, CONDITIONAL_SCALE, context=features)
+        loc, scale = encoder(features) if isinstance(encoder, _Encoder) else encoder(*rows)
+        loc, scale = (_in_place(part, site, len(features)) for part in (loc, scale))
+        event_dim = len(site.shape) - (site.row_dim - site.rows.dim)
+        base = dist.Normal(loc, scale).to_event(event_dim)
+        transform = biject_to(site.support)
+        return dist.TransformedDistribution(base, [transform])
+
+    def _encoder(self, name: str) -> Any:
+        if name not in self._modules:
+            return getattr(self, name)
+        if not self._pyro_context.active or pyro.settings.get("module_local_params"):
+            return getattr(self, name)
+        module = self._modules[name]
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return module
+        return pyro.module(self._pyro_get_fullname(name), module, update_module_params=True)
+
+    @torch.no_grad()
+    def sample_posterior(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Draws, the local ones of the rows in these arguments, which may be new.
+
+        :param num_samples: number of draws.
+        :param args: of the model, as ``kwargs``.
+        :returns: by site, ``(num_samples, *site_shape)``.
+        """
+        with poutine.block():
+            if self.prototype_trace is None:
+                self(*args, **kwargs)
+            values = {}
+            with self._pyro_context:
+                if self.rest is not None:
+                    values = draw(self.rest, num_samples, *args, **kwargs)
+                for site in self._sites:
+                    rows = self._rows[site.rows.name].read(args, kwargs)
+                    posterior = self._posterior(site, rows)
+                    value = posterior.sample(torch.Size((num_samples,)))
+                    if isinstance(posterior, SemiImplicit):
+                        value = value.reshape(value.shape[:-1] + site.shape[site.row_dim + 1 :])
+                        value = biject_to(site.support)(value)
+                    values[site.name] = value
+            return values
+
+
+class _Encoder(nn.Module):
+    """Location and scale of each row from its features, near a standard normal at the start."""
+
+    def __init__(self, num_features: int, size: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(num_features, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, HIDDEN), nn.SiLU()
+        )
+        self.loc, self.raw_scale = nn.Linear(HIDDEN, size), nn.Linear(HIDDEN, size)
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(features)
+        return self.loc(hidden), LEAST_SCALE + nn.functional.softplus(self.raw_scale(hidden))
+
+
+def _flatten(rows: list[Tensor], like: Tensor) -> Tensor:
+    """One vector for each row, ``(num_rows, num_features)``."""
+    return torch.cat([row.reshape(len(row), -1).to(like) for row in rows], -1)
+
+
+def _in_place(value: Tensor, site: LocalSite, num_rows: int) -> Tensor:
+    """What an encoder gave, ``(num_rows, ...)``, in the shape of the site's values."""
+    rest = [size for dim, size in enumerate(site.shape) if dim != site.row_dim]
+    if value.shape[0] != num_rows or value.numel() != num_rows * site.size:
+        raise ValueError(
+            f"the encoder of '{site.name}' gave location or scale of shape {tuple(value.shape)} "
+            f"for {num_rows} rows of {site.size} unconstrained numbers. Cure: ({num_rows}, "
+            f"{site.size})"
+        )
+    return value.reshape(num_rows, *rest).movedim(0, site.row_dim)
+
+
+def _plate(frame: Any, data: RowData | None, read: Mapping[str, list[Tensor]]) -> pyro.plate:
+    """The plate of a frame; one of rows has as many as there are now."""
+    if data is None:
+        return pyro.plate(frame.name, frame.full_size or frame.size, dim=frame.dim)
+    num_rows = len(read[frame.name][0])
+    if data.size == data.full_size:
+        return pyro.plate(frame.name, num_rows, dim=frame.dim)
+    size = data.size if num_rows == data.full_size else num_rows
+    return pyro.plate(frame.name, data.full_size, subsample_size=size, dim=frame.dim)
+
+
+def _key(name: str) -> str:
+    """A site's name as part of an attribute's."""
+    return name.replace(".", "_")

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latents of single rows: encoders beside an implicit guide of the others."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Predictive
+from pyro.infer.autoguide import AutoNormal
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from pyro_implicit import LIVI_ELBO, AutoAmortized, AutoSemiImplicit, NoisyEncoder, fit
+from pyro_implicit.fitting import Fit, default_loss
+from pyro_implicit.infer import ImplicitELBO
+
+NUM_ROWS, NOISE = 400, 0.5
+
+
+def conjugate(x):
+    mean = pyro.sample("mean", dist.Normal(0.0, 10.0))
+    with pyro.plate("rows", NUM_ROWS, subsample_size=len(x)):
+        z = pyro.sample("z", dist.Normal(mean, 1.0))
+        pyro.sample("x", dist.Normal(z, NOISE), obs=x)
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    return 3 + (1 + NOISE**2) ** 0.5 * torch.randn(NUM_ROWS, generator=generator)
+
+
+def exact(x, new):
+    """Mean and sd of the global latent, and of the local ones of new rows."""
+    precision = 1 / 100 + NUM_ROWS / (1 + NOISE**2)
+    mean, sd = (x.sum() / (1 + NOISE**2) / precision).item(), precision**-0.5
+    share = 1 / (1 + NOISE**-2)  # of the prior, in a local latent's posterior
+    local = share * (mean + new / NOISE**2)
+    return mean, sd, local, math.sqrt(share + (share * sd) ** 2)
+
+
+def test_exact_posteriors_of_a_conjugate_model(tmp_path):
+    x = data()
+    loader = DataLoader(TensorDataset(x), batch_size=100, shuffle=True)
+    result = fit(
+        conjugate, batches=loader, epochs=50, amortize="auto", lr=0.03, seed=0, progress=False
+    )
+    assert [stage.name for stage in result.stages] == ["amortised"]
+    assert isinstance(result.guide.rest, AutoSemiImplicit)
+    new = torch.tensor([1.5, 3.0, 4.5])
+    mean, sd, local, local_sd = exact(x, new)
+    draws = result.sample(4000, new)
+    assert draws["mean"].mean().item() == pytest.approx(mean, abs=0.7 * sd)
+    assert draws["mean"].std().item() == pytest.approx(sd, rel=0.4)
+    assert draws["z"].shape == (4000, 3)
+    torch.testing.assert_close(draws["z"].mean(0), local, rtol=0, atol=0.15 * local_sd)
+    torch.testing.assert_close(draws["z"].std(0), torch.full((3,), local_sd), rtol=0.1, atol=0)
+
+    predictive = Predictive(conjugate, guide=result.guide, num_samples=5)
+    assert predictive(new)["z"].shape == (5, 3)
+    result.save(tmp_path / "fit.pt")
+    loaded = Fit.load(tmp_path / "fit.pt", conjugate)
+    pyro.set_rng_seed(1)
+    again = loaded.sample(10, new)["z"]
+    pyro.set_rng_seed(1)
+    torch.testing.assert_close(result.sample(10, new)["z"], again)
+    with pytest.raises(ValueError, match=r"reads argument 0 of the model, .* missing here"):
+        result.sample(10)
+
+
+def test_a_local_latent_is_refused_with_the_cure():
+    loader = [(torch.randn(20),) for _ in range(20)]
+    with pytest.raises(ValueError, match=r"latent 'z' lies in plate 'rows'.*amortize='auto'"):
+        fit(conjugate, batches=loader, progress=False)
+    with pytest.raises(ValueError, match=r"site 'z' has one latent for each.*amortize='auto'"):
+        fit(conjugate, "auto", torch.randn(20), progress=False)
+
+
+def nested(x, y, count=3):
+    """A positive vector and, in one more plate, a number for each row."""
+    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+    rows = pyro.plate("rows", 100, subsample_size=len(x), dim=-1)
+    with rows:
+        z = pyro.sample("z", dist.LogNormal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("parts", count, dim=-2):
+            part = pyro.sample("part", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(part + weights.sum(), 1.0), obs=y.mT)
+        pyro.sample("x", dist.Normal(z.sum(-1), 1.0), obs=x)
+
+
+@pytest.mark.parametrize("rest", [None, AutoNormal])
+def test_supports_events_and_plates(rest):
+    x, y = torch.randn(5), torch.randn(5, 3)
+    guide = AutoAmortized(nested, rest=rest)
+    values = guide(x, y)
+    shapes = {name: tuple(value.shape) for name, value in values.items()}
+    assert shapes == {"weights": (3,), "z": (5, 2), "part": (3, 5)}
+    assert (values["z"] > 0).all()
+    loss = default_loss(guide, 2, x, y)
+    assert type(loss) is (LIVI_ELBO if rest is None else ImplicitELBO)
+    svi = SVI(nested, guide, pyro.optim.ClippedAdam({"lr": 0.01}), loss)
+    assert all(math.isfinite(svi.step(x, y)) for _ in range(2))
+    svi.step(x[:4], y[:4])  # the last minibatch is smaller
+    draws = guide.sample_posterior(7, x[:2], y[:2])
+    assert {name: tuple(value.shape) for name, value in draws.items()} == {
+        "weights": (7, 3),
+        "z": (7, 2, 2),
+        "part": (7, 3, 2),
+    }
+
+
+def test_the_density_of_a_given_encoder():
+    """Each row's in its place, scaled from the minibatch to all rows."""
+
+    def model(x, y):
+        with pyro.plate("rows", 10, subsample_size=len(x)):
+            z = pyro.sample("z", dist.LogNormal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    class Encoder(nn.Module):
+        def forward(self, x, y):
+            assert y.shape == (4, 2)
+            return x, 1 + y.sum(-1).square()
+
+    x, y = torch.randn(4), torch.randn(4, 2)
+    guide = AutoAmortized(model, {"z": Encoder()})
+    assert guide(x, y).keys() == {"z"} and guide.rest is None
+    trace = poutine.trace(guide).get_trace(x, y)
+    trace.compute_log_prob()
+    site = trace.nodes["z"]
+    expected = dist.LogNormal(x, 1 + y.sum(-1).square()).log_prob(site["value"])
+    torch.testing.assert_close(site["log_prob"], expected * 10 / 4)
+
+
+def test_a_model_that_draws_its_rows():
+    x = torch.arange(100.0)
+
+    def model(x):
+        with pyro.plate("rows", 100, subsample_size=10) as index:
+            z = pyro.sample("z", dist.Normal(0.0, 100.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x[index])
+
+    seen = []
+
+    def encoder(rows):
+        seen.append(rows)
+        return rows, torch.full_like(rows, 1e-3)
+
+    guide = AutoAmortized(model, {"z": encoder})
+    trace = poutine.trace(guide).get_trace(x)
+    index = trace.nodes["rows"]["value"]
+    assert index.shape == (10,) and seen[-1].equal(x[index])
+    replayed = poutine.trace(poutine.replay(model, trace=trace)).get_trace(x)
+    assert replayed.nodes["x"]["value"].equal(x[index])
+    assert guide.sample_posterior(3, x)["z"].shape == (3, 100)  # of all rows
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_an_implicit_encoder(shape):
+    def model(x):
+        with pyro.plate("rows", 50, subsample_size=len(x)):
+            prior = dist.LogNormal(torch.zeros(shape), 1.0).to_event(len(shape))
+            z = pyro.sample("z", prior)
+            mean = z.sum(-1) if shape else z
+            pyro.sample("x", dist.Normal(mean, 1.0), obs=x)
+
+    x = torch.rand(6)
+    encoder = NoisyEncoder(1, max(1, math.prod(shape)), hidden=(8, 8), activation="tanh")
+    guide = AutoAmortized(model, {"z": encoder})
+    loss = default_loss(guide, 3, x)
+    assert isinstance(loss, LIVI_ELBO)
+    before = encoder.context_layer.weight.clone()
+    svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.01}), loss)
+    assert math.isfinite(svi.step(x)) and not encoder.context_layer.weight.equal(before)
+    assert guide.sample_posterior(5, x[:2])["z"].shape == (5, 2, *shape)
+    assert (guide.sample_posterior(5, x)["z"] > 0).all()
+
+
+def test_what_is_refused():
+    x = torch.randn(20)
+    with pytest.raises(ValueError, match="amortize= names 'w', which is no latent of the model"):
+        AutoAmortized(conjugate, {"z": nn.Identity(), "w": nn.Identity()})(x)
+    with pytest.raises(ValueError, match=r"latent 'mean' lies in the plates \[\], of which one"):
+        AutoAmortized(conjugate, {"mean": nn.Identity()})(x)
+    with pytest.raises(ValueError, match=r"latent 'z' lies in plate 'rows', .* names only \['w'\]"):
+        AutoAmortized(conjugate, {"w": nn.Identity()})(x)
+    with pytest.raises(ValueError, match='amortize must be "auto" or a dict'):
+        AutoAmortized(conjugate, "all")
+
+    def whole(x):
+        with pyro.plate("rows", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    with pytest.raises(ValueError, match="subsampled plate, and the model has none"):
+        AutoAmortized(whole)(x)
+    by_name = AutoAmortized(whole, {"z": lambda x: (x, torch.ones_like(x))})
+    assert by_name(x)["z"].shape == by_name.sample_posterior(1, x)["z"][0].shape == (20,)
+
+    def closed_over():
+        conjugate(x)
+
+    with pytest.raises(ValueError, match="plate 'rows' has 20 rows, but no argument .* Cure: hand"):
+        AutoAmortized(closed_over)()
+    short = AutoAmortized(conjugate, {"z": lambda x: (x[:3], x[:3].exp())})
+    with pytest.raises(ValueError, match=r"encoder of 'z' gave .* \(3,\) for 20 rows of 1"):
+        short(x)
+    with pytest.raises(ValueError, match="refine moves the draws of all latents"):
+        fit(conjugate, "auto", x, amortize="auto", refine=True)
+    with pytest.raises(ValueError, match="amortize= makes a guide, but another was given"):
+        fit(conjugate, AutoNormal(conjugate), x, amortize="auto")
