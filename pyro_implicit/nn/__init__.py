@@ -3,6 +3,6 @@
 
 from __future__ import annotations
 
-from pyro_implicit.nn.bayesian import to_bayesian_
+from pyro_implicit.nn.bayesian import start_values, to_bayesian_
 
-__all__ = ["to_bayesian_"]
+__all__ = ["start_values", "to_bayesian_"]
