@@ -63,8 +63,16 @@ class MinibatchRefined:
         """
         total = self.num_chains * self.num_draws
         for start in range(0, total, batch_size):
-            rows = torch.arange(start, min(start + batch_size, total))
-            yield self.constrain(self.store.take(rows))
+            yield self.take(torch.arange(start, min(start + batch_size, total)))
+
+    @torch.no_grad()
+    def take(self, rows: Tensor) -> dict[str, Tensor]:
+        """Some draws.
+
+        :param rows: their places among those of :meth:`stream`, ``(num_rows,)``.
+        :returns: by site, ``(num_rows, *site_shape)``.
+        """
+        return self.constrain(self.store.take(rows))
 
     @torch.no_grad()
     def get_samples(

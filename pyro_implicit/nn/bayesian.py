@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
 
 import pyro.distributions as dist
-import torch
 from pyro.nn import PyroModule, PyroSample
 from pyro.nn.module import to_pyro_module_
-from pyro.poutine.indep_messenger import IndepMessenger
-from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from pyro_implicit.nn.moving_prior import START, MovingPrior
 from pyro_implicit.nn.priors import (
     NORMALIZATION,
     Prior,
@@ -23,9 +20,7 @@ from pyro_implicit.nn.priors import (
     refuse_unknown_keys,
 )
 
-__all__ = ["start_values", "to_bayesian_"]
-
-START = "_start_"  # buffers with what the parameters were
+__all__ = ["has_priors", "start_values", "to_bayesian_"]
 
 
 def to_bayesian_(
@@ -46,7 +41,7 @@ def to_bayesian_(
 
     **Example:**
 
-    >>> import pyro
+    >>> import pyro, torch
     >>> import pyro.distributions as dist
     >>> from torch import nn
     >>> net = to_bayesian_(nn.Sequential(nn.Linear(3, 50), nn.ReLU(), nn.Linear(50, 1)))
@@ -124,7 +119,7 @@ def to_bayesian_(
                 owner.register_buffer(local, parameter.detach())
             elif (distribution := priors[name]) is not None:
                 owner.register_buffer(START + local, parameter.detach(), persistent=False)
-                setattr(owner, local, PyroSample(_MovingPrior(distribution, local)))
+                setattr(owner, local, PyroSample(MovingPrior(distribution, local)))
     return module
 
 
@@ -158,65 +153,10 @@ def start_values(module: nn.Module) -> dict[str, Tensor]:
     return values
 
 
+def has_priors(module: nn.Module) -> bool:
+    """Whether any parameter of a network is a latent."""
+    return any(bool(getattr(part, "_pyro_samples", ())) for part in module.modules())
+
+
 def _describe(prefix: str, owner: nn.Module) -> str:
     return f"submodule '{prefix}'" if prefix else f"the module ({type(owner).__name__})"
-
-
-class _MovingPrior:
-    """A prior in the dtype and on the device of its module, as a picklable function of it.
-
-    :param distribution: the prior.
-    :param name: of the module's parameter.
-    """
-
-    def __init__(self, distribution: dist.TorchDistribution, name: str) -> None:
-        self.distribution = distribution
-        self.name = name
-        self.place: tuple[torch.dtype, torch.device] | None = None
-
-    def __call__(self, module: PyroModule) -> dist.TorchDistribution:
-        _refuse_plates(module, self.name)
-        like = cast(Tensor, getattr(module, START + self.name))
-        if self.place != (like.dtype, like.device):
-            self.distribution = _moved(self.distribution, like, {})
-            self.place = like.dtype, like.device
-        return self.distribution
-
-
-def _refuse_plates(module: PyroModule, name: str) -> None:
-    """Check that a layer is not called inside a plate, which would give each element weights of its
-    own. A layer of torch's fails there in any case, one of the user's may be made for it.
-
-    :raises ValueError: naming site, plate and cure.
-    """
-    if not type(module).forward.__module__.startswith("torch.nn"):
-        return
-    for plate in _PYRO_STACK:
-        if isinstance(plate, IndepMessenger) and plate._vectorized:
-            if plate.name.startswith(("num_particles", "_num_predictive")):
-                cure = (
-                    "vectorize_particles=False, an ELBO of this library (ImplicitELBO), or "
-                    "parallel=False"
-                )
-            else:
-                cure = "call the network before the plate: logits = net(x), then with pyro.plate"
-            raise ValueError(
-                f"latent '{module._pyro_get_fullname(name)}' of the network is drawn inside plate "
-                f"'{plate.name}': one set of weights for each element. Cure: {cure}"
-            )
-
-
-def _moved(part: Any, like: Tensor, moved: dict[int, Any]) -> Any:
-    """A copy of a distribution, or of a part of one, with ``like``'s dtype and device; ``moved``
-    knows the copies made so far, as a transform and its inverse hold each other."""
-    if isinstance(part, Tensor):
-        return part.to(like) if part.is_floating_point() else part.to(like.device)
-    if isinstance(part, (list, tuple)):
-        return type(part)([_moved(item, like, moved) for item in part])
-    if isinstance(part, (torch.distributions.Distribution, torch.distributions.Transform)):
-        if id(part) not in moved:
-            moved[id(part)] = result = object.__new__(type(part))
-            for name, value in vars(part).items():
-                setattr(result, name, _moved(value, like, moved))
-        return moved[id(part)]
-    return part

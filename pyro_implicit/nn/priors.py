@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyro.distributions as dist
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 __all__ = ["NORMALIZATION", "Prior", "find_key", "make_prior", "refuse_unknown_keys"]
 
 PriorFunction = Callable[[str, nn.Parameter], dist.TorchDistribution | None]
-OnePrior = float | str | dist.TorchDistribution | PriorFunction | None
-Prior = OnePrior | Mapping[str, OnePrior]
+OnePrior: TypeAlias = float | str | dist.TorchDistribution | PriorFunction | None
+Prior: TypeAlias = OnePrior | Mapping[str, OnePrior]
 
 NORMALIZATION = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
