@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well an uncertainty tells foreign inputs from familiar ones. Needs torchmetrics."""
+"""How well an uncertainty tells foreign inputs from familiar ones. Needs scikit-learn."""
 
 from __future__ import annotations
 
@@ -38,24 +38,19 @@ def detect(familiar: Tensor, foreign: Tensor) -> Detection:
 
     :param familiar: of inputs like the training data, ``(num_familiar,)``.
     :param foreign: of others, ``(num_foreign,)``.
-    :raises ImportError: without torchmetrics.
+    :raises ImportError: without scikit-learn.
     """
     try:
-        from torchmetrics.functional import classification
+        from sklearn import metrics
     except ImportError as error:
         raise ImportError(
-            'ood= needs torchmetrics. Cure: pip install "pyro-implicit[networks]"'
+            'ood= needs scikit-learn. Cure: pip install "pyro-implicit[networks]"'
         ) from error
-    both = torch.cat([familiar, foreign]).cpu()
-    is_foreign = torch.cat([torch.zeros(len(familiar)), torch.ones(len(foreign))]).long()
-    # Ranks: torchmetrics would take scores above one for logits.
-    distinct, rank = both.unique(return_inverse=True)
-    score = (rank.double() + 1) / (len(distinct) + 1)
-    specificity, _ = classification.binary_specificity_at_sensitivity(
-        1 - score, 1 - is_foreign, min_sensitivity=KEPT
-    )
+    score = torch.cat([familiar, foreign]).double().cpu().numpy()
+    is_foreign = torch.cat([torch.zeros(len(familiar)), torch.ones(len(foreign))]).numpy()
+    passed, kept, _ = metrics.roc_curve(1 - is_foreign, -score, drop_intermediate=False)
     return Detection(
-        auroc=classification.binary_auroc(score, is_foreign).item(),
-        aupr=classification.binary_average_precision(score, is_foreign).item(),
-        fpr95=1 - specificity.item(),
+        auroc=float(metrics.roc_auc_score(is_foreign, score)),
+        aupr=float(metrics.average_precision_score(is_foreign, score)),
+        fpr95=float(passed[kept >= KEPT][0]),
     )

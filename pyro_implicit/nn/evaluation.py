@@ -62,7 +62,7 @@ def evaluate(
         :func:`~pyro_implicit.nn.predict` takes, with its ``model``.
     :param loader: minibatches ``(inputs, targets)``.
     :param ood: by name, loaders of inputs from elsewhere (of tuples the first is read), to be told
-        from those of ``loader`` by uncertainty. Needs torchmetrics, the extra ``networks``.
+        from those of ``loader`` by uncertainty. Needs scikit-learn, the extra ``networks``.
     :param num_samples: draws of the posterior, as for :func:`~pyro_implicit.nn.predict`.
     :param num_bins: equally wide bins of confidence for the expected calibration error,
         :math:`\sum_b \frac{n_b}{n} |\text{accuracy}_b - \text{confidence}_b|`.
@@ -70,7 +70,7 @@ def evaluate(
     :returns: a report for ``print`` and ``plot()``: a :class:`LabelReport` of labels, a
         :class:`NumberReport` of numbers.
     :raises ValueError: for an empty loader, or tuples of other lengths.
-    :raises ImportError: for ``ood`` without torchmetrics.
+    :raises ImportError: for ``ood`` without scikit-learn.
     """
     model, posterior = model_and_posterior(result, model)
     rows: dict[str, list[Tensor]] = {}

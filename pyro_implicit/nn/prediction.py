@@ -74,10 +74,10 @@ def predict(
 
 def model_and_posterior(result: Any, model: Callable[..., Any] | None) -> tuple[Callable, Any]:
     """Both, from a fit, or as they are."""
-    source = getattr(result, "source", None)
-    if source is not None:
-        refined = getattr(result.refined, "stream", None)
-        model, result = model or source[0], result.posterior if refined is None else result.refined
+    if hasattr(result, "source"):
+        model = model or result.source[0]
+        is_streamed = hasattr(result.refined, "stream")  # from files, perhaps
+        result = result.refined if is_streamed else result.posterior
     if model is None:
         raise TypeError(
             f"a {type(result).__name__} does not know its model. Cure: model=, as in "
@@ -124,7 +124,7 @@ def _predict(
         return mean.read(trace.nodes[site]["fn"], target)
 
     for values in draws.chunks(AT_ONCE):
-        known = {name: values[name] for name in runner.replayed.nodes}
+        known = {name: value for name, value in values.items() if name in runner.replayed}
         mean.add(runs.map(runner, known, read))
     return mean.prediction()
 
@@ -133,36 +133,37 @@ def _runner(
     model: Callable[..., Any], values: dict[str, Tensor], x: Tensor
 ) -> tuple[Model, str, dist.TorchDistribution]:
     """The model with its latents to be given, the site that is predicted, and its distribution."""
-    with poutine.block(), _Undrawn(set(values)) as undrawn:
+    with poutine.block():
         trace = poutine.trace(poutine.condition(model, values)).get_trace(x)
-    if len(undrawn.names) != 1:
-        raise ValueError(
-            f"the model's sites beside those of the posterior are {sorted(undrawn.names)}, but one "
-            "is wanted, the targets. Cure: a model (x, y=None) with all of its latents in the "
-            "posterior, such as classifier(net, num_data)"
-        )
-    latents = Trace()
+    latents, drawn = Trace(), []
     for name, site in trace.nodes.items():
-        if name in values and site["type"] == "sample":
+        if site["type"] != "sample" or site_is_subsample(site):
+            continue
+        if name in values:
             latents.add_node(name, **{**site, "is_observed": False})
-    (name,) = undrawn.names
-    return Model(_Undrawn(set(values))(model), (x,), {}, latents), name, trace.nodes[name]["fn"]
+        elif not site["is_observed"]:
+            drawn.append(name)
+    if len(drawn) != 1:
+        raise ValueError(
+            f"the model's sites beside those of the posterior are {drawn}, but one is wanted, the "
+            "targets. Cure: a model (x, y=None) with all of its latents in the posterior, such as "
+            "classifier(net, num_data)"
+        )
+    (name,) = drawn
+    return Model(_Undrawn(name)(model), (x,), {}, latents), name, trace.nodes[name]["fn"]
 
 
 class _Undrawn(Messenger):
     """Leaves the targets undrawn, of which only the distribution is wanted.
 
-    :param latents: sites with values.
+    :param name: of their site.
     """
 
-    def __init__(self, latents: set[str]) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.latents = latents
-        self.names: set[str] = set()
+        self.name = name
 
     def _pyro_sample(self, msg: Any) -> None:
-        if msg["name"] in self.latents or msg["is_observed"] or site_is_subsample(msg):
-            return
-        self.names.add(msg["name"])
-        msg["value"] = torch.zeros(()).expand(msg["fn"].shape())
-        msg["is_observed"] = True
+        if msg["name"] == self.name:
+            msg["value"] = torch.zeros(()).expand(msg["fn"].shape())
+            msg["is_observed"] = True

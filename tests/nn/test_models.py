@@ -19,9 +19,10 @@ from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.nn import classifier, regressor, start_values, to_bayesian_
 
-X = torch.randn(6, 3, dtype=torch.float64)
+SEEDED = torch.Generator().manual_seed(0)
+X = torch.randn(6, 3, dtype=torch.float64, generator=SEEDED)
 LABELS = torch.tensor([0, 1, 1, 0, 2, 1])
-NUMBERS = torch.randn(6, dtype=torch.float64)
+NUMBERS = torch.randn(6, dtype=torch.float64, generator=SEEDED)
 
 
 def net(outputs=1):
