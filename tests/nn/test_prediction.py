@@ -155,8 +155,8 @@ def test_a_guide_gives_all_minibatches_the_same_draws():
     assert not torch.allclose(joined(other, "probability"), joined(whole, "probability"))
 
 
-def test_from_fit_to_predictions():
-    """With minibatches, refined by stochastic gradients; and from a file."""
+def test_from_fit_to_predictions(tmp_path):
+    """With minibatches, refined by stochastic gradients; and back from a file."""
     x = torch.randn(60, 2)
     labels = (x[:, 0] > 0).long()
     loader = DataLoader(TensorDataset(x, labels), batch_size=20)
@@ -165,8 +165,11 @@ def test_from_fit_to_predictions():
     )
     result = fit(model, "auto", batches=loader, epochs=8, refine=True, seed=0, progress=False)
     assert result.chosen == "mean-field" and result.refined is not None
-    found = joined(predict(result, loader, 30), "probability")
+    found = joined(predict(result, [x], 30), "probability")
     assert (found.argmax(-1) == labels).float().mean() > 0.9
+    result.save(tmp_path / "fit.pt")
+    loaded = Fit.load(tmp_path / "fit.pt", model)
+    assert torch.equal(joined(predict(loaded, [x], 30), "probability"), found)
 
 
 def test_errors():
