@@ -10,7 +10,8 @@ ROOT = Path(__file__).parent
 INIT = (ROOT / "pyro_implicit" / "__init__.py").read_text(encoding="utf-8")
 VERSION = re.search(r'^__version__ = "([^"]+)"', INIT, re.MULTILINE).group(1)
 
-EXAMPLES = ["scikit-learn", "tqdm", "arviz"]
+NETWORKS = ["scikit-learn"]
+EXAMPLES = [*NETWORKS, "tqdm", "arviz"]
 TEST = ["pytest>=8", "pytest-xdist", *EXAMPLES]
 DOCS = ["sphinx>=8", "furo"]
 LINT = ["ruff", "mypy", "import-linter"]
@@ -29,6 +30,7 @@ setup(
     # matplotlib and pytest are never imported when the package is: tests/test_package.py.
     install_requires=["pyro-ppl>=1.9.2", "torch", "numpy", "matplotlib", "pytest"],
     extras_require={
+        "networks": NETWORKS,  # evaluate(ood=...)
         "examples": EXAMPLES,
         "test": TEST,
         "docs": DOCS,

@@ -32,8 +32,8 @@ def fit_batches(
     """Train a guide on minibatches: one that was given, or one of this model's size.
 
     Of at most 100 latents that is an :class:`AutoSemiImplicit`, of more an ``AutoNormal``, which
-    starts narrow, between the prior's medians and one of its draws: a network needs small weights
-    that differ.
+    starts narrow: at what a network's weights were, or between the prior's medians and one of its
+    draws, as a network needs small weights that differ.
 
     :param guide: or ``"auto"``.
     :param loss: of a given guide.
@@ -60,7 +60,7 @@ def fit_batches(
         guide = own_names(AutoSemiImplicit(stages.model, frame=None, init_scale=INIT_SCALE))
         loss = default_loss(guide, min(stages.num_particles, PARTICLES))
         return stages.train_alone("semi-implicit", guide, loss)
-    start = init_to_value(values=density.constrain(between(density)))
+    start = init_to_value(values=between(density))
     guide = own_names(AutoNormal(stages.model, init_loc_fn=start, init_scale=INIT_SCALE))
     loss = ImplicitELBO(min(stages.num_particles, FEW_PARTICLES), nonfinite="skip")
     return stages.train_alone("mean-field", guide, loss)

@@ -7,7 +7,7 @@ import math
 
 import torch
 from pyro.infer.autoguide import AutoNormal, init_to_value
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.fitting.candidates import has_exact_density
@@ -20,6 +20,7 @@ from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import Refined, refine, teach
 from pyro_implicit.mcmc.chain_density import NoiseDensity
+from pyro_implicit.nn import start_values
 
 __all__ = ["between", "correct", "move_draws", "train_mean_field"]
 
@@ -44,20 +45,25 @@ def correct(stages: Stages, density: LatentDensity) -> bool:
 
 def train_mean_field(stages: Stages, density: LatentDensity) -> Fit:
     """A rough guide of many latents, for chains to start from."""
-    start = init_to_value(values=density.constrain(between(density)))
+    start = init_to_value(values=between(density))
     guide = own_names(AutoNormal(stages.model, init_loc_fn=start))
     loss = ImplicitELBO(min(stages.num_particles, ROUGH_PARTICLES), nonfinite="skip")
     steps = min(ROUGH_STEPS, stages.steps_for(guide, loss, TRAINING_SECONDS))
     return stages.train_alone("mean-field", guide, loss, time_share=0.3, num_steps=steps)
 
 
-def between(density: LatentDensity) -> Tensor:
+def between(density: LatentDensity) -> dict[str, Tensor]:
     """A start between the prior's medians and one of its draws: weights of a network that are all
-    the same stay so, and those of its prior are far too large.
+    the same stay so, and those of its prior are far too large. What the weights were before they
+    became latents is better still, where the model is a module that knows them.
     """
     drawn = density.sample_prior(1)
     step = ROUGH_SPREAD * (drawn[0] - density.init_loc) if len(drawn) else 0.0
-    return density.init_loc + step
+    values = density.constrain(density.init_loc + step)
+    if isinstance(density.model, nn.Module):
+        known = start_values(density.model)
+        values |= {name: known[name] for name in values.keys() & known.keys()}
+    return values
 
 
 def move_draws(stages: Stages, chains: ChainPlan) -> Fit:

@@ -14,7 +14,28 @@ from torch import Tensor
 from pyro_implicit.mcmc.draw_store import DrawStore
 from pyro_implicit.mcmc.step_choice import StepChoice
 
-__all__ = ["MinibatchRefined"]
+__all__ = ["MinibatchRefined", "SitesOf"]
+
+
+@dataclass(frozen=True, eq=False)
+class SitesOf:
+    """From unconstrained vectors to values by site, for a file: it does not hold the model.
+
+    :param shapes: of the sites' parts of a vector.
+    :param transforms: from these parts to values.
+    :param like: of whose dtype and device values are to be.
+    """
+
+    shapes: dict[str, torch.Size]
+    transforms: dict[str, Any]
+    like: Tensor
+
+    def __call__(self, latent: Tensor) -> dict[str, Tensor]:
+        parts = latent.to(self.like).split([shape.numel() for shape in self.shapes.values()], -1)
+        return {
+            name: self.transforms[name](part.reshape(latent.shape[:-1] + shape))
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -63,8 +84,16 @@ class MinibatchRefined:
         """
         total = self.num_chains * self.num_draws
         for start in range(0, total, batch_size):
-            rows = torch.arange(start, min(start + batch_size, total))
-            yield self.constrain(self.store.take(rows))
+            yield self.take(torch.arange(start, min(start + batch_size, total)))
+
+    @torch.no_grad()
+    def take(self, rows: Tensor) -> dict[str, Tensor]:
+        """Some draws.
+
+        :param rows: their places among those of :meth:`stream`, ``(num_rows,)``.
+        :returns: by site, ``(num_rows, *site_shape)``.
+        """
+        return self.constrain(self.store.take(rows))
 
     @torch.no_grad()
     def get_samples(

@@ -18,7 +18,7 @@ from pyro_implicit.mcmc.batch_stream import BatchStream
 from pyro_implicit.mcmc.chain_files import load_chains, save_chains
 from pyro_implicit.mcmc.draw_store import DrawStore
 from pyro_implicit.mcmc.minibatch_chains import MAX_TEMPERATURE, MinibatchChains
-from pyro_implicit.mcmc.minibatch_refined import MinibatchRefined
+from pyro_implicit.mcmc.minibatch_refined import MinibatchRefined, SitesOf
 from pyro_implicit.mcmc.minibatch_schedule import Schedule
 from pyro_implicit.mcmc.minibatch_start import check_scaling, start_chains
 from pyro_implicit.mcmc.step_choice import MinibatchKernel
@@ -267,5 +267,5 @@ def _result(
         replaced=chains.replaced,
         frame="diagonal" if chains.frame.scale_tril is None else "full",
         store=draws,
-        constrain=lambda latent: density.constrain(latent.to(density.init_loc)),
+        constrain=SitesOf(density.shapes, density._transforms, density.init_loc.new_empty(0)),
     )

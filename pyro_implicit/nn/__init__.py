@@ -3,6 +3,26 @@
 
 from __future__ import annotations
 
-from pyro_implicit.nn.bayesian import to_bayesian_
+from pyro_implicit.nn.bayesian import start_values, to_bayesian_
+from pyro_implicit.nn.detection import Detection
+from pyro_implicit.nn.evaluation import evaluate
+from pyro_implicit.nn.models import NetworkModel, classifier, regressor
+from pyro_implicit.nn.prediction import predict
+from pyro_implicit.nn.predictive_means import Prediction
+from pyro_implicit.nn.reports import Foreign, LabelReport, NumberReport, Reliability
 
-__all__ = ["to_bayesian_"]
+__all__ = [
+    "Detection",
+    "Foreign",
+    "LabelReport",
+    "NetworkModel",
+    "NumberReport",
+    "Prediction",
+    "Reliability",
+    "classifier",
+    "evaluate",
+    "predict",
+    "regressor",
+    "start_values",
+    "to_bayesian_",
+]

@@ -3,41 +3,45 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Mapping
 
 import pyro.distributions as dist
-import torch
 from pyro.nn import PyroModule, PyroSample
 from pyro.nn.module import to_pyro_module_
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["to_bayesian_"]
+from pyro_implicit.nn.moving_prior import START, MovingPrior
+from pyro_implicit.nn.priors import (
+    NORMALIZATION,
+    Prior,
+    find_key,
+    make_prior,
+    refuse_unknown_keys,
+)
 
-PriorFunction = Callable[[str, nn.Parameter], dist.TorchDistribution | None]
-
-NORMALIZATION = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+__all__ = ["has_priors", "start_values", "to_bayesian_"]
 
 
 def to_bayesian_(
     module: nn.Module,
-    prior: float | dist.TorchDistribution | PriorFunction | None = None,
+    prior: Prior = "fan_in",
     *,
     normalization: bool = False,
 ) -> PyroModule:
     r"""Puts priors on the parameters of any network, in place.
 
     Each becomes a latent, a sample site with the parameter's name, such as ``"0.weight"``. The
-    network is then called as before, in a Pyro model.
+    network is then called as before, in a Pyro model: once, and before the plate of its data, as in
+    :func:`~pyro_implicit.nn.classifier`. What the parameters were, trained or not, are
+    :func:`start_values` for guides.
 
     Parameters without a prior are learnt by maximum likelihood, as Pyro parameters. Frozen ones
     (``requires_grad=False``) keep their values; they turn into buffers, as Pyro would train them.
 
     **Example:**
 
-    >>> import pyro
+    >>> import pyro, torch
     >>> import pyro.distributions as dist
     >>> from torch import nn
     >>> net = to_bayesian_(nn.Sequential(nn.Linear(3, 50), nn.ReLU(), nn.Linear(50, 1)))
@@ -51,24 +55,32 @@ def to_bayesian_(
 
     :param module: a network, changed in place. For batch normalisation call ``module.eval()``
         before training, as its running moments would depend on the order of the particles.
-    :param prior: what each parameter is drawn from. ``None``: weights from
+    :param prior: what each parameter is drawn from. ``"fan_in"``: weights from
         :math:`N(0, 1/\text{fan-in})`, so that activations keep their size from layer to layer,
         the scales of normalisation layers from N(1, 1), and biases, embeddings and all else from
-        N(0, 1). A number: the standard deviation of a normal distribution around zero. A
-        distribution of scalars, from which all entries are drawn. A function
-        ``(name, parameter) -> distribution``, of scalars or of the parameter's shape, or None for a
-        parameter without a prior. It is called once, and its distribution must not depend on other
-        latents.
+        N(0, 1). ``"moped"``: the same, but around what the parameters are, for networks that were
+        trained on other data (Krishnan et al., whose standard deviation is 1). A number: the
+        standard deviation of a normal distribution around zero. A distribution of scalars, from
+        which all entries are drawn. A function ``(name, parameter) -> distribution``, of scalars or
+        of the parameter's shape, or None; it is called once, and its distribution must not depend
+        on other latents. None: no prior. A dict of these, by the names of layers or parameters: the
+        longest name counts, ``""`` stands for all, and what it leaves out has ``"fan_in"``. So
+        ``{"": None, "head": "fan_in"}`` is a network whose last layer alone is Bayesian.
     :param normalization: whether batch, layer, group, instance and RMS normalisation layers get
-        priors, too.
+        priors, too; a dict that names one gives it one in any case.
     :returns: ``module`` itself, now a :class:`~pyro.nn.module.PyroModule`.
     :raises TypeError: for a prior of another kind.
-    :raises ValueError: for a prior whose shape does not fit, parameters that several modules share,
-        lazy ones that have no shape yet, and a module that has Pyro's sites already. The module is
-        unchanged then.
+    :raises ValueError: for a prior whose shape does not fit, a name that is none, parameters that
+        several modules share, lazy ones that have no shape yet, and a module that has Pyro's sites
+        already. The module is unchanged then.
 
     The priors follow the module's dtype and device: ``module.to(...)`` moves them, at the next
-    call.
+    call. A call inside a plate, which would draw weights for each of its elements, is refused.
+
+    **References:**
+
+    1. Krishnan, Subedar and Tickoo (2020), *Specifying Weight Priors in Bayesian Deep Neural
+       Networks with Empirical Bayes*.
     """
     priors: dict[str, dist.TorchDistribution | None] = {}
     names: dict[nn.Parameter, str] = {}
@@ -93,8 +105,10 @@ def to_bayesian_(
                     "and use it twice in forward(), where both uses see one draw"
                 )
             names[parameter] = name
-            keep = isinstance(owner, NORMALIZATION) and not normalization
-            priors[name] = None if keep else _make_prior(prior, owner, name, parameter)
+            is_named = isinstance(prior, Mapping) and bool(find_key(prior, name))
+            keep = isinstance(owner, NORMALIZATION) and not (normalization or is_named)
+            priors[name] = None if keep else make_prior(prior, owner, name, parameter)
+    refuse_unknown_keys(prior, list(priors))
 
     to_pyro_module_(module)
     for prefix, owner in module.named_modules():
@@ -104,102 +118,45 @@ def to_bayesian_(
                 delattr(owner, local)
                 owner.register_buffer(local, parameter.detach())
             elif (distribution := priors[name]) is not None:
-                owner.register_buffer("_prior_like", parameter.new_empty(0), persistent=False)
-                setattr(owner, local, PyroSample(_MovingPrior(distribution)))
+                owner.register_buffer(START + local, parameter.detach(), persistent=False)
+                setattr(owner, local, PyroSample(MovingPrior(distribution, local)))
     return module
+
+
+def start_values(module: nn.Module) -> dict[str, Tensor]:
+    """What the parameters of a network were before it became Bayesian.
+
+    Weights of a pretrained network, or those that torch drew, where a guide starts better than at
+    the prior's medians, all of which are 0:
+
+    **Example:**
+
+    >>> from pyro.infer.autoguide import AutoNormal, init_to_value
+    >>> net = to_bayesian_(nn.Linear(3, 1))
+    >>> values = start_values(net)
+    >>> {name: tuple(value.shape) for name, value in values.items()}
+    {'weight': (1, 3), 'bias': (1,)}
+    >>> guide = AutoNormal(net, init_loc_fn=init_to_value(values=values), init_scale=0.01)
+
+    :param module: a network after :func:`to_bayesian_`, or a module that holds one.
+    :returns: values by site, on the module's device.
+    """
+    values: dict[str, Tensor] = {}
+    if not isinstance(module, PyroModule):
+        for child in module.children():
+            values |= start_values(child)
+        return values
+    for name, owner in module.named_modules(prefix=module._pyro_name):
+        for local in getattr(owner, "_pyro_samples", ()):
+            if hasattr(owner, START + local):
+                values[f"{name}.{local}" if name else local] = getattr(owner, START + local)
+    return values
+
+
+def has_priors(module: nn.Module) -> bool:
+    """Whether any parameter of a network is a latent."""
+    return any(bool(getattr(part, "_pyro_samples", ())) for part in module.modules())
 
 
 def _describe(prefix: str, owner: nn.Module) -> str:
     return f"submodule '{prefix}'" if prefix else f"the module ({type(owner).__name__})"
-
-
-def _make_prior(
-    prior: float | dist.TorchDistribution | PriorFunction | None,
-    owner: nn.Module,
-    name: str,
-    parameter: nn.Parameter,
-) -> dist.TorchDistribution | None:
-    """The prior of one parameter, with its shape as the event shape."""
-    if prior is None:
-        distribution = _default_prior(owner, name.rpartition(".")[-1], parameter)
-    elif isinstance(prior, (int, float)):
-        if not prior > 0:
-            raise ValueError(f"a number as prior is a standard deviation above 0, but got {prior}")
-        distribution = _normal(parameter, 0.0, prior)
-    elif isinstance(prior, torch.distributions.Distribution):
-        distribution = prior
-    elif callable(prior):
-        distribution = prior(name, parameter)
-        if distribution is None:
-            return None
-    else:
-        raise TypeError(
-            "prior must be None, a number, a Pyro distribution or a function (name, parameter) -> "
-            f"distribution, but got {type(prior).__name__}"
-        )
-    if not hasattr(distribution, "to_event"):
-        raise TypeError(
-            f"the prior of parameter '{name}' must be a distribution of pyro.distributions, but "
-            f"got {type(distribution).__module__}.{type(distribution).__name__}"
-        )
-    shape = parameter.shape
-    num_batch = len(shape) - len(distribution.event_shape)
-    try:
-        if num_batch < 0 or distribution.event_shape != shape[num_batch:]:
-            raise ValueError("event shape")
-        distribution = distribution.expand(shape[:num_batch])
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"the prior of parameter '{name}' has batch shape {tuple(distribution.batch_shape)} "
-            f"and event shape {tuple(distribution.event_shape)}, but the parameter has shape "
-            f"{tuple(shape)}. Cure: a distribution of scalars, or a function (name, parameter) -> "
-            "distribution"
-        ) from error
-    return distribution.to_event(num_batch)
-
-
-def _normal(like: Tensor, mean: float, sd: float) -> dist.TorchDistribution:
-    return dist.Normal(like.new_tensor(mean), like.new_tensor(sd))
-
-
-def _default_prior(owner: nn.Module, name: str, parameter: nn.Parameter) -> dist.TorchDistribution:
-    if isinstance(owner, NORMALIZATION):
-        return _normal(parameter, 1.0 if name == "weight" else 0.0, 1.0)
-    embedding = isinstance(owner, (nn.Embedding, nn.EmbeddingBag))  # one row is one output
-    if "bias" in name or parameter.dim() < 2 or embedding:
-        return _normal(parameter, 0.0, 1.0)
-    fan_in = parameter[0].numel()
-    if isinstance(owner, nn.modules.conv._ConvTransposeNd):  # the inputs come first
-        fan_in = parameter[:, 0].numel() // owner.groups
-    return _normal(parameter, 0.0, 1 / math.sqrt(fan_in))
-
-
-class _MovingPrior:
-    """A prior in the dtype and on the device of its module, as a picklable function of it."""
-
-    def __init__(self, distribution: dist.TorchDistribution) -> None:
-        self.distribution = distribution
-        self.place: tuple[torch.dtype, torch.device] | None = None
-
-    def __call__(self, module: nn.Module) -> dist.TorchDistribution:
-        like = cast(Tensor, module._prior_like)
-        if self.place != (like.dtype, like.device):
-            self.distribution = _moved(self.distribution, like, {})
-            self.place = like.dtype, like.device
-        return self.distribution
-
-
-def _moved(part: Any, like: Tensor, moved: dict[int, Any]) -> Any:
-    """A copy of a distribution, or of a part of one, with ``like``'s dtype and device; ``moved``
-    knows the copies made so far, as a transform and its inverse hold each other."""
-    if isinstance(part, Tensor):
-        return part.to(like) if part.is_floating_point() else part.to(like.device)
-    if isinstance(part, (list, tuple)):
-        return type(part)([_moved(item, like, moved) for item in part])
-    if isinstance(part, (torch.distributions.Distribution, torch.distributions.Transform)):
-        if id(part) not in moved:
-            moved[id(part)] = result = object.__new__(type(part))
-            for name, value in vars(part).items():
-                setattr(result, name, _moved(value, like, moved))
-        return moved[id(part)]
-    return part

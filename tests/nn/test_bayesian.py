@@ -229,7 +229,8 @@ def test_frozen_parameters_keep_their_values() -> None:
 @pytest.mark.parametrize(
     "prior",
     [
-        None,
+        "fan_in",
+        "moped",
         0.5,
         dist.Laplace(0.0, 0.5),
         dist.TransformedDistribution(
@@ -308,18 +309,25 @@ def with_a_site() -> nn.Module:
 
 
 ERRORS = [
-    (tied, None, ValueError, "'0.weight' and '1.weight' are one tensor.*Cure: untie them"),
-    (shared, None, ValueError, "'0.weight' and '2.weight' are one tensor"),
-    (with_a_site, None, ValueError, "submodule '1' has Pyro's sites .*Cure: call to_bayesian_ onc"),
-    (lambda: to_bayesian_(nn.Linear(3, 1)), None, ValueError, r"the module \(PyroLinear\) has"),
+    (tied, "fan_in", ValueError, "'0.weight' and '1.weight' are one tensor.*Cure: untie them"),
+    (shared, "fan_in", ValueError, "'0.weight' and '2.weight' are one tensor"),
+    (
+        with_a_site,
+        "fan_in",
+        ValueError,
+        "submodule '1' has Pyro's sites .*Cure: call to_bayesian_ onc",
+    ),
+    (lambda: to_bayesian_(nn.Linear(3, 1)), "fan_in", ValueError, r"the module \(PyroLinear\) has"),
     (
         partial(nn.LazyLinear, 1),
-        None,
+        "fan_in",
         ValueError,
         "'weight' has no shape yet.*Cure: run the module",
     ),
     (mlp, -1.0, ValueError, "standard deviation above 0, but got -1.0"),
-    (mlp, "normal", TypeError, "prior must be None, a number, .*but got str"),
+    (mlp, "normal", ValueError, 'must be "fan_in" or "moped" .*but got \'normal\''),
+    (mlp, [1.0], TypeError, "prior must be a number, .*but got list"),
+    (mlp, {"fc": 1.0}, ValueError, "names 'fc', which is no layer .*the layers '0', '2'"),
     (mlp, torch.distributions.Normal(0.0, 1.0), TypeError, "'0.weight' must be a distribution of"),
     (mlp, lambda *_: 1.0, TypeError, "'0.weight' must be .* but got builtins.float"),
     (

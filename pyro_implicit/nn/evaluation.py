@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How good a network's predictions are, and whether it knows where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.nn.detection import detect
+from pyro_implicit.nn.prediction import model_and_posterior, predictions
+from pyro_implicit.nn.predictive_means import Prediction
+from pyro_implicit.nn.reports import Foreign, LabelReport, NumberReport, Reliability
+
+__all__ = ["evaluate"]
+
+LEVELS = (0.5, 0.9, 0.95)
+UNCERTAINTIES = (
+    "max-probability", "entropy", "mutual information", "variance", "epistemic variance"
+)  # fmt: skip
+
+
+@torch.no_grad()
+def evaluate(
+    result: Any,
+    loader: Iterable[Any],
+    *,
+    ood: Mapping[str, Iterable[Any]] | None = None,
+    num_samples: int = 100,
+    num_bins: int = 15,
+    model: Callable[..., Any] | None = None,
+) -> LabelReport | NumberReport:
+    r"""Scores predictions on held-out data, and uncertainty on foreign data.
+
+    Predictions are those of :func:`~pyro_implicit.nn.predict`: means over draws of the posterior,
+    of which only a few are in memory at a time. A few numbers are kept for each row.
+
+    **Example:**
+
+    >>> from torch import nn
+    >>> from pyro_implicit.nn import classifier, to_bayesian_
+    >>> model = classifier(to_bayesian_(nn.Linear(4, 3)), num_data=150)
+    >>> ensemble = {"weight": torch.randn(5, 3, 4), "bias": torch.randn(5, 3)}
+    >>> test = [(torch.randn(20, 4), torch.randint(3, (20,)))]
+    >>> report = evaluate(ensemble, test, model=model)
+    >>> print(report)
+                                   test
+    rows                             20
+    accuracy                        ...
+    negative log-likelihood         ...
+    Brier score                     ...
+    calibration error (ECE)         ...
+    mean confidence                 ...
+    entropy, nats                   ...
+      of labels (aleatoric)         ...
+      of weights (epistemic)        ...
+    5 draws of the posterior
+
+    :param result: what :func:`~pyro_implicit.fit` returned, or anything that
+        :func:`~pyro_implicit.nn.predict` takes, with its ``model``.
+    :param loader: minibatches ``(inputs, targets)``.
+    :param ood: by name, loaders of inputs from elsewhere (of tuples the first is read), to be told
+        from those of ``loader`` by uncertainty. Needs scikit-learn, the extra ``networks``.
+    :param num_samples: draws of the posterior, as for :func:`~pyro_implicit.nn.predict`.
+    :param num_bins: equally wide bins of confidence for the expected calibration error,
+        :math:`\sum_b \frac{n_b}{n} |\text{accuracy}_b - \text{confidence}_b|`.
+    :param model: of a ``result`` that does not know it.
+    :returns: a report for ``print`` and ``plot()``: a :class:`LabelReport` of labels, a
+        :class:`NumberReport` of numbers.
+    :raises ValueError: for an empty loader, or tuples of other lengths.
+    :raises ImportError: for ``ood`` without scikit-learn.
+    """
+    model, posterior = model_and_posterior(result, model)
+    rows: dict[str, list[Tensor]] = {}
+    is_label, number = False, 0
+    for found, target in predictions(model, posterior, loader, num_samples, True):
+        assert target is not None
+        is_label, number = found.probability is not None, found.num_samples
+        read = _label_rows if is_label else _number_rows
+        for name, value in {**_uncertainties(found), **read(found, target)}.items():
+            rows.setdefault(name, []).append(value.cpu())
+    if not rows:
+        raise ValueError("the loader is empty")
+    columns = {name: torch.cat(parts) for name, parts in rows.items()}
+    foreign = {}
+    for name, others in (ood or {}).items():
+        foreign[name] = _foreign(columns, predictions(model, posterior, others, num_samples, False))
+    common = {
+        "num_rows": len(columns["log_prob"]),
+        "num_samples": number,
+        "temperature": getattr(model, "temperature", 1.0),
+        "ood": foreign,
+        "uncertainty": {name: columns[name] for name in UNCERTAINTIES if name in columns},
+    }
+    if is_label:
+        return _label_report(columns, num_bins, common)
+    return _number_report(columns, common)
+
+
+def _uncertainties(found: Prediction) -> dict[str, Tensor]:
+    """By row, each higher where less is known."""
+    if found.probability is not None:
+        assert found.entropy is not None and found.mutual_information is not None
+        return {
+            "max-probability": 1 - found.probability.max(-1).values,
+            "entropy": found.entropy,
+            "mutual information": found.mutual_information,
+        }
+    assert found.aleatoric is not None and found.epistemic is not None
+    aleatoric, epistemic = (_sum(part) for part in (found.aleatoric, found.epistemic))
+    return {"variance": aleatoric + epistemic, "epistemic variance": epistemic}
+
+
+def _label_rows(found: Prediction, target: Tensor) -> dict[str, Tensor]:
+    assert found.probability is not None and found.log_prob is not None
+    labels = target.reshape(-1).long()
+    hit = torch.nn.functional.one_hot(labels, found.probability.shape[-1])
+    return {
+        "correct": (found.probability.argmax(-1) == labels).float(),
+        "log_prob": found.log_prob,
+        "brier": (found.probability - hit).square().sum(-1),
+    }
+
+
+def _number_rows(found: Prediction, target: Tensor) -> dict[str, Tensor]:
+    assert found.mean is not None and found.log_prob is not None
+    error = (found.mean - target.reshape(found.mean.shape)).square()
+    rows = {"square": error.reshape(len(error), -1).mean(-1), "log_prob": found.log_prob}
+    return rows if found.pit is None else rows | {"pit": found.pit}
+
+
+def _foreign(columns: dict[str, Tensor], found: Any) -> Foreign:
+    """How foreign inputs look beside those of the test set."""
+    rows: dict[str, list[Tensor]] = {}
+    for prediction, _ in found:
+        for name, value in _uncertainties(prediction).items():
+            rows.setdefault(name, []).append(value.cpu())
+    if not rows:
+        raise ValueError("a loader of ood is empty")
+    scores = {name: torch.cat(parts) for name, parts in rows.items()}
+    return Foreign(
+        num_rows=len(next(iter(scores.values()))),
+        detection={name: detect(columns[name], score) for name, score in scores.items()},
+        uncertainty=scores,
+    )
+
+
+def _label_report(columns: dict[str, Tensor], num_bins: int, common: dict) -> LabelReport:
+    confidence, correct = 1 - columns["max-probability"], columns["correct"]
+    bins = (confidence * num_bins).ceil().long().clamp(1, num_bins) - 1
+    count = torch.bincount(bins, minlength=num_bins)
+    size = count.clamp(min=1)
+    reliability = Reliability(
+        share=count / len(confidence),
+        confidence=torch.bincount(bins, confidence.double(), num_bins) / size,
+        accuracy=torch.bincount(bins, correct.double(), num_bins) / size,
+    )
+    gap = (reliability.accuracy - reliability.confidence).abs()
+    return LabelReport(
+        accuracy=_mean(correct),
+        nll=-_mean(columns["log_prob"]),
+        brier=_mean(columns["brier"]),
+        ece=(reliability.share * gap).sum().item(),
+        reliability=reliability,
+        **common,
+    )
+
+
+def _number_report(columns: dict[str, Tensor], common: dict) -> NumberReport:
+    pit = columns.get("pit")
+    coverage = {}
+    for level in LEVELS if pit is not None else ():
+        assert pit is not None
+        coverage[level] = _mean(((pit - 0.5).abs() <= level / 2).float())
+    return NumberReport(
+        rmse=_mean(columns["square"]) ** 0.5,
+        log_likelihood=_mean(columns["log_prob"]),
+        coverage=coverage,
+        pit=pit,
+        **common,
+    )
+
+
+def _mean(values: Tensor) -> float:
+    return values.double().mean().item()
+
+
+def _sum(values: Tensor) -> Tensor:
+    return values.reshape(len(values), -1).sum(-1)

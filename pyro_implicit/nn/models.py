@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A network as a Pyro model of labels or of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.distributions import constraints
+from pyro.nn import PyroModule, PyroParam
+from torch import Tensor, nn
+
+from pyro_implicit.nn.bayesian import has_priors
+from pyro_implicit.nn.moving_prior import moved
+
+__all__ = ["NetworkModel", "classifier", "regressor"]
+
+Likelihood = Callable[[Tensor], dist.TorchDistribution]
+Noise: TypeAlias = float | Literal["learn", "heteroscedastic"] | dist.TorchDistribution
+
+LEAST_NOISE = 1e-6  # where softplus underflows
+START_NOISE = 0.5
+
+
+def classifier(net: nn.Module, num_data: int, *, temperature: float = 1.0) -> NetworkModel:
+    r"""A network as a Pyro model of labels, one logit for each class.
+
+    The same by hand is
+
+    .. code-block:: python
+
+        def model(x, y=None):
+            logits = net(x)  # before the plate: one set of weights for all rows
+            with pyro.plate("data", 60_000, subsample_size=len(x)):
+                return pyro.sample("y", dist.Categorical(logits=logits), obs=y)
+
+    **Example:**
+
+    >>> from pyro_implicit.nn import to_bayesian_
+    >>> net = to_bayesian_(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
+    >>> model = classifier(net, num_data=150)
+    >>> x, y = torch.randn(10, 4), torch.randint(3, (10,))
+    >>> trace = poutine.trace(model).get_trace(x, y)
+    >>> trace.nodes["y"]["scale"]
+    15.0
+
+    :param net: from rows ``(batch, ...)`` to logits ``(batch, num_classes)``, after
+        :func:`~pyro_implicit.nn.to_bayesian_`.
+    :param num_data: number of all rows, by which the likelihood of a minibatch is scaled.
+    :param temperature: the likelihood is raised to ``1 / temperature``. Only 1 is Bayes; a
+        lower one counts each row more than once. :func:`~pyro_implicit.nn.evaluate` reports it.
+    :returns: the model ``(x, y=None)``, whose sites are the network's parameters by their names,
+        and ``"y"``. It is a module, for ``.to(device)`` and
+        :class:`~pyro.infer.elbo.ELBOModule`.
+    :raises ValueError: for a network without priors, or numbers that are not positive; when it is
+        called, for layers that make rows depend on each other or on chance (batch normalisation,
+        dropout) in training mode, shapes that do not fit, or more rows than ``num_data``.
+    """
+    return NetworkModel(net, num_data, _Labels(), temperature)
+
+
+def regressor(
+    net: nn.Module,
+    num_data: int,
+    *,
+    noise: Noise,
+    temperature: float = 1.0,
+) -> NetworkModel:
+    r"""A network as a Pyro model of numbers with Gaussian noise.
+
+    The same by hand, with a learnt noise, is
+
+    .. code-block:: python
+
+        def model(x, y=None):
+            mean = net(x).squeeze(-1)
+            noise = pyro.param("noise", torch.tensor(0.5), constraint=constraints.positive)
+            with pyro.plate("data", 400, subsample_size=len(x)):
+                return pyro.sample("y", dist.Normal(mean, noise), obs=y)
+
+    **Example:**
+
+    >>> from pyro_implicit.nn import to_bayesian_
+    >>> net = to_bayesian_(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)))
+    >>> model = regressor(net, num_data=150, noise=dist.Gamma(1.0, 0.1))
+    >>> trace = poutine.trace(model).get_trace(torch.randn(10, 4), torch.randn(10))
+    >>> trace.nodes["precision"]["value"].shape, trace.nodes["y"]["fn"].batch_shape
+    (torch.Size([]), torch.Size([10]))
+
+    :param net: from rows ``(batch, ...)`` to means ``(batch,)``, ``(batch, 1)`` or, for several
+        targets, ``(batch, num_targets)``, after :func:`~pyro_implicit.nn.to_bayesian_`.
+    :param num_data: number of all rows, by which the likelihood of a minibatch is scaled.
+    :param noise: a number: the standard deviation. ``"learn"``: the same as a parameter, which
+        starts at 0.5, for targets of unit scale. A distribution of scalars: the
+        prior of the *precision*, one over the variance, such as ``Gamma(1.0, 0.1)``.
+        ``"heteroscedastic"``: the network has twice as many outputs, the second half of which
+        softplus makes standard deviations.
+    :param temperature: the likelihood is raised to ``1 / temperature``. Only 1 is Bayes.
+    :returns: the model ``(x, y=None)``, whose sites are the network's parameters by their names,
+        ``"precision"`` where it has a prior, and ``"y"``.
+    :raises TypeError: for a noise of another kind.
+    :raises ValueError: as :func:`classifier`.
+    """
+    return NetworkModel(net, num_data, _Numbers(noise), temperature)
+
+
+class NetworkModel(nn.Module):
+    """What :func:`classifier` and :func:`regressor` return.
+
+    :param net: with priors on its parameters.
+    :param num_data: number of all rows.
+    :param likelihood: from the network's output to the distribution of the targets.
+    :param temperature: of the likelihood.
+    """
+
+    def __init__(
+        self, net: nn.Module, num_data: int, likelihood: _Labels | _Numbers, temperature: float
+    ) -> None:
+        if not has_priors(net):
+            raise ValueError(
+                f"the network ({type(net).__name__}) has no priors. Cure: to_bayesian_(net) before"
+            )
+        for name, value in {"num_data": num_data, "temperature": temperature}.items():
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, but got {value}")
+        super().__init__()
+        self.net, self.likelihood = net, likelihood
+        self.num_data, self.temperature = num_data, temperature
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        """Runs the model.
+
+        :param x: rows, ``(batch, ...)``.
+        :param y: their targets, ``(batch,)``, or ``(batch, num_targets)``.
+        :returns: the targets, drawn if they are not given.
+        """
+        _refuse_modes(self.net)
+        distribution, rows = self.likelihood(self.net(x)), len(x)
+        if y is not None:
+            y = _fitting(y, distribution, rows, self.num_data)
+        subsample = torch.arange(rows, device=x.device)
+        size = rows if y is None else self.num_data
+        with (
+            poutine.scale(scale=1 / self.temperature),
+            pyro.plate("data", size, subsample=subsample, dim=-1),
+        ):
+            return pyro.sample("y", distribution, obs=y)
+
+
+class _Labels(nn.Module):
+    def forward(self, logits: Tensor) -> dist.TorchDistribution:
+        if logits.dim() != 2 or logits.shape[-1] < 2:
+            raise ValueError(
+                "a classifier's network must give logits (batch, num_classes), but its output has "
+                f"shape {tuple(logits.shape)}. Cure: one output for each class, two for yes and no"
+            )
+        return dist.Categorical(logits=logits)
+
+
+class _Numbers(PyroModule):
+    def __init__(self, noise: Noise) -> None:
+        super().__init__()
+        known = ("learn", "heteroscedastic")
+        if isinstance(noise, dist.Distribution):
+            if noise.batch_shape or noise.event_shape:
+                raise ValueError(
+                    f"the prior of the precision must be of scalars, but {noise} is of shape "
+                    f"{tuple(noise.shape())}"
+                )
+        elif not (noise in known if isinstance(noise, str) else isinstance(noise, (int, float))):
+            raise TypeError(
+                'noise must be a number, "learn", "heteroscedastic" or a distribution of the '
+                f"precision, but got {noise!r}"
+            )
+        elif not isinstance(noise, str) and not noise > 0:
+            raise ValueError(f"noise must be positive, but got {noise}")
+        self.kind = noise
+        if noise == "learn":
+            self.noise = PyroParam(torch.tensor(START_NOISE), constraints.positive)
+
+    def forward(self, output: Tensor) -> dist.TorchDistribution:
+        mean, noise = output, self.kind
+        if noise == "heteroscedastic":
+            if output.dim() != 2 or output.shape[-1] % 2:
+                raise ValueError(
+                    "with noise='heteroscedastic' the network must give a mean and a scale for "
+                    f"each target, but its output has shape {tuple(output.shape)}"
+                )
+            mean, raw = output.chunk(2, dim=-1)
+            noise = nn.functional.softplus(raw) + LEAST_NOISE
+        elif isinstance(noise, dist.Distribution):
+            noise = pyro.sample("precision", moved(noise, output)) ** -0.5
+        elif noise == "learn":
+            noise = self.noise
+        distribution = dist.Normal(mean, noise)
+        if mean.dim() == 2 and mean.shape[-1] == 1:
+            return dist.Normal(mean.squeeze(-1), distribution.scale.squeeze(-1))
+        return distribution.to_event(mean.dim() - 1)
+
+
+def _fitting(y: Tensor, distribution: dist.TorchDistribution, rows: int, num_data: int) -> Tensor:
+    """The targets, if they are what the distribution gives."""
+    if y.dim() == 2 and y.shape[-1] == 1:
+        y = y.squeeze(-1)
+    if y.shape != distribution.shape():
+        raise ValueError(
+            f"the targets have shape {tuple(y.shape)}, but the network's output wants "
+            f"{tuple(distribution.shape())}"
+        )
+    if rows > num_data:
+        raise ValueError(
+            f"a minibatch has {rows} rows, but num_data is {num_data}. Cure: the number of all "
+            "rows as num_data"
+        )
+    return y
+
+
+def _refuse_modes(net: nn.Module) -> None:
+    """Check that each row's output is a function of the row and the weights."""
+    for name, layer in net.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            if layer.training or layer.running_mean is None:
+                raise ValueError(
+                    f"layer '{name}', a {type(layer).__name__.removeprefix('Pyro')}, normalises by "
+                    "the minibatch's own moments, so that rows depend on each other and the "
+                    "likelihood is no product. Cure: net.eval() after pretraining, which keeps its "
+                    "running moments, or GroupNorm in its place"
+                )
+        elif layer.training and _dropout(layer) > 0:
+            raise ValueError(
+                f"layer '{name}', a {type(layer).__name__.removeprefix('Pyro')}, draws noise that "
+                "is no part of the model. Cure: net.eval(), or leave it out: the weights are "
+                "random already"
+            )
+
+
+def _dropout(layer: nn.Module) -> float:
+    """The share that a layer leaves out: one for that, or one of attention or recurrence."""
+    share = getattr(
+        layer, "p" if isinstance(layer, nn.modules.dropout._DropoutNd) else "dropout", 0
+    )
+    return share if isinstance(share, (int, float)) else 0.0

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``evaluate`` returns: numbers by name, a table and a figure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.nn.detection import Detection
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Foreign", "LabelReport", "NumberReport", "Reliability"]
+
+NUM_BINS = 30
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Labels in bins of confidence, each ``(num_bins,)``; of empty ones all is 0.
+
+    :ivar share: Of the rows.
+    :ivar confidence: Mean of the greatest probabilities.
+    :ivar accuracy: Share of labels that are right.
+    """
+
+    share: Tensor
+    confidence: Tensor
+    accuracy: Tensor
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A set of inputs from elsewhere.
+
+    :ivar num_rows: How many.
+    :ivar detection: How well each uncertainty finds them, by its name.
+    :ivar uncertainty: By name, for each row.
+    """
+
+    num_rows: int
+    detection: dict[str, Detection]
+    uncertainty: dict[str, Tensor] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What both reports have.
+
+    :ivar num_rows: Of the test set.
+    :ivar num_samples: Draws of the posterior.
+    :ivar temperature: Of the likelihood; only 1 is Bayes.
+    :ivar ood: Sets of inputs from elsewhere, by name.
+    :ivar uncertainty: Of the test set, by name, for each row.
+    """
+
+    num_rows: int
+    num_samples: int
+    temperature: float
+    ood: dict[str, Foreign] = field(repr=False)
+    uncertainty: dict[str, Tensor] = field(repr=False)
+
+    def _columns(self) -> dict[str, dict[str, Tensor]]:
+        return {"test": self.uncertainty} | {n: set_.uncertainty for n, set_ in self.ood.items()}
+
+    def _table(self, scores: dict[str, str], means: dict[str, list[str]]) -> str:
+        """:param scores: of the test set alone; ``means`` are those of all sets."""
+        counts = [str(self.num_rows)] + [str(one.num_rows) for one in self.ood.values()]
+        rows = {"rows": counts} | {name: [value] for name, value in scores.items()} | means
+        for index, measure in enumerate(("auroc", "aupr", "fpr95") if self.ood else ()):
+            for name in self.uncertainty:
+                found = [getattr(one.detection[name], measure) for one in self.ood.values()]
+                label = ("AUROC", "AUPR", "FPR at 95 %")[index]
+                rows[f"{label} by {name}"] = [""] + [f"{100 * value:.1f}" for value in found]
+        names = ["test", *self.ood]
+        width, sizes = max(map(len, rows)), [max(8, len(name)) for name in names]
+        lines = [" " * width + "".join(f"  {n:>{s}}" for n, s in zip(names, sizes, strict=True))]
+        for name, cells in rows.items():
+            cells = cells + [""] * (len(names) - len(cells))
+            text = "".join(f"  {c:>{s}}" for c, s in zip(cells, sizes, strict=True))
+            lines.append((name.ljust(width) + text).rstrip())
+        lines.append(f"{self.num_samples} draws of the posterior")
+        if self.temperature != 1:
+            lines.append(f"tempered: the likelihood to the power 1/{self.temperature:g}, not Bayes")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class LabelReport(_Report):
+    """How good predicted labels are; ``print`` it for a table.
+
+    :ivar accuracy: Share of labels that are right.
+    :ivar nll: Mean negative log-probability of the labels.
+    :ivar brier: Mean of the squared distance of probabilities and label, summed over classes: from
+        0 to 2.
+    :ivar ece: Expected calibration error.
+    :ivar reliability: The bins that it is of.
+    """
+
+    accuracy: float
+    nll: float
+    brier: float
+    ece: float
+    reliability: Reliability = field(repr=False)
+
+    @property
+    def confidence(self) -> dict[str, float]:
+        """Mean greatest probability in each set."""
+        return {
+            name: 1 - _mean(found["max-probability"]) for name, found in self._columns().items()
+        }
+
+    @property
+    def entropy(self) -> dict[str, tuple[float, float]]:
+        """Mean aleatoric and epistemic part, in nats, in each set."""
+        parts = {}
+        for name, found in self._columns().items():
+            epistemic = _mean(found["mutual information"])
+            parts[name] = _mean(found["entropy"]) - epistemic, epistemic
+        return parts
+
+    def __str__(self) -> str:
+        scores = {
+            "accuracy": f"{self.accuracy:.4f}",
+            "negative log-likelihood": f"{self.nll:.4f}",
+            "Brier score": f"{self.brier:.4f}",
+            "calibration error (ECE)": f"{self.ece:.4f}",
+        }
+        entropies = list(self.entropy.values())
+        means = {
+            "mean confidence": [f"{value:.3f}" for value in self.confidence.values()],
+            "entropy, nats": [f"{a + e:.3f}" for a, e in entropies],
+            "  of labels (aleatoric)": [f"{a:.3f}" for a, _ in entropies],
+            "  of weights (epistemic)": [f"{e:.3f}" for _, e in entropies],
+        }
+        return self._table(scores, means)
+
+    def plot(self, path: str | PathLike[str] | None = None) -> Figure:
+        """Reliability, and the entropies of all sets.
+
+        :param path: where to save the picture, if anywhere.
+        :returns: the matplotlib figure, which belongs to no window.
+        """
+        figure, (left, right) = _figure()
+        full = self.reliability.share > 0
+        confidence, accuracy = (
+            part[full].tolist() for part in (self.reliability.confidence, self.reliability.accuracy)
+        )
+        edges = [index / len(full) for index in range(len(full) + 1)]
+        left.stairs(self.reliability.share.tolist(), edges, fill=True, color="0.85", label="share")
+        left.plot([0, 1], [0, 1], color="0.5", linewidth=1)
+        left.plot(confidence, accuracy, "o-", color="C0", label="accuracy")
+        left.set(xlabel="confidence", title=f"ECE {self.ece:.3f}", xlim=(0, 1), ylim=(0, 1))
+        left.legend(frameon=False)
+        _histograms(right, {n: found["entropy"] for n, found in self._columns().items()})
+        right.set(xlabel="entropy, nats")
+        return _saved(figure, path)
+
+
+@dataclass(frozen=True)
+class NumberReport(_Report):
+    """How good predicted numbers are, in the targets' units; ``print`` it for a table.
+
+    :ivar rmse: Root mean squared error of the mean.
+    :ivar log_likelihood: Mean log-density of the targets.
+    :ivar coverage: Share of targets inside the central interval, by its probability; empty for
+        distributions without a distribution function.
+    :ivar pit: The predictive distribution function at each target, uniform if predictions are
+        right; None without one.
+    """
+
+    rmse: float
+    log_likelihood: float
+    coverage: dict[float, float]
+    pit: Tensor | None = field(repr=False)
+
+    @property
+    def sd(self) -> dict[str, tuple[float, float]]:
+        """Root mean aleatoric and epistemic variance, summed over targets, in each set."""
+        parts = {}
+        for name, found in self._columns().items():
+            epistemic = _mean(found["epistemic variance"])
+            total = _mean(found["variance"])
+            parts[name] = max(0.0, total - epistemic) ** 0.5, epistemic**0.5
+        return parts
+
+    def __str__(self) -> str:
+        scores = {"RMSE": f"{self.rmse:.4g}", "log-likelihood": f"{self.log_likelihood:.4f}"}
+        scores |= {f"{level:.0%} interval covers": f"{c:.1%}" for level, c in self.coverage.items()}
+        sds = list(self.sd.values())
+        means = {
+            "sd of noise (aleatoric)": [f"{a:.3g}" for a, _ in sds],
+            "sd of weights (epistemic)": [f"{e:.3g}" for _, e in sds],
+        }
+        return self._table(scores, means)
+
+    def plot(self, path: str | PathLike[str] | None = None) -> Figure:
+        """Coverage of all central intervals, and the predictive sds of all sets.
+
+        :param path: where to save the picture, if anywhere.
+        :returns: the matplotlib figure, which belongs to no window.
+        """
+        figure, (left, right) = _figure()
+        left.plot([0, 1], [0, 1], color="0.5", linewidth=1)
+        if self.pit is not None:
+            inside = 2 * (self.pit.flatten().double() - 0.5).abs()
+            levels = torch.linspace(0, 1, 101, dtype=torch.float64)
+            shares = (inside <= levels.unsqueeze(-1)).double().mean(-1)
+            left.plot(levels.tolist(), shares.tolist(), color="C0")
+        left.set(xlabel="central interval", ylabel="share of targets inside")
+        left.set(title=f"RMSE {self.rmse:.3g}", xlim=(0, 1), ylim=(0, 1))
+        sds = {name: found["variance"].sqrt() for name, found in self._columns().items()}
+        _histograms(right, sds)
+        right.set(xlabel="predictive sd")
+        return _saved(figure, path)
+
+
+def _mean(values: Tensor) -> float:
+    return values.double().mean().item()
+
+
+def _figure() -> tuple[Figure, list[Axes]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    axes = list(figure.subplots(1, 2))
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _histograms(axes: Axes, sets: dict[str, Tensor]) -> None:
+    """One line for each set, of equal area."""
+    highest = max(values.max().item() for values in sets.values()) or 1.0
+    edges = torch.linspace(0, highest, NUM_BINS + 1)
+    for name, values in sets.items():
+        heights = torch.histogram(values.float(), edges, density=True).hist
+        axes.stairs(heights.tolist(), edges.tolist(), label=name)
+    axes.set_yticks([])
+    axes.legend(frameon=False)
+
+
+def _saved(figure: Figure, path: str | PathLike[str] | None) -> Figure:
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``evaluate``: its scores against closed forms, its table and its figure."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from pyro_implicit.nn import classifier, evaluate, regressor, to_bayesian_
+from pyro_implicit.nn.detection import detect
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def normal(*shape):
+    return torch.randn(*shape, generator=GENERATOR, dtype=torch.float64)
+
+
+X, FOREIGN = normal(40, 3), 9 * normal(30, 3)
+LABELS = torch.randint(2, (40,), generator=GENERATOR)
+WEIGHTS = {"weight": normal(11, 2, 3), "bias": normal(11, 2)}
+
+
+def outputs(x):
+    return torch.einsum("nd,scd->snc", x, WEIGHTS["weight"]) + WEIGHTS["bias"].unsqueeze(1)
+
+
+def pairs(x, y, size=16):
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+@pytest.fixture(scope="module")
+def labels():
+    model = classifier(to_bayesian_(nn.Linear(3, 2).double()), 70, temperature=0.5)
+    ood = {"foreign": FOREIGN.split(16)}
+    return evaluate(WEIGHTS, pairs(X, LABELS), ood=ood, num_bins=5, model=model)
+
+
+def test_scores_of_labels(labels):
+    mean = outputs(X).softmax(-1).mean(0)
+    right = mean.argmax(-1) == LABELS
+    assert labels.accuracy == pytest.approx(right.double().mean().item())
+    assert labels.nll == pytest.approx(-mean[range(40), LABELS].log().mean().item())
+    brier = sum(
+        sum((mean[row, c].item() - (c == label)) ** 2 for c in range(2))
+        for row, label in enumerate(LABELS.tolist())
+    )
+    assert labels.brier == pytest.approx(brier / 40)
+    confidence, ece = mean.max(-1).values, 0.0
+    for low in (0.4, 0.6, 0.8):
+        inside = (confidence > low) & (confidence <= low + 0.2)
+        if inside.any():
+            gap = right[inside].double().mean() - confidence[inside].mean()
+            ece += inside.double().mean().item() * abs(gap.item())
+    assert labels.ece == pytest.approx(ece)
+    assert labels.reliability.share.sum() == pytest.approx(1.0)
+    assert labels.num_samples == 11 and labels.num_rows == 40
+
+
+def test_uncertainty_of_labels(labels):
+    for name, x in {"test": X, "foreign": FOREIGN}.items():
+        each = outputs(x).softmax(-1)
+        mean = each.mean(0)
+        assert labels.confidence[name] == pytest.approx(mean.max(-1).values.mean().item())
+        own = torch.special.entr(each).sum(-1).mean().item()
+        total = torch.special.entr(mean).sum(-1).mean().item()
+        assert labels.entropy[name] == pytest.approx((own, total - own))
+    familiar = labels.uncertainty["entropy"]
+    found = labels.ood["foreign"]
+    above = found.uncertainty["entropy"].unsqueeze(-1) > familiar
+    assert found.detection["entropy"].auroc == pytest.approx(above.double().mean().item())
+
+
+def test_detection():
+    """Ties count half; average precision is the mean precision at each foreign input."""
+    found = detect(torch.tensor([1.0, 2.0, 2.0, 7.0]), torch.tensor([2.0, 5.0, 9.0]))
+    wins = [1 + 2 * 0.5, 3, 4]  # of 4 familiar inputs each
+    assert found.auroc == pytest.approx(sum(wins) / 12)
+    assert found.aupr == pytest.approx((1 / 1 + 2 / 3 + 3 / 6) / 3)
+    assert found.fpr95 == pytest.approx(2 / 3)  # all familiar ones pass at 7, and 2 and 5 with them
+    familiar = torch.linspace(0, 1, 100)
+    assert detect(familiar, torch.tensor([0.5, 0.945, 0.97, 2.0])).fpr95 == 0.5  # at 94 / 99
+
+
+def test_scores_of_numbers():
+    model = regressor(to_bayesian_(nn.Linear(3, 2).double()), 70, noise="heteroscedastic")
+    y = normal(40)
+    report = evaluate(WEIGHTS, pairs(X, y), ood={"foreign": [FOREIGN]}, model=model)
+    out = outputs(X)
+    means, sds = out[..., 0], nn.functional.softplus(out[..., 1]) + 1e-6
+    assert report.rmse == pytest.approx((means.mean(0) - y).square().mean().sqrt().item())
+    z = (y - means) / sds
+    density = ((-0.5 * z**2).exp() / sds / math.sqrt(2 * math.pi)).mean(0)
+    assert report.log_likelihood == pytest.approx(density.log().mean().item())
+    pit = (0.5 * (1 + torch.erf(z / math.sqrt(2)))).mean(0)
+    inside = (pit >= 0.05) & (pit <= 0.95)
+    assert report.coverage[0.9] == pytest.approx(inside.double().mean().item())
+    epistemic = means.var(0, unbiased=False).mean().sqrt().item()
+    assert report.sd["test"] == pytest.approx((sds.square().mean().sqrt().item(), epistemic))
+    assert report.ood["foreign"].detection["epistemic variance"].auroc > 0.5
+    assert "RMSE" in str(report) and "90% interval covers" in str(report)
+    assert len(report.plot().axes) == 2
+
+
+def test_table_and_figure(labels, tmp_path):
+    table = str(labels)
+    lines = {line[:28].strip(): line[28:].split() for line in table.splitlines()}
+    assert lines["rows"] == ["40", "30"]
+    assert lines["accuracy"] == [f"{labels.accuracy:.4f}"]
+    (auroc,) = lines["AUROC by mutual information"]
+    expected = labels.ood["foreign"].detection["mutual information"].auroc
+    assert float(auroc) == pytest.approx(100 * expected, abs=0.06)
+    assert "tempered: the likelihood to the power 1/0.5, not Bayes" in table
+    labels.plot(tmp_path / "report.png")
+    assert (tmp_path / "report.png").exists()
+
+
+def test_errors():
+    model = classifier(to_bayesian_(nn.Linear(3, 2).double()), 70)
+    with pytest.raises(ValueError, match="the loader is empty"):
+        evaluate(WEIGHTS, [], model=model)
+    with pytest.raises(
+        ValueError, match=r"must give tuples \(inputs, targets\), but gave one of 1"
+    ):
+        evaluate(WEIGHTS, [X], model=model)
+    with pytest.raises(ValueError, match=r"targets have shape \(4,\), but .* has shape \(40,\)"):
+        evaluate(WEIGHTS, [(X, LABELS[:4])], model=model)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``predict``: means over draws, from whatever stands for a posterior."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoNormal
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from pyro_implicit import fit
+from pyro_implicit.fitting import Fit
+from pyro_implicit.guides.stored_draws import StoredDraws
+from pyro_implicit.nn import classifier, predict, regressor, to_bayesian_
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def normal(*shape):
+    return torch.randn(*shape, generator=GENERATOR, dtype=torch.float64)
+
+
+X, Y = normal(7, 3), normal(7)
+LABELS = torch.tensor([0, 1, 1, 0, 1, 1, 0])
+WEIGHTS = {"weight": normal(20, 2, 3), "bias": normal(20, 2)}
+
+
+def labels_model():
+    return classifier(to_bayesian_(nn.Linear(3, 2).double()), 70)
+
+
+def probabilities(weights=WEIGHTS):
+    logits = torch.einsum("nd,scd->snc", X, weights["weight"]) + weights["bias"].unsqueeze(1)
+    return logits.softmax(-1)
+
+
+def joined(found, name):
+    return torch.cat([getattr(batch, name) for batch in found])
+
+
+@pytest.mark.parametrize("size", [7, 3])
+def test_labels(size):
+    found = list(predict(WEIGHTS, X.split(size), model=labels_model()))
+    each = probabilities()
+    mean = each.mean(0)
+    entropy = -(mean * mean.log()).sum(-1)
+    own = -(each * each.log()).sum(-1).mean(0)
+    assert len(found) == -(-7 // size) and found[0].num_samples == 20
+    torch.testing.assert_close(joined(found, "probability"), mean)
+    torch.testing.assert_close(joined(found, "entropy"), entropy)
+    torch.testing.assert_close(joined(found, "mutual_information"), entropy - own)
+    assert found[0].mean is None and found[0].log_prob is None
+
+
+@pytest.mark.parametrize("noise", ["heteroscedastic", "precision"])
+def test_numbers(noise):
+    prior = noise if noise == "heteroscedastic" else dist.Gamma(2.0, 1.0)
+    draws, outputs = dict(WEIGHTS), 2
+    if noise == "precision":
+        draws = {"weight": normal(20, 1, 3), "bias": normal(20, 1), "precision": normal(20).exp()}
+        outputs = 1
+    model = regressor(to_bayesian_(nn.Linear(3, outputs).double()), 70, noise=prior)
+    found = list(predict(draws, X.split(4), model=model))
+    output = torch.einsum("nd,scd->snc", X, draws["weight"]) + draws["bias"].unsqueeze(1)
+    mean = output[..., 0]
+    if noise == "precision":
+        variance = (1 / draws["precision"]).mean().expand(7)
+    else:
+        variance = (nn.functional.softplus(output[..., 1]) + 1e-6).square().mean(0)
+    torch.testing.assert_close(joined(found, "mean"), mean.mean(0))
+    torch.testing.assert_close(joined(found, "aleatoric"), variance)
+    torch.testing.assert_close(joined(found, "epistemic"), mean.var(0, unbiased=False))
+
+
+def test_variances_far_from_zero():
+    """In float32, where squares of the values would leave nothing of their variance."""
+    model = regressor(to_bayesian_(nn.Linear(1, 1)), 70, noise=0.1)
+    bias = 1e4 + torch.linspace(-1, 1, 21).unsqueeze(-1)
+    found = next(predict({"weight": torch.zeros(21, 1, 1), "bias": bias}, [torch.zeros(2, 1)],
+                         model=model))  # fmt: skip
+    torch.testing.assert_close(found.epistemic, bias.var(unbiased=False).expand(2))
+
+
+def hand_written(x, y=None):
+    logits = NET(x)
+    with pyro.plate("rows", 70 if y is not None else len(x), subsample_size=len(x)):
+        return pyro.sample("label", dist.Categorical(logits=logits), obs=y)
+
+
+NET = to_bayesian_(nn.Linear(3, 2).double())
+
+
+def test_a_model_by_hand_and_loaders_with_labels():
+    loader = DataLoader(TensorDataset(X, LABELS), batch_size=4)
+    found = joined(predict(WEIGHTS, loader, model=hand_written), "probability")
+    torch.testing.assert_close(found, probabilities().mean(0))
+
+
+def test_yes_and_no():
+    net = to_bayesian_(nn.Linear(3, 1).double())
+
+    def model(x, y=None):
+        logits = net(x).squeeze(-1)
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
+
+    draws = {"weight": normal(20, 1, 3), "bias": normal(20, 1)}
+    yes = (torch.einsum("nd,scd->sn", X, draws["weight"]) + draws["bias"]).sigmoid().mean(0)
+    found = joined(predict(draws, [X], model=model), "probability")
+    torch.testing.assert_close(found, torch.stack([1 - yes, yes], -1))
+
+
+def stream():
+    """As what ``refine`` with minibatches gives."""
+    take = lambda rows: {name: value[rows] for name, value in WEIGHTS.items()}  # noqa: E731
+    return SimpleNamespace(num_chains=4, num_draws=5, stream=None, take=take)
+
+
+SOURCES = {
+    "stored": lambda: StoredDraws(WEIGHTS),
+    "samples": lambda: SimpleNamespace(get_samples=lambda: WEIGHTS),
+    "stream": stream,
+    "fit": lambda: Fit(StoredDraws(WEIGHTS), source=(labels_model(), (), {})),
+    "refined fit": lambda: Fit(None, refined=stream(), source=(labels_model(), (), {})),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_sources(name):
+    model = None if "fit" in name else labels_model()
+    found = next(predict(SOURCES[name](), [X], model=model))
+    torch.testing.assert_close(found.probability, probabilities().mean(0))
+    few = next(predict(SOURCES[name](), [X], 3, model=model))
+    three = {key: value[[0, 10, 19]] for key, value in WEIGHTS.items()}  # evenly spaced
+    torch.testing.assert_close(few.probability, probabilities(three).mean(0))
+
+
+def test_a_guide_gives_all_minibatches_the_same_draws():
+    model = labels_model()
+    guide = AutoNormal(model, init_scale=1.0)
+    guide(X, LABELS)
+    before = torch.get_rng_state()
+    whole = list(predict(guide, [X], 50, model=model))
+    assert not torch.equal(before, torch.get_rng_state())  # the next call has others
+    torch.set_rng_state(before)
+    parts = list(predict(guide, X.split(2), 50, model=model))
+    for name in ("probability", "mutual_information"):
+        torch.testing.assert_close(joined(parts, name), joined(whole, name))
+    other = list(predict(guide, [X], 50, model=model))
+    assert not torch.allclose(joined(other, "probability"), joined(whole, "probability"))
+
+
+def test_from_fit_to_predictions(tmp_path):
+    """With minibatches, refined by stochastic gradients; and back from a file."""
+    x = torch.randn(60, 2)
+    labels = (x[:, 0] > 0).long()
+    loader = DataLoader(TensorDataset(x, labels), batch_size=20)
+    model = classifier(
+        to_bayesian_(nn.Sequential(nn.Linear(2, 26), nn.Tanh(), nn.Linear(26, 2))), 60
+    )
+    result = fit(model, "auto", batches=loader, epochs=8, refine=True, seed=0, progress=False)
+    assert result.chosen == "mean-field" and result.refined is not None
+    found = joined(predict(result, [x], 30), "probability")
+    assert (found.argmax(-1) == labels).float().mean() > 0.9
+    result.save(tmp_path / "fit.pt")
+    loaded = Fit.load(tmp_path / "fit.pt", model)
+    assert torch.equal(joined(predict(loaded, [x], 30), "probability"), found)
+
+
+def test_errors():
+    model = labels_model()
+    with pytest.raises(TypeError, match="a dict does not know its model. Cure: model="):
+        next(predict(WEIGHTS, [X]))
+    with pytest.raises(TypeError, match="a posterior must be a guide, .*but got int"):
+        next(predict(3, [X], model=model))
+    with pytest.raises(ValueError, match="num_samples must be at least 1"):
+        next(predict(WEIGHTS, [X], 0, model=model))
+    only = {"weight": WEIGHTS["weight"]}
+    with pytest.raises(ValueError, match=r"are \['bias', 'y'\], but one is wanted.*Cure"):
+        next(predict(only, [X], model=model))
+    with pytest.raises(ValueError, match=r"are \[\], but one is wanted"):
+        next(predict(WEIGHTS, [X], model=NET))
