@@ -38,6 +38,8 @@ from pyro_implicit.mcmc.batch_stream import BatchStream
 
 __all__ = ["fit"]
 
+NEARLY = 0.9  # effective share of the draws
+
 
 def fit(
     model: Callable[..., Any],
@@ -234,8 +236,11 @@ def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["au
         if refine is False and not near:
             train_semi_implicit(stages, density, exact)
         stages.choose(density, modes)
-        corrected = refine is not False and correct(stages, density)
-        if refine is True or (refine == "auto" and not (near or corrected)):
+        if refine is False:
+            return stages.result
+        # The bound saw a thousand draws, and these are new ones.
+        near = correct(stages, density) > NEARLY and near
+        if refine is True or not (near or stages.result.correction):
             move_draws(stages, plan.chains)
         return stages.result
     except KeyboardInterrupt:

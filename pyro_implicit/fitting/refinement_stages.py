@@ -27,20 +27,23 @@ __all__ = ["between", "correct", "move_draws", "train_mean_field"]
 ROUGH_STEPS, ROUGH_PARTICLES, ROUGH_SPREAD = 1000, 8, 0.3
 
 
-def correct(stages: Stages, density: LatentDensity) -> bool:
+def correct(stages: Stages, density: LatentDensity) -> float:
     """See whether importance weights can right the draws of the chosen guide.
 
-    :returns: whether they can, reliably.
+    :returns: their effective share, 1 of a guide that has none. ``result.correction`` is set if
+        they can, reliably.
     """
     result = stages.result
     if not has_exact_density(result.guide):
-        return False
+        return 1.0
+    efficiency = 0.0
     with result.attempt("correct") as line:
         found = stages.reliability or reliability(result.guide, density)
         line.outcome = str(found)
+        efficiency = found.efficiency
         if found.suffices:
-            result.correction = found.efficiency
-    return result.correction is not None
+            result.correction = efficiency
+    return efficiency
 
 
 def train_mean_field(stages: Stages, density: LatentDensity) -> Fit:
