@@ -17,6 +17,7 @@ from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pyro_implicit.compiled import is_tracing
 from pyro_implicit.density.engine import Model
 from pyro_implicit.density.run_mode import BranchError, RunMode, VmapError, writes_to_unbatched
 
@@ -68,6 +69,8 @@ class BatchedRuns:
             others', or the error itself if all runs raise one.
         :returns: the same, each tensor ``(num_runs, *shape)``.
         """
+        if is_tracing() and self.mode == "vmap" and self.checked:
+            return self._vmap(model, values, read)[0]  # whatever fails is no affair of the runs
         rows = torch.arange(len(next(iter(values.values()))))
         if self.mode == "vmap":
             try:

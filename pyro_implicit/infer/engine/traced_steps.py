@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of an ELBO that were recorded once and run without Pyro."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_implicit.compiled import CompilerError, RandomState, Untraceable
+from pyro_implicit.infer.engine.nonfinite import NonFiniteError
+from pyro_implicit.infer.engine.step_call import Evaluation, Program, StepCall
+
+if TYPE_CHECKING:
+    from pyro_implicit.infer.implicit_elbo import ImplicitELBO
+
+__all__ = ["TracedSteps"]
+
+MAX_PROGRAMS = 8
+MAX_RECORDINGS = 24
+#: Steps before ``compile="auto"`` records one, which takes as long as some tens of them.
+AUTO_STEPS = 20
+
+
+class TracedSteps:
+    """The recorded steps of an ELBO with one model and guide."""
+
+    def __init__(self) -> None:
+        self.num_recorded = self.num_run = 0
+        self.refusal: str | None = None
+        """Why steps are not recorded."""
+        self._programs: dict[Hashable, Program] = {}
+        self._num_plain = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # another process records anew
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def step(
+        self, elbo: ImplicitELBO, model: Callable, guide: Callable, args: tuple, kwargs: dict
+    ) -> Evaluation | None:
+        """A step of the ELBO; None if a plain one is to be taken.
+
+        It draws the same random numbers as that. The first, second, fourth, eighth ... call of each
+        recording is compared with a plain step.
+        """
+        if elbo.compile is False or self.refusal is not None:
+            return None
+        if self._num_plain < (AUTO_STEPS if elbo.compile == "auto" else 1):
+            # The first has all checks, and finds out how the model can be run.
+            self._num_plain += 1
+            return None
+        try:
+            call = StepCall(elbo, model, guide, args, kwargs)
+        except Untraceable as error:
+            self._give_up(elbo, str(error))
+            return None
+        key = (call.key, pyro.settings.get("module_local_params"), torch.get_default_dtype())
+        program = self._programs.pop(key, None)  # put back as the latest
+        if program is not None and not program.holds():
+            program = None
+        if program is None:
+            return self._record(key, call)
+        self._programs[key] = program
+        program.show_params()
+        program.num_run += 1
+        self.num_run += 1
+        if program.num_run & (program.num_run - 1) == 0:
+            return self._compare(program, call)
+        return self._run(program, call)
+
+    def _run(self, program: Program, call: StepCall) -> Evaluation | None:
+        state = RandomState(program.leaves)
+        outcome = program.run(call)
+        if not math.isfinite(outcome.check.item()):
+            state.restore()  # a plain step finds out why, or leaves particles out
+            return None
+        call.elbo.carry(outcome.carried)
+        return outcome.evaluation
+
+    def _record(self, key: Hashable, call: StepCall) -> Evaluation | None:
+        """A plain step, and a recording of it for later ones."""
+        elbo = call.elbo
+        if self.num_recorded == MAX_RECORDINGS:
+            self._give_up(
+                elbo,
+                f"it was recorded {MAX_RECORDINGS} times, as arguments other than the values of "
+                "tensors, or parameters, change from step to step. Cure: pass tensors of one shape",
+            )
+            return None
+        self.num_recorded += 1
+        carried, before = elbo.carried(), RandomState(call.arguments.tensors)
+        try:
+            plain = call.plain()
+        except NonFiniteError:
+            before.restore()
+            return None
+        carried_after, after = elbo.carried(), RandomState(call.arguments.tensors)
+        before.restore()
+        elbo.carry(carried)
+        try:
+            program = call.record(plain)
+        except Exception as error:
+            self._give_up(elbo, _first_line(error))
+        else:
+            if len(self._programs) == MAX_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            self._programs[key] = program
+            if elbo.compile is True:
+                self._compile(program, call)
+        finally:
+            after.restore()
+            elbo.carry(carried_after)
+        return plain.evaluation
+
+    def _compare(self, program: Program, call: StepCall) -> Evaluation | None:
+        """A plain step, which the recording must agree with."""
+        before, carried = RandomState(program.leaves), call.elbo.carried()
+        outcome = program.run(call)
+        before.restore()
+        call.elbo.carry(carried)
+        try:
+            plain = call.plain()
+        except NonFiniteError:
+            before.restore()
+            return None
+        if math.isfinite(outcome.check.item()):
+            difference = outcome.evaluation.differs_from(plain.evaluation)
+            if difference:
+                self._give_up(call.elbo, f"the recording disagrees with a plain step: {difference}")
+        return plain.evaluation
+
+    def _compile(self, program: Program, call: StepCall) -> None:
+        try:
+            program.compile(call)
+        except CompilerError as error:
+            warnings.warn(
+                f"{type(call.elbo).__name__} runs recorded, but not compiled: {error}. Cure: a C++ "
+                'compiler, or compile="trace"',
+                stacklevel=6,
+            )
+
+    def _give_up(self, elbo: ImplicitELBO, cause: str) -> None:
+        self.refusal = cause
+        self._programs.clear()
+        if elbo.compile != "auto":
+            warnings.warn(
+                f"{type(elbo).__name__} runs without compilation, because its step cannot be "
+                f"recorded: {cause}. What is not tensors in, tensors out, must be the same at "
+                "every step, see docs/compile. Said once; compile=False says nothing",
+                stacklevel=6,
+            )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().split("\n")[0]
+    return text if isinstance(error, Untraceable) else f"{type(error).__name__}: {text}"
