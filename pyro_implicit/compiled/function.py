@@ -33,6 +33,7 @@ class RecordedFunction:
     :param function: without arguments; it finds ``inputs`` by itself, as these very objects.
     :param inputs: all that may differ at a call.
     :param modules: that it reads, whose parameters and buffers shall stay the same objects.
+    :param writable: inputs that it may change in place.
     :raises Untraceable: naming the cause.
     """
 
@@ -41,8 +42,9 @@ class RecordedFunction:
         function: Callable[[], Sequence[Tensor]],
         inputs: Sequence[Tensor],
         modules: Iterable[nn.Module] = (),
+        writable: Sequence[Tensor] = (),
     ) -> None:
-        recorder = record(function, inputs)
+        recorder = record(function, inputs, writable)
         simplify(recorder.graph, recorder.mutated)
         self.graph, self._constants = recorder.graph, recorder.constants
         self._guard = Guard(recorder.captured, modules)

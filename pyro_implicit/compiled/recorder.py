@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import linecache
 import sys
 import threading
@@ -38,7 +37,11 @@ def is_tracing() -> bool:
     return getattr(_active, "recorder", None) is not None
 
 
-def record(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> Recorder:
+def record(
+    function: Callable[[], Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    writable: Sequence[Tensor] = (),
+) -> Recorder:
     """Run a function once, and record what it does to tensors.
 
     Whatever depends on the inputs is recorded, random draws and gradients too. What depends on
@@ -53,18 +56,21 @@ def record(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) 
 
     :param function: without arguments; it finds the inputs by itself, as these very objects.
     :param inputs: no two of them the same.
+    :param writable: those that it may change in place.
     :returns: with the graph of a function of the inputs.
     :raises Untraceable: if it reads a value that depends on an input, or writes to a tensor that
         outlives it.
     """
     try:
-        return _record(function, inputs, True)
+        return _record(function, inputs, writable, True)
     except _AliasedConstant:
-        return _record(function, inputs, False)
+        return _record(function, inputs, writable, False)
 
 
-def _record(function: Callable, inputs: Sequence[Tensor], folds: bool) -> Recorder:
-    recorder = Recorder(inputs, folds)
+def _record(
+    function: Callable, inputs: Sequence[Tensor], writable: Sequence[Tensor], folds: bool
+) -> Recorder:
+    recorder = Recorder(inputs, writable, folds)
     _active.recorder = recorder
     try:
         with pyro.validation_enabled(False), _NoEscape(recorder), recorder:
@@ -87,7 +93,9 @@ class Recorder(TorchDispatchMode):
     ``graph`` has a placeholder for each input and a ``get_attr`` for each of ``constants``.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], folds: bool) -> None:
+    def __init__(
+        self, inputs: Sequence[Tensor], writable: Sequence[Tensor], folds: bool
+    ) -> None:
         super().__init__()
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}
@@ -106,6 +114,7 @@ class Recorder(TorchDispatchMode):
             node = self.graph.placeholder(f"input_{i}")
             self._track(tensor, node)
             self._outer.add(node.meta["storage"])
+        self._outer -= {self._key(tensor) for tensor in writable}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -276,8 +285,8 @@ def _place() -> str:
 
 
 def _frames() -> Iterator[Any]:
+    """From here out to the recording's begin."""
     frame = sys._getframe(1)
-    with contextlib.suppress(AttributeError):
-        while True:
-            yield frame
-            frame = frame.f_back  # type: ignore[assignment]
+    while frame is not None and frame.f_code is not _record.__code__:
+        yield frame
+        frame = frame.f_back  # type: ignore[assignment]

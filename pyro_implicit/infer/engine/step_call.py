@@ -42,13 +42,16 @@ class Evaluation(NamedTuple):
         return _Known.apply(self.loss, self.gradients, *self.targets)
 
     def differs_from(self, other: Evaluation) -> str | None:
-        """In what it differs by more than rounding errors, in words."""
+        """In what it differs by more than rounding errors, in words.
+
+        :param other: may have further targets, which were made in the step (noise, say).
+        """
         tolerance = TOLERANCE.get(self.loss.dtype, DEFAULT_TOLERANCE)
         loss, other_loss = self.loss.item(), other.loss.item()
         if not abs(loss - other_loss) <= tolerance * (1 + abs(other_loss)):
             return f"the loss is {loss:.6g} and {other_loss:.6g}"
         known = {id(t): g for t, g in zip(other.targets, other.gradients, strict=True)}
-        if known.keys() != {id(target) for target in self.targets}:
+        if not known.keys() >= {id(target) for target in self.targets}:
             return "other parameters have a gradient"
         norm = torch.nn.utils.get_total_norm(other.gradients)
         for target, gradient in zip(self.targets, self.gradients, strict=True):
@@ -101,6 +104,7 @@ class StepCall:
         self.elbo, self.model, self.guide = elbo, model, guide
         self.arguments = flatten_arguments(args, kwargs)
         self.carried = elbo.carried()
+        """What it takes over from the step before."""
         carried = tuple((k, t.shape, t.dtype) for k, t in self.carried.items())
         self.key = (self.arguments.key, elbo.settings(), carried)
 
@@ -152,7 +156,8 @@ class StepCall:
         inputs = [*leaves, *tensors, *weights.values(), *self.carried.values()]
         candidates = (self.model, self.guide, elbo)
         modules = [part for part in candidates if isinstance(part, nn.Module)]
-        recorded = RecordedFunction(function, inputs, modules)
+        writable = elbo.carried().values()
+        recorded = RecordedFunction(function, inputs, modules, list(writable))
         return Program(recorded, leaves, plain.params, has_gradient)
 
     def inputs(self, leaves: list[Tensor]) -> list[Tensor]:

@@ -77,10 +77,10 @@ class TracedSteps:
         return self._run(program, call)
 
     def _run(self, program: Program, call: StepCall) -> Evaluation | None:
-        state = RandomState(program.leaves)
+        before = _Before(call)
         outcome = program.run(call)
         if not math.isfinite(outcome.check.item()):
-            state.restore()  # a plain step finds out why, or leaves particles out
+            before.restore()  # a plain step finds out why, or leaves particles out
             return None
         call.elbo.carry(outcome.carried)
         return outcome.evaluation
@@ -96,15 +96,14 @@ class TracedSteps:
             )
             return None
         self.num_recorded += 1
-        carried, before = elbo.carried(), RandomState(call.arguments.tensors)
+        before = _Before(call)
         try:
             plain = call.plain()
         except NonFiniteError:
             before.restore()
             return None
-        carried_after, after = elbo.carried(), RandomState(call.arguments.tensors)
+        after = _Before(call)
         before.restore()
-        elbo.carry(carried)
         try:
             program = call.record(plain)
         except Exception as error:
@@ -117,21 +116,21 @@ class TracedSteps:
                 self._compile(program, call)
         finally:
             after.restore()
-            elbo.carry(carried_after)
         return plain.evaluation
 
     def _compare(self, program: Program, call: StepCall) -> Evaluation | None:
         """A plain step, which the recording must agree with."""
-        before, carried = RandomState(program.leaves), call.elbo.carried()
+        before = _Before(call)
         outcome = program.run(call)
         before.restore()
-        call.elbo.carry(carried)
         try:
             plain = call.plain()
         except NonFiniteError:
             before.restore()
             return None
-        if math.isfinite(outcome.check.item()):
+        if any(value is not program.params.get(name) for name, value in plain.params.items()):
+            self._programs.clear()  # a new parameter: record again
+        elif math.isfinite(outcome.check.item()):
             difference = outcome.evaluation.differs_from(plain.evaluation)
             if difference:
                 self._give_up(call.elbo, f"the recording disagrees with a plain step: {difference}")
@@ -157,6 +156,19 @@ class TracedSteps:
                 "every step, see docs/compile. Said once; compile=False says nothing",
                 stacklevel=6,
             )
+
+
+class _Before:
+    """What a step draws and takes over, to take it again."""
+
+    def __init__(self, call: StepCall) -> None:
+        self.elbo = call.elbo
+        self.random = RandomState(call.arguments.tensors)
+        self.carried = {name: tensor.clone() for name, tensor in self.elbo.carried().items()}
+
+    def restore(self) -> None:
+        self.random.restore()
+        self.elbo.carry(self.carried)
 
 
 def _first_line(error: Exception) -> str:
