@@ -134,7 +134,7 @@ class StepCall:
         :param plain: the same, taken by Pyro.
         :raises Untraceable: naming the cause.
         """
-        elbo, leaves = self.elbo, plain.leaves
+        elbo, leaves, carried = self.elbo, plain.leaves, list(self.elbo.carried().values())
         tensors, with_gradient = self._own_tensors()
         args, kwargs = self.arguments.rebuild(tensors)
         weights = {
@@ -153,11 +153,10 @@ class StepCall:
             check = 0 * torch.nn.utils.get_total_norm(gradients) + loss
             return [loss, check, *gradients, *elbo.carried().values()]
 
-        inputs = [*leaves, *tensors, *weights.values(), *self.carried.values()]
+        inputs = [*leaves, *tensors, *weights.values(), *carried]
         candidates = (self.model, self.guide, elbo)
         modules = [part for part in candidates if isinstance(part, nn.Module)]
-        writable = elbo.carried().values()
-        recorded = RecordedFunction(function, inputs, modules, list(writable))
+        recorded = RecordedFunction(function, inputs, modules, carried)
         return Program(recorded, leaves, plain.params, has_gradient)
 
     def inputs(self, leaves: list[Tensor]) -> list[Tensor]:
