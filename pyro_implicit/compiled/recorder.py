@@ -123,8 +123,16 @@ class Recorder(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):
             raise self.refuse(f"it uses the higher-order operator {func}")
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func is torch.ops.aten.lift_fresh.default:  # a tensor of numbers, made in the function
+            self._computed[tensors[0]] = True
+            self._use(tensors[0])
+            if self._folds:
+                return tensors[0]
+            func = _CLONE
         known = [tensor in self._nodes for tensor in tensors]
         is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if kwargs.get("generator") is not None:
+            raise self.refuse("it draws from a generator of its own")
         if any(known):
             self._check_values_unread(func, args)
         elif not (is_random or func._schema.is_mutable) and (
@@ -228,12 +236,13 @@ class Recorder(TorchDispatchMode):
                 if not isinstance(tensor, Tensor):
                     continue
                 key = self._key(tensor)
-                if tensor in self._computed and tensor not in self._nodes:
+                if tensor in self._computed:
                     if self._uses[key] > 1:
                         self.refusal = _AliasedConstant("it writes to a view of a constant")
                         raise self.refusal
-                    node = self._constant(tensor)
-                    self._nodes[tensor] = self.graph.call_function(torch.ops.aten.clone.default, (node,))
+                    constant = self._constant(tensor.clone())
+                    del self._computed[tensor]
+                    self._nodes[tensor] = self.graph.call_function(_CLONE, (constant,))
                     _describe(self._nodes[tensor], tensor, key)
                 elif tensor not in self._nodes or key in self._outer:
                     raise self.refuse("it changes a tensor in place that outlives the step")
@@ -255,6 +264,7 @@ class _NoEscape(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_CLONE = torch.ops.aten.clone.default
 _ESCAPES = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.data_ptr, Tensor.__reduce_ex__}
 
 
