@@ -4,48 +4,53 @@
 from __future__ import annotations
 
 import math
-import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_implicit.compiled import RecordedFunction, Untraceable
+from pyro_implicit.density.cost import PER_RUN, count_operations
 from pyro_implicit.density.latent_density import LatentDensity
 
 __all__ = ["TracedScore"]
 
 MAX_PROGRAMS = 8
+#: By which a recording may differ, relative to the largest number.
 TOLERANCE = {torch.float64: 1e-8}
 DEFAULT_TOLERANCE = 1e-3
+# Seconds for each operation, measured as those in density/cost.py.
+PER_RECORDED = 4e-4
+PER_SAVED = 3e-6
 
 
 class TracedScore:
-    """:meth:`LatentDensity.score` without Pyro's and autograd's share of the time.
+    """:meth:`LatentDensity.score` without what Pyro, vmap and autograd take beside the kernels.
 
-    The first call for a number of vectors records the operations, and each first, second, fourth,
+    The second call for a number of vectors records the operations, and the first, second, fourth,
     eighth ... call after that is compared with the density itself. A density that cannot be
     recorded, because its model branches on values or cannot run inside ``torch.func.vmap``, is
-    called as it is.
+    called as it is, and ``refusal`` says why. Numbers are the same to the last bit.
 
     **Example:**
 
     >>> import pyro, pyro.distributions as dist
     >>> def model():
-    ...     pyro.sample("x", dist.Normal(1.0, 2.0))
+    ...     pyro.sample("x", dist.Normal(0.0, 1.0))
     >>> score = TracedScore(LatentDensity(model))
-    >>> score(torch.zeros(3, 1))
-    (tensor([-1.7371, -1.7371, -1.7371]), tensor([[0.2500],
-            [0.2500],
-            [0.2500]]))
+    >>> log_prob, gradient = score(torch.ones(3, 1))
+    >>> gradient.flatten()
+    tensor([-1., -1., -1.])
 
     :param density: whose model and data stay as they are.
+    :param num_calls: how many are to come; where they do not repay a recording, there is none.
     """
 
-    def __init__(self, density: LatentDensity) -> None:
-        self.density = density
+    def __init__(self, density: LatentDensity, num_calls: float = math.inf) -> None:
+        self.density, self.num_calls = density, num_calls
         self.refusal: str | None = None
-        """Why the density is called as it is, if it cannot be recorded."""
-        self._programs: dict[tuple, tuple[RecordedFunction, int]] = {}
+        """Why the density is called as it is, None if it is recorded."""
+        self._programs: dict[Any, _Program | None] = {}
 
     def __call__(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """The log-density and its gradient, constants.
@@ -57,12 +62,60 @@ class TracedScore:
             return self.density.score(latent)
         latent = latent.detach().contiguous()
         key = (latent.shape, latent.dtype, latent.device)
-        program, num_calls = self._programs.pop(key, (None, 0))
-        if program is None or not program.holds():
-            return self._record(key, latent)
-        num_calls += 1
-        self._programs[key] = program, num_calls
-        log_prob, score = program([latent])
-        if num_calls & (num_calls - 1) == 0:
-            self._check(latent, log_prob, score)
-        return log_prob, score
+        is_new = key not in self._programs
+        program = self._programs.pop(key, None)  # put back as the latest
+        if program is None or not program.function.holds():
+            if len(self._programs) == MAX_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            self._programs[key] = None
+            # A single call of its size, as of chains that are started anew, is not worth it.
+            return self._first(latent) if is_new else self._record(key, latent)
+        self._programs[key] = program
+        program.num_calls += 1
+        if program.num_calls & (program.num_calls - 1):
+            log_prob, score = program.function([latent])
+            return log_prob, score
+        return self._checked(program, latent)
+
+    def _first(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        if not math.isfinite(self.num_calls):
+            return self.density.score(latent)
+        found: list[tuple[Tensor, Tensor]] = []
+        operations = count_operations(lambda: found.append(self.density.score(latent)))
+        saved = self.num_calls * (PER_RUN + PER_SAVED * operations)
+        if saved < 2 * PER_RECORDED * operations:
+            self.refusal = (
+                f"{self.num_calls:g} calls do not repay the recording of {operations} operations"
+            )
+        return found[0]
+
+    def _record(self, key: Any, latent: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.density.score(latent)
+        inputs = latent.clone()
+        try:
+            function = RecordedFunction(lambda: self.density.score(inputs), [inputs])
+        except Untraceable as error:
+            self.refusal = str(error)
+        except Exception as error:  # of the model, which a plain call did not raise
+            self.refusal = f"{type(error).__name__}: {error}".split("\n")[0]
+        else:
+            self._programs[key] = _Program(function)
+        return found
+
+    def _checked(self, program: _Program, latent: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.density.score(latent)
+        for part, expected in zip(program.function([latent]), found, strict=True):
+            finite = expected.isfinite()
+            scale = expected.where(finite, 0).abs().max()
+            tolerance = TOLERANCE.get(part.dtype, DEFAULT_TOLERANCE) * (1 + scale)
+            difference = torch.where(part == expected, 0.0, (part - expected).abs())
+            if not (difference <= tolerance).all():
+                self.refusal = "the recording disagrees with the density itself"
+                self._programs.clear()
+        return found
+
+
+class _Program:
+    def __init__(self, function: RecordedFunction) -> None:
+        self.function = function
+        self.num_calls = 0

@@ -31,6 +31,7 @@ class NetworkELBO(ImplicitELBO, nn.Module):
     """
 
     num_particles: int
+    records_to_the_bit = False  # of its optimiser
 
     def __init__(self, num_particles: int, optim: dict[str, Any], **kwargs: Any) -> None:
         nn.Module.__init__(self)

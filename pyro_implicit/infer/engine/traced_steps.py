@@ -53,6 +53,8 @@ class TracedSteps:
         """
         if elbo.compile is False or self.refusal is not None:
             return None
+        if elbo.compile == "auto" and not elbo.records_to_the_bit:
+            return None
         if self._num_plain < (AUTO_STEPS if elbo.compile == "auto" else 1):
             # The first has all checks, and finds out how the model can be run.
             self._num_plain += 1
