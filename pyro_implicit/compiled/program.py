@@ -63,7 +63,9 @@ class _Writer:
             self.lines.append(" = ".join(names) + " = None")
 
     def function(self) -> Function:
-        head = f"def run(inputs):\n    {', '.join(self.inputs)}, = inputs\n"
+        head = "def run(inputs):\n"
+        if self.inputs:
+            head += f"    {', '.join(self.inputs)}, = inputs\n"
         exec(head + "".join(f"    {line}\n" for line in self.lines), self.scope)
         run = self.scope["run"]
 

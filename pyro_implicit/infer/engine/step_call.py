@@ -121,10 +121,11 @@ class StepCall:
         leaves = [leaf for leaf in _leaves(surrogate) if id(leaf) not in own]
         targets = leaves + self._differentiable()
         gradients = _gradients(surrogate, leaves + with_gradient)
+        store = pyro.get_param_store()  # without those of modules with module_local_params
         params = {
             name: site["value"].unconstrained()
             for name, site in capture.trace.nodes.items()
-            if site["type"] == "param"
+            if site["type"] == "param" and name in store
         }
         return Plain(_evaluation(loss, targets, gradients), leaves, params)
 
@@ -137,11 +138,7 @@ class StepCall:
         elbo, leaves, carried = self.elbo, plain.leaves, list(self.elbo.carried().values())
         tensors, with_gradient = self._own_tensors()
         args, kwargs = self.arguments.rebuild(tensors)
-        weights = {
-            name: (leaves or tensors)[0].new_tensor(value)
-            for name, value in elbo.weights().items()
-            if value != 1.0
-        }
+        weights = self._weights(leaves)
         has_gradient: list[bool] = []
 
         def function() -> list[Tensor]:
@@ -161,9 +158,14 @@ class StepCall:
 
     def inputs(self, leaves: list[Tensor]) -> list[Tensor]:
         """What a recording wants."""
-        like = (leaves or self.arguments.tensors)[0]
-        weights = [like.new_tensor(v) for v in self.elbo.weights().values() if v != 1.0]
+        weights = self._weights(leaves).values()
         return [*leaves, *self.arguments.tensors, *weights, *self.carried.values()]
+
+    def _weights(self, leaves: list[Tensor]) -> dict[str, Tensor]:
+        """Those that are not 1, which a recording knows, as tensors like the parameters."""
+        like = leaves[0] if leaves else torch.zeros(())
+        values = self.elbo.weights().items()
+        return {name: like.new_tensor(value) for name, value in values if value != 1.0}
 
     def _differentiable(self) -> list[Tensor]:
         return [tensor for tensor in self.arguments.tensors if tensor.requires_grad]

@@ -155,7 +155,7 @@ class TracedSteps:
             warnings.warn(
                 f"{type(elbo).__name__} runs without compilation, because its step cannot be "
                 f"recorded: {cause}. What is not tensors in, tensors out, must be the same at "
-                "every step, see docs/compile. Said once; compile=False says nothing",
+                "every step, see the documentation on compiling. Said once; compile=False says nothing",
                 stacklevel=6,
             )
 
