@@ -93,9 +93,7 @@ class Recorder(TorchDispatchMode):
     ``graph`` has a placeholder for each input and a ``get_attr`` for each of ``constants``.
     """
 
-    def __init__(
-        self, inputs: Sequence[Tensor], writable: Sequence[Tensor], folds: bool
-    ) -> None:
+    def __init__(self, inputs: Sequence[Tensor], writable: Sequence[Tensor], folds: bool) -> None:
         super().__init__()
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}

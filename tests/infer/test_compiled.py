@@ -15,6 +15,7 @@ from pyro.infer import SVI
 from torch import nn
 
 from pyro_implicit import LIVI_ELBO, UIVI_ELBO, AutoSemiImplicit
+from pyro_implicit.compiled import CompilerError
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.infer.engine import traced_steps
 
@@ -243,7 +244,7 @@ def test_a_recording_that_has_become_wrong_is_told():
     def change(i, run):
         settings["mean"] = float(i > 3)
 
-    with pytest.warns(UserWarning, match="disagrees with a plain step: the loss is"):
+    with pytest.warns(UserWarning, match="disagrees with a plain one: the loss is"):
         run = Run(model, LIVI_ELBO(4, compile="trace"), change=change)
     assert run.traced.num_run == 4
 
@@ -318,6 +319,16 @@ def test_modules_in_training_mode_and_in_evaluation():
 
     plain, traced = (Run(Net(), LIVI_ELBO(4, compile=c), change=change) for c in (False, "trace"))
     assert traced.is_as(plain) and traced.traced.num_recorded == 2
+
+
+def test_without_a_compiler_steps_run_recorded(monkeypatch):
+    def fails(*args):
+        raise CompilerError("no g++")
+
+    monkeypatch.setattr("pyro_implicit.compiled.function.compile_graph", fails)
+    with pytest.warns(UserWarning, match="recorded, but not compiled: no g") as warned:
+        run = Run(model, LIVI_ELBO(4, compile=True))
+    assert len(warned) == 1 and run.traced.num_run == 4
 
 
 def test_the_number_of_kernels_has_not_grown():

@@ -6,11 +6,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pyro
 import torch
-from torch import Tensor
 
 from pyro_implicit.compiled import CompilerError, RandomState, Untraceable
 from pyro_implicit.infer.engine.nonfinite import NonFiniteError
@@ -125,17 +124,20 @@ class TracedSteps:
         before = _Before(call)
         outcome = program.run(call)
         before.restore()
+        agrees = math.isfinite(outcome.check.item())
         try:
             plain = call.plain()
         except NonFiniteError:
             before.restore()
+            if agrees:
+                self._tell(call.elbo, "a recorded step is finite where a plain one is not")
             return None
         if any(value is not program.params.get(name) for name, value in plain.params.items()):
             self._programs.clear()  # a new parameter: record again
-        elif math.isfinite(outcome.check.item()):
+        elif agrees:
             difference = outcome.evaluation.differs_from(plain.evaluation)
             if difference:
-                self._give_up(call.elbo, f"the recording disagrees with a plain step: {difference}")
+                self._tell(call.elbo, f"a recorded step disagrees with a plain one: {difference}")
         return plain.evaluation
 
     def _compile(self, program: Program, call: StepCall) -> None:
@@ -149,15 +151,23 @@ class TracedSteps:
             )
 
     def _give_up(self, elbo: ImplicitELBO, cause: str) -> None:
+        """Take plain steps from now on; who did not ask for others need not know."""
+        if elbo.compile == "auto":
+            self.refusal = cause
+            self._programs.clear()
+        else:
+            self._tell(elbo, cause)
+
+    def _tell(self, elbo: ImplicitELBO, cause: str) -> None:
         self.refusal = cause
         self._programs.clear()
-        if elbo.compile != "auto":
-            warnings.warn(
-                f"{type(elbo).__name__} runs without compilation, because its step cannot be "
-                f"recorded: {cause}. What is not tensors in, tensors out, must be the same at "
-                "every step, see the documentation on compiling. Said once; compile=False says nothing",
-                stacklevel=6,
-            )
+        warnings.warn(
+            f"{type(elbo).__name__} runs without compilation from step {elbo.num_steps} on: "
+            f"{cause}. A step is recorded once, so what it reads beside the tensors of its "
+            "arguments must stay the same. Cure: pass what changes as a tensor argument, or "
+            "compile=False",
+            stacklevel=6,
+        )
 
 
 class _Before:
