@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_implicit.compiled import is_tracing
 from pyro_implicit.density.in_each_run import all_runs
 
 __all__ = ["OF_MATRICES"]
 
 
 def _holds(condition: Tensor) -> bool:
-    """Whether it is true everywhere, in all runs."""
+    """Whether it is true everywhere, in all runs; not known of a recording, which is for all."""
+    if is_tracing():
+        return False
     runs = all_runs(condition)
     return bool((condition if runs is None else runs).all())
 

@@ -17,6 +17,7 @@ from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pyro_implicit.compiled import Untraceable, is_tracing
 from pyro_implicit.density.engine import Model
 from pyro_implicit.density.run_mode import BranchError, RunMode, VmapError, writes_to_unbatched
 
@@ -68,6 +69,8 @@ class BatchedRuns:
             others', or the error itself if all runs raise one.
         :returns: the same, each tensor ``(num_runs, *shape)``.
         """
+        if is_tracing():
+            return self._recorded(model, values, read)
         rows = torch.arange(len(next(iter(values.values()))))
         if self.mode == "vmap":
             try:
@@ -77,6 +80,15 @@ class BatchedRuns:
             except VmapError as error:
                 self._give_up_vmap(error, model, values)
         return self._join([self._one(model, values, read, row) for row in rows], otherwise)
+
+    def _recorded(self, model: Model, values: Values, read: Callable[[Trace], T]) -> T:
+        """All runs at once, whatever it raises: what cannot be recorded may well run.
+
+        :raises Untraceable: unless vmap is known to run the model.
+        """
+        if self.mode is False or not self.checked:
+            raise Untraceable("the model runs one particle at a time, outside torch.func.vmap")
+        return self._vmap(model, values, read)[0]
 
     def _compared(
         self,

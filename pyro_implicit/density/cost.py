@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["estimated_seconds"]
+__all__ = ["PER_RUN", "count_operations", "estimated_seconds"]
 
 # Of one core of a CPU, measured on models of 4 to 100 latents, within a factor of two.
 PER_RUN = 3e-3  # Pyro's handlers
@@ -43,6 +43,23 @@ def estimated_seconds(evaluate: Callable[[], Any]) -> float:
         + PER_ELEMENT * counter.elements
         + PER_FLOP * counter.flops
     )
+
+
+def count_operations(evaluate: Callable[[], Any]) -> int:
+    """The kernels that an evaluation calls, views included.
+
+    **Example:**
+
+    >>> import torch
+    >>> x = torch.ones(2)
+    >>> count_operations(lambda: (2 * x).exp())
+    2
+
+    :param evaluate: is called once.
+    """
+    with _Counter() as counter:
+        evaluate()
+    return counter.operations
 
 
 class _Counter(TorchDispatchMode):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from pyro_implicit.density.progress import progress_bar
 from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
-from pyro_implicit.infer import InjectiveELBO
+from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.engine.networks import NetworkELBO
+from pyro_implicit.infer.implicit_elbo import CompileMode
 from pyro_implicit.mcmc.batch_stream import BatchStream
 
 __all__ = ["Schedule", "train"]
@@ -97,6 +99,7 @@ def train(
     progress: bool = True,
     name: str = "fit",
     max_seconds: float = math.inf,
+    compile: CompileMode = "auto",
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> list[float]:
@@ -126,13 +129,35 @@ def train(
     :param name: of the bar and the file.
     :param max_seconds: of wall time, in the second half of which the rate falls. A training that
         they end does not repeat to the last bit.
+    :param compile: of the steps, for a loss of this library whose own ``compile`` is False; see
+        :class:`~pyro_implicit.infer.ImplicitELBO`.
     :param model_kwargs: more keyword arguments of model and guide: those with a name of ours.
     :returns: the losses of all steps.
     :raises ValueError: if neither model nor guide has a parameter.
     :raises RuntimeError: when fifty steps in a row have no finite loss.
     """
-    schedule = schedule or Schedule()
     kwargs = {**kwargs, **(model_kwargs or {})}
+    with _compiled(loss, compile):
+        return _train(
+            model, guide, loss, args, kwargs, batches, schedule or Schedule(), checkpoint,
+            checkpoint_every, progress, name, max_seconds,
+        )  # fmt: skip
+
+
+def _train(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    loss: Trace_ELBO,
+    args: tuple,
+    kwargs: dict[str, Any],
+    batches: BatchStream | None,
+    schedule: Schedule,
+    checkpoint: str | Path | None,
+    checkpoint_every: int,
+    progress: bool,
+    name: str,
+    max_seconds: float,
+) -> list[float]:
     state = _State()
     shared = args
     if batches is not None:
@@ -180,6 +205,19 @@ def train(
     bar.close()
     optimiser.zero_grad()  # a later SVI would add to them
     return state.losses
+
+
+@contextlib.contextmanager
+def _compiled(loss: Trace_ELBO, compile: CompileMode) -> Iterator[None]:
+    """With the steps of a loss compiled, unless it has its own way."""
+    if not isinstance(loss, ImplicitELBO) or loss.compile is not False:
+        yield
+        return
+    loss.compile = compile
+    try:
+        yield
+    finally:
+        loss.compile = False
 
 
 def _parameters(

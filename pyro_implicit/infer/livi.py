@@ -130,6 +130,14 @@ class LIVI_ELBO(ImplicitELBO):
         log_q = -0.5 * log_det - 0.5 * scale.shape[-1] * (1 + math.log(2 * math.pi))
         return ScoreParts(log_q, 0, log_q)
 
+    def carried(self) -> dict[Any, Tensor]:
+        """The residuals."""
+        return dict(self._residuals)
+
+    def carry(self, tensors: dict[Any, Tensor]) -> None:
+        """Take others for them."""
+        self._residuals = dict(tensors)
+
     def draw(self, q: Implicit) -> Draw:
         """With the generator's Jacobian, where it is wanted whole."""
         return q.draw(linearise=self._method(q) == "exact")

@@ -14,6 +14,7 @@ from pyro.infer.util import get_dependent_plate_dims
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_implicit.compiled import is_tracing
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit
 from pyro_implicit.infer.engine.hierarchical import HierarchicalELBO, Proposal
 from pyro_implicit.infer.engine.nonfinite import refuse_nonfinite
@@ -163,7 +164,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
         power = (1 - self.alpha) * log_w
         log_means = power.logsumexp(0) - math.log(self.num_particles)
         loss = -log_means.sum() / (1 - self.alpha)
-        value = float(loss)
+        value = 0.0 if is_tracing() else float(loss)
         if not math.isfinite(value):
             for pair in pairs:
                 refuse_nonfinite(*pair, type(self).__name__, self.num_steps)

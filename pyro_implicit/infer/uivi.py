@@ -133,6 +133,17 @@ class UIVI_ELBO(ImplicitELBO):
         """By site, the step size."""
         return {name: float(chain.step_size) for name, chain in self._chains().items()}
 
+    def carried(self) -> dict[Any, Tensor]:
+        """The step sizes and acceptances."""
+        chains = self._chains().items()
+        return {(site, part): tensor for site, c in chains for part, tensor in vars(c).items()}
+
+    def carry(self, tensors: dict[Any, Tensor]) -> None:
+        """Take others for them."""
+        chains = self._chains()
+        for (site, part), tensor in tensors.items():
+            setattr(chains[site], part, tensor)
+
     def _chains(self) -> dict[str, _Adaptation]:
         memory = self.state.memory
         return {site: kept for (_, site), kept in memory.items() if isinstance(kept, _Adaptation)}

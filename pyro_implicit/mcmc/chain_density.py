@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.traced_score import TracedScore
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.mcmc.noise_space import NoiseSpaceReparam
 
@@ -32,15 +34,20 @@ class ChainDensity:
             [-1.]])
 
     :param density: of the model.
+    :param num_calls: of :meth:`score` that are to come, by which it is recorded or not.
     """
 
     space = "latent"
 
-    def __init__(self, density: LatentDensity) -> None:
+    def __init__(self, density: LatentDensity, num_calls: float = math.inf) -> None:
         self.density = density
+        self._traced = TracedScore(self._score, num_calls)
 
     def score(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """Log-density ``(num_chains,)`` and gradient ``(num_chains, d)`` at ``(num_chains, d)``."""
+        return self._traced(points)
+
+    def _score(self, points: Tensor) -> tuple[Tensor, Tensor]:
         return self.density.score(points)
 
     def to_latent(self, points: Tensor) -> Tensor:
@@ -60,16 +67,18 @@ class NoiseDensity(ChainDensity):
 
     :param density: of the model.
     :param guide: an :class:`~pyro_implicit.AutoImplicit` whose ``get_transform`` knows f.
+    :param num_calls: as of a :class:`ChainDensity`.
     """
 
     space = "noise"
 
-    def __init__(self, density: LatentDensity, guide: AutoImplicit) -> None:
-        super().__init__(density)
+    def __init__(
+        self, density: LatentDensity, guide: AutoImplicit, num_calls: float = math.inf
+    ) -> None:
+        super().__init__(density, num_calls)
         self.guide = guide
 
-    def score(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-density ``(num_chains,)`` and gradient ``(num_chains, d)`` at noise."""
+    def _score(self, points: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad(), _frozen(self.guide):
             noise = points.detach().requires_grad_()
             transform = self.guide.get_transform()

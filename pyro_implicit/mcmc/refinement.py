@@ -219,7 +219,7 @@ def refine(
     began = time.perf_counter()
     if file is not None and file.exists():
         chains: Chains = load_chains(file, settings, density.init_loc.device)
-        walked = density_of(density, guide, chains.space)
+        walked = density_of(density, guide, chains.space, max_gradients)
     else:
         walked, chains = start_chains(density, plan)
     began -= chains.seconds

@@ -49,19 +49,22 @@ class Plan:
     max_draws: int
 
 
-def density_of(density: LatentDensity, guide: Guide, space: str) -> ChainDensity:
+def density_of(
+    density: LatentDensity, guide: Guide, space: str, num_gradients: int
+) -> ChainDensity:
     """What chains in a space walk on.
 
     :param space: ``"latent"`` or ``"noise"``.
+    :param num_gradients: that are to come.
     :raises ValueError: for the noise of a guide that is not injective.
     """
     if space == "latent":
-        return ChainDensity(density)
+        return ChainDensity(density, num_gradients)
     reason = f"it is a {type(guide).__name__}, and not an AutoImplicit"
     if isinstance(guide, AutoImplicit):
         try:
             guide.get_transform()
-            return NoiseDensity(density, guide)
+            return NoiseDensity(density, guide, num_gradients)
         except NotImplementedError as error:
             reason = str(error)
     raise ValueError(f'frame="noise" wants an injective guide: {reason}')
@@ -79,11 +82,11 @@ def start_chains(density: LatentDensity, plan: Plan) -> tuple[ChainDensity, Chai
 
     :returns: what they walk on, and the chains, the probes' gradients counted.
     """
-    latent = density_of(density, plan.guide, "latent")
+    latent = density_of(density, plan.guide, "latent", plan.max_gradients)
     if plan.frame not in ("auto", "noise"):
         return latent, _begin(latent, plan)
     try:
-        noise = density_of(density, plan.guide, "noise")
+        noise = density_of(density, plan.guide, "noise", plan.max_gradients)
     except ValueError:
         if plan.frame == "noise":
             raise

@@ -11,6 +11,8 @@ import pyro
 import torch
 from torch import Tensor, nn
 
+from pyro_implicit.compiled import is_tracing
+from pyro_implicit.infer.engine.adam import adam_step
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 
 __all__ = ["NetworkELBO"]
@@ -29,6 +31,7 @@ class NetworkELBO(ImplicitELBO, nn.Module):
     """
 
     num_particles: int
+    records_to_the_bit = False  # of its optimiser
 
     def __init__(self, num_particles: int, optim: dict[str, Any], **kwargs: Any) -> None:
         nn.Module.__init__(self)
@@ -59,6 +62,23 @@ class NetworkELBO(ImplicitELBO, nn.Module):
         for name in [name for name in store if name.startswith(f"{self.store_name}.")]:
             del store[name]
 
+    def carried(self) -> dict[Any, Tensor]:
+        """The networks' parameters and what their optimisers keep, which change in place."""
+        found = {}
+        for name, optimiser in self.optimisers.items():
+            for i, parameter in enumerate(optimiser.param_groups[0]["params"]):
+                found[name, i, "parameter"] = parameter
+                for part, value in optimiser.state[parameter].items():
+                    found[name, i, part] = value
+        return found
+
+    @torch.no_grad()
+    def carry(self, tensors: dict[Any, Tensor]) -> None:
+        """Write others into them."""
+        for name, tensor in self.carried().items():
+            if tensors[name] is not tensor:
+                tensor.copy_(tensors[name])
+
     def descend(self, name: str, network: nn.Module, loss: Tensor) -> None:
         """One step of the site's network; nothing of it is left to the guide's optimiser."""
         parameters = list(network.parameters())
@@ -67,6 +87,9 @@ class NetworkELBO(ImplicitELBO, nn.Module):
             optimiser = torch.optim.Adam(parameters, **self._optim)
             self.optimisers[name] = optimiser
         gradients = torch.autograd.grad(loss, parameters)
+        if is_tracing():
+            adam_step(optimiser, gradients)
+            return
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         optimiser.step()

@@ -16,6 +16,7 @@ from pyro.infer import Trace_ELBO
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.discrete import DiscreteSum
 from pyro_implicit.infer.engine.first_run import first_run
+from pyro_implicit.infer.engine.traced_steps import TracedSteps
 
 __all__ = ["ElboState", "Pair", "StatefulELBO"]
 
@@ -30,7 +31,7 @@ class ElboState:
     ``value_ndims`` are the dimensions of each of the
     guide's values outside the particle plate, None before the first run; ``has_implicit_sites`` and
     ``checked_sites`` tell what the guide draws and which sites have passed a method's checks;
-    ``memory`` is what a method keeps, by purpose and site.
+    ``memory`` is what a method keeps, by purpose and site, and ``traced`` are recorded steps.
     """
 
     runs: BatchedRuns
@@ -39,6 +40,7 @@ class ElboState:
     has_implicit_sites: bool = False
     checked_sites: set[str] = field(default_factory=set)
     memory: dict[tuple[str, str], Any] = field(default_factory=dict)
+    traced: TracedSteps = field(default_factory=TracedSteps)
 
 
 class Pair:
@@ -124,14 +126,19 @@ class StatefulELBO(Trace_ELBO):
 
     def _meet(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
         """Forget what belonged to another model or guide, and run a new pair once."""
+        self._forget_others(model, guide)
+        if self.state.value_ndims is None:
+            self._guess_max_plate_nesting(model, guide, args, kwargs)
+            self._pair = Pair(model, guide)
+
+    def _forget_others(self, model: Callable, guide: Callable) -> None:
+        """Forget what belonged to another model or guide."""
         if self._pair is not None and not self._pair.has(model, guide):
             self.state = self._new_state()
             self.max_plate_nesting = self._given_nesting
             if not self._pair.has_guide(guide):
                 self._forget_guide()
-        if self.state.value_ndims is None:
-            self._guess_max_plate_nesting(model, guide, args, kwargs)
-            self._pair = Pair(model, guide)
+            self._pair = None
 
     def _forget_guide(self) -> None:
         """Drop what was trained beside another guide."""

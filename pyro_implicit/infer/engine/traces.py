@@ -75,7 +75,7 @@ def apply_weights(
                 weight = inverse_temperature * prior_weight
             else:
                 weight = entropy_weight
-            if weight == 1.0:
+            if not isinstance(weight, Tensor) and weight == 1.0:
                 continue
             site["log_prob"] = scale_and_mask(site["log_prob"], weight)
             site["log_prob_sum"] = site["log_prob_sum"] * weight

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training step costs: by Pyro, recorded, and compiled by inductor.
+
+Times are seconds of one CPU thread (``time.thread_time``), so that a busy machine does not count::
+
+    python benchmarks/speed/steps.py
+    python benchmarks/speed/steps.py --inductor  # a minute of compilation for each line
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.infer import SVI
+from pyro.nn import PyroModule, PyroSample
+from torch import Tensor, nn
+
+from pyro_implicit import (
+    LIVI_ELBO,
+    SIVI_ELBO,
+    AutoImplicit,
+    AutoregressiveGenerator,
+    AutoSemiImplicit,
+    InjectiveELBO,
+)
+
+RESULTS = Path(__file__).parent.parent / "results"
+EFFECTS = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
+ERRORS = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
+
+
+def eight_schools() -> None:
+    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
+    tau = pyro.sample("tau", dist.HalfCauchy(5.0))
+    with pyro.plate("schools", 8):
+        theta = pyro.sample("theta", dist.Normal(mu, tau))
+        pyro.sample("y", dist.Normal(theta, ERRORS), obs=EFFECTS)
+
+
+class Network(PyroModule):
+    """One hidden layer of 50 units, 151 latents, 100 observations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = PyroModule[nn.Linear](1, 50), PyroModule[nn.Linear](50, 1)
+        for layer in (self.hidden, self.out):
+            for name, value in list(layer.named_parameters()):
+                prior = dist.Normal(torch.zeros_like(value), 1.0).to_event(value.dim())
+                setattr(layer, name, PyroSample(prior))
+        self.x = torch.linspace(-2, 2, 100).unsqueeze(-1)
+        self.y = (3 * self.x).sin().squeeze(-1)
+
+    def forward(self) -> None:
+        mean = self.out(self.hidden(self.x).tanh()).squeeze(-1)
+        with pyro.plate("data", 100):
+            pyro.sample("y", dist.Normal(mean, 0.1), obs=self.y)
+
+
+CASES: dict[str, tuple[Callable, Callable, Callable]] = {
+    "LIVI, 64 particles": (eight_schools, AutoSemiImplicit, lambda: LIVI_ELBO(64)),
+    "LIVI, 8": (eight_schools, AutoSemiImplicit, lambda: LIVI_ELBO(8)),
+    "Injective, 128": (
+        eight_schools,
+        lambda model: AutoImplicit(model, AutoregressiveGenerator),
+        lambda: InjectiveELBO(128),
+    ),
+    "SIVI, 64": (eight_schools, AutoSemiImplicit, lambda: SIVI_ELBO(64)),
+    "network of 50 units, LIVI, 16": (
+        Network(),
+        lambda model: AutoSemiImplicit(model, frame=None),
+        lambda: LIVI_ELBO(16),
+    ),
+}
+
+
+def cpu_seconds() -> float:
+    """Of this process and of the compilers that it waited for."""
+    own, children = (
+        resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
+def measure(case: str, mode: str | bool, num_steps: int) -> dict[str, float]:
+    model, make_guide, make_elbo = CASES[case]
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide, elbo = make_guide(model), make_elbo()
+    elbo.compile = mode
+    svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 1e-3}), elbo)
+    svi.step()
+    start = cpu_seconds()
+    svi.step()
+    second = cpu_seconds() - start
+    times: list[float] = []
+    losses: list[Tensor | float] = []
+    for i in range(num_steps):
+        start = time.thread_time()
+        losses.append(svi.step())
+        is_compared = mode is not False and (i + 1) & i == 0
+        if not is_compared:
+            times.append(time.thread_time() - start)
+    assert mode is False or elbo.state.traced.refusal is None, elbo.state.traced.refusal
+    return {"step": median(times), "second": second, "loss": float(losses[-1])}
+
+
+def table(rows: list[dict]) -> str:
+    lines = [
+        "# What a training step costs",
+        "",
+        "`benchmarks/speed/steps.py`: milliseconds of one CPU thread for `SVI.step`, median, the "
+        f"optimiser's included; torch {torch.__version__}. Recording and compilation in CPU seconds, "
+        "those of a C++ compiler's processes included.",
+        "",
+        "| step | by Pyro | recorded | ratio | inductor | ratio | recording | compilation |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        pyro_ms, traced = 1e3 * row["pyro"]["step"], 1e3 * row["trace"]["step"]
+        recording = max(0.0, row["trace"]["second"] - row["pyro"]["step"])
+        cells = [row["case"], f"{pyro_ms:.1f}", f"{traced:.1f}", f"{pyro_ms / traced:.1f}"]
+        compiled = row.get("inductor")
+        ms = None if compiled is None else 1e3 * compiled["step"]
+        cells += ["", ""] if ms is None else [f"{ms:.1f}", f"{pyro_ms / ms:.1f}"]
+        cells += [f"{recording:.1f} s", "" if compiled is None else f"{compiled['second']:.0f} s"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main(num_steps: int, inductor: bool) -> None:
+    torch.set_num_threads(1)
+    rows = []
+    modes: dict[str, str | bool] = {"pyro": False, "trace": "trace"}
+    if inductor:
+        modes["inductor"] = True
+    for case in CASES:
+        row = {"case": case} | {name: measure(case, m, num_steps) for name, m in modes.items()}
+        rows.append(row)
+        (RESULTS / "speed_steps.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (RESULTS / "speed_steps.md").write_text(table(rows))
+        print(table(rows[-1:]).splitlines()[-1], flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--num-steps", type=int, default=40)
+    parser.add_argument("--inductor", action="store_true")
+    arguments = parser.parse_args()
+    main(arguments.num_steps, arguments.inductor)

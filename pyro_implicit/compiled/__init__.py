@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions of tensors, recorded once and run without Python's and Pyro's share of the time."""
+
+from __future__ import annotations
+
+from pyro_implicit.compiled.function import RandomState, RecordedFunction
+from pyro_implicit.compiled.inductor import CompilerError
+from pyro_implicit.compiled.recorder import Untraceable, is_tracing
+from pyro_implicit.compiled.signature import Arguments, flatten_arguments
+
+__all__ = [
+    "Arguments",
+    "CompilerError",
+    "RandomState",
+    "RecordedFunction",
+    "Untraceable",
+    "flatten_arguments",
+    "is_tracing",
+]

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records what a function does to tensors, operation by operation, as a graph."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["Recorder", "Untraceable", "is_tracing", "record"]
+
+_active = threading.local()
+
+
+class Untraceable(RuntimeError):
+    """A function cannot be traced, for the cause that the message names."""
+
+
+class _AliasedConstant(Untraceable):
+    """A constant that was computed once is written to through one of its views."""
+
+
+def is_tracing() -> bool:
+    """Whether this thread records a function: then no value may be read from a tensor."""
+    return getattr(_active, "recorder", None) is not None
+
+
+def record(
+    function: Callable[[], Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    writable: Sequence[Tensor] = (),
+) -> Recorder:
+    """Run a function once, and record what it does to tensors.
+
+    Whatever depends on the inputs is recorded, random draws and gradients too. What depends on
+    other tensors alone is computed once; ``captured`` tells whether such a tensor has changed.
+
+    **Example:**
+
+    >>> x = torch.zeros(2)
+    >>> recorder = record(lambda: [2 * x + torch.ones(2).exp()], [x])
+    >>> [node.target.__name__ for node in recorder.graph.nodes if node.op == "call_function"]
+    ['mul.Tensor', 'add.Tensor']
+
+    :param function: without arguments; it finds the inputs by itself, as these very objects.
+    :param inputs: no two of them the same.
+    :param writable: those that it may change in place.
+    :returns: with the graph of a function of the inputs.
+    :raises Untraceable: if it reads a value that depends on an input, or writes to a tensor that
+        outlives it.
+    """
+    try:
+        return _record(function, inputs, writable, True)
+    except _AliasedConstant:
+        return _record(function, inputs, writable, False)
+
+
+def _record(
+    function: Callable, inputs: Sequence[Tensor], writable: Sequence[Tensor], folds: bool
+) -> Recorder:
+    recorder = Recorder(inputs, writable, folds)
+    _active.recorder = recorder
+    try:
+        with pyro.validation_enabled(False), _NoEscape(recorder), recorder:
+            outputs = function()
+    except Exception as error:
+        if recorder.refusal is not None:
+            raise recorder.refusal from error
+        raise
+    finally:
+        _active.recorder = None
+    if recorder.refusal is not None:  # somebody caught it
+        raise recorder.refusal
+    recorder.finish(outputs)
+    return recorder
+
+
+class Recorder(TorchDispatchMode):
+    """Sees each operation below autograd and vmap, where it is one call of a kernel.
+
+    ``graph`` has a placeholder for each input and a ``get_attr`` for each of ``constants``.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], writable: Sequence[Tensor], folds: bool) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.constants: dict[str, Tensor] = {}
+        self.captured: list[tuple[Tensor, int]] = []
+        """Tensors that are no inputs, and their versions."""
+        self.mutated: set[int] = set()
+        """Storages that the graph writes to, as in its nodes' ``meta["storage"]``."""
+        self.refusal: Untraceable | None = None
+        self._folds = folds
+        self._nodes = WeakTensorKeyDictionary()
+        self._computed = WeakTensorKeyDictionary()  # constants that were made in here
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._uses: dict[int, int] = {}
+        self._outer: set[int] = set()
+        for i, tensor in enumerate(inputs):
+            node = self.graph.placeholder(f"input_{i}")
+            self._track(tensor, node)
+            self._outer.add(node.meta["storage"])
+        self._outer -= {self._key(tensor) for tensor in writable}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            raise self.refuse(f"it uses the higher-order operator {func}")
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func is torch.ops.aten.lift_fresh.default:  # a tensor of numbers, made in the function
+            self._computed[tensors[0]] = True
+            self._use(tensors[0])
+            if self._folds:
+                return tensors[0]
+            func = _CLONE
+        known = [self.is_known(tensor) for tensor in tensors]
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if kwargs.get("generator") is not None:
+            raise self.refuse("it draws from a generator of its own")
+        if any(known):
+            self._check_values_unread(func, args)
+        elif not (is_random or func._schema.is_mutable) and (
+            self._folds or torch.Tag.data_dependent_output in func.tags
+        ):
+            return self._compute(func, args, kwargs, tensors)
+        if func._schema.is_mutable:
+            self._note_writes(func, args, kwargs)
+        for tensor in tensors:
+            if tensor not in self._nodes:
+                self._nodes[tensor] = self._constant(tensor)
+        arguments = pytree.tree_map_only(Tensor, lambda tensor: self._nodes[tensor], (args, kwargs))
+        out = func(*args, **kwargs)
+        node = self.graph.call_function(func, *arguments)
+        if isinstance(out, Tensor):
+            self._track(out, node)
+        elif isinstance(out, (tuple, list)):
+            for i, part in enumerate(out):
+                if isinstance(part, Tensor):
+                    self._track(part, self.graph.call_function(_item, (node, i)))
+        return out
+
+    def refuse(self, cause: str) -> Untraceable:
+        """The error to be raised; the recording is lost even if somebody catches it."""
+        self.refusal = Untraceable(cause + _place())
+        return self.refusal
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on an input."""
+        return tensor in self._nodes and self._nodes[tensor].op != "get_attr"
+
+    def finish(self, outputs: Sequence[Tensor]) -> None:
+        """End the graph with its outputs."""
+        nodes = []
+        for tensor in outputs:
+            if tensor not in self._nodes:
+                self._nodes[tensor] = self._constant(tensor)
+            nodes.append(self._nodes[tensor])
+        self.graph.output(tuple(nodes))
+        self._nodes, self._computed = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+
+    def _compute(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
+        """A value that depends on no input, computed once."""
+        for tensor in tensors:
+            self._capture(tensor)
+        out = func(*args, **kwargs)
+        for part in pytree.tree_leaves(out):
+            if isinstance(part, Tensor):
+                self._computed[part] = True
+                self._use(part)
+        return out
+
+    def _capture(self, tensor: Tensor) -> None:
+        if tensor not in self._computed and not any(t is tensor for t, _ in self.captured):
+            self.captured.append((tensor, tensor._version))
+            self._outer.add(self._use(tensor))
+
+    def _constant(self, tensor: Tensor) -> fx.Node:
+        self._capture(tensor)
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = tensor
+        # Such nodes stand before all operations.
+        first = next((n for n in self.graph.nodes if n.op != "placeholder"), self.graph._root)
+        with self.graph.inserting_before(first):
+            node = self.graph.get_attr(name)
+        _describe(node, tensor, self._key(tensor))
+        return node
+
+    def _track(self, tensor: Tensor, node: fx.Node) -> None:
+        self._nodes[tensor] = node
+        _describe(node, tensor, self._use(tensor))
+
+    def _key(self, tensor: Tensor) -> int:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        # Kept, so that the address is not used again.
+        self._storages.setdefault(reference.cdata, reference)
+        return reference.cdata
+
+    def _use(self, tensor: Tensor) -> int:
+        key = self._key(tensor)
+        self._uses[key] = self._uses.get(key, 0) + 1
+        return key
+
+    def _check_values_unread(self, func: Any, args: tuple) -> None:
+        if torch.Tag.data_dependent_output in func.tags:
+            raise self.refuse("it reads the value of a tensor (.item(), float() or a branch)")
+        if torch.Tag.dynamic_output_shape not in func.tags:
+            return
+        if func is torch.ops.aten.index.Tensor:
+            masks = (i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8))
+            if not any(map(self.is_known, masks)):
+                return
+        raise self.refuse("it makes a tensor whose size depends on values (a mask as index)")
+
+    def _note_writes(self, func: Any, args: tuple, kwargs: dict) -> None:
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            written = args[i] if i < len(args) else kwargs.get(argument.name)
+            for tensor in pytree.tree_leaves(written):
+                if not isinstance(tensor, Tensor):
+                    continue
+                key = self._key(tensor)
+                if tensor in self._computed:
+                    if self._uses[key] > 1:
+                        self.refusal = _AliasedConstant("it writes to a view of a constant")
+                        raise self.refusal
+                    constant = self._constant(tensor.clone())
+                    del self._computed[tensor]
+                    self._nodes[tensor] = self.graph.call_function(_CLONE, (constant,))
+                    _describe(self._nodes[tensor], tensor, key)
+                elif tensor not in self._nodes or key in self._outer:
+                    raise self.refuse("it changes a tensor in place that outlives the step")
+                self.mutated.add(key)
+
+
+class _NoEscape(TorchFunctionMode):
+    """Refuses what takes values out of tensors without an operation."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ESCAPES and self.recorder.is_known(args[0]):
+            raise self.recorder.refuse(f"it reads the values of a tensor (.{func.__name__}())")
+        return func(*args, **(kwargs or {}))
+
+
+_CLONE = torch.ops.aten.clone.default
+_ESCAPES = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.data_ptr, Tensor.__reduce_ex__}
+
+
+def _item(values: Any, i: int) -> Any:
+    return values[i]
+
+
+def _describe(node: fx.Node, tensor: Tensor, storage: int) -> None:
+    node.meta.update(
+        storage=storage, shape=tensor.shape, stride=tensor.stride(), dtype=tensor.dtype,
+        device=tensor.device,
+    )  # fmt: skip
+
+
+_LIBRARIES = tuple(
+    str(Path(module.__file__).parent) for module in (torch, pyro) if module.__file__
+) + (str(Path(__file__).parent.parent),)  # fmt: skip
+
+
+def _place() -> str:
+    """The innermost line that is neither torch's, Pyro's nor ours."""
+    for frame in _frames():
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES) and not file.startswith("<"):
+            line = linecache.getline(file, frame.f_lineno).strip()
+            return f", at {Path(file).name}:{frame.f_lineno}: {line}" if line else ""
+    return ""
+
+
+def _frames() -> Iterator[Any]:
+    """From here out to the recording's begin."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _record.__code__:
+        yield frame
+        frame = frame.f_back  # type: ignore[assignment]

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of an ELBO as a function of tensors: plain, recorded, or run from a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.poutine.runtime import _PYRO_STACK
+from torch import Tensor, nn
+
+from pyro_implicit.compiled import RecordedFunction, flatten_arguments
+
+if TYPE_CHECKING:
+    from pyro_implicit.infer.implicit_elbo import ImplicitELBO
+
+__all__ = ["Evaluation", "Program", "StepCall"]
+
+#: By which a recording may differ from a plain step, relative to the largest part.
+TOLERANCE = {torch.float64: 1e-8}
+DEFAULT_TOLERANCE = 1e-3
+
+
+class Evaluation(NamedTuple):
+    """A loss, constant, with the gradients of its surrogate for some tensors."""
+
+    loss: Tensor
+    targets: list[Tensor]
+    gradients: list[Tensor]
+
+    def backward(self) -> float:
+        """Add the gradients to the targets' own; the loss as a number."""
+        if self.targets:
+            torch.autograd.backward(self.targets, self.gradients)
+        return self.loss.item()
+
+    def differentiable(self) -> Tensor:
+        """The loss as a function of the targets."""
+        return _Known.apply(self.loss, self.gradients, *self.targets)
+
+    def differs_from(self, other: Evaluation) -> str | None:
+        """In what it differs by more than rounding errors, in words.
+
+        :param other: may have further targets, which were made in the step (noise, say).
+        """
+        tolerance = TOLERANCE.get(self.loss.dtype, DEFAULT_TOLERANCE)
+        loss, other_loss = self.loss.item(), other.loss.item()
+        if not abs(loss - other_loss) <= tolerance * (1 + abs(other_loss)):
+            return f"the loss is {loss:.6g} and {other_loss:.6g}"
+        known = {id(t): g for t, g in zip(other.targets, other.gradients, strict=True)}
+        if not known.keys() >= {id(target) for target in self.targets}:
+            return "other parameters have a gradient"
+        norm = torch.nn.utils.get_total_norm(other.gradients)
+        for target, gradient in zip(self.targets, self.gradients, strict=True):
+            expected = known[id(target)]
+            scale = expected.norm() + 0.01 * norm
+            if not (gradient - expected).norm() <= tolerance * scale:
+                return f"a gradient of shape {tuple(gradient.shape)} differs"
+        return None
+
+
+class _Known(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *targets: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *torch._foreach_mul(ctx.gradients, factor))
+
+
+class Plain(NamedTuple):
+    """A step by Pyro: the outcome, all parameters in it, and by name those of Pyro's store."""
+
+    evaluation: Evaluation
+    leaves: list[Tensor]
+    params: dict[str, Tensor]
+
+
+class Outcome(NamedTuple):
+    """``check`` is finite if loss and gradients are."""
+
+    evaluation: Evaluation
+    check: Tensor
+    carried: dict[Any, Tensor]
+
+
+class StepCall:
+    """A step to be taken.
+
+    ``key`` tells which recording it can use.
+
+    :raises Untraceable: for arguments that a recording cannot have.
+    """
+
+    def __init__(
+        self, elbo: ImplicitELBO, model: Callable, guide: Callable, args: tuple, kwargs: dict
+    ) -> None:
+        self.elbo, self.model, self.guide = elbo, model, guide
+        self.arguments = flatten_arguments(args, kwargs)
+        self.carried = elbo.carried()
+        """What it takes over from the step before."""
+        carried = tuple((k, t.shape, t.dtype) for k, t in self.carried.items())
+        self.key = (self.arguments.key, elbo.settings(), carried)
+
+    def plain(self) -> Plain:
+        """Take it by Pyro.
+
+        :raises NonFiniteError: as the ELBO.
+        """
+        tensors, with_gradient = self._own_tensors()
+        args, kwargs = self.arguments.rebuild(tensors)
+        with poutine.trace(param_only=True) as capture:
+            loss, surrogate = self.elbo.total(self.model, self.guide, args, kwargs)
+        own = {id(tensor) for tensor in with_gradient}
+        leaves = [leaf for leaf in _leaves(surrogate) if id(leaf) not in own]
+        targets = leaves + self._differentiable()
+        gradients = _gradients(surrogate, leaves + with_gradient)
+        store = pyro.get_param_store()  # without those of modules with module_local_params
+        params = {
+            name: site["value"].unconstrained()
+            for name, site in capture.trace.nodes.items()
+            if site["type"] == "param" and name in store
+        }
+        return Plain(_evaluation(loss, targets, gradients), leaves, params)
+
+    def record(self, plain: Plain) -> Program:
+        """Record it.
+
+        :param plain: the same, taken by Pyro.
+        :raises Untraceable: naming the cause.
+        """
+        elbo, leaves, carried = self.elbo, plain.leaves, list(self.elbo.carried().values())
+        tensors, with_gradient = self._own_tensors()
+        args, kwargs = self.arguments.rebuild(tensors)
+        weights = self._weights(leaves)
+        has_gradient: list[bool] = []
+
+        def function() -> list[Tensor]:
+            with poutine.block(), elbo.weighed_by(weights):
+                loss, surrogate = elbo.total(self.model, self.guide, args, kwargs)
+            found = _gradients(surrogate, leaves + with_gradient)
+            has_gradient[:] = [gradient is not None for gradient in found]
+            gradients = [gradient for gradient in found if gradient is not None]
+            check = 0 * torch.nn.utils.get_total_norm(gradients) + loss
+            return [loss, check, *gradients, *elbo.carried().values()]
+
+        inputs = [*leaves, *tensors, *weights.values(), *carried]
+        candidates = (self.model, self.guide, elbo)
+        modules = [part for part in candidates if isinstance(part, nn.Module)]
+        recorded = RecordedFunction(function, inputs, modules, carried)
+        return Program(recorded, leaves, plain.params, has_gradient)
+
+    def inputs(self, leaves: list[Tensor]) -> list[Tensor]:
+        """What a recording wants."""
+        weights = self._weights(leaves).values()
+        return [*leaves, *self.arguments.tensors, *weights, *self.carried.values()]
+
+    def _weights(self, leaves: list[Tensor]) -> dict[str, Tensor]:
+        """Those that are not 1, which a recording knows, as tensors like the parameters."""
+        like = leaves[0] if leaves else torch.zeros(())
+        values = self.elbo.weights().items()
+        return {name: like.new_tensor(value) for name, value in values if value != 1.0}
+
+    def _differentiable(self) -> list[Tensor]:
+        return [tensor for tensor in self.arguments.tensors if tensor.requires_grad]
+
+    def _own_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Others for the arguments' tensors, which may be known to the model by another way too;
+        and those that have a gradient."""
+        tensors = [
+            tensor.detach().requires_grad_(tensor.requires_grad)
+            for tensor in self.arguments.tensors
+        ]
+        return tensors, [tensor for tensor in tensors if tensor.requires_grad]
+
+
+class Program:
+    """A recorded step, whose inputs are parameters, arguments, weights and what is carried."""
+
+    def __init__(
+        self,
+        function: RecordedFunction,
+        leaves: list[Tensor],
+        params: dict[str, Tensor],
+        has_gradient: list[bool],
+    ) -> None:
+        self.function, self.leaves, self.params = function, leaves, params
+        self.has_gradient = has_gradient
+        self.num_run = 0
+
+    def holds(self) -> bool:
+        """Whether its parameters are still those of store and modules."""
+        known = pyro.get_param_store()._params
+        return self.function.holds() and all(
+            known.get(name) is value for name, value in self.params.items()
+        )
+
+    def show_params(self) -> None:
+        """Let handlers around the step, like that of ``SVI``, see its parameters."""
+        if _PYRO_STACK:
+            with torch.no_grad():
+                for name in self.params:
+                    pyro.param(name)
+
+    def run(self, call: StepCall) -> Outcome:
+        """The step."""
+        loss, check, *others = self.function(call.inputs(self.leaves))
+        targets = self.leaves + call._differentiable()
+        targets = [t for t, has in zip(targets, self.has_gradient, strict=True) if has]
+        gradients, carried = others[: len(targets)], others[len(targets) :]
+        return Outcome(
+            Evaluation(loss, targets, gradients),
+            check,
+            dict(zip(call.carried, carried, strict=True)),
+        )
+
+    def compile(self, call: StepCall) -> None:
+        """Let inductor make kernels of it.
+
+        :raises CompilerError: if it cannot.
+        """
+        self.function.compile(call.inputs(self.leaves))
+
+
+def _gradients(surrogate: Tensor, wanted: list[Tensor]) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(surrogate, wanted, allow_unused=True) if wanted else ()
+
+
+def _evaluation(loss: Tensor, targets: list[Tensor], gradients: Any) -> Evaluation:
+    pairs = [(t, g) for t, g in zip(targets, gradients, strict=True) if g is not None]
+    return Evaluation(loss, [t for t, _ in pairs], [g for _, g in pairs])
+
+
+def _leaves(output: Tensor) -> Iterator[Tensor]:
+    """All leaves that have a gradient of it."""
+    seen, todo = set(), [output.grad_fn]
+    while todo:
+        function = todo.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        if type(function).__name__ == "AccumulateGrad":
+            yield function.variable
+        todo += [parent for parent, _ in function.next_functions]

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recorded score of a latent density is the density's own."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.traced_score import TracedScore
+
+DATA = torch.tensor([1.0, 2.0, -0.5])
+
+
+def model():
+    loc = pyro.sample("loc", dist.Normal(0.0, 2.0))
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("data", 3):
+        pyro.sample("y", dist.Normal(loc, scale), obs=DATA)
+
+
+def gaussian_process():
+    scale = pyro.sample("scale", dist.Normal(0.0, 1.0))
+    covariance = torch.eye(3) * (scale - 0.5)  # no covariance where the scale is small
+    pyro.sample("y", dist.MultivariateNormal(torch.zeros(3), covariance), obs=DATA)
+
+
+def assert_equal(found, expected):
+    assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
+
+
+def correlated():
+    """Its Cholesky factor is filled by a mask, and so is the gradient."""
+    chol = pyro.sample("chol", dist.LKJCholesky(2, 2.0))
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("data", 3):
+        pyro.sample("y", dist.Normal(chol[1, 0], scale), obs=DATA)
+
+
+@pytest.mark.parametrize("model", [model, correlated])
+@pytest.mark.parametrize("num_draws", [1, 5])
+def test_scores_are_the_densitys_own(model, num_draws):
+    density = LatentDensity(model)
+    score = TracedScore(density.score)
+    for _ in range(6):
+        latent = torch.randn(num_draws, 2)
+        assert_equal(score(latent), density.score(latent))
+    assert score.refusal is None and next(iter(score._programs.values())).num_calls == 4
+
+
+def test_impossible_draws_have_no_density_and_no_gradient():
+    density = LatentDensity(gaussian_process)
+    score = TracedScore(density.score)
+    for _ in range(6):
+        latent = torch.tensor([[1.0], [-1.0], [2.0]])
+        log_prob, gradient = score(latent)
+        assert_equal((log_prob, gradient), density.score(latent))
+        assert log_prob[1] == -math.inf and gradient[1] == 0 and log_prob[[0, 2]].isfinite().all()
+    assert score.refusal is None
+
+
+def test_data_that_change_in_place_are_seen():
+    score = TracedScore(LatentDensity(model).score)
+    latent = torch.zeros(2, 2)
+    before = [score(latent)[0] for _ in range(3)][-1]
+    DATA.add_(1.0)
+    try:
+        assert_equal(score(latent), score.plain(latent))
+        assert (score(latent)[0] != before).all()
+    finally:
+        DATA.sub_(1.0)
+
+
+def test_a_model_that_branches_is_called_as_it_is():
+    def branches():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        scale = 2.0 if x > 0 else 1.0
+        pyro.sample("y", dist.Normal(x, scale), obs=DATA[0])
+
+    density = LatentDensity(branches)
+    score = TracedScore(density.score)
+    for _ in range(4):
+        latent = torch.randn(4, 1)
+        assert_equal(score(latent), density.score(latent))
+    assert "if x > 0" in score.refusal
+
+
+def test_few_calls_do_not_repay_a_recording():
+    score = TracedScore(LatentDensity(model).score, num_calls=3)
+    for _ in range(3):
+        score(torch.zeros(4, 2))
+    assert "do not repay" in score.refusal
+    many = TracedScore(LatentDensity(model).score, num_calls=10_000)
+    for _ in range(3):
+        many(torch.zeros(4, 2))
+    assert many.refusal is None
