@@ -118,8 +118,8 @@ def table(rows: list[dict]) -> str:
         "# What a training step costs",
         "",
         "`benchmarks/speed/steps.py`: milliseconds of one CPU thread for `SVI.step`, median, the "
-        f"optimiser's included; torch {torch.__version__}. Recording and compilation in CPU seconds, "
-        "those of a C++ compiler's processes included.",
+        f"optimiser's included; torch {torch.__version__}. Recording and compilation in CPU "
+        "seconds, those of a C++ compiler's processes included.",
         "",
         "| step | by Pyro | recorded | ratio | inductor | ratio | recording | compilation |",
         "|---|---|---|---|---|---|---|---|",

@@ -54,6 +54,7 @@ def _shorten(node: fx.Node) -> None:
         node.replace_all_uses_with(source)
     elif target in _RESHAPES and source.target in _RESHAPES:
         root = source.args[0]
+        assert isinstance(root, fx.Node)
         if root.meta["stride"] == _contiguous(root.meta["shape"]):
             node.args = (root, *node.args[1:])
             if _is_alike(node, root):

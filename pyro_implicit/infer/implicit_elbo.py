@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyro_implicit.compiled import is_tracing
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit, find_implicit
+from pyro_implicit.infer.engine.evaluation import Evaluation
 from pyro_implicit.infer.engine.nonfinite import (
     NonFiniteError,
     check_gradients,
@@ -29,7 +30,6 @@ from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.prior_draws import PriorMemory
 from pyro_implicit.infer.engine.sites import DrawMessenger, ImplicitSite
 from pyro_implicit.infer.engine.state import StatefulELBO
-from pyro_implicit.infer.engine.step_call import Evaluation
 from pyro_implicit.infer.engine.traces import (
     apply_weights,
     leave_out_impossible,
@@ -349,11 +349,11 @@ class ImplicitELBO(StatefulELBO):
     def weighed_by(self, weights: dict[str, Tensor]) -> Iterator[None]:
         """With tensors in the place of some of :meth:`weights`."""
         before = self.weights()
-        vars(self).update(weights)
+        self.__dict__.update(weights)
         try:
             yield
         finally:
-            vars(self).update(before)
+            self.__dict__.update(before)
 
     def settings(self) -> tuple[Any, ...]:
         """All other settings, and which of the weights are 1."""

@@ -12,8 +12,9 @@ import pyro
 import torch
 
 from pyro_implicit.compiled import CompilerError, RandomState, Untraceable
+from pyro_implicit.infer.engine.evaluation import Evaluation
 from pyro_implicit.infer.engine.nonfinite import NonFiniteError
-from pyro_implicit.infer.engine.step_call import Evaluation, Program, StepCall
+from pyro_implicit.infer.engine.step_call import Program, StepCall
 
 if TYPE_CHECKING:
     from pyro_implicit.infer.implicit_elbo import ImplicitELBO
