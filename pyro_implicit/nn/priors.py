@@ -20,8 +20,8 @@ Prior: TypeAlias = OnePrior | Mapping[str, OnePrior]
 NORMALIZATION = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-#: With 1 draws of the prior are so unsure of labels that a MAP stays so, however many epochs it gets:
-#: benchmarks/networks/digits.py.
+#: With 1, draws of the prior are so unsure of labels that a MAP stays so, however many epochs it
+#: gets: benchmarks/networks/digits.py.
 GAIN = 3.0
 
 
