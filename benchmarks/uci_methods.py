@@ -72,7 +72,8 @@ def make_model(
     """One hidden layer of ReLU units and noise of unknown precision, on minibatches if asked."""
     num_features = data.x_train.shape[1]
     net = nn.Sequential(nn.Linear(num_features, hidden), nn.ReLU(), nn.Linear(hidden, 1))
-    net = to_bayesian_(net).to(data.x_train)
+    prior = {"0.weight": num_features**-0.5, "2.weight": hidden**-0.5}  # standard deviations
+    net = to_bayesian_(net, prior).to(data.x_train)
 
     def model(x: Tensor, y: Tensor | None = None) -> None:
         # Not the Gamma(6, 6) of the KIVI paper: y is standardised here, and 6 pseudo-observations

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import gzip
+import os
 import runpy
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +18,7 @@ EXAMPLES = {
     "eight_schools.py": "--steps 3 --particles 2 --nuts-samples 4 --nuts-warmup 4 --num-draws 20 "
     "--max-seconds 1",
     "bnn_regression.py": "--steps 3 --particles 2 --hidden 4 --ensemble 2 --nuts 2",
+    "lenet_mnist.py": "--subset 20 --epochs 1 --batch-size 10 --num-samples 2 --data-dir .",
     "vae.py": "--num-train 40 --num-test 8 --num-eval 4 --hidden 8 --latent-dim 2 --epochs 2 "
     "--batch-size 20 --entropy-particles 10 --bound-particles 10 --importance-samples 50",
 }
@@ -40,12 +44,24 @@ def run(
     return run
 
 
+def write_images(folder: Path) -> None:
+    """A few images of noise, in the files of MNIST."""
+    folder.mkdir()
+    for part in ("train", "t10k"):
+        images = struct.pack(">4i", 0x803, 20, 28, 28) + os.urandom(20 * 28 * 28)
+        labels = struct.pack(">2i", 0x801, 20) + bytes(range(10)) * 2
+        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels))
+
+
 def test_every_example_is_listed() -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES))
 def test_example_runs(script: str, run: Callable[..., str], tmp_path: Path) -> None:
+    if "--data-dir" in EXAMPLES[script]:
+        write_images(tmp_path / "mnist")
     printed = run(script, *EXAMPLES[script].split())
     assert printed.strip(), f"{script} prints no table"
     assert list(tmp_path.glob("*.png")), f"{script} leaves no picture in --out"

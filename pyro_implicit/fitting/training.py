@@ -186,7 +186,7 @@ def _train(
         ):
             state.decay_start = step
         decay_start = last if state.decay_start is None else state.decay_start
-        clock = (time.perf_counter() - began) / max_seconds
+        clock = (time.perf_counter() - began) / max(max_seconds, 1e-9)
         for group in optimiser.param_groups:
             group["lr"] = min(schedule.rate(step, decay_start), schedule.rate_by_clock(clock))
         if batches is not None:

@@ -56,7 +56,7 @@ def to_bayesian_(
     :param module: a network, changed in place. For batch normalisation call ``module.eval()``
         before training, as its running moments would depend on the order of the particles.
     :param prior: what each parameter is drawn from. ``"fan_in"``: weights from
-        :math:`N(0, 1/\text{fan-in})`, so that activations keep their size from layer to layer,
+        :math:`N(0, 9/\text{fan-in})`, wide enough for a classifier to be sure,
         the scales of normalisation layers from N(1, 1), and biases, embeddings and all else from
         N(0, 1). ``"moped"``: the same, but around what the parameters are, for networks that were
         trained on other data (Krishnan et al., whose standard deviation is 1). A number: the

@@ -77,7 +77,7 @@ def test_default_prior(name: str, fan_ins: list[int]) -> None:
     assert to_bayesian_(net) is net
     sites = latents(net, torch.randn(4, *shape).double())
     assert {key: site["value"].shape for key, site in sites.items()} == expected_shapes
-    sds = iter(1 / math.sqrt(fan_in) for fan_in in fan_ins)
+    sds = iter(3 / math.sqrt(fan_in) for fan_in in fan_ins)
     for key, site in sites.items():
         expected = log_normal(site["value"], 1.0 if key.endswith("bias") else next(sds))
         assert site["log_prob"].shape == ()
@@ -85,12 +85,12 @@ def test_default_prior(name: str, fan_ins: list[int]) -> None:
 
 
 OTHER_LAYERS = [
-    (nn.ConvTranspose2d(4, 6, 3, groups=2), {"weight": 18**-0.5, "bias": 1.0}, (1, 4, 5, 5)),
-    (nn.Conv1d(4, 6, 3, groups=2), {"weight": 6**-0.5, "bias": 1.0}, (1, 4, 5)),
+    (nn.ConvTranspose2d(4, 6, 3, groups=2), {"weight": 3 * 18**-0.5, "bias": 1.0}, (1, 4, 5, 5)),
+    (nn.Conv1d(4, 6, 3, groups=2), {"weight": 3 * 6**-0.5, "bias": 1.0}, (1, 4, 5)),
     (nn.PReLU(), {"weight": 1.0}, (2, 3)),
     (
         nn.GRU(4, 5),
-        {"weight_ih_l0": 0.5, "weight_hh_l0": 5**-0.5, "bias_ih_l0": 1.0, "bias_hh_l0": 1.0},
+        {"weight_ih_l0": 1.5, "weight_hh_l0": 3 * 5**-0.5, "bias_ih_l0": 1.0, "bias_hh_l0": 1.0},
         (3, 4),
     ),
 ]
@@ -111,7 +111,7 @@ def test_default_prior_of_embedding_and_attention() -> None:
 
     attention = to_bayesian_(nn.MultiheadAttention(4, 2))
     sites = latents(lambda x: attention(x, x, x), torch.randn(3, 2, 4))
-    sds = {"in_proj_weight": 0.5, "in_proj_bias": 1, "out_proj.weight": 0.5, "out_proj.bias": 1}
+    sds = {"in_proj_weight": 1.5, "in_proj_bias": 1, "out_proj.weight": 1.5, "out_proj.bias": 1}
     assert sites.keys() == sds.keys()
     for key, sd in sds.items():
         torch.testing.assert_close(sites[key]["log_prob"], log_normal(sites[key]["value"], sd))

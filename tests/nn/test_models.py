@@ -159,10 +159,10 @@ def test_priors_by_layer():
     found = {name: site["fn"].base_dist for name, site in trace.iter_stochastic_nodes()}
     assert list(found) == ["1.weight", "1.bias", "2.weight", "2.bias"]
     assert torch.equal(found["2.weight"].mean, before["2.weight"])
-    for name, sd in {"1.bias": 0.5, "2.weight": 5**-0.5, "2.bias": 3.0}.items():
+    for name, sd in {"1.bias": 0.5, "2.weight": 3 * 5**-0.5, "2.bias": 3.0}.items():
         torch.testing.assert_close(found[name].stddev, torch.full_like(before[name], sd))
     trace = trace_of(to_bayesian_(nn.Linear(4, 1), {"bias": 2.0}), torch.randn(2, 4))
-    assert (trace.nodes["weight"]["fn"].base_dist.stddev == 0.5).all()
+    assert (trace.nodes["weight"]["fn"].base_dist.stddev == 1.5).all()
 
 
 def inside_the_plate(x, y=None):

@@ -18,7 +18,7 @@ from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 __all__ = ["NetworkELBO"]
 
 
-class NetworkELBO(ImplicitELBO, nn.Module):
+class NetworkELBO(ImplicitELBO, nn.Module):  # type: ignore[misc]  # both have ``compile``
     """An ELBO with one network for each implicit site, and the optimisers that train them.
 
     ``networks`` is an :class:`torch.nn.ModuleDict`, so that ``ELBOModule.parameters()`` and
