@@ -227,7 +227,7 @@ def refine(
         while chains.stopped is None:
             share = chains.gradients / max_gradients
             if max_seconds is not None:
-                share = max(share, chains.seconds / max_seconds)
+                share = max(share, chains.seconds / max(max_seconds, 1e-9))
             chains.advance(walked, track, hurry=share >= WARMUP_SHARE)
             chains.seconds = time.perf_counter() - began
             chains.stopped = chains.check(
