@@ -5,6 +5,7 @@ Times are seconds of one CPU thread (``time.thread_time``), so that a busy machi
 
     python benchmarks/speed/steps.py
     python benchmarks/speed/steps.py --inductor  # a minute of compilation for each line
+    python benchmarks/speed/steps.py --device cuda --large  # there they are seconds of wall time
 """
 
 from __future__ import annotations
@@ -34,16 +35,21 @@ from pyro_implicit import (
 )
 
 RESULTS = Path(__file__).parent.parent / "results"
-EFFECTS = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
-ERRORS = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
+EFFECTS = [28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0]
+ERRORS = [15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0]
 
 
-def eight_schools() -> None:
-    mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
-    tau = pyro.sample("tau", dist.HalfCauchy(5.0))
-    with pyro.plate("schools", 8):
-        theta = pyro.sample("theta", dist.Normal(mu, tau))
-        pyro.sample("y", dist.Normal(theta, ERRORS), obs=EFFECTS)
+def eight_schools() -> Callable[[], None]:
+    effects, errors = torch.tensor(EFFECTS), torch.tensor(ERRORS)
+
+    def model() -> None:
+        mu = pyro.sample("mu", dist.Normal(torch.zeros(()), 5.0))
+        tau = pyro.sample("tau", dist.HalfCauchy(torch.full((), 5.0)))
+        with pyro.plate("schools", 8):
+            theta = pyro.sample("theta", dist.Normal(mu, tau))
+            pyro.sample("y", dist.Normal(theta, errors), obs=effects)
+
+    return model
 
 
 class Network(PyroModule):
@@ -65,6 +71,14 @@ class Network(PyroModule):
             pyro.sample("y", dist.Normal(mean, 0.1), obs=self.y)
 
 
+def network(particles: int) -> tuple[Callable, Callable, Callable]:
+    return (
+        Network,
+        lambda model: AutoSemiImplicit(model, frame=None),
+        lambda: LIVI_ELBO(particles),
+    )
+
+
 CASES: dict[str, tuple[Callable, Callable, Callable]] = {
     "LIVI, 64 particles": (eight_schools, AutoSemiImplicit, lambda: LIVI_ELBO(64)),
     "LIVI, 8": (eight_schools, AutoSemiImplicit, lambda: LIVI_ELBO(8)),
@@ -74,12 +88,20 @@ CASES: dict[str, tuple[Callable, Callable, Callable]] = {
         lambda: InjectiveELBO(128),
     ),
     "SIVI, 64": (eight_schools, AutoSemiImplicit, lambda: SIVI_ELBO(64)),
-    "network of 50 units, LIVI, 16": (
-        Network(),
-        lambda model: AutoSemiImplicit(model, frame=None),
-        lambda: LIVI_ELBO(16),
-    ),
+    "network of 50 units, LIVI, 16": network(16),
 }
+LARGE = {
+    "network of 50 units, LIVI, 64": network(64),
+    "network of 50 units, LIVI, 1024": network(1024),
+}
+
+
+def seconds() -> float:
+    """Of this thread; of the wall clock where kernels run elsewhere."""
+    if torch.get_default_device().type != "cuda":
+        return time.thread_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def cpu_seconds() -> float:
@@ -90,10 +112,11 @@ def cpu_seconds() -> float:
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
-def measure(case: str, mode: str | bool, num_steps: int) -> dict[str, float]:
-    model, make_guide, make_elbo = CASES[case]
+def measure(case: tuple, mode: str | bool, num_steps: int) -> dict[str, float]:
+    make_model, make_guide, make_elbo = case
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
+    model = make_model()
     guide, elbo = make_guide(model), make_elbo()
     elbo.compile = mode
     svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 1e-3}), elbo)
@@ -104,20 +127,21 @@ def measure(case: str, mode: str | bool, num_steps: int) -> dict[str, float]:
     times: list[float] = []
     losses: list[Tensor | float] = []
     for i in range(num_steps):
-        start = time.thread_time()
+        start = seconds()
         losses.append(svi.step())
         is_compared = mode is not False and (i + 1) & i == 0
         if not is_compared:
-            times.append(time.thread_time() - start)
+            times.append(seconds() - start)
     assert mode is False or elbo.state.traced.refusal is None, elbo.state.traced.refusal
     return {"step": median(times), "second": second, "loss": float(losses[-1])}
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict], device: str) -> str:
+    clock = "one CPU thread" if device == "cpu" else f"wall time on {device}"
     lines = [
         "# What a training step costs",
         "",
-        "`benchmarks/speed/steps.py`: milliseconds of one CPU thread for `SVI.step`, median, the "
+        f"`benchmarks/speed/steps.py`: milliseconds of {clock} for `SVI.step`, median, the "
         f"optimiser's included; torch {torch.__version__}. Recording and compilation in CPU "
         "seconds, those of a C++ compiler's processes included.",
         "",
@@ -136,23 +160,28 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(num_steps: int, inductor: bool) -> None:
+def main(num_steps: int, inductor: bool, device: str, large: bool) -> None:
     torch.set_num_threads(1)
-    rows = []
+    torch.set_default_device(device)
+    rows: list[dict] = []
     modes: dict[str, str | bool] = {"pyro": False, "trace": "trace"}
     if inductor:
         modes["inductor"] = True
-    for case in CASES:
-        row = {"case": case} | {name: measure(case, m, num_steps) for name, m in modes.items()}
-        rows.append(row)
-        (RESULTS / "speed_steps.json").write_text(json.dumps(rows, indent=1) + "\n")
-        (RESULTS / "speed_steps.md").write_text(table(rows))
-        print(table(rows[-1:]).splitlines()[-1], flush=True)
+    name = "speed_steps" if device == "cpu" else f"speed_steps_{device}"
+    for label, case in {**CASES, **(LARGE if large else {})}.items():
+        rows.append(
+            {"case": label} | {m: measure(case, how, num_steps) for m, how in modes.items()}
+        )
+        (RESULTS / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (RESULTS / f"{name}.md").write_text(table(rows, device))
+        print(table(rows[-1:], device).splitlines()[-1], flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-steps", type=int, default=40)
     parser.add_argument("--inductor", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--large", action="store_true", help="networks of many particles too")
     arguments = parser.parse_args()
-    main(arguments.num_steps, arguments.inductor)
+    main(arguments.num_steps, arguments.inductor, arguments.device, arguments.large)

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# All that wants a GPU, in pieces of less than ten minutes each: benchmarks/gpu.sh [PIECE...]
+#
+#   tests    the contract and what else has tensors of its own, on "cuda"
+#   steps    a training step on CPU and GPU: eight schools, networks of 16 to 1,024 particles
+#   kivi     kernels of KIVI's ratio; particles in one go against one by one
+#   vae      the autoencoder of examples/vae.py, all of MNIST (wants DATA, a folder with mnist/)
+#   lenet    MNIST by LeNet: MAP, mean field, LIVI (wants DATA)
+#
+# Results go to benchmarks/results and, of the examples, to OUT (default: gpu_results).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+OUT="${OUT:-gpu_results}"
+mkdir -p "$OUT"
+export PYTHONPATH="$PWD"
+
+piece_tests() { python -m pytest -q -n 0 tests/test_device.py; }
+piece_steps() {
+    python benchmarks/speed/steps.py --large
+    python benchmarks/speed/steps.py --large --device cuda
+}
+piece_kivi() {
+    python benchmarks/kivi_speed.py --device cuda
+    python benchmarks/vectorization_speed.py --device cuda
+}
+piece_vae() { python examples/vae.py --device cuda --data-dir "$DATA/mnist" --epochs 20 --out "$OUT"; }
+piece_lenet() {
+    python -m benchmarks.networks.lenet --data-dir "$DATA" --device cuda --seeds 1 --epochs 10
+}
+
+python -c "import torch; print(torch.cuda.get_device_name())"
+for piece in "${@:-tests steps kivi vae lenet}"; do
+    for name in $piece; do
+        echo "== $name"
+        "piece_$name" 2>&1 | tee "$OUT/$name.log"
+    done
+done
