@@ -16,8 +16,26 @@ __all__ = ["PER_RUN", "count_operations", "estimated_seconds"]
 # Of one core of a CPU, measured on models of 4 to 100 latents, within a factor of two.
 PER_RUN = 3e-3  # Pyro's handlers
 PER_OPERATION = 8e-6
-PER_ELEMENT = 1e-9
+PER_ELEMENT = 2e-9
 PER_FLOP = 1e-10
+# Elements of the result for one of these count as so many, and more in large matrices.
+DEAR = {"lgamma": 15, "digamma": 15, "polygamma": 30, "special_log_ndtr": 15}
+DEAR_MATRICES = {
+    "linalg_cholesky_ex": 4,
+    "linalg_solve_triangular": 4,
+    "triangular_solve": 4,
+    "cholesky_inverse": 8,
+    "cholesky_solve": 8,
+    "linalg_lu_factor_ex": 5,
+    "_linalg_slogdet": 5,
+    "_linalg_det": 5,
+    "_linalg_solve_ex": 15,
+    "linalg_inv_ex": 15,
+    "linalg_qr": 15,
+    "_linalg_eigh": 50,
+    "_linalg_svd": 100,
+}
+LARGE = 100  # rows, from which on the cube counts
 
 
 def estimated_seconds(evaluate: Callable[[], Any]) -> float:
@@ -67,7 +85,8 @@ class _Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = self.elements = self.flops = 0
+        self.operations = 0
+        self.elements = self.flops = 0.0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -84,8 +103,17 @@ class _Counter(TorchDispatchMode):
             self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=found)
         if not _is_view(func):
             leaves = pytree.tree_leaves(found)
-            self.elements += sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
+            elements = sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
+            self.elements += _weight(func, args) * elements
         return found
+
+
+def _weight(func: Any, args: tuple) -> float:
+    """What an element of an operation's result costs, in elements of a sum."""
+    name = func._overloadpacket.__name__
+    if name in DEAR_MATRICES:
+        return DEAR_MATRICES[name] * (1 + args[0].shape[-1] / LARGE)
+    return DEAR.get(name, 1)
 
 
 def _is_view(func: Any) -> bool:

@@ -35,6 +35,18 @@ def test_operations_elements_and_products():
     assert found == pytest.approx(expected)
 
 
+def test_dear_operations_count_for_many():
+    matrices = torch.eye(50).expand(40, 50, 50)
+
+    def elements(evaluate):
+        return (estimated_seconds(evaluate) - PER_RUN - PER_OPERATION) / PER_ELEMENT / 1e5
+
+    assert elements(lambda: matrices + 1) == pytest.approx(1.0)
+    assert elements(lambda: torch.linalg.cholesky_ex(matrices)) == pytest.approx(6.0, rel=1e-2)
+    assert elements(lambda: torch.linalg.eigh(matrices)) == pytest.approx(75.0, rel=0.05)
+    assert elements(lambda: matrices.lgamma()) == pytest.approx(15.0)
+
+
 def test_views_cost_no_elements():
     large = torch.ones(1000, 1000)
     assert estimated_seconds(lambda: large.mT) == pytest.approx(PER_RUN + PER_OPERATION)
