@@ -37,6 +37,7 @@ class TracedScore:
     **Example:**
 
     >>> import pyro, pyro.distributions as dist
+    >>> from pyro_implicit.density import LatentDensity
     >>> def model():
     ...     pyro.sample("x", dist.Normal(0.0, 1.0))
     >>> score = TracedScore(LatentDensity(model).score)

@@ -124,7 +124,7 @@ def rigged(monkeypatch, bounds):
         spread = torch.tensor([-1.0, 1.0])
         return Candidate(name, guide, bounds[name] + spread, torch.randn(50, size), losses, state)
 
-    monkeypatch.setattr("pyro_implicit.fitting.stages.weigh", weigh)
+    monkeypatch.setattr("pyro_implicit.fitting.guide_stages.weigh", weigh)
 
 
 @pytest.mark.parametrize("kept", ["gaussian", "injective", "semi-implicit"])
@@ -285,13 +285,6 @@ def test_seeds():
     second = quick(funnel, seed=None, num_steps=4)
     assert first.losses == second.losses and first.bounds == second.bounds
     assert_equal(draw(first.guide), draw(second.guide))
-
-
-def test_the_bar_is_on_unless_it_is_off(capsys):
-    fit(funnel, AutoNormal(funnel), num_steps=3)
-    assert "guide: 100%" in capsys.readouterr().err
-    quick(funnel, num_steps=3)
-    assert capsys.readouterr() == ("", "")
 
 
 class Dying:
