@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from pyro_implicit.compiled.function import RandomState, RecordedFunction
+from pyro_implicit.compiled.function import RandomState, RecordedFunction, rounding
 from pyro_implicit.compiled.inductor import CompilerError
 from pyro_implicit.compiled.recorder import Untraceable, is_tracing
 from pyro_implicit.compiled.signature import Arguments, flatten_arguments
@@ -16,4 +16,5 @@ __all__ = [
     "Untraceable",
     "flatten_arguments",
     "is_tracing",
+    "rounding",
 ]

@@ -14,7 +14,18 @@ from pyro_implicit.compiled.program import as_function
 from pyro_implicit.compiled.recorder import record
 from pyro_implicit.compiled.simplify import simplify
 
-__all__ = ["RandomState", "RecordedFunction"]
+__all__ = ["RandomState", "RecordedFunction", "rounding"]
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """By how much a recording's numbers may differ from plain ones, relative to the largest.
+
+    **Example:**
+
+    >>> rounding(torch.float64)
+    1e-08
+    """
+    return 1e-8 if dtype == torch.float64 else 1e-3
 
 
 class RecordedFunction:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_implicit.compiled import RecordedFunction, Untraceable
+from pyro_implicit.compiled import RecordedFunction, Untraceable, rounding
 from pyro_implicit.density.cost import PER_RUN, count_operations
 
 __all__ = ["TracedScore"]
@@ -18,9 +18,6 @@ __all__ = ["TracedScore"]
 Score = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 MAX_PROGRAMS = 8
-#: By which a recording may differ, relative to the largest number.
-TOLERANCE = {torch.float64: 1e-8}
-DEFAULT_TOLERANCE = 1e-3
 # Seconds for each operation, measured as those in density/cost.py.
 PER_RECORDED = 4e-4
 PER_SAVED = 3e-6
@@ -111,7 +108,7 @@ class TracedScore:
         for part, expected in zip(program.function([latent]), found, strict=True):
             finite = expected.isfinite()
             scale = expected.where(finite, 0).abs().max()
-            tolerance = TOLERANCE.get(part.dtype, DEFAULT_TOLERANCE) * (1 + scale)
+            tolerance = rounding(part.dtype) * (1 + scale)
             difference = torch.where(part == expected, 0.0, (part - expected).abs())
             if not (difference <= tolerance).all():
                 self.refusal = "the recording disagrees with the density itself"

@@ -10,6 +10,7 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import fit
+from pyro_implicit.fitting.correction import Reliability
 
 QUIET = {"seed": 0, "progress": False}
 
@@ -40,6 +41,16 @@ def test_auto_leaves_a_guide_that_is_trusted():
     assert result.refined is None and result.correction > 0.99
     assert result.stages[-1].name == "correct"
     assert result.sample(7)["x"].shape == (7, 2)
+
+
+@pytest.mark.parametrize(("efficiency", "moves"), [(0.5, True), (0.95, False)])
+def test_uneven_new_weights_overrule_a_bound_that_is_near(efficiency, moves, monkeypatch):
+    def found(guide, density):
+        return Reliability(khat=2.0, efficiency=efficiency)
+
+    monkeypatch.setattr("pyro_implicit.fitting.refinement_stages.reliability", found)
+    result = fit(correlated, "auto", torch.tensor(1.5), max_seconds=20.0, **QUIET)
+    assert result.correction is None and (result.refined is not None) is moves
 
 
 def test_many_latents_start_from_a_mean_field_guide():

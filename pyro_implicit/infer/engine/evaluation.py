@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Evaluation"]
+from pyro_implicit.compiled import rounding
 
-#: By which a recording may differ from a plain step, relative to the largest part.
-TOLERANCE = {torch.float64: 1e-8}
-DEFAULT_TOLERANCE = 1e-3
+__all__ = ["Evaluation"]
 
 
 class Evaluation(NamedTuple):
@@ -37,7 +35,7 @@ class Evaluation(NamedTuple):
 
         :param other: may have further targets, which were made in the step (noise, say).
         """
-        tolerance = TOLERANCE.get(self.loss.dtype, DEFAULT_TOLERANCE)
+        tolerance = rounding(self.loss.dtype)
         loss, other_loss = self.loss.item(), other.loss.item()
         if not abs(loss - other_loss) <= tolerance * (1 + abs(other_loss)):
             return f"the loss is {loss:.6g} and {other_loss:.6g}"
