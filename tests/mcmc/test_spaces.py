@@ -81,6 +81,19 @@ def test_a_bent_guide_gives_way_to_the_latents(frame):
         assert chains.space == "latent" and "times as fast" in chains.space_note
 
 
+def test_what_a_gradient_costs_decides_too(monkeypatch):
+    """The bent guide's chains would stay in its noise if the latents were a thousand times dearer."""
+    torch.manual_seed(0)
+    guide = AutoImplicit(gaussian, bent, frame=Frame(torch.zeros(3), torch.ones(3)))
+    guide()
+    costs = {"latent": 1000.0, "noise": 1.0}
+    monkeypatch.setattr(
+        "pyro_implicit.mcmc.spaces._cost", lambda density, chains: costs[density.space]
+    )
+    chains = begin(gaussian, guide)
+    assert chains.space == "noise" and "times as fast" in chains.space_note
+
+
 def test_the_latents_where_the_noise_has_no_finite_density(monkeypatch):
     from pyro_implicit.mcmc.chain_density import NoiseDensity
 
