@@ -82,7 +82,7 @@ def test_a_bent_guide_gives_way_to_the_latents(frame):
 
 
 def test_what_a_gradient_costs_decides_too(monkeypatch):
-    """The bent guide's chains would stay in its noise if the latents were a thousand times dearer."""
+    """The bent guide's chains stay in its noise if the latents are a thousand times dearer."""
     torch.manual_seed(0)
     guide = AutoImplicit(gaussian, bent, frame=Frame(torch.zeros(3), torch.ones(3)))
     guide()
