@@ -309,7 +309,10 @@ class LatentDensity:
             return self._runs.map(self._model, self.constrain(latent), read)
 
     def split(self, latent: Tensor) -> dict[str, Tensor]:
-        """The part of each site, ``(*batch, *unconstrained_shape)``, of ``(*batch, latent_dim)``."""
+        """The part of each site, ``(*batch, *unconstrained_shape)``.
+
+        :param latent: ``(*batch, latent_dim)``.
+        """
         sizes = [shape.numel() for shape in self.shapes.values()]
         parts = latent.split(sizes, dim=-1)
         return {

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pyro_implicit.mcmc.chees import ChEES
+from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.initial_params import warm_start
 from pyro_implicit.mcmc.minibatch_refined import MinibatchRefined
 from pyro_implicit.mcmc.minibatch_refinement import refine_by_minibatches
@@ -14,6 +15,7 @@ from pyro_implicit.mcmc.teaching import Taught, teach
 
 __all__ = [
     "ChEES",
+    "ConditionalReparam",
     "MinibatchRefined",
     "NoiseSpaceReparam",
     "Refined",

@@ -21,19 +21,24 @@ __all__ = ["ConditionalDensity", "dependent_sites"]
 MOST_SITES = 12  # that are taken one after the other
 
 
-def dependent_sites(density: LatentDensity, points: Tensor) -> list[str]:
+def dependent_sites(density: LatentDensity, point: Tensor) -> list[str]:
     """Latents of location and scale whose priors change with other latents, in the model's order.
 
-    :param points: two that differ, or more, ``(num_points, latent_dim)``.
+    :param point: near which they are seen to change, ``(latent_dim,)``.
     """
     if density.is_enumerated:
         return []
-    one, other = (density.trace_at(point).nodes for point in points[:2])
+    step = torch.linspace(0.1, 0.2, len(point)).to(point)
+    one, other = (density.trace_at(at).nodes for at in (point, point + step))
     found = []
     for name in density.shapes:
         site = one[name]
         plain = site["mask"] is None and site["scale"] == 1.0
-        if plain and ConditionalReparam.suits(site["fn"]) and _differ(site["fn"], other[name]["fn"]):
+        if (
+            plain
+            and ConditionalReparam.suits(site["fn"])
+            and _differ(site["fn"], other[name]["fn"])
+        ):
             found.append(name)
     return found
 

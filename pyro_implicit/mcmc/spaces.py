@@ -83,23 +83,22 @@ def density_of(
     raise ValueError(f'frame="noise" wants an injective guide: {reason}')
 
 
-def _conditional(
-    density: LatentDensity, plan: Plan, middle: Tensor | None
-) -> ConditionalDensity:
-    draws = latent_draws(density, plan.guide, MIDDLE_DRAWS, plan.args, plan.kwargs)
-    sites = dependent_sites(density, draws)
+def _conditional(density: LatentDensity, plan: Plan, middle: Tensor | None) -> ConditionalDensity:
+    if middle is None:
+        draws = latent_draws(density, plan.guide, MIDDLE_DRAWS, plan.args, plan.kwargs)
+        middle = draws.median(0).values
+    sites = dependent_sites(density, middle)
     if not sites:
         raise ValueError(
             'frame="conditional" wants latents of location and scale that depend on other latents, '
             'and this model has none. Cure: frame="auto"'
         )
-    middle = draws.median(0).values if middle is None else middle
     try:
         return ConditionalDensity(density, middle, sites, plan.max_gradients)
     except RuntimeError as error:
         raise ValueError(
             'frame="conditional" wants second derivatives of the log-density, but the model raises '
-            f"{type(error).__name__}: {str(error).splitlines()[0]}. Cure: frame=\"auto\""
+            f'{type(error).__name__}: {str(error).splitlines()[0]}. Cure: frame="auto"'
         ) from error
 
 
