@@ -11,6 +11,7 @@ from pyro import poutine
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.engine import compute_log_prob
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.mcmc.chain_density import ChainDensity
@@ -24,12 +25,16 @@ MOST_SITES = 12  # that are taken one after the other
 def dependent_sites(density: LatentDensity, point: Tensor) -> list[str]:
     """Latents of location and scale whose priors change with other latents, in the model's order.
 
-    :param point: near which they are seen to change, ``(latent_dim,)``.
+    :param point: near which they are seen to change, ``(latent_dim,)``. Where the model raises an
+        error there, none are.
     """
     if density.is_enumerated:
         return []
     step = torch.linspace(0.1, 0.2, len(point)).to(point)
-    one, other = (density.trace_at(at).nodes for at in (point, point + step))
+    try:
+        one, other = (density.trace_at(at).nodes for at in (point, point + step))
+    except IMPOSSIBLE:
+        return []
     found = []
     for name in density.shapes:
         site = one[name]

@@ -34,8 +34,8 @@ __all__ = ["refine"]
 
 Quantities = Callable[[dict[str, Tensor]], Tensor | dict[str, Tensor]]
 
-FRAMES = ("auto", "diagonal", "low-rank", "full", "noise", "conditional")
 MAX_FULL_DIM = 100
+FRAMES = ("auto", "diagonal", "low-rank", "full", "noise", "conditional")
 LEAST_CHAINS = 8
 WARMUP_SHARE = 0.4
 LEAST_DRAWS = 12
@@ -129,10 +129,13 @@ def refine(
         returns a :class:`~pyro_implicit.mcmc.MinibatchRefined`.
     :param num_chains: at least 8; by default 256, and 8 of minibatches.
     :param frame: ``"full"`` for the covariance, ``"low-rank"`` for its significant principal axes
-        on a diagonal, ``"diagonal"``, or ``"noise"`` to walk on the noise of an injective
-        :class:`~pyro_implicit.AutoImplicit` instead of the latents, for funnels. By default noise
-        where the guide allows it, unless a short walk in both shows the latents to be better; the
-        frame, of latents or noise, is full up to 100 dimensions and low-rank above.
+        on a diagonal, ``"diagonal"``; or another space than that of the latents, for funnels:
+        ``"noise"`` of an injective :class:`~pyro_implicit.AutoImplicit`, or ``"conditional"``, what
+        is left of latents once their parents and the data are known
+        (:class:`~pyro_implicit.mcmc.ConditionalReparam`), where priors depend on other latents. By
+        default the latter if there are such priors, else noise where the guide allows it, unless a
+        short walk shows the next of conditional, noise and latents to be better; the frame in the
+        space is full up to 100 dimensions and low-rank above.
     :param quantities: of a dict of constrained draws by site, ``(num_chains, *site_shape)``, a
         tensor or a dict of tensors ``(num_chains, *shape)``, for instance predictions. If given,
         these and the log-density decide when to stop, in place of the latents, and may do so
