@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pyro_implicit.mcmc.chees import ChEES
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
+from pyro_implicit.mcmc.conditional_space import conditional_reparams
 from pyro_implicit.mcmc.initial_params import warm_start
 from pyro_implicit.mcmc.minibatch_refined import MinibatchRefined
 from pyro_implicit.mcmc.minibatch_refinement import refine_by_minibatches
@@ -20,6 +21,7 @@ __all__ = [
     "NoiseSpaceReparam",
     "Refined",
     "Taught",
+    "conditional_reparams",
     "refine",
     "refine_by_minibatches",
     "teach",

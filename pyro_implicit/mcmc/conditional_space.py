@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from pyro_implicit.density.engine import compute_log_prob
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.mcmc.chain_density import ChainDensity
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
+from pyro_implicit.mcmc.starts import Guide, latent_draws
 
-__all__ = ["ConditionalDensity", "dependent_sites"]
+__all__ = ["ConditionalDensity", "conditional_reparams", "dependent_sites", "middle_of"]
 
+MIDDLE_DRAWS = 128
 MOST_SITES = 12  # that are taken one after the other
 
 
@@ -48,13 +51,59 @@ def dependent_sites(density: LatentDensity, point: Tensor) -> list[str]:
     return found
 
 
-class ConditionalDensity(ChainDensity):
-    r"""A model's log-density over noise in place of the latents whose priors depend on others,
+def conditional_reparams(
+    model: Callable[..., Any],
+    guide: Guide,
+    *args: Any,
+    model_kwargs: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> dict[str, ConditionalReparam]:
+    """How a model is written over the noise of its latents, for ``poutine.reparam``.
 
-    which :class:`~pyro_implicit.mcmc.ConditionalReparam` writes so. W and h are the second and
-    first derivative of the log-density without the latent's own prior, at a point of the posterior;
-    latents are taken from the last to the first, so that what later ones say of an earlier one is
-    what is left of them as noise.
+    Any guide of that model, a mean field for instance, is a structured one of the first: latents
+    depend on their parents as the prior and the data have it, and are independent given these.
+    NUTS has no funnel to walk through. :func:`~pyro_implicit.mcmc.refine` does all this by itself.
+
+    **Example:**
+
+    >>> import pyro, pyro.distributions as dist
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> def model(y):
+    ...     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    ...     with pyro.plate("groups", len(y)):
+    ...         x = pyro.sample("x", dist.Normal(0.0, scale))
+    ...         pyro.sample("y", dist.Normal(x, 0.5), obs=y)
+    >>> y = torch.tensor([1.0, -2.0, 0.5])
+    >>> reparams = conditional_reparams(model, AutoNormal(model), y)
+    >>> guide = AutoNormal(poutine.reparam(model, reparams))
+    >>> sorted(guide(y))
+    ['scale', 'x_noise']
+
+    :param guide: of the model, trained or not, or draws by site: their median is where the data
+        are asked what they say. A rough one will do.
+    :param args: of the model, as ``kwargs``.
+    :param model_kwargs: more of these, whatever their names.
+    :returns: by site, of those whose priors depend on other latents; others stay as they are.
+    """
+    kwargs = {**kwargs, **(model_kwargs or {})}
+    density = LatentDensity(model, *args, model_kwargs=kwargs)
+    middle = middle_of(density, guide, args, kwargs)
+    return ConditionalDensity(density, middle, dependent_sites(density, middle)).reparams
+
+
+def middle_of(density: LatentDensity, guide: Guide, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """The median of a guide's draws, ``(latent_dim,)``."""
+    return latent_draws(density, guide, MIDDLE_DRAWS, args, kwargs).median(0).values
+
+
+class ConditionalDensity(ChainDensity):
+    """A model's log-density over the noise of its latents, for chains.
+
+    Latents whose priors depend on others are written by
+    :class:`~pyro_implicit.mcmc.ConditionalReparam`. W and h are the second and the first derivative
+    of the log-density without the latent's own prior, at a point of the posterior; latents are
+    taken from the last to the first, so that what later ones say of an earlier one is what is left
+    of them as noise.
 
     :param density: of the model.
     :param middle: of the posterior, ``(latent_dim,)``.

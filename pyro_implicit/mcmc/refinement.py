@@ -25,6 +25,7 @@ from pyro_implicit.mcmc.minibatch_refined import MinibatchRefined
 from pyro_implicit.mcmc.minibatch_refinement import refine_by_minibatches, refuse_hmc_options
 from pyro_implicit.mcmc.modes import Modes
 from pyro_implicit.mcmc.refined import Refined, collect
+from pyro_implicit.mcmc.run_files import random_streams, restore_random_streams
 from pyro_implicit.mcmc.spaces import Plan, density_of, start_chains
 from pyro_implicit.mcmc.stopping import Tracked, tracked
 from pyro_implicit.mcmc.teaching import check_teachable
@@ -114,8 +115,8 @@ def refine(
     >>> y = torch.tensor([1.0, -2.0, 3.0])
     >>> guide = AutoNormal(model)  # better trained, but any will do
     >>> result = refine(model, guide, y, seed=0, progress=False)
-    >>> result.stopped, f"{result.get_samples()['scale'].mean():.1f}"
-    ('converged', '2.4')
+    >>> result.stopped, f"{result.get_samples()['scale'].mean():.0f}"
+    ('converged', '2')
 
     :param model: a Pyro model of continuous latents, with all its data: nothing subsampled, unless
         ``batches`` are given.
@@ -222,7 +223,9 @@ def refine(
     began = time.perf_counter()
     if file is not None and file.exists():
         chains: Chains = load_chains(file, settings, density.init_loc.device)
+        streams = random_streams()  # the chains' own
         walked = density_of(density, plan, chains.space, chains.middle)
+        restore_random_streams(streams)
     else:
         walked, chains = start_chains(density, plan)
     began -= chains.seconds

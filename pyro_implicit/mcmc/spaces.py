@@ -18,7 +18,7 @@ from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.mcmc.chain_density import ChainDensity, NoiseDensity
 from pyro_implicit.mcmc.chains import MAX_FAILED, Chains
 from pyro_implicit.mcmc.chees import ChEES
-from pyro_implicit.mcmc.conditional_space import ConditionalDensity, dependent_sites
+from pyro_implicit.mcmc.conditional_space import ConditionalDensity, dependent_sites, middle_of
 from pyro_implicit.mcmc.frame import FrameKind, estimate_frame
 from pyro_implicit.mcmc.history import History
 from pyro_implicit.mcmc.noise_space import count_folds
@@ -34,7 +34,6 @@ FASTER = 1.2
 LONGEST = 16  # leapfrogs of a transition
 LEAST_BUDGET = 4 * LONGEST * PROBE  # of which two walks take half at most
 FOLD_DRAWS = 64
-MIDDLE_DRAWS = 128
 NAMES = {
     "latent": "the latents",
     "noise": "the guide's noise",
@@ -85,8 +84,7 @@ def density_of(
 
 def _conditional(density: LatentDensity, plan: Plan, middle: Tensor | None) -> ConditionalDensity:
     if middle is None:
-        draws = latent_draws(density, plan.guide, MIDDLE_DRAWS, plan.args, plan.kwargs)
-        middle = draws.median(0).values
+        middle = middle_of(density, plan.guide, plan.args, plan.kwargs)
     sites = dependent_sites(density, middle)
     if not sites:
         raise ValueError(

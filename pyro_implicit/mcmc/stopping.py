@@ -14,7 +14,7 @@ __all__ = ["Drift", "Tracked", "drift", "pooled", "tracked"]
 
 MAX_MEAN_ERROR = 0.05  # sds
 MAX_SD_ERROR = 0.05  # as a share
-MAX_ALLOWANCE = 1.5
+MAX_ALLOWANCE = 2.0
 MAX_R_HAT, MAX_STEADY_R_HAT = 1.1, 2.0
 ERRORS = 2.0
 
@@ -53,7 +53,7 @@ class Drift(NamedTuple):
     ``mean`` is how far a mean may be off, in sds, as its drift says; ``sd`` the same of standard
     deviations, as a share; both with two standard errors of the drift. Of heavy tails, whose
     standard deviation varies more than a normal's in as many draws, the share is divided by how
-    much, at most by 1.5. ``r_hat`` is the greatest R-hat of values and squares.
+    much, at most by 2. ``r_hat`` is the greatest R-hat of values and squares.
     """
 
     mean: float

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -60,13 +62,20 @@ def solve_triangular(matrix: Tensor, vector: Tensor, upper: bool) -> Tensor:
     return torch.stack(parts[::-1] if upper else parts, -1)
 
 
-def product(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Matrices times vectors.
+def product(matrix: Tensor, other: Tensor) -> Tensor:
+    """Matrices times matrices.
+
+    **Example:**
+
+    >>> product(torch.tensor([[2.0, 0.0], [1.0, 2.0]]), torch.tensor([[1.0], [3.0]])).mT
+    tensor([[2., 7.]])
 
     :param matrix: ``(*batch, n, m)``.
-    :param vector: ``(*batch, m)``.
-    :returns: ``(*batch, n)``.
+    :param other: ``(*batch, m, k)``.
+    :returns: ``(*batch, n, k)``.
     """
-    if matrix.shape[-1] > SMALL:
-        return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
-    return (matrix * vector.unsqueeze(-2)).sum(-1)
+    size = matrix.shape[-1]
+    if size > SMALL:
+        return matrix @ other
+    terms = [matrix[..., :, i : i + 1] * other[..., i : i + 1, :] for i in range(size)]
+    return functools.reduce(torch.add, terms)

@@ -12,12 +12,12 @@ from pyro.infer.autoguide import AutoNormal
 from torch.autograd.functional import jacobian
 
 from pyro_implicit.density import LatentDensity
-from pyro_implicit.mcmc import ConditionalReparam, refine
+from pyro_implicit.mcmc import ConditionalReparam, conditional_reparams, refine
 from pyro_implicit.mcmc.chains import Chains
 from pyro_implicit.mcmc.conditional_space import ConditionalDensity, dependent_sites
 
-Y = torch.tensor([2.0, -1.0, 0.5, 1.5])
-SIGMA = torch.tensor([0.3, 0.5, 1.0, 2.0])
+Y = torch.tensor([2.0, -1.0, 0.5, 1.5], dtype=torch.float64)
+SIGMA = torch.tensor([0.3, 0.5, 1.0, 2.0], dtype=torch.float64)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def groups(family=dist.Normal):
         scale = pyro.sample("scale", dist.HalfCauchy(2.0))
         with pyro.plate("groups", 4):
             x = pyro.sample("x", family(loc=mean, scale=scale))
-            pyro.sample("y", dist.Normal(x, SIGMA.to(x)), obs=Y.to(x))
+            pyro.sample("y", dist.Normal(x, SIGMA), obs=Y)
 
     return model
 
@@ -194,6 +194,28 @@ def test_chains_settle_in_a_hierarchy_where_they_do_not_among_its_latents():
     drawn = found.get_samples()["scale"].log()
     assert abs(drawn.mean() - expected) < 0.1 * spread
     assert abs(drawn.std() / spread - 1) < 0.1
+
+
+def test_any_guide_of_the_reparameterised_model_is_structured():
+    """Its mean field is exact, given the scale, where the groups are independent."""
+
+    def model():
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 0.1))
+        with pyro.plate("groups", 4):
+            x = pyro.sample("x", dist.Normal(0.0, scale))
+            pyro.sample("y", dist.Normal(x, SIGMA), obs=Y)
+
+    reparams = conditional_reparams(model, {"scale": torch.ones(1), "x": torch.zeros(1, 4)})
+    assert torch.allclose(reparams["x"].precision, SIGMA**-2)
+    assert torch.allclose(reparams["x"].information, Y * SIGMA**-2)
+    written = poutine.reparam(model, reparams)
+    noise = torch.randn(4)
+    trace = poutine.trace(
+        poutine.condition(written, {"scale": torch.tensor(2.0), "x_noise": noise})
+    ).get_trace()
+    variance = 1 / (1 / 4 + SIGMA**-2)
+    expected = variance * Y * SIGMA**-2 + variance.sqrt() * noise
+    assert torch.allclose(trace.nodes["x"]["value"], expected)
 
 
 def test_killed_chains_go_on(tmp_path, monkeypatch):
