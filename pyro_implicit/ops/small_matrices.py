@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triangular factors of very many very small matrices, for which LAPACK is called too often."""
+"""Factors and products of very many very small matrices, for which LAPACK is called too often.
+
+Up to :data:`SMALL` rows they are written out by elements, whose kernels run over all matrices.
+"""
 
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 __all__ = ["cholesky", "product", "solve_triangular"]
 
-SMALL = 6
+SMALL = 4
 
 
 def cholesky(matrix: Tensor) -> Tensor:
@@ -27,14 +32,16 @@ def cholesky(matrix: Tensor) -> Tensor:
     size = matrix.shape[-1]
     if size > SMALL:
         return torch.linalg.cholesky(matrix)
-    columns: list[Tensor] = []
-    for index in range(size):
-        column = matrix[..., index:, index]
-        for other in columns:
-            column = column - other[..., index:] * other[..., index : index + 1]
-        column = column / column[..., :1].sqrt()
-        columns.append(torch.nn.functional.pad(column, (index, 0)))
-    return torch.stack(columns, -1)
+    given = _elements(matrix)
+    factor: list[list[Tensor]] = []
+    for i in range(size):
+        row: list[Tensor] = []
+        for j in range(i):
+            left = given[i][j] - _dot(row, factor[j][:j])
+            row.append(left / factor[j][j])
+        factor.append([*row, (given[i][i] - _dot(row, row)).sqrt()])
+    zero = torch.zeros_like(factor[0][0])
+    return _matrix([row + [zero] * (size - len(row)) for row in factor])
 
 
 def solve_triangular(matrix: Tensor, vector: Tensor, upper: bool) -> Tensor:
@@ -52,14 +59,13 @@ def solve_triangular(matrix: Tensor, vector: Tensor, upper: bool) -> Tensor:
     if size > SMALL:
         column = torch.linalg.solve_triangular(matrix, vector.unsqueeze(-1), upper=upper)
         return column.squeeze(-1)
-    parts: list[Tensor] = []
-    order = list(reversed(range(size))) if upper else list(range(size))
-    for count, row in enumerate(order):
-        part = vector[..., row]
-        for done, column in zip(parts, order[:count], strict=True):
-            part = part - matrix[..., row, column] * done
-        parts.append(part / matrix[..., row, row])
-    return torch.stack(parts[::-1] if upper else parts, -1)
+    given, right = _elements(matrix), vector.unbind(-1)
+    order = list(range(size))[:: -1 if upper else 1]
+    found: list[Tensor] = []
+    for count, i in enumerate(order):
+        known = _dot([given[i][j] for j in order[:count]], found)
+        found.append((right[i] - known) / given[i][i])
+    return torch.stack(found[:: -1 if upper else 1], -1)
 
 
 def product(matrix: Tensor, other: Tensor) -> Tensor:
@@ -74,8 +80,20 @@ def product(matrix: Tensor, other: Tensor) -> Tensor:
     :param other: ``(*batch, m, k)``.
     :returns: ``(*batch, n, k)``.
     """
-    size = matrix.shape[-1]
-    if size > SMALL:
+    if max(*matrix.shape[-2:], other.shape[-1]) > SMALL:
         return matrix @ other
-    terms = [matrix[..., :, i : i + 1] * other[..., i : i + 1, :] for i in range(size)]
-    return functools.reduce(torch.add, terms)
+    columns = _elements(other.mT)
+    return _matrix([[_dot(row, column) for column in columns] for row in _elements(matrix)])
+
+
+def _elements(matrix: Tensor) -> list[tuple[Tensor, ...]]:
+    return [row.unbind(-1) for row in matrix.unbind(-2)]
+
+
+def _matrix(elements: list[list[Tensor]]) -> Tensor:
+    return torch.stack([torch.stack(row, -1) for row in elements], -2)
+
+
+def _dot(one: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor | float:
+    terms = [a * b for a, b in zip(one, other, strict=True)]
+    return functools.reduce(operator.add, terms) if terms else 0.0
