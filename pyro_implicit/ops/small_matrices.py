@@ -37,9 +37,8 @@ def cholesky(matrix: Tensor) -> Tensor:
     for i in range(size):
         row: list[Tensor] = []
         for j in range(i):
-            left = given[i][j] - _dot(row, factor[j][:j])
-            row.append(left / factor[j][j])
-        factor.append([*row, (given[i][i] - _dot(row, row)).sqrt()])
+            row.append(_less(given[i][j], row, factor[j][:j]) / factor[j][j])
+        factor.append([*row, _less(given[i][i], row, row).sqrt()])
     zero = torch.zeros_like(factor[0][0])
     return _matrix([row + [zero] * (size - len(row)) for row in factor])
 
@@ -63,8 +62,8 @@ def solve_triangular(matrix: Tensor, vector: Tensor, upper: bool) -> Tensor:
     order = list(range(size))[:: -1 if upper else 1]
     found: list[Tensor] = []
     for count, i in enumerate(order):
-        known = _dot([given[i][j] for j in order[:count]], found)
-        found.append((right[i] - known) / given[i][i])
+        known = [given[i][j] for j in order[:count]]
+        found.append(_less(right[i], known, found) / given[i][i])
     return torch.stack(found[:: -1 if upper else 1], -1)
 
 
@@ -94,6 +93,10 @@ def _matrix(elements: list[list[Tensor]]) -> Tensor:
     return torch.stack([torch.stack(row, -1) for row in elements], -2)
 
 
-def _dot(one: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor | float:
-    terms = [a * b for a, b in zip(one, other, strict=True)]
-    return functools.reduce(operator.add, terms) if terms else 0.0
+def _dot(one: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(operator.add, map(operator.mul, one, other))
+
+
+def _less(value: Tensor, one: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
+    """The value without the product of two vectors."""
+    return functools.reduce(operator.sub, map(operator.mul, one, other), value)
