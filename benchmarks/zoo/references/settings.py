@@ -33,4 +33,4 @@ SETTINGS = {
 }
 
 # Of models that NUTS does not manage: draws of each chain, and sweeps between two of them.
-GIBBS = {"horseshoe_30": (400, 5), "horseshoe_50": (400, 5), "horseshoe_300": (200, 10)}
+GIBBS = {"horseshoe_30": (800, 5), "horseshoe_50": (800, 5), "horseshoe_300": (400, 10)}
