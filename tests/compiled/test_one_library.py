@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inductor's kernels in one file compute what the recorded function does."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor.utils import fresh_cache
+
+from pyro_implicit.compiled import RecordedFunction
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_kernels_share_a_file(tmp_path):
+    def function():
+        sizes = x.exp().sum(0)
+        (gradient,) = torch.autograd.grad((x @ sizes.sin()).square().sum(), x)
+        return [gradient, sizes]
+
+    x = torch.randn(40, 40, dtype=torch.float64, requires_grad=True)
+    recorded = RecordedFunction(function, [x])
+    with fresh_cache(dir=str(tmp_path)):
+        recorded.compile([x])
+        (file,) = Path(tmp_path).rglob("*.main.cpp")
+        assert file.read_text().count("PyMODINIT_FUNC") > 1
+    x = torch.randn(40, 40, dtype=torch.float64, requires_grad=True)
+    for found, expected in zip(recorded([x]), function(), strict=True):
+        torch.testing.assert_close(found, expected)
