@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pyro
 import torch
@@ -25,6 +25,8 @@ from pyro_implicit.density.engine import Model, compute_log_prob, refuse_subsamp
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
 
 __all__ = ["LatentDensity"]
+
+T = TypeVar("T")
 
 MAX_RETRIES = 10
 
@@ -91,6 +93,8 @@ class LatentDensity:
         self._model = Model(model, args, kwargs, latents, discrete)
         self._runs = BatchedRuns(type(self).__name__)
         self._hessian_at_once = True
+        self.is_enumerated = discrete is not None
+        """Whether discrete latents are summed out."""
         if discrete is not None:
             self._try(discrete)
 
@@ -151,7 +155,7 @@ class LatentDensity:
         :param latent: ``(*batch, latent_dim)``.
         :returns: by site, ``(*batch, *site_shape)``.
         """
-        return {name: self._transforms[name](part) for name, part in self._split(latent)}
+        return {name: self._transforms[name](part) for name, part in self.split(latent).items()}
 
     def unconstrain(self, draws: dict[str, Tensor]) -> Tensor:
         """The vectors of draws.
@@ -214,7 +218,7 @@ class LatentDensity:
             )
         values: dict[str, Tensor] = {}
         log_det: Any = 0.0
-        for name, part in self._split(latent):
+        for name, part in self.split(latent).items():
             transform = self._transforms[name]
             values[name] = transform(part)
             term = transform.log_abs_det_jacobian(part, values[name])
@@ -257,7 +261,7 @@ class LatentDensity:
             (score,) = torch.autograd.grad(log_prob.sum(), latent, create_graph=True)
             if not score.requires_grad:  # of a density that is linear
                 return log_prob.detach(), score, latent.new_zeros(*latent.shape, self.latent_dim)
-            hessian = torch.stack(self._rows_of_hessian(latent, score), dim=-2)
+            hessian = torch.stack(self.rows_of_hessian(latent, score), dim=-2)
         return log_prob.detach(), score.detach(), hessian
 
     def hessian(self, latent: Tensor) -> Tensor:
@@ -268,10 +272,17 @@ class LatentDensity:
         """
         return self.derivatives(latent)[2]
 
-    def _rows_of_hessian(self, latent: Tensor, score: Tensor) -> list[Tensor]:
-        """All at once, or one by one where an operation has no rule for that."""
+    def rows_of_hessian(
+        self, latent: Tensor, score: Tensor, rows: Tensor | slice = slice(None)
+    ) -> list[Tensor]:
+        """All at once, or one by one where an operation has no rule for that.
+
+        :param score: the derivative by ``latent``, with its graph.
+        :param rows: the coordinates whose rows are wanted.
+        :returns: of each of them, ``(num_draws, latent_dim)``.
+        """
         if self._hessian_at_once:
-            basis = torch.eye(self.latent_dim, dtype=score.dtype, device=score.device)
+            basis = torch.eye(self.latent_dim, dtype=score.dtype, device=score.device)[rows]
             seeds = basis.unsqueeze(1).expand(-1, *score.shape)
             try:
                 with warnings.catch_warnings():
@@ -284,17 +295,27 @@ class LatentDensity:
                 self._hessian_at_once = False
         return [
             torch.autograd.grad(column.sum(), latent, retain_graph=True)[0]
-            for column in score.unbind(-1)
+            for column in score[..., rows].unbind(-1)
         ]
 
-    def _split(self, latent: Tensor) -> list[tuple[str, Tensor]]:
-        """The part of each site, ``(*batch, *unconstrained_shape)``."""
+    def read(self, latent: Tensor, read: Callable[[Trace], T]) -> T:
+        """What is read in the trace of the model's run at each vector, stacked.
+
+        :param latent: ``(num_draws, latent_dim)``.
+        :param read: tensors in dicts, lists or alone, from a trace without log-probabilities.
+        :returns: the same, each tensor ``(num_draws, *shape)``.
+        """
+        with poutine.block(), pyro.validation_enabled(False):
+            return self._runs.map(self._model, self.constrain(latent), read)
+
+    def split(self, latent: Tensor) -> dict[str, Tensor]:
+        """The part of each site, ``(*batch, *unconstrained_shape)``, of ``(*batch, latent_dim)``."""
         sizes = [shape.numel() for shape in self.shapes.values()]
         parts = latent.split(sizes, dim=-1)
-        return [
-            (name, part.reshape(part.shape[:-1] + shape))
+        return {
+            name: part.reshape(part.shape[:-1] + shape)
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        ]
+        }
 
 
 def _total(trace: Trace) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyro
+import torch
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide
 
@@ -35,6 +36,7 @@ from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoSemiImplicit
 from pyro_implicit.guides.names import own_names
 from pyro_implicit.mcmc.batch_stream import BatchStream
+from pyro_implicit.mcmc.conditional_space import dependent_sites
 
 __all__ = ["fit"]
 
@@ -231,6 +233,8 @@ def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["au
         if stages.learn_parameters(density, modes):
             modes = stages.search(density, plan.search_iterations)
         seconds = math.inf if refine is False else TRAINING_SECONDS
+        if refine is not False and len(modes.loc) == 1 and _depend_on_others(density):
+            seconds = 0.0  # chains have a better space than a guide's noise
         exact = train_exact(stages, density, modes, seconds)
         near = is_near(exact)
         if refine is False and not near:
@@ -245,6 +249,15 @@ def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["au
         return stages.result
     except KeyboardInterrupt:
         return stages.keep_the_best(density, modes)
+
+
+def _depend_on_others(density: LatentDensity) -> bool:
+    """Whether there are latents whose priors depend on other latents."""
+    step = torch.linspace(0.1, 0.2, density.latent_dim).to(density.init_loc)
+    try:
+        return bool(dependent_sites(density, torch.stack([density.init_loc, density.init_loc + step])))
+    except Exception:  # the model's own, at that point
+        return False
 
 
 def _density(model: Callable[..., Any], args: Any, kwargs: Any) -> LatentDensity | None:

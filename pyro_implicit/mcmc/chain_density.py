@@ -38,6 +38,8 @@ class ChainDensity:
     """
 
     space = "latent"
+    middle: Tensor | None = None
+    """Of the posterior, ``(latent_dim,)``, where the space was made from it."""
 
     def __init__(self, density: LatentDensity, num_calls: float = math.inf) -> None:
         self.density = density
@@ -53,6 +55,10 @@ class ChainDensity:
     def to_latent(self, points: Tensor) -> Tensor:
         """Unconstrained latents ``(num_chains, latent_dim)`` of points."""
         return points
+
+    def to_points(self, latent: Tensor) -> Tensor:
+        """The points ``(num_chains, d)`` of unconstrained latents ``(num_chains, latent_dim)``."""
+        return latent
 
     def check(self, points: Tensor) -> None:
         """Warn of what makes draws wrong; here nothing does."""

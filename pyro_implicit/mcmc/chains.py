@@ -38,8 +38,8 @@ class Chains:
     :param kernel: adapting, until warm-up ends.
     :param frame_kind: re-estimated at the end of each window of the warm-up.
     :param history: of the frozen chains.
-    :param space: ``"latent"`` or ``"noise"``, and ``space_note`` says why it is the one where the
-        guide would allow the other.
+    :param space: ``"latent"``, ``"noise"`` or ``"conditional"``, made from ``middle``, and
+        ``space_note`` says why it is the one where others were possible.
     :param replaced_starts: chains put elsewhere, as their start had no finite log-density or no
         way out.
     """
@@ -52,6 +52,7 @@ class Chains:
     phase: Literal["warm-up", "tuning", "sampling"] = "warm-up"
     space: str = "latent"
     space_note: str = ""
+    middle: Tensor | None = None
     replaced_starts: int = 0
     gradients: int = 0
     warmup_gradients: int = 0

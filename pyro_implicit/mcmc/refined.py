@@ -45,8 +45,10 @@ class Refined:
     :ivar stuck: Chains all of whose draws are one point: a trajectory into the posterior was never
         accepted from there. Their draws are wrong, and widen every standard deviation.
     :ivar frame: ``"diagonal"``, ``"low-rank"`` or ``"full"``.
-    :ivar space: ``"latent"``, or ``"noise"`` where the chains walked on a guide's noise.
-    :ivar space_note: Why that space, where the guide would have allowed the other.
+    :ivar space: ``"latent"``; ``"noise"`` where the chains walked on a guide's noise, and
+        ``"conditional"`` on what parents and data leave open of each latent
+        (:class:`~pyro_implicit.mcmc.ConditionalReparam`).
+    :ivar space_note: Why that space, where others were possible.
     :ivar modes: A note on separate modes.
     :ivar taught: What the guide learnt, with ``teach=True``.
     """

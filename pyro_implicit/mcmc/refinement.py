@@ -34,7 +34,7 @@ __all__ = ["refine"]
 
 Quantities = Callable[[dict[str, Tensor]], Tensor | dict[str, Tensor]]
 
-FRAMES = ("auto", "diagonal", "low-rank", "full", "noise")
+FRAMES = ("auto", "diagonal", "low-rank", "full", "noise", "conditional")
 MAX_FULL_DIM = 100
 LEAST_CHAINS = 8
 WARMUP_SHARE = 0.4
@@ -68,7 +68,7 @@ def refine(
     kernel: Literal["hmc", "sghmc", "sgld"] = "hmc",
     batches: Iterable[Any] | None = None,
     num_chains: int | None = None,
-    frame: Literal["auto", "diagonal", "low-rank", "full", "noise"] = "auto",
+    frame: Literal["auto", "diagonal", "low-rank", "full", "noise", "conditional"] = "auto",
     quantities: Quantities | None = None,
     max_gradients: int = 4000,
     max_seconds: float | None = None,
@@ -192,7 +192,7 @@ def refine(
         with torch.no_grad(), poutine.block():
             guide(*args, **kwargs)
     kind: FrameKind = "full" if density.latent_dim <= MAX_FULL_DIM else "low-rank"
-    if frame not in ("auto", "noise"):
+    if frame not in ("auto", "noise", "conditional"):
         kind = frame  # type: ignore[assignment]
     longest = max(1, min(max_leapfrogs, max_gradients // 40))
     plan = Plan(guide, args, kwargs, num_chains, frame, kind, max_gradients, longest, max_draws)
@@ -219,7 +219,7 @@ def refine(
     began = time.perf_counter()
     if file is not None and file.exists():
         chains: Chains = load_chains(file, settings, density.init_loc.device)
-        walked = density_of(density, guide, chains.space, max_gradients)
+        walked = density_of(density, plan, chains.space, chains.middle)
     else:
         walked, chains = start_chains(density, plan)
     began -= chains.seconds

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether chains walk on the latents or on a guide's noise: what a short walk on both says."""
+"""Whether chains walk on the latents, on their own noise or on a guide's: by short walks."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.mcmc.chain_density import ChainDensity, NoiseDensity
 from pyro_implicit.mcmc.chains import MAX_FAILED, Chains
 from pyro_implicit.mcmc.chees import ChEES
+from pyro_implicit.mcmc.conditional_space import ConditionalDensity, dependent_sites
 from pyro_implicit.mcmc.frame import FrameKind, estimate_frame
 from pyro_implicit.mcmc.history import History
 from pyro_implicit.mcmc.noise_space import count_folds
@@ -32,6 +34,12 @@ FASTER = 1.2
 LONGEST = 16  # leapfrogs of a transition
 LEAST_BUDGET = 4 * LONGEST * PROBE  # of which two walks take half at most
 FOLD_DRAWS = 64
+MIDDLE_DRAWS = 128
+NAMES = {
+    "latent": "the latents",
+    "noise": "the guide's noise",
+    "conditional": "the latents' own noise",
+}
 
 
 @dataclass(frozen=True)
@@ -50,92 +58,122 @@ class Plan:
 
 
 def density_of(
-    density: LatentDensity, guide: Guide, space: str, num_gradients: int
+    density: LatentDensity, plan: Plan, space: str, middle: Tensor | None = None
 ) -> ChainDensity:
     """What chains in a space walk on.
 
-    :param space: ``"latent"`` or ``"noise"``.
-    :param num_gradients: that are to come.
-    :raises ValueError: for the noise of a guide that is not injective.
+    :param space: ``"latent"``, ``"noise"`` of the guide, or ``"conditional"``.
+    :param middle: of the guide's draws, ``(latent_dim,)``, from which the last is made; by default
+        their median.
+    :raises ValueError: for the noise of a guide that is not injective, or where no latent's prior
+        changes with others.
     """
+    if space == "conditional":
+        return _conditional(density, plan, middle)
     if space == "latent":
-        return ChainDensity(density, num_gradients)
+        return ChainDensity(density, plan.max_gradients)
+    guide = plan.guide
     reason = f"it is a {type(guide).__name__}, and not an AutoImplicit"
     if isinstance(guide, AutoImplicit):
         try:
             guide.get_transform()
-            return NoiseDensity(density, guide, num_gradients)
+            return NoiseDensity(density, guide, plan.max_gradients)
         except NotImplementedError as error:
             reason = str(error)
     raise ValueError(f'frame="noise" wants an injective guide: {reason}')
 
 
+def _conditional(
+    density: LatentDensity, plan: Plan, middle: Tensor | None
+) -> ConditionalDensity:
+    draws = latent_draws(density, plan.guide, MIDDLE_DRAWS, plan.args, plan.kwargs)
+    sites = dependent_sites(density, draws)
+    if not sites:
+        raise ValueError(
+            'frame="conditional" wants latents of location and scale that depend on other latents, '
+            'and this model has none. Cure: frame="auto"'
+        )
+    middle = draws.median(0).values if middle is None else middle
+    try:
+        return ConditionalDensity(density, middle, sites, plan.max_gradients)
+    except RuntimeError as error:
+        raise ValueError(
+            'frame="conditional" wants second derivatives of the log-density, but the model raises '
+            f"{type(error).__name__}: {str(error).splitlines()[0]}. Cure: frame=\"auto\""
+        ) from error
+
+
 def start_chains(density: LatentDensity, plan: Plan) -> tuple[ChainDensity, Chains]:
     """Chains at draws of the guide, in the space that suits them.
 
-    With ``frame="auto"`` an injective guide's chains begin in its noise. They stay there if the
-    generator does not fold and the walk is easy: few gradients a transition, and none that fails.
-    Where it is not, and the budget allows it, the latents are tried for as many transitions from
-    the same guide, and the chains are taken there if the slowest latent, or its square, is moved
-    further in the same time: by the squared distance of a transition over the variance, the larger
-    of both walks, and by what a gradient costs, counted in operations.
+    With ``frame="auto"`` chains begin in the latents' own noise, if priors of latents depend on
+    other latents, else in the noise of an injective guide. They stay there if the guide's generator
+    does not fold and the walk is easy: few gradients a transition, and none that fails. Where it is
+    not, and the budget allows it, the next of these spaces, the latents last, is tried for as many
+    transitions from the same guide, and the chains are taken there if the slowest latent, or its
+    square, is moved further in the same time: by the squared distance of a transition over the
+    variance, the larger of both walks, and by what a gradient costs, counted in operations.
 
     :returns: what they walk on, and the chains, the probes' gradients counted.
     """
-    latent = density_of(density, plan.guide, "latent", plan.max_gradients)
-    if plan.frame not in ("auto", "noise"):
-        return latent, _begin(latent, plan)
-    try:
-        noise = density_of(density, plan.guide, "noise", plan.max_gradients)
-    except ValueError:
-        if plan.frame == "noise":
-            raise
-        return latent, _begin(latent, plan)
-    if plan.frame == "noise":
-        return noise, _begin(noise, plan)
-    return _the_better(noise, latent, plan)
+    if plan.frame != "auto":
+        space = plan.frame if plan.frame in ("noise", "conditional") else "latent"
+        walked = density_of(density, plan, space)
+        return walked, _begin(walked, plan)
+    options = []
+    for space in ("conditional", "noise", "latent"):
+        with suppress(ValueError):
+            options.append(density_of(density, plan, space))
+    if len(options) == 1:
+        return options[0], _begin(options[0], plan)
+    return _the_better(options[0], options[1], plan)
 
 
 def _the_better(
-    noise: ChainDensity, latent: ChainDensity, plan: Plan
+    first: ChainDensity, second: ChainDensity, plan: Plan
 ) -> tuple[ChainDensity, Chains]:
-    assert isinstance(noise, NoiseDensity)
-    chains, walk, note = None, None, ""
-    shape = min(plan.num_chains, FOLD_DRAWS), noise.density.latent_dim
-    if count_folds(noise.guide, torch.randn(shape).to(noise.density.init_loc)):
-        note = "the guide's generator folds its noise"
-    else:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                chains = _begin(noise, plan)
-            except ValueError:
-                note = "the log-density is finite nowhere in the guide's noise"
-        if chains is not None and chains.replaced_starts > 0.1 * plan.num_chains:
-            chains, note = None, "the log-density is seldom finite in the guide's noise"
-        for one in caught:
-            if chains is not None or "not finite at" not in str(one.message):
-                warnings.warn(one.message, one.category, stacklevel=4)
-    if chains is not None and plan.max_gradients < LEAST_BUDGET:
-        return noise, chains
+    chains, note = _begin_if_sound(first, plan)
+    walk = None
     if chains is not None:
-        walk = _Walk(chains, noise)
+        if plan.max_gradients < LEAST_BUDGET:
+            return first, chains
+        walk = _Walk(chains, first)
         if walk.is_easy:
-            return noise, chains
-    others = _begin(latent, plan)
+            return first, chains
+    others = _begin(second, plan)
     if chains is None or walk is None:
         others.space_note = note
-        return latent, others
-    other = _Walk(others, latent)
-    gain = _cost(noise, chains) / _cost(latent, others)
+        return second, others
+    other = _Walk(others, second)
+    gain = _cost(first, chains) / _cost(second, others)
     gain *= other.speed(walk) / max(walk.speed(other), 1e-12)
     chains.gradients = others.gradients = chains.gradients + others.gradients
-    said = f"{gain:.1f} times as fast as in its noise"
+    here, there = NAMES[first.space], NAMES[second.space]
     if gain > FASTER and other.failed <= walk.failed + MAX_FAILED:
-        others.space_note = f"in the latents chains move {said}"
-        return latent, others
-    chains.space_note = f"in the latents they would move {said}"
-    return noise, chains
+        others.space_note = f"in {there} chains move {gain:.1f} times as fast as in {here}"
+        return second, others
+    chains.space_note = f"in {there} they would move {gain:.1f} times as fast"
+    return first, chains
+
+
+def _begin_if_sound(walked: ChainDensity, plan: Plan) -> tuple[Chains | None, str]:
+    """Chains, or why there are none."""
+    name = NAMES[walked.space]
+    if isinstance(walked, NoiseDensity):
+        shape = min(plan.num_chains, FOLD_DRAWS), walked.density.latent_dim
+        if count_folds(walked.guide, torch.randn(shape).to(walked.density.init_loc)):
+            return None, "the guide's generator folds its noise"
+    chains, note = None, f"the log-density is finite nowhere in {name}"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with suppress(ValueError):
+            chains = _begin(walked, plan)
+    if chains is not None and chains.replaced_starts > 0.1 * plan.num_chains:
+        chains, note = None, f"the log-density is seldom finite in {name}"
+    for one in caught:
+        if chains is not None or "not finite at" not in str(one.message):
+            warnings.warn(one.message, one.category, stacklevel=5)
+    return chains, note
 
 
 class _Walk:
@@ -202,7 +240,8 @@ def _begin(density: ChainDensity, plan: Plan) -> Chains:
         # A guide of another model is told by its draws, which are not needed otherwise.
         latent_draws(density.density, guide, 1, plan.args, plan.kwargs)
     else:
-        points = latent_draws(density.density, guide, num_draws, plan.args, plan.kwargs)
+        latent = latent_draws(density.density, guide, num_draws, plan.args, plan.kwargs)
+        points = density.to_points(latent)
     who = "those given" if isinstance(guide, Mapping) else "the guide"
     starts = finite_starts(density.score, points[:num_chains], who)
     is_sound = starts.replaced == 0 and bool(points.isfinite().all())
@@ -211,7 +250,8 @@ def _begin(density: ChainDensity, plan: Plan) -> Chains:
     log_density, gradient = density.score(frame.to_points(position))
     state = ChainState(position, log_density, frame.pull_back(gradient))
     chains = Chains(state, ChEES(), frame, plan.kind, History(2 * (3 * plan.max_draws // 4)))
-    chains.space, chains.replaced_starts = density.space, starts.replaced
+    chains.space, chains.middle = density.space, density.middle
+    chains.replaced_starts = starts.replaced
     chains.kernel.max_leapfrogs = plan.max_leapfrogs
     chains.start(density)
     return chains

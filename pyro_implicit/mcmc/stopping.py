@@ -13,6 +13,7 @@ __all__ = ["Drift", "Tracked", "drift", "pooled", "tracked"]
 
 MAX_MEAN_ERROR = 0.05  # sds
 MAX_SD_ERROR = 0.05  # as a share
+MAX_ALLOWANCE = 1.5
 MAX_R_HAT, MAX_STEADY_R_HAT = 1.1, 2.0
 ERRORS = 2.0
 
@@ -49,8 +50,9 @@ class Drift(NamedTuple):
     """What a stretch of chains says; each number is of the worst quantity.
 
     ``mean`` is how far a mean may be off, in sds, as its drift says; ``sd`` the same of standard
-    deviations, as a share; both with two standard errors of the drift. ``r_hat`` is the greatest
-    R-hat of values and squares.
+    deviations, as a share; both with two standard errors of the drift. Of heavy tails, whose
+    standard deviation varies more than a normal's in as many draws, the share is divided by how
+    much, at most by 1.5. ``r_hat`` is the greatest R-hat of values and squares.
     """
 
     mean: float
@@ -128,6 +130,8 @@ def drift(powers: Tensor, group: Tensor, label: Tensor | None = None) -> Drift:
     r_hat_of_squares = _r_hat(squares.mean(0), fourths.mean(0), group, members)
     mean_error = _memory(r_hat) * _bound(values, half) / unit.sqrt()
     sd_error = 0.5 * _memory(torch.maximum(r_hat, r_hat_of_squares)) * _bound(about_mean, half)
+    kurtosis = fourths.mean((0, 1)) / squares.mean((0, 1)).square().clamp(min=1e-12)
+    sd_error = sd_error / ((kurtosis - 1) / 2).clamp(1, MAX_ALLOWANCE**2).sqrt()
     return Drift(
         mean_error.max().item(),
         (sd_error / unit)[:-1].max().item(),

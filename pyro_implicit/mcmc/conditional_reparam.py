@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A latent written as noise in what its parents and the data say of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.distributions.util import sum_rightmost
+from pyro.infer.reparam.reparam import Reparam, ReparamMessage, ReparamResult
+from torch import Tensor
+
+from pyro_implicit.ops.small_matrices import cholesky, product, solve_triangular
+
+__all__ = ["ConditionalReparam"]
+
+LOC_SCALE = (dist.Normal, dist.StudentT, dist.Cauchy, dist.Laplace, dist.Logistic)
+
+
+class ConditionalReparam(Reparam):
+    r"""Writes a latent as noise: what is left of it once its parents and the data are known.
+
+    Of a latent :math:`x = \mu + L \epsilon`, whose mean and scale depend on other latents, let the
+    rest of the model say :math:`\exp(h^\top x - \frac12 x^\top W x)`. Then
+
+    .. math::
+        z = C (\epsilon - m), \quad C^\top C = I + L^\top W L, \quad
+        m = (C^\top C)^{-1} L^\top (h - W \mu)
+
+    is standard normal a posteriori, whatever the other latents are. Where the data say nothing
+    (:math:`W = 0`) this is the non-centred form, where they say all, the centred one, and between
+    the two, unlike a fixed partly centred form
+    (:class:`~pyro.infer.reparam.loc_scale.LocScaleReparam`), it changes with the scale: at the
+    mouth of a funnel it is centred, in its neck not. The density is exact in any case; W and h only
+    decide how round it is.
+
+    **Example:**
+
+    >>> from pyro import poutine
+    >>> def model():
+    ...     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    ...     x = pyro.sample("x", dist.Normal(0.0, scale))
+    ...     pyro.sample("y", dist.Normal(x, 0.5), obs=torch.tensor(1.0))
+    >>> reparam = ConditionalReparam(precision=torch.tensor(4.0), information=torch.tensor(4.0))
+    >>> trace = poutine.trace(poutine.reparam(model, {"x": reparam})).get_trace()
+    >>> list(trace.stochastic_nodes)
+    ['scale', 'x_noise']
+
+    :param precision: W, ``(*batch_shape, *event_shape)``, not negative; of a
+        :class:`~pyro.distributions.MultivariateNormal` ``(*batch_shape, n, n)``.
+    :param information: h, in the latent's shape.
+    """
+
+    def __init__(self, precision: Tensor, information: Tensor) -> None:
+        self.precision, self.information = precision, information
+
+    @staticmethod
+    def suits(fn: Any) -> bool:
+        """Whether a site's distribution is one of location and scale."""
+        return isinstance(_base(fn), (*LOC_SCALE, dist.MultivariateNormal))
+
+    @staticmethod
+    def is_vector(fn: Any) -> bool:
+        """Whether its precision is a matrix."""
+        return isinstance(_base(fn), dist.MultivariateNormal)
+
+    def apply(self, msg: ReparamMessage) -> ReparamResult:
+        """Sample noise ``"{name}_noise"`` in place of the site, which is computed from it."""
+        name, (fn, event_dim) = msg["name"], self._unwrap(msg["fn"])
+        value = self.information if msg["value"] is None else msg["value"]
+        standard = dist.Normal(torch.zeros_like(value), 1.0).to_event(event_dim)
+        form = self._form(fn)
+        noise = None if msg["value"] is None else form.to_noise(value)
+        infer = {"is_observed": msg["is_observed"]}
+        noise = pyro.sample(f"{name}_noise", standard, obs=noise, infer=infer)
+        value, log_density = form.to_value(noise)
+        log_density = sum_rightmost(log_density, event_dim - form.event_dim)
+        pyro.factor(f"{name}_factor", log_density - standard.log_prob(noise))
+        value = value if msg["value"] is None else msg["value"]
+        delta = dist.Delta(value, event_dim=event_dim).mask(False)
+        return {"fn": delta, "value": value, "is_observed": True}
+
+    def to_noise(self, fn: Any, value: Tensor) -> Tensor:
+        """The noise that gives a value of the site."""
+        return self._form(_base(fn)).to_noise(value)
+
+    def _form(self, fn: Any) -> _Scalar | _Vector:
+        kind = _Vector if self.is_vector(fn) else _Scalar
+        return kind(fn, self.precision, self.information)
+
+
+def _base(fn: Any) -> Any:
+    while isinstance(fn, torch.distributions.Independent):
+        fn = fn.base_dist
+    return fn
+
+
+class _Scalar:
+    """Each element by itself."""
+
+    event_dim = 0
+
+    def __init__(self, fn: Any, precision: Tensor, information: Tensor) -> None:
+        self.fn = fn
+        self.stretch = (1 + precision * fn.scale.square()).sqrt()
+        self.shift = fn.scale * (information - precision * fn.loc) / self.stretch.square()
+
+    def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """The value, and the log-density of the noise."""
+        value = self.fn.loc + self.fn.scale * (self.shift + noise / self.stretch)
+        return value, self.fn.log_prob(value) + (self.fn.scale / self.stretch).log()
+
+    def to_noise(self, value: Tensor) -> Tensor:
+        return self.stretch * ((value - self.fn.loc) / self.fn.scale - self.shift)
+
+
+class _Vector:
+    """All elements of a vector together."""
+
+    event_dim = 1
+
+    def __init__(self, fn: Any, precision: Tensor, information: Tensor) -> None:
+        self.loc, self.factor = fn.loc, fn.scale_tril
+        tilted = self.factor.mT @ precision @ self.factor
+        identity = torch.eye(tilted.shape[-1], dtype=tilted.dtype, device=tilted.device)
+        self.stretch = cholesky(identity + tilted).mT
+        told = information - product(precision, fn.loc)
+        self.pull = solve_triangular(self.stretch.mT, product(self.factor.mT, told), upper=False)
+
+    def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """The value, and the log-density of the noise."""
+        white = solve_triangular(self.stretch, noise + self.pull, upper=True)
+        log_det = self.stretch.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        log_density = dist.Normal(0.0, 1.0).log_prob(white).sum(-1) - log_det
+        return self.loc + product(self.factor, white), log_density
+
+    def to_noise(self, value: Tensor) -> Tensor:
+        white = solve_triangular(self.factor, value - self.loc, upper=False)
+        return product(self.stretch, white) - self.pull
