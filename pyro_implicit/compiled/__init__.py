@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from pyro_implicit.compiled.function import RandomState, RecordedFunction, rounding
 from pyro_implicit.compiled.inductor import CompilerError
+from pyro_implicit.compiled.mode import CompileMode, check_mode
 from pyro_implicit.compiled.recorder import Untraceable, is_tracing
 from pyro_implicit.compiled.signature import Arguments, flatten_arguments
 
 __all__ = [
     "Arguments",
+    "CompileMode",
     "CompilerError",
     "RandomState",
     "RecordedFunction",
     "Untraceable",
+    "check_mode",
     "flatten_arguments",
     "is_tracing",
     "rounding",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,11 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from pyro_implicit.compiled.one_library import one_library
+
 __all__ = ["CompilerError", "compile_graph"]
 
-SETTINGS: dict[str, Any] = {
-    "fallback_random": True,  # draws from torch's generator, the same as without compilation
-}
+#: Draws come from torch's generator, the same as without compilation.
+SETTINGS: dict[str, Any] = {"fallback_random": True}
+#: For a single file: headers need no compilation of their own, and nothing runs side by side.
+CPU_SETTINGS: dict[str, Any] = {"cpp_cache_precompile_headers": False, "compile_threads": 1}
+#: Below so many numbers in all tensors that a step computes, vector instructions save less than
+#: half a millisecond.
+FEW_NUMBERS = 500_000
 
 
 class CompilerError(RuntimeError):
@@ -32,15 +39,13 @@ def compile_graph(
     :returns: a function of the list of inputs, which autograd does not see.
     :raises CompilerError: where there is no compiler, or it fails.
     """
-    # Imported here, as it takes seconds.
-    from torch._inductor.compile_fx import compile_fx
-
     module, held = _without_attributes(graph, constants)
     examples = [tensor.detach() for tensor in (*inputs, *held)]
+    vectorised = _count(graph) > FEW_NUMBERS
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's, about its own affairs
-            compiled: Any = compile_fx(module, examples, config_patches=SETTINGS)
+            compiled = _compile(module, examples, vectorised)
     except Exception as error:
         text = str(error).strip().split("\n")[0]
         raise CompilerError(f"{type(error).__name__}: {text}") from error
@@ -50,6 +55,24 @@ def compile_graph(
             return list(compiled(*inputs, *held))
 
     return run
+
+
+def _compile(module: fx.GraphModule, examples: list[Tensor], vectorised: bool) -> Any:
+    # Imported here, as it takes seconds.
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    settings = SETTINGS
+    if all(tensor.device.type == "cpu" for tensor in examples):
+        settings = SETTINGS | {k: v for k, v in CPU_SETTINGS.items() if hasattr(config, k)}
+    with one_library(vectorised):
+        return compile_fx(module, examples, config_patches=settings)
+
+
+def _count(graph: fx.Graph) -> int:
+    """The numbers that it computes, of views too."""
+    shapes = (node.meta.get("shape") for node in graph.nodes if node.op == "call_function")
+    return sum(math.prod(shape) for shape in shapes if shape is not None)
 
 
 def _without_attributes(

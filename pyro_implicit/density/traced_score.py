@@ -4,13 +4,20 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_implicit.compiled import RecordedFunction, Untraceable, rounding
+from pyro_implicit.compiled import (
+    CompileMode,
+    CompilerError,
+    RecordedFunction,
+    Untraceable,
+    rounding,
+)
 from pyro_implicit.density.cost import PER_RUN, count_operations
 
 __all__ = ["TracedScore"]
@@ -45,10 +52,16 @@ class TracedScore:
     :param score: of vectors ``(num_draws, latent_dim)``, as :meth:`LatentDensity.score`; the model
         and its data stay as they are.
     :param num_calls: how many are to come; where they do not repay a recording, there is none.
+    :param compile: ``"auto"`` as above. ``"trace"`` records however few are to come, and warns
+        where it cannot; with ``True`` inductor makes few kernels of the recording, and numbers
+        differ by rounding; ``False`` calls it as it is.
     """
 
-    def __init__(self, score: Score, num_calls: float = math.inf) -> None:
+    def __init__(
+        self, score: Score, num_calls: float = math.inf, compile: CompileMode = "auto"
+    ) -> None:
         self.plain, self.num_calls = score, num_calls
+        self.compile: CompileMode = compile
         self.refusal: str | None = None
         """Why it is called as it is, None if it is recorded."""
         self._programs: dict[Any, _Program | None] = {}
@@ -59,7 +72,7 @@ class TracedScore:
         :param latent: ``(num_draws, latent_dim)``.
         :returns: ``(num_draws,)`` and ``(num_draws, latent_dim)``.
         """
-        if self.refusal is not None or len(latent) == 0:
+        if self.compile is False or self.refusal is not None or len(latent) == 0:
             return self.plain(latent)
         latent = latent.detach().contiguous()
         key = (latent.shape, latent.dtype, latent.device)
@@ -79,7 +92,7 @@ class TracedScore:
         return self._checked(program, latent)
 
     def _first(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        if not math.isfinite(self.num_calls):
+        if self.compile != "auto" or not math.isfinite(self.num_calls):
             return self.plain(latent)
         found: list[tuple[Tensor, Tensor]] = []
         operations = count_operations(lambda: found.append(self.plain(latent)))
@@ -96,12 +109,34 @@ class TracedScore:
         try:
             function = RecordedFunction(lambda: self.plain(inputs), [inputs])
         except Untraceable as error:
-            self.refusal = str(error)
+            self._refuse(str(error))
         except Exception as error:  # of the model, which a plain call did not raise
-            self.refusal = f"{type(error).__name__}: {error}".split("\n")[0]
+            self._refuse(f"{type(error).__name__}: {error}".split("\n")[0])
         else:
             self._programs[key] = _Program(function)
+            if self.compile is True:
+                self._compile(function, inputs)
         return found
+
+    def _compile(self, function: RecordedFunction, inputs: Tensor) -> None:
+        try:
+            function.compile([inputs])
+        except CompilerError as error:
+            warnings.warn(
+                f"the log-density runs recorded, but not compiled: {error}. Cure: a C++ compiler, "
+                'or compile="trace"',
+                stacklevel=2,
+            )
+
+    def _refuse(self, cause: str) -> None:
+        """Call it as it is from now on; who did not ask for more need not know."""
+        self.refusal = cause
+        self._programs.clear()
+        if self.compile != "auto":
+            warnings.warn(
+                f"the log-density runs without compilation: {cause}. Cure: compile=False",
+                stacklevel=2,
+            )
 
     def _checked(self, program: _Program, latent: Tensor) -> tuple[Tensor, Tensor]:
         found = self.plain(latent)
@@ -111,8 +146,8 @@ class TracedScore:
             tolerance = rounding(part.dtype) * (1 + scale)
             difference = torch.where(part == expected, 0.0, (part - expected).abs())
             if not (difference <= tolerance).all():
-                self.refusal = "the recording disagrees with the density itself"
-                self._programs.clear()
+                self._refuse("the recording disagrees with the density itself")
+                break
         return found
 
 

@@ -12,6 +12,7 @@ import pyro
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide
 
+from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.engine import SubsampledError
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.fitting.amortized import Amortize, fit_amortized, refuse_amortizing
@@ -57,6 +58,7 @@ def fit(
     seed: int | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 500,
+    compile: CompileMode = "auto",
     progress: bool = True,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
@@ -147,6 +149,8 @@ def fit(
     :param checkpoint: a folder. A run that was killed goes on from there when it is called again
         with the same arguments, and ends with the same parameters to the last bit.
     :param checkpoint_every: steps between two writings.
+    :param compile: of the steps of all trainings, and of the chains' log-density: see
+        :class:`~pyro_implicit.infer.ImplicitELBO` and :doc:`/compiling`.
     :param progress: whether to show bars for search, trainings, bounds and chains, each with what
         is left of its time: in a terminal or a notebook, never in a log.
     :param model_kwargs: more keyword arguments of the model: those with a name of ours, such as
@@ -161,6 +165,7 @@ def fit(
     :raises RuntimeError: for a model without latents.
     """
     refuse_misplaced(model, guide, loss)
+    check_mode(compile)
     if amortize is not None:
         refuse_amortizing(guide, refine)
     kwargs = {**kwargs, **(model_kwargs or {})}
@@ -181,6 +186,7 @@ def fit(
         "checkpoint": folder,
         "checkpoint_every": checkpoint_every,
         "progress": progress,
+        "compile": compile,
     }
     if batches is not None:
         stages.batches = BatchStream(batches)

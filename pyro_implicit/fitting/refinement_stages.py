@@ -85,6 +85,7 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
             result.guide,
             *stages.args,
             progress=stages.files["progress"],
+            compile=stages.files["compile"],
             num_chains=chains.num_chains,
             max_gradients=chains.max_gradients,
             max_seconds=left if math.isfinite(left) else None,

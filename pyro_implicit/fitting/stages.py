@@ -57,8 +57,8 @@ class Stages:
         self.limit = limit
         self.model, self.args, self.kwargs = model, args, kwargs
         self.num_steps, self.lr, self.num_particles = num_steps, lr, num_particles
-        self.files: dict[str, Any] = {"progress": False}
-        """Arguments of :func:`~pyro_implicit.fitting.train`: checkpoint and progress."""
+        self.files: dict[str, Any] = {"progress": False, "compile": "auto"}
+        """Arguments of :func:`~pyro_implicit.fitting.train`: checkpoint, progress and compile."""
         self.result = Fit(source=(model, args, kwargs))
         self.candidates: list[Candidate] = []
         self.guides: list[AutoGuide] = []

@@ -16,11 +16,11 @@ from pyro import poutine
 from pyro.infer import Trace_ELBO
 from torch import Tensor
 
+from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.progress import progress_bar
 from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.engine.networks import NetworkELBO
-from pyro_implicit.infer.implicit_elbo import CompileMode
 from pyro_implicit.mcmc.batch_stream import BatchStream
 
 __all__ = ["Schedule", "train"]

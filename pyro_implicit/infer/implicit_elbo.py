@@ -16,7 +16,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
-from pyro_implicit.compiled import is_tracing
+from pyro_implicit.compiled import CompileMode, check_mode, is_tracing
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit, find_implicit
 from pyro_implicit.infer.engine.evaluation import Evaluation
 from pyro_implicit.infer.engine.nonfinite import (
@@ -40,7 +40,6 @@ from pyro_implicit.infer.engine.traces import (
 __all__ = ["ImplicitELBO", "ImplicitSite"]
 
 VectorizeMode = Literal["vmap", "plate"] | bool
-CompileMode = Literal["trace", "auto"] | bool
 Site = dict[str, Any]
 
 _WEIGHTS = ("prior_weight", "entropy_weight", "inverse_temperature")
@@ -87,7 +86,7 @@ class ImplicitELBO(StatefulELBO):
     :param compile: how steps are run. ``"trace"``: the second step is recorded, gradients included,
         and later ones call its kernels one after the other, without what Python and Pyro take
         beside them: the same numbers two to three times as fast, on small models. ``True``:
-        inductor makes few kernels of them besides, which takes it up to a minute and wants a C++
+        inductor makes few kernels of them besides, which takes it ten to twenty seconds and a C++
         compiler. ``"auto"``: ``"trace"`` after twenty steps, without a word where that cannot be.
         ``False``: by Pyro. A recording has the values of all tensors among the arguments for
         inputs, and holds all else for constant: what it cannot follow, a branch on a value say,
@@ -130,8 +129,7 @@ class ImplicitELBO(StatefulELBO):
             )
         if nonfinite not in ("raise", "skip"):
             raise ValueError(f'nonfinite must be "raise" or "skip", but got {nonfinite!r}')
-        if compile not in (True, False, "trace", "auto"):
-            raise ValueError(f'compile must be True, "trace", "auto" or False, got {compile!r}')
+        check_mode(compile)
         mode = "plate" if vectorize_particles is True else vectorize_particles
         super().__init__(num_particles, mode, **kwargs)
         self.prior_weight = prior_weight

@@ -6,11 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
 import torch
 from pyro import poutine
 from torch import Tensor
 
+from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.traced_score import TracedScore
 from pyro_implicit.guides import AutoImplicit
@@ -44,6 +46,11 @@ class ChainDensity:
     def __init__(self, density: LatentDensity, num_calls: float = math.inf) -> None:
         self.density = density
         self._traced = TracedScore(self._score, num_calls)
+
+    def compiled(self, mode: CompileMode) -> Self:
+        """This, with scores that are run so, as the steps of an ELBO."""
+        self._traced.compile = mode
+        return self
 
     def score(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """Log-density ``(num_chains,)`` and gradient ``(num_chains, d)`` at ``(num_chains, d)``."""

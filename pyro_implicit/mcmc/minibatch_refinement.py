@@ -195,6 +195,7 @@ def refuse_hmc_options(options: dict[str, Any]) -> None:
         "max_gradients": 4000,
         "max_leapfrogs": 64,
         "teach": False,
+        "compile": "auto",
     }
     for name, value in defaults.items():
         if options[name] != value:

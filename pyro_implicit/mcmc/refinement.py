@@ -15,6 +15,7 @@ from pyro import poutine
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.progress import progress_bar
 from pyro_implicit.guides.auto_draws import AutoDraws
@@ -79,6 +80,7 @@ def refine(
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 50,
     teach: bool = False,
+    compile: CompileMode = "auto",
     progress: bool = True,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
@@ -153,6 +155,8 @@ def refine(
     :param checkpoint_every: transitions between two writings.
     :param teach: whether the guide then learns from the draws, in place
         (:func:`~pyro_implicit.mcmc.teach`), so that the next ``refine`` begins nearer.
+    :param compile: of the log-density with its gradient, as of the steps of an ELBO: see
+        :class:`~pyro_implicit.infer.ImplicitELBO` and :doc:`/compiling`.
     :param progress: whether to show a bar.
     :param model_kwargs: keyword arguments of model and guide whose names are also names here.
     :param kwargs: their other keyword arguments.
@@ -188,6 +192,7 @@ def refine(
         )
     num_chains = 256 if num_chains is None else num_chains
     _check_arguments(num_chains, frame, max_gradients)
+    check_mode(compile)
     kwargs = {**kwargs, **(model_kwargs or {})}
     if seed is not None:
         pyro.set_rng_seed(seed)
@@ -199,7 +204,9 @@ def refine(
     if frame not in ("auto", "noise", "conditional"):
         kind = frame  # type: ignore[assignment]
     longest = max(1, min(max_leapfrogs, max_gradients // 40))
-    plan = Plan(guide, args, kwargs, num_chains, frame, kind, max_gradients, longest, max_draws)
+    plan = Plan(
+        guide, args, kwargs, num_chains, frame, kind, max_gradients, longest, max_draws, compile
+    )
     settings = {
         "latent_dim": density.latent_dim,
         "num_chains": num_chains,

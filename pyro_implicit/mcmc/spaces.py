@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.cost import estimated_seconds
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.guides import AutoImplicit
@@ -54,6 +55,7 @@ class Plan:
     max_gradients: int
     max_leapfrogs: int
     max_draws: int
+    compile: CompileMode = "auto"
 
 
 def density_of(
@@ -70,13 +72,13 @@ def density_of(
     if space == "conditional":
         return _conditional(density, plan, middle)
     if space == "latent":
-        return ChainDensity(density, plan.max_gradients)
+        return ChainDensity(density, plan.max_gradients).compiled(plan.compile)
     guide = plan.guide
     reason = f"it is a {type(guide).__name__}, and not an AutoImplicit"
     if isinstance(guide, AutoImplicit):
         try:
             guide.get_transform()
-            return NoiseDensity(density, guide, plan.max_gradients)
+            return NoiseDensity(density, guide, plan.max_gradients).compiled(plan.compile)
         except NotImplementedError as error:
             reason = str(error)
     raise ValueError(f'frame="noise" wants an injective guide: {reason}')
@@ -92,12 +94,13 @@ def _conditional(density: LatentDensity, plan: Plan, middle: Tensor | None) -> C
             'and this model has none. Cure: frame="auto"'
         )
     try:
-        return ConditionalDensity(density, middle, sites, plan.max_gradients)
+        walked = ConditionalDensity(density, middle, sites, plan.max_gradients)
     except RuntimeError as error:
         raise ValueError(
             'frame="conditional" wants second derivatives of the log-density, but the model raises '
             f'{type(error).__name__}: {str(error).splitlines()[0]}. Cure: frame="auto"'
         ) from error
+    return walked.compiled(plan.compile)
 
 
 def start_chains(density: LatentDensity, plan: Plan) -> tuple[ChainDensity, Chains]:

@@ -10,6 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
+from pyro_implicit.compiled import CompilerError
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.traced_score import TracedScore
 
@@ -89,11 +90,35 @@ def test_a_model_that_branches_is_called_as_it_is():
     assert "if x > 0" in score.refusal
 
 
+def test_who_asks_for_a_recording_is_told_that_there_is_none():
+    score = TracedScore(lambda latent: (latent.sum(-1) * latent[0, 0].item(), latent), 1, "trace")
+    score(torch.ones(2, 1))
+    with pytest.warns(UserWarning, match="runs without compilation: it reads the value"):
+        score(torch.ones(2, 1))
+
+
+def test_compiled_scores_are_the_densitys_own_without_a_compiler_too(monkeypatch):
+    def fails(*args):
+        raise CompilerError("no g++")
+
+    monkeypatch.setattr("pyro_implicit.compiled.function.compile_graph", fails)
+    density = LatentDensity(model)
+    score = TracedScore(density.score, compile=True)
+    score(torch.zeros(4, 2))
+    with pytest.warns(UserWarning, match="recorded, but not compiled: no g"):
+        score(torch.zeros(4, 2))
+    assert_equal(score(torch.ones(4, 2)), density.score(torch.ones(4, 2)))
+
+
 def test_few_calls_do_not_repay_a_recording():
     score = TracedScore(LatentDensity(model).score, num_calls=3)
     for _ in range(3):
         score(torch.zeros(4, 2))
     assert "do not repay" in score.refusal
+    told = TracedScore(LatentDensity(model).score, num_calls=3, compile="trace")
+    for _ in range(3):
+        told(torch.zeros(4, 2))
+    assert told.refusal is None and told._programs
     many = TracedScore(LatentDensity(model).score, num_calls=10_000)
     for _ in range(3):
         many(torch.zeros(4, 2))

@@ -10,7 +10,10 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import fit
+from pyro_implicit.compiled import RecordedFunction
+from pyro_implicit.density import traced_score
 from pyro_implicit.fitting.correction import Reliability
+from pyro_implicit.infer.engine import step_call
 
 QUIET = {"seed": 0, "progress": False}
 
@@ -34,6 +37,33 @@ def test_a_rough_guide_ends_at_the_posterior():
     torch.testing.assert_close(draws.mT.cov(), covariance, rtol=0.15, atol=0)
     # The mean-field guide alone has variances of the conditionals.
     assert result.guide.quantiles([0.16, 0.84])["x"].diff(dim=0).max() < 1.2 * scale.min()
+
+
+def test_compile_reaches_trainings_and_chains(monkeypatch):
+    def run(compile):
+        recorded.clear()
+        pyro.clear_param_store()
+        guide = AutoNormal(correlated)
+        y = torch.tensor(1.5)
+        return fit(correlated, guide, y, refine=True, num_steps=30, compile=compile, **QUIET)
+
+    recorded = []
+    for module in (step_call, traced_score):
+        monkeypatch.setattr(module, "RecordedFunction", counting(module, recorded))
+    traced = run("trace")
+    assert set(recorded) == {step_call, traced_score}
+    plain = run(False)
+    assert not recorded
+    assert traced.losses == plain.losses
+    assert traced.refined.samples["x"].equal(plain.refined.samples["x"])
+
+
+def counting(module, recorded):
+    def make(*args):
+        recorded.append(module)
+        return RecordedFunction(*args)
+
+    return make
 
 
 def test_auto_leaves_a_guide_that_is_trusted():
