@@ -137,8 +137,8 @@ def refine(
         is left of latents once their parents and the data are known
         (:class:`~pyro_implicit.mcmc.ConditionalReparam`), where priors depend on other latents. By
         default the latter if there are such priors, else noise where the guide allows it, unless a
-        short walk shows the next of conditional, noise and latents to be better; the frame in the
-        space is full up to 100 dimensions and low-rank above.
+        short walk shows the latents to be better; the frame in the space is full up to 100
+        dimensions and low-rank above.
     :param quantities: of a dict of constrained draws by site, ``(num_chains, *site_shape)``, a
         tensor or a dict of tensors ``(num_chains, *shape)``, for instance predictions. If given,
         these and the log-density decide when to stop, in place of the latents, and may do so
