@@ -23,6 +23,7 @@ __all__ = ["ConditionalDensity", "conditional_reparams", "dependent_sites", "mid
 
 MIDDLE_DRAWS = 128
 MOST_SITES = 12  # that are taken one after the other
+MOST_COLUMNS, NUM_PROBES = 2000, 64
 
 
 def dependent_sites(density: LatentDensity, point: Tensor) -> list[str]:
@@ -161,40 +162,59 @@ class ConditionalDensity(ChainDensity):
             total = torch.as_tensor(trace.log_prob_sum())
             return total - sum(trace.nodes[name]["log_prob_sum"] for name in sites)
 
+        nodes, made = self.density.trace_at(latent).nodes, {}
+        places = self.noise.split(torch.arange(point.shape[-1], device=point.device))
         with torch.enable_grad():
             point.requires_grad_()
             log_prob = self.noise.read(point, rest)
             (score,) = torch.autograd.grad(log_prob.sum(), point, create_graph=True)
-            parts = self.noise.split(torch.arange(point.shape[-1]))
-            rows = torch.cat([parts[name].flatten() for name in sites])
-            hessian = self.noise.rows_of_hessian(point, score, rows)
-        curvature = -torch.stack([row[0] for row in hessian])
-        nodes, made, first = self.density.trace_at(latent).nodes, {}, 0
-        for name in sites:
-            columns = parts[name]
-            own = curvature[first : first + columns.numel(), columns.flatten()]
-            first += columns.numel()
-            fn = nodes[name]["fn"]
-            made[name] = _reparam(fn, own, score[0, columns].detach(), point[0, columns].detach())
+            for name in sites:
+                fn, place = nodes[name]["fn"], places[name]
+                size = place.shape[-1] if ConditionalReparam.is_vector(fn) else 1
+                columns = place.reshape(-1, size)
+                curvature = -self._blocks_of_hessian(point, score, columns)
+                gradient, value = score[0, columns].detach(), point[0, columns].detach()
+                precision, information = _told(curvature, gradient, value)
+                shape = (*place.shape, size) if size > 1 else place.shape
+                made[name] = ConditionalReparam(
+                    precision.reshape(shape), information.reshape(place.shape)
+                )
         return made
 
+    def _blocks_of_hessian(self, point: Tensor, score: Tensor, columns: Tensor) -> Tensor:
+        """Those on the diagonal, ``(count, size, size)``, of ``columns`` ``(count, size)``.
 
-def _reparam(fn: Any, curvature: Tensor, gradient: Tensor, value: Tensor) -> ConditionalReparam:
-    """What a second-order expansion says, of the directions in which it bends down."""
-    if not ConditionalReparam.is_vector(fn):
-        precision = curvature.diagonal().reshape(value.shape)
-        told = precision > 0
-        precision = torch.where(told, precision, 0.0)
-        return ConditionalReparam(precision, torch.where(told, gradient, 0.0) + precision * value)
-    size = value.shape[-1]
-    count = value.numel() // size
-    blocks = curvature.reshape(count, size, count, size).diagonal(dim1=0, dim2=2).movedim(-1, 0)
-    values, vectors = torch.linalg.eigh((blocks + blocks.mT) / 2)
+        Of very many, an estimate by random signs (Hutchinson), in which what lies beside the
+        blocks cancels.
+        """
+        count, size = columns.shape
+        if columns.numel() <= MOST_COLUMNS:
+            signs = torch.eye(count).to(point)
+        else:
+            shape, seeded = (NUM_PROBES, count), torch.Generator().manual_seed(0)
+            signs = torch.randint(2, shape, generator=seeded).to(point) * 2 - 1
+            signs = signs / math.sqrt(NUM_PROBES)
+        directions = point.new_zeros(len(signs), size, point.shape[-1])
+        for index in range(size):
+            directions[:, index, columns[:, index]] = signs
+        products = torch.stack(
+            [one[0] for one in self.noise.hessian_products(point, score, directions.flatten(0, 1))]
+        )
+        own = products[:, columns].reshape(len(signs), size, count, size)
+        return torch.einsum("kb,kjbi->bij", signs, own)
+
+
+def _told(curvature: Tensor, gradient: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """W and h of a second-order expansion, in the directions in which it bends down.
+
+    :param curvature: ``(count, size, size)``.
+    :param gradient: as ``value``, ``(count, size)``.
+    """
+    values, vectors = torch.linalg.eigh((curvature + curvature.mT) / 2)
     precision = (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.mT
     told = (vectors * (values > 0).unsqueeze(-2)) @ vectors.mT
-    precision, told = (part.reshape(*value.shape, size) for part in (precision, told))
-    column = told @ gradient.unsqueeze(-1) + precision @ value.unsqueeze(-1)
-    return ConditionalReparam(precision, column.squeeze(-1))
+    information = told @ gradient.unsqueeze(-1) + precision @ value.unsqueeze(-1)
+    return precision, information.squeeze(-1)
 
 
 def _differ(one: Any, other: Any) -> bool:

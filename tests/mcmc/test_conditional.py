@@ -12,7 +12,7 @@ from pyro.infer.autoguide import AutoNormal
 from torch.autograd.functional import jacobian
 
 from pyro_implicit.density import LatentDensity
-from pyro_implicit.mcmc import ConditionalReparam, conditional_reparams, refine
+from pyro_implicit.mcmc import ConditionalReparam, conditional_reparams, conditional_space, refine
 from pyro_implicit.mcmc.chains import Chains
 from pyro_implicit.mcmc.conditional_space import ConditionalDensity, dependent_sites
 
@@ -216,6 +216,17 @@ def test_any_guide_of_the_reparameterised_model_is_structured():
     variance = 1 / (1 / 4 + SIGMA**-2)
     expected = variance * Y * SIGMA**-2 + variance.sqrt() * noise
     assert torch.allclose(trace.nodes["x"]["value"], expected)
+
+
+@pytest.mark.parametrize("name", ["normal", "vectors"])
+def test_very_many_latents_are_probed_by_random_signs(name, monkeypatch):
+    """Exactly, where groups are independent."""
+    exact, _ = conditional(name)
+    monkeypatch.setattr(conditional_space, "MOST_COLUMNS", 0)
+    probed, _ = conditional(name)
+    one, other = exact.reparams["x"], probed.reparams["x"]
+    assert torch.allclose(one.precision, other.precision)
+    assert torch.allclose(one.information, other.information)
 
 
 def test_killed_chains_go_on(tmp_path, monkeypatch):
