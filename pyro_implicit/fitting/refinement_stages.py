@@ -19,7 +19,7 @@ from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer import ImplicitELBO
-from pyro_implicit.mcmc import Refined, refine, teach
+from pyro_implicit.mcmc import AutoConditional, Refined, refine, teach
 from pyro_implicit.mcmc.chain_density import NoiseDensity
 from pyro_implicit.mcmc.conditional_space import dependent_sites
 from pyro_implicit.nn import start_values
@@ -101,6 +101,8 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
             f"fit's chains stopped at {refined.stopped} before they had settled: {drifts}. Cure: "
             "refine(model, result.guide, ...) with more max_gradients, or a reparameterised model"
         )
+    elif refined.reparams:
+        _teach_conditional(stages, refined)
     elif result.chosen == "mean-field":
         _teach(stages, refined)
     return result
@@ -121,6 +123,16 @@ def _teach(stages: Stages, refined: Refined) -> None:
             model_kwargs=stages.kwargs,
         )
         line.outcome = str(taught)
+
+
+def _teach_conditional(stages: Stages, refined: Refined) -> None:
+    """Leave a guide over the noise on which the chains walked, with the moments of their noise."""
+    with stages.result.attempt("teach") as line:
+        guide = own_names(AutoConditional(stages.trained, refined.reparams))
+        stages.guides.append(guide)
+        taught = guide.take_moments(refined.moving(), *stages.args, model_kwargs=stages.kwargs)
+        line.outcome = f"conditional: {taught}"
+        stages.result.guide, stages.result.chosen = guide, "conditional"
 
 
 def _drifts(refined: Refined) -> str:

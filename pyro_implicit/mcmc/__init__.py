@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pyro_implicit.mcmc.auto_conditional import AutoConditional
 from pyro_implicit.mcmc.chees import ChEES
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.conditional_space import conditional_reparams
@@ -15,6 +16,7 @@ from pyro_implicit.mcmc.refinement import refine
 from pyro_implicit.mcmc.teaching import Taught, teach
 
 __all__ = [
+    "AutoConditional",
     "ChEES",
     "ConditionalReparam",
     "MinibatchRefined",

@@ -86,6 +86,16 @@ class ConditionalReparam(Reparam):
         """The noise that gives a value of the site."""
         return self._form(_base(fn)).to_noise(value)
 
+    def to_value(self, fn: Any, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """The value of the site that noise gives, and log-densities of noise less those of values.
+
+        :returns: ``(*batch_shape, *event_shape)`` and ``(*batch_shape)``.
+        """
+        form = self._form(_base(fn))
+        value, log_density = form.to_value(noise)
+        log_density = sum_rightmost(log_density, fn.event_dim - form.event_dim)
+        return value, log_density - fn.log_prob(value)
+
     def _form(self, fn: Any) -> _Scalar | _Vector:
         kind = _Vector if self.is_vector(fn) else _Scalar
         return kind(fn, self.precision, self.information)

@@ -19,7 +19,13 @@ from pyro_implicit.mcmc.chain_density import ChainDensity
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.starts import Guide, latent_draws
 
-__all__ = ["ConditionalDensity", "conditional_reparams", "dependent_sites", "middle_of"]
+__all__ = [
+    "ConditionalDensity",
+    "NoiseMap",
+    "conditional_reparams",
+    "dependent_sites",
+    "middle_of",
+]
 
 MIDDLE_DRAWS = 128
 MOST_SITES = 12  # that are taken one after the other
@@ -97,6 +103,39 @@ def middle_of(density: LatentDensity, guide: Guide, args: tuple, kwargs: dict[st
     return latent_draws(density, guide, MIDDLE_DRAWS, args, kwargs).median(0).values
 
 
+class NoiseMap:
+    """A model's latents and their noise.
+
+    :param density: of the model.
+    :param reparams: by site.
+    """
+
+    def __init__(self, density: LatentDensity, reparams: dict[str, ConditionalReparam]) -> None:
+        self.density, self.reparams = density, reparams
+        model = poutine.reparam(density.model, reparams)
+        self.noise = LatentDensity(model, *density.args, model_kwargs=density.kwargs)
+
+    @torch.no_grad()
+    def to_latent(self, points: Tensor) -> Tensor:
+        """Latents of noise, ``(num_points, latent_dim)``."""
+        names = list(self.density.shapes)
+        values = self.noise.read(points, lambda trace: [trace.nodes[n]["value"] for n in names])
+        return self.density.unconstrain(dict(zip(names, values, strict=True)))
+
+    @torch.no_grad()
+    def to_points(self, latent: Tensor) -> Tensor:
+        """Noise of latents, ``(num_points, latent_dim)``."""
+
+        def read(trace: Trace) -> dict[str, Tensor]:
+            values = {name: trace.nodes[name]["value"] for name in self.density.shapes}
+            for name, reparam in self.reparams.items():
+                site = trace.nodes[name]
+                values[f"{name}_noise"] = reparam.to_noise(site["fn"], site["value"])
+            return values
+
+        return self.noise.unconstrain(self.density.read(latent, read))
+
+
 class ConditionalDensity(ChainDensity):
     """A model's log-density over the noise of its latents, for chains.
 
@@ -119,43 +158,29 @@ class ConditionalDensity(ChainDensity):
     ) -> None:
         super().__init__(density, num_calls)
         self.middle = middle
-        self.reparams: dict[str, ConditionalReparam] = {}
-        self.noise = density
         groups = [[site] for site in reversed(sites)]
         if len(groups) > MOST_SITES:
             groups = [sites]
+        self._map = NoiseMap(density, {})
         for group in groups:
-            found = self._say(middle, group)
-            self.reparams |= found
-            model = poutine.reparam(density.model, self.reparams)
-            self.noise = LatentDensity(model, *density.args, model_kwargs=density.kwargs)
+            told = self._say(middle, group)
+            self._map = NoiseMap(density, {**self._map.reparams, **told})
+        self.reparams = self._map.reparams
 
     def _score(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        return self.noise.score(points)
+        return self._map.noise.score(points)
 
-    @torch.no_grad()
     def to_latent(self, points: Tensor) -> Tensor:
         """Latents of noise, ``(num_chains, latent_dim)``."""
-        names = list(self.density.shapes)
-        values = self.noise.read(points, lambda trace: [trace.nodes[n]["value"] for n in names])
-        return self.density.unconstrain(dict(zip(names, values, strict=True)))
+        return self._map.to_latent(points)
 
-    @torch.no_grad()
     def to_points(self, latent: Tensor) -> Tensor:
         """Noise of latents, ``(num_chains, latent_dim)``."""
-
-        def read(trace: Trace) -> dict[str, Tensor]:
-            values = {name: trace.nodes[name]["value"] for name in self.density.shapes}
-            for name, reparam in self.reparams.items():
-                site = trace.nodes[name]
-                values[f"{name}_noise"] = reparam.to_noise(site["fn"], site["value"])
-            return values
-
-        return self.noise.unconstrain(self.density.read(latent, read))
+        return self._map.to_points(latent)
 
     def _say(self, latent: Tensor, sites: list[str]) -> dict[str, ConditionalReparam]:
         """What the rest of the model says of some sites."""
-        point = self.to_points(latent.unsqueeze(0)).detach()
+        noise, point = self._map.noise, self.to_points(latent.unsqueeze(0)).detach()
 
         def rest(trace: Trace) -> Tensor:
             compute_log_prob(trace)
@@ -163,10 +188,10 @@ class ConditionalDensity(ChainDensity):
             return total - sum(trace.nodes[name]["log_prob_sum"] for name in sites)
 
         nodes, made = self.density.trace_at(latent).nodes, {}
-        places = self.noise.split(torch.arange(point.shape[-1], device=point.device))
+        places = noise.split(torch.arange(point.shape[-1], device=point.device))
         with torch.enable_grad():
             point.requires_grad_()
-            log_prob = self.noise.read(point, rest)
+            log_prob = noise.read(point, rest)
             (score,) = torch.autograd.grad(log_prob.sum(), point, create_graph=True)
             for name in sites:
                 fn, place = nodes[name]["fn"], places[name]
@@ -197,9 +222,9 @@ class ConditionalDensity(ChainDensity):
         directions = point.new_zeros(len(signs), size, point.shape[-1])
         for index in range(size):
             directions[:, index, columns[:, index]] = signs
-        products = torch.stack(
-            [one[0] for one in self.noise.hessian_products(point, score, directions.flatten(0, 1))]
-        )
+        directions = directions.flatten(0, 1)
+        found = self._map.noise.hessian_products(point, score, directions)
+        products = torch.stack([one[0] for one in found])
         own = products[:, columns].reshape(len(signs), size, count, size)
         return torch.einsum("kb,kjbi->bij", signs, own)
 

@@ -3,18 +3,30 @@
 
 from __future__ import annotations
 
+import math
+
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from torch.autograd.functional import jacobian
 
 from pyro_implicit.density import LatentDensity
-from pyro_implicit.mcmc import ConditionalReparam, conditional_reparams, conditional_space, refine
+from pyro_implicit.fitting import Fit, fit
+from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.infer import ImplicitELBO
+from pyro_implicit.mcmc import (
+    AutoConditional,
+    ConditionalReparam,
+    conditional_reparams,
+    conditional_space,
+    refine,
+)
 from pyro_implicit.mcmc.chains import Chains
-from pyro_implicit.mcmc.conditional_space import ConditionalDensity, dependent_sites
+from pyro_implicit.mcmc.conditional_space import ConditionalDensity, NoiseMap, dependent_sites
 
 Y = torch.tensor([2.0, -1.0, 0.5, 1.5], dtype=torch.float64)
 SIGMA = torch.tensor([0.3, 0.5, 1.0, 2.0], dtype=torch.float64)
@@ -92,9 +104,9 @@ def test_the_density_is_the_models_by_change_of_variables(name):
     assert list(walked.reparams) == MODELS[name][1][::-1]
     noise = walked.to_points(points)
     assert torch.allclose(walked.to_latent(noise), points, atol=1e-10)
-    to_latent = type(walked).to_latent.__wrapped__
+    to_latent = NoiseMap.to_latent.__wrapped__
     determinants = [
-        jacobian(lambda one: to_latent(walked, one.unsqueeze(0))[0], one).slogdet()[1]
+        jacobian(lambda one: to_latent(walked._map, one.unsqueeze(0))[0], one).slogdet()[1]
         for one in noise
     ]
     expected = walked.density.log_prob(points) + torch.stack(determinants)
@@ -107,7 +119,7 @@ def test_noise_is_standard_normal_given_the_other_latents(name):
     walked, points = conditional(name)
     start = walked.to_points(points[:1])
     names = [f"{site}_noise" for site in MODELS[name][1]]
-    where = walked.noise.split(torch.arange(start.shape[-1]))
+    where = walked._map.noise.split(torch.arange(start.shape[-1]))
     rows = torch.cat([where[site].flatten() for site in names])
     moved = start.repeat(2, 1)
     moved[0, rows], moved[1, rows] = 0.0, torch.linspace(-2, 2, len(rows))
@@ -227,6 +239,81 @@ def test_very_many_latents_are_probed_by_random_signs(name, monkeypatch):
     one, other = exact.reparams["x"], probed.reparams["x"]
     assert torch.allclose(one.precision, other.precision)
     assert torch.allclose(one.information, other.information)
+
+
+@pytest.mark.parametrize("name", ["normal", "student", "vectors", "nested", "walk"])
+def test_the_density_of_the_guide_is_that_of_its_noise(name):
+    """By the change of variables, with Pyro's own trace of guide and model."""
+    model, sites = MODELS[name]
+    torch.manual_seed(0)
+    walked, points = conditional(name)
+    guide = AutoConditional(model, walked.reparams)
+    to_latent = NoiseMap.to_latent.__wrapped__
+    trace = poutine.trace(guide).get_trace()
+    values = {site: trace.nodes[site]["value"] for site in walked.density.shapes}
+    latent = walked.density.unconstrain({n: value.unsqueeze(0) for n, value in values.items()})
+    noise = walked.to_points(latent)[0]
+    log_det = jacobian(lambda one: to_latent(walked._map, one.unsqueeze(0))[0], noise).slogdet()[1]
+    by_guide = guide.noise.get_posterior().log_prob(noise) - log_det
+    by_model = poutine.trace(poutine.condition(model, values)).get_trace().log_prob_sum()
+    to_constrained = walked.density.log_prob(latent)[0] - by_model
+    assert torch.allclose(trace.log_prob_sum() + to_constrained, by_guide, atol=1e-8)
+
+
+def test_a_taught_guide_is_exact_where_the_model_is_gaussian_given_its_scale():
+    torch.manual_seed(0)
+
+    def model():
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 0.3))
+        with pyro.plate("groups", 4):
+            x = pyro.sample("x", dist.Normal(0.0, scale))
+            pyro.sample("y", dist.Normal(x, SIGMA), obs=Y)
+
+    found = refine(model, AutoNormal(model), num_chains=128, seed=0, progress=False)
+    guide = AutoConditional(model, found.reparams)
+    guide.take_moments(found.get_samples())
+    draws = guide.sample_posterior(4000)
+    for name, value in found.get_samples().items():
+        assert (draws[name].mean(0) - value.mean(0)).abs().max() < 0.1 * value.std(0).max()
+        assert (draws[name].std(0) / value.std(0) - 1).abs().max() < 0.1
+    loss = Trace_ELBO(num_particles=200).loss(model, guide)
+    scale = torch.linspace(0.01, 8, 4000)
+    evidence = dist.LogNormal(0.0, 0.3).log_prob(scale)
+    evidence = evidence + dist.Normal(0.0, (scale[:, None] ** 2 + SIGMA**2).sqrt()).log_prob(Y).sum(
+        -1
+    )
+    assert -loss == pytest.approx(evidence.logsumexp(0).item() + math.log(7.99 / 3999), abs=0.05)
+
+
+@pytest.mark.parametrize("elbo", [Trace_ELBO(2), ImplicitELBO(8)])
+def test_the_guide_learns_as_any_of_pyros(elbo):
+    model = groups()
+    guide = AutoConditional(model, conditional_reparams(model, AutoNormal(model)))
+    pyro.set_rng_seed(0)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.03}), elbo)
+    losses = [svi.step() for _ in range(60)]
+    assert sum(losses[-10:]) < sum(losses[:10]) - 5
+    draws = Predictive(model, guide=guide, num_samples=5, return_sites=["x", "y"])()
+    assert draws["x"].shape == (5, 4) and draw(guide, 7)["x"].shape == (7, 4)
+    assert sorted(guide()) == ["mean", "scale", "x"]
+
+
+def test_fit_leaves_a_guide_of_the_noise_that_can_be_saved(tmp_path):
+    model = groups()
+    result = fit(model, "auto", seed=0, progress=False)
+    assert result.chosen == "conditional" and isinstance(result.guide, AutoConditional)
+    assert result.refined.space == "conditional"
+    draws = result.guide.sample_posterior(2000)["x"]
+    refined = result.refined.get_samples()["x"]
+    assert ((draws.mean(0) - refined.mean(0)).abs() < 0.2 * refined.std(0)).all()
+    result.save(tmp_path / "result.pt")
+    assert result.guide.model is not None
+    loaded = Fit.load(tmp_path / "result.pt", model)
+    found = []
+    for guide in (result.guide, loaded.guide):
+        torch.manual_seed(1)
+        found.append(guide.sample_posterior(3)["x"])
+    assert torch.equal(*found)
 
 
 def test_killed_chains_go_on(tmp_path, monkeypatch):
