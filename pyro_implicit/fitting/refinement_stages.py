@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import AutoConditional, Refined, refine, teach
 from pyro_implicit.mcmc.chain_density import NoiseDensity
-from pyro_implicit.mcmc.conditional_space import dependent_sites
+from pyro_implicit.mcmc.conditional_space import ConditionalDensity, dependent_sites
 from pyro_implicit.nn import start_values
 
 __all__ = ["between", "correct", "move_draws", "train_mean_field"]
@@ -74,10 +75,8 @@ def between(density: LatentDensity) -> dict[str, Tensor]:
 def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
     """Move draws of the guide to the posterior, by many short chains."""
     result, left = stages.result, stages.limit.left()
-    has_own_space = bool(dependent_sites(result.density, result.density.init_loc))
-    if not has_own_space and _is_injective(result.guide):
-        # Chains may walk on its noise, where each gradient is one of the generator, too.
-        score = NoiseDensity(result.density, result.guide).score
+    score = _score_of_chains(result)
+    if score is not None:
         chains = affordable_chains(score, torch.zeros_like(result.density.init_loc))
     with result.attempt("refine") as line:
         refined = result.refined = refine(
@@ -108,8 +107,15 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
     return result
 
 
-def _is_injective(guide: Any) -> bool:
-    return isinstance(guide, AutoImplicit) and has_exact_density(guide)
+def _score_of_chains(result: Fit) -> Any:
+    """What chains will walk on if not on the latents, to see what a gradient costs."""
+    density, guide = result.density, result.guide
+    if sites := dependent_sites(density, density.init_loc):
+        with suppress(RuntimeError):
+            return ConditionalDensity(density, density.init_loc, sites).score
+    elif isinstance(guide, AutoImplicit) and has_exact_density(guide):
+        return NoiseDensity(density, guide).score
+    return None
 
 
 def _teach(stages: Stages, refined: Refined) -> None:

@@ -197,49 +197,87 @@ class ConditionalDensity(ChainDensity):
                 fn, place = nodes[name]["fn"], places[name]
                 size = place.shape[-1] if ConditionalReparam.is_vector(fn) else 1
                 columns = place.reshape(-1, size)
-                curvature = -self._blocks_of_hessian(point, score, columns)
+                curvature = -self._own_hessian(point, score, columns)
                 gradient, value = score[0, columns].detach(), point[0, columns].detach()
-                precision, information = _told(curvature, gradient, value)
+                told = _told(fn, *(one.double() for one in (curvature, gradient, value)))
+                precision, information = (one.to(value) for one in told)
                 shape = (*place.shape, size) if size > 1 else place.shape
                 made[name] = ConditionalReparam(
                     precision.reshape(shape), information.reshape(place.shape)
                 )
         return made
 
-    def _blocks_of_hessian(self, point: Tensor, score: Tensor, columns: Tensor) -> Tensor:
-        """Those on the diagonal, ``(count, size, size)``, of ``columns`` ``(count, size)``.
+    def _own_hessian(self, point: Tensor, score: Tensor, columns: Tensor) -> Tensor:
+        """That of a site, ``(count, size, count, size)``, at its ``columns`` ``(count, size)``.
 
-        Of very many, an estimate by random signs (Hutchinson), in which what lies beside the
-        blocks cancels.
+        Of very many, its blocks on the diagonal alone, ``(count, size, size)``, as estimated by
+        random signs (Hutchinson): what lies beside them cancels.
         """
         count, size = columns.shape
-        if columns.numel() <= MOST_COLUMNS:
+        is_small = columns.numel() <= MOST_COLUMNS
+        if is_small:
             signs = torch.eye(count).to(point)
         else:
             shape, seeded = (NUM_PROBES, count), torch.Generator().manual_seed(0)
             signs = torch.randint(2, shape, generator=seeded).to(point) * 2 - 1
-            signs = signs / math.sqrt(NUM_PROBES)
         directions = point.new_zeros(len(signs), size, point.shape[-1])
         for index in range(size):
             directions[:, index, columns[:, index]] = signs
         directions = directions.flatten(0, 1)
         found = self._map.noise.hessian_products(point, score, directions)
-        products = torch.stack([one[0] for one in found])
-        own = products[:, columns].reshape(len(signs), size, count, size)
-        return torch.einsum("kb,kjbi->bij", signs, own)
+        own = torch.stack([one[0, columns] for one in found]).unflatten(0, (len(signs), size))
+        return own if is_small else torch.einsum("kb,kjbi->bij", signs, own) / NUM_PROBES
 
 
-def _told(curvature: Tensor, gradient: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """W and h of a second-order expansion, in the directions in which it bends down.
+def _told(fn: Any, curvature: Tensor, gradient: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    r"""W and h of a second-order expansion, in the directions in which it bends down.
 
-    :param curvature: ``(count, size, size)``.
+    What the data say of a latent beside others of its site is what they leave of its variance: with
+    the prior's precision P, that of the block b is :math:`W_b = ((P + W)^{-1}_{bb})^{-1} - P_b`, so
+    that of steps of which the data see sums alone none is taken for known.
+
+    :param curvature: minus a Hessian, ``(count, size, count, size)``, or its blocks on the
+        diagonal, ``(count, size, size)``.
     :param gradient: as ``value``, ``(count, size)``.
     """
+    loc, prior = _moments(fn, value)
+    count, size = value.shape
+    if curvature.dim() == 3:
+        precision = _bent_down(curvature)
+        total = precision + prior
+        step = torch.linalg.solve(total, gradient - _times(prior, value - loc))
+    else:
+        whole = _bent_down(curvature.reshape(count * size, count * size))
+        whole = whole + torch.block_diag(*prior)
+        covariance = torch.cholesky_inverse(torch.linalg.cholesky(whole))
+        pull = (gradient - _times(prior, value - loc)).flatten()
+        step = (covariance @ pull).reshape(count, size)
+        blocks = covariance.reshape(count, size, count, size).diagonal(dim1=0, dim2=2)
+        precision = _bent_down(torch.linalg.inv(blocks.movedim(-1, 0)) - prior)
+    centre = value + step
+    return precision, _times(precision, centre) + _times(prior, centre - loc)
+
+
+def _moments(fn: Any, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Location ``(count, size)`` and precision ``(count, size, size)`` of a site's prior."""
+    while isinstance(fn, torch.distributions.Independent):
+        fn = fn.base_dist
+    loc = fn.loc.expand(fn.batch_shape + fn.event_shape).reshape(value.shape)
+    if ConditionalReparam.is_vector(fn):
+        precision = fn.precision_matrix.expand(*fn.batch_shape, -1, -1)
+    else:
+        precision = fn.scale.expand(fn.batch_shape) ** -2
+    return loc.to(value), precision.reshape(*value.shape, value.shape[-1]).to(value)
+
+
+def _bent_down(curvature: Tensor) -> Tensor:
+    """Without the directions in which it bends up."""
     values, vectors = torch.linalg.eigh((curvature + curvature.mT) / 2)
-    precision = (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.mT
-    told = (vectors * (values > 0).unsqueeze(-2)) @ vectors.mT
-    information = told @ gradient.unsqueeze(-1) + precision @ value.unsqueeze(-1)
-    return precision, information.squeeze(-1)
+    return (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.mT
+
+
+def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
+    return (matrices @ vectors.unsqueeze(-1)).squeeze(-1)
 
 
 def _differ(one: Any, other: Any) -> bool:

@@ -230,6 +230,27 @@ def test_any_guide_of_the_reparameterised_model_is_structured():
     assert torch.allclose(trace.nodes["x"]["value"], expected)
 
 
+def test_steps_of_which_the_data_see_sums_are_not_taken_for_known():
+    """What is told of each is what is left of its variance, in closed form."""
+
+    def model():
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        steps = pyro.sample("steps", dist.Normal(0.5, scale).expand([6]).to_event(1))
+        pyro.sample("y", dist.Normal(steps.cumsum(-1), 0.5).to_event(1), obs=torch.arange(6.0))
+
+    density = LatentDensity(model)
+    middle = torch.full((7,), 0.3)
+    found = ConditionalDensity(density, middle, ["steps"]).reparams["steps"]
+    sums, prior = torch.ones(6, 6).tril(), math.exp(-0.6)
+    covariance = torch.linalg.inv(4 * sums.mT @ sums + prior * torch.eye(6))
+    mean = covariance @ (4 * sums.mT @ torch.arange(6.0) + prior * 0.5)
+    precision = 1 / covariance.diagonal() - prior
+    assert torch.allclose(found.precision, precision)
+    assert (found.precision < 0.5 * (4 * sums.mT @ sums).diagonal()).any()
+    expected = precision * mean + prior * (mean - 0.5)
+    assert torch.allclose(found.information, expected)
+
+
 @pytest.mark.parametrize("name", ["normal", "vectors"])
 def test_very_many_latents_are_probed_by_random_signs(name, monkeypatch):
     """Exactly, where groups are independent."""
