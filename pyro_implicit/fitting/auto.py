@@ -261,9 +261,7 @@ def _depend_on_others(density: LatentDensity) -> bool:
     """Whether there are latents whose priors depend on other latents."""
     step = torch.linspace(0.1, 0.2, density.latent_dim).to(density.init_loc)
     try:
-        return bool(
-            dependent_sites(density, torch.stack([density.init_loc, density.init_loc + step]))
-        )
+        return bool(dependent_sites(density, torch.stack([density.init_loc, density.init_loc + step])))
     except Exception:  # the model's own, at that point
         return False
 
