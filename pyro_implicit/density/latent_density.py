@@ -261,7 +261,8 @@ class LatentDensity:
             (score,) = torch.autograd.grad(log_prob.sum(), latent, create_graph=True)
             if not score.requires_grad:  # of a density that is linear
                 return log_prob.detach(), score, latent.new_zeros(*latent.shape, self.latent_dim)
-            hessian = torch.stack(self.rows_of_hessian(latent, score), dim=-2)
+            basis = torch.eye(self.latent_dim).to(score)
+            hessian = torch.stack(self.hessian_products(latent, score, basis), dim=-2)
         return log_prob.detach(), score.detach(), hessian
 
     def hessian(self, latent: Tensor) -> Tensor:
@@ -272,30 +273,28 @@ class LatentDensity:
         """
         return self.derivatives(latent)[2]
 
-    def rows_of_hessian(
-        self, latent: Tensor, score: Tensor, rows: Tensor | slice = slice(None)
-    ) -> list[Tensor]:
-        """All at once, or one by one where an operation has no rule for that.
+    def hessian_products(self, latent: Tensor, score: Tensor, directions: Tensor) -> list[Tensor]:
+        """The Hessian times vectors: all at once, or one by one where an operation has no rule.
 
+        :param latent: ``(num_draws, latent_dim)``.
         :param score: the derivative by ``latent``, with its graph.
-        :param rows: the coordinates whose rows are wanted.
+        :param directions: ``(num_directions, latent_dim)``.
         :returns: of each of them, ``(num_draws, latent_dim)``.
         """
         if self._hessian_at_once:
-            basis = torch.eye(self.latent_dim, dtype=score.dtype, device=score.device)[rows]
-            seeds = basis.unsqueeze(1).expand(-1, *score.shape)
+            seeds = directions.unsqueeze(1).expand(-1, *score.shape)
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # that a rule is missing, and a loop slower
-                    (rows,) = torch.autograd.grad(
+                    (products,) = torch.autograd.grad(
                         score, latent, seeds, retain_graph=True, is_grads_batched=True
                     )
-                return list(rows.unbind())
+                return list(products.unbind())
             except RuntimeError:
                 self._hessian_at_once = False
         return [
-            torch.autograd.grad(column.sum(), latent, retain_graph=True)[0]
-            for column in score[..., rows].unbind(-1)
+            torch.autograd.grad((score * direction).sum(), latent, retain_graph=True)[0]
+            for direction in directions
         ]
 
     def read(self, latent: Tensor, read: Callable[[Trace], T]) -> T:
@@ -309,7 +308,10 @@ class LatentDensity:
             return self._runs.map(self._model, self.constrain(latent), read)
 
     def split(self, latent: Tensor) -> dict[str, Tensor]:
-        """The part of each site, ``(*batch, *unconstrained_shape)``, of ``(*batch, latent_dim)``."""
+        """The part of each site, ``(*batch, *unconstrained_shape)``.
+
+        :param latent: ``(*batch, latent_dim)``.
+        """
         sizes = [shape.numel() for shape in self.shapes.values()]
         parts = latent.split(sizes, dim=-1)
         return {

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyro
-import torch
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide
 
@@ -37,7 +36,6 @@ from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoSemiImplicit
 from pyro_implicit.guides.names import own_names
 from pyro_implicit.mcmc.batch_stream import BatchStream
-from pyro_implicit.mcmc.conditional_space import dependent_sites
 
 __all__ = ["fit"]
 
@@ -102,7 +100,9 @@ def fit(
     of the ELBO. Then they stay as they are, and the search begins anew.
 
     Unless ``refine=False``, nothing is trained where importance weights can right the Gaussians of
-    the search, and trainings are short, as chains are the cheaper way from there.
+    the search, nor where priors of latents depend on other latents, as there chains have a better
+    space than a trained guide's (:class:`~pyro_implicit.mcmc.ConditionalReparam`); and trainings
+    are short, as chains are the cheaper way from there.
 
     A candidate that fails leaves its reason in its line, and the others are kept. What a model can
     afford of all this is planned by counting the operations of its log-density. Ctrl-C ends it with
@@ -239,8 +239,6 @@ def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["au
         if stages.learn_parameters(density, modes):
             modes = stages.search(density, plan.search_iterations)
         seconds = math.inf if refine is False else TRAINING_SECONDS
-        if refine is not False and len(modes.loc) == 1 and _depend_on_others(density):
-            seconds = 0.0  # chains have a better space than a guide's noise
         exact = train_exact(stages, density, modes, seconds)
         near = is_near(exact)
         if refine is False and not near:
@@ -255,15 +253,6 @@ def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["au
         return stages.result
     except KeyboardInterrupt:
         return stages.keep_the_best(density, modes)
-
-
-def _depend_on_others(density: LatentDensity) -> bool:
-    """Whether there are latents whose priors depend on other latents."""
-    step = torch.linspace(0.1, 0.2, density.latent_dim).to(density.init_loc)
-    try:
-        return bool(dependent_sites(density, torch.stack([density.init_loc, density.init_loc + step])))
-    except Exception:  # the model's own, at that point
-        return False
 
 
 def _density(model: Callable[..., Any], args: Any, kwargs: Any) -> LatentDensity | None:

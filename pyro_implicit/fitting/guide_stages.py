@@ -21,6 +21,7 @@ from pyro_implicit.fitting.result import reason
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.infer import InjectiveELBO
+from pyro_implicit.mcmc.conditional_space import dependent_sites
 
 __all__ = ["is_near", "train_exact", "train_semi_implicit"]
 
@@ -37,7 +38,8 @@ def is_near(candidate: Candidate) -> bool:
 def train_exact(stages: Stages, density: LatentDensity, modes: Modes, seconds: float) -> Candidate:
     """The Gaussians as a candidate, and what training makes of them.
 
-    :param seconds: of one core that the training may take, as estimated; with 0 there is none.
+    :param seconds: of one core that the training may take, as estimated. If not infinite, chains or
+        weights follow, and there is no training where these can right the Gaussians.
     :returns: the trained one, or the Gaussians if that failed.
     """
     guide = stages.exact_guide(modes)
@@ -47,14 +49,14 @@ def train_exact(stages: Stages, density: LatentDensity, modes: Modes, seconds: f
         line.outcome = stages.add(weigh("gaussian", guide, density))
         if stages.candidates[-1].gap < AT_ONCE:
             return stages.candidates[-1]
-        # Chains or weights may follow, and weights can right this one.
         if math.isfinite(seconds):
             found = reliability(guide, density)
             if found.suffices:
                 stages.reliability = found
                 return stages.candidates[-1]
-    if seconds == 0:
-        return stages.candidates[-1]
+            if len(modes.loc) == 1 and dependent_sites(density, modes.loc[0]):
+                line.outcome += "; chains have a better space than a trained guide's"
+                return stages.candidates[-1]
     is_mixture = isinstance(guide, AutoMixture)
     with stages.result.attempt("mixture" if is_mixture else "injective") as line:
         losses: list[float] = []

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from pyro.infer.autoguide import AutoNormal, init_to_value
@@ -18,8 +19,9 @@ from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer import ImplicitELBO
-from pyro_implicit.mcmc import Refined, refine, teach
+from pyro_implicit.mcmc import AutoConditional, Refined, refine, teach
 from pyro_implicit.mcmc.chain_density import NoiseDensity
+from pyro_implicit.mcmc.conditional_space import dependent_sites
 from pyro_implicit.nn import start_values
 
 __all__ = ["between", "correct", "move_draws", "train_mean_field"]
@@ -72,7 +74,8 @@ def between(density: LatentDensity) -> dict[str, Tensor]:
 def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
     """Move draws of the guide to the posterior, by many short chains."""
     result, left = stages.result, stages.limit.left()
-    if isinstance(result.guide, AutoImplicit) and has_exact_density(result.guide):
+    has_own_space = bool(dependent_sites(result.density, result.density.init_loc))
+    if not has_own_space and _is_injective(result.guide):
         # Chains may walk on its noise, where each gradient is one of the generator, too.
         score = NoiseDensity(result.density, result.guide).score
         chains = affordable_chains(score, torch.zeros_like(result.density.init_loc))
@@ -98,9 +101,15 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
             f"fit's chains stopped at {refined.stopped} before they had settled: {drifts}. Cure: "
             "refine(model, result.guide, ...) with more max_gradients, or a reparameterised model"
         )
+    elif refined.reparams:
+        _teach_conditional(stages, refined)
     elif result.chosen == "mean-field":
         _teach(stages, refined)
     return result
+
+
+def _is_injective(guide: Any) -> bool:
+    return isinstance(guide, AutoImplicit) and has_exact_density(guide)
 
 
 def _teach(stages: Stages, refined: Refined) -> None:
@@ -114,6 +123,16 @@ def _teach(stages: Stages, refined: Refined) -> None:
             model_kwargs=stages.kwargs,
         )
         line.outcome = str(taught)
+
+
+def _teach_conditional(stages: Stages, refined: Refined) -> None:
+    """Leave a guide over the noise on which the chains walked, with the moments of their noise."""
+    with stages.result.attempt("teach") as line:
+        guide = own_names(AutoConditional(stages.trained, refined.reparams))
+        stages.guides.append(guide)
+        taught = guide.take_moments(refined.moving(), *stages.args, model_kwargs=stages.kwargs)
+        line.outcome = f"conditional: {taught}"
+        stages.result.guide, stages.result.chosen = guide, "conditional"
 
 
 def _drifts(refined: Refined) -> str:

@@ -19,7 +19,7 @@ from pyro_implicit.fitting.candidates import has_exact_density
 from pyro_implicit.fitting.correction import corrected_draws
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.stored_draws import StoredDraws
-from pyro_implicit.mcmc import Refined
+from pyro_implicit.mcmc import AutoConditional, Refined
 from pyro_implicit.mcmc.run_files import read_file, write_file
 
 __all__ = ["Fit", "Stage"]
@@ -153,6 +153,8 @@ class Fit:
         :param model_kwargs: more of these, whatever their names.
         """
         content = read_file(Path(path), "cpu")
+        if isinstance(content["guide"], AutoConditional):
+            content["guide"].attach(model)
         return cls(**{**content, "source": (model, args, {**kwargs, **(model_kwargs or {})})})
 
     def _corrected(self, num_samples: int) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.traced_score import TracedScore
 from pyro_implicit.guides import AutoImplicit
+from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.noise_space import NoiseSpaceReparam
 
 __all__ = ["ChainDensity", "NoiseDensity"]
@@ -42,6 +43,8 @@ class ChainDensity:
     space = "latent"
     middle: Tensor | None = None
     """Of the posterior, ``(latent_dim,)``, where the space was made from it."""
+    reparams: dict[str, ConditionalReparam] = {}
+    """By site, those of the space."""
 
     def __init__(self, density: LatentDensity, num_calls: float = math.inf) -> None:
         self.density = density

@@ -86,6 +86,16 @@ class ConditionalReparam(Reparam):
         """The noise that gives a value of the site."""
         return self._form(_base(fn)).to_noise(value)
 
+    def to_value(self, fn: Any, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """The value of the site that noise gives, and log-densities of noise less those of values.
+
+        :returns: ``(*batch_shape, *event_shape)`` and ``(*batch_shape)``.
+        """
+        form = self._form(_base(fn))
+        value, log_density = form.to_value(noise)
+        log_density = sum_rightmost(log_density, fn.event_dim - form.event_dim)
+        return value, log_density - fn.log_prob(value)
+
     def _form(self, fn: Any) -> _Scalar | _Vector:
         kind = _Vector if self.is_vector(fn) else _Scalar
         return kind(fn, self.precision, self.information)
@@ -123,19 +133,23 @@ class _Vector:
 
     def __init__(self, fn: Any, precision: Tensor, information: Tensor) -> None:
         self.loc, self.factor = fn.loc, fn.scale_tril
-        tilted = self.factor.mT @ precision @ self.factor
+        tilted = product(self.factor.mT, product(precision, self.factor))
         identity = torch.eye(tilted.shape[-1], dtype=tilted.dtype, device=tilted.device)
         self.stretch = cholesky(identity + tilted).mT
-        told = information - product(precision, fn.loc)
-        self.pull = solve_triangular(self.stretch.mT, product(self.factor.mT, told), upper=False)
+        told = information - _times(precision, fn.loc)
+        self.pull = solve_triangular(self.stretch.mT, _times(self.factor.mT, told), upper=False)
 
     def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor]:
         """The value, and the log-density of the noise."""
         white = solve_triangular(self.stretch, noise + self.pull, upper=True)
         log_det = self.stretch.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         log_density = dist.Normal(0.0, 1.0).log_prob(white).sum(-1) - log_det
-        return self.loc + product(self.factor, white), log_density
+        return self.loc + _times(self.factor, white), log_density
 
     def to_noise(self, value: Tensor) -> Tensor:
         white = solve_triangular(self.factor, value - self.loc, upper=False)
-        return product(self.stretch, white) - self.pull
+        return _times(self.stretch, white) - self.pull
+
+
+def _times(matrix: Tensor, vector: Tensor) -> Tensor:
+    return product(matrix, vector.unsqueeze(-1)).squeeze(-1)

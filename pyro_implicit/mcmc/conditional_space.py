@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,40 +12,138 @@ from pyro import poutine
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.engine import compute_log_prob
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.mcmc.chain_density import ChainDensity
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
+from pyro_implicit.mcmc.starts import Guide, latent_draws
 
-__all__ = ["ConditionalDensity", "dependent_sites"]
+__all__ = [
+    "ConditionalDensity",
+    "NoiseMap",
+    "conditional_reparams",
+    "dependent_sites",
+    "middle_of",
+]
 
+MIDDLE_DRAWS = 128
 MOST_SITES = 12  # that are taken one after the other
+MOST_COLUMNS, NUM_PROBES = 2000, 64
 
 
-def dependent_sites(density: LatentDensity, points: Tensor) -> list[str]:
+def dependent_sites(density: LatentDensity, point: Tensor) -> list[str]:
     """Latents of location and scale whose priors change with other latents, in the model's order.
 
-    :param points: two that differ, or more, ``(num_points, latent_dim)``.
+    :param point: near which they are seen to change, ``(latent_dim,)``. Where the model raises an
+        error there, none are.
     """
     if density.is_enumerated:
         return []
-    one, other = (density.trace_at(point).nodes for point in points[:2])
+    step = torch.linspace(0.1, 0.2, len(point)).to(point)
+    try:
+        one, other = (density.trace_at(at).nodes for at in (point, point + step))
+    except IMPOSSIBLE:
+        return []
     found = []
     for name in density.shapes:
         site = one[name]
         plain = site["mask"] is None and site["scale"] == 1.0
-        if plain and ConditionalReparam.suits(site["fn"]) and _differ(site["fn"], other[name]["fn"]):
+        if (
+            plain
+            and ConditionalReparam.suits(site["fn"])
+            and _differ(site["fn"], other[name]["fn"])
+        ):
             found.append(name)
     return found
 
 
-class ConditionalDensity(ChainDensity):
-    r"""A model's log-density over noise in place of the latents whose priors depend on others,
+def conditional_reparams(
+    model: Callable[..., Any],
+    guide: Guide,
+    *args: Any,
+    model_kwargs: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> dict[str, ConditionalReparam]:
+    """How a model is written over the noise of its latents, for ``poutine.reparam``.
 
-    which :class:`~pyro_implicit.mcmc.ConditionalReparam` writes so. W and h are the second and
-    first derivative of the log-density without the latent's own prior, at a point of the posterior;
-    latents are taken from the last to the first, so that what later ones say of an earlier one is
-    what is left of them as noise.
+    Any guide of that model, a mean field for instance, is a structured one of the first: latents
+    depend on their parents as the prior and the data have it, and are independent given these.
+    NUTS has no funnel to walk through. :func:`~pyro_implicit.mcmc.refine` does all this by itself.
+
+    **Example:**
+
+    >>> import pyro, pyro.distributions as dist
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> def model(y):
+    ...     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    ...     with pyro.plate("groups", len(y)):
+    ...         x = pyro.sample("x", dist.Normal(0.0, scale))
+    ...         pyro.sample("y", dist.Normal(x, 0.5), obs=y)
+    >>> y = torch.tensor([1.0, -2.0, 0.5])
+    >>> reparams = conditional_reparams(model, AutoNormal(model), y)
+    >>> guide = AutoNormal(poutine.reparam(model, reparams))
+    >>> sorted(guide(y))
+    ['scale', 'x_noise']
+
+    :param guide: of the model, trained or not, or draws by site: their median is where the data
+        are asked what they say. A rough one will do.
+    :param args: of the model, as ``kwargs``.
+    :param model_kwargs: more of these, whatever their names.
+    :returns: by site, of those whose priors depend on other latents; others stay as they are.
+    """
+    kwargs = {**kwargs, **(model_kwargs or {})}
+    density = LatentDensity(model, *args, model_kwargs=kwargs)
+    middle = middle_of(density, guide, args, kwargs)
+    return ConditionalDensity(density, middle, dependent_sites(density, middle)).reparams
+
+
+def middle_of(density: LatentDensity, guide: Guide, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """The median of a guide's draws, ``(latent_dim,)``."""
+    return latent_draws(density, guide, MIDDLE_DRAWS, args, kwargs).median(0).values
+
+
+class NoiseMap:
+    """A model's latents and their noise.
+
+    :param density: of the model.
+    :param reparams: by site.
+    """
+
+    def __init__(self, density: LatentDensity, reparams: dict[str, ConditionalReparam]) -> None:
+        self.density, self.reparams = density, reparams
+        model = poutine.reparam(density.model, reparams)
+        self.noise = LatentDensity(model, *density.args, model_kwargs=density.kwargs)
+
+    @torch.no_grad()
+    def to_latent(self, points: Tensor) -> Tensor:
+        """Latents of noise, ``(num_points, latent_dim)``."""
+        names = list(self.density.shapes)
+        values = self.noise.read(points, lambda trace: [trace.nodes[n]["value"] for n in names])
+        return self.density.unconstrain(dict(zip(names, values, strict=True)))
+
+    @torch.no_grad()
+    def to_points(self, latent: Tensor) -> Tensor:
+        """Noise of latents, ``(num_points, latent_dim)``."""
+
+        def read(trace: Trace) -> dict[str, Tensor]:
+            values = {name: trace.nodes[name]["value"] for name in self.density.shapes}
+            for name, reparam in self.reparams.items():
+                site = trace.nodes[name]
+                values[f"{name}_noise"] = reparam.to_noise(site["fn"], site["value"])
+            return values
+
+        return self.noise.unconstrain(self.density.read(latent, read))
+
+
+class ConditionalDensity(ChainDensity):
+    """A model's log-density over the noise of its latents, for chains.
+
+    Latents whose priors depend on others are written by
+    :class:`~pyro_implicit.mcmc.ConditionalReparam`. W and h are the second and the first derivative
+    of the log-density without the latent's own prior, at a point of the posterior; latents are
+    taken from the last to the first, so that what later ones say of an earlier one is what is left
+    of them as noise.
 
     :param density: of the model.
     :param middle: of the posterior, ``(latent_dim,)``.
@@ -59,83 +158,88 @@ class ConditionalDensity(ChainDensity):
     ) -> None:
         super().__init__(density, num_calls)
         self.middle = middle
-        self.reparams: dict[str, ConditionalReparam] = {}
-        self.noise = density
         groups = [[site] for site in reversed(sites)]
         if len(groups) > MOST_SITES:
             groups = [sites]
+        self._map = NoiseMap(density, {})
         for group in groups:
-            found = self._say(middle, group)
-            self.reparams |= found
-            model = poutine.reparam(density.model, self.reparams)
-            self.noise = LatentDensity(model, *density.args, model_kwargs=density.kwargs)
+            told = self._say(middle, group)
+            self._map = NoiseMap(density, {**self._map.reparams, **told})
+        self.reparams = self._map.reparams
 
     def _score(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        return self.noise.score(points)
+        return self._map.noise.score(points)
 
-    @torch.no_grad()
     def to_latent(self, points: Tensor) -> Tensor:
         """Latents of noise, ``(num_chains, latent_dim)``."""
-        names = list(self.density.shapes)
-        values = self.noise.read(points, lambda trace: [trace.nodes[n]["value"] for n in names])
-        return self.density.unconstrain(dict(zip(names, values, strict=True)))
+        return self._map.to_latent(points)
 
-    @torch.no_grad()
     def to_points(self, latent: Tensor) -> Tensor:
         """Noise of latents, ``(num_chains, latent_dim)``."""
-
-        def read(trace: Trace) -> dict[str, Tensor]:
-            values = {name: trace.nodes[name]["value"] for name in self.density.shapes}
-            for name, reparam in self.reparams.items():
-                site = trace.nodes[name]
-                values[f"{name}_noise"] = reparam.to_noise(site["fn"], site["value"])
-            return values
-
-        return self.noise.unconstrain(self.density.read(latent, read))
+        return self._map.to_points(latent)
 
     def _say(self, latent: Tensor, sites: list[str]) -> dict[str, ConditionalReparam]:
         """What the rest of the model says of some sites."""
-        point = self.to_points(latent.unsqueeze(0)).detach()
+        noise, point = self._map.noise, self.to_points(latent.unsqueeze(0)).detach()
 
         def rest(trace: Trace) -> Tensor:
             compute_log_prob(trace)
             total = torch.as_tensor(trace.log_prob_sum())
             return total - sum(trace.nodes[name]["log_prob_sum"] for name in sites)
 
+        nodes, made = self.density.trace_at(latent).nodes, {}
+        places = noise.split(torch.arange(point.shape[-1], device=point.device))
         with torch.enable_grad():
             point.requires_grad_()
-            log_prob = self.noise.read(point, rest)
+            log_prob = noise.read(point, rest)
             (score,) = torch.autograd.grad(log_prob.sum(), point, create_graph=True)
-            parts = self.noise.split(torch.arange(point.shape[-1]))
-            rows = torch.cat([parts[name].flatten() for name in sites])
-            hessian = self.noise.rows_of_hessian(point, score, rows)
-        curvature = -torch.stack([row[0] for row in hessian])
-        nodes, made, first = self.density.trace_at(latent).nodes, {}, 0
-        for name in sites:
-            columns = parts[name]
-            own = curvature[first : first + columns.numel(), columns.flatten()]
-            first += columns.numel()
-            fn = nodes[name]["fn"]
-            made[name] = _reparam(fn, own, score[0, columns].detach(), point[0, columns].detach())
+            for name in sites:
+                fn, place = nodes[name]["fn"], places[name]
+                size = place.shape[-1] if ConditionalReparam.is_vector(fn) else 1
+                columns = place.reshape(-1, size)
+                curvature = -self._blocks_of_hessian(point, score, columns)
+                gradient, value = score[0, columns].detach(), point[0, columns].detach()
+                precision, information = _told(curvature, gradient, value)
+                shape = (*place.shape, size) if size > 1 else place.shape
+                made[name] = ConditionalReparam(
+                    precision.reshape(shape), information.reshape(place.shape)
+                )
         return made
 
+    def _blocks_of_hessian(self, point: Tensor, score: Tensor, columns: Tensor) -> Tensor:
+        """Those on the diagonal, ``(count, size, size)``, of ``columns`` ``(count, size)``.
 
-def _reparam(fn: Any, curvature: Tensor, gradient: Tensor, value: Tensor) -> ConditionalReparam:
-    """What a second-order expansion says, of the directions in which it bends down."""
-    if not ConditionalReparam.is_vector(fn):
-        precision = curvature.diagonal().reshape(value.shape)
-        told = precision > 0
-        precision = torch.where(told, precision, 0.0)
-        return ConditionalReparam(precision, torch.where(told, gradient, 0.0) + precision * value)
-    size = value.shape[-1]
-    count = value.numel() // size
-    blocks = curvature.reshape(count, size, count, size).diagonal(dim1=0, dim2=2).movedim(-1, 0)
-    values, vectors = torch.linalg.eigh((blocks + blocks.mT) / 2)
+        Of very many, an estimate by random signs (Hutchinson), in which what lies beside the
+        blocks cancels.
+        """
+        count, size = columns.shape
+        if columns.numel() <= MOST_COLUMNS:
+            signs = torch.eye(count).to(point)
+        else:
+            shape, seeded = (NUM_PROBES, count), torch.Generator().manual_seed(0)
+            signs = torch.randint(2, shape, generator=seeded).to(point) * 2 - 1
+            signs = signs / math.sqrt(NUM_PROBES)
+        directions = point.new_zeros(len(signs), size, point.shape[-1])
+        for index in range(size):
+            directions[:, index, columns[:, index]] = signs
+        directions = directions.flatten(0, 1)
+        found = self._map.noise.hessian_products(point, score, directions)
+        products = torch.stack([one[0] for one in found])
+        own = products[:, columns].reshape(len(signs), size, count, size)
+        return torch.einsum("kb,kjbi->bij", signs, own)
+
+
+def _told(curvature: Tensor, gradient: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """W and h of a second-order expansion, in the directions in which it bends down.
+
+    :param curvature: ``(count, size, size)``.
+    :param gradient: as ``value``, ``(count, size)``.
+    """
+    values, vectors = torch.linalg.eigh((curvature + curvature.mT) / 2)
     precision = (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.mT
     told = (vectors * (values > 0).unsqueeze(-2)) @ vectors.mT
-    precision, told = (part.reshape(*value.shape, size) for part in (precision, told))
-    column = told @ gradient.unsqueeze(-1) + precision @ value.unsqueeze(-1)
-    return ConditionalReparam(precision, column.squeeze(-1))
+    information = told @ gradient.unsqueeze(-1) + precision @ value.unsqueeze(-1)
+    return precision, information.squeeze(-1)
 
 
 def _differ(one: Any, other: Any) -> bool:

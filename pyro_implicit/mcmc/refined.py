@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_implicit.mcmc.chain_density import ChainDensity
 from pyro_implicit.mcmc.chains import Chains
+from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.modes import KEPT, Modes
 from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.mcmc.teaching import Taught
@@ -49,6 +50,7 @@ class Refined:
         ``"conditional"`` on what parents and data leave open of each latent
         (:class:`~pyro_implicit.mcmc.ConditionalReparam`).
     :ivar space_note: Why that space, where others were possible.
+    :ivar reparams: Those of the conditional space, by site.
     :ivar modes: A note on separate modes.
     :ivar taught: What the guide learnt, with ``teach=True``.
     """
@@ -70,6 +72,7 @@ class Refined:
     space_note: str
     modes: str
     taught: Taught | None = None
+    reparams: dict[str, ConditionalReparam] = field(default_factory=dict)
 
     @property
     def num_chains(self) -> int:
@@ -179,4 +182,5 @@ def collect(density: ChainDensity, modes: Modes | None, chains: Chains) -> Refin
         space=chains.space,
         space_note=chains.space_note,
         modes=note,
+        reparams=density.reparams,
     )

@@ -26,6 +26,7 @@ from pyro_implicit.mcmc.minibatch_refined import MinibatchRefined
 from pyro_implicit.mcmc.minibatch_refinement import refine_by_minibatches, refuse_hmc_options
 from pyro_implicit.mcmc.modes import Modes
 from pyro_implicit.mcmc.refined import Refined, collect
+from pyro_implicit.mcmc.run_files import random_streams, restore_random_streams
 from pyro_implicit.mcmc.spaces import Plan, density_of, start_chains
 from pyro_implicit.mcmc.stopping import Tracked, tracked
 from pyro_implicit.mcmc.teaching import check_teachable
@@ -35,8 +36,8 @@ __all__ = ["refine"]
 
 Quantities = Callable[[dict[str, Tensor]], Tensor | dict[str, Tensor]]
 
-FRAMES = ("auto", "diagonal", "low-rank", "full", "noise", "conditional")
 MAX_FULL_DIM = 100
+FRAMES = ("auto", "diagonal", "low-rank", "full", "noise", "conditional")
 LEAST_CHAINS = 8
 WARMUP_SHARE = 0.4
 LEAST_DRAWS = 12
@@ -116,8 +117,8 @@ def refine(
     >>> y = torch.tensor([1.0, -2.0, 3.0])
     >>> guide = AutoNormal(model)  # better trained, but any will do
     >>> result = refine(model, guide, y, seed=0, progress=False)
-    >>> result.stopped, f"{result.get_samples()['scale'].mean():.1f}"
-    ('converged', '2.4')
+    >>> result.stopped, f"{result.get_samples()['scale'].mean():.0f}"
+    ('converged', '2')
 
     :param model: a Pyro model of continuous latents, with all its data: nothing subsampled, unless
         ``batches`` are given.
@@ -131,10 +132,13 @@ def refine(
         returns a :class:`~pyro_implicit.mcmc.MinibatchRefined`.
     :param num_chains: at least 8; by default 256, and 8 of minibatches.
     :param frame: ``"full"`` for the covariance, ``"low-rank"`` for its significant principal axes
-        on a diagonal, ``"diagonal"``, or ``"noise"`` to walk on the noise of an injective
-        :class:`~pyro_implicit.AutoImplicit` instead of the latents, for funnels. By default noise
-        where the guide allows it, unless a short walk in both shows the latents to be better; the
-        frame, of latents or noise, is full up to 100 dimensions and low-rank above.
+        on a diagonal, ``"diagonal"``; or another space than that of the latents, for funnels:
+        ``"noise"`` of an injective :class:`~pyro_implicit.AutoImplicit`, or ``"conditional"``, what
+        is left of latents once their parents and the data are known
+        (:class:`~pyro_implicit.mcmc.ConditionalReparam`), where priors depend on other latents. By
+        default the latter if there are such priors, else noise where the guide allows it, unless a
+        short walk shows the latents to be better; the frame in the space is full up to 100
+        dimensions and low-rank above.
     :param quantities: of a dict of constrained draws by site, ``(num_chains, *site_shape)``, a
         tensor or a dict of tensors ``(num_chains, *shape)``, for instance predictions. If given,
         these and the log-density decide when to stop, in place of the latents, and may do so
@@ -226,7 +230,9 @@ def refine(
     began = time.perf_counter()
     if file is not None and file.exists():
         chains: Chains = load_chains(file, settings, density.init_loc.device)
+        streams = random_streams()  # the chains' own
         walked = density_of(density, plan, chains.space, chains.middle)
+        restore_random_streams(streams)
     else:
         walked, chains = start_chains(density, plan)
     began -= chains.seconds

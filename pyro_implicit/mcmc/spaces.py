@@ -19,7 +19,7 @@ from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.mcmc.chain_density import ChainDensity, NoiseDensity
 from pyro_implicit.mcmc.chains import MAX_FAILED, Chains
 from pyro_implicit.mcmc.chees import ChEES
-from pyro_implicit.mcmc.conditional_space import ConditionalDensity, dependent_sites
+from pyro_implicit.mcmc.conditional_space import ConditionalDensity, dependent_sites, middle_of
 from pyro_implicit.mcmc.frame import FrameKind, estimate_frame
 from pyro_implicit.mcmc.history import History
 from pyro_implicit.mcmc.noise_space import count_folds
@@ -35,12 +35,7 @@ FASTER = 1.2
 LONGEST = 16  # leapfrogs of a transition
 LEAST_BUDGET = 4 * LONGEST * PROBE  # of which two walks take half at most
 FOLD_DRAWS = 64
-MIDDLE_DRAWS = 128
-NAMES = {
-    "latent": "the latents",
-    "noise": "the guide's noise",
-    "conditional": "the latents' own noise",
-}
+NAMES = {"noise": "the guide's noise", "conditional": "the latents' own noise"}
 
 
 @dataclass(frozen=True)
@@ -86,14 +81,14 @@ def density_of(
 
 
 def _conditional(density: LatentDensity, plan: Plan, middle: Tensor | None) -> ConditionalDensity:
-    draws = latent_draws(density, plan.guide, MIDDLE_DRAWS, plan.args, plan.kwargs)
-    sites = dependent_sites(density, draws)
+    if middle is None:
+        middle = middle_of(density, plan.guide, plan.args, plan.kwargs)
+    sites = dependent_sites(density, middle)
     if not sites:
         raise ValueError(
             'frame="conditional" wants latents of location and scale that depend on other latents, '
             'and this model has none. Cure: frame="auto"'
         )
-    middle = draws.median(0).values if middle is None else middle
     try:
         walked = ConditionalDensity(density, middle, sites, plan.max_gradients)
     except RuntimeError as error:
@@ -107,13 +102,14 @@ def _conditional(density: LatentDensity, plan: Plan, middle: Tensor | None) -> C
 def start_chains(density: LatentDensity, plan: Plan) -> tuple[ChainDensity, Chains]:
     """Chains at draws of the guide, in the space that suits them.
 
-    With ``frame="auto"`` chains begin in the latents' own noise, if priors of latents depend on
-    other latents, else in the noise of an injective guide. They stay there if the guide's generator
-    does not fold and the walk is easy: few gradients a transition, and none that fails. Where it is
-    not, and the budget allows it, the next of these spaces, the latents last, is tried for as many
-    transitions from the same guide, and the chains are taken there if the slowest latent, or its
-    square, is moved further in the same time: by the squared distance of a transition over the
-    variance, the larger of both walks, and by what a gradient costs, counted in operations.
+    With ``frame="auto"`` chains walk on the latents' own noise, if priors of latents depend on
+    other latents. Else an injective guide's chains begin in its noise. They stay there if the
+    generator does not fold and the walk is easy: few gradients a transition, and none that fails.
+    Where it is not, and the budget allows it, the latents are tried for as many transitions from
+    the same guide, and the chains are taken there if the slowest latent, or its square, is moved
+    further in the same time: by the squared distance of a transition over the variance, the larger
+    of both walks, and by what a gradient costs, counted in operations. Noise in which the
+    log-density is not finite is left alone.
 
     :returns: what they walk on, and the chains, the probes' gradients counted.
     """
@@ -121,40 +117,41 @@ def start_chains(density: LatentDensity, plan: Plan) -> tuple[ChainDensity, Chai
         space = plan.frame if plan.frame in ("noise", "conditional") else "latent"
         walked = density_of(density, plan, space)
         return walked, _begin(walked, plan)
-    options = []
-    for space in ("conditional", "noise", "latent"):
+    latent = density_of(density, plan, "latent")
+    notes = []
+    for space in ("conditional", "noise"):
         with suppress(ValueError):
-            options.append(density_of(density, plan, space))
-    if len(options) == 1:
-        return options[0], _begin(options[0], plan)
-    return _the_better(options[0], options[1], plan)
+            walked = density_of(density, plan, space)
+            chains, note = _begin_if_sound(walked, plan)
+            if chains is not None and space == "noise":
+                return _the_better(walked, chains, latent, plan)
+            if chains is not None:
+                return walked, chains
+            notes.append(note)
+    others = _begin(latent, plan)
+    others.space_note = "; ".join(notes)
+    return latent, others
 
 
 def _the_better(
-    first: ChainDensity, second: ChainDensity, plan: Plan
+    noise: ChainDensity, chains: Chains, latent: ChainDensity, plan: Plan
 ) -> tuple[ChainDensity, Chains]:
-    chains, note = _begin_if_sound(first, plan)
-    walk = None
-    if chains is not None:
-        if plan.max_gradients < LEAST_BUDGET:
-            return first, chains
-        walk = _Walk(chains, first)
-        if walk.is_easy:
-            return first, chains
-    others = _begin(second, plan)
-    if chains is None or walk is None:
-        others.space_note = note
-        return second, others
-    other = _Walk(others, second)
-    gain = _cost(first, chains) / _cost(second, others)
+    if plan.max_gradients < LEAST_BUDGET:
+        return noise, chains
+    walk = _Walk(chains, noise)
+    if walk.is_easy:
+        return noise, chains
+    others = _begin(latent, plan)
+    other = _Walk(others, latent)
+    gain = _cost(noise, chains) / _cost(latent, others)
     gain *= other.speed(walk) / max(walk.speed(other), 1e-12)
     chains.gradients = others.gradients = chains.gradients + others.gradients
-    here, there = NAMES[first.space], NAMES[second.space]
+    said = f"{gain:.1f} times as fast as in its noise"
     if gain > FASTER and other.failed <= walk.failed + MAX_FAILED:
-        others.space_note = f"in {there} chains move {gain:.1f} times as fast as in {here}"
-        return second, others
-    chains.space_note = f"in {there} they would move {gain:.1f} times as fast"
-    return first, chains
+        others.space_note = f"in the latents chains move {said}"
+        return latent, others
+    chains.space_note = f"in the latents they would move {said}"
+    return noise, chains
 
 
 def _begin_if_sound(walked: ChainDensity, plan: Plan) -> tuple[Chains | None, str]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ __all__ = ["Drift", "Tracked", "drift", "pooled", "tracked"]
 
 MAX_MEAN_ERROR = 0.05  # sds
 MAX_SD_ERROR = 0.05  # as a share
-MAX_ALLOWANCE = 1.5
+MAX_ALLOWANCE = 2.0
 MAX_R_HAT, MAX_STEADY_R_HAT = 1.1, 2.0
 ERRORS = 2.0
 
@@ -52,7 +53,7 @@ class Drift(NamedTuple):
     ``mean`` is how far a mean may be off, in sds, as its drift says; ``sd`` the same of standard
     deviations, as a share; both with two standard errors of the drift. Of heavy tails, whose
     standard deviation varies more than a normal's in as many draws, the share is divided by how
-    much, at most by 1.5. ``r_hat`` is the greatest R-hat of values and squares.
+    much, at most by 2. ``r_hat`` is the greatest R-hat of values and squares.
     """
 
     mean: float
@@ -93,7 +94,9 @@ def drift(powers: Tensor, group: Tensor, label: Tensor | None = None) -> Drift:
     must also have forgotten their starts: R-hat of the stretch, of values and of squares, asks each
     chain for five effective draws at least (:math:`\hat R^2 - 1 \approx 1 / n`), after which the
     memory of the start is gone. It is not asked for more, as of long chains, because noise is
-    averaged over chains. It is the nested R-hat of reference 1 with a superchain for each chain:
+    averaged over chains. Of many quantities one drifts far by noise alone: what the largest of so
+    many normal variables is expected to have more than a single one, in standard errors, is taken
+    off each drift. R-hat is the nested R-hat of reference 1 with a superchain for each chain:
     larger ones want common starts, which a guide's draws are not.
 
     **Example:**
@@ -175,7 +178,13 @@ def _bound(values: Tensor, half: int) -> Tensor:
     """The drift of each quantity's mean, plus its errors: ``(num_quantities,)``."""
     differences = values[half:].mean(0) - values[:half].mean(0)
     error = differences.std(0) / math.sqrt(len(differences))
-    return differences.mean(0).abs() + ERRORS * error
+    by_noise = _largest(differences.shape[-1]) - _largest(1)
+    return (differences.mean(0).abs() - by_noise * error).clamp(min=0) + ERRORS * error
+
+
+def _largest(count: int) -> float:
+    """What the largest of so many standard normal variables is expected to be, about, unsigned."""
+    return NormalDist().inv_cdf(1 - 0.2125 / count)
 
 
 def _r_hat(means: Tensor, mean_squares: Tensor, group: Tensor, members: Tensor) -> Tensor:

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.common import read_records
 from benchmarks.zoo import registry, split
 from benchmarks.zoo.metrics import Reference, measure, read_reference
-from benchmarks.zoo.references.make import CHECKS, kept_columns
+from benchmarks.zoo.references import gibbs
+from benchmarks.zoo.references.make import CHECKS, kept_columns, read
 from benchmarks.zoo.report import report
 
 NAMES = registry.names()
@@ -103,6 +105,52 @@ def test_kept_columns_have_the_small_sites():
     assert len(columns) <= 75 and columns == sorted(set(columns))
     assert {0, 1, 502} <= set(columns)
     assert kept_columns([1] * 100).shape == (75,)
+
+
+def test_walk_of_local_scales(monkeypatch):
+    monkeypatch.setattr(gibbs, "LOCAL_STEP", 0.7)  # accepts both steps of a sweep often
+    x, y = np.array([[1.0, 1.0], [-0.6, -0.7], [0.8, 0.8]]), np.array([2.6, -1.4, 2.2])
+    z, noise, rng = np.array([0.8, 1.3]), 0.3, np.random.default_rng(0)
+    local = np.ones((8000, 2))
+    for _ in range(200):
+        coefficients = z * local
+        residual = y - coefficients @ x.T
+        local = gibbs.walk_local(rng, x, residual, local, coefficients, np.full(8000, noise))
+    side = np.linspace(-12.0, 4.0, 400)
+    grid = np.stack(np.meshgrid(side, side), -1).reshape(-1, 2)
+    log_prob = (grid - np.log1p(np.exp(2 * grid))).sum(-1)
+    log_prob -= ((y - (z * np.exp(grid)) @ x.T) ** 2).sum(-1) / (2 * noise)
+    weights = np.exp(log_prob - log_prob.max())
+    mean = weights @ grid / weights.sum()
+    np.testing.assert_allclose(np.log(local).mean(0), mean, atol=0.05)
+
+
+def test_gibbs_samples_the_horseshoe(tmp_path):
+    x = torch.tensor([[1.0, 0.9], [-0.6, -0.8], [0.8, 1.1]])
+    y = torch.tensor([2.6, -1.4, 2.2])
+    np.savez(tmp_path / "data.npz", argument_0=x.numpy(), argument_1=y.numpy())
+    gibbs.horseshoe(tmp_path, num_draws=500, thin=1)
+    draws, _ = read(tmp_path)
+    coefficients = draws["z"] * draws["lam"] * draws["tau"].unsqueeze(-1)
+    scales = [draws["tau"], draws["sigma"], *draws["lam"].unbind(-1)]
+    sampled = torch.cat([torch.stack(scales, -1).log(), coefficients], -1).flatten(0, 1)
+
+    # By quadrature over the logarithms of the four scales, given which all is normal.
+    wide, narrow = torch.linspace(-9.0, 9.0, 22), torch.linspace(-4.0, 2.5, 22)
+    grid = torch.cartesian_prod(wide, narrow, wide, wide)
+    tau, sigma, lam = grid[:, :1].exp(), grid[:, 1].exp(), grid[:, 2:].exp()
+    precision = (x.T @ x) / sigma[:, None, None] ** 2 + torch.diag_embed((tau * lam) ** -2)
+    (a, b), (_, d) = precision.permute(1, 2, 0)
+    first, second = (y @ x).unsqueeze(-1) / sigma**2
+    determinant = a * d - b**2
+    means = torch.stack([d * first - b * second, a * second - b * first]) / determinant
+    log_prob = 0.5 * (first * means[0] + second * means[1] - y @ y / sigma**2)
+    log_prob -= 0.5 * determinant.log() + (tau * lam).log().sum(-1) + 3 * sigma.log()
+    log_prob += grid.sum(-1) - sigma**2 / 8
+    log_prob -= torch.log1p(tau**2).squeeze(-1) + torch.log1p(lam**2).sum(-1)
+    mean = log_prob.softmax(0) @ torch.cat([grid, means.T], -1)
+    errors = (sampled.mean(0) - mean) / sampled.std(0)
+    assert errors.abs().max() < 0.12, errors
 
 
 def test_report():

@@ -79,7 +79,9 @@ def test_value_and_gradient_of_nuts(model):
     assert density.is_vectorized
     _, potential, _, _ = initialize_model(model)
     for k in range(4):
-        parts = {name: part[k].clone().requires_grad_() for name, part in density._split(latent)}
+        parts = {
+            name: part[k].clone().requires_grad_() for name, part in density.split(latent).items()
+        }
         expected = -potential(parts)
         if model is crossed:  # where NUTS counts each of a masked word's values as one
             expected = expected - 4 * math.log(3)
@@ -104,7 +106,7 @@ def test_value_of_trace_enum_elbo(model):
     elbo = TraceEnum_ELBO(max_plate_nesting=2)
     expected = -elbo.loss(config_enumerate(model), guide)
     found = density.log_prob(latent).item()
-    for name, part in density._split(latent):
+    for name, part in density.split(latent).items():
         transform = density._transforms[name]
         found -= transform.log_abs_det_jacobian(part, transform(part)).sum().item()
     assert found == pytest.approx(expected)

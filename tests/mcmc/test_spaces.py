@@ -24,6 +24,14 @@ def funnel():
     pyro.sample("x", dist.Normal(0.0, (v / 2).exp()).expand([3]).to_event(1))
 
 
+def hidden_funnel():
+    """Pyro does not see that the second site has a scale."""
+    v = pyro.sample("v", dist.Normal(0.0, 1.5))
+    scaled = dist.transforms.AffineTransform(0.0, (v / 2).exp())
+    standard = dist.Normal(0.0, 1.0).expand([3])
+    pyro.sample("x", dist.TransformedDistribution(standard, scaled).to_event(1))
+
+
 def injective(model, latent_dim):
     frame = Frame(torch.zeros(latent_dim), torch.ones(latent_dim))
     guide = AutoImplicit(model, AutoregressiveGenerator, frame=frame)
@@ -64,7 +72,8 @@ def test_a_funnel_stays_in_the_noise_of_its_guide():
     draws = guide.sample_posterior(20_000)
     assert abs(draws["v"].std() - 1.5) < 0.05
     assert abs((draws["x"] * (-draws["v"] / 2).exp().unsqueeze(-1)).std() - 1) < 0.05
-    assert begin(funnel, guide).space == "noise"
+    assert begin(hidden_funnel, guide).space == "noise"
+    assert begin(funnel, guide).space == "conditional"
 
 
 @pytest.mark.parametrize("frame", ["auto", "noise"])

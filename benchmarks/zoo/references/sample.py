@@ -15,7 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 import numpyro
+import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS, init_to_median, init_to_uniform
+from numpyro.infer.reparam import Reparam
 from numpyro.infer.util import log_density
 
 NUM_CHAINS = 4
@@ -28,6 +30,19 @@ def twin(kind: str, name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"benchmarks.zoo.references.twins.{kind}"), name)
 
 
+class Noncentred(Reparam):
+    """Draws a normal site as its location plus its scale, or Cholesky factor, times white noise."""
+
+    def __call__(self, name: str, fn: Any, obs: Any) -> tuple[None, Any]:
+        normal, _, _ = self._unwrap(fn)
+        white = dist.Normal(0.0, 1.0).expand(fn.shape()).to_event(fn.event_dim)
+        noise = numpyro.sample(f"{name}_white", white)
+        if isinstance(normal, dist.MultivariateNormal):
+            return None, normal.loc + (normal.scale_tril @ noise[..., None])[..., 0]
+        assert isinstance(normal, dist.Normal), f"{name} is not normal"
+        return None, normal.loc + normal.scale * noise
+
+
 def main(args: argparse.Namespace) -> None:
     # Read at the first computation. Of most twins compilation takes longer than sampling.
     os.environ["XLA_FLAGS"] = COMMON_FLAGS + ("" if args.optimise else QUICK_FLAGS)
@@ -37,8 +52,9 @@ def main(args: argparse.Namespace) -> None:
     with np.load(args.folder / "data.npz") as file:
         data = [file[f"argument_{i}"] for i in range(len(file.files))]
     start = init_to_median() if args.from_median else init_to_uniform()
+    noncentred = {site: Noncentred() for site in args.noncentred}
     kernel = NUTS(
-        model,
+        numpyro.handlers.reparam(model, noncentred),
         target_accept_prob=args.target_accept,
         init_strategy=start,
         dense_mass=not args.diagonal,
@@ -54,6 +70,8 @@ def main(args: argparse.Namespace) -> None:
     )
     mcmc.run(jax.random.PRNGKey(args.seed), *data, extra_fields=("diverging", "num_steps"))
     draws = {name: np.asarray(value) for name, value in mcmc.get_samples(True).items()}
+    for site in args.noncentred:
+        del draws[f"{site}_white"]
     extra = {name: np.asarray(value) for name, value in mcmc.get_extra_fields(True).items()}
     points = [{name: value[0, i] for name, value in draws.items()} for i in range(NUM_POINTS)]
     log_probs = [float(log_density(model, data, {}, point)[0]) for point in points]
@@ -82,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--optimise", action="store_true", help="by XLA: for the large twins")
     parser.add_argument("--diagonal", action="store_true", help="mass matrix")
+    parser.add_argument("--noncentred", nargs="+", default=[], metavar="SITE", help="normal sites")
     parser.add_argument("--from-median", action="store_true", help="of the prior")
     return parser
 

@@ -16,21 +16,22 @@ SETTINGS = {
     "binomial_players": "--target-accept 0.95 --thin 3",
     "groups_1000": "--diagonal --optimise",
     "gp_poisson": "--target-accept 0.95",
-    "gp_bernoulli": "--target-accept 0.95",
-    "local_level_loop": "--diagonal --target-accept 0.95",
-    "local_level": "--diagonal",
+    "gp_bernoulli": "--target-accept 0.95 --noncentred f --optimise --diagonal",
+    "local_level_loop": "--target-accept 0.95 --noncentred level --optimise",
+    "local_level": "--target-accept 0.95 --optimise",
     "irt_2pl": "--diagonal",
-    "mixed_poisson_lkj": "--diagonal --target-accept 0.9",
+    "mixed_poisson_lkj": "--target-accept 0.9 --diagonal --noncentred effect --optimise",
     "car_lattice": "--diagonal --target-accept 0.9 --optimise",
-    "stochastic_volatility_1000": "--diagonal --samples 1000 --optimise",
+    "stochastic_volatility_1000": "--diagonal --noncentred steps --samples 1000 --optimise",
     "stochastic_volatility_100_loop": "--diagonal --target-accept 0.95 --optimise",
     "spike_slab": "--target-accept 0.95 --thin 2",
-    "network_50": "--diagonal --thin 2",
+    "network_50": "--diagonal --thin 2 --optimise",
     "network_500": "--diagonal --optimise",
+    "factor_analysis": "--thin 2",
     "factor_energy": "--target-accept 0.95 --thin 4",
     "measurement_error": "--target-accept 0.95",
     "deterministic_sites": "--target-accept 0.95",
 }
 
 # Of models that NUTS does not manage: draws of each chain, and sweeps between two of them.
-GIBBS = {"horseshoe_30": (250, 20), "horseshoe_50": (150, 10), "horseshoe_300": (80, 10)}
+GIBBS = {"horseshoe_30": (800, 5), "horseshoe_50": (800, 5), "horseshoe_300": (400, 10)}

@@ -40,7 +40,6 @@ def car_lattice(adjacency, exposure, counts):
     intercept = sample("intercept", dist.Normal(0.0, 2.0))
     tau = sample("tau", dist.Gamma(2.0, 1.0))
     alpha = sample("alpha", dist.Beta(4.0, 1.0))
-    precision = tau * (jnp.diag(adjacency.sum(-1)) - alpha * adjacency)
-    zero = jnp.zeros(len(counts))
-    phi = sample("phi", dist.MultivariateNormal(zero, precision_matrix=precision))
+    # Of the precision ``tau * (degree - alpha * adjacency)``; needs no factor of it.
+    phi = sample("phi", dist.CAR(jnp.zeros(len(counts)), alpha, tau, adjacency))
     sample("counts", dist.Poisson(exposure * jnp.exp(intercept + phi)), obs=counts)

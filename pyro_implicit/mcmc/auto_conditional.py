@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A guide in which latents depend on their parents as prior and data have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide, AutoMultivariateNormal
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.trace_struct import Trace
+from torch import Tensor
+
+from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
+from pyro_implicit.mcmc.conditional_space import NoiseMap
+from pyro_implicit.mcmc.teaching import Taught, teach
+
+__all__ = ["AutoConditional"]
+
+MAX_DENSE_DIM = 100
+
+
+class AutoConditional(AutoGuide):
+    r"""A Gaussian over the noise of latents, and the latents that it gives.
+
+    .. math:: z \sim N(m, S), \quad x_i = T_i(z_i; \mathrm{parents}(x_i))
+
+    with the maps of :class:`~pyro_implicit.mcmc.ConditionalReparam`: parents before children, each
+    latent about what its parents and the data say of it, a funnel where the model has one. The
+    covariance is full up to 100 latents and diagonal above: then the latents of a plate are
+    independent given their parents, and memory grows as their number.
+
+    It runs the model for its priors, and so wants the model's arguments.
+
+    **Example:**
+
+    >>> from pyro_implicit.mcmc import conditional_reparams
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> def model(y):
+    ...     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    ...     with pyro.plate("groups", len(y)):
+    ...         x = pyro.sample("x", dist.Normal(0.0, scale))
+    ...         pyro.sample("y", dist.Normal(x, 0.5), obs=y)
+    >>> y = torch.tensor([1.0, -2.0, 0.5])
+    >>> guide = AutoConditional(model, conditional_reparams(model, AutoNormal(model), y))
+    >>> {name: tuple(value.shape) for name, value in sorted(guide(y).items())}
+    {'scale': (), 'x': (3,)}
+
+    :param model: a Pyro model.
+    :param reparams: by site, of :func:`~pyro_implicit.mcmc.conditional_reparams`.
+    """
+
+    def __init__(
+        self, model: Callable[..., Any], reparams: Mapping[str, ConditionalReparam]
+    ) -> None:
+        super().__init__(model)
+        self.reparams = dict(reparams)
+        self.noise: Any = None
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_prototype(*args, **kwargs)
+        sites = self.prototype_trace.iter_stochastic_nodes()
+        size = sum(site["value"].numel() for _, site in sites)
+        kind = AutoMultivariateNormal if size <= MAX_DENSE_DIM else AutoDiagonalNormal
+        self.noise = kind(poutine.reparam(self.model, self.reparams))
+
+    def _check_prototype(self, part_trace: Trace) -> None:
+        """Pyro's guides of guides compare their sites: the noise has its own."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the model, which this guide keeps: give it to :meth:`attach` after loading."""
+        model, master = self.__dict__["_model"], self.__dict__["master"]
+        try:
+            return super().__getstate__()
+        finally:
+            self._model, self.master = model, master
+
+    def attach(self, model: Callable[..., Any]) -> None:
+        """Take the model of a guide that was unpickled."""
+        self._model = (model,)
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Samples all latents, and their noise as auxiliary sites.
+
+        :returns: values by site.
+        """
+        plates = self._prepared_plates(args, kwargs)
+        known = self.prototype_trace.nodes
+        auxiliary = poutine.infer_config(
+            self.noise, lambda site: {"is_auxiliary": site["name"] not in known}
+        )
+        values = auxiliary(*args, **kwargs)
+        found = _FromNoise(self.reparams, values)
+        with poutine.block(), found:
+            self.model(*args, **kwargs)
+        for name in self.reparams:
+            site = self.prototype_trace.nodes[name]
+            with ExitStack() as stack:
+                for frame in site["cond_indep_stack"]:
+                    stack.enter_context(plates[frame.name])
+                value, excess = found.values[name], found.excess[name]
+                fn = dist.Delta(value, log_density=-excess, event_dim=site["fn"].event_dim)
+                values[name] = pyro.sample(name, fn)
+        return {name: value for name, value in values.items() if name in known}
+
+    @torch.no_grad()
+    def sample_posterior(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Draws, all at once.
+
+        :returns: by site, ``(num_samples, *site_shape)``.
+        """
+        self._prepared_plates(args, kwargs)
+        noise_map = self._map(args, kwargs)
+        points = noise_map.noise.unconstrain(draw(self.noise, num_samples, *args, **kwargs))
+        return noise_map.density.constrain(noise_map.to_latent(points))
+
+    def take_moments(
+        self, draws: Mapping[str, Tensor], *args: Any, model_kwargs: dict[str, Any] | None = None
+    ) -> Taught:
+        """Give the noise the moments of that of draws.
+
+        :param draws: of the posterior, by site, ``(num_draws, *site_shape)``.
+        :param args: of the model, as ``model_kwargs``.
+        """
+        kwargs = model_kwargs or {}
+        self._prepared_plates(args, kwargs)
+        noise_map = self._map(args, kwargs)
+        points = noise_map.to_points(noise_map.density.unconstrain(dict(draws)))
+        noise = noise_map.noise.constrain(points)
+        return teach(self.noise, noise, *args, progress=False, model_kwargs=kwargs)
+
+    def _prepared_plates(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The plates, which the guide of the noise asks for, too."""
+        if self.prototype_trace is None:
+            self._setup_prototype(*args, **kwargs)
+        return self._create_plates(*args, **kwargs)
+
+    def _map(self, args: tuple, kwargs: dict[str, Any]) -> NoiseMap:
+        density = LatentDensity(self.model, *args, model_kwargs=kwargs)
+        return NoiseMap(density, self.reparams)
+
+
+class _FromNoise(Messenger):
+    """Gives sites the values that noise makes of them, and others their own."""
+
+    def __init__(self, reparams: dict[str, ConditionalReparam], given: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.reparams, self.given = reparams, given
+        self.values: dict[str, Tensor] = {}
+        self.excess: dict[str, Tensor] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name = msg["name"]
+        if name in self.reparams:
+            noise = self.given[f"{name}_noise"]
+            value, excess = self.reparams[name].to_value(msg["fn"], noise)
+            self.values[name], self.excess[name] = value, excess
+            msg["value"], msg["done"] = value, True
+        elif name in self.given:
+            msg["value"], msg["done"] = self.given[name], True

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latents written as noise in what parents and data say of them, and chains that walk on it."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Predictive, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from torch.autograd.functional import jacobian
+
+from pyro_implicit.density import LatentDensity
+from pyro_implicit.fitting import Fit, fit
+from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.infer import ImplicitELBO
+from pyro_implicit.mcmc import (
+    AutoConditional,
+    ConditionalReparam,
+    conditional_reparams,
+    conditional_space,
+    refine,
+)
+from pyro_implicit.mcmc.chains import Chains
+from pyro_implicit.mcmc.conditional_space import ConditionalDensity, NoiseMap, dependent_sites
+
+Y = torch.tensor([2.0, -1.0, 0.5, 1.5], dtype=torch.float64)
+SIGMA = torch.tensor([0.3, 0.5, 1.0, 2.0], dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def groups(family=dist.Normal):
+    def model():
+        mean = pyro.sample("mean", dist.Normal(0.0, 5.0))
+        scale = pyro.sample("scale", dist.HalfCauchy(2.0))
+        with pyro.plate("groups", 4):
+            x = pyro.sample("x", family(loc=mean, scale=scale))
+            pyro.sample("y", dist.Normal(x, SIGMA), obs=Y)
+
+    return model
+
+
+def student(loc, scale):
+    return dist.StudentT(4.0, loc, scale)
+
+
+def vectors():
+    mean = pyro.sample("mean", dist.Normal(torch.zeros(3), 5.0).to_event(1))
+    scale = pyro.sample("scale", dist.HalfNormal(torch.ones(3)).to_event(1))
+    corr = pyro.sample("corr", dist.LKJCholesky(3, 2.0))
+    with pyro.plate("groups", 4):
+        fn = dist.MultivariateNormal(mean, scale_tril=scale.unsqueeze(-1) * corr)
+        x = pyro.sample("x", fn)
+        pyro.sample("y", dist.Normal(x @ torch.tensor([1.0, 2.0, -1.0]), SIGMA), obs=Y)
+
+
+def nested():
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("outer", 2):
+        a = pyro.sample("a", dist.Normal(0.0, scale))
+    b = pyro.sample("b", dist.Normal(a.repeat_interleave(2), 0.7 * scale).to_event(1))
+    pyro.sample("y", dist.Normal(b, SIGMA).to_event(1), obs=Y)
+
+
+def walk():
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    x = torch.zeros(())
+    for step in range(4):
+        x = pyro.sample(f"x_{step}", dist.Normal(x, scale))
+        pyro.sample(f"y_{step}", dist.Normal(x, SIGMA[step]), obs=Y[step])
+
+
+MODELS = {
+    "normal": (groups(), ["x"]),
+    "cauchy": (groups(dist.Cauchy), ["x"]),
+    "student": (groups(student), ["x"]),
+    "vectors": (vectors, ["x"]),
+    "nested": (nested, ["a", "b"]),
+    "walk": (walk, [f"x_{step}" for step in range(4)]),
+}
+
+
+def conditional(name):
+    model, sites = MODELS[name]
+    density = LatentDensity(model)
+    torch.manual_seed(0)
+    points = 0.5 * torch.randn(3, density.latent_dim)
+    return ConditionalDensity(density, points[0], dependent_sites(density, points[0])), points
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_density_is_the_models_by_change_of_variables(name):
+    walked, points = conditional(name)
+    assert list(walked.reparams) == MODELS[name][1][::-1]
+    noise = walked.to_points(points)
+    assert torch.allclose(walked.to_latent(noise), points, atol=1e-10)
+    to_latent = NoiseMap.to_latent.__wrapped__
+    determinants = [
+        jacobian(lambda one: to_latent(walked._map, one.unsqueeze(0))[0], one).slogdet()[1]
+        for one in noise
+    ]
+    expected = walked.density.log_prob(points) + torch.stack(determinants)
+    assert torch.allclose(walked.score(noise)[0], expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["normal", "vectors", "nested", "walk"])
+def test_noise_is_standard_normal_given_the_other_latents(name):
+    """Of conjugate models, at the scale at which the expansion was made."""
+    walked, points = conditional(name)
+    start = walked.to_points(points[:1])
+    names = [f"{site}_noise" for site in MODELS[name][1]]
+    where = walked._map.noise.split(torch.arange(start.shape[-1]))
+    rows = torch.cat([where[site].flatten() for site in names])
+    moved = start.repeat(2, 1)
+    moved[0, rows], moved[1, rows] = 0.0, torch.linspace(-2, 2, len(rows))
+    log_prob, score = walked.score(moved)
+    assert torch.allclose(score[:, rows], -moved[:, rows], atol=1e-8)
+    assert torch.allclose(log_prob[0] - log_prob[1], 0.5 * moved[1, rows].square().sum())
+
+
+def test_one_group_of_normals_is_so_at_every_scale():
+    walked, points = conditional("normal")
+    for shift in (-3.0, 3.0):
+        noise = walked.to_points(points[:1] + torch.tensor([0.5, shift, 0, 0, 0, 0]))
+        assert torch.allclose(walked.score(noise)[1][:, 2:], -noise[:, 2:], atol=1e-8)
+
+
+def test_without_data_it_is_the_non_centred_form():
+    reparam = ConditionalReparam(torch.zeros(4), torch.zeros(4))
+    model = poutine.reparam(lambda: pyro.sample("x", dist.Normal(2.0, 3.0).expand([4])),
+                            {"x": reparam})  # fmt: skip
+    trace = poutine.trace(model).get_trace()
+    nodes = trace.nodes
+    assert torch.allclose(nodes["x"]["value"], 2.0 + 3.0 * nodes["x_noise"]["value"])
+    expected = dist.Normal(0.0, 1.0).log_prob(nodes["x_noise"]["value"]).sum()
+    assert torch.allclose(trace.log_prob_sum(), expected)
+
+
+def test_a_value_that_is_given_is_kept():
+    """As Pyro's own reparameterisers do it, so that init functions may name the site."""
+    reparam = ConditionalReparam(SIGMA**-2, Y * SIGMA**-2)
+    model = poutine.reparam(groups(), {"x": reparam})
+    init = poutine.trace(
+        pyro.infer.autoguide.initialization.InitMessenger(
+            pyro.infer.autoguide.init_to_value(values={"x": Y})
+        )(model)
+    ).get_trace()
+    assert torch.equal(init.nodes["x"]["value"], Y)
+
+
+@pytest.mark.parametrize(
+    "fn", [dist.Gamma(1.0, 1.0), dist.Uniform(0.0, 1.0), dist.LogNormal(0.0, 1.0)]
+)
+def test_other_families_are_left_alone(fn):
+    def model():
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        pyro.sample(
+            "x", dist.TransformedDistribution(fn, dist.transforms.AffineTransform(0, scale))
+        )
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    density = LatentDensity(model)
+    assert dependent_sites(density, density.init_loc) == []
+    with pytest.raises(ValueError, match="depend on other latents, and this model has none"):
+        refine(model, AutoNormal(model), frame="conditional", num_chains=16, progress=False)
+
+
+def test_scaled_and_masked_sites_are_left_alone():
+    def model():
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        with poutine.scale(scale=2.0):
+            pyro.sample("x", dist.Normal(0.0, scale))
+
+    density = LatentDensity(model)
+    assert dependent_sites(density, density.init_loc) == []
+
+
+def test_chains_settle_in_a_hierarchy_where_they_do_not_among_its_latents():
+    """Eight groups that say little: centred, the chains meet a funnel."""
+
+    def model():
+        scale = pyro.sample("scale", dist.HalfCauchy(1.0))
+        with pyro.plate("groups", 8):
+            x = pyro.sample("x", dist.Normal(0.0, scale))
+            pyro.sample("y", dist.Normal(x, 3.0), obs=torch.linspace(-2, 2, 8))
+
+    guide = AutoNormal(model)
+    found = refine(model, guide, num_chains=64, seed=0, progress=False, max_gradients=2000)
+    assert found.space == "conditional" and found.stopped == "converged"
+    scale = torch.linspace(1e-4, 60, 60_001)
+    variance = scale.square() + 9
+    weight = -4 * variance.log() - torch.linspace(-2, 2, 8).square().sum() / variance / 2
+    weight = weight.exp() / (1 + scale.square())
+    expected = (weight * scale.log()).sum() / weight.sum()
+    spread = ((weight * scale.log().square()).sum() / weight.sum() - expected**2).sqrt()
+    drawn = found.get_samples()["scale"].log()
+    assert abs(drawn.mean() - expected) < 0.1 * spread
+    assert abs(drawn.std() / spread - 1) < 0.1
+
+
+def test_any_guide_of_the_reparameterised_model_is_structured():
+    """Its mean field is exact, given the scale, where the groups are independent."""
+
+    def model():
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 0.1))
+        with pyro.plate("groups", 4):
+            x = pyro.sample("x", dist.Normal(0.0, scale))
+            pyro.sample("y", dist.Normal(x, SIGMA), obs=Y)
+
+    reparams = conditional_reparams(model, {"scale": torch.ones(1), "x": torch.zeros(1, 4)})
+    assert torch.allclose(reparams["x"].precision, SIGMA**-2)
+    assert torch.allclose(reparams["x"].information, Y * SIGMA**-2)
+    written = poutine.reparam(model, reparams)
+    noise = torch.randn(4)
+    trace = poutine.trace(
+        poutine.condition(written, {"scale": torch.tensor(2.0), "x_noise": noise})
+    ).get_trace()
+    variance = 1 / (1 / 4 + SIGMA**-2)
+    expected = variance * Y * SIGMA**-2 + variance.sqrt() * noise
+    assert torch.allclose(trace.nodes["x"]["value"], expected)
+
+
+@pytest.mark.parametrize("name", ["normal", "vectors"])
+def test_very_many_latents_are_probed_by_random_signs(name, monkeypatch):
+    """Exactly, where groups are independent."""
+    exact, _ = conditional(name)
+    monkeypatch.setattr(conditional_space, "MOST_COLUMNS", 0)
+    probed, _ = conditional(name)
+    one, other = exact.reparams["x"], probed.reparams["x"]
+    assert torch.allclose(one.precision, other.precision)
+    assert torch.allclose(one.information, other.information)
+
+
+@pytest.mark.parametrize("name", ["normal", "student", "vectors", "nested", "walk"])
+def test_the_density_of_the_guide_is_that_of_its_noise(name):
+    """By the change of variables, with Pyro's own trace of guide and model."""
+    model, sites = MODELS[name]
+    torch.manual_seed(0)
+    walked, points = conditional(name)
+    guide = AutoConditional(model, walked.reparams)
+    to_latent = NoiseMap.to_latent.__wrapped__
+    trace = poutine.trace(guide).get_trace()
+    values = {site: trace.nodes[site]["value"] for site in walked.density.shapes}
+    latent = walked.density.unconstrain({n: value.unsqueeze(0) for n, value in values.items()})
+    noise = walked.to_points(latent)[0]
+    log_det = jacobian(lambda one: to_latent(walked._map, one.unsqueeze(0))[0], noise).slogdet()[1]
+    by_guide = guide.noise.get_posterior().log_prob(noise) - log_det
+    by_model = poutine.trace(poutine.condition(model, values)).get_trace().log_prob_sum()
+    to_constrained = walked.density.log_prob(latent)[0] - by_model
+    assert torch.allclose(trace.log_prob_sum() + to_constrained, by_guide, atol=1e-8)
+
+
+def test_a_taught_guide_is_exact_where_the_model_is_gaussian_given_its_scale():
+    torch.manual_seed(0)
+
+    def model():
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 0.3))
+        with pyro.plate("groups", 4):
+            x = pyro.sample("x", dist.Normal(0.0, scale))
+            pyro.sample("y", dist.Normal(x, SIGMA), obs=Y)
+
+    found = refine(model, AutoNormal(model), num_chains=128, seed=0, progress=False)
+    guide = AutoConditional(model, found.reparams)
+    guide.take_moments(found.get_samples())
+    draws = guide.sample_posterior(4000)
+    for name, value in found.get_samples().items():
+        assert (draws[name].mean(0) - value.mean(0)).abs().max() < 0.1 * value.std(0).max()
+        assert (draws[name].std(0) / value.std(0) - 1).abs().max() < 0.1
+    loss = Trace_ELBO(num_particles=200).loss(model, guide)
+    scale = torch.linspace(0.01, 8, 4000)
+    evidence = dist.LogNormal(0.0, 0.3).log_prob(scale)
+    evidence = evidence + dist.Normal(0.0, (scale[:, None] ** 2 + SIGMA**2).sqrt()).log_prob(Y).sum(
+        -1
+    )
+    assert -loss == pytest.approx(evidence.logsumexp(0).item() + math.log(7.99 / 3999), abs=0.05)
+
+
+@pytest.mark.parametrize("elbo", [Trace_ELBO(2), ImplicitELBO(8)])
+def test_the_guide_learns_as_any_of_pyros(elbo):
+    model = groups()
+    guide = AutoConditional(model, conditional_reparams(model, AutoNormal(model)))
+    pyro.set_rng_seed(0)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.03}), elbo)
+    losses = [svi.step() for _ in range(60)]
+    assert sum(losses[-10:]) < sum(losses[:10]) - 5
+    draws = Predictive(model, guide=guide, num_samples=5, return_sites=["x", "y"])()
+    assert draws["x"].shape == (5, 4) and draw(guide, 7)["x"].shape == (7, 4)
+    assert sorted(guide()) == ["mean", "scale", "x"]
+
+
+def test_fit_leaves_a_guide_of_the_noise_that_can_be_saved(tmp_path):
+    model = groups()
+    result = fit(model, "auto", seed=0, progress=False)
+    assert result.chosen == "conditional" and isinstance(result.guide, AutoConditional)
+    assert result.refined.space == "conditional"
+    draws = result.guide.sample_posterior(2000)["x"]
+    refined = result.refined.get_samples()["x"]
+    assert ((draws.mean(0) - refined.mean(0)).abs() < 0.2 * refined.std(0)).all()
+    result.save(tmp_path / "result.pt")
+    assert result.guide.model is not None
+    loaded = Fit.load(tmp_path / "result.pt", model)
+    found = []
+    for guide in (result.guide, loaded.guide):
+        torch.manual_seed(1)
+        found.append(guide.sample_posterior(3)["x"])
+    assert torch.equal(*found)
+
+
+def test_killed_chains_go_on(tmp_path, monkeypatch):
+    file = tmp_path / "chains.pt"
+    guide = AutoNormal(groups())
+    guide()
+
+    def run(**options):
+        options |= {"num_chains": 16, "max_gradients": 150, "seed": 0, "progress": False}
+        return refine(groups(), guide, **options)
+
+    whole = run()
+    assert whole.space == "conditional"
+    advance, calls = Chains.advance, iter(range(12))
+
+    def killed(self, *args, **kwargs):
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return advance(self, *args, **kwargs)
+
+    monkeypatch.setattr(Chains, "advance", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(checkpoint=file, checkpoint_every=5)
+    monkeypatch.setattr(Chains, "advance", advance)
+    again = run(checkpoint=file, checkpoint_every=5)
+    assert torch.equal(again.get_samples()["x"], whole.get_samples()["x"])
