@@ -19,9 +19,14 @@ __all__ = ["CompilerError", "compile_graph"]
 SETTINGS: dict[str, Any] = {"fallback_random": True}
 #: For a single file: headers need no compilation of their own, and nothing runs side by side.
 CPU_SETTINGS: dict[str, Any] = {"cpp_cache_precompile_headers": False, "compile_threads": 1}
-#: Below so many numbers in all tensors that a step computes, vector instructions save less than
-#: half a millisecond.
-FEW_NUMBERS = 500_000
+#: What one number takes without vector instructions, in seconds: a sum or a product, a function.
+PER_NUMBER, PER_FUNCTION = 1e-9, 3e-8
+#: Seconds of a run from which vector instructions are worth six seconds more of compilation.
+LONG_RUN = 2e-3
+FUNCTIONS = set(
+    "exp expm1 log log1p log2 sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sigmoid "
+    "softplus logaddexp pow erf erfc erfinv lgamma digamma softplus_backward".split()
+)
 
 
 class CompilerError(RuntimeError):
@@ -41,7 +46,7 @@ def compile_graph(
     """
     module, held = _without_attributes(graph, constants)
     examples = [tensor.detach() for tensor in (*inputs, *held)]
-    vectorised = _count(graph) > FEW_NUMBERS
+    vectorised = _scalar_seconds(graph) > LONG_RUN
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's, about its own affairs
@@ -65,14 +70,21 @@ def _compile(module: fx.GraphModule, examples: list[Tensor], vectorised: bool) -
     settings = SETTINGS
     if all(tensor.device.type == "cpu" for tensor in examples):
         settings = SETTINGS | {k: v for k, v in CPU_SETTINGS.items() if hasattr(config, k)}
-    with one_library(vectorised):
-        return compile_fx(module, examples, config_patches=settings)
+    try:
+        with one_library(vectorised):
+            return compile_fx(module, examples, config_patches=settings)
+    except Exception:  # of another torch, maybe: inductor alone may succeed
+        return compile_fx(module, examples, config_patches=SETTINGS)
 
 
-def _count(graph: fx.Graph) -> int:
-    """The numbers that it computes, of views too."""
-    shapes = (node.meta.get("shape") for node in graph.nodes if node.op == "call_function")
-    return sum(math.prod(shape) for shape in shapes if shape is not None)
+def _scalar_seconds(graph: fx.Graph) -> float:
+    """What its operations on single numbers take without vector instructions, roughly."""
+    total = 0.0
+    for node in graph.nodes:
+        if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            is_function = node.target.overloadpacket.__name__ in FUNCTIONS
+            total += (PER_FUNCTION if is_function else PER_NUMBER) * math.prod(node.meta["shape"])
+    return total
 
 
 def _without_attributes(

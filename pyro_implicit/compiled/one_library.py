@@ -3,8 +3,7 @@
 
 Inductor compiles each kernel by itself, which takes two seconds, nearly all for the headers, and
 tries with the compiler which instruction sets there are, though torch knows. Both are taken over
-while :func:`one_library` lasts, by means that torch does not promise to keep; where it has changed,
-inductor goes its own way.
+while :func:`one_library` lasts, by means that torch does not promise to keep.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 
@@ -27,37 +25,46 @@ _BINDING_INCLUDES = "#define PY_SSIZE_T_CLEAN\n#include <Python.h>\n#include <ss
 
 @contextmanager
 def one_library(vectorised: bool) -> Iterator[None]:
-    """Let the kernels that inductor makes in here become one library.
+    """Let the kernels that inductor makes in here, in this thread, become one library.
 
     :param vectorised: whether they use vector instructions, for which inductor writes each loop
         three times: with single numbers it is done in two thirds of the time.
     """
+    from torch._inductor import async_compile, cpu_vec_isa
+
+    with (
+        _lock,
+        _replaced(async_compile, "AsyncCompile", _compiler),
+        _replaced(cpu_vec_isa, "valid_vec_isa_list", _instruction_sets(cpu_vec_isa, vectorised)),
+    ):
+        yield
+
+
+@contextmanager
+def _replaced(module: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    usual = getattr(module, name)
+    setattr(module, name, make(usual))
     try:
-        from torch._inductor import async_compile, cpu_vec_isa
-
-        patches = [
-            mock.patch.object(async_compile, "AsyncCompile", _compiler(async_compile.AsyncCompile)),
-            mock.patch.object(
-                cpu_vec_isa, "valid_vec_isa_list", _instruction_sets(cpu_vec_isa, vectorised)
-            ),
-        ]
-    except (ImportError, AttributeError):
         yield
-        return
-    with _lock, patches[0], patches[1]:
-        yield
+    finally:
+        setattr(module, name, usual)
 
 
-def _instruction_sets(cpu_vec_isa: Any, vectorised: bool) -> Callable[[], list]:
-    if not vectorised:
-        return list
+def _instruction_sets(cpu_vec_isa: Any, vectorised: bool) -> Callable[[Any], Any]:
+    """What makes a list of them, of which inductor takes the first."""
     known = {"AVX512": cpu_vec_isa.VecAVX512, "AVX2": cpu_vec_isa.VecAVX2}
-    found = known.get(torch.backends.cpu.get_cpu_capability())
-    if found is None:
-        return cpu_vec_isa.valid_vec_isa_list
-    # Whether it is there is asked by its truth value, which usually compiles and runs a program.
-    attributes = {"__bool__": lambda self: True, "__hash__": found.__hash__}
-    return lambda: [type(found.__name__, (found,), attributes)()]
+    kind = known.get(torch.backends.cpu.get_cpu_capability())
+    found: list[Any] | None = [] if not vectorised else None
+    if vectorised and kind is not None:
+        # Its truth value says whether it is there, and usually compiles and runs a program.
+        attributes = {"__bool__": lambda self: True, "__hash__": kind.__hash__}
+        found = [type(kind.__name__, (kind,), attributes)()]
+    owner = threading.get_ident()
+
+    def make(usual: Callable[[], list]) -> Callable[[], list]:
+        return lambda: usual() if found is None or threading.get_ident() != owner else found
+
+    return make
 
 
 class _Kernel(NamedTuple):

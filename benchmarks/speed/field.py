@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fit`` against what else a user would take: seconds, and how near the draws come, on six
+posteriors::
+
+    python -m benchmarks.speed.field --data-dir DIR --numpyro /path/to/venv/bin/python
+    python -m benchmarks.speed.field --report
+
+Without ``--numpyro`` a throw-away environment is made for it. Each cell is a process of its own
+with a limit of CPU time, adds one line to ``--out``, and is not repeated when its line is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import venv
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common import (
+    RESULTS,
+    append_record,
+    environment,
+    markdown_table,
+    read_records,
+)
+from benchmarks.posteriordb import metrics
+from benchmarks.speed.field_methods import METHODS as TORCH_METHODS
+from benchmarks.speed.field_problems import NAMES, NETWORK_REFERENCE, Problem, load
+
+OUT = RESULTS / "speed_field.jsonl"
+KEY = ("problem", "method", "seed")
+NEAR = 1.5
+IMPORTS = 20  # CPU seconds of imports that do not count, at most
+NUMPYRO_METHODS = ("NumPyro NUTS", "NumPyro AutoMultivariateNormal", "NumPyro AutoBNAFNormal")
+METHODS = ("fit", *NUMPYRO_METHODS, *(name for name in TORCH_METHODS if name != "fit"))
+Record = dict[str, Any]
+
+
+@cache
+def numpyro_python(given: Path | None) -> Path:
+    """NumPyro's Python; in an environment that is made here if none is given."""
+    if given is not None:
+        return given
+    folder = Path(tempfile.mkdtemp()) / "numpyro"
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    words = ["-m", "pip", "install", "-q", "numpyro", "jax<0.8", "jaxlib<0.8"]
+    subprocess.run([str(python), *words], check=True)
+    return python
+
+
+def run_apart(
+    name: str, problem: Problem, method: str, seed: int, args: argparse.Namespace
+) -> tuple[Record, dict[str, torch.Tensor]]:
+    """One cell in a process of its own: its record, and the draws by site."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        if method in TORCH_METHODS:
+            words = [sys.executable, "-m", "benchmarks.speed.field_methods"]
+            last = [str(args.data_dir)] if args.data_dir else []
+        else:
+            words = [
+                str(numpyro_python(args.numpyro)),
+                str(Path(__file__).parent / "field_numpyro.py"),
+            ]
+            last = []
+            environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+            environ["PYTHONPATH"] = ""
+            arrays = {f"argument_{i}": value.numpy() for i, value in enumerate(problem.args)}
+            np.savez(Path(folder) / "data.npz", **arrays)
+        limit = int(args.time_limit) + IMPORTS
+        process = subprocess.run(
+            [*words, name, method, str(seed), folder, *last],
+            env=environ,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (limit, limit)),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if not (Path(folder) / "record.json").exists():
+            if process.returncode < 0:
+                return {"error": f"more than {args.time_limit:g} CPU s"}, {}
+            return {"error": process.stderr.strip().splitlines()[-1][:300]}, {}
+        with np.load(Path(folder) / "draws.npz") as file:
+            draws = {site: torch.as_tensor(file[site]).double() for site in file.files}
+        return json.loads((Path(folder) / "record.json").read_text()), draws
+
+
+def measured(draws: dict[str, torch.Tensor], problem: Problem) -> Record:
+    """The sliced distance from the reference, in floors."""
+    assert problem.reference is not None
+    reference = problem.reference.double()
+    features = problem.features(draws)
+    if not features.isfinite().all():
+        return {"error": "draws that are not finite"}
+    return {"floors": metrics.distance(features, reference) / metrics.floor(reference)}
+
+
+def make_network_reference(args: argparse.Namespace) -> None:
+    """Every other one of 10,000 draws of NumPyro's NUTS: four chains after 1,000 of warm-up."""
+    problem = load("network", None)
+    args.time_limit = 3000
+    record, draws = run_apart("network", problem, "reference", 1000, args)
+    print(record)
+    values = problem.features(draws)[::2]
+    np.savez_compressed(NETWORK_REFERENCE, values=values.numpy().astype(np.float32))
+
+
+def run_all(args: argparse.Namespace) -> None:
+    done = {tuple(record[key] for key in KEY) for record in read_records(args.out)}
+    for method in args.methods:
+        for name in args.problems:
+            for seed in args.seeds:
+                if (name, method, seed) in done:
+                    continue
+                problem = load(name, args.data_dir)
+                record, draws = run_apart(name, problem, method, seed, args)
+                if draws:
+                    record |= measured(draws, problem)
+                key = dict(zip(KEY, (name, method, seed), strict=True))
+                limit = {"time_limit": args.time_limit}
+                append_record(args.out, key | record | limit | environment("cpu"))
+                args.report_to.write_text(report(args.out))
+                print(name, method, {k: v for k, v in record.items()}, flush=True)
+
+
+def report(path: Path) -> str:
+    """One table for each posterior."""
+    records = read_records(path)
+    parts = [NOTE]
+    for name in NAMES:
+        rows = []
+        for method in METHODS:
+            for record in records:
+                if (record["problem"], record["method"]) == (name, method):
+                    rows.append([method, *_cells(record)])
+        parts.append(f"## {name}\n\n" + markdown_table(HEADER, rows))
+    return "\n".join(parts)
+
+
+HEADER = ["method", "CPU s", "of these to compile", "wall s", "floors", "within 1.5"]
+
+
+def _cells(record: Record) -> list[str]:
+    if "cpu_seconds" not in record:
+        return [record["error"], "", "", "", "no"]
+    cells = [f"{record[key]:.1f}" for key in ("cpu_seconds", "compile_seconds", "seconds")]
+    if "floors" not in record:
+        return [*cells, record["error"], "no"]
+    return [*cells, f"{record['floors']:.2f}", "yes" if record["floors"] <= NEAR else "no"]
+
+
+NOTE = """# Against the field
+
+`python -m benchmarks.speed.field`. Floors: the sliced 1-Wasserstein distance from the reference,
+whitened, in multiples of that between two halves of the reference. CPU seconds without imports, one
+thread, a limit for each cell, on a machine that other jobs share (wall seconds suffer). `fit`: with
+nothing set. SVI: 3,000 steps of one particle, Adam from .01 to 0. Pyro NUTS: one chain of 1,000 +
+1,000; NumPyro NUTS: four of them, vectorised. Compilation: of `fit` its recordings, of Pyro's jit
+the first three steps, of NumPyro what jax says. Double precision throughout.
+
+References: exact draws of funnel, regression (ten weights, correlation .999) and GP (100 latents);
+posteriordb's of the centred eight schools; long NUTS runs for GARCH (`benchmarks/zoo`) and the
+network (50 units, 151 latents, 20 rows; compared are its predictions), whose floors are of fewer
+draws. The GARCH model is a Python loop over 200 steps in Pyro, and a `scan` in NumPyro.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--problems", nargs="+", default=list(NAMES), choices=NAMES)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--data-dir", type=Path, help="holds the folder posteriordb")
+    parser.add_argument("--numpyro", type=Path, help="a Python that has NumPyro")
+    parser.add_argument("--time-limit", type=float, default=120.0, help="CPU seconds of a cell")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--report-to", type=Path, default=RESULTS / "speed_field.md")
+    parser.add_argument("--report", action="store_true", help="only write the tables")
+    parser.add_argument("--network-reference", action="store_true", help="only make that")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    if args.report:
+        args.report_to.write_text(report(args.out))
+    elif args.network_reference:
+        make_network_reference(args)
+    else:
+        run_all(args)
+
+
+if __name__ == "__main__":
+    main(parser().parse_args())
