@@ -19,7 +19,7 @@ from torch import Tensor
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
-from pyro_implicit.mcmc.conditional_space import NoiseMap
+from pyro_implicit.mcmc.noise_map import NoiseMap
 from pyro_implicit.mcmc.teaching import Taught, teach
 
 __all__ = ["AutoConditional"]

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pyro import poutine
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
@@ -17,11 +16,12 @@ from pyro_implicit.density.engine import compute_log_prob
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.mcmc.chain_density import ChainDensity
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
+from pyro_implicit.mcmc.noise_map import NoiseMap
+from pyro_implicit.mcmc.pseudo_data import own_hessian, told
 from pyro_implicit.mcmc.starts import Guide, latent_draws
 
 __all__ = [
     "ConditionalDensity",
-    "NoiseMap",
     "conditional_reparams",
     "dependent_sites",
     "middle_of",
@@ -29,7 +29,6 @@ __all__ = [
 
 MIDDLE_DRAWS = 128
 MOST_SITES = 12  # that are taken one after the other
-MOST_COLUMNS, NUM_PROBES = 2000, 64
 
 
 def dependent_sites(density: LatentDensity, point: Tensor) -> list[str]:
@@ -103,39 +102,6 @@ def middle_of(density: LatentDensity, guide: Guide, args: tuple, kwargs: dict[st
     return latent_draws(density, guide, MIDDLE_DRAWS, args, kwargs).median(0).values
 
 
-class NoiseMap:
-    """A model's latents and their noise.
-
-    :param density: of the model.
-    :param reparams: by site.
-    """
-
-    def __init__(self, density: LatentDensity, reparams: dict[str, ConditionalReparam]) -> None:
-        self.density, self.reparams = density, reparams
-        model = poutine.reparam(density.model, reparams)
-        self.noise = LatentDensity(model, *density.args, model_kwargs=density.kwargs)
-
-    @torch.no_grad()
-    def to_latent(self, points: Tensor) -> Tensor:
-        """Latents of noise, ``(num_points, latent_dim)``."""
-        names = list(self.density.shapes)
-        values = self.noise.read(points, lambda trace: [trace.nodes[n]["value"] for n in names])
-        return self.density.unconstrain(dict(zip(names, values, strict=True)))
-
-    @torch.no_grad()
-    def to_points(self, latent: Tensor) -> Tensor:
-        """Noise of latents, ``(num_points, latent_dim)``."""
-
-        def read(trace: Trace) -> dict[str, Tensor]:
-            values = {name: trace.nodes[name]["value"] for name in self.density.shapes}
-            for name, reparam in self.reparams.items():
-                site = trace.nodes[name]
-                values[f"{name}_noise"] = reparam.to_noise(site["fn"], site["value"])
-            return values
-
-        return self.noise.unconstrain(self.density.read(latent, read))
-
-
 class ConditionalDensity(ChainDensity):
     """A model's log-density over the noise of its latents, for chains.
 
@@ -163,8 +129,8 @@ class ConditionalDensity(ChainDensity):
             groups = [sites]
         self._map = NoiseMap(density, {})
         for group in groups:
-            told = self._say(middle, group)
-            self._map = NoiseMap(density, {**self._map.reparams, **told})
+            found = self._say(middle, group)
+            self._map = NoiseMap(density, {**self._map.reparams, **found})
         self.reparams = self._map.reparams
 
     def _score(self, points: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,87 +163,15 @@ class ConditionalDensity(ChainDensity):
                 fn, place = nodes[name]["fn"], places[name]
                 size = place.shape[-1] if ConditionalReparam.is_vector(fn) else 1
                 columns = place.reshape(-1, size)
-                curvature = -self._own_hessian(point, score, columns)
+                curvature = -own_hessian(noise, point, score, columns)
                 gradient, value = score[0, columns].detach(), point[0, columns].detach()
-                told = _told(fn, *(one.double() for one in (curvature, gradient, value)))
-                precision, information = (one.to(value) for one in told)
+                said = told(fn, *(one.double() for one in (curvature, gradient, value)))
+                precision, information = (one.to(value) for one in said)
                 shape = (*place.shape, size) if size > 1 else place.shape
                 made[name] = ConditionalReparam(
                     precision.reshape(shape), information.reshape(place.shape)
                 )
         return made
-
-    def _own_hessian(self, point: Tensor, score: Tensor, columns: Tensor) -> Tensor:
-        """That of a site, ``(count, size, count, size)``, at its ``columns`` ``(count, size)``.
-
-        Of very many, its blocks on the diagonal alone, ``(count, size, size)``, as estimated by
-        random signs (Hutchinson): what lies beside them cancels.
-        """
-        count, size = columns.shape
-        is_small = columns.numel() <= MOST_COLUMNS
-        if is_small:
-            signs = torch.eye(count).to(point)
-        else:
-            shape, seeded = (NUM_PROBES, count), torch.Generator().manual_seed(0)
-            signs = torch.randint(2, shape, generator=seeded).to(point) * 2 - 1
-        directions = point.new_zeros(len(signs), size, point.shape[-1])
-        for index in range(size):
-            directions[:, index, columns[:, index]] = signs
-        directions = directions.flatten(0, 1)
-        found = self._map.noise.hessian_products(point, score, directions)
-        own = torch.stack([one[0, columns] for one in found]).unflatten(0, (len(signs), size))
-        return own if is_small else torch.einsum("kb,kjbi->bij", signs, own) / NUM_PROBES
-
-
-def _told(fn: Any, curvature: Tensor, gradient: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    r"""W and h of a second-order expansion, in the directions in which it bends down.
-
-    What the data say of a latent beside others of its site is what they leave of its variance: with
-    the prior's precision P, that of the block b is :math:`W_b = ((P + W)^{-1}_{bb})^{-1} - P_b`, so
-    that of steps of which the data see sums alone none is taken for known.
-
-    :param curvature: minus a Hessian, ``(count, size, count, size)``, or its blocks on the
-        diagonal, ``(count, size, size)``.
-    :param gradient: as ``value``, ``(count, size)``.
-    """
-    loc, prior = _moments(fn, value)
-    count, size = value.shape
-    if curvature.dim() == 3:
-        precision = _bent_down(curvature)
-        total = precision + prior
-        step = torch.linalg.solve(total, gradient - _times(prior, value - loc))
-    else:
-        whole = _bent_down(curvature.reshape(count * size, count * size))
-        whole = whole + torch.block_diag(*prior)
-        covariance = torch.cholesky_inverse(torch.linalg.cholesky(whole))
-        pull = (gradient - _times(prior, value - loc)).flatten()
-        step = (covariance @ pull).reshape(count, size)
-        blocks = covariance.reshape(count, size, count, size).diagonal(dim1=0, dim2=2)
-        precision = _bent_down(torch.linalg.inv(blocks.movedim(-1, 0)) - prior)
-    centre = value + step
-    return precision, _times(precision, centre) + _times(prior, centre - loc)
-
-
-def _moments(fn: Any, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Location ``(count, size)`` and precision ``(count, size, size)`` of a site's prior."""
-    while isinstance(fn, torch.distributions.Independent):
-        fn = fn.base_dist
-    loc = fn.loc.expand(fn.batch_shape + fn.event_shape).reshape(value.shape)
-    if ConditionalReparam.is_vector(fn):
-        precision = fn.precision_matrix.expand(*fn.batch_shape, -1, -1)
-    else:
-        precision = fn.scale.expand(fn.batch_shape) ** -2
-    return loc.to(value), precision.reshape(*value.shape, value.shape[-1]).to(value)
-
-
-def _bent_down(curvature: Tensor) -> Tensor:
-    """Without the directions in which it bends up."""
-    values, vectors = torch.linalg.eigh((curvature + curvature.mT) / 2)
-    return (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.mT
-
-
-def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
-    return (matrices @ vectors.unsqueeze(-1)).squeeze(-1)
 
 
 def _differ(one: Any, other: Any) -> bool:

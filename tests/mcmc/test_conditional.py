@@ -22,11 +22,12 @@ from pyro_implicit.mcmc import (
     AutoConditional,
     ConditionalReparam,
     conditional_reparams,
-    conditional_space,
+    pseudo_data,
     refine,
 )
 from pyro_implicit.mcmc.chains import Chains
-from pyro_implicit.mcmc.conditional_space import ConditionalDensity, NoiseMap, dependent_sites
+from pyro_implicit.mcmc.conditional_space import ConditionalDensity, dependent_sites
+from pyro_implicit.mcmc.noise_map import NoiseMap
 
 Y = torch.tensor([2.0, -1.0, 0.5, 1.5], dtype=torch.float64)
 SIGMA = torch.tensor([0.3, 0.5, 1.0, 2.0], dtype=torch.float64)
@@ -255,7 +256,7 @@ def test_steps_of_which_the_data_see_sums_are_not_taken_for_known():
 def test_very_many_latents_are_probed_by_random_signs(name, monkeypatch):
     """Exactly, where groups are independent."""
     exact, _ = conditional(name)
-    monkeypatch.setattr(conditional_space, "MOST_COLUMNS", 0)
+    monkeypatch.setattr(pseudo_data, "MOST_COLUMNS", 0)
     probed, _ = conditional(name)
     one, other = exact.reparams["x"], probed.reparams["x"]
     assert torch.allclose(one.precision, other.precision)
