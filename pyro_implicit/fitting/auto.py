@@ -87,7 +87,8 @@ def fit(
 
     Of more than 100 latents, or where a search would take minutes, an ``AutoNormal`` is trained for
     1,000 steps (**mean-field**), and its draws are refined. Once the chains have settled, it takes
-    their moments (**teach**).
+    their moments (**teach**). Where priors of latents depend on other latents, the guide that is
+    left is then an :class:`~pyro_implicit.mcmc.AutoConditional`, of any number of latents.
 
     With ``refine=False`` the guide is all there is: an :class:`AutoSemiImplicit` is trained by
     :class:`LIVI_ELBO` as well, for every shape that is not injective, and is one more candidate. If

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -12,7 +13,6 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide, AutoMultivariateNormal
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
@@ -63,6 +63,7 @@ class AutoConditional(AutoGuide):
         super().__init__(model)
         self.reparams = dict(reparams)
         self.noise: Any = None
+        self._last: tuple[tuple, NoiseMap | None] = (), None
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
@@ -78,7 +79,7 @@ class AutoConditional(AutoGuide):
         """Without the model, which this guide keeps: give it to :meth:`attach` after loading."""
         model, master = self.__dict__["_model"], self.__dict__["master"]
         try:
-            return super().__getstate__()
+            return {**super().__getstate__(), "_last": ((), None)}
         finally:
             self._model, self.master = model, master
 
@@ -97,18 +98,41 @@ class AutoConditional(AutoGuide):
             self.noise, lambda site: {"is_auxiliary": site["name"] not in known}
         )
         values = auxiliary(*args, **kwargs)
-        found = _FromNoise(self.reparams, values)
-        with poutine.block(), found:
-            self.model(*args, **kwargs)
-        for name in self.reparams:
-            site = self.prototype_trace.nodes[name]
+        for name, (value, log_density) in self._given_noise(values, args, kwargs).items():
+            site = known[name]
             with ExitStack() as stack:
                 for frame in site["cond_indep_stack"]:
                     stack.enter_context(plates[frame.name])
-                value, excess = found.values[name], found.excess[name]
-                fn = dist.Delta(value, log_density=-excess, event_dim=site["fn"].event_dim)
+                fn = dist.Delta(value, log_density=log_density, event_dim=site["fn"].event_dim)
                 values[name] = pyro.sample(name, fn)
         return {name: value for name, value in values.items() if name in known}
+
+    def _given_noise(
+        self, values: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """The latents that noise makes, and their log-densities given it.
+
+        :param values: of the guide of the noise, whose particles, if any, are a dimension left of
+            the plates.
+        """
+        noise = self._map(args, kwargs).noise
+        shapes = noise.constrain(noise.init_loc)
+        flat = {name: values[name].reshape(-1, *like.shape) for name, like in shapes.items()}
+
+        def read(trace: Trace) -> list[tuple[Tensor, Tensor]]:
+            sites = [trace.nodes[name] for name in self.reparams]
+            return [(site["value"], site["fn"].base_dist.log_density) for site in sites]
+
+        made = noise.read(noise.unconstrain(flat), read)
+        found = {}
+        for name, (value, log_density) in zip(self.reparams, made, strict=True):
+            shape = values[f"{name}_noise"].shape
+            event_dim = self.prototype_trace.nodes[name]["fn"].event_dim
+            found[name] = (
+                value.reshape(shape),
+                log_density.reshape(shape[: len(shape) - event_dim]),
+            )
+        return found
 
     @torch.no_grad()
     def sample_posterior(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -117,8 +141,9 @@ class AutoConditional(AutoGuide):
         :returns: by site, ``(num_samples, *site_shape)``.
         """
         self._prepared_plates(args, kwargs)
+        noise = draw(self.noise, num_samples, *args, **kwargs)
         noise_map = self._map(args, kwargs)
-        points = noise_map.noise.unconstrain(draw(self.noise, num_samples, *args, **kwargs))
+        points = noise_map.noise.unconstrain(noise)
         return noise_map.density.constrain(noise_map.to_latent(points))
 
     def take_moments(
@@ -143,25 +168,10 @@ class AutoConditional(AutoGuide):
         return self._create_plates(*args, **kwargs)
 
     def _map(self, args: tuple, kwargs: dict[str, Any]) -> NoiseMap:
-        density = LatentDensity(self.model, *args, model_kwargs=kwargs)
-        return NoiseMap(density, self.reparams)
-
-
-class _FromNoise(Messenger):
-    """Gives sites the values that noise makes of them, and others their own."""
-
-    def __init__(self, reparams: dict[str, ConditionalReparam], given: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.reparams, self.given = reparams, given
-        self.values: dict[str, Tensor] = {}
-        self.excess: dict[str, Tensor] = {}
-
-    def _pyro_sample(self, msg: Any) -> None:
-        name = msg["name"]
-        if name in self.reparams:
-            noise = self.given[f"{name}_noise"]
-            value, excess = self.reparams[name].to_value(msg["fn"], noise)
-            self.values[name], self.excess[name] = value, excess
-            msg["value"], msg["done"] = value, True
-        elif name in self.given:
-            msg["value"], msg["done"] = self.given[name], True
+        """That of these arguments, the last of which are kept."""
+        given = (*args, *kwargs.values())
+        before, found = self._last
+        if found is None or len(before) != len(given) or any(map(operator.is_not, before, given)):
+            found = NoiseMap(LatentDensity(self.model, *args, model_kwargs=kwargs), self.reparams)
+            self._last = given, found
+        return found

@@ -79,22 +79,14 @@ class ConditionalReparam(Reparam):
         log_density = sum_rightmost(log_density, event_dim - form.event_dim)
         pyro.factor(f"{name}_factor", log_density - standard.log_prob(noise))
         value = value if msg["value"] is None else msg["value"]
-        delta = dist.Delta(value, event_dim=event_dim).mask(False)
+        # By the change of variables, for whoever has a density of the noise.
+        given_noise = msg["fn"].log_prob(value) - log_density
+        delta = dist.Delta(value, given_noise, event_dim=event_dim).mask(False)
         return {"fn": delta, "value": value, "is_observed": True}
 
     def to_noise(self, fn: Any, value: Tensor) -> Tensor:
         """The noise that gives a value of the site."""
         return self._form(_base(fn)).to_noise(value)
-
-    def to_value(self, fn: Any, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """The value of the site that noise gives, and log-densities of noise less those of values.
-
-        :returns: ``(*batch_shape, *event_shape)`` and ``(*batch_shape)``.
-        """
-        form = self._form(_base(fn))
-        value, log_density = form.to_value(noise)
-        log_density = sum_rightmost(log_density, fn.event_dim - form.event_dim)
-        return value, log_density - fn.log_prob(value)
 
     def _form(self, fn: Any) -> _Scalar | _Vector:
         kind = _Vector if self.is_vector(fn) else _Scalar

@@ -320,6 +320,23 @@ def test_the_guide_learns_as_any_of_pyros(elbo):
     assert sorted(guide()) == ["mean", "scale", "x"]
 
 
+def test_particles_in_a_plate_of_a_model_that_does_not_broadcast():
+    """One by one or all at once, the ELBO is the same."""
+    index = torch.tensor([0, 0, 1, 1])
+
+    def model():
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 0.1))
+        with pyro.plate("groups", 2):
+            x = pyro.sample("x", dist.Normal(0.0, scale))
+        with pyro.plate("rows", 4):
+            pyro.sample("y", dist.Normal(x[index], SIGMA), obs=Y)
+
+    pyro.set_rng_seed(0)
+    guide = AutoConditional(model, conditional_reparams(model, AutoNormal(model)))
+    losses = [elbo.loss(model, guide) for elbo in (Trace_ELBO(400), ImplicitELBO(400))]
+    assert losses[0] == pytest.approx(losses[1], abs=0.05)
+
+
 def test_fit_leaves_a_guide_of_the_noise_that_can_be_saved(tmp_path):
     model = groups()
     result = fit(model, "auto", seed=0, progress=False)
