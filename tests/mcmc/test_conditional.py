@@ -333,8 +333,8 @@ def test_particles_in_a_plate_of_a_model_that_does_not_broadcast():
 
     pyro.set_rng_seed(0)
     guide = AutoConditional(model, conditional_reparams(model, AutoNormal(model)))
-    losses = [elbo.loss(model, guide) for elbo in (Trace_ELBO(400), ImplicitELBO(400))]
-    assert losses[0] == pytest.approx(losses[1], abs=0.05)
+    losses = [elbo.loss(model, guide) for elbo in (Trace_ELBO(150), ImplicitELBO(600))]
+    assert losses[0] == pytest.approx(losses[1], abs=0.1)
 
 
 def test_fit_leaves_a_guide_of_the_noise_that_can_be_saved(tmp_path):
