@@ -28,6 +28,7 @@ __all__ = ["Fit", "Stage"]
 SETTLED = ("converged", "steady")
 NUM_CORRECTED = 10_000
 NUM_EXPORTED = 2000
+KIND = "a result of fit"
 
 
 @dataclass
@@ -169,11 +170,12 @@ class Fit:
 
         :param path: of the file. The guide is pickled, so that what it is made of, such as a
             generator's class, must be importable when it is loaded.
+        :raises OSError: if it cannot be written; a file that was there is as it was.
         """
         content = {one.name: getattr(self, one.name) for one in fields(self)}
         content["source"] = (None, (), {})
         content["stages"] = [replace(stage, error=None) for stage in self.stages]
-        write_file(Path(path), content)
+        write_file(Path(path), content, KIND)
 
     @classmethod
     def load(
@@ -188,8 +190,10 @@ class Fit:
 
         :param model: that was fitted, with its ``args`` and ``kwargs``.
         :param model_kwargs: more of these, whatever their names.
+        :raises ValueError: for a file that is damaged, or no result of ``fit``, or of another
+            version's format.
         """
-        content = read_file(Path(path), "cpu")
+        content = read_file(Path(path), "cpu", KIND)
         return cls(**{**content, "source": (model, args, {**kwargs, **(model_kwargs or {})})})
 
     def _corrected(self, num_samples: int) -> dict[str, Tensor]:
