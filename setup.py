@@ -11,7 +11,8 @@ INIT = (ROOT / "pyro_implicit" / "__init__.py").read_text(encoding="utf-8")
 VERSION = re.search(r'^__version__ = "([^"]+)"', INIT, re.MULTILINE).group(1)
 
 NETWORKS = ["scikit-learn"]
-EXAMPLES = [*NETWORKS, "tqdm", "arviz"]
+ARVIZ = ["arviz>=0.22,<2"]
+EXAMPLES = [*NETWORKS, *ARVIZ, "tqdm"]
 TEST = ["pytest>=8", "pytest-xdist", *EXAMPLES]
 DOCS = ["sphinx>=8", "furo"]
 LINT = ["ruff", "mypy", "import-linter"]
@@ -31,6 +32,7 @@ setup(
     install_requires=["pyro-ppl>=1.9.2", "torch", "numpy", "matplotlib", "pytest"],
     extras_require={
         "networks": NETWORKS,  # evaluate(ood=...)
+        "arviz": ARVIZ,  # to_datatree, to_inferencedata
         "examples": EXAMPLES,
         "test": TEST,
         "docs": DOCS,

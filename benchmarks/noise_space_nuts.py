@@ -59,6 +59,7 @@ from pyro_implicit import (
     ResidualGenerator,
 )
 from pyro_implicit.diagnostics import compare
+from pyro_implicit.mcmc.arviz_export import as_datatree
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from eight_schools import EFFECT, STANDARD_ERROR, model, with_log_tau
@@ -178,8 +179,8 @@ def run(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
 
 def chain_statistics(draws: Draws) -> dict[str, float]:
     """Effective sample sizes, in the bulk and the tails, and R-hat: the worst coordinate."""
-    chain = {name: value.unsqueeze(0).numpy() for name, value in draws.items()}
-    data = arviz.from_dict(posterior=chain)
+    chain = {name: value.unsqueeze(0) for name, value in draws.items()}
+    data = as_datatree({"posterior": chain})["posterior"].to_dataset()
     worst: dict[str, float] = {}
     for method in ("bulk", "tail"):
         ess = arviz.ess(data, method=method)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import pyro
@@ -304,8 +304,16 @@ class LatentDensity:
         :param read: tensors in dicts, lists or alone, from a trace without log-probabilities.
         :returns: the same, each tensor ``(num_draws, *shape)``.
         """
+        return self.read_at(self.constrain(latent), read)
+
+    def read_at(self, draws: Mapping[str, Tensor], read: Callable[[Trace], T]) -> T:
+        """As :meth:`read`, at values of the sites.
+
+        :param draws: by site, ``(num_draws, *site_shape)``; further sites are left out.
+        """
+        values = {name: draws[name] for name in self.shapes}
         with poutine.block(), pyro.validation_enabled(False):
-            return self._runs.map(self._model, self.constrain(latent), read)
+            return self._runs.map(self._model, values, read)
 
     def split(self, latent: Tensor) -> dict[str, Tensor]:
         """The part of each site, ``(*batch, *unconstrained_shape)``.

@@ -195,9 +195,9 @@ def fit(
         with stages.leaving_no_names():
             try:
                 fit_batches(stages, guide, loss, amortize)
+                return refine_batches(stages, epochs) if refine is True else stages.result
             except KeyboardInterrupt:
                 return stages.keep_the_best(None, None)
-            return refine_batches(stages, epochs) if refine is True else stages.result
     if amortize is not None:
         with stages.leaving_no_names():
             try:
@@ -220,9 +220,11 @@ def fit(
 def _fit_given(stages: Stages, guide: Any, loss: Trace_ELBO, refine: bool) -> Fit:
     try:
         stages.train_alone("guide", guide, loss, time_share=0.5 if refine else 1.0)
+        return (
+            move_draws(stages, ChainPlan(MOST_CHAINS, MOST_GRADIENTS)) if refine else stages.result
+        )
     except KeyboardInterrupt:
         return stages.keep_the_best(None, None)
-    return move_draws(stages, ChainPlan(MOST_CHAINS, MOST_GRADIENTS)) if refine else stages.result
 
 
 def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["auto"] | bool) -> Fit:

@@ -19,17 +19,19 @@ from pyro_implicit.mcmc.run_files import (
 
 __all__ = ["load_checkpoint", "same_start", "save_checkpoint"]
 
+START, TRAINING = "the start of a fit", "a training"
+
 
 def same_start(path: Path, settings: dict[str, Any]) -> None:
     """Let a resumed run begin with the random streams of the first, which are kept in a file.
 
     :param settings: those of the run, which must be the same.
-    :raises ValueError: if they are not.
+    :raises ValueError: if they are not, or the file is damaged or foreign.
     """
     if not path.exists():
-        write_file(path, {"settings": settings, "random": random_streams()})
+        write_file(path, {"settings": settings, "random": random_streams()}, START)
         return
-    content = read_file(path, "cpu")
+    content = read_file(path, "cpu", START, classes=())
     if content["settings"] != settings:
         raise ValueError(
             f"the checkpoint in {path.parent} is of a run with {content['settings']}, but this one "
@@ -64,7 +66,7 @@ def save_checkpoint(
         "random": random_streams(),
         "loss": loss.get_state() if hasattr(loss, "get_state") else None,
     }
-    write_file(path, content)
+    write_file(path, content, TRAINING)
 
 
 @torch.no_grad()
@@ -80,10 +82,10 @@ def load_checkpoint(
 
     A file that was written on another device is read on that of ``parameters``.
 
-    :raises ValueError: if the file is of another model or guide.
+    :raises ValueError: if the file is of another model or guide, damaged or foreign.
     """
     device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
-    content = read_file(path, device)
+    content = read_file(path, device, TRAINING, _classes(loss))
     found = {name: value.shape for name, value in content["parameters"].items()}
     wanted = {name: value.shape for name, value in parameters.items()}
     if found != wanted:
@@ -101,3 +103,28 @@ def load_checkpoint(
     if content["loss"] is not None:
         loss.set_state(content["loss"])
     restore_random_streams(content["random"])
+
+
+def _classes(loss: Any) -> set[type]:
+    """Those of what an ELBO remembers, which was asked once before a file is read."""
+    found: set[type] = set()
+
+    def visit(part: Any) -> None:
+        if isinstance(part, Tensor):
+            return
+        if isinstance(part, dict):
+            inside = [*part.keys(), *part.values()]
+        elif isinstance(part, (list, tuple)):
+            inside = list(part)
+        else:
+            inside = (
+                [] if isinstance(part, Tensor) else list(getattr(part, "__dict__", {}).values())
+            )
+        if type(part).__module__ not in ("builtins", "torch"):
+            found.add(type(part))
+        for one in inside:
+            visit(one)
+
+    if hasattr(loss, "get_state"):
+        visit(loss.get_state())
+    return found

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -20,12 +20,15 @@ from pyro_implicit.fitting.correction import corrected_draws
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import AutoConditional, Refined
+from pyro_implicit.mcmc.arviz_export import as_datatree, as_inferencedata, model_groups
 from pyro_implicit.mcmc.run_files import read_file, write_file
 
 __all__ = ["Fit", "Stage"]
 
 SETTLED = ("converged", "steady")
 NUM_CORRECTED = 10_000
+NUM_EXPORTED = 2000
+KIND = "a result of fit"
 
 
 @dataclass
@@ -127,16 +130,52 @@ class Fit:
         model, args, kwargs = self.source
         return compare(model, self.posterior, reference, *args, model_kwargs=kwargs, **options)
 
+    def to_datatree(
+        self,
+        num_samples: int | None = None,
+        *,
+        log_likelihood: bool = False,
+        posterior_predictive: bool = False,
+        prior: int | None = None,
+        coords: Mapping[str, Any] | None = None,
+        dims: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Draws of the posterior as an xarray ``DataTree`` in ArviZ's layout.
+
+        Of ArviZ 1.x all functions take it; those of 0.x take :meth:`to_inferencedata`.
+
+        :param num_samples: so many of :meth:`sample`, as one chain; by default all refined draws,
+            their chains apart, or 2,000 draws where nothing was refined.
+        :param log_likelihood: as for :meth:`Refined.to_datatree
+            <pyro_implicit.mcmc.Refined.to_datatree>`, as are the others, and what is raised.
+        """
+        if num_samples is None and self.refined is not None:
+            posterior = self.refined.get_samples(group_by_chain=True)
+        else:
+            draws = self.sample(num_samples or NUM_EXPORTED, *self.source[1], **self.source[2])
+            posterior = {name: value.unsqueeze(0) for name, value in draws.items()}
+        groups = model_groups(posterior, self.source, log_likelihood, posterior_predictive, prior)
+        return as_datatree(groups, coords, dims)
+
+    def to_inferencedata(self, *args: Any, **kwargs: Any) -> Any:
+        """The same as an ``InferenceData`` of ArviZ 0.x.
+
+        :param args: of :meth:`to_datatree`, as ``kwargs``.
+        :raises ImportError: without ArviZ 0.x.
+        """
+        return as_inferencedata(self.to_datatree(*args, **kwargs))
+
     def save(self, path: str | Path) -> None:
         """Write all but the model and its data into one file, complete or not there at all.
 
         :param path: of the file. The guide is pickled, so that what it is made of, such as a
             generator's class, must be importable when it is loaded.
+        :raises OSError: if it cannot be written; a file that was there is as it was.
         """
         content = {one.name: getattr(self, one.name) for one in fields(self)}
         content["source"] = (None, (), {})
         content["stages"] = [replace(stage, error=None) for stage in self.stages]
-        write_file(Path(path), content)
+        write_file(Path(path), content, KIND)
 
     @classmethod
     def load(
@@ -151,8 +190,10 @@ class Fit:
 
         :param model: that was fitted, with its ``args`` and ``kwargs``.
         :param model_kwargs: more of these, whatever their names.
+        :raises ValueError: for a file that is damaged, or no result of ``fit``, or of another
+            version's format.
         """
-        content = read_file(Path(path), "cpu")
+        content = read_file(Path(path), "cpu", KIND)
         if isinstance(content["guide"], AutoConditional):
             content["guide"].attach(model)
         return cls(**{**content, "source": (model, args, {**kwargs, **(model_kwargs or {})})})

@@ -17,6 +17,8 @@ from pyro_implicit.mcmc.run_files import (
 
 __all__ = ["load_chains", "save_chains"]
 
+KIND = "chains of refine"
+
 
 def save_chains(path: Path, settings: dict[str, Any], chains: Any) -> None:
     """Write chains and random streams.
@@ -26,16 +28,17 @@ def save_chains(path: Path, settings: dict[str, Any], chains: Any) -> None:
     :param settings: those of the run; a resumed run must have the same.
     :param chains: anything that pickles.
     """
-    write_file(path, {"settings": settings, "chains": chains, "random": random_streams()})
+    content = {"settings": settings, "chains": chains, "random": random_streams()}
+    write_file(path, content, KIND)
 
 
 def load_chains(path: Path, settings: dict[str, Any], device: torch.device) -> Any:
     """Chains as :func:`save_chains` found them; the random streams are put back too.
 
     :param device: where the chains are to be.
-    :raises ValueError: if the file is of a run with other settings.
+    :raises ValueError: if the file is of a run with other settings, damaged or foreign.
     """
-    content = read_file(path, device)
+    content = read_file(path, device, KIND)
     if content["settings"] != settings:
         raise ValueError(
             f"the checkpoint {path} is of a run with {content['settings']}, but this one has "

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from pyro_implicit.mcmc.run_files import write_file
+from pyro_implicit.mcmc.run_files import load_file, save_file
 
 __all__ = ["DrawStore"]
 
@@ -73,7 +72,7 @@ class DrawStore:
         if self.folder is None:
             self._kept.append(draws.cpu())
         else:
-            write_file(self._path(self._count), draws.cpu().contiguous())
+            save_file(self._path(self._count), draws.cpu().contiguous())
         self._count += 1
 
     def take(self, rows: Tensor) -> Tensor:
@@ -95,7 +94,7 @@ class DrawStore:
     def _snapshot(self, index: int) -> Tensor:
         if self.folder is None:
             return self._kept[index]
-        return torch.load(self._path(index), map_location="cpu", mmap=True, weights_only=True)
+        return load_file(self._path(index), map_location="cpu", mmap=True, weights_only=True)
 
     def _path(self, index: int) -> Path:
         assert self.folder is not None

@@ -11,6 +11,7 @@ import torch
 from pyro.infer.mcmc.util import diagnostics, print_summary
 from torch import Tensor
 
+from pyro_implicit.mcmc.arviz_export import ArvizExport
 from pyro_implicit.mcmc.draw_store import DrawStore
 from pyro_implicit.mcmc.step_choice import StepChoice
 
@@ -39,7 +40,7 @@ class SitesOf:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MinibatchRefined:
+class MinibatchRefined(ArvizExport):
     """Draws of chains that saw minibatches. ``print`` shows how they came about.
 
     :ivar stopped: ``"max_epochs"`` or ``"max_seconds"``.

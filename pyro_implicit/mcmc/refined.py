@@ -11,6 +11,7 @@ import torch
 from pyro.infer.mcmc.util import diagnostics, print_summary, select_samples
 from torch import Tensor
 
+from pyro_implicit.mcmc.arviz_export import ArvizExport
 from pyro_implicit.mcmc.chain_density import ChainDensity
 from pyro_implicit.mcmc.chains import Chains
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
@@ -22,7 +23,7 @@ __all__ = ["Refined", "collect"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Refined:
+class Refined(ArvizExport):
     """Draws of many short chains. ``print`` shows how they came about, ``summary()`` their moments.
 
     The draws are those after warm-up, without the first third, thinned.

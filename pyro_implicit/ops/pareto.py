@@ -66,7 +66,11 @@ def pareto_smoothed(log_weights: Tensor) -> SmoothedWeights:
     khat = math.inf
     if len(tail) > 4:
         excess = log_w[tail].exp() - math.exp(cutoff)
-        khat, sigma = fit_generalized_pareto(excess.cpu())
+        try:
+            khat, sigma = fit_generalized_pareto(excess.cpu())
+        except ZeroDivisionError:  # of ties, for which a point of its grid may be 0
+            excess[-1] *= 1 + 1e-6
+            khat, sigma = fit_generalized_pareto(excess.cpu())
         levels = (torch.arange(len(tail), dtype=log_w.dtype, device=log_w.device) + 0.5) / len(tail)
         log_rest = torch.log1p(-levels)
         quantiles = -log_rest if khat == 0 else torch.expm1(-khat * log_rest) / khat

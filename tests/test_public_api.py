@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and signatures of all that is public, beside those in public_api.txt.
+
+Where a change is meant, ``python tests/test_public_api.py`` writes that file anew; what was there
+before and is no more, or has another signature, goes into CHANGELOG.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+FROZEN = Path(__file__).with_name("public_api.txt")
+#: Those with a page in the reference; machinery has none.
+PACKAGES = [f"pyro_implicit.{page.stem}" for page in sorted((ROOT / "docs" / "api").glob("*.rst"))]
+
+
+class Shown:
+    """A default value, printed without addresses."""
+
+    def __init__(self, value: Any) -> None:
+        self.text = getattr(value, "__qualname__", repr(value))
+        if " at 0x" in self.text:
+            self.text = type(value).__qualname__
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def signature(function: Any) -> str:
+    """Names, kinds and defaults; types may become wider."""
+    found = inspect.signature(function)
+    plain = [
+        one.replace(
+            annotation=one.empty,
+            default=one.empty if one.default is one.empty else Shown(one.default),
+        )
+        for one in found.parameters.values()
+    ]
+    return str(found.replace(parameters=plain, return_annotation=found.empty))
+
+
+def owner(cls: type, name: str) -> type | None:
+    """The class that an attribute comes from, None if that is not the library's."""
+    found = next((base for base in cls.__mro__ if name in vars(base)), object)
+    return found if found.__module__.startswith("pyro_implicit") else None
+
+
+def members(cls: type, public: set[Any]) -> Iterator[str]:
+    """Public methods and properties, without those that another public class has."""
+    for name in sorted(dir(cls)):
+        home = owner(cls, name)
+        if name.startswith("_") or home is None or (home is not cls and home in public):
+            continue
+        value = inspect.getattr_static(cls, name)
+        if isinstance(value, (staticmethod, classmethod)):
+            value = getattr(cls, name)
+        if inspect.isroutine(value) and callable(value):
+            yield f"{name}{signature(value)}"
+        elif isinstance(value, (property, functools.cached_property)):
+            yield name
+
+
+def public_api() -> Iterator[str]:
+    """One line for each name: a name that two packages offer has its signature once."""
+    modules = [importlib.import_module(package) for package in (*PACKAGES, "pyro_implicit")]
+    homes: dict[Any, str] = {}
+    for module in modules:
+        for name in module.__all__:
+            if callable(getattr(module, name)):
+                homes.setdefault(getattr(module, name), f"{module.__name__}.{name}")
+    for module in modules:
+        for name in sorted(module.__all__):
+            value, full = getattr(module, name), f"{module.__name__}.{name}"
+            if not callable(value):
+                yield f"{full}: {type(value).__qualname__}"
+            elif homes[value] != full:
+                yield f"{full} is {homes[value]}"
+            elif inspect.isclass(value):
+                made_here = owner(value, "__init__") or owner(value, "__new__")
+                yield full + (signature(value) if made_here else "")
+                yield from (f"    {member}" for member in members(value, set(homes)))
+            else:
+                yield full + (signature(value) if inspect.isroutine(value) else "")
+
+
+def test_public_api_is_the_one_that_is_frozen():
+    frozen = FROZEN.read_text(encoding="utf-8").splitlines()
+    changes = [
+        line
+        for line in difflib.unified_diff(frozen, list(public_api()), n=0, lineterm="")
+        if not line.startswith(("---", "+++", "@@"))
+    ]
+    assert not changes, (
+        "the public API is another than in tests/public_api.txt. Cure: if that is meant, "
+        "python tests/test_public_api.py, and a line in CHANGELOG.md\n" + "\n".join(changes)
+    )
+
+
+if __name__ == "__main__":
+    FROZEN.write_text("\n".join(public_api()) + "\n", encoding="utf-8")
