@@ -29,7 +29,7 @@ __all__ = [
 #: Raised by one whenever an older version's files cannot be read any more.
 FORMAT = 1
 #: What the random state of numpy is made of.
-NUMPY_STATES = [
+NUMPY_STATES: list[Any] = [
     np.empty(0).__reduce__()[0],
     np.ndarray,
     np.dtype,
