@@ -31,9 +31,6 @@ STAGES = {
     "search": ("stages.find_modes", {}, None),
     "gaussian": ("guide_stages.set_weights", {}, None),
     "weights of the gaussian": ("guide_stages.reliability", {}, "gaussian"),
-    "training": ("stages.train", {"refine": False}, "gaussian"),
-    "semi-implicit": ("guide_stages.semi_implicit_guide", {"refine": False}, "gaussian injective"),
-    "correct": ("refinement_stages.reliability", {}, "gaussian injective"),
     "refine": ("refinement_stages.refine", {"refine": True}, "gaussian injective"),
 }
 
@@ -98,8 +95,8 @@ def test_data_without_a_density_are_refused_by_site(y, unit, message):
         fit(mean, "auto", y, unit, **QUIET)
 
 
-@pytest.mark.parametrize("unit", [1e-30, 1e30])
-def test_data_of_any_unit_that_has_a_square(unit):
+def test_data_of_a_tiny_unit():
+    unit = 1e-30
     result = fit(mean, "auto", Y * unit, ONE * unit, **QUIET)
     draws = result.sample(4000)["loc"] / unit
     assert draws.mean().item() == pytest.approx(Y.sum().item() / 4.01, abs=0.04)
