@@ -73,6 +73,7 @@ def conditional_reparams(
     **Example:**
 
     >>> import pyro, pyro.distributions as dist
+    >>> from pyro import poutine
     >>> from pyro.infer.autoguide import AutoNormal
     >>> def model(y):
     ...     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))

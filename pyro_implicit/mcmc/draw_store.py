@@ -17,6 +17,7 @@ class DrawStore:
 
     **Example:**
 
+    >>> import torch
     >>> store = DrawStore()
     >>> store.append(torch.zeros(4, 3))
     >>> store.append(torch.ones(4, 3))
