@@ -75,13 +75,12 @@ class ConditionalReparam(Reparam):
         noise = None if msg["value"] is None else form.to_noise(value)
         infer = {"is_observed": msg["is_observed"]}
         noise = pyro.sample(f"{name}_noise", standard, obs=noise, infer=infer)
-        value, log_density = form.to_value(noise)
-        log_density = sum_rightmost(log_density, event_dim - form.event_dim)
+        value, *parts = form.to_value(noise)
+        log_density, log_det = (sum_rightmost(one, event_dim - form.event_dim) for one in parts)
         pyro.factor(f"{name}_factor", log_density - standard.log_prob(noise))
         value = value if msg["value"] is None else msg["value"]
-        # By the change of variables, for whoever has a density of the noise.
-        given_noise = msg["fn"].log_prob(value) - log_density
-        delta = dist.Delta(value, given_noise, event_dim=event_dim).mask(False)
+        # Its density given the noise, for whoever has a density of that.
+        delta = dist.Delta(value, -log_det, event_dim=event_dim).mask(False)
         return {"fn": delta, "value": value, "is_observed": True}
 
     def to_noise(self, fn: Any, value: Tensor) -> Tensor:
@@ -109,10 +108,12 @@ class _Scalar:
         self.stretch = (1 + precision * fn.scale.square()).sqrt()
         self.shift = fn.scale * (information - precision * fn.loc) / self.stretch.square()
 
-    def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """The value, and the log-density of the noise."""
+    def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The value, the log-density of the noise, and the log-determinant of the one by the
+        other."""
         value = self.fn.loc + self.fn.scale * (self.shift + noise / self.stretch)
-        return value, self.fn.log_prob(value) + (self.fn.scale / self.stretch).log()
+        log_det = (self.fn.scale / self.stretch).log()
+        return value, self.fn.log_prob(value) + log_det, log_det
 
     def to_noise(self, value: Tensor) -> Tensor:
         return self.stretch * ((value - self.fn.loc) / self.fn.scale - self.shift)
@@ -131,12 +132,12 @@ class _Vector:
         told = information - _times(precision, fn.loc)
         self.pull = solve_triangular(self.stretch.mT, _times(self.factor.mT, told), upper=False)
 
-    def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """The value, and the log-density of the noise."""
+    def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As that of :class:`_Scalar`."""
         white = solve_triangular(self.stretch, noise + self.pull, upper=True)
-        log_det = self.stretch.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        log_density = dist.Normal(0.0, 1.0).log_prob(white).sum(-1) - log_det
-        return self.loc + _times(self.factor, white), log_density
+        stretch, scale = (_log_det(factor) for factor in (self.stretch, self.factor))
+        log_density = dist.Normal(0.0, 1.0).log_prob(white).sum(-1) - stretch
+        return self.loc + _times(self.factor, white), log_density, scale - stretch
 
     def to_noise(self, value: Tensor) -> Tensor:
         white = solve_triangular(self.factor, value - self.loc, upper=False)
@@ -145,3 +146,7 @@ class _Vector:
 
 def _times(matrix: Tensor, vector: Tensor) -> Tensor:
     return product(matrix, vector.unsqueeze(-1)).squeeze(-1)
+
+
+def _log_det(triangle: Tensor) -> Tensor:
+    return triangle.diagonal(dim1=-2, dim2=-1).log().sum(-1)

@@ -162,13 +162,14 @@ class ConditionalDensity(ChainDensity):
             (score,) = torch.autograd.grad(log_prob.sum(), point, create_graph=True)
             for name in sites:
                 fn, place = nodes[name]["fn"], places[name]
-                size = place.shape[-1] if ConditionalReparam.is_vector(fn) else 1
+                is_vector = ConditionalReparam.is_vector(fn)
+                size = place.shape[-1] if is_vector else 1
                 columns = place.reshape(-1, size)
                 curvature = -own_hessian(noise, point, score, columns)
                 gradient, value = score[0, columns].detach(), point[0, columns].detach()
                 said = told(fn, *(one.double() for one in (curvature, gradient, value)))
                 precision, information = (one.to(value) for one in said)
-                shape = (*place.shape, size) if size > 1 else place.shape
+                shape = (*place.shape, size) if is_vector else place.shape
                 made[name] = ConditionalReparam(
                     precision.reshape(shape), information.reshape(place.shape)
                 )

@@ -81,7 +81,15 @@ def walk():
         pyro.sample(f"y_{step}", dist.Normal(x, SIGMA[step]), obs=Y[step])
 
 
+def single():
+    """A vector of one."""
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    x = pyro.sample("x", dist.MultivariateNormal(torch.zeros(1), scale_tril=scale.reshape(1, 1)))
+    pyro.sample("y", dist.Normal(x, SIGMA[:1]).to_event(1), obs=Y[:1])
+
+
 MODELS = {
+    "single": (single, ["x"]),
     "normal": (groups(), ["x"]),
     "cauchy": (groups(dist.Cauchy), ["x"]),
     "student": (groups(student), ["x"]),
@@ -263,7 +271,7 @@ def test_very_many_latents_are_probed_by_random_signs(name, monkeypatch):
     assert torch.allclose(one.information, other.information)
 
 
-@pytest.mark.parametrize("name", ["normal", "student", "vectors", "nested", "walk"])
+@pytest.mark.parametrize("name", ["single", "normal", "student", "vectors", "nested", "walk"])
 def test_the_density_of_the_guide_is_that_of_its_noise(name):
     """By the change of variables, with Pyro's own trace of guide and model."""
     model, sites = MODELS[name]
