@@ -172,4 +172,4 @@ def test_without_chains_a_dear_model_is_still_searched(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rough = fit(funnel, "auto", num_steps=2, max_seconds=1.0, **QUIET)
-    assert rough.chosen == "mean-field" and rough.refined is not None
+    assert rough.stages[0].name == "mean-field" and rough.refined is not None
