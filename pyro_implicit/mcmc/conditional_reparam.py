@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_implicit.ops.small_matrices import cholesky, product, solve_triangular
 
-__all__ = ["ConditionalReparam"]
+__all__ = ["ConditionalReparam", "base_distribution"]
 
 LOC_SCALE = (dist.Normal, dist.StudentT, dist.Cauchy, dist.Laplace, dist.Logistic)
 
@@ -59,12 +59,12 @@ class ConditionalReparam(Reparam):
     @staticmethod
     def suits(fn: Any) -> bool:
         """Whether a site's distribution is one of location and scale."""
-        return isinstance(_base(fn), (*LOC_SCALE, dist.MultivariateNormal))
+        return isinstance(base_distribution(fn), (*LOC_SCALE, dist.MultivariateNormal))
 
     @staticmethod
     def is_vector(fn: Any) -> bool:
         """Whether its precision is a matrix."""
-        return isinstance(_base(fn), dist.MultivariateNormal)
+        return isinstance(base_distribution(fn), dist.MultivariateNormal)
 
     def apply(self, msg: ReparamMessage) -> ReparamResult:
         """Sample noise ``"{name}_noise"`` in place of the site, which is computed from it."""
@@ -85,14 +85,15 @@ class ConditionalReparam(Reparam):
 
     def to_noise(self, fn: Any, value: Tensor) -> Tensor:
         """The noise that gives a value of the site."""
-        return self._form(_base(fn)).to_noise(value)
+        return self._form(base_distribution(fn)).to_noise(value)
 
     def _form(self, fn: Any) -> _Scalar | _Vector:
         kind = _Vector if self.is_vector(fn) else _Scalar
         return kind(fn, self.precision, self.information)
 
 
-def _base(fn: Any) -> Any:
+def base_distribution(fn: Any) -> Any:
+    """A site's distribution without ``to_event``."""
     while isinstance(fn, torch.distributions.Independent):
         fn = fn.base_dist
     return fn

@@ -15,7 +15,7 @@ from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.engine import compute_log_prob
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.mcmc.chain_density import ChainDensity
-from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
+from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam, base_distribution
 from pyro_implicit.mcmc.noise_map import NoiseMap
 from pyro_implicit.mcmc.pseudo_data import own_hessian, told
 from pyro_implicit.mcmc.starts import Guide, latent_draws
@@ -178,7 +178,6 @@ class ConditionalDensity(ChainDensity):
 
 def _differ(one: Any, other: Any) -> bool:
     """Whether two distributions of a site are not the same."""
-    while isinstance(one, torch.distributions.Independent):
-        one, other = one.base_dist, other.base_dist
+    one, other = base_distribution(one), base_distribution(other)
     names = ("loc", "scale_tril") if ConditionalReparam.is_vector(one) else ("loc", "scale")
     return any(not torch.equal(getattr(one, name), getattr(other, name)) for name in names)

@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from pyro.ops.tensor_utils import matvecmul
 from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
-from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
+from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam, base_distribution
 
 __all__ = ["own_hessian", "told"]
 
@@ -54,23 +55,22 @@ def told(fn: Any, curvature: Tensor, gradient: Tensor, value: Tensor) -> tuple[T
     if curvature.dim() == 3:
         precision = _bent_down(curvature)
         total = precision + prior
-        step = torch.linalg.solve(total, gradient - _times(prior, value - loc))
+        step = torch.linalg.solve(total, gradient - matvecmul(prior, value - loc))
     else:
         whole = _bent_down(curvature.reshape(count * size, count * size))
         whole = whole + torch.block_diag(*prior)
         covariance = torch.cholesky_inverse(torch.linalg.cholesky(whole))
-        pull = (gradient - _times(prior, value - loc)).flatten()
+        pull = (gradient - matvecmul(prior, value - loc)).flatten()
         step = (covariance @ pull).reshape(count, size)
         blocks = covariance.reshape(count, size, count, size).diagonal(dim1=0, dim2=2)
         precision = _bent_down(torch.linalg.inv(blocks.movedim(-1, 0)) - prior)
     centre = value + step
-    return precision, _times(precision, centre) + _times(prior, centre - loc)
+    return precision, matvecmul(precision, centre) + matvecmul(prior, centre - loc)
 
 
 def _moments(fn: Any, value: Tensor) -> tuple[Tensor, Tensor]:
     """Location ``(count, size)`` and precision ``(count, size, size)`` of a site's prior."""
-    while isinstance(fn, torch.distributions.Independent):
-        fn = fn.base_dist
+    fn = base_distribution(fn)
     loc = fn.loc.expand(fn.batch_shape + fn.event_shape).reshape(value.shape)
     if ConditionalReparam.is_vector(fn):
         precision = fn.precision_matrix.expand(*fn.batch_shape, -1, -1)
@@ -83,7 +83,3 @@ def _bent_down(curvature: Tensor) -> Tensor:
     """Without the directions in which it bends up."""
     values, vectors = torch.linalg.eigh((curvature + curvature.mT) / 2)
     return (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.mT
-
-
-def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
-    return (matrices @ vectors.unsqueeze(-1)).squeeze(-1)

@@ -83,6 +83,25 @@ def test_steady_is_what_does_not_drift_though_it_remembers():
     assert not drift_of(3 * fixed + torch.randn(400, 256, 1)).steady
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_worst_of_many_is_not_held_against_them(seed):
+    """One of a thousand drifts far by noise: as many draws settle them as settle one."""
+    torch.manual_seed(seed)
+    assert 0.02 < drift_of(torch.randn(30, 256, 1000)).mean < 0.05  # 0.06 and more as it stands
+    moving = torch.randn(30, 256, 1000)
+    moving[15:, :, 0] += 0.2
+    assert drift_of(moving).mean > 0.07
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_heavy_tail_may_be_off_by_more_but_not_by_any(seed):
+    torch.manual_seed(seed)
+    scale = torch.ones(120, 1, 1)
+    scale[60:] = 1.5
+    light, heavy = (drift_of(torch.randn(120, 256, 1) ** power * scale).sd for power in (1, 3))
+    assert 0.4 < heavy / light < 0.7
+
+
 def test_few_draws_are_noise():
     torch.manual_seed(0)
     assert not drift_of(torch.randn(8, 16, 1)).settled
