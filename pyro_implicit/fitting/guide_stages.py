@@ -21,7 +21,7 @@ from pyro_implicit.fitting.result import reason
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.infer import InjectiveELBO
-from pyro_implicit.mcmc.conditional_space import dependent_sites
+from pyro_implicit.mcmc.conditional_space import conditional_density
 
 __all__ = ["is_near", "train_exact", "train_semi_implicit"]
 
@@ -54,7 +54,7 @@ def train_exact(stages: Stages, density: LatentDensity, modes: Modes, seconds: f
             if found.suffices:
                 stages.reliability = found
                 return stages.candidates[-1]
-            if len(modes.loc) == 1 and dependent_sites(density, modes.loc[0]):
+            if len(modes.loc) == 1 and conditional_density(density, modes.loc[0]):
                 line.outcome += "; chains have a better space than a trained guide's"
                 return stages.candidates[-1]
     is_mixture = isinstance(guide, AutoMixture)

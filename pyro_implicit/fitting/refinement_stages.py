@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import AutoConditional, Refined, refine, teach
 from pyro_implicit.mcmc.chain_density import NoiseDensity
-from pyro_implicit.mcmc.conditional_space import ConditionalDensity, dependent_sites
+from pyro_implicit.mcmc.conditional_space import conditional_density
 from pyro_implicit.nn import start_values
 
 __all__ = ["between", "correct", "move_draws", "train_mean_field"]
@@ -110,10 +109,9 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
 def _score_of_chains(result: Fit) -> Any:
     """What chains will walk on if not on the latents, to see what a gradient costs."""
     density, guide = result.density, result.guide
-    if sites := dependent_sites(density, density.init_loc):
-        with suppress(RuntimeError):
-            return ConditionalDensity(density, density.init_loc, sites).score
-    elif isinstance(guide, AutoImplicit) and has_exact_density(guide):
+    if walked := conditional_density(density, density.init_loc):
+        return walked.score
+    if isinstance(guide, AutoImplicit) and has_exact_density(guide):
         return NoiseDensity(density, guide).score
     return None
 

@@ -12,6 +12,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
+from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide, AutoMultivariateNormal
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
@@ -115,7 +116,8 @@ class AutoConditional(AutoGuide):
         :param values: of the guide of the noise, whose particles, if any, are a dimension left of
             the plates.
         """
-        noise = self._map(args, kwargs).noise
+        noise_map = self._map(args, kwargs)
+        noise = noise_map.noise
         shapes = noise.constrain(noise.init_loc)
         flat = {name: values[name].reshape(-1, *like.shape) for name, like in shapes.items()}
 
@@ -123,11 +125,14 @@ class AutoConditional(AutoGuide):
             sites = [trace.nodes[name] for name in self.reparams]
             return [(site["value"], site["fn"].base_dist.log_density) for site in sites]
 
-        made = noise.read(noise.unconstrain(flat), read)
+        latent, log_dets = noise_map.to_noise(noise.unconstrain(flat))
+        made = noise.read(latent, read)
         found = {}
         for name, (value, log_density) in zip(self.reparams, made, strict=True):
             shape = values[f"{name}_noise"].shape
             event_dim = self.prototype_trace.nodes[name]["fn"].event_dim
+            if (log_det := log_dets.get(f"{name}_noise")) is not None:
+                log_density = log_density - sum_rightmost(log_det, event_dim)
             found[name] = (
                 value.reshape(shape),
                 log_density.reshape(shape[: len(shape) - event_dim]),

@@ -18,10 +18,12 @@ from pyro_implicit.mcmc.chain_density import ChainDensity
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam, base_distribution
 from pyro_implicit.mcmc.noise_map import NoiseMap
 from pyro_implicit.mcmc.pseudo_data import own_hessian, told
+from pyro_implicit.mcmc.scaled_sites import are_round, scaled_reparams
 from pyro_implicit.mcmc.starts import Guide, latent_draws
 
 __all__ = [
     "ConditionalDensity",
+    "conditional_density",
     "conditional_reparams",
     "dependent_sites",
     "middle_of",
@@ -95,7 +97,7 @@ def conditional_reparams(
     kwargs = {**kwargs, **(model_kwargs or {})}
     density = LatentDensity(model, *args, model_kwargs=kwargs)
     middle = middle_of(density, guide, args, kwargs)
-    return ConditionalDensity(density, middle, dependent_sites(density, middle)).reparams
+    return ConditionalDensity(density, middle).reparams
 
 
 def middle_of(density: LatentDensity, guide: Guide, args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -112,30 +114,37 @@ class ConditionalDensity(ChainDensity):
     taken from the last to the first, so that what later ones say of an earlier one is what is left
     of them as noise.
 
+    Then those whose prior is noise already, but which the model multiplies by functions of others:
+    :class:`~pyro_implicit.mcmc.scaled_reparam.ScaledReparam`.
+
     :param density: of the model.
     :param middle: of the posterior, ``(latent_dim,)``.
-    :param sites: of :func:`dependent_sites`.
     :param num_calls: as of a :class:`ChainDensity`.
     """
 
     space = "conditional"
 
-    def __init__(
-        self, density: LatentDensity, middle: Tensor, sites: list[str], num_calls: float = math.inf
-    ) -> None:
+    def __init__(self, density: LatentDensity, middle: Tensor, num_calls: float = math.inf) -> None:
         super().__init__(density, num_calls)
         self.middle = middle
+        sites = dependent_sites(density, middle)
         groups = [[site] for site in reversed(sites)]
         if len(groups) > MOST_SITES:
             groups = [sites]
-        self._map = NoiseMap(density, {})
+        self._map = NoiseMap(density)
         for group in groups:
             found = self._say(middle, group)
             self._map = NoiseMap(density, {**self._map.reparams, **found})
+        known = [f"{name}_noise" for name in self._map.reparams]
+        point = self.to_points(middle.unsqueeze(0))[0]
+        if scaled := scaled_reparams(self._map.noise, point, known):
+            with_scaled = NoiseMap(density, {**self._map.reparams, **scaled})
+            if are_round(with_scaled, middle, scaled):
+                self._map = with_scaled
         self.reparams = self._map.reparams
 
     def _score(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        return self._map.noise.score(points)
+        return self._map.score(points)
 
     def to_latent(self, points: Tensor) -> Tensor:
         """Latents of noise, ``(num_chains, latent_dim)``."""
@@ -174,6 +183,15 @@ class ConditionalDensity(ChainDensity):
                     precision.reshape(shape), information.reshape(place.shape)
                 )
         return made
+
+
+def conditional_density(density: LatentDensity, middle: Tensor) -> ConditionalDensity | None:
+    """That of a point, or None where it is the density of the latents, or cannot be made."""
+    try:
+        walked = ConditionalDensity(density, middle)
+    except RuntimeError:  # no second derivatives
+        return None
+    return walked if walked.reparams else None
 
 
 def _differ(one: Any, other: Any) -> bool:

@@ -19,7 +19,7 @@ from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.mcmc.chain_density import ChainDensity, NoiseDensity
 from pyro_implicit.mcmc.chains import MAX_FAILED, Chains
 from pyro_implicit.mcmc.chees import ChEES
-from pyro_implicit.mcmc.conditional_space import ConditionalDensity, dependent_sites, middle_of
+from pyro_implicit.mcmc.conditional_space import ConditionalDensity, middle_of
 from pyro_implicit.mcmc.frame import FrameKind, estimate_frame
 from pyro_implicit.mcmc.history import History
 from pyro_implicit.mcmc.noise_space import count_folds
@@ -83,19 +83,19 @@ def density_of(
 def _conditional(density: LatentDensity, plan: Plan, middle: Tensor | None) -> ConditionalDensity:
     if middle is None:
         middle = middle_of(density, plan.guide, plan.args, plan.kwargs)
-    sites = dependent_sites(density, middle)
-    if not sites:
-        raise ValueError(
-            'frame="conditional" wants latents of location and scale that depend on other latents, '
-            'and this model has none. Cure: frame="auto"'
-        )
     try:
-        walked = ConditionalDensity(density, middle, sites, plan.max_gradients)
+        walked = ConditionalDensity(density, middle, plan.max_gradients)
     except RuntimeError as error:
         raise ValueError(
             'frame="conditional" wants second derivatives of the log-density, but the model raises '
             f'{type(error).__name__}: {str(error).splitlines()[0]}. Cure: frame="auto"'
         ) from error
+    if not walked.reparams:
+        raise ValueError(
+            'frame="conditional" wants latents of location and scale that depend on other latents, '
+            "or are multiplied by functions of them, and this model has none. Cure: "
+            'frame="auto"'
+        )
     return walked.compiled(plan.compile)
 
 

@@ -24,6 +24,7 @@ from pyro_implicit.mcmc import (
     conditional_reparams,
     pseudo_data,
     refine,
+    scaled_sites,
 )
 from pyro_implicit.mcmc.chains import Chains
 from pyro_implicit.mcmc.conditional_space import ConditionalDensity, dependent_sites
@@ -88,7 +89,35 @@ def single():
     pyro.sample("y", dist.Normal(x, SIGMA[:1]).to_event(1), obs=Y[:1])
 
 
+DESIGN = torch.tensor([[1.0, -1.0, 0.5], [0.0, 2.0, 1.0], [1.0, 1.0, -2.0], [-1.0, 0.5, 1.0]])
+
+
+def by_hand():
+    """A horseshoe and an intercept, whose priors are those of noise."""
+    tau = pyro.sample("tau", dist.LogNormal(0.0, 1.0))
+    sigma = pyro.sample("sigma", dist.LogNormal(0.0, 1.0))
+    level = pyro.sample("level", dist.Normal(1.0, 5.0))
+    with pyro.plate("features", 3):
+        z = pyro.sample("z", dist.Normal(0.5, 2.0))
+        log_lam = pyro.sample("log_lam", dist.Normal(0.0, 1.0))
+    mean = level + DESIGN.to(z) @ (tau * log_lam.exp() * z)
+    pyro.sample("y", dist.Normal(mean, sigma).to_event(1), obs=Y)
+
+
+def both():
+    """Groups of a centred and of a non-centred effect."""
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    tau = pyro.sample("tau", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("groups", 4):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        x = pyro.sample("x", dist.Normal(0.0, scale))
+        pyro.sample("y", dist.Normal(x, SIGMA), obs=Y)
+        pyro.sample("other", dist.Normal(tau * z, SIGMA), obs=Y.flip(0))
+
+
 MODELS = {
+    "by hand": (by_hand, ["level", "z"]),
+    "both": (both, ["z", "x"]),
     "single": (single, ["x"]),
     "normal": (groups(), ["x"]),
     "cauchy": (groups(dist.Cauchy), ["x"]),
@@ -104,13 +133,13 @@ def conditional(name):
     density = LatentDensity(model)
     torch.manual_seed(0)
     points = 0.5 * torch.randn(3, density.latent_dim)
-    return ConditionalDensity(density, points[0], dependent_sites(density, points[0])), points
+    return ConditionalDensity(density, points[0]), points
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_density_is_the_models_by_change_of_variables(name):
     walked, points = conditional(name)
-    assert list(walked.reparams) == MODELS[name][1][::-1]
+    assert set(walked.reparams) == set(MODELS[name][1])
     noise = walked.to_points(points)
     assert torch.allclose(walked.to_latent(noise), points, atol=1e-10)
     to_latent = NoiseMap.to_latent.__wrapped__
@@ -122,7 +151,7 @@ def test_the_density_is_the_models_by_change_of_variables(name):
     assert torch.allclose(walked.score(noise)[0], expected, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["normal", "vectors", "nested", "walk"])
+@pytest.mark.parametrize("name", ["normal", "vectors", "nested", "walk", "by hand"])
 def test_noise_is_standard_normal_given_the_other_latents(name):
     """Of conjugate models, at the scale at which the expansion was made."""
     walked, points = conditional(name)
@@ -137,11 +166,83 @@ def test_noise_is_standard_normal_given_the_other_latents(name):
     assert torch.allclose(log_prob[0] - log_prob[1], 0.5 * moved[1, rows].square().sum())
 
 
-def test_one_group_of_normals_is_so_at_every_scale():
-    walked, points = conditional("normal")
+@pytest.mark.parametrize("name", ["normal", "by hand"])
+def test_noise_of_normals_is_so_at_every_scale(name):
+    walked, points = conditional(name)
+    places = walked._map.noise.split(torch.arange(points.shape[-1]))
+    own = torch.cat([place.flatten() for site, place in places.items() if "noise" in site])
     for shift in (-3.0, 3.0):
-        noise = walked.to_points(points[:1] + torch.tensor([0.5, shift, 0, 0, 0, 0]))
-        assert torch.allclose(walked.score(noise)[1][:, 2:], -noise[:, 2:], atol=1e-8)
+        moved = points[:1] + shift * torch.linspace(0.2, 1.0, points.shape[-1])
+        noise = walked.to_points(moved)
+        assert torch.allclose(walked.score(noise)[1][:, own], -noise[:, own], atol=1e-8)
+
+
+def test_more_latents_than_a_matrix_is_made_of_are_taken_one_by_one(monkeypatch):
+    """Exactly, where the data see each by itself."""
+    monkeypatch.setattr(scaled_sites, "MOST_DENSE", 3)
+    walked, points = conditional("both")
+    assert walked.reparams["z"].block.precision.shape == (4,)
+    noise = walked.to_points(points)
+    assert torch.allclose(walked.to_latent(noise), points, atol=1e-10)
+    to_latent = NoiseMap.to_latent.__wrapped__
+    determinants = [
+        jacobian(lambda one: to_latent(walked._map, one.unsqueeze(0))[0], one).slogdet()[1]
+        for one in noise
+    ]
+    expected = walked.density.log_prob(points) + torch.stack(determinants)
+    assert torch.allclose(walked.score(noise)[0], expected, atol=1e-9)
+
+
+def walk_of_volatility():
+    """The data say of the steps what the mean makes of it."""
+    mean = pyro.sample("mean", dist.Normal(0.0, 3.0))
+    sigma = pyro.sample("sigma", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("steps", 4):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    log_variance = mean + sigma * z.cumsum(-1)
+    pyro.sample("y", dist.Normal(0.0, (log_variance / 2).exp()).to_event(1), obs=4 * Y)
+
+
+def noisy():
+    """A precision of the data's noise is no factor of a coefficient."""
+    precision = pyro.sample("precision", dist.Gamma(1.0, 1.0))
+    weight = pyro.sample("weight", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal(weight * SIGMA, precision.rsqrt()).to_event(1), obs=Y)
+
+
+def masked():
+    tau = pyro.sample("tau", dist.LogNormal(0.0, 1.0))
+    z = pyro.sample("z", dist.Normal(0.0, 1.0).mask(torch.tensor(True)))
+    pyro.sample("y", dist.Normal(tau * z, 1.0), obs=Y[0])
+
+
+@pytest.mark.parametrize("model", [walk_of_volatility, noisy, masked])
+def test_latents_without_such_a_law_are_left_alone(model):
+    density = LatentDensity(model)
+    assert ConditionalDensity(density, density.init_loc + 0.1).reparams == {}
+
+
+def test_chains_settle_in_a_horseshoe_written_by_hand():
+    """Against the integral over the coefficients, which are normal given their scales."""
+
+    def model():
+        tau = pyro.sample("tau", dist.HalfCauchy(1.0))
+        with pyro.plate("groups", 8):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(tau * z, 0.1), obs=torch.linspace(-2, 2, 8))
+
+    found = refine(model, AutoNormal(model), num_chains=64, seed=0,
+                   progress=False, max_gradients=1500)  # fmt: skip
+    assert found.space == "conditional" and found.stopped == "converged"
+    tau = torch.linspace(1e-3, 60, 60_001)
+    variance = tau.square() + 0.01
+    weight = -4 * variance.log() - torch.linspace(-2, 2, 8).square().sum() / variance / 2
+    weight = (weight - weight.max()).exp() / (1 + tau.square())
+    expected = (weight * tau.log()).sum() / weight.sum()
+    spread = ((weight * tau.log().square()).sum() / weight.sum() - expected**2).sqrt()
+    drawn = found.get_samples()["tau"].log()
+    assert abs(drawn.mean() - expected) < 0.1 * spread
+    assert abs(drawn.std() / spread - 1) < 0.1
 
 
 def test_without_data_it_is_the_non_centred_form():
@@ -180,7 +281,7 @@ def test_other_families_are_left_alone(fn):
 
     density = LatentDensity(model)
     assert dependent_sites(density, density.init_loc) == []
-    with pytest.raises(ValueError, match="depend on other latents, and this model has none"):
+    with pytest.raises(ValueError, match="depend on other latents, or are multiplied"):
         refine(model, AutoNormal(model), frame="conditional", num_chains=16, progress=False)
 
 
@@ -249,7 +350,7 @@ def test_steps_of_which_the_data_see_sums_are_not_taken_for_known():
 
     density = LatentDensity(model)
     middle = torch.full((7,), 0.3)
-    found = ConditionalDensity(density, middle, ["steps"]).reparams["steps"]
+    found = ConditionalDensity(density, middle).reparams["steps"]
     sums, prior = torch.ones(6, 6).tril(), math.exp(-0.6)
     covariance = torch.linalg.inv(4 * sums.mT @ sums + prior * torch.eye(6))
     mean = covariance @ (4 * sums.mT @ torch.arange(6.0) + prior * 0.5)
@@ -271,7 +372,9 @@ def test_very_many_latents_are_probed_by_random_signs(name, monkeypatch):
     assert torch.allclose(one.information, other.information)
 
 
-@pytest.mark.parametrize("name", ["single", "normal", "student", "vectors", "nested", "walk"])
+@pytest.mark.parametrize(
+    "name", ["single", "normal", "student", "vectors", "nested", "walk", "by hand", "both"]
+)
 def test_the_density_of_the_guide_is_that_of_its_noise(name):
     """By the change of variables, with Pyro's own trace of guide and model."""
     model, sites = MODELS[name]
