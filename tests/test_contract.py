@@ -165,7 +165,13 @@ def refusal(guide_name: str, elbo_name: str) -> str | None:
 
 PAIRS = {(guide, elbo): refusal(guide, elbo) for elbo in ELBOS for guide in GUIDES}
 NAMES = ("guide_name", "elbo_name")
-pairs = pytest.mark.parametrize(NAMES, [pair for pair, why in PAIRS.items() if why is None])
+_ALLOWED = [pair for pair, why in PAIRS.items() if why is None]
+pairs = pytest.mark.parametrize(NAMES, _ALLOWED)
+#: One of each guide and of each ELBO, for what no pair has to itself.
+_SOME = {guide: (guide, elbo) for guide, elbo in _ALLOWED} | {
+    elbo: (guide, elbo) for guide, elbo in reversed(_ALLOWED)
+}
+some_pairs = pytest.mark.parametrize(NAMES, sorted(set(_SOME.values())))
 refused = pytest.mark.parametrize(NAMES, [pair for pair, why in PAIRS.items() if why])
 guides = pytest.mark.parametrize("guide_name", GUIDES)
 
@@ -245,7 +251,7 @@ def test_single_particle(guide_name, elbo_name):
     assert SVI(model, guide, pyro.optim.Adam({}), elbo).step() != 0
 
 
-@pairs
+@some_pairs
 def test_seeds_give_equal_runs(guide_name, elbo_name):
     def losses() -> list[float]:
         pyro.clear_param_store()
@@ -290,7 +296,7 @@ def test_recorded_steps_are_plain_ones(elbo_name):
     torch.testing.assert_close(other_gradients, gradients, rtol=1e-8, atol=1e-10)
 
 
-@pairs
+@some_pairs
 def test_float64_comes_from_the_model(guide_name, elbo_name):
     model, guide, elbo = make(guide_name, elbo_name, dtype=torch.float64)
     loss = elbo.differentiable_loss(model, guide)

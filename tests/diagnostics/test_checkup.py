@@ -384,7 +384,7 @@ def test_a_fitted_semi_implicit_guide():
     assert before.verdict == "do not trust"
     steps = 300
     optimizer = pyro.optim.ClippedAdam({"lr": 0.01, "lrd": 0.01 ** (1 / steps)})
-    svi = SVI(regression_posterior, guide, optimizer, LIVI_ELBO(16))
+    svi = SVI(regression_posterior, guide, optimizer, LIVI_ELBO(16, compile="trace"))
     for _ in range(steps):
         svi.step()
     found = diagnose(regression_posterior, guide, num_samples=500)

@@ -244,9 +244,9 @@ def test_finds_a_conjugate_posterior(estimator):
             pyro.sample("y", dist.Normal(w @ design.T, noise), obs=y)
 
     pyro.set_rng_seed(0)
-    draws = fit(model, AutoImplicit(model, frame=None), ScoreELBO(32, estimator), 400, 0.03)[
-        "w"
-    ].reshape(-1, 2)
+    draws = fit(
+        model, AutoImplicit(model, frame=None), ScoreELBO(32, estimator, compile="trace"), 400, 0.03
+    )["w"].reshape(-1, 2)
     covariance = torch.linalg.inv(torch.eye(2) + design.T @ design / noise**2)
     mean = covariance @ design.T @ y / noise**2
     whiten = torch.linalg.inv(torch.linalg.cholesky(covariance))
@@ -267,7 +267,7 @@ def test_finds_both_modes(estimator):
 
     pyro.set_rng_seed(0)
     guide = AutoImplicit(model, lambda size: MLP(4, size), frame=None, init_scale=2.0)
-    x = fit(model, guide, ScoreELBO(32, estimator), 300, 0.03)["x"]
+    x = fit(model, guide, ScoreELBO(32, estimator, compile="trace"), 300, 0.03)["x"]
     assert (x > 0).double().mean().item() == pytest.approx(0.5, abs=0.25)
     for mode in (x[x > 0], -x[x < 0]):
         assert mode.mean().item() == pytest.approx(3.0, abs=0.45)

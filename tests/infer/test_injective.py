@@ -176,7 +176,7 @@ def test_recovers_a_linear_regression(size):
     generator = ResidualGenerator(size, size, hidden=())
     guide = AutoImplicit(regression, generator, init_loc_fn=init_to_mean, frame=None)
     optim = pyro.optim.ClippedAdam({"lr": 0.1, "lrd": 0.01 ** (1 / 400)})
-    svi = SVI(regression, guide, optim, InjectiveELBO(8))
+    svi = SVI(regression, guide, optim, InjectiveELBO(8, compile="trace"))
     for _ in range(400):
         loss = svi.step(x, y)
     covariance = torch.linalg.inv(x.T @ x + torch.eye(size) / 100)

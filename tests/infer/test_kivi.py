@@ -193,7 +193,9 @@ def test_finds_a_conjugate_posterior():
             pyro.sample("y", dist.Normal(w @ design.T, noise), obs=y)
 
     pyro.set_rng_seed(0)
-    draws = fit(model, AutoImplicit(model, frame=None), KIVI_ELBO(16), 600)["w"].reshape(-1, 2)
+    draws = fit(model, AutoImplicit(model, frame=None), KIVI_ELBO(16, compile="trace"), 600)[
+        "w"
+    ].reshape(-1, 2)
     covariance = torch.linalg.inv(torch.eye(2) + design.T @ design / noise**2)
     mean = covariance @ design.T @ y / noise**2
     whiten = torch.linalg.inv(torch.linalg.cholesky(covariance))
@@ -213,7 +215,7 @@ def test_finds_both_modes():
 
     pyro.set_rng_seed(0)
     guide = AutoImplicit(model, lambda size: MLP(4, size), frame=None, init_scale=2.0)
-    x = fit(model, guide, KIVI_ELBO(32), 600)["x"]
+    x = fit(model, guide, KIVI_ELBO(32, compile="trace"), 600)["x"]
     assert (x > 0).double().mean().item() == pytest.approx(0.5, abs=0.15)
     for mode in (x[x > 0], -x[x < 0]):
         assert mode.mean().item() == pytest.approx(3.0, abs=0.3)
@@ -242,7 +244,9 @@ def test_flat_prior_needs_no_prior_draws():
         return {"mean": mean, "precision": pyro.sample("precision", dist.Gamma(shape, rate))}
 
     pyro.set_rng_seed(0)
-    draws = fit(model, guide, KIVI_ELBO(16, vectorize_particles="plate"), 500, lr=0.03)
+    draws = fit(
+        model, guide, KIVI_ELBO(16, vectorize_particles="plate", compile="trace"), 500, lr=0.03
+    )
     assert draws["mean"].mean().item() == pytest.approx(2.0, abs=0.15)
     # Mean field: sd of the mean (5 E[precision])^-1/2, precision Gamma(8.5, 7.25 + 1 / 2E[p])
     precision = draws["precision"].mean().item()

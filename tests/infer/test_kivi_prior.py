@@ -146,7 +146,7 @@ def test_explicit_gamma_precision_beside_implicit_weights():
     guide.append(AutoImplicit(part, lambda size: MLP(4, size), frame=None, init_scale=0.3))
     guide.append(gamma := GammaPosterior())
     optim = pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.05 ** (1 / 500)})
-    svi = SVI(model, guide, optim, KIVI_ELBO(16))
+    svi = SVI(model, guide, optim, KIVI_ELBO(16, compile="trace"))
     for _ in range(500):
         svi.step()
     with torch.no_grad(), pyro.plate("draws", 4000, dim=-2):
@@ -170,7 +170,8 @@ def test_finds_a_posterior_that_is_not_much_narrower_than_the_prior(direction):
     pyro.set_rng_seed(0)
     guide = AutoImplicit(model, lambda size: MLP(2, size), frame=None, init_scale=0.8)
     optim = pyro.optim.ClippedAdam({"lr": 0.02, "lrd": 0.05 ** (1 / 300)})
-    svi = SVI(model, guide, optim, KIVI_ELBO(8, contrast="prior", direction=direction))
+    elbo = KIVI_ELBO(8, contrast="prior", direction=direction, compile="trace")
+    svi = SVI(model, guide, optim, elbo)
     for _ in range(300):
         svi.step()
     draws = guide.sample_posterior(4000)["w"]

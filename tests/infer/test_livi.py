@@ -44,7 +44,7 @@ def test_conjugate_regression():
     mean = covariance @ (x.T @ y) / 0.49
 
     guide = AutoSemiImplicit(model, noise_scale="learn", frame=None)
-    train(model, guide, LIVI_ELBO(32), num_steps=1000)
+    train(model, guide, LIVI_ELBO(32, compile="trace"), num_steps=1000)
     draws = guide.sample_posterior(400_000)["weight"]
     assert ((draws.mean(0) - mean) / covariance.diag().sqrt()).abs().max() < 0.02
     assert (draws.T.cov() - covariance).norm() / covariance.norm() < 0.03
@@ -68,7 +68,7 @@ def test_amortised_posterior_of_local_latents():
     def encode(noise, context):
         return encoder(noise, context).squeeze(-1)
 
-    train(model, guide, LIVI_ELBO(16), num_steps=400)
+    train(model, guide, LIVI_ELBO(16, compile="trace"), num_steps=400)
     with torch.no_grad():
         draws = SemiImplicit(encode, 1, 0.05, data[:, None]).sample((20_000,))
     sd = 0.2**0.5

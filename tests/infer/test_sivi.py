@@ -143,7 +143,7 @@ def test_conjugate_gaussian():
     )
     arguments = {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.03}, "T_max": 400}
     optimiser = pyro.optim.CosineAnnealingLR(arguments)
-    svi = SVI(model, guide, optimiser, SIVI_ELBO(32, 100))
+    svi = SVI(model, guide, optimiser, SIVI_ELBO(32, 100, compile="trace"))
     for _ in range(400):
         svi.step()
         optimiser.step()

@@ -152,7 +152,7 @@ def test_conjugate_gaussian():
     )
     arguments = {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.05}, "T_max": 150}
     optimiser = pyro.optim.CosineAnnealingLR(arguments)
-    elbo = UIVI_ELBO(32)
+    elbo = UIVI_ELBO(32, compile="trace")
     svi = SVI(model, guide, optimiser, elbo)
     for _ in range(150):
         svi.step()
