@@ -14,7 +14,7 @@ __all__ = ["linear_assignment", "permutation_log_prob"]
 #: Powers of the balanced weights, and what each has in the mixture. The first power is best where
 #: many rows compete for a column, the second for single pairs; the zeroth bounds the loss.
 POWERS = ((0.0, 0.01), (1.0, 0.33), (1.5, 0.33), (2.0, 0.33))
-NUM_BALANCINGS = 20
+NUM_BALANCINGS = 5
 
 
 def permutation_log_prob(log_weights: Tensor, permutation: Tensor) -> Tensor:
