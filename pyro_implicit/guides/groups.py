@@ -160,42 +160,41 @@ class Translations(Group):
 
     def move(self, maps: Tensor, draws: Draws) -> dict[str, Tensor]:
         """The weights after their shift."""
-        rows = maps.reshape(len(maps), -1, maps.shape[-1])
-        shift = (self.scale * rows @ self._projection(draws)).reshape(maps.shape)
-        return {self.sites[0]: draws[self.sites[0]] + shift}
+        (site,) = self.sites
+        shift = maps.double().reshape(len(maps), -1, maps.shape[-1]) @ self._steps(draws)
+        return {site: draws[site] + shift.reshape(maps.shape).to(draws[site])}
 
     def information(self, maps: Tensor, moved: Draws, draws: Draws) -> Tensor:
         """By Gaussian weights with the moments of ``draws``, independent of each other."""
         (site,) = self.sites
-        loc = draws[site].mean(0)
-        precision = draws[site].var(0).clamp(min=_tiny(loc)).reciprocal()
-        precision = precision.reshape(-1, maps.shape[-1])
-        offsets = (moved[site] - loc).reshape(len(maps), *precision.shape)
-        noise = maps.reshape(offsets.shape)
-        step = self.scale * self._projection(moved)
-        weighted = step.unsqueeze(-3) * precision.unsqueeze(-2)  # (..., rows, in, in)
-        slope = (weighted @ offsets.unsqueeze(-1)).squeeze(-1)
-        gram = weighted @ step.unsqueeze(-3)
-        factor = torch.linalg.cholesky(gram + torch.eye(maps.shape[-1]).to(gram))
-        mean = torch.cholesky_solve(slope.unsqueeze(-1), factor).squeeze(-1)
-        whitened = (factor.mT @ (noise - mean).unsqueeze(-1)).squeeze(-1)
-        log_det = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        found = log_det + 0.5 * (noise.square() - whitened.square()).sum(-1)
-        return found.sum(-1)
+        others = draws[site].double().reshape(len(draws[site]), -1, maps.shape[-1])
+        loc, precision = others.mean(0), others.var(0).clamp(min=_tiny(others)).reciprocal()
+        offsets = moved[site].double().reshape(len(maps), *loc.shape) - loc
+        noise = maps.double().reshape(offsets.shape)
+        # The posterior of the noise, one for each row of the weights.
+        steps = self._steps(moved).unsqueeze(-3)
+        weighted = steps * precision.unsqueeze(-2)
+        factor = torch.linalg.cholesky(weighted @ steps + torch.eye(maps.shape[-1]).to(steps))
+        mean = torch.cholesky_solve(weighted @ offsets.unsqueeze(-1), factor)
+        whitened = factor.mT @ (noise.unsqueeze(-1) - mean)
+        found = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        found = found + 0.5 * (noise.square().sum(-1) - whitened.square().sum((-2, -1)))
+        return found.sum(-1).to(moved[site])
 
-    def _projection(self, draws: Draws) -> Tensor:
-        """P, ``(in, in)`` or ``(num_draws, in, in)``."""
-        like = draws[self.sites[0]]
+    def _steps(self, draws: Draws) -> Tensor:
+        """s P, ``(in, in)`` or ``(num_draws, in, in)``; squares of inputs want double precision."""
         inputs = self.inputs if isinstance(self.inputs, Tensor) else self.inputs(draws)
-        inputs = inputs.to(like)
+        inputs = inputs.double()
         number, size = inputs.shape[-2:]
         mean_square = inputs.square().sum((-2, -1), keepdim=True) / number
-        inputs = inputs / (self.tolerance * mean_square.sqrt().clamp(min=_tiny(like)))
-        eye = torch.eye(size).to(like)
+        inputs = inputs / (self.tolerance * mean_square.sqrt().clamp(min=_tiny(inputs)))
+        projection = torch.eye(size).to(inputs)
         if number >= size:
-            return torch.linalg.inv(eye + inputs.mT @ inputs)
-        gram = torch.eye(number).to(like) + inputs @ inputs.mT
-        return eye - inputs.mT @ torch.linalg.solve(gram, inputs)
+            projection = torch.linalg.inv(projection + inputs.mT @ inputs)
+        else:  # the same by less
+            gram = torch.eye(number).to(inputs) + inputs @ inputs.mT
+            projection = projection - inputs.mT @ torch.linalg.solve(gram, inputs)
+        return self.scale * 0.5 * (projection + projection.mT)
 
 
 def _tiny(like: Tensor) -> float:

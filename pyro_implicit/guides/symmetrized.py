@@ -139,7 +139,7 @@ class Symmetrized(PyroModule):
 
     @torch.no_grad()
     def _draws(self, number: int, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """Draws of the guide inside, ``(number, *site_shape)``, whatever plates this is called in."""
+        """Draws of the guide inside, ``(number, *site_shape)``, in whatever plates that is."""
         with poutine.block():
             if not self._ndims:
                 self._meet(args, kwargs)

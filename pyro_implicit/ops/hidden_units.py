@@ -55,8 +55,8 @@ def align_hidden_units(
 
     Two chains, or a chain and a guide, number hidden units each in its own way, so that means and
     standard deviations of single weights cannot be compared. The function that the network computes
-    is left as it is. What overlaps is cut apart, where one unit's range meets another's: predictions
-    are the better thing to compare.
+    is left as it is. What overlaps is cut apart, where one unit's range meets another's:
+    predictions are the better thing to compare.
 
     **Example:**
 
