@@ -161,7 +161,8 @@ class Translations(Group):
     def move(self, maps: Tensor, draws: Draws) -> dict[str, Tensor]:
         """The weights after their shift."""
         (site,) = self.sites
-        shift = maps.double().reshape(len(maps), -1, maps.shape[-1]) @ self._steps(draws)
+        noise = maps.double().reshape(len(maps), -1, maps.shape[-1])
+        shift = self.scale * _project(noise, self._inputs(draws))
         return {site: draws[site] + shift.reshape(maps.shape).to(draws[site])}
 
     def information(self, maps: Tensor, moved: Draws, draws: Draws) -> Tensor:
@@ -172,29 +173,33 @@ class Translations(Group):
         offsets = moved[site].double().reshape(len(maps), *loc.shape) - loc
         noise = maps.double().reshape(offsets.shape)
         # The posterior of the noise, one for each row of the weights.
-        steps = self._steps(moved).unsqueeze(-3)
+        inputs = self._inputs(moved)
+        eye = torch.eye(maps.shape[-1]).to(inputs)
+        steps = self.scale * _project(eye, inputs).unsqueeze(-3)
         weighted = steps * precision.unsqueeze(-2)
-        factor = torch.linalg.cholesky(weighted @ steps + torch.eye(maps.shape[-1]).to(steps))
+        factor = torch.linalg.cholesky(weighted @ steps.mT + eye)
         mean = torch.cholesky_solve(weighted @ offsets.unsqueeze(-1), factor)
         whitened = factor.mT @ (noise.unsqueeze(-1) - mean)
         found = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         found = found + 0.5 * (noise.square().sum(-1) - whitened.square().sum((-2, -1)))
         return found.sum(-1).to(moved[site])
 
-    def _steps(self, draws: Draws) -> Tensor:
-        """s P, ``(in, in)`` or ``(num_draws, in, in)``; squares of inputs want double precision."""
+    def _inputs(self, draws: Draws) -> Tensor:
+        r"""H over the root of :math:`\delta`, whose squares want double precision."""
         inputs = self.inputs if isinstance(self.inputs, Tensor) else self.inputs(draws)
         inputs = inputs.double()
-        number, size = inputs.shape[-2:]
-        mean_square = inputs.square().sum((-2, -1), keepdim=True) / number
-        inputs = inputs / (self.tolerance * mean_square.sqrt().clamp(min=_tiny(inputs)))
-        projection = torch.eye(size).to(inputs)
-        if number >= size:
-            projection = torch.linalg.inv(projection + inputs.mT @ inputs)
-        else:  # the same by less
-            gram = torch.eye(number).to(inputs) + inputs @ inputs.mT
-            projection = projection - inputs.mT @ torch.linalg.solve(gram, inputs)
-        return self.scale * 0.5 * (projection + projection.mT)
+        size = (inputs.square().sum((-2, -1), keepdim=True) / inputs.shape[-2]).sqrt()
+        return inputs / (self.tolerance * size.clamp(min=_tiny(inputs)))
+
+
+def _project(rows: Tensor, inputs: Tensor) -> Tensor:
+    """Rows times the inverse of one plus the inputs' Gram matrix."""
+    number, size = inputs.shape[-2:]
+    if number >= size:
+        gram = torch.eye(size).to(inputs) + inputs.mT @ inputs
+        return torch.linalg.solve(gram, rows.mT).mT
+    gram = torch.eye(number).to(inputs) + inputs @ inputs.mT  # the same by less
+    return rows - torch.linalg.solve(gram, inputs @ rows.mT).mT @ inputs
 
 
 def _tiny(like: Tensor) -> float:
