@@ -127,19 +127,23 @@ class Translations(Group):
     :param scale: s, where its training begins. Best about the prior's standard deviation, where the
         guide is narrow.
     :param tolerance: a.
+    :raises ValueError: for a scale or tolerance that is not positive.
     """
 
     def __init__(
         self,
         site: str,
         inputs: Tensor | Callable[[Draws], Tensor],
-        scale: float | Tensor,
+        scale: float,
         tolerance: float = 0.01,
     ) -> None:
         super().__init__()
+        for name, value in {"scale": scale, "tolerance": tolerance}.items():
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, but got {value}")
         self.sites = (site,)
         self.inputs, self.tolerance = inputs, tolerance
-        self.scale = PyroParam(torch.as_tensor(scale), constraints.positive)
+        self.scale = PyroParam(torch.tensor(float(scale)), constraints.positive)
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
         """Refuse a site that the guide has not, or whose size is not the inputs'."""

@@ -44,7 +44,8 @@ class Symmetrized(PyroModule):
         \log \hat q(\theta) = \log q(t^{-1} \theta) - \log \frac{\tau(t \mid \theta)}{r(t)},
 
     where :math:`\tau` is a model of which map made a draw, fitted at each call to the moments of
-    other draws of the guide. For any :math:`\tau` the mean of :math:`\log \hat q` lies above that
+    other draws of the guide, and is taken as given by gradients. For any :math:`\tau`, and whatever
+    the maps do to the likelihood, the mean of :math:`\log \hat q` lies above that
     of :math:`\log q_{\mathrm{sym}}`: what an ELBO or :func:`~pyro_implicit.evidence_bound` says of
     this guide is certified, up to what it says of the guide inside. The difference to the latter,
     where the prior is symmetric as well, is the *invariance gap*,
@@ -54,8 +55,7 @@ class Symmetrized(PyroModule):
         E\, \mathrm{KL}(q(t \mid \theta) \,\|\, \tau(t \mid \theta)) \le \log |G|.
 
     Any ELBO that trains the guide inside trains this one, those of implicit guides included, but
-    for those by a contrast with the prior (``KIVI_ELBO`` and ``AVB_ELBO`` with
-    ``contrast="prior"``).
+    for a contrast with the prior (``KIVI_ELBO`` and ``AVB_ELBO`` with ``contrast="prior"``).
 
     **Example:**
 

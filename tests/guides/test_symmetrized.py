@@ -231,6 +231,8 @@ def test_what_has_no_density_is_refused() -> None:
             Symmetrized(guide, group)()
     with pytest.raises(ValueError, match="num_draws"):
         Symmetrized(by_hand, group, num_draws=1)
+    with pytest.raises(ValueError, match="scale"):
+        Translations("v", Y, 0.0)
     implicit = Symmetrized(AutoSemiImplicit(two_units, frame=None), group, num_draws=10)
     svi = SVI(two_units, implicit, pyro.optim.Adam({"lr": 0.01}), KIVI_ELBO(4, contrast="prior"))
     with pytest.raises(ValueError, match="'w, before a map of its group'"):
