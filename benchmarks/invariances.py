@@ -270,8 +270,16 @@ def run_network(num_units: int, name: str, training: str, steps: int) -> dict[st
 
 
 def report(records: list[dict[str, Any]], path: Path) -> None:
-    header = ["units", "guide", "trained", "ELBO, at least", "permuted afterwards", "gap (at most)"]
-    header += ["RMSE", "predictive sd", "seconds"]
+    header = [
+        "units",
+        "guide",
+        "trained",
+        "steps",
+        "ELBO, at least",
+        "permuted afterwards",
+        "gap (at most)",
+    ]
+    header += ["RMSE", "predictive sd"]
     rows = []
     for one in sorted(records, key=lambda r: (r["units"], r["guide"], r["training"])):
         has_gap = "gap" in one
@@ -280,12 +288,12 @@ def report(records: list[dict[str, Any]], path: Path) -> None:
                 str(one["units"]),
                 one["guide"],
                 one["training"],
+                str(one["steps"]),
                 f"{one['bound']:.1f} ± {one['error of bound']:.1f}",
                 f"{one['bound, permuted']:.1f}" if has_gap else "",
                 f"{one['gap']:.1f} ({one['most']:.1f})" if has_gap else "",
                 f"{one['rmse']:.3f}",
                 f"{one['sd']:.3f}",
-                f"{one['seconds']:.0f}",
             ]
         )
     table = markdown_table(header, rows)
