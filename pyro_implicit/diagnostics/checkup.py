@@ -248,14 +248,14 @@ def _examine(
             reason += f", the model fails there: {density.error}".split("\n")[0]
         return report(no_density=no_density, broken=reason)
     bound = None if no_density else weighted.bound()
+    observed = None
     try:
         whitened = whiten_draws(many)
+        if function is not None:
+            observed = Observed(function, density, points)
+            report = partial(report, labels=observed.labels, judged=describe(function))
     except CollapsedError as error:
         return report(bound=bound, no_density=no_density, broken=str(error))
-    observed = None
-    if function is not None:
-        observed = Observed(function, density, points)
-        report = partial(report, labels=observed.labels, judged=describe(function))
     stein = stein_check(whitened, scores) if observed is None else None
     few = bound is None or bound.effective_sample_size < GOOD_WEIGHTS * num_samples
     if stein is not None and few and len(density.shapes) > 1:

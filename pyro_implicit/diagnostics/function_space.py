@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.diagnostics.labels import index_label
+from pyro_implicit.diagnostics.whitening import CollapsedError
 from pyro_implicit.nn import FunctionValues, NetworkModel
 
 __all__ = ["Function", "Observed", "Quantities", "describe", "find_quantities", "values_of"]
@@ -75,6 +76,7 @@ class Observed:
     :param function: of constrained draws by site.
     :param density: of the model.
     :param points: draws of the guide, ``(num_draws, latent_dim)``.
+    :raises CollapsedError: if all are the same, or any is not finite.
     """
 
     def __init__(self, function: Function, density: LatentDensity, points: Tensor) -> None:
@@ -89,6 +91,8 @@ class Observed:
         self.loc, scale = rows.mean(0), rows.std(0)
         rounding = 10 * torch.finfo(rows.dtype).eps * rows.abs().amax(0)
         self.moves = scale > rounding
+        if not rows.isfinite().all() or not self.moves.any():
+            raise CollapsedError("the quantities are not finite, or the same at all draws")
         self.scale = scale[self.moves]
         self.labels = tuple(label for label, moves in zip(labels, self.moves, strict=True) if moves)
 

@@ -103,6 +103,8 @@ def test_a_diagnosis_is_of_the_quantities_asked_for() -> None:
     narrow = diagnose(linear, guide_of(0.5), Y, quantities=sums, **options)
     assert narrow.verdict == "do not trust" and "`quantity`" in narrow.findings[0].reason
     options |= {"num_transitions": 0}
+    lost = diagnose(linear, guide_of(1.0), Y, quantities=lambda d: 1 + 0 * sums(d), **options)
+    assert "the same at all draws" in lost.broken
     blind = diagnose(linear, guide_of(1.0), Y, quantities=sums, **options)
     assert blind.importance is None  # its weights are too uneven to speak
     assert "cannot tell" in blind.findings[0].reason
