@@ -18,6 +18,12 @@ from pyro_implicit.diagnostics.distances import (
     sliced_wasserstein,
     sliced_wasserstein_floor,
 )
+from pyro_implicit.diagnostics.function_space import (
+    Quantities,
+    describe,
+    find_quantities,
+    values_of,
+)
 from pyro_implicit.diagnostics.reference_check import chains_of, check_mixing, missing_mass
 from pyro_implicit.guides.posterior_draws import draw, refuse_swapped
 
@@ -38,6 +44,7 @@ def compare(
     reference: HasSamples | Mapping[str, Tensor],
     *args: Any,
     num_samples: int | None = None,
+    quantities: Quantities = "auto",
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Comparison:
@@ -54,6 +61,11 @@ def compare(
     The reference is judged as well: by its effective sample size, by R-hat where its chains are
     known, and by the mass of places where the guide has draws and the reference has none. Where it
     is the worse one of both, the verdict says so.
+
+    Hidden units of networks have no order, and many weights make one function: networks are
+    compared by their predictions at the inputs given, where each coordinate above is one
+    prediction, and the report says so. Single weights can be compared once both sides have their
+    units in one order (:func:`~pyro_implicit.ops.align_hidden_units`).
 
     **Example:**
 
@@ -72,6 +84,11 @@ def compare(
         ``get_samples(group_by_chain=True)``: ``(num_chains, num_samples, *site shape)``.
     :param args: the arguments of the model and the guide.
     :param num_samples: number of draws from the guide; default: as many as the reference has.
+    :param quantities: of a dict of constrained draws by site, ``(num_draws, *site_shape)``, a
+        tensor or a dict of tensors ``(num_draws, *shape)``, which are then compared in place of the
+        sites, as in :func:`~pyro_implicit.refine`. By default ``"latents"``, but for a model of
+        :func:`~pyro_implicit.nn.classifier` or :func:`~pyro_implicit.nn.regressor` its predictions
+        at up to 50 of the inputs (:class:`~pyro_implicit.nn.FunctionValues`).
     :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
     :param kwargs: the keyword arguments of the model and the guide.
     :returns: a :class:`Comparison`: print it, plot it, or take its ``to_dict()``.
@@ -105,6 +122,13 @@ def compare(
         number = num_samples or num_reference
         guide_draws = draw(cast(Any, guide), number, *args, **kwargs)
     num_samples = _count(guide_draws, "guide", at_least=2)
+    function = find_quantities(quantities, model, args, kwargs)
+    if function is not None:
+        guide_draws = values_of(function, guide_draws)
+        reference_draws = values_of(function, reference_draws)
+        if chains is not None:
+            shape = next(iter(chains.values())).shape[:2]
+            chains = {n: value.unflatten(0, shape) for n, value in reference_draws.items()}
     names = _common_sites(guide_draws, reference_draws)
     pairs = {name: _aligned(name, guide_draws[name], reference_draws[name]) for name in names}
 
@@ -112,7 +136,7 @@ def compare(
     y = torch.cat([pair[1].reshape(num_reference, -1) for pair in pairs.values()], dim=-1)
     scale = _scale(y)
     check = check_mixing(*_of_common(names, reference_draws, chains), reference)
-    if model is not None:
+    if model is not None and function is None:  # else there is no density to say
         lost = missing_mass(model, guide, guide_draws, reference_draws, args, kwargs)
         check = replace(check, missing=lost)
     x_standard, y_standard = (x - y.mean(dim=0)) / scale, (y - y.mean(dim=0)) / scale
@@ -127,6 +151,7 @@ def compare(
         guide_draws={name: pair[0] for name, pair in pairs.items()},
         reference_draws={name: pair[1] for name, pair in pairs.items()},
         reference=check,
+        compared="" if function is None else describe(function),
     )
 
 

@@ -17,6 +17,13 @@ from pyro_implicit.density.progress import announce, showing_progress, steps_of
 from pyro_implicit.diagnostics.coverage import uncovered_modes
 from pyro_implicit.diagnostics.drift import drift_check
 from pyro_implicit.diagnostics.effort import Effort, plan_effort
+from pyro_implicit.diagnostics.function_space import (
+    Function,
+    Observed,
+    Quantities,
+    describe,
+    find_quantities,
+)
 from pyro_implicit.diagnostics.importance import importance_check
 from pyro_implicit.diagnostics.labels import coordinate_labels
 from pyro_implicit.diagnostics.preparation import (
@@ -31,7 +38,7 @@ from pyro_implicit.diagnostics.preparation import (
 )
 from pyro_implicit.diagnostics.stein import stein_by_site, stein_check
 from pyro_implicit.diagnostics.verdict import GOOD_WEIGHTS, KHAT, Diagnosis
-from pyro_implicit.diagnostics.whitening import MAX_FULL_DIM, CollapsedError, whiten_draws
+from pyro_implicit.diagnostics.whitening import MAX_FULL_DIM, CollapsedError, Whitened, whiten_draws
 from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel, refuse_swapped
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import Refined
@@ -40,7 +47,7 @@ __all__ = ["diagnose"]
 
 LEAST_DRAWS = 100  # of fewer there is no k-hat
 NUM_SAMPLES = 2000
-NUM_CHAINS = 500
+NUM_CHAINS, NUM_OBSERVED_CHAINS = 500, 1000  # of latents, of quantities
 
 
 @torch.no_grad()
@@ -54,6 +61,7 @@ def diagnose(
     num_transitions: int = 20,
     chunk_size: int = 500,
     max_seconds: float = 60.0,
+    quantities: Quantities = "auto",
     progress: bool = True,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
@@ -85,6 +93,12 @@ def diagnose(
     the same means nothing. Of k-hat these are the limits of the literature; those of the moments
     mark what changes a plot, and what changes a conclusion. A perfect guide gets less than "trust"
     in about 1 % of all cases.
+
+    **Networks** are judged by their predictions: hidden units have no order, so that a guide on one
+    of their many orders has lost no mode, and weights that are too narrow each by itself may still
+    make the right functions. With ``quantities`` importance weights and short HMC look at these in
+    place of the latents; k-hat only says whether the weights may speak, and Stein's identities and
+    modes, which are the latents', are left out. Without power in either look it is "cannot tell".
 
     **What no diagnostic sees:** a mode that neither the guide nor any way up from the prior's draws
     ever visited, and, of more than 100 latents, any that was not given; a funnel's neck or a tail
@@ -127,6 +141,11 @@ def diagnose(
     :param max_seconds: that the model's evaluations may take on one core, as estimated by their
         operations, so that equal seeds give equal results. What would take longer is cut down or
         left out, and the report says so. The guide's own density is not counted.
+    :param quantities: of a dict of constrained draws by site, ``(num_draws, *site_shape)``, a
+        tensor or a dict of tensors ``(num_draws, *shape)``, whose errors are looked for, as in
+        :func:`~pyro_implicit.refine`. By default ``"latents"``, but for a model of
+        :func:`~pyro_implicit.nn.classifier` or :func:`~pyro_implicit.nn.regressor` its predictions
+        at up to 50 of the inputs (:class:`~pyro_implicit.nn.FunctionValues`).
     :param progress: whether to show a bar, with the estimate, where there is a terminal.
     :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
     :returns: a :class:`Diagnosis`: print it, or read its ``verdict``, ``findings`` and numbers.
@@ -162,7 +181,8 @@ def diagnose(
         )
     check_modes(modes, dim)
     check_sites(density, guide, args, kwargs)
-    if isinstance(modes, str) and not can_search(density):
+    function = find_quantities(quantities, model, args, kwargs)
+    if isinstance(modes, str) and (function is not None or not can_search(density)):
         modes = None
     effort = plan_effort(
         density,
@@ -172,10 +192,11 @@ def diagnose(
         isinstance(modes, str),
         chunk_size,
         max_seconds,
+        NUM_CHAINS if function is None else NUM_OBSERVED_CHAINS,
     )
     with showing_progress(progress):
         announce("diagnose", effort.seconds)
-        return _examine(density, guide, effort, modes, loss, chunk_size)
+        return _examine(density, guide, effort, modes, loss, chunk_size, function)
 
 
 def _examine(
@@ -185,6 +206,7 @@ def _examine(
     modes: Tensor | Literal["search"] | None,
     loss: ELBO | None,
     chunk_size: int,
+    function: Function | None,
 ) -> Diagnosis:
     """Take the looks that the plan grants."""
     model, args, kwargs = density.model, density.args, density.kwargs
@@ -203,7 +225,12 @@ def _examine(
         )
         points = density.unconstrain(weighted.draws)
         many = points
-        if effort.extra and draws_in_parallel(guide) and not isinstance(guide, StoredDraws):
+        if (
+            function is None
+            and effort.extra
+            and draws_in_parallel(guide)
+            and not isinstance(guide, StoredDraws)
+        ):
             # The noise of scores hides small errors, but not from many draws: they cost little.
             extra = draw(guide, effort.extra * num_samples, *args, **kwargs)
             many = torch.cat([points, density.unconstrain(extra)])
@@ -221,23 +248,35 @@ def _examine(
             reason += f", the model fails there: {density.error}".split("\n")[0]
         return report(no_density=no_density, broken=reason)
     bound = None if no_density else weighted.bound()
+    observed = None
     try:
         whitened = whiten_draws(many)
+        if function is not None:
+            observed = Observed(function, density, points)
+            report = partial(report, labels=observed.labels, judged=describe(function))
     except CollapsedError as error:
         return report(bound=bound, no_density=no_density, broken=str(error))
-    stein = stein_check(whitened, scores)
+    stein = stein_check(whitened, scores) if observed is None else None
     few = bound is None or bound.effective_sample_size < GOOD_WEIGHTS * num_samples
-    if few and len(density.shapes) > 1:
+    if stein is not None and few and len(density.shapes) > 1:
         sizes = {name: shape.numel() for name, shape in density.shapes.items()}
         stein = stein._replace(by_site=stein_by_site(many, scores, sizes))
     importance = drift = coverage = None
     if bound is not None and bound.khat <= KHAT.distrust:
-        importance = importance_check(whitened.first(num_samples), weighted.log_weights)
+        seen = whitened.first(num_samples)
+        if observed is not None:
+            values = observed(points[:num_samples])
+            seen = Whitened(values, values.new_zeros(()), values.new_ones(()), None)
+        importance = importance_check(seen, weighted.log_weights)
     if effort.num_transitions > 0 and density.is_vectorized:
-        chains = whitened.first(NUM_CHAINS)
+        chains = whitened.first(NUM_CHAINS if function is None else NUM_OBSERVED_CHAINS)
         with suppress(*BAD_DRAWS):  # somewhere on the way
             drift = drift_check(
-                chains, density.log_prob, effort.num_transitions, chunk_size=chunk_size
+                chains,
+                density.log_prob,
+                effort.num_transitions,
+                chunk_size=chunk_size,
+                observe=observed,
             )
     if isinstance(modes, str):
         modes = search_modes(density, effort.search_iterations)

@@ -69,6 +69,7 @@ class Comparison:
     :ivar guide_draws: the compared draws of the guide, ``(num_samples, *site shape)``.
     :ivar reference_draws: the compared draws of the reference.
     :ivar reference: whether these are good enough to judge by.
+    :ivar compared: what was, in place of the sites; empty for these.
     """
 
     sites: dict[str, SiteComparison]
@@ -81,6 +82,7 @@ class Comparison:
     guide_draws: dict[str, Tensor]
     reference_draws: dict[str, Tensor]
     reference: ReferenceCheck = ReferenceCheck()
+    compared: str = ""
 
     @property
     def verdict(self) -> str:
@@ -116,6 +118,8 @@ class Comparison:
     def _joint_lines(self) -> Iterator[str]:
         guide, reference = _count(self.guide_draws), _count(self.reference_draws)
         coordinates = sum(site.guide_mean.numel() for site in self.sites.values())
+        if self.compared:
+            yield f"Compared in place of the latents: {self.compared}"
         yield f"Joint, {guide} guide draws against {reference} of the reference, dim {coordinates}"
         yield (
             f"  sliced W2, standardised  {self.sliced_wasserstein:.4g}  = {self.floor_ratio:.1f} "
@@ -147,6 +151,7 @@ class Comparison:
             "floor_ratio": _plain(self.floor_ratio),
             "sliced_wasserstein_constrained": _plain(self.sliced_wasserstein_constrained),
             "squared_mmd": _plain(self.squared_mmd),
+            "compared": self.compared,
             "verdict": self.verdict,
             "reference": {
                 name: value if isinstance(value, (str, bool)) or value is None else _plain(value)

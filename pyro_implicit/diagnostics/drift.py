@@ -38,6 +38,7 @@ def drift_check(
     num_leapfrog: int = 8,
     false_alarm: float = 0.003,
     chunk_size: int = 500,
+    observe: Callable[[Tensor], Tensor] | None = None,
 ) -> DriftCheck:
     r"""Moves all draws of a guide by a few transitions that leave the posterior as it is.
 
@@ -64,6 +65,8 @@ def drift_check(
     :param num_leapfrog: steps of each transition.
     :param false_alarm: probability that a perfect guide shows any drift.
     :param chunk_size: draws at a time, to bound the memory.
+    :param observe: of ``(num_points, latent_dim)`` quantities ``(num_points, q)`` in units of their
+        standard deviations, whose drift is looked at in place of the latents'.
     :returns: the drift, and the share of accepted moves.
 
     **References:**
@@ -102,11 +105,14 @@ def drift_check(
     for _ in steps_of(range(num_transitions), num_transitions, "short HMC"):
         states, acceptance = move(states, step)
         accepted += acceptance / num_transitions
-    after = torch.cat([state.position for state in states])
+    before, after, axes = white, torch.cat([state.position for state in states]), draws.axes
+    if observe is not None:
+        before, after = (observe(draws.unwhiten(part + center)) for part in (before, after))
+        before, after, axes = before - before.mean(0), after - before.mean(0), None
     centered = after - after.mean(0)
-    products = [(1.0, white, white), (-1.0, centered, centered)]
-    unit = white if draws.axes is None else None
-    errors = moment_errors(after - white, products, draws.axes, false_alarm, unit=unit)
+    products = [(1.0, before, before), (-1.0, centered, centered)]
+    unit = before if axes is None else None
+    errors = moment_errors(after - before, products, axes, false_alarm, unit=unit)
     return DriftCheck(
         errors.mean_error, errors.sd_ratios, accepted, errors.faults, errors.resolution
     )

@@ -41,6 +41,7 @@ def plan_effort(
     can_search: bool,
     chunk_size: int,
     max_seconds: float,
+    num_chains: int = NUM_CHAINS,
 ) -> Effort:
     """Cut what was asked for to a budget, by the operations of the model's log-density.
 
@@ -62,6 +63,7 @@ def plan_effort(
     :param can_search: whether modes are to be searched for.
     :param chunk_size: draws at a time.
     :param max_seconds: of one core, as counted.
+    :param num_chains: of HMC, at most.
     """
     extra = max(0, min(NUM_SCORES, MAX_NUMBERS // (num_samples * density.latent_dim) - 1))
     full = Effort(num_samples, extra, num_transitions, None, math.nan)
@@ -80,7 +82,7 @@ def plan_effort(
             spared.append(f"{number} draws of {num_samples}")
         num_samples, extra = number, 0
     extra = min(extra, max(0, affordable // num_samples - 2))
-    per_transition = score * min(NUM_CHAINS, num_samples) * NUM_LEAPFROG
+    per_transition = score * min(num_chains, num_samples) * NUM_LEAPFROG
     if num_transitions and density.is_vectorized:
         number = min(num_transitions, int(share / per_transition) - NUM_TUNING)
         if number < num_transitions:

@@ -93,6 +93,7 @@ class Diagnosis:
     :ivar labels: names of the unconstrained coordinates, of which ``faults`` of the checks speak.
     :ivar planned_seconds: of one core, that the model's evaluations were estimated to take.
     :ivar spared: what the budget left out.
+    :ivar judged: of what the errors are, in place of the latents; empty for these.
     """
 
     num_samples: int
@@ -109,6 +110,7 @@ class Diagnosis:
     labels: tuple[str, ...] = field(default=(), repr=False)
     planned_seconds: float = math.nan
     spared: tuple[str, ...] = ()
+    judged: str = ""
 
     @property
     def verdict(self) -> Verdict:
@@ -136,7 +138,7 @@ class Diagnosis:
     def _find(self) -> Iterator[Finding]:
         if self.broken:
             yield Finding("do not trust", self.broken, "fit again: a wider start, " + STEPS)
-        if self.bound is not None and self.efficiency < EVEN_WEIGHTS:
+        if self.bound is not None and self.efficiency < EVEN_WEIGHTS and not self.judged:
             reason = f"k-hat {self.bound.khat:.2f}: the guide is too narrow somewhere"
             # Even weights leave a heavy tail little mass.
             limits = KHAT_OF_EVEN if self.efficiency > GOOD_WEIGHTS else KHAT
@@ -144,7 +146,7 @@ class Diagnosis:
         if self.settled and self.coverage is not None and (self.coverage.mass > LEAST).sum() > 1:
             reason = "chains keep the weights that the guide gave to separate modes"
             yield Finding("check", reason, "a mixture of exact density (AutoMixture)")
-        if self.no_density and not (self.broken or self.settled):
+        if self.no_density and not (self.broken or self.settled or self.judged):
             cure = "AutoSemiImplicit with LIVI_ELBO, or AutoregressiveGenerator with InjectiveELBO"
             reason = "no importance weights, without which no guide is trusted"
             yield Finding("check", reason, cure)
@@ -195,6 +197,13 @@ class Diagnosis:
     def _lack_of_power(self) -> Iterator[Finding]:
         """Weights that are few do not tell, nor do Stein's identities of a guide that was trained
         by them."""
+        looks = [check for check in (self.importance, self.drift) if check is not None]
+        if self.judged and not (self.settled or self.broken or any(map(_has_power, looks))):
+            seen = _beyond(looks[-1]) if looks else "of any size"
+            reason = f"cannot tell: nothing would show errors {seen}"
+            yield Finding("check", reason, "more draws (num_samples), or refine and then diagnose")
+        if self.judged:
+            return
         if self.importance is None or self.bound is None or _has_power(self.importance):
             return
         if self.drift is not None and _has_power(self.drift):
@@ -208,6 +217,8 @@ class Diagnosis:
 
     def __str__(self) -> str:
         head = f"Diagnosis of {self.num_samples} draws in {self.latent_dim} dimensions"
+        if self.judged:
+            head += f", by {self.judged}"
         lines = [f"  {name:<20}{text}" for name, text in self._rows()]
         return "\n".join([head, *lines, *self._verdict_lines()])
 
@@ -243,7 +254,7 @@ class Diagnosis:
         if self.coverage is not None:
             lost = int(self.coverage.uncovered.sum())
             yield "modes", f"{lost} of {len(self.coverage.mass)} without draws"
-        elif not self.broken:
+        elif not (self.broken or self.judged):
             yield "modes", "not looked for"
         if self.spared:
             yield "spared by budget", ", ".join(self.spared)

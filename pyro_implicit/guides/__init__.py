@@ -8,7 +8,9 @@ from pyro_implicit.guides.auto_amortized import AutoAmortized
 from pyro_implicit.guides.auto_implicit import AutoImplicit
 from pyro_implicit.guides.auto_mixture import AutoMixture
 from pyro_implicit.guides.auto_semi_implicit import AutoSemiImplicit
+from pyro_implicit.guides.groups import Group, Permutations, Translations
 from pyro_implicit.guides.stored_draws import StoredDraws
+from pyro_implicit.guides.symmetrized import Symmetrized
 
 __all__ = [
     "AutoAmortized",
@@ -16,5 +18,9 @@ __all__ = [
     "AutoMixture",
     "AutoSemiImplicit",
     "Frame",
+    "Group",
+    "Permutations",
     "StoredDraws",
+    "Symmetrized",
+    "Translations",
 ]

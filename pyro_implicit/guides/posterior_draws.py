@@ -77,14 +77,14 @@ def _draw(
     }
 
 
-@poutine.block
 def trace_guide(guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """The trace of one run.
 
     :raises TypeError: if its arguments are missing, or it observes a site, as only a model does.
     """
     try:
-        trace: Any = poutine.trace(guide).get_trace(*args, **kwargs)
+        with poutine.block():  # of its own, as in draw
+            trace: Any = poutine.trace(guide).get_trace(*args, **kwargs)
     except TypeError as error:
         if args or kwargs:
             raise

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pyro_implicit.nn.bayesian import start_values, to_bayesian_
 from pyro_implicit.nn.detection import Detection
 from pyro_implicit.nn.evaluation import evaluate
+from pyro_implicit.nn.function_space import FunctionValues
 from pyro_implicit.nn.models import NetworkModel, classifier, regressor
 from pyro_implicit.nn.prediction import predict
 from pyro_implicit.nn.predictive_means import Prediction
@@ -14,6 +15,7 @@ from pyro_implicit.nn.reports import Foreign, LabelReport, NumberReport, Reliabi
 __all__ = [
     "Detection",
     "Foreign",
+    "FunctionValues",
     "LabelReport",
     "NetworkModel",
     "NumberReport",

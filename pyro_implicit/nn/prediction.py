@@ -25,7 +25,7 @@ from pyro_implicit.nn.predictive_means import (
     fitting_target,
 )
 
-__all__ = ["model_and_posterior", "predict", "predictions"]
+__all__ = ["model_and_posterior", "predict", "predictions", "target_runner"]
 
 AT_ONCE = 8  # draws
 
@@ -115,7 +115,7 @@ def _predict(
     runs: BatchedRuns, model: Callable[..., Any], draws: PosteriorDraws, x: Tensor, y: Tensor | None
 ) -> Prediction:
     """One minibatch."""
-    runner, site, fn = _runner(model, draws.example, x)
+    runner, site, fn = target_runner(model, draws.example, x)
     is_label = isinstance(base(fn), (dist.Categorical, dist.Bernoulli))
     mean = LabelMean() if is_label else NumberMean()
     target = None if y is None else fitting_target(y, fn)
@@ -129,7 +129,7 @@ def _predict(
     return mean.prediction()
 
 
-def _runner(
+def target_runner(
     model: Callable[..., Any], values: dict[str, Tensor], x: Tensor
 ) -> tuple[Model, str, dist.TorchDistribution]:
     """The model with its latents to be given, the site that is predicted, and its distribution."""

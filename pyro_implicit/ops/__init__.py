@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pyro_implicit.ops.assignment import linear_assignment, permutation_log_prob
 from pyro_implicit.ops.density_ratio import (
     Covariance,
     DensityRatio,
@@ -19,6 +20,7 @@ from pyro_implicit.ops.functional_gradient import (
     particle_bandwidth,
     repulsion,
 )
+from pyro_implicit.ops.hidden_units import align_hidden_units
 from pyro_implicit.ops.jacobian import batch_jacobian, jacobian_products
 from pyro_implicit.ops.kernels import (
     Kernel,
@@ -70,6 +72,7 @@ __all__ = [
     "SmoothedWeights",
     "SteinTest",
     "adaptive_log_density",
+    "align_hidden_units",
     "batch_jacobian",
     "conditional_log_density",
     "covariance_log_det",
@@ -82,6 +85,7 @@ __all__ = [
     "kernel_and_slopes",
     "kernel_stein_discrepancy",
     "lanczos",
+    "linear_assignment",
     "linearised_log_density",
     "linearised_reverse_conditional",
     "log_density_ratio",
@@ -92,6 +96,7 @@ __all__ = [
     "multiscale_rbf_kernel",
     "pareto_smoothed",
     "particle_bandwidth",
+    "permutation_log_prob",
     "rbf_kernel",
     "repulsion",
     "sinh_arcsinh",
