@@ -16,7 +16,7 @@ from pyro_implicit import diagnose, fit, refine
 from pyro_implicit.density.engine import SubsampledError
 from pyro_implicit.fitting import Fit
 from pyro_implicit.generators import AutoregressiveGenerator
-from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit, Frame
+from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit, Frame, StoredDraws
 
 QUIET = {"seed": 0, "progress": False}
 
@@ -99,7 +99,7 @@ def test_refined_draws_speak_for_the_result():
     assert diagnose(data, guide, y).verdict == "do not trust"
     found = result.diagnose()
     assert found.verdict == "trust" and found.settled and found.bound is None
-    assert "stored draws" in str(found)
+    assert "chains that settled" in str(found)
     assert result.compare({"x": torch.randn(4000) * 0.5**0.5 + y.mean() / 2}).floor_ratio < 3
     draws = Predictive(data, guide=result.posterior, num_samples=2000)(y)["x"]
     assert draws.std().item() == pytest.approx(0.5**0.5, rel=0.1)
@@ -131,6 +131,15 @@ def test_weights_of_modes_are_the_guides():
     if refined.stopped in ("converged", "steady"):
         found = diagnose(two_modes, refined)
         assert any("weights that the guide gave" in one.reason for one in found.findings)
+
+
+def test_modes_of_which_the_weights_are_known_are_trusted():
+    """By importance weights, to which the remark on chains does not apply."""
+    result = fit(two_modes, "auto", **QUIET)
+    assert result.correction is not None and result.num_modes == 2
+    assert result.diagnose().verdict == "trust"
+    unweighed = StoredDraws(result.posterior.samples, settled=True)
+    assert diagnose(two_modes, unweighed, progress=False).verdict == "check"
 
 
 def test_subsampled_data_are_refused_by_name():
