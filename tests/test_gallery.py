@@ -32,7 +32,7 @@ def within(function: Callable[..., Any], **budget: Any) -> Callable[..., Any]:
 
 
 def fit_something(model: Any, guide: Any = "auto", *args: Any, **options: Any) -> Any:
-    """A few steps of a mean field in place of a search and chains, which have tests of their own."""
+    """A few steps of a mean field: a search and chains have tests of their own."""
     if isinstance(guide, str) and "batches" not in options:
         guide = AutoNormal(poutine.block(model, hide_fn=is_discrete))
     return fit(model, guide, *args, **{**options, "num_steps": 2, "epochs": 1})

@@ -56,8 +56,8 @@ print(normal.diagnose())
 # The picture
 # -----------
 #
-# ``plot_posteriors`` overlays any number of them: the marginals, and regions that hold 50 % and 90 %
-# of the draws. The library's result is the grey one.
+# ``plot_posteriors`` overlays any number of them: the marginals, and regions that hold 50 % and
+# 90 % of the draws. The library's result is the grey one.
 
 draws = {"fit": result.sample(4000), "AutoNormal": normal.sample(4000)}
 plot_posteriors(draws, sites=["cuts", "slope"], max_coordinates=4, reference="fit")
