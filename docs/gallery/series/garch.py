@@ -20,7 +20,7 @@ from pyro_implicit.diagnostics import plot_posteriors
 
 rng = np.random.default_rng(43)
 variance, returns = 1.0, []
-for _ in range(100):
+for _ in range(80):
     returns.append(0.1 + np.sqrt(variance) * rng.normal())
     variance = 0.2 + 0.3 * (returns[-1] - 0.1) ** 2 + 0.5 * variance
 y = torch.tensor(returns, dtype=torch.float32)
@@ -43,7 +43,7 @@ def model(y):
 
 
 # %%
-# The loop makes 100 numbers, but only one ``pyro.sample`` statement takes them. What a loop costs,
+# The loop makes 80 numbers, but only one ``pyro.sample`` statement takes them. What a loop costs,
 # and what helps, is on the page on compiling (:doc:`/compiling`).
 
 result = fit(model, "auto", y, seed=0)
@@ -57,7 +57,7 @@ print(result.diagnose())
 # It is given the loss's particles as separate runs of the loop, since Pyro's ELBO cannot stack them
 # in a model like this one.
 
-normal = fit(model, AutoMultivariateNormal(model), y, num_steps=400, lr=0.03, num_particles=8)
+normal = fit(model, AutoMultivariateNormal(model), y, num_steps=300, lr=0.03, num_particles=4)
 print(normal.diagnose())
 
 # %%
