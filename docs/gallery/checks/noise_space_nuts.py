@@ -47,7 +47,9 @@ plain, plain_divergences = run_nuts(model)
 guide.requires_grad_(False)
 reparam = NoiseSpaceReparam(guide)
 noise, noise_divergences = run_nuts(reparam.reparam(model))
-better = {k: v.detach() for k, v in reparam.transform_sample(noise["x_shared_latent"]).items()}
+better = {
+    k: v.detach() for k, v in reparam.transform_sample(noise["log_scale_shared_latent"]).items()
+}
 
 # %%
 # The picture

@@ -54,7 +54,7 @@ print(result.diagnose())
 # be, because a mean field knows no correlations.
 
 mean_field = AutoNormal(poutine.block(model, hide=["component"]))
-normal = fit(model, mean_field, y, num_steps=600, lr=0.03, num_particles=8, seed=0)
+normal = fit(model, mean_field, y, num_steps=2000, lr=0.03, num_particles=8, seed=0)
 print(normal.diagnose())
 
 # %%

@@ -70,8 +70,9 @@ single_report = evaluate(single, held_out, ood={"8 and 9": foreign}, num_samples
 print(single_report)
 
 # %%
-# ``diagnose`` is for models of up to a few hundred latents whose data fit into one pass. Of a
-# network with thousands of weights it is the report above that counts: it is about predictions.
+# A mean field over thousands of weights is not their posterior: ``diagnose``, which needs the
+# gradients of hundreds of draws on all images, would only confirm it, and slowly. What is to be
+# judged here is predictions, and the two reports do that.
 #
 # The picture
 # -----------

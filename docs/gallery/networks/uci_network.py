@@ -100,7 +100,7 @@ order = target.argsort()
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True, layout="constrained")
 for axis, (name, fitted) in zip(axes, fits.items(), strict=True):
     found = next(predict(fitted, held_out, model=model))
-    mean, sd = found.mean.squeeze(-1)[order], found.variance.squeeze(-1).sqrt()[order]
+    mean, sd = found.mean.squeeze(-1)[order], (found.aleatoric + found.epistemic).sqrt()[order]
     axis.errorbar(range(44), mean, yerr=1.645 * sd, fmt="none", alpha=0.5)
     axis.plot(target[order], "k.", markersize=4)
     inside = ((target[order] - mean).abs() < 1.645 * sd).float().mean()

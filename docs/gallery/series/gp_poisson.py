@@ -3,7 +3,7 @@
 A Gaussian process behind counts
 ================================
 
-Counts in 40 bins, whose log-rate is a smooth function: a Gaussian process with unknown amplitude
+Counts in 20 bins, whose log-rate is a smooth function: a Gaussian process with unknown amplitude
 and length scale. With a Poisson likelihood nothing can be integrated by hand, so that the values of
 the function are latents, beside the two hyperparameters and a mean.
 """
@@ -17,7 +17,7 @@ from pyro.infer.autoguide import AutoNormal
 from pyro_implicit import fit
 
 pyro.set_rng_seed(0)
-x = torch.linspace(0, 5, 40)
+x = torch.linspace(0, 5, 20)
 rate = torch.exp(1.0 + torch.sin(1.5 * x))
 counts = torch.poisson(rate)
 
@@ -59,7 +59,7 @@ print(normal.diagnose())
 # the rate about right and the hyperparameters too narrow.
 
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), width_ratios=[3, 2], layout="constrained")
-axes[0].bar(x, counts, width=0.1, color="0.85", label="counts")
+axes[0].bar(x, counts, width=0.2, color="0.85", label="counts")
 axes[0].plot(x, rate, "k-", linewidth=1, label="truth")
 for name, fitted in {"fit": result, "AutoNormal": normal}.items():
     draws = {site: value.detach() for site, value in fitted.sample(1000).items()}
