@@ -65,6 +65,8 @@ GAP = 0.5
 LEAST = 0.01
 #: Of the kernel test.
 P_VALUE = 0.003
+#: Why draws of chains, or from elsewhere, have no weights.
+STORED = "stored draws"
 #: Lines on further reasons.
 MAX_ALSO = 5
 
@@ -150,6 +152,9 @@ class Diagnosis:
         if self.no_density and not (self.broken or self.settled):
             cure = "AutoSemiImplicit with LIVI_ELBO, or AutoregressiveGenerator with InjectiveELBO"
             reason = "no importance weights, without which no guide is trusted"
+            if self.no_density == STORED:
+                cure = "refine, with more max_gradients if it did not settle"
+                reason = "these draws have no importance weights, and are of no chains that settled"
             yield Finding("check", reason, cure)
         checks = (
             ("importance weights", self.importance),

@@ -113,7 +113,10 @@ def test_draws_that_are_wrong_are_not_trusted():
     y = torch.tensor([1.0, 3.0, -0.5, 2.0])
     pyro.set_rng_seed(0)
     right = torch.randn(4000) * 0.5**0.5 + y.mean() / 2
-    assert diagnose(data, {"x": right}, y).verdict == "check"  # whoever made them
+    whoever_made_them = diagnose(data, {"x": right}, y)
+    assert whoever_made_them.verdict == "check"
+    assert "no chains that settled" in whoever_made_them.findings[0].reason
+    assert whoever_made_them.cures == ("refine, with more max_gradients if it did not settle",)
     assert diagnose(data, {"x": 0.7 * right}, y).verdict == "do not trust"
 
 

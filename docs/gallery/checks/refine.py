@@ -3,8 +3,8 @@
 Refine: from a rough guide to the posterior
 ===========================================
 
-A substance decays; it was measured early and rarely, so that its half-life and what is left in the
-end can hardly be told apart. The posterior is long, bent and narrow. No guide is trained well here:
+A substance decays; it was measured rarely, so that how fast it does and what is left in the end can
+hardly be told apart. The posterior is long, bent and narrow. No guide is trained well here:
 a few hundred steps of a mean field, then chains put it right.
 """
 
@@ -17,8 +17,8 @@ from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import compare, diagnose, fit, refine
 
-time = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0])
-amount = torch.tensor([10.3, 8.9, 8.1, 7.0, 6.6])
+time = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 6.0])
+amount = torch.tensor([10.3, 7.0, 5.9, 3.9, 4.1, 2.3])
 
 
 def model(time, amount):
@@ -27,7 +27,7 @@ def model(time, amount):
     floor = pyro.sample("floor", dist.HalfNormal(5.0))
     with pyro.plate("times", len(time)):
         left = floor + start * torch.exp(-rate * time)
-        pyro.sample("amount", dist.Normal(left, 0.3), obs=amount)
+        pyro.sample("amount", dist.Normal(left, 0.5), obs=amount)
 
 
 # %%
