@@ -35,9 +35,11 @@ def scrape_figure(
     """
     from sphinx_gallery.scrapers import figure_rst  # not there where doctests are run
 
-    figure = block_vars["example_globals"].pop("___", None)
+    names = block_vars["example_globals"]
+    figure = names.get("___")  # the last line's value
     if not isinstance(figure, Figure):
         return ""
+    names["___"] = None  # blocks without a value keep that of the one before
     path = next(block_vars["image_path_iterator"])
     figure.savefig(path, dpi=100)
     return figure_rst([path], gallery_conf["src_dir"])

@@ -41,8 +41,9 @@ def model(person, day, reaction):
 # Centred as it stands
 # --------------------
 #
-# 29 latents. In the table the chains' space is said: not the latents, but what is left of each once
-# its parents and its data are known. Nobody had to write a non-centred model.
+# 29 latents. The report of the chains names the space in which they walked, "conditional": that is
+# what is left of each latent once its parents and its data are known. Nobody had to write a
+# non-centred model.
 
 result = fit(model, "auto", person, day, reaction, seed=0)
 print(result)
