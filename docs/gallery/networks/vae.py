@@ -4,8 +4,8 @@ An autoencoder with an implicit encoder
 =======================================
 
 Small images of digits, made by a decoder from two latents each. The posterior of an image's latents
-is mostly round, but not always: some images could be two things. A Gaussian encoder cannot say so; an
-implicit one, whose noise goes through the network, could. Here both stand beside the exact
+is mostly round, but not always: some images could be two things. A Gaussian encoder cannot say so;
+an implicit one, whose noise goes through the network, could. Here both stand beside the exact
 posterior, and the outcome is a sober one.
 """
 
@@ -114,9 +114,9 @@ print(diagnose(model, implicit_guide, x[:5], num_images=5))
 # -----------
 #
 # Of the first 300 images, the four at which the Gaussian encoder is worst. Contours are exact. What
-# is wrong is mostly the place and not the shape, and it is so with both: one network has to serve all
-# images (the amortisation gap). Only where there are two modes does the implicit encoder reach for
-# the other one. With eight latents and a larger network it pays more: that is ``examples/vae.py``.
+# is wrong is mostly the place and not the shape, and it is so with both: one network has to serve
+# all images (the amortisation gap). Only where there are two modes does the implicit encoder reach
+# for the other one. With eight latents it pays more: that is ``examples/vae.py``.
 
 worst = inside["Gaussian"].argsort()[:4]
 figure, axes = plt.subplots(3, 4, figsize=(9, 6.8), layout="constrained")
