@@ -4,7 +4,7 @@ Refine: from a rough guide to the posterior
 ===========================================
 
 A substance decays; it was measured rarely, so that how fast it does and what is left in the end can
-hardly be told apart. The posterior is long, bent and narrow. No guide is trained well here:
+hardly be told apart. The posterior is long and narrow. No guide is trained well here:
 a few hundred steps of a mean field, then chains put it right.
 """
 
@@ -73,6 +73,6 @@ panels = {
 figure, axes = plt.subplots(1, 3, figsize=(10, 3.6), sharex=True, sharey=True, layout="constrained")
 for axis, (name, draws) in zip(axes, panels.items(), strict=True):
     axis.scatter(draws["floor"].detach(), draws["rate"].detach(), s=5, alpha=0.3)
-    axis.set(title=name, xlabel="what is left in the end", yscale="log")
+    axis.set(title=name, xlabel="what is left in the end")
 axes[0].set_ylabel("rate")
 plt.show()
