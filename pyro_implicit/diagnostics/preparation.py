@@ -86,7 +86,7 @@ def weigh_draws(
         return weighted, ""
     except ValueError as error:
         draws = draw(guide, num_samples, *args, **kwargs)
-        return WeightedDraws(torch.empty(0), draws), str(error)
+        return WeightedDraws(torch.empty(0), draws), str(error).split("\n")[0]
 
 
 def can_search(density: LatentDensity) -> bool:

@@ -45,7 +45,8 @@ new = torch.tensor([[0.0, 0.0, 0.0], [2.0, 3.0, 4.0], [20.0, 25.0, 21.0]])
 print(result.sample(1000, new)["log_rate"].mean(0))
 
 # %%
-# ``diagnose`` wants all rows at once.
+# ``diagnose`` wants all rows at once. One encoder for all of them is not the posterior of each, and
+# it says where that shows most: in the spread, which all rows share.
 
 print(diagnose(model, result.guide, counts))
 
