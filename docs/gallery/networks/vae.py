@@ -59,7 +59,6 @@ print(fit(model, gaussian_guide, batches=loader, loss=ImplicitELBO(1), epochs=10
 # trains it by a density ratio that it estimates from draws. The decoder stays as it is, so that
 # both encoders are after the same posterior.
 
-decoder.requires_grad_(False)
 encoder = NoisyEncoder(64, 2, hidden=(100, 100))
 
 
