@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sphinx settings; `tox -e docs` builds the pages with warnings as errors."""
 
+import sys
+from pathlib import Path
+
 import pyro_implicit
+
+sys.path.insert(0, str(Path(__file__).parent))  # for gallery_hooks
 
 project = "pyro_implicit"
 author = "The pyro_implicit developers"
 copyright = "the pyro_implicit developers, Apache-2.0"
 release = version = pyro_implicit.__version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.viewcode"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.viewcode",
+    "sphinx_gallery.gen_gallery",
+]
 html_theme = "furo"
 html_title = f"pyro_implicit {release}"
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "gallery"]
 default_role = "code"
 
 autodoc_member_order = "bysource"
@@ -19,3 +29,18 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 # torch's and Pyro's docstrings have their own home and their own markup.
 autodoc_inherit_docstrings = False
+
+# The pages' scripts are run, and their pictures made, at each build; none are in git.
+# `-D plot_gallery=0` builds without running them.
+SECTIONS = ["hierarchies", "modes", "series", "networks", "checks"]
+sphinx_gallery_conf = {
+    "examples_dirs": "gallery",
+    "gallery_dirs": "auto_gallery",
+    "filename_pattern": "",  # all of them
+    "subsection_order": [f"gallery/{section}" for section in SECTIONS],
+    "within_subsection_order": "ExampleTitleSortKey",
+    "image_scrapers": ("matplotlib", "gallery_hooks.scrape_figure"),
+    "capture_repr": (),
+    "reset_modules": ("matplotlib", "gallery_hooks.fresh_state"),
+    "download_all_examples": False,
+}

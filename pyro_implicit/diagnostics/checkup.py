@@ -166,8 +166,7 @@ def diagnose(
     refuse_swapped("diagnose", model, guide)
     kwargs = {**kwargs, **(model_kwargs or {})}
     if isinstance(guide, Refined):
-        settled = guide.stopped in ("converged", "steady")
-        guide = StoredDraws(guide.get_samples(), settled=settled)
+        guide = guide.as_guide()
     elif isinstance(guide, Mapping):
         guide = StoredDraws(guide)
     density = LatentDensity(model, *args, **kwargs)
@@ -296,4 +295,5 @@ def _examine(
         gap=gap,
         coverage=coverage,
         settled=isinstance(guide, StoredDraws) and guide.settled,
+        modes_weighed=isinstance(guide, StoredDraws) and guide.modes_weighed,
     )

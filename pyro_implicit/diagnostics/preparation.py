@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
+from pyro_implicit.diagnostics.verdict import STORED
 from pyro_implicit.guides.posterior_draws import draw, trace_guide
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
@@ -72,7 +73,7 @@ def weigh_draws(
 ) -> tuple[WeightedDraws, str]:
     """Draws and log-weights, none of a guide without density, and why there is none."""
     if isinstance(guide, StoredDraws):
-        return WeightedDraws(torch.empty(0), guide.sample_posterior(num_samples)), "stored draws"
+        return WeightedDraws(torch.empty(0), guide.sample_posterior(num_samples)), STORED
     try:
         weighted = weighted_draws(
             model,
@@ -85,7 +86,7 @@ def weigh_draws(
         return weighted, ""
     except ValueError as error:
         draws = draw(guide, num_samples, *args, **kwargs)
-        return WeightedDraws(torch.empty(0), draws), str(error)
+        return WeightedDraws(torch.empty(0), draws), str(error).split("\n")[0]
 
 
 def can_search(density: LatentDensity) -> bool:

@@ -134,7 +134,7 @@ def check_mixing(
         worst_ess=worst_ess,
         r_hat=r_hat if r_hat > 0 and length >= LEAST_DRAWS else None,
         worst_r_hat=worst_r_hat,
-        settled=isinstance(source, Refined) and source.stopped in ("converged", "steady"),
+        settled=isinstance(source, Refined) and source.settled,
     )
 
 

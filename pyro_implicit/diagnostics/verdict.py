@@ -65,6 +65,8 @@ GAP = 0.5
 LEAST = 0.01
 #: Of the kernel test.
 P_VALUE = 0.003
+#: Why draws of chains, or from elsewhere, have no weights.
+STORED = "stored draws"
 #: Lines on further reasons.
 MAX_ALSO = 5
 
@@ -89,6 +91,7 @@ class Diagnosis:
     :ivar coverage: of the modes that were found or given; None if there was no search.
     :ivar settled: whether the draws are of chains that had settled, or righted by reliable weights:
         these need no density.
+    :ivar modes_weighed: whether separate modes are known to have their due share of these.
     :ivar broken: why nothing could be tested (collapsed or infinite draws), else empty.
     :ivar labels: names of the unconstrained coordinates, of which ``faults`` of the checks speak.
     :ivar planned_seconds: of one core, that the model's evaluations were estimated to take.
@@ -107,6 +110,7 @@ class Diagnosis:
     coverage: ModeCoverage | None = None
     broken: str = ""
     settled: bool = False
+    modes_weighed: bool = False
     labels: tuple[str, ...] = field(default=(), repr=False)
     planned_seconds: float = math.nan
     spared: tuple[str, ...] = ()
@@ -143,12 +147,16 @@ class Diagnosis:
             # Even weights leave a heavy tail little mass.
             limits = KHAT_OF_EVEN if self.efficiency > GOOD_WEIGHTS else KHAT
             yield from limits.judge(self.bound.khat, reason, FIT_BETTER)
-        if self.settled and self.coverage is not None and (self.coverage.mass > LEAST).sum() > 1:
+        keep = self.settled and not self.modes_weighed
+        if keep and self.coverage is not None and (self.coverage.mass > LEAST).sum() > 1:
             reason = "chains keep the weights that the guide gave to separate modes"
             yield Finding("check", reason, "a mixture of exact density (AutoMixture)")
         if self.no_density and not (self.broken or self.settled or self.judged):
             cure = "AutoSemiImplicit with LIVI_ELBO, or AutoregressiveGenerator with InjectiveELBO"
             reason = "no importance weights, without which no guide is trusted"
+            if self.no_density == STORED:
+                cure = "refine, with more max_gradients if it did not settle"
+                reason = "these draws have no importance weights, and are of no chains that settled"
             yield Finding("check", reason, cure)
         checks = (
             ("importance weights", self.importance),
@@ -232,6 +240,8 @@ class Diagnosis:
                 "log evidence",
                 f"at least {self.bound.value:.2f} +- {self.bound.standard_error:.2f}",
             )
+        elif self.settled:
+            yield "importance weights", "none wanted: chains that settled, or weighted draws"
         else:
             yield "importance weights", f"none: {self.no_density or 'not computed'}"
         if self.importance is not None:
@@ -288,9 +298,9 @@ def _has_power(check: MomentCheck) -> bool:
 
 
 def _beyond(check: MomentCheck) -> str:
-    return (
-        f"below {check.resolution.mean:.2f} sd in means, a factor {check.resolution.sd:.2f} in sds"
-    )
+    mean, sd = check.resolution.mean, check.resolution.sd
+    of_sds = f"a factor {sd:.2f} in sds" if math.isfinite(sd) else "nor any in sds"
+    return f"below {mean:.2f} sd in means, {of_sds}"
 
 
 def _moments(check: MomentCheck) -> str:

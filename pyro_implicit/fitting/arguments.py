@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from pyro.infer import Trace_ELBO
+from pyro.infer import ELBO
 
 __all__ = ["refuse_misplaced"]
 
@@ -36,10 +36,12 @@ def refuse_misplaced(model: Any, guide: Any, loss: Any) -> None:
             "model's arguments come after the guide. Cure: "
             'fit(model, "auto", x, y) instead of fit(model, x, y)'
         )
-    if loss is not None and not isinstance(loss, Trace_ELBO):
+    # Pyro's RenyiELBO, for one, has none that can be differentiated.
+    can_train = isinstance(loss, ELBO) and hasattr(loss, "differentiable_loss")
+    if loss is not None and not can_train:
         wanted = f"{loss.__name__}()" if inspect.isclass(loss) else "LIVI_ELBO(8)"
         raise TypeError(
-            "loss must be an ELBO of this library or of Pyro, but got "
+            "loss must be an ELBO with a differentiable_loss, of this library or of Pyro, but got "
             f"{'the class ' + loss.__name__ if inspect.isclass(loss) else repr(loss)}. Cure: "
             f"loss={wanted}; if it is an argument of your model, model_kwargs={{'loss': ...}}"
         )

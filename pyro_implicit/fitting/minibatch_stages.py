@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from pyro.infer import Trace_ELBO
-from pyro.infer.autoguide import AutoNormal, init_to_value
+from pyro.infer.autoguide import AutoGuide, AutoNormal, init_to_value
 
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.fitting.amortized import Amortize, fit_amortized
@@ -15,7 +15,7 @@ from pyro_implicit.fitting.plan import MAX_DENSE_DIM
 from pyro_implicit.fitting.refinement_stages import between
 from pyro_implicit.fitting.result import Fit, reason
 from pyro_implicit.fitting.stages import Stages
-from pyro_implicit.guides import AutoSemiImplicit
+from pyro_implicit.guides import AutoAmortized, AutoSemiImplicit
 from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine
@@ -45,7 +45,7 @@ def fit_batches(
         stages.model,
         *stages.args,
         batch=first,
-        allow_local=amortize is not None,
+        allow_local=amortize is not None or _knows_rows(guide),
         model_kwargs=stages.kwargs,
     )
     check_scaling(density, stages.batches)
@@ -64,6 +64,12 @@ def fit_batches(
     guide = own_names(AutoNormal(stages.model, init_loc_fn=start, init_scale=INIT_SCALE))
     loss = ImplicitELBO(min(stages.num_particles, FEW_PARTICLES), nonfinite="skip")
     return stages.train_alone("mean-field", guide, loss)
+
+
+def _knows_rows(guide: Any) -> bool:
+    """Whether latents of single rows are the guide's own affair: one written by hand has an encoder
+    for them, but most autoguides would have parameters for the first minibatch."""
+    return isinstance(guide, AutoAmortized) or not isinstance(guide, (str, AutoGuide))
 
 
 def refine_batches(stages: Stages, epochs: int) -> Fit:

@@ -14,7 +14,7 @@ from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.fitting.candidates import has_exact_density
 from pyro_implicit.fitting.correction import reliability
 from pyro_implicit.fitting.plan import TRAINING_SECONDS, ChainPlan, affordable_chains
-from pyro_implicit.fitting.result import SETTLED, Fit, reason
+from pyro_implicit.fitting.result import Fit, reason
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.names import own_names
@@ -92,7 +92,7 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
     if line.error is not None:
         stages.warn(f"fit did not refine its draws: {reason(line.error)}")
-    elif refined.stopped not in SETTLED:
+    elif not refined.settled:
         drifts = _drifts(refined)
         line.outcome += f"; {drifts}"
         stages.warn(

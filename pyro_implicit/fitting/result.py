@@ -25,7 +25,6 @@ from pyro_implicit.mcmc.run_files import read_file, write_file
 
 __all__ = ["Fit", "Stage"]
 
-SETTLED = ("converged", "steady")
 NUM_CORRECTED = 10_000
 NUM_EXPORTED = 2000
 KIND = "a result of fit"
@@ -106,10 +105,11 @@ class Fit:
     def posterior(self) -> Any:
         """A guide for ``Predictive``: refined or corrected draws if there are, else ``guide``."""
         if self.refined is not None:
-            settled = self.refined.stopped in SETTLED
-            return StoredDraws(self.refined.get_samples(), settled=settled)
+            if isinstance(self.refined, Refined):
+                return self.refined.as_guide()
+            return StoredDraws(self.refined.get_samples())
         if self.correction is not None:
-            return StoredDraws(self._corrected(NUM_CORRECTED), settled=True)
+            return StoredDraws(self._corrected(NUM_CORRECTED), settled=True, modes_weighed=True)
         return self.guide
 
     def diagnose(self, **options: Any) -> Diagnosis:

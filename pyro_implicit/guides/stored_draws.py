@@ -31,10 +31,13 @@ class StoredDraws:
     :param samples: constrained values by site, ``(num_draws, *site_shape)``.
     :param settled: whether they are known to be the posterior's as far as chains that settled, or
         importance weights that are reliable, can tell: such draws need no density to be trusted.
+    :param modes_weighed: whether each of several separate modes has its due share of the draws.
     :raises ValueError: for none, or sites of different numbers of draws.
     """
 
-    def __init__(self, samples: Mapping[str, Tensor], settled: bool = False) -> None:
+    def __init__(
+        self, samples: Mapping[str, Tensor], settled: bool = False, modes_weighed: bool = False
+    ) -> None:
         lengths = {len(value) for value in samples.values()}
         if len(lengths) != 1 or lengths == {0}:
             found = {name: len(value) for name, value in samples.items()}
@@ -42,7 +45,7 @@ class StoredDraws:
                 f"all sites must have the same number of draws, at least one, but got {found}. "
                 "Cure: a dict of tensors (num_draws, *site_shape), as MCMC.get_samples() gives it"
             )
-        self.samples, self.settled = dict(samples), settled
+        self.samples, self.settled, self.modes_weighed = dict(samples), settled, modes_weighed
         self.num_draws = lengths.pop()
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from pyro.infer.mcmc.util import diagnostics, print_summary, select_samples
 from torch import Tensor
 
+from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc.arviz_export import ArvizExport
 from pyro_implicit.mcmc.chain_density import ChainDensity
 from pyro_implicit.mcmc.chains import Chains
@@ -53,6 +54,7 @@ class Refined(ArvizExport):
     :ivar space_note: Why that space, where others were possible.
     :ivar reparams: Those of the conditional space, by site.
     :ivar modes: A note on separate modes.
+    :ivar modes_weighed: Whether each has its due share of the chains, by bridge sampling.
     :ivar taught: What the guide learnt, with ``teach=True``.
     """
 
@@ -72,6 +74,7 @@ class Refined(ArvizExport):
     space: str
     space_note: str
     modes: str
+    modes_weighed: bool = False
     taught: Taught | None = None
     reparams: dict[str, ConditionalReparam] = field(default_factory=dict)
 
@@ -90,6 +93,15 @@ class Refined(ArvizExport):
         :returns: ``(num_samples, *site_shape)`` or ``(num_chains, num_samples, *site_shape)``.
         """
         return select_samples(self.samples, num_samples, group_by_chain)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the chains stopped because nothing drifted any more, and not at a budget."""
+        return self.stopped in ("converged", "steady")
+
+    def as_guide(self) -> StoredDraws:
+        """The draws as a guide, for ``Predictive``."""
+        return StoredDraws(self.get_samples(), self.settled, self.modes_weighed)
 
     def diagnostics(self) -> dict[str, Any]:
         """Effective sample size and split R-hat by site, as Pyro's ``MCMC`` gives them.
@@ -162,7 +174,7 @@ def collect(density: ChainDensity, modes: Modes | None, chains: Chains) -> Refin
             "get_samples(group_by_chain=True) whose draws are all the same",
             stacklevel=3,
         )
-    note = KEPT
+    rows, note = None, KEPT
     if modes is not None:
         rows, note = modes.chosen(latents)
         latents = latents if rows is None else latents[rows]
@@ -183,5 +195,6 @@ def collect(density: ChainDensity, modes: Modes | None, chains: Chains) -> Refin
         space=chains.space,
         space_note=chains.space_note,
         modes=note,
+        modes_weighed=rows is not None,
         reparams=density.reparams,
     )

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributions import constraints
 
 from pyro_implicit import LIVI_ELBO, MLP, AutoImplicit, AutoSemiImplicit
+from pyro_implicit.diagnostics import preparation
 from pyro_implicit.diagnostics.checkup import diagnose
 from pyro_implicit.diagnostics.moments import MomentErrors
 from pyro_implicit.diagnostics.stein import SteinCheck
@@ -404,6 +405,17 @@ def test_an_objective_that_overstates():
     assert found.bound.value == pytest.approx(-5.0, abs=1e-6)
     assert found.verdict == "check" and found.gap[0] == pytest.approx(2.0, abs=0.01)
     assert "2.0 nats above the certified bound" in str(found)
+
+
+def test_a_long_reason_is_cut(monkeypatch):
+    """Pyro's errors bring the shapes of all sites along."""
+
+    def fail(*args, **options):
+        raise ValueError("no density\nTrace Shapes:\n Param Sites:")
+
+    monkeypatch.setattr(preparation, "weighted_draws", fail)
+    found = diagnose(gaussian, exact_guide(), num_samples=100, num_transitions=0, modes=None)
+    assert found.no_density == "no density"
 
 
 def test_without_a_density():

@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import RenyiELBO, TraceEnum_ELBO
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit.density import LatentDensity
@@ -33,6 +34,10 @@ WRONG = [
     (lambda: fit(model, "auto", Y, loss=ImplicitELBO()), ValueError, "loss is for a given guide"),
     (lambda: fit(model, AutoNormal(model), Y, loss=ImplicitELBO), TypeError, "loss=ImplicitELBO()"),
     (lambda: fit(model, AutoNormal(model), Y, loss=0.3), TypeError, "0.3.*model_kwargs={'loss'"),
+    (
+        lambda: fit(model, AutoNormal(model), Y, loss=RenyiELBO()),
+        TypeError, "ELBO with a differentiable_loss.*but got <pyro.infer.renyi_elbo.RenyiELBO",
+    ),
     (lambda: fit(3, "auto", Y), TypeError, "model must be a Pyro model, a callable, but got int"),
 ]  # fmt: skip
 
@@ -42,6 +47,13 @@ def test_misplaced_arguments(call, kind, message):
     pattern = ".*".join(re.escape(part) for part in message.split(".*"))
     with pytest.raises(kind, match=pattern):
         call()
+
+
+@pytest.mark.filterwarnings("ignore:TraceEnum_ELBO found no sample site")
+def test_any_elbo_of_pyro_that_can_train_does():
+    """``TraceEnum_ELBO`` is no ``Trace_ELBO``."""
+    loss = TraceEnum_ELBO(max_plate_nesting=1)
+    assert len(fit(model, AutoNormal(model), Y, Y, loss=loss, num_steps=2).losses) == 2
 
 
 def clashing(seed, lr, loss=0.0, name=0.0, scale_tril=1.0):

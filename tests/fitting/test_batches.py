@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_implicit import fit
 from pyro_implicit.guides import AutoSemiImplicit
+from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.nn import to_bayesian_
 
 QUIET = {"seed": 0, "progress": False}
@@ -127,6 +128,27 @@ def test_single_tensors_and_shared_arguments():
 
     result = fit(model, "auto", 0.5, batches=torch.ones(40).split(10), epochs=3, **QUIET)
     assert all(math.isfinite(loss) for loss in result.losses) and len(result.losses) == 12
+
+
+def test_an_encoder_written_by_hand():
+    """Of rows y = z + noise, both of variance 1, where q(z | y) = N(y / 2, 1 / 2) is exact."""
+    pyro.set_rng_seed(0)
+    y = 2.0**0.5 * torch.randn(300)
+
+    def model(y):
+        with pyro.plate("rows", 300, subsample_size=len(y)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    def guide(y):
+        slope = pyro.param("slope", torch.tensor(0.0))
+        scale = pyro.param("scale", torch.tensor(1.0), constraint=dist.constraints.positive)
+        with pyro.plate("rows", 300, subsample_size=len(y)):
+            pyro.sample("z", dist.Normal(slope * y, scale))
+
+    fit(model, guide, batches=DataLoader(y, 50), epochs=40, lr=0.05, loss=ImplicitELBO(4), **QUIET)
+    assert pyro.param("slope").item() == pytest.approx(0.5, abs=0.03)
+    assert pyro.param("scale").item() == pytest.approx(0.5**0.5, abs=0.03)
 
 
 def test_interrupted_it_keeps_the_guide():

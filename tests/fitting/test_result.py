@@ -16,7 +16,7 @@ from pyro_implicit import diagnose, fit, refine
 from pyro_implicit.density.engine import SubsampledError
 from pyro_implicit.fitting import Fit
 from pyro_implicit.generators import AutoregressiveGenerator
-from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit, Frame
+from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit, Frame, StoredDraws
 
 QUIET = {"seed": 0, "progress": False}
 
@@ -99,7 +99,7 @@ def test_refined_draws_speak_for_the_result():
     assert diagnose(data, guide, y).verdict == "do not trust"
     found = result.diagnose()
     assert found.verdict == "trust" and found.settled and found.bound is None
-    assert "stored draws" in str(found)
+    assert "chains that settled" in str(found)
     assert result.compare({"x": torch.randn(4000) * 0.5**0.5 + y.mean() / 2}).floor_ratio < 3
     draws = Predictive(data, guide=result.posterior, num_samples=2000)(y)["x"]
     assert draws.std().item() == pytest.approx(0.5**0.5, rel=0.1)
@@ -113,7 +113,10 @@ def test_draws_that_are_wrong_are_not_trusted():
     y = torch.tensor([1.0, 3.0, -0.5, 2.0])
     pyro.set_rng_seed(0)
     right = torch.randn(4000) * 0.5**0.5 + y.mean() / 2
-    assert diagnose(data, {"x": right}, y).verdict == "check"  # whoever made them
+    whoever_made_them = diagnose(data, {"x": right}, y)
+    assert whoever_made_them.verdict == "check"
+    assert "no chains that settled" in whoever_made_them.findings[0].reason
+    assert whoever_made_them.cures == ("refine, with more max_gradients if it did not settle",)
     assert diagnose(data, {"x": 0.7 * right}, y).verdict == "do not trust"
 
 
@@ -131,6 +134,15 @@ def test_weights_of_modes_are_the_guides():
     if refined.stopped in ("converged", "steady"):
         found = diagnose(two_modes, refined)
         assert any("weights that the guide gave" in one.reason for one in found.findings)
+
+
+def test_modes_of_which_the_weights_are_known_are_trusted():
+    """By importance weights, to which the remark on chains does not apply."""
+    result = fit(two_modes, "auto", **QUIET)
+    assert result.correction is not None and result.num_modes == 2
+    assert result.diagnose().verdict == "trust"
+    unweighed = StoredDraws(result.posterior.samples, settled=True)
+    assert diagnose(two_modes, unweighed, progress=False).verdict == "check"
 
 
 def test_subsampled_data_are_refused_by_name():

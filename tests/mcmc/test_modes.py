@@ -44,6 +44,7 @@ def test_separate_modes_converge_and_get_their_due_weights():
     assert abs((draws < 0).double().mean() - 0.75) < 0.02
     assert abs(draws[draws < 0].std() - 2) < 0.1 and abs(draws[draws > 0].std() - 1) < 0.1
     assert "bridge sampling" in str(result) and result.num_chains == 128
+    assert result.modes_weighed and result.as_guide().modes_weighed
 
 
 def test_modes_that_chains_cross_are_left_to_the_chains():
@@ -58,6 +59,7 @@ def test_modes_that_chains_cross_are_left_to_the_chains():
 def test_other_guides_keep_their_weights():
     result = refine(bimodal, mixture(bimodal, kind=AutoSemiImplicit), seed=0, **OPTIONS)
     assert result.stopped == "max_gradients" and "keeps the weight" in result.modes
+    assert not result.modes_weighed
     assert Modes.of(LatentDensity(bimodal), {"x": torch.zeros(8, 1)}) is None
 
 

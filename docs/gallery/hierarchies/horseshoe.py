@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+Horseshoe
+=========
+
+Fifteen covariates of which five matter. The horseshoe prior gives each coefficient a scale of its
+own with a heavy tail: small ones are shrunk to nothing, large ones are left alone. Its posterior is
+full of funnels, and for one that is small the data cannot tell scale and sign apart.
+"""
+
+import matplotlib.pyplot as plt
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.infer.autoguide import AutoNormal
+
+from pyro_implicit import fit
+
+pyro.set_rng_seed(1)
+truth = torch.zeros(15)
+truth[:5] = torch.tensor([2.0, -1.5, 1.0, 0.5, -0.3])
+x = torch.randn(40, 15)
+y = x @ truth + torch.randn(40)
+
+
+def model(x, y):
+    overall = pyro.sample("overall", dist.HalfCauchy(1.0))
+    noise = pyro.sample("noise", dist.HalfNormal(2.0))
+    with pyro.plate("covariates", x.shape[1]):
+        own = pyro.sample("own", dist.HalfCauchy(1.0))
+        beta = pyro.sample("beta", dist.Normal(0.0, own * overall))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(x @ beta, noise), obs=y)
+
+
+# %%
+# 32 latents, as they stand
+# -------------------------
+
+result = fit(model, "auto", x, y, seed=0)
+print(result)
+print(result.diagnose())
+
+# %%
+# The baseline
+# ------------
+
+normal = fit(model, AutoNormal(model), x, y, num_steps=1500, lr=0.03, num_particles=8, seed=0)
+print(normal.diagnose())
+
+# %%
+# The picture
+# -----------
+#
+# Left the coefficients, with intervals of 90 %. Right what is behind the last one, which is nought:
+# its scale and its value. The posterior is a funnel; the mean field picks one scale.
+
+bounds = torch.tensor([0.05, 0.5, 0.95])
+figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), width_ratios=[3, 2], layout="constrained")
+for shift, name, fitted in [(-0.17, "fit", result), (0.17, "AutoNormal", normal)]:
+    draws = {site: value.detach() for site, value in fitted.sample(2000).items()}
+    low, middle, high = draws["beta"].quantile(bounds, dim=0)
+    axes[0].errorbar(
+        torch.arange(15) + shift, middle, yerr=torch.stack([middle - low, high - middle]),
+        fmt="o", markersize=3, label=name,
+    )  # fmt: skip
+    scale = draws["own"][:, -1] * draws["overall"].flatten()
+    axes[1].scatter(draws["beta"][:, -1], scale, s=4, alpha=0.3)
+axes[0].plot(truth, "kx", label="truth")
+axes[0].set(xlabel="covariate", ylabel="coefficient")
+axes[0].legend()
+axes[1].set(xlabel="last coefficient", ylabel="its scale", yscale="log", xlim=(-0.7, 0.7))
+plt.show()

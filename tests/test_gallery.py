@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each page of the gallery runs to its end, with budgets that are too small for anything else."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pyro.infer
+import pytest
+from pyro import poutine
+from pyro.infer.autoguide import AutoNormal
+
+import pyro_implicit
+from pyro_implicit import diagnose, fit
+
+ROOT = Path(__file__).parents[1]
+GALLERY = ROOT / "docs" / "gallery"
+PAGES = sorted(path.relative_to(GALLERY).as_posix() for path in GALLERY.rglob("*.py"))
+
+# What they warn of with such budgets is for their reader.
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+def within(function: Callable[..., Any], **budget: Any) -> Callable[..., Any]:
+    return lambda *args, **options: function(*args, **{**options, **budget})
+
+
+def fit_something(model: Any, guide: Any = "auto", *args: Any, **options: Any) -> Any:
+    """A few steps of a mean field: a search and chains have tests of their own."""
+    if isinstance(guide, str) and "batches" not in options:
+        guide = AutoNormal(poutine.block(model, hide_fn=is_discrete))
+    return fit(model, guide, *args, **{**options, "num_steps": 2, "epochs": 1})
+
+
+def is_discrete(site: dict[str, Any]) -> bool:
+    return site["type"] == "sample" and site["fn"].has_enumerate_support
+
+
+@pytest.fixture(autouse=True)
+def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def patch(owner: Any, name: str, **budget: Any) -> None:
+        monkeypatch.setattr(owner, name, within(getattr(owner, name), **budget))
+
+    quick = {"num_samples": 200, "num_transitions": 0, "modes": None}
+    monkeypatch.setattr(pyro_implicit, "fit", fit_something)
+    patch(pyro_implicit, "refine", num_chains=8, max_gradients=40)
+    patch(pyro_implicit, "simulation_based_calibration", num_simulations=10, num_bins=2)
+    patch(pyro_implicit, "diagnose", **quick)
+    monkeypatch.setattr(
+        importlib.import_module("pyro_implicit.fitting.result"),
+        "diagnose",
+        within(diagnose, **quick),
+    )
+    patch(pyro.infer, "NUTS", jit_compile=False, max_tree_depth=1)
+    patch(pyro.infer, "MCMC", num_samples=20, warmup_steps=4)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(GALLERY / page), run_name="__main__")
+    plt.close("all")
+    has_verdict = "Verdict: " in capsys.readouterr().out
+    assert has_verdict == (page != "networks/lenet_ood.py"), "which says why it has none"
+
+
+def test_every_section_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    settings = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    assert sorted(settings["SECTIONS"]) == sorted({page.split("/")[0] for page in PAGES})
