@@ -37,12 +37,13 @@ class HeldOut:
 
     >>> import pyro
     >>> import pyro.distributions as dist
-    >>> from pyro.infer.autoguide import AutoDelta
+    >>> from pyro.infer.autoguide import AutoDelta, init_to_mean
     >>> def model(y):
     ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
     ...     with pyro.plate("rows", 100, subsample_size=len(y)):
     ...         pyro.sample("y", dist.Normal(x, 1.0), obs=y)
-    >>> print(f"{HeldOut(model, torch.zeros(20).split(5))(AutoDelta(model)):.4f}")
+    >>> guide = AutoDelta(model, init_loc_fn=init_to_mean)
+    >>> print(f"{HeldOut(model, torch.zeros(20).split(5))(guide):.4f}")
     0.9189
 
     :param model: with its ``args`` and ``kwargs``.
@@ -68,11 +69,14 @@ class HeldOut:
     @torch.no_grad()
     def __call__(self, guide: Callable[..., Any]) -> float:
         """Goes through all rows; no random stream is touched."""
-        density, total, count = self._density, 0.0, 0
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(SEED)
-            draws = draw(guide, NUM_DRAWS, *density.args, **density.kwargs)
+            return self._score(guide)
+
+    def _score(self, guide: Callable[..., Any]) -> float:
+        density, total, count = self._density, 0.0, 0
+        draws = draw(guide, NUM_DRAWS, *density.args, **density.kwargs)
         for _ in range(self._stream.epoch_length):
             density.use(self._stream.next())
             for log_prob in density.read_at(draws, _log_likelihood).values():

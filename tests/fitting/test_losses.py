@@ -6,7 +6,7 @@ from __future__ import annotations
 import pyro
 import pyro.distributions as dist
 import pytest
-from pyro.infer.autoguide import AutoNormal
+from pyro.infer.autoguide import AutoDelta, AutoNormal
 
 from pyro_implicit.fitting import default_loss, fit
 from pyro_implicit.generators import MLP, AutoregressiveGenerator, GatedMLP, ResidualGenerator
@@ -23,6 +23,7 @@ def test_by_the_kind_of_guide():
     semi = default_loss(AutoSemiImplicit(model, frame=None), 5)
     assert isinstance(semi, LIVI_ELBO) and semi.num_particles == 5 and semi.nonfinite == "skip"
     assert type(default_loss(AutoNormal(model), 7)) is ImplicitELBO
+    assert default_loss(AutoDelta(model), 7).num_particles == 1  # its draws are all the same
 
 
 @pytest.mark.parametrize(
