@@ -92,13 +92,16 @@ def low_rank(run: Run) -> Posterior:
     return model, guide
 
 
+def linearised(run: Run, log_det: Any) -> LIVI_ELBO:
+    return LIVI_ELBO(2, log_det=log_det, num_probes=1, max_iterations=run.args.solver)
+
+
 def livi(run: Run, log_det: Any) -> Posterior:
     model = run.model(run.seed)
     guide = AutoSemiImplicit(
         model, run.matrices, init_loc_fn=start_of(model), frame=None, init_scale=INIT_SCALE
     )
-    loss = LIVI_ELBO(2, log_det=log_det, num_probes=1, max_iterations=run.args.solver)
-    run.fit(model, guide, loss, f"livi-{log_det}")
+    run.fit(model, guide, linearised(run, log_det), f"livi-{log_det}")
     return model, guide
 
 
@@ -143,8 +146,8 @@ def mixture(run: Run) -> Posterior:
         for weights in members
     ]  # fmt: skip
     guide = AutoMixture(model, parts)
+    loss = linearised(run, "stochastic")
     for index, part in enumerate(guide.components):
-        loss = LIVI_ELBO(2, log_det="smallest", max_iterations=run.args.solver)
         run.fit(model, part, loss, f"mixture-{index}", share=1 / 3)
     return model, guide
 

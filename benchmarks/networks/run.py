@@ -146,7 +146,7 @@ class Run:
         sides = near_square_shape(dim)
         noise = (min(self.args.noise, sides[0]), min(self.args.noise, max(1, sides[1] - 1)))
         hidden = (self.args.hidden,) * 2
-        return MMNN(noise, [hidden], sides, output_dim=dim)
+        return MMNN(noise, [hidden], sides, output_dim=dim, output_scale=1.0)
 
 
 def start_of(model: NetworkModel) -> Any:
