@@ -183,6 +183,8 @@ def fit(
         settings = {
             "guide": guide if isinstance(guide, str) else type(guide).__name__,
             "num_steps": num_steps,
+            "epochs": None if batches is None else epochs,
+            "validation": validation is not None,
             "lr": lr,
             "num_particles": num_particles,
             "seed": seed,

@@ -108,6 +108,14 @@ def test_resumed_it_is_the_same(tmp_path):
     assert run(tmp_path).losses == expected.losses and len(expected.losses) == 16
 
 
+@pytest.mark.parametrize("other", [{"epochs": 2}, {"validation": [rows(10)]}])
+def test_a_checkpoint_of_other_epochs(tmp_path, other):
+    options = {"batches": loader(*rows()), "checkpoint": tmp_path, **QUIET}
+    fit(line, AutoNormal(line), epochs=1, **options)
+    with pytest.raises(ValueError, match="is of a run with .*'epochs': 1.*Cure: another folder"):
+        fit(line, AutoNormal(line), **{"epochs": 1, **options, **other})
+
+
 def unscaled(x, y):
     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
     with pyro.plate("rows", len(x)):
