@@ -55,7 +55,7 @@ def default_loss(
     if isinstance(guide, AutoDelta):
         return ImplicitELBO(1, nonfinite="skip")
     if isinstance(guide, AutoGuideList):
-        implicit = [part for part in guide.modules() if isinstance(part, AutoImplicit)]
+        implicit = [part for part in guide if isinstance(part, AutoImplicit)]
         semi = all(isinstance(part, AutoSemiImplicit) for part in implicit)
         several = LIVI_ELBO if semi else KIVI_ELBO
         return (several if implicit else ImplicitELBO)(num_particles, nonfinite="skip")

@@ -205,8 +205,8 @@ def _train(
         by_steps = step + 1 >= decay_start + round(last * schedule.decay)
         state.finished = is_exact or by_steps or clock >= 1
         if held_out is not None and batches is not None:
-            is_epoch = (step + 1) % batches.epoch_length == 0
-            state.finished |= is_epoch and held_out.judge(guide, parameters)
+            if state.finished or (step + 1) % batches.epoch_length == 0:
+                state.finished |= held_out.judge(guide, parameters)
             if state.finished:
                 held_out.take_best(parameters)
         if file is not None and (state.finished or (step + 1) % checkpoint_every == 0):

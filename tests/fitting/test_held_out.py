@@ -13,8 +13,10 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoDelta, AutoNormal, init_to_value
 
 from pyro_implicit import fit
-from pyro_implicit.fitting import HeldOut
+from pyro_implicit.fitting import HeldOut, Schedule, train
 from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.infer import ImplicitELBO
+from pyro_implicit.mcmc.batch_stream import BatchStream
 
 QUIET = {"seed": 0, "progress": False}
 TRAIN, HELD_OUT = torch.full((40,), 3.0), torch.full((6,), 1.0)
@@ -87,6 +89,19 @@ def test_resumed_it_is_the_same(tmp_path):
     assert result.losses == expected.losses and len(expected.losses) > 30
     assert result.guide.median()["x"] == expected.guide.median()["x"]
     assert result.stages[0].outcome == expected.stages[0].outcome
+
+
+def test_what_is_left_of_an_epoch_counts():
+    """A training that ends within its first epoch."""
+    held_out = HeldOut(model, [TRAIN])
+    guide = at_zero()
+    batches = BatchStream(TRAIN.split(1))
+    train(
+        model, guide, ImplicitELBO(1), batches=batches, held_out=held_out, progress=False,
+        schedule=Schedule(num_steps=10, lr=0.1),
+    )  # fmt: skip
+    assert len(held_out.scores) == 1 and guide.median()["x"] > 0.3
+    assert held_out.scores[0] == held_out(guide)
 
 
 def test_rows_that_cannot_be_scored_are_never_the_best(monkeypatch):
