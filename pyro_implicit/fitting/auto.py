@@ -147,7 +147,8 @@ def fit(
     :param num_steps: of each training, at most: it is slowed down once the smoothed loss stands
         still (:class:`~pyro_implicit.fitting.Schedule`).
     :param lr: learning rate, which suits latents that are of unit scale in the guide's frame.
-    :param num_particles: of the default losses.
+    :param num_particles: of the default losses; with ``batches`` at most 8, and 2 of more than 100
+        latents, as a network runs once for each.
     :param refine: ``"auto"`` as above, which leaves a guide that was given as it is; ``True``
         refines in any case, ``False`` never.
     :param max_seconds: of wall time, about. A run that it shortens does not repeat to the last bit.

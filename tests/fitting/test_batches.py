@@ -16,7 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_implicit import fit
+from pyro_implicit.fitting import minibatch_stages
 from pyro_implicit.guides import AutoSemiImplicit
+from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.nn import to_bayesian_
 
 QUIET = {"seed": 0, "progress": False}
@@ -125,6 +127,25 @@ def unscaled(x, y):
 def test_a_model_that_does_not_scale_its_minibatch():
     with pytest.raises(ValueError, match="takes each of 8 minibatches for all data.*Cure: with"):
         fit(unscaled, "auto", batches=loader(*rows()), **QUIET)
+
+
+@pytest.mark.parametrize("size, particles", [(100, 8), (101, 2)])
+def test_particles_of_a_given_guide(monkeypatch, size, particles):
+    """Few of a network, which runs once for each."""
+
+    def model(y):
+        pyro.sample("x", dist.Normal(torch.zeros(size), 1.0).to_event(1))
+        with pyro.plate("rows", 4, subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+
+    def default_loss(guide, number, *args, **kwargs):
+        numbers.append(number)
+        return ImplicitELBO(1)
+
+    numbers = []
+    monkeypatch.setattr(minibatch_stages, "default_loss", default_loss)
+    fit(model, AutoNormal(model), batches=torch.ones(4).split(2), epochs=1, **QUIET)
+    assert numbers == [particles]
 
 
 def test_single_tensors_and_shared_arguments():
