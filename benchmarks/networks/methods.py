@@ -117,7 +117,8 @@ def kivi(run: Run) -> Posterior:
         guide.append(
             AutoImplicit(part, run.matrices, init_loc_fn=start, frame=None, init_scale=INIT_SCALE)
         )
-    run.fit(model, guide, KIVI_ELBO(4), "kivi")
+    loss = KIVI_ELBO(4, num_entropy_particles=10)  # the paper has ten draws
+    run.fit(model, guide, loss, "kivi")
     return model, guide
 
 
