@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.common import RESULTS, markdown_table, read_records
 from benchmarks.networks.data import digits
 from benchmarks.networks.methods import METHODS, posterior_of
-from benchmarks.networks.run import REFINED, Run, add_arguments, missing_runs, store
+from benchmarks.networks.run import REFINED, Run, add_arguments, commands, missing_runs, store
 from pyro_implicit.nn import LabelReport, evaluate
 
 FOREIGN = {"fashion": "fashion_mnist", "notmnist": "notmnist"}
@@ -135,8 +135,7 @@ def report(args: argparse.Namespace) -> str:
         "%. Medians\nover seeds (and ranges); seconds are those of the CPU, to train what the row "
         "is made of. No\ntempering. A refined row is SGHMC from the row of that name. Runs on "
         f"fewer than 60,000 images are\nreduced ones.\n\n{paper}.\n\n"
-        f"`python -m benchmarks.networks.lenet --network {args.network} --data-dir D` makes it "
-        "anew.\n"
+        + commands(f"lenet --network {args.network}", read_records(args.out))
     )
 
 

@@ -26,7 +26,7 @@ from benchmarks.common import RESULTS, markdown_table, read_records
 from benchmarks.networks.data import cifar, digits, of_classes
 from benchmarks.networks.lenet import ROWS, lenet
 from benchmarks.networks.methods import posterior_of
-from benchmarks.networks.run import Run, add_arguments, missing_runs, store
+from benchmarks.networks.run import Run, add_arguments, commands, missing_runs, store
 from pyro_implicit.nn import LabelReport, evaluate
 
 INSIDE, OUTSIDE = (0, 5), (6, 9)
@@ -114,8 +114,7 @@ def report(args: argparse.Namespace) -> str:
         "\nThe classes 0 to 5 are learnt, 6 to 9 are to be told from them. Medians over seeds; "
         f"seconds are those of the CPU. The paper has\n{others} as well, after 100 epochs on all "
         "images of six classes; runs on fewer are reduced ones.\n\n"
-        f"`python -m benchmarks.networks.open_category --data {args.data} --data-dir D` makes it "
-        "anew.\n"
+        + commands(f"open_category --data {args.data}", read_records(args.out))
     )
 
 

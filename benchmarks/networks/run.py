@@ -22,7 +22,16 @@ from pyro_implicit.generators import near_square_shape
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.nn import NetworkModel, classifier, start_values, to_bayesian_
 
-__all__ = ["REFINED", "SETTINGS", "Run", "add_arguments", "missing_runs", "start_of", "store"]
+__all__ = [
+    "REFINED",
+    "SETTINGS",
+    "Run",
+    "add_arguments",
+    "commands",
+    "missing_runs",
+    "start_of",
+    "store",
+]
 
 REFINED = ", refined"
 #: What a number depends on beside row and seed.
@@ -57,6 +66,21 @@ def missing_runs(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
             wanted = {"row": row, "seed": seed, **_settings(args)}
             if not any(wanted.items() <= record.items() for record in read_records(args.out)):
                 yield row, seed
+
+
+def commands(script: str, records: list[dict[str, Any]]) -> str:
+    """What makes the records anew, one line for each setting."""
+    lines: dict[tuple, int] = {}
+    for record in records:
+        key = tuple((name, record[name]) for name in SETTINGS if record[name] is not None)
+        key += (("test", record["test"]),)
+        lines[key] = max(lines.get(key, 1), record["draws"])
+    return "".join(
+        f"    python -m benchmarks.networks.{script} --data-dir D "
+        + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in key)
+        + f" --draws {draws}\n"
+        for key, draws in lines.items()
+    )
 
 
 def store(args: argparse.Namespace, row: str, seed: int, numbers: dict[str, Any]) -> None:
