@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyro
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +56,8 @@ def write_images(folder: Path) -> None:
 
 
 def test_every_example_is_listed() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
+    found = {path.name for path in (ROOT / "examples").glob("*.py")}
+    assert found == {*EXAMPLES, "lightning_network.py"}
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES))
@@ -65,6 +67,12 @@ def test_example_runs(script: str, run: Callable[..., str], tmp_path: Path) -> N
     printed = run(script, *EXAMPLES[script].split())
     assert printed.strip(), f"{script} prints no table"
     assert list(tmp_path.glob("*.png")), f"{script} leaves no picture in --out"
+
+
+def test_lightning_network(run: Callable[..., str]) -> None:
+    pytest.importorskip("lightning")
+    with pyro.settings.context(module_local_params=True):  # which the script sets
+        assert "accuracy" in run("lightning_network.py", "--epochs", "1")
 
 
 def test_bnn_regression_reads_a_csv(run: Callable[..., str], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pyro_implicit.fitting.candidates import (
     weigh,
 )
 from pyro_implicit.fitting.gaussian import gaussian_guide
+from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.result import Fit, Stage
 from pyro_implicit.fitting.stages import Stages
@@ -22,6 +23,7 @@ from pyro_implicit.fitting.weights import MixtureWeights, mixture_weights
 __all__ = [
     "Candidate",
     "Fit",
+    "HeldOut",
     "MixtureWeights",
     "Schedule",
     "Stage",

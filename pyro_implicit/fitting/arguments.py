@@ -8,7 +8,7 @@ from typing import Any
 
 from pyro.infer import ELBO
 
-__all__ = ["refuse_misplaced"]
+__all__ = ["refuse_misplaced", "refuse_validation"]
 
 
 def refuse_misplaced(model: Any, guide: Any, loss: Any) -> None:
@@ -44,6 +44,22 @@ def refuse_misplaced(model: Any, guide: Any, loss: Any) -> None:
             "loss must be an ELBO with a differentiable_loss, of this library or of Pyro, but got "
             f"{'the class ' + loss.__name__ if inspect.isclass(loss) else repr(loss)}. Cure: "
             f"loss={wanted}; if it is an argument of your model, model_kwargs={{'loss': ...}}"
+        )
+
+
+def refuse_validation(validation: Any, batches: Any, amortize: Any) -> None:
+    """Check that held-out rows are given where they can be judged.
+
+    :raises ValueError: without ``batches``, as epochs are counted in these, or with ``amortize``.
+    """
+    if validation is None:
+        return
+    if batches is None:
+        raise ValueError("validation is for a training by epochs. Cure: batches=loader beside it")
+    if amortize is not None:
+        raise ValueError(
+            "validation is the likelihood of rows given latents of the model, but with amortize "
+            "each row has latents of its own. Cure: leave out one of them"
         )
 
 

@@ -16,9 +16,10 @@ from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.engine import SubsampledError
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.fitting.amortized import Amortize, fit_amortized, refuse_amortizing
-from pyro_implicit.fitting.arguments import refuse_misplaced
+from pyro_implicit.fitting.arguments import refuse_misplaced, refuse_validation
 from pyro_implicit.fitting.checkpoint import same_start
 from pyro_implicit.fitting.guide_stages import is_near, train_exact, train_semi_implicit
+from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.minibatch_stages import fit_batches, refine_batches
 from pyro_implicit.fitting.plan import (
@@ -48,6 +49,7 @@ def fit(
     *args: Any,
     batches: Iterable[Any] | None = None,
     epochs: int = 10,
+    validation: Iterable[Any] | None = None,
     amortize: Amortize | None = None,
     loss: Trace_ELBO | None = None,
     num_steps: int = 3000,
@@ -134,6 +136,9 @@ def fit(
         its draws by stochastic gradients (:func:`~pyro_implicit.mcmc.refine_by_minibatches`).
     :param epochs: passes over ``batches``, of the training, and of the chains; in place of
         ``num_steps``.
+    :param validation: minibatches of held-out rows. Their negative log-likelihood under the guide
+        is taken after each epoch: training ends when five epochs did not lower it, and the
+        parameters are those of the best (:class:`~pyro_implicit.fitting.HeldOut`).
     :param amortize: for latents of single rows, in a plate that ``batches`` or the model subsample:
         ``"auto"``, or encoders by site, see :class:`~pyro_implicit.guides.AutoAmortized`, which is
         the guide then. ``result.sample(n, x)`` draws for new rows.
@@ -142,7 +147,8 @@ def fit(
     :param num_steps: of each training, at most: it is slowed down once the smoothed loss stands
         still (:class:`~pyro_implicit.fitting.Schedule`).
     :param lr: learning rate, which suits latents that are of unit scale in the guide's frame.
-    :param num_particles: of the default losses.
+    :param num_particles: of the default losses; with ``batches`` at most 8, and 2 of more than 100
+        latents, as a network runs once for each.
     :param refine: ``"auto"`` as above, which leaves a guide that was given as it is; ``True``
         refines in any case, ``False`` never.
     :param max_seconds: of wall time, about. A run that it shortens does not repeat to the last bit.
@@ -169,6 +175,7 @@ def fit(
     check_mode(compile)
     if amortize is not None:
         refuse_amortizing(guide, refine)
+    refuse_validation(validation, batches, amortize)
     kwargs = {**kwargs, **(model_kwargs or {})}
     folder = None if checkpoint is None else Path(checkpoint)
     if seed is not None:
@@ -177,6 +184,8 @@ def fit(
         settings = {
             "guide": guide if isinstance(guide, str) else type(guide).__name__,
             "num_steps": num_steps,
+            "epochs": None if batches is None else epochs,
+            "validation": validation is not None,
             "lr": lr,
             "num_particles": num_particles,
             "seed": seed,
@@ -192,6 +201,8 @@ def fit(
     if batches is not None:
         stages.batches = BatchStream(batches)
         stages.num_steps = epochs * stages.batches.epoch_length
+        if validation is not None:
+            stages.held_out = HeldOut(model, validation, args, kwargs)
         with stages.leaving_no_names():
             try:
                 fit_batches(stages, guide, loss, amortize)

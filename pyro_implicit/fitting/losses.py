@@ -8,6 +8,7 @@ from typing import Any
 
 from pyro import poutine
 from pyro.infer import Trace_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoGuideList
 
 from pyro_implicit.density.engine import SubsampledError, refuse_subsampling
 from pyro_implicit.generators import as_generator
@@ -30,7 +31,8 @@ def default_loss(
     with as many values as noise, with coverage where the model sees all of its data. Of any other
     the exact density is unknown, and the formula would take folds for entropy: it gets
     :class:`KIVI_ELBO`, which asks of a generator that it can be drawn from and nothing else, and
-    follows the moments of the guide exactly.
+    follows the moments of the guide exactly. So does an ``AutoGuideList`` with such a part. An
+    ``AutoDelta``, whose draws are all the same, has one particle.
 
     **Example:**
 
@@ -50,6 +52,13 @@ def default_loss(
     """
     if isinstance(guide, AutoSemiImplicit):
         return LIVI_ELBO(num_particles, nonfinite="skip")
+    if isinstance(guide, AutoDelta):
+        return ImplicitELBO(1, nonfinite="skip")
+    if isinstance(guide, AutoGuideList):
+        implicit = [part for part in guide if isinstance(part, AutoImplicit)]
+        semi = all(isinstance(part, AutoSemiImplicit) for part in implicit)
+        several = LIVI_ELBO if semi else KIVI_ELBO
+        return (several if implicit else ImplicitELBO)(num_particles, nonfinite="skip")
     kwargs = {**kwargs, **(model_kwargs or {})}
     if isinstance(guide, AutoAmortized):
         if guide.prototype_trace is None:

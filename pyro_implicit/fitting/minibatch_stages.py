@@ -52,7 +52,9 @@ def fit_batches(
     if amortize is not None:
         return fit_amortized(stages, amortize)
     if not isinstance(guide, str):
-        particles = min(stages.num_particles, PARTICLES)
+        # Each is one network's pass.
+        many = density.latent_dim > MAX_DENSE_DIM
+        particles = min(stages.num_particles, FEW_PARTICLES if many else PARTICLES)
         everything = (*stages.args, *first)
         loss = loss or default_loss(guide, particles, *everything, model_kwargs=stages.kwargs)
         return stages.train_alone("guide", guide, loss)

@@ -18,6 +18,7 @@ from pyro_implicit.density.modes import Modes, find_modes
 from pyro_implicit.density.progress import showing_progress
 from pyro_implicit.fitting.candidates import Candidate, choose, exact_guide, weigh
 from pyro_implicit.fitting.correction import Reliability
+from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.parameters import describe, model_parameters, with_fixed_parameters
 from pyro_implicit.fitting.plan import LEAST_ITERATIONS, LEAST_STEPS, TimeLimit, affordable
@@ -63,6 +64,7 @@ class Stages:
         self.candidates: list[Candidate] = []
         self.guides: list[AutoGuide] = []
         self.batches: BatchStream | None = None
+        self.held_out: HeldOut | None = None
         self.in_training: tuple[str, Any] | None = None
         self.trained = model
         """The model, of fixed parameters once they are learnt."""
@@ -98,6 +100,7 @@ class Stages:
             loss,
             *self.args,
             batches=self.batches,
+            held_out=self.held_out,
             schedule=Schedule(num_steps=num_steps or self.num_steps, lr=self.lr),
             name=name,
             max_seconds=self.limit.left(time_share),
@@ -133,6 +136,8 @@ class Stages:
         with self.result.stage(name) as line:
             self.result.losses = self.train(name, guide, loss, time_share=time_share, **options)
             line.outcome = f"{_steps(self.result.losses)} of {type(loss).__name__}"
+            if self.held_out is not None and self.held_out.scores:
+                line.outcome += f"; {self.held_out}"
         return self.result
 
     def search(self, density: LatentDensity, num_iterations: int) -> Modes:

@@ -19,6 +19,7 @@ from torch import Tensor
 from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.progress import progress_bar
 from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
+from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.engine.networks import NetworkELBO
 from pyro_implicit.mcmc.batch_stream import BatchStream
@@ -85,6 +86,7 @@ class _State:
     decay_start: int | None = None
     finished: bool = False
     batches: dict[str, Any] | None = None
+    held_out: dict[str, Any] | None = None
 
 
 def train(
@@ -93,6 +95,7 @@ def train(
     loss: Trace_ELBO,
     *args: Any,
     batches: BatchStream | None = None,
+    held_out: HeldOut | None = None,
     schedule: Schedule | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 500,
@@ -122,6 +125,8 @@ def train(
     :param loss: any of Pyro's or this library's ELBOs.
     :param args: of model and guide, as ``kwargs``.
     :param batches: minibatches, each the arguments that follow ``args`` in one step.
+    :param held_out: rows that are scored after each pass over ``batches``. Training ends when five
+        passes brought nothing, or when it is over anyway, with the best parameters of all passes.
     :param checkpoint: a folder with a file of this ``name``, from which a killed run goes on, to
         the same last bit.
     :param checkpoint_every: steps between two writings.
@@ -139,8 +144,8 @@ def train(
     kwargs = {**kwargs, **(model_kwargs or {})}
     with _compiled(loss, compile):
         return _train(
-            model, guide, loss, args, kwargs, batches, schedule or Schedule(), checkpoint,
-            checkpoint_every, progress, name, max_seconds,
+            model, guide, loss, args, kwargs, batches, held_out, schedule or Schedule(),
+            checkpoint, checkpoint_every, progress, name, max_seconds,
         )  # fmt: skip
 
 
@@ -151,6 +156,7 @@ def _train(
     args: tuple,
     kwargs: dict[str, Any],
     batches: BatchStream | None,
+    held_out: HeldOut | None,
     schedule: Schedule,
     checkpoint: str | Path | None,
     checkpoint_every: int,
@@ -175,6 +181,8 @@ def _train(
         load_checkpoint(file, state, parameters, optimisers, loss, buffers)
         if batches is not None and state.batches is not None:
             batches.restore(state.batches)
+        if held_out is not None and state.held_out is not None:
+            held_out.restore(state.held_out)
     first, last = len(state.losses), schedule.num_steps
     latest_decay = last - round(last * schedule.decay)
     began = time.perf_counter()
@@ -196,8 +204,14 @@ def _train(
         is_exact = may_stop and schedule.is_exact(state.losses, loss.num_particles)
         by_steps = step + 1 >= decay_start + round(last * schedule.decay)
         state.finished = is_exact or by_steps or clock >= 1
+        if held_out is not None and batches is not None:
+            if state.finished or (step + 1) % batches.epoch_length == 0:
+                state.finished |= held_out.judge(guide, parameters)
+            if state.finished:
+                held_out.take_best(parameters)
         if file is not None and (state.finished or (step + 1) % checkpoint_every == 0):
             state.batches = None if batches is None else batches.state()
+            state.held_out = None if held_out is None else held_out.state()
             save_checkpoint(file, state, parameters, optimisers, loss, buffers)
         bar.update()
         if step % 50 == 0:

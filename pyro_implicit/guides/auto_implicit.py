@@ -55,7 +55,9 @@ class AutoImplicit(AutoDraws):
         with a flat prior (``ImproperUniform``) that it cannot start begin at 0 in unconstrained
         space. Where one is given, ``frame="auto"`` climbs from there alone.
     :param init_scale: only with ``frame=None``: the initial standard deviation of each latent, in
-        unconstrained space. 0.1, the default, suits small models, 0.01 large networks.
+        unconstrained space. 0.1, the default, suits small models, 0.01 large networks. It
+        multiplies the generator's own spread, which is 1 of the default generator: give
+        :class:`~pyro_implicit.MMNN` ``output_scale=1.0``.
     :param frame: ``"auto"`` finds one in about a second, by a climb to a mode and a Gaussian there
         (:func:`~pyro_implicit.guides.find_frame`). A Gaussian autoguide of the same model, fitted
         or not, or a :class:`Frame` gives its location and scale, full or diagonal. None: none, and

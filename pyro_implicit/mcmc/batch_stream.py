@@ -16,7 +16,7 @@ __all__ = ["BatchStream"]
 NUM_PROBED = 16
 END = object()
 SPENT = (
-    "batches is empty, or exhausted after one pass. Cure: a DataLoader, a list, or an object whose "
+    "{} is empty, or exhausted after one pass. Cure: a DataLoader, a list, or an object whose "
     "__iter__ starts anew, with at least one minibatch"
 )
 
@@ -35,6 +35,7 @@ class BatchStream:
 
     :param batches: tuples of a model's arguments, or single arguments. Without ``len`` they are
         counted, by one pass.
+    :param name: what they are called, for messages.
     :ivar batches: the iterable.
     :ivar probed: the first sixteen, from several passes if need be.
     :ivar epoch_length: how many there are in a pass.
@@ -42,15 +43,15 @@ class BatchStream:
     :raises ValueError: if there are none, or if they can be passed over only once.
     """
 
-    def __init__(self, batches: Iterable[Any]) -> None:
+    def __init__(self, batches: Iterable[Any], name: str = "batches") -> None:
         if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
             raise TypeError(
-                "batches must be an iterable of tuples of the model's arguments, such as a "
+                f"{name} must be an iterable of tuples of the model's arguments, such as a "
                 f"DataLoader, but got a {type(batches).__name__}"
             )
         if isinstance(batches, Iterator):
-            raise ValueError(SPENT)
-        self.batches = batches
+            raise ValueError(SPENT.format(name))
+        self.batches, self._name = batches, name
         sampler = getattr(batches, "sampler", None)
         owned = [getattr(part, "generator", None) for part in (batches, sampler)]
         self._generators = [part for part in owned if isinstance(part, torch.Generator)]
@@ -72,8 +73,8 @@ class BatchStream:
                 batch = next(self._iterator, END)
             self._place += 1
         if batch is END:
-            raise ValueError(SPENT)
-        return _as_tuple(batch)
+            raise ValueError(SPENT.format(self._name))
+        return _as_tuple(batch, self._name)
 
     def state(self) -> dict[str, Any]:
         """Where the stream is, for a checkpoint."""
@@ -119,10 +120,10 @@ class BatchStream:
         return [get_rng_state(), *(generator.get_state() for generator in self._generators)]
 
 
-def _as_tuple(batch: Any) -> tuple:
+def _as_tuple(batch: Any, name: str) -> tuple:
     if isinstance(batch, Mapping):
         raise TypeError(
-            "batches gives dicts, but the model takes arguments by position. Cure: tuples, in the "
+            f"{name} gives dicts, but the model takes arguments by position. Cure: tuples, in the "
             "order of the model's arguments"
         )
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_implicit import fit
+from pyro_implicit.fitting import minibatch_stages
 from pyro_implicit.guides import AutoSemiImplicit
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.nn import to_bayesian_
@@ -109,6 +110,14 @@ def test_resumed_it_is_the_same(tmp_path):
     assert run(tmp_path).losses == expected.losses and len(expected.losses) == 16
 
 
+@pytest.mark.parametrize("other", [{"epochs": 2}, {"validation": [rows(10)]}])
+def test_a_checkpoint_of_other_epochs(tmp_path, other):
+    options = {"batches": loader(*rows()), "checkpoint": tmp_path, **QUIET}
+    fit(line, AutoNormal(line), epochs=1, **options)
+    with pytest.raises(ValueError, match="is of a run with .*'epochs': 1.*Cure: another folder"):
+        fit(line, AutoNormal(line), **{"epochs": 1, **options, **other})
+
+
 def unscaled(x, y):
     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
     with pyro.plate("rows", len(x)):
@@ -118,6 +127,25 @@ def unscaled(x, y):
 def test_a_model_that_does_not_scale_its_minibatch():
     with pytest.raises(ValueError, match="takes each of 8 minibatches for all data.*Cure: with"):
         fit(unscaled, "auto", batches=loader(*rows()), **QUIET)
+
+
+@pytest.mark.parametrize("size, particles", [(100, 8), (101, 2)])
+def test_particles_of_a_given_guide(monkeypatch, size, particles):
+    """Few of a network, which runs once for each."""
+
+    def model(y):
+        pyro.sample("x", dist.Normal(torch.zeros(size), 1.0).to_event(1))
+        with pyro.plate("rows", 4, subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+
+    def default_loss(guide, number, *args, **kwargs):
+        numbers.append(number)
+        return ImplicitELBO(1)
+
+    numbers = []
+    monkeypatch.setattr(minibatch_stages, "default_loss", default_loss)
+    fit(model, AutoNormal(model), batches=torch.ones(4).split(2), epochs=1, **QUIET)
+    assert numbers == [particles]
 
 
 def test_single_tensors_and_shared_arguments():

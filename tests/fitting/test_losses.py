@@ -6,7 +6,8 @@ from __future__ import annotations
 import pyro
 import pyro.distributions as dist
 import pytest
-from pyro.infer.autoguide import AutoNormal
+from pyro import poutine
+from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
 
 from pyro_implicit.fitting import default_loss, fit
 from pyro_implicit.generators import MLP, AutoregressiveGenerator, GatedMLP, ResidualGenerator
@@ -23,6 +24,7 @@ def test_by_the_kind_of_guide():
     semi = default_loss(AutoSemiImplicit(model, frame=None), 5)
     assert isinstance(semi, LIVI_ELBO) and semi.num_particles == 5 and semi.nonfinite == "skip"
     assert type(default_loss(AutoNormal(model), 7)) is ImplicitELBO
+    assert default_loss(AutoDelta(model), 7).num_particles == 1  # its draws are all the same
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,29 @@ def test_others_get_none(generator):
     """The exact density of a generator that folds is another."""
     found = default_loss(AutoImplicit(model, generator, frame=None), 6)
     assert isinstance(found, KIVI_ELBO) and found.num_particles == 6
+
+
+@pytest.mark.parametrize(
+    "kinds, kind",
+    [
+        ([AutoSemiImplicit, AutoNormal], LIVI_ELBO),
+        ([AutoSemiImplicit, AutoImplicit], KIVI_ELBO),
+        ([AutoNormal, AutoNormal], ImplicitELBO),
+    ],
+)
+def test_a_list_of_guides(kinds, kind):
+    """One for each layer of a network, say."""
+
+    def two():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(0.0, 1.0))
+
+    guide = AutoGuideList(two)
+    for name, part in zip("xy", kinds, strict=True):
+        options = {"frame": None} if issubclass(part, AutoImplicit) else {}
+        guide.append(part(poutine.block(two, expose=[name]), **options))
+    result = fit(two, guide, num_steps=2, num_particles=4, progress=False)
+    assert f"2 steps of {kind.__name__}" in result.stages[0].outcome
 
 
 def test_fit_uses_it():

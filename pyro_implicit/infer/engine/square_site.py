@@ -63,7 +63,8 @@ def check_square(site: ImplicitSite, method: str) -> None:
         raise ValueError(
             f"{method} wants as many noise dimensions as values, but the generator of site "
             f"'{site.name}' turns {noise_dim} into {size}. Cure: "
-            "AutoImplicit(model, AutoregressiveGenerator), or another "
+            "AutoImplicit(model, AutoregressiveGenerator), of many latents "
+            "AutoImplicit(model, lambda dim: ResidualGenerator(dim, core_dim=50)), or another "
             f"invertible generator with noise_dim={size}"
         )
     check_standard_normal(site.name, q.noise_distribution, method)

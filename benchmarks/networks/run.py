@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainings of one network from one seed, each done once and with its seconds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyro
+from pyro.infer.autoguide import AutoDelta, init_to_value
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.common import add_machine_arguments, append_record, environment, read_records
+from pyro_implicit import MMNN, fit, refine
+from pyro_implicit.generators import near_square_shape
+from pyro_implicit.infer import ImplicitELBO
+from pyro_implicit.nn import NetworkModel, classifier, start_values, to_bayesian_
+
+__all__ = [
+    "REFINED",
+    "SETTINGS",
+    "Run",
+    "add_arguments",
+    "commands",
+    "missing_runs",
+    "start_of",
+    "store",
+]
+
+REFINED = ", refined"
+#: What a number depends on beside row and seed.
+SETTINGS = ("subset", "epochs", "batch_size", "lr", "chains", "noise", "hidden", "solver")
+
+
+def add_arguments(parser: argparse.ArgumentParser, out: Path, rows: list[str]) -> None:
+    """Adds what :class:`Run` reads, and what all the scripts here take."""
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--rows", nargs="+", default=rows, choices=rows)
+    parser.add_argument("--seeds", type=int, default=1, help="seeds 0 to SEEDS - 1")
+    parser.add_argument("--draws", type=int, default=100, help="of a posterior, to predict")
+    parser.add_argument("--test", type=int, default=10_000, help="test images of each set")
+    parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument("--report", action="store_true", help="the table of --out alone")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of checkpoints")
+    parser.add_argument("--subset", type=int, help="so many training images, the first ones")
+    parser.add_argument("--epochs", type=int, default=6, help="of a training, and of chains")
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--chains", type=int, default=4, help="of SGHMC")
+    parser.add_argument("--noise", type=int, default=65, help="side of the noise of an MMNN")
+    parser.add_argument("--hidden", type=int, default=250, help="side of its hidden matrices")
+    parser.add_argument("--solver", type=int, default=50, help="iterations of a log-determinant")
+    add_machine_arguments(parser)
+
+
+def missing_runs(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """Rows and seeds that have no line yet."""
+    for seed in range(args.seeds):
+        for row in args.rows:
+            wanted = {"row": row, "seed": seed, **_settings(args)}
+            if not any(wanted.items() <= record.items() for record in read_records(args.out)):
+                yield row, seed
+
+
+def commands(script: str, records: list[dict[str, Any]]) -> str:
+    """What makes the records anew, one line for each setting."""
+    lines: dict[tuple, int] = {}
+    for record in records:
+        key = tuple((name, record[name]) for name in SETTINGS if record[name] is not None)
+        key += (("test", record["test"]),)
+        lines[key] = max(lines.get(key, 1), record["draws"])
+    return "".join(
+        f"    python -m benchmarks.networks.{script} --data-dir D "
+        + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in key)
+        + f" --draws {draws}\n"
+        for key, draws in lines.items()
+    )
+
+
+def store(args: argparse.Namespace, row: str, seed: int, numbers: dict[str, Any]) -> None:
+    """Appends a line."""
+    record = {"row": row, "seed": seed, **_settings(args), **numbers}
+    append_record(args.out, record | environment(args.device))
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in SETTINGS}
+
+
+class Run:
+    """Networks of one kind, trained on one set of images from one seed.
+
+    Trainings that are done are not repeated, whichever row wants them, and others go on from their
+    checkpoints. What they took is kept beside them.
+
+    :param network: makes a network.
+    :param train: images and labels.
+    :param args: of :func:`add_arguments`.
+    :param seed: of all that is random.
+    """
+
+    def __init__(
+        self,
+        network: Callable[[], nn.Sequential],
+        train: tuple[Tensor, Tensor],
+        args: argparse.Namespace,
+        seed: int,
+    ) -> None:
+        self.network, self.args, self.seed = network, args, seed
+        settings = [str(value) for value in _settings(args).values()]
+        self.folder = args.runs / args.out.stem / "-".join(settings) / str(seed)
+        self.train = tuple(part.to(args.device) for part in train)
+        self.loader = DataLoader(TensorDataset(*self.train), args.batch_size, shuffle=True)
+        #: CPU seconds of what the row in hand is made of.
+        self.seconds = 0.0
+
+    def model(self, seed: int) -> NetworkModel:
+        """A network of its own start."""
+        pyro.clear_param_store()
+        pyro.set_rng_seed(seed)
+        return classifier(to_bayesian_(self.network().to(self.args.device)), len(self.train[0]))
+
+    def fit(self, model: NetworkModel, guide: Any, loss: Any, name: str, share: float = 1) -> None:
+        """Trains a guide for a share of the epochs."""
+        with self.clock(name):
+            fit(
+                model, guide, batches=self.loader, epochs=max(1, round(share * self.args.epochs)),
+                loss=loss, lr=self.args.lr, seed=self.seed, checkpoint=self.folder / name,
+                checkpoint_every=100, progress=False,
+            )  # fmt: skip
+
+    def refine(self, model: NetworkModel, guide: Any, name: str) -> Any:
+        """Draws of SGHMC from there, for as many epochs."""
+        with self.clock(f"{name}{REFINED}"):
+            return refine(
+                model, guide, kernel="sghmc", batches=self.loader, num_chains=self.args.chains,
+                max_epochs=self.args.epochs, max_draws=100 // self.args.chains, seed=self.seed,
+                checkpoint=self.folder / f"{name}.chains", progress=False,
+            )  # fmt: skip
+
+    @contextmanager
+    def clock(self, name: str) -> Iterator[None]:
+        """Adds up what a training took, in this process or one before.
+
+        Of one that was killed and went on, only the last part counts.
+        """
+        file = self.folder / "seconds.json"
+        began = time.process_time()
+        yield
+        known = json.loads(file.read_text()) if file.exists() else {}
+        self.seconds += known.setdefault(name, time.process_time() - began)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(known))
+
+    def member(self, index: int = 0) -> tuple[NetworkModel, dict[str, Tensor]]:
+        """Model and weights of a mode, by site."""
+        model = self.model(1000 * index + self.seed)
+        guide = AutoDelta(model, init_loc_fn=start_of(model))
+        self.fit(model, guide, ImplicitELBO(1), f"member-{index}")
+        return model, {name: value.detach() for name, value in guide.median().items()}
+
+    def matrices(self, dim: int) -> MMNN:
+        """A generator by matrices, of no more noise than values."""
+        sides = near_square_shape(dim)
+        noise = (min(self.args.noise, sides[0]), min(self.args.noise, max(1, sides[1] - 1)))
+        hidden = (self.args.hidden,) * 2
+        return MMNN(noise, [hidden], sides, output_dim=dim, output_scale=1.0)
+
+
+def start_of(model: NetworkModel) -> Any:
+    """The weights that torch drew."""
+    return init_to_value(values=start_values(model))

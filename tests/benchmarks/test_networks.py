@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scripts of networks: their methods on a tiny network, their images, and their tables."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.networks import lenet, methods, open_category
+from benchmarks.networks.data import of_classes
+from benchmarks.networks.methods import posterior_of
+from benchmarks.networks.run import Run
+from pyro_implicit.nn import predict
+
+TINY = "--epochs 1 --batch-size 10 --noise 2 --hidden 3 --solver 2 --chains 2 --draws 3 --test 5"
+
+
+def arguments(script, folder, *words):
+    options = [*TINY.split(), "--out", str(folder / "runs.jsonl"), "--runs", str(folder / "runs")]
+    return script.parser().parse_args([*options, *words])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("networks")
+
+
+@pytest.mark.parametrize(
+    "row", ["mixture", "ensemble", "last-layer Laplace", "KIVI", "GPVI", "MAP, refined"]
+)
+def test_methods(row, folder, monkeypatch):
+    """The others are parts of these."""
+    monkeypatch.setattr(methods, "MEMBERS", 2)
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 4), torch.arange(20) % 3
+
+    def network():
+        return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+    run = Run(network, (x, y), arguments(lenet, folder), 0)
+    model, posterior = posterior_of(run, row)
+    (found,) = predict(posterior, [x], 4, model=model)
+    assert found.probability.shape == (20, 3)
+    assert found.probability.sum(-1).allclose(torch.ones(20), atol=1e-5)
+    assert found.mutual_information.max() > 1e-6
+    kept = json.loads((run.folder / "seconds.json").read_text())
+    first = run.seconds
+    assert 0 < first <= sum(kept.values()) + 1e-9
+    posterior_of(run, row)  # nothing is trained again
+    assert run.seconds == first
+
+
+def write_images(folder, part, number):
+    """Idx files as published: a magic number, sizes, bytes."""
+    folder.mkdir(exist_ok=True)
+    random = np.random.default_rng(0)
+    sizes = np.array([number, 28, 28], ">i4").tobytes()
+    pixels = random.integers(0, 256, (number, 28, 28), np.uint8).tobytes()
+    labels = np.array([number], ">i4").tobytes() + (np.arange(number) % 10).astype("u1").tobytes()
+    for name, content in (
+        ("images-idx3", b"\x00\x00\x08\x03" + sizes + pixels),
+        ("labels-idx1", b"\x00\x00\x08\x01" + labels),
+    ):
+        (folder / f"{part}-{name}-ubyte.gz").write_bytes(gzip.compress(content))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    write_images(folder / "mnist", "train", 20)
+    for name in ("mnist", "fashion_mnist", "notmnist"):
+        write_images(folder / name, "t10k", 20)
+    return folder
+
+
+@pytest.mark.parametrize("script", [lenet, open_category])
+def test_scripts(script, data, tmp_path, capsys):
+    args = arguments(script, tmp_path, "--data-dir", str(data), "--rows", "MAP")
+    script.main(args)
+    script.main(args)  # repeats nothing
+    (record,) = map(json.loads, args.out.read_text().splitlines())
+    assert record["row"] == "MAP" and record["test"] == 5 and record["seconds"] > 0
+    text = args.out.with_suffix(".md").read_text()
+    assert "| MAP |" in text and text in capsys.readouterr().out
+
+
+def test_classes(data):
+    train, test, others = open_category.sets("mnist", data, 7)
+    assert len(train[0]) == 7 and train[1].tolist() == [0, 1, 2, 3, 4, 5, 0]
+    assert len(test[0]) == 12 and test[1].max() == 5 and len(others) == 8
+    x, y = of_classes(torch.arange(10.0), torch.arange(10), 6, 9)
+    assert x.tolist() == [6, 7, 8, 9] and y.tolist() == [0, 1, 2, 3]
+
+
+def test_table_by_hand():
+    common = {"row": "MAP", "subset": 9, "epochs": 1, "nll": 0.5, "ece": 0.25, "device": "cpu"}
+    records = [
+        common
+        | {
+            "accuracy": accuracy,
+            "seconds": 3.0,
+            "auroc": {name: {"max-probability": accuracy - 0.1} for name in lenet.FOREIGN},
+            "confidence": {name: 0.75 for name in lenet.FOREIGN},
+        }
+        for accuracy in (0.5, 0.75, 1.0)
+    ]
+    row = lenet.table(records).splitlines()[2]
+    foreign = "65.0 (40.0 to 90.0), 75"
+    wanted = f"| MAP | 9 | 1 | 0.7500 | 0.5000 | 0.2500 | {foreign} | {foreign} | 3 | cpu | 3 |"
+    assert row == wanted
