@@ -17,7 +17,8 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_implicit.density.discrete import is_discrete_latent, refuse_infinite
-from pyro_implicit.density.engine import without_validation
+from pyro_implicit.density.supports import observation_outside
+from pyro_implicit.density.validation import without_validation
 
 if TYPE_CHECKING:
     from pyro_implicit.density.latent_density import LatentDensity
@@ -33,7 +34,7 @@ def refuse_unfit_sites(trace: Trace) -> None:
     :param trace: of the model with its data.
     :raises RuntimeError: for a model without continuous latents.
     :raises ValueError: for a discrete latent that cannot be summed out, or an observation that is
-        NaN.
+        NaN or outside its support.
     :warns UserWarning: for a latent of which some elements are masked, as ``obs_mask`` makes them.
     """
     latents, observed = _split(trace)
@@ -59,6 +60,13 @@ def refuse_unfit_sites(trace: Trace) -> None:
             raise ValueError(
                 f"the observation of site '{name}' is NaN in {fault}. Cure: leave these elements "
                 "out, or mask them: pyro.sample(name, fn.mask(~y.isnan()), obs=y.nan_to_num())"
+            )
+        fault = observation_outside(site)
+        if fault:
+            raise ValueError(
+                f"the observation of site '{name}' is {fault}. Cure: other data, or a distribution "
+                "of that support; its validate_args=False if this is meant, as with gray pixels "
+                "under a Bernoulli"
             )
 
 

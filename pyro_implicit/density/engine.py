@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from pyro_implicit.density.discrete import DiscreteSum
 from pyro_implicit.density.site_loop import loop_where_needed
+from pyro_implicit.density.validation import without_validation
 
 __all__ = [
     "Model",
@@ -104,15 +104,3 @@ def refuse_subsampling(trace: Trace, what: str) -> None:
                     f"{frame.size} of {frame.full_size} elements. Cure: run the model without "
                     "subsample_size"
                 )
-
-
-def without_validation(
-    fn: torch.distributions.Distribution,
-) -> torch.distributions.Distribution:
-    """A copy that checks nothing: distributions made while validation was on go on checking."""
-    fn = copy.copy(fn)
-    fn._validate_args = False
-    for name, part in vars(fn).items():
-        if isinstance(part, torch.distributions.Distribution):
-            setattr(fn, name, without_validation(part))
-    return fn

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Supports: of latents, that must not move, and of observations, that must hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_implicit.density.validation import without_validation
+
+__all__ = ["has_bounds", "observation_outside", "refuse_moving_supports"]
+
+
+def observation_outside(site: dict[str, Any]) -> str:
+    """What is wrong with an observation that no values of the latents make possible.
+
+    Nothing is, where the density is masked or the distribution has ``validate_args=False``.
+
+    :param site: of a trace.
+    :returns: in words, or nothing.
+    """
+    fn, value = site["fn"], site["value"]
+    part = fn
+    while part is not None:
+        if not getattr(part, "_validate_args", True):
+            return ""
+        part = getattr(part, "base_dist", None)
+    try:
+        support = fn.support
+        inside = support.check(value)
+        if inside.all() or any(True for _ in _tensors(support)):
+            return ""
+        whole = without_validation(fn).log_prob(value, *site["args"])
+    except Exception:  # a distribution without a support, or one that cannot check it
+        return ""
+    missing = value.isnan() if value.is_floating_point() else torch.zeros_like(value).bool()
+    counted = scale_and_mask(whole, mask=site["mask"]) != 0
+    rank = missing.dim() - inside.dim()
+    missing = missing.flatten(-rank).any(-1) if rank > 0 else missing
+    outside = ~inside & counted & ~missing
+    number = int(outside.sum())
+    return f"outside {support} in {number} of {outside.numel()} elements" if number else ""
+
+
+def refuse_moving_supports(start: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> None:
+    """Check that latents have the same support wherever the others are.
+
+    :param start: distributions by site, and those at other values of the latents.
+    :raises ValueError: naming site and cure.
+    """
+    for name, fn in start.items():
+        other = elsewhere[name]
+        pairs = zip(_tensors(fn.support), _tensors(other.support), strict=True)
+        if all(torch.equal(one, two) for one, two in pairs):
+            continue
+        raise ValueError(
+            f"the support of latent '{name}' changes with other latents ({fn.support} where they "
+            f"start, {other.support} near it), but its unconstrained coordinate is that of one "
+            "support: of the others the posterior would lose what lies outside. Cure: sample on a "
+            f"fixed support and move the value, part = pyro.sample('{name}_part', dist.Uniform(0, "
+            f"1)); {name} = pyro.deterministic('{name}', a * part) for Uniform(0, a); for a "
+            f"TransformedDistribution, as Pareto is one, poutine.reparam(model, {{'{name}': "
+            "TransformReparam()})"
+        )
+
+
+def has_bounds(fn: Any) -> bool:
+    """Whether a distribution's support is made of tensors, which may change."""
+    try:
+        return any(True for _ in _tensors(fn.support))
+    except (AttributeError, NotImplementedError):
+        return False
+
+
+def _tensors(support: Any) -> Iterator[Tensor]:
+    """Its bounds."""
+    for part in vars(support).values():
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, constraints.Constraint):
+            yield from _tensors(part)
+        elif isinstance(part, (list, tuple)):
+            for item in part:
+                if isinstance(item, constraints.Constraint):
+                    yield from _tensors(item)
