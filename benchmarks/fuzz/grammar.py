@@ -166,8 +166,7 @@ class _Grammar:
     def draw(self) -> Draft:
         rng = self.rng
         self.sizes = tuple(
-            rng.choice([1, 2, 2, 3, 4])
-            for _ in range(rng.choice([0, 1, 1, 2, 2, 3]))
+            rng.choice([1, 2, 2, 3, 4]) for _ in range(rng.choice([0, 1, 1, 2, 2, 3]))
         )
         if rng.random() < 0.2:
             self.params["w"] = round(rng.uniform(-1, 1), 2)

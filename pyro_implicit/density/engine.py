@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pyro.distributions as dist
-import torch
 from pyro import poutine
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from pyro_implicit.density.discrete import DiscreteSum
 from pyro_implicit.density.site_loop import loop_where_needed
-from pyro_implicit.density.validation import without_validation
+from pyro_implicit.density.validation import without_masked, without_validation
 
 __all__ = [
     "Model",
@@ -69,6 +68,8 @@ class Model:
             for site in trace.nodes.values():
                 if site["type"] == "sample":
                     site["fn"] = without_validation(site["fn"])
+                    if site["is_observed"]:
+                        site["value"] = without_masked(site["fn"], site["value"], site["mask"])
             loop_where_needed(trace)
         return trace if self.discrete is None else self.discrete.collapse(trace)
 

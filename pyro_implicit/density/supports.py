@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import Independent, constraints
 
 from pyro_implicit.density.validation import without_validation
 
@@ -26,10 +27,10 @@ def observation_outside(site: dict[str, Any]) -> str:
     """
     fn, value = site["fn"], site["value"]
     part = fn
-    while part is not None:
-        if not getattr(part, "_validate_args", True):
-            return ""
-        part = getattr(part, "base_dist", None)
+    while isinstance(part, (Independent, MaskedDistribution)) and part._validate_args:
+        part = part.base_dist
+    if not part._validate_args:
+        return ""
     try:
         support = fn.support
         inside = support.check(value)
@@ -62,10 +63,8 @@ def refuse_moving_supports(start: Mapping[str, Any], elsewhere: Mapping[str, Any
             f"the support of latent '{name}' changes with other latents ({fn.support} where they "
             f"start, {other.support} near it), but its unconstrained coordinate is that of one "
             "support: of the others the posterior would lose what lies outside. Cure: sample on a "
-            f"fixed support and move the value, part = pyro.sample('{name}_part', dist.Uniform(0, "
-            f"1)); {name} = pyro.deterministic('{name}', a * part) for Uniform(0, a); for a "
-            f"TransformedDistribution, as Pareto is one, poutine.reparam(model, {{'{name}': "
-            "TransformReparam()})"
+            "fixed support and move the value: of Uniform(0, a), part = pyro.sample("
+            f"'{name}_part', dist.Uniform(0, 1)); {name} = pyro.deterministic('{name}', a * part)"
         )
 
 

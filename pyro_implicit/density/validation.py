@@ -8,10 +8,17 @@ import functools
 from typing import Any
 
 import torch
+from pyro.distributions import MaskedDistribution
 from torch import Tensor
-from torch.distributions import Distribution, TransformedDistribution, constraints
+from torch.distributions import (
+    Distribution,
+    Independent,
+    TransformedDistribution,
+    biject_to,
+    constraints,
+)
 
-__all__ = ["restrict", "without_validation"]
+__all__ = ["restrict", "without_masked", "without_validation"]
 
 
 def without_validation(fn: Distribution) -> Distribution:
@@ -60,3 +67,33 @@ def _restricted_class(kind: type) -> type:
         return torch.where(inside, kind.log_prob(self, value), -torch.inf)
 
     return type(kind.__name__, (kind,), {"log_prob": log_prob, "_is_restricted": True})
+
+
+def without_masked(fn: Any, value: Tensor, mask: Any = None) -> Tensor:
+    """An observation with possible values in place of those that are masked.
+
+    These do not count, but where their density is not a number its gradient would not be either.
+
+    **Example:**
+
+    >>> import pyro.distributions as dist
+    >>> fn = dist.LogNormal(torch.zeros(2), 1.0).mask(torch.tensor([True, False]))
+    >>> without_masked(fn, torch.tensor([3.0, 0.0]))
+    tensor([3., 1.])
+
+    :param fn: a site's distribution.
+    :param value: of the site.
+    :param mask: of the site, by a handler.
+    """
+    if isinstance(fn, MaskedDistribution):
+        value = without_masked(fn.base_dist, value, fn._mask)
+    elif isinstance(fn, Independent):
+        value = without_masked(fn.base_dist, value)
+    if not isinstance(mask, Tensor) or not value.is_floating_point():
+        return value
+    try:
+        transform = biject_to(fn.support)
+        possible = transform(value.new_zeros(transform.inverse_shape(value.shape)))
+    except NotImplementedError:  # of counts
+        possible = torch.zeros_like(value)
+    return torch.where(mask.reshape(mask.shape + (1,) * len(fn.event_shape)), value, possible)
