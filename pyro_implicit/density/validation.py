@@ -58,7 +58,7 @@ def restrict(base: Distribution) -> None:
 
 
 @functools.cache
-def _restricted_class(kind: type) -> type:
+def _restricted_class(kind: Any) -> Any:
     if hasattr(kind, "_is_restricted"):
         return kind
 
