@@ -194,7 +194,10 @@ def _expand(arg: Tensor) -> Tensor:
 
 FAMILIES: dict[str, Family] = {
     "Normal": _same("Normal", "rp"),
-    "StudentT": _same("StudentT", "prp"),
+    "StudentT": Family(
+        ("positive", "real", "positive"), lambda a, b, c: dist.StudentT(1 + a, b, c),
+        lambda v, a, b, c: plain.StudentT(1 + a, b, c, validate_args=False).log_prob(v),
+    ),
     "Cauchy": _same("Cauchy", "rp"),
     "Laplace": _same("Laplace", "rp"),
     "Gumbel": _same("Gumbel", "rp"),

@@ -20,6 +20,7 @@ from benchmarks.fuzz.grammar import Argument, Draft, Site
 __all__ = ["Drawn", "Oracle", "Rewritten", "with_data"]
 
 Values = dict[str, Tensor]
+MOST = 1e5  # heavy tails, and the derivatives of torch's own densities, go further
 
 
 def summary(value: Tensor, event_dim: int) -> Tensor:
@@ -89,6 +90,7 @@ def with_data(draft: Draft) -> Draft:
         torch.manual_seed(draft.seed)
         trace = poutine.trace(Drawn(replace(draft, subsample=None))).get_trace({})
     data = {s.name: trace.nodes[s.name]["value"].detach() for s in draft.sites if s.is_observed}
+    data = {name: value.clamp(-MOST, MOST) for name, value in data.items()}
     return replace(draft, data=data)
 
 
@@ -193,11 +195,12 @@ class Rewritten:
             name: pyro.param(name, torch.tensor(value, dtype=draft.dtype))
             for name, value in draft.params.items()
         }
+        plates = [pyro.plate(f"p{p}", size, dim=-1 - p) for p, size in enumerate(draft.sizes)]
         values = {}
         for site in draft.latents:
             with ExitStack() as stack:
                 for p in reversed(site.plates):
-                    stack.enter_context(pyro.plate(f"p{p}", draft.sizes[p], dim=-1 - p))
+                    stack.enter_context(plates[p])
                 flat = dist.ImproperUniform(
                     site.kind.support, torch.Size(draft.shape(site.plates)), site.kind.event
                 )

@@ -54,7 +54,8 @@ def restrict(base: Distribution) -> None:
     while hasattr(inner, "base_constraint"):
         inner = inner.base_constraint
     if not isinstance(inner, type(constraints.real)):
-        base.__class__ = _restricted_class(type(base))
+        kind: Any = type(base)
+        base.__class__ = _restricted_class(kind)
 
 
 @functools.cache
