@@ -17,7 +17,7 @@ __all__ = ["Argument", "Draft", "Site", "draw_model"]
 
 POSITIVE_LIKE = ("LogNormal", "Gamma", "Exponential", "HalfNormal", "Weibull", "InverseGamma")
 LOCATIONS = ("Normal", "Normal", "StudentT", "Laplace", "Logistic", "MultivariateNormal", "Vector")
-MAX_LATENTS = 14
+MAX_LATENTS, MAX_CHOICES = 14, 81
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,14 @@ class _Grammar:
         self.seed, self.rng = seed, random.Random(seed)
         self.torch = torch.Generator().manual_seed(seed)
         self.sites: list[Site] = []
+        self.num_latents, self.num_choices = 0, 1
+        self.kinds = {
+            "x": self.add_latent,
+            "y": self.add_observed,
+            "z": self.add_discrete,
+            "d": lambda name: self.sites.append(self.extra(name, "deterministic")),
+            "f": lambda name: self.sites.append(self.extra(name, "factor")),
+        }
         self.params: dict[str, float] = {}
 
     def draw(self) -> Draft:
@@ -171,18 +179,13 @@ class _Grammar:
         if rng.random() < 0.2:
             self.params["w"] = round(rng.uniform(-1, 1), 2)
         self.draft = Draft(self.seed, self.sizes, (), self.params)
-        counts = [0, 0]
-        wanted = rng.randint(1, 5)
-        for index in range(wanted):
-            self.add_latent(f"x{index}", counts)
-        if rng.random() < 0.2:
-            self.add_discrete("z")
-        if rng.random() < 0.25:
-            self.add(self.extra("d", "deterministic"))
-        for index in range(rng.randint(0 if rng.random() < 0.1 else 1, 3)):
-            self.add_observed(f"y{index}")
-        if rng.random() < 0.2:
-            self.add(self.extra("f", "factor"))
+        kinds = ["x"] * rng.randint(1, 5) + ["y"] * rng.choice([0, 1, 1, 2, 3])
+        for kind, chance in (("z", 0.2), ("z", 0.1), ("d", 0.25), ("f", 0.2)):
+            kinds += [kind] * (rng.random() < chance)
+        if rng.random() < 0.5:
+            rng.shuffle(kinds)
+        for index, kind in enumerate(kinds):
+            self.kinds[kind](f"{kind}{index}")
         subsample = None
         if self.sizes and self.sizes[0] > 2 and rng.random() < 0.15:
             if not any(0 in s.plates and s.name[0] in "xzd" for s in self.sites):
@@ -190,13 +193,10 @@ class _Grammar:
         dtype = torch.float32 if rng.random() < 0.25 else torch.float64
         return replace(self.draft, sites=tuple(self.sites), subsample=subsample, dtype=dtype)
 
-    def add(self, site: Site) -> None:
-        self.sites.append(site)
-
     def plates(self) -> tuple[int, ...]:
         return tuple(p for p in range(len(self.sizes)) if self.rng.random() < 0.4)
 
-    def add_latent(self, name: str, counts: list[int]) -> None:
+    def add_latent(self, name: str) -> None:
         rng = self.rng
         names = [n for n, f in FAMILIES.items() if f.latent and not f.is_discrete]
         family = rng.choice([*names, *rng.choices(LOCATIONS, k=12), *POSITIVE_LIKE])
@@ -204,24 +204,26 @@ class _Grammar:
         size = torch.Size(self.draft.shape(plates)).numel() * max(
             1, torch.Size(FAMILIES[family].event).numel()
         )
-        if counts[0] + size > MAX_LATENTS:
+        if self.num_latents + size > MAX_LATENTS:
             plates, family = (), rng.choice(["Normal", "LogNormal", "StudentT"])
             size = 1
-        counts[0] += size
-        self.add(self.decorated(self.site(name, family, plates), 0.04))
+        self.num_latents += size
+        self.sites.append(self.decorated(self.site(name, family, plates), 0.04))
 
     def add_discrete(self, name: str) -> None:
-        plates = self.plates()
-        if torch.Size(self.draft.shape(plates)).numel() > 4:
+        plates, family = self.plates(), self.rng.choice(["Bernoulli", "Categorical"])
+        each = 2 if family == "Bernoulli" else 3
+        if self.num_choices * each ** torch.Size(self.draft.shape(plates)).numel() > MAX_CHOICES:
             plates = ()
-        family = self.rng.choice(["Bernoulli", "Categorical"])
-        self.add(self.site(name, family, plates))
+        self.num_choices *= each ** torch.Size(self.draft.shape(plates)).numel()
+        if self.num_choices <= MAX_CHOICES:
+            self.sites.append(self.site(name, family, plates))
 
     def add_observed(self, name: str) -> None:
         family = self.rng.choice([*FAMILIES, *LOCATIONS])
         plates = tuple(p for p in range(len(self.sizes)) if self.rng.random() < 0.7)
         site = replace(self.site(name, family, plates), is_observed=True)
-        self.add(self.decorated(site, 0.2))
+        self.sites.append(self.decorated(site, 0.2))
 
     def decorated(self, site: Site, chance: float) -> Site:
         rng, shape = self.rng, self.draft.shape(site.plates)

@@ -14,7 +14,7 @@ from scipy.stats import binom
 
 __all__ = ["band", "p_value"]
 
-NUM_SIMULATIONS = 20_000
+NUM_SIMULATIONS = 10_000
 
 
 def _least(counts: np.ndarray, num_ranks: int, grid: np.ndarray) -> np.ndarray:

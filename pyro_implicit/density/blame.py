@@ -33,8 +33,8 @@ def refuse_unfit_sites(trace: Trace) -> None:
 
     :param trace: of the model with its data.
     :raises RuntimeError: for a model without continuous latents.
-    :raises ValueError: for a discrete latent that cannot be summed out, or an observation that is
-        NaN or outside its support.
+    :raises ValueError: for a discrete latent that cannot be summed out, a latent in a sequential
+        plate, or an observation that is NaN or outside its support.
     :warns UserWarning: for a latent of which some elements are masked, as ``obs_mask`` makes them.
     """
     latents, observed = _split(trace)
@@ -46,6 +46,7 @@ def refuse_unfit_sites(trace: Trace) -> None:
         )
     for name, site in latents.items():
         refuse_infinite(name, site)
+        _refuse_sequential(name, site)
     if all(is_discrete_latent(site) for site in latents.values()):
         raise RuntimeError(
             f"the model has no continuous latents: {', '.join(latents)} are discrete, and summed "
@@ -165,6 +166,16 @@ def _misses_argument(model: Callable[..., Any], args: tuple, kwargs: dict[str, A
         return False
     bound.apply_defaults()
     return any(value is None for value in bound.arguments.values())
+
+
+def _refuse_sequential(name: str, site: Site) -> None:
+    for frame in site["cond_indep_stack"]:
+        if not (frame.vectorized or is_discrete_latent(site)):
+            raise ValueError(
+                f"latent '{name}' is in a sequential plate, '{frame.name}', which Pyro's "
+                "unconstrained view of latents refuses. Cure: a vectorised one, with "
+                f"pyro.plate('{frame.name}', {frame.size}):, or range({frame.size}) in its place"
+            )
 
 
 def _kind(fn: Any) -> str:

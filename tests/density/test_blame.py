@@ -162,6 +162,16 @@ def test_nothing_is_said_of_models_that_may_be_meant(model, args):
         LatentDensity(model, *args)
 
 
+def test_latents_in_sequential_plates():
+    def model(plate):
+        for row in plate:
+            pyro.sample(f"x{row}", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match="'x0' is in a sequential plate, 'rows'.*Cure"):
+        LatentDensity(model, pyro.plate("rows", 2))
+    assert LatentDensity(model, range(2)).latent_dim == 2
+
+
 UNIT = dist.Uniform(torch.zeros(()), 1.0)
 IMPOSSIBLE = [
     (UNIT, -1.0, r"site 'y' at 20 of 20: its observation is outside Interval"),
