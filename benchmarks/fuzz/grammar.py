@@ -96,6 +96,7 @@ class Draft:
 
     :ivar sizes: of the plates, whose dimensions are -1, -2, ...
     :ivar subsample: indices of plate 0, if it is subsampled.
+    :ivar is_mixed: whether observed sites are of float64, as arrays of numpy's are.
     """
 
     seed: int
@@ -104,6 +105,7 @@ class Draft:
     params: dict[str, float]
     dtype: torch.dtype = torch.float64
     subsample: Tensor | None = None
+    is_mixed: bool = False
     data: dict[str, Tensor] = field(default_factory=dict)
 
     def shape(self, plates: tuple[int, ...]) -> tuple[int, ...]:
@@ -131,6 +133,8 @@ class Draft:
 
     def __str__(self) -> str:
         lines = [f"seed {self.seed}, {self.dtype}, plates {self.sizes}, params {self.params}"]
+        if self.is_mixed:
+            lines.append("observed sites of float64")
         if self.subsample is not None:
             lines.append(f"subsample {self.subsample.tolist()} of plate 0")
         for s in self.sites:
@@ -191,7 +195,14 @@ class _Grammar:
             if not any(0 in s.plates and s.name[0] in "xzd" for s in self.sites):
                 subsample = torch.randperm(self.sizes[0], generator=self.torch)[:2]
         dtype = torch.float32 if rng.random() < 0.25 else torch.float64
-        return replace(self.draft, sites=tuple(self.sites), subsample=subsample, dtype=dtype)
+        is_mixed = dtype == torch.float32 and rng.random() < 0.4
+        return replace(
+            self.draft,
+            sites=tuple(self.sites),
+            subsample=subsample,
+            dtype=dtype,
+            is_mixed=is_mixed,
+        )
 
     def plates(self) -> tuple[int, ...]:
         return tuple(p for p in range(len(self.sizes)) if self.rng.random() < 0.4)

@@ -56,7 +56,8 @@ class Drawn:
                 args = [
                     arg.value(self._part(arg.constant, site), seen, params) for arg in site.args
                 ]
-                args = [arg.to(draft.dtype) for arg in args]
+                is_double = draft.is_mixed and site.is_observed
+                args = [arg.to(torch.float64 if is_double else draft.dtype) for arg in args]
                 if site.family == "factor":
                     pyro.factor(site.name, -0.5 * args[0].square())
                     continue

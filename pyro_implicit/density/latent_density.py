@@ -221,7 +221,7 @@ class LatentDensity:
         covariance without a Cholesky factor, say, or a scale that underflows.
 
         :param latent: ``(num_draws, latent_dim)``.
-        :returns: ``(num_draws,)``.
+        :returns: ``(num_draws,)``, of the latents' dtype.
         """
         if len(latent) == 0:
             return latent.sum(-1)
@@ -242,6 +242,7 @@ class LatentDensity:
         nowhere = latent.new_full((), -math.inf)
         with poutine.block(), pyro.validation_enabled(False):
             log_prob = self._runs.map(self._model, values, _total, otherwise=nowhere) + log_det
+        log_prob = log_prob.to(latent.dtype)  # the data may be of another
         impossible |= ~log_prob.detach().isfinite()
         if not log_prob.requires_grad:  # no run went well
             log_prob = log_prob + 0 * latent.nan_to_num().sum(-1)
