@@ -4,7 +4,7 @@
 ::
 
     python -m benchmarks.sbc.run --data-sets 200     # resumable: run it again to go on
-    python -m benchmarks.sbc.report
+    python -m benchmarks.sbc.report               # results/sbc.md and sbc.png
 
 Of each data set, the latents are drawn from the prior and the data given these. ``fit`` has nothing
 set; ``refine`` starts at draws of a mean field that was hardly trained. Statistics are the latents,

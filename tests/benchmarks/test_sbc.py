@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.sbc import bands, run
+from benchmarks.sbc import bands, report, run
 from benchmarks.sbc.models import MODELS
 from pyro_implicit.density import LatentDensity
 
@@ -39,3 +39,15 @@ def test_models_have_statistics(name):
     assert density.init_loc.dtype == torch.float64
     assert len(found) == sum(value.numel() for value in truth.values()) + 1
     assert all(value.isfinite().all() for value in found.values())
+
+
+def test_table_and_picture(tmp_path):
+    rng = np.random.default_rng(0)
+    records = [
+        {"model": "normal", "method": "fit", "seed": seed, "how": "guide",
+         "ranks": {"mean": int(rng.integers(100)), "scale": int(rng.integers(30))}}
+        for seed in range(40)
+    ]  # fmt: skip
+    assert "| normal | fit | 40 | 1 of 2 | scale" in report.table(records)
+    report.picture(records, tmp_path / "sbc.png")
+    assert (tmp_path / "sbc.png").stat().st_size > 5000
