@@ -60,7 +60,7 @@ def refuse_unfit_sites(trace: Trace) -> None:
         if fault and not _log_prob(site).isfinite().all():
             raise ValueError(
                 f"the observation of site '{name}' is NaN in {fault}. Cure: leave these elements "
-                "out, or mask them: pyro.sample(name, fn.mask(~y.isnan()), obs=y.nan_to_num())"
+                "out, or mask them: pyro.sample(name, fn.mask(~y.isnan()), obs=y.nan_to_num(1.0))"
             )
         fault = observation_outside(site)
         if fault:
@@ -198,7 +198,7 @@ def _warn_of_masked(name: str, site: Site) -> None:
         cure = (
             f"sample the rows apart, pyro.sample('{base}', fn_known, obs=y[mask]) and "
             f"pyro.sample('{base}_missing', fn_missing); or leave out the missing ones, by "
-            "fn.mask(mask) and obs=y.nan_to_num() in place of obs_mask"
+            "fn.mask(mask) and obs=y.nan_to_num(1.0) in place of obs_mask"
         )
     warnings.warn(
         f"{masked} of {batch_shape.numel()} elements of latent '{name}' have no density ({what}): "

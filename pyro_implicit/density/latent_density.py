@@ -23,7 +23,7 @@ from pyro_implicit.density.blame import refuse_unfit_sites, warn_of_missing_data
 from pyro_implicit.density.discrete import DiscreteSum, is_discrete_latent
 from pyro_implicit.density.engine import Model, compute_log_prob, refuse_subsampling
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
-from pyro_implicit.density.supports import has_bounds, refuse_moving_supports
+from pyro_implicit.density.supports import refuse_moving_supports
 
 __all__ = ["LatentDensity"]
 
@@ -98,7 +98,7 @@ class LatentDensity:
         """Whether discrete latents are summed out."""
         if discrete is not None:
             self._try(discrete)
-        self._refuse_moving_supports(latents)
+        refuse_moving_supports(model, args, kwargs, latents)
 
     def _prototype(
         self, init_loc_fn: Callable[[dict[str, Any]], Tensor]
@@ -128,20 +128,6 @@ class LatentDensity:
 
     def _check_data(self, trace: Trace) -> None:
         refuse_subsampling(trace, "the log-density")
-
-    def _refuse_moving_supports(self, latents: Trace) -> None:
-        """See whether supports are elsewhere what they are at the start."""
-        start = {name: site["fn"] for name, site in latents.nodes.items() if has_bounds(site["fn"])}
-        if not start:
-            return
-        step = torch.linspace(0.1, 0.2, self.latent_dim).to(self.init_loc)
-        plain = Model(self.model, self.args, self.kwargs, latents)
-        try:  # discrete latents are drawn
-            with poutine.block(), pyro.validation_enabled(False), torch.random.fork_rng():
-                nodes = plain.run(self.constrain(self.init_loc + step)).nodes
-        except IMPOSSIBLE:
-            return
-        refuse_moving_supports(start, {name: nodes[name]["fn"] for name in start})
 
     def _try(self, discrete: DiscreteSum) -> None:
         """Enumerate the discrete latents once, where a plain run of the model is known to work."""

@@ -3,18 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pyro
 import torch
+from pyro import poutine
 from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import scale_and_mask
+from pyro.poutine.trace_struct import Trace
 from torch import Tensor
-from torch.distributions import Independent, constraints
+from torch.distributions import Independent, biject_to, constraints
 
+from pyro_implicit.density.batched_runs import IMPOSSIBLE
+from pyro_implicit.density.engine import Model
 from pyro_implicit.density.validation import without_validation
 
-__all__ = ["has_bounds", "observation_outside", "refuse_moving_supports"]
+__all__ = ["observation_outside", "refuse_moving_supports"]
 
 
 def observation_outside(site: dict[str, Any]) -> str:
@@ -48,14 +53,29 @@ def observation_outside(site: dict[str, Any]) -> str:
     return f"outside {support} in {number} of {outside.numel()} elements" if number else ""
 
 
-def refuse_moving_supports(start: Mapping[str, Any], elsewhere: Mapping[str, Any]) -> None:
+def refuse_moving_supports(
+    model: Callable[..., Any], args: tuple, kwargs: dict[str, Any], latents: Trace
+) -> None:
     """Check that latents have the same support wherever the others are.
 
-    :param start: distributions by site, and those at other values of the latents.
+    The model is run once more if a support has tensors for bounds.
+
+    :param latents: of a run of the model.
     :raises ValueError: naming site and cure.
     """
+    sites = latents.nodes
+    start = {name: site["fn"] for name, site in sites.items() if _has_bounds(site["fn"])}
+    if not start:
+        return
+    values = {name: _beside(site, 0.1 * (i + 1)) for i, (name, site) in enumerate(sites.items())}
+    elsewhere = Model(model, args, kwargs, latents.copy())
+    try:  # discrete latents are drawn
+        with poutine.block(), pyro.validation_enabled(False), torch.random.fork_rng():
+            nodes = elsewhere.run(values).nodes
+    except IMPOSSIBLE:
+        return
     for name, fn in start.items():
-        other = elsewhere[name]
+        other = nodes[name]["fn"]
         pairs = zip(_tensors(fn.support), _tensors(other.support), strict=True)
         if all(torch.equal(one, two) for one, two in pairs):
             continue
@@ -68,7 +88,14 @@ def refuse_moving_supports(start: Mapping[str, Any], elsewhere: Mapping[str, Any
         )
 
 
-def has_bounds(fn: Any) -> bool:
+def _beside(site: dict[str, Any], step: float) -> Tensor:
+    """Another value of a latent."""
+    transform = biject_to(site["fn"].support)
+    unconstrained = transform.inv(site["value"].detach())
+    return transform(unconstrained + step)
+
+
+def _has_bounds(fn: Any) -> bool:
     """Whether a distribution's support is made of tensors, which may change."""
     try:
         return any(True for _ in _tensors(fn.support))

@@ -10,6 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
+from pyro_implicit import AutoImplicit
 from pyro_implicit.density import LatentDensity
 
 
@@ -62,8 +63,10 @@ def test_supports_of_latents_must_not_move(kind):
         a = pyro.sample("a", dist.LogNormal(torch.tensor(0.0), 1.0))
         pyro.sample("part", MOVING[kind](a))
 
-    with pytest.raises(ValueError, match="support of latent 'part' changes.*Cure: "):
-        LatentDensity(model)
+    guide = AutoImplicit(model, frame=None)
+    for use in (LatentDensity, lambda _: guide(), lambda _: guide()):
+        with pytest.raises(ValueError, match="support of latent 'part' changes.*Cure: "):
+            use(model)
 
 
 def test_supports_that_stay():
