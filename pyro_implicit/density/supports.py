@@ -67,10 +67,13 @@ def refuse_moving_supports(
     start = {name: site["fn"] for name, site in sites.items() if _has_bounds(site["fn"])}
     if not start:
         return
-    values = {name: _beside(site, 0.1 * (i + 1)) for i, (name, site) in enumerate(sites.items())}
+    steps = torch.linspace(0.1, 0.2, len(sites)).tolist()
+    values = {
+        name: _beside(site, step) for (name, site), step in zip(sites.items(), steps, strict=True)
+    }
     elsewhere = Model(model, args, kwargs, latents.copy())
-    try:  # discrete latents are drawn
-        with poutine.block(), pyro.validation_enabled(False), torch.random.fork_rng():
+    try:
+        with poutine.block(), pyro.validation_enabled(False):
             nodes = elsewhere.run(values).nodes
     except IMPOSSIBLE:
         return
