@@ -223,7 +223,7 @@ def fits(draft: Draft) -> str:
 
 
 def _same_shape(name: str, value: Tensor, draft: Draft) -> None:
-    if value.shape[-draft.data[name].dim() :] != draft.data[name].shape[-value.dim() :]:
+    if value.shape[1:] != draft.data[name].shape:
         raise Wrong(f"predictions of {name} have shape {tuple(value.shape)}")
 
 
@@ -236,7 +236,7 @@ def refines(draft: Draft) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = refine(model, guide, draft.data, num_chains=32, max_gradients=600, progress=False)
-        diagnose(model, result, draft.data, num_samples=64, num_transitions=2)
+        diagnose(model, result, draft.data, num_samples=100, num_transitions=2)
     if result.stopped != "converged":
         return result.stopped
     draws = {name: value[:, -1] for name, value in result.samples.items()}
