@@ -28,6 +28,7 @@ from pyro_implicit import (
     InjectiveELBO,
     diagnose,
     fit,
+    refine,
 )
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
@@ -342,6 +343,29 @@ def test_the_data_rule_the_dtype_of_a_density(data):
     assert points.dtype == density.init_loc.dtype == density.log_prob(points).dtype == data.dtype
     modes = find_modes(density, num_starts=5, max_rounds=2)
     assert modes.loc.dtype == modes.scale_tril.dtype == data.dtype
+
+
+@pytest.mark.parametrize("method", ["refine", "diagnose", "Renyi", "SIVI"])
+def test_single_precision_under_data_of_double(method):
+    """As where numpy's arrays meet priors of plain numbers."""
+
+    def model(y: Tensor = Y) -> None:
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(0.0, scale), obs=y)
+
+    guide = AutoNormal(model)
+    if method == "refine":
+        samples = refine(model, guide, num_chains=8, max_gradients=30, progress=False).samples
+        assert samples["scale"].dtype == torch.float32
+    elif method == "diagnose":
+        diagnose(model, guide, num_samples=100, num_transitions=1, modes=None)
+    else:
+        elbo = ELBOS[method](NUM_PARTICLES)
+        guide = make_guide(model, elbo)
+        guide()
+        _, found = gradients(elbo, model, guide)
+        assert {gradient.dtype for gradient in found.values()} == {torch.float32}
 
 
 # Pyro's own arguments.

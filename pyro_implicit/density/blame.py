@@ -17,7 +17,8 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_implicit.density.discrete import is_discrete_latent, refuse_infinite
-from pyro_implicit.density.engine import without_validation
+from pyro_implicit.density.supports import observation_outside
+from pyro_implicit.density.validation import without_validation
 
 if TYPE_CHECKING:
     from pyro_implicit.density.latent_density import LatentDensity
@@ -32,8 +33,8 @@ def refuse_unfit_sites(trace: Trace) -> None:
 
     :param trace: of the model with its data.
     :raises RuntimeError: for a model without continuous latents.
-    :raises ValueError: for a discrete latent that cannot be summed out, or an observation that is
-        NaN.
+    :raises ValueError: for a discrete latent that cannot be summed out, a latent in a sequential
+        plate, or an observation that is NaN or outside its support.
     :warns UserWarning: for a latent of which some elements are masked, as ``obs_mask`` makes them.
     """
     latents, observed = _split(trace)
@@ -45,6 +46,7 @@ def refuse_unfit_sites(trace: Trace) -> None:
         )
     for name, site in latents.items():
         refuse_infinite(name, site)
+        _refuse_sequential(name, site)
     if all(is_discrete_latent(site) for site in latents.values()):
         raise RuntimeError(
             f"the model has no continuous latents: {', '.join(latents)} are discrete, and summed "
@@ -58,7 +60,14 @@ def refuse_unfit_sites(trace: Trace) -> None:
         if fault and not _log_prob(site).isfinite().all():
             raise ValueError(
                 f"the observation of site '{name}' is NaN in {fault}. Cure: leave these elements "
-                "out, or mask them: pyro.sample(name, fn.mask(~y.isnan()), obs=y.nan_to_num())"
+                "out, or mask them: pyro.sample(name, fn.mask(~y.isnan()), obs=y.nan_to_num(1.0))"
+            )
+        fault = observation_outside(site)
+        if fault:
+            raise ValueError(
+                f"the observation of site '{name}' is {fault}. Cure: other data, or a distribution "
+                "of that support; its validate_args=False if this is meant, as with gray pixels "
+                "under a Bernoulli"
             )
 
 
@@ -159,6 +168,16 @@ def _misses_argument(model: Callable[..., Any], args: tuple, kwargs: dict[str, A
     return any(value is None for value in bound.arguments.values())
 
 
+def _refuse_sequential(name: str, site: Site) -> None:
+    for frame in site["cond_indep_stack"]:
+        if not (frame.vectorized or is_discrete_latent(site)):
+            raise ValueError(
+                f"latent '{name}' is in a sequential plate, '{frame.name}', which Pyro's "
+                "unconstrained view of latents refuses. Cure: a vectorised one, with "
+                f"pyro.plate('{frame.name}', {frame.size}):, or range({frame.size}) in its place"
+            )
+
+
 def _kind(fn: Any) -> str:
     while hasattr(fn, "base_dist"):
         fn = fn.base_dist
@@ -179,7 +198,7 @@ def _warn_of_masked(name: str, site: Site) -> None:
         cure = (
             f"sample the rows apart, pyro.sample('{base}', fn_known, obs=y[mask]) and "
             f"pyro.sample('{base}_missing', fn_missing); or leave out the missing ones, by "
-            "fn.mask(mask) and obs=y.nan_to_num() in place of obs_mask"
+            "fn.mask(mask) and obs=y.nan_to_num(1.0) in place of obs_mask"
         )
     warnings.warn(
         f"{masked} of {batch_shape.numel()} elements of latent '{name}' have no density ({what}): "

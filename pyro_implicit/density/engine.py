@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pyro.distributions as dist
-import torch
 from pyro import poutine
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from pyro_implicit.density.discrete import DiscreteSum
 from pyro_implicit.density.site_loop import loop_where_needed
+from pyro_implicit.density.validation import without_masked, without_validation
 
 __all__ = [
     "Model",
@@ -69,6 +68,8 @@ class Model:
             for site in trace.nodes.values():
                 if site["type"] == "sample":
                     site["fn"] = without_validation(site["fn"])
+                    if site["is_observed"]:
+                        site["value"] = without_masked(site["fn"], site["value"], site["mask"])
             loop_where_needed(trace)
         return trace if self.discrete is None else self.discrete.collapse(trace)
 
@@ -104,15 +105,3 @@ def refuse_subsampling(trace: Trace, what: str) -> None:
                     f"{frame.size} of {frame.full_size} elements. Cure: run the model without "
                     "subsample_size"
                 )
-
-
-def without_validation(
-    fn: torch.distributions.Distribution,
-) -> torch.distributions.Distribution:
-    """A copy that checks nothing: distributions made while validation was on go on checking."""
-    fn = copy.copy(fn)
-    fn._validate_args = False
-    for name, part in vars(fn).items():
-        if isinstance(part, torch.distributions.Distribution):
-            setattr(fn, name, without_validation(part))
-    return fn

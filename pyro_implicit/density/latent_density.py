@@ -23,6 +23,7 @@ from pyro_implicit.density.blame import refuse_unfit_sites, warn_of_missing_data
 from pyro_implicit.density.discrete import DiscreteSum, is_discrete_latent
 from pyro_implicit.density.engine import Model, compute_log_prob, refuse_subsampling
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
+from pyro_implicit.density.supports import refuse_moving_supports
 
 __all__ = ["LatentDensity"]
 
@@ -59,8 +60,8 @@ class LatentDensity:
         is a draw of the prior.
     :param model_kwargs: more keyword arguments of the model, whatever their names.
     :raises SubsampledError: for a subsampled plate.
-    :raises ValueError: for a discrete latent that cannot be summed out, or an observation that is
-        NaN.
+    :raises ValueError: for a discrete latent that cannot be summed out, one whose support changes
+        with other latents, or an observation that is NaN or outside its support.
     :raises RuntimeError: for a model without continuous latents.
     :warns UserWarning: for latents without a density (``obs_mask``), and where observations seem to
         be missing.
@@ -97,6 +98,7 @@ class LatentDensity:
         """Whether discrete latents are summed out."""
         if discrete is not None:
             self._try(discrete)
+        refuse_moving_supports(model, args, kwargs, latents)
 
     def _prototype(
         self, init_loc_fn: Callable[[dict[str, Any]], Tensor]
@@ -205,7 +207,7 @@ class LatentDensity:
         covariance without a Cholesky factor, say, or a scale that underflows.
 
         :param latent: ``(num_draws, latent_dim)``.
-        :returns: ``(num_draws,)``.
+        :returns: ``(num_draws,)``, of the latents' dtype.
         """
         if len(latent) == 0:
             return latent.sum(-1)
@@ -226,6 +228,7 @@ class LatentDensity:
         nowhere = latent.new_full((), -math.inf)
         with poutine.block(), pyro.validation_enabled(False):
             log_prob = self._runs.map(self._model, values, _total, otherwise=nowhere) + log_det
+        log_prob = log_prob.to(latent.dtype)  # the data may be of another
         impossible |= ~log_prob.detach().isfinite()
         if not log_prob.requires_grad:  # no run went well
             log_prob = log_prob + 0 * latent.nan_to_num().sum(-1)

@@ -17,6 +17,7 @@ from torch.distributions import IndependentTransform, Transform, biject_to
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.discrete import is_summable
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
+from pyro_implicit.density.supports import refuse_moving_supports
 from pyro_implicit.guides.random_stream import own_stream
 
 __all__ = ["AutoDraws"]
@@ -36,7 +37,8 @@ class AutoDraws(AutoContinuous):
         with a flat prior (``ImproperUniform``) that it cannot start begin at 0 in unconstrained
         space.
     :param create_plates: as in Pyro's autoguides.
-    :raises ValueError: at the first call, for another discrete latent or one in a subsampled plate.
+    :raises ValueError: at the first call, for another discrete latent, one in a subsampled
+        plate, or one whose support changes with others.
     :raises RuntimeError: at the first call, for a model without latents.
     """
 
@@ -61,6 +63,12 @@ class AutoDraws(AutoContinuous):
         self._trace_prototype(args, kwargs)
         self._refuse_subsampled_latents()
         self._forget_data()
+        try:
+            with torch.no_grad():
+                refuse_moving_supports(self.model, args, kwargs, self.prototype_trace)
+        except ValueError:
+            self.prototype_trace = None  # so that the next call says so, too
+            raise
 
     def _trace_prototype(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Run the model at its start, or at draws of the prior if it raises an error there."""

@@ -148,7 +148,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
     def _second_weights(self, gradient: Tensor) -> Tensor:
         if self._weights is None or len(self._paths) > 1:
             return gradient
-        factor = self.alpha + (1 - self.alpha) * self._weights
+        factor = (self.alpha + (1 - self.alpha) * self._weights).to(gradient)
         return gradient * factor.reshape(factor.shape + (1,) * (gradient.dim() - factor.dim()))
 
     def _losses(

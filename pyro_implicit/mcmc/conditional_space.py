@@ -49,7 +49,7 @@ def dependent_sites(density: LatentDensity, point: Tensor) -> list[str]:
     found = []
     for name in density.shapes:
         site = one[name]
-        plain = site["mask"] is None and site["scale"] == 1.0
+        plain = site["mask"] is None and bool((torch.as_tensor(site["scale"]) == 1).all())
         if (
             plain
             and ConditionalReparam.suits(site["fn"])

@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.distributions import constraints
 
 from pyro_implicit.density import LatentDensity, find_modes
@@ -40,6 +41,51 @@ def test_masked_nan_is_no_fault():
             pyro.sample("y", dist.Normal(loc, 1.0).mask(~y.isnan()), obs=y.nan_to_num())
 
     assert LatentDensity(model, with_nan()).score(torch.zeros(1, 1))[1].isfinite()
+
+
+OUTSIDE = [
+    (dist.Exponential(1.0), [2.0, -1.0], "outside GreaterThanEq.* in 1 of 2"),
+    (dist.Poisson(1.0), [0.5, 3.0], "outside IntegerGreaterThan.* in 1 of 2"),
+    (dist.Bernoulli(0.3).expand([2]).to_event(1), [1.0, 2.0], "outside .*Bool.* in 1 of 1"),
+    (dist.HalfNormal(1.0), [1.0, -1.0], "outside GreaterThanEq.* in 1 of 2"),
+]
+
+
+@pytest.mark.parametrize("fn, y, message", OUTSIDE)
+def test_observations_that_are_never_possible(fn, y, message):
+    def model(fn):
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", fn, obs=torch.tensor(y))
+
+    with pytest.raises(ValueError, match=f"observation of site 'y' is {message}.*Cure"):
+        LatentDensity(model, fn)
+
+
+def test_observations_outside_that_may_be_meant():
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        gray = dist.Bernoulli(logits=x.expand(2), validate_args=False).to_event(1)
+        pyro.sample("gray", gray, obs=torch.tensor([0.2, 0.9]))
+        masked = dist.Exponential(x.exp().expand(2)).mask(torch.tensor([True, False]))
+        pyro.sample("masked", masked, obs=torch.tensor([1.0, -1.0]))
+
+    assert LatentDensity(model).log_prob(torch.zeros(1, 1)).isfinite()
+
+
+@pytest.mark.parametrize("by_handler", [True, False])
+@pytest.mark.parametrize("missing", [math.nan, 0.0])
+def test_what_is_masked_has_no_gradient(missing, by_handler):
+    y = torch.tensor([3.0, missing, 1.0])
+    here = torch.tensor([True, False, True])
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        fn = dist.LogNormal(x, 1.0)
+        with pyro.plate("rows", 3), poutine.mask(mask=here if by_handler else True):
+            pyro.sample("y", fn if by_handler else fn.mask(here), obs=y)
+
+    _, score = LatentDensity(model).score(torch.zeros(2, 1))
+    assert score.flatten().tolist() == pytest.approx([math.log(3.0)] * 2)
 
 
 def test_nan_in_covariates_names_the_site():
@@ -116,8 +162,19 @@ def test_nothing_is_said_of_models_that_may_be_meant(model, args):
         LatentDensity(model, *args)
 
 
+def test_latents_in_sequential_plates():
+    def model(plate):
+        for row in plate:
+            pyro.sample(f"x{row}", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match="'x0' is in a sequential plate, 'rows'.*Cure"):
+        LatentDensity(model, pyro.plate("rows", 2))
+    assert LatentDensity(model, range(2)).latent_dim == 2
+
+
+UNIT = dist.Uniform(torch.zeros(()), 1.0)
 IMPOSSIBLE = [
-    (dist.Gamma(2.0, 1.0), -1.0, r"site 'y' at 20 of 20: its observation is outside GreaterThanEq"),
+    (UNIT, -1.0, r"site 'y' at 20 of 20: its observation is outside Interval"),
     (dist.Normal(0.0, 1e-30), 1.0, r"site 'y' at 20 of 20: its log-density is -inf in 1 of 1 elem"),
     (dist.Binomial(3, 0.5), 5.0, r"site 'y' at 20 of 20: its observation is outside Integer"),
 ]  # fmt: skip

@@ -56,6 +56,7 @@ SIMPLEX = torch.tensor([0.2, 0.5, 0.3])
 ONE_HOT = torch.tensor([0.0, 1.0, 0.0])
 CHOLESKY = torch.tensor([[1.0, 0.0], [0.6, 0.8]])
 HALF = torch.tensor(0.4)
+DIRECTION = torch.tensor([0.6, 0.0, 0.8], dtype=torch.float64)
 TIMES = torch.tensor([-1.0, -2.0, -4.0])
 
 CASES: dict[str, Case] = {
@@ -249,7 +250,7 @@ CASES: dict[str, Case] = {
     "Pareto": Case(lambda t: dist.Pareto(torch.tensor(0.1), t[0].exp()), 1, HALF),
     "Poisson": Case(lambda t: dist.Poisson(t.exp()), 2, COUNT),
     "ProjectedNormal": Case(
-        lambda t: dist.ProjectedNormal(t), 3, torch.tensor([0.6, 0.0, 0.8]), latent=False
+        lambda t: dist.ProjectedNormal(t), 3, DIRECTION, latent=False
     ),
     "Rejector": Case(
         lambda t: dist.Rejector(dist.Normal(t[0], 1.0), lambda x: 0 * x, torch.tensor(0.0)),
@@ -311,7 +312,7 @@ CASES: dict[str, Case] = {
     "Unit": Case(lambda t: dist.Unit(t.sum()), 2, torch.zeros(0), latent=False),
     "VonMises": Case(lambda t: dist.VonMises(t[0], t[1].exp()), 2, HALF, latent=False),
     "VonMises3D": Case(
-        lambda t: dist.VonMises3D(t), 3, torch.tensor([0.6, 0.0, 0.8]), latent=False
+        lambda t: dist.VonMises3D(t), 3, DIRECTION, latent=False
     ),
     "Weibull": Case(lambda t: dist.Weibull(t[0].exp(), t[1].exp()), 2, HALF),
     "Wishart": Case(

@@ -285,10 +285,11 @@ def test_other_families_are_left_alone(fn):
         refine(model, AutoNormal(model), frame="conditional", num_chains=16, progress=False)
 
 
-def test_scaled_and_masked_sites_are_left_alone():
+@pytest.mark.parametrize("factor", [2.0, torch.tensor([1.0, 2.0])])
+def test_scaled_and_masked_sites_are_left_alone(factor):
     def model():
         scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
-        with poutine.scale(scale=2.0):
+        with pyro.plate("rows", 2), poutine.scale(scale=factor):
             pyro.sample("x", dist.Normal(0.0, scale))
 
     density = LatentDensity(model)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of true values among draws of ``fit`` and of ``refine``, over data of the models' own.
+
+::
+
+    python -m benchmarks.sbc.run --data-sets 200     # resumable: run it again to go on
+    python -m benchmarks.sbc.report               # results/sbc.md and sbc.png
+
+Of each data set, the latents are drawn from the prior and the data given these. ``fit`` has nothing
+set; ``refine`` starts at draws of a mean field that was hardly trained. Statistics are the latents,
+one by one, and the log-likelihood. Each run adds one line to ``--out``, and none is repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from torch import Tensor
+
+from benchmarks.common import RESULTS, append_record, environment, read_records
+from benchmarks.sbc.models import MODELS
+from pyro_implicit import fit, refine
+from pyro_implicit.density import LatentDensity
+from pyro_implicit.density.engine import compute_log_prob
+
+__all__ = ["METHODS", "NUM_DRAWS", "OUT", "run"]
+
+OUT = RESULTS / "sbc.jsonl"
+METHODS = ("fit", "refine")
+NUM_DRAWS = 99
+NUM_CHAINS = 128
+KEY = ("model", "method", "seed")
+
+Draws = dict[str, Tensor]
+
+
+def simulate(model: Callable[..., Any], seed: int) -> tuple[Draws, Tensor]:
+    """Latents of the prior and data of these."""
+    pyro.set_rng_seed(seed)
+    nodes = poutine.trace(model).get_trace().nodes
+    y = nodes["y"]["value"]
+    names = LatentDensity(model, y).shapes
+    return {name: nodes[name]["value"] for name in names}, y
+
+
+def by_fit(model: Callable[..., Any], y: Tensor, seed: int) -> tuple[Draws, str]:
+    """Draws of ``fit``, and what they are."""
+    result = fit(model, "auto", y, seed=seed, progress=False)
+    if result.refined is not None:
+        return result.sample(NUM_DRAWS), result.refined.stopped
+    kind = "guide" if result.correction is None else "corrected"
+    return result.sample(NUM_DRAWS), kind
+
+
+def by_refine(model: Callable[..., Any], y: Tensor, seed: int) -> tuple[Draws, str]:
+    """Draws of ``refine``, the last of each of many chains."""
+    pyro.set_rng_seed(seed)
+    pyro.clear_param_store()
+    continuous = poutine.block(model, hide=["choice"])  # a discrete latent stays a prior's draw
+    guide = AutoNormal(continuous, init_scale=0.3)
+    svi = SVI(continuous, guide, pyro.optim.Adam({"lr": 0.03}), Trace_ELBO())
+    for _ in range(100):
+        svi.step(y)
+    result = refine(model, guide, y, num_chains=NUM_CHAINS, progress=False)
+    chains = torch.randperm(NUM_CHAINS)[:NUM_DRAWS]
+    return {name: value[chains, -1] for name, value in result.samples.items()}, result.stopped
+
+
+def statistics(density: LatentDensity, draws: Draws) -> dict[str, Tensor]:
+    """Each latent, ``(num_draws,)``, and the log-likelihood."""
+    found = {}
+    for name in density.shapes:
+        columns = draws[name].reshape(len(draws[name]), -1).unbind(-1)
+        for index, column in enumerate(columns):
+            found[f"{name}[{index}]" if len(columns) > 1 else name] = column
+
+    def log_likelihood(trace: Any) -> Tensor:
+        compute_log_prob(trace)
+        sites = [site for name, site in trace.nodes.items() if site["type"] == "sample"]
+        # A sum over discrete latents is observed, too.
+        return torch.as_tensor(sum(s["log_prob_sum"] for s in sites if s["is_observed"]))
+
+    found["log_likelihood"] = density.read_at(draws, log_likelihood)
+    return found
+
+
+def run(name: str, method: str, seed: int) -> dict[str, Any]:
+    """The ranks of one data set."""
+    model = MODELS[name]
+    truth, y = simulate(model, seed)
+    start = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        draws, how = (by_fit if method == "fit" else by_refine)(model, y, seed)
+    seconds = time.perf_counter() - start
+    density = LatentDensity(model, y)
+    true = {key: value.unsqueeze(0) for key, value in truth.items()}
+    of_truth, of_draws = statistics(density, true), statistics(density, draws)
+    ranks = {key: int((of_draws[key] < of_truth[key]).sum()) for key in of_draws}
+    assert all(value.isfinite().all() for value in of_draws.values())
+    return {"model": name, "method": method, "seed": seed, "how": how, "ranks": ranks,
+            "seconds": round(seconds, 2)}  # fmt: skip
+
+
+def main() -> None:
+    """One line for each model, method and data set that has none."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
+    parser.add_argument("--data-sets", type=int, default=200)
+    parser.add_argument("--max-seconds", type=float, default=float("inf"))
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    done = {tuple(record[key] for key in KEY) for record in read_records(args.out)}
+    began, machine = time.perf_counter(), environment("cpu")
+    for seed in range(args.data_sets):
+        for name in args.models:
+            for method in args.methods:
+                if (name, method, seed) in done:
+                    continue
+                if time.perf_counter() - began > args.max_seconds:
+                    return
+                append_record(args.out, {**run(name, method, seed), "commit": machine["commit"]})
+
+
+if __name__ == "__main__":
+    main()
