@@ -91,7 +91,7 @@ class ImplicitELBO(StatefulELBO):
         ``False``: by Pyro. A recording has the values of all tensors among the arguments for
         inputs, and holds all else for constant: what it cannot follow, a branch on a value say,
         runs by Pyro with one warning that names the cause, and its first, second, fourth, eighth
-        ... step is compared with one by Pyro. See :doc:`/compiling`.
+        ... step is compared with one by Pyro. See :doc:`/howto/compile`.
     :param kwargs: all others of :class:`pyro.infer.Trace_ELBO`, as ``max_plate_nesting`` (guessed
         by one run if omitted) and ``retain_graph``. Those for enumeration and for the jit have no
         effect, as they have none there.
