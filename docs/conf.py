@@ -11,6 +11,8 @@ release = version = pyro_implicit.__version__
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_title = f"pyro_implicit {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 exclude_patterns = ["_build"]
 default_role = "code"
 
