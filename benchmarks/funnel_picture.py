@@ -78,7 +78,7 @@ def main() -> None:
         )  # fmt: skip
         axis.set(title=name, xlim=(-25, 25), ylim=(-10, 10), xlabel="x", xticks=[-20, 0, 20])
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("log scale of x, v")
+    axes[0].set_ylabel("v, log variance of x")
     figure.savefig(PICTURE, dpi=110)
     # 64 colours are enough for dots, and a third of the bytes.
     Image.open(PICTURE).convert("RGB").quantize(64).save(PICTURE, optimize=True)
