@@ -26,7 +26,8 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from torch import Tensor
 
-from benchmarks.common import cosine_adam, fit as train
+from benchmarks.common import cosine_adam
+from benchmarks.common import fit as train
 from pyro_implicit import fit
 from pyro_implicit.diagnostics import draw
 

@@ -98,6 +98,9 @@ class LatentDensity:
         if discrete is not None:
             self._try(discrete)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.latent_dim} latents of {', '.join(self.shapes)})"
+
     def _prototype(
         self, init_loc_fn: Callable[[dict[str, Any]], Tensor]
     ) -> tuple[AutoContinuous, Trace]:

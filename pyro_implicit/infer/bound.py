@@ -14,6 +14,7 @@ from torch import Tensor
 from pyro_implicit.density.progress import steps_of
 from pyro_implicit.infer.engine.hierarchical import HierarchicalELBO, Proposal
 from pyro_implicit.ops.pareto import pareto_smoothed
+from pyro_implicit.ops.printing import short_repr
 
 __all__ = ["EvidenceBound", "FoldWarning", "WeightedDraws", "evidence_bound", "weighted_draws"]
 
@@ -34,6 +35,7 @@ class EvidenceBound(NamedTuple):
     standard_error: float
     khat: float
     effective_sample_size: float
+    __repr__ = short_repr
 
 
 class WeightedDraws(NamedTuple):
@@ -45,6 +47,7 @@ class WeightedDraws(NamedTuple):
 
     log_weights: Tensor
     draws: dict[str, Tensor]
+    __repr__ = short_repr
 
     def bound(self) -> EvidenceBound:
         """What :func:`evidence_bound` returns."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -139,6 +140,15 @@ class ImplicitELBO(StatefulELBO):
         self.compile: CompileMode = compile
         self.num_left_out = 0
         self._particles: Particles | None = None
+
+    def __repr__(self) -> str:
+        """With the number of particles and the settings that are not the defaults."""
+        own, common = inspect.signature(type(self)), inspect.signature(ImplicitELBO)
+        parameters = {**common.parameters, **own.parameters}
+        given = [(n, getattr(self, n)) for n in parameters if hasattr(self, n)]
+        shown = [(n, v) for n, v in given if n == "num_particles" or v != parameters[n].default]
+        changed = [f"{name}={value!r}" for name, value in shown]
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     def draw(self, q: Implicit) -> Draw:
         """How a site is drawn: a method that needs the generator's derivative asks for it here."""

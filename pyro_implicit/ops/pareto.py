@@ -10,6 +10,8 @@ import torch
 from pyro.ops.stats import fit_generalized_pareto
 from torch import Tensor
 
+from pyro_implicit.ops.printing import short_repr
+
 __all__ = ["SmoothedWeights", "pareto_smoothed"]
 
 _TINY = torch.finfo(torch.float64).tiny
@@ -21,6 +23,7 @@ class SmoothedWeights(NamedTuple):
 
     log_weights: Tensor
     khat: float
+    __repr__ = short_repr
 
 
 @torch.no_grad()
