@@ -146,7 +146,8 @@ class ImplicitELBO(StatefulELBO):
         own, common = inspect.signature(type(self)), inspect.signature(ImplicitELBO)
         parameters = {**common.parameters, **own.parameters}
         given = [(n, getattr(self, n)) for n in parameters if hasattr(self, n)]
-        shown = [(n, v) for n, v in given if n == "num_particles" or v != parameters[n].default]
+        simple = [(n, v) for n, v in given if isinstance(v, _SIMPLE)]
+        shown = [(n, v) for n, v in simple if n == "num_particles" or v != parameters[n].default]
         changed = [f"{name}={value!r}" for name, value in shown]
         return f"{type(self).__name__}({', '.join(changed)})"
 
