@@ -20,6 +20,9 @@ FROZEN = Path(__file__).with_name("public_api.txt")
 #: Those with a page in the reference; machinery has none.
 PACKAGES = [f"pyro_implicit.{page.stem}" for page in sorted((ROOT / "docs" / "api").glob("*.rst"))]
 
+MACHINERY = {"pyro_implicit.compiled"}
+HOMELESS = {"__version__"}
+
 
 class Shown:
     """A default value, printed without addresses."""
@@ -101,6 +104,26 @@ def test_public_api_is_the_one_that_is_frozen():
         "the public API is another than in tests/public_api.txt. Cure: if that is meant, "
         "python tests/test_public_api.py, and a line in CHANGELOG.md\n" + "\n".join(changes)
     )
+
+
+def test_every_public_name_is_on_a_page_of_the_reference():
+    """Autodoc takes from a module what is in its ``__all__`` and has a docstring."""
+    for package in PACKAGES:
+        page = (ROOT / "docs" / "api" / f"{package.rpartition('.')[2]}.rst").read_text("utf-8")
+        assert f".. automodule:: {package}\n   :members:" in page
+    modules = {package: importlib.import_module(package) for package in PACKAGES}
+    shown = {getattr(module, name) for module in modules.values() for name in module.__all__}
+    library = importlib.import_module("pyro_implicit")
+    assert {name for name in library.__all__ if getattr(library, name) not in shown} == HOMELESS
+    undocumented = {
+        f"{package}.{name}"
+        for package, module in modules.items()
+        for name in module.__all__
+        if callable(getattr(module, name)) and not inspect.getdoc(getattr(module, name))
+    }
+    assert not undocumented
+    with_all = {path.parent.name for path in (ROOT / "pyro_implicit").glob("*/__init__.py")}
+    assert {f"pyro_implicit.{name}" for name in with_all} - set(PACKAGES) == MACHINERY
 
 
 if __name__ == "__main__":
