@@ -71,5 +71,5 @@ def of_a_network(x: Tensor, y: Tensor) -> float:
     network = classifier(net, num_data=100)
     loader = DataLoader(TensorDataset(x, y), batch_size=10)
     result = fit(network, "auto", batches=loader)
-    report = evaluate(result, loader)
+    evaluate(result, loader).plot()
     return sum(len(one.probability) for one in predict(result, [x]) if one.probability is not None)
