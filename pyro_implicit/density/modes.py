@@ -30,7 +30,9 @@ class Modes(NamedTuple):
     loc: Tensor
     scale_tril: Tensor
     elbo: Tensor
-    __repr__ = short_repr
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 @torch.no_grad()

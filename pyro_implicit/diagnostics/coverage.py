@@ -25,7 +25,9 @@ class ModeCoverage(NamedTuple):
     mass: Tensor
     draws: Tensor
     uncovered: Tensor
-    __repr__ = short_repr
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 @torch.no_grad()

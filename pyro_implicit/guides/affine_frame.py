@@ -39,7 +39,9 @@ class Frame(NamedTuple):
     loc: Tensor
     scale: Tensor | None = None
     scale_tril: Tensor | None = None
-    __repr__ = short_repr
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def check(self, latent_dim: int) -> None:
         """Refuse a frame that does not fit a latent vector.

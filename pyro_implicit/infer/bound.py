@@ -35,7 +35,9 @@ class EvidenceBound(NamedTuple):
     standard_error: float
     khat: float
     effective_sample_size: float
-    __repr__ = short_repr
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 class WeightedDraws(NamedTuple):
@@ -47,7 +49,9 @@ class WeightedDraws(NamedTuple):
 
     log_weights: Tensor
     draws: dict[str, Tensor]
-    __repr__ = short_repr
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def bound(self) -> EvidenceBound:
         """What :func:`evidence_bound` returns."""

@@ -37,7 +37,9 @@ class DensityRatio(NamedTuple):
     weights: Tensor
     bandwidth: Tensor
     kernel: Kernel
-    __repr__ = short_repr
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def __call__(self, points: Tensor) -> Tensor:
         """The ratio at ``points`` ``(*batch, n, m)``, differentiable in them: ``(*batch, n)``."""

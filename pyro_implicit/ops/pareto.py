@@ -23,7 +23,9 @@ class SmoothedWeights(NamedTuple):
 
     log_weights: Tensor
     khat: float
-    __repr__ = short_repr
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 @torch.no_grad()
