@@ -23,6 +23,7 @@ PAGES = (
     "refine_posteriordb",
     "uci_refine",
 )
+OURS, KEYS = "implicit", ("posterior", "dim", "floor")
 
 
 def tables(text: str) -> list[list[list[str]]]:
@@ -42,13 +43,22 @@ def tables(text: str) -> list[list[list[str]]]:
     return found
 
 
+def for_a_page(rows: list[list[str]]) -> list[list[str]]:
+    """The column of ``fit`` where it is seen first."""
+    head = rows[0]
+    if OURS not in head:
+        return rows
+    order = sorted(range(len(head)), key=lambda k: (head[k] not in KEYS, head[k] != OURS))
+    return [[row[k] for k in order] for row in rows]
+
+
 def main() -> None:
     DOCS.mkdir(exist_ok=True)
     for page in PAGES:
         path = RESULTS / f"{page}.md"
         for number, rows in enumerate(tables(path.read_text()) if path.exists() else []):
             with (DOCS / f"{page}_{number}.csv").open("w", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerows(rows)
+                csv.writer(file, lineterminator="\n").writerows(for_a_page(rows))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ extensions = [
 ]
 html_theme = "furo"
 html_title = f"pyro_implicit {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 exclude_patterns = ["_build", "gallery"]
 default_role = "code"
 

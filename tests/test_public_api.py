@@ -20,6 +20,8 @@ FROZEN = Path(__file__).with_name("public_api.txt")
 #: Those with a page in the reference; machinery has none.
 PACKAGES = [f"pyro_implicit.{page.stem}" for page in sorted((ROOT / "docs" / "api").glob("*.rst"))]
 
+MACHINERY = {"pyro_implicit.compiled"}
+
 
 class Shown:
     """A default value, printed without addresses."""
@@ -101,6 +103,26 @@ def test_public_api_is_the_one_that_is_frozen():
         "the public API is another than in tests/public_api.txt. Cure: if that is meant, "
         "python tests/test_public_api.py, and a line in CHANGELOG.md\n" + "\n".join(changes)
     )
+
+
+def test_every_public_name_is_on_a_page_of_the_reference():
+    """Autodoc takes what is in ``__all__`` and has a docstring; a page may describe others."""
+    shown, missing = [], []
+    for package in PACKAGES:
+        module, name = importlib.import_module(package), package.rpartition(".")[2]
+        page = (ROOT / "docs" / "api" / f"{name}.rst").read_text("utf-8")
+        assert f".. automodule:: {package}\n   :members:" in page
+        for name in module.__all__:
+            value = getattr(module, name)
+            shown.append(value)
+            has_docstring = inspect.isclass(value) or inspect.isroutine(value)
+            if not (value.__doc__ if has_docstring else f".. py:data:: {package}.{name}" in page):
+                missing.append(f"{package}.{name}")
+    library = importlib.import_module("pyro_implicit")
+    missing += [name for name in library.__all__ if getattr(library, name) not in shown]
+    assert [name for name in missing if name != "__version__"] == []
+    with_all = {path.parent.name for path in Path(library.__path__[0]).glob("*/__init__.py")}
+    assert {f"pyro_implicit.{name}" for name in with_all} - set(PACKAGES) == MACHINERY
 
 
 if __name__ == "__main__":

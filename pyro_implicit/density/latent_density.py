@@ -100,6 +100,9 @@ class LatentDensity:
             self._try(discrete)
         refuse_moving_supports(model, args, kwargs, latents)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.latent_dim} latents of {', '.join(self.shapes)})"
+
     def _prototype(
         self, init_loc_fn: Callable[[dict[str, Any]], Tensor]
     ) -> tuple[AutoContinuous, Trace]:

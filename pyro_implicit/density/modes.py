@@ -13,6 +13,7 @@ from torch import Tensor
 from pyro_implicit.density.blame import blame
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.progress import steps_of
+from pyro_implicit.ops.printing import short_repr
 
 __all__ = ["Modes", "find_modes"]
 
@@ -29,6 +30,9 @@ class Modes(NamedTuple):
     loc: Tensor
     scale_tril: Tensor
     elbo: Tensor
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ FALSE_ALARM = 0.01
 _MAX_ROWS = 20
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Calibration:
     """Ranks of true values among draws. ``print`` shows the histograms.
 
@@ -67,6 +67,9 @@ class Calibration:
                 scaled = (rank.double() + 0.5) / (self.num_draws + 1)
                 rows.append((label, count.tolist(), p_value.item(), _shape(scaled)))
         return sorted(rows, key=lambda row: row[2])
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         rows, count = self._rows(), len(next(iter(self.ranks.values())))

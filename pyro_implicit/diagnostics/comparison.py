@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_implicit.diagnostics.labels import index_label
 from pyro_implicit.diagnostics.plots import plot_posteriors
 from pyro_implicit.diagnostics.reference_check import ReferenceCheck
+from pyro_implicit.ops.printing import short_repr
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +32,7 @@ _MAX_ROWS = 20
 _HEADER = ("", "mean", "sd", "ref mean", "ref sd", "mean err", "sd ratio", "quantile err")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SiteComparison:
     """The marginals of one site, each a tensor of the site's shape.
 
@@ -52,6 +53,7 @@ class SiteComparison:
     mean_error: Tensor
     sd_ratio: Tensor
     quantile_errors: Tensor
+    __repr__ = short_repr
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.ops import gaussian_entropy
+from pyro_implicit.ops.printing import short_repr
 
 __all__ = ["ModeCoverage", "uncovered_modes"]
 
@@ -24,6 +25,9 @@ class ModeCoverage(NamedTuple):
     mass: Tensor
     draws: Tensor
     uncovered: Tensor
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 @torch.no_grad()

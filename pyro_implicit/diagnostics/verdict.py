@@ -73,7 +73,7 @@ MAX_ALSO = 5
 MomentCheck = MomentErrors | SteinCheck | DriftCheck
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """What can be known about a fitted guide without a reference. ``print`` shows all of it.
 
@@ -222,6 +222,9 @@ class Diagnosis:
             f"do not show errors {_beyond(self.importance)}"
         )
         yield Finding("check", reason, "more draws (num_samples), or refine and then diagnose")
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         head = f"Diagnosis of {self.num_samples} draws in {self.latent_dim} dimensions"

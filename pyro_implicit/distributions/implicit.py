@@ -95,6 +95,11 @@ class Implicit(TorchDistribution):
         event_shape = self._find_event_shape()
         super().__init__(batch_shape, event_shape, validate_args=validate_args)
 
+    def __repr__(self) -> str:
+        noise_dim, name = self.noise_distribution.event_shape[0], type(self.generator).__name__
+        shapes = f"batch_shape={tuple(self.batch_shape)}, event_shape={tuple(self.event_shape)}"
+        return f"{type(self).__name__}({name}, noise_dim={noise_dim}, {shapes})"
+
     def _find_event_shape(self) -> torch.Size:
         """The shape of one draw: the generator's ``output_dim``, else found by a run of two."""
         output_dim = getattr(self.generator, "output_dim", None)

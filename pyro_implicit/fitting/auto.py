@@ -157,7 +157,7 @@ def fit(
         with the same arguments, and ends with the same parameters to the last bit.
     :param checkpoint_every: steps between two writings.
     :param compile: of the steps of all trainings, and of the chains' log-density: see
-        :class:`~pyro_implicit.infer.ImplicitELBO` and :doc:`/compiling`.
+        :class:`~pyro_implicit.infer.ImplicitELBO` and :doc:`/howto/compile`.
     :param progress: whether to show bars for search, trainings, bounds and chains, each with what
         is left of its time: in a terminal or a notebook, never in a log.
     :param model_kwargs: more keyword arguments of the model: those with a name of ours, such as

@@ -23,6 +23,7 @@ from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
 from pyro_implicit.guides.affine_frame import Frame
 from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer.bound import FoldWarning, weighted_draws
+from pyro_implicit.ops.printing import short_repr
 
 __all__ = [
     "Candidate",
@@ -41,7 +42,7 @@ TIE = 0.001  # nats
 CHUNK_SIZE = 2000
 
 
-@dataclass
+@dataclass(repr=False)
 class Candidate:
     """A guide as it was when it was weighed.
 
@@ -55,7 +56,8 @@ class Candidate:
     log_weights: Tensor
     draws: Tensor
     losses: list[float] = field(default_factory=list)
-    state: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict, repr=False)
+    __repr__ = short_repr
 
     @property
     def bound(self) -> float:

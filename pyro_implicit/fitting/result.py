@@ -47,7 +47,7 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".strip().split("\n")[0]
 
 
-@dataclass
+@dataclass(repr=False)
 class Fit:
     """What :func:`fit` returns; ``print`` it for a table of its stages.
 
@@ -240,6 +240,9 @@ class Fit:
             except Exception as error:  # the model's own too, of any kind
                 line.error = error
                 line.outcome = f"failed: {reason(error)}"
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         lines = [f"{'stage':<20} {'seconds':>8}  outcome"]

@@ -11,6 +11,8 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoLaplaceApproximation, AutoNormal
 from torch import Tensor
 
+from pyro_implicit.ops.printing import short_repr
+
 __all__ = ["Frame", "gaussian_frame"]
 
 
@@ -37,6 +39,9 @@ class Frame(NamedTuple):
     loc: Tensor
     scale: Tensor | None = None
     scale_tril: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def check(self, latent_dim: int) -> None:
         """Refuse a frame that does not fit a latent vector.

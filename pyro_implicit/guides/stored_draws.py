@@ -48,6 +48,9 @@ class StoredDraws:
         self.samples, self.settled, self.modes_weighed = dict(samples), settled, modes_weighed
         self.num_draws = lengths.pop()
 
+    def __repr__(self) -> str:
+        return f"StoredDraws({self.num_draws} draws of {', '.join(self.samples)})"
+
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """One draw; the model's arguments are not read."""
         index = int(torch.randint(self.num_draws, ()))

@@ -14,6 +14,7 @@ from torch import Tensor
 from pyro_implicit.density.progress import steps_of
 from pyro_implicit.infer.engine.hierarchical import HierarchicalELBO, Proposal
 from pyro_implicit.ops.pareto import pareto_smoothed
+from pyro_implicit.ops.printing import short_repr
 
 __all__ = ["EvidenceBound", "FoldWarning", "WeightedDraws", "evidence_bound", "weighted_draws"]
 
@@ -35,6 +36,9 @@ class EvidenceBound(NamedTuple):
     khat: float
     effective_sample_size: float
 
+    def __repr__(self) -> str:
+        return short_repr(self)
+
 
 class WeightedDraws(NamedTuple):
     """Draws of a guide as an importance proposal.
@@ -45,6 +49,9 @@ class WeightedDraws(NamedTuple):
 
     log_weights: Tensor
     draws: dict[str, Tensor]
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def bound(self) -> EvidenceBound:
         """What :func:`evidence_bound` returns."""

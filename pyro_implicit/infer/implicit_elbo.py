@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -91,7 +92,7 @@ class ImplicitELBO(StatefulELBO):
         ``False``: by Pyro. A recording has the values of all tensors among the arguments for
         inputs, and holds all else for constant: what it cannot follow, a branch on a value say,
         runs by Pyro with one warning that names the cause, and its first, second, fourth, eighth
-        ... step is compared with one by Pyro. See :doc:`/compiling`.
+        ... step is compared with one by Pyro. See :doc:`/howto/compile`.
     :param kwargs: all others of :class:`pyro.infer.Trace_ELBO`, as ``max_plate_nesting`` (guessed
         by one run if omitted) and ``retain_graph``. Those for enumeration and for the jit have no
         effect, as they have none there.
@@ -139,6 +140,16 @@ class ImplicitELBO(StatefulELBO):
         self.compile: CompileMode = compile
         self.num_left_out = 0
         self._particles: Particles | None = None
+
+    def __repr__(self) -> str:
+        """With the number of particles and the settings that are not the defaults."""
+        own, common = inspect.signature(type(self)), inspect.signature(ImplicitELBO)
+        parameters = {**common.parameters, **own.parameters}
+        given = [(n, getattr(self, n)) for n in parameters if hasattr(self, n)]
+        simple = [(n, v) for n, v in given if isinstance(v, _SIMPLE)]
+        shown = [(n, v) for n, v in simple if n == "num_particles" or v != parameters[n].default]
+        changed = [f"{name}={value!r}" for name, value in shown]
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     def draw(self, q: Implicit) -> Draw:
         """How a site is drawn: a method that needs the generator's derivative asks for it here."""

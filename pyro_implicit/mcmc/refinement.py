@@ -156,7 +156,7 @@ def refine(
     :param teach: whether the guide then learns from the draws, in place
         (:func:`~pyro_implicit.mcmc.teach`), so that the next ``refine`` begins nearer.
     :param compile: of the log-density with its gradient, as of the steps of an ELBO: see
-        :class:`~pyro_implicit.infer.ImplicitELBO` and :doc:`/compiling`.
+        :class:`~pyro_implicit.infer.ImplicitELBO` and :doc:`/howto/compile`.
     :param progress: whether to show a bar.
     :param model_kwargs: keyword arguments of model and guide whose names are also names here.
     :param kwargs: their other keyword arguments.

@@ -11,10 +11,12 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from pyro_implicit.ops.printing import short_repr
+
 __all__ = ["LabelMean", "NumberMean", "Prediction", "base", "fitting_target"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """What the mean of all draws says of a minibatch.
 
@@ -39,6 +41,7 @@ class Prediction:
     epistemic: Tensor | None = None
     log_prob: Tensor | None = None
     pit: Tensor | None = None
+    __repr__ = short_repr
 
 
 class _Mean:

@@ -49,7 +49,7 @@ class Foreign:
     uncertainty: dict[str, Tensor] = field(repr=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Report:
     """What both reports have.
 
@@ -65,6 +65,9 @@ class _Report:
     temperature: float
     ood: dict[str, Foreign] = field(repr=False)
     uncertainty: dict[str, Tensor] = field(repr=False)
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _columns(self) -> dict[str, dict[str, Tensor]]:
         return {"test": self.uncertainty} | {n: set_.uncertainty for n, set_ in self.ood.items()}
@@ -91,7 +94,7 @@ class _Report:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LabelReport(_Report):
     """How good predicted labels are; ``print`` it for a table.
 
@@ -163,7 +166,7 @@ class LabelReport(_Report):
         return _saved(figure, path)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NumberReport(_Report):
     """How good predicted numbers are, in the targets' units; ``print`` it for a table.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.ops.kernels import Kernel, median_bandwidth, rbf_kernel
+from pyro_implicit.ops.printing import short_repr
 
 __all__ = [
     "Covariance",
@@ -36,6 +37,9 @@ class DensityRatio(NamedTuple):
     weights: Tensor
     bandwidth: Tensor
     kernel: Kernel
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     def __call__(self, points: Tensor) -> Tensor:
         """The ratio at ``points`` ``(*batch, n, m)``, differentiable in them: ``(*batch, n)``."""

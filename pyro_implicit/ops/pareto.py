@@ -10,6 +10,8 @@ import torch
 from pyro.ops.stats import fit_generalized_pareto
 from torch import Tensor
 
+from pyro_implicit.ops.printing import short_repr
+
 __all__ = ["SmoothedWeights", "pareto_smoothed"]
 
 _TINY = torch.finfo(torch.float64).tiny
@@ -21,6 +23,9 @@ class SmoothedWeights(NamedTuple):
 
     log_weights: Tensor
     khat: float
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 @torch.no_grad()

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users see of results, guides and ELBOs that they print: short, and exact."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_implicit import AVB_ELBO, LIVI_ELBO, MLP, AutoImplicit, Implicit
+from pyro_implicit.density import LatentDensity, Modes
+from pyro_implicit.diagnostics import Diagnosis
+from pyro_implicit.fitting import Candidate, Fit
+from pyro_implicit.guides import Frame, StoredDraws
+from pyro_implicit.infer import EvidenceBound, WeightedDraws
+from pyro_implicit.nn import Prediction
+
+
+def model():
+    pyro.sample("a", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    pyro.sample("b", dist.HalfNormal(1.0))
+
+
+THINGS = {
+    "Frame(loc=(200,), scale=(200,), scale_tril=None)": lambda: Frame(
+        torch.zeros(200), torch.ones(200)
+    ),
+    "Modes(loc=(2, 3), scale_tril=(2, 3, 3), elbo=(2,))": lambda: Modes(
+        torch.zeros(2, 3), torch.zeros(2, 3, 3), torch.zeros(2)
+    ),
+    "WeightedDraws(log_weights=(9,), draws={'x': (9, 2)})": lambda: WeightedDraws(
+        torch.zeros(9), {"x": torch.zeros(9, 2)}
+    ),
+    "EvidenceBound(value=-1.235, standard_error=0.1, khat=0.2, effective_sample_size=9)": (
+        lambda: EvidenceBound(-1.23456, 0.1, 0.2, 9.0)
+    ),
+    "Candidate(name='a', guide=AutoImplicit, log_weights=(5,), draws=(5, 3), losses=[6 values])": (
+        lambda: Candidate(
+            "a", AutoImplicit(model), torch.zeros(5), torch.zeros(5, 3), [0.0] * 6, {"x": 1}
+        )
+    ),
+    "StoredDraws(7 draws of a, b)": lambda: StoredDraws(
+        {"a": torch.zeros(7, 2), "b": torch.ones(7)}
+    ),
+    "LatentDensity(3 latents of a, b)": lambda: LatentDensity(model),
+    "LIVI_ELBO(num_particles=8)": LIVI_ELBO,
+    "LIVI_ELBO(num_particles=4, compile='trace', log_det='exact')": lambda: LIVI_ELBO(
+        4, log_det="exact", compile="trace"
+    ),
+    "AVB_ELBO(num_particles=2, contrast='prior')": lambda: AVB_ELBO(2, contrast="prior"),
+    "Implicit(MLP, noise_dim=3, batch_shape=(4,), event_shape=(5,))": lambda: Implicit(
+        MLP(3, 5), 3
+    ).expand([4]),
+}
+
+
+@pytest.mark.parametrize("text", THINGS)
+def test_the_repr_is_one_short_line(text):
+    assert repr(THINGS[text]()) == text
+
+
+def test_predictions_show_shapes():
+    text = repr(Prediction(5, probability=torch.rand(20, 2), entropy=torch.rand(20)))
+    assert text.startswith("Prediction(num_samples=5, probability=(20, 2), entropy=(20,), ")
+
+
+def test_reports_show_their_table_wherever_they_are_shown():
+    fit = Fit(AutoImplicit(model), losses=[1.0] * 1000)
+    assert repr(fit) == str(fit) == "stage                 seconds  outcome"
+    diagnosis = Diagnosis(num_samples=10, latent_dim=3)
+    assert repr(diagnosis) == str(diagnosis)
+    assert diagnosis.verdict in repr(diagnosis).splitlines()[-1]
