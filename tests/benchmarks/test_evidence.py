@@ -13,7 +13,7 @@ def test_the_column_of_fit_stands_where_it_is_seen():
         ["arK", "7", "-1.5", "1", "0.8"],
     ]
     assert for_a_page(rows) == [
-        ["posterior", "dim", "implicit", "IAF", "NUTS"],
+        ["posterior", "dim", "implicit", "AutoNormal", "NUTS"],
         ["arK", "7", "0.8", "-1.5", "1"],
     ]
     assert for_a_page([["target", "seeds"], ["funnel", "5"]]) == [
