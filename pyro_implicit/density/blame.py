@@ -111,7 +111,8 @@ def blame(density: LatentDensity, points: Tensor) -> str:
     >>> from pyro_implicit.density import LatentDensity
     >>> def model():
     ...     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
-    ...     pyro.sample("y", dist.Gamma(2.0, scale), obs=torch.tensor(-1.0))
+    ...     fn = dist.Gamma(2.0, scale, validate_args=False)
+    ...     pyro.sample("y", fn, obs=torch.tensor(-1.0))
     >>> print(blame(LatentDensity(model), torch.zeros(3, 1)))
     site 'y' at 3 of 3: its observation is outside GreaterThanEq(lower_bound=0.0) in 1 of 1 elements
 

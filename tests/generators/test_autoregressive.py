@@ -240,7 +240,7 @@ def train(num_steps: int, num_particles: int) -> AutoImplicit:
         {"optimizer": torch.optim.Adam, "optim_args": {"lr": 1e-2}, "T_max": num_steps},
         {"clip_norm": 10.0},
     )
-    svi = SVI(funnel, guide, optimizer, InjectiveELBO(num_particles))
+    svi = SVI(funnel, guide, optimizer, InjectiveELBO(num_particles, compile="trace"))
     for _ in range(num_steps):
         svi.step()
         optimizer.step()

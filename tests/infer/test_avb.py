@@ -198,7 +198,7 @@ def test_finds_a_conjugate_posterior(contrast):
     torch.set_default_dtype(torch.float32)
     pyro.set_rng_seed(0)
     guide = AutoImplicit(conjugate, frame=None, init_scale=0.5)
-    elbo = AVB_ELBO(8, contrast=contrast, discriminator_steps=3)
+    elbo = AVB_ELBO(8, contrast=contrast, discriminator_steps=3, compile="trace")
     optim = pyro.optim.ClippedAdam({"lr": 0.01, "lrd": 0.05 ** (1 / 300)})
     svi = SVI(conjugate, guide, optim, elbo)
     for _ in range(300):

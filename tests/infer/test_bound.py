@@ -109,12 +109,11 @@ def log_density_by_quadrature(generate, scale: float, values: Tensor) -> Tensor:
     return torch.stack([row.logsumexp(0) for row in log_joint])
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("proposal", PROPOSALS)
 @pytest.mark.parametrize("generate", [banana, folded])
-def test_nonlinear_generators_against_quadrature(generate, proposal, seed):
+def test_nonlinear_generators_against_quadrature(generate, proposal):
     """The estimate of log q lies above it in the mean, and falls to it."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     q = SemiImplicit(generate, 2, 0.2).expand((100,))
     noise, value, _ = q.draw()
     site = ImplicitSite("x", q, noise, value, value)
