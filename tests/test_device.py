@@ -28,6 +28,8 @@ from pyro_implicit import (
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
 from pyro_implicit.guides import auto_implicit
+from pyro_implicit.mcmc import AutoConditional
+from pyro_implicit.mcmc.conditional_space import ConditionalDensity
 from tests import test_contract as contract
 from tests.devices import ELSEWHERE, Elsewhere
 from tests.test_contract import ELBOS, GUIDES, Model
@@ -232,3 +234,28 @@ def test_fit(device, tmp_path):
     for _ in range(num_runs):  # the second goes on from the first
         given = fit(model, AutoSemiImplicit(model, frame=None), checkpoint=tmp_path, **settings)
         assert len(given.losses) == 2
+
+
+def test_noise_that_parents_and_data_leave(device):
+    """Of a centred and of a non-centred effect, and the guide that is made of it."""
+    y = torch.tensor([0.3, -1.0, 2.0, 0.7]).to(device)
+    zero = y.new_zeros(())
+
+    def model():
+        tau = pyro.sample("tau", dist.LogNormal(zero, 1.0))
+        with pyro.plate("groups", 4):
+            z = pyro.sample("z", dist.Normal(zero, 1.0))
+            x = pyro.sample("x", dist.Normal(zero, tau))
+            pyro.sample("y", dist.Normal(tau * z, 0.5), obs=y)
+            pyro.sample("other", dist.Normal(x, 0.5), obs=y)
+
+    density = LatentDensity(model)
+    walked = ConditionalDensity(density, density.init_loc + 0.1)
+    assert set(walked.reparams) == {"x", "z"}
+    points = torch.linspace(-1, 1, 18).reshape(2, 9).to(device)
+    log_prob, score = walked.score(points)
+    assert log_prob.device.type == score.device.type == device
+    draws = density.constrain(walked.to_latent(points.repeat(10, 1)))
+    guide = AutoConditional(model, walked.reparams)
+    guide.take_moments(draws)
+    assert guide()["z"].device.type == device
