@@ -241,7 +241,7 @@ def test_evaluate_loss_needs_no_gradient(guide_name, elbo_name):
     assert all(p.grad is None for _, p in pyro.get_param_store().named_parameters())
 
 
-@pairs
+@some_pairs
 def test_single_particle(guide_name, elbo_name):
     if elbo_name in COMPARING_PARTICLES:
         with pytest.raises(ValueError, match="num_particles must be at least 2"):

@@ -143,7 +143,7 @@ class Funnel:
 
 
 def test_heavy_tails_raise_no_false_alarm():
-    for seed in range(8):
+    for seed in range(5):
         torch.manual_seed(seed)
         target = Funnel()
         draws = target.draws(-math.inf)
