@@ -40,7 +40,7 @@ from pyro_implicit.mcmc import refine
 BUDGETS = {
     "boston": (16, 4000),
     "concrete": (16, 4000),
-    "energy": (16, 4000),
+    "energy": (16, 12000),
     "kin8nm": (16, 600),
     "naval": (16, 600),
     "protein": (8, 300),
@@ -139,18 +139,18 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def report(path: Path) -> str:
-    """The Markdown table of the records: one row for each set and method."""
+    """The Markdown table of the records: one row for each set, method and budget."""
     groups = defaultdict(list)
     references: dict[tuple[str, int], dict[str, Any]] = {}
     for record in read_records(path):
         if record["method"] == "reference":
             references[record["set"], record["split"]] = record
-        groups[record["set"], record["method"]].append(record)
+        groups[record["set"], record["method"], record["budget"]["gradients"]].append(record)
     rows = []
     for name in SETS:
         for method in (*STEPS, "reference"):
-            if (name, method) in groups:
-                rows.append(_row(name, method, groups[name, method], references))
+            for budget in sorted(key[2] for key in groups if key[:2] == (name, method)):
+                rows.append(_row(name, method, groups[name, method, budget], references))
     header = ["set", "start", "splits", "RMSE before", "after", "log-likelihood before", "after"]
     header += ["after - reference", "gradients", "CPU s: guide + refine", "KIVI's paper"]
     header += ["LIVI's paper", "its HMC"]
