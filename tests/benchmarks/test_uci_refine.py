@@ -69,7 +69,12 @@ def test_predictions_are_those_of_the_model(script):
 
 
 def test_report_by_hand(script, tmp_path):
-    common = {"set": "boston", "budget": {"chains": 4, "gradients": 10}, "num_gradients": 10, "refine_seconds": 3.0}
+    common = {
+        "set": "boston",
+        "budget": {"chains": 4, "gradients": 10},
+        "num_gradients": 10,
+        "refine_seconds": 3.0,
+    }
     mean_field = common | {"method": "mean_field", "guide_seconds": 2.0}
     records = [
         common | {"method": "reference", "split": 1, "after": {"rmse": 2.0, "log_likelihood": -2.0}}
