@@ -44,7 +44,7 @@ def model(y):
 
 # %%
 # The loop makes 80 numbers, but only one ``pyro.sample`` statement takes them. What a loop costs,
-# and what helps, is on the page on compiling (:doc:`/compiling`).
+# and what helps, is on the page on fast time series (:doc:`/howto/time_series`).
 
 result = fit(model, "auto", y, seed=0)
 print(result)
