@@ -117,9 +117,7 @@ def _classes(loss: Any) -> set[type]:
         elif isinstance(part, (list, tuple)):
             inside = list(part)
         else:
-            inside = (
-                [] if isinstance(part, Tensor) else list(getattr(part, "__dict__", {}).values())
-            )
+            inside = list(getattr(part, "__dict__", {}).values())
         if type(part).__module__ not in ("builtins", "torch"):
             found.add(type(part))
         for one in inside:

@@ -61,6 +61,12 @@ class ConditionalReparam(Reparam):
         """Whether a site's distribution is one of location and scale."""
         return isinstance(base_distribution(fn), (*LOC_SCALE, dist.MultivariateNormal))
 
+    @classmethod
+    def suits_site(cls, site: dict[str, Any]) -> bool:
+        """Whether a latent of a trace has such a distribution, neither scaled nor masked."""
+        unscaled = bool((torch.as_tensor(site["scale"]) == 1).all())
+        return site["mask"] is None and unscaled and cls.suits(site["fn"])
+
     @staticmethod
     def is_vector(fn: Any) -> bool:
         """Whether its precision is a matrix."""

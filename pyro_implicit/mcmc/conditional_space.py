@@ -8,16 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
-from pyro_implicit.density.engine import compute_log_prob
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.mcmc.chain_density import ChainDensity
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam, base_distribution
 from pyro_implicit.mcmc.noise_map import NoiseMap
-from pyro_implicit.mcmc.pseudo_data import own_hessian, told
+from pyro_implicit.mcmc.pseudo_data import own_hessian, score_of_rest, told
 from pyro_implicit.mcmc.scaled_sites import are_round, scaled_reparams
 from pyro_implicit.mcmc.starts import Guide, latent_draws
 
@@ -49,12 +47,7 @@ def dependent_sites(density: LatentDensity, point: Tensor) -> list[str]:
     found = []
     for name in density.shapes:
         site = one[name]
-        plain = site["mask"] is None and bool((torch.as_tensor(site["scale"]) == 1).all())
-        if (
-            plain
-            and ConditionalReparam.suits(site["fn"])
-            and _differ(site["fn"], other[name]["fn"])
-        ):
+        if ConditionalReparam.suits_site(site) and _differ(site["fn"], other[name]["fn"]):
             found.append(name)
     return found
 
@@ -92,7 +85,10 @@ def conditional_reparams(
         are asked what they say. A rough one will do.
     :param args: of the model, as ``kwargs``.
     :param model_kwargs: more of these, whatever their names.
-    :returns: by site, of those whose priors depend on other latents; others stay as they are.
+    :returns: by site, of those whose priors depend on other latents, and of those that the model
+        multiplies by others: these have to ``poutine.reparam`` the non-centred form that they were
+        written in, and to :class:`~pyro_implicit.mcmc.AutoConditional` and chains what the data
+        leave of it. Others stay as they are.
     """
     kwargs = {**kwargs, **(model_kwargs or {})}
     density = LatentDensity(model, *args, model_kwargs=kwargs)
@@ -158,17 +154,11 @@ class ConditionalDensity(ChainDensity):
         """What the rest of the model says of some sites."""
         noise, point = self._map.noise, self.to_points(latent.unsqueeze(0)).detach()
 
-        def rest(trace: Trace) -> Tensor:
-            compute_log_prob(trace)
-            total = torch.as_tensor(trace.log_prob_sum())
-            return total - sum(trace.nodes[name]["log_prob_sum"] for name in sites)
-
         nodes, made = self.density.trace_at(latent).nodes, {}
         places = noise.split(torch.arange(point.shape[-1], device=point.device))
         with torch.enable_grad():
             point.requires_grad_()
-            log_prob = noise.read(point, rest)
-            (score,) = torch.autograd.grad(log_prob.sum(), point, create_graph=True)
+            score = score_of_rest(noise, point, sites)
             for name in sites:
                 fn, place = nodes[name]["fn"], places[name]
                 is_vector = ConditionalReparam.is_vector(fn)

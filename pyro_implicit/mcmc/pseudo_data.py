@@ -7,14 +7,31 @@ from typing import Any
 
 import torch
 from pyro.ops.tensor_utils import matvecmul
+from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_implicit.density.engine import compute_log_prob
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam, base_distribution
 
-__all__ = ["own_hessian", "told"]
+__all__ = ["own_hessian", "score_of_rest", "told"]
 
 MOST_COLUMNS, NUM_PROBES = 1200, 64
+
+
+def score_of_rest(density: LatentDensity, points: Tensor, sites: list[str]) -> Tensor:
+    """The derivative of the log-density without the priors of sites, with its graph.
+
+    :param points: ``(num_points, latent_dim)``, of which derivatives are recorded.
+    """
+
+    def rest(trace: Trace) -> Tensor:
+        compute_log_prob(trace)
+        total = torch.as_tensor(trace.log_prob_sum())
+        return total - sum(trace.nodes[name]["log_prob_sum"] for name in sites)
+
+    (score,) = torch.autograd.grad(density.read(points, rest).sum(), points, create_graph=True)
+    return score
 
 
 def own_hessian(density: LatentDensity, point: Tensor, score: Tensor, columns: Tensor) -> Tensor:

@@ -8,15 +8,13 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
-from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
-from pyro_implicit.density.engine import compute_log_prob
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam, base_distribution
 from pyro_implicit.mcmc.noise_map import NoiseMap
-from pyro_implicit.mcmc.pseudo_data import own_hessian, told
+from pyro_implicit.mcmc.pseudo_data import own_hessian, score_of_rest, told
 from pyro_implicit.mcmc.scaled_reparam import PRODUCT, ScaledBlock, ScaledReparam
 
 __all__ = ["are_round", "scaled_reparams"]
@@ -95,9 +93,7 @@ def are_round(noise_map: NoiseMap, middle: Tensor, names: Collection[str]) -> bo
 
 
 def _is_plain(site: dict[str, Any]) -> bool:
-    fn = site["fn"]
-    plain = site["mask"] is None and site["scale"] == 1.0
-    return plain and ConditionalReparam.suits(fn) and not ConditionalReparam.is_vector(fn)
+    return ConditionalReparam.suits_site(site) and not ConditionalReparam.is_vector(site["fn"])
 
 
 def _laws(
@@ -189,7 +185,7 @@ def _block(
     columns, loc, scale = (one.reshape(rows, size) for one in (columns, loc, scale))
     with torch.enable_grad():
         point = middle.unsqueeze(0).requires_grad_()
-        score = _score_of_rest(density, point, list(powers))
+        score = score_of_rest(density, point, list(powers))
         curvature = -own_hessian(density, point, score, columns)
     others = scale if curvature.dim() == 4 else scale.unsqueeze(-2)
     curvature = curvature * scale.reshape(*scale.shape, *(1,) * (curvature.dim() - 2)) * others
@@ -211,23 +207,11 @@ def _curvatures(density: LatentDensity, points: Tensor, name: str, columns: Tens
     """Minus the second derivatives ``(num_points, num_columns)`` without a site's own prior."""
     with torch.enable_grad():
         points = points.requires_grad_()
-        score = _score_of_rest(density, points, [name])
+        score = score_of_rest(density, points, [name])
         directions = points.new_zeros(len(columns), points.shape[-1])
         directions[torch.arange(len(columns)), columns] = 1.0
         products = density.hessian_products(points, score, directions)
     return -torch.stack([one[:, c] for one, c in zip(products, columns, strict=True)], -1)
-
-
-def _score_of_rest(density: LatentDensity, points: Tensor, names: list[str]) -> Tensor:
-    """The derivative of the log-density without the sites' own priors, with its graph."""
-
-    def rest(trace: Trace) -> Tensor:
-        compute_log_prob(trace)
-        total = torch.as_tensor(trace.log_prob_sum())
-        return total - sum(trace.nodes[name]["log_prob_sum"] for name in names)
-
-    (score,) = torch.autograd.grad(density.read(points, rest).sum(), points, create_graph=True)
-    return score
 
 
 def _broadcasts(shape: torch.Size, other: torch.Size) -> bool:

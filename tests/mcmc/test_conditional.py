@@ -136,18 +136,23 @@ def conditional(name):
     return ConditionalDensity(density, points[0]), points
 
 
+def by_change_of_variables(walked, noise):
+    """The log-density of noise, by the determinant of the map to latents."""
+    to_latent = NoiseMap.to_latent.__wrapped__
+    log_dets = [
+        jacobian(lambda at: to_latent(walked._map, at.unsqueeze(0))[0], one).slogdet()[1]
+        for one in noise
+    ]
+    return walked.density.log_prob(walked.to_latent(noise)) + torch.stack(log_dets)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_density_is_the_models_by_change_of_variables(name):
     walked, points = conditional(name)
     assert set(walked.reparams) == set(MODELS[name][1])
     noise = walked.to_points(points)
     assert torch.allclose(walked.to_latent(noise), points, atol=1e-10)
-    to_latent = NoiseMap.to_latent.__wrapped__
-    determinants = [
-        jacobian(lambda one: to_latent(walked._map, one.unsqueeze(0))[0], one).slogdet()[1]
-        for one in noise
-    ]
-    expected = walked.density.log_prob(points) + torch.stack(determinants)
+    expected = by_change_of_variables(walked, noise)
     assert torch.allclose(walked.score(noise)[0], expected, atol=1e-9)
 
 
@@ -184,12 +189,7 @@ def test_more_latents_than_a_matrix_is_made_of_are_taken_one_by_one(monkeypatch)
     assert walked.reparams["z"].block.precision.shape == (4,)
     noise = walked.to_points(points)
     assert torch.allclose(walked.to_latent(noise), points, atol=1e-10)
-    to_latent = NoiseMap.to_latent.__wrapped__
-    determinants = [
-        jacobian(lambda one: to_latent(walked._map, one.unsqueeze(0))[0], one).slogdet()[1]
-        for one in noise
-    ]
-    expected = walked.density.log_prob(points) + torch.stack(determinants)
+    expected = by_change_of_variables(walked, noise)
     assert torch.allclose(walked.score(noise)[0], expected, atol=1e-9)
 
 
@@ -216,7 +216,15 @@ def masked():
     pyro.sample("y", dist.Normal(tau * z, 1.0), obs=Y[0])
 
 
-@pytest.mark.parametrize("model", [walk_of_volatility, noisy, masked])
+def scaled():
+    """By a tensor, as Pyro allows it."""
+    tau = pyro.sample("tau", dist.LogNormal(0.0, 1.0))
+    with poutine.scale(scale=SIGMA), pyro.plate("groups", 4):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal(tau * z, 1.0).to_event(1), obs=Y)
+
+
+@pytest.mark.parametrize("model", [walk_of_volatility, noisy, masked, scaled])
 def test_latents_without_such_a_law_are_left_alone(model):
     density = LatentDensity(model)
     assert ConditionalDensity(density, density.init_loc + 0.1).reparams == {}
