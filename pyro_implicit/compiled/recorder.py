@@ -114,6 +114,11 @@ class Recorder(TorchDispatchMode):
             self._outer.add(node.meta["storage"])
         self._outer -= {self._key(tensor) for tensor in writable}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would load its compiler to keep it away from here, in seconds."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
