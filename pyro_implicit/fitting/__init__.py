@@ -16,8 +16,9 @@ from pyro_implicit.fitting.gaussian import gaussian_guide
 from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.result import Fit, Stage
+from pyro_implicit.fitting.schedule import Schedule
 from pyro_implicit.fitting.stages import Stages
-from pyro_implicit.fitting.training import Schedule, train
+from pyro_implicit.fitting.training import train
 from pyro_implicit.fitting.weights import MixtureWeights, mixture_weights
 
 __all__ = [

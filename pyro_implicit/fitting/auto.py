@@ -31,6 +31,7 @@ from pyro_implicit.fitting.plan import (
     TimeLimit,
     make_plan,
 )
+from pyro_implicit.fitting.processes import own_file, refuse_processes
 from pyro_implicit.fitting.refinement_stages import correct, move_draws, train_mean_field
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
@@ -133,7 +134,9 @@ def fit(
         ``args``, or single ones. The model scales each to all data, by
         ``pyro.plate(name, number_of_all_rows, subsample_size=len(x))``. Of at most 100 latents an
         :class:`AutoSemiImplicit` is trained, of more an ``AutoNormal``, and ``refine=True`` moves
-        its draws by stochastic gradients (:func:`~pyro_implicit.mcmc.refine_by_minibatches`).
+        its draws by stochastic gradients (:func:`~pyro_implicit.mcmc.refine_by_minibatches`). After
+        ``torch.distributed.init_process_group`` each process brings minibatches of its own, by a
+        ``DistributedSampler``, and all train one guide.
     :param epochs: passes over ``batches``, of the training, and of the chains; in place of
         ``num_steps``.
     :param validation: minibatches of held-out rows. Their negative log-likelihood under the guide
@@ -190,7 +193,7 @@ def fit(
             "num_particles": num_particles,
             "seed": seed,
         }
-        same_start(folder / "start.pt", settings)
+        same_start(own_file(folder, "start"), settings)
     stages = Stages(model, args, kwargs, num_steps, lr, num_particles, limit=TimeLimit(max_seconds))
     stages.files = {
         "checkpoint": folder,
@@ -200,6 +203,7 @@ def fit(
     }
     if batches is not None:
         stages.batches = BatchStream(batches)
+        refuse_processes(stages.batches.probed[0], refine is True)
         stages.num_steps = epochs * stages.batches.epoch_length
         if validation is not None:
             stages.held_out = HeldOut(model, validation, args, kwargs)

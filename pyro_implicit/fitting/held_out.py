@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyro_implicit.density.engine import compute_log_prob
 from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.fitting.processes import mean_over_processes
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.mcmc.batch_stream import BatchStream
 
@@ -100,7 +101,8 @@ class HeldOut:
         :param parameters: of guide and model, by name.
         :returns: whether the last five were no better than one before them.
         """
-        score = self(guide)
+        device = next(iter(parameters.values())).device
+        score = mean_over_processes(self(guide), device)
         self.scores.append(score if math.isfinite(score) else math.inf)
         if self.best_epoch == len(self.scores):
             self._best = {name: value.detach().clone() for name, value in parameters.items()}

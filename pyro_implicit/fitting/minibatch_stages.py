@@ -12,6 +12,7 @@ from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.fitting.amortized import Amortize, fit_amortized
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.plan import MAX_DENSE_DIM
+from pyro_implicit.fitting.processes import num_processes
 from pyro_implicit.fitting.refinement_stages import between
 from pyro_implicit.fitting.result import Fit, reason
 from pyro_implicit.fitting.stages import Stages
@@ -48,7 +49,7 @@ def fit_batches(
         allow_local=amortize is not None or _knows_rows(guide),
         model_kwargs=stages.kwargs,
     )
-    check_scaling(density, stages.batches)
+    check_scaling(density, stages.batches, num_processes())
     if amortize is not None:
         return fit_amortized(stages, amortize)
     if not isinstance(guide, str):

@@ -23,7 +23,8 @@ from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.parameters import describe, model_parameters, with_fixed_parameters
 from pyro_implicit.fitting.plan import LEAST_ITERATIONS, LEAST_STEPS, TimeLimit, affordable
 from pyro_implicit.fitting.result import Fit
-from pyro_implicit.fitting.training import Schedule, train
+from pyro_implicit.fitting.schedule import Schedule
+from pyro_implicit.fitting.training import train
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.names import forget
 from pyro_implicit.infer import InjectiveELBO

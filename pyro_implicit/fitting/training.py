@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pyro import poutine
 from pyro.infer import Trace_ELBO
 from torch import Tensor
 
@@ -20,62 +19,14 @@ from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.progress import progress_bar
 from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
 from pyro_implicit.fitting.held_out import HeldOut
+from pyro_implicit.fitting.processes import is_first, loss_function, mean_over_processes, own_file
+from pyro_implicit.fitting.schedule import Schedule
+from pyro_implicit.fitting.trained_parameters import are_all_of_guide, trained_parameters
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.engine.networks import NetworkELBO
 from pyro_implicit.mcmc.batch_stream import BatchStream
 
-__all__ = ["Schedule", "train"]
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When to slow down and when to stop.
-
-    :param num_steps: at most.
-    :param lr: Adam's learning rate, until the smoothed loss stands still; then it falls to zero
-        along a cosine in ``num_steps * decay`` steps.
-    :param decay: that share. With 1 the rate falls from the first step on.
-    :param window: steps whose mean is one smoothed loss. It stands still when the last two did
-        not fall below the lowest before them by more than their standard error.
-    :param max_gap: an exact density's loss may stop at once when the guide is so near, in nats:
-        half the variance of the log-weights, by the spread of the last 25 losses.
-    :param clip_norm: gradients are cut to this norm.
-    """
-
-    num_steps: int = 3000
-    lr: float = 0.01
-    decay: float = 0.5
-    window: int = 100
-    max_gap: float = 0.0005
-    clip_norm: float = 10.0
-
-    def rate(self, step: int, decay_start: int) -> float:
-        """The learning rate of a step whose decay began, or will not have begun, at another."""
-        return self._fall((step - decay_start) / max(1, round(self.num_steps * self.decay)))
-
-    def rate_by_clock(self, share: float) -> float:
-        """The highest learning rate when this share of the time is over."""
-        return self._fall(2 * share - 1)
-
-    def _fall(self, progress: float) -> float:
-        return self.lr * 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
-
-    def stands_still(self, losses: list[float]) -> bool:
-        """Whether the smoothed loss has stopped falling; asked at the end of a window."""
-        if len(losses) % self.window or len(losses) < 4 * self.window:
-            return False
-        windows = torch.tensor(losses, dtype=torch.float64).reshape(-1, self.window)
-        means = windows.nanmean(-1)
-        latest = windows[-2:].flatten()
-        error = latest[latest.isfinite()].std() / math.sqrt(2 * self.window)
-        return bool(means[-2:].mean() > means[:-2].min() - error)
-
-    def is_exact(self, losses: list[float], num_particles: int) -> bool:
-        """Whether an exact density's loss shows the guide to be the posterior."""
-        if len(losses) % 25 or not losses:
-            return False
-        spread = torch.tensor(losses[-25:], dtype=torch.float64).var()
-        return bool(0.5 * num_particles * spread < self.max_gap)
+__all__ = ["train"]
 
 
 @dataclass
@@ -168,15 +119,17 @@ def _train(
     shared = args
     if batches is not None:
         args = (*shared, *batches.probed[0])
-    parameters = _parameters(model, guide, loss, args, kwargs)
+    parameters = trained_parameters(model, guide, loss, args, kwargs)
     optimiser = torch.optim.Adam(list(parameters.values()), lr=schedule.lr)
     optimisers: dict[str, torch.optim.Optimizer] = {"": optimiser}
     if isinstance(loss, NetworkELBO):
         optimisers |= loss.optimisers
     buffers = dict(guide.named_buffers()) if isinstance(guide, torch.nn.Module) else {}
     # While parameters of the model move, an exact guide is exact for a posterior of today.
-    may_stop = isinstance(loss, InjectiveELBO) and _all_of_guide(guide, parameters, args, kwargs)
-    file = None if checkpoint is None else Path(checkpoint) / f"{name}.pt"
+    may_stop = isinstance(loss, InjectiveELBO) and are_all_of_guide(guide, parameters, args, kwargs)
+    evaluate = loss_function(loss, model, guide, parameters, buffers)
+    device = next(iter(parameters.values())).device
+    file = None if checkpoint is None else own_file(checkpoint, name)
     if file is not None and file.exists():
         load_checkpoint(file, state, parameters, optimisers, loss, buffers)
         if batches is not None and state.batches is not None:
@@ -186,7 +139,7 @@ def _train(
     first, last = len(state.losses), schedule.num_steps
     latest_decay = last - round(last * schedule.decay)
     began = time.perf_counter()
-    bar = progress_bar(last, name, progress, initial=first)
+    bar = progress_bar(last, name, progress and is_first(), initial=first)
     while not state.finished:
         step = len(state.losses)
         if state.decay_start is None and (
@@ -194,12 +147,15 @@ def _train(
         ):
             state.decay_start = step
         decay_start = last if state.decay_start is None else state.decay_start
-        clock = (time.perf_counter() - began) / max(max_seconds, 1e-9)
+        clock = 0.0
+        if math.isfinite(max_seconds):
+            elapsed = mean_over_processes(time.perf_counter() - began, device)
+            clock = elapsed / max(max_seconds, 1e-9)
         for group in optimiser.param_groups:
             group["lr"] = min(schedule.rate(step, decay_start), schedule.rate_by_clock(clock))
         if batches is not None:
             args = (*shared, *batches.next())
-        state.losses.append(_step(model, guide, loss, optimiser, schedule.clip_norm, args, kwargs))
+        state.losses.append(_step(evaluate, optimiser, schedule.clip_norm, args, kwargs))
         _check_finite(state.losses)
         is_exact = may_stop and schedule.is_exact(state.losses, loss.num_particles)
         by_steps = step + 1 >= decay_start + round(last * schedule.decay)
@@ -234,62 +190,16 @@ def _compiled(loss: Trace_ELBO, compile: CompileMode) -> Iterator[None]:
         loss.compile = False
 
 
-def _parameters(
-    model: Callable[..., Any], guide: Callable[..., Any], loss: Trace_ELBO, args: Any, kwargs: Any
-) -> dict[str, Tensor]:
-    """All that one evaluation of the loss touches, by its name in Pyro's parameter store.
-
-    The names of guide and loss are replaced: they may be others when training is resumed.
-    """
-    with poutine.trace(param_only=True) as capture:
-        value = loss.differentiable_loss(model, guide, *args, **kwargs)
-    parameters = [site["value"].unconstrained() for _, site in _params(capture.trace)]
-    if not parameters:
-        raise ValueError(
-            "neither model nor guide has a parameter to train. Cure: a guide with pyro.param or "
-            "one of the autoguides"
-        )
-    # Backwards too: some ELBOs make the optimisers of their networks on that way.
-    value.backward(inputs=parameters)
-    owners = {
-        getattr(guide, "_pyro_name", ""): "<guide>.",
-        loss.store_name if isinstance(loss, NetworkELBO) else "": "<loss>.",
-    }
-
-    def own(name: str) -> str:
-        for prefix, owner in owners.items():
-            if prefix and name.startswith(f"{prefix}."):
-                return owner + name.removeprefix(f"{prefix}.")
-        return name
-
-    return {own(name): site["value"].unconstrained() for name, site in _params(capture.trace)}
-
-
-def _params(trace: poutine.Trace) -> Iterator[tuple[str, dict[str, Any]]]:
-    return ((name, site) for name, site in trace.nodes.items() if site["type"] == "param")
-
-
-def _all_of_guide(
-    guide: Callable[..., Any], parameters: dict[str, Tensor], args: Any, kwargs: Any
-) -> bool:
-    """Whether all parameters are the guide's, and none the model's."""
-    with poutine.block(), poutine.trace(param_only=True) as capture:
-        guide(*args, **kwargs)
-    own = {id(site["value"].unconstrained()) for _, site in _params(capture.trace)}
-    return all(id(parameter) in own for parameter in parameters.values())
-
-
 def _step(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    loss: Trace_ELBO,
+    evaluate: Callable[..., Tensor],
     optimiser: torch.optim.Optimizer,
     clip_norm: float,
     args: Any,
     kwargs: Any,
 ) -> float:
-    value = loss.differentiable_loss(model, guide, *args, **kwargs)
-    if not math.isfinite(value.item()):
+    value = evaluate(*args, **kwargs)
+    loss = mean_over_processes(value.item(), value.device)
+    if not math.isfinite(loss):
         return math.nan
     optimiser.zero_grad()
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
@@ -297,7 +207,7 @@ def _step(
     norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
     if norm.isfinite():
         optimiser.step()
-    return value.item()
+    return loss
 
 
 def _check_finite(losses: list[float]) -> None:

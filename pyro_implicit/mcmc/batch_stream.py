@@ -53,6 +53,8 @@ class BatchStream:
             raise ValueError(SPENT.format(name))
         self.batches, self._name = batches, name
         sampler = getattr(batches, "sampler", None)
+        self._set_epoch = getattr(sampler, "set_epoch", None)  # of a DistributedSampler
+        self._next_epoch = 0
         owned = [getattr(part, "generator", None) for part in (batches, sampler)]
         self._generators = [part for part in owned if isinstance(part, torch.Generator)]
         self._iterator: Iterator[Any] = iter(())
@@ -69,6 +71,9 @@ class BatchStream:
             batch = next(self._iterator, END)
             if batch is END:
                 self._epoch_start, self._place = self._read_streams(), 0
+                if self._set_epoch is not None:
+                    self._set_epoch(self._next_epoch)
+                self._next_epoch += 1
                 self._iterator = iter(self.batches)
                 batch = next(self._iterator, END)
             self._place += 1
@@ -78,12 +83,13 @@ class BatchStream:
 
     def state(self) -> dict[str, Any]:
         """Where the stream is, for a checkpoint."""
-        return {"place": self._place, "epoch_start": self._epoch_start}
+        epoch = self._next_epoch - bool(self._place)
+        return {"place": self._place, "epoch_start": self._epoch_start, "epoch": epoch}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go to where another stream was; the epoch's minibatches before are read again."""
         self._streams = self._epoch_start = state["epoch_start"]
-        self._iterator, self._place = iter(()), 0
+        self._iterator, self._place, self._next_epoch = iter(()), 0, state["epoch"]
         for _ in range(state["place"]):
             self.next()
 

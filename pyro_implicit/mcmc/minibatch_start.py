@@ -26,13 +26,14 @@ LEAST_DRAWS = 20
 MAX_VALUES = 10**7  # drawn at once
 
 
-def check_scaling(density: MinibatchDensity, stream: BatchStream) -> None:
+def check_scaling(density: MinibatchDensity, stream: BatchStream, num_shares: int = 1) -> None:
     """Whether the model takes a minibatch for what it is.
 
+    :param num_shares: processes that have minibatches of their own.
     :raises ValueError: if it plainly takes one for all data.
     :warns UserWarning: if plate and minibatches disagree about the number of rows.
     """
-    batches = stream.epoch_length
+    batches = stream.epoch_length * num_shares
     if batches > 1 and not density.scaled:
         raise ValueError(
             f"the model takes each of {batches} minibatches for all data: no observed site is "

@@ -14,7 +14,8 @@ from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit.fitting.gaussian import gaussian_guide
-from pyro_implicit.fitting.training import Schedule, train
+from pyro_implicit.fitting.schedule import Schedule
+from pyro_implicit.fitting.training import train
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO

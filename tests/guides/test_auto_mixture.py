@@ -26,7 +26,7 @@ from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
 from pyro_implicit.distributions import IntractableDensityError
 from pyro_implicit.fitting.gaussian import gaussian_guide
-from pyro_implicit.fitting.training import Schedule
+from pyro_implicit.fitting.schedule import Schedule
 from pyro_implicit.fitting.training import train as fit
 from pyro_implicit.fitting.weights import mixture_weights
 from pyro_implicit.generators import Generator

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fit`` in two processes of ``torch.distributed``."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch._dynamo  # DistributedDataParallel imports it: once, before the processes part
+from pyro.infer.autoguide import AutoNormal
+from torch import distributed
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from pyro_implicit import LIVI_ELBO, AutoSemiImplicit, fit
+from pyro_implicit.infer import AVB_ELBO, ImplicitELBO
+from pyro_implicit.mcmc.batch_stream import BatchStream
+
+pytestmark = pytest.mark.skipif(
+    not distributed.is_available(), reason="torch without torch.distributed"
+)
+NUM_ROWS = 16
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(NUM_ROWS, 3, dtype=torch.float64, generator=generator)
+    return x, x.sum(-1) + torch.randn(NUM_ROWS, dtype=torch.float64, generator=generator)
+
+
+def model(x, y):
+    weight = pyro.sample("weight", dist.Normal(x.new_zeros(3), 1.0).to_event(1))
+    with pyro.plate("rows", NUM_ROWS, subsample_size=len(x)):
+        pyro.sample("y", dist.Normal(x @ weight, 1.0), obs=y)
+
+
+def with_param(x, y):
+    pyro.param("noise", x.new_ones(()))
+    model(x, y)
+
+
+def parts(rank):
+    """Minibatches of four rows, or of two of them for each rank."""
+    x, y = data()
+    for start in range(0, NUM_ROWS, 4):
+        rows = (
+            slice(start, start + 4)
+            if rank is None
+            else slice(start + 2 * rank, start + 2 * rank + 2)
+        )
+        yield x[rows], y[rows]
+
+
+CASES = {
+    "mean field": (lambda: AutoNormal(model), ImplicitELBO(3)),
+    "implicit": (lambda: AutoSemiImplicit(model, noise_dim=2, frame=None), LIVI_ELBO(2)),
+}
+
+
+def fitted(case, rank, folder):
+    """Parameters after five epochs, and the losses."""
+    make_guide, loss = CASES[case]
+    options = {
+        "batches": list(parts(rank)), "loss": loss, "seed": 0, "compile": "trace",
+        "checkpoint": folder / case, "validation": list(parts(rank)), "progress": False,
+    }  # fmt: skip
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0 if rank is None else rank)  # other starts: those of the first count
+    guide = make_guide()
+    guide(*data())
+    result = fit(model, guide, epochs=5, **options)
+    values = {name: value.detach() for name, value in guide.named_parameters()}
+    return values, torch.tensor(result.losses)
+
+
+def refusal(*args, **kwargs):
+    pyro.clear_param_store()
+    with pytest.raises((TypeError, ValueError)) as caught:
+        fit(*args, **kwargs, progress=False)
+    return str(caught.value)
+
+
+def work(rank, folder):
+    torch.set_num_threads(1)
+    method = f"file://{folder / 'meeting'}"
+    distributed.init_process_group("gloo", init_method=method, rank=rank, world_size=2)
+    found = {case: fitted(case, rank, folder) for case in CASES}
+    batches, same = list(parts(rank)), list(parts(None))
+    messages = [
+        refusal(model, AutoNormal(model), batches=same),
+        refusal(model, AutoNormal(model), batches=batches, refine=True),
+        refusal(with_param, AutoNormal(model), batches=batches),
+        refusal(model, AutoSemiImplicit(model), batches=batches, loss=AVB_ELBO(2)),
+    ]
+    torch.save((found, messages), folder / f"{rank}.pt")
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    context = multiprocessing.get_context("fork")  # which imports nothing again
+    workers = [context.Process(target=work, args=(rank, folder)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+        worker.kill()
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    return folder
+
+
+def load(folder, rank):
+    return torch.load(folder / f"{rank}.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_train_what_one_does(folder, tmp_path, case):
+    expected, losses = fitted(case, None, tmp_path)
+    assert len(losses) == 20
+    for rank in range(2):
+        values, found = load(folder, rank)[0][case]
+        torch.testing.assert_close(values, expected)
+        torch.testing.assert_close(found, losses)
+
+
+def test_refuses_what_processes_cannot_share(folder):
+    same, chains, store, networks = load(folder, 1)[1]
+    assert "same minibatches" in same
+    assert "DistributedSampler" in same
+    assert "chains see the minibatches of one process" in chains
+    assert "'noise'" in store
+    assert "PyroParam" in store
+    assert "AVB_ELBO trains networks" in networks
+
+
+def test_a_distributed_sampler_shuffles_anew_in_each_epoch():
+    rows = TensorDataset(torch.arange(8))
+    sampler = DistributedSampler(rows, num_replicas=2, rank=0, shuffle=True)
+    stream = BatchStream(DataLoader(rows, batch_size=4, sampler=sampler))
+
+    def epochs():
+        return [stream.next()[0].tolist() for _ in range(3)]
+
+    state = stream.state()
+    first = epochs()
+    assert first[0] != first[1] != first[2]
+    middle = stream.state()
+    then = epochs()
+    stream.restore(middle)
+    assert epochs() == then
+    stream.restore(state)
+    assert epochs() == first
