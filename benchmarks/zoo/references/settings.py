@@ -21,7 +21,7 @@ SETTINGS = {
     "local_level": "--target-accept 0.95 --optimise",
     "irt_2pl": "--diagonal",
     "mixed_poisson_lkj": "--target-accept 0.9 --diagonal --noncentred effect --optimise",
-    "car_lattice": "--diagonal --target-accept 0.9 --thin 3 --optimise",
+    "car_lattice": "--diagonal --target-accept 0.9 --thin 8 --optimise",
     "stochastic_volatility_1000": "--diagonal --noncentred steps --samples 1000 --optimise",
     "stochastic_volatility_100_loop": "--diagonal --target-accept 0.95 --optimise",
     "spike_slab": "--target-accept 0.95 --thin 2",
