@@ -20,7 +20,7 @@ from pyro_implicit.ops.sinh_arcsinh import (
 )
 
 from .activations import ACTIVATIONS
-from .base import Generator, check_positive
+from .base import Generator, check_layers
 from .linearisation import Linearisation
 
 __all__ = ["AutoregressiveGenerator"]
@@ -93,12 +93,7 @@ class AutoregressiveGenerator(Generator):
         context_dim: int = 0,
     ) -> None:
         super().__init__(output_dim, output_dim, context_dim)
-        for width in hidden:
-            check_positive(hidden=width)
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"Unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}."
-            )
+        check_layers(hidden, activation)
         self.activation = activation
         if output_dim == 1 and context_dim == 0:
             hidden = ()  # nothing to depend on: constants remain, the last layer's biases

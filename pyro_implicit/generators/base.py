@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from .activations import ACTIVATIONS
 from .linearisation import Differentiable, Linearisation
 
 __all__ = ["Generator"]
@@ -96,3 +98,13 @@ def check_positive(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} is {size}; it must be a positive integer.")
+
+
+def check_layers(hidden: Sequence[int], activation: str) -> None:
+    """Raises :class:`ValueError` for a width below one, and for an activation without a name."""
+    for width in hidden:
+        check_positive(hidden=width)
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"Unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}."
+        )

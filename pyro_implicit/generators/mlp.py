@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .activations import ACTIVATIONS
-from .base import Generator, check_positive
+from .base import Generator, check_layers
 from .linearisation import Linearisation
 
 __all__ = ["MLP", "MLPLinearisation"]
@@ -47,12 +47,7 @@ class MLP(Generator):
         output_scale: float = 1.0,
     ) -> None:
         super().__init__(noise_dim, output_dim, context_dim)
-        for width in hidden:
-            check_positive(hidden=width)
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"Unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}."
-            )
+        check_layers(hidden, activation)
         self.activation = activation
         sizes = [noise_dim + context_dim, *hidden, output_dim]
         layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from .activations import ACTIVATIONS
-from .base import Generator, check_positive
+from .base import Generator, check_layers, check_positive
 from .linearisation import Linearisation
 
 __all__ = ["NoisyEncoder"]
@@ -73,12 +73,7 @@ class NoisyEncoder(Generator):
         check_positive(context_dim=context_dim)
         if not hidden:
             raise ValueError("hidden is empty; give the width of the layer that gets the noise.")
-        for width in hidden:
-            check_positive(hidden=width)
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"Unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}."
-            )
+        check_layers(hidden, activation)
         if not noise_scale > 0:
             raise ValueError(f"noise_scale is {noise_scale}; it must be positive.")
         super().__init__(hidden[0], output_dim, context_dim)
