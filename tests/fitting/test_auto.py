@@ -277,10 +277,8 @@ def test_two_fits_keep_their_own_values():
     assert_equal(draw(first.guide), before)
 
 
-def test_seeds():
-    first, other = (quick(funnel, seed=seed, num_steps=4) for seed in (3, 4))
-    assert first.losses != other.losses
-    # Without a seed, the streams go on as they are.
+def test_without_a_seed_the_streams_go_on_as_they_are():
+    first = quick(funnel, seed=3, num_steps=4)
     pyro.set_rng_seed(3)
     second = quick(funnel, seed=None, num_steps=4)
     assert first.losses == second.losses and first.bounds == second.bounds

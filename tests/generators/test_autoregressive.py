@@ -55,50 +55,6 @@ def test_formula_of_linear_maps():
     assert generator.noise_dim == generator.output_dim == 3
 
 
-@pytest.mark.parametrize("activation", ["silu", "tanh", "elu"])
-@batches
-@cases
-def test_jacobian(output_dim, hidden, context_dim, batch, activation):
-    generator = build(output_dim, hidden, context_dim, activation=activation)
-    noise, context = inputs(output_dim, context_dim, batch)
-    linearisation = generator.linearise(noise, context)
-    value, jacobian = linearisation.value, linearisation.jacobian()
-    torch.testing.assert_close(value, generator(noise, context))
-    _, expected = batch_jacobian(lambda z: generator(z, context), noise)
-    torch.testing.assert_close(jacobian, expected)
-
-
-@batches
-@cases
-def test_log_abs_det(output_dim, hidden, context_dim, batch):
-    generator = build(output_dim, hidden, context_dim)
-    noise, context = inputs(output_dim, context_dim, batch)
-    actual = generator.linearise(noise, context).log_abs_det()
-    assert actual.shape == batch
-    _, jacobian = batch_jacobian(lambda z: generator(z, context), noise)
-    expected = torch.linalg.slogdet(jacobian).logabsdet
-    torch.testing.assert_close(actual, expected)
-
-    leaves = [noise, *generator.parameters()]
-    options = {"allow_unused": True, "materialize_grads": True}
-    gradients = torch.autograd.grad(actual.square().sum(), leaves, **options)
-    expected_gradients = torch.autograd.grad(expected.square().sum(), leaves, **options)
-    torch.testing.assert_close(gradients, expected_gradients)
-
-
-@batches
-@cases
-def test_solve_transposed(output_dim, hidden, context_dim, batch):
-    generator = build(output_dim, hidden, context_dim)
-    noise, context = inputs(output_dim, context_dim, batch)
-    vector = torch.randn_like(noise)
-    _, jacobian = batch_jacobian(lambda z: generator(z, context), noise)
-    expected = torch.linalg.solve(jacobian.mT, vector).detach()
-    solved = generator.linearise(noise, context).solve_transposed(vector)
-    torch.testing.assert_close(solved, expected)
-    assert not solved.requires_grad
-
-
 @batches
 @cases
 def test_inverse(output_dim, hidden, context_dim, batch):

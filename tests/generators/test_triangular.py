@@ -9,11 +9,6 @@ import pytest
 import torch
 
 from pyro_implicit.generators.triangular import GatedResidualGenerator
-from pyro_implicit.ops import batch_jacobian
-
-CASES = [(6, 2, 0), (5, 1, 0), (4, 3, 0), (6, 3, 2)]
-cases = pytest.mark.parametrize("output_dim, core_dim, context_dim", CASES)
-batches = pytest.mark.parametrize("batch", [(), (5,), (4, 1, 3)], ids=str)
 
 
 def build(output_dim: int, core_dim: int, context_dim: int = 0) -> GatedResidualGenerator:
@@ -22,12 +17,6 @@ def build(output_dim: int, core_dim: int, context_dim: int = 0) -> GatedResidual
     for parameter in generator.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return generator.double()
-
-
-def inputs(output_dim, context_dim, batch):
-    noise = torch.randn(batch + (output_dim,), dtype=torch.float64, requires_grad=True)
-    context = torch.randn(batch + (context_dim,), dtype=torch.float64) if context_dim else None
-    return noise, context
 
 
 def test_formula():
@@ -41,50 +30,6 @@ def test_formula():
     lower = shift[:, 2:] + scale[2:] * gate * rest
     torch.testing.assert_close(generator(noise), torch.cat([upper, lower], -1))
     assert generator.noise_dim == generator.output_dim == 5
-
-
-@batches
-@cases
-def test_jacobian(output_dim, core_dim, context_dim, batch):
-    generator = build(output_dim, core_dim, context_dim)
-    noise, context = inputs(output_dim, context_dim, batch)
-    linearisation = generator.linearise(noise, context)
-    value, jacobian = linearisation.value, linearisation.jacobian()
-    torch.testing.assert_close(value, generator(noise, context))
-    _, expected = batch_jacobian(lambda z: generator(z, context), noise)
-    torch.testing.assert_close(jacobian, expected)
-
-
-@batches
-@cases
-def test_log_abs_det(output_dim, core_dim, context_dim, batch):
-    generator = build(output_dim, core_dim, context_dim)
-    noise, context = inputs(output_dim, context_dim, batch)
-    actual = generator.linearise(noise, context).log_abs_det()
-    assert actual.shape == batch
-    _, jacobian = batch_jacobian(lambda z: generator(z, context), noise)
-    expected = torch.linalg.slogdet(jacobian).logabsdet
-    torch.testing.assert_close(actual, expected)
-
-    leaves = [noise, *generator.parameters()]
-    options = {"allow_unused": True, "materialize_grads": True}
-    gradients = torch.autograd.grad(actual.square().sum(), leaves, **options)
-    expected_gradients = torch.autograd.grad(expected.square().sum(), leaves, **options)
-    torch.testing.assert_close(gradients, expected_gradients)
-
-
-@batches
-@cases
-def test_solve_transposed(output_dim, core_dim, context_dim, batch):
-    generator = build(output_dim, core_dim, context_dim)
-    noise, context = inputs(output_dim, context_dim, batch)
-    vector = torch.randn_like(noise)
-    jacobian = generator.linearise(noise, context).jacobian()
-    expected = torch.linalg.solve(jacobian.mT, vector).detach()
-    with torch.no_grad():
-        solved = generator.linearise(noise, context).solve_transposed(vector)
-    torch.testing.assert_close(solved, expected)
-    assert not solved.requires_grad
 
 
 def test_carries_a_funnel_exactly():
