@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ScoreELBO: its gradient and value on Gaussians, its draws, and posteriors it has to find."""
+"""ScoreELBO: its gradient and value on Gaussians, and its draws; see test_entropy_of_draws, too."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
-from pyro.optim import ClippedAdam
 from torch import nn
 
-from pyro_implicit import MLP, AutoImplicit, Implicit, SemiImplicit
+from pyro_implicit import MLP, Implicit, SemiImplicit
 from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.estimated_score import ScoreELBO
 from pyro_implicit.ops.score_estimators import spectral_score, stein_score
 
-ESTIMATORS = ["spectral", "stein"]
 WEIGHT = torch.tensor([[1.0, 0.3], [-0.5, 2.0]], dtype=torch.float64)
 
 
@@ -149,53 +146,8 @@ def test_entropy_has_particles_of_its_own(num_particles, plates, shape):
     assert seen == [shape]
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_one_likelihood_particle_against_many_of_the_entropy(estimator):
-    runs = []
-
-    def model():
-        runs.append(pyro.sample("x", dist.Normal(0.0, 1.0).expand([2]).to_event(1)))
-
-    generator = nn.Linear(2, 2, bias=False)
-    generator.weight.data = torch.diag(torch.tensor([0.5, 2.0]))
-
-    def guide():
-        pyro.sample("x", Implicit(generator, 2))
-
-    elbo = ScoreELBO(1, estimator, prior_weight=0.0)
-    elbo.differentiable_loss(model, guide)
-    runs.clear()
-    loss = elbo.differentiable_loss(model, guide)
-    assert [x.shape for x in runs] == [(2,)]
-    assert -loss.item() == pytest.approx(entropy_of(1.0, 2), abs=0.35)
-    loss.backward()
-    gradient = generator.weight.grad.diagonal()  # that of minus the entropy's log-determinant
-    torch.testing.assert_close(gradient, torch.tensor([-2.0, -0.5]), rtol=0.2, atol=0)
-
-
-def test_particles_that_depend_on_other_latents_are_not_pooled():
-    """z has the spread 0.1 around a w of spread 5: pooled, its entropy would be w's."""
-
-    def model():
-        pyro.sample("w", dist.Normal(0.0, 5.0).expand([1]).to_event(1))
-        with pyro.plate("data", 3):
-            pyro.sample("z", dist.Normal(0.0, 1.0).expand([1]).to_event(1))
-
-    def guide():
-        w = pyro.sample("w", dist.Normal(0.0, 5.0).expand([1]).to_event(1))
-        with pyro.plate("data", 3):
-            pyro.sample("z", Implicit(lambda z, w: w + 0.1 * z, 1, context=w))
-
-    pyro.set_rng_seed(0)
-    elbo = ScoreELBO(10, prior_weight=0.0)
-    elbo.loss(model, guide)
-    expected = entropy_of(5.0) + 3 * entropy_of(0.1)
-    assert -elbo.loss(model, guide) == pytest.approx(expected, abs=1.5)  # w's is a mean of ten
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("covariance", ["auto", None])
-def test_local_latents_have_an_estimator_each(estimator, covariance):
+@pytest.mark.parametrize("estimator", ["spectral", "stein"])
+def test_local_latents_have_an_estimator_each(estimator):
     """One encoder, three data points, a subsample of two: the plate's scale reaches the entropy."""
     scales = torch.tensor([[0.1], [1.0], [4.0]])
 
@@ -212,7 +164,7 @@ def test_local_latents_have_an_estimator_each(estimator, covariance):
     for rows in (torch.arange(3), torch.tensor([0, 2])):
         pyro.set_rng_seed(0)
         pyro.clear_param_store()
-        elbo = ScoreELBO(4, estimator, 400, covariance=covariance, prior_weight=0.0)
+        elbo = ScoreELBO(4, estimator, 400, covariance=None, prior_weight=0.0)
         factor = 3 / len(rows)
         loss = elbo.differentiable_loss(model, guide, rows)
         expected = sum(entropy_of(scales[row].item()) for row in rows) * factor
@@ -221,66 +173,6 @@ def test_local_latents_have_an_estimator_each(estimator, covariance):
         gradient = pyro.param("weight").grad  # log-scales: each has -1, whatever the scale
         wanted = torch.zeros(3).index_fill(0, rows, -factor)
         torch.testing.assert_close(gradient, wanted, rtol=0.15, atol=1e-9)
-
-
-def fit(model, guide, elbo, steps, lr=0.02):
-    optim = ClippedAdam({"lr": lr, "lrd": 0.05 ** (1 / steps)})
-    svi = SVI(model, guide, optim, elbo)
-    for _ in range(steps):
-        svi.step()
-    with torch.no_grad(), pyro.plate("draws", 4000, dim=-2):
-        return guide()
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_finds_a_conjugate_posterior(estimator):
-    """A Gaussian of correlation -0.97: prior N(0, I), three linear measurements."""
-    design = torch.tensor([[1.0, 1.0], [0.9, 1.0], [1.0, 1.1]])
-    y, noise = torch.tensor([1.0, 0.5, 1.5]), 0.3
-
-    def model():
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        with pyro.plate("data", 3):
-            pyro.sample("y", dist.Normal(w @ design.T, noise), obs=y)
-
-    pyro.set_rng_seed(0)
-    draws = fit(
-        model, AutoImplicit(model, frame=None), ScoreELBO(32, estimator, compile="trace"), 400, 0.03
-    )["w"].reshape(-1, 2)
-    covariance = torch.linalg.inv(torch.eye(2) + design.T @ design / noise**2)
-    mean = covariance @ design.T @ y / noise**2
-    whiten = torch.linalg.inv(torch.linalg.cholesky(covariance))
-    white = (draws - mean) @ whiten.T
-    torch.testing.assert_close(white.mean(0), torch.zeros(2), rtol=0, atol=0.25)
-    torch.testing.assert_close(torch.cov(white.T), torch.eye(2), rtol=0, atol=0.3)
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_finds_both_modes(estimator):
-    """½ N(-3, 1) + ½ N(3, 1) under a flat prior."""
-    modes = dist.Normal(torch.tensor([-3.0, 3.0]), 1.0)
-
-    def model():
-        flat = dist.ImproperUniform(dist.constraints.real, (), ())
-        x = pyro.sample("x", flat)
-        pyro.factor("target", modes.log_prob(x.unsqueeze(-1)).logsumexp(-1))
-
-    pyro.set_rng_seed(0)
-    guide = AutoImplicit(model, lambda size: MLP(4, size), frame=None, init_scale=2.0)
-    x = fit(model, guide, ScoreELBO(32, estimator, compile="trace"), 300, 0.03)["x"]
-    assert (x > 0).double().mean().item() == pytest.approx(0.5, abs=0.25)
-    for mode in (x[x > 0], -x[x < 0]):
-        assert mode.mean().item() == pytest.approx(3.0, abs=0.45)
-        assert mode.std().item() == pytest.approx(1.0, abs=0.35)
-
-
-def test_full_covariance_wants_enough_draws_of_enough_noise():
-    elbo = ScoreELBO(4, num_entropy_particles=5, covariance="full")
-    with pytest.raises(ValueError, match=r"site 'x' has 9 dimensions.*8 draws. Cure:.*at least 10"):
-        elbo.score_parts(drawn(Implicit(MLP(3, 9), 3).expand([4])), None)
-    line = Implicit(lambda z: z * torch.tensor([1.0, 0.0]), 1).expand([4])
-    with pytest.raises(ValueError, match="site 'x'.*Cure: covariance=\"diagonal\""):
-        ScoreELBO(4, covariance="full").score_parts(drawn(line), None)
 
 
 def test_estimators_have_to_return_a_score_for_each_draw():
