@@ -51,6 +51,7 @@ class BatchedRuns:
         self.error: Exception | None = None
         """The last that the model raised at values that are impossible."""
         self._replaces = True
+        self._must_replace = False
         self._fresh_are_batched = False
 
     def map(
@@ -148,7 +149,7 @@ class BatchedRuns:
                 raise
             except Exception as error:  # vmap raises many kinds, one for each thing it cannot do
                 if not self._replaces:
-                    self._replaces = True
+                    self._replaces = self._must_replace = True
                     todo.append(group)
                 elif not self._fresh_are_batched and writes_to_unbatched(error):
                     self._fresh_are_batched = True
@@ -158,7 +159,9 @@ class BatchedRuns:
                     if all(part is not None for _, part in parts):
                         raise VmapError(_first_line(error)) from error
                     done += parts  # the error was the model's own, at some of these values
-        self._replaces = replaced
+        # What is read may be all that needs it: once needed, it is kept.
+        self._must_replace |= replaced
+        self._replaces = self._must_replace
         return done
 
     def _vmap(self, model: Model, values: Values, read: Callable[[Trace], T]) -> tuple[T, bool]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from pyro_implicit.density.bad_matrices import OF_MATRICES
 from pyro_implicit.density.in_each_run import all_runs
 
 __all__ = ["BranchError", "RunMode", "VmapError", "writes_to_unbatched"]
+
+
+_is_active: ContextVar[bool] = ContextVar("_is_active", default=False)
 
 
 class VmapError(RuntimeError):
@@ -58,6 +62,19 @@ class RunMode(TorchFunctionMode):
             self.replacements.update(dict.fromkeys(_AUGMENTED, _augment))
         self.was_needed = False
         """Whether any function was replaced."""
+
+    def __enter__(self) -> RunMode:
+        self._outer = _is_active.set(True)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _is_active.reset(self._outer)
+
+    @staticmethod
+    def is_active() -> bool:
+        """Whether functions are replaced here."""
+        return _is_active.get()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None

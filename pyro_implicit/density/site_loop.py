@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Transform
 
 from pyro_implicit.density.in_each_run import in_each_run
-from pyro_implicit.density.run_mode import writes_to_unbatched
+from pyro_implicit.density.run_mode import RunMode, writes_to_unbatched
 
 __all__ = ["loop_where_needed"]
 
@@ -38,7 +38,8 @@ def _log_prob(fn: Any, *args: Any, **kwargs: Any) -> Tensor:
     try:
         return type(fn).log_prob(fn, *args, **kwargs)
     except Exception as error:
-        if writes_to_unbatched(error):  # for which the whole run has a cure
+        # For these the whole run has a cure.
+        if writes_to_unbatched(error) or not RunMode.is_active():
             raise
         refusal = error
     whole = (fn, args, kwargs)

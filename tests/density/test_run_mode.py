@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_implicit.density import LatentDensity, find_modes
+from pyro_implicit.density import LatentDensity, find_modes, site_loop
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.run_mode import RunMode
 
@@ -306,3 +306,23 @@ def test_the_search_survives_impossible_draws(model):
     assert len(starts) < 50 or not density.log_prob(starts).isfinite().all()
     modes = find_modes(density, num_starts=4, max_rounds=1, max_iterations=5)
     assert modes.elbo[0].isfinite() and density.is_vectorized
+
+
+def test_densities_do_not_loop_after_values_were_read(monkeypatch):
+    """What replaces functions for vmap is left out where it is not needed, and comes back."""
+
+    loops = []
+    in_each_run = site_loop.in_each_run
+
+    def model(counts):
+        share = pyro.sample("share", dist.Dirichlet(torch.ones(3)))
+        pyro.sample("counts", dist.Multinomial(6, share), obs=counts)
+
+    monkeypatch.setattr(site_loop, "in_each_run", lambda *a: loops.append(1) or in_each_run(*a))
+    density = LatentDensity(model, torch.tensor([1.0, 2.0, 3.0]))
+    draws = {"share": dist.Dirichlet(torch.ones(3)).sample((4,))}
+    density.read_at(draws, lambda trace: trace.nodes["share"]["value"])
+    for _ in range(2):
+        log_density = density.log_prob(density.unconstrain(draws))
+        assert log_density.shape == (4,) and log_density.isfinite().all()
+    assert loops == []
