@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Posteriors whose draws are known, with a good guide of each to break.
 
-Those of ``benchmarks.targets`` (``target:``) are their own guides: their models observe nothing that
-is unknown, so that their draws and densities are exact. Of posteriordb's and the zoo's (``zoo:``) the
-good guide is what ``fit`` finds.
+Those of ``benchmarks.targets`` (``target:``) are their own guides, as exact draws of them are known
+and their models' densities are normalised. Of posteriordb's and the zoo's (``zoo:``) the good guide
+is what ``fit`` finds.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 * ``tail``: the outermost share ``size`` of the mass cut off on one side of a random direction;
   ``tails``: that beyond an ellipsoid.
 * ``correlation``: all correlations times 1 - ``size``.
-* ``mode``: one of several modes (a third of more than two) has ``size`` times its weight, 0 for none.
+* ``mode``: one of several modes, or a third of many, has ``size`` times its weight; 0 drops it.
 
 Directions are random in the frame in which the good draws have covariance I. The faults keep an
 exact density where the good guide has one.
@@ -32,8 +32,8 @@ __all__ = ["SIZES", "BrokenGuide", "Fault", "Good", "break_it"]
 SIZES: dict[str, tuple[float, ...]] = {
     "none": (0.0,),
     "shift": (0.1, 0.2, 0.3, 0.6),
-    "width": (0.6, 0.8, 1.2, 1.6),
-    "direction": (0.6, 0.8, 1.2, 1.6),
+    "width": (0.6, 0.8, 1.4),
+    "direction": (0.6, 0.8, 1.4),
     "tail": (0.03, 0.1, 0.2, 0.4),
     "tails": (0.1, 0.3),
     "correlation": (0.2, 0.5, 1.0),
@@ -166,23 +166,23 @@ def _uncorrelated(good: Good, size: float, loc: Tensor, covariance: Tensor) -> F
 
 
 class Broken(TorchDistribution):
-    """A :class:`Good` one as Pyro's distribution of the latent vector, with a density or without."""
+    """A :class:`Good` one as a distribution of Pyro's, with a density or without."""
 
     arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
     support = constraints.real_vector
     has_rsample = False
 
     def __init__(
-        self, broken: Good, dim: int, has_density: bool, shape: torch.Size = torch.Size()
+        self, broken: Good, dim: int, has_density: bool, shape: tuple[int, ...] = ()
     ) -> None:
         self.broken, self.has_density = broken, has_density
-        super().__init__(shape, torch.Size((dim,)), validate_args=False)
+        super().__init__(torch.Size(shape), torch.Size((dim,)), validate_args=False)
 
     def expand(self, batch_shape: torch.Size, _instance: Any = None) -> Broken:
-        return Broken(self.broken, self.event_shape[0], self.has_density, torch.Size(batch_shape))
+        return Broken(self.broken, self.event_shape[0], self.has_density, batch_shape)
 
     @torch.no_grad()
-    def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:
+    def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
         shape = self._extended_shape(sample_shape)
         return self.broken.sample(shape[:-1].numel()).reshape(shape)
 

@@ -8,8 +8,8 @@
 
 Of each posterior a good guide (``cases.py``) is broken in all ways and sizes (``faults.py``), and
 handed over in three forms: ``density``, a guide with its exact density; and, of some sizes,
-``implicit``, the same guide without one, and ``chains``, draws said to be of chains that had settled,
-which need no density to be trusted. Each adds one line to ``--out``, and none is repeated.
+``implicit``, the same guide without one, and ``chains``, draws said to be of chains that had
+settled, which need no density to be trusted. Each adds one line to ``--out``, and none is repeated.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ from pyro_implicit.guides.stored_draws import StoredDraws
 
 OUT = RESULTS / "broken_guides.jsonl"
 KEY = ("posterior", "kind", "size", "form")
-#: Of which sizes the other forms are judged, too.
+#: Of which faults there are other forms.
 OTHER_FORMS = {
-    "none": (0.0,),
-    "shift": (0.3,),
-    "direction": (0.6,),
-    "tail": (0.1, 0.4),
-    "correlation": (0.5,),
-    "mode": (0.3, 0.0),
+    ("none", 0.0): ("implicit", "chains"),
+    ("shift", 0.3): ("implicit", "chains"),
+    ("direction", 0.6): ("chains",),
+    ("tail", 0.1): ("implicit", "chains"),
+    ("correlation", 0.5): ("chains",),
+    ("mode", 0.3): ("implicit", "chains"),
+    ("mode", 0.0): ("chains",),
 }
 
 
@@ -64,10 +65,8 @@ def plans(posterior: str) -> Iterator[Plan]:
     """All of a posterior."""
     for kind, sizes in SIZES.items():
         for size in sizes:
-            yield Plan(posterior, kind, size, "density")
-            if size in OTHER_FORMS.get(kind, ()):
-                yield Plan(posterior, kind, size, "implicit")
-                yield Plan(posterior, kind, size, "chains")
+            for form in ("density", *OTHER_FORMS.get((kind, size), ())):
+                yield Plan(posterior, kind, size, form)
 
 
 def as_guide(case: Case, fault: Fault, form: str) -> Any:

@@ -57,6 +57,7 @@ FINDINGS = {
     "kernel Stein test": "kernel",
     "at a mode": "mode",
     "no importance weights": "no density",
+    "chains keep": "kept weights",
 }
 
 Record = dict[str, Any]
