@@ -54,6 +54,7 @@ FINDINGS = {
     "(importance weights)": "weights",
     "(Stein's identities)": "Stein",
     "(short HMC)": "HMC",
+    "short HMC's draws end": "escape",
     "kernel Stein test": "kernel",
     "at a mode": "mode",
     "no importance weights": "no density",

@@ -115,14 +115,15 @@ def examine(
             seen = Whitened(values, values.new_zeros(()), values.new_ones(()), None)
         importance = importance_check(seen, weighted.log_weights)
     if effort.num_transitions > 0 and density.is_vectorized:
-        chains = whitened.first(NUM_CHAINS if function is None else NUM_OBSERVED_CHAINS)
+        number = NUM_CHAINS if function is None else NUM_OBSERVED_CHAINS
         with suppress(*BAD_DRAWS):  # somewhere on the way
             drift = drift_check(
-                chains,
+                whitened.first(number),
                 density.log_prob,
                 effort.num_transitions,
                 chunk_size=chunk_size,
                 observe=observed,
+                others=whitened.white[number:] if observed is None else None,
             )
     if isinstance(modes, str):
         modes = search_modes(density, effort.search_iterations)

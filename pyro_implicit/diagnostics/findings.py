@@ -56,6 +56,8 @@ KHAT_OF_EVEN = Thresholds(0.7, math.inf)
 MEAN = Thresholds(0.1, 0.25)
 #: Of the ratio of standard deviations, or its inverse.
 SD = Thresholds(1.08, 1.25)
+#: Of the share of chains that leave the guide's draws behind.
+ESCAPED = Thresholds(0.01, 0.05)
 #: Share of the draws that the effective sample size must reach for the weights' tail to be moot.
 EVEN_WEIGHTS = 0.99
 #: Share from which on weights leave so little error that a kernel test's significance is moot.
@@ -105,6 +107,10 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
     for name, check in checks:
         if check is not None:
             yield from _moment_findings(found, name, check)
+    if found.drift is not None:
+        share = found.drift.escaped
+        reason = f"{share:.1%} of short HMC's draws end beyond all of the guide's: a tail is lost"
+        yield from ESCAPED.judge(share, reason, FIT_BETTER)
     yield from _lack_of_power(found)
     if found.stein is not None and found.efficiency < GOOD_WEIGHTS:
         yield from _kernel_findings(found.stein)

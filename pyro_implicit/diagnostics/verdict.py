@@ -133,7 +133,9 @@ class Diagnosis:
             )
             yield "kernel Stein test", f"p = {self.stein.kernel.p_value:.3f}{by_site}"
         if self.drift is not None:
-            yield "short HMC", f"{_moments(self.drift)}, {self.drift.acceptance:.0%} accepted"
+            escaped = f", {self.drift.escaped:.1%} escaped" if self.drift.escaped else ""
+            accepted = f"{self.drift.acceptance:.0%} accepted"
+            yield "short HMC", f"{_moments(self.drift)}, {accepted}{escaped}"
         elif not self.broken:
             yield "short HMC", "not run"
         if self.gap is not None:

@@ -177,16 +177,16 @@ def test_weights_beyond_the_budget_are_left_out():
     """Those of a semi-implicit guide take Gauss-Newton steps, which the budget counts."""
 
     def model():
-        pyro.sample("x", dist.Normal(torch.zeros(30), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1))
 
     guide = AutoSemiImplicit(model, frame=None)
     guide()
-    options = {"num_samples": 150, "num_transitions": 0, "modes": None}
-    found = diagnose(model, guide, max_seconds=0.5, **options)
+    options = {"num_samples": 100, "num_transitions": 0, "modes": None}
+    found = diagnose(model, guide, max_seconds=0.1, **options)
     assert found.bound is None and found.spared == ("importance weights",)
-    assert "would take" in found.no_density and found.planned_seconds < 0.5
+    assert "would take" in found.no_density and found.planned_seconds < 0.1
     whole = diagnose(model, guide, **options)
-    assert whole.bound is not None and whole.spared == () and whole.planned_seconds > 0.5
+    assert whole.bound is not None and whole.spared == () and whole.planned_seconds > 0.1
 
 
 @pytest.mark.parametrize(
