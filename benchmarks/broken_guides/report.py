@@ -39,11 +39,11 @@ TITLES = {
     "mode": "a mode's weight times",
 }
 COLOURS = ("C3", "0.85", "C0")
-NOTE = """Bad: by 10,000 draws of the guide and of the reference, a standard deviation off by more than
-a factor of 1.25 or a mean by more than a quarter of one, of a coordinate or along the direction of
-the fault, where standard deviations may differ by as much again as those of two halves of the
-reference do. Good: within 1.5 floors, a factor of 1.1 and a tenth. Between: the rest. A guide
-without a density is never trusted.
+NOTE = """Bad: by 10,000 draws of the guide and of the reference, a standard deviation off by more
+than a factor of 1.25 or a mean by more than a quarter of one, of a coordinate or along the
+direction of the fault, where standard deviations may differ by as much again as those of two
+halves of the reference do. Good: within 1.5 floors, a factor of 1.1 and a tenth. Between: the rest.
+A guide without a density is never trusted.
 """
 
 
@@ -120,20 +120,18 @@ def page(records: Records) -> str:
     failed = [record for record in records if "error" in record]
     lines = [f"* {r['posterior']} {r['guide']}: {r['error']}".split("\n")[0] for r in failed]
     broken = [record for record in judged if record["kind"] != "none"]
+    names = {record["posterior"] for record in judged}
     minutes = sum(record["cpu_seconds"] for record in records) / 60
     parts = [
         "# Verdicts on broken guides\n",
         f"{len(broken)} guides broken in known ways, and {len(judged) - len(broken)} left as they "
-        f"were, of {len({r['posterior'] for r in judged})} posteriors; {minutes:.0f} CPU minutes.\n",
+        f"were, of {len(names)} posteriors; {minutes:.0f} CPU minutes.\n",
         "## Bad guides that were trusted\n",
         split_table(judged),
         NOTE,
-        *(
-            f"## Verdicts: {words}\n\n{confusion([r for r in judged if r['form'] == form])}"
-            for form, words in FORMS.items()
-        ),
         *(f"## Power: {words}\n\n{power_table(judged, form)}" for form, words in FORMS.items()),
         "![shares of the verdicts by the size of each fault](broken_guides.png)\n",
+        f"## Truth and verdict\n\n{confusion(judged)}",
         "## Failures\n",
         "\n".join(lines or ["None."]) + "\n",
     ]

@@ -68,7 +68,7 @@ def diagnose(
     * *Stein's identities* between draws and the model's scores: means and standard deviations
       along each coordinate and in the worst directions, and a kernel test of everything else.
     * *Short HMC* from the draws: the posterior would stay as it is. Tails, ridges and necks that
-      the guide cut off fill again.
+      the guide cut off fill again, and some chains end beyond all of its draws.
     * *Modes*: whether those that carry mass have draws. They are searched from many draws of the
       prior by :func:`~pyro_implicit.density.find_modes`, whatever the guide visited.
 
@@ -77,13 +77,15 @@ def diagnose(
     uncovered or if the draws are degenerate; "check" at 0.5, a tenth and 1.08, if the kernel test
     rejects (p < 0.003; of all latents, or of one site by itself), if the weights are worth so few
     draws that they would not show errors above the first limits, nor would short HMC ("cannot
-    tell"), if ``loss`` exceeds the certified bound by more than half a nat, or if
-    there is no density; else "trust". Where the effective sample size is above 90 % of the draws,
-    the kernel test does not count and k-hat leads to "check" at 0.7 and no further: the tail that
-    is missing has next to no mass. Above 99 % it is ignored, as the tail of weights that are all
-    the same means nothing. Of k-hat these are the limits of the literature; those of the moments
-    mark what changes a plot, and what changes a conclusion. A perfect guide gets less than "trust"
-    in about 1 % of all cases.
+    tell"; never where the effective sample size is above 94 %), if ``loss`` exceeds the certified
+    bound by more than half a nat, if there is no density, or if chains did not settle, never moved
+    or failed in more than 1 % of their trajectories; else "trust". Chains of short HMC that end
+    beyond all of the guide's draws, if that is no chance, are "check" above 1 % and "do not trust"
+    above 5 %. Where the effective sample size is above 90 % of the draws, the kernel test does not
+    count and k-hat leads to "check" at 0.7 and no further: the tail that is missing has next to no
+    mass. Above 99 % it is ignored, as the tail of weights that are all the same means nothing. Of
+    k-hat these are the limits of the literature; those of the moments mark what changes a plot, and
+    what changes a conclusion. A perfect guide gets less than "trust" in about 1 % of all cases.
 
     **Networks** are judged by their predictions: hidden units have no order, so that a guide on one
     of their many orders has lost no mode, and weights that are too narrow each by itself may still
