@@ -82,7 +82,8 @@ def plan_effort(
     share, spared, unweighed = max_seconds / (3 if can_search else 2), [], ""
     least = max(least_samples, min(num_samples, LEAST_DRAWS))
     if weight * least > share:
-        unweighed = f"those of {least} draws would take {weight * least:.0f} s of max_seconds"
+        cost = f"{weight * least:,.1f} s, more than max_seconds grants"
+        unweighed = f"{least} of them would take {cost}"
         spared.append("importance weights")
         weight = 0.0
     affordable = int(share / (score + weight / 2))
