@@ -96,7 +96,7 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
         cure = "AutoSemiImplicit with LIVI_ELBO, or AutoregressiveGenerator with InjectiveELBO"
         reason = "no importance weights, without which no guide is trusted"
         if found.no_density == STORED:
-            cure = "refine, and diagnose what it returns"
+            cure = "refine, with more max_gradients if it did not settle"
             reason = "these draws have no importance weights, and are of no chains that settled"
         yield Finding("check", reason, cure)
     checks = (
