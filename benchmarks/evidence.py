@@ -18,6 +18,7 @@ PAGES = (
     "posteriordb",
     "hard_geometries",
     "verdicts",
+    "broken_guides",
     "refine_toy",
     "refine_models",
     "refine_posteriordb",

@@ -48,11 +48,12 @@ def floor(reference: Tensor, num_draws: int | None = None, seed: int = 0) -> flo
     return total / NUM_SPLITS
 
 
-def measure(draws: Tensor, reference: Tensor) -> dict[str, float]:
+def measure(draws: Tensor, reference: Tensor, directions: Tensor | None = None) -> dict[str, float]:
     """The distance and the errors of the moments of single coordinates.
 
     :param draws: ``(n, dim)``.
     :param reference: ``(m, dim)``.
+    :param directions: ``(dim, k)``, whose scalar products with the latents count as coordinates.
     :returns: ``distance``; ``mean_error``, the worst absolute difference of means in sds of the
         reference; ``sd_ratio_min`` and ``sd_ratio_max`` over coordinates.
     :raises ValueError: for draws that are not finite.
@@ -60,10 +61,13 @@ def measure(draws: Tensor, reference: Tensor) -> dict[str, float]:
     bad = int((~draws.isfinite()).any(-1).sum())
     if bad:
         raise ValueError(f"{bad} of {len(draws)} draws are not finite in unconstrained space")
+    away = distance(draws, reference)
+    if directions is not None:
+        draws, reference = (torch.cat([x, x @ directions], -1) for x in (draws, reference))
     sd = reference.std(0)
     ratio = draws.std(0) / sd
     return {
-        "distance": distance(draws, reference),
+        "distance": away,
         "mean_error": ((draws.mean(0) - reference.mean(0)).abs() / sd).max().item(),
         "sd_ratio_min": ratio.min().item(),
         "sd_ratio_max": ratio.max().item(),

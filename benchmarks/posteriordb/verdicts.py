@@ -54,9 +54,11 @@ FINDINGS = {
     "(importance weights)": "weights",
     "(Stein's identities)": "Stein",
     "(short HMC)": "HMC",
+    "short HMC's draws end": "escape",
     "kernel Stein test": "kernel",
     "at a mode": "mode",
     "no importance weights": "no density",
+    "chains keep": "kept weights",
 }
 
 Record = dict[str, Any]
@@ -107,8 +109,13 @@ def guides(case: Case, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "fit", fitted
 
 
-def judge(case: Case, make_guide: Callable[[], Any], seed: int) -> Record | None:
-    """The verdict on a guide and its true errors; a guide that raises an error is a result, too."""
+def judge(
+    case: Case, make_guide: Callable[[], Any], seed: int, directions: Tensor | None = None
+) -> Record | None:
+    """The verdict on a guide and its true errors; a guide that raises an error is a result, too.
+
+    :param directions: ``(dim, k)``, along which there may be errors that no coordinate shows.
+    """
     # All Gaussian guides share their names there: the first would replace the others.
     pyro.clear_param_store()
     try:
@@ -120,7 +127,7 @@ def judge(case: Case, make_guide: Callable[[], Any], seed: int) -> Record | None
         diagnosis = diagnose(case.model, guide, *case.args)
         seconds = time.perf_counter() - clock
         draws = case.flatten(draw(guide, NUM_DRAWS, *case.args)).detach()
-        truth = measure(draws, case.reference)
+        truth = measure(draws, case.reference, directions)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:500]}
     return summary(diagnosis) | {"seconds": seconds} | truth
@@ -148,10 +155,10 @@ def sd_error(moments: Record) -> float:
     return max(moments["sd_ratio_max"], 1 / max(moments["sd_ratio_min"], 1e-12))
 
 
-def sd_noise(reference: Tensor) -> float:
+def sd_noise(reference: Tensor, directions: Tensor | None = None) -> float:
     """That of two halves of the reference: heavy tails have no standard deviation to speak of."""
     first, second = reference[::2], reference[1::2]
-    return sd_error(measure(first, second))
+    return sd_error(measure(first, second, directions))
 
 
 def true_class(record: Record) -> str:

@@ -38,7 +38,7 @@ DEAR_MATRICES = {
 LARGE = 100  # rows, from which on the cube counts
 
 
-def estimated_seconds(evaluate: Callable[[], Any]) -> float:
+def estimated_seconds(evaluate: Callable[[], Any], times: float = 1.0) -> float:
     """Seconds that one core would need for an evaluation of a model, by its operations and sizes.
 
     It is a property of the evaluation and not of the machine's load, so that what is planned by it
@@ -52,14 +52,14 @@ def estimated_seconds(evaluate: Callable[[], Any]) -> float:
     True
 
     :param evaluate: is called once, and may be a vectorised run with its gradients.
+    :param times: of an evaluation of so many times the size, with as many operations.
     """
     with _Counter() as counter:
         evaluate()
     return (
         PER_RUN
         + PER_OPERATION * counter.operations
-        + PER_ELEMENT * counter.elements
-        + PER_FLOP * counter.flops
+        + times * (PER_ELEMENT * counter.elements + PER_FLOP * counter.flops)
     )
 
 

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,33 +11,27 @@ from pyro.infer import ELBO
 from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
-from pyro_implicit.density.progress import announce, showing_progress, steps_of
-from pyro_implicit.diagnostics.coverage import uncovered_modes
-from pyro_implicit.diagnostics.drift import drift_check
-from pyro_implicit.diagnostics.effort import Effort, plan_effort
+from pyro_implicit.density.progress import announce, showing_progress
+from pyro_implicit.diagnostics.effort import plan_effort
+from pyro_implicit.diagnostics.examination import (
+    NUM_CHAINS,
+    NUM_OBSERVED_CHAINS,
+    WEIGHED_PART,
+    examine,
+)
 from pyro_implicit.diagnostics.function_space import (
-    Function,
-    Observed,
     Quantities,
-    describe,
     find_quantities,
 )
-from pyro_implicit.diagnostics.importance import importance_check
-from pyro_implicit.diagnostics.labels import coordinate_labels
+from pyro_implicit.diagnostics.guide_cost import seconds_of_weights
 from pyro_implicit.diagnostics.preparation import (
-    BAD_DRAWS,
     can_search,
     check_modes,
     check_sites,
-    log_mean_exp,
-    objective_gap,
-    search_modes,
-    weigh_draws,
 )
-from pyro_implicit.diagnostics.stein import stein_by_site, stein_check
-from pyro_implicit.diagnostics.verdict import GOOD_WEIGHTS, KHAT, Diagnosis
-from pyro_implicit.diagnostics.whitening import MAX_FULL_DIM, CollapsedError, Whitened, whiten_draws
-from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel, refuse_swapped
+from pyro_implicit.diagnostics.verdict import Diagnosis
+from pyro_implicit.diagnostics.whitening import MAX_FULL_DIM
+from pyro_implicit.guides.posterior_draws import refuse_swapped
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import Refined
 
@@ -47,7 +39,6 @@ __all__ = ["diagnose"]
 
 LEAST_DRAWS = 100  # of fewer there is no k-hat
 NUM_SAMPLES = 2000
-NUM_CHAINS, NUM_OBSERVED_CHAINS = 500, 1000  # of latents, of quantities
 
 
 @torch.no_grad()
@@ -77,7 +68,7 @@ def diagnose(
     * *Stein's identities* between draws and the model's scores: means and standard deviations
       along each coordinate and in the worst directions, and a kernel test of everything else.
     * *Short HMC* from the draws: the posterior would stay as it is. Tails, ridges and necks that
-      the guide cut off fill again.
+      the guide cut off fill again, and some chains end beyond all of its draws.
     * *Modes*: whether those that carry mass have draws. They are searched from many draws of the
       prior by :func:`~pyro_implicit.density.find_modes`, whatever the guide visited.
 
@@ -86,13 +77,15 @@ def diagnose(
     uncovered or if the draws are degenerate; "check" at 0.5, a tenth and 1.08, if the kernel test
     rejects (p < 0.003; of all latents, or of one site by itself), if the weights are worth so few
     draws that they would not show errors above the first limits, nor would short HMC ("cannot
-    tell"), if ``loss`` exceeds the certified bound by more than half a nat, or if
-    there is no density; else "trust". Where the effective sample size is above 90 % of the draws,
-    the kernel test does not count and k-hat leads to "check" at 0.7 and no further: the tail that
-    is missing has next to no mass. Above 99 % it is ignored, as the tail of weights that are all
-    the same means nothing. Of k-hat these are the limits of the literature; those of the moments
-    mark what changes a plot, and what changes a conclusion. A perfect guide gets less than "trust"
-    in about 1 % of all cases.
+    tell"; never where the effective sample size is above 94 %), if ``loss`` exceeds the certified
+    bound by more than half a nat, if there is no density, or if chains did not settle, never moved
+    or failed in more than 1 % of their trajectories; else "trust". Chains of short HMC that end
+    beyond all of the guide's draws, if that is no chance, are "check" above 1 % and "do not trust"
+    above 5 %. Where the effective sample size is above 90 % of the draws, the kernel test does not
+    count and k-hat leads to "check" at 0.7 and no further: the tail that is missing has next to no
+    mass. Above 99 % it is ignored, as the tail of weights that are all the same means nothing. Of
+    k-hat these are the limits of the literature; those of the moments mark what changes a plot, and
+    what changes a conclusion. A perfect guide gets less than "trust" in about 1 % of all cases.
 
     **Networks** are judged by their predictions: hidden units have no order, so that a guide on one
     of their many orders has lost no mode, and weights that are too narrow each by itself may still
@@ -140,7 +133,9 @@ def diagnose(
     :param chunk_size: draws at a time, to bound the memory.
     :param max_seconds: that the model's evaluations may take on one core, as estimated by their
         operations, so that equal seeds give equal results. What would take longer is cut down or
-        left out, and the report says so. The guide's own density is not counted.
+        left out, and the report says so. The density of implicit guides is counted, too: it is
+        dear in hundreds of latents, and if 500 weights are too dear there are none. That of other
+        guides is not.
     :param quantities: of a dict of constrained draws by site, ``(num_draws, *site_shape)``, a
         tensor or a dict of tensors ``(num_draws, *shape)``, whose errors are looked for, as in
         :func:`~pyro_implicit.refine`. By default ``"latents"``, but for a model of
@@ -183,6 +178,7 @@ def diagnose(
     function = find_quantities(quantities, model, args, kwargs)
     if isinstance(modes, str) and (function is not None or not can_search(density)):
         modes = None
+    weight = seconds_of_weights(density, guide, max(1, chunk_size // WEIGHED_PART))
     effort = plan_effort(
         density,
         num_samples or NUM_SAMPLES,
@@ -192,108 +188,8 @@ def diagnose(
         chunk_size,
         max_seconds,
         NUM_CHAINS if function is None else NUM_OBSERVED_CHAINS,
+        weight,
     )
     with showing_progress(progress):
         announce("diagnose", effort.seconds)
-        return _examine(density, guide, effort, modes, loss, chunk_size, function)
-
-
-def _examine(
-    density: LatentDensity,
-    guide: Callable[..., Any],
-    effort: Effort,
-    modes: Tensor | Literal["search"] | None,
-    loss: ELBO | None,
-    chunk_size: int,
-    function: Function | None,
-) -> Diagnosis:
-    """Take the looks that the plan grants."""
-    model, args, kwargs = density.model, density.args, density.kwargs
-    num_samples = effort.num_samples
-    report = partial(
-        Diagnosis,
-        num_samples,
-        density.latent_dim,
-        labels=coordinate_labels(density),
-        planned_seconds=effort.seconds,
-        spared=effort.spared,
-    )
-    try:
-        weighted, no_density = weigh_draws(
-            model, guide, args, kwargs, num_samples, max(1, chunk_size // 5)
-        )
-        points = density.unconstrain(weighted.draws)
-        many = points
-        if (
-            function is None
-            and effort.extra
-            and draws_in_parallel(guide)
-            and not isinstance(guide, StoredDraws)
-        ):
-            # The noise of scores hides small errors, but not from many draws: they cost little.
-            extra = draw(guide, effort.extra * num_samples, *args, **kwargs)
-            many = torch.cat([points, density.unconstrain(extra)])
-        chunks = many.split(chunk_size)
-        parts = [density.score(part) for part in steps_of(chunks, len(chunks), "scores")]
-    except BAD_DRAWS as error:
-        return report(broken=f"guide or model fails at the guide's draws: {error}")
-    log_prob, scores = (torch.cat(part) for part in zip(*parts, strict=True))
-    finite = log_prob.isfinite() & scores.isfinite().all(-1) & many.isfinite().all(-1)
-    finite[: len(weighted.log_weights)] &= weighted.log_weights.isfinite()
-    if not finite.all():
-        number = int((~finite).sum())
-        reason = f"log-density, score or importance weight is not finite at {number} draws"
-        if density.error is not None:
-            reason += f", the model fails there: {density.error}".split("\n")[0]
-        return report(no_density=no_density, broken=reason)
-    bound = None if no_density else weighted.bound()
-    observed = None
-    try:
-        whitened = whiten_draws(many)
-        if function is not None:
-            observed = Observed(function, density, points)
-            report = partial(report, labels=observed.labels, judged=describe(function))
-    except CollapsedError as error:
-        return report(bound=bound, no_density=no_density, broken=str(error))
-    stein = stein_check(whitened, scores) if observed is None else None
-    few = bound is None or bound.effective_sample_size < GOOD_WEIGHTS * num_samples
-    if stein is not None and few and len(density.shapes) > 1:
-        sizes = {name: shape.numel() for name, shape in density.shapes.items()}
-        stein = stein._replace(by_site=stein_by_site(many, scores, sizes))
-    importance = drift = coverage = None
-    if bound is not None and bound.khat <= KHAT.distrust:
-        seen = whitened.first(num_samples)
-        if observed is not None:
-            values = observed(points[:num_samples])
-            seen = Whitened(values, values.new_zeros(()), values.new_ones(()), None)
-        importance = importance_check(seen, weighted.log_weights)
-    if effort.num_transitions > 0 and density.is_vectorized:
-        chains = whitened.first(NUM_CHAINS if function is None else NUM_OBSERVED_CHAINS)
-        with suppress(*BAD_DRAWS):  # somewhere on the way
-            drift = drift_check(
-                chains,
-                density.log_prob,
-                effort.num_transitions,
-                chunk_size=chunk_size,
-                observe=observed,
-            )
-    if isinstance(modes, str):
-        modes = search_modes(density, effort.search_iterations)
-    if modes is not None:
-        # Of a guide on many modes, a Gaussian would overstate the volume.
-        evidence = log_mean_exp(weighted.log_weights) if bound is not None else None
-        coverage = uncovered_modes(modes, points, density, evidence)
-    gap = None
-    if loss is not None and bound is not None:
-        gap = objective_gap(loss, bound, model, guide, args, kwargs)
-    return report(
-        bound=bound,
-        no_density=no_density,
-        importance=importance,
-        stein=stein,
-        drift=drift,
-        gap=gap,
-        coverage=coverage,
-        settled=isinstance(guide, StoredDraws) and guide.settled,
-        modes_weighed=isinstance(guide, StoredDraws) and guide.modes_weighed,
-    )
+        return examine(density, guide, effort, modes, loss, chunk_size, function)

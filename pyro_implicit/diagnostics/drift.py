@@ -20,7 +20,8 @@ __all__ = ["DriftCheck", "drift_check"]
 
 class DriftCheck(NamedTuple):
     """What :func:`drift_check` found: drifts of means and standard deviations as errors of the
-    guide, and the share of accepted moves, ``acceptance``.
+    guide, the share of accepted moves, ``acceptance``, and the share ``escaped`` of chains that end
+    farther out than any draw of the guide, 0 where that may be chance.
     """
 
     mean_error: float
@@ -28,6 +29,7 @@ class DriftCheck(NamedTuple):
     acceptance: float
     faults: tuple[Fault, ...] = ()
     resolution: Resolution = Resolution()
+    escaped: float = 0.0
 
 
 @torch.no_grad()
@@ -39,12 +41,18 @@ def drift_check(
     false_alarm: float = 0.003,
     chunk_size: int = 500,
     observe: Callable[[Tensor], Tensor] | None = None,
+    others: Tensor | None = None,
 ) -> DriftCheck:
     r"""Moves all draws of a guide by a few transitions that leave the posterior as it is.
 
     Were the draws the posterior's, their distribution would stay. What drifts is wrong, and by at
     least so much: a neck of a funnel or a tail that the guide has cut off fills again. The chains
     are far too short to reach a mode that lies apart, or to right the weights of two of them.
+
+    Moments of heavy tails are noisy, and importance weights do not see a tail that has no draws.
+    So chains are counted that end farther from the centre than all of many other draws: of n chains
+    and m others, all from the posterior, the k outermost are all chains in a share of
+    :math:`\binom{n}{k} / \binom{n+m}{k}` of all cases.
 
     The frame is that of the draws' covariance. Each move of each chain draws its own step, up to
     the largest one of which about 80 % are accepted and down to a thirtieth of it, so that narrow
@@ -67,6 +75,7 @@ def drift_check(
     :param chunk_size: draws at a time, to bound the memory.
     :param observe: of ``(num_points, latent_dim)`` quantities ``(num_points, q)`` in units of their
         standard deviations, whose drift is looked at in place of the latents'.
+    :param others: more draws of the guide in the frame of ``draws``, ``(num_others, latent_dim)``.
     :returns: the drift, and the share of accepted moves.
 
     **References:**
@@ -106,6 +115,7 @@ def drift_check(
         states, acceptance = move(states, step)
         accepted += acceptance / num_transitions
     before, after, axes = white, torch.cat([state.position for state in states]), draws.axes
+    escaped = 0.0 if others is None else _escaped(after, others - center, false_alarm)
     if observe is not None:
         before, after = (observe(draws.unwhiten(part + center)) for part in (before, after))
         before, after, axes = before - before.mean(0), after - before.mean(0), None
@@ -114,5 +124,15 @@ def drift_check(
     unit = before if axes is None else None
     errors = moment_errors(after - before, products, axes, false_alarm, unit=unit)
     return DriftCheck(
-        errors.mean_error, errors.sd_ratios, accepted, errors.faults, errors.resolution
+        errors.mean_error, errors.sd_ratios, accepted, errors.faults, errors.resolution, escaped
     )
+
+
+def _escaped(ends: Tensor, others: Tensor, false_alarm: float) -> float:
+    """The share of rows that are farther out than all others, 0 where chance may have put them."""
+    if len(others) == 0:
+        return 0.0
+    number = int((ends.square().sum(-1) > others.square().sum(-1).max()).sum())
+    total = len(ends) + len(others)
+    p_value = math.prod((len(ends) - k) / (total - k) for k in range(number))
+    return number / len(ends) if p_value < false_alarm else 0.0

@@ -22,7 +22,8 @@ FEW = 10
 class Effort(NamedTuple):
     """``num_samples`` to be weighed, ``extra`` times as many to be scored beside them,
     ``num_transitions`` of HMC, ``search_iterations`` of Newton's (None without a limit, 0 for no
-    search), all of which take about ``seconds`` of one core; and what was ``spared``, in words.
+    search), all of which take about ``seconds`` of one core; what was ``spared``, in words; and
+    ``unweighed``, why there are to be no weights, if so.
     """
 
     num_samples: int
@@ -31,6 +32,7 @@ class Effort(NamedTuple):
     search_iterations: int | None
     seconds: float
     spared: tuple[str, ...] = ()
+    unweighed: str = ""
 
 
 def plan_effort(
@@ -42,10 +44,12 @@ def plan_effort(
     chunk_size: int,
     max_seconds: float,
     num_chains: int = NUM_CHAINS,
+    weight: float = 0.0,
 ) -> Effort:
     """Cut what was asked for to a budget, by the operations of the model's log-density.
 
-    Scores, HMC and the search for modes may take a third of the budget each.
+    Scores and weights, HMC and the search for modes may take a third of the budget each, and the
+    first two a half where there is no search.
 
     **Example:**
 
@@ -64,6 +68,7 @@ def plan_effort(
     :param chunk_size: draws at a time.
     :param max_seconds: of one core, as counted.
     :param num_chains: of HMC, at most.
+    :param weight: seconds of the guide's density at one draw.
     """
     extra = max(0, min(NUM_SCORES, MAX_NUMBERS // (num_samples * density.latent_dim) - 1))
     full = Effort(num_samples, extra, num_transitions, None, math.nan)
@@ -74,10 +79,16 @@ def plan_effort(
         iteration = estimated_seconds(lambda: _climb(density)) if can_search else 0.0
     except Exception:  # the model's own, at its start: the draws have others
         return full
-    share, spared = max_seconds / 3, []
-    affordable = int(share / score)
+    share, spared, unweighed = max_seconds / (3 if can_search else 2), [], ""
+    least = max(least_samples, min(num_samples, LEAST_DRAWS))
+    if weight * least > share:
+        cost = f"{weight * least:,.1f} s, more than max_seconds grants"
+        unweighed = f"{least} of them would take {cost}"
+        spared.append("importance weights")
+        weight = 0.0
+    affordable = int(share / (score + weight / 2))
     if affordable < 2 * num_samples:
-        number = max(least_samples, min(num_samples, max(LEAST_DRAWS, affordable // 2)))
+        number = max(least, min(num_samples, affordable // 2))
         if number < num_samples:
             spared.append(f"{number} draws of {num_samples}")
         num_samples, extra = number, 0
@@ -97,12 +108,14 @@ def plan_effort(
             spared.append("no search for modes")
         elif iterations >= USUAL_ITERATIONS:
             iterations = None
-    seconds = score * (2 + extra) * num_samples
+    seconds = (score * (2 + extra) + weight) * num_samples
     if num_transitions and density.is_vectorized:
         seconds += per_transition * (num_transitions + NUM_TUNING)
     if can_search:
         seconds += iteration * (USUAL_ITERATIONS if iterations is None else iterations)
-    return Effort(num_samples, extra, num_transitions, iterations, seconds, tuple(spared))
+    return Effort(
+        num_samples, extra, num_transitions, iterations, seconds, tuple(spared), unweighed
+    )
 
 
 def _climb(density: LatentDensity) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
-from pyro_implicit.diagnostics.verdict import STORED
+from pyro_implicit.diagnostics.findings import STORED
 from pyro_implicit.guides.posterior_draws import draw, trace_guide
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
@@ -70,10 +70,17 @@ def weigh_draws(
     kwargs: dict[str, Any],
     num_samples: int,
     chunk_size: int,
+    unweighed: str = "",
 ) -> tuple[WeightedDraws, str]:
-    """Draws and log-weights, none of a guide without density, and why there is none."""
+    """Draws and log-weights, none of a guide without density, and why there is none.
+
+    :param unweighed: why there are to be none in any case.
+    """
     if isinstance(guide, StoredDraws):
         return WeightedDraws(torch.empty(0), guide.sample_posterior(num_samples)), STORED
+    if unweighed:
+        draws = draw(guide, num_samples, *args, **kwargs)
+        return WeightedDraws(torch.empty(0), draws), unweighed
     try:
         weighted = weighted_draws(
             model,

@@ -265,7 +265,7 @@ def _plate(frame: Any, data: RowData | None, read: Mapping[str, list[Tensor]]) -
     num_rows = len(read[frame.name][0])
     if data.size == data.full_size:
         return pyro.plate(frame.name, num_rows, dim=frame.dim)
-    size = data.size if num_rows == data.full_size else num_rows
+    size = data.size if data.drawn_by_model else num_rows
     return pyro.plate(frame.name, data.full_size, subsample_size=size, dim=frame.dim)
 
 

@@ -103,6 +103,8 @@ def _local_site(
 class RowData:
     """The arguments of a model that have one row for each element of a plate.
 
+    ``drawn_by_model`` says whether they have all rows, of which the model draws some.
+
     :param plate: of the rows.
     :param args: of the model, as ``kwargs``.
     :raises ValueError: if there are none.
@@ -123,6 +125,8 @@ class RowData:
                 "tensor of so many: an encoder has nothing to read. Cure: hand the data over as "
                 "arguments, rows first"
             )
+        num_rows = len(self.read(args, kwargs)[0])
+        self.drawn_by_model = self.size < num_rows == self.full_size
 
     def read(self, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
         """These arguments in another call.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyro
@@ -32,11 +32,16 @@ class StoredDraws:
     :param settled: whether they are known to be the posterior's as far as chains that settled, or
         importance weights that are reliable, can tell: such draws need no density to be trusted.
     :param modes_weighed: whether each of several separate modes has its due share of the draws.
+    :param doubts: what is known to have gone wrong with the chains, each in a few words.
     :raises ValueError: for none, or sites of different numbers of draws.
     """
 
     def __init__(
-        self, samples: Mapping[str, Tensor], settled: bool = False, modes_weighed: bool = False
+        self,
+        samples: Mapping[str, Tensor],
+        settled: bool = False,
+        modes_weighed: bool = False,
+        doubts: Sequence[str] = (),
     ) -> None:
         lengths = {len(value) for value in samples.values()}
         if len(lengths) != 1 or lengths == {0}:
@@ -46,6 +51,7 @@ class StoredDraws:
                 "Cure: a dict of tensors (num_draws, *site_shape), as MCMC.get_samples() gives it"
             )
         self.samples, self.settled, self.modes_weighed = dict(samples), settled, modes_weighed
+        self.doubts = tuple(doubts)
         self.num_draws = lengths.pop()
 
     def __repr__(self) -> str:

@@ -22,6 +22,8 @@ from pyro_implicit.mcmc.teaching import Taught
 
 __all__ = ["Refined", "collect"]
 
+MANY_FAILED = 0.01
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Refined(ArvizExport):
@@ -99,9 +101,22 @@ class Refined(ArvizExport):
         """Whether the chains stopped because nothing drifted any more, and not at a budget."""
         return self.stopped in ("converged", "steady")
 
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What speaks against the draws, of which ``diagnose`` says "check"."""
+        found = []
+        if not self.settled:
+            found.append(f"the chains were stopped by {self.stopped}, before they settled")
+        if self.failed > MANY_FAILED:
+            share = f"{self.failed:.1%} of the chains' trajectories failed"
+            found.append(f"{share}: narrow places may not have filled")
+        if self.stuck:
+            found.append(f"{self.stuck} of {self.num_chains} chains never moved")
+        return tuple(found)
+
     def as_guide(self) -> StoredDraws:
         """The draws as a guide, for ``Predictive``."""
-        return StoredDraws(self.get_samples(), self.settled, self.modes_weighed)
+        return StoredDraws(self.get_samples(), self.settled, self.modes_weighed, self.doubts)
 
     def diagnostics(self) -> dict[str, Any]:
         """Effective sample size and split R-hat by site, as Pyro's ``MCMC`` gives them.

@@ -26,10 +26,12 @@ from torch.distributions import constraints
 from pyro_implicit import LIVI_ELBO, MLP, AutoImplicit, AutoSemiImplicit
 from pyro_implicit.diagnostics import preparation
 from pyro_implicit.diagnostics.checkup import diagnose
-from pyro_implicit.diagnostics.moments import MomentErrors
+from pyro_implicit.diagnostics.moments import MomentErrors, Resolution
 from pyro_implicit.diagnostics.stein import SteinCheck
 from pyro_implicit.diagnostics.verdict import Diagnosis
+from pyro_implicit.fitting import Fit
 from pyro_implicit.infer.bound import EvidenceBound
+from pyro_implicit.mcmc import Refined
 from pyro_implicit.ops.stein_discrepancy import SteinTest
 
 
@@ -171,6 +173,22 @@ def test_a_budget_spares_what_is_dear():
     assert whole.spared == () and whole.drift is not None
 
 
+def test_weights_beyond_the_budget_are_left_out():
+    """Those of a semi-implicit guide take Gauss-Newton steps, which the budget counts."""
+
+    def model():
+        pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+
+    guide = AutoSemiImplicit(model, frame=None)
+    guide()
+    options = {"num_samples": 100, "num_transitions": 0, "modes": None}
+    found = diagnose(model, guide, max_seconds=0.1, **options)
+    assert found.bound is None and found.spared == ("importance weights",)
+    assert "would take" in found.no_density and found.planned_seconds < 0.1
+    whole = diagnose(model, guide, **options)
+    assert whole.bound is not None and whole.spared == () and whole.planned_seconds > 0.1
+
+
 @pytest.mark.parametrize(
     ("khat", "efficiency", "verdict"),
     [
@@ -186,6 +204,44 @@ def test_a_budget_spares_what_is_dear():
 def test_limits_of_khat(khat, efficiency, verdict):
     bound = EvidenceBound(0.0, 0.0, khat, 1000 * efficiency)
     assert Diagnosis(1000, 2, bound).verdict == verdict
+
+
+@pytest.mark.parametrize("judged", ["", "predictions"])
+@pytest.mark.parametrize(("efficiency", "tells"), [(0.9, False), (0.95, True), (0.99, True)])
+def test_even_weights_tell_whatever_a_test_resolves(efficiency, tells, judged):
+    """No mean is off by more than the weights' coefficient of variation, in sds: here .23, .1."""
+    bound = EvidenceBound(0.0, 0.0, 0.7, 1000 * efficiency)
+    blind = MomentErrors(0.0, (1.0, 1.0), (), Resolution(0.05, 1.4))
+    found = Diagnosis(1000, 2, bound, importance=blind, judged=judged)
+    assert found.verdict == ("trust" if tells else "check")
+    assert ("cannot tell" in str(found)) != tells
+
+
+def test_doubts_of_chains():
+    """Those that had settled are trusted, if their trajectories did not fail."""
+    done = {"samples": {"x": torch.randn(100, 5)}, "drift": None, "frame": "full", "modes": ""}
+    numbers = ("acceptance", "step_size", "trajectory_length", "seconds")
+    counts = ("num_gradients", "warmup_gradients", "replaced_starts", "stuck")
+    done |= {"space": "latent", "space_note": "", "stopped": "converged", "failed": 0.001}
+    refined = Refined(**done, **dict.fromkeys(numbers, 1.0), **dict.fromkeys(counts, 0))
+
+    def model():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    def found(**changes):
+        result = Fit(refined=dataclasses.replace(refined, **changes), source=(model, (), {}))
+        return result.diagnose(num_samples=500, num_transitions=0, modes=None)
+
+    assert found().verdict == "trust"
+    for changes, words in (
+        ({"failed": 0.03}, "3.0% of the chains' trajectories failed"),
+        ({"stopped": "max_seconds"}, "stopped by max_seconds, before they settled"),
+        ({"stuck": 7}, "7 of 100 chains never moved"),
+    ):
+        doubted = found(**changes)
+        assert doubted.verdict == "check" and "refine" in doubted.cures[0]
+        assert [finding.reason for finding in doubted.findings] == [doubted.doubts[0]]
+        assert words in str(doubted)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +303,7 @@ def test_a_lost_mode_is_found(component):
     alone = diagnose(two_modes, guide, modes=None)
     assert alone.verdict == "trust"  # nothing else can see it
     assert alone.coverage is None and "not looked for" in str(alone)
+    assert alone.importance.sd_ratios == (1.0, 1.0)  # weights that are all the same have no k-hat
     found = diagnose(two_modes, guide)
     assert found.verdict == "do not trust"
     assert found.coverage.uncovered.sum() == 1 and len(found.coverage.mass) == 2

@@ -16,6 +16,7 @@ from pyro_implicit.diagnostics.drift import drift_check
 from pyro_implicit.diagnostics.importance import importance_check
 from pyro_implicit.diagnostics.moments import moment_errors
 from pyro_implicit.diagnostics.stein import stein_by_site, stein_check
+from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.diagnostics.whitening import CollapsedError, whiten_draws
 
 NUM = 2000
@@ -244,6 +245,27 @@ def test_drift_takes_chunks():
 
     low, _ = drift_check(draws, log_prob, num_transitions=10, chunk_size=300).sd_ratios
     assert set(sizes) == {300, 200} and low == pytest.approx(0.7, rel=0.13)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_cut_tail_fills_beyond_all_draws(seed):
+    """Of tails as heavy as these no variance can be told, but where the draws end is plain."""
+    torch.manual_seed(seed)
+    target = torch.distributions.StudentT(2.0)
+    draws = target.sample((8000, 2))
+    near = draws[draws.square().sum(-1) < draws.square().sum(-1).quantile(0.9)]
+
+    def check(draws):
+        whitened = whiten_draws(draws)
+        log_prob = lambda u: target.log_prob(u).sum(-1)  # noqa: E731
+        return drift_check(whitened.first(300), log_prob, others=whitened.white[300:])
+
+    assert check(draws).escaped == 0.0
+    cut = check(near)
+    assert 0.03 < cut.escaped < 0.15 and cut.sd_ratios == (1.0, 1.0)
+    whole = Diagnosis(300, 2, drift=cut, settled=True)
+    assert whole.verdict == ("do not trust" if cut.escaped > 0.05 else "check")
+    assert f"{cut.escaped:.1%} escaped" in str(whole) and "a tail is lost" in str(whole)
 
 
 def test_directions_are_tested_on_other_draws_than_they_come_from():

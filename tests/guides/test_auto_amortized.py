@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyro_implicit import LIVI_ELBO, AutoAmortized, AutoSemiImplicit, NoisyEncoder, fit
 from pyro_implicit.fitting import Fit, default_loss
 from pyro_implicit.infer import ImplicitELBO
+from pyro_implicit.infer.bound import weighted_draws
 
 NUM_ROWS, NOISE = 400, 0.5
 
@@ -157,6 +158,22 @@ def test_a_model_that_draws_its_rows():
     replayed = poutine.trace(poutine.replay(model, trace=trace)).get_trace(x)
     assert replayed.nodes["x"]["value"].equal(x[index])
     assert guide.sample_posterior(3, x)["z"].shape == (3, 100)  # of all rows
+
+
+def test_weights_of_all_rows_after_minibatches():
+    """Each row's likelihood and density count once, whatever the first minibatch had."""
+    x = data()
+    guide = AutoAmortized(conjugate, {"z": lambda x: (x, torch.full_like(x, 0.5))}, AutoNormal)
+    guide(x[:100])
+    rest = dist.Normal(guide.rest.locs.mean, guide.rest.scales.mean)
+    found = weighted_draws(conjugate, guide, x, num_samples=5)
+    mean, z = found.draws["mean"].unsqueeze(-1), found.draws["z"]
+    assert z.shape == (5, NUM_ROWS)
+    rows = dist.Normal(mean, 1.0).log_prob(z) + dist.Normal(z, NOISE).log_prob(x)
+    rows = rows - dist.Normal(x, 0.5).log_prob(z)
+    expected = rows.sum(-1) + dist.Normal(0.0, 10.0).log_prob(mean).squeeze(-1)
+    expected = (expected - rest.log_prob(mean).squeeze(-1)).detach()
+    torch.testing.assert_close(found.log_weights, expected)
 
 
 @pytest.mark.parametrize("shape", [(), (2,)])
