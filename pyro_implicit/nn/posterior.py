@@ -61,9 +61,9 @@ class PosteriorDraws:
             )
         if isinstance(posterior, AutoGuide) and posterior.prototype_trace is None:
             raise ValueError(
-                f"the guide {type(posterior).__name__} was never called, and would take the targets "
-                "for latents. Cure: train it first; if all of its parts are trained, call it once, "
-                "guide(x, y)"
+                f"the guide {type(posterior).__name__} was never called, and would take the "
+                "targets for latents. Cure: train it first; if all of its parts are trained, call "
+                "it once, guide(x, y)"
             )
         self.num_samples = min(num_samples, stored)
         self._rows = torch.linspace(0, stored - 1, self.num_samples).round().long()
