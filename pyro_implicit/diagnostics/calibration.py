@@ -18,6 +18,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.ops.printing import Printed
 
 __all__ = ["Calibration", "simulation_based_calibration"]
 
@@ -27,7 +28,7 @@ _MAX_ROWS = 20
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Calibration:
+class Calibration(Printed):
     """Ranks of true values among draws. ``print`` shows the histograms.
 
     :ivar ranks: by site, ``(num_simulations, *site shape)``, from 0 to ``num_draws``: how many of
@@ -67,9 +68,6 @@ class Calibration:
                 scaled = (rank.double() + 0.5) / (self.num_draws + 1)
                 rows.append((label, count.tolist(), p_value.item(), _shape(scaled)))
         return sorted(rows, key=lambda row: row[2])
-
-    def __repr__(self) -> str:
-        return str(self)
 
     def __str__(self) -> str:
         rows, count = self._rows(), len(next(iter(self.ranks.values())))

@@ -14,6 +14,7 @@ from pyro_implicit.diagnostics.labels import describe_faults
 from pyro_implicit.diagnostics.moments import MomentErrors
 from pyro_implicit.diagnostics.stein import SteinCheck
 from pyro_implicit.infer.bound import EvidenceBound
+from pyro_implicit.ops.printing import Printed
 
 __all__ = ["Diagnosis", "Finding", "Verdict"]
 
@@ -74,7 +75,7 @@ MomentCheck = MomentErrors | SteinCheck | DriftCheck
 
 
 @dataclass(frozen=True, repr=False)
-class Diagnosis:
+class Diagnosis(Printed):
     """What can be known about a fitted guide without a reference. ``print`` shows all of it.
 
     :ivar num_samples: draws of the guide that were looked at.
@@ -222,9 +223,6 @@ class Diagnosis:
             f"do not show errors {_beyond(self.importance)}"
         )
         yield Finding("check", reason, "more draws (num_samples), or refine and then diagnose")
-
-    def __repr__(self) -> str:
-        return str(self)
 
     def __str__(self) -> str:
         head = f"Diagnosis of {self.num_samples} draws in {self.latent_dim} dimensions"

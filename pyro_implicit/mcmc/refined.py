@@ -19,12 +19,13 @@ from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.modes import KEPT, Modes
 from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.mcmc.teaching import Taught
+from pyro_implicit.ops.printing import Printed
 
 __all__ = ["Refined", "collect"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Refined(ArvizExport):
+class Refined(Printed, ArvizExport):
     """Draws of many short chains. ``print`` shows how they came about, ``summary()`` their moments.
 
     The draws are those after warm-up, without the first third, thinned.
@@ -124,9 +125,6 @@ class Refined(ArvizExport):
             [(v == v[:, :1]).flatten(1).all(-1) for v in self.samples.values()]
         ).all(0)
         return {name: value[~is_stuck].flatten(0, 1) for name, value in self.samples.items()}
-
-    def __repr__(self) -> str:
-        return str(self)
 
     def __str__(self) -> str:
         num_draws = next(iter(self.samples.values())).shape[1]
