@@ -17,6 +17,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_implicit.density.turns import in_turn
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.ops.printing import Printed
 
@@ -85,6 +86,7 @@ class Calibration(Printed):
         return "\n".join([*lines, f"Verdict: {found}"])
 
 
+@in_turn
 def simulation_based_calibration(
     model: Callable[..., Any],
     fit: Callable[[Callable[[], Any]], Callable[..., Any] | Mapping[str, Tensor]],

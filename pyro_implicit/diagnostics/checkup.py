@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.progress import announce, showing_progress, steps_of
+from pyro_implicit.density.turns import in_turn
 from pyro_implicit.diagnostics.coverage import uncovered_modes
 from pyro_implicit.diagnostics.drift import drift_check
 from pyro_implicit.diagnostics.effort import Effort, plan_effort
@@ -50,6 +51,7 @@ NUM_SAMPLES = 2000
 NUM_CHAINS, NUM_OBSERVED_CHAINS = 500, 1000  # of latents, of quantities
 
 
+@in_turn
 @torch.no_grad()
 def diagnose(
     model: Callable[..., Any],

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.progress import progress_bar
+from pyro_implicit.density.turns import in_turn
 from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
 from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
@@ -89,6 +90,7 @@ class _State:
     held_out: dict[str, Any] | None = None
 
 
+@in_turn
 def train(
     model: Callable[..., Any],
     guide: Callable[..., Any],

@@ -170,7 +170,7 @@ def collect(density: ChainDensity, modes: Modes | None, chains: Chains) -> Refin
             "wrong: they began where every trajectory is rejected, far out or in a narrow place. "
             "Cure: a better guide, more max_gradients, or leave out those chains of "
             "get_samples(group_by_chain=True) whose draws are all the same",
-            stacklevel=3,
+            stacklevel=4,
         )
     rows, note = None, KEPT
     if modes is not None:
