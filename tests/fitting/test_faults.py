@@ -257,7 +257,7 @@ def losses_of(shift):
 
 
 def test_threads_take_turns():
-    """Each as if it were alone, though handlers, parameters and random numbers are the process's."""
+    """Handlers, parameters and random numbers are the process's."""
     shifts = [torch.tensor(shift) for shift in (-3.0, 5.0)]
     alone = [losses_of(shift) for shift in shifts]
     with ThreadPoolExecutor(2) as pool:
