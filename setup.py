@@ -29,8 +29,8 @@ setup(
     package_data={"pyro_implicit": ["py.typed"]},
     python_requires=">=3.11",
     # matplotlib and pytest are never imported when the package is: tests/test_package.py.
-    # torch: the oldest that was tried; those before 2.4 lack nn.RMSNorm.
-    install_requires=["pyro-ppl>=1.9.2", "torch>=2.13", "numpy", "matplotlib", "pytest"],
+    # torch: the oldest that was tested (CONTRIBUTING.md, "Release").
+    install_requires=["pyro-ppl>=1.9.2", "torch>=2.9.1", "numpy", "matplotlib", "pytest"],
     extras_require={
         "networks": NETWORKS,  # evaluate(ood=...)
         "arviz": ARVIZ,  # to_datatree, to_inferencedata

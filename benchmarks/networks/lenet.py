@@ -21,14 +21,13 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.common import RESULTS, markdown_table, read_records
 from benchmarks.networks.data import digits
 from benchmarks.networks.methods import METHODS, posterior_of
-from benchmarks.networks.run import REFINED, Run, add_arguments, commands, missing_runs, store
+from benchmarks.networks.run import REFINED, Run, add_arguments, commands, run_rows
 from pyro_implicit.nn import LabelReport, evaluate
 
 FOREIGN = {"fashion": "fashion_mnist", "notmnist": "notmnist"}
@@ -147,14 +146,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    torch.set_num_threads(args.threads)
     if args.network != "lenet" and args.out == RESULTS / "networks_lenet.jsonl":
         args.out = RESULTS / f"networks_{args.network}.jsonl"
-    for row, seed in [] if args.report else missing_runs(args):
-        store(args, row, seed, work(args, row, seed))
-    text = report(args)
-    args.out.with_suffix(".md").write_text(text)
-    print(text)
+    run_rows(args, work, report)
 
 
 if __name__ == "__main__":

@@ -150,6 +150,7 @@ def mixture(run: Run) -> Posterior:
     loss = linearised(run, "stochastic")
     for index, part in enumerate(guide.components):
         run.fit(model, part, loss, f"mixture-{index}", share=1 / 3)
+    guide(*run.train)  # which of the model's sites are latent
     return model, guide
 
 

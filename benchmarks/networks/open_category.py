@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,7 +25,7 @@ from benchmarks.common import RESULTS, markdown_table, read_records
 from benchmarks.networks.data import cifar, digits, of_classes
 from benchmarks.networks.lenet import ROWS, lenet
 from benchmarks.networks.methods import posterior_of
-from benchmarks.networks.run import Run, add_arguments, commands, missing_runs, store
+from benchmarks.networks.run import Run, add_arguments, commands, run_rows
 from pyro_implicit.nn import LabelReport, evaluate
 
 INSIDE, OUTSIDE = (0, 5), (6, 9)
@@ -126,14 +125,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    torch.set_num_threads(args.threads)
     if args.data != "mnist" and args.out == RESULTS / "networks_open_mnist.jsonl":
         args.out = RESULTS / f"networks_open_{args.data}.jsonl"
-    for row, seed in [] if args.report else missing_runs(args):
-        store(args, row, seed, work(args, row, seed))
-    text = report(args)
-    args.out.with_suffix(".md").write_text(text)
-    print(text)
+    run_rows(args, work, report)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pyro
+import torch
 from pyro.infer.autoguide import AutoDelta, init_to_value
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,9 +29,8 @@ __all__ = [
     "Run",
     "add_arguments",
     "commands",
-    "missing_runs",
+    "run_rows",
     "start_of",
-    "store",
 ]
 
 REFINED = ", refined"
@@ -59,7 +59,26 @@ def add_arguments(parser: argparse.ArgumentParser, out: Path, rows: list[str]) -
     add_machine_arguments(parser)
 
 
-def missing_runs(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
+def run_rows(
+    args: argparse.Namespace,
+    work: Callable[[argparse.Namespace, str, int], dict[str, Any]],
+    report: Callable[[argparse.Namespace], str],
+) -> None:
+    """Appends the lines that are missing, then writes and prints the table.
+
+    :param work: the numbers of one row from one seed.
+    :param report: the table.
+    """
+    torch.set_num_threads(args.threads)
+    for row, seed in [] if args.report else _missing_runs(args):
+        record = {"row": row, "seed": seed, **_settings(args), **work(args, row, seed)}
+        append_record(args.out, record | environment(args.device))
+    text = report(args)
+    args.out.with_suffix(".md").write_text(text)
+    print(text)
+
+
+def _missing_runs(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
     """Rows and seeds that have no line yet."""
     for seed in range(args.seeds):
         for row in args.rows:
@@ -81,12 +100,6 @@ def commands(script: str, records: list[dict[str, Any]]) -> str:
         + f" --draws {draws}\n"
         for key, draws in lines.items()
     )
-
-
-def store(args: argparse.Namespace, row: str, seed: int, numbers: dict[str, Any]) -> None:
-    """Appends a line."""
-    record = {"row": row, "seed": seed, **_settings(args), **numbers}
-    append_record(args.out, record | environment(args.device))
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

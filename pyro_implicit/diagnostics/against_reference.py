@@ -12,6 +12,7 @@ from pyro.infer import MCMC
 from pyro.ops.stats import quantile
 from torch import Tensor
 
+from pyro_implicit.density.turns import in_turn
 from pyro_implicit.diagnostics.comparison import QUANTILES, Comparison, SiteComparison
 from pyro_implicit.diagnostics.distances import (
     maximum_mean_discrepancy,
@@ -38,6 +39,7 @@ class HasSamples(Protocol):
         """By site, ``(num_samples, *site_shape)``."""
 
 
+@in_turn
 def compare(
     model: Callable[..., Any] | None,
     guide: Callable[..., Any] | HasSamples | Mapping[str, Tensor],

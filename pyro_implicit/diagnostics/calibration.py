@@ -17,7 +17,9 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_implicit.density.turns import in_turn
 from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.ops.printing import Printed
 
 __all__ = ["Calibration", "simulation_based_calibration"]
 
@@ -27,7 +29,7 @@ _MAX_ROWS = 20
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Calibration:
+class Calibration(Printed):
     """Ranks of true values among draws. ``print`` shows the histograms.
 
     :ivar ranks: by site, ``(num_simulations, *site shape)``, from 0 to ``num_draws``: how many of
@@ -68,9 +70,6 @@ class Calibration:
                 rows.append((label, count.tolist(), p_value.item(), _shape(scaled)))
         return sorted(rows, key=lambda row: row[2])
 
-    def __repr__(self) -> str:
-        return str(self)
-
     def __str__(self) -> str:
         rows, count = self._rows(), len(next(iter(self.ranks.values())))
         lines = [f"Ranks of {count} true values among {self.num_draws} draws; uniform if right"]
@@ -87,6 +86,7 @@ class Calibration:
         return "\n".join([*lines, f"Verdict: {found}"])
 
 
+@in_turn
 def simulation_based_calibration(
     model: Callable[..., Any],
     fit: Callable[[Callable[[], Any]], Callable[..., Any] | Mapping[str, Tensor]],

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.progress import announce, showing_progress
+from pyro_implicit.density.turns import in_turn
 from pyro_implicit.diagnostics.effort import plan_effort
 from pyro_implicit.diagnostics.examination import (
     NUM_CHAINS,
@@ -41,6 +42,7 @@ LEAST_DRAWS = 100  # of fewer there is no k-hat
 NUM_SAMPLES = 2000
 
 
+@in_turn
 @torch.no_grad()
 def diagnose(
     model: Callable[..., Any],

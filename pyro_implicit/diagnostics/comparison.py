@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_implicit.diagnostics.labels import index_label
 from pyro_implicit.diagnostics.plots import plot_posteriors
 from pyro_implicit.diagnostics.reference_check import ReferenceCheck
-from pyro_implicit.ops.printing import short_repr
+from pyro_implicit.ops.printing import Printed, short_repr
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,7 +57,7 @@ class SiteComparison:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Comparison:
+class Comparison(Printed):
     """A guide against reference draws. ``print`` shows the table.
 
     :ivar sites: the marginals of every compared site.
@@ -102,9 +102,6 @@ class Comparison:
     def floor_ratio(self) -> float:
         """The headline distance in units of its sampling floor: 1 is perfect."""
         return self.sliced_wasserstein / self.sampling_floor if self.sampling_floor else math.inf
-
-    def __repr__(self) -> str:
-        return str(self)
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [_HEADER]

@@ -22,6 +22,7 @@ from pyro_implicit.diagnostics.findings import (
 from pyro_implicit.diagnostics.moments import MomentErrors
 from pyro_implicit.diagnostics.stein import SteinCheck
 from pyro_implicit.infer.bound import EvidenceBound
+from pyro_implicit.ops.printing import Printed
 
 __all__ = ["Diagnosis"]
 
@@ -30,7 +31,7 @@ MAX_ALSO = 5
 
 
 @dataclass(frozen=True, repr=False)
-class Diagnosis:
+class Diagnosis(Printed):
     """What can be known about a fitted guide without a reference. ``print`` shows all of it.
 
     :ivar num_samples: draws of the guide that were looked at.
@@ -96,9 +97,6 @@ class Diagnosis:
     def efficiency(self) -> float:
         """The effective sample size of the importance weights, as a share of the draws."""
         return self.bound.effective_sample_size / self.num_samples if self.bound else 0.0
-
-    def __repr__(self) -> str:
-        return str(self)
 
     def __str__(self) -> str:
         head = f"Diagnosis of {self.num_samples} draws in {self.latent_dim} dimensions"

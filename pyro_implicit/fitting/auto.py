@@ -15,6 +15,7 @@ from pyro.infer.autoguide import AutoGuide
 from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.engine import SubsampledError
 from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.turns import in_turn
 from pyro_implicit.fitting.amortized import Amortize, fit_amortized, refuse_amortizing
 from pyro_implicit.fitting.arguments import refuse_misplaced, refuse_validation
 from pyro_implicit.fitting.checkpoint import same_start
@@ -44,6 +45,7 @@ __all__ = ["fit"]
 NEARLY = 0.9  # effective share of the draws
 
 
+@in_turn
 def fit(
     model: Callable[..., Any],
     guide: str | AutoGuide | Callable[..., Any] = "auto",

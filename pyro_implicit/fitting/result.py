@@ -22,6 +22,7 @@ from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import AutoConditional, Refined
 from pyro_implicit.mcmc.arviz_export import as_datatree, as_inferencedata, model_groups
 from pyro_implicit.mcmc.run_files import read_file, write_file
+from pyro_implicit.ops.printing import Printed
 
 __all__ = ["Fit", "Stage"]
 
@@ -48,7 +49,7 @@ def reason(error: Exception) -> str:
 
 
 @dataclass(repr=False)
-class Fit:
+class Fit(Printed):
     """What :func:`fit` returns; ``print`` it for a table of its stages.
 
     ``guide`` is the fitted guide, ``losses`` are those of its training, one for each step (of a
@@ -240,9 +241,6 @@ class Fit:
             except Exception as error:  # the model's own too, of any kind
                 line.error = error
                 line.outcome = f"failed: {reason(error)}"
-
-    def __repr__(self) -> str:
-        return str(self)
 
     def __str__(self) -> str:
         lines = [f"{'stage':<20} {'seconds':>8}  outcome"]

@@ -188,7 +188,7 @@ class Stages:
     @staticmethod
     def warn(message: str) -> None:
         """On behalf of ``fit``'s caller."""
-        warnings.warn(message, stacklevel=5)
+        warnings.warn(message, stacklevel=6)
 
     def keep_the_best(self, density: LatentDensity | None, modes: Modes | None) -> Fit:
         """What there is when the user interrupts.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.progress import progress_bar
+from pyro_implicit.density.turns import in_turn
 from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
 from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.fitting.processes import is_first, loss_function, mean_over_processes, own_file
@@ -40,6 +41,7 @@ class _State:
     held_out: dict[str, Any] | None = None
 
 
+@in_turn
 def train(
     model: Callable[..., Any],
     guide: Callable[..., Any],

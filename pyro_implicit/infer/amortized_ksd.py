@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor, nn
-from torch.func import jvp
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import MLP
@@ -18,6 +17,7 @@ from pyro_implicit.infer.engine.networks import NetworkELBO
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.engine.transport import send_gradients
+from pyro_implicit.ops.jacobian import forward_product
 
 __all__ = ["AmortizedKSD_ELBO"]
 
@@ -152,8 +152,7 @@ def _stein_objective(critic: Callable[[Tensor], Tensor], points: Tensor, score: 
     """The integrand of the critic's objective, with a random probe for the divergence: ``(*batch)``
     for points ``(*batch, m)``."""
     probe = torch.randint_like(points, 2) * 2 - 1
-    output = jvp(critic, (points,), (probe,))
-    change, difference = output[0], output[1]
+    change, difference = forward_product(critic, points, probe)
     integrand = score * change + probe * difference - 0.5 * change.square()
     return integrand.sum(-1)
 

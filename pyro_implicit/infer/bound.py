@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.density.progress import steps_of
+from pyro_implicit.density.turns import in_turn
 from pyro_implicit.infer.engine.hierarchical import HierarchicalELBO, Proposal
 from pyro_implicit.ops.pareto import pareto_smoothed
 from pyro_implicit.ops.printing import short_repr
@@ -65,6 +66,7 @@ class WeightedDraws(NamedTuple):
         )
 
 
+@in_turn
 def evidence_bound(
     model: Callable[..., Any],
     guide: Callable[..., Any],
@@ -156,6 +158,7 @@ def evidence_bound(
     ).bound()
 
 
+@in_turn
 @torch.no_grad()
 def weighted_draws(
     model: Callable[..., Any],

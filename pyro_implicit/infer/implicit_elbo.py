@@ -20,6 +20,7 @@ from torch import Tensor
 from pyro_implicit.compiled import CompileMode, check_mode, is_tracing
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit, find_implicit
 from pyro_implicit.infer.engine.evaluation import Evaluation
+from pyro_implicit.infer.engine.memory import noting_memory
 from pyro_implicit.infer.engine.nonfinite import (
     NonFiniteError,
     check_gradients,
@@ -105,6 +106,11 @@ class ImplicitELBO(StatefulELBO):
     site_types: ClassVar[tuple[type[Implicit], ...]] = ()
     #: Whether a recorded step gives the numbers of a plain one to the last bit.
     records_to_the_bit: ClassVar[bool] = True
+
+    @property
+    def _memory_cure(self) -> str:
+        """What to try when a step has run out of memory."""
+        return "a smaller num_particles, or minibatches"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -286,6 +292,7 @@ class ImplicitELBO(StatefulELBO):
             return particles.run_plate(self._vectorized_num_particles)
         return particles.run_all(self.state.runs)
 
+    @noting_memory
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """:returns: an estimate of the negative ELBO (nan for a skipped one)."""
         try:
@@ -295,6 +302,7 @@ class ImplicitELBO(StatefulELBO):
             self._skip(error)
             return math.nan
 
+    @noting_memory
     def differentiable_loss(
         self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
     ) -> Tensor:
@@ -313,6 +321,7 @@ class ImplicitELBO(StatefulELBO):
             self._skip(error)
             return torch.full((), math.nan, requires_grad=True)
 
+    @noting_memory
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
         """Adds the gradients of the negative ELBO to the parameters.
 
@@ -414,7 +423,7 @@ class ImplicitELBO(StatefulELBO):
                 f"{number} of {self.num_particles} particles, which are left out ({terms}). Said "
                 "once; see num_left_out. Cure, if they are many: a smaller init_scale, or priors "
                 "in whose range the data are possible",
-                stacklevel=5,
+                stacklevel=6,
             )
         self.num_left_out += number
         return loss, surrogate

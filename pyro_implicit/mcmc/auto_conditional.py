@@ -128,10 +128,11 @@ class AutoConditional(AutoGuide):
         latent, log_dets = noise_map.to_noise(noise.unconstrain(flat))
         made = noise.read(latent, read)
         found = {}
-        for name, (value, log_density) in zip(self.reparams, made, strict=True):
-            shape = values[f"{name}_noise"].shape
+        for (name, reparam), (value, log_density) in zip(self.reparams.items(), made, strict=True):
+            noise_name = reparam.noise_name(name)
+            shape = values[noise_name].shape
             event_dim = self.prototype_trace.nodes[name]["fn"].event_dim
-            if (log_det := log_dets.get(f"{name}_noise")) is not None:
+            if (log_det := log_dets.get(noise_name)) is not None:
                 log_density = log_density - sum_rightmost(log_det, event_dim)
             found[name] = (
                 value.reshape(shape),

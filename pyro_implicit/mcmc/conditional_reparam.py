@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pyro
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from pyro_implicit.ops.small_matrices import cholesky, product, solve_triangular
 
-__all__ = ["ConditionalReparam", "base_distribution"]
+__all__ = ["SUFFIX", "ConditionalReparam", "base_distribution", "unused_suffix"]
+
+SUFFIX = "_noise"
 
 LOC_SCALE = (dist.Normal, dist.StudentT, dist.Cauchy, dist.Laplace, dist.Logistic)
 
@@ -51,10 +54,11 @@ class ConditionalReparam(Reparam):
     :param precision: W, ``(*batch_shape, *event_shape)``, not negative; of a
         :class:`~pyro.distributions.MultivariateNormal` ``(*batch_shape, n, n)``.
     :param information: h, in the latent's shape.
+    :param suffix: what makes the noise's name of the latent's.
     """
 
-    def __init__(self, precision: Tensor, information: Tensor) -> None:
-        self.precision, self.information = precision, information
+    def __init__(self, precision: Tensor, information: Tensor, suffix: str = SUFFIX) -> None:
+        self.precision, self.information, self.suffix = precision, information, suffix
 
     @staticmethod
     def suits(fn: Any) -> bool:
@@ -73,14 +77,14 @@ class ConditionalReparam(Reparam):
         return isinstance(base_distribution(fn), dist.MultivariateNormal)
 
     def apply(self, msg: ReparamMessage) -> ReparamResult:
-        """Sample noise ``"{name}_noise"`` in place of the site, which is computed from it."""
-        name, (fn, event_dim) = msg["name"], self._unwrap(msg["fn"])
+        """Sample noise ``"{name}{suffix}"`` in place of the site, which is computed from it."""
+        name, (fn, event_dim) = self.noise_name(msg["name"]), self._unwrap(msg["fn"])
         value = self.information if msg["value"] is None else msg["value"]
         standard = dist.Normal(torch.zeros_like(value), 1.0).to_event(event_dim)
         form = self._form(fn)
         noise = None if msg["value"] is None else form.to_noise(value)
         infer = {"is_observed": msg["is_observed"]}
-        noise = pyro.sample(f"{name}_noise", standard, obs=noise, infer=infer)
+        noise = pyro.sample(name, standard, obs=noise, infer=infer)
         value, *parts = form.to_value(noise)
         log_density, log_det = (sum_rightmost(one, event_dim - form.event_dim) for one in parts)
         pyro.factor(f"{name}_factor", log_density - standard.log_prob(noise))
@@ -89,6 +93,10 @@ class ConditionalReparam(Reparam):
         delta = dist.Delta(value, -log_det, event_dim=event_dim).mask(False)
         return {"fn": delta, "value": value, "is_observed": True}
 
+    def noise_name(self, site: str) -> str:
+        """The name of a site's noise."""
+        return f"{site}{self.suffix}"
+
     def to_noise(self, fn: Any, value: Tensor) -> Tensor:
         """The noise that gives a value of the site."""
         return self._form(base_distribution(fn)).to_noise(value)
@@ -96,6 +104,18 @@ class ConditionalReparam(Reparam):
     def _form(self, fn: Any) -> _Scalar | _Vector:
         kind = _Vector if self.is_vector(fn) else _Scalar
         return kind(fn, self.precision, self.information)
+
+
+def unused_suffix(latents: Collection[str], sites: Collection[str]) -> str:
+    """``"_noise"``, or so many more underscores that no name is the model's already.
+
+    :param latents: that may be written as noise.
+    :param sites: all names of the model.
+    """
+    suffix = SUFFIX
+    while any(f"{name}{suffix}{end}" in sites for name in latents for end in ("", "_factor")):
+        suffix += "_"
+    return suffix
 
 
 def base_distribution(fn: Any) -> Any:

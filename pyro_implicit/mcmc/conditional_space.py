@@ -13,7 +13,11 @@ from torch import Tensor
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.mcmc.chain_density import ChainDensity
-from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam, base_distribution
+from pyro_implicit.mcmc.conditional_reparam import (
+    ConditionalReparam,
+    base_distribution,
+    unused_suffix,
+)
 from pyro_implicit.mcmc.noise_map import NoiseMap
 from pyro_implicit.mcmc.pseudo_data import own_hessian, score_of_rest, told
 from pyro_implicit.mcmc.scaled_sites import are_round, scaled_reparams
@@ -131,7 +135,7 @@ class ConditionalDensity(ChainDensity):
         for group in groups:
             found = self._say(middle, group)
             self._map = NoiseMap(density, {**self._map.reparams, **found})
-        known = [f"{name}_noise" for name in self._map.reparams]
+        known = [one.noise_name(name) for name, one in self._map.reparams.items()]
         point = self.to_points(middle.unsqueeze(0))[0]
         if scaled := scaled_reparams(self._map.noise, point, known):
             with_scaled = NoiseMap(density, {**self._map.reparams, **scaled})
@@ -155,6 +159,7 @@ class ConditionalDensity(ChainDensity):
         noise, point = self._map.noise, self.to_points(latent.unsqueeze(0)).detach()
 
         nodes, made = self.density.trace_at(latent).nodes, {}
+        suffix = unused_suffix(self.density.shapes, nodes)
         places = noise.split(torch.arange(point.shape[-1], device=point.device))
         with torch.enable_grad():
             point.requires_grad_()
@@ -170,7 +175,7 @@ class ConditionalDensity(ChainDensity):
                 precision, information = (one.to(value) for one in said)
                 shape = (*place.shape, size) if is_vector else place.shape
                 made[name] = ConditionalReparam(
-                    precision.reshape(shape), information.reshape(place.shape)
+                    precision.reshape(shape), information.reshape(place.shape), suffix
                 )
         return made
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from pyro_implicit.mcmc.arviz_export import ArvizExport
 from pyro_implicit.mcmc.draw_store import DrawStore
 from pyro_implicit.mcmc.step_choice import StepChoice
+from pyro_implicit.ops.printing import Printed
 
 __all__ = ["MinibatchRefined", "SitesOf"]
 
@@ -40,7 +41,7 @@ class SitesOf:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MinibatchRefined(ArvizExport):
+class MinibatchRefined(Printed, ArvizExport):
     """Draws of chains that saw minibatches. ``print`` shows how they came about.
 
     :ivar stopped: ``"max_epochs"`` or ``"max_seconds"``.
@@ -127,9 +128,6 @@ class MinibatchRefined(ArvizExport):
         :param prob: mass of the intervals.
         """
         print_summary(self.get_samples(group_by_chain=True), prob=prob)
-
-    def __repr__(self) -> str:
-        return str(self)
 
     def __str__(self) -> str:
         rows = {

@@ -87,7 +87,7 @@ class NoiseMap:
             values = {name: trace.nodes[name]["value"] for name in self.density.shapes}
             for name, reparam in self.reparams.items():
                 site = trace.nodes[name]
-                values[f"{name}_noise"] = reparam.to_noise(site["fn"], site["value"])
+                values[reparam.noise_name(name)] = reparam.to_noise(site["fn"], site["value"])
             return values
 
         parts = self.noise.split(self.noise.unconstrain(self.density.read(latent, read)))

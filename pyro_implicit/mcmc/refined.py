@@ -19,6 +19,7 @@ from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.modes import KEPT, Modes
 from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.mcmc.teaching import Taught
+from pyro_implicit.ops.printing import Printed
 
 __all__ = ["Refined", "collect"]
 
@@ -26,7 +27,7 @@ MANY_FAILED = 0.01
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Refined(ArvizExport):
+class Refined(Printed, ArvizExport):
     """Draws of many short chains. ``print`` shows how they came about, ``summary()`` their moments.
 
     The draws are those after warm-up, without the first third, thinned.
@@ -140,9 +141,6 @@ class Refined(ArvizExport):
         ).all(0)
         return {name: value[~is_stuck].flatten(0, 1) for name, value in self.samples.items()}
 
-    def __repr__(self) -> str:
-        return str(self)
-
     def __str__(self) -> str:
         num_draws = next(iter(self.samples.values())).shape[1]
         rows = {
@@ -187,7 +185,7 @@ def collect(density: ChainDensity, modes: Modes | None, chains: Chains) -> Refin
             "wrong: they began where every trajectory is rejected, far out or in a narrow place. "
             "Cure: a better guide, more max_gradients, or leave out those chains of "
             "get_samples(group_by_chain=True) whose draws are all the same",
-            stacklevel=3,
+            stacklevel=4,
         )
     rows, note = None, KEPT
     if modes is not None:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.progress import progress_bar
+from pyro_implicit.density.turns import in_turn
 from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.mcmc.chain_files import load_chains, save_chains
 from pyro_implicit.mcmc.chains import Chains
@@ -63,6 +64,7 @@ def refine(
 ) -> MinibatchRefined: ...
 
 
+@in_turn
 def refine(
     model: Callable[..., Any],
     guide: Callable[..., Any] | Mapping[str, Tensor],

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
+from pyro_implicit.mcmc.conditional_reparam import SUFFIX, ConditionalReparam
 from pyro_implicit.ops.conditional_normal import from_standard, to_standard
 
 __all__ = ["PRODUCT", "ScaledBlock", "ScaledReparam"]
@@ -46,6 +46,7 @@ class ScaledBlock:
         latents, or ``(n,)`` if diagonal.
     :param information: h in these units, ``(n,)``.
     :param locs: of the priors, l, in these units, ``(n,)``.
+    :param suffix: what makes the name of a latent's noise.
     """
 
     powers: Mapping[str, Mapping[str, float]]
@@ -54,12 +55,13 @@ class ScaledBlock:
     precision: Tensor
     information: Tensor
     locs: Tensor
+    suffix: str = SUFFIX
 
     def to_noise(self, parts: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The priors' noise of what is left.
 
         :param parts: unconstrained, by site, ``(num_points, *shape)``; those of the block are
-            called ``"{name}_noise"``.
+            called ``"{name}{suffix}"``.
         :returns: noise, and the log-determinant of each element, by the same names.
         """
         values, log_det = self._map(parts, back=False)
@@ -70,7 +72,7 @@ class ScaledBlock:
         return self._split(self._map(parts, back=True)[0])
 
     def _map(self, parts: Mapping[str, Tensor], back: bool) -> tuple[Tensor, Tensor]:
-        given = [parts[f"{name}_noise"] for name in self.shapes]
+        given = [parts[f"{name}{self.suffix}"] for name in self.shapes]
         values = torch.cat([one.reshape(len(one), -1) for one in given], -1)
         scale, told = self._scales(parts, len(values))
         if self.precision.dim() == 1:
@@ -103,7 +105,7 @@ class ScaledBlock:
     def _split(self, values: Tensor) -> dict[str, Tensor]:
         parts = values.split([shape.numel() for shape in self.shapes.values()], -1)
         return {
-            f"{name}_noise": part.reshape(len(part), *shape)
+            f"{name}{self.suffix}": part.reshape(len(part), *shape)
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
 
@@ -120,5 +122,5 @@ class ScaledReparam(ConditionalReparam):
 
     def __init__(self, block: ScaledBlock, shape: torch.Size) -> None:
         nothing = block.information.new_zeros(shape)
-        super().__init__(precision=nothing, information=nothing)
+        super().__init__(precision=nothing, information=nothing, suffix=block.suffix)
         self.block = block

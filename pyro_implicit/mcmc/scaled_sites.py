@@ -12,7 +12,11 @@ from torch import Tensor
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.latent_density import LatentDensity
-from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam, base_distribution
+from pyro_implicit.mcmc.conditional_reparam import (
+    ConditionalReparam,
+    base_distribution,
+    unused_suffix,
+)
 from pyro_implicit.mcmc.noise_map import NoiseMap
 from pyro_implicit.mcmc.pseudo_data import own_hessian, score_of_rest, told
 from pyro_implicit.mcmc.scaled_reparam import PRODUCT, ScaledBlock, ScaledReparam
@@ -75,7 +79,7 @@ def are_round(noise_map: NoiseMap, middle: Tensor, names: Collection[str]) -> bo
     """
     centre = noise_map.to_points(middle.unsqueeze(0))
     places = noise_map.noise.split(torch.arange(centre.shape[-1], device=centre.device))
-    own = torch.cat([places[f"{name}_noise"].flatten() for name in names])
+    own = torch.cat([places[noise_map.reparams[n].noise_name(n)].flatten() for n in names])
     is_other = torch.ones_like(centre[0], dtype=torch.bool)
     is_other[own] = False
     others = is_other.nonzero().flatten()
@@ -195,7 +199,8 @@ def _block(
     precision, information = (one[0] if is_dense else one.flatten() for one in said)
     at, known = density.split(middle), {one for own in powers.values() for one in own}
     parents = {one: at[one] for one in known}
-    return ScaledBlock(powers, parents, shapes, precision, information, loc.flatten())
+    suffix = unused_suffix(density.shapes, nodes)
+    return ScaledBlock(powers, parents, shapes, precision, information, loc.flatten(), suffix)
 
 
 def _moments(fn: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from pyro.infer.autoguide.utils import deep_setattr
 from torch import Tensor
 
 from pyro_implicit.density.progress import progress_bar
+from pyro_implicit.density.turns import in_turn
 from pyro_implicit.mcmc.density_at_draws import DensityAtDraws
 from pyro_implicit.mcmc.frame import estimate_frame
 from pyro_implicit.mcmc.guide_density import density_at_draws
@@ -46,6 +47,7 @@ class Taught:
         return f"log q of held-out draws {self.before:.3f} to {self.after:.3f}"
 
 
+@in_turn
 def teach(
     guide: Callable[..., Any],
     draws: Mapping[str, Tensor],

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_implicit.density.turns import in_turn
 from pyro_implicit.nn.detection import detect
 from pyro_implicit.nn.prediction import model_and_posterior, predictions
 from pyro_implicit.nn.predictive_means import Prediction
@@ -22,6 +23,7 @@ UNCERTAINTIES = (
 )  # fmt: skip
 
 
+@in_turn
 @torch.no_grad()
 def evaluate(
     result: Any,

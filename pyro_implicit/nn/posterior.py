@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_implicit.guides.posterior_draws import draw
@@ -32,8 +33,9 @@ class PosteriorDraws:
     :param posterior: a guide, draws by site ``(num_draws, *site_shape)``, or what has
         ``get_samples``: an ``MCMC`` and what :func:`~pyro_implicit.refine` returns.
     :param num_samples: how many; fewer where fewer are stored.
-    :param args: of the guide, for one that was never called.
+    :param args: of the guide, for one that reads them.
     :raises TypeError: for anything else.
+    :raises ValueError: for an autoguide that was never called.
     """
 
     def __init__(self, posterior: Any, num_samples: int, args: tuple) -> None:
@@ -56,6 +58,12 @@ class PosteriorDraws:
             raise TypeError(
                 "a posterior must be a guide, a dict of draws by site, or what fit, refine or MCMC "
                 f"made, but got {type(posterior).__name__}"
+            )
+        if isinstance(posterior, AutoGuide) and posterior.prototype_trace is None:
+            raise ValueError(
+                f"the guide {type(posterior).__name__} was never called, and would take the "
+                "targets for latents. Cure: train it first; if all of its parts are trained, call "
+                "it once, guide(x, y)"
             )
         self.num_samples = min(num_samples, stored)
         self._rows = torch.linspace(0, stored - 1, self.num_samples).round().long()

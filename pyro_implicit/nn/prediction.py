@@ -65,7 +65,8 @@ def predict(
         numbers.
     :returns: an iterator, one prediction for each minibatch, on the posterior's device.
     :raises TypeError: for a posterior that is none, or no model.
-    :raises ValueError: for a model in which not one site alone is neither latent nor observed.
+    :raises ValueError: for an autoguide that was never called, and for a model in which not one
+        site alone is neither latent nor observed.
     """
     model, posterior = model_and_posterior(result, model)
     for prediction, _ in predictions(model, posterior, loader, num_samples, with_targets=False):

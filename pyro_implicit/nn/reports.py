@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.nn.detection import Detection
+from pyro_implicit.ops.printing import Printed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,7 +51,7 @@ class Foreign:
 
 
 @dataclass(frozen=True, repr=False)
-class _Report:
+class _Report(Printed):
     """What both reports have.
 
     :ivar num_rows: Of the test set.
@@ -65,9 +66,6 @@ class _Report:
     temperature: float
     ood: dict[str, Foreign] = field(repr=False)
     uncertainty: dict[str, Tensor] = field(repr=False)
-
-    def __repr__(self) -> str:
-        return str(self)
 
     def _columns(self) -> dict[str, dict[str, Tensor]]:
         return {"test": self.uncertainty} | {n: set_.uncertainty for n, set_ in self.ood.items()}

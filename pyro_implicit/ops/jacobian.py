@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.func import jvp, vjp, vmap
 
-__all__ = ["batch_jacobian", "jacobian_products"]
+__all__ = ["batch_jacobian", "forward_product", "jacobian_products"]
 
 Function = Callable[[Tensor], Tensor]
 
@@ -31,8 +34,7 @@ def batch_jacobian(function: Function, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """
 
     def push(direction: Tensor) -> tuple[Tensor, Tensor]:
-        output = jvp(function, (inputs,), (direction.expand_as(inputs),))
-        return output[0], output[1]
+        return forward_product(function, inputs, direction.expand_as(inputs))
 
     basis = torch.eye(inputs.shape[-1], dtype=inputs.dtype, device=inputs.device)
     # Of a random function (dropout) it is the Jacobian of one outcome.
@@ -55,4 +57,29 @@ def jacobian_products(function: Function, inputs: Tensor) -> tuple[Function, Fun
     """
     inputs = inputs.contiguous()  # forward mode cannot write into expanded tensors
     pull = vjp(function, inputs)[1]
-    return lambda v: jvp(function, (inputs,), (v,))[1], lambda u: pull(u)[0]
+    return lambda v: forward_product(function, inputs, v)[1], lambda u: pull(u)[0]
+
+
+def forward_product(function: Function, inputs: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+    """The value and the derivative in one direction, by forward mode.
+
+    **Example:**
+
+    >>> forward_product(torch.sin, torch.zeros(2), torch.tensor([1.0, 2.0]))
+    (tensor([0., 0.]), tensor([1., 2.]))
+
+    :param direction: of the inputs' shape.
+    """
+    _prepare_forward_mode()
+    output = jvp(function, (inputs,), (direction,))
+    return output[0], output[1]
+
+
+@functools.cache
+def _prepare_forward_mode() -> None:
+    """Torch scripts a few of its own functions the first time, and warns that it does so: visibly
+    from 2.15 on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with forward_ad.dual_level():
+            forward_ad.make_dual(torch.zeros(()), torch.zeros(()))

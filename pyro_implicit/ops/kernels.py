@@ -37,7 +37,9 @@ def squared_distances(x: Tensor, y: Tensor) -> Tensor:
     center = y.detach().mean(-2, keepdim=True)
     x, y = x - center, y - center
     squares = x.square().sum(-1).unsqueeze(-1) + y.square().sum(-1).unsqueeze(-2)
-    return (squares - 2 * x @ y.mT).clamp(min=0.0)
+    squares = squares - 2 * x @ y.mT
+    # From torch 2.15 on ``clamp`` has no gradient at its bound, where second derivatives want it.
+    return squares.masked_fill(squares < 0, 0.0)
 
 
 def median_bandwidth(samples: Tensor) -> Tensor:

@@ -1,17 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How results that hold tensors print: shapes in place of numbers, on one line."""
+"""How results print: tensors as shapes, on one line; reports as their table."""
 
 from __future__ import annotations
 
 import dataclasses
+import html
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["short_repr"]
+__all__ = ["Printed", "short_repr"]
 
 MANY = 4
+COLOURS = {"trust": "green", "uniform": "green", "check": "#b58900", "do not trust": "red"}
+VERDICT = re.compile(rf"^Verdict: (?:({'|'.join(COLOURS)})\b)?", re.MULTILINE)
+
+
+class Printed:
+    """Shows its ``__str__`` wherever it is shown, with a coloured verdict where there are colours.
+
+    The string itself stays plain, as it may go to a file or a log from a terminal, too. Notebooks
+    ask for ``_repr_html_``, and rich's ``print`` for ``__rich__``, if it prints on a terminal.
+
+    **Example:**
+
+    >>> class Found(Printed):
+    ...     def __str__(self):
+    ...         return "Verdict: check: <a>"
+    >>> Found()
+    Verdict: check: <a>
+    >>> Found()._repr_html_()
+    '<pre>Verdict: <b style="color: #b58900">check</b>: &lt;a&gt;</pre>'
+    """
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        text = _coloured(html.escape(str(self)), '<b style="color: {}">{}</b>')
+        return f"<pre>{text}</pre>"
+
+    def __rich__(self) -> str:
+        text = re.sub(r"(\\*)(\[[a-z#/@])", r"\1\1\\\2", str(self))  # no markup of rich's
+        return _coloured(text, "[bold {}]{}[/]")
 
 
 def short_repr(self: Any) -> str:
@@ -44,3 +77,11 @@ def _short(value: Any) -> str:
     if isinstance(value, list) and len(value) > MANY:
         return f"[{len(value)} values]"
     return getattr(value, "__name__", None) or repr(value)
+
+
+def _coloured(text: str, style: str) -> str:
+    def of(match: re.Match[str]) -> str:
+        verdict = match[1]
+        return "Verdict: " + (style.format(COLOURS[verdict], verdict) if verdict else "")
+
+    return VERDICT.sub(of, text)

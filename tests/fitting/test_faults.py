@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pyro
 import pyro.distributions as dist
@@ -244,3 +245,21 @@ def test_gradients_of_others_are_left_alone():
         ImplicitELBO(2), Z, schedule=Schedule(num_steps=3), progress=False,
     )  # fmt: skip
     assert frozen.unconstrained().grad is None
+
+
+def shifted(shift):
+    x = pyro.sample("x", dist.Normal(shift, 1.0))
+    pyro.sample("y", dist.Normal(x, 1.0), obs=2 * shift)
+
+
+def losses_of(shift):
+    return quick(shifted, shift, num_steps=1, compile=False).losses
+
+
+def test_threads_take_turns():
+    """Handlers, parameters and random numbers are the process's."""
+    shifts = [torch.tensor(shift) for shift in (-3.0, 5.0)]
+    alone = [losses_of(shift) for shift in shifts]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(losses_of, shifts))
+    assert alone == together

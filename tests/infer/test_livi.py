@@ -11,6 +11,7 @@ from pyro.infer import SVI
 from torch import nn
 
 from pyro_implicit import LIVI_ELBO, AutoSemiImplicit, GatedMLP, SemiImplicit
+from pyro_implicit.infer import livi
 
 
 def cosine_adam(lr, num_steps):
@@ -128,3 +129,23 @@ def test_unconverged_lobpcg_warns_once_and_reports():
     elbo = LIVI_ELBO(2, log_det="smallest", max_iterations=200)
     elbo.loss(model, guide)
     assert elbo.residuals["_AutoSemiImplicit_latent"] < 0.1
+
+
+@pytest.mark.parametrize("log_det", ["exact", "stochastic"])
+def test_out_of_memory(log_det, monkeypatch):
+    """Torch's error, with a note that says what takes less."""
+
+    def huge(*_):
+        return torch.empty(2**50)
+
+    monkeypatch.setattr(livi, "covariance_log_det", huge)
+    monkeypatch.setattr(livi, "stochastic_log_det", huge)
+    model = lambda: pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1))  # noqa: E731
+    svi = SVI(model, AutoSemiImplicit(model), pyro.optim.Adam({}), LIVI_ELBO(5, log_det))
+    cheaper = log_det == "exact"
+    with pytest.raises(RuntimeError, match="can't allocate memory") as found:
+        svi.step()
+    (note,) = found.value.__notes__
+    assert note.startswith("LIVI_ELBO ran out of memory in a step of 5 particles. Cure: ")
+    assert ('log_det="stochastic", which stores no Jacobian' in note) == cheaper
+    assert note.endswith("a smaller num_particles, or minibatches")

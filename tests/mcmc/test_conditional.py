@@ -115,7 +115,19 @@ def both():
         pyro.sample("other", dist.Normal(tau * z, SIGMA), obs=Y.flip(0))
 
 
+def taken_names():
+    """Sites called as noise and its density would be."""
+    scale = pyro.sample("x_noise", dist.LogNormal(0.0, 1.0))
+    tau = pyro.sample("z_noise__factor", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("z_noise", 4):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        x = pyro.sample("x", dist.Normal(0.0, scale))
+        pyro.sample("y", dist.Normal(x, SIGMA), obs=Y)
+        pyro.sample("other", dist.Normal(tau * z, SIGMA), obs=Y.flip(0))
+
+
 MODELS = {
+    "taken names": (taken_names, ["z", "x"]),
     "by hand": (by_hand, ["level", "z"]),
     "both": (both, ["z", "x"]),
     "single": (single, ["x"]),
@@ -382,7 +394,7 @@ def test_very_many_latents_are_probed_by_random_signs(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["single", "normal", "student", "vectors", "nested", "walk", "by hand", "both"]
+    "name", ["single", "normal", "student", "vectors", "nested", "walk", "by hand", "taken names"]
 )
 def test_the_density_of_the_guide_is_that_of_its_noise(name):
     """By the change of variables, with Pyro's own trace of guide and model."""

@@ -185,3 +185,5 @@ def test_errors():
         next(predict(only, [X], model=model))
     with pytest.raises(ValueError, match=r"are \[\], but one is wanted"):
         next(predict(WEIGHTS, [X], model=NET))
+    with pytest.raises(ValueError, match="AutoNormal was never called.*Cure: train it first"):
+        next(predict(AutoNormal(model), [X], model=model))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users see of results, guides and ELBOs that they print: short, and exact."""
 
+import io
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -69,3 +71,37 @@ def test_reports_show_their_table_wherever_they_are_shown():
     diagnosis = Diagnosis(num_samples=10, latent_dim=3)
     assert repr(diagnosis) == str(diagnosis)
     assert diagnosis.verdict in repr(diagnosis).splitlines()[-1]
+
+
+def judged(broken):
+    return Diagnosis(10, 3, broken=broken, no_density="it folds")
+
+
+def test_notebooks_show_the_verdict_in_colour():
+    text = judged("<inf> & NaN")._repr_html_()
+    assert '\nVerdict: <b style="color: red">do not trust</b>: &lt;inf&gt; &amp; NaN\n' in text
+    assert 'Verdict: <b style="color: #b58900">check</b>: no' in judged("")._repr_html_()
+    assert "<b" not in Fit(None)._repr_html_()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("file", "terminal", "style"),
+    [(Terminal, "xterm", "\x1b[1;31m"), (Terminal, "dumb", ""), (io.StringIO, "xterm", "")],
+)
+def test_rich_shows_it_on_terminals_alone(file, terminal, style, monkeypatch):
+    """And the string has no colours, wherever it goes."""
+    rich = pytest.importorskip("rich.console")
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", terminal)
+    report = judged(r"a[red] \[/] x[0] is infinite")
+    console = rich.Console(file=file(), highlight=False, width=200)
+    console.print(report)
+    end = style and "\x1b[0m"
+    expected = str(report).replace("do not trust", f"{style}do not trust{end}", 1)
+    assert console.file.getvalue() == expected + "\n"
