@@ -85,7 +85,7 @@ def refine_by_minibatches(
         ``poutine.scale``.
     :param guide: any guide of this model, trained or not, or draws: a dict of constrained values by
         site, ``(num_draws, *site_shape)``, such as an ensemble. Fewer draws than chains are taken
-        in turn; of fewer than twenty the frame is the prior's scales.
+        in turn; of fewer than twenty the frame is made of the prior's scales and the information.
     :param args: the first arguments of model and guide, the same for all minibatches.
     :param batches: a ``DataLoader`` or any other iterable of tuples of the model's further
         arguments, or of single ones, that can be passed over many times. For a model that draws its
@@ -153,7 +153,7 @@ def refine_by_minibatches(
         draws.go_on(content["num_draws"])
     else:
         draws.begin()
-        chains = start_chains(density, guide, num_chains, kernel, schedule, step_size)
+        chains = start_chains(density, guide, num_chains, kernel, schedule, step_size, stream)
     began -= chains.seconds
 
     def save() -> None:

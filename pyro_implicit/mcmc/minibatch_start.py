@@ -59,11 +59,14 @@ def minibatch_frame(
     guide: Callable[..., Any] | Mapping[str, Tensor],
     args: tuple,
     kwargs: dict[str, Any],
+    stream: BatchStream,
 ) -> WhiteningFrame:
-    """The frame of a guide's draws: of their covariance up to 100 dimensions, else their scales.
+    r"""The frame of a guide's draws: of their covariance up to 100 dimensions, else their scales.
 
-    Coordinates that do not vary, and all if fewer than twenty draws are given, have the prior's
-    scales.
+    Coordinates that do not vary, and all if fewer than twenty draws are given, have the scales
+    :math:`(s^{-2} + F)^{-1/2}` of the prior's, s, and of what the data say there, F: with E
+    minibatches in an epoch, the variance of their gradients over E - 1, which is the diagonal of
+    Fisher's information where the model is right.
     """
     dim, given = density.latent_dim, None
     if isinstance(guide, Mapping):
@@ -89,8 +92,21 @@ def minibatch_frame(
         for start in range(0, FRAME_DRAWS, chunk):
             prior.add(density.sample_prior(min(chunk, FRAME_DRAWS - start)))
         spread = prior.sd()
-        scale = torch.where(fixed, torch.where(spread > 0, spread, 1.0), scale)
+        spread = torch.where(spread > 0, spread, 1.0)
+        spread = (spread**-2 + _information(density, moments.mean, stream)).rsqrt()
+        scale = torch.where(fixed, spread, scale)
     return WhiteningFrame(moments.mean.clone(), scale)
+
+
+def _information(density: MinibatchDensity, point: Tensor, stream: BatchStream) -> Tensor:
+    """The diagonal of Fisher's information at a point, 0 where gradients are not finite."""
+    if stream.epoch_length == 1:
+        return torch.zeros_like(point)
+    moments = _Moments(len(point), point)
+    for seed, batch in enumerate(stream.probed):
+        density.use(batch, seed)
+        moments.add(density.score(point.unsqueeze(0))[1])
+    return moments.sd().square() / (stream.epoch_length - 1)
 
 
 def start_chains(
@@ -100,12 +116,13 @@ def start_chains(
     kernel: MinibatchKernel,
     schedule: Schedule,
     given_step: float | None,
+    stream: BatchStream,
 ) -> MinibatchChains:
     """Chains at draws of the guide.
 
     :raises ValueError: for a guide of another model, and if the log-density is finite at none.
     """
-    frame = minibatch_frame(density, guide, density.args, density.kwargs)
+    frame = minibatch_frame(density, guide, density.args, density.kwargs, stream)
     points = latent_draws(density, guide, num_chains, density.args, density.kwargs)
     who = "those given" if isinstance(guide, Mapping) else "the guide"
     starts = finite_starts(density.score, points, who)

@@ -10,12 +10,15 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import AutoDelta, AutoNormal
+from pyro.infer.autoguide import AutoNormal
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
+from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.mcmc import MinibatchRefined, refine
 from pyro_implicit.mcmc import minibatch_chains as chains_module
 from pyro_implicit.mcmc import minibatch_refinement as module
+from pyro_implicit.mcmc.batch_stream import BatchStream
+from pyro_implicit.mcmc.minibatch_start import minibatch_frame
 
 ROWS = 100
 GENERATOR = torch.Generator().manual_seed(0)
@@ -170,13 +173,23 @@ def test_seconds_end_warm_up_and_run():
     assert result.warmup_gradients < result.num_gradients
 
 
-def test_a_point_starts_in_the_scales_of_the_prior():
-    result = short(AutoDelta(regression))
-    again = short({"weight": MEAN.unsqueeze(0)})
-    assert result.frame == again.frame == "diagonal"
-    largest = 4 / torch.linalg.eigvalsh(COVARIANCE).min()  # the prior's variance is 4
-    for found in (result, again):
-        assert 0.5 < found.choice.curvature / largest < 3  # of minibatches
+def test_a_point_has_scales_of_prior_and_information():
+    """The posterior's precision, by how much the gradients of sixteen minibatches differ."""
+    stream = BatchStream(loader())
+    density = MinibatchDensity(regression, batch=stream.probed[0])
+    point = {"weight": MEAN.unsqueeze(0)}
+    frame = minibatch_frame(density, point, (), {}, stream)
+    torch.testing.assert_close(frame.scale, PRECISION.diagonal().rsqrt(), rtol=0.4, atol=0)
+    result = short(point)
+    white = PRECISION * PRECISION.diagonal().rsqrt().outer(PRECISION.diagonal().rsqrt())
+    largest = torch.linalg.eigvalsh(white).max()
+    assert result.frame == "diagonal"
+    assert 0.5 < result.choice.curvature / largest < 3  # of minibatches
+
+    all_rows = BatchStream([(X, Y)])  # one minibatch tells nothing: the prior's
+    density = MinibatchDensity(regression, batch=(X, Y))
+    frame = minibatch_frame(density, point, (), {}, all_rows)
+    torch.testing.assert_close(frame.scale, torch.full_like(frame.scale, 2.0), rtol=0.3, atol=0)
 
 
 def test_many_dimensions_have_a_diagonal_frame():
