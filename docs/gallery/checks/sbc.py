@@ -61,7 +61,7 @@ low, high = (torch.distributions.Binomial(50, torch.tensor(0.1)).sample((10_000,
 )
 for axis, (name, report) in zip(axes, reports.items(), strict=True):
     counts = report.counts["slope"]
-    axis.bar(range(1, len(counts) + 1), counts)
+    axis.bar(range(1, len(counts) + 1), counts.numpy())
     axis.axhspan(low, high, color="0.8", zorder=0)
     axis.set(title=name, xlabel="tenth in which the true slope ranks")
 axes[0].set_ylabel("simulations")

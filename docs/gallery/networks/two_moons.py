@@ -90,8 +90,8 @@ maps = {name: probability(draws).detach().std(0) for name, draws in panels.items
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.8), sharey=True, layout="constrained")
 for axis, (name, spread) in zip(axes, maps.items(), strict=True):
     image = axis.imshow(
-        spread.reshape(41, 41).T, origin="lower", extent=(-4, 4, -4, 4), cmap="Blues", vmin=0,
-        vmax=0.5,
+        spread.reshape(41, 41).T.numpy(), origin="lower", extent=(-4, 4, -4, 4), cmap="Blues",
+        vmin=0, vmax=0.5,
     )  # fmt: skip
     axis.scatter(*x.T, c=y, s=8, cmap="coolwarm")
     away = (spread - maps["NUTS"]).abs().mean()

@@ -120,14 +120,16 @@ print(diagnose(model, implicit_guide, x[:5], num_images=5))
 worst = inside["Gaussian"].argsort()[:4]
 figure, axes = plt.subplots(3, 4, figsize=(9, 6.8), layout="constrained")
 for column, index in enumerate(worst.tolist()):
-    axes[0, column].imshow(images[index].reshape(8, 8), cmap="gray_r")
+    axes[0, column].imshow(images[index].reshape(8, 8).numpy(), cmap="gray_r")
     axes[0, column].set(xticks=[], yticks=[])
-    density = exact[index].reshape(101, 101).T
+    density = exact[index].reshape(101, 101).T.numpy()
     for row, (name, z) in enumerate(draws.items(), start=1):
         axis = axes[row, column]
-        axis.contour(side, side, density, levels=density.max() * torch.tensor([0.05, 0.3, 0.7]))
+        axis.contour(
+            side, side, density, levels=[density.max() * share for share in (0.05, 0.3, 0.7)]
+        )
         axis.scatter(*z[:, index].T, s=3, color="C1", alpha=0.5)
-        centre = (exact[index, :, None] * grid).sum(0)
+        centre = (exact[index, :, None] * grid).sum(0).tolist()
         axis.set(xlim=(centre[0] - 1.5, centre[0] + 1.5), ylim=(centre[1] - 1.5, centre[1] + 1.5))
         axis.set(xticks=[], yticks=[])
         axes[row, 0].set_ylabel(name)

@@ -59,7 +59,7 @@ print(normal.diagnose())
 # the rate about right and the hyperparameters too narrow.
 
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), width_ratios=[3, 2], layout="constrained")
-axes[0].bar(x, counts, width=0.2, color="0.85", label="counts")
+axes[0].bar(x.numpy(), counts.numpy(), width=0.2, color="0.85", label="counts")
 axes[0].plot(x, rate, "k-", linewidth=1, label="truth")
 for name, fitted in {"fit": result, "AutoNormal": normal}.items():
     draws = {site: value.detach() for site, value in fitted.sample(1000).items()}
