@@ -169,11 +169,13 @@ def fit(
         ``seed``, ``lr`` or ``loss``.
     :returns: guide, losses, bounds and stages. Its guides leave nothing in Pyro's parameter store;
         a guide that was given, and parameters of the model, are there as after ``SVI``.
-    :raises TypeError: for a class, or the model's data, in place of a guide.
+    :raises TypeError: for a class, or the model's data, in place of a guide; in several processes,
+        for ``pyro.param`` outside of modules.
     :raises ValueError: for an unknown guide, a discrete latent, an observation that is NaN, a model
         whose log-density is nowhere finite (naming the sites to blame), or a checkpoint of a run
         with other settings (that its data were others goes unnoticed); for ``refine`` of a model
-        that subsamples its data.
+        that subsamples its data; in several processes, for the same minibatches in all, for
+        ``refine=True``, and for a loss that trains networks of its own.
     :raises RuntimeError: for a model without latents.
     """
     refuse_misplaced(model, guide, loss)

@@ -21,6 +21,8 @@ def trained_parameters(
     """All that one evaluation of the loss touches, by its name in Pyro's parameter store.
 
     The names of guide and loss are replaced: they may be others when training is resumed.
+
+    :raises ValueError: if neither model nor guide has a parameter.
     """
     with poutine.trace(param_only=True) as capture:
         value = loss.differentiable_loss(model, guide, *args, **kwargs)

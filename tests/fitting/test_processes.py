@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-import torch._dynamo  # DistributedDataParallel imports it: once, before the processes part
 from pyro.infer.autoguide import AutoNormal
 from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -17,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from pyro_implicit import LIVI_ELBO, AutoSemiImplicit, fit
 from pyro_implicit.infer import AVB_ELBO, ImplicitELBO
 from pyro_implicit.mcmc.batch_stream import BatchStream
+from tests.two_processes import in_two_processes
 
 pytestmark = pytest.mark.skipif(
     not distributed.is_available(), reason="torch without torch.distributed"
@@ -83,9 +81,6 @@ def refusal(*args, **kwargs):
 
 
 def work(rank, folder):
-    torch.set_num_threads(1)
-    method = f"file://{folder / 'meeting'}"
-    distributed.init_process_group("gloo", init_method=method, rank=rank, world_size=2)
     found = {case: fitted(case, rank, folder) for case in CASES}
     batches, same = list(parts(rank)), list(parts(None))
     messages = [
@@ -95,21 +90,12 @@ def work(rank, folder):
         refusal(model, AutoSemiImplicit(model), batches=batches, loss=AVB_ELBO(2)),
     ]
     torch.save((found, messages), folder / f"{rank}.pt")
-    distributed.barrier()
-    distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
-    context = multiprocessing.get_context("fork")  # which imports nothing again
-    workers = [context.Process(target=work, args=(rank, folder)) for rank in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(120)
-        worker.kill()
-    assert [worker.exitcode for worker in workers] == [0, 0]
+    in_two_processes(work, folder)
     return folder
 
 

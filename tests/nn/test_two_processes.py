@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import pyro
 import pytest
 import torch
-import torch._dynamo  # DistributedDataParallel imports it: once, before the processes part
 from pyro.infer.autoguide import AutoNormal, init_to_value
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyro_implicit import LIVI_ELBO, AutoSemiImplicit
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.nn import classifier, start_values, to_bayesian_
+from tests.two_processes import in_two_processes
 
 GUIDES = {
     "mean field": (AutoNormal, {"init_scale": 0.1}, ImplicitELBO),
@@ -42,29 +40,17 @@ def gradients(name, rows, wrap):
 
 
 def work(rank, folder):
-    torch.set_num_threads(1)
-    method = f"file://{folder / 'meeting'}"
-    distributed.init_process_group("gloo", init_method=method, rank=rank, world_size=2)
     found = {
         name: gradients(name, slice(4 * rank, 4 * rank + 4), DistributedDataParallel)
         for name in GUIDES
     }
     if rank == 0:
         torch.save(found, folder / "gradients.pt")
-    distributed.barrier()
-    distributed.destroy_process_group()
 
 
 @pytest.mark.skipif(not distributed.is_available(), reason="torch without torch.distributed")
 def test_two_processes_have_the_gradient_of_one(tmp_path):
-    context = multiprocessing.get_context("fork")  # which imports nothing again
-    workers = [context.Process(target=work, args=(rank, tmp_path)) for rank in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-        worker.kill()
-    assert [worker.exitcode for worker in workers] == [0, 0]
+    in_two_processes(work, tmp_path)
     found = torch.load(tmp_path / "gradients.pt")
     for name in GUIDES:
         expected = gradients(name, slice(8), lambda module: module)
