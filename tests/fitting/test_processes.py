@@ -58,7 +58,7 @@ CASES = {
 
 
 def fitted(case, rank, folder):
-    """Parameters after five epochs, and the losses."""
+    """Parameters after five epochs, the losses, and what the held-out rows said."""
     make_guide, loss = CASES[case]
     options = {
         "batches": list(parts(rank)), "loss": loss, "seed": 0, "compile": "trace",
@@ -70,7 +70,7 @@ def fitted(case, rank, folder):
     guide(*data())
     result = fit(model, guide, epochs=5, **options)
     values = {name: value.detach() for name, value in guide.named_parameters()}
-    return values, torch.tensor(result.losses)
+    return values, torch.tensor(result.losses), result.stages[0].outcome
 
 
 def refusal(*args, **kwargs):
@@ -105,12 +105,13 @@ def load(folder, rank):
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_train_what_one_does(folder, tmp_path, case):
-    expected, losses = fitted(case, None, tmp_path)
+    expected, losses, outcome = fitted(case, None, tmp_path)
     assert len(losses) == 20
     for rank in range(2):
-        values, found = load(folder, rank)[0][case]
+        values, found, found_outcome = load(folder, rank)[0][case]
         torch.testing.assert_close(values, expected)
         torch.testing.assert_close(found, losses)
+        assert found_outcome == outcome and "held-out NLL" in outcome
 
 
 def test_refuses_what_processes_cannot_share(folder):
