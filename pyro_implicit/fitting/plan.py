@@ -20,7 +20,8 @@ NUM_STARTS, NUM_TRIALS = 50, 23  # of the search: paths, and evaluations for eac
 SEARCH_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 20.0, 10, 1600
 TRAINING_SECONDS, LEAST_STEPS = 10.0, 200
 CHAIN_SECONDS, LEAST_CHAINS, MOST_CHAINS = 40.0, 32, 256
-LEAST_GRADIENTS, LONG_ENOUGH, MOST_GRADIENTS = 400, 2000, 4000
+LEAST_GRADIENTS, LONG_ENOUGH, MOST_GRADIENTS = 800, 2000, 4000
+PATIENCE = 2  # times as long, for chains that have not settled
 
 
 class ChainPlan(NamedTuple):
@@ -68,7 +69,8 @@ def affordable(evaluate: Callable[[], Any], seconds: float, least: int, most: in
 
 
 def affordable_chains(score: Callable[[Tensor], Any], point: Tensor) -> ChainPlan:
-    """Chains that can be had: fewer of them where they would else be too short.
+    """Chains that can be had: fewer of them where they would else be too short. Most settle long
+    before the gradients that those that do not are given.
 
     :param score: of points ``(num_chains, dim)``.
     :param point: one of them, ``(dim,)``.
@@ -76,7 +78,8 @@ def affordable_chains(score: Callable[[Tensor], Any], point: Tensor) -> ChainPla
     points = point.expand(MOST_CHAINS, -1)
     gradients = affordable(lambda: score(points), CHAIN_SECONDS, 1, MOST_GRADIENTS)
     chains = max(LEAST_CHAINS, min(MOST_CHAINS, MOST_CHAINS * gradients // LONG_ENOUGH))
-    return ChainPlan(chains, max(LEAST_GRADIENTS, gradients * MOST_CHAINS // chains))
+    affordable_gradients = PATIENCE * gradients * MOST_CHAINS // chains
+    return ChainPlan(chains, max(LEAST_GRADIENTS, min(MOST_GRADIENTS, affordable_gradients)))
 
 
 def make_plan(density: LatentDensity) -> Plan:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -13,11 +14,13 @@ from pyro.distributions.util import sum_rightmost
 from pyro.infer.reparam.reparam import Reparam, ReparamMessage, ReparamResult
 from torch import Tensor
 
-from pyro_implicit.ops.small_matrices import cholesky, product, solve_triangular
+from pyro_implicit.ops.conditional_normal import from_standard, to_standard
+from pyro_implicit.ops.small_matrices import product, solve_triangular
 
 __all__ = ["SUFFIX", "ConditionalReparam", "base_distribution", "unused_suffix"]
 
 SUFFIX = "_noise"
+LOG_2_PI = math.log(2 * math.pi)
 
 LOC_SCALE = (dist.Normal, dist.StudentT, dist.Cauchy, dist.Laplace, dist.Logistic)
 
@@ -37,7 +40,8 @@ class ConditionalReparam(Reparam):
     the two, unlike a fixed partly centred form
     (:class:`~pyro.infer.reparam.loc_scale.LocScaleReparam`), it changes with the scale: at the
     mouth of a funnel it is centred, in its neck not. The density is exact in any case; W and h only
-    decide how round it is.
+    decide how round it is. A vector that is given by its precision P, a Gaussian Markov field, is
+    written in the same way without factors of P: :math:`z = C (x - m)`, :math:`C^\top C = P + W`.
 
     **Example:**
 
@@ -101,8 +105,11 @@ class ConditionalReparam(Reparam):
         """The noise that gives a value of the site."""
         return self._form(base_distribution(fn)).to_noise(value)
 
-    def _form(self, fn: Any) -> _Scalar | _Vector:
-        kind = _Vector if self.is_vector(fn) else _Scalar
+    def _form(self, fn: Any) -> _Scalar | _Vector | _VectorOfPrecision:
+        if not self.is_vector(fn):
+            return _Scalar(fn, self.precision, self.information)
+        # Torch keeps the matrix that the prior was made of.
+        kind = _VectorOfPrecision if "precision_matrix" in vars(fn) else _Vector
         return kind(fn, self.precision, self.information)
 
 
@@ -153,27 +160,46 @@ class _Vector:
 
     def __init__(self, fn: Any, precision: Tensor, information: Tensor) -> None:
         self.loc, self.factor = fn.loc, fn.scale_tril
-        tilted = product(self.factor.mT, product(precision, self.factor))
-        identity = torch.eye(tilted.shape[-1], dtype=tilted.dtype, device=tilted.device)
-        self.stretch = cholesky(identity + tilted).mT
-        told = information - _times(precision, fn.loc)
-        self.pull = solve_triangular(self.stretch.mT, _times(self.factor.mT, told), upper=False)
+        weighed = product(precision, self.factor)
+        identity = torch.eye(weighed.shape[-1]).to(weighed)
+        self.precision = identity + product(self.factor.mT, weighed)
+        self.told = _times(self.factor.mT, information - _times(precision, fn.loc))
 
     def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As that of :class:`_Scalar`."""
-        white = solve_triangular(self.stretch, noise + self.pull, upper=True)
-        stretch, scale = (_log_det(factor) for factor in (self.stretch, self.factor))
-        log_density = dist.Normal(0.0, 1.0).log_prob(white).sum(-1) - stretch
-        return self.loc + _times(self.factor, white), log_density, scale - stretch
+        white, log_det = from_standard(noise, self.precision, self.told)
+        log_det = log_det.sum(-1)
+        scale = self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        log_density = dist.Normal(0.0, 1.0).log_prob(white).sum(-1) + log_det
+        return self.loc + _times(self.factor, white), log_density, scale + log_det
 
     def to_noise(self, value: Tensor) -> Tensor:
         white = solve_triangular(self.factor, value - self.loc, upper=False)
-        return _times(self.stretch, white) - self.pull
+        return to_standard(white, self.precision, self.told)
+
+
+class _VectorOfPrecision:
+    """The same of a prior that is given by its precision, which needs no factor."""
+
+    event_dim = 1
+
+    def __init__(self, fn: Any, precision: Tensor, information: Tensor) -> None:
+        self.loc, self.prior = fn.loc, fn.precision_matrix
+        self.precision = self.prior + precision
+        self.told = information + _times(self.prior, fn.loc)
+
+    def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As that of :class:`_Scalar`."""
+        value, log_det = from_standard(noise, self.precision, self.told)
+        log_det, offset = log_det.sum(-1), value - self.loc
+        zero = torch.zeros_like(noise)
+        log_scale = from_standard(zero, self.prior, zero)[1].sum(-1)
+        white = (offset * _times(self.prior, offset)).sum(-1) + noise.shape[-1] * LOG_2_PI
+        return value, log_det - log_scale - white / 2, log_det
+
+    def to_noise(self, value: Tensor) -> Tensor:
+        return to_standard(value, self.precision, self.told)
 
 
 def _times(matrix: Tensor, vector: Tensor) -> Tensor:
     return product(matrix, vector.unsqueeze(-1)).squeeze(-1)
-
-
-def _log_det(triangle: Tensor) -> Tensor:
-    return triangle.diagonal(dim1=-2, dim2=-1).log().sum(-1)

@@ -80,9 +80,11 @@ class ScaledBlock:
             pull = told / stretch
             found = stretch * values - pull if back else (values + pull) / stretch
             return found, -stretch.log()
+        identity = torch.eye(scale.shape[-1]).to(scale)
+        precision = identity + self.precision * (scale.unsqueeze(-1) * scale.unsqueeze(-2))
         if back:
-            return to_standard(values, scale, self.precision, told), values
-        return from_standard(values, scale, self.precision, told)
+            return to_standard(values, precision, told), values
+        return from_standard(values, precision, told)
 
     def _scales(self, parts: Mapping[str, Tensor], num_points: int) -> tuple[Tensor, Tensor]:
         """D and what the data say of the noise, ``(num_points, n)``."""

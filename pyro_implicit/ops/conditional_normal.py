@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws of a normal posterior from standard normals, whose scales are other latents."""
+"""Draws of a normal posterior from standard normals, whose precision other latents decide."""
 
 from __future__ import annotations
 
@@ -7,79 +7,103 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from pyro_implicit.ops.small_matrices import SMALL, cholesky, solve_triangular
 
 __all__ = ["from_standard", "to_standard"]
 
 
-def from_standard(
-    standard: Tensor, scale: Tensor, precision: Tensor, told: Tensor
-) -> tuple[Tensor, Tensor]:
-    r"""Draws of :math:`N(A^{-1} t, A^{-1})`, where :math:`A = I + D W D = L L^\top`.
+def from_standard(standard: Tensor, precision: Tensor, told: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Draws of :math:`N(A^{-1} t, A^{-1})`, where :math:`A = L L^\top`.
 
     .. math:: z = L^{-\top} (x + L^{-1} t)
 
     Its gradient is that of the Cholesky factor (Murray 2016, "Differentiation of the Cholesky
-    decomposition"), in half of the operations that autograd takes for it.
+    decomposition"), without the product of matrices that autograd takes for it: the gradient of L
+    is the lower triangle of :math:`-(z y^\top + L^{-\top} y (L^{-1} t)^\top)`, where
+    :math:`y = L^{-1} \partial z`, and what is asked of it is the lower triangle of its product with
+    :math:`L^\top`, which is that of :math:`-((x + L^{-1} t) y^\top + y (L^{-1} t)^\top)`.
 
     **Example:**
 
-    >>> one = torch.ones(1, 1)
-    >>> from_standard(0 * one, 2 * one, torch.tensor([[2.0]]), 18 * one)  # A = 9
+    >>> from_standard(torch.zeros(1, 1), torch.full((1, 1, 1), 9.0), torch.full((1, 1), 18.0))
     (tensor([[2.]]), tensor([[-1.0986]]))
 
-    :param standard: x, ``(num_draws, n)``.
-    :param scale: the diagonal of D, ``(num_draws, n)``.
-    :param precision: W, ``(n, n)``.
-    :param told: t, ``(num_draws, n)``.
+    :param standard: x, ``(*batch, n)``.
+    :param precision: A, ``(*batch, n, n)``, symmetric.
+    :param told: t, ``(*batch, n)``.
     :returns: z, and the logarithm of the diagonal of :math:`L^{-1}`, the sum of which is the
-        log-determinant, both ``(num_draws, n)``; NaN where A has no factor.
+        log-determinant, both ``(*batch, n)``; NaN where A has no factor.
     """
-    return _FromStandard.apply(standard, scale, precision, told)
+    if standard.shape[-1] <= SMALL:
+        factor = cholesky(precision)
+        pull = solve_triangular(factor, told, upper=False)
+        values = solve_triangular(factor.mT, standard + pull, upper=True)
+        return values, -factor.diagonal(dim1=-2, dim2=-1).log()
+    batch = torch.broadcast_shapes(standard.shape[:-1], precision.shape[:-2], told.shape[:-1])
+    size = standard.shape[-1:]
+    given = standard.expand(batch + size), precision.expand(batch + size + size)
+    values, log_diagonal, _ = _FromStandard.apply(*given, told.expand(batch + size))
+    return values, log_diagonal
 
 
-def to_standard(values: Tensor, scale: Tensor, precision: Tensor, told: Tensor) -> Tensor:
-    """The other way, x of z, without a gradient."""
-    factor = _factor(scale, precision)
-    return _times(factor.mT, values) - _solve(factor, told)
+def to_standard(values: Tensor, precision: Tensor, told: Tensor) -> Tensor:
+    """The other way, x of z."""
+    factor = _factor(precision)
+    return _times(factor.mT, values) - solve_triangular(factor, told, upper=False)
 
 
 class _FromStandard(torch.autograd.Function):
+    """The factor is returned for second derivatives alone."""
+
     @staticmethod
-    def forward(
-        ctx: Any, standard: Tensor, scale: Tensor, precision: Tensor, told: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        factor = _factor(scale, precision)
+    def forward(standard: Tensor, precision: Tensor, told: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        factor = _factor(precision)
         pull = _solve(factor, told)
         values = _solve(factor, standard + pull, transposed=True)
-        ctx.save_for_backward(factor, scale, precision, pull, values)
-        return values, -factor.diagonal(dim1=-2, dim2=-1).log()
+        return values, -factor.diagonal(dim1=-2, dim2=-1).log(), factor
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, by_values: Tensor, by_log_det: Tensor) -> tuple[Tensor | None, ...]:
-        factor, scale, precision, pull, values = ctx.saved_tensors
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        standard, _, told = inputs
+        ctx.save_for_backward(standard, told, output[-1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], *given: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        batched = [
+            one.expand(info.batch_size, *one.shape) if dim is None else one.movedim(dim, 0)
+            for one, dim in zip(given, in_dims, strict=True)
+        ]
+        return _FromStandard.apply(*batched), (0, 0, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *by: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        by_values, by_log_diagonal, by_factor = by
+        standard, told, factor = ctx.saved_tensors
+        if by_values is None:
+            by_values = torch.zeros_like(standard)
+        pull = _solve(factor, told)
         by_standard = _solve(factor, by_values)
         by_told = _solve(factor, by_standard, transposed=True)
-        sides = torch.stack([values, by_told], -1), torch.stack([by_standard, pull], -2)
-        by_factor = (sides[0] @ sides[1]).tril_()
-        diagonal = by_factor.diagonal(dim1=-2, dim2=-1)
-        diagonal.add_(by_log_det / factor.diagonal(dim1=-2, dim2=-1))
-        middle = (factor.mT @ by_factor).tril_()
-        middle.diagonal(dim1=-2, dim2=-1).mul_(0.5)
+        sides = [standard + pull, by_standard], [by_standard, pull]
+        middle = -torch.stack(sides[0], -1) @ torch.stack(sides[1], -2)
+        if by_factor is not None:
+            middle = middle + factor.mT @ by_factor
+        middle = middle.tril()
+        diagonal = middle.diagonal(dim1=-2, dim2=-1).mul_(0.5)
+        if by_log_diagonal is not None:
+            diagonal.sub_(by_log_diagonal / 2)
         left = torch.linalg.solve_triangular(factor.mT, middle, upper=True)
-        by_matrix = torch.linalg.solve_triangular(factor, left, upper=False, left=False)
-        # Its symmetric part is the gradient, and W is symmetric.
-        weighed = by_matrix.mul_(precision)
-        by_scale = _times(weighed, scale) + _times(weighed.mT, scale)
-        return by_standard, -by_scale, None, by_told
+        by_precision = torch.linalg.solve_triangular(factor, left, upper=False, left=False)
+        return by_standard, by_precision, by_told  # the symmetric part of A's counts
 
 
-def _factor(scale: Tensor, precision: Tensor) -> Tensor:
-    matrix = precision * scale.unsqueeze(-1) * scale.unsqueeze(-2)
-    matrix.diagonal(dim1=-2, dim2=-1).add_(1.0)
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    return factor.masked_fill_((failed != 0)[:, None, None], torch.nan)
+def _factor(precision: Tensor) -> Tensor:
+    factor, failed = torch.linalg.cholesky_ex(precision)
+    return factor.masked_fill((failed != 0)[..., None, None], torch.nan)
 
 
 def _solve(factor: Tensor, vector: Tensor, transposed: bool = False) -> Tensor:

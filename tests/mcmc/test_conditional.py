@@ -89,6 +89,24 @@ def single():
     pyro.sample("y", dist.Normal(x, SIGMA[:1]).to_event(1), obs=Y[:1])
 
 
+NEIGHBOURS = torch.ones(5, dtype=torch.float64).diag(1)  # of six cells in a row
+NEIGHBOURS = NEIGHBOURS + NEIGHBOURS.mT
+
+
+def field(name):
+    """A Gaussian field by its covariance or its precision."""
+
+    def model():
+        tau = pyro.sample("tau", dist.Gamma(2.0, 1.0))
+        alpha = pyro.sample("alpha", dist.Beta(4.0, 1.0))
+        precision = tau * (NEIGHBOURS.sum(-1).diag() - alpha * NEIGHBOURS)
+        given = precision if name == "precision_matrix" else precision.inverse()
+        x = pyro.sample("x", dist.MultivariateNormal(alpha.expand(6), **{name: given}))
+        pyro.sample("y", dist.Normal(x[:4], SIGMA).to_event(1), obs=Y)
+
+    return model
+
+
 DESIGN = torch.tensor([[1.0, -1.0, 0.5], [0.0, 2.0, 1.0], [1.0, 1.0, -2.0], [-1.0, 0.5, 1.0]])
 
 
@@ -131,6 +149,8 @@ MODELS = {
     "by hand": (by_hand, ["level", "z"]),
     "both": (both, ["z", "x"]),
     "single": (single, ["x"]),
+    "by precision": (field("precision_matrix"), ["x"]),
+    "by covariance": (field("covariance_matrix"), ["x"]),
     "normal": (groups(), ["x"]),
     "cauchy": (groups(dist.Cauchy), ["x"]),
     "student": (groups(student), ["x"]),
@@ -168,7 +188,10 @@ def test_the_density_is_the_models_by_change_of_variables(name):
     assert torch.allclose(walked.score(noise)[0], expected, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["normal", "vectors", "nested", "walk", "by hand"])
+@pytest.mark.parametrize(
+    "name",
+    ["normal", "vectors", "by precision", "by covariance", "nested", "walk", "by hand"],
+)
 def test_noise_is_standard_normal_given_the_other_latents(name):
     """Of conjugate models, at the scale at which the expansion was made."""
     walked, points = conditional(name)
