@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pyro_implicit.density.cost import estimated_seconds
 from pyro_implicit.density.latent_density import LatentDensity
 
-__all__ = ["Effort", "plan_effort"]
+__all__ = ["NUM_LEAPFROG", "Effort", "plan_effort"]
 
 NUM_SCORES = 4  # times the draws, of guides that draw in parallel
 MAX_NUMBERS = 10_000_000  # of all draws that are scored

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.progress import steps_of
+from pyro_implicit.density.traced_score import TracedScore
 from pyro_implicit.diagnostics.coverage import uncovered_modes
 from pyro_implicit.diagnostics.drift import drift_check
-from pyro_implicit.diagnostics.effort import Effort
+from pyro_implicit.diagnostics.effort import NUM_LEAPFROG, Effort
 from pyro_implicit.diagnostics.findings import EVEN_WEIGHTS, GOOD_WEIGHTS, KHAT
 from pyro_implicit.diagnostics.function_space import Function, Observed, describe
 from pyro_implicit.diagnostics.importance import importance_check
@@ -78,8 +79,10 @@ def examine(
             extra = draw(guide, effort.extra * num_samples, *args, **kwargs)
             many = torch.cat([points, density.unconstrain(extra)])
         chunks = many.split(chunk_size)
+        calls = len(chunks) + effort.num_transitions * NUM_LEAPFROG
+        traced = TracedScore(density.score, calls)
         # Of quantities no score is asked for.
-        score = density.score if function is None else lambda u: (density.log_prob(u), u[:, :0])
+        score = traced if function is None else lambda u: (density.log_prob(u), u[:, :0])
         parts = [score(part) for part in steps_of(chunks, len(chunks), "scores")]
     except BAD_DRAWS as error:
         return report(broken=f"guide or model fails at the guide's draws: {error}")
@@ -89,6 +92,7 @@ def examine(
     if not finite.all():
         number = int((~finite).sum())
         reason = f"log-density, score or importance weight is not finite at {number} draws"
+        density.log_prob(many[~finite][:1])  # a recording does not say why
         if density.error is not None:
             reason += f", the model fails there: {density.error}".split("\n")[0]
         return report(no_density=no_density, broken=reason)
@@ -119,7 +123,7 @@ def examine(
         with suppress(*BAD_DRAWS):  # somewhere on the way
             drift = drift_check(
                 whitened.first(number),
-                density.log_prob,
+                traced.log_prob,
                 effort.num_transitions,
                 chunk_size=chunk_size,
                 observe=observed,

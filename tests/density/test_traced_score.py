@@ -110,6 +110,27 @@ def test_compiled_scores_are_the_densitys_own_without_a_compiler_too(monkeypatch
     assert_equal(score(torch.ones(4, 2)), density.score(torch.ones(4, 2)))
 
 
+def test_a_gradient_that_is_no_number_is_recorded_as_such():
+    def nan_below_zero():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("f", torch.where(x > 0, x.sqrt(), x))  # its untaken branch has no gradient
+
+    score = TracedScore(LatentDensity(nan_below_zero).score)
+    for _ in range(5):
+        log_prob, gradient = score(torch.tensor([[1.0], [-1.0]]))
+    assert score.refusal is None and log_prob.isfinite().all()
+    assert gradient[0].isfinite() and gradient[1].isnan()
+
+
+def test_the_log_density_can_be_differentiated():
+    density = LatentDensity(model)
+    score = TracedScore(density.score)
+    for _ in range(3):
+        latent = torch.randn(4, 2, requires_grad=True)
+        (doubled,) = torch.autograd.grad(score.log_prob(2 * latent).sum(), latent)
+        assert torch.allclose(doubled, 2 * density.score(2 * latent)[1])
+
+
 def test_few_calls_do_not_repay_a_recording():
     score = TracedScore(LatentDensity(model).score, num_calls=3)
     for _ in range(3):
