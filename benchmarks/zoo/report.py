@@ -104,6 +104,34 @@ def summary(records: list[Record]) -> str:
     return "".join(f"* {line}\n" for line in lines)
 
 
+def beside(records: list[Record], fits: dict[str, Record]) -> str:
+    """Where ``fit`` is faster, and where it is closer to the reference."""
+    pairs = [(fits[r["model"]], r) for r in records if r["model"] in fits]
+    pairs = [
+        (own, other) for own, other in pairs if "cpu_seconds" in own and "cpu_seconds" in other
+    ]
+    faster = [own for own, other in pairs if own["cpu_seconds"] < other["cpu_seconds"]]
+    undecided = [
+        other
+        for own, other in pairs
+        if "error" in other and own["cpu_seconds"] >= other["cpu_seconds"]
+    ]
+    slower = [
+        own
+        for own, other in pairs
+        if "error" not in other and own["cpu_seconds"] >= other["cpu_seconds"]
+    ]
+    both = [(own, other) for own, other in pairs if "ratio" in own and "ratio" in other]
+    ratios = [own["ratio"] / other["ratio"] for own, other in both]
+    lines = [
+        f"fit takes less CPU time: {share(len(faster), len(pairs))}; more{listed(slower)}; "
+        f"undecided, as this was stopped before{listed(undecided)}",
+        f"distance of fit over that of this, median of {len(both)}: "
+        + (f"{median(ratios):.2f}" if ratios else ""),
+    ]
+    return "".join(f"* {line}\n" for line in lines)
+
+
 def failures(records: list[Record]) -> str:
     lines = []
     for record in records:
@@ -121,10 +149,13 @@ def report(records: list[Record]) -> str:
     """The Markdown page of all runs."""
     checks = {record["model"]: record for record in read_records(CHECKS)}
     parts = ["# The zoo\n", NOTE]
+    fits = {record["model"]: record for record in records if record["method"] == "fit"}
     for method in dict.fromkeys(record["method"] for record in records):
         own = [record for record in records if record["method"] == method]
         rows = [row(record, checks.get(record["model"])) for record in own]
         parts += [f"## {method}\n", summary(own), markdown_table(HEADER, rows)]
+        if method != "fit":
+            parts.append(f"Beside `fit`:\n\n{beside(own, fits)}")
         for half, names in (("look", split.LOOK), ("score", split.SCORE)):
             some = [record for record in own if record["model"] in names]
             if some:
