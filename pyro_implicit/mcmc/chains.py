@@ -28,6 +28,7 @@ MAX_POOL = 4096  # draws from which a frame is estimated
 MAX_FAILED = 0.002
 SPREAD = 8.0  # of step sizes, where more trajectories fail
 STRICT_R_HAT = 1.05
+ENOUGH, LEAST_SHARE = 10_000, 0.5  # effective draws, or gradients of the warm-up's
 
 
 @dataclass
@@ -62,6 +63,8 @@ class Chains:
     failed: float = 0.0
     last_failed: float = 0.0
     stopped: str | None = None
+    settled: str | None = None
+    """In what way, at the last look; they go on while draws are few and cheap."""
     last_drift: Drift | None = None
     _window: int = 0
     _positions: list[Tensor] = field(default_factory=list)
@@ -116,15 +119,23 @@ class Chains:
 
         Where trajectories fail there are places that the chains seldom enter, and what happens
         seldom hardly shows as drift: the chains must then be much longer than their memory.
+
+        Draws are cheap beside the warm-up that went before. So chains that have settled go on until
+        there are ten thousand effective ones, by R-hat, or the warm-up's share has been spent.
         """
         if self.phase != "sampling" or self.history.seen < self._next_check:
             return None
         self._next_check = math.ceil(1.2 * self.history.seen)
         self.last_drift = found = self.history.drift(self.history.label(labels))
         is_stiff = self.kernel.spread > 1 or self.failed > MAX_FAILED
+        self.settled = None
         if found.settled and not (is_stiff and found.r_hat > STRICT_R_HAT):
-            return "converged"
-        return "steady" if has_quantities and found.steady and not is_stiff else None
+            self.settled = "converged"
+        elif has_quantities and found.steady and not is_stiff:
+            self.settled = "steady"
+        is_enough = (found.r_hat**2 - 1) * ENOUGH <= len(self.state.position)
+        spent = self.gradients - self.warmup_gradients
+        return self.settled if is_enough or spent >= LEAST_SHARE * self.warmup_gradients else None
 
     def _end_window(self, density: ChainDensity, hurry: bool) -> None:
         """A new frame from the window's second half; on to the tuning once nothing moves."""

@@ -250,9 +250,9 @@ def refine(
             )
             if chains.stopped is None and chains.history.seen >= LEAST_DRAWS:
                 if chains.gradients >= max_gradients:
-                    chains.stopped = "max_gradients"
+                    chains.stopped = chains.settled or "max_gradients"
                 elif max_seconds is not None and chains.seconds >= max_seconds:
-                    chains.stopped = "max_seconds"
+                    chains.stopped = chains.settled or "max_seconds"
             if file is not None and (chains.stopped or chains.transitions % checkpoint_every == 0):
                 save_chains(file, settings, chains)
             bar.update(min(chains.gradients, max_gradients) - bar.n)
