@@ -120,8 +120,8 @@ class Chains:
         Where trajectories fail there are places that the chains seldom enter, and what happens
         seldom hardly shows as drift: the chains must then be much longer than their memory.
 
-        Draws are cheap beside the warm-up that went before. So chains that have settled go on until
-        there are ten thousand effective ones, by R-hat, or the warm-up's share has been spent.
+        Draws are cheap beside the warm-up that went before. So chains that have converged go on
+        until there are ten thousand effective ones, by R-hat, or half of its gradients are spent.
         """
         if self.phase != "sampling" or self.history.seen < self._next_check:
             return None
@@ -129,13 +129,15 @@ class Chains:
         self.last_drift = found = self.history.drift(self.history.label(labels))
         is_stiff = self.kernel.spread > 1 or self.failed > MAX_FAILED
         self.settled = None
+        if has_quantities and found.steady and not is_stiff:
+            self.settled = "steady"
         if found.settled and not (is_stiff and found.r_hat > STRICT_R_HAT):
             self.settled = "converged"
-        elif has_quantities and found.steady and not is_stiff:
-            self.settled = "steady"
-        is_enough = (found.r_hat**2 - 1) * ENOUGH <= len(self.state.position)
-        spent = self.gradients - self.warmup_gradients
-        return self.settled if is_enough or spent >= LEAST_SHARE * self.warmup_gradients else None
+            is_enough = (found.r_hat**2 - 1) * ENOUGH <= len(self.state.position)
+            spent = self.gradients - self.warmup_gradients
+            if not is_enough and spent < LEAST_SHARE * self.warmup_gradients:
+                return None
+        return self.settled
 
     def _end_window(self, density: ChainDensity, hurry: bool) -> None:
         """A new frame from the window's second half; on to the tuning once nothing moves."""

@@ -14,7 +14,7 @@ from pyro.infer.autoguide import AutoNormal
 from pyro_implicit import AutoImplicit, AutoregressiveGenerator, AutoSemiImplicit, compare
 from pyro_implicit.density import SubsampledError
 from pyro_implicit.generators import Generator
-from pyro_implicit.mcmc import refine
+from pyro_implicit.mcmc import chains, refine
 from pyro_implicit.mcmc import refinement as module
 
 X = torch.tensor([[1.0, -2.0], [1.0, 0.5], [1.0, 1.0], [1.0, 3.0]])
@@ -54,6 +54,23 @@ def test_moments_of_a_conjugate_posterior(dtype):
     assert (scaled - covariance / sd / sd.unsqueeze(-1)).abs().max() < 0.07
     assert abs(draws["rate"].mean() - 1.5) < 0.05 * 0.75**0.5
     assert abs(draws["rate"].var() / 0.75 - 1) < 0.1
+
+
+def test_draws_go_on_while_they_are_cheap(monkeypatch):
+    def run(enough, share):
+        monkeypatch.setattr(chains, "ENOUGH", enough)
+        monkeypatch.setattr(chains, "LEAST_SHARE", share)
+        return refine(normal, AutoNormal(normal), seed=0, max_gradients=300, progress=False)
+
+    def normal():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    few, some, all_of_it = run(0, 0.5), run(10**9, 0.5), run(10**9, 100.0)
+    assert few.stopped == some.stopped == "converged"
+    assert few.num_gradients < 1.4 * few.warmup_gradients
+    assert some.num_gradients >= 1.5 * some.warmup_gradients
+    # Where the budget ends it, chains that had converged have.
+    assert all_of_it.num_gradients >= 300 and all_of_it.stopped == "converged"
 
 
 def injective(model):
