@@ -28,7 +28,7 @@ MAX_POOL = 4096  # draws from which a frame is estimated
 MAX_FAILED = 0.002
 SPREAD = 8.0  # of step sizes, where more trajectories fail
 STRICT_R_HAT = 1.05
-ENOUGH, LEAST_SHARE = 10_000, 0.5  # effective draws, or gradients of the warm-up's
+ENOUGH, LEAST_SHARE = 4_000, 0.5  # effective draws, or gradients of the warm-up's
 
 
 @dataclass
@@ -121,7 +121,7 @@ class Chains:
         seldom hardly shows as drift: the chains must then be much longer than their memory.
 
         Draws are cheap beside the warm-up that went before. So chains that have converged go on
-        until there are ten thousand effective ones, by R-hat, or half of its gradients are spent.
+        until there are four thousand effective ones, by R-hat, or half of its gradients are spent.
         """
         if self.phase != "sampling" or self.history.seen < self._next_check:
             return None

@@ -100,7 +100,7 @@ def refine(
     space, nor the mean log-density, is off by more than a twentieth of a standard deviation, as its
     drift in the last two thirds of the draws tells with two standard errors, and each chain has
     forgotten where it began (:func:`~pyro_implicit.mcmc.stopping.drift`); and, as draws are cheap
-    then, once there are ten thousand effective draws, or half of the warm-up's gradients have been
+    then, once there are four thousand effective draws, or half of the warm-up's gradients have been
     spent on them. Or at a budget; the result says which.
 
     Chains that start in separate modes stay there, so that each mode keeps the weight that the
