@@ -21,6 +21,7 @@ SEARCH_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 20.0, 10, 1600
 TRAINING_SECONDS, LEAST_STEPS = 10.0, 200
 CHAIN_SECONDS, LEAST_CHAINS, MOST_CHAINS = 40.0, 32, 256
 LEAST_GRADIENTS, LONG_ENOUGH, MOST_GRADIENTS = 800, 2000, 4000
+WORTH = 0.7  # of the gradients of the fewest chains
 PATIENCE = 2  # times as long, for chains that have not settled
 
 
@@ -69,17 +70,25 @@ def affordable(evaluate: Callable[[], Any], seconds: float, least: int, most: in
 
 
 def affordable_chains(score: Callable[[Tensor], Any], point: Tensor) -> ChainPlan:
-    """Chains that can be had: fewer of them where they would else be too short. Most settle long
-    before the gradients that those that do not are given.
+    """Chains that can be had: fewer of them where they would else be too short, and fewer make a
+    gradient cheaper, as they hardly do in a Python loop. Most settle long before the gradients that
+    those that do not are given.
 
     :param score: of points ``(num_chains, dim)``.
     :param point: one of them, ``(dim,)``.
     """
-    points = point.expand(MOST_CHAINS, -1)
-    gradients = affordable(lambda: score(points), CHAIN_SECONDS, 1, MOST_GRADIENTS)
-    chains = max(LEAST_CHAINS, min(MOST_CHAINS, MOST_CHAINS * gradients // LONG_ENOUGH))
-    affordable_gradients = PATIENCE * gradients * MOST_CHAINS // chains
-    return ChainPlan(chains, max(LEAST_GRADIENTS, min(MOST_GRADIENTS, affordable_gradients)))
+
+    def affordable_gradients(num_chains: int) -> int:
+        points = point.expand(num_chains, -1)
+        return affordable(lambda: score(points), CHAIN_SECONDS, 1, MOST_GRADIENTS)
+
+    num_chains, gradients = MOST_CHAINS, affordable_gradients(MOST_CHAINS)
+    if gradients < LONG_ENOUGH:
+        wanted = min(LONG_ENOUGH, WORTH * affordable_gradients(LEAST_CHAINS))
+        while gradients < wanted and num_chains > LEAST_CHAINS:
+            num_chains //= 2
+            gradients = affordable_gradients(num_chains)
+    return ChainPlan(num_chains, max(LEAST_GRADIENTS, min(MOST_GRADIENTS, PATIENCE * gradients)))
 
 
 def make_plan(density: LatentDensity) -> Plan:

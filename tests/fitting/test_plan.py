@@ -17,7 +17,6 @@ from pyro_implicit import fit
 from pyro_implicit.density import LatentDensity, find_modes
 from pyro_implicit.fitting import Schedule, train
 from pyro_implicit.fitting.plan import (
-    LEAST_CHAINS,
     LEAST_GRADIENTS,
     MOST_CHAINS,
     MOST_GRADIENTS,
@@ -52,8 +51,10 @@ def test_plans():
     assert cheap.search_iterations > 500 and cheap.chains == (MOST_CHAINS, MOST_GRADIENTS)
     assert make_plan(LatentDensity(many)) == (0, (MOST_CHAINS, MOST_GRADIENTS))
     dear = make_plan(LatentDensity(long_loop))
-    assert dear.search_iterations < 100 and LEAST_CHAINS <= dear.chains.num_chains < MOST_CHAINS
-    assert LEAST_GRADIENTS <= dear.chains.max_gradients <= MOST_GRADIENTS
+    assert dear.search_iterations < 100
+    # A loop costs fewer chains the same.
+    assert dear.chains.num_chains == MOST_CHAINS
+    assert LEAST_GRADIENTS <= dear.chains.max_gradients < MOST_GRADIENTS
 
 
 @pytest.mark.parametrize("size, chains", [(2, MOST_CHAINS), (300, 64)])
