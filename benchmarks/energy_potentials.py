@@ -6,9 +6,9 @@ prior on the plane. Each method's draws are measured by the sliced 2-Wasserstein
 from a fine grid, beside its *floor*, the same distance of two sets from the grid. The sinusoids
 have no end; here the energy grows beyond x = ±4. About a quarter of an hour of CPU time for all::
 
-    python benchmarks/energy_potentials.py
-    python benchmarks/energy_potentials.py --potentials "two moons" --methods GPVI
-    python benchmarks/energy_potentials.py --report
+    python -m benchmarks.energy_potentials
+    python -m benchmarks.energy_potentials --potentials "two moons" --methods GPVI
+    python -m benchmarks.energy_potentials --report
 
 Each run adds one line to ``--out``, and a run whose line is there already is not repeated; the
 table and the picture of the first seed are made anew.
@@ -35,7 +35,13 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import (
+from pyro.distributions.transforms import iterated, spline_autoregressive
+from pyro.infer import ELBO, SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoGuide, AutoIAFNormal, AutoNormalizingFlow
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.common import (
     RESULTS,
     append_record,
     cosine_adam,
@@ -44,12 +50,6 @@ from common import (
     markdown_table,
     read_records,
 )
-from pyro.distributions.transforms import iterated, spline_autoregressive
-from pyro.infer import ELBO, SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoGuide, AutoIAFNormal, AutoNormalizingFlow
-from torch import Tensor
-from tqdm import tqdm
-
 from pyro_implicit import LIVI_ELBO, AutoImplicit, AutoSemiImplicit, ResidualGenerator
 from pyro_implicit.diagnostics import draw, sliced_wasserstein
 from pyro_implicit.infer import AmortizedSVGD_ELBO

@@ -7,9 +7,9 @@ noise standard normal, a flat prior and full batches. The errors are relative: t
 the difference of the covariances over that of the exact one, and the same for the means, as in the
 authors' code. About a quarter of an hour for all on one CPU thread::
 
-    python benchmarks/gpvi_tables.py
-    python benchmarks/gpvi_tables.py --tables regression --methods "GPVI, exact Jacobian" --seeds 1
-    python benchmarks/gpvi_tables.py --report
+    python -m benchmarks.gpvi_tables
+    python -m benchmarks.gpvi_tables --tables regression --methods "GPVI, exact Jacobian" --seeds 1
+    python -m benchmarks.gpvi_tables --report
 
 Every implicit guide has the paper's linear generator, so q is a Gaussian and its moments are exact,
 by a quadrature that also serves the rows with networks. Each run adds one line to ``--out``; a run
@@ -36,7 +36,13 @@ import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
-from common import (
+from pyro.infer import ELBO, SVI, RBFSteinKernel, Trace_ELBO
+from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal, AutoNormal, init_to_value
+from torch import Tensor
+from torch.distributions import constraints
+from tqdm import tqdm
+
+from benchmarks.common import (
     RESULTS,
     append_record,
     cosine_adam,
@@ -45,12 +51,6 @@ from common import (
     markdown_table,
     read_records,
 )
-from pyro.infer import ELBO, SVI, RBFSteinKernel, Trace_ELBO
-from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal, AutoNormal, init_to_value
-from torch import Tensor
-from torch.distributions import constraints
-from tqdm import tqdm
-
 from pyro_implicit import AutoImplicit, AutoSemiImplicit, ResidualGenerator
 from pyro_implicit.infer import AmortizedKSD_ELBO, AmortizedSVGD_ELBO
 from pyro_implicit.infer.engine.gpvi_helper import GPVIHelper

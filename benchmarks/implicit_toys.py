@@ -6,8 +6,8 @@ each guide's histogram is told apart by its total variation. ``logistic`` (appen
 w ~ N(0, I) in two dimensions and 200 labels, against NUTS through ``compare``. About five minutes
 for both on one CPU thread::
 
-    python benchmarks/implicit_toys.py
-    python benchmarks/implicit_toys.py --toys mixture --seeds 1
+    python -m benchmarks.implicit_toys
+    python -m benchmarks.implicit_toys --toys mixture --seeds 1
 
 Each run replaces the toy's lines in ``--out``, and the tables and pictures beside it.
 
@@ -29,7 +29,13 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import (
+from pyro.infer import ELBO, MCMC, NUTS, SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal, AutoNormal
+from torch import Tensor
+from torch.distributions import constraints
+from tqdm import tqdm
+
+from benchmarks.common import (
     RESULTS,
     append_record,
     cosine_adam,
@@ -39,12 +45,6 @@ from common import (
     read_records,
     seconds,
 )
-from pyro.infer import ELBO, MCMC, NUTS, SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal, AutoNormal
-from torch import Tensor
-from torch.distributions import constraints
-from tqdm import tqdm
-
 from pyro_implicit import KIVI_ELBO, LIVI_ELBO, MLP, AutoImplicit, AutoSemiImplicit
 from pyro_implicit.diagnostics import compare, draw
 

@@ -6,9 +6,9 @@ of the mean-field guide and of the one that knows that shifts do not show, again
 weights. And networks of one hidden layer, whose units have no order and whose output weights may
 shift where the data do not see it: the certified bounds of three guides, alone and symmetrised::
 
-    python benchmarks/invariances.py                     # the figure, a second
-    python benchmarks/invariances.py --networks          # some minutes, resumable
-    python benchmarks/invariances.py --report
+    python -m benchmarks.invariances                     # the figure, a second
+    python -m benchmarks.invariances --networks          # some minutes, resumable
+    python -m benchmarks.invariances --report
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from typing import Any, NamedTuple
 import pyro
 import pyro.distributions as dist
 import torch
-from common import (
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoNormal, init_to_sample
+from torch import Tensor
+
+from benchmarks.common import (
     RESULTS,
     append_record,
     cosine_adam,
@@ -34,10 +38,6 @@ from common import (
     markdown_table,
     read_records,
 )
-from pyro.infer import SVI
-from pyro.infer.autoguide import AutoNormal, init_to_sample
-from torch import Tensor
-
 from pyro_implicit import (
     LIVI_ELBO,
     AutoImplicit,

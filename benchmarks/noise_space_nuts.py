@@ -17,14 +17,13 @@ far the draws are from the reference draws of posteriordb
 (``posteriordb/eight_schools-eight_schools_centered.npz``). Two to five minutes per run and CPU
 thread; resumable::
 
-    python benchmarks/noise_space_nuts.py --data-dir /path/to/data
-    python benchmarks/noise_space_nuts.py --report
+    python -m benchmarks.noise_space_nuts --data-dir /path/to/data
+    python -m benchmarks.noise_space_nuts --report
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +34,14 @@ import arviz
 import numpy as np
 import pyro
 import torch
-from common import (
+from pyro import poutine
+from pyro.infer import ELBO, MCMC, NUTS, SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoGuide, AutoIAFNormal
+from pyro.infer.reparam import LocScaleReparam, NeuTraReparam
+from pyro.ops.stats import split_gelman_rubin
+from torch import Tensor
+
+from benchmarks.common import (
     RESULTS,
     append_record,
     cosine_adam,
@@ -44,13 +50,7 @@ from common import (
     markdown_table,
     read_records,
 )
-from pyro import poutine
-from pyro.infer import ELBO, MCMC, NUTS, SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoGuide, AutoIAFNormal
-from pyro.infer.reparam import LocScaleReparam, NeuTraReparam
-from pyro.ops.stats import split_gelman_rubin
-from torch import Tensor
-
+from examples.eight_schools import EFFECT, STANDARD_ERROR, model, with_log_tau
 from pyro_implicit import (
     AutoImplicit,
     GatedResidualGenerator,
@@ -60,9 +60,6 @@ from pyro_implicit import (
 )
 from pyro_implicit.diagnostics import compare
 from pyro_implicit.mcmc.arviz_export import as_datatree
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from eight_schools import EFFECT, STANDARD_ERROR, model, with_log_tau
 
 Draws = dict[str, Tensor]
 #: the model to run NUTS on, and what turns its samples into those of the sites of ``model``

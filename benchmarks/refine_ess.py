@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from pyro.ops.stats import effective_sample_size
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks import refine_toy, toy_classification
 from benchmarks.common import (
     RESULTS,
     append_record,
@@ -46,10 +46,6 @@ from benchmarks.common import (
 )
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine
-
-sys.path.insert(0, str(Path(__file__).parent))  # these scripts import their neighbours by name
-import refine_toy
-import toy_classification
 
 OUT = RESULTS / "refine_ess.jsonl"
 Draws = dict[str, Tensor]

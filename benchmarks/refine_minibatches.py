@@ -7,9 +7,9 @@ closed form, at the step size found and at multiples of it. ``digits``: a networ
 on scikit-learn's digits, 1,200 images in minibatches of 100; guides and what 8 chains of 1,200
 steps make of them, on 597 other images::
 
-    python benchmarks/refine_minibatches.py --seeds 1
-    python benchmarks/refine_minibatches.py --parts regression
-    python benchmarks/refine_minibatches.py --report
+    python -m benchmarks.refine_minibatches --seeds 1
+    python -m benchmarks.refine_minibatches --parts regression
+    python -m benchmarks.refine_minibatches --report
 
 Each part and seed adds its lines to ``--out`` when it is done; one whose lines are there already is
 not repeated.
@@ -27,7 +27,14 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import (
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoNormal
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
+
+from benchmarks.common import (
     RESULTS,
     append_record,
     cosine_adam,
@@ -36,13 +43,6 @@ from common import (
     markdown_table,
     read_records,
 )
-from pyro.infer import SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoDelta, AutoNormal
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
-from tqdm import tqdm
-
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.mcmc import MinibatchRefined, refine
 from pyro_implicit.nn import to_bayesian_
@@ -231,7 +231,7 @@ def report(path: Path) -> str:
     tables += markdown_table([*header, "relaxations", "CPU s"], second) + "\n"
     return tables + (
         "Priors of weights: N(0, 0.25). A chain takes 1,200 steps; no step size is set.\n\n"
-        "`python benchmarks/refine_minibatches.py --seeds 1` makes it anew.\n"
+        "`python -m benchmarks.refine_minibatches --seeds 1` makes it anew.\n"
     )
 
 

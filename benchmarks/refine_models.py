@@ -7,9 +7,9 @@ of both are compared, in unconstrained space, with those of a *reference*: a muc
 ``refine``, from draws of a mean-field guide of another seed, twice as far from their mean. It has
 the kernel of what it judges, not the start nor the adaptation::
 
-    python benchmarks/refine_models.py
-    python benchmarks/refine_models.py --models items --seeds 2
-    python benchmarks/refine_models.py --report
+    python -m benchmarks.refine_models
+    python -m benchmarks.refine_models --models items --seeds 2
+    python -m benchmarks.refine_models --report
 
 Each run, and each reference, adds one line to ``--out``; a run of the same settings whose line is
 there already is not repeated.
@@ -27,7 +27,12 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import (
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoNormal
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.common import (
     RESULTS,
     append_record,
     cosine_adam,
@@ -36,11 +41,6 @@ from common import (
     markdown_table,
     read_records,
 )
-from pyro.infer import SVI
-from pyro.infer.autoguide import AutoNormal
-from torch import Tensor
-from tqdm import tqdm
-
 from pyro_implicit.density import LatentDensity
 from pyro_implicit.diagnostics import draw
 from pyro_implicit.infer import ImplicitELBO
@@ -229,7 +229,7 @@ standard error of the difference of two means, from the spread of the independen
 to 200 means the worst is off by about three of them. The reference is a longer run of `refine`,
 from draws of a mean-field guide of another seed, twice as far from their mean.
 
-`python benchmarks/refine_models.py` makes it anew.
+`python -m benchmarks.refine_models` makes it anew.
 """
 
 

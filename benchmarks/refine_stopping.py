@@ -6,9 +6,9 @@ a standard deviation off, on targets whose truth is known, and counts how often 
 "converged" while a mean is off by more than .1 posterior sd or an sd by more than 10 %, beyond
 three Monte Carlo standard errors (of the independent chains)::
 
-    python benchmarks/refine_stopping.py --seeds 20
-    python benchmarks/refine_stopping.py --targets funnel-centred --seeds 2
-    python benchmarks/refine_stopping.py --report
+    python -m benchmarks.refine_stopping --seeds 20
+    python -m benchmarks.refine_stopping --targets funnel-centred --seeds 2
+    python -m benchmarks.refine_stopping --report
 
 Each run adds one line to ``--out``; a run whose line is there already is not repeated.
 """
@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 import pyro
 import pyro.distributions as dist
 import torch
-from common import RESULTS, append_record, environment, markdown_table, read_records
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.common import RESULTS, append_record, environment, markdown_table, read_records
 from pyro_implicit.density import LatentDensity
 from pyro_implicit.mcmc import refine
 
@@ -206,7 +206,7 @@ def report(path: Path) -> str:
         "more than 10 %,\nbeyond three Monte Carlo errors. Without that allowance they are "
         f"{raw}. {finished} of {total} converged, the others\nran to the budget. Worst mean and sd "
         "are errors in posterior sds, of all runs, budgets included.\n\n"
-        "`python benchmarks/refine_stopping.py --seeds 20` makes it anew.\n"
+        "`python -m benchmarks.refine_stopping --seeds 20` makes it anew.\n"
     )
 
 

@@ -16,7 +16,6 @@ of NUTS. Each run adds one line to ``--out`` and is not repeated when its line i
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +27,7 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal, init_to_sample
 from tqdm import tqdm
 
+from benchmarks import refine_toy, toy_classification
 from benchmarks.common import (
     RESULTS,
     append_record,
@@ -42,10 +42,6 @@ from pyro_implicit import AutoImplicit, AutoregressiveGenerator, InjectiveELBO
 from pyro_implicit.diagnostics import draw, sliced_wasserstein
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine
-
-sys.path.insert(0, str(Path(__file__).parent))  # the toy's script imports its neighbours by name
-import refine_toy
-import toy_classification
 
 OUT = RESULTS / "refine_teach.jsonl"
 Problem = tuple[Any, tuple, Callable[[Any], float], dict[str, Any]]

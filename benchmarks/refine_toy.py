@@ -5,9 +5,9 @@ Data, network, map and NUTS map are those of ``toy_classification.py``. Four gui
 their draws are moved by ``refine``, and the maps of both are compared with that of NUTS, whose line
 ``--reference`` holds. The chains stop by the probabilities on a coarse grid, or at the budget::
 
-    python benchmarks/refine_toy.py
-    python benchmarks/refine_toy.py --guides "mean field" --seeds 1
-    python benchmarks/refine_toy.py --report
+    python -m benchmarks.refine_toy
+    python -m benchmarks.refine_toy --guides "mean field" --seeds 1
+    python -m benchmarks.refine_toy --report
 
 Each run adds one line to ``--out``, with both maps; a run of the same settings whose line is there
 already is not repeated. ``--report`` writes the table and the picture.
@@ -24,7 +24,12 @@ from typing import Any
 
 import pyro
 import torch
-from common import (
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoNormal, init_to_sample
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.common import (
     RESULTS,
     append_record,
     cosine_adam,
@@ -33,10 +38,7 @@ from common import (
     markdown_table,
     read_records,
 )
-from pyro.infer import SVI
-from pyro.infer.autoguide import AutoNormal, init_to_sample
-from torch import Tensor
-from toy_classification import (
+from benchmarks.toy_classification import (
     NUM_TRAIN,
     difference,
     logits,
@@ -46,8 +48,6 @@ from toy_classification import (
     spread,
     uncertainty,
 )
-from tqdm import tqdm
-
 from pyro_implicit import (
     LIVI_ELBO,
     AutoImplicit,
@@ -196,7 +196,7 @@ def report(path: Path, nuts: dict[str, Any]) -> str:
         f"Guides: {first['steps']} steps of {first['particles']}\nparticles (LIVI: half of "
         f"them). Refined by {first['chains']} chains of at most about "
         f"{first['max_gradients']} gradients each.\n\n"
-        "`python benchmarks/refine_toy.py` makes it anew.\n"
+        "`python -m benchmarks.refine_toy` makes it anew.\n"
     )
 
 

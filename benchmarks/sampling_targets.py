@@ -6,13 +6,13 @@ between 10,000 draws of the guide and 10,000 fresh draws of the truth (5,000 whe
 truth), beside its *floor*: the same distance between two independent sets of the truth. About half
 a minute per run on one CPU thread::
 
-    python benchmarks/sampling_targets.py --data-dir /path/to/data
-    python benchmarks/sampling_targets.py --targets banana --methods implicit --seeds 1
-    python benchmarks/sampling_targets.py --report
+    python -m benchmarks.sampling_targets --data-dir /path/to/data
+    python -m benchmarks.sampling_targets --targets banana --methods implicit --seeds 1
+    python -m benchmarks.sampling_targets --report
 
 Without ``--methods`` the explicit guides and LIVI run. The comparison of all methods::
 
-    python benchmarks/sampling_targets.py --methods all --steps 2000 --particles 64 --seeds 2 \\
+    python -m benchmarks.sampling_targets --methods all --steps 2000 --particles 64 --seeds 2 \\
         --targets banana x_shape multimodal waveform conditioned_diffusion \\
         --out benchmarks/results/all_methods.jsonl --data-dir /path/to/data
 
@@ -31,7 +31,12 @@ from typing import Any
 
 import pyro
 import torch
-from common import (
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoLaplaceApproximation
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.common import (
     RESULTS,
     add_machine_arguments,
     append_record,
@@ -42,13 +47,8 @@ from common import (
     read_records,
     seconds,
 )
-from pyro.infer import SVI
-from pyro.infer.autoguide import AutoLaplaceApproximation
-from sampling_methods import EXPLICIT_AND_LIVI, METHODS
-from targets import TARGETS, MissingData, Target, make_target
-from torch import Tensor
-from tqdm import tqdm
-
+from benchmarks.sampling_methods import EXPLICIT_AND_LIVI, METHODS
+from benchmarks.targets import TARGETS, MissingData, Target, make_target
 from pyro_implicit.diagnostics import draw, sliced_wasserstein
 
 NUM_DRAWS = 10_000

@@ -7,9 +7,9 @@ networks; the *map* is the standard deviation of their class probabilities, summ
 classes, at each point of a grid on [-10, 10]². The number is the mean absolute difference of a map
 and that of NUTS::
 
-    python benchmarks/toy_classification.py
-    python benchmarks/toy_classification.py --methods GPVI NUTS --seeds 1
-    python benchmarks/toy_classification.py --report
+    python -m benchmarks.toy_classification
+    python -m benchmarks.toy_classification --methods GPVI NUTS --seeds 1
+    python -m benchmarks.toy_classification --report
 
 A quarter of an hour of one CPU thread for one seed. Each run adds one line to ``--out``, with its
 map; a run of the same settings whose line is there already is not repeated. ``--report`` writes
@@ -35,7 +35,12 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import (
+from pyro.infer import MCMC, NUTS, SVI, RBFSteinKernel
+from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal, init_to_sample
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.common import (
     RESULTS,
     append_record,
     cosine_adam,
@@ -44,11 +49,6 @@ from common import (
     markdown_table,
     read_records,
 )
-from pyro.infer import MCMC, NUTS, SVI, RBFSteinKernel
-from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal, init_to_sample
-from torch import Tensor
-from tqdm import tqdm
-
 from pyro_implicit import (
     AVB_ELBO,
     KIVI_ELBO,

@@ -4,9 +4,9 @@
 One hidden layer of 50 ReLU units (protein: 100), the standard random 90/10 splits, test RMSE and
 log-likelihood in the units of the data, beside what the papers report::
 
-    python benchmarks/uci.py --data-dir /path/to/data --sets boston energy --splits 0 1 2 3 4
-    python benchmarks/uci.py --data-dir /path/to/data --methods livi --set-option livi.lr=0.01
-    python benchmarks/uci.py --report
+    python -m benchmarks.uci --data-dir /path/to/data --sets boston energy --splits 0 1 2 3 4
+    python -m benchmarks.uci --data-dir /path/to/data --methods livi --set-option livi.lr=0.01
+    python -m benchmarks.uci --report
 
 Each run adds one line to ``--out``; a run of the same settings whose line is there already is not
 repeated. After a change of the library, name another file.
@@ -23,7 +23,9 @@ from typing import Any
 
 import pyro
 import torch
-from common import (
+from tqdm import tqdm
+
+from benchmarks.common import (
     RESULTS,
     add_machine_arguments,
     append_record,
@@ -32,9 +34,8 @@ from common import (
     read_records,
     seconds,
 )
-from tqdm import tqdm
-from uci_data import SETS, MissingData, load
-from uci_methods import METHODS, SETTINGS, make_model, scores
+from benchmarks.uci_data import SETS, MissingData, load
+from benchmarks.uci_methods import METHODS, SETTINGS, make_model, scores
 
 # RMSE / log-likelihood. "kivi": Shi, Sun and Zhu (2018), over 20 splits. "livi", with its bound L',
 # and "nuts", their HMC: Uppal et al. (2023), over "three different seeds" (an HMC without any
