@@ -36,12 +36,14 @@ from tqdm import tqdm
 
 from benchmarks.common import (
     RESULTS,
+    add_output_arguments,
     append_record,
     cosine_adam,
     environment,
     fit,
     markdown_table,
     read_records,
+    write_page,
 )
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.mcmc import MinibatchRefined, refine
@@ -239,8 +241,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--seeds", type=int, default=1, help="seeds 0 to SEEDS - 1")
-    parser.add_argument("--out", type=Path, default=RESULTS / "refine_minibatches.jsonl")
-    parser.add_argument("--report", action="store_true", help="the tables of --out alone")
+    add_output_arguments(parser, RESULTS / "refine_minibatches.jsonl")
     return parser
 
 
@@ -258,9 +259,7 @@ def main(args: argparse.Namespace) -> None:
                 records = list(tqdm(PARTS[part](seed), desc=f"{part} {seed}", unit="run"))
                 for record in records:
                     append_record(args.out, record | machine)
-    text = report(args.out)
-    args.out.with_suffix(".md").write_text(text)
-    print(text)
+    write_page(args.out, report(args.out))
 
 
 if __name__ == "__main__":

@@ -28,9 +28,17 @@ import pyro
 import pyro.distributions as dist
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from benchmarks.common import RESULTS, append_record, environment, markdown_table, read_records
+from benchmarks.common import (
+    RESULTS,
+    add_output_arguments,
+    append_record,
+    environment,
+    markdown_table,
+    missing_runs,
+    read_records,
+    write_page,
+)
 from pyro_implicit.density import LatentDensity
 from pyro_implicit.mcmc import refine
 
@@ -216,26 +224,28 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=20, help="seeds 0 to SEEDS - 1")
     parser.add_argument("--chains", type=int, default=256)
     parser.add_argument("--max-gradients", type=int, default=4000)
-    parser.add_argument("--out", type=Path, default=RESULTS / "refine_stopping.jsonl")
-    parser.add_argument("--report", action="store_true", help="the table of --out alone")
+    add_output_arguments(parser, RESULTS / "refine_stopping.jsonl")
     return parser
+
+
+def run_all(args: argparse.Namespace) -> None:
+    machine = environment("cpu")
+    settings = {"chains": args.chains, "max_gradients": args.max_gradients}
+    keys = (
+        {"target": name, "seed": seed} | settings
+        for seed in range(args.seeds)
+        for name in args.targets
+    )
+    for key in missing_runs(args.out, keys):
+        append_record(args.out, key | run(key["target"], key["seed"], args) | machine)
 
 
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    done = read_records(args.out)
     if not args.report:
-        machine = environment("cpu")
-        runs = [(name, seed) for seed in range(args.seeds) for name in args.targets]
-        for name, seed in tqdm(runs, unit="run"):
-            key = {"target": name, "seed": seed}
-            key |= {"chains": args.chains, "max_gradients": args.max_gradients}
-            if not any(key.items() <= record.items() for record in done):
-                append_record(args.out, key | run(name, seed, args) | machine)
-    text = report(args.out)
-    args.out.with_suffix(".md").write_text(text)
-    print(text)
+        run_all(args)
+    write_page(args.out, report(args.out))
 
 
 if __name__ == "__main__":

@@ -27,16 +27,18 @@ import torch
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoNormal, init_to_sample
 from torch import Tensor
-from tqdm import tqdm
 
 from benchmarks.common import (
     RESULTS,
+    add_output_arguments,
     append_record,
     cosine_adam,
     environment,
     fit,
     markdown_table,
+    missing_runs,
     read_records,
+    write_page,
 )
 from benchmarks.toy_classification import (
     NUM_TRAIN,
@@ -158,17 +160,17 @@ def reference(path: Path) -> dict[str, Any]:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    done = read_records(args.out)
     machine = environment("cpu")
     args.grid = reference(args.reference)["grid"]
     names = ["grid", "steps", "lr", "particles", "draws", "chains", "max_gradients"]
     settings = {name: getattr(args, name) for name in names}
-    runs = [(guide, seed) for seed in range(args.seeds) for guide in args.guides]
-    for guide, seed in (bar := tqdm(runs, unit="run")):
-        bar.set_description(f"{guide} {seed}")
-        key = {"guide": guide, "seed": seed} | settings
-        if not any(key.items() <= record.items() for record in done):
-            append_record(args.out, key | run(guide, seed, args) | machine)
+    keys = (
+        {"guide": guide, "seed": seed} | settings
+        for seed in range(args.seeds)
+        for guide in args.guides
+    )
+    for key in missing_runs(args.out, keys):
+        append_record(args.out, key | run(key["guide"], key["seed"], args) | machine)
 
 
 def report(path: Path, nuts: dict[str, Any]) -> str:
@@ -238,10 +240,8 @@ def main(args: argparse.Namespace) -> None:
     if not args.report:
         run_all(args)
     nuts = reference(args.reference)
-    text = report(args.out, nuts)
-    args.out.with_suffix(".md").write_text(text)
+    write_page(args.out, report(args.out, nuts))
     plot(args.out, nuts)
-    print(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -255,8 +255,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--chains", type=int, default=256)
     parser.add_argument("--max-gradients", type=int, default=1000, help="of each chain")
     parser.add_argument("--reference", type=Path, default=RESULTS / "toy_classification.jsonl")
-    parser.add_argument("--out", type=Path, default=RESULTS / "refine_toy.jsonl")
-    parser.add_argument("--report", action="store_true", help="table and picture of --out alone")
+    add_output_arguments(parser, RESULTS / "refine_toy.jsonl")
     return parser
 
 

@@ -27,12 +27,16 @@ from tqdm import tqdm
 
 from benchmarks.common import (
     RESULTS,
+    Record,
     add_machine_arguments,
+    add_output_arguments,
     append_record,
+    attempt,
     environment,
     markdown_table,
     read_records,
     seconds,
+    write_page,
 )
 from benchmarks.uci_data import SETS, MissingData, load
 from benchmarks.uci_methods import METHODS, SETTINGS, make_model, scores
@@ -107,16 +111,16 @@ def run(name: str, split: int, method: str, args: argparse.Namespace, done: list
     pyro.clear_param_store()
     pyro.set_rng_seed(1000 * args.seed + split)
     model = make_model(data, SETS[name].hidden, settings["batch_size"], settings["precision_prior"])
-    draws: dict[str, torch.Tensor] = {}
-    try:
+
+    def work() -> Record:
+        draws: dict[str, torch.Tensor] = {}
         wall = seconds(
             lambda: draws.update(METHODS[method](model, data, settings, settings["num_draws"])),
             args.device,
         )
-        result = {"seconds": wall, **scores(model, draws, data)}
-    except (ValueError, RuntimeError) as error:  # a fit that diverges is a result, too
-        result = {"error": f"{type(error).__name__}: {error}"[:500]}
-    append_record(args.out, key | result | machine)
+        return {"seconds": wall, **scores(model, draws, data)}
+
+    append_record(args.out, key | attempt(work) | machine)
 
 
 def run_all(args: argparse.Namespace) -> None:
@@ -193,9 +197,7 @@ class SetOption(argparse.Action):
 
 def main(args: argparse.Namespace) -> None:
     if args.report:
-        text = report(args)
-        args.out.with_suffix(".md").write_text(text)
-        print(text)
+        write_page(args.out, report(args))
         return
     torch.set_num_threads(args.threads)
     run_all(args)
@@ -228,8 +230,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="METHOD.KEY=VALUE",
         help="changes SETTINGS of uci_methods.py, the value as JSON",
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / "uci.jsonl")
-    parser.add_argument("--report", action="store_true", help="print the table of --out and stop")
+    add_output_arguments(parser, RESULTS / "uci.jsonl")
     add_machine_arguments(parser)
     return parser
 

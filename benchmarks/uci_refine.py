@@ -28,7 +28,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS, append_record, environment, markdown_table, read_records
+from benchmarks.common import (
+    RESULTS,
+    add_output_arguments,
+    append_record,
+    environment,
+    markdown_table,
+    read_records,
+    write_page,
+)
 from benchmarks.uci import NUM_DRAWS, PAPERS, PRECISION_PRIOR, mean_and_error
 from benchmarks.uci_data import SETS, Data, load
 from benchmarks.uci_methods import METHODS, SETTINGS, make_model, scores
@@ -196,9 +204,7 @@ def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     if not args.report:
         run_all(args)
-    text = report(args.out)
-    args.out.with_suffix(".md").write_text(text)
-    print(text)
+    write_page(args.out, report(args.out))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -209,8 +215,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--splits", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--methods", nargs="+", default=choices, choices=choices)
     parser.add_argument("--reference-factor", type=int, default=2, help="times the gradients")
-    parser.add_argument("--out", type=Path, default=RESULTS / "uci_refine.jsonl")
-    parser.add_argument("--report", action="store_true", help="the table of --out alone")
+    add_output_arguments(parser, RESULTS / "uci_refine.jsonl")
     return parser
 
 

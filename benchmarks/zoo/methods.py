@@ -24,7 +24,6 @@ SVI_STEPS = 5000
 MAX_DENSE_DIM = 100
 
 Draws = dict[str, Tensor]
-Record = dict[str, Any]
 
 
 class Fitted:
