@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from torch import Tensor
 from pyro_implicit.density.discrete import is_discrete_latent, refuse_infinite
 from pyro_implicit.density.supports import observation_outside
 from pyro_implicit.density.validation import without_validation
+from pyro_implicit.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from pyro_implicit.density.latent_density import LatentDensity
@@ -92,11 +92,10 @@ def warn_of_missing_data(
         plates = [frame.name for frame in site["cond_indep_stack"]]
         used = any(name in above for child, above in parents.items() if child != name)
         if plates and not used:
-            warnings.warn(
+            warn_user(
                 f"the model observes nothing, and no site depends on '{name}': "
                 f"{site['value'].numel()} latents in plate '{plates[-1]}'. Cure: if these are "
                 f"data, pass them to the model, with obs= in pyro.sample('{name}', ...)",
-                stacklevel=3,
             )
 
 
@@ -201,10 +200,9 @@ def _warn_of_masked(name: str, site: Site) -> None:
             f"pyro.sample('{base}_missing', fn_missing); or leave out the missing ones, by "
             "fn.mask(mask) and obs=y.nan_to_num(1.0) in place of obs_mask"
         )
-    warnings.warn(
+    warn_user(
         f"{masked} of {batch_shape.numel()} elements of latent '{name}' have no density ({what}): "
         "they are improper, no guide can fit them, and every bound counts them. Cure: " + cure,
-        stacklevel=4,
     )
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal
 
@@ -38,6 +37,7 @@ from pyro_implicit.infer.engine.traces import (
     loss_and_surrogate,
     set_score_parts,
 )
+from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["ImplicitELBO", "ImplicitSite"]
 
@@ -418,12 +418,11 @@ class ImplicitELBO(StatefulELBO):
         self._particles.impossible = impossible
         number = int(impossible.sum())
         if not self.num_left_out:
-            warnings.warn(
+            warn_user(
                 f"{type(self).__name__}, step {self.num_steps}: the model has no density at "
                 f"{number} of {self.num_particles} particles, which are left out ({terms}). Said "
                 "once; see num_left_out. Cure, if they are many: a smaller init_scale, or priors "
                 "in whose range the data are possible",
-                stacklevel=6,
             )
         self.num_left_out += number
         return loss, surrogate

@@ -26,6 +26,7 @@ from pyro_implicit.mcmc.noise_space import count_folds
 from pyro_implicit.mcmc.starts import Guide, finite_starts, latent_draws
 from pyro_implicit.mcmc.stopping import Tracked, tracked
 from pyro_implicit.ops.ensemble_hmc import ChainState
+from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["Plan", "density_of", "start_chains"]
 
@@ -170,7 +171,7 @@ def _begin_if_sound(walked: ChainDensity, plan: Plan) -> tuple[Chains | None, st
         chains, note = None, f"the log-density is seldom finite in {name}"
     for one in caught:
         if chains is not None or "not finite at" not in str(one.message):
-            warnings.warn(one.message, one.category, stacklevel=5)
+            warn_user(one.message, one.category)
     return chains, note
 
 

@@ -149,5 +149,6 @@ def test_warnings_of_the_walk_are_not_lost():
         pyro.sample("y", dist.Normal(0.0 if x.item() > 0 else -0.1, 1.0), obs=torch.tensor(0.0))
 
     guide = injective(one_by_one, 1)
-    with pytest.warns(UserWarning, match="one particle at a time"):
+    with pytest.warns(UserWarning, match="one particle at a time") as caught:
         refine(one_by_one, guide, num_chains=8, max_gradients=10, seed=0, progress=False)
+    assert {one.filename for one in caught} == {__file__}
