@@ -14,10 +14,10 @@ from types import FrameType
 import pyro
 import torch
 
-__all__ = ["warn_user"]
+__all__ = ["LIBRARIES", "warn_user"]
 
 #: Where a line is not the user's: this package, what calls it back, and the decorators of both.
-_LIBRARIES = (
+LIBRARIES = (
     *(str(Path(file).parent) + os.sep for file in (__file__, pyro.__file__, torch.__file__)),
     contextlib.__file__,
     functools.__file__,
@@ -31,6 +31,6 @@ def warn_user(message: str | Warning, category: type[Warning] = UserWarning) -> 
     """
     frame: FrameType | None = sys._getframe(1)
     level = 2
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
