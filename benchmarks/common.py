@@ -1,34 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark script shares: fitting under a clock, and one line of JSON per run."""
+"""What benchmarks share: fits under a clock, one line of JSON for each run, and the page of all."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pyro
 import torch
 from pyro.infer import SVI
 from pyro.optim import CosineAnnealingLR, PyroLRScheduler
+from tqdm import tqdm
 
 __all__ = [
     "RESULTS",
+    "Record",
+    "TimeLimit",
     "add_machine_arguments",
+    "add_output_arguments",
     "append_record",
+    "attempt",
     "cosine_adam",
     "environment",
     "fit",
     "markdown_table",
+    "missing_runs",
     "read_records",
     "seconds",
+    "spread",
+    "time_limit",
+    "write_page",
 ]
 
 RESULTS = Path(__file__).parent / "results"
+Record = dict[str, Any]
+
+
+def add_output_arguments(parser: argparse.ArgumentParser, out: Path) -> None:
+    """Adds ``--out`` and ``--report``."""
+    parser.add_argument("--out", type=Path, default=out, help="JSON lines; the page lies beside it")
+    parser.add_argument("--report", action="store_true", help="only make the page of --out anew")
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +63,37 @@ def seconds(work: Callable[[], Any], device: str = "cpu") -> float:
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+class TimeLimit(BaseException):
+    """A run took too long. Not an ``Exception``: libraries that try things catch those."""
+
+
+@contextmanager
+def time_limit(seconds: float | None, cpu: bool = False) -> Iterator[None]:
+    """Interrupts what runs in it after ``seconds``; ``None`` is no limit.
+
+    :param cpu: whether they are this process's CPU seconds, which other jobs on the machine do not
+        use up, or wall time.
+    :raises TimeLimit: then.
+    """
+    if seconds is None:
+        yield
+        return
+    number, timer = (
+        (signal.SIGPROF, signal.ITIMER_PROF) if cpu else (signal.SIGALRM, signal.ITIMER_REAL)
+    )
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise TimeLimit(f"more than {seconds:g} {'CPU ' * cpu}s")
+
+    before = signal.signal(number, interrupt)
+    signal.setitimer(timer, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(timer, 0)
+        signal.signal(number, before)
 
 
 def cosine_adam(lr: float, steps: int) -> PyroLRScheduler:
@@ -63,7 +113,7 @@ def fit(svi: SVI, steps: int, *args: Any) -> list[float]:
     return losses
 
 
-def environment(device: str) -> dict[str, Any]:
+def environment(device: str) -> Record:
     """What a number depends on besides the settings: commit, versions, machine."""
 
     def git(*words: str) -> str:
@@ -81,14 +131,34 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
-def append_record(path: Path, record: dict[str, Any]) -> None:
+def attempt(work: Callable[..., Record], *args: Any) -> Record:
+    """``work(*args)``; a fit that diverges is a result, too."""
+    try:
+        return work(*args)
+    except (ArithmeticError, ValueError, RuntimeError) as error:
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def missing_runs(path: Path, keys: Iterable[Record]) -> Iterator[Record]:
+    """Those of ``keys`` that no record of the file has, behind a progress bar.
+
+    :param keys: of each run, in order, what tells it from the others, its settings included.
+    """
+    done = read_records(path)
+    todo = [key for key in keys if not any(key.items() <= record.items() for record in done)]
+    for key in (bar := tqdm(todo, unit="run")):
+        bar.set_description(" ".join(str(value) for value in key.values()))
+        yield key
+
+
+def append_record(path: Path, record: Record) -> None:
     """Appends one line of JSON, so that a run that is cut short loses nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[Record]:
     """The records of a file of JSON lines; none where there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -97,3 +167,17 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     """A Markdown table: the first column to the left, the others to the right."""
     rule = [":--"] + ["--:"] * (len(header) - 1)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *rows]) + "\n"
+
+
+def spread(values: list[float], digits: int, none: str = "failed") -> str:
+    """Mean (least to greatest); ``none`` where there are no values."""
+    if not values:
+        return none
+    numbers = [f"{f(values):.{digits}f}" for f in (mean, min, max)]
+    return numbers[0] if len(values) == 1 else f"{numbers[0]} ({numbers[1]} to {numbers[2]})"
+
+
+def write_page(out: Path, text: str) -> None:
+    """Prints a page and writes it beside its records, ``x.md`` beside ``x.jsonl``."""
+    out.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)

@@ -6,9 +6,9 @@ prior on the plane. Each method's draws are measured by the sliced 2-Wasserstein
 from a fine grid, beside its *floor*, the same distance of two sets from the grid. The sinusoids
 have no end; here the energy grows beyond x = ±4. About a quarter of an hour of CPU time for all::
 
-    python benchmarks/energy_potentials.py
-    python benchmarks/energy_potentials.py --potentials "two moons" --methods GPVI
-    python benchmarks/energy_potentials.py --report
+    python -m benchmarks.energy_potentials
+    python -m benchmarks.energy_potentials --potentials "two moons" --methods GPVI
+    python -m benchmarks.energy_potentials --report
 
 Each run adds one line to ``--out``, and a run whose line is there already is not repeated; the
 table and the picture of the first seed are made anew.
@@ -35,21 +35,25 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import (
-    RESULTS,
-    append_record,
-    cosine_adam,
-    environment,
-    fit,
-    markdown_table,
-    read_records,
-)
 from pyro.distributions.transforms import iterated, spline_autoregressive
 from pyro.infer import ELBO, SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoGuide, AutoIAFNormal, AutoNormalizingFlow
 from torch import Tensor
-from tqdm import tqdm
 
+from benchmarks.common import (
+    RESULTS,
+    add_output_arguments,
+    append_record,
+    attempt,
+    cosine_adam,
+    environment,
+    fit,
+    markdown_table,
+    missing_runs,
+    read_records,
+    spread,
+    write_page,
+)
 from pyro_implicit import LIVI_ELBO, AutoImplicit, AutoSemiImplicit, ResidualGenerator
 from pyro_implicit.diagnostics import draw, sliced_wasserstein
 from pyro_implicit.infer import AmortizedSVGD_ELBO
@@ -184,31 +188,16 @@ def run(name: str, method: str, seed: int, args: argparse.Namespace) -> dict[str
 
 def run_all(args: argparse.Namespace) -> None:
     settings = {key: getattr(args, key) for key in ("steps", "particles", "lr")}
-    machine, done = environment("cpu"), read_records(args.out)
-    runs = [
-        (seed, potential, method)
+    machine = environment("cpu")
+    keys = (
+        {"potential": potential, "method": method, "seed": seed} | settings
         for seed in range(args.seeds)
         for potential in args.potentials
         for method in args.methods
-    ]
-    for seed, potential, method in (bar := tqdm(runs, unit="run")):
-        bar.set_description(f"{potential} {method} {seed}")
-        key = {"potential": potential, "method": method, "seed": seed, **settings}
-        if any(key.items() <= record.items() for record in done):
-            continue
-        try:
-            result = run(potential, method, seed, args)
-        except (ValueError, RuntimeError) as error:  # a fit that diverges is a result, too
-            result = {"error": f"{type(error).__name__}: {error}"[:500]}
+    )
+    for key in missing_runs(args.out, keys):
+        result = attempt(run, key["potential"], key["method"], key["seed"], args)
         append_record(args.out, key | result | machine)
-
-
-def spread(values: list[float]) -> str:
-    """Mean (least to greatest)."""
-    if not values:
-        return "failed"
-    numbers = [f"{f(values):.3f}" for f in (mean, min, max)]
-    return numbers[0] if len(values) == 1 else f"{numbers[0]} ({numbers[1]} to {numbers[2]})"
 
 
 NOTE = """Sliced 2-Wasserstein distance to draws from the grid, 10,000 draws each; mean (least to
@@ -233,7 +222,9 @@ def report(records: list[dict[str, Any]]) -> str:
             if not own:
                 continue
             fitted = [line for line in own if "error" not in line]
-            cells = [spread([r["sw2"] for r in fitted if r["potential"] == p]) for p in potentials]
+            cells = [
+                spread([r["sw2"] for r in fitted if r["potential"] == p], 3) for p in potentials
+            ]
             times = [line["cpu_seconds"] for line in fitted]
             rows.append([method, *cells, f"{mean(times):.0f}" if times else ""])
         seeds = f"{len({line['seed'] for line in lines})} seeds"
@@ -282,10 +273,8 @@ def main(args: argparse.Namespace) -> None:
         torch.set_num_threads(args.threads)
         run_all(args)
     records = read_records(args.out)
-    text = report(records)
-    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
+    write_page(args.out, report(records))
     plot(records, args.out.with_suffix(".png"))
-    print(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -298,8 +287,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--particles", type=int, default=100)
     parser.add_argument("--lr", type=float, default=1e-2, help="falls to zero along a cosine")
-    parser.add_argument("--out", type=Path, default=RESULTS / "energy_potentials.jsonl")
-    parser.add_argument("--report", action="store_true", help="only the table and picture of --out")
+    add_output_arguments(parser, RESULTS / "energy_potentials.jsonl")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     return parser
 

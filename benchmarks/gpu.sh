@@ -16,12 +16,12 @@ export PYTHONPATH="$PWD"
 
 piece_tests() { python -m pytest -q -n 0 tests/test_device.py; }
 piece_steps() {
-    python benchmarks/speed/steps.py --large
-    python benchmarks/speed/steps.py --large --device cuda
+    python -m benchmarks.speed.steps --large
+    python -m benchmarks.speed.steps --large --device cuda
 }
 piece_kivi() {
-    python benchmarks/kivi_speed.py --device cuda
-    python benchmarks/vectorization_speed.py --device cuda
+    python -m benchmarks.kivi_speed --device cuda
+    python -m benchmarks.vectorization_speed --device cuda
 }
 piece_vae() { python examples/vae.py --device cuda --data-dir "$DATA/mnist" --epochs 20 --out "$OUT"; }
 piece_lenet() {

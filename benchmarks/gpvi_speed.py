@@ -5,7 +5,7 @@ The guide is the same, an injective generator of all weights of a classifier, an
 only the ELBO differs. The paper reports 1.28 times the cost for its helper network on MNIST and
 1.78 on CIFAR. All cases take turns in one process; some ten minutes on one CPU thread::
 
-    python benchmarks/gpvi_speed.py
+    python -m benchmarks.gpvi_speed
 
 The classifier is 790-75-10 without biases on made data. ``default`` is the default network of
 :class:`ResidualGenerator`, ``paper`` that of the paper's experiments on MNIST, and ``wide`` is
@@ -33,12 +33,12 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import RESULTS, environment, markdown_table
 from pyro.infer.autoguide import init_to_sample
 from torch import Tensor
 from tqdm import trange
-from vectorization_speed import Case
 
+from benchmarks.common import RESULTS, environment, markdown_table
+from benchmarks.vectorization_speed import Case
 from pyro_implicit import AutoImplicit, InjectiveELBO, ResidualGenerator
 from pyro_implicit.infer import AmortizedSVGD_ELBO
 from pyro_implicit.infer.engine.gpvi_helper import GPVIHelper

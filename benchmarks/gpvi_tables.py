@@ -7,9 +7,9 @@ noise standard normal, a flat prior and full batches. The errors are relative: t
 the difference of the covariances over that of the exact one, and the same for the means, as in the
 authors' code. About a quarter of an hour for all on one CPU thread::
 
-    python benchmarks/gpvi_tables.py
-    python benchmarks/gpvi_tables.py --tables regression --methods "GPVI, exact Jacobian" --seeds 1
-    python benchmarks/gpvi_tables.py --report
+    python -m benchmarks.gpvi_tables
+    python -m benchmarks.gpvi_tables --tables regression --methods "GPVI, exact Jacobian" --seeds 1
+    python -m benchmarks.gpvi_tables --report
 
 Every implicit guide has the paper's linear generator, so q is a Gaussian and its moments are exact,
 by a quadrature that also serves the rows with networks. Each run adds one line to ``--out``; a run
@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
@@ -36,21 +35,24 @@ import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
-from common import (
-    RESULTS,
-    append_record,
-    cosine_adam,
-    environment,
-    fit,
-    markdown_table,
-    read_records,
-)
 from pyro.infer import ELBO, SVI, RBFSteinKernel, Trace_ELBO
 from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal, AutoNormal, init_to_value
 from torch import Tensor
 from torch.distributions import constraints
-from tqdm import tqdm
 
+from benchmarks.common import (
+    RESULTS,
+    add_output_arguments,
+    append_record,
+    attempt,
+    cosine_adam,
+    environment,
+    fit,
+    markdown_table,
+    missing_runs,
+    read_records,
+    write_page,
+)
 from pyro_implicit import AutoImplicit, AutoSemiImplicit, ResidualGenerator
 from pyro_implicit.infer import AmortizedKSD_ELBO, AmortizedSVGD_ELBO
 from pyro_implicit.infer.engine.gpvi_helper import GPVIHelper
@@ -303,22 +305,14 @@ def run(name: str, method: str, seed: int, args: argparse.Namespace) -> dict[str
 def run_all(args: argparse.Namespace) -> None:
     settings = {key: getattr(args, key) for key in SETTINGS}
     machine = environment("cpu")
-    done = read_records(args.out)
-    runs = [
-        (seed, table, method)
+    keys = (
+        {"table": table, "method": method, "seed": seed} | settings
         for seed in range(args.seeds)
         for table in args.tables
         for method in args.methods
-    ]
-    for seed, table, method in (bar := tqdm(runs, unit="run")):
-        bar.set_description(f"{table} {method} {seed}")
-        key = {"table": table, "method": method, "seed": seed, **settings}
-        if any(key.items() <= record.items() for record in done):
-            continue
-        try:
-            result = run(table, method, seed, args)
-        except (ValueError, RuntimeError) as error:  # a fit that diverges is a result, too
-            result = {"error": f"{type(error).__name__}: {error}"[:500]}
+    )
+    for key in missing_runs(args.out, keys):
+        result = attempt(run, key["table"], key["method"], key["seed"], args)
         append_record(args.out, key | result | machine)
 
 
@@ -379,9 +373,7 @@ def main(args: argparse.Namespace) -> None:
     if not args.report:
         torch.set_num_threads(args.threads)
         run_all(args)
-    text = report(args)
-    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+    write_page(args.out, report(args))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -392,8 +384,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--particles", type=int, default=100)
     parser.add_argument("--lr", type=float, default=0.1, help="falls to zero along a cosine")
-    parser.add_argument("--out", type=Path, default=RESULTS / "gpvi_tables.jsonl")
-    parser.add_argument("--report", action="store_true", help="write the table of --out and stop")
+    add_output_arguments(parser, RESULTS / "gpvi_tables.jsonl")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     return parser
 

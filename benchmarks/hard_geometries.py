@@ -21,9 +21,17 @@ from typing import Any
 import pyro
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from benchmarks.common import RESULTS, append_record, environment, markdown_table, read_records
+from benchmarks.common import (
+    RESULTS,
+    add_output_arguments,
+    append_record,
+    environment,
+    markdown_table,
+    missing_runs,
+    read_records,
+    write_page,
+)
 from benchmarks.posteriordb import data, metrics
 from benchmarks.targets import (
     MissingData,
@@ -124,8 +132,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--targets", nargs="+", default=list(ALL), choices=ALL)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--report", action="store_true", help="only write the table beside --out")
+    add_output_arguments(parser, OUT)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     return parser
 
@@ -133,20 +140,17 @@ def parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(args.threads)
-    done = {(record["target"], record["seed"]) for record in read_records(args.out)}
-    todo = [(t, s) for s in args.seeds for t in args.targets if (t, s) not in done]
-    for name, seed in (bar := tqdm([] if args.report else todo, unit="fit", disable=None)):
-        bar.set_description(f"{name} {seed}")
+    keys = [{"target": name, "seed": seed} for seed in args.seeds for name in args.targets]
+    for key in missing_runs(args.out, [] if args.report else keys):
         try:
-            record = run(name, seed, args.data_dir)
+            record = run(key["target"], key["seed"], args.data_dir)
         except (MissingData, data.MissingData) as error:
-            print(f"{name} left out: {error}")
+            print(f"{key['target']} left out: {error}")
             continue
         append_record(args.out, record | environment("cpu"))
     command = "python -m benchmarks.hard_geometries --data-dir DATA --seeds 0 1 2 3 4"
-    table = f"# Hard geometries, nothing set\n\n`{command}`\n\n" + report(args.out)
-    args.out.with_suffix(".md").write_text(table)
-    print(table)
+    title = f"# Hard geometries, nothing set\n\n`{command}`\n\n"
+    write_page(args.out, title + report(args.out))
 
 
 if __name__ == "__main__":

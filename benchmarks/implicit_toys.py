@@ -6,8 +6,8 @@ each guide's histogram is told apart by its total variation. ``logistic`` (appen
 w ~ N(0, I) in two dimensions and 200 labels, against NUTS through ``compare``. About five minutes
 for both on one CPU thread::
 
-    python benchmarks/implicit_toys.py
-    python benchmarks/implicit_toys.py --toys mixture --seeds 1
+    python -m benchmarks.implicit_toys
+    python -m benchmarks.implicit_toys --toys mixture --seeds 1
 
 Each run replaces the toy's lines in ``--out``, and the tables and pictures beside it.
 
@@ -23,13 +23,18 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
-from common import (
+from pyro.infer import ELBO, MCMC, NUTS, SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal, AutoNormal
+from torch import Tensor
+from torch.distributions import constraints
+from tqdm import tqdm
+
+from benchmarks.common import (
     RESULTS,
     append_record,
     cosine_adam,
@@ -38,13 +43,9 @@ from common import (
     markdown_table,
     read_records,
     seconds,
+    spread,
+    write_page,
 )
-from pyro.infer import ELBO, MCMC, NUTS, SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal, AutoNormal
-from torch import Tensor
-from torch.distributions import constraints
-from tqdm import tqdm
-
 from pyro_implicit import KIVI_ELBO, LIVI_ELBO, MLP, AutoImplicit, AutoSemiImplicit
 from pyro_implicit.diagnostics import compare, draw
 
@@ -256,15 +257,6 @@ def forget(path: Path, toy: str) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
-def spread(values: list[float | None], digits: int) -> str:
-    """Mean (least to greatest) of the values there are."""
-    found = [value for value in values if value is not None]
-    if not found:
-        return "-"
-    numbers = [f"{f(found):.{digits}f}" for f in (mean, min, max)]
-    return numbers[0] if len(found) == 1 else f"{numbers[0]} ({numbers[1]} to {numbers[2]})"
-
-
 COLUMNS = {
     "mixture": {
         "weight of +3": ("weight_right", 3),
@@ -301,7 +293,10 @@ def report(path: Path) -> str:
         rows = []
         for method in dict.fromkeys(line["method"] for line in lines):
             runs = [line for line in lines if line["method"] == method]
-            cells = [spread([run.get(key) for run in runs], d) for key, d in columns.values()]
+            cells = [
+                spread([run[key] for run in runs if run.get(key) is not None], digits, none="-")
+                for key, digits in columns.values()
+            ]
             within = sum(abs(run.get("weight_right", 2) - 0.5) <= 0.03 for run in runs)
             good = [f"{within} of {len(runs)}"] if toy == "mixture" else []
             rows.append([method, *cells, *good])
@@ -332,9 +327,7 @@ def main(arguments: list[str] | None = None) -> None:
         forget(args.out, toy)
         run, steps = RUNS[toy]
         run(argparse.Namespace(**vars(args) | {"steps": args.steps or steps}))
-    text = report(args.out)
-    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+    write_page(args.out, report(args.out))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ of the mean-field guide and of the one that knows that shifts do not show, again
 weights. And networks of one hidden layer, whose units have no order and whose output weights may
 shift where the data do not see it: the certified bounds of three guides, alone and symmetrised::
 
-    python benchmarks/invariances.py                     # the figure, a second
-    python benchmarks/invariances.py --networks          # some minutes, resumable
-    python benchmarks/invariances.py --report
+    python -m benchmarks.invariances                     # the figure, a second
+    python -m benchmarks.invariances --networks          # some minutes, resumable
+    python -m benchmarks.invariances --report
 """
 
 from __future__ import annotations
@@ -25,19 +25,23 @@ from typing import Any, NamedTuple
 import pyro
 import pyro.distributions as dist
 import torch
-from common import (
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoNormal, init_to_sample
+from torch import Tensor
+
+from benchmarks.common import (
     RESULTS,
+    Record,
+    add_output_arguments,
     append_record,
     cosine_adam,
     environment,
     fit,
     markdown_table,
+    missing_runs,
     read_records,
+    write_page,
 )
-from pyro.infer import SVI
-from pyro.infer.autoguide import AutoNormal, init_to_sample
-from torch import Tensor
-
 from pyro_implicit import (
     LIVI_ELBO,
     AutoImplicit,
@@ -269,7 +273,8 @@ def run_network(num_units: int, name: str, training: str, steps: int) -> dict[st
     return record
 
 
-def report(records: list[dict[str, Any]], path: Path) -> None:
+def report(records: list[Record]) -> str:
+    """The Markdown table of the networks."""
     header = [
         "units",
         "guide",
@@ -296,32 +301,26 @@ def report(records: list[dict[str, Any]], path: Path) -> None:
                 f"{one['sd']:.3f}",
             ]
         )
-    table = markdown_table(header, rows)
-    print(table)
-    path.write_text(__doc__.split("\n")[0] + "\n\n" + table + "\n", encoding="utf-8")
+    return f"{__doc__.splitlines()[0]}\n\n{markdown_table(header, rows)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--networks", action="store_true")
-    parser.add_argument("--report", action="store_true")
     parser.add_argument("--units", type=int, nargs="+", default=[10, 50, 200])
     parser.add_argument("--guides", nargs="+", default=["mean field", "LIVI", "injective"])
     parser.add_argument("--trainings", nargs="+", default=["alone", "symmetrised"])
     parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--out", type=Path, default=RESULTS / "invariances.jsonl")
+    add_output_arguments(parser, RESULTS / "invariances.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.networks:
         names = ("units", "guide", "training", "steps")
-        known = [tuple(record[name] for name in names) for record in read_records(args.out)]
-        for key in itertools.product(args.units, args.guides, args.trainings, [args.steps]):
-            if key not in known:
-                record = dict(zip(names, key, strict=True)) | run_network(*key)
-                append_record(args.out, record | environment("cpu"))
-                print(record, flush=True)
+        runs = itertools.product(args.units, args.guides, args.trainings, [args.steps])
+        for key in missing_runs(args.out, (dict(zip(names, run, strict=True)) for run in runs)):
+            append_record(args.out, key | run_network(*key.values()) | environment("cpu"))
     if args.networks or args.report:
-        report(read_records(args.out), args.out.with_suffix(".md"))
+        write_page(args.out, report(read_records(args.out)))
     else:
         dims = sorted({round(10 ** (k / 8)) for k in range(25)})
         draw_linear(dims, args.out.with_suffix(".png"))

@@ -3,7 +3,7 @@
 
 A few seconds; the table is printed and written to ``results/``::
 
-    python benchmarks/kivi_ratio_table.py
+    python -m benchmarks.kivi_ratio_table
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from common import (
+from torch import Tensor
+
+from benchmarks.common import (
     RESULTS,
     append_record,
     environment,
     markdown_table,
 )
-from torch import Tensor
-
 from pyro_implicit.ops import Direction, adaptive_log_density, log_density_ratio
 
 PAPER_CLIP = 1e-8

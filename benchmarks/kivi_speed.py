@@ -5,8 +5,8 @@ The network and the clock are those of ``vectorization_speed.py``; KIVI has one 
 layer, with the generators of its paper for sets like Boston, and 100 posterior and 100 contrast
 draws. All cases take turns in one process, a minute or two::
 
-    python benchmarks/kivi_speed.py
-    python benchmarks/kivi_speed.py --device cuda
+    python -m benchmarks.kivi_speed
+    python -m benchmarks.kivi_speed --device cuda
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pyro
 import torch
-from common import RESULTS, add_machine_arguments, environment
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuideList, AutoNormal, init_to_mean
 from tqdm import trange
-from vectorization_speed import BNN, NUM_FEATURES, NUM_ROWS, Case, report
 
+from benchmarks.common import RESULTS, add_machine_arguments, environment
+from benchmarks.vectorization_speed import BNN, NUM_FEATURES, NUM_ROWS, Case, report
 from pyro_implicit import KIVI_ELBO, MLP, AutoImplicit
 from pyro_implicit.infer import ImplicitELBO
 

@@ -17,33 +17,22 @@ far the draws are from the reference draws of posteriordb
 (``posteriordb/eight_schools-eight_schools_centered.npz``). Two to five minutes per run and CPU
 thread; resumable::
 
-    python benchmarks/noise_space_nuts.py --data-dir /path/to/data
-    python benchmarks/noise_space_nuts.py --report
+    python -m benchmarks.noise_space_nuts --data-dir /path/to/data
+    python -m benchmarks.noise_space_nuts --report
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import arviz
 import numpy as np
 import pyro
 import torch
-from common import (
-    RESULTS,
-    append_record,
-    cosine_adam,
-    environment,
-    fit,
-    markdown_table,
-    read_records,
-)
 from pyro import poutine
 from pyro.infer import ELBO, MCMC, NUTS, SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoGuide, AutoIAFNormal
@@ -51,6 +40,20 @@ from pyro.infer.reparam import LocScaleReparam, NeuTraReparam
 from pyro.ops.stats import split_gelman_rubin
 from torch import Tensor
 
+from benchmarks.common import (
+    RESULTS,
+    add_output_arguments,
+    append_record,
+    cosine_adam,
+    environment,
+    fit,
+    markdown_table,
+    missing_runs,
+    read_records,
+    spread,
+    write_page,
+)
+from examples.eight_schools import EFFECT, STANDARD_ERROR, model, with_log_tau
 from pyro_implicit import (
     AutoImplicit,
     GatedResidualGenerator,
@@ -60,9 +63,6 @@ from pyro_implicit import (
 )
 from pyro_implicit.diagnostics import compare
 from pyro_implicit.mcmc.arviz_export import as_datatree
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from eight_schools import EFFECT, STANDARD_ERROR, model, with_log_tau
 
 Draws = dict[str, Tensor]
 #: the model to run NUTS on, and what turns its samples into those of the sites of ``model``
@@ -238,22 +238,15 @@ Errors are against the reference draws of posteriordb, in its standard deviation
 """
 
 
-def spread(values: list[Any], digits: int) -> str:
-    known = [value for value in values if value is not None]
-    if not known:
-        return ""
-    parts = [f"{value:.{digits}f}" for value in (mean(known), min(known), max(known))]
-    return f"{parts[0]} ({parts[1]} to {parts[2]})"
-
-
 def report(path: Path) -> str:
     """The Markdown table of the records, turned so that the methods are the columns."""
     lines = [derived(line) for line in read_records(path)]
     methods = [name for name in METHODS if any(line["method"] == name for line in lines)]
-    rows = [
-        [title, *(spread([r.get(key) for r in lines if r["method"] == m], d) for m in methods)]
-        for title, (key, d) in COLUMNS.items()
-    ]
+    rows = []
+    for title, (key, digits) in COLUMNS.items():
+        known = [line for line in lines if line.get(key) is not None]
+        values = [[line[key] for line in known if line["method"] == m] for m in methods]
+        rows.append([title, *(spread(some, digits, none="") for some in values)])
     return markdown_table(["", *methods], rows) + NOTE
 
 
@@ -267,20 +260,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--particles", type=int, default=64, help="draws per step")
     parser.add_argument("--lr", type=float, default=1e-2, help="falls to zero along a cosine")
     parser.add_argument("--data-dir", type=Path, help="folder of posteriordb/")
-    parser.add_argument("--out", type=Path, default=RESULTS / "noise_space_nuts.jsonl")
-    parser.add_argument("--report", action="store_true", help="write the table of --out and stop")
+    add_output_arguments(parser, RESULTS / "noise_space_nuts.jsonl")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     settings = {key: vars(args)[key] for key in ("draws", "warmup", "steps", "particles", "lr")}
-    done = [(line["method"], line["seed"]) for line in read_records(args.out)]
-    for seed in range(0 if args.report else args.seeds):
-        for name in args.methods:
-            if (name, seed) not in done:
-                key = {"method": name, "seed": seed, **settings}
-                append_record(args.out, key | run(name, seed, args) | environment("cpu"))
-    text = report(args.out)
-    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+    keys = [
+        {"method": name, "seed": seed} | settings
+        for seed in range(args.seeds)
+        for name in args.methods
+    ]
+    for key in missing_runs(args.out, [] if args.report else keys):
+        found = run(key["method"], key["seed"], args)
+        append_record(args.out, key | found | environment("cpu"))
+    write_page(args.out, report(args.out))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,23 +32,22 @@ from pyro.infer import MCMC, NUTS, SVI
 from pyro.infer.autoguide import AutoNormal
 from pyro.ops.stats import effective_sample_size
 from torch import Tensor
-from tqdm import tqdm
 
+from benchmarks import refine_toy, toy_classification
 from benchmarks.common import (
     RESULTS,
+    add_output_arguments,
     append_record,
     cosine_adam,
     environment,
     fit,
     markdown_table,
+    missing_runs,
     read_records,
+    write_page,
 )
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine
-
-sys.path.insert(0, str(Path(__file__).parent))  # these scripts import their neighbours by name
-import refine_toy
-import toy_classification
 
 OUT = RESULTS / "refine_ess.jsonl"
 Draws = dict[str, Tensor]
@@ -189,30 +187,36 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-gradients", type=int, default=1000)
     parser.add_argument("--warmup", type=int, default=300)
     parser.add_argument("--draws", type=int, default=500)
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--report", action="store_true", help="only write the table of --out")
+    add_output_arguments(parser, OUT)
     return parser
+
+
+def run_all(args: argparse.Namespace) -> None:
+    machine = environment("cpu")
+    names = ["steps", "max_gradients", "warmup", "draws"]
+    settings = {name: getattr(args, name) for name in names}
+    methods = args.methods
+    if args.numpyro is None:
+        print("NumPyro is left out: --numpyro names the python of its environment")
+        methods = [method for method in methods if method != "NumPyro NUTS"]
+    keys = (
+        {"model": model, "method": method, "seed": seed} | settings
+        for seed in range(args.seeds)
+        for model in args.models
+        for method in methods
+    )
+    for key in missing_runs(args.out, keys):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(key["seed"])
+        found = RUNS[key["method"]](key["model"], key["seed"], args)
+        append_record(args.out, key | found | machine)
 
 
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    done = read_records(args.out)
-    names = ["steps", "max_gradients", "warmup", "draws"]
-    settings = {name: getattr(args, name) for name in names}
-    runs = [(m, k, s) for s in range(args.seeds) for m in args.models for k in args.methods]
-    for model, method, seed in tqdm([] if args.report else runs, unit="run"):
-        key = {"model": model, "method": method, "seed": seed} | settings
-        if any(key.items() <= record.items() for record in done):
-            continue
-        if method == "NumPyro NUTS" and args.numpyro is None:
-            print("NumPyro is left out: --numpyro names the python of its environment")
-            continue
-        pyro.clear_param_store()
-        pyro.set_rng_seed(seed)
-        append_record(args.out, key | RUNS[method](model, seed, args) | environment("cpu"))
-    text = report(args.out)
-    args.out.with_suffix(".md").write_text(text)
-    print(text)
+    if not args.report:
+        run_all(args)
+    write_page(args.out, report(args.out))
 
 
 if __name__ == "__main__":

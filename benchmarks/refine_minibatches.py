@@ -7,9 +7,9 @@ closed form, at the step size found and at multiples of it. ``digits``: a networ
 on scikit-learn's digits, 1,200 images in minibatches of 100; guides and what 8 chains of 1,200
 steps make of them, on 597 other images::
 
-    python benchmarks/refine_minibatches.py --seeds 1
-    python benchmarks/refine_minibatches.py --parts regression
-    python benchmarks/refine_minibatches.py --report
+    python -m benchmarks.refine_minibatches --seeds 1
+    python -m benchmarks.refine_minibatches --parts regression
+    python -m benchmarks.refine_minibatches --report
 
 Each part and seed adds its lines to ``--out`` when it is done; one whose lines are there already is
 not repeated.
@@ -27,15 +27,6 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import (
-    RESULTS,
-    append_record,
-    cosine_adam,
-    environment,
-    fit,
-    markdown_table,
-    read_records,
-)
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoNormal
 from sklearn.datasets import load_digits
@@ -43,6 +34,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
+from benchmarks.common import (
+    RESULTS,
+    add_output_arguments,
+    append_record,
+    cosine_adam,
+    environment,
+    fit,
+    markdown_table,
+    read_records,
+    write_page,
+)
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.mcmc import MinibatchRefined, refine
 from pyro_implicit.nn import to_bayesian_
@@ -231,7 +233,7 @@ def report(path: Path) -> str:
     tables += markdown_table([*header, "relaxations", "CPU s"], second) + "\n"
     return tables + (
         "Priors of weights: N(0, 0.25). A chain takes 1,200 steps; no step size is set.\n\n"
-        "`python benchmarks/refine_minibatches.py --seeds 1` makes it anew.\n"
+        "`python -m benchmarks.refine_minibatches --seeds 1` makes it anew.\n"
     )
 
 
@@ -239,8 +241,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--seeds", type=int, default=1, help="seeds 0 to SEEDS - 1")
-    parser.add_argument("--out", type=Path, default=RESULTS / "refine_minibatches.jsonl")
-    parser.add_argument("--report", action="store_true", help="the tables of --out alone")
+    add_output_arguments(parser, RESULTS / "refine_minibatches.jsonl")
     return parser
 
 
@@ -258,9 +259,7 @@ def main(args: argparse.Namespace) -> None:
                 records = list(tqdm(PARTS[part](seed), desc=f"{part} {seed}", unit="run"))
                 for record in records:
                     append_record(args.out, record | machine)
-    text = report(args.out)
-    args.out.with_suffix(".md").write_text(text)
-    print(text)
+    write_page(args.out, report(args.out))
 
 
 if __name__ == "__main__":

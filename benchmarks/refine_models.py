@@ -7,9 +7,9 @@ of both are compared, in unconstrained space, with those of a *reference*: a muc
 ``refine``, from draws of a mean-field guide of another seed, twice as far from their mean. It has
 the kernel of what it judges, not the start nor the adaptation::
 
-    python benchmarks/refine_models.py
-    python benchmarks/refine_models.py --models items --seeds 2
-    python benchmarks/refine_models.py --report
+    python -m benchmarks.refine_models
+    python -m benchmarks.refine_models --models items --seeds 2
+    python -m benchmarks.refine_models --report
 
 Each run, and each reference, adds one line to ``--out``; a run of the same settings whose line is
 there already is not repeated.
@@ -27,20 +27,22 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import (
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoNormal
+from torch import Tensor
+
+from benchmarks.common import (
     RESULTS,
+    add_output_arguments,
     append_record,
     cosine_adam,
     environment,
     fit,
     markdown_table,
+    missing_runs,
     read_records,
+    write_page,
 )
-from pyro.infer import SVI
-from pyro.infer.autoguide import AutoNormal
-from torch import Tensor
-from tqdm import tqdm
-
 from pyro_implicit.density import LatentDensity
 from pyro_implicit.diagnostics import draw
 from pyro_implicit.infer import ImplicitELBO
@@ -169,17 +171,16 @@ def run(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    done = read_records(args.out)
     machine = environment("cpu")
-    runs = [(name, seed) for name in args.models for seed in (None, *range(args.seeds))]
-    for name, seed in (bar := tqdm(runs, unit="run")):
-        bar.set_description(f"{name} {'reference' if seed is None else seed}")
-        keys = ["chains", "reference_gradients"]
-        if seed is not None:
-            keys = ["chains", "steps", "lr", "max_gradients"]
-        key = {"model": name, "seed": seed} | {key: getattr(args, key) for key in keys}
-        if any(key.items() <= record.items() for record in done):
-            continue
+    keys = []
+    for name in args.models:
+        for seed in (None, *range(args.seeds)):  # the reference has no seed
+            names = ["chains", "steps", "lr", "max_gradients"]
+            if seed is None:
+                names = ["chains", "reference_gradients"]
+            keys.append({"model": name, "seed": seed} | {key: getattr(args, key) for key in names})
+    for key in missing_runs(args.out, keys):
+        name, seed = key["model"], key["seed"]
         found = run_reference(name, args) if seed is None else run(name, seed, args)
         append_record(args.out, key | found | machine)
 
@@ -229,7 +230,7 @@ standard error of the difference of two means, from the spread of the independen
 to 200 means the worst is off by about three of them. The reference is a longer run of `refine`,
 from draws of a mean-field guide of another seed, twice as far from their mean.
 
-`python benchmarks/refine_models.py` makes it anew.
+`python -m benchmarks.refine_models` makes it anew.
 """
 
 
@@ -237,9 +238,7 @@ def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     if not args.report:
         run_all(args)
-    text = report(args.out)
-    args.out.with_suffix(".md").write_text(text)
-    print(text)
+    write_page(args.out, report(args.out))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -251,8 +250,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--chains", type=int, default=256)
     parser.add_argument("--max-gradients", type=int, default=500, help="of each chain")
     parser.add_argument("--reference-gradients", type=int, default=4000, help="of each chain")
-    parser.add_argument("--out", type=Path, default=RESULTS / "refine_models.jsonl")
-    parser.add_argument("--report", action="store_true", help="the table of --out alone")
+    add_output_arguments(parser, RESULTS / "refine_models.jsonl")
     return parser
 
 

@@ -22,16 +22,18 @@ import pyro
 import torch
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoNormal, init_to_value
-from tqdm import tqdm
 
 from benchmarks.common import (
     RESULTS,
+    add_output_arguments,
     append_record,
     cosine_adam,
     environment,
     fit,
     markdown_table,
+    missing_runs,
     read_records,
+    write_page,
 )
 from benchmarks.posteriordb import data
 from benchmarks.posteriordb.methods import start
@@ -100,16 +102,16 @@ def run(name: str, kind: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    done = read_records(args.out)
     machine = environment("cpu")
     names = ["seed", "chains", "max_gradients"]
     settings = {name: getattr(args, name) for name in names}
-    runs = [(name, kind) for kind in args.starts for name in args.posteriors]
-    for name, kind in (bar := tqdm(runs, unit="run")):
-        bar.set_description(f"{name} {kind}")
-        key = {"posterior": name, "start": kind} | settings
-        if not any(key.items() <= record.items() for record in done):
-            append_record(args.out, key | run(name, kind, args) | machine)
+    keys = (
+        {"posterior": name, "start": kind} | settings
+        for kind in args.starts
+        for name in args.posteriors
+    )
+    for key in missing_runs(args.out, keys):
+        append_record(args.out, key | run(key["posterior"], key["start"], args) | machine)
 
 
 def report(path: Path) -> str:
@@ -153,9 +155,7 @@ def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     if not args.report:
         run_all(args)
-    text = report(args.out)
-    args.out.with_suffix(".md").write_text(text)
-    print(text)
+    write_page(args.out, report(args.out))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -168,8 +168,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--chains", type=int, default=256)
     parser.add_argument("--max-gradients", type=int, default=1000, help="of each chain")
-    parser.add_argument("--out", type=Path, default=RESULTS / "refine_posteriordb.jsonl")
-    parser.add_argument("--report", action="store_true", help="the table of --out alone")
+    add_output_arguments(parser, RESULTS / "refine_posteriordb.jsonl")
     return parser
 
 

@@ -6,9 +6,9 @@ a standard deviation off, on targets whose truth is known, and counts how often 
 "converged" while a mean is off by more than .1 posterior sd or an sd by more than 10 %, beyond
 three Monte Carlo standard errors (of the independent chains)::
 
-    python benchmarks/refine_stopping.py --seeds 20
-    python benchmarks/refine_stopping.py --targets funnel-centred --seeds 2
-    python benchmarks/refine_stopping.py --report
+    python -m benchmarks.refine_stopping --seeds 20
+    python -m benchmarks.refine_stopping --targets funnel-centred --seeds 2
+    python -m benchmarks.refine_stopping --report
 
 Each run adds one line to ``--out``; a run whose line is there already is not repeated.
 """
@@ -27,10 +27,18 @@ from typing import Any, NamedTuple
 import pyro
 import pyro.distributions as dist
 import torch
-from common import RESULTS, append_record, environment, markdown_table, read_records
 from torch import Tensor
-from tqdm import tqdm
 
+from benchmarks.common import (
+    RESULTS,
+    add_output_arguments,
+    append_record,
+    environment,
+    markdown_table,
+    missing_runs,
+    read_records,
+    write_page,
+)
 from pyro_implicit.density import LatentDensity
 from pyro_implicit.mcmc import refine
 
@@ -206,7 +214,7 @@ def report(path: Path) -> str:
         "more than 10 %,\nbeyond three Monte Carlo errors. Without that allowance they are "
         f"{raw}. {finished} of {total} converged, the others\nran to the budget. Worst mean and sd "
         "are errors in posterior sds, of all runs, budgets included.\n\n"
-        "`python benchmarks/refine_stopping.py --seeds 20` makes it anew.\n"
+        "`python -m benchmarks.refine_stopping --seeds 20` makes it anew.\n"
     )
 
 
@@ -216,26 +224,28 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=20, help="seeds 0 to SEEDS - 1")
     parser.add_argument("--chains", type=int, default=256)
     parser.add_argument("--max-gradients", type=int, default=4000)
-    parser.add_argument("--out", type=Path, default=RESULTS / "refine_stopping.jsonl")
-    parser.add_argument("--report", action="store_true", help="the table of --out alone")
+    add_output_arguments(parser, RESULTS / "refine_stopping.jsonl")
     return parser
+
+
+def run_all(args: argparse.Namespace) -> None:
+    machine = environment("cpu")
+    settings = {"chains": args.chains, "max_gradients": args.max_gradients}
+    keys = (
+        {"target": name, "seed": seed} | settings
+        for seed in range(args.seeds)
+        for name in args.targets
+    )
+    for key in missing_runs(args.out, keys):
+        append_record(args.out, key | run(key["target"], key["seed"], args) | machine)
 
 
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    done = read_records(args.out)
     if not args.report:
-        machine = environment("cpu")
-        runs = [(name, seed) for seed in range(args.seeds) for name in args.targets]
-        for name, seed in tqdm(runs, unit="run"):
-            key = {"target": name, "seed": seed}
-            key |= {"chains": args.chains, "max_gradients": args.max_gradients}
-            if not any(key.items() <= record.items() for record in done):
-                append_record(args.out, key | run(name, seed, args) | machine)
-    text = report(args.out)
-    args.out.with_suffix(".md").write_text(text)
-    print(text)
+        run_all(args)
+    write_page(args.out, report(args.out))
 
 
 if __name__ == "__main__":

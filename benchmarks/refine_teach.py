@@ -16,7 +16,6 @@ of NUTS. Each run adds one line to ``--out`` and is not repeated when its line i
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,26 +25,25 @@ import pyro
 import torch
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal, init_to_sample
-from tqdm import tqdm
 
+from benchmarks import refine_toy, toy_classification
 from benchmarks.common import (
     RESULTS,
+    add_output_arguments,
     append_record,
     cosine_adam,
     environment,
     fit,
     markdown_table,
+    missing_runs,
     read_records,
+    write_page,
 )
 from benchmarks.hard_geometries import EIGHT_SCHOOLS, problem
 from pyro_implicit import AutoImplicit, AutoregressiveGenerator, InjectiveELBO
 from pyro_implicit.diagnostics import draw, sliced_wasserstein
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine
-
-sys.path.insert(0, str(Path(__file__).parent))  # the toy's script imports its neighbours by name
-import refine_toy
-import toy_classification
 
 OUT = RESULTS / "refine_teach.jsonl"
 Problem = tuple[Any, tuple, Callable[[Any], float], dict[str, Any]]
@@ -173,25 +171,29 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--chains", type=int, default=128)
     parser.add_argument("--max-gradients", type=int, default=1000)
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--report", action="store_true", help="only write the table of --out")
+    add_output_arguments(parser, OUT)
     return parser
+
+
+def run_all(args: argparse.Namespace) -> None:
+    machine = environment("cpu")
+    settings = {name: getattr(args, name) for name in ("steps", "chains", "max_gradients")}
+    keys = (
+        {"target": name, "guide": kind, "seed": seed} | settings
+        for seed in range(args.seeds)
+        for name, kind in PAIRS
+        if name in args.targets
+    )
+    for key in missing_runs(args.out, keys):
+        found = run(key["target"], key["guide"], key["seed"], args)
+        append_record(args.out, key | found | machine)
 
 
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    done = read_records(args.out)
-    runs = [
-        (*pair, seed) for seed in range(args.seeds) for pair in PAIRS if pair[0] in args.targets
-    ]
-    for name, kind, seed in tqdm([] if args.report else runs, unit="run"):
-        key = {"target": name, "guide": kind, "seed": seed, "steps": args.steps}
-        key |= {"chains": args.chains, "max_gradients": args.max_gradients}
-        if not any(key.items() <= record.items() for record in done):
-            append_record(args.out, key | run(name, kind, seed, args) | environment("cpu"))
-    text = report(args.out)
-    args.out.with_suffix(".md").write_text(text)
-    print(text)
+    if not args.report:
+        run_all(args)
+    write_page(args.out, report(args.out))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ Data, network, map and NUTS map are those of ``toy_classification.py``. Four gui
 their draws are moved by ``refine``, and the maps of both are compared with that of NUTS, whose line
 ``--reference`` holds. The chains stop by the probabilities on a coarse grid, or at the budget::
 
-    python benchmarks/refine_toy.py
-    python benchmarks/refine_toy.py --guides "mean field" --seeds 1
-    python benchmarks/refine_toy.py --report
+    python -m benchmarks.refine_toy
+    python -m benchmarks.refine_toy --guides "mean field" --seeds 1
+    python -m benchmarks.refine_toy --report
 
 Each run adds one line to ``--out``, with both maps; a run of the same settings whose line is there
 already is not repeated. ``--report`` writes the table and the picture.
@@ -24,19 +24,23 @@ from typing import Any
 
 import pyro
 import torch
-from common import (
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoNormal, init_to_sample
+from torch import Tensor
+
+from benchmarks.common import (
     RESULTS,
+    add_output_arguments,
     append_record,
     cosine_adam,
     environment,
     fit,
     markdown_table,
+    missing_runs,
     read_records,
+    write_page,
 )
-from pyro.infer import SVI
-from pyro.infer.autoguide import AutoNormal, init_to_sample
-from torch import Tensor
-from toy_classification import (
+from benchmarks.toy_classification import (
     NUM_TRAIN,
     difference,
     logits,
@@ -46,8 +50,6 @@ from toy_classification import (
     spread,
     uncertainty,
 )
-from tqdm import tqdm
-
 from pyro_implicit import (
     LIVI_ELBO,
     AutoImplicit,
@@ -158,17 +160,17 @@ def reference(path: Path) -> dict[str, Any]:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    done = read_records(args.out)
     machine = environment("cpu")
     args.grid = reference(args.reference)["grid"]
     names = ["grid", "steps", "lr", "particles", "draws", "chains", "max_gradients"]
     settings = {name: getattr(args, name) for name in names}
-    runs = [(guide, seed) for seed in range(args.seeds) for guide in args.guides]
-    for guide, seed in (bar := tqdm(runs, unit="run")):
-        bar.set_description(f"{guide} {seed}")
-        key = {"guide": guide, "seed": seed} | settings
-        if not any(key.items() <= record.items() for record in done):
-            append_record(args.out, key | run(guide, seed, args) | machine)
+    keys = (
+        {"guide": guide, "seed": seed} | settings
+        for seed in range(args.seeds)
+        for guide in args.guides
+    )
+    for key in missing_runs(args.out, keys):
+        append_record(args.out, key | run(key["guide"], key["seed"], args) | machine)
 
 
 def report(path: Path, nuts: dict[str, Any]) -> str:
@@ -196,7 +198,7 @@ def report(path: Path, nuts: dict[str, Any]) -> str:
         f"Guides: {first['steps']} steps of {first['particles']}\nparticles (LIVI: half of "
         f"them). Refined by {first['chains']} chains of at most about "
         f"{first['max_gradients']} gradients each.\n\n"
-        "`python benchmarks/refine_toy.py` makes it anew.\n"
+        "`python -m benchmarks.refine_toy` makes it anew.\n"
     )
 
 
@@ -238,10 +240,8 @@ def main(args: argparse.Namespace) -> None:
     if not args.report:
         run_all(args)
     nuts = reference(args.reference)
-    text = report(args.out, nuts)
-    args.out.with_suffix(".md").write_text(text)
+    write_page(args.out, report(args.out, nuts))
     plot(args.out, nuts)
-    print(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -255,8 +255,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--chains", type=int, default=256)
     parser.add_argument("--max-gradients", type=int, default=1000, help="of each chain")
     parser.add_argument("--reference", type=Path, default=RESULTS / "toy_classification.jsonl")
-    parser.add_argument("--out", type=Path, default=RESULTS / "refine_toy.jsonl")
-    parser.add_argument("--report", action="store_true", help="table and picture of --out alone")
+    add_output_arguments(parser, RESULTS / "refine_toy.jsonl")
     return parser
 
 

@@ -6,13 +6,13 @@ between 10,000 draws of the guide and 10,000 fresh draws of the truth (5,000 whe
 truth), beside its *floor*: the same distance between two independent sets of the truth. About half
 a minute per run on one CPU thread::
 
-    python benchmarks/sampling_targets.py --data-dir /path/to/data
-    python benchmarks/sampling_targets.py --targets banana --methods implicit --seeds 1
-    python benchmarks/sampling_targets.py --report
+    python -m benchmarks.sampling_targets --data-dir /path/to/data
+    python -m benchmarks.sampling_targets --targets banana --methods implicit --seeds 1
+    python -m benchmarks.sampling_targets --report
 
 Without ``--methods`` the explicit guides and LIVI run. The comparison of all methods::
 
-    python benchmarks/sampling_targets.py --methods all --steps 2000 --particles 64 --seeds 2 \\
+    python -m benchmarks.sampling_targets --methods all --steps 2000 --particles 64 --seeds 2 \\
         --targets banana x_shape multimodal waveform conditioned_diffusion \\
         --out benchmarks/results/all_methods.jsonl --data-dir /path/to/data
 
@@ -31,24 +31,27 @@ from typing import Any
 
 import pyro
 import torch
-from common import (
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoLaplaceApproximation
+from torch import Tensor
+
+from benchmarks.common import (
     RESULTS,
     add_machine_arguments,
+    add_output_arguments,
     append_record,
+    attempt,
     cosine_adam,
     environment,
     fit,
     markdown_table,
+    missing_runs,
     read_records,
     seconds,
+    write_page,
 )
-from pyro.infer import SVI
-from pyro.infer.autoguide import AutoLaplaceApproximation
-from sampling_methods import EXPLICIT_AND_LIVI, METHODS
-from targets import TARGETS, MissingData, Target, make_target
-from torch import Tensor
-from tqdm import tqdm
-
+from benchmarks.sampling_methods import EXPLICIT_AND_LIVI, METHODS
+from benchmarks.targets import TARGETS, MissingData, Target, make_target
 from pyro_implicit.diagnostics import draw, sliced_wasserstein
 
 NUM_DRAWS = 10_000
@@ -94,8 +97,8 @@ def run(target: Target, method: str, seed: int, args: argparse.Namespace) -> dic
 def run_all(args: argparse.Namespace) -> None:
     settings = {key: getattr(args, key) for key in ("steps", "particles", "lr")}
     machine = environment(args.device)
-    done = read_records(args.out)
-    floors = {record["target"]: record["floor"] for record in done}
+    settings["device"] = machine["device"]
+    floors = {record["target"]: record["floor"] for record in read_records(args.out)}
     for name in args.targets:
         try:
             target = make_target(name, args.device, args.data_dir)
@@ -105,19 +108,15 @@ def run_all(args: argparse.Namespace) -> None:
         known_floor = floors[name] if name in floors else floor(target)
         reference = {"floor": known_floor, "threshold": target.threshold}
         methods = METHODS if "all" in args.methods else args.methods
-        runs = [(method, seed) for method in methods for seed in range(args.seeds)]
-        for method, seed in (bar := tqdm(runs, unit="run")):
-            bar.set_description(f"{name} {method} {seed}")
-            key = {"target": name, "method": method, "seed": seed, **settings}
-            key["device"] = machine["device"]
-            if any(key.items() <= record.items() for record in done):
-                continue
-            try:
-                result = run(target, method, seed, args)
-                result["ratio"] = result["sw2"] / reference["floor"]
-            except (ArithmeticError, ValueError, RuntimeError) as error:
-                # A fit that diverges is a result, too.
-                result = {"error": f"{type(error).__name__}: {error}"[:500]}
+        keys = (
+            {"target": name, "method": method, "seed": seed} | settings
+            for method in methods
+            for seed in range(args.seeds)
+        )
+        for key in missing_runs(args.out, keys):
+            result = attempt(run, target, key["method"], key["seed"], args)
+            if "sw2" in result:
+                result["ratio"] = result["sw2"] / known_floor
             append_record(args.out, key | reference | result | machine)
 
 
@@ -203,9 +202,7 @@ def spread(values: list[float], digits: int) -> str:
 
 def main(args: argparse.Namespace) -> None:
     if args.report:
-        text = comparison(args) + "\n" + report(args)
-        args.out.with_suffix(".md").write_text(text)
-        print(text)
+        write_page(args.out, comparison(args) + "\n" + report(args))
         return
     torch.set_num_threads(args.threads)
     run_all(args)
@@ -222,7 +219,6 @@ if __name__ == "__main__":
     parser.add_argument("--particles", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-2, help="falls to zero along a cosine")
     parser.add_argument("--data-dir", type=Path, help="holds sivi_blr/ and the like")
-    parser.add_argument("--out", type=Path, default=RESULTS / "sampling_targets.jsonl")
-    parser.add_argument("--report", action="store_true", help="print the table of --out and stop")
+    add_output_arguments(parser, RESULTS / "sampling_targets.jsonl")
     add_machine_arguments(parser)
     main(parser.parse_args())

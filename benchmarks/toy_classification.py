@@ -7,9 +7,9 @@ networks; the *map* is the standard deviation of their class probabilities, summ
 classes, at each point of a grid on [-10, 10]². The number is the mean absolute difference of a map
 and that of NUTS::
 
-    python benchmarks/toy_classification.py
-    python benchmarks/toy_classification.py --methods GPVI NUTS --seeds 1
-    python benchmarks/toy_classification.py --report
+    python -m benchmarks.toy_classification
+    python -m benchmarks.toy_classification --methods GPVI NUTS --seeds 1
+    python -m benchmarks.toy_classification --report
 
 A quarter of an hour of one CPU thread for one seed. Each run adds one line to ``--out``, with its
 map; a run of the same settings whose line is there already is not repeated. ``--report`` writes
@@ -35,20 +35,24 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import (
+from pyro.infer import MCMC, NUTS, SVI, RBFSteinKernel
+from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal, init_to_sample
+from torch import Tensor
+
+from benchmarks.common import (
     RESULTS,
+    add_output_arguments,
     append_record,
+    attempt,
     cosine_adam,
     environment,
     fit,
     markdown_table,
+    missing_runs,
     read_records,
+    spread,
+    write_page,
 )
-from pyro.infer import MCMC, NUTS, SVI, RBFSteinKernel
-from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal, init_to_sample
-from torch import Tensor
-from tqdm import tqdm
-
 from pyro_implicit import (
     AVB_ELBO,
     KIVI_ELBO,
@@ -226,23 +230,17 @@ def run(method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    done = read_records(args.out)
     machine = environment("cpu")
-    runs = [(method, seed) for method in args.methods for seed in range(args.seeds)]
-    for method, seed in (bar := tqdm(runs, unit="run")):
-        bar.set_description(f"{method} {seed}")
-        keys = ["grid"]
-        if method == "NUTS":
-            keys += ["nuts_draws", "nuts_warmup", "nuts_tree_depth"]
-        else:
-            keys += ["steps", "lr", "particles", "draws"]
-        key = {"method": method, "seed": seed} | {name: getattr(args, name) for name in keys}
-        if method == "NUTS" and seed > 0 or any(key.items() <= record.items() for record in done):
-            continue  # the reference is one, for all seeds
-        try:
-            result = run(method, seed, args)
-        except (ValueError, RuntimeError) as error:  # a fit that diverges is a result, too
-            result = {"error": f"{type(error).__name__}: {error}"[:500]}
+    keys = []
+    for method in args.methods:
+        names = ["grid", "steps", "lr", "particles", "draws"]
+        seeds = args.seeds
+        if method == "NUTS":  # the reference is one, for all seeds
+            names, seeds = ["grid", "nuts_draws", "nuts_warmup", "nuts_tree_depth"], 1
+        settings = {name: getattr(args, name) for name in names}
+        keys += [{"method": method, "seed": seed} | settings for seed in range(seeds)]
+    for key in missing_runs(args.out, keys):
+        result = attempt(run, key["method"], key["seed"], args)
         append_record(args.out, key | result | machine)
 
 
@@ -287,13 +285,6 @@ methods are compared with their union, which knows the map better than either.
 """
 
 
-def spread(values: list[float], digits: int) -> str:
-    if not values:
-        return "failed"
-    numbers = [f"{f(values):.{digits}f}" for f in (mean, min, max)]
-    return numbers[0] if len(values) == 1 else f"{numbers[0]} ({numbers[1]} to {numbers[2]})"
-
-
 def plot(path: Path) -> None:
     """The maps of the first seed of each method beside NUTS, with the training points."""
     import matplotlib.pyplot as plt
@@ -330,10 +321,8 @@ def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     if not args.report:
         run_all(args)
-    text = report(args.out)
-    args.out.with_suffix(".md").write_text(text)
+    write_page(args.out, report(args.out))
     plot(args.out)
-    print(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -348,8 +337,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--nuts-warmup", type=int, default=300)
     parser.add_argument("--nuts-tree-depth", type=int, default=7)
     parser.add_argument("--grid", type=int, default=41, help="points on a side")
-    parser.add_argument("--out", type=Path, default=RESULTS / "toy_classification.jsonl")
-    parser.add_argument("--report", action="store_true", help="table and picture of --out alone")
+    add_output_arguments(parser, RESULTS / "toy_classification.jsonl")
     return parser
 
 

@@ -4,9 +4,9 @@
 One hidden layer of 50 ReLU units (protein: 100), the standard random 90/10 splits, test RMSE and
 log-likelihood in the units of the data, beside what the papers report::
 
-    python benchmarks/uci.py --data-dir /path/to/data --sets boston energy --splits 0 1 2 3 4
-    python benchmarks/uci.py --data-dir /path/to/data --methods livi --set-option livi.lr=0.01
-    python benchmarks/uci.py --report
+    python -m benchmarks.uci --data-dir /path/to/data --sets boston energy --splits 0 1 2 3 4
+    python -m benchmarks.uci --data-dir /path/to/data --methods livi --set-option livi.lr=0.01
+    python -m benchmarks.uci --report
 
 Each run adds one line to ``--out``; a run of the same settings whose line is there already is not
 repeated. After a change of the library, name another file.
@@ -23,18 +23,23 @@ from typing import Any
 
 import pyro
 import torch
-from common import (
+from tqdm import tqdm
+
+from benchmarks.common import (
     RESULTS,
+    Record,
     add_machine_arguments,
+    add_output_arguments,
     append_record,
+    attempt,
     environment,
     markdown_table,
     read_records,
     seconds,
+    write_page,
 )
-from tqdm import tqdm
-from uci_data import SETS, MissingData, load
-from uci_methods import METHODS, SETTINGS, make_model, scores
+from benchmarks.uci_data import SETS, MissingData, load
+from benchmarks.uci_methods import METHODS, SETTINGS, make_model, scores
 
 # RMSE / log-likelihood. "kivi": Shi, Sun and Zhu (2018), over 20 splits. "livi", with its bound L',
 # and "nuts", their HMC: Uppal et al. (2023), over "three different seeds" (an HMC without any
@@ -106,16 +111,16 @@ def run(name: str, split: int, method: str, args: argparse.Namespace, done: list
     pyro.clear_param_store()
     pyro.set_rng_seed(1000 * args.seed + split)
     model = make_model(data, SETS[name].hidden, settings["batch_size"], settings["precision_prior"])
-    draws: dict[str, torch.Tensor] = {}
-    try:
+
+    def work() -> Record:
+        draws: dict[str, torch.Tensor] = {}
         wall = seconds(
             lambda: draws.update(METHODS[method](model, data, settings, settings["num_draws"])),
             args.device,
         )
-        result = {"seconds": wall, **scores(model, draws, data)}
-    except (ValueError, RuntimeError) as error:  # a fit that diverges is a result, too
-        result = {"error": f"{type(error).__name__}: {error}"[:500]}
-    append_record(args.out, key | result | machine)
+        return {"seconds": wall, **scores(model, draws, data)}
+
+    append_record(args.out, key | attempt(work) | machine)
 
 
 def run_all(args: argparse.Namespace) -> None:
@@ -192,9 +197,7 @@ class SetOption(argparse.Action):
 
 def main(args: argparse.Namespace) -> None:
     if args.report:
-        text = report(args)
-        args.out.with_suffix(".md").write_text(text)
-        print(text)
+        write_page(args.out, report(args))
         return
     torch.set_num_threads(args.threads)
     run_all(args)
@@ -227,8 +230,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="METHOD.KEY=VALUE",
         help="changes SETTINGS of uci_methods.py, the value as JSON",
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / "uci.jsonl")
-    parser.add_argument("--report", action="store_true", help="print the table of --out and stop")
+    add_output_arguments(parser, RESULTS / "uci.jsonl")
     add_machine_arguments(parser)
     return parser
 

@@ -11,15 +11,15 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import cosine_adam, fit
 from pyro import poutine
 from pyro.infer import MCMC, NUTS, SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal, init_to_sample
 from pyro.nn import PyroModule, PyroParam
 from torch import Tensor, nn
 from torch.distributions import constraints
-from uci_data import Data
 
+from benchmarks.common import cosine_adam, fit
+from benchmarks.uci_data import Data
 from pyro_implicit import AVB_ELBO, KIVI_ELBO, LIVI_ELBO, AutoImplicit, AutoSemiImplicit
 from pyro_implicit.diagnostics import draw
 from pyro_implicit.generators import MLP

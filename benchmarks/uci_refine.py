@@ -6,9 +6,9 @@ moved by ``refine`` on all rows, which looks at the predictions of some test row
 The *reference* of a split is a longer run of ``refine`` from small draws of the prior, one for each
 chain: it has the kernel of what it judges, not the start nor the adaptation::
 
-    python benchmarks/uci_refine.py --data-dir /path/to/data --sets boston energy --splits 0 1 2 3 4
-    python benchmarks/uci_refine.py --data-dir /path/to/data --methods reference --splits 1
-    python benchmarks/uci_refine.py --report
+    python -m benchmarks.uci_refine --data-dir /path/to/data --sets boston energy --splits 0 1 2 3 4
+    python -m benchmarks.uci_refine --data-dir /path/to/data --methods reference --splits 1
+    python -m benchmarks.uci_refine --report
 
 Each run adds one line to ``--out``; a run of the same settings whose line is there already is not
 repeated. Large sets are twice as fast if freed memory is kept, see ``benchmarks/README.md``.
@@ -25,13 +25,21 @@ from typing import Any
 
 import pyro
 import torch
-from common import RESULTS, append_record, environment, markdown_table, read_records
 from torch import Tensor
 from tqdm import tqdm
-from uci import NUM_DRAWS, PAPERS, PRECISION_PRIOR, mean_and_error
-from uci_data import SETS, Data, load
-from uci_methods import METHODS, SETTINGS, make_model, scores
 
+from benchmarks.common import (
+    RESULTS,
+    add_output_arguments,
+    append_record,
+    environment,
+    markdown_table,
+    read_records,
+    write_page,
+)
+from benchmarks.uci import NUM_DRAWS, PAPERS, PRECISION_PRIOR, mean_and_error
+from benchmarks.uci_data import SETS, Data, load
+from benchmarks.uci_methods import METHODS, SETTINGS, make_model, scores
 from pyro_implicit.density import LatentDensity
 from pyro_implicit.mcmc import refine
 
@@ -188,7 +196,7 @@ difference is given. The frame was chosen on split 0 of Boston, the budget by th
 The papers' numbers are RMSE / log-likelihood over their own splits and with their own priors of
 the noise: KIVI's over 20, LIVI's and its HMC's over three seeds.
 
-`python benchmarks/uci_refine.py --data-dir DIR` makes it anew.
+`python -m benchmarks.uci_refine --data-dir DIR` makes it anew.
 """
 
 
@@ -196,9 +204,7 @@ def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     if not args.report:
         run_all(args)
-    text = report(args.out)
-    args.out.with_suffix(".md").write_text(text)
-    print(text)
+    write_page(args.out, report(args.out))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -209,8 +215,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--splits", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--methods", nargs="+", default=choices, choices=choices)
     parser.add_argument("--reference-factor", type=int, default=2, help="times the gradients")
-    parser.add_argument("--out", type=Path, default=RESULTS / "uci_refine.jsonl")
-    parser.add_argument("--report", action="store_true", help="the table of --out alone")
+    add_output_arguments(parser, RESULTS / "uci_refine.jsonl")
     return parser
 
 

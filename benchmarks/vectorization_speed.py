@@ -6,8 +6,8 @@ A network of 50 hidden units, written with ``PyroModule[nn.Linear]``, does not b
 ``ImplicitELBO`` runs it once, inside ``torch.func.vmap``. The script times both with two explicit
 guides, and next to them what LIVI's implicit guides cost. All cases take turns in one process::
 
-    python benchmarks/vectorization_speed.py
-    python benchmarks/vectorization_speed.py --device cuda
+    python -m benchmarks.vectorization_speed
+    python -m benchmarks.vectorization_speed --device cuda
 
 The learning rate is zero, so every step of a case sees the same guide: the losses of the timed
 steps estimate one number, and both ways to run the particles must agree on it.
@@ -26,7 +26,6 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import RESULTS, add_machine_arguments, environment, markdown_table, seconds
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import (
     AutoGuide,
@@ -39,6 +38,7 @@ from pyro.optim import Adam
 from torch import Tensor, nn
 from tqdm import trange
 
+from benchmarks.common import RESULTS, add_machine_arguments, environment, markdown_table, seconds
 from pyro_implicit import LIVI_ELBO, AutoSemiImplicit
 from pyro_implicit.infer import ImplicitELBO
 

@@ -55,12 +55,14 @@ def owner(cls: type, name: str) -> type | None:
 
 
 def members(cls: type, public: set[Any]) -> Iterator[str]:
-    """Public methods and properties, without those that another public class has."""
+    """Public methods and properties, without those that a public base class has."""
+    bases = [base for base in cls.__mro__[1:] if base in public]
     for name in sorted(dir(cls)):
-        home = owner(cls, name)
-        if name.startswith("_") or home is None or (home is not cls and home in public):
+        if name.startswith("_") or owner(cls, name) is None:
             continue
         value = inspect.getattr_static(cls, name)
+        if any(value is inspect.getattr_static(base, name, None) for base in bases):
+            continue
         if isinstance(value, (staticmethod, classmethod)):
             value = getattr(cls, name)
         if inspect.isroutine(value) and callable(value):

@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 from benchmarks.broken_guides.faults import SIZES
 from benchmarks.broken_guides.run import OUT
 from benchmarks.broken_guides.split import LOOK, SCORE
-from benchmarks.common import markdown_table, read_records
+from benchmarks.common import markdown_table, read_records, write_page
 from benchmarks.posteriordb.verdicts import confusion, true_class
 
 Records = list[dict[str, Any]]
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     path = parser.parse_args().out
     records = read_records(path)
-    path.with_suffix(".md").write_text(page(records), encoding="utf-8")
+    write_page(path, page(records))
     picture([r for r in records if "error" not in r], path.with_suffix(".png"))
 
 

@@ -18,13 +18,19 @@ import argparse
 import time
 import warnings
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pyro
 import torch
 
-from benchmarks.common import RESULTS, append_record, markdown_table, read_records
+from benchmarks.common import (
+    RESULTS,
+    add_output_arguments,
+    append_record,
+    markdown_table,
+    read_records,
+    write_page,
+)
 from benchmarks.fuzz.checks import CHECKS, Wrong
 from benchmarks.fuzz.grammar import Draft, draw_model
 from benchmarks.fuzz.models import with_data
@@ -89,23 +95,18 @@ def report(records: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Check what is left to check."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 500), metavar=("FROM", "TO"))
     parser.add_argument("--checks", nargs="+", default=list(CHECKS), choices=CHECKS)
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--report", action="store_true")
+    add_output_arguments(parser, OUT)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    records = read_records(args.out)
-    done = {(record["seed"], record["check"]) for record in records}
+    done = {(record["seed"], record["check"]) for record in read_records(args.out)}
     for seed in range(*args.seeds) if not args.report else ():
         for name in args.checks:
             if (seed, name) not in done:
                 append_record(args.out, run(seed, name))
-    text = report(read_records(args.out))
-    print(text)
-    if args.report:
-        args.out.with_suffix(".md").write_text(text)
+    write_page(args.out, report(read_records(args.out)))
 
 
 if __name__ == "__main__":

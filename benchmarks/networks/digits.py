@@ -28,7 +28,16 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.common import RESULTS, append_record, environment, markdown_table, read_records
+from benchmarks.common import (
+    RESULTS,
+    add_output_arguments,
+    append_record,
+    environment,
+    markdown_table,
+    missing_runs,
+    read_records,
+    write_page,
+)
 from pyro_implicit import fit, refine
 from pyro_implicit.nn import NetworkModel, classifier, evaluate, start_values, to_bayesian_
 
@@ -153,24 +162,22 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--seeds", type=int, default=1, help="seeds 0 to SEEDS - 1")
-    parser.add_argument("--out", type=Path, default=RESULTS / "networks_digits.jsonl")
-    parser.add_argument("--report", action="store_true", help="the table of --out alone")
+    add_output_arguments(parser, RESULTS / "networks_digits.jsonl")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    keys = [(c, m, s) for s in range(args.seeds) for m in args.methods for c in args.cases]
-    for case, method, seed in [] if args.report else keys:
-        if method != "MAP" and case.endswith(("longer", "tempered")):
-            continue
-        done = read_records(args.out)
-        if any((r["case"], r["method"], r["seed"]) == (case, method, seed) for r in done):
-            continue
-        append_record(args.out, run(case, method, seed) | environment("cpu"))
-    text = report(args.out)
-    args.out.with_suffix(".md").write_text(text)
-    print(text)
+    keys = [
+        {"case": case, "method": method, "seed": seed}
+        for seed in range(args.seeds)
+        for method in args.methods
+        for case in args.cases
+        if method == "MAP" or not case.endswith(("longer", "tempered"))
+    ]
+    for key in missing_runs(args.out, [] if args.report else keys):
+        append_record(args.out, run(**key) | environment("cpu"))
+    write_page(args.out, report(args.out))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,14 @@ from pyro.infer.autoguide import AutoDelta, init_to_value
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.common import add_machine_arguments, append_record, environment, read_records
+from benchmarks.common import (
+    add_machine_arguments,
+    add_output_arguments,
+    append_record,
+    environment,
+    missing_runs,
+    write_page,
+)
 from pyro_implicit import MMNN, fit, refine
 from pyro_implicit.generators import near_square_shape
 from pyro_implicit.infer import ImplicitELBO
@@ -45,8 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser, out: Path, rows: list[str]) -
     parser.add_argument("--seeds", type=int, default=1, help="seeds 0 to SEEDS - 1")
     parser.add_argument("--draws", type=int, default=100, help="of a posterior, to predict")
     parser.add_argument("--test", type=int, default=10_000, help="test images of each set")
-    parser.add_argument("--out", type=Path, default=out)
-    parser.add_argument("--report", action="store_true", help="the table of --out alone")
+    add_output_arguments(parser, out)
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of checkpoints")
     parser.add_argument("--subset", type=int, help="so many training images, the first ones")
     parser.add_argument("--epochs", type=int, default=6, help="of a training, and of chains")
@@ -70,21 +76,15 @@ def run_rows(
     :param report: the table.
     """
     torch.set_num_threads(args.threads)
-    for row, seed in [] if args.report else _missing_runs(args):
-        record = {"row": row, "seed": seed, **_settings(args), **work(args, row, seed)}
-        append_record(args.out, record | environment(args.device))
-    text = report(args)
-    args.out.with_suffix(".md").write_text(text)
-    print(text)
-
-
-def _missing_runs(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """Rows and seeds that have no line yet."""
-    for seed in range(args.seeds):
-        for row in args.rows:
-            wanted = {"row": row, "seed": seed, **_settings(args)}
-            if not any(wanted.items() <= record.items() for record in read_records(args.out)):
-                yield row, seed
+    keys = [
+        {"row": row, "seed": seed} | _settings(args)
+        for seed in range(args.seeds)
+        for row in args.rows
+    ]
+    for key in missing_runs(args.out, [] if args.report else keys):
+        found = work(args, key["row"], key["seed"])
+        append_record(args.out, key | found | environment(args.device))
+    write_page(args.out, report(args))
 
 
 def commands(script: str, records: list[dict[str, Any]]) -> str:

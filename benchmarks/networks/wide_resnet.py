@@ -28,10 +28,12 @@ from torch import Tensor, nn
 from benchmarks.common import (
     RESULTS,
     add_machine_arguments,
+    add_output_arguments,
     append_record,
     environment,
     markdown_table,
     read_records,
+    write_page,
 )
 from benchmarks.networks.data import cifar
 from pyro_implicit import LIVI_ELBO, AutoSemiImplicit, CorrelatedMMNN
@@ -147,8 +149,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--noise", type=int, default=60, help="side of the noise of the MMNN")
     parser.add_argument("--solver", type=int, default=20, help="iterations of a log-determinant")
-    parser.add_argument("--out", type=Path, default=RESULTS / "networks_wide_resnet.jsonl")
-    parser.add_argument("--report", action="store_true", help="the table of --out alone")
+    add_output_arguments(parser, RESULTS / "networks_wide_resnet.jsonl")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     add_machine_arguments(parser)
     return parser
@@ -163,9 +164,7 @@ def main(args: argparse.Namespace) -> None:
     for row in [] if args.report else ROWS:
         command = [sys.executable, "-m", "benchmarks.networks.wide_resnet", *sys.argv[1:]]
         subprocess.run([*command, "--worker", row], check=True)
-    text = report(args.out)
-    args.out.with_suffix(".md").write_text(text)
-    print(text)
+    write_page(args.out, report(args.out))
 
 
 if __name__ == "__main__":

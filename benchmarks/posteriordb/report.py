@@ -14,9 +14,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from benchmarks.common import markdown_table, read_records
+from benchmarks.common import Record, markdown_table, read_records, write_page
 from benchmarks.posteriordb import data
 from benchmarks.posteriordb.methods import METHODS
 from benchmarks.posteriordb.run import OUT
@@ -26,7 +25,6 @@ GAUSSIANS = ("best Gaussian", "AutoMultivariateNormal", "AutoLaplaceApproximatio
 RIVALS = ("AutoMultivariateNormal", "AutoIAFNormal", "AutoNormalizingFlow")
 GOOD, ACCEPTABLE = 1.5, 4.0
 
-Record = dict[str, Any]
 Cells = dict[tuple[str, str], list[Record]]
 
 
@@ -197,9 +195,7 @@ def report(records: list[Record]) -> str:
 
 
 def main(args: argparse.Namespace) -> None:
-    text = report(read_records(args.out))
-    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+    write_page(args.out, report(read_records(args.out)))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -15,10 +15,7 @@ there already is not repeated, failed ones included: delete a line to repeat it.
 from __future__ import annotations
 
 import argparse
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,39 +23,20 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS, append_record, environment, read_records
+from benchmarks.common import (
+    RESULTS,
+    TimeLimit,
+    append_record,
+    environment,
+    read_records,
+    time_limit,
+)
 from benchmarks.posteriordb import data
 from benchmarks.posteriordb.methods import METHODS, Budget, seeded
 from benchmarks.posteriordb.metrics import floor, measure
 
 OUT = RESULTS / "posteriordb.jsonl"
 KEY = ("posterior", "method", "seed")
-
-
-class TimeLimit(BaseException):
-    """A run took too long. Not an ``Exception``: libraries that try things catch those."""
-
-
-@contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
-    """Interrupts what runs in it after ``seconds`` of wall time.
-
-    :raises TimeLimit: then.
-    """
-
-    def interrupt(signum: int, frame: Any) -> None:
-        raise TimeLimit(f"more than {seconds:g} s")
-
-    if seconds is None:
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def run(

@@ -28,7 +28,15 @@ import pyro
 import torch
 from torch import Tensor
 
-from benchmarks.common import RESULTS, append_record, environment, markdown_table, read_records
+from benchmarks.common import (
+    RESULTS,
+    Record,
+    append_record,
+    environment,
+    markdown_table,
+    read_records,
+    write_page,
+)
 from benchmarks.posteriordb import data
 from benchmarks.posteriordb.metrics import floor, measure
 from benchmarks.posteriordb.run import reference_of
@@ -60,8 +68,6 @@ FINDINGS = {
     "no importance weights": "no density",
     "chains keep": "kept weights",
 }
-
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -264,7 +270,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> None:
     if args.report:
-        args.out.with_suffix(".md").write_text(report(read_records(args.out)), encoding="utf-8")
+        write_page(args.out, report(read_records(args.out)))
         return
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(args.threads)

@@ -16,7 +16,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
-from benchmarks.common import markdown_table, read_records
+from benchmarks.common import markdown_table, read_records, write_page
 from benchmarks.sbc.bands import band, p_value
 from benchmarks.sbc.models import MODELS
 from benchmarks.sbc.run import METHODS, NUM_DRAWS, OUT
@@ -98,10 +98,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     records = read_records(args.out)
-    text = table(records)
-    args.out.with_suffix(".md").write_text(text)
+    write_page(args.out, table(records))
     picture(records, args.out.with_suffix(".png"))
-    print(text)
 
 
 if __name__ == "__main__":

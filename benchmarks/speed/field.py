@@ -21,13 +21,13 @@ import tempfile
 import venv
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.common import (
     RESULTS,
+    Record,
     append_record,
     environment,
     markdown_table,
@@ -43,7 +43,6 @@ NEAR = 1.5
 IMPORTS = 20  # CPU seconds of imports that do not count, at most
 NUMPYRO_METHODS = ("NumPyro NUTS", "NumPyro AutoMultivariateNormal", "NumPyro AutoBNAFNormal")
 METHODS = ("fit", *NUMPYRO_METHODS, *(name for name in TORCH_METHODS if name != "fit"))
-Record = dict[str, Any]
 
 
 @cache

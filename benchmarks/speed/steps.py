@@ -3,10 +3,10 @@
 
 Times are seconds of one CPU thread (``time.thread_time``), so that a busy machine does not count::
 
-    python benchmarks/speed/steps.py
-    python benchmarks/speed/steps.py --inductor  # fifteen seconds of compilation for each line
-    python benchmarks/speed/steps.py --inductor --methods  # all ELBOs, 16 particles
-    python benchmarks/speed/steps.py --device cuda --large  # there they are seconds of wall time
+    python -m benchmarks.speed.steps
+    python -m benchmarks.speed.steps --inductor  # fifteen seconds of compilation for each line
+    python -m benchmarks.speed.steps --inductor --methods  # all ELBOs, 16 particles
+    python -m benchmarks.speed.steps --device cuda --large  # there they are seconds of wall time
 """
 
 from __future__ import annotations

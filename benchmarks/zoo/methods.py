@@ -25,7 +25,6 @@ SVI_STEPS, LOOP_STEPS = 5000, 2000
 MAX_DENSE_DIM = 100
 
 Draws = dict[str, Tensor]
-Record = dict[str, Any]
 
 
 class Fitted:

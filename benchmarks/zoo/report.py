@@ -12,14 +12,11 @@ import argparse
 import math
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from benchmarks.common import markdown_table, read_records
+from benchmarks.common import Record, markdown_table, read_records, write_page
 from benchmarks.zoo import split
 from benchmarks.zoo.references.make import CHECKS
 from benchmarks.zoo.run import OUT
-
-Record = dict[str, Any]
 
 GOOD, ACCEPTABLE = 1.5, 4.0
 NOTE = f"""Ratio: sliced 1-Wasserstein distance of the draws from the reference, as a multiple of
@@ -165,9 +162,7 @@ def report(records: list[Record]) -> str:
 
 
 def main(args: argparse.Namespace) -> None:
-    text = report(read_records(args.out))
-    args.out.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+    write_page(args.out, report(read_records(args.out)))
 
 
 def parser() -> argparse.ArgumentParser:

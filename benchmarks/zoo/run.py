@@ -17,47 +17,28 @@ import argparse
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, append_record, read_records
+from benchmarks.common import (
+    RESULTS,
+    Record,
+    TimeLimit,
+    append_record,
+    environment,
+    missing_runs,
+    read_records,
+    time_limit,
+)
 
 OUT = RESULTS / "zoo.jsonl"
 KEY = ("model", "method", "seed")
-Record = dict[str, Any]
-
-
-class TimeLimit(BaseException):
-    """A run took too long. Not an ``Exception``: libraries that try things catch those."""
-
-
-@contextmanager
-def cpu_limit(seconds: float) -> Iterator[None]:
-    """Interrupts what runs in it after ``seconds`` of this process's CPU time, which other jobs on
-    the machine do not use up.
-
-    :raises TimeLimit: then.
-    """
-
-    def interrupt(signum: int, frame: Any) -> None:
-        raise TimeLimit(f"more than {seconds:g} CPU s")
-
-    before = signal.signal(signal.SIGPROF, interrupt)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
 
 
 def _peak_mb() -> float:
@@ -100,7 +81,7 @@ def run(name: str, method: str, seed: int, limits: tuple[float, float], draws: P
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            with cpu_limit(limits[0]):
+            with time_limit(limits[0], cpu=True):
                 fitted = METHODS[method](zoo, model, args, seed)
         except (Exception, TimeLimit) as error:
             record |= _failure(error)
@@ -128,7 +109,7 @@ def _diagnosis(model: Any, guide: Any, args: tuple, limit: float) -> Record:
 
     cpu = time.process_time()
     try:
-        with cpu_limit(limit), warnings.catch_warnings():
+        with time_limit(limit, cpu=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = summary(diagnose(model, guide, *args))
         record = {key: found[key] for key in ("verdict", "findings", "khat", "efficiency")}
@@ -175,22 +156,19 @@ def measured(name: str, draws: Path) -> Record:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    from benchmarks.common import environment
-
     machine = environment("cpu")
-    done = {tuple(record[key] for key in KEY) for record in read_records(args.out)}
-    for method in args.methods:
-        for name in args.models:
-            for seed in args.seeds:
-                if (name, method, seed) in done:
-                    continue
-                record = run_apart(name, method, seed, args)
-                key = dict(zip(KEY, (name, method, seed), strict=True))
-                limit = {"time_limit": args.time_limit}
-                append_record(args.out, key | record | limit | machine)
-                outcome = record.get("error", f"{record.get('ratio', float('nan')):.2f} floors")
-                seconds = f"{record.get('cpu_seconds', float('nan')):.0f} CPU s"
-                print(name, method, seed, seconds, record.get("verdict"), outcome, flush=True)
+    keys = (
+        dict(zip(KEY, (name, method, seed), strict=True))
+        for method in args.methods
+        for name in args.models
+        for seed in args.seeds
+    )
+    for key in missing_runs(args.out, keys):
+        record = run_apart(*key.values(), args)
+        append_record(args.out, key | record | {"time_limit": args.time_limit} | machine)
+        outcome = record.get("error", f"{record.get('ratio', float('nan')):.2f} floors")
+        seconds = f"{record.get('cpu_seconds', float('nan')):.0f} CPU s"
+        print(*key.values(), seconds, record.get("verdict"), outcome, flush=True)
 
 
 def measure_again(args: argparse.Namespace) -> None:

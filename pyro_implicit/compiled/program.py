@@ -18,7 +18,7 @@ Function = Callable[[Sequence[Tensor]], list[Tensor]]
 def as_function(graph: fx.Graph, constants: dict[str, Tensor]) -> Function:
     """Straight-line Python that calls one kernel after the other and forgets each value at once.
 
-    :param graph: of a :class:`~pyro_implicit.compiled.Recorder`.
+    :param graph: of a :class:`~pyro_implicit.compiled.recorder.Recorder`.
     :param constants: by its ``get_attr`` nodes.
     :returns: a function of the list of inputs, which autograd does not see.
     """

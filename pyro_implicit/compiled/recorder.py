@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pyro_implicit.user_warnings import LIBRARIES
+
 __all__ = ["Recorder", "Untraceable", "is_tracing", "record"]
 
 _active = threading.local()
@@ -282,16 +284,11 @@ def _describe(node: fx.Node, tensor: Tensor, storage: int) -> None:
     )  # fmt: skip
 
 
-_LIBRARIES = tuple(
-    str(Path(module.__file__).parent) for module in (torch, pyro) if module.__file__
-) + (str(Path(__file__).parent.parent),)  # fmt: skip
-
-
 def _place() -> str:
     """The innermost line that is neither torch's, Pyro's nor ours."""
     for frame in _frames():
         file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES) and not file.startswith("<"):
+        if not file.startswith(LIBRARIES) and not file.startswith("<"):
             line = linecache.getline(file, frame.f_lineno).strip()
             return f", at {Path(file).name}:{frame.f_lineno}: {line}" if line else ""
     return ""

@@ -26,7 +26,7 @@ def simplify(graph: fx.Graph, mutated: set[int]) -> None:
 
     Random draws stay, used or not, so that the generator's stream does.
 
-    :param graph: of a :class:`~pyro_implicit.compiled.Recorder`.
+    :param graph: of a :class:`~pyro_implicit.compiled.recorder.Recorder`.
     :param mutated: storages that its operations write to, of which all is left as it is.
     """
     for node in graph.nodes:

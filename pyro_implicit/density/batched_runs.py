@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from pyro_implicit.compiled import Untraceable, is_tracing
 from pyro_implicit.density.engine import Model
 from pyro_implicit.density.run_mode import BranchError, RunMode, VmapError, writes_to_unbatched
+from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["IMPOSSIBLE", "BatchedRuns"]
 
@@ -235,13 +236,12 @@ class BatchedRuns:
             model.run({name: value[0] for name, value in values.items()})
         seconds = time.perf_counter() - start
         num_runs = len(next(iter(values.values())))
-        warnings.warn(
+        warn_user(
             f"{self.owner} runs the model one particle at a time, because it cannot run inside "
             f"torch.func.vmap ({cause}): {num_runs} particles take {num_runs * seconds:.2g} s, "
             f"where one takes {seconds:.2g} s. Cure: write the model without .item() and without "
             "branches on latent values; or fewer particles; an ELBO can also be told "
             'vectorize_particles="plate" or False',
-            stacklevel=3,
         )
 
 

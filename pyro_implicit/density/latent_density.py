@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE, BatchedRuns
-from pyro_implicit.density.blame import refuse_unfit_sites, warn_of_missing_data
 from pyro_implicit.density.discrete import DiscreteSum, is_discrete_latent
 from pyro_implicit.density.engine import Model, compute_log_prob, refuse_subsampling
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
 from pyro_implicit.density.supports import refuse_moving_supports
+from pyro_implicit.density.unfit_sites import refuse_unfit_sites, warn_of_missing_data
 
 __all__ = ["LatentDensity"]
 

@@ -11,14 +11,21 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.density.blame import blame
+from pyro_implicit.density.gaussian_elbo import (
+    antithetic_noise,
+    finite_log_prob,
+    gaussian_elbo,
+    highest_draws,
+    is_rounding,
+)
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.progress import steps_of
+from pyro_implicit.ops.factors import lower_factor, matvec, root_of_inverse
 from pyro_implicit.ops.printing import short_repr
 
 __all__ = ["Modes", "find_modes"]
 
 MIN_DIP = 1.0  # nats
-ROUNDINGS = 4
 STEP_SIZES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01, 1e-3)
 
 
@@ -131,14 +138,15 @@ def _climb(
         point, log_prob, score, hessian = (
             part[finite] for part in (point, log_prob, score, hessian)
         )
-        factor, is_concave = _root_of_inverse(hessian)
-        whitened = _apply(factor.mT, score)
-        proposals = point + point.new_tensor(STEP_SIZES)[:, None, None] * _apply(factor, whitened)
-        noise = _antithetic_noise(point, num_draws)
-        draws = point + _apply(factor, noise)
-        values = _log_prob(density, torch.cat([draws, proposals]))
-        here = Modes(point, factor, _elbo(values[: len(draws)], noise, factor))
-        highest = _highest(draws, values[: len(draws)])
+        factor, is_concave = root_of_inverse(hessian)
+        whitened = matvec(factor.mT, score)
+        step = matvec(factor, whitened)
+        proposals = point + point.new_tensor(STEP_SIZES)[:, None, None] * step
+        noise = antithetic_noise(point, num_draws)
+        draws = point + matvec(factor, noise)
+        values = finite_log_prob(density, torch.cat([draws, proposals]))
+        here = Modes(point, factor, gaussian_elbo(values[: len(draws)], noise, factor))
+        highest = highest_draws(draws, values[: len(draws)])
         best = _better(density, here, highest, best)
         gain, choice = (values[len(draws) :] - log_prob).max(0)
         climbs = whitened.square().sum(-1) > 1e-2
@@ -152,7 +160,7 @@ def _climb(
     if best is None:
         return None
     all_tops = Modes(*map(torch.cat, zip(*tops, strict=True)))
-    is_sound = ~(_is_rounding(density, all_tops.loc) | _is_rounding(density, torch.cat(ends)))
+    is_sound = ~(is_rounding(density, all_tops.loc) | is_rounding(density, torch.cat(ends)))
     return best, Modes(*(part[is_sound] for part in all_tops))
 
 
@@ -167,62 +175,9 @@ def _better(
         if best is not None and not here.elbo[index] > best.elbo[0]:
             break
         one = Modes(*(part[index : index + 1] for part in here))
-        if not _is_rounding(density, torch.stack([one.loc[0], highest[index]])).any():
+        if not is_rounding(density, torch.stack([one.loc[0], highest[index]])).any():
             return one
     return best
-
-
-def _highest(draws: Tensor, values: Tensor) -> Tensor:
-    """Of draws ``(num_draws, num_gaussians, latent_dim)`` that of the highest log-density."""
-    return draws[values.argmax(0), torch.arange(draws.shape[1])]
-
-
-def _is_rounding(density: LatentDensity, points: Tensor) -> Tensor:
-    """Where the log-density is that of rounding errors, which may be any number: it changes by more
-    than a thousandth when the last bits of the point do.
-
-    :param points: ``(num_points, latent_dim)``.
-    :returns: ``(num_points,)``.
-    """
-    if len(points) == 0:
-        return torch.zeros(0, dtype=torch.bool, device=points.device)
-    last_bits = ROUNDINGS * torch.finfo(points.dtype).eps
-    shift = torch.linspace(-1.0, 1.0, 2 * ROUNDINGS).to(points)[:, None, None]
-    signs = torch.ones_like(points[0])
-    signs[::2] = -1.0
-    values = _log_prob(density, points * (1 + last_bits * shift * signs))
-    spread = values.max(0).values - values.min(0).values
-    return ~(spread <= 1.0 + 1e-3 * values.abs().min(0).values)
-
-
-def gaussian_elbo(density: LatentDensity, loc: Tensor, factor: Tensor, num_draws: int) -> Tensor:
-    """The ELBO of Gaussians, each cut off where the model has no density.
-
-    :param loc: ``(num_gaussians, latent_dim)``.
-    :param factor: any F with covariance F F^T, ``(num_gaussians, latent_dim, latent_dim)``.
-    :returns: ``(num_gaussians,)``.
-    """
-    noise = _antithetic_noise(loc, num_draws)
-    return _elbo(_log_prob(density, loc + _apply(factor, noise)), noise, factor)
-
-
-def _antithetic_noise(loc: Tensor, num_draws: int) -> Tensor:
-    noise = torch.randn((num_draws // 2,) + loc.shape, dtype=loc.dtype, device=loc.device)
-    return torch.cat([noise, -noise])
-
-
-def _elbo(log_prob: Tensor, noise: Tensor, factor: Tensor) -> Tensor:
-    """From the log-density at draws, ``(num_draws, num_gaussians)``, and their noise."""
-    dim = factor.shape[-1]
-    inside = log_prob > -math.inf
-    num_inside = inside.sum(0)
-    entropy = torch.linalg.slogdet(factor).logabsdet + 0.5 * dim * math.log(2 * math.pi)
-    # Half of E[noise^2]: that of the draws themselves where some are left out.
-    half_square = 0.5 * noise.square().sum(-1)
-    half_square = torch.where(num_inside == len(noise), 0.5 * dim, half_square)
-    mean = (log_prob + half_square).masked_fill(~inside, 0.0).sum(0) / num_inside
-    elbo = mean + entropy + (num_inside / len(noise)).log()
-    return elbo.nan_to_num(-math.inf, -math.inf, -math.inf)
 
 
 def _separate(density: LatentDensity, found: Modes, max_gap: float) -> tuple[Modes, Tensor]:
@@ -236,7 +191,7 @@ def _separate(density: LatentDensity, found: Modes, max_gap: float) -> tuple[Mod
     kept, num_met = [0], [0]
     for candidate in order.tolist():
         start, end = found.loc[kept], found.loc[candidate]
-        heights = _log_prob(density, start + fractions * (end - start))
+        heights = finite_log_prob(density, start + fractions * (end - start))
         dip = torch.minimum(heights[0], heights[-1]) - heights.min(0).values
         nearest = int(dip.argmin())
         if dip[nearest] > MIN_DIP:
@@ -246,44 +201,9 @@ def _separate(density: LatentDensity, found: Modes, max_gap: float) -> tuple[Mod
             num_met[nearest] += 1
     # Judged anew with many draws: the best of many paths was in part the luckiest.
     loc, root, elbo = (part[kept] for part in found)
-    noise = _antithetic_noise(loc, 256)
-    draws = loc + _apply(root, noise)
-    values = _log_prob(density, draws)
-    is_sound = ~_is_rounding(density, _highest(draws, values))
-    elbo = torch.where(is_sound, _elbo(values, noise, root), elbo)
+    noise = antithetic_noise(loc, 256)
+    draws = loc + matvec(root, noise)
+    values = finite_log_prob(density, draws)
+    is_sound = ~is_rounding(density, highest_draws(draws, values))
+    elbo = torch.where(is_sound, gaussian_elbo(values, noise, root), elbo)
     return Modes(loc, lower_factor(root), elbo), torch.tensor(num_met)
-
-
-def _root_of_inverse(hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """F with F F^T = |H|^-1, by eigenvalues after scaling to a unit diagonal, and whether H < 0."""
-    hessian = torch.nan_to_num(hessian)
-    # A coordinate without any curvature has no scale of its own: it is left as it is.
-    is_flat = (hessian == 0).all(-1)
-    hessian = hessian - torch.diag_embed(is_flat.to(hessian))
-    scale = hessian.diagonal(dim1=-2, dim2=-1).abs().clamp(min=1e-20).rsqrt()
-    scaled = scale.unsqueeze(-1) * hessian * scale.unsqueeze(-2)
-    values, vectors = torch.linalg.eigh(scaled)
-    is_concave = (values < 0).all(-1)
-    values = values.abs().clamp(min=10 * torch.finfo(values.dtype).eps)
-    return scale.unsqueeze(-1) * vectors * values.rsqrt().unsqueeze(-2), is_concave
-
-
-def lower_factor(root: Tensor) -> Tensor:
-    """The Cholesky factor of R R^T, without that product: it exists however thin R is.
-
-    :param root: ``(*batch, dim, num_columns)``, of at least as many columns as rows.
-    :returns: ``(*batch, dim, dim)``.
-    """
-    factor = torch.linalg.qr(root.mT).R.mT
-    sign = torch.where(factor.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(factor)
-    return (factor * sign.unsqueeze(-2)).tril()
-
-
-def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
-    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
-
-
-def _log_prob(density: LatentDensity, points: Tensor) -> Tensor:
-    """Of points ``(*batch, latent_dim)``; -inf where there is no number."""
-    flat = density.log_prob(points.reshape(-1, points.shape[-1])).reshape(points.shape[:-1])
-    return flat.nan_to_num(-math.inf, -math.inf, -math.inf)

@@ -15,7 +15,7 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
-from pyro_implicit.density.modes import Modes, lower_factor
+from pyro_implicit.density.modes import Modes
 from pyro_implicit.diagnostics.coverage import uncovered_modes
 from pyro_implicit.fitting.weights import mixture_weights
 from pyro_implicit.generators import AutoregressiveGenerator
@@ -23,6 +23,7 @@ from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
 from pyro_implicit.guides.affine_frame import Frame
 from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer.bound import FoldWarning, weighted_draws
+from pyro_implicit.ops.factors import lower_factor
 from pyro_implicit.ops.printing import short_repr
 
 __all__ = [

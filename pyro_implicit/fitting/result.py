@@ -189,6 +189,7 @@ class Fit(Printed):
     ) -> Fit:
         """What :meth:`save` wrote. Only load files that you have written: pickles can do anything.
 
+        :param path: of the file.
         :param model: that was fitted, with its ``args`` and ``kwargs``.
         :param model_kwargs: more of these, whatever their names.
         :raises ValueError: for a file that is damaged, or no result of ``fit``, or of another

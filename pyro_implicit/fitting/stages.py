@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -29,6 +28,7 @@ from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.names import forget
 from pyro_implicit.infer import InjectiveELBO
 from pyro_implicit.mcmc.batch_stream import BatchStream
+from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["Stages"]
 
@@ -176,11 +176,10 @@ class Stages:
             line.outcome = f"{_steps(losses)}; {describe(model_parameters(density))}"
             if _still_falls(losses):
                 line.outcome += "; not settled"
-                warnings.warn(
+                warn_user(
                     "the ELBO was still rising when the training of the model's parameters "
                     f"({', '.join(parameters)}) ended after num_steps={self.num_steps}. Cure: a "
                     "larger num_steps or lr, or parameters of unit scale",
-                    stacklevel=3,
                 )
         self.trained = with_fixed_parameters(self.model)
         return True
@@ -188,7 +187,7 @@ class Stages:
     @staticmethod
     def warn(message: str) -> None:
         """On behalf of ``fit``'s caller."""
-        warnings.warn(message, stacklevel=6)
+        warn_user(message)
 
     def keep_the_best(self, density: LatentDensity | None, modes: Modes | None) -> Fit:
         """What there is when the user interrupts.
@@ -215,9 +214,8 @@ class Stages:
         result.bounds = {one.name: one.bound for one in self.candidates}
         errors = "; ".join(stage.outcome for stage in result.stages if stage.error)
         if errors and {one.name for one in self.candidates} == {"gaussian"}:
-            warnings.warn(
+            warn_user(
                 f"fit kept the Gaussian that it started from, because no training ended ({errors})",
-                stacklevel=3,
             )
         return result
 

@@ -75,11 +75,15 @@ def train(
     >>> len(losses)
     5
 
+    :param model: a Pyro model.
+    :param guide: any guide of it.
     :param loss: any of Pyro's or this library's ELBOs.
     :param args: of model and guide, as ``kwargs``.
     :param batches: minibatches, each the arguments that follow ``args`` in one step.
     :param held_out: rows that are scored after each pass over ``batches``. Training ends when five
         passes brought nothing, or when it is over anyway, with the best parameters of all passes.
+    :param schedule: number of steps and learning rates; by default those of
+        :class:`~pyro_implicit.fitting.schedule.Schedule`.
     :param checkpoint: a folder with a file of this ``name``, from which a killed run goes on, to
         the same last bit.
     :param checkpoint_every: steps between two writings.

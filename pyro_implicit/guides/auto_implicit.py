@@ -58,9 +58,9 @@ class AutoImplicit(AutoDraws):
         unconstrained space. 0.1, the default, suits small models, 0.01 large networks. It
         multiplies the generator's own spread, which is 1 of the default generator: give
         :class:`~pyro_implicit.MMNN` ``output_scale=1.0``.
-    :param frame: ``"auto"`` finds one in about a second, by a climb to a mode and a Gaussian there
-        (:func:`~pyro_implicit.guides.find_frame`). A Gaussian autoguide of the same model, fitted
-        or not, or a :class:`Frame` gives its location and scale, full or diagonal. None: none, and
+    :param frame: ``"auto"`` finds one in about a second, by a climb to a mode and a Gaussian there.
+        A Gaussian autoguide of the same model, fitted or not, or a :class:`Frame` gives its
+        location and scale, full or diagonal. None: none, and
         :math:`\theta = \mu + D \odot g(z)` starts at ``init_loc_fn`` with ``init_scale``.
     :param create_plates: as in Pyro's autoguides.
     :raises ValueError: for a bad argument; at the first call, for a discrete latent, a latent in a

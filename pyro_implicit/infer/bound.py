@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from pyro_implicit.density.turns import in_turn
 from pyro_implicit.infer.engine.hierarchical import HierarchicalELBO, Proposal
 from pyro_implicit.ops.pareto import pareto_smoothed
 from pyro_implicit.ops.printing import short_repr
+from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["EvidenceBound", "FoldWarning", "WeightedDraws", "evidence_bound", "weighted_draws"]
 
@@ -200,12 +200,11 @@ def weighted_draws(
     for name, shares in elbo.folds.items():
         share = torch.stack(shares).mean().item()
         if share > 0.05:
-            warnings.warn(
+            warn_user(
                 f"the generator of site '{name}' folds: {share:.0%} of its draws could have been "
                 "made in two places. The bound holds, but LIVI_ELBO, which counts both, reported "
                 "too low a loss. Cure: train again from another seed, with a smaller learning rate",
                 FoldWarning,
-                stacklevel=2,
             )
     log_weights, parts = zip(*chunks, strict=True)
     draws = {name: torch.cat([part[name] for part in parts])[:num_samples] for name in parts[0]}

@@ -3,53 +3,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import math
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal
 
-import torch
 from pyro import poutine
 from pyro.distributions.score_parts import ScoreParts
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
-from pyro_implicit.compiled import CompileMode, check_mode, is_tracing
+from pyro_implicit.compiled import CompileMode
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit, find_implicit
-from pyro_implicit.infer.engine.evaluation import Evaluation
-from pyro_implicit.infer.engine.memory import noting_memory
-from pyro_implicit.infer.engine.nonfinite import (
-    NonFiniteError,
-    check_gradients,
-    nonfinite_terms,
-    refuse_nonfinite,
-)
 from pyro_implicit.infer.engine.particles import Particles
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.prior_draws import PriorMemory
 from pyro_implicit.infer.engine.sites import DrawMessenger, ImplicitSite
-from pyro_implicit.infer.engine.state import StatefulELBO
-from pyro_implicit.infer.engine.traces import (
-    apply_weights,
-    leave_out_impossible,
-    loss_and_surrogate,
-    set_score_parts,
-)
+from pyro_implicit.infer.engine.steps import SIMPLE, StepELBO
+from pyro_implicit.infer.engine.traces import set_score_parts
 
 __all__ = ["ImplicitELBO", "ImplicitSite"]
 
 VectorizeMode = Literal["vmap", "plate"] | bool
 Site = dict[str, Any]
 
-_WEIGHTS = ("prior_weight", "entropy_weight", "inverse_temperature")
-_COUNTERS = ("num_steps", "num_skipped", "num_left_out")
-_SIMPLE = (bool, int, float, str, type(None))
 
-
-class ImplicitELBO(StatefulELBO):
+class ImplicitELBO(StepELBO):
     r"""``Trace_ELBO`` for guides in which some sites have no density.
 
     The guide draws all particles under Pyro's particle plate. For each of its implicit sites a
@@ -104,13 +83,6 @@ class ImplicitELBO(StatefulELBO):
 
     #: The implicit distributions that the subclass can train.
     site_types: ClassVar[tuple[type[Implicit], ...]] = ()
-    #: Whether a recorded step gives the numbers of a plain one to the last bit.
-    records_to_the_bit: ClassVar[bool] = True
-
-    @property
-    def _memory_cure(self) -> str:
-        """What to try when a step has run out of memory."""
-        return "a smaller num_particles, or minibatches"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -134,25 +106,24 @@ class ImplicitELBO(StatefulELBO):
             raise ValueError(
                 f'vectorize_particles must be "vmap", "plate" or False, got {vectorize_particles!r}'
             )
-        if nonfinite not in ("raise", "skip"):
-            raise ValueError(f'nonfinite must be "raise" or "skip", but got {nonfinite!r}')
-        check_mode(compile)
         mode = "plate" if vectorize_particles is True else vectorize_particles
-        super().__init__(num_particles, mode, **kwargs)
-        self.prior_weight = prior_weight
-        self.entropy_weight = entropy_weight
-        self.inverse_temperature = inverse_temperature
-        self.nonfinite = nonfinite
-        self.compile: CompileMode = compile
-        self.num_left_out = 0
-        self._particles: Particles | None = None
+        super().__init__(
+            num_particles,
+            mode,
+            prior_weight,
+            entropy_weight,
+            inverse_temperature,
+            nonfinite,
+            compile,
+            **kwargs,
+        )
 
     def __repr__(self) -> str:
         """With the number of particles and the settings that are not the defaults."""
         own, common = inspect.signature(type(self)), inspect.signature(ImplicitELBO)
         parameters = {**common.parameters, **own.parameters}
         given = [(n, getattr(self, n)) for n in parameters if hasattr(self, n)]
-        simple = [(n, v) for n, v in given if isinstance(v, _SIMPLE)]
+        simple = [(n, v) for n, v in given if isinstance(v, SIMPLE)]
         shown = [(n, v) for n, v in simple if n == "num_particles" or v != parameters[n].default]
         changed = [f"{name}={value!r}" for name, value in shown]
         return f"{type(self).__name__}({', '.join(changed)})"
@@ -160,13 +131,6 @@ class ImplicitELBO(StatefulELBO):
     def draw(self, q: Implicit) -> Draw:
         """How a site is drawn: a method that needs the generator's derivative asks for it here."""
         return q.draw()
-
-    def carried(self) -> dict[Any, Tensor]:
-        """Tensors that a step takes over from the last and leaves to the next, by some name."""
-        return {}
-
-    def carry(self, tensors: dict[Any, Tensor]) -> None:
-        """Put others in the place of those of :meth:`carried`."""
 
     def check_site(self, site: ImplicitSite) -> None:
         """Refuse a site that the method cannot train; called once for each.
@@ -258,177 +222,14 @@ class ImplicitELBO(StatefulELBO):
                 'vectorize_particles="vmap", or Pyro\'s TraceEnum_ELBO for a guide with a density'
             )
 
-    def _losses(
-        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
-    ) -> Iterator[tuple[float, Tensor, Tensor]]:
-        """Shares of the loss, as numbers and as constants, each with a surrogate that has its
-        gradient.
-
-        :raises NonFiniteError: if a share is not a number, naming the sites to blame.
-        """
-        for pair in self._get_traces(model, guide, args, kwargs):
-            shares = (part / self.num_particles for part in self._evaluate(*pair))
-            yield tuple(shares)
-
     def _transport(self, site: ImplicitSite) -> Tensor | None:
         if site.name not in self.state.checked_sites:
             self.check_site(site)
             self.state.checked_sites.add(site.name)
         return self.transport(site)
 
-    def _weighed(self, model_trace: Trace, guide_trace: Trace) -> tuple[Trace, Trace]:
-        apply_weights(
-            model_trace,
-            guide_trace,
-            self.prior_weight,
-            self.entropy_weight,
-            self.inverse_temperature,
-        )
-        return model_trace, guide_trace
-
     def _run_model(self, particles: Particles) -> Trace:
         """The model's trace for all particles, in the chosen way."""
         if self.num_particles == 1 or self.vectorize_particles == "plate":
             return particles.run_plate(self._vectorized_num_particles)
         return particles.run_all(self.state.runs)
-
-    @noting_memory
-    def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """:returns: an estimate of the negative ELBO (nan for a skipped one)."""
-        try:
-            with torch.no_grad():
-                return sum(value for value, _, _ in self._losses(model, guide, args, kwargs))
-        except NonFiniteError as error:
-            self._skip(error)
-            return math.nan
-
-    @noting_memory
-    def differentiable_loss(
-        self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """:returns: a surrogate of the negative ELBO whose gradient is the estimator's.
-
-        A skipped step returns a nan that no parameter hangs on.
-        """
-        self.num_steps += 1
-        known = self._traced_step(model, guide, args, kwargs)
-        if known is not None:
-            return known.differentiable()
-        try:
-            loss, surrogate = self.total(model, guide, args, kwargs)
-            return loss + (surrogate - surrogate.detach())
-        except NonFiniteError as error:
-            self._skip(error)
-            return torch.full((), math.nan, requires_grad=True)
-
-    @noting_memory
-    def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """Adds the gradients of the negative ELBO to the parameters.
-
-        :returns: an estimate of the negative ELBO (nan for a skipped step).
-        """
-        self.num_steps += 1
-        known = self._traced_step(model, guide, args, kwargs)
-        if known is not None:
-            return known.backward()
-        total = 0.0
-        with poutine.trace(param_only=True) as capture:
-            try:
-                for value, _, surrogate in self._losses(model, guide, args, kwargs):
-                    total += value
-                    if surrogate.requires_grad:
-                        surrogate.backward(retain_graph=self.retain_graph)
-                check_gradients(capture.trace, type(self).__name__, self.num_steps)
-                return total
-            except NonFiniteError as error:
-                self._skip(error)
-        for site in capture.trace.nodes.values():
-            site["value"].unconstrained().grad = None
-        return math.nan
-
-    def total(
-        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
-    ) -> tuple[Tensor, Tensor]:
-        """The loss, a constant, and a surrogate that has its gradient.
-
-        :raises NonFiniteError: as :meth:`loss_and_grads`.
-        """
-        total: Any = 0.0
-        total_surrogate: Any = 0.0
-        for _, loss, surrogate in self._losses(model, guide, args, kwargs):
-            total, total_surrogate = total + loss, total_surrogate + surrogate
-        return total, total_surrogate
-
-    def weights(self) -> dict[str, float]:
-        """The settings that may differ from step to step."""
-        return {name: getattr(self, name) for name in _WEIGHTS}
-
-    @contextlib.contextmanager
-    def weighed_by(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """With tensors in the place of some of :meth:`weights`."""
-        before = self.weights()
-        self.__dict__.update(weights)
-        try:
-            yield
-        finally:
-            self.__dict__.update(before)
-
-    def settings(self) -> tuple[Any, ...]:
-        """All other settings, and which of the weights are 1."""
-        values = [(n, v) for n, v in vars(self).items() if isinstance(v, _SIMPLE) and n[0] != "_"]
-        return (
-            *((n, v) for n, v in values if n not in _WEIGHTS and n not in _COUNTERS),
-            *(weight == 1.0 for weight in self.weights().values()),
-        )
-
-    def _traced_step(
-        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
-    ) -> Evaluation | None:
-        """The step by a recording; None where a plain one is to be taken."""
-        if self.compile is False or not torch.is_grad_enabled():
-            return None
-        self._forget_others(model, guide)
-        return self.state.traced.step(self, model, guide, args, kwargs)
-
-    def _evaluate(self, model_trace: Trace, guide_trace: Trace) -> tuple[float, Tensor, Tensor]:
-        """The loss as a number, the one thing in a step that is read from the device, and as a
-        tensor, and the surrogate.
-
-        :raises NonFiniteError: if it is none for all particles, naming the sites to blame.
-        """
-        loss, surrogate = loss_and_surrogate(model_trace, guide_trace)
-        if is_tracing():
-            return 0.0, loss, surrogate
-        value = float(loss)
-        if not math.isfinite(value):
-            loss, surrogate = self._of_possible(model_trace, guide_trace)
-            value = float(loss)
-        return value, loss, surrogate
-
-    def _of_possible(self, model_trace: Trace, guide_trace: Trace) -> tuple[Tensor, Tensor]:
-        """Loss and surrogate without the particles at which the model has no density."""
-        terms = nonfinite_terms(model_trace, guide_trace)
-        impossible = None
-        if self._particles is not None and self.num_particles > 1:
-            impossible = leave_out_impossible(model_trace, guide_trace, self.num_particles)
-        loss, surrogate = loss_and_surrogate(model_trace, guide_trace)
-        if impossible is None or not loss.isfinite():
-            refuse_nonfinite(model_trace, guide_trace, type(self).__name__, self.num_steps)
-        assert self._particles is not None and impossible is not None
-        self._particles.impossible = impossible
-        number = int(impossible.sum())
-        if not self.num_left_out:
-            warnings.warn(
-                f"{type(self).__name__}, step {self.num_steps}: the model has no density at "
-                f"{number} of {self.num_particles} particles, which are left out ({terms}). Said "
-                "once; see num_left_out. Cure, if they are many: a smaller init_scale, or priors "
-                "in whose range the data are possible",
-                stacklevel=6,
-            )
-        self.num_left_out += number
-        return loss, surrogate
-
-    def _skip(self, error: NonFiniteError) -> None:
-        if self.nonfinite == "raise":
-            raise error
-        self.num_skipped += 1

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -28,6 +27,7 @@ from pyro_implicit.ops import (
     smallest_singular_log_det,
     stochastic_log_det,
 )
+from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["LIVI_ELBO"]
 
@@ -179,11 +179,10 @@ class LIVI_ELBO(ImplicitELBO):
         log_det, residual = smallest_singular_log_det(*products, scale, start, self.max_iterations)
         if not self._warned and residual.max() > 0.1:
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"LOBPCG left a relative residual of {residual.max():.2g} after "
                 f"{self.max_iterations} iterations, so the LIVI bound L'' may lie above the ELBO; "
                 'cure: a larger max_iterations, or log_det="stochastic"',
-                stacklevel=2,
             )
         return log_det, residual
 

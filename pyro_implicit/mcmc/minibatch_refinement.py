@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -22,6 +21,7 @@ from pyro_implicit.mcmc.minibatch_refined import MinibatchRefined, SitesOf
 from pyro_implicit.mcmc.minibatch_schedule import Schedule
 from pyro_implicit.mcmc.minibatch_start import check_scaling, start_chains
 from pyro_implicit.mcmc.step_choice import MinibatchKernel
+from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["refine_by_minibatches", "refuse_hmc_options"]
 
@@ -241,19 +241,17 @@ def _result(
 ) -> MinibatchRefined:
     assert chains.choice is not None
     if chains.replaced_late:
-        warnings.warn(
+        warn_user(
             f"{chains.replaced_late} times a chain left the finite numbers after the warm-up, and "
             "went on from another: draws before that are suspect. Cure: a shorter step_size, or "
             "float64",
-            stacklevel=3,
         )
     if chains.temperature is not None and chains.temperature > MAX_TEMPERATURE:
-        warnings.warn(
+        warn_user(
             f"the velocities' temperature is {chains.temperature:.3g} and should be 1, so that "
             "draws are wrong: the chains began far from the posterior, or their steps of "
             f"{chains.choice.step_size:.3g} in the frame are too long. Cure: a better guide and "
             "more max_epochs, or a shorter step_size",
-            stacklevel=3,
         )
     return MinibatchRefined(
         stopped=chains.stopped,  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
 from pyro_implicit.mcmc.minibatch_schedule import Schedule
 from pyro_implicit.mcmc.starts import finite_starts, latent_draws
 from pyro_implicit.mcmc.step_choice import MinibatchKernel
+from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["check_scaling", "minibatch_frame", "start_chains"]
 
@@ -45,11 +45,10 @@ def check_scaling(density: MinibatchDensity, stream: BatchStream, num_shares: in
     name, size, full_size = density.subsampled
     if not (batches - 1) * size < full_size < (batches + 1) * size:
         share = full_size / size / batches
-        warnings.warn(
+        warn_user(
             f"plate '{name}' has {full_size} rows in all, but {batches} minibatches of {size} make "
             f"about {batches * size}, so that the likelihood counts {share:.3g} times. Cure: the "
             "number of all rows as the plate's size",
-            stacklevel=4,
         )
 
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from pyro.infer.reparam import NeuTraReparam
 from torch import Tensor
@@ -12,6 +10,7 @@ from torch.distributions import biject_to
 
 from pyro_implicit.generators import as_generator
 from pyro_implicit.guides import AutoImplicit
+from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["NoiseSpaceReparam", "count_folds"]
 
@@ -117,12 +116,11 @@ class NoiseSpaceReparam(NeuTraReparam):
     def _warn_of_folds(self, noise: Tensor) -> None:
         count = count_folds(self.guide, noise)
         if count:
-            warnings.warn(
+            warn_user(
                 f"the determinant of the generator's Jacobian has another sign at {count} of "
                 f"{len(noise)} draws than at the rest: the generator is not injective there, and "
                 "the draws around them are wrong. Cure: train the guide with a smaller learning "
                 "rate, a smaller core_dim or a narrower network",
-                stacklevel=4,
             )
 
 

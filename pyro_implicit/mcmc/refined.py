@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ from pyro_implicit.mcmc.modes import KEPT, Modes
 from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.mcmc.teaching import Taught
 from pyro_implicit.ops.printing import Printed
+from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["Refined", "collect"]
 
@@ -180,12 +180,11 @@ def collect(density: ChainDensity, modes: Modes | None, chains: Chains) -> Refin
     latents = chains.history.draws().transpose(0, 1).contiguous()
     stuck = int((latents == latents[:, :1]).flatten(1).all(-1).sum())
     if stuck:
-        warnings.warn(
+        warn_user(
             f"{stuck} of {len(latents)} chains never moved after the warm-up, so their draws are "
             "wrong: they began where every trajectory is rejected, far out or in a narrow place. "
             "Cure: a better guide, more max_gradients, or leave out those chains of "
             "get_samples(group_by_chain=True) whose draws are all the same",
-            stacklevel=4,
         )
     rows, note = None, KEPT
     if modes is not None:

@@ -28,7 +28,8 @@ from pyro_implicit.mcmc.minibatch_refinement import refine_by_minibatches, refus
 from pyro_implicit.mcmc.modes import Modes
 from pyro_implicit.mcmc.refined import Refined, collect
 from pyro_implicit.mcmc.run_files import random_streams, restore_random_streams
-from pyro_implicit.mcmc.spaces import Plan, density_of, start_chains
+from pyro_implicit.mcmc.space_choice import start_chains
+from pyro_implicit.mcmc.spaces import Plan, density_of
 from pyro_implicit.mcmc.stopping import Tracked, tracked
 from pyro_implicit.mcmc.teaching import check_teachable
 from pyro_implicit.mcmc.teaching import teach as teach_guide

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["Guide", "Starts", "finite_starts", "latent_draws"]
 
@@ -61,10 +61,9 @@ def finite_starts(score: Any, points: Tensor, who: str) -> Starts:
             "first, or start from draws of the prior"
         )
     if lost:
-        warnings.warn(
+        warn_user(
             f"the model's log-density is not finite at {lost} of {len(points)} draws of {who}: "
             "these chains start from others of the draws",
-            stacklevel=4,
         )
         good = finite.nonzero().squeeze(-1)
         points = points.clone()
@@ -82,7 +81,7 @@ def _check_sites(density: LatentDensity, draws: dict[str, Tensor], who: str) -> 
             + ". Cure: a guide of this model, with every latent site"
         )
     if extra:
-        warnings.warn(f"{who} has {extra}, which the model does not sample: left out", stacklevel=4)
+        warn_user(f"{who} has {extra}, which the model does not sample: left out")
     expected = density.constrain(density.init_loc.unsqueeze(0))
     counts = set()
     for name in density.shapes:

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_implicit.ops.factors import matvec
 from pyro_implicit.ops.kernels import imq_kernel, median_bandwidth, rbf_kernel
 
 __all__ = [
@@ -137,7 +138,7 @@ def repulsion(
     # All points at once, as the compression may be a large matrix.
     x, y = (points if compress is None else compress(points)).split(sizes, -2)
     summed = (slopes.mT @ rows.flatten(-2)).unflatten(-1, rows.shape[-2:])
-    upper = _apply(summed, y) - slopes.mT @ _apply(rows, x)
+    upper = matvec(summed, y) - slopes.mT @ matvec(rows, x)
     lower = _differences(slopes, *points[..., rows.shape[-2] :].split(sizes, -2))
     return torch.cat([upper, diagonal * lower], -1)
 
@@ -145,7 +146,3 @@ def repulsion(
 def _differences(slopes: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """The sums over j of c_ji (y_i - x_j)."""
     return slopes.sum(-2).unsqueeze(-1) * y - slopes.mT @ x
-
-
-def _apply(matrices: Tensor, vectors: Tensor) -> Tensor:
-    return (matrices @ vectors.unsqueeze(-1)).squeeze(-1)

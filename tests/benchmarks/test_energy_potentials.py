@@ -3,34 +3,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from pyro import poutine
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def potentials() -> ModuleType:
-    """The script as ``python benchmarks/energy_potentials.py`` sees it."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        path = FOLDER / "energy_potentials.py"
-        spec = importlib.util.spec_from_file_location("benchmark_energy_potentials", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in {"common"} - before:
-            sys.modules.pop(name, None)
+from benchmarks import energy_potentials
 
 
 def bump(x: float, sd: float) -> float:
@@ -54,29 +34,29 @@ def by_hand(name: str, x: float, y: float) -> float:
 
 @pytest.mark.parametrize("name", ["two moons", "sinusoid", "bisected", "split"])
 @pytest.mark.parametrize("point", [(1.3, -0.7), (-2.4, 0.9)])
-def test_the_potentials_by_hand(potentials, name, point) -> None:
+def test_the_potentials_by_hand(name, point) -> None:
     x, y = torch.tensor(point, dtype=torch.float64)
-    found = potentials.POTENTIALS[name](x, y).item()
+    found = energy_potentials.POTENTIALS[name](x, y).item()
     assert found == pytest.approx(by_hand(name, *point), rel=1e-9)
     # and the model knows no other density
-    model = potentials.make_model(potentials.POTENTIALS[name])
+    model = energy_potentials.make_model(energy_potentials.POTENTIALS[name])
     value = torch.tensor(point)
     trace = poutine.trace(poutine.condition(model, {"x": value})).get_trace()
     assert trace.log_prob_sum().item() == pytest.approx(-found, rel=1e-5)
 
 
-def test_the_ends(potentials) -> None:
+def test_the_ends() -> None:
     """One standard deviation of 0.4 beyond 4 costs 1/2, at both ends."""
     x = torch.tensor([4.0, 4.4, -4.4, -4.8])
-    assert potentials.end(x).tolist() == pytest.approx([0.0, 0.5, 0.5, 2.0], rel=1e-5)
+    assert energy_potentials.end(x).tolist() == pytest.approx([0.0, 0.5, 0.5, 2.0], rel=1e-5)
     point = torch.tensor([4.4, 0.2], dtype=torch.float64)
     for name in ("sinusoid", "bisected", "split"):
-        found = potentials.POTENTIALS[name](*point).item()
+        found = energy_potentials.POTENTIALS[name](*point).item()
         assert found - by_hand(name, *point.tolist()) == pytest.approx(0.5, rel=1e-6)
 
 
-def test_draws_of_the_grid(potentials) -> None:
-    draws = potentials.grid_draws(potentials.sinusoid, 50_000, 0).double()
+def test_draws_of_the_grid() -> None:
+    draws = energy_potentials.grid_draws(energy_potentials.sinusoid, 50_000, 0).double()
     x, y = draws.T
     rest = y - torch.sin(math.pi * x / 2)
     assert rest.mean() == pytest.approx(0.0, abs=0.01)
@@ -84,38 +64,37 @@ def test_draws_of_the_grid(potentials) -> None:
     # flat on 8, with half a Gaussian of sd 0.4 at each end
     ends = 0.4 * math.sqrt(2 * math.pi)
     assert (x.abs() > 4).double().mean() == pytest.approx(ends / (8 + ends), abs=0.007)
-    left = potentials.grid_draws(potentials.two_moons, 20_000, 1)[:, 0] < 0
+    left = energy_potentials.grid_draws(energy_potentials.two_moons, 20_000, 1)[:, 0] < 0
     assert left.double().mean() == pytest.approx(0.5, abs=0.02)
-    again = potentials.grid_draws(potentials.sinusoid, 50_000, 0).double()
+    again = energy_potentials.grid_draws(energy_potentials.sinusoid, 50_000, 0).double()
     torch.testing.assert_close(again, draws)
 
 
-def test_histogram(potentials) -> None:
-    width = 2 * potentials.HALF_WIDTH / potentials.NUM_BINS
-    low = -potentials.HALF_WIDTH
+def test_histogram() -> None:
+    width = 2 * energy_potentials.HALF_WIDTH / energy_potentials.NUM_BINS
+    low = -energy_potentials.HALF_WIDTH
     draws = torch.tensor([[low + 0.5 * width, low + 2.5 * width]] * 3 + [[9.0, 0.0]])
-    counts = torch.tensor(potentials.histogram(draws))
-    assert counts.shape == (potentials.NUM_BINS, potentials.NUM_BINS)
+    counts = torch.tensor(energy_potentials.histogram(draws))
+    assert counts.shape == (energy_potentials.NUM_BINS, energy_potentials.NUM_BINS)
     assert counts.sum() == 3
     assert counts[0, 2] == 3
 
 
 @pytest.fixture
-def few_draws(potentials, monkeypatch) -> None:
-    monkeypatch.setattr(potentials, "NUM_DRAWS", 300)
+def few_draws(monkeypatch) -> None:
+    monkeypatch.setattr(energy_potentials, "NUM_DRAWS", 300)
 
 
-def call(potentials: ModuleType, out: Path, *words: str) -> list[dict]:
+def call(out: Path, *words: str) -> list[dict]:
     tiny = ["--out", str(out), "--steps", "2", "--particles", "4", "--seeds", "1"]
-    potentials.main(potentials.parser().parse_args([*tiny, *words]))
-    return potentials.read_records(out)
+    energy_potentials.main(energy_potentials.parser().parse_args([*tiny, *words]))
+    return energy_potentials.read_records(out)
 
 
-def test_script(potentials, few_draws, no_search, tmp_path, capsys) -> None:
-    pytest.importorskip("matplotlib").use("Agg")
+def test_script(few_draws, no_search, tmp_path, capsys) -> None:
     out = tmp_path / "out.jsonl"
-    records = call(potentials, out, "--potentials", "split")
-    assert [record["method"] for record in records] == list(potentials.METHODS)
+    records = call(out, "--potentials", "split")
+    assert [record["method"] for record in records] == list(energy_potentials.METHODS)
     for record in records:
         assert "error" not in record
         assert math.isfinite(record["sw2"])
@@ -124,20 +103,19 @@ def test_script(potentials, few_draws, no_search, tmp_path, capsys) -> None:
     assert text in capsys.readouterr().out
     assert "| floor | 0." in text
     assert out.with_suffix(".png").stat().st_size < 300_000
-    assert len(call(potentials, out, "--potentials", "split")) == len(records)
+    assert len(call(out, "--potentials", "split")) == len(records)
     words = ["--potentials", "split", "sinusoid", "--methods", "LIVI"]
-    records += call(potentials, out, *words)[len(records) :]
+    records += call(out, *words)[len(records) :]
     assert [record["potential"] for record in records] == ["split"] * 6 + ["sinusoid"]
 
 
-def test_a_failed_run_is_recorded(potentials, few_draws, tmp_path, monkeypatch) -> None:
-    pytest.importorskip("matplotlib").use("Agg")
+def test_a_failed_run_is_recorded(few_draws, tmp_path, monkeypatch) -> None:
 
     def diverge(model):
         raise RuntimeError("lost")
 
-    monkeypatch.setitem(potentials.METHODS, "LIVI", (diverge, None))
+    monkeypatch.setitem(energy_potentials.METHODS, "LIVI", (diverge, None))
     out = tmp_path / "out.jsonl"
-    (record,) = call(potentials, out, "--potentials", "sinusoid", "--methods", "LIVI")
+    (record,) = call(out, "--potentials", "sinusoid", "--methods", "LIVI")
     assert record["error"] == "RuntimeError: lost"
     assert "| LIVI | failed |" in out.with_suffix(".md").read_text(encoding="utf-8")

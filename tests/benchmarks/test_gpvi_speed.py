@@ -4,55 +4,42 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+from benchmarks import gpvi_speed
 
 
-@pytest.fixture
-def speed(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    try:
-        yield runpy.run_path(str(FOLDER / "gpvi_speed.py"))
-    finally:
-        for name in ("common", "vectorization_speed"):
-            sys.modules.pop(name, None)
+def test_the_benchmark_has_60000_latents():
+    assert sum(inputs * outputs for inputs, outputs in gpvi_speed.LAYERS) == 60_000
 
 
-def test_the_benchmark_has_60000_latents(speed):
-    assert sum(inputs * outputs for inputs, outputs in speed["LAYERS"]) == 60_000
-
-
-def test_logits(speed):
+def test_logits():
     torch.manual_seed(0)
     hidden, output = torch.randn(3, 4), torch.randn(4, 2)
     net = nn.Sequential(nn.Linear(3, 4, bias=False), nn.ReLU(), nn.Linear(4, 2, bias=False))
     net[0].weight.data, net[2].weight.data = hidden.T, output.T
     x, theta = torch.randn(5, 3), torch.cat([hidden.flatten(), output.flatten()])
     batch = torch.stack([theta, 2 * theta])
-    logits = speed["logits"](batch, x, [(3, 4), (4, 2)])
+    logits = gpvi_speed.logits(batch, x, [(3, 4), (4, 2)])
     torch.testing.assert_close(logits[0], net(x))
     torch.testing.assert_close(logits[1], 4 * net(x))
 
 
-def test_peak_megabytes(speed):
-    megabytes = speed["peak_megabytes"](lambda: torch.ones(25_000_000))
+def test_peak_megabytes():
+    megabytes = gpvi_speed.peak_megabytes(lambda: torch.ones(25_000_000))
     if megabytes is None:
         pytest.skip("no Linux")
     assert 90 < megabytes < 130
 
 
-def test_script(speed, tmp_path, capsys):
-    out = tmp_path / "speed.json"
+def test_script(tmp_path, capsys):
+    out = tmp_path / "gpvi_speed.json"
     words = "--particles 3 --rows 4 --turns 5 --seconds 1e-9 --layers [[20,15],[15,2]]".split()
     arguments = [*words, "--generators", "default", "--out", str(out)]
-    speed["main"](speed["parser"]().parse_args(arguments))
+    gpvi_speed.main(gpvi_speed.parser().parse_args(arguments))
     result = json.loads(out.read_text())
     assert result["settings"]["latents"] == 330
     timed = result["generators"]["default"]

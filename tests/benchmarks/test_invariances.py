@@ -3,33 +3,19 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributions import MultivariateNormal
 
+from benchmarks import invariances
 from pyro_implicit import evidence_bound
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def script():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield SimpleNamespace(**runpy.run_path(str(FOLDER / "invariances.py")))
-    finally:
-        sys.path.remove(str(FOLDER))
-        sys.modules.pop("common", None)
 
 
 @pytest.fixture(params=[1, 2, 7])
-def model(script, request):
-    return script.LinearModel(request.param, script.linear_data())
+def model(request):
+    return invariances.LinearModel(request.param, invariances.linear_data())
 
 
 def log_evidence(model) -> float:
@@ -50,20 +36,20 @@ def test_the_best_abiding_guide_is_the_posterior(model) -> None:
 
 
 @pytest.mark.parametrize("parameters", [(0.3, 0.02), (-0.1, 0.4)])
-def test_the_gap_is_the_divergence_between_the_guides(script, model, parameters) -> None:
+def test_the_gap_is_the_divergence_between_the_guides(model, parameters) -> None:
     mean_field, abiding = model.mean_field(*parameters), model.abiding(*parameters)
     gap = model.elbo(abiding) - model.elbo(mean_field)
-    assert gap == pytest.approx(script.divergence(mean_field, abiding), abs=1e-9)
+    assert gap == pytest.approx(invariances.divergence(mean_field, abiding), abs=1e-9)
     assert (gap > 0.01) == (model.dim > 1)
 
 
-def test_the_best_mean_field_is_best_and_reverts_to_the_prior(script, model) -> None:
+def test_the_best_mean_field_is_best_and_reverts_to_the_prior(model) -> None:
     loc, variance = model.best(False)
     best = model.elbo(model.mean_field(loc, variance))
     for factor in (0.9, 1.1):
         assert model.elbo(model.mean_field(factor * loc, variance)) < best
         assert model.elbo(model.mean_field(loc, factor * variance)) < best
-    wide = script.LinearModel(1000, model.y)
+    wide = invariances.LinearModel(1000, model.y)
     assert wide.mean_field(*wide.best(False)).covariance.sum() > 0.85 * model.prior_sd**2
 
 
@@ -81,6 +67,6 @@ def test_the_semi_implicit_guide_is_the_abiding_one(model, parameters) -> None:
         assert bound.standard_error < 1e-2
 
 
-def test_the_figure_is_drawn(script, tmp_path: Path) -> None:
-    script.draw_linear([1, 2, 4], tmp_path / "figure.png")
+def test_the_figure_is_drawn(tmp_path: Path) -> None:
+    invariances.draw_linear([1, 2, 4], tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000

@@ -4,40 +4,27 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
-import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+from benchmarks import refine_toy
+
 NUTS = {"method": "NUTS", "grid": 3, "cpu_seconds": 399.0, "floor": 0.02, "map": [0.5] * 9}
 TINY = "--seeds 1 --steps 2 --particles 2 --draws 10 --chains 8 --max-gradients 8"
 
 
-@pytest.fixture
-def toy(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    pytest.importorskip("matplotlib").use("Agg")
-    try:
-        yield runpy.run_path(str(FOLDER / "refine_toy.py"))
-    finally:
-        sys.modules.pop("common", None)
-        sys.modules.pop("toy_classification", None)
-
-
-def call(toy, folder: Path, *words: str) -> list[dict]:
+def call(folder: Path, *words: str) -> list[dict]:
     nuts, out = folder / "nuts.jsonl", folder / "toy.jsonl"
     nuts.write_text(json.dumps({"method": "GPVI"}) + "\n" + json.dumps(NUTS) + "\n")
     arguments = [*TINY.split(), "--out", str(out), "--reference", str(nuts), *words]
-    toy["main"](toy["parser"]().parse_args(arguments))
+    refine_toy.main(refine_toy.parser().parse_args(arguments))
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_script(toy, no_search, tmp_path, capsys):
+def test_script(no_search, tmp_path, capsys):
     names = ["mean field", "InjectiveELBO", "ensemble of 5 mean fields"]
-    records = call(toy, tmp_path, "--guides", *names)
+    records = call(tmp_path, "--guides", *names)
     assert [record["guide"] for record in records] == names
     for record in records:
         assert len(record["before"]) == len(record["after"]) == 9
@@ -47,30 +34,30 @@ def test_script(toy, no_search, tmp_path, capsys):
     assert (tmp_path / "toy.png").stat().st_size < 400_000
 
 
-def test_runs_are_not_repeated(toy, tmp_path):
+def test_runs_are_not_repeated(tmp_path):
     key = {"guide": "mean field", "seed": 0, "grid": 3, "steps": 2, "lr": 0.01, "particles": 2}
     key |= {"draws": 10, "chains": 8, "max_gradients": 8}
     out, nuts = tmp_path / "toy.jsonl", tmp_path / "nuts.jsonl"
     out.write_text(json.dumps(key) + "\n")
     nuts.write_text(json.dumps(NUTS) + "\n")
     words = [*TINY.split(), "--out", str(out), "--reference", str(nuts), "--guides", "mean field"]
-    toy["run_all"](toy["parser"]().parse_args(words))
+    refine_toy.run_all(refine_toy.parser().parse_args(words))
     assert len(out.read_text().splitlines()) == 1
-    toy["run_all"](toy["parser"]().parse_args([*words, "--lr", "0.1"]))
+    refine_toy.run_all(refine_toy.parser().parse_args([*words, "--lr", "0.1"]))
     assert len(out.read_text().splitlines()) == 2
 
 
-def test_draws_of_the_ensemble_come_from_its_members_in_turn(toy):
-    args = toy["parser"]().parse_args([*TINY.split(), "--draws", "500", "--lr", "0"])
+def test_draws_of_the_ensemble_come_from_its_members_in_turn():
+    args = refine_toy.parser().parse_args([*TINY.split(), "--draws", "500", "--lr", "0"])
     torch.manual_seed(0)
-    theta = toy["ensemble"](args)["theta"]
+    theta = refine_toy.ensemble(args)["theta"]
     assert theta.shape == (500, 184)
     members = theta.unflatten(0, (100, 5))
     within, between = members.std(0).mean(), members.mean(0).std(0).mean()
     assert between > 3 * within  # narrow fits about five networks of the prior
 
 
-def test_report_by_hand(toy, tmp_path):
+def test_report_by_hand(tmp_path):
     common = {"guide": "LIVI", "steps": 3, "particles": 2, "chains": 8, "max_gradients": 9}
     common |= {"gradients": 10, "guide_seconds": 1.0, "refine_seconds": 2.0}
     runs = [
@@ -79,7 +66,7 @@ def test_report_by_hand(toy, tmp_path):
     ]
     out = tmp_path / "toy.jsonl"
     out.write_text("".join(json.dumps(record) + "\n" for record in runs))
-    rows = toy["report"](out, NUTS | {"map": [0.5, 0.5]}).splitlines()
+    rows = refine_toy.report(out, NUTS | {"map": [0.5, 0.5]}).splitlines()
     assert rows[2].startswith(
         "| LIVI | 0.375 (0.250 to 0.500) | 0.062 (0.000 to 0.125) | 10 (10 to 10) |"
     )

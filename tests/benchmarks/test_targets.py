@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +13,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-PATH = Path(__file__).parents[2] / "benchmarks" / "targets.py"
-spec = importlib.util.spec_from_file_location("benchmark_targets", PATH)
-targets = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = targets  # dataclasses look their module up there
-spec.loader.exec_module(targets)
+from benchmarks import targets
 
 # The values of the sites for draws (n, dim), laid out under a particle plate at dimension -2.
 LAYOUTS = {

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,20 +11,11 @@ import torch
 from pyro import poutine
 from torch import nn
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+from benchmarks import toy_classification
 
 
-@pytest.fixture
-def toy(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    try:
-        yield runpy.run_path(str(FOLDER / "toy_classification.py"))
-    finally:
-        sys.modules.pop("common", None)
-
-
-def test_data(toy):
-    x, y = toy["make_data"](4000, seed=3)
+def test_data():
+    x, y = toy_classification.make_data(4000, seed=3)
     for label, center in enumerate([(-2, -2), (-2, 2), (2, -2), (2, 2)]):
         blob = x[y == label]
         assert len(blob) == 1000
@@ -34,7 +23,7 @@ def test_data(toy):
         torch.testing.assert_close(blob.std(0), torch.tensor([0.3, 0.3]), atol=0.03, rtol=0)
 
 
-def test_logits_are_those_of_a_network(toy):
+def test_logits_are_those_of_a_network():
     torch.manual_seed(0)
     nets = [
         nn.Sequential(
@@ -45,35 +34,35 @@ def test_logits_are_those_of_a_network(toy):
     theta = torch.stack([nn.utils.parameters_to_vector(net.parameters()) for net in nets])
     x = torch.randn(7, 2, dtype=torch.float64)
     expected = torch.stack([net(x) for net in nets])
-    torch.testing.assert_close(toy["logits"](theta, x), expected)
-    assert theta.shape[-1] == toy["NUM_WEIGHTS"]
+    torch.testing.assert_close(toy_classification.logits(theta, x), expected)
+    assert theta.shape[-1] == toy_classification.NUM_WEIGHTS
 
 
-def test_potential_is_that_of_the_model(toy):
+def test_potential_is_that_of_the_model():
     torch.manual_seed(0)
-    data = toy["make_data"](20, seed=0)
-    theta = torch.randn(2, toy["NUM_WEIGHTS"])
-    energy = toy["potential"](theta, data)
+    data = toy_classification.make_data(20, seed=0)
+    theta = torch.randn(2, toy_classification.NUM_WEIGHTS)
+    energy = toy_classification.potential(theta, data)
     joint = []
     for weights in theta:
-        model = poutine.condition(toy["model"], {"theta": weights})
+        model = poutine.condition(toy_classification.model, {"theta": weights})
         joint.append(poutine.trace(model).get_trace(*data).log_prob_sum())
     # The same up to a constant.
     torch.testing.assert_close(energy[0] - energy[1], joint[1] - joint[0], rtol=1e-4, atol=1e-3)
 
 
-def test_the_map_of_two_opposite_networks(toy):
-    theta = torch.zeros(4, toy["NUM_WEIGHTS"])
+def test_the_map_of_two_opposite_networks():
+    theta = torch.zeros(4, toy_classification.NUM_WEIGHTS)
     theta[:2, -4] = theta[2:, -3] = 30.0  # biases: half of them say class 0, the others class 1
-    values = toy["uncertainty"](theta, toy["make_grid"](3))
+    values = toy_classification.uncertainty(theta, toy_classification.make_grid(3))
     torch.testing.assert_close(values, torch.ones(9))  # an sd of 1/2 for each of two classes
 
 
-def test_scores_by_hand(toy):
-    theta = torch.zeros(2, toy["NUM_WEIGHTS"])
+def test_scores_by_hand():
+    theta = torch.zeros(2, toy_classification.NUM_WEIGHTS)
     theta[0, -4] = 30.0  # class 0, the other one: all classes alike
     x, y = torch.zeros(2, 2), torch.tensor([0, 1])
-    scores = toy["scores"](theta, (x, y))
+    scores = toy_classification.scores(theta, (x, y))
     assert scores["accuracy"] == 0.5
     expected = (torch.tensor(0.625).log() + torch.tensor(0.125).log()) / 2
     assert scores["log_likelihood"] == pytest.approx(expected.item(), rel=1e-5)
@@ -83,17 +72,16 @@ def test_scores_by_hand(toy):
 TINY = "--steps 2 --particles 4 --draws 5 --nuts-draws 3 --nuts-warmup 10 --nuts-tree-depth 2"
 
 
-def call(toy, out: Path, *words: str) -> list[dict]:
+def call(out: Path, *words: str) -> list[dict]:
     arguments = [*TINY.split(), "--grid", "5", "--out", str(out), *words]
-    toy["main"](toy["parser"]().parse_args(arguments))
+    toy_classification.main(toy_classification.parser().parse_args(arguments))
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_script(toy, no_search, tmp_path, capsys):
-    pytest.importorskip("matplotlib").use("Agg")
+def test_script(no_search, tmp_path, capsys):
     out = tmp_path / "toy.jsonl"
-    records = call(toy, out)
-    assert [record["method"] for record in records] == list(toy["METHODS"])
+    records = call(out)
+    assert [record["method"] for record in records] == list(toy_classification.METHODS)
     for record in records:
         assert "error" not in record
         assert len(record["map"]) == 25
@@ -103,22 +91,21 @@ def test_script(toy, no_search, tmp_path, capsys):
     assert out.with_suffix(".png").stat().st_size < 400_000
 
 
-def test_runs_are_not_repeated_and_seeds_share_the_reference(toy, tmp_path):
-    pytest.importorskip("matplotlib").use("Agg")
+def test_runs_are_not_repeated_and_seeds_share_the_reference(tmp_path):
     out = tmp_path / "toy.jsonl"
     words = ["--methods", "NUTS", "deep ensemble"]
-    assert len(call(toy, out, *words)) == 2
-    assert len(call(toy, out, *words)) == 2
-    records = call(toy, out, *words, "--seeds", "2")
+    assert len(call(out, *words)) == 2
+    assert len(call(out, *words)) == 2
+    records = call(out, *words, "--seeds", "2")
     assert [(record["method"], record["seed"]) for record in records] == [
         ("NUTS", 0),
         ("deep ensemble", 0),
         ("deep ensemble", 1),
     ]
-    assert len(call(toy, out, *words, "--lr", "0.1")) == 4
+    assert len(call(out, *words, "--lr", "0.1")) == 4
 
 
-def test_report(toy, tmp_path):
+def test_report(tmp_path):
     out = tmp_path / "toy.jsonl"
     common = {"seed": 0, "accuracy": 1.0, "log_likelihood": -0.5, "cpu_seconds": 3.0}
     records = [
@@ -128,7 +115,7 @@ def test_report(toy, tmp_path):
         {"method": "KIVI", "error": "ValueError: lost"},
     ]
     out.write_text("".join(json.dumps(record) + "\n" for record in records))
-    rows = toy["report"](out).splitlines()[2:]
+    rows = toy_classification.report(out).splitlines()[2:]
     assert rows[0].startswith("| NUTS, two chains | 0.250 | 0.50 |")
     assert rows[1].startswith("| GPVI | 0.500 (0.250 to 0.750) | 0.50 (0.25 to 0.75) |")
     assert rows[2].startswith("| KIVI | failed |")

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 from urllib.error import URLError
 
 import numpy as np
@@ -17,23 +14,7 @@ import pytest
 import torch
 from pyro import poutine
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def uci() -> ModuleType:
-    """The script as ``python benchmarks/uci.py`` sees it, its neighbours on the path."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        spec = importlib.util.spec_from_file_location("benchmark_uci", FOLDER / "uci.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in {"common", "uci_data", "uci_methods"} - before:
-            sys.modules.pop(name, None)
+from benchmarks import uci, uci_data, uci_methods
 
 
 @pytest.fixture
@@ -55,15 +36,15 @@ TINY += ["livi.particles=2", "ensemble.members=2"]
 TINY += ["nuts.draws=3", "nuts.warmup=2", "nuts.max_tree_depth=2"]
 
 
-def call(uci: ModuleType, data_dir: Path, *words: str) -> list[dict]:
+def call(data_dir: Path, *words: str) -> list[dict]:
     out = data_dir / "out.jsonl"
     words = ("--data-dir", str(data_dir), "--out", str(out), "--sets", "boston", *words)
     uci.main(uci.parser().parse_args([*words, "--num-draws", "4", "--set-option", *TINY]))
     return uci.read_records(out)
 
 
-def test_all_methods(uci, no_search, data_dir) -> None:
-    records = call(uci, data_dir, "--splits", "1")
+def test_all_methods(no_search, data_dir) -> None:
+    records = call(data_dir, "--splits", "1")
     assert [record["method"] for record in records] == list(uci.METHODS)
     for record in records:
         assert "error" not in record
@@ -77,23 +58,23 @@ def test_all_methods(uci, no_search, data_dir) -> None:
     assert settings["precision_prior"] == [1.0, 0.01]
 
 
-def test_runs_are_not_repeated(uci, data_dir) -> None:
+def test_runs_are_not_repeated(data_dir) -> None:
     words = ["--splits", "0", "--methods", "map"]
-    assert len(call(uci, data_dir, *words)) == 1
-    assert len(call(uci, data_dir, *words)) == 1
-    assert len(call(uci, data_dir, *words, "--precision-prior", "2", "0.01")) == 2
-    assert len(call(uci, data_dir, *words, "--seed", "1")) == 3
-    assert len(call(uci, data_dir, *words, "--batch-size", "10")) == 4
-    records = call(uci, data_dir, "--splits", "0", "1", "--methods", "map")
+    assert len(call(data_dir, *words)) == 1
+    assert len(call(data_dir, *words)) == 1
+    assert len(call(data_dir, *words, "--precision-prior", "2", "0.01")) == 2
+    assert len(call(data_dir, *words, "--seed", "1")) == 3
+    assert len(call(data_dir, *words, "--batch-size", "10")) == 4
+    records = call(data_dir, "--splits", "0", "1", "--methods", "map")
     assert [record["split"] for record in records] == [0, 0, 0, 0, 1]
 
 
-def test_a_failed_run_is_recorded(uci, data_dir, monkeypatch) -> None:
+def test_a_failed_run_is_recorded(data_dir, monkeypatch) -> None:
     def diverge(*args):
         raise ValueError("lost")
 
     monkeypatch.setitem(uci.METHODS, "map", diverge)
-    (record,) = call(uci, data_dir, "--splits", "0", "--methods", "map")
+    (record,) = call(data_dir, "--splits", "0", "--methods", "map")
     assert record["error"] == "ValueError: lost"
     assert "| failed | failed |" in uci.report(
         uci.parser().parse_args(["--out", str(out(data_dir))])
@@ -104,7 +85,7 @@ def out(data_dir: Path) -> Path:
     return data_dir / "out.jsonl"
 
 
-def test_report(uci, data_dir, capsys) -> None:
+def test_report(data_dir, capsys) -> None:
     scores = [(2.0, -3.0, 10.0), (3.0, -2.0, 30.0), (7.0, -1.0, 20.0)]
     defaults = uci.SETTINGS["livi"] | {"num_draws": 500, "precision_prior": [1.0, 0.01]}
     for split, (rmse, log_likelihood, seconds) in enumerate(scores):
@@ -121,11 +102,10 @@ def test_report(uci, data_dir, capsys) -> None:
     assert "steps 3000, lr 0.005, noise_dim 7 | 3 of 3" in row
 
 
-def test_scores(uci, data_dir) -> None:
+def test_scores(data_dir) -> None:
     """Against numpy, from the raw file."""
-    methods = sys.modules["uci_methods"]
-    data = sys.modules["uci_data"].load("boston", 0, data_dir)
-    model = methods.make_model(data, 5, None, [1.0, 0.01])
+    data = uci_data.load("boston", 0, data_dir)
+    model = uci_methods.make_model(data, 5, None, [1.0, 0.01])
     trace = poutine.trace(model).get_trace(data.x_train, data.y_train)
     sites = [name for name, _ in trace.iter_stochastic_nodes() if name != "rows"]
     draws = {name: torch.rand(3, *trace.nodes[name]["value"].shape) for name in sites}
@@ -159,11 +139,10 @@ def test_scores(uci, data_dir) -> None:
         assert math.isclose(scores[field], value, rel_tol=1e-4)
 
 
-def test_minibatches_count_for_all_rows(uci, data_dir) -> None:
-    methods = sys.modules["uci_methods"]
-    data = sys.modules["uci_data"].load("boston", 0, data_dir)
-    full = methods.make_model(data, 5, None, [1.0, 0.01])
-    batches = methods.make_model(data, 5, 9, [1.0, 0.01])
+def test_minibatches_count_for_all_rows(data_dir) -> None:
+    data = uci_data.load("boston", 0, data_dir)
+    full = uci_methods.make_model(data, 5, None, [1.0, 0.01])
+    batches = uci_methods.make_model(data, 5, 9, [1.0, 0.01])
     trace = poutine.trace(full).get_trace(data.x_train, data.y_train)
     values = {name: site["value"] for name, site in trace.iter_stochastic_nodes()}
     values.pop("rows", None)
@@ -181,28 +160,27 @@ def test_minibatches_count_for_all_rows(uci, data_dir) -> None:
     assert found.std() > 0.1
 
 
-def test_missing_set(uci, data_dir, capsys, monkeypatch) -> None:
+def test_missing_set(data_dir, capsys, monkeypatch) -> None:
     def offline(*args, **kwargs):
         raise URLError("no network")
 
-    monkeypatch.setattr(sys.modules["uci_data"], "urlopen", offline)
+    monkeypatch.setattr(uci_data, "urlopen", offline)
     (data_dir / "uci" / "bostonHousing.npz").unlink()
-    assert call(uci, data_dir, "--splits", "0") == []
+    assert call(data_dir, "--splits", "0") == []
     printed = capsys.readouterr().out
     assert "boston is left out" in printed
     assert "bostonHousing.npz not found. Cure: point --data-dir to the folder" in printed
     assert "housing.data: <urlopen error no network>" in printed
 
 
-def test_download(uci, tmp_path, monkeypatch) -> None:
+def test_download(tmp_path, monkeypatch) -> None:
     """The table of the repository and the standard splits: their start as in the papers' files."""
     table = np.random.default_rng(0).normal(size=(506, 14))
     text = io.BytesIO()
     np.savetxt(text, table)
     text.seek(0)
-    module = sys.modules["uci_data"]
-    monkeypatch.setattr(module, "urlopen", lambda url, timeout: text)
-    data = module.load("boston", 0, tmp_path)
+    monkeypatch.setattr(uci_data, "urlopen", lambda url, timeout: text)
+    data = uci_data.load("boston", 0, tmp_path)
     with np.load(tmp_path / "uci" / "bostonHousing.npz") as file:
         np.testing.assert_allclose(file["y"], table[:, 13])
         np.testing.assert_allclose(file["X"], table[:, :13])
@@ -212,9 +190,9 @@ def test_download(uci, tmp_path, monkeypatch) -> None:
     assert len(data.y_test) == 51
 
 
-def test_errors(uci, data_dir, capsys) -> None:
+def test_errors(data_dir, capsys) -> None:
     with pytest.raises(ValueError, match="has the splits 0 to 1, but got 2"):
-        call(uci, data_dir, "--splits", "2")
+        call(data_dir, "--splits", "2")
     with pytest.raises(SystemExit):
         uci.parser().parse_args(["--set-option", "livi.rate=1"])
     assert "'livi.rate=1' is no option" in capsys.readouterr().err

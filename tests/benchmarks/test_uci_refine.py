@@ -5,37 +5,29 @@ from __future__ import annotations
 
 import json
 import math
-import runpy
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+from benchmarks import uci_refine
 
 
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    try:
-        found = runpy.run_path(str(FOLDER / "uci_refine.py"))
-        found["BUDGETS"].update(boston=(8, 8))
-        found["STEPS"].update(dict.fromkeys(found["STEPS"], 2))
-        yield found
-    finally:
-        for name in ("common", "uci", "uci_data", "uci_methods"):
-            sys.modules.pop(name, None)
+@pytest.fixture(autouse=True)
+def tiny_budgets(monkeypatch):
+    monkeypatch.setitem(uci_refine.BUDGETS, "boston", (8, 8))
+    for method in uci_refine.STEPS:
+        monkeypatch.setitem(uci_refine.STEPS, method, 2)
 
 
-def call(script, folder: Path, *words: str) -> list[dict]:
+def call(folder: Path, *words: str) -> list[dict]:
     out = folder / "out.jsonl"
-    script["main"](script["parser"]().parse_args(["--out", str(out), *words]))
+    uci_refine.main(uci_refine.parser().parse_args(["--out", str(out), *words]))
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_script(script, tmp_path, capsys):
+def test_script(tmp_path, capsys):
     rng = np.random.default_rng(0)
     x, rows = rng.normal(size=(30, 3)), np.stack([rng.permutation(30) for _ in range(2)])
     (tmp_path / "uci").mkdir()
@@ -43,32 +35,32 @@ def test_script(script, tmp_path, capsys):
     np.savez(file, X=x, y=x[:, 0], train_idx=rows[:, :20], test_idx=rows[:, 20:])
     words = ["--data-dir", str(tmp_path), "--sets", "boston", "--splits", "1"]
     words += ["--methods", "mean_field", "reference"]
-    records = call(script, tmp_path, *words)
+    records = call(tmp_path, *words)
     assert [record["method"] for record in records] == ["mean_field", "reference"]
     for record in records:
         assert ("before" in record) == (record["method"] == "mean_field")
         assert all(math.isfinite(value) for value in record["after"].values())
         assert {"num_gradients", "refine_seconds", "commit"} <= record.keys()
     assert records[0]["before"] != records[0]["after"]
-    assert call(script, tmp_path, *words) == records
+    assert call(tmp_path, *words) == records
     assert (tmp_path / "out.md").read_text() in capsys.readouterr().out
 
 
-def test_predictions_are_those_of_the_model(script):
+def test_predictions_are_those_of_the_model():
     x = torch.randn(5, 3)
-    data = script["Data"](
+    data = uci_refine.Data(
         x, torch.zeros(5), x, torch.zeros(5), torch.tensor(0.0), torch.tensor(1.0)
     )
-    model = script["make_model"](data, 4, None, [1.0, 0.01])
-    density = script["LatentDensity"](model, data.x_train, data.y_train)
-    draws = script["small_draws"](density, 2)
+    model = uci_refine.make_model(data, 4, None, [1.0, 0.01])
+    density = uci_refine.LatentDensity(model, data.x_train, data.y_train)
+    draws = uci_refine.small_draws(density, 2)
     assert (draws["precision"] == 10.0).all()
     latent = density.unconstrain(draws)
     expected = [density.trace_at(row).nodes["mean"]["value"] for row in latent]
-    assert torch.allclose(script["predictions"](draws, x), torch.stack(expected), atol=1e-5)
+    assert torch.allclose(uci_refine.predictions(draws, x), torch.stack(expected), atol=1e-5)
 
 
-def test_report_by_hand(script, tmp_path):
+def test_report_by_hand(tmp_path):
     common = {
         "set": "boston",
         "budget": {"chains": 4, "gradients": 10},
@@ -87,7 +79,7 @@ def test_report_by_hand(script, tmp_path):
         records.append(mean_field | {"split": split} | found)
     out = tmp_path / "out.jsonl"
     out.write_text("".join(json.dumps(record) + "\n" for record in records))
-    rows = script["report"](out).splitlines()
+    rows = uci_refine.report(out).splitlines()
     assert rows[2].startswith(
         "| boston | mean_field | 0 1 | 4.000 +- 0.000 | 3.000 +- 0.000 | -4.500 +- 0.500 "
         "| -2.500 +- 0.500 | -1.000 | 4 x 10 | 2 + 3 |"

@@ -19,7 +19,6 @@ PATH = Path(__file__).parents[2] / "examples" / "vae.py"
 
 @pytest.fixture(scope="module")
 def vae():
-    pytest.importorskip("matplotlib").use("Agg")
     pytest.importorskip("sklearn")
     spec = importlib.util.spec_from_file_location("vae_example", PATH)
     module = importlib.util.module_from_spec(spec)

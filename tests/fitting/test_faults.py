@@ -75,8 +75,11 @@ def test_a_training_that_fails_leaves_the_gaussian(monkeypatch):
         raise RuntimeError(f"no {name}")
 
     monkeypatch.setattr("pyro_implicit.fitting.stages.train", fails)
-    with pytest.warns(UserWarning, match="kept the Gaussian.*failed: RuntimeError: no injective"):
+    with pytest.warns(
+        UserWarning, match="kept the Gaussian.*failed: RuntimeError: no injective"
+    ) as caught:
         result = quick(funnel)
+    assert caught[0].filename == __file__
     assert result.chosen == "gaussian" and set(result.bounds) == {"gaussian"}
 
 

@@ -271,7 +271,7 @@ def test_fallback_warns_once_with_cause_and_cure():
     svi = SVI(branching, guide, pyro.optim.Adam({"lr": 1e-3}), elbo)
     with pytest.warns(UserWarning, match=r"one particle at a time.*item\(\).*Cure") as caught:
         svi.step()
-    assert len(caught) == 1
+    assert len(caught) == 1 and caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         svi.step()

@@ -13,23 +13,11 @@ from torch.distributions import MultivariateNormal
 
 from pyro_implicit import LIVI_ELBO, SemiImplicit
 from pyro_implicit.infer.engine.sites import ImplicitSite
+from tests.infer.livi_sites import draw, linearised
 
 DOUBLE = torch.double
 SIZES = [(4, 2), (3, 3), (2, 5), (1, 1)]  # of the value and of the noise
 BATCH_SHAPES = [(), (6,), (2, 3)]
-
-
-def draw(q: SemiImplicit) -> ImplicitSite:
-    noise, value, _ = q.draw()
-    value = value.detach()
-    return ImplicitSite("x", q, noise, value, value)
-
-
-def linearised(elbo: LIVI_ELBO, site: ImplicitSite) -> ImplicitSite:
-    """With the derivative, if the method asks for it when it draws."""
-    if elbo.draw(site.distribution).linearisation is None:
-        return site
-    return replace(site, linearisation=site.distribution.linearise(site.noise))
 
 
 def log_q(site: ImplicitSite, **options) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pyro_implicit import LIVI_ELBO, MLP, GatedMLP, SemiImplicit
 from pyro_implicit.infer.engine.sites import ImplicitSite
+from tests.infer.livi_sites import draw, linearised
 
 DOUBLE = torch.double
 SIZES = [(4, 2), (3, 3), (2, 5), (1, 1)]  # of the value and of the noise
@@ -27,19 +28,6 @@ class Plain(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.inner(*inputs)
-
-
-def draw(q: SemiImplicit) -> ImplicitSite:
-    noise, value, _ = q.draw()
-    value = value.detach()
-    return ImplicitSite("x", q, noise, value, value)
-
-
-def linearised(elbo: LIVI_ELBO, site: ImplicitSite) -> ImplicitSite:
-    """With the derivative, if the method asks for it when it draws."""
-    if elbo.draw(site.distribution).linearisation is None:
-        return site
-    return replace(site, linearisation=site.distribution.linearise(site.noise))
 
 
 def log_q(site: ImplicitSite, **options) -> Tensor:

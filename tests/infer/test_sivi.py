@@ -7,11 +7,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
-from pyro_implicit import MLP, AutoSemiImplicit, Implicit, SemiImplicit
+from pyro_implicit import MLP, Implicit, SemiImplicit
 from pyro_implicit.infer.engine.flat_site import flatten_site, mixing_noise
 from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.sivi import SIVI_ELBO
@@ -124,32 +123,6 @@ def test_matrix_values():
     flattened = ImplicitSite("x", same, site.noise, value, value)
     assert found.shape == (5,)
     torch.testing.assert_close(found, SIVI_ELBO(5, 8).score_parts(flattened, None).log_prob)
-
-
-def test_conjugate_gaussian():
-    """A correlated Gaussian posterior; the conditional takes a good part of the spread."""
-    x = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.5, -0.2]])
-    y = torch.tensor([1.0, 0.5, -0.5])
-
-    def model():
-        weight = pyro.sample("weight", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-        with pyro.plate("data", 3):
-            pyro.sample("y", dist.Normal(x @ weight, 0.5), obs=y)
-
-    covariance = (torch.eye(2) + x.T @ x / 0.25).inverse()
-    mean = covariance @ (x.T @ y) / 0.25
-    guide = AutoSemiImplicit(
-        model, lambda size: nn.Linear(size, size), 2, noise_scale=0.5, frame=None
-    )
-    arguments = {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.03}, "T_max": 400}
-    optimiser = pyro.optim.CosineAnnealingLR(arguments)
-    svi = SVI(model, guide, optimiser, SIVI_ELBO(32, 100, compile="trace"))
-    for _ in range(400):
-        svi.step()
-        optimiser.step()
-    draws = guide.sample_posterior(200_000)["weight"]
-    assert ((draws.mean(0) - mean) / covariance.diag().sqrt()).abs().max() < 0.1
-    assert (draws.T.cov() - covariance).norm() / covariance.norm() < 0.1
 
 
 class Centre(nn.Module):

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
-from pyro_implicit import AutoSemiImplicit, SemiImplicit
+from pyro_implicit import SemiImplicit
 from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.uivi import UIVI_ELBO
 
@@ -134,32 +132,6 @@ def test_works_without_gradients_and_makes_none():
     assert expected.requires_grad and not found.requires_grad
     torch.testing.assert_close(found, expected.detach())
     assert site.distribution.generator.weight.grad is None
-
-
-def test_conjugate_gaussian():
-    x = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.5, -0.2]])
-    y = torch.tensor([1.0, 0.5, -0.5])
-
-    def model():
-        weight = pyro.sample("weight", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-        with pyro.plate("data", 3):
-            pyro.sample("y", dist.Normal(x @ weight, 0.5), obs=y)
-
-    covariance = (torch.eye(2) + x.T @ x / 0.25).inverse()
-    mean = covariance @ (x.T @ y) / 0.25
-    guide = AutoSemiImplicit(
-        model, lambda size: nn.Linear(size, size), 2, noise_scale=0.5, frame=None
-    )
-    arguments = {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.05}, "T_max": 150}
-    optimiser = pyro.optim.CosineAnnealingLR(arguments)
-    elbo = UIVI_ELBO(32, compile="trace")
-    svi = SVI(model, guide, optimiser, elbo)
-    for _ in range(150):
-        svi.step()
-        optimiser.step()
-    draws = guide.sample_posterior(200_000)["weight"]
-    assert ((draws.mean(0) - mean) / covariance.diag().sqrt()).abs().max() < 0.1
-    assert (draws.T.cov() - covariance).norm() / covariance.norm() < 0.1
 
 
 @pytest.mark.parametrize(

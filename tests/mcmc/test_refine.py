@@ -238,8 +238,9 @@ def test_starts_without_a_finite_density_are_replaced():
     draws = particles(64)
     draws["weight"][:5] = 1e30
     draws["weight"][5] = torch.nan
-    with pytest.warns(UserWarning, match="not finite at 6 of 64"):
+    with pytest.warns(UserWarning, match="not finite at 6 of 64") as caught:
         result = short(draws, num_chains=64)
+    assert caught[0].filename == __file__
     assert result.replaced_starts == 6 and result.get_samples()["weight"].abs().max() < 100
     with pytest.raises(ValueError, match="observation of site 'y' is NaN in 4 of 4.*Cure"):
         short(AutoNormal(regression), X, torch.full_like(Y, torch.nan))
@@ -321,8 +322,9 @@ def test_refuses_a_guide_of_another_model():
         short({"weight": torch.zeros(9, 3), "rate": torch.ones(9)})
     with pytest.raises(ValueError, match="different numbers"):
         short({"weight": torch.zeros(9, 2), "rate": torch.ones(8)})
-    with pytest.warns(UserWarning, match=r"\['other'\], which the model does not sample"):
+    with pytest.warns(UserWarning, match=r"\['other'\], which the model does not sample") as caught:
         short({**particles(8), "other": torch.ones(8)})
+    assert caught[0].filename == __file__
 
 
 def test_refuses_subsampled_data():
@@ -364,6 +366,7 @@ def test_a_chain_without_a_way_out_goes_on_from_others():
 def test_chains_that_never_moved_are_counted():
     """After a warm-up too short to see them."""
     start = {"x": torch.cat([torch.randn(62), torch.full((2,), 4.0)])}
-    with pytest.warns(UserWarning, match="2 of 64 chains never moved.*Cure"):
+    with pytest.warns(UserWarning, match="2 of 64 chains never moved.*Cure") as caught:
         result = refine(spike, start, num_chains=64, max_gradients=10, seed=0, progress=False)
+    assert caught[0].filename == __file__
     assert result.stuck == 2 and "chains that never moved" in str(result)

@@ -242,8 +242,11 @@ def test_lost_chains_go_on_from_others():
             pyro.sample("y", dist.Normal(x, 1.0), obs=y)
 
     start = {"x": torch.rand(50) + 0.1}
-    with pytest.warns(UserWarning, match="left the finite numbers after the warm-up.*Cure"):
+    with pytest.warns(
+        UserWarning, match="left the finite numbers after the warm-up.*Cure"
+    ) as caught:
         result = short(start, truncated, [torch.zeros(1)] * 2, max_epochs=100, num_chains=16)
+    assert caught[0].filename == __file__
     assert result.replaced > 0 and (result.get_samples()["x"] > 0).all()
 
 

@@ -17,14 +17,13 @@ import math
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from pyro.ops.stats import effective_sample_size, split_gelman_rubin
 from torch import Tensor
 
-from benchmarks.common import append_record, read_records
+from benchmarks.common import Record, append_record, read_records
 from benchmarks.zoo import registry, split
 from benchmarks.zoo.metrics import DRAWS
 from benchmarks.zoo.references.gibbs import horseshoe
@@ -38,7 +37,6 @@ SMALL_SITE = 12
 MAX_RHAT, MAX_DIVERGENCES, MAX_SPREAD = 1.01, 0.01, 1e-6
 
 Draws = dict[str, Tensor]
-Record = dict[str, Any]
 
 
 def sample(zoo: ZooModel, args: tuple, folder: Path, python: Path) -> tuple[Draws, Record]:

@@ -81,7 +81,7 @@ class SitePrior:
         """Draws of the latents.
 
         Priors without parents are sampled as they stand; others need the model, see
-        :class:`~pyro_implicit.infer.prior_draws.PriorDraws`.
+        :class:`~pyro_implicit.infer.engine.prior_draws.PriorDraws`.
 
         :returns: ``(*plates, num, m)``, or ``(num_particles, *plates, num, m)`` where the prior is
             made from latents of other sites.

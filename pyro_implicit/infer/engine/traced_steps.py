@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from pyro_implicit.compiled import CompilerError, RandomState, Untraceable
 from pyro_implicit.infer.engine.evaluation import Evaluation
 from pyro_implicit.infer.engine.nonfinite import NonFiniteError
 from pyro_implicit.infer.engine.step_call import Program, StepCall
+from pyro_implicit.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from pyro_implicit.infer.implicit_elbo import ImplicitELBO
@@ -145,10 +145,9 @@ class TracedSteps:
         try:
             program.compile(call)
         except CompilerError as error:
-            warnings.warn(
+            warn_user(
                 f"{type(call.elbo).__name__} runs recorded, but not compiled: {error}. Cure: a C++ "
                 'compiler, or compile="trace"',
-                stacklevel=6,
             )
 
     def _give_up(self, elbo: ImplicitELBO, cause: str) -> None:
@@ -162,12 +161,11 @@ class TracedSteps:
     def _tell(self, elbo: ImplicitELBO, cause: str) -> None:
         self.refusal = cause
         self._programs.clear()
-        warnings.warn(
+        warn_user(
             f"{type(elbo).__name__} runs without compilation from step {elbo.num_steps} on: "
             f"{cause}. A step is recorded once, so what it reads beside the tensors of its "
             "arguments must stay the same. Cure: pass what changes as a tensor argument, or "
             "compile=False",
-            stacklevel=6,
         )
 
 

@@ -11,8 +11,9 @@ import torch
 from pyro_implicit import AutoImplicit, AutoregressiveGenerator
 from pyro_implicit.density import LatentDensity
 from pyro_implicit.guides import Frame
-from pyro_implicit.mcmc import refine, spaces
-from pyro_implicit.mcmc.spaces import Plan, start_chains
+from pyro_implicit.mcmc import refine, space_choice
+from pyro_implicit.mcmc.space_choice import start_chains
+from pyro_implicit.mcmc.spaces import Plan
 
 
 def gaussian():
@@ -97,7 +98,7 @@ def test_what_a_gradient_costs_decides_too(monkeypatch):
     guide()
     costs = {"latent": 1000.0, "noise": 1.0}
     monkeypatch.setattr(
-        "pyro_implicit.mcmc.spaces._cost", lambda density, chains: costs[density.space]
+        "pyro_implicit.mcmc.space_choice._cost", lambda density, chains: costs[density.space]
     )
     chains = begin(gaussian, guide)
     assert chains.space == "noise" and "times as fast" in chains.space_note
@@ -117,9 +118,9 @@ def test_the_latents_where_the_noise_has_no_finite_density(monkeypatch):
 
 
 def test_the_space_survives_a_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(spaces, "LEAST_BUDGET", 0)
-    monkeypatch.setattr(spaces, "LONGEST", 4)
-    monkeypatch.setattr(spaces, "EASY", 1.0)
+    monkeypatch.setattr(space_choice, "LEAST_BUDGET", 0)
+    monkeypatch.setattr(space_choice, "LONGEST", 4)
+    monkeypatch.setattr(space_choice, "EASY", 1.0)
 
     def run(**options):
         pyro.clear_param_store()
@@ -149,5 +150,6 @@ def test_warnings_of_the_walk_are_not_lost():
         pyro.sample("y", dist.Normal(0.0 if x.item() > 0 else -0.1, 1.0), obs=torch.tensor(0.0))
 
     guide = injective(one_by_one, 1)
-    with pytest.warns(UserWarning, match="one particle at a time"):
+    with pytest.warns(UserWarning, match="one particle at a time") as caught:
         refine(one_by_one, guide, num_chains=8, max_gradients=10, seed=0, progress=False)
+    assert {one.filename for one in caught} == {__file__}

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model's sites must be for its log-density, said by the site's name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro.infer.inspect import get_dependencies
+from pyro.poutine.trace_struct import Trace
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_implicit.density.blame import Site, describe_nan, site_log_prob
+from pyro_implicit.density.discrete import is_discrete_latent, refuse_infinite
+from pyro_implicit.density.supports import observation_outside
+from pyro_implicit.user_warnings import warn_user
+
+__all__ = ["refuse_unfit_sites", "warn_of_missing_data"]
+
+
+def refuse_unfit_sites(trace: Trace) -> None:
+    """Check that a model's sites make a density of continuous latents.
+
+    :param trace: of the model with its data.
+    :raises RuntimeError: for a model without continuous latents.
+    :raises ValueError: for a discrete latent that cannot be summed out, a latent in a sequential
+        plate, or an observation that is NaN or outside its support.
+    :warns UserWarning: for a latent of which some elements are masked, as ``obs_mask`` makes them.
+    """
+    latents, observed = _split(trace)
+    if not latents:
+        raise RuntimeError(
+            f"the model has no latent sites: {_all_observed(observed)}. Cure: pyro.sample without "
+            "obs= for what is to be inferred; a model that has only pyro.param is trained by "
+            "SVI(model, lambda *args, **kwargs: None, optim, Trace_ELBO())"
+        )
+    for name, site in latents.items():
+        refuse_infinite(name, site)
+        _refuse_sequential(name, site)
+    if all(is_discrete_latent(site) for site in latents.values()):
+        raise RuntimeError(
+            f"the model has no continuous latents: {', '.join(latents)} are discrete, and summed "
+            "out. Cure: pyro.infer.infer_discrete, which needs no guide"
+        )
+    for name, site in latents.items():
+        if not is_discrete_latent(site):
+            _warn_of_masked(name, site)
+    for name, site in observed.items():
+        fault = describe_nan(site["value"])
+        if fault and not site_log_prob(site).isfinite().all():
+            raise ValueError(
+                f"the observation of site '{name}' is NaN in {fault}. Cure: leave these elements "
+                "out, or mask them: pyro.sample(name, fn.mask(~y.isnan()), obs=y.nan_to_num(1.0))"
+            )
+        fault = observation_outside(site)
+        if fault:
+            raise ValueError(
+                f"the observation of site '{name}' is {fault}. Cure: other data, or a distribution "
+                "of that support; its validate_args=False if this is meant, as with gray pixels "
+                "under a Bernoulli"
+            )
+
+
+def warn_of_missing_data(
+    model: Callable[..., Any], trace: Trace, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    """Say so if the model observes nothing, though it was given arguments or misses one, and a
+    latent in a plate looks like data: no other site depends on it.
+
+    :param trace: of the model.
+    :param args: of the model, as ``kwargs``.
+    :warns UserWarning: naming site, plate and number of latents.
+    """
+    latents, observed = _split(trace)
+    if observed or not (args or kwargs or _misses_argument(model, args, kwargs)):
+        return
+    try:
+        parents = get_dependencies(model, args, kwargs)["prior_dependencies"]
+    except Exception:  # some models cannot be traced with provenance: then nothing is known
+        return
+    for name, site in latents.items():
+        plates = [frame.name for frame in site["cond_indep_stack"]]
+        used = any(name in above for child, above in parents.items() if child != name)
+        if plates and not used:
+            warn_user(
+                f"the model observes nothing, and no site depends on '{name}': "
+                f"{site['value'].numel()} latents in plate '{plates[-1]}'. Cure: if these are "
+                f"data, pass them to the model, with obs= in pyro.sample('{name}', ...)",
+            )
+
+
+def _split(trace: Trace) -> tuple[dict[str, Site], dict[str, Site]]:
+    """Latent and observed sites; deterministic ones are neither."""
+    sites = {
+        name: site
+        for name, site in trace.nodes.items()
+        if site["type"] == "sample"
+        and not site_is_subsample(site)
+        and not site["infer"].get("_deterministic")
+    }
+    observed = {name: site for name, site in sites.items() if site["is_observed"]}
+    return {name: site for name, site in sites.items() if name not in observed}, observed
+
+
+def _all_observed(observed: dict[str, Site]) -> str:
+    names = ", ".join(f"'{name}'" for name in observed)
+    return f"all that it samples is observed ({names})" if observed else "it samples nothing"
+
+
+def _misses_argument(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether an argument of the model is None: observations that were not given."""
+    try:
+        bound = inspect.signature(model).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return False
+    bound.apply_defaults()
+    return any(value is None for value in bound.arguments.values())
+
+
+def _refuse_sequential(name: str, site: Site) -> None:
+    for frame in site["cond_indep_stack"]:
+        if not (frame.vectorized or is_discrete_latent(site)):
+            raise ValueError(
+                f"latent '{name}' is in a sequential plate, '{frame.name}', which Pyro's "
+                "unconstrained view of latents refuses. Cure: a vectorised one, with "
+                f"pyro.plate('{frame.name}', {frame.size}):, or range({frame.size}) in its place"
+            )
+
+
+def _warn_of_masked(name: str, site: Site) -> None:
+    mask = site["mask"]
+    if not isinstance(mask, Tensor) or mask.all():
+        return
+    batch_shape = torch.broadcast_shapes(mask.shape, site["fn"].batch_shape)
+    masked = batch_shape.numel() - int(mask.expand(batch_shape).sum())
+    what = "the model masks them"
+    cure = "do not mask latents"
+    if name.endswith("_unobserved"):
+        base = name.removesuffix("_unobserved")
+        what = f"obs_mask makes a latent of every row of '{base}', of those that are observed too"
+        cure = (
+            f"sample the rows apart, pyro.sample('{base}', fn_known, obs=y[mask]) and "
+            f"pyro.sample('{base}_missing', fn_missing); or leave out the missing ones, by "
+            "fn.mask(mask) and obs=y.nan_to_num(1.0) in place of obs_mask"
+        )
+    warn_user(
+        f"{masked} of {batch_shape.numel()} elements of latent '{name}' have no density ({what}): "
+        "they are improper, no guide can fit them, and every bound counts them. Cure: " + cure,
+    )
