@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from pyro_implicit.compiled import (
     rounding,
 )
 from pyro_implicit.density.cost import PER_RUN, count_operations
+from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["TracedScore"]
 
@@ -128,10 +128,9 @@ class TracedScore:
         try:
             function.compile([inputs])
         except CompilerError as error:
-            warnings.warn(
+            warn_user(
                 f"the log-density runs recorded, but not compiled: {error}. Cure: a C++ compiler, "
-                'or compile="trace"',
-                stacklevel=2,
+                'or compile="trace"'
             )
 
     def _refuse(self, cause: str) -> None:
@@ -139,10 +138,7 @@ class TracedScore:
         self.refusal = cause
         self._programs.clear()
         if self.compile != "auto":
-            warnings.warn(
-                f"the log-density runs without compilation: {cause}. Cure: compile=False",
-                stacklevel=2,
-            )
+            warn_user(f"the log-density runs without compilation: {cause}. Cure: compile=False")
 
     def _checked(self, program: _Program, latent: Tensor) -> tuple[Tensor, Tensor]:
         found = self.plain(latent)
