@@ -155,6 +155,7 @@ def clipped():
     x = pyro.sample("x", dist.Normal(torch.zeros(5), 1.0).to_event(1))
     bounded = x.clone()
     bounded[x > 0.5] = 0.5
+    bounded[0][x[1] > 0] = 2.0  # a mask of a single element, as in Pyro's safe_normalize
     near = torch.isclose(x, Y, atol=0.5)
     with pyro.plate("rows", 5):
         pyro.sample("y", dist.Normal(bounded, torch.where(near, 1.0, 2.0)), obs=Y)
