@@ -166,7 +166,7 @@ def diagnose(
         guide = guide.as_guide()
     elif isinstance(guide, Mapping):
         guide = StoredDraws(guide)
-    density = LatentDensity(model, *args, **kwargs)
+    density = LatentDensity(model, *args, model_kwargs=kwargs)
     dim = density.latent_dim
     # Above, each coordinate is scaled by itself.
     least = max(LEAST_DRAWS, 2 * dim + 1 if dim <= MAX_FULL_DIM else 0)
