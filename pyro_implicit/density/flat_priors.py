@@ -60,7 +60,7 @@ class FlatPriorStart:
             if getattr(handler, "init_fn", None) is self:  # plates further out never see the start
                 break
             if isinstance(handler, IndepMessenger) and handler.name not in seen:
-                handler._process_message(site)  # type: ignore[arg-type]
+                handler._process_message(site)
         return site
 
 
