@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where latents of a flat prior start, which has no draws and tells no dtype and no device."""
+"""Where latents start: of a flat prior too, which has no draws and tells no dtype and no device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
+from pyro.poutine.indep_messenger import IndepMessenger
+from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor
 from torch.distributions import biject_to
 from torch.utils import _pytree as pytree
@@ -19,6 +21,10 @@ __all__ = ["FlatPriorStart", "example_tensor"]
 
 class FlatPriorStart:
     """An initialisation of Pyro's, which draws from the prior, that passes over flat priors.
+
+    A site that is reparameterised inside a plate, as Pyro's forecasters do, starts with a value for
+    each element: the reparameteriser asks for it before the plate has broadcast the site, and a
+    single value would become one latent for all elements.
 
     :param init_loc_fn: per-site initialisation.
     :param spread: sites of ``ImproperUniform`` that it cannot start are uniform between minus and
@@ -35,6 +41,7 @@ class FlatPriorStart:
         self.init_loc_fn, self.spread, self.like = init_loc_fn, spread, like
 
     def __call__(self, site: dict[str, Any]) -> Tensor:
+        site = self._in_its_plates(site)
         try:
             return self.init_loc_fn(site)
         except NotImplementedError:
@@ -44,6 +51,17 @@ class FlatPriorStart:
             like = torch.zeros(()) if self.like is None else self.like
             start = like.new_zeros(transform.inverse_shape(site["fn"].shape()))
             return transform(start.uniform_(-self.spread, self.spread))
+
+    def _in_its_plates(self, site: dict[str, Any]) -> dict[str, Any]:
+        """The site with those plates, too, that have not seen it yet."""
+        seen = {frame.name for frame in site["cond_indep_stack"]}
+        site = site.copy()
+        for handler in reversed(_PYRO_STACK):
+            if getattr(handler, "init_fn", None) is self:  # plates further out never see the start
+                break
+            if isinstance(handler, IndepMessenger) and handler.name not in seen:
+                handler._process_message(site)
+        return site
 
 
 def example_tensor(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor | None:

@@ -126,7 +126,7 @@ def _text(func: Callable, tensor: Tensor, *args: Any, **kwargs: Any) -> str:
 
 def _set_elements(func: Callable, tensor: Tensor, key: Any, value: Any) -> None:
     """``tensor[mask] = number`` without an index of dynamic length."""
-    is_mask = isinstance(key, Tensor) and key.dtype == torch.bool and key.dim() > 0
+    is_mask = isinstance(key, Tensor) and key.dtype == torch.bool
     if not is_mask or all_runs(key) is None:
         return func(tensor, key, value)
     if isinstance(value, Tensor) and value.numel() != 1:

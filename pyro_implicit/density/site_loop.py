@@ -41,7 +41,7 @@ def _log_prob(fn: Any, *args: Any, **kwargs: Any) -> Tensor:
         # For these the whole run has a cure.
         if writes_to_unbatched(error) or not RunMode.is_active():
             raise
-        refusal = error
+        refusal = error.with_traceback(None)  # whose frames would keep the graph until gc runs
     whole = (fn, args, kwargs)
     tensors: list[Tensor] = []
 

@@ -11,6 +11,7 @@ from pyro.infer import ELBO
 from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.lost_gradients import warn_of_lost_gradients
 from pyro_implicit.density.progress import announce, showing_progress
 from pyro_implicit.density.turns import in_turn
 from pyro_implicit.diagnostics.effort import plan_effort
@@ -166,7 +167,7 @@ def diagnose(
         guide = guide.as_guide()
     elif isinstance(guide, Mapping):
         guide = StoredDraws(guide)
-    density = LatentDensity(model, *args, **kwargs)
+    density = LatentDensity(model, *args, model_kwargs=kwargs)
     dim = density.latent_dim
     # Above, each coordinate is scaled by itself.
     least = max(LEAST_DRAWS, 2 * dim + 1 if dim <= MAX_FULL_DIM else 0)
@@ -175,6 +176,7 @@ def diagnose(
             f"num_samples must be at least {least} ({LEAST_DRAWS}, and more than twice the {dim} "
             f"latents up to {MAX_FULL_DIM}), but got {num_samples}"
         )
+    warn_of_lost_gradients(density)
     check_modes(modes, dim)
     check_sites(density, guide, args, kwargs)
     function = find_quantities(quantities, model, args, kwargs)

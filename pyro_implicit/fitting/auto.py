@@ -15,6 +15,7 @@ from pyro.infer.autoguide import AutoGuide
 from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.engine import SubsampledError
 from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.lost_gradients import warn_of_lost_gradients
 from pyro_implicit.density.turns import in_turn
 from pyro_implicit.fitting.amortized import Amortize, fit_amortized, refuse_amortizing
 from pyro_implicit.fitting.arguments import refuse_misplaced, refuse_validation
@@ -254,6 +255,7 @@ def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["au
             loss = default_loss(guide, min(stages.num_particles, 8))
             return stages.train_alone("semi-implicit", guide, loss)
         plan = make_plan(density)
+        warn_of_lost_gradients(density)
         if plan.search_iterations == 0 and refine is not False:
             train_mean_field(stages, density)
             return move_draws(stages, plan.chains)

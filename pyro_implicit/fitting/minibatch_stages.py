@@ -8,6 +8,7 @@ from typing import Any
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide, AutoNormal, init_to_value
 
+from pyro_implicit.density.flat_priors import FlatPriorStart
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.fitting.amortized import Amortize, fit_amortized
 from pyro_implicit.fitting.losses import default_loss
@@ -63,7 +64,7 @@ def fit_batches(
         guide = own_names(AutoSemiImplicit(stages.model, frame=None, init_scale=INIT_SCALE))
         loss = default_loss(guide, min(stages.num_particles, PARTICLES))
         return stages.train_alone("semi-implicit", guide, loss)
-    start = init_to_value(values=between(density))
+    start = FlatPriorStart(init_to_value(values=between(density)))
     guide = own_names(AutoNormal(stages.model, init_loc_fn=start, init_scale=INIT_SCALE))
     loss = ImplicitELBO(min(stages.num_particles, FEW_PARTICLES), nonfinite="skip")
     return stages.train_alone("mean-field", guide, loss)

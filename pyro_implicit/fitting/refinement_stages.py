@@ -10,6 +10,7 @@ import torch
 from pyro.infer.autoguide import AutoNormal, init_to_value
 from torch import Tensor, nn
 
+from pyro_implicit.density.flat_priors import FlatPriorStart
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.fitting.candidates import has_exact_density
 from pyro_implicit.fitting.correction import reliability
@@ -50,7 +51,7 @@ def correct(stages: Stages, density: LatentDensity) -> float:
 
 def train_mean_field(stages: Stages, density: LatentDensity) -> Fit:
     """A rough guide of many latents, for chains to start from."""
-    start = init_to_value(values=between(density))
+    start = FlatPriorStart(init_to_value(values=between(density)))
     guide = own_names(AutoNormal(stages.model, init_loc_fn=start))
     loss = ImplicitELBO(min(stages.num_particles, ROUGH_PARTICLES), nonfinite="skip")
     steps = min(ROUGH_STEPS, stages.steps_for(guide, loss, TRAINING_SECONDS))

@@ -200,7 +200,7 @@ def refine(
     kwargs = {**kwargs, **(model_kwargs or {})}
     if seed is not None:
         pyro.set_rng_seed(seed)
-    density = LatentDensity(model, *args, **kwargs)
+    density = LatentDensity(model, *args, model_kwargs=kwargs)
     if isinstance(guide, AutoDraws) and guide.prototype_trace is None:
         with torch.no_grad(), poutine.block():
             guide(*args, **kwargs)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.distributions import constraints
-from pyro.infer.autoguide import init_to_value
+from pyro.infer.autoguide import init_to_median, init_to_value
+from pyro.infer.reparam import LocScaleReparam
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
@@ -285,6 +286,29 @@ def test_where_the_search_begins():
     # Flat priors, of which no median can be drawn, at 0.
     init_loc = LatentDensity(improper).init_loc
     assert (init_loc[:3] == 0).all() and init_loc[3].abs() < 1.5
+
+
+@pytest.mark.parametrize(
+    "init_loc_fn", [init_to_median, init_to_value(values={"x": torch.ones(2)})]
+)
+def test_reparameterised_inside_a_plate(init_loc_fn):
+    def model(inside):
+        reparam = poutine.reparam(config={"x": LocScaleReparam(0.5)})
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("rows", 2), reparam if inside else contextlib.nullcontext():
+            x = pyro.sample("x", dist.Normal(0.0, scale))
+        pyro.sample("y", dist.Normal(x.sum(), 1.0), obs=torch.tensor(1.0))
+
+    pyro.set_rng_seed(0)
+    density = LatentDensity(model, True, init_loc_fn=init_loc_fn)
+    pyro.set_rng_seed(0)
+    outside = poutine.reparam(model, {"x": LocScaleReparam(0.5)})
+    expected = LatentDensity(outside, False, init_loc_fn=init_loc_fn)
+    assert density.shapes == expected.shapes == {"scale": (), "x_decentered": (2,)}
+    torch.testing.assert_close(density.init_loc, expected.init_loc)
+    latent = density.sample_prior(3)
+    assert (latent[:, 1] != latent[:, 2]).all()
+    torch.testing.assert_close(density.log_prob(latent), expected.log_prob(latent))
 
 
 def test_arguments_of_the_model():

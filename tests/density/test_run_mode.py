@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
+import weakref
 
 import pyro
 import pyro.distributions as dist
@@ -153,6 +155,7 @@ def clipped():
     x = pyro.sample("x", dist.Normal(torch.zeros(5), 1.0).to_event(1))
     bounded = x.clone()
     bounded[x > 0.5] = 0.5
+    bounded[0][x[1] > 0] = 2.0  # a mask of a single element, as in Pyro's safe_normalize
     near = torch.isclose(x, Y, atol=0.5)
     with pyro.plate("rows", 5):
         pyro.sample("y", dist.Normal(bounded, torch.where(near, 1.0, 2.0)), obs=Y)
@@ -326,3 +329,27 @@ def test_densities_do_not_loop_after_values_were_read(monkeypatch):
         log_density = density.log_prob(density.unconstrain(draws))
         assert log_density.shape == (4,) and log_density.isfinite().all()
     assert loops == []
+
+
+def test_a_distribution_that_vmap_refuses_leaves_no_garbage():
+    """What it had computed by then would else be kept until Python looks for cycles."""
+
+    class Branching(dist.Normal):
+        def log_prob(self, value):
+            log_prob = super().log_prob(value)
+            seen.append(weakref.ref(log_prob))
+            return log_prob[log_prob < 1]
+
+    def model():
+        pyro.sample("y", Branching(pyro.sample("x", dist.Normal(0, 1)), 1), obs=torch.zeros(1))
+
+    seen = []
+    density = LatentDensity(model)
+    assert density.is_vectorized
+    gc.disable()
+    try:
+        seen.clear()
+        density.log_prob(torch.zeros(2, 1))
+        assert len(seen) > 2 and not any(one() is not None for one in seen)
+    finally:
+        gc.enable()

@@ -599,11 +599,12 @@ def test_the_order_of_arguments():
 def test_model_keywords_of_our_names():
     """Those of ours stay ours, and the model's reach it."""
 
-    def model(num_samples, loss, chunk_size=1.0):
+    def model(num_samples, loss, init_loc_fn, chunk_size=1.0):
+        assert init_loc_fn == "mine"
         x = pyro.sample("x", dist.Normal(0.0, loss).expand([num_samples]).to_event(1))
         pyro.sample("y", dist.Normal(x.sum(), chunk_size), obs=torch.tensor(1.0))
 
-    names = {"num_samples": 2, "loss": 3.0}
+    names = {"num_samples": 2, "loss": 3.0, "init_loc_fn": "mine"}
     for guide in (AutoNormal(model), AutoSemiImplicit(model, frame=None)):
         options = {"num_samples": 100, "num_transitions": 0, "modes": None, "loss": LIVI_ELBO(2)}
         found = diagnose(model, guide, model_kwargs=names, **options)

@@ -263,8 +263,8 @@ def test_proposals_without_a_finite_density_are_rejected():
 
 
 def test_model_keywords_that_share_a_name():
-    def model(*, seed, scale):
-        pyro.sample("x", dist.Normal(torch.tensor(seed), scale))
+    def model(*, seed, init_loc_fn, scale):
+        pyro.sample("x", dist.Normal(torch.tensor(seed), init_loc_fn * scale))
 
     result = refine(
         model,
@@ -273,7 +273,7 @@ def test_model_keywords_that_share_a_name():
         max_gradients=400,
         progress=False,
         seed=0,
-        model_kwargs={"seed": 5.0},
+        model_kwargs={"seed": 5.0, "init_loc_fn": 1.0},
         scale=0.1,
     )
     assert abs(result.get_samples()["x"].mean() - 5) < 0.1
