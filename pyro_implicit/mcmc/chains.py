@@ -64,7 +64,7 @@ class Chains:
     last_failed: float = 0.0
     stopped: str | None = None
     settled: str | None = None
-    """In what way, at the last look; they go on while draws are few and cheap."""
+    """In what way; they go on while draws are few and cheap."""
     last_drift: Drift | None = None
     _window: int = 0
     _positions: list[Tensor] = field(default_factory=list)
@@ -128,16 +128,15 @@ class Chains:
         self._next_check = math.ceil(1.2 * self.history.seen)
         self.last_drift = found = self.history.drift(self.history.label(labels))
         is_stiff = self.kernel.spread > 1 or self.failed > MAX_FAILED
-        self.settled = None
         if has_quantities and found.steady and not is_stiff:
             self.settled = "steady"
         if found.settled and not (is_stiff and found.r_hat > STRICT_R_HAT):
             self.settled = "converged"
-            is_enough = (found.r_hat**2 - 1) * ENOUGH <= len(self.state.position)
-            spent = self.gradients - self.warmup_gradients
-            if not is_enough and spent < LEAST_SHARE * self.warmup_gradients:
-                return None
-        return self.settled
+        if self.settled != "converged":
+            return self.settled
+        is_enough = (found.r_hat**2 - 1) * ENOUGH <= len(self.state.position)
+        spent = self.gradients - self.warmup_gradients
+        return "converged" if is_enough or spent >= LEAST_SHARE * self.warmup_gradients else None
 
     def _end_window(self, density: ChainDensity, hurry: bool) -> None:
         """A new frame from the window's second half; on to the tuning once nothing moves."""
