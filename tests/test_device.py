@@ -69,6 +69,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # the first jvp of a process
 @pytest.mark.parametrize("fault", FAULTS)
 def test_elsewhere_refuses_to_meet_the_cpu(fault, elsewhere):
     with pytest.raises((RuntimeError, TypeError), match="device|subclass"):
