@@ -15,7 +15,7 @@ from pyro.infer.reparam.reparam import Reparam, ReparamMessage, ReparamResult
 from torch import Tensor
 
 from pyro_implicit.ops.conditional_normal import from_standard, to_standard
-from pyro_implicit.ops.small_matrices import product, solve_triangular
+from pyro_implicit.ops.small_matrices import matvec, product, solve_triangular
 
 __all__ = ["SUFFIX", "ConditionalReparam", "base_distribution", "unused_suffix"]
 
@@ -161,9 +161,9 @@ class _Vector:
     def __init__(self, fn: Any, precision: Tensor, information: Tensor) -> None:
         self.loc, self.factor = fn.loc, fn.scale_tril
         weighed = product(precision, self.factor)
-        identity = torch.eye(weighed.shape[-1]).to(weighed)
+        identity = torch.eye(weighed.shape[-1], dtype=weighed.dtype, device=weighed.device)
         self.precision = identity + product(self.factor.mT, weighed)
-        self.told = _times(self.factor.mT, information - _times(precision, fn.loc))
+        self.told = matvec(self.factor.mT, information - matvec(precision, fn.loc))
 
     def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As that of :class:`_Scalar`."""
@@ -171,7 +171,7 @@ class _Vector:
         log_det = log_det.sum(-1)
         scale = self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         log_density = dist.Normal(0.0, 1.0).log_prob(white).sum(-1) + log_det
-        return self.loc + _times(self.factor, white), log_density, scale + log_det
+        return self.loc + matvec(self.factor, white), log_density, scale + log_det
 
     def to_noise(self, value: Tensor) -> Tensor:
         white = solve_triangular(self.factor, value - self.loc, upper=False)
@@ -186,7 +186,7 @@ class _VectorOfPrecision:
     def __init__(self, fn: Any, precision: Tensor, information: Tensor) -> None:
         self.loc, self.prior = fn.loc, fn.precision_matrix
         self.precision = self.prior + precision
-        self.told = information + _times(self.prior, fn.loc)
+        self.told = information + matvec(self.prior, fn.loc)
 
     def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As that of :class:`_Scalar`."""
@@ -194,12 +194,8 @@ class _VectorOfPrecision:
         log_det, offset = log_det.sum(-1), value - self.loc
         zero = torch.zeros_like(noise)
         log_scale = from_standard(zero, self.prior, zero)[1].sum(-1)
-        white = (offset * _times(self.prior, offset)).sum(-1) + noise.shape[-1] * LOG_2_PI
+        white = (offset * matvec(self.prior, offset)).sum(-1) + noise.shape[-1] * LOG_2_PI
         return value, log_det - log_scale - white / 2, log_det
 
     def to_noise(self, value: Tensor) -> Tensor:
         return to_standard(value, self.precision, self.told)
-
-
-def _times(matrix: Tensor, vector: Tensor) -> Tensor:
-    return product(matrix, vector.unsqueeze(-1)).squeeze(-1)

@@ -80,7 +80,7 @@ class ScaledBlock:
             pull = told / stretch
             found = stretch * values - pull if back else (values + pull) / stretch
             return found, -stretch.log()
-        identity = torch.eye(scale.shape[-1]).to(scale)
+        identity = torch.eye(scale.shape[-1], dtype=scale.dtype, device=scale.device)
         precision = identity + self.precision * (scale.unsqueeze(-1) * scale.unsqueeze(-2))
         if back:
             return to_standard(values, precision, told), values

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_implicit.ops.small_matrices import SMALL, cholesky, solve_triangular
+from pyro_implicit.ops.small_matrices import SMALL, cholesky, matvec, solve_triangular
 
 __all__ = ["from_standard", "to_standard"]
 
@@ -50,7 +50,7 @@ def from_standard(standard: Tensor, precision: Tensor, told: Tensor) -> tuple[Te
 def to_standard(values: Tensor, precision: Tensor, told: Tensor) -> Tensor:
     """The other way, x of z."""
     factor = _factor(precision)
-    return _times(factor.mT, values) - solve_triangular(factor, told, upper=False)
+    return matvec(factor.mT, values) - solve_triangular(factor, told, upper=False)
 
 
 class _FromStandard(torch.autograd.Function):
@@ -59,8 +59,8 @@ class _FromStandard(torch.autograd.Function):
     @staticmethod
     def forward(standard: Tensor, precision: Tensor, told: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         factor = _factor(precision)
-        pull = _solve(factor, told)
-        values = _solve(factor, standard + pull, transposed=True)
+        pull = solve_triangular(factor, told, upper=False)
+        values = solve_triangular(factor.mT, standard + pull, upper=True)
         return values, -factor.diagonal(dim1=-2, dim2=-1).log(), factor
 
     @staticmethod
@@ -85,9 +85,9 @@ class _FromStandard(torch.autograd.Function):
         standard, told, factor = ctx.saved_tensors
         if by_values is None:
             by_values = torch.zeros_like(standard)
-        pull = _solve(factor, told)
-        by_standard = _solve(factor, by_values)
-        by_told = _solve(factor, by_standard, transposed=True)
+        pull = solve_triangular(factor, told, upper=False)
+        by_standard = solve_triangular(factor, by_values, upper=False)
+        by_told = solve_triangular(factor.mT, by_standard, upper=True)
         sides = [standard + pull, by_standard], [by_standard, pull]
         middle = -torch.stack(sides[0], -1) @ torch.stack(sides[1], -2)
         if by_factor is not None:
@@ -104,13 +104,3 @@ class _FromStandard(torch.autograd.Function):
 def _factor(precision: Tensor) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(precision)
     return factor.masked_fill((failed != 0)[..., None, None], torch.nan)
-
-
-def _solve(factor: Tensor, vector: Tensor, transposed: bool = False) -> Tensor:
-    matrix = factor.mT if transposed else factor
-    column = vector.unsqueeze(-1)
-    return torch.linalg.solve_triangular(matrix, column, upper=transposed).squeeze(-1)
-
-
-def _times(matrix: Tensor, vector: Tensor) -> Tensor:
-    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["cholesky", "product", "solve_triangular"]
+__all__ = ["cholesky", "matvec", "product", "solve_triangular"]
 
 SMALL = 4
 
@@ -83,6 +83,21 @@ def product(matrix: Tensor, other: Tensor) -> Tensor:
         return matrix @ other
     columns = _elements(other.mT)
     return _matrix([[_dot(row, column) for column in columns] for row in _elements(matrix)])
+
+
+def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Matrices times vectors.
+
+    **Example:**
+
+    >>> matvec(torch.tensor([[2.0, 0.0], [1.0, 2.0]]), torch.tensor([1.0, 3.0]))
+    tensor([2., 7.])
+
+    :param matrix: ``(*batch, n, m)``.
+    :param vector: ``(*batch, m)``.
+    :returns: ``(*batch, n)``.
+    """
+    return product(matrix, vector.unsqueeze(-1)).squeeze(-1)
 
 
 def _elements(matrix: Tensor) -> list[tuple[Tensor, ...]]:
