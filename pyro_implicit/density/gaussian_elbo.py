@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from pyro_implicit.density.inexact import InexactArithmetic
 from pyro_implicit.density.latent_density import LatentDensity
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
 ]
 
 ROUNDINGS = 4
+INEXACT = 10.0  # times what the point's own last bits may do
 
 
 def antithetic_noise(loc: Tensor, num_draws: int) -> Tensor:
@@ -60,7 +62,8 @@ def highest_draws(draws: Tensor, values: Tensor) -> Tensor:
 
 def is_rounding(density: LatentDensity, points: Tensor) -> Tensor:
     """Where the log-density is that of rounding errors, which may be any number: it changes by more
-    than a thousandth when the last bits of the point do.
+    than a thousandth when the last bits of the point do, or by far more when those of all that is
+    computed on the way do.
 
     :param points: ``(num_points, latent_dim)``.
     :returns: ``(num_points,)``.
@@ -73,4 +76,9 @@ def is_rounding(density: LatentDensity, points: Tensor) -> Tensor:
     signs[::2] = -1.0
     values = finite_log_prob(density, points * (1 + last_bits * shift * signs))
     spread = values.max(0).values - values.min(0).values
-    return ~(spread <= 1.0 + 1e-3 * values.abs().min(0).values)
+    found = ~(spread <= 1.0 + 1e-3 * values.abs().min(0).values)
+    with InexactArithmetic():
+        values = density.log_prob(points.repeat(ROUNDINGS, 1)).unflatten(0, (ROUNDINGS, -1))
+    # Elsewhere a matrix may have lost its factor by this alone.
+    spread = (values.amax(0) - values.amin(0)).nan_to_num(0.0, 0.0, 0.0)
+    return found | (spread > INEXACT * (1.0 + 1e-3 * values.abs().amin(0).nan_to_num(0.0)))

@@ -26,6 +26,7 @@ from pyro_implicit.ops.printing import short_repr
 __all__ = ["Modes", "find_modes"]
 
 MIN_DIP = 1.0  # nats
+SAME = 0.3  # standard deviations between two tops that are one: paths end at .1
 STEP_SIZES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01, 1e-3)
 
 
@@ -189,13 +190,20 @@ def _separate(density: LatentDensity, found: Modes, max_gap: float) -> tuple[Mod
     order = order[found.elbo[order] > found.elbo[0] - max_gap]
     fractions = torch.linspace(0, 1, 11).to(found.loc)[:, None, None]
     kept, num_met = [0], [0]
+    whiten = torch.linalg.inv(found.scale_tril[:1])
     for candidate in order.tolist():
         start, end = found.loc[kept], found.loc[candidate]
+        apart = matvec(whiten, end - start).norm(dim=-1)
+        if apart.min() < SAME:
+            num_met[int(apart.argmin())] += 1
+            continue
         heights = finite_log_prob(density, start + fractions * (end - start))
         dip = torch.minimum(heights[0], heights[-1]) - heights.min(0).values
         nearest = int(dip.argmin())
         if dip[nearest] > MIN_DIP:
             kept.append(candidate)
+            own = torch.linalg.inv(found.scale_tril[candidate : candidate + 1])
+            whiten = torch.cat([whiten, own])
             num_met.append(1)
         else:
             num_met[nearest] += 1

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.distributions import Distribution, Transform
 
 from pyro_implicit.density.in_each_run import in_each_run
 from pyro_implicit.density.run_mode import RunMode, writes_to_unbatched
+from pyro_implicit.ops.hidden_markov import log_forward
 
 __all__ = ["loop_where_needed"]
 
@@ -35,6 +37,8 @@ def loop_where_needed(trace: Trace) -> None:
 
 
 def _log_prob(fn: Any, *args: Any, **kwargs: Any) -> Tensor:
+    if isinstance(fn, dist.DiscreteHMM):
+        return _of_hidden_markov(fn, *args, **kwargs)
     try:
         return type(fn).log_prob(fn, *args, **kwargs)
     except Exception as error:
@@ -61,6 +65,13 @@ def _log_prob(fn: Any, *args: Any, **kwargs: Any) -> Tensor:
         return torch.stack(results)
 
     return in_each_run(in_a_loop, *tensors)
+
+
+def _of_hidden_markov(fn: dist.DiscreteHMM, value: Tensor) -> Tensor:
+    """Pyro's own has a logarithm that vmap refuses."""
+    each_state = value.unsqueeze(-1 - fn.observation_dist.event_dim)
+    observed = fn.observation_dist.log_prob(each_state)
+    return log_forward(fn.initial_logits, fn.transition_logits, observed)
 
 
 class _Next:

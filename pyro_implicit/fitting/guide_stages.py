@@ -28,6 +28,7 @@ __all__ = ["is_near", "train_exact", "train_semi_implicit"]
 NEAR_ENOUGH = 0.01  # nats
 FOLDED = 0.5  # nats: two folds are log 2
 AT_ONCE = 0.0005  # nats
+MOST_SECONDS = 60.0  # of all components
 
 
 def is_near(candidate: Candidate) -> bool:
@@ -56,6 +57,9 @@ def train_exact(stages: Stages, density: LatentDensity, modes: Modes, seconds: f
                 return stages.candidates[-1]
             if len(modes.loc) == 1 and conditional_density(density, modes.loc[0]):
                 line.outcome += "; chains have a better space than a trained guide's"
+                return stages.candidates[-1]
+            if not _can_train_all(stages, guide):
+                line.outcome += f"; {len(modes.loc)} trainings would take minutes"
                 return stages.candidates[-1]
     is_mixture = isinstance(guide, AutoMixture)
     with stages.result.attempt("mixture" if is_mixture else "injective") as line:
@@ -97,6 +101,15 @@ def train_semi_implicit(stages: Stages, density: LatentDensity, before: Candidat
                 line.outcome += f", {promised:.1f} below what its loss promised: it folds"
                 continue
         return
+
+
+def _can_train_all(stages: Stages, guide: AutoImplicit | AutoMixture) -> bool:
+    """Whether there is time for the least training of each component."""
+    if not isinstance(guide, AutoMixture):
+        return True
+    loss = InjectiveELBO(stages.num_particles, nonfinite="skip")
+    seconds = stages.seconds_of_step(guide.components[0], loss)
+    return seconds * stages.least_steps * len(guide.components) < MOST_SECONDS
 
 
 def _train_part(

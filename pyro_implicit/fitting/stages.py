@@ -12,6 +12,7 @@ import torch
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide
 
+from pyro_implicit.density.cost import estimated_seconds
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import Modes, find_modes
 from pyro_implicit.density.progress import showing_progress
@@ -20,7 +21,7 @@ from pyro_implicit.fitting.correction import Reliability
 from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.parameters import describe, model_parameters, with_fixed_parameters
-from pyro_implicit.fitting.plan import LEAST_ITERATIONS, LEAST_STEPS, TimeLimit, affordable
+from pyro_implicit.fitting.plan import LEAST_ITERATIONS, LEAST_STEPS, TimeLimit
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.schedule import Schedule
 from pyro_implicit.fitting.training import train
@@ -115,17 +116,26 @@ class Stages:
         """The ELBO that suits a guide of this model."""
         return default_loss(guide, self.num_particles, *self.args, model_kwargs=self.kwargs)
 
+    @property
+    def least_steps(self) -> int:
+        """Of a training that is of use."""
+        return min(LEAST_STEPS, self.num_steps)
+
     def steps_for(self, guide: Any, loss: Trace_ELBO, seconds: float) -> int:
-        """As many as can be had in so many seconds of one core."""
+        """As many as can be had in so many seconds of one core, but no fewer than the least."""
         if math.isinf(seconds):
             return self.num_steps
+        steps = int(seconds / self.seconds_of_step(guide, loss))
+        return max(self.least_steps, min(self.num_steps, steps))
+
+    def seconds_of_step(self, guide: Any, loss: Trace_ELBO) -> float:
+        """Of one core, by its operations."""
 
         def step() -> None:
             value = loss.differentiable_loss(self.trained, guide, *self.args, **self.kwargs)
             torch.autograd.grad(value, list(guide.parameters()), allow_unused=True)
 
-        least = min(LEAST_STEPS, self.num_steps)
-        return affordable(step, seconds, least, self.num_steps)
+        return estimated_seconds(step)
 
     def train_alone(
         self, name: str, guide: Any, loss: Trace_ELBO, time_share: float = 1.0, **options: Any

@@ -15,6 +15,8 @@ from pyro_implicit.density.latent_density import LatentDensity
 
 __all__ = ["MixtureWeights", "mixture_weights"]
 
+LEAST_DRAWS, MOST_DRAWS, DRAWS_OF_ALL = 100, 1000, 8000
+
 
 class MixtureWeights(NamedTuple):
     """Normalised ``log_weights`` ``(num_components,)``, -inf for a component without a finite
@@ -29,7 +31,7 @@ class MixtureWeights(NamedTuple):
 def mixture_weights(
     density: LatentDensity,
     components: Sequence[Distribution],
-    num_draws: int = 1000,
+    num_draws: int | None = None,
     tolerance: float = 1e-4,
     max_iterations: int = 1000,
 ) -> MixtureWeights:
@@ -73,7 +75,8 @@ def mixture_weights(
     :param density: of the model.
     :param components: distributions of the unconstrained latent vector with a density at any point,
         such as ``AutoMixture(...).get_posterior().components``.
-    :param num_draws: of each component.
+    :param num_draws: of each component; by default 1,000, or 8,000 of all if they are more than
+        eight, as each is judged at the draws of all.
     :param tolerance: in nats, how near to the maximum to stop.
     :param max_iterations: stops there in any case; overlapping components take many.
     :raises ValueError: for no components, or if the log-density is finite at no draw.
@@ -86,6 +89,8 @@ def mixture_weights(
     """
     if not components:
         raise ValueError("mixture_weights wants at least one component")
+    if num_draws is None:
+        num_draws = max(LEAST_DRAWS, min(MOST_DRAWS, DRAWS_OF_ALL // len(components)))
     draws = [q.sample(torch.Size((num_draws,))) for q in components]
     log_p = torch.stack([density.log_prob(points) for points in draws])
     points = torch.cat(draws)

@@ -12,6 +12,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 
 from pyro_implicit.density import LatentDensity, find_modes, site_loop
 from pyro_implicit.density.batched_runs import BatchedRuns
@@ -329,6 +330,22 @@ def test_densities_do_not_loop_after_values_were_read(monkeypatch):
         log_density = density.log_prob(density.unconstrain(draws))
         assert log_density.shape == (4,) and log_density.isfinite().all()
     assert loops == []
+
+
+def test_hidden_markov_models_do_not_loop(monkeypatch):
+    def model(y):
+        loc = pyro.sample("loc", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        step = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()
+        pyro.sample("y", dist.DiscreteHMM(torch.zeros(2), step, dist.Normal(loc, 1.0)), obs=y)
+
+    y = torch.randn(9)
+    density, alone = LatentDensity(model, y), torch.randn(3, 2)
+    one_by_one = [
+        poutine.trace(poutine.condition(model, {"loc": loc})).get_trace(y).log_prob_sum()
+        for loc in alone
+    ]
+    monkeypatch.setattr(site_loop, "in_each_run", None)
+    torch.testing.assert_close(density.log_prob(alone), torch.stack(one_by_one))
 
 
 def test_a_distribution_that_vmap_refuses_leaves_no_garbage():

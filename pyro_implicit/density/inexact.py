@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of a number is rounding, as arithmetic tells that errs in the last bit at random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["InexactArithmetic"]
+
+# What rounds, and neither copies nor compares.
+_ROUNDING = {
+    *("add", "sub", "rsub", "mul", "div", "reciprocal", "pow", "sqrt", "rsqrt", "exp", "expm1"),
+    *("log", "log1p", "lgamma", "digamma", "sigmoid", "log_sigmoid_forward", "softplus", "tanh"),
+    *("sum", "mean", "cumsum", "cumprod", "prod", "logsumexp", "_log_softmax", "_softmax"),
+    *("mm", "bmm", "addmm", "baddbmm", "dot", "mv"),
+}
+
+
+class InexactArithmetic(TorchDispatchMode):
+    """Each result of a sum, a product or a function is off by one last bit, up or down at random.
+
+    Repeated runs then differ as rounding errors do: in what is lost where 1e12 + 1 is 1e12, too,
+    which is the same in each exact run.
+
+    **Example:**
+
+    >>> large = torch.full((4,), 1e12)
+    >>> (large + 1 - large).unique()
+    tensor([0.])
+    >>> with InexactArithmetic():
+    ...     found = large + 1 - large
+    >>> bool((found.abs() > 1e4).all())
+    True
+
+    **References:**
+
+    1. Vignes (2004), *Discrete stochastic arithmetic for validating results of numerical software*.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(0)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would load its compiler to keep it away from here, in seconds."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func._overloadpacket.__name__ not in _ROUNDING:
+            return found
+        return pytree.tree_map_only(Tensor, self._off, found)
+
+    def _off(self, result: Tensor) -> Tensor:
+        if not result.is_floating_point():
+            return result
+        up = torch.randint(2, result.shape, generator=self._generator).to(result) * 2 - 1
+        return result * (1 + torch.finfo(result.dtype).eps * up)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic that errs in the last bit."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_implicit.density import LatentDensity, find_modes
+from pyro_implicit.density.gaussian_elbo import is_rounding
+from pyro_implicit.density.inexact import InexactArithmetic
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_results_are_off_by_one_last_bit(dtype):
+    x = torch.rand(1000, dtype=dtype) + 1
+    with InexactArithmetic():
+        found = x.log()
+    off = (found - x.log()) / x.log()
+    # Multiplied by 1 + eps, and rounded once more.
+    eps = torch.finfo(dtype).eps
+    assert ((off.abs() > 0.2 * eps) & (off.abs() < 2 * eps)).all()
+    assert (off > 0).any() and (off < 0).any()
+
+
+def test_copies_counts_and_the_random_streams_stay_as_they_are():
+    x = torch.arange(9.0)
+    state = torch.get_rng_state()
+    with InexactArithmetic():
+        assert torch.equal(x.double().long().float().clone().reshape(3, 3).flatten(), x)
+        _ = x + 1
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def beta_binomial(y):
+    a = pyro.sample("a", dist.HalfCauchy(2.0))
+    b = pyro.sample("b", dist.HalfCauchy(2.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.BetaBinomial(a, b, 20), obs=y)
+
+
+def test_what_absorption_leaves_is_no_density():
+    """Where a + b is a, the data seem likelier than anywhere else, and smoothly so."""
+    density = LatentDensity(beta_binomial, torch.tensor([3.0, 12.0, 7.0, 18.0, 1.0, 9.0, 15.0]))
+    points = torch.tensor([[27.0, 8.7], [0.3, 0.4]])
+    log_density = density.log_prob(points)
+    assert log_density[0] > log_density[1]
+    assert is_rounding(density, points).tolist() == [True, False]
+
+
+def test_the_search_does_not_climb_where_numbers_are_absorbed():
+    y = torch.tensor([3.0, 12.0, 7.0, 18.0, 1.0, 9.0, 15.0, 0.0, 19.0, 4.0, 11.0, 6.0])
+    for seed in range(3):
+        pyro.set_rng_seed(seed)
+        assert (find_modes(LatentDensity(beta_binomial, y)).loc.abs() < 3).all()
