@@ -257,6 +257,8 @@ class LatentDensity:
     def derivatives(self, latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The log-density with its first and second derivative, constants.
 
+        Second derivatives that are NaN, as torch has them of ``0 ** x``, are differences of first.
+
         :param latent: ``(num_draws, latent_dim)``.
         :returns: ``(num_draws,)``, ``(num_draws, latent_dim)`` and
             ``(num_draws, latent_dim, latent_dim)``.
@@ -269,7 +271,24 @@ class LatentDensity:
                 return log_prob.detach(), score, latent.new_zeros(*latent.shape, self.latent_dim)
             basis = torch.eye(self.latent_dim).to(score)
             hessian = torch.stack(self.hessian_products(latent, score, basis), dim=-2)
+        is_sound = score.isfinite().all(-1)
+        lost = hessian[is_sound].isnan().any(-2).any(0)
+        if lost.any():
+            hessian[..., lost] = self._differences(latent.detach(), basis[lost])
+            hessian = torch.where(hessian.isnan(), hessian.mT, hessian)
         return log_prob.detach(), score.detach(), hessian
+
+    def _differences(self, latent: Tensor, directions: Tensor) -> Tensor:
+        """Second derivatives by central differences, ``(num_draws, latent_dim, num_directions)``.
+
+        :param directions: unit vectors ``(num_directions, latent_dim)``.
+        """
+        size = torch.finfo(latent.dtype).eps ** (1 / 3) * latent.abs().clamp(min=1.0)
+        steps = directions.unsqueeze(1) * size
+        points = torch.stack([latent + steps, latent - steps])
+        ahead, behind = self.score(points.flatten(0, 2))[1].unflatten(0, points.shape[:3])
+        size = (directions @ size.mT).unsqueeze(-1)
+        return ((ahead - behind) / (2 * size)).movedim(0, -1)
 
     def hessian(self, latent: Tensor) -> Tensor:
         """The second derivative of the log-density, constant.

@@ -12,6 +12,7 @@ from pyro.infer.inspect import get_dependencies
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch.distributions import MixtureSameFamily, biject_to, constraints
 
 from pyro_implicit.density.blame import Site, describe_nan, site_log_prob
 from pyro_implicit.density.discrete import is_discrete_latent, refuse_infinite
@@ -27,7 +28,7 @@ def refuse_unfit_sites(trace: Trace) -> None:
     :param trace: of the model with its data.
     :raises RuntimeError: for a model without continuous latents.
     :raises ValueError: for a discrete latent that cannot be summed out, a latent in a sequential
-        plate, or an observation that is NaN or outside its support.
+        plate or one of a support without unconstrained coordinates, or an observation that is NaN or outside its support.
     :warns UserWarning: for a latent of which some elements are masked, as ``obs_mask`` makes them.
     """
     latents, observed = _split(trace)
@@ -40,6 +41,7 @@ def refuse_unfit_sites(trace: Trace) -> None:
     for name, site in latents.items():
         refuse_infinite(name, site)
         _refuse_sequential(name, site)
+        _refuse_boundless(name, site)
     if all(is_discrete_latent(site) for site in latents.values()):
         raise RuntimeError(
             f"the model has no continuous latents: {', '.join(latents)} are discrete, and summed "
@@ -128,6 +130,30 @@ def _refuse_sequential(name: str, site: Site) -> None:
                 "unconstrained view of latents refuses. Cure: a vectorised one, with "
                 f"pyro.plate('{frame.name}', {frame.size}):, or range({frame.size}) in its place"
             )
+
+
+def _refuse_boundless(name: str, site: Site) -> None:
+    if is_discrete_latent(site):
+        return
+    support = site["fn"].support
+    try:
+        biject_to(support)
+    except NotImplementedError:
+        cure = "another distribution, or the same written as a function of other sites"
+        if isinstance(support, type(constraints.positive_definite)):
+            cure = (
+                "a Cholesky factor of it, such as scale.unsqueeze(-1) * pyro.sample('"
+                f"{name}_cholesky', dist.LKJCholesky(dim)) with a site for the scales"
+            )
+        elif isinstance(site["fn"], MixtureSameFamily):
+            cure = (
+                f"which = pyro.sample('{name}_which', dist.Categorical(weights)), which is summed "
+                f"out, and pyro.sample('{name}', ...) of that component"
+            )
+        raise ValueError(
+            f"latent '{name}' has no unconstrained coordinates, as torch has no bijection to its "
+            f"support, {support}. Cure: {cure}"
+        ) from None
 
 
 def _warn_of_masked(name: str, site: Site) -> None:

@@ -398,3 +398,50 @@ def test_single_precision(name):
     assert density.init_loc.dtype == density.sample_prior(2).dtype == torch.float32
     expected = torch.stack([formula(row.requires_grad_()) for row in latent.double().unbind()])
     torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fn", "cure"),
+    [
+        (lambda: dist.Wishart(torch.tensor(20.0), torch.eye(2)), "Cure: a Cholesky factor of it"),
+        (
+            lambda: dist.MixtureSameFamily(
+                dist.Categorical(torch.ones(2)), dist.Normal(torch.zeros(2), 1.0)
+            ),
+            "Cure: which = pyro.sample('x_which'",
+        ),
+    ],
+)
+def test_latents_without_unconstrained_coordinates_are_named(fn, cure):
+    def model():
+        pyro.sample("a", dist.Normal(0.0, 1.0))
+        pyro.sample("x", fn())
+
+    with pytest.raises(ValueError, match="latent 'x' has no unconstrained coordinates") as caught:
+        LatentDensity(model)
+    assert cure in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_second_derivatives_that_torch_loses_are_found(dtype):
+    """Of ``dose ** h`` at a dose of 0, that by h is NaN."""
+    dose = torch.tensor([0.0, 1.0, 2.0, 4.0], dtype=dtype)
+    y = torch.tensor([0.1, 0.4, 1.1, 1.9], dtype=dtype)
+
+    def model():
+        zero = torch.zeros((), dtype=dtype)
+        top = pyro.sample("top", dist.Normal(zero, 2.0))
+        h = pyro.sample("h", dist.LogNormal(zero, 0.5))
+        loc = top * dose**h
+        pyro.sample("y", dist.Normal(loc, 0.5).to_event(1), obs=y)
+
+    def log_density(latent):
+        top, h = latent[0], latent[1].exp()
+        loc = top * torch.cat([torch.zeros_like(top[None]), dose[1:] ** h])
+        return -(((y - loc) ** 2).sum() / 0.25 + top**2 / 4 + latent[1] ** 2 / 0.25) / 2
+
+    points = torch.tensor([[0.3, 0.2], [1.1, -0.4], [-0.5, 0.1]], dtype=dtype)
+    found = LatentDensity(model).hessian(points)
+    expected = torch.stack([torch.autograd.functional.hessian(log_density, one) for one in points])
+    error = 3 * torch.finfo(dtype).eps ** (1 / 2)
+    torch.testing.assert_close(found, expected, rtol=error, atol=0.0)
