@@ -28,7 +28,8 @@ def refuse_unfit_sites(trace: Trace) -> None:
     :param trace: of the model with its data.
     :raises RuntimeError: for a model without continuous latents.
     :raises ValueError: for a discrete latent that cannot be summed out, a latent in a sequential
-        plate or one of a support without unconstrained coordinates, or an observation that is NaN or outside its support.
+        plate or one of a support without unconstrained coordinates, or an observation that is NaN
+        or outside its support.
     :warns UserWarning: for a latent of which some elements are masked, as ``obs_mask`` makes them.
     """
     latents, observed = _split(trace)
