@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["PER_RUN", "count_operations", "estimated_seconds"]
+__all__ = ["PER_RUN", "count_operations", "estimated_seconds", "nearby"]
 
 # Of one core of a CPU, measured on models of 4 to 100 latents, within a factor of two.
 PER_RUN = 3e-3  # Pyro's handlers
@@ -35,10 +36,11 @@ DEAR_MATRICES = {
     "_linalg_eigh": 50,
     "_linalg_svd": 100,
 }
+SPREAD = 0.1  # of nearby points, in unconstrained coordinates
 LARGE = 100  # rows, from which on the cube counts
 
 
-def estimated_seconds(evaluate: Callable[[], Any], times: float = 1.0) -> float:
+def estimated_seconds(evaluate: Callable[[], Any], times: float = 1.0, num_runs: int = 1) -> float:
     """Seconds that one core would need for an evaluation of a model, by its operations and sizes.
 
     It is a property of the evaluation and not of the machine's load, so that what is planned by it
@@ -53,14 +55,30 @@ def estimated_seconds(evaluate: Callable[[], Any], times: float = 1.0) -> float:
 
     :param evaluate: is called once, and may be a vectorised run with its gradients.
     :param times: of an evaluation of so many times the size, with as many operations.
+    :param num_runs: of the model in it, one after the other.
     """
     with _Counter() as counter:
         evaluate()
     return (
-        PER_RUN
+        PER_RUN * num_runs
         + PER_OPERATION * counter.operations
         + times * (PER_ELEMENT * counter.elements + PER_FLOP * counter.flops)
     )
+
+
+def nearby(point: Tensor, number: int) -> Tensor:
+    """Points ``(number, dim)`` to evaluate a model at, which differ: of one point many times, what
+    a model reads of it is the same.
+
+    **Example:**
+
+    >>> import torch
+    >>> nearby(torch.zeros(1), 3).squeeze(-1)
+    tensor([-0.1000,  0.0000,  0.1000])
+
+    :param point: ``(dim,)``.
+    """
+    return point + torch.linspace(-SPREAD, SPREAD, number).to(point).unsqueeze(-1)
 
 
 def count_operations(evaluate: Callable[[], Any]) -> int:

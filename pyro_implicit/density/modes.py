@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.density.blame import blame
+from pyro_implicit.density.cost import estimated_seconds, nearby
 from pyro_implicit.density.gaussian_elbo import (
     antithetic_noise,
     finite_log_prob,
@@ -23,8 +24,9 @@ from pyro_implicit.density.progress import steps_of
 from pyro_implicit.ops.factors import lower_factor, matvec, root_of_inverse
 from pyro_implicit.ops.printing import short_repr
 
-__all__ = ["Modes", "find_modes"]
+__all__ = ["Modes", "find_modes", "seconds_of_climb"]
 
+NUM_STARTS, NUM_DRAWS = 50, 16
 MIN_DIP = 1.0  # nats
 SAME = 0.3  # standard deviations between two tops that are one: paths end at .1
 STEP_SIZES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01, 1e-3)
@@ -46,10 +48,10 @@ class Modes(NamedTuple):
 @torch.no_grad()
 def find_modes(
     density: LatentDensity,
-    num_starts: int = 50,
+    num_starts: int = NUM_STARTS,
     max_rounds: int = 16,
     max_iterations: int = 100,
-    num_draws: int = 16,
+    num_draws: int = NUM_DRAWS,
     max_gap: float = 10.0,
     max_seconds: float = math.inf,
 ) -> Modes:
@@ -119,6 +121,31 @@ def find_modes(
             break
         starts = density.sample_prior(num_starts)
     return modes
+
+
+def seconds_of_climb(density: LatentDensity) -> float:
+    """What one step of all paths costs, of one core.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> def model():
+    ...     pyro.sample("x", dist.Normal(0.0, 1.0))
+    >>> seconds_of_climb(LatentDensity(model)) < 1
+    True
+
+    :param density: is evaluated near its start.
+    """
+    num_trials = NUM_DRAWS + len(STEP_SIZES)
+
+    def climb() -> None:
+        density.derivatives(nearby(density.init_loc, NUM_STARTS))
+        density.log_prob(nearby(density.init_loc, NUM_STARTS * num_trials))
+
+    # A single run without derivatives takes a third of the time of one with them.
+    num_runs = 1 if density.is_vectorized else NUM_STARTS * (1 + num_trials // 3)
+    return estimated_seconds(climb, num_runs=num_runs)
 
 
 def _climb(

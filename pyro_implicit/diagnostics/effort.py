@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from pyro_implicit.density.cost import estimated_seconds
+from pyro_implicit.density.cost import estimated_seconds, nearby
 from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.modes import seconds_of_climb
 
 __all__ = ["NUM_LEAPFROG", "Effort", "plan_effort"]
 
@@ -15,7 +16,7 @@ NUM_SCORES = 4  # times the draws, of guides that draw in parallel
 MAX_NUMBERS = 10_000_000  # of all draws that are scored
 NUM_CHAINS, NUM_LEAPFROG, NUM_TUNING = 500, 8, 4
 LEAST_DRAWS, LEAST_TRANSITIONS, LEAST_ITERATIONS = 500, 5, 10
-NUM_STARTS, NUM_TRIALS, USUAL_ITERATIONS = 50, 23, 40  # of the search
+USUAL_ITERATIONS = 40  # of the search
 FEW = 10
 
 
@@ -73,10 +74,11 @@ def plan_effort(
     extra = max(0, min(NUM_SCORES, MAX_NUMBERS // (num_samples * density.latent_dim) - 1))
     full = Effort(num_samples, extra, num_transitions, None, math.nan)
     try:
+        density.log_prob(nearby(density.init_loc, 2))  # how the model can be run
         rows = chunk_size if density.is_vectorized else min(chunk_size, FEW)
-        points = density.init_loc.expand(rows, -1)
-        score = estimated_seconds(lambda: density.score(points)) / rows
-        iteration = estimated_seconds(lambda: _climb(density)) if can_search else 0.0
+        points, num_runs = nearby(density.init_loc, rows), 1 if density.is_vectorized else rows
+        score = estimated_seconds(lambda: density.score(points), num_runs=num_runs) / rows
+        iteration = seconds_of_climb(density) if can_search else 0.0
     except Exception:  # the model's own, at its start: the draws have others
         return full
     share, spared, unweighed = max_seconds / (3 if can_search else 2), [], ""
@@ -116,9 +118,3 @@ def plan_effort(
     return Effort(
         num_samples, extra, num_transitions, iterations, seconds, tuple(spared), unweighed
     )
-
-
-def _climb(density: LatentDensity) -> None:
-    point = density.init_loc
-    density.derivatives(point.expand(NUM_STARTS, -1))
-    density.log_prob(point.expand(NUM_STARTS * NUM_TRIALS, -1))

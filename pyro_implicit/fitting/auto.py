@@ -154,7 +154,7 @@ def fit(
         still (:class:`~pyro_implicit.fitting.Schedule`).
     :param lr: learning rate, which suits latents that are of unit scale in the guide's frame.
     :param num_particles: of the default losses; with ``batches`` at most 8, and 2 of more than 100
-        latents, as a network runs once for each.
+        latents, as a network runs once for each; 8 of a model that can run for one alone.
     :param refine: ``"auto"`` as above, which leaves a guide that was given as it is; ``True``
         refines in any case, ``False`` never.
     :param max_seconds: of wall time, about. A run that it shortens does not repeat to the last bit.
@@ -255,6 +255,8 @@ def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["au
             loss = default_loss(guide, min(stages.num_particles, 8))
             return stages.train_alone("semi-implicit", guide, loss)
         plan = make_plan(density)
+        if not density.is_vectorized:
+            stages.run_one_by_one()
         warn_of_lost_gradients(density)
         if plan.search_iterations == 0 and refine is not False:
             train_mean_field(stages, density)

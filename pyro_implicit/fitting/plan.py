@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pyro_implicit.density.cost import estimated_seconds
+from pyro_implicit.density.cost import estimated_seconds, nearby
 from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.modes import seconds_of_climb
 
-__all__ = ["ChainPlan", "Plan", "TimeLimit", "affordable", "affordable_chains", "make_plan"]
+__all__ = ["ChainPlan", "Plan", "TimeLimit", "affordable_chains", "make_plan"]
 
 MAX_DENSE_DIM = 100
-NUM_STARTS, NUM_TRIALS = 50, 23  # of the search: paths, and evaluations for each step of a path
 SEARCH_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 20.0, 10, 1600
 TRAINING_SECONDS, LEAST_STEPS = 10.0, 200
 CHAIN_SECONDS, LEAST_CHAINS, MOST_CHAINS = 40.0, 32, 256
@@ -58,29 +58,22 @@ class TimeLimit:
         return max(0.0, share * (self.end - time.perf_counter()))
 
 
-def affordable(evaluate: Callable[[], Any], seconds: float, least: int, most: int) -> int:
-    """How often something can be done in so many seconds of one core, by its operations.
-
-    **Example:**
-
-    >>> affordable(lambda: None, seconds=1.0, least=1, most=100)
-    100
-    """
-    return max(least, min(most, int(seconds / estimated_seconds(evaluate))))
-
-
-def affordable_chains(score: Callable[[Tensor], Any], point: Tensor) -> ChainPlan:
+def affordable_chains(
+    score: Callable[[Tensor], Any], point: Tensor, one_by_one: bool = False
+) -> ChainPlan:
     """Chains that can be had: fewer of them where they would else be too short, and fewer make a
     gradient cheaper, as they hardly do in a Python loop. Most settle long before the gradients that
     those that do not are given.
 
     :param score: of points ``(num_chains, dim)``.
     :param point: one of them, ``(dim,)``.
+    :param one_by_one: whether the model runs once for each chain.
     """
 
     def affordable_gradients(num_chains: int) -> int:
-        points = point.expand(num_chains, -1)
-        return affordable(lambda: score(points), CHAIN_SECONDS, 1, MOST_GRADIENTS)
+        points, num_runs = nearby(point, num_chains), num_chains if one_by_one else 1
+        seconds = estimated_seconds(lambda: score(points), num_runs=num_runs)
+        return max(1, min(MOST_GRADIENTS, int(CHAIN_SECONDS / seconds)))
 
     num_chains, gradients = MOST_CHAINS, affordable_gradients(MOST_CHAINS)
     if gradients < LONG_ENOUGH:
@@ -97,17 +90,12 @@ def make_plan(density: LatentDensity) -> Plan:
     :param density: of the model; it is evaluated a few times at its start.
     """
     point = density.init_loc
-
-    def climb() -> None:
-        density.derivatives(point.expand(NUM_STARTS, -1))
-        density.log_prob(point.expand(NUM_STARTS * NUM_TRIALS, -1))
-
     try:
-        density.log_prob(point.unsqueeze(0))  # how the model can be run is found out here
-        chains = affordable_chains(density.score, point)
+        density.log_prob(nearby(point, 2))  # how the model can be run is found out here
+        chains = affordable_chains(density.score, point, not density.is_vectorized)
         if density.latent_dim > MAX_DENSE_DIM:
             return Plan(0, chains)
-        iterations = affordable(climb, SEARCH_SECONDS, 0, MOST_ITERATIONS)
+        iterations = min(MOST_ITERATIONS, int(SEARCH_SECONDS / seconds_of_climb(density)))
     except Exception:  # the model's own, at its start: the search has others
         return Plan(MOST_ITERATIONS, ChainPlan(MOST_CHAINS, MOST_GRADIENTS))
     return Plan(iterations if iterations >= LEAST_ITERATIONS else 0, chains)

@@ -33,6 +33,8 @@ from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["Stages"]
 
+PARTICLES_ALONE = 8
+
 
 class Stages:
     """What :func:`~pyro_implicit.fitting.fit` does, stage by stage.
@@ -68,10 +70,16 @@ class Stages:
         self.batches: BatchStream | None = None
         self.held_out: HeldOut | None = None
         self.in_training: tuple[str, Any] | None = None
+        self.one_by_one = False
+        """Whether the model runs once for each particle."""
         self.trained = model
         """The model, of fixed parameters once they are learnt."""
         self.reliability: Reliability | None = None
         """That of the Gaussians, where it suffices."""
+
+    def run_one_by_one(self) -> None:
+        """Take few particles, as the model runs once for each."""
+        self.one_by_one, self.num_particles = True, min(self.num_particles, PARTICLES_ALONE)
 
     @contextmanager
     def leaving_no_names(self) -> Iterator[None]:
@@ -129,13 +137,13 @@ class Stages:
         return max(self.least_steps, min(self.num_steps, steps))
 
     def seconds_of_step(self, guide: Any, loss: Trace_ELBO) -> float:
-        """Of one core, by its operations."""
+        """Of one core, by its operations, and its runs of the model if these are single."""
 
         def step() -> None:
             value = loss.differentiable_loss(self.trained, guide, *self.args, **self.kwargs)
             torch.autograd.grad(value, list(guide.parameters()), allow_unused=True)
 
-        return estimated_seconds(step)
+        return estimated_seconds(step, num_runs=self.num_particles if self.one_by_one else 1)
 
     def train_alone(
         self, name: str, guide: Any, loss: Trace_ELBO, time_share: float = 1.0, **options: Any

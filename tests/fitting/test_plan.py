@@ -15,6 +15,7 @@ from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import fit
 from pyro_implicit.density import LatentDensity, find_modes
+from pyro_implicit.diagnostics.effort import plan_effort
 from pyro_implicit.fitting import Schedule, train
 from pyro_implicit.fitting.plan import (
     LEAST_GRADIENTS,
@@ -55,6 +56,22 @@ def test_plans():
     # A loop costs fewer chains the same.
     assert dear.chains.num_chains == MOST_CHAINS
     assert LEAST_GRADIENTS <= dear.chains.max_gradients < MOST_GRADIENTS
+
+
+def read_number():
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    pyro.factor("bend", torch.zeros(()) if x.item() > 100 else -(x**2))
+
+
+@pytest.mark.filterwarnings("ignore:LatentDensity runs the model one particle at a time")
+def test_a_model_that_reads_a_number_has_the_plan_of_single_runs():
+    """At points that are all the same the number is known, and the model runs in one go."""
+    density = LatentDensity(read_number)
+    plan = make_plan(density)
+    assert not density.is_vectorized
+    assert plan.chains.num_chains < MOST_CHAINS and plan.search_iterations < 50
+    effort = plan_effort(density, 2000, 100, 20, True, 500, 10.0)
+    assert effort.num_samples < 2000 and effort.seconds < 30
 
 
 @pytest.mark.parametrize("size, chains", [(2, MOST_CHAINS), (300, 64)])
