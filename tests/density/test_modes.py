@@ -319,3 +319,20 @@ def test_single_precision():
     scale = torch.tensor([1e-2, 1e3])
     wide = target(lambda x: -0.5 * ((x - scale) / scale).square().sum(), 2)
     torch.testing.assert_close(find_modes(wide).scale_tril[0], scale.diag(), rtol=1e-3, atol=1e-3)
+
+
+def test_tops_that_meet_are_told_without_the_density(monkeypatch):
+    """Most paths end where others did; between these there is nothing to be looked at."""
+    modes = mixture([[-1.5, 0.0], [1.0, 0.0]], [0.2, 0.3], [0.5, 0.5])
+    calls = []
+
+    def counted(*args):
+        calls.append(args)
+        return finite_log_prob(*args)
+
+    monkeypatch.setattr("pyro_implicit.density.modes.finite_log_prob", counted)
+    pyro.set_rng_seed(0)
+    found = find_modes(modes, num_starts=40, max_rounds=2)
+    assert len(found.loc) == 2
+    along_lines = [points for _, points in calls if len(points) == 11]
+    assert 1 <= len(along_lines) < 8

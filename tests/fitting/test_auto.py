@@ -263,6 +263,20 @@ def test_large_and_subsampled_models_get_a_semi_implicit_guide(model, args):
     assert all(math.isfinite(loss) for loss in result.losses)
 
 
+@pytest.mark.filterwarnings("ignore:fit's chains stopped at")
+def test_modes_whose_trainings_would_take_minutes_stay_gaussians(monkeypatch):
+    def heavy_modes():
+        x = pyro.sample("x", dist.ImproperUniform(dist.constraints.real, (), ()))
+        parts = [dist.StudentT(1.5, loc, 0.05).log_prob(x) for loc in (-1.5, 1.0)]
+        pyro.factor("modes", torch.stack(parts).logsumexp(0))
+
+    monkeypatch.setattr("pyro_implicit.fitting.guide_stages.MOST_SECONDS", 0.0)
+    result = quick(heavy_modes, refine="auto", max_seconds=2.0)
+    outcomes = {stage.name: stage.outcome for stage in result.stages}
+    assert outcomes["gaussian"].endswith("; 2 trainings would take minutes")
+    assert "mixture" not in outcomes and "refine" in outcomes
+
+
 def test_two_fits_keep_their_own_values():
     """Pyro's store has one name for all guides of a class."""
     first = quick(regression, X.float(), Y.float())
