@@ -21,7 +21,7 @@ from pyro_implicit.density.progress import progress_bar
 from pyro_implicit.density.turns import in_turn
 from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.mcmc.chain_files import load_chains, save_chains
-from pyro_implicit.mcmc.chains import Chains
+from pyro_implicit.mcmc.chains import TUNING, Chains
 from pyro_implicit.mcmc.frame import FrameKind
 from pyro_implicit.mcmc.minibatch_refined import MinibatchRefined
 from pyro_implicit.mcmc.minibatch_refinement import refine_by_minibatches, refuse_hmc_options
@@ -245,7 +245,10 @@ def refine(
             share = chains.gradients / max_gradients
             if max_seconds is not None:
                 share = max(share, chains.seconds / max(max_seconds, 1e-9))
-            chains.advance(walked, track, hurry=share >= WARMUP_SHARE)
+            hurry = share >= WARMUP_SHARE
+            if hurry and max_seconds is not None and chains.phase == "warm-up":
+                chains.kernel.max_leapfrogs = _longest_in_time(chains, max_seconds)
+            chains.advance(walked, track, hurry)
             chains.seconds = time.perf_counter() - began
             chains.stopped = chains.check(
                 quantities is not None, modes.label if modes is not None else None
@@ -264,6 +267,12 @@ def refine(
         return result
     taught = teach_guide(guide, result.moving(), *args, progress=progress, model_kwargs=kwargs)
     return replace(result, taught=taught)
+
+
+def _longest_in_time(chains: Chains, max_seconds: float) -> int:
+    """Leapfrogs of a transition, so that the least number of those to come ends in time."""
+    left = max(0.0, max_seconds / max(chains.seconds, 1e-9) - 1) * chains.gradients
+    return max(1, min(chains.kernel.max_leapfrogs, int(left / (1 + TUNING + LEAST_DRAWS))))
 
 
 def _check_teachable(density: LatentDensity, plan: Plan) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -206,6 +208,14 @@ def test_budgets():
     assert short(AutoNormal(regression), max_gradients=60).stopped == "max_gradients"
     result = short(AutoNormal(regression), max_gradients=10**6, max_seconds=1e-9)
     assert result.stopped == "max_seconds" and result.num_gradients < 500
+
+
+@pytest.mark.parametrize("max_seconds, longest", [(1000.0, 64), (60.0, 17), (40.0, 1), (9.0, 1)])
+def test_trajectories_are_as_long_as_the_time_that_is_left(max_seconds, longest):
+    """Of 29 transitions that are to come, at 25 gradients a second."""
+    kernel = SimpleNamespace(max_leapfrogs=64)
+    now = SimpleNamespace(seconds=40.0, gradients=1000, kernel=kernel)
+    assert module._longest_in_time(now, max_seconds) == longest
 
 
 def test_memory_is_bounded():
