@@ -34,11 +34,11 @@ def blame(density: LatentDensity, points: Tensor) -> str:
     ...     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
     ...     fn = dist.Gamma(2.0, scale, validate_args=False)
     ...     pyro.sample("y", fn, obs=torch.tensor(-1.0))
-    >>> print(blame(LatentDensity(model), torch.zeros(3, 1)))
+    >>> print(blame(LatentDensity(model), torch.zeros(3, 1)).split(". ")[0])
     site 'y' at 3 of 3: its observation is outside GreaterThanEq(lower_bound=0.0) in 1 of 1 elements
 
     :param points: unconstrained vectors, ``(num_points, latent_dim)``; the first twenty are asked.
-    :returns: a clause for each site to blame.
+    :returns: a clause for each site to blame, and the cure.
     """
     points = points[:20]
     reasons: dict[str, Counter[str]] = {}
@@ -59,7 +59,24 @@ def blame(density: LatentDensity, points: Tensor) -> str:
     for who, found in reasons.items():
         (reason, _), *_ = found.most_common(1)
         clauses.append(f"{who} at {found.total()} of {len(points)}: {reason}")
-    return "; ".join(clauses) or "no site by itself; its gradient is not finite"
+    if not clauses:
+        return _blame_gradient(density, points)
+    return (
+        f"{'; '.join(clauses)}. Cure: give the sites priors, or an init_loc_fn, in whose range the "
+        "data are possible"
+    )
+
+
+def _blame_gradient(density: LatentDensity, points: Tensor) -> str:
+    """By which latents it is not finite, though the log-density is."""
+    score = density.score(points)[1]
+    lost = [f"'{name}'" for name, part in density.split(score).items() if not part.isfinite().all()]
+    return (
+        f"no site by itself, but its gradient by {', '.join(lost) or 'all latents'} is not finite. "
+        "Cure: torch.where computes the branch that it does not take, too, and what is NaN there "
+        "makes the gradient NaN: give its function other arguments before, as in "
+        "torch.log(torch.where(x > 0, x, 1.0))"
+    )
 
 
 def _kind(fn: Any) -> str:

@@ -103,9 +103,8 @@ def find_modes(
         climbed = _climb(density, starts, max_iterations, num_draws, deadline)
         if climbed is None and found is None:
             raise ValueError(
-                f"the model's log-density is finite at none of {num_starts} draws of its prior: "
-                f"{blame(density, starts)}. Cure: give the sites priors, or an init_loc_fn, in "
-                "whose range the data are possible"
+                "the model's log-density and its gradient are finite at none of "
+                f"{num_starts} draws of its prior: {blame(density, starts)}"
             ) from density.error
         if climbed is None:
             break

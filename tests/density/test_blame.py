@@ -242,3 +242,18 @@ def test_improper_priors_have_no_reason_to_warn():
         pyro.sample("y", dist.Normal(x, 1.0), obs=y)
 
     assert LatentDensity(model, torch.tensor(1.0)).latent_dim == 1
+
+
+def test_a_gradient_that_is_nan_is_said_by_latent():
+    dose = torch.tensor([0.0, 1.0, 2.0])
+
+    def model():
+        base = pyro.sample("base", dist.Normal(0.0, 1.0))
+        slope = pyro.sample("slope", dist.LogNormal(0.0, 1.0))
+        loc = torch.where(dose > 0, base + 1 / (1 + torch.exp(-slope * dose.log())), base)
+        pyro.sample("y", dist.Normal(loc, 1.0).to_event(1), obs=torch.zeros(3))
+
+    assert LatentDensity(model).log_prob(torch.zeros(1, 2)).isfinite()
+    message = "its gradient by 'slope' is not finite. Cure: torch.where computes"
+    with pytest.raises(ValueError, match="finite at none of 50 draws .*" + message):
+        find_modes(LatentDensity(model))
