@@ -34,6 +34,7 @@ from pyro_implicit.user_warnings import warn_user
 __all__ = ["Stages"]
 
 PARTICLES_ALONE = 8
+PARAMETERS_DECAY = 1 / 6  # of their steps: they may lie far, and the guide is near
 
 
 class Stages:
@@ -98,10 +99,12 @@ class Stages:
         loss: Trace_ELBO,
         num_steps: int | None = None,
         time_share: float = 0.5,
+        decay: float = 0.5,
     ) -> list[float]:
         """One training with the files and the settings of all.
 
         :param time_share: of the time that is left.
+        :param decay: of :class:`~pyro_implicit.fitting.Schedule`.
         """
         self.in_training = name, guide
         losses = train(
@@ -111,7 +114,7 @@ class Stages:
             *self.args,
             batches=self.batches,
             held_out=self.held_out,
-            schedule=Schedule(num_steps=num_steps or self.num_steps, lr=self.lr),
+            schedule=Schedule(num_steps=num_steps or self.num_steps, lr=self.lr, decay=decay),
             name=name,
             max_seconds=self.limit.left(time_share),
             model_kwargs=self.kwargs,
@@ -188,9 +191,8 @@ class Stages:
         with self.result.stage("parameters") as line:
             best = int(modes.elbo.argmax())
             guide = self.exact_guide(Modes(*(part[best : best + 1] for part in modes)))
-            losses = self.train(
-                "parameters", guide, InjectiveELBO(self.num_particles, nonfinite="skip")
-            )
+            loss = InjectiveELBO(self.num_particles, nonfinite="skip")
+            losses = self.train("parameters", guide, loss, decay=PARAMETERS_DECAY)
             line.outcome = f"{_steps(losses)}; {describe(model_parameters(density))}"
             if _still_falls(losses):
                 line.outcome += "; not settled"
