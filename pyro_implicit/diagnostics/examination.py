@@ -38,6 +38,7 @@ from pyro_implicit.guides.stored_draws import StoredDraws
 __all__ = ["NUM_CHAINS", "NUM_OBSERVED_CHAINS", "WEIGHED_PART", "examine"]
 
 NUM_CHAINS, NUM_OBSERVED_CHAINS = 500, 1000  # of latents, of quantities
+FEW_LOST = 0.005  # of the draws, with which no moment is lost
 WEIGHED_PART = 5  # of a chunk, as a weight takes more memory than a score
 
 
@@ -88,14 +89,21 @@ def examine(
         return report(broken=f"guide or model fails at the guide's draws: {error}")
     log_prob, scores = (torch.cat(part) for part in zip(*parts, strict=True))
     finite = log_prob.isfinite() & scores.isfinite().all(-1) & many.isfinite().all(-1)
-    finite[: len(weighted.log_weights)] &= weighted.log_weights.isfinite()
+    log_weights = weighted.log_weights
+    finite[: len(log_weights)] &= log_weights.isfinite()
+    left_out = ""
     if not finite.all():
         number = int((~finite).sum())
         reason = f"log-density, score or importance weight is not finite at {number} draws"
         density.log_prob(many[~finite][:1])  # a recording does not say why
         if density.error is not None:
             reason += f", the model fails there: {density.error}".split("\n")[0]
-        return report(no_density=no_density, broken=reason)
+        if number > FEW_LOST * len(finite):
+            return report(no_density=no_density, broken=reason)
+        left_out, kept = f"{reason}, of {len(finite)}", finite[:num_samples]
+        weighted = weighted._replace(log_weights=log_weights[kept[: len(log_weights)]])
+        points, many, scores = points[kept], many[finite], scores[finite]
+        num_samples = len(points)
     bound = None if no_density else weighted.bound()
     observed = None
     try:
@@ -146,6 +154,7 @@ def examine(
         drift=drift,
         gap=gap,
         coverage=coverage,
+        left_out=left_out,
         **_known(guide),
     )
 

@@ -89,6 +89,9 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
     if keep and found.coverage is not None and (found.coverage.mass > LEAST).sum() > 1:
         reason = "chains keep the weights that the guide gave to separate modes"
         yield Finding("check", reason, "a mixture of exact density (AutoMixture)")
+    if found.left_out:
+        cure = "data and defaults in float64, or priors that do not reach where the model overflows"
+        yield Finding("check", found.left_out, cure)
     for doubt in found.doubts:
         yield Finding("check", doubt, "refine with more max_gradients, or from a better guide")
     known = found.broken or found.settled or found.judged or found.doubts

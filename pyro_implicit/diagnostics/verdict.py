@@ -51,6 +51,7 @@ class Diagnosis(Printed):
     :ivar modes_weighed: whether separate modes are known to have their due share of these.
     :ivar doubts: what chains are known to have failed in.
     :ivar broken: why nothing could be tested (collapsed or infinite draws), else empty.
+    :ivar left_out: at which few draws nothing could be tested, and why, else empty.
     :ivar labels: names of the unconstrained coordinates, of which ``faults`` of the checks speak.
     :ivar planned_seconds: of one core, that the model's evaluations were estimated to take.
     :ivar spared: what the budget left out.
@@ -74,6 +75,7 @@ class Diagnosis(Printed):
     spared: tuple[str, ...] = ()
     judged: str = ""
     doubts: tuple[str, ...] = ()
+    left_out: str = ""
 
     @property
     def verdict(self) -> Verdict:

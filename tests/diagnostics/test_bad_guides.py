@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 
 import pyro
@@ -209,6 +210,11 @@ def cut(reach):
 def test_models_that_raise_errors():
     found = distrusted(lambda: normal(2.0), normal)
     assert "is not finite at 44 draws" in found.broken
+    # At few draws: they are left out, and said.
+    found = diagnose(lambda: normal(12.0), normal, num_samples=2000, modes=None)
+    assert not found.broken and found.verdict == "check" and found.stein is not None
+    assert re.search(r"not finite at \d+ draws, of 2000", str(found))
+    assert found.findings[0].cure.startswith("data and defaults in float64")
     # Or only on the way of short HMC.
     found = diagnose(lambda: normal(9.0), lambda: cut(8.0), num_samples=500, modes=None)
     assert not found.broken and found.stein is not None
