@@ -75,7 +75,8 @@ def _blame_gradient(density: LatentDensity, points: Tensor) -> str:
         f"no site by itself, but its gradient by {', '.join(lost) or 'all latents'} is not finite. "
         "Cure: torch.where computes the branch that it does not take, too, and what is NaN there "
         "makes the gradient NaN: give its function other arguments before, as in "
-        "torch.log(torch.where(x > 0, x, 1.0))"
+        "torch.log(torch.where(x > 0, x, 1.0)); if something overflows on the way, float64 or "
+        "other units"
     )
 
 

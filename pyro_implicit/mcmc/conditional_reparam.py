@@ -42,6 +42,7 @@ class ConditionalReparam(Reparam):
     mouth of a funnel it is centred, in its neck not. The density is exact in any case; W and h only
     decide how round it is. A vector that is given by its precision P, a Gaussian Markov field, is
     written in the same way without factors of P: :math:`z = C (x - m)`, :math:`C^\top C = P + W`.
+    Of a log-normal latent x is the logarithm.
 
     **Example:**
 
@@ -80,6 +81,13 @@ class ConditionalReparam(Reparam):
         """Whether its precision is a matrix."""
         return isinstance(base_distribution(fn), dist.MultivariateNormal)
 
+    @staticmethod
+    def is_log_normal(fn: Any) -> bool:
+        """Whether it is the logarithm that has location and scale."""
+        while isinstance(fn, torch.distributions.Independent):
+            fn = fn.base_dist
+        return isinstance(fn, torch.distributions.LogNormal)
+
     def apply(self, msg: ReparamMessage) -> ReparamResult:
         """Sample noise ``"{name}{suffix}"`` in place of the site, which is computed from it."""
         name, (fn, event_dim) = self.noise_name(msg["name"]), self._unwrap(msg["fn"])
@@ -103,11 +111,13 @@ class ConditionalReparam(Reparam):
 
     def to_noise(self, fn: Any, value: Tensor) -> Tensor:
         """The noise that gives a value of the site."""
-        return self._form(base_distribution(fn)).to_noise(value)
+        return self._form(fn).to_noise(value)
 
     def _form(self, fn: Any) -> _Scalar | _Vector | _VectorOfPrecision:
         if not self.is_vector(fn):
-            return _Scalar(fn, self.precision, self.information)
+            kind_of_one = _LogScalar if self.is_log_normal(fn) else _Scalar
+            return kind_of_one(base_distribution(fn), self.precision, self.information)
+        fn = base_distribution(fn)
         # Torch keeps the matrix that the prior was made of.
         kind = _VectorOfPrecision if "precision_matrix" in vars(fn) else _Vector
         return kind(fn, self.precision, self.information)
@@ -126,8 +136,8 @@ def unused_suffix(latents: Collection[str], sites: Collection[str]) -> str:
 
 
 def base_distribution(fn: Any) -> Any:
-    """A site's distribution without ``to_event``."""
-    while isinstance(fn, torch.distributions.Independent):
+    """A site's distribution without ``to_event``, and that of its logarithm if log-normal."""
+    while isinstance(fn, (torch.distributions.Independent, torch.distributions.LogNormal)):
         fn = fn.base_dist
     return fn
 
@@ -151,6 +161,18 @@ class _Scalar:
 
     def to_noise(self, value: Tensor) -> Tensor:
         return self.stretch * ((value - self.fn.loc) / self.fn.scale - self.shift)
+
+
+class _LogScalar(_Scalar):
+    """The logarithm of each element by itself."""
+
+    def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As that of :class:`_Scalar`."""
+        value, log_density, log_det = super().to_value(noise)
+        return value.exp(), log_density, log_det + value
+
+    def to_noise(self, value: Tensor) -> Tensor:
+        return super().to_noise(value.log())
 
 
 class _Vector:

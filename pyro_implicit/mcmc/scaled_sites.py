@@ -97,7 +97,8 @@ def are_round(noise_map: NoiseMap, middle: Tensor, names: Collection[str]) -> bo
 
 
 def _is_plain(site: dict[str, Any]) -> bool:
-    return ConditionalReparam.suits_site(site) and not ConditionalReparam.is_vector(site["fn"])
+    is_other = ConditionalReparam.is_vector, ConditionalReparam.is_log_normal
+    return ConditionalReparam.suits_site(site) and not any(one(site["fn"]) for one in is_other)
 
 
 def _laws(

@@ -17,10 +17,20 @@ def root_of_inverse(hessian: Tensor) -> tuple[Tensor, Tensor]:
     hessian = hessian - torch.diag_embed(is_flat.to(hessian))
     scale = hessian.diagonal(dim1=-2, dim2=-1).abs().clamp(min=1e-20).rsqrt()
     scaled = scale.unsqueeze(-1) * hessian * scale.unsqueeze(-2)
-    values, vectors = torch.linalg.eigh(scaled)
+    values, vectors = _eigh(scaled)
     is_concave = (values < 0).all(-1)
     values = values.abs().clamp(min=10 * torch.finfo(values.dtype).eps)
     return scale.unsqueeze(-1) * vectors * values.rsqrt().unsqueeze(-2), is_concave
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """In float64 where float32 does not converge, as with entries that are many powers apart."""
+    try:
+        return tuple(torch.linalg.eigh(matrix))
+    except torch.linalg.LinAlgError:
+        largest = torch.finfo(matrix.dtype).max ** 0.5
+        values, vectors = torch.linalg.eigh(matrix.double().clamp(-largest, largest))
+        return values.to(matrix), vectors.to(matrix)
 
 
 def lower_factor(root: Tensor) -> Tensor:

@@ -52,6 +52,15 @@ def groups(family=dist.Normal):
     return model
 
 
+def log_normals():
+    """Rates of groups, as of a drug's clearance."""
+    mean = pyro.sample("mean", dist.Normal(0.0, 2.0))
+    scale = pyro.sample("scale", dist.HalfCauchy(1.0))
+    with pyro.plate("groups", 4):
+        x = pyro.sample("x", dist.LogNormal(mean, scale))
+        pyro.sample("y", dist.Normal(x.log(), SIGMA), obs=Y)
+
+
 def student(loc, scale):
     return dist.StudentT(4.0, loc, scale)
 
@@ -152,6 +161,7 @@ MODELS = {
     "by precision": (field("precision_matrix"), ["x"]),
     "by covariance": (field("covariance_matrix"), ["x"]),
     "normal": (groups(), ["x"]),
+    "log-normal": (log_normals, ["x"]),
     "cauchy": (groups(dist.Cauchy), ["x"]),
     "student": (groups(student), ["x"]),
     "vectors": (vectors, ["x"]),
@@ -190,7 +200,10 @@ def test_the_density_is_the_models_by_change_of_variables(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["normal", "vectors", "by precision", "by covariance", "nested", "walk", "by hand"],
+    [
+        *("normal", "log-normal", "vectors", "by precision", "by covariance", "nested", "walk"),
+        "by hand",
+    ],
 )
 def test_noise_is_standard_normal_given_the_other_latents(name):
     """Of conjugate models, at the scale at which the expansion was made."""
@@ -417,7 +430,18 @@ def test_very_many_latents_are_probed_by_random_signs(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["single", "normal", "student", "vectors", "nested", "walk", "by hand", "taken names"]
+    "name",
+    [
+        "single",
+        "normal",
+        "log-normal",
+        "student",
+        "vectors",
+        "nested",
+        "walk",
+        "by hand",
+        "taken names",
+    ],
 )
 def test_the_density_of_the_guide_is_that_of_its_noise(name):
     """By the change of variables, with Pyro's own trace of guide and model."""
