@@ -216,10 +216,10 @@ def _separate(density: LatentDensity, found: Modes, max_gap: float) -> tuple[Mod
     order = order[found.elbo[order] > found.elbo[0] - max_gap]
     fractions = torch.linspace(0, 1, 11).to(found.loc)[:, None, None]
     kept, num_met = [0], [0]
-    whiten = torch.linalg.inv(found.scale_tril[:1])
+    whiten = torch.linalg.inv_ex(found.scale_tril[:1]).inverse
     for candidate in order.tolist():
         start, end = found.loc[kept], found.loc[candidate]
-        apart = matvec(whiten, end - start).norm(dim=-1)
+        apart = matvec(whiten, end - start).norm(dim=-1).nan_to_num(math.inf)
         if apart.min() < SAME:
             num_met[int(apart.argmin())] += 1
             continue
@@ -228,8 +228,8 @@ def _separate(density: LatentDensity, found: Modes, max_gap: float) -> tuple[Mod
         nearest = int(dip.argmin())
         if dip[nearest] > MIN_DIP:
             kept.append(candidate)
-            own = torch.linalg.inv(found.scale_tril[candidate : candidate + 1])
-            whiten = torch.cat([whiten, own])
+            own = torch.linalg.inv_ex(found.scale_tril[candidate : candidate + 1])
+            whiten = torch.cat([whiten, own.inverse])
             num_met.append(1)
         else:
             num_met[nearest] += 1
