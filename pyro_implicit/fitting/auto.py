@@ -83,7 +83,7 @@ def fit(
        posterior agree: for near-Gaussian posteriors, funnels, skew and heavy tails; or **mixture**:
        several modes make an :class:`AutoMixture` of such guides, whose weights maximise its ELBO
        (each is trained for ``num_steps`` over the square root of their number, and none where that
-       would take more than a minute);
+       would take more than two minutes);
     4. **choose**: the candidate of the highest bound is kept, of those that leave out no mode of
        more than a hundredth of the mass that another covers;
     5. **correct**: where its importance weights are reliable (k-hat below 0.5, effective sample

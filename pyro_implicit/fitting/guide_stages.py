@@ -28,7 +28,7 @@ __all__ = ["is_near", "train_exact", "train_semi_implicit"]
 NEAR_ENOUGH = 0.01  # nats
 FOLDED = 0.5  # nats: two folds are log 2
 AT_ONCE = 0.0005  # nats
-MOST_SECONDS = 60.0  # of all components
+MOST_SECONDS = 120.0  # of all components
 
 
 def is_near(candidate: Candidate) -> bool:
