@@ -22,7 +22,7 @@ _ROUNDING = {
 
 
 class InexactArithmetic(TorchDispatchMode):
-    """Each result of a sum, a product or a function is off by one last bit, up or down as if at random.
+    """Each result of a sum, a product or a function is off by one last bit, as if at random.
 
     Repeated runs then differ as rounding errors do: in what is lost where 1e12 + 1 is 1e12, too,
     which is the same in each exact run.
