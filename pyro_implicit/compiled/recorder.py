@@ -16,9 +16,9 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pyro_implicit.compiled.dispatch import DispatchMode
 from pyro_implicit.user_warnings import LIBRARIES
 
 __all__ = ["Recorder", "Untraceable", "is_tracing", "record"]
@@ -89,7 +89,7 @@ def _record(
     return recorder
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Sees each operation below autograd and vmap, where it is one call of a kernel.
 
     ``graph`` has a placeholder for each input and a ``get_attr`` for each of ``constants``.
@@ -115,11 +115,6 @@ class Recorder(TorchDispatchMode):
             self._track(tensor, node)
             self._outer.add(node.meta["storage"])
         self._outer -= {self._key(tensor) for tensor in writable}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: torch would load its compiler to keep it away from here, in seconds."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from pyro_implicit.compiled.dispatch import DispatchMode
 
 __all__ = ["PER_RUN", "count_operations", "estimated_seconds", "nearby"]
 
@@ -98,18 +99,13 @@ def count_operations(evaluate: Callable[[], Any]) -> int:
     return counter.operations
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(DispatchMode):
     """Counts below autograd and vmap, where each operation is one call of a kernel."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0
         self.elements = self.flops = 0.0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: torch would load its compiler to keep it away from the counter, in seconds."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyro_implicit.compiled.dispatch import DispatchMode
 
 __all__ = ["InexactArithmetic"]
 
@@ -21,7 +22,7 @@ _ROUNDING = {
 }
 
 
-class InexactArithmetic(TorchDispatchMode):
+class InexactArithmetic(DispatchMode):
     """Each result of a sum, a product or a function is off by one last bit, as if at random.
 
     Repeated runs then differ as rounding errors do: in what is lost where 1e12 + 1 is 1e12, too,
@@ -45,11 +46,6 @@ class InexactArithmetic(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._calls = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: torch would load its compiler to keep it away from here, in seconds."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None

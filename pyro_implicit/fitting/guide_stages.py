@@ -107,9 +107,13 @@ def _can_train_all(stages: Stages, guide: AutoImplicit | AutoMixture) -> bool:
     """Whether there is time for the least training of each component."""
     if not isinstance(guide, AutoMixture):
         return True
-    loss = InjectiveELBO(stages.num_particles, nonfinite="skip")
-    seconds = stages.seconds_of_step(guide.components[0], loss)
+    seconds = stages.seconds_of_step(guide.components[0], _loss_of_part(stages))
     return seconds * stages.least_steps * len(guide.components) < MOST_SECONDS
+
+
+def _loss_of_part(stages: Stages) -> InjectiveELBO:
+    """Without coverage: a component is to stay in its mode."""
+    return InjectiveELBO(stages.num_particles, nonfinite="skip")
 
 
 def _train_part(
@@ -122,8 +126,7 @@ def _train_part(
 ) -> tuple[list[float], str]:
     """Train a component of a mixture, which stays the Gaussian it was if that is better."""
     start = weigh("start", part, density, num_draws=1)
-    # Without coverage: it is to stay in its mode.
-    loss = InjectiveELBO(stages.num_particles, nonfinite="skip")
+    loss = _loss_of_part(stages)
     name, note = f"mode-{index}", ""
     try:
         most = math.ceil(stages.num_steps * number**-0.5)

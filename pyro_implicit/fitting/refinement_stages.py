@@ -77,7 +77,8 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
     result, left = stages.result, stages.limit.left()
     score = _score_of_chains(result)
     if score is not None:
-        chains = affordable_chains(score, torch.zeros_like(result.density.init_loc))
+        point = torch.zeros_like(result.density.init_loc)
+        chains = affordable_chains(score, point, stages.one_by_one)
     with result.attempt("refine") as line:
         refined = result.refined = refine(
             stages.trained,

@@ -99,7 +99,7 @@ class Stages:
         loss: Trace_ELBO,
         num_steps: int | None = None,
         time_share: float = 0.5,
-        decay: float = 0.5,
+        decay: float = Schedule.decay,
     ) -> list[float]:
         """One training with the files and the settings of all.
 

@@ -84,9 +84,7 @@ class ConditionalReparam(Reparam):
     @staticmethod
     def is_log_normal(fn: Any) -> bool:
         """Whether it is the logarithm that has location and scale."""
-        while isinstance(fn, torch.distributions.Independent):
-            fn = fn.base_dist
-        return isinstance(fn, torch.distributions.LogNormal)
+        return isinstance(_without_event(fn), torch.distributions.LogNormal)
 
     def apply(self, msg: ReparamMessage) -> ReparamResult:
         """Sample noise ``"{name}{suffix}"`` in place of the site, which is computed from it."""
@@ -114,13 +112,14 @@ class ConditionalReparam(Reparam):
         return self._form(fn).to_noise(value)
 
     def _form(self, fn: Any) -> _Scalar | _Vector | _VectorOfPrecision:
-        if not self.is_vector(fn):
-            kind_of_one = _LogScalar if self.is_log_normal(fn) else _Scalar
-            return kind_of_one(base_distribution(fn), self.precision, self.information)
-        fn = base_distribution(fn)
-        # Torch keeps the matrix that the prior was made of.
-        kind = _VectorOfPrecision if "precision_matrix" in vars(fn) else _Vector
-        return kind(fn, self.precision, self.information)
+        base = base_distribution(fn)
+        kind: type[_Scalar | _Vector | _VectorOfPrecision] = _Scalar
+        if self.is_log_normal(fn):
+            kind = _LogScalar
+        elif self.is_vector(fn):
+            # Torch keeps the matrix that the prior was made of.
+            kind = _VectorOfPrecision if "precision_matrix" in vars(base) else _Vector
+        return kind(base, self.precision, self.information)
 
 
 def unused_suffix(latents: Collection[str], sites: Collection[str]) -> str:
@@ -137,7 +136,12 @@ def unused_suffix(latents: Collection[str], sites: Collection[str]) -> str:
 
 def base_distribution(fn: Any) -> Any:
     """A site's distribution without ``to_event``, and that of its logarithm if log-normal."""
-    while isinstance(fn, (torch.distributions.Independent, torch.distributions.LogNormal)):
+    fn = _without_event(fn)
+    return fn.base_dist if isinstance(fn, torch.distributions.LogNormal) else fn
+
+
+def _without_event(fn: Any) -> Any:
+    while isinstance(fn, torch.distributions.Independent):
         fn = fn.base_dist
     return fn
 

@@ -25,9 +25,15 @@ def log_forward(initial: Tensor, transition: Tensor, observed: Tensor) -> Tensor
     tensor(0.)
 
     :param initial: log-probabilities of the state before the first, ``(*batch, num_states)``.
-    :param transition: of the next state, ``(*batch, T or 1, num_states, num_states)``.
+    :param transition: of the next state, ``(*batch, T or 1, num_states, num_states)``, or for all
+        steps and batches ``(num_states, num_states)``.
     :param observed: log-densities of the observations in each state, ``(*batch, T, num_states)``.
     :returns: ``(*batch,)``.
+
+    **References:**
+
+    1. Särkkä and García-Fernández (2021), *Temporal Parallelization of Bayesian Smoothers*: the
+       products in any order.
     """
     product = transition + observed.unsqueeze(-2)
     while (length := product.shape[-3]) > 1:

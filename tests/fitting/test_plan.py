@@ -190,3 +190,24 @@ def test_without_chains_a_dear_model_is_still_searched(monkeypatch):
         warnings.simplefilter("ignore")
         rough = fit(funnel, "auto", num_steps=2, max_seconds=1.0, **QUIET)
     assert rough.stages[0].name == "mean-field" and rough.refined is not None
+
+
+def test_parameters_settle_in_the_last_sixth_of_their_steps(monkeypatch):
+    """Of a guide, whose training may be the longer, it is the last half."""
+    schedules = {}
+
+    def trained(*args, schedule, name, **kwargs):
+        schedules[name] = schedule
+        return train(*args, schedule=schedule, name=name, **kwargs)
+
+    def model():
+        loc = pyro.param("loc", torch.tensor(0.0))
+        x = pyro.sample("x", dist.Normal(loc, 1.0))
+        pyro.sample("y", dist.StudentT(2.0, x, 0.3), obs=torch.tensor(2.0))
+
+    monkeypatch.setattr("pyro_implicit.fitting.stages.train", trained)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # so few steps
+        fit(model, refine=False, num_steps=12, **QUIET)
+    assert schedules["parameters"].decay == pytest.approx(1 / 6)
+    assert schedules["injective"].decay == Schedule.decay == 0.5

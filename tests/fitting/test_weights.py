@@ -149,3 +149,18 @@ def test_evidences_many_powers_apart_in_float32():
     assert found.log_weights.dtype == torch.float32
     assert found.log_weights[0].abs() < 1e-6 and found.log_weights[1] == pytest.approx(-900, abs=1)
     assert found.elbo.abs() < 1e-3
+
+
+@pytest.mark.parametrize("number, draws", [(2, 1000), (40, 200), (200, 100)])
+def test_many_components_are_judged_at_fewer_draws(number, draws):
+    density = target(dist.Normal(0.0, 1.0).log_prob)
+    seen = []
+    log_prob = density.log_prob
+
+    def counted(points):
+        seen.append(len(points))
+        return log_prob(points)
+
+    density.log_prob = counted
+    mixture_weights(density, [gaussian(0.0, 1.0)] * number, max_iterations=1)
+    assert seen == [draws] * number
