@@ -15,8 +15,9 @@ from pyro_implicit.ops.pareto import pareto_smoothed
 __all__ = ["Reliability", "corrected_draws", "reliability"]
 
 OVERSAMPLING, LEAST_PROPOSALS = 4, 1000
-NUM_WEIGHED = 2000
+NUM_WEIGHED, NUM_WEIGHED_AGAIN = 2000, 8000
 MAX_KHAT, LEAST_EFFICIENCY, EVEN = 0.5, 0.5, 0.99
+AGREES = 0.75  # of the efficiency seen before: that of good weights hangs on their number less
 
 
 class Reliability(NamedTuple):
@@ -42,13 +43,27 @@ class Reliability(NamedTuple):
 def reliability(guide: Any, density: LatentDensity) -> Reliability:
     """Of the smoothed weights of 2,000 new draws.
 
+    Unless the model runs one draw at a time, 8,000 more have to agree where these are good: a mode
+    that the guide only touches is met by one draw in a thousand, and no weight tells of it before.
+
     :param guide: with an exact density, see
         :func:`~pyro_implicit.fitting.candidates.has_exact_density`.
     :param density: of the model.
     """
-    smoothed = pareto_smoothed(exact_log_weights(guide, density, NUM_WEIGHED)[1].double())
+    log_weights = exact_log_weights(guide, density, NUM_WEIGHED)[1]
+    found = _judge(log_weights)
+    if found.suffices and density.is_vectorized:
+        more = exact_log_weights(guide, density, NUM_WEIGHED_AGAIN)[1]
+        again = _judge(torch.cat([log_weights, more]))
+        if again.efficiency < AGREES * found.efficiency:
+            return again
+    return found
+
+
+def _judge(log_weights: Tensor) -> Reliability:
+    smoothed = pareto_smoothed(log_weights.double())
     squares = smoothed.log_weights.mul(2).exp().sum().item()
-    return Reliability(smoothed.khat, 1 / (NUM_WEIGHED * squares))
+    return Reliability(smoothed.khat, 1 / (len(log_weights) * squares))
 
 
 def corrected_draws(guide: Any, density: LatentDensity, num_samples: int) -> dict[str, Tensor]:

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the weights of a guide's draws are taken for reliable."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_implicit.density import LatentDensity, Modes
+from pyro_implicit.fitting import correction, exact_guide
+
+
+def two_modes():
+    """A tenth of it lies in a narrow mode in the tail of the rest."""
+    parts = dist.Normal(torch.tensor([0.0, 3.0]), torch.tensor([1.0, 0.1]))
+    mixture = dist.MixtureSameFamily(dist.Categorical(torch.tensor([0.9, 0.1])), parts)
+    x = pyro.sample("x", dist.Normal(0.0, 10.0))
+    pyro.factor("density", mixture.log_prob(x) - dist.Normal(0.0, 10.0).log_prob(x))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_mode_that_few_draws_reach_is_seen(seed, monkeypatch):
+    torch.set_default_dtype(torch.float64)
+    pyro.set_rng_seed(seed)
+    monkeypatch.setattr(correction, "NUM_WEIGHED", 20)
+    found = Modes(loc=torch.zeros(1, 1), scale_tril=torch.ones(1, 1, 1), elbo=torch.zeros(1))
+    guide, density = exact_guide(two_modes, found), LatentDensity(two_modes)
+    assert not correction.reliability(guide, density).suffices
+    # Of a model that runs one draw at a time no more are asked for.
+    monkeypatch.setattr(LatentDensity, "is_vectorized", False)
+    pyro.set_rng_seed(seed)
+    assert correction.reliability(guide, density).suffices
