@@ -15,9 +15,8 @@ from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from pyro_implicit.density.cost import estimated_seconds, nearby
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
 from pyro_implicit.guides.affine_frame import Frame
@@ -28,7 +27,6 @@ __all__ = ["find_frame"]
 
 MAX_FULL_DIM = 100
 BUDGET = 1.0  # seconds
-PER_OPERATION, PER_NUMBER = 2e-5, 2e-9  # seconds, so that the plan does not hang on the clock
 NUM_MINIBATCHES, NUM_PARTICLES = 100, 8
 
 
@@ -156,24 +154,11 @@ def _mean_field(density: _MinibatchDensity, num_steps: int) -> Frame:
 
 
 def _seconds(density: LatentDensity) -> float:
-    """About how long one gradient takes."""
-    points = density.init_loc.unsqueeze(0)
+    """About how long gradients at a few points take."""
+    points = nearby(density.init_loc, NUM_PARTICLES)
     density.log_prob(points)  # learns how the model runs
-    with _Cost() as cost:
-        density.score(points)
-    return cost.seconds
-
-
-class _Cost(TorchDispatchMode):
-    """Adds up what the operations in it take, roughly."""
-
-    seconds = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        numbers = sum(part.numel() for part in tree_leaves(result) if isinstance(part, Tensor))
-        self.seconds += PER_OPERATION + PER_NUMBER * numbers
-        return result
+    num_runs = 1 if density.is_vectorized else NUM_PARTICLES
+    return estimated_seconds(lambda: density.score(points), num_runs=num_runs)
 
 
 def _hides_sites(model: Callable[..., Any]) -> bool:
