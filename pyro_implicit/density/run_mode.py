@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_implicit.density.bad_matrices import OF_MATRICES
 from pyro_implicit.density.in_each_run import all_runs
+from pyro_implicit.ops.log_ndtr import log_ndtr
 
 __all__ = ["BranchError", "RunMode", "VmapError", "writes_to_unbatched"]
 
@@ -36,7 +37,8 @@ class RunMode(TorchFunctionMode):
     """Runs a model with a few of torch's functions replaced, in this thread and context alone.
 
     Everywhere, a matrix without a factor or an inverse gets NaN for it in place of an error, so
-    that it is this run's density that is not a number and not the batch's, and its gradient is 0.
+    that it is this run's density that is not a number and not the batch's, and its gradient is 0;
+    and ``log_ndtr`` has derivatives that hold far from the data, where a search begins.
     Inside ``vmap``, a tensor can be asked for its truth or its number if all runs agree, elements
     can be set through a mask, and tensors made in the model can be written to.
 
@@ -54,7 +56,7 @@ class RunMode(TorchFunctionMode):
     def __init__(self, tag: Tensor | None = None, fresh_are_batched: bool = False) -> None:
         super().__init__()
         self.tag = tag
-        self.replacements = dict(OF_MATRICES)
+        self.replacements = {**OF_MATRICES, torch.special.log_ndtr: _log_ndtr}
         if tag is not None:
             self.replacements.update(_IN_VMAP)
         if fresh_are_batched:
@@ -98,6 +100,10 @@ def writes_to_unbatched(error: Exception) -> bool:
         text in str(error)
         for text in ("is not possible because there exists", "doesn't match the broadcast shape")
     )
+
+
+def _log_ndtr(func: Callable, value: Tensor) -> Tensor:
+    return log_ndtr(value)
 
 
 def _is_true(func: Callable, tensor: Tensor) -> bool:

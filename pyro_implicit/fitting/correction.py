@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_implicit.density.cost import estimated_seconds, nearby
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.fitting.candidates import exact_log_weights
 from pyro_implicit.ops.pareto import pareto_smoothed
@@ -16,6 +17,7 @@ __all__ = ["Reliability", "corrected_draws", "reliability"]
 
 OVERSAMPLING, LEAST_PROPOSALS = 4, 1000
 NUM_WEIGHED, NUM_WEIGHED_AGAIN = 2000, 8000
+NUM_TIMED, SECONDS_AGAIN = 100, 3.0
 MAX_KHAT, LEAST_EFFICIENCY, EVEN = 0.5, 0.5, 0.99
 AGREES = 0.75  # of the efficiency seen before: that of good weights hangs on their number less
 
@@ -43,7 +45,7 @@ class Reliability(NamedTuple):
 def reliability(guide: Any, density: LatentDensity) -> Reliability:
     """Of the smoothed weights of 2,000 new draws.
 
-    Unless the model runs one draw at a time, 8,000 more have to agree where these are good: a mode
+    Where these are good, up to 8,000 more have to agree, as many as a few seconds allow: a mode
     that the guide only touches is met by one draw in a thousand, and no weight tells of it before.
 
     :param guide: with an exact density, see
@@ -52,12 +54,21 @@ def reliability(guide: Any, density: LatentDensity) -> Reliability:
     """
     log_weights = exact_log_weights(guide, density, NUM_WEIGHED)[1]
     found = _judge(log_weights)
-    if found.suffices and density.is_vectorized:
-        more = exact_log_weights(guide, density, NUM_WEIGHED_AGAIN)[1]
+    number = _affordable(density) if found.suffices else 0
+    if number > NUM_WEIGHED:
+        more = exact_log_weights(guide, density, number)[1]
         again = _judge(torch.cat([log_weights, more]))
         if again.efficiency < AGREES * found.efficiency:
             return again
     return found
+
+
+def _affordable(density: LatentDensity) -> int:
+    """How many more draws are weighed."""
+    points = nearby(density.init_loc, NUM_TIMED)
+    num_runs = 1 if density.is_vectorized else NUM_TIMED
+    seconds = estimated_seconds(lambda: density.log_prob(points), num_runs=num_runs) / NUM_TIMED
+    return min(NUM_WEIGHED_AGAIN, int(SECONDS_AGAIN / seconds))
 
 
 def _judge(log_weights: Tensor) -> Reliability:
