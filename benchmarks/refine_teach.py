@@ -156,8 +156,9 @@ def report(path: Path) -> str:
 NOTE = """The guide's distance from the truth (sliced Wasserstein-2 in the truth's sds; of the toy,
 of its uncertainty map from that of NUTS) before and after `refine(..., teach=True)`, and the
 gradients of that refinement and of the next, from the taught guide: at most about 1,000 for each of
-128 chains. Guides by an ELBO of 16 particles for 300 steps. Seconds are wall time on a machine with
-five times as many jobs as cores.
+128 chains. Guides by an ELBO of 16 particles for 300 steps. Seconds are wall time.
+The toy's mean field covers what lies between a network's modes once it is taught, and predicts
+worse.
 
 `python -m benchmarks.refine_teach --data-dir DATA` makes it anew.
 """

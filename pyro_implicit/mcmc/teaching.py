@@ -63,10 +63,11 @@ def teach(
 
     It maximises the mean of :math:`\log q(\theta)` over the draws, which minimises the forward
     divergence :math:`KL(p \| q)`: the guide comes to cover all of the posterior, where an ELBO
-    draws it to the bulk. The Gaussian guides ``AutoNormal``, ``AutoDiagonalNormal`` and
-    ``AutoMultivariateNormal`` take the draws' moments, which is the maximum. Any other guide is
-    trained by Adam, whose rate falls to zero along a cosine. The last fifth of the draws is held
-    out, and the guide ends as it was when these were likeliest: never worse than it came.
+    draws it to the bulk; with several modes and a guide of one, all that lies between them, too.
+    The Gaussian guides ``AutoNormal``, ``AutoDiagonalNormal`` and ``AutoMultivariateNormal`` take
+    the draws' moments, which is the maximum. Any other guide is trained by Adam, whose rate falls
+    to zero along a cosine. The last fifth of the draws is held out, and the guide ends as it was
+    when these were likeliest: never less likely than it came.
 
     The weights of an :class:`~pyro_implicit.AutoMixture` stay as they are.
 
