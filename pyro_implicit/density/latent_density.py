@@ -22,6 +22,7 @@ from pyro_implicit.density.batched_runs import IMPOSSIBLE, BatchedRuns
 from pyro_implicit.density.discrete import DiscreteSum, is_discrete_latent
 from pyro_implicit.density.engine import Model, compute_log_prob, refuse_subsampling
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
+from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.density.supports import refuse_moving_supports
 from pyro_implicit.density.unfit_sites import refuse_unfit_sites, warn_of_missing_data
 
@@ -112,7 +113,7 @@ class LatentDensity:
         """
         first_error = None
         for init in (init_loc_fn, *(init_to_sample,) * MAX_RETRIES):
-            traced = poutine.trace(self.model)
+            traced = poutine.trace(without_sequential_plates(self.model))
             start = FlatPriorStart(init, like=self._like)
             continuous = poutine.block(traced, hide_fn=is_discrete_latent)
             prototype = AutoContinuous(continuous, init_loc_fn=start)

@@ -127,9 +127,8 @@ def _refuse_sequential(name: str, site: Site) -> None:
     for frame in site["cond_indep_stack"]:
         if not (frame.vectorized or is_discrete_latent(site)):
             raise ValueError(
-                f"latent '{name}' is in a sequential plate, '{frame.name}', which Pyro's "
-                "unconstrained view of latents refuses. Cure: a vectorised one, with "
-                f"pyro.plate('{frame.name}', {frame.size}):, or range({frame.size}) in its place"
+                f"latent '{name}' is in a sequential plate that subsamples, '{frame.name}', and "
+                "so is another one each time. Cure: the plate without subsample_size"
             )
 
 

@@ -13,6 +13,7 @@ from pyro.nn import PyroParam
 from torch import Tensor, nn
 
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
+from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.guides.names import own_names
 
 __all__ = ["gaussian_guide"]
@@ -47,7 +48,7 @@ def gaussian_guide(
     """
     kwargs = {**kwargs, **(model_kwargs or {})}
     start = FlatPriorStart(init_to_median, like=example_tensor(model, args, kwargs))
-    guide = own_names(AutoMultivariateNormal(model, init_loc_fn=start))
+    guide = own_names(AutoMultivariateNormal(without_sequential_plates(model), init_loc_fn=start))
     with poutine.block():
         guide._setup_prototype(*args, **kwargs)
     scale = scale_tril.diagonal()

@@ -10,6 +10,7 @@ from pyro.infer.autoguide import AutoGuide, AutoNormal, init_to_value
 
 from pyro_implicit.density.flat_priors import FlatPriorStart
 from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.fitting.amortized import Amortize, fit_amortized
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.plan import MAX_DENSE_DIM
@@ -65,7 +66,8 @@ def fit_batches(
         loss = default_loss(guide, min(stages.num_particles, PARTICLES))
         return stages.train_alone("semi-implicit", guide, loss)
     start = FlatPriorStart(init_to_value(values=between(density)))
-    guide = own_names(AutoNormal(stages.model, init_loc_fn=start, init_scale=INIT_SCALE))
+    model = without_sequential_plates(stages.model)
+    guide = own_names(AutoNormal(model, init_loc_fn=start, init_scale=INIT_SCALE))
     loss = ImplicitELBO(min(stages.num_particles, FEW_PARTICLES), nonfinite="skip")
     return stages.train_alone("mean-field", guide, loss)
 

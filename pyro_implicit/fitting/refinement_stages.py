@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pyro_implicit.density.flat_priors import FlatPriorStart
 from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.fitting.candidates import has_exact_density
 from pyro_implicit.fitting.correction import reliability
 from pyro_implicit.fitting.plan import TRAINING_SECONDS, ChainPlan, affordable_chains
@@ -52,7 +53,8 @@ def correct(stages: Stages, density: LatentDensity) -> float:
 def train_mean_field(stages: Stages, density: LatentDensity) -> Fit:
     """A rough guide of many latents, for chains to start from."""
     start = FlatPriorStart(init_to_value(values=between(density)))
-    guide = own_names(AutoNormal(stages.model, init_loc_fn=start))
+    model = without_sequential_plates(stages.model)
+    guide = own_names(AutoNormal(model, init_loc_fn=start))
     loss = ImplicitELBO(min(stages.num_particles, ROUGH_PARTICLES), nonfinite="skip")
     steps = min(ROUGH_STEPS, stages.steps_for(guide, loss, TRAINING_SECONDS))
     return stages.train_alone("mean-field", guide, loss, time_share=0.3, num_steps=steps)

@@ -17,6 +17,7 @@ from torch.distributions import IndependentTransform, Transform, biject_to
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.discrete import is_summable
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
+from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.density.supports import refuse_moving_supports
 from pyro_implicit.guides.random_stream import own_stream
 
@@ -51,7 +52,7 @@ class AutoDraws(AutoContinuous):
         create_plates: Callable[..., Any] | None = None,
     ) -> None:
         self._start = FlatPriorStart(init_loc_fn)
-        super().__init__(model, init_loc_fn=self._start)
+        super().__init__(without_sequential_plates(model), init_loc_fn=self._start)
         self.create_plates = create_plates
 
     @staticmethod

@@ -18,6 +18,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.noise_map import NoiseMap
@@ -61,7 +62,7 @@ class AutoConditional(AutoGuide):
     def __init__(
         self, model: Callable[..., Any], reparams: Mapping[str, ConditionalReparam]
     ) -> None:
-        super().__init__(model)
+        super().__init__(without_sequential_plates(model))
         self.reparams = dict(reparams)
         self.noise: Any = None
         self._last: tuple[tuple, NoiseMap | None] = (), None
@@ -86,7 +87,7 @@ class AutoConditional(AutoGuide):
 
     def attach(self, model: Callable[..., Any]) -> None:
         """Take the model of a guide that was unpickled."""
-        self._model = (model,)
+        self._model = (without_sequential_plates(model),)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Samples all latents, and their noise as auxiliary sites.
