@@ -11,6 +11,7 @@ from pyro.infer.autoguide import AutoNormal, init_to_value
 from torch import Tensor, nn
 
 from pyro_implicit.density.flat_priors import FlatPriorStart
+from pyro_implicit.density.gaussian_elbo import finite_log_prob
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.fitting.candidates import has_exact_density
@@ -50,6 +51,10 @@ def correct(stages: Stages, density: LatentDensity) -> float:
     return efficiency
 
 
+NEARER = (1.0, 0.5, 0.2, 0.05, 0.0)
+HOPELESS = 10.0  # nats a latent
+
+
 def train_mean_field(stages: Stages, density: LatentDensity) -> Fit:
     """A rough guide of many latents, for chains to start from."""
     start = FlatPriorStart(init_to_value(values=between(density)))
@@ -63,11 +68,16 @@ def train_mean_field(stages: Stages, density: LatentDensity) -> Fit:
 def between(density: LatentDensity) -> dict[str, Tensor]:
     """A start between the prior's medians and one of its draws: weights of a network that are all
     the same stay so, and those of its prior are far too large. What the weights were before they
-    became latents is better still, where the model is a module that knows them.
+    became latents is better still, where the model is a module that knows them. A start out of
+    which no training would come (the median of ``InverseGamma(0.001, 0.001)`` is 1e35 or so) is
+    moved towards the origin of unconstrained space.
     """
     drawn = density.sample_prior(1)
     step = ROUGH_SPREAD * (drawn[0] - density.init_loc) if len(drawn) else 0.0
-    values = density.constrain(density.init_loc + step)
+    starts = torch.tensor(NEARER).to(density.init_loc).unsqueeze(-1) * (density.init_loc + step)
+    heights = finite_log_prob(density, starts)
+    is_near_best = heights > heights.max() - HOPELESS * density.latent_dim
+    values = density.constrain(starts[int(is_near_best.to(torch.uint8).argmax())])
     if isinstance(density.model, nn.Module):
         known = start_values(density.model)
         values |= {name: known[name] for name in values.keys() & known.keys()}

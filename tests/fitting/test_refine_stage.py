@@ -11,8 +11,9 @@ from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import fit
 from pyro_implicit.compiled import RecordedFunction
-from pyro_implicit.density import traced_score
+from pyro_implicit.density import LatentDensity, traced_score
 from pyro_implicit.fitting.correction import Reliability
+from pyro_implicit.fitting.refinement_stages import between
 from pyro_implicit.infer.engine import step_call
 
 QUIET = {"seed": 0, "progress": False}
@@ -117,3 +118,22 @@ def test_failure_is_said_and_the_guide_kept(monkeypatch):
         result = fit(correlated, guide, torch.tensor(1.0), refine=True, num_steps=2, **QUIET)
     assert result.guide is guide and result.refined is None
     assert result.sample(3)["x"].shape == (3, 2)  # the guide's own, one of Pyro's
+
+
+def test_a_start_that_training_would_not_leave_is_moved():
+    y = torch.tensor([0.3, -0.2, 0.1])
+
+    def model(prior):
+        sigma = pyro.sample("sigma", prior)
+        with pyro.plate("rows", 3):
+            pyro.sample("y", dist.Normal(0.0, sigma), obs=y)
+
+    density = LatentDensity(model, dist.InverseGamma(0.001, 0.001))
+    assert density.init_loc > 50  # the logarithm of the median
+    assert between(density)["sigma"] < 1e6
+    density = LatentDensity(model, dist.LogNormal(1.0, 0.1))
+    pyro.set_rng_seed(0)
+    drawn = density.sample_prior(1)[0]
+    pyro.set_rng_seed(0)
+    expected = density.init_loc + 0.3 * (drawn - density.init_loc)
+    torch.testing.assert_close(between(density)["sigma"], expected.exp().squeeze())
