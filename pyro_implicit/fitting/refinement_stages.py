@@ -30,6 +30,8 @@ from pyro_implicit.nn import start_values
 __all__ = ["between", "correct", "move_draws", "train_mean_field"]
 
 ROUGH_STEPS, ROUGH_PARTICLES, ROUGH_SPREAD = 1000, 8, 0.3
+NEARER = (1.0, 0.5, 0.2, 0.05, 0.0)  # of the way from the origin to a start
+HOPELESS = 10.0  # nats a latent, which another start is better
 
 
 def correct(stages: Stages, density: LatentDensity) -> float:
@@ -49,10 +51,6 @@ def correct(stages: Stages, density: LatentDensity) -> float:
         if found.suffices:
             result.correction = efficiency
     return efficiency
-
-
-NEARER = (1.0, 0.5, 0.2, 0.05, 0.0)
-HOPELESS = 10.0  # nats a latent
 
 
 def train_mean_field(stages: Stages, density: LatentDensity) -> Fit:
