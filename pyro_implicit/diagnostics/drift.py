@@ -17,6 +17,8 @@ from pyro_implicit.ops.semi_implicit import HMCState, hmc_state, hmc_transition
 
 __all__ = ["DriftCheck", "drift_check"]
 
+LEAST_MOVES = 0.1  # of the transitions, accepted
+
 
 class DriftCheck(NamedTuple):
     """What :func:`drift_check` found: drifts of means and standard deviations as errors of the
@@ -123,8 +125,10 @@ def drift_check(
     products = [(1.0, before, before), (-1.0, centered, centered)]
     unit = before if axes is None else None
     errors = moment_errors(after - before, products, axes, false_alarm, unit=unit)
+    # Chains that stand still show nothing.
+    resolution = errors.resolution if accepted > LEAST_MOVES else Resolution(math.inf, math.inf)
     return DriftCheck(
-        errors.mean_error, errors.sd_ratios, accepted, errors.faults, errors.resolution, escaped
+        errors.mean_error, errors.sd_ratios, accepted, errors.faults, resolution, escaped
     )
 
 

@@ -11,7 +11,9 @@ from torch import Tensor
 __all__ = ["CollapsedError", "Whitened", "whiten_draws"]
 
 MAX_FULL_DIM = 300
+MAX_SORTED = 2000  # draws, enough for a quantile
 ROUNDING = 10  # units in the last place of the largest draw that are no spread
+FAR = 1e4  # times the spread of nine tenths of the draws: of a Cauchy distribution .3 % reach it
 
 
 class CollapsedError(ValueError):
@@ -58,8 +60,10 @@ def whiten_draws(draws: Tensor) -> Whitened:
             [0., 1.]])
 
     :param draws: finite, ``(num_draws, latent_dim)``.
-    :raises CollapsedError: for draws that lie on a hyperplane, or do so up to rounding.
+    :raises CollapsedError: for draws that lie on a hyperplane, or do so up to rounding, or some of
+        which lie so far out that beside them the others do.
     """
+    _refuse_far(draws)
     # In units in which no square overflows.
     size = draws.abs().amax(0)
     unit = size.clamp(min=torch.finfo(draws.dtype).tiny)
@@ -77,6 +81,22 @@ def whiten_draws(draws: Tensor) -> Whitened:
         raise CollapsedError(_message(draws))
     white = torch.linalg.solve_triangular(factor.mT, standard, upper=True, left=False)
     return Whitened(white, loc, factor.mT * scale, factor.mT)
+
+
+def _refuse_far(draws: Tensor) -> None:
+    """A single draw makes the frame, if it is at 1e30."""
+    shares = torch.tensor([0.05, 0.5, 0.95]).to(draws)
+    low, middle, high = torch.quantile(draws[:MAX_SORTED], shares, dim=0)
+    spread = (high - low) / 3.29
+    distance = ((draws - middle) / spread.clamp(min=torch.finfo(draws.dtype).tiny)).abs()
+    distance = torch.where(spread > 0, distance, 0.0)
+    farthest = distance.max().item()
+    if farthest > FAR * len(draws) ** 0.5:
+        number = int((distance.amax(-1) > FAR).sum())
+        raise CollapsedError(
+            f"{number} of {len(draws)} draws lie up to {farthest:.0e} sds of the others away from "
+            "them. Cure: fit again with a smaller learning rate, or without whatever throws them"
+        )
 
 
 def _message(draws: Tensor) -> str:
