@@ -30,6 +30,7 @@ from pyro_implicit.nn import start_values
 __all__ = ["between", "correct", "move_draws", "train_mean_field"]
 
 ROUGH_STEPS, ROUGH_PARTICLES, ROUGH_SPREAD = 1000, 8, 0.3
+HASTE = 5.0
 NEARER = (1.0, 0.5, 0.2, 0.05, 0.0)  # of the way from the origin to a start
 HOPELESS = 10.0  # nats a latent, which another start is better
 
@@ -54,13 +55,17 @@ def correct(stages: Stages, density: LatentDensity) -> float:
 
 
 def train_mean_field(stages: Stages, density: LatentDensity) -> Fit:
-    """A rough guide of many latents, for chains to start from."""
+    """A rough guide of many latents, for chains to start from.
+
+    It has no frame, so latents may have to go many times the unit that ``lr`` is made for.
+    """
     start = FlatPriorStart(init_to_value(values=between(density)))
     model = without_sequential_plates(stages.model)
     guide = own_names(AutoNormal(model, init_loc_fn=start))
     loss = ImplicitELBO(min(stages.num_particles, ROUGH_PARTICLES), nonfinite="skip")
     steps = min(ROUGH_STEPS, stages.steps_for(guide, loss, TRAINING_SECONDS))
-    return stages.train_alone("mean-field", guide, loss, time_share=0.3, num_steps=steps)
+    options = {"time_share": 0.3, "num_steps": steps, "haste": HASTE}
+    return stages.train_alone("mean-field", guide, loss, **options)
 
 
 def between(density: LatentDensity) -> dict[str, Tensor]:

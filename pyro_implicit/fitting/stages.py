@@ -100,12 +100,15 @@ class Stages:
         num_steps: int | None = None,
         time_share: float = 0.5,
         decay: float = Schedule.decay,
+        haste: float = 1.0,
     ) -> list[float]:
         """One training with the files and the settings of all.
 
         :param time_share: of the time that is left.
         :param decay: of :class:`~pyro_implicit.fitting.Schedule`.
+        :param haste: times the learning rate.
         """
+        lr = haste * self.lr
         self.in_training = name, guide
         losses = train(
             self.trained,
@@ -114,7 +117,7 @@ class Stages:
             *self.args,
             batches=self.batches,
             held_out=self.held_out,
-            schedule=Schedule(num_steps=num_steps or self.num_steps, lr=self.lr, decay=decay),
+            schedule=Schedule(num_steps=num_steps or self.num_steps, lr=lr, decay=decay),
             name=name,
             max_seconds=self.limit.left(time_share),
             model_kwargs=self.kwargs,
