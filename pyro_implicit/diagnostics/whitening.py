@@ -13,7 +13,7 @@ __all__ = ["CollapsedError", "Whitened", "whiten_draws"]
 MAX_FULL_DIM = 300
 MAX_SORTED = 2000  # draws, enough for a quantile
 ROUNDING = 10  # units in the last place of the largest draw that are no spread
-FAR = 1e4  # times the spread of nine tenths of the draws: of a Cauchy distribution .3 % reach it
+FAR = 1e4  # times the sd of the others is that of all: rarer than 1 in 100 of Cauchy draws
 
 
 class CollapsedError(ValueError):
@@ -91,8 +91,9 @@ def _refuse_far(draws: Tensor) -> None:
     distance = ((draws - middle) / spread.clamp(min=torch.finfo(draws.dtype).tiny)).abs()
     distance = torch.where(spread > 0, distance, 0.0)
     farthest = distance.max().item()
-    if farthest > FAR * len(draws) ** 0.5:
-        number = int((distance.amax(-1) > FAR).sum())
+    limit = FAR * len(draws) ** 0.5
+    if farthest > limit:
+        number = int((distance.amax(-1) > limit).sum())
         raise CollapsedError(
             f"{number} of {len(draws)} draws lie up to {farthest:.0e} sds of the others away from "
             "them. Cure: fit again with a smaller learning rate, or without whatever throws them"

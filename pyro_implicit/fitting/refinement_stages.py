@@ -30,7 +30,7 @@ from pyro_implicit.nn import start_values
 __all__ = ["between", "correct", "move_draws", "train_mean_field"]
 
 ROUGH_STEPS, ROUGH_PARTICLES, ROUGH_SPREAD = 1000, 8, 0.3
-HASTE = 5.0
+HASTE = 5.0  # times the learning rate
 NEARER = (1.0, 0.5, 0.2, 0.05, 0.0)  # of the way from the origin to a start
 HOPELESS = 10.0  # nats a latent, which another start is better
 

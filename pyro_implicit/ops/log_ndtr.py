@@ -38,33 +38,33 @@ def log_ndtr(value: Tensor) -> Tensor:
     return _LogNdtr.apply(value)
 
 
-class _LogNdtr(torch.autograd.Function):
-    @staticmethod
-    def forward(value: Tensor) -> Tensor:
-        return torch.special.log_ndtr(value)
+class _Elementwise(torch.autograd.Function):
+    """Of one tensor, and so in all runs of ``vmap`` at once, where torch would loop over them."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[int], value: Tensor) -> tuple[Tensor, int]:
+        return cls.apply(value), in_dims[0]
+
+
+class _LogNdtr(_Elementwise):
+    @staticmethod
+    def forward(value: Tensor) -> Tensor:
+        return torch.special.log_ndtr(value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (value,) = ctx.saved_tensors
         return grad * _Hazard.apply(value)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int], value: Tensor) -> tuple[Tensor, int]:
-        return _LogNdtr.apply(value), in_dims[0]
 
-
-class _Hazard(torch.autograd.Function):
+class _Hazard(_Elementwise):
     @staticmethod
     def forward(value: Tensor) -> Tensor:
-        return _hazard(value)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+        return math.sqrt(2 / math.pi) / torch.special.erfcx(-value / math.sqrt(2))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -76,11 +76,3 @@ class _Hazard(torch.autograd.Function):
         total = torch.where(value < far, series, value + hazard)
         # Where there is no hazard left, its product with an infinite value is 0.
         return -grad * torch.where(hazard == 0, hazard, hazard * total)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int], value: Tensor) -> tuple[Tensor, int]:
-        return _Hazard.apply(value), in_dims[0]
-
-
-def _hazard(value: Tensor) -> Tensor:
-    return math.sqrt(2 / math.pi) / torch.special.erfcx(-value / math.sqrt(2))

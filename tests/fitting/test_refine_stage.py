@@ -137,3 +137,16 @@ def test_a_start_that_training_would_not_leave_is_moved():
     pyro.set_rng_seed(0)
     expected = density.init_loc + 0.3 * (drawn - density.init_loc)
     torch.testing.assert_close(between(density)["sigma"], expected.exp().squeeze())
+
+
+def test_the_rough_guide_trains_in_haste(monkeypatch):
+    rates = []
+
+    def train(*args, schedule, **options):
+        rates.append(schedule.lr)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pyro_implicit.fitting.plan.MAX_DENSE_DIM", 1)
+    monkeypatch.setattr("pyro_implicit.fitting.stages.train", train)
+    fit(correlated, "auto", torch.tensor(1.5), lr=0.02, **QUIET)
+    assert rates == [pytest.approx(0.1)]
