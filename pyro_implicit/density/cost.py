@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from pyro_implicit.compiled.dispatch import DispatchMode
 
-__all__ = ["PER_RUN", "count_operations", "estimated_seconds", "nearby"]
+__all__ = ["PER_RUN", "count_operations", "estimated_seconds", "nearby", "seconds_near"]
 
 # Of one core of a CPU, measured on models of 4 to 100 latents, within a factor of two.
 PER_RUN = 3e-3  # Pyro's handlers
@@ -65,6 +65,26 @@ def estimated_seconds(evaluate: Callable[[], Any], times: float = 1.0, num_runs:
         + PER_OPERATION * counter.operations
         + times * (PER_ELEMENT * counter.elements + PER_FLOP * counter.flops)
     )
+
+
+def seconds_near(
+    evaluate: Callable[[Tensor], Any], point: Tensor, number: int, one_by_one: bool = False
+) -> float:
+    """What :func:`estimated_seconds` says of an evaluation at points around one.
+
+    **Example:**
+
+    >>> import torch
+    >>> one, many = (seconds_near(torch.exp, torch.zeros(3), number) for number in (1, 100))
+    >>> one < many
+    True
+
+    :param evaluate: of points ``(number, dim)``.
+    :param point: ``(dim,)``.
+    :param one_by_one: whether the model runs once for each point.
+    """
+    points = nearby(point, number)
+    return estimated_seconds(lambda: evaluate(points), num_runs=number if one_by_one else 1)
 
 
 def nearby(point: Tensor, number: int) -> Tensor:

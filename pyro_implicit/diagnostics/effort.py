@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from pyro_implicit.density.cost import estimated_seconds, nearby
+from pyro_implicit.density.cost import nearby, seconds_near
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import seconds_of_climb
 
@@ -74,10 +74,11 @@ def plan_effort(
     extra = max(0, min(NUM_SCORES, MAX_NUMBERS // (num_samples * density.latent_dim) - 1))
     full = Effort(num_samples, extra, num_transitions, None, math.nan)
     try:
-        density.log_prob(nearby(density.init_loc, 2))  # how the model can be run
-        rows = chunk_size if density.is_vectorized else min(chunk_size, FEW)
-        points, num_runs = nearby(density.init_loc, rows), 1 if density.is_vectorized else rows
-        score = estimated_seconds(lambda: density.score(points), num_runs=num_runs) / rows
+        point = density.init_loc
+        density.log_prob(nearby(point, 2))  # how the model can be run
+        one_by_one = not density.is_vectorized
+        rows = min(chunk_size, FEW) if one_by_one else chunk_size
+        score = seconds_near(density.score, point, rows, one_by_one) / rows
         iteration = seconds_of_climb(density) if can_search else 0.0
     except Exception:  # the model's own, at its start: the draws have others
         return full

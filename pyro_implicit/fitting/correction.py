@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.cost import estimated_seconds, nearby
+from pyro_implicit.density.cost import seconds_near
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.fitting.candidates import exact_log_weights
 from pyro_implicit.ops.pareto import pareto_smoothed
@@ -65,10 +65,9 @@ def reliability(guide: Any, density: LatentDensity) -> Reliability:
 
 def _affordable(density: LatentDensity) -> int:
     """How many more draws are weighed."""
-    points = nearby(density.init_loc, NUM_TIMED)
-    num_runs = 1 if density.is_vectorized else NUM_TIMED
-    seconds = estimated_seconds(lambda: density.log_prob(points), num_runs=num_runs) / NUM_TIMED
-    return min(NUM_WEIGHED_AGAIN, int(SECONDS_AGAIN / seconds))
+    one_by_one = not density.is_vectorized
+    seconds = seconds_near(density.log_prob, density.init_loc, NUM_TIMED, one_by_one)
+    return min(NUM_WEIGHED_AGAIN, int(SECONDS_AGAIN * NUM_TIMED / seconds))
 
 
 def _judge(log_weights: Tensor) -> Reliability:

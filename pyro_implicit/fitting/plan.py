@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pyro_implicit.density.cost import estimated_seconds, nearby
+from pyro_implicit.density.cost import nearby, seconds_near
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import seconds_of_climb
 
@@ -71,8 +71,7 @@ def affordable_chains(
     """
 
     def affordable_gradients(num_chains: int) -> int:
-        points, num_runs = nearby(point, num_chains), num_chains if one_by_one else 1
-        seconds = estimated_seconds(lambda: score(points), num_runs=num_runs)
+        seconds = seconds_near(score, point, num_chains, one_by_one)
         return max(1, min(MOST_GRADIENTS, int(CHAIN_SECONDS / seconds)))
 
     num_chains, gradients = MOST_CHAINS, affordable_gradients(MOST_CHAINS)

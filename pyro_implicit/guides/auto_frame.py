@@ -16,7 +16,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_implicit.density.cost import estimated_seconds, nearby
+from pyro_implicit.density.cost import nearby, seconds_near
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
 from pyro_implicit.guides.affine_frame import Frame
@@ -155,10 +155,9 @@ def _mean_field(density: _MinibatchDensity, num_steps: int) -> Frame:
 
 def _seconds(density: LatentDensity) -> float:
     """About how long gradients at a few points take."""
-    points = nearby(density.init_loc, NUM_PARTICLES)
-    density.log_prob(points)  # learns how the model runs
-    num_runs = 1 if density.is_vectorized else NUM_PARTICLES
-    return estimated_seconds(lambda: density.score(points), num_runs=num_runs)
+    point = density.init_loc
+    density.log_prob(nearby(point, NUM_PARTICLES))  # learns how the model runs
+    return seconds_near(density.score, point, NUM_PARTICLES, not density.is_vectorized)
 
 
 def _hides_sites(model: Callable[..., Any]) -> bool:
