@@ -135,12 +135,19 @@ def _step(draft: Draft, model: Any, guide_name: str, elbo_name: str) -> tuple[Te
     return loss, {n: p.grad.clone() for n, p in params if p.grad is not None}
 
 
-def _size(draft: Draft) -> int:
-    return LatentDensity(Rewritten(draft), draft.data).latent_dim
+def _start(draft: Draft) -> Tensor:
+    return LatentDensity(Drawn(draft), draft.data).init_loc
+
+
+def _fits(guide: str, elbo: str, size: int) -> bool:
+    """Whether a guide of the contract test, whose sizes are fixed, can have so many latents."""
+    least = 4 if "residual" in guide or elbo == "LIVI-smallest" else 1
+    return least <= size and (size <= 9 or "MMNN" not in guide)
 
 
 def pairs(draft: Draft, count: int = 2) -> list[tuple[str, str]]:
     """Some of the guides and ELBOs that can be trained, others for each seed."""
+    size = len(_start(draft))
     some = [
         (guide, elbo)
         for guide in GUIDES
@@ -148,7 +155,7 @@ def pairs(draft: Draft, count: int = 2) -> list[tuple[str, str]]:
         if guide != "HandWritten"
         and refusal(guide, elbo) is None
         and not (guide == "AutoGuideList" and len(draft.latents) < 2)
-        and not ("residual" in guide and _size(draft) < 4)
+        and _fits(guide, elbo, size)
         and not (guide == "AutoSemiImplicit-frame" and draft.discrete)  # Pyro's own cannot
     ]
     return random.Random(draft.seed).sample(some, count)
@@ -165,6 +172,8 @@ def _pair(draft: Draft, guide: str, elbo: str) -> str:
         loss, gradients = _step(draft, Drawn(draft), guide, elbo)
         if elbo in OF_PRIOR or draft.discrete:  # whose first run draws them
             return "right" if loss.isfinite() else "not finite"
+        if not _oracle(draft, _start(draft).unsqueeze(0)).isfinite().all():
+            return "no density at the start"
         expected, others = _step(draft, Rewritten(draft), guide, elbo)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise type(error)(f"{guide} by {elbo}: {error}") from error

@@ -15,7 +15,7 @@ from pyro.infer.autoguide import AutoGuideList
 from pyro.nn import PyroModule, PyroParam
 from torch.distributions import constraints
 
-from pyro_implicit import KIVI_ELBO, MLP, AutoImplicit, Implicit
+from pyro_implicit import KIVI_ELBO, MLP, AutoImplicit, AutoSemiImplicit, Implicit
 from pyro_implicit.ops import log_density_ratio
 
 
@@ -106,6 +106,36 @@ def test_local_latents_with_a_prior_of_their_own_each():
     one = 0.5 * (0.5**2 - 1) - math.log(0.5)
     expected = 2 * (2 * one + 0.5 * (1.0**2 + 0.5**2))
     assert found == pytest.approx(expected, abs=0.5)
+
+
+def test_a_prior_made_from_latents_that_do_not_move_it():
+    """What vmap leaves of its distribution cannot be drawn from."""
+
+    def loss(scale):
+        def model():
+            share = pyro.sample("share", dist.Dirichlet(torch.ones(3)))
+            pyro.sample("size", dist.HalfNormal(scale(share)))
+            pyro.sample("sign", dist.SoftLaplace(0.0, scale(share)))
+
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        guide = AutoSemiImplicit(model, frame=None)
+        elbo = KIVI_ELBO(5, 30, contrast="prior", num_prior_particles=50)
+        return torch.as_tensor(elbo.differentiable_loss(model, guide))
+
+    of_latents, of_numbers = loss(lambda share: share.sum().round()), loss(lambda share: 1.0)
+    torch.testing.assert_close(of_latents, of_numbers)
+
+
+def test_a_prior_that_is_summed_over_discrete_latents_is_refused():
+    def model():
+        choice = pyro.sample("choice", dist.Bernoulli(0.5))
+        pyro.sample("x", dist.Normal(4 * choice, 1.0))
+
+    guide = AutoSemiImplicit(model, frame=None)
+    elbo = KIVI_ELBO(2, contrast="prior")
+    with pytest.raises(ValueError, match="prior of site 'x' is made from the discrete .*'choice'"):
+        elbo.loss(model, guide)
 
 
 class GammaPosterior(PyroModule):

@@ -37,6 +37,7 @@ class SitePrior:
         self.site, self.particles, self.model_trace = site, particles, model_trace
         self.memory = memory
         self._draws = PriorDraws(particles, site.latents, memory)
+        self._alone: Trace | None = None
 
     def log_prob(self) -> Tensor:
         """The log-density at the site's draw, without scales and masks: ``site.batch_shape``."""
@@ -114,7 +115,7 @@ class SitePrior:
         total, start = torch.zeros_like(points[..., 0]), 0
         values = self.particles.particle(0)
         for name in self.site.latents:
-            fn = self._model_site(name)["fn"]
+            fn = self._fn(name)
             transform = biject_to(fn.support)
             shape = transform.inv(values[name]).shape
             if not self._is_whole():
@@ -142,18 +143,38 @@ class SitePrior:
         event_ndim = self.site.draw.dim() - len(self.site.batch_shape)
         batch = values.shape[: values.dim() - event_ndim]
         if self.site.latents == (self.site.name,):
-            values = biject_to(self._model_site(self.site.name)["fn"].support).inv(values)
+            values = biject_to(self._fn(self.site.name).support).inv(values)
         return values.reshape(batch + (-1,))
 
     def _model_site(self, name: str) -> dict[str, Any]:
         try:
             return self.model_trace.nodes[name]
         except KeyError:
+            discrete = self.particles.discrete
+            if discrete is not None and name in self.site.latents:
+                names = ", ".join(f"'{one}'" for one in sorted(discrete.names))
+                raise ValueError(
+                    f"the prior of site '{name}' is made from the discrete latents {names}, which "
+                    "are summed out, so that it has no density of its own. Cure: "
+                    'contrast="adaptive"'
+                ) from None
             raise ValueError(
                 f"site '{self.site.name}' of the guide stands for '{name}', which the model does "
                 "not sample. Cure: name the model's sites by pyro.sample(..., infer={'latents': "
                 "[...]})"
             ) from None
+
+    def _fn(self, name: str) -> Any:
+        """The distribution of a latent at the first particle.
+
+        Of a run on its own: what vmap leaves in the trace of all particles can be of no use outside
+        of it, even where it is constant.
+        """
+        if self._alone is None:
+            self._model_site(name)  # raises for a site that the model lacks
+            with torch.enable_grad():
+                self._alone = self._draws.up_to_latents(self.particles.particle(0))
+        return self._alone.nodes[name]["fn"]
 
     def _find_parents(self) -> None:
         self._is_whole()  # raises for sites that the model lacks
@@ -178,7 +199,7 @@ class SitePrior:
 
     def _refuse_flat(self) -> None:
         for name in self.site.latents:
-            fn = self._model_site(name)["fn"]
+            fn = self._fn(name)
             while hasattr(fn, "base_dist"):
                 fn = fn.base_dist
             if isinstance(fn, dist.ImproperUniform):
@@ -188,16 +209,14 @@ class SitePrior:
                 )
 
     def _sample_fn(self, name: str, num: int, values: dict[str, Tensor]) -> Tensor:
-        draw = self._model_site(name)["fn"].sample((num,))
-        if draw.dim() > values[name].dim() + 1:  # of a model that ran under the particle plate
-            draw = draw[:, 0]
+        draw = self._fn(name).sample((num,))
         return draw.reshape((num,) + values[name].shape)
 
     def _lay_out(self, draws: dict[str, Tensor]) -> Tensor:
         """Constrained draws by site, ``(num, *site_shape)``, as points ``(*plates, num, m)``."""
         parts = []
         for name, draw in draws.items():
-            fn = self._model_site(name)["fn"]
+            fn = self._fn(name)
             batch_ndim = 1 if self._is_whole() else draw.dim() - fn.event_dim
             free = biject_to(fn.support).inv(draw)
             parts.append(free.reshape(free.shape[:batch_ndim] + (-1,)))
