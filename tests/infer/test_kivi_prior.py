@@ -11,7 +11,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import SVI
-from pyro.infer.autoguide import AutoGuideList
+from pyro.infer.autoguide import AutoGuideList, init_to_value
 from pyro.nn import PyroModule, PyroParam
 from torch.distributions import constraints
 
@@ -135,6 +135,19 @@ def test_a_prior_that_is_summed_over_discrete_latents_is_refused():
     guide = AutoSemiImplicit(model, frame=None)
     elbo = KIVI_ELBO(2, contrast="prior")
     with pytest.raises(ValueError, match="prior of site 'x' is made from the discrete .*'choice'"):
+        elbo.loss(model, guide)
+
+
+def test_a_model_that_cannot_run_at_draws_of_its_prior():
+    def model():
+        scale = pyro.sample("scale", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(0.0, scale))
+
+    guide = AutoSemiImplicit(
+        model, frame=None, init_loc_fn=init_to_value(values={"scale": torch.tensor(9.0)})
+    )
+    elbo = KIVI_ELBO(2, contrast="prior")
+    with pytest.raises(ValueError, match="(?s)draws of the prior of 'scale', 'x'.*adaptive"):
         elbo.loss(model, guide)
 
 

@@ -95,9 +95,9 @@ class SitePrior:
             draws = {name: self._sample_fn(name, num, values) for name in self.site.latents}
             return self._lay_out(draws)
         if not self.memory.on_others or self.particles.num_particles == 1:
-            return self._lay_out(self._draws.draw(num, values))
+            return self._draw(num, values)
         particles = [self.particles.particle(k) for k in range(self.particles.num_particles)]
-        return torch.stack([self._lay_out(self._draws.draw(num, values)) for values in particles])
+        return torch.stack([self._draw(num, values) for values in particles])
 
     def log_density(self, points: Tensor) -> Tensor:
         """The log-density at any points, differentiable in them.
@@ -207,6 +207,16 @@ class SitePrior:
                     f"the prior of site '{name}' (ImproperUniform) is flat and cannot be sampled. "
                     'Cure: contrast="adaptive", which needs no prior draws'
                 )
+
+    def _draw(self, num: int, values: dict[str, Tensor]) -> Tensor:
+        try:
+            return self._lay_out(self._draws.draw(num, values))
+        except (ValueError, RuntimeError) as error:
+            latents = ", ".join(f"'{name}'" for name in self.site.latents)
+            raise ValueError(
+                f"the model cannot run at draws of the prior of {latents}: {error}. Cure: a prior "
+                'without such draws, or contrast="adaptive", which needs none'
+            ) from error
 
     def _sample_fn(self, name: str, num: int, values: dict[str, Tensor]) -> Tensor:
         draw = self._fn(name).sample((num,))
