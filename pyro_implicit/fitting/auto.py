@@ -169,8 +169,9 @@ def fit(
         is left of its time: in a terminal or a notebook, never in a log.
     :param model_kwargs: more keyword arguments of the model: those with a name of ours, such as
         ``seed``, ``lr`` or ``loss``.
-    :returns: guide, losses, bounds and stages. Its guides leave nothing in Pyro's parameter store;
-        a guide that was given, and parameters of the model, are there as after ``SVI``.
+    :returns: guide, losses, bounds, stages and the model's parameters. Its guides leave nothing in
+        Pyro's parameter store; a guide that was given, and parameters of the model, are there as
+        after ``SVI``.
     :raises TypeError: for a class, or the model's data, in place of a guide; in several processes,
         for ``pyro.param`` outside of modules.
     :raises ValueError: for an unknown guide, a discrete latent, an observation that is NaN, a model
@@ -213,6 +214,21 @@ def fit(
         stages.num_steps = epochs * stages.batches.epoch_length
         if validation is not None:
             stages.held_out = HeldOut(model, validation, args, kwargs)
+    result = _fit(stages, guide, loss, amortize, refine, epochs)
+    stages.keep_parameters()
+    return result
+
+
+def _fit(
+    stages: Stages,
+    guide: Any,
+    loss: Trace_ELBO | None,
+    amortize: Amortize | None,
+    refine: Literal["auto"] | bool,
+    epochs: int,
+) -> Fit:
+    model, args, kwargs = stages.model, stages.args, stages.kwargs
+    if stages.batches is not None:
         with stages.leaving_no_names():
             try:
                 fit_batches(stages, guide, loss, amortize)
@@ -226,7 +242,7 @@ def fit(
             except KeyboardInterrupt:
                 return stages.keep_the_best(None, None)
     if not isinstance(guide, str):
-        loss = loss or default_loss(guide, num_particles, *args, model_kwargs=kwargs)
+        loss = loss or default_loss(guide, stages.num_particles, *args, model_kwargs=kwargs)
         return _fit_given(stages, guide, loss, refine is True)
     density = _density(model, args, kwargs)
     if density is None and refine is True:

@@ -1,17 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of the model (``pyro.param``), which are learnt once and then stay."""
+"""Parameters of the model (``pyro.param``): learnt once, then fixed, and kept with the result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
+import pyro
+import torch
 from pyro import poutine
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributions import constraints
 
 from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.infer.engine.parameters import Owned, announce, owned_by, unconstrained
 
-__all__ = ["describe", "model_parameters", "with_fixed_parameters"]
+__all__ = [
+    "Learnt",
+    "describe",
+    "learnt_parameters",
+    "model_parameters",
+    "put_back",
+    "with_fixed_parameters",
+]
+
+
+LIBRARIES = ("pyro", "pyro_implicit", "torch")  # whose functions hold no user's modules
+
+
+class Learnt(NamedTuple):
+    """A parameter's unconstrained ``value``, and what it is constrained to."""
+
+    value: Tensor
+    constraint: constraints.Constraint
 
 
 def model_parameters(density: LatentDensity) -> dict[str, Tensor]:
@@ -19,7 +42,7 @@ def model_parameters(density: LatentDensity) -> dict[str, Tensor]:
 
     **Example:**
 
-    >>> import pyro, torch
+    >>> import torch
     >>> import pyro.distributions as dist
     >>> def model():
     ...     pyro.sample("x", dist.Normal(pyro.param("loc", torch.tensor(1.0)), 1.0))
@@ -40,6 +63,77 @@ def model_parameters(density: LatentDensity) -> dict[str, Tensor]:
 def with_fixed_parameters(model: Callable[..., Any]) -> Callable[..., Any]:
     """A model whose parameters no training sees."""
     return poutine.block(model, hide_types=["param"])
+
+
+def learnt_parameters(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Learnt]:
+    """All parameters of a model, or of a guide that is a function, by name.
+
+    **Example:**
+
+    >>> def model():
+    ...     pyro.param("scale", torch.tensor(1.0), constraint=constraints.positive)
+    >>> learnt_parameters(model)
+    {'scale': Learnt(value=tensor(0., requires_grad=True), constraint=GreaterThan(lower_bound=0.0))}
+
+    :param function: runs once.
+    """
+    with torch.no_grad(), poutine.block(), poutine.trace(param_only=True) as capture:
+        function(*args, **kwargs)
+    known = pyro.get_param_store().get_state()["constraints"]
+    return {
+        name: Learnt(unconstrained(site), known.get(name, constraints.real))
+        for name, site in capture.trace.nodes.items()
+        if site["type"] == "param"
+    }
+
+
+@torch.no_grad()
+def put_back(parameters: dict[str, Learnt], *functions: Any) -> None:
+    """Give a model what it had learnt: the parameters of its modules, and those in Pyro's store.
+
+    :param parameters: by name.
+    :param functions: the model; modules are found in what they are, or what they use.
+    :raises ValueError: for one of another shape.
+    """
+    owned: dict[str, Owned] = {}
+    for function in functions:
+        for module in _modules(function, set()):
+            owned.update(owned_by(module))
+    store = pyro.get_param_store()
+    stored = store.get_state()["params"]
+    for name, (value, constraint) in parameters.items():
+        own = owned[name].value if name in owned else stored.get(name)
+        if own is not None and own.shape != value.shape:
+            raise ValueError(
+                f"the model's parameter '{name}' has shape {tuple(own.shape)}, but that of the "
+                f"file {tuple(value.shape)}. Cure: the model that was fitted, or "
+                "pyro.clear_param_store() if it is of another"
+            )
+        if name in owned:
+            owned[name].value.copy_(value)
+            announce(name, owned[name])
+        else:
+            value = value.detach().clone().requires_grad_()
+            store.set_state({"params": {name: value}, "constraints": {name: constraint}})
+
+
+def _modules(part: Any, seen: set[int]) -> Iterator[nn.Module]:
+    """Those that a model is, holds or uses."""
+    if id(part) in seen:
+        return
+    seen.add(id(part))
+    inner: list[Any] = []
+    if isinstance(part, nn.Module):
+        yield part
+    elif isinstance(part, functools.partial):
+        inner = [part.func, *part.args, *part.keywords.values()]
+    elif inspect.ismethod(part):
+        inner = [part.__self__, part.__func__]
+    elif inspect.isfunction(part) and part.__module__.split(".")[0] not in LIBRARIES:
+        used = inspect.getclosurevars(part)
+        inner = [*used.nonlocals.values(), *used.globals.values()]
+    for one in inner:
+        yield from _modules(one, seen)
 
 
 def describe(parameters: dict[str, Tensor]) -> str:

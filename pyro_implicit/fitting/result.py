@@ -4,20 +4,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
 from pyro_implicit.fitting.candidates import has_exact_density
 from pyro_implicit.fitting.correction import corrected_draws
+from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.guides.random_stream import own_stream
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import AutoConditional, Refined
 from pyro_implicit.mcmc.arviz_export import as_datatree, as_inferencedata, model_groups
@@ -57,6 +60,7 @@ class Fit(Printed):
     in nats: the mean of log p - log q without its lowest hundredth; ``chosen`` is the name of the
     one that ``guide`` is. ``num_modes`` is the number of separate modes that the search found, None
     where there was none. ``stages`` tells what was done, a failed candidate with its reason.
+    ``parameters`` are what the model learnt beside its latents, by name, unconstrained.
     ``refined`` are the chains that moved the guide's draws on, None where none did; ``correction``
     is the effective sample size, as a share, of importance weights that right them, None where
     none do. If ``interrupted``, by Ctrl-C, this is the best there was by then.
@@ -71,6 +75,7 @@ class Fit(Printed):
     refined: Refined | None = None
     correction: float | None = None
     interrupted: bool = False
+    parameters: dict[str, Learnt] = field(default_factory=dict, repr=False)
     source: tuple[Any, tuple, dict[str, Any]] = field(default=(None, (), {}), repr=False)
     """The model, its arguments and its keyword arguments."""
 
@@ -81,7 +86,10 @@ class Fit(Printed):
         :raises SubsampledError: if the model subsamples its data.
         """
         model, args, kwargs = self.source
-        return LatentDensity(model, *args, model_kwargs=kwargs)
+        own: Iterable[Tensor] = getattr(self.guide, "parameters", tuple)()
+        device = next((one.device for one in own), torch.device("cpu"))
+        with own_stream(device):  # the first draws repeat by seed like all others
+            return LatentDensity(model, *args, model_kwargs=kwargs)
 
     def sample(
         self, num_samples: int, *args: Any, corrected: bool | None = None, **kwargs: Any
@@ -169,12 +177,18 @@ class Fit(Printed):
     def save(self, path: str | Path) -> None:
         """Write all but the model and its data into one file, complete or not there at all.
 
+        The model's parameters are in it, those without priors of a network's layers too.
+
         :param path: of the file. The guide is pickled, so that what it is made of, such as a
             generator's class, must be importable when it is loaded.
         :raises OSError: if it cannot be written; a file that was there is as it was.
         """
         content = {one.name: getattr(self, one.name) for one in fields(self)}
         content["source"] = (None, (), {})
+        content["parameters"] = {
+            name: Learnt(value.detach().clone(), constraint)
+            for name, (value, constraint) in self.parameters.items()
+        }
         content["stages"] = [replace(stage, error=None) for stage in self.stages]
         write_file(Path(path), content, KIND)
 
@@ -189,15 +203,18 @@ class Fit(Printed):
     ) -> Fit:
         """What :meth:`save` wrote. Only load files that you have written: pickles can do anything.
 
+        The model gets the parameters that it had learnt: in its modules, or in Pyro's store.
+
         :param path: of the file.
         :param model: that was fitted, with its ``args`` and ``kwargs``.
         :param model_kwargs: more of these, whatever their names.
         :raises ValueError: for a file that is damaged, or no result of ``fit``, or of another
-            version's format.
+            version's format; for a model whose parameters have other shapes.
         """
         content = read_file(Path(path), "cpu", KIND)
         if isinstance(content["guide"], AutoConditional):
             content["guide"].attach(model)
+        put_back(content["parameters"], model)
         return cls(**{**content, "source": (model, args, {**kwargs, **(model_kwargs or {})})})
 
     def _corrected(self, num_samples: int) -> dict[str, Tensor]:

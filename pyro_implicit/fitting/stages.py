@@ -20,13 +20,19 @@ from pyro_implicit.fitting.candidates import Candidate, choose, exact_guide, wei
 from pyro_implicit.fitting.correction import Reliability
 from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.fitting.losses import default_loss
-from pyro_implicit.fitting.parameters import describe, model_parameters, with_fixed_parameters
+from pyro_implicit.fitting.parameters import (
+    describe,
+    learnt_parameters,
+    model_parameters,
+    with_fixed_parameters,
+)
 from pyro_implicit.fitting.plan import LEAST_ITERATIONS, LEAST_STEPS, TimeLimit
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.schedule import Schedule
 from pyro_implicit.fitting.training import train
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.names import forget
+from pyro_implicit.guides.random_stream import own_stream
 from pyro_implicit.infer import InjectiveELBO
 from pyro_implicit.mcmc.batch_stream import BatchStream
 from pyro_implicit.user_warnings import warn_user
@@ -206,6 +212,15 @@ class Stages:
                 )
         self.trained = with_fixed_parameters(self.model)
         return True
+
+    def keep_parameters(self) -> None:
+        """Leave what the model has learnt, and a guide that is no module, in the result."""
+        guide, first = self.result.guide, () if self.batches is None else self.batches.probed[0]
+        functions = [self.model] if isinstance(guide, torch.nn.Module) else [self.model, guide]
+        with own_stream(torch.device("cpu")):
+            for function in functions:
+                learnt = learnt_parameters(function, *self.args, *first, **self.kwargs)
+                self.result.parameters.update(learnt)
 
     @staticmethod
     def warn(message: str) -> None:

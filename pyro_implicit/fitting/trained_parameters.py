@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_implicit.infer.engine.networks import NetworkELBO
+from pyro_implicit.infer.engine.parameters import Owned, announce, unconstrained
 
 __all__ = ["are_all_of_guide", "trained_parameters"]
 
@@ -26,7 +28,9 @@ def trained_parameters(
     """
     with poutine.trace(param_only=True) as capture:
         value = loss.differentiable_loss(model, guide, *args, **kwargs)
-    parameters = [site["value"].unconstrained() for _, site in _params(capture.trace)]
+    if _names_of_others(value, dict(_params(capture.trace))):
+        return trained_parameters(model, guide, loss, args, kwargs)
+    parameters = [unconstrained(site) for _, site in _params(capture.trace)]
     if not parameters:
         raise ValueError(
             "neither model nor guide has a parameter to train. Cure: a guide with pyro.param or "
@@ -45,7 +49,39 @@ def trained_parameters(
                 return owner + name.removeprefix(f"{prefix}.")
         return name
 
-    return {own(name): site["value"].unconstrained() for name, site in _params(capture.trace)}
+    return {own(name): unconstrained(site) for name, site in _params(capture.trace)}
+
+
+def _names_of_others(value: Tensor, sites: dict[str, dict[str, Any]]) -> bool:
+    """Replace in Pyro's store what has the name of a module's parameter, but is another's.
+
+    Of two networks in one process the layers without priors have the same names.
+
+    :param value: of the loss.
+    :param sites: of parameters.
+    :returns: whether there were any.
+    """
+    announced = {name: site["args"][-1] for name, site in sites.items()}
+    others = {
+        name: own
+        for name, own in announced.items()
+        if isinstance(own, nn.Parameter) and own is not unconstrained(sites[name])
+    }
+    if not others:
+        return False
+    stored = [unconstrained(sites[name]) for name in others]
+    found = torch.autograd.grad(
+        value, [*others.values(), *stored], allow_unused=True, retain_graph=True
+    )
+    used, unused = found[: len(others)], found[len(others) :]
+    names = [
+        name
+        for name, one, other in zip(others, used, unused, strict=True)
+        if one is not None and other is None
+    ]
+    for name in names:
+        announce(name, Owned(others[name]))
+    return bool(names)
 
 
 def _params(trace: poutine.Trace) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -58,5 +94,5 @@ def are_all_of_guide(
     """Whether all parameters are the guide's, and none the model's."""
     with poutine.block(), poutine.trace(param_only=True) as capture:
         guide(*args, **kwargs)
-    own = {id(site["value"].unconstrained()) for _, site in _params(capture.trace)}
+    own = {id(unconstrained(site)) for _, site in _params(capture.trace)}
     return all(id(parameter) in own for parameter in parameters.values())

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
+from pyro_implicit.infer.engine.parameters import unconstrained
 from pyro_implicit.infer.engine.sites import PARTICLE_PLATE
 from pyro_implicit.ops.score_estimators import kernel_stein_discrepancy, stein_score
 
@@ -114,7 +115,7 @@ class _ParticleFlow(SVGD):
         """
         with torch.enable_grad(), poutine.trace(param_only=True) as capture:
             loss = self.loss(self.model, self.guide, *args, **kwargs)
-            params = {site["value"].unconstrained() for site in capture.trace.nodes.values()}
+            params = {unconstrained(site) for site in capture.trace.nodes.values()}
             particles = pyro.param(PARTICLES).unconstrained()
             gradient = self._particle_gradient(loss, particles)
             if len(params) > 1:

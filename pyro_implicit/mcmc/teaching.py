@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyro_implicit.density.progress import progress_bar
 from pyro_implicit.density.turns import in_turn
+from pyro_implicit.infer.engine.parameters import unconstrained
 from pyro_implicit.mcmc.density_at_draws import DensityAtDraws
 from pyro_implicit.mcmc.frame import estimate_frame
 from pyro_implicit.mcmc.guide_density import density_at_draws
@@ -144,7 +145,7 @@ def _parameters(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]
     with poutine.block(), poutine.trace(param_only=True) as capture:
         guide(*args, **kwargs)
     nodes = capture.trace.nodes.values()
-    found = {id(p): p for p in (site["value"].unconstrained() for site in nodes)}
+    found = {id(p): p for p in (unconstrained(site) for site in nodes)}
     parameters = [p for p in found.values() if p.requires_grad]
     if not parameters:
         raise ValueError(

@@ -116,9 +116,10 @@ def to_bayesian_(
             local = name.rpartition(".")[-1]
             if not parameter.requires_grad:
                 delattr(owner, local)
-                owner.register_buffer(local, parameter.detach())
+                owner.register_buffer(local, parameter.detach().clone())
             elif (distribution := priors[name]) is not None:
-                owner.register_buffer(START + local, parameter.detach(), persistent=False)
+                start = parameter.detach().clone()
+                owner.register_buffer(START + local, start, persistent=False)
                 setattr(owner, local, PyroSample(MovingPrior(distribution, local)))
     return module
 
@@ -127,7 +128,8 @@ def start_values(module: nn.Module) -> dict[str, Tensor]:
     """What the parameters of a network were before it became Bayesian.
 
     Weights of a pretrained network, or those that torch drew, where a guide starts better than at
-    the prior's medians, all of which are 0:
+    the prior's medians, all of which are 0. Load a trained network's weights, and freeze what is to
+    stay, before :func:`to_bayesian_`:
 
     **Example:**
 
@@ -139,7 +141,7 @@ def start_values(module: nn.Module) -> dict[str, Tensor]:
     >>> guide = AutoNormal(net, init_loc_fn=init_to_value(values=values), init_scale=0.01)
 
     :param module: a network after :func:`to_bayesian_`, or a module that holds one.
-    :returns: values by site, on the module's device.
+    :returns: copies by site, on the module's device.
     """
     values: dict[str, Tensor] = {}
     if not isinstance(module, PyroModule):
@@ -149,7 +151,8 @@ def start_values(module: nn.Module) -> dict[str, Tensor]:
     for name, owner in module.named_modules(prefix=module._pyro_name):
         for local in getattr(owner, "_pyro_samples", ()):
             if hasattr(owner, START + local):
-                values[f"{name}.{local}" if name else local] = getattr(owner, START + local)
+                start = getattr(owner, START + local)
+                values[f"{name}.{local}" if name else local] = start.clone()  # guides train theirs
     return values
 
 

@@ -10,10 +10,10 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
-from pyro.distributions import constraints
-from pyro.nn import PyroModule, PyroParam
+from pyro.nn import PyroModule
 from torch import Tensor, nn
 
+from pyro_implicit.infer.engine.parameters import announce, owned_by
 from pyro_implicit.nn.bayesian import has_priors
 from pyro_implicit.nn.moving_prior import moved
 
@@ -139,6 +139,8 @@ class NetworkModel(nn.Module):
         :returns: the targets, drawn if they are not given.
         """
         _refuse_modes(self.net)
+        for name, own in owned_by(self):
+            announce(name, own)
         distribution, rows = self.likelihood(self.net(x)), len(x)
         if y is not None:
             y = _fitting(y, distribution, rows, self.num_data)
@@ -180,7 +182,13 @@ class _Numbers(PyroModule):
             raise ValueError(f"noise must be positive, but got {noise}")
         self.kind = noise
         if noise == "learn":
-            self.noise = PyroParam(torch.tensor(START_NOISE), constraints.positive)
+            # Not a PyroParam, which takes the value of the last one of its name.
+            self.log_noise = nn.Parameter(torch.tensor(START_NOISE).log())
+
+    @property
+    def noise(self) -> Tensor:
+        """The learnt standard deviation."""
+        return self.log_noise.exp()
 
     def forward(self, output: Tensor) -> dist.TorchDistribution:
         mean, noise = output, self.kind

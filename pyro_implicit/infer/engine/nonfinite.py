@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from pyro.poutine.trace_struct import Trace
 
+from pyro_implicit.infer.engine.parameters import unconstrained
+
 __all__ = ["NonFiniteError", "check_gradients", "nonfinite_terms", "refuse_nonfinite"]
 
 _CURE = (
@@ -61,11 +63,8 @@ def check_gradients(params: Trace, elbo: str, step: int) -> None:
     :param step: number of the step, for the message.
     :raises NonFiniteError: naming the parameters.
     """
-    gradients = {
-        name: site["value"].unconstrained().grad
-        for name, site in params.nodes.items()
-        if site["value"].unconstrained().grad is not None
-    }
+    tensors = {name: unconstrained(site) for name, site in params.nodes.items()}
+    gradients = {n: tensor.grad for n, tensor in tensors.items() if tensor.grad is not None}
     if not gradients:
         return
     if not torch.nn.utils.get_total_norm(list(gradients.values())).isfinite().item():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pyro_implicit.compiled import RecordedFunction, flatten_arguments
 from pyro_implicit.infer.engine.evaluation import Evaluation
+from pyro_implicit.infer.engine.parameters import unconstrained
 
 if TYPE_CHECKING:
     from pyro_implicit.infer.implicit_elbo import ImplicitELBO
@@ -70,7 +71,7 @@ class StepCall:
         gradients = _gradients(surrogate, leaves + with_gradient)
         store = pyro.get_param_store()  # without those of modules with module_local_params
         params = {
-            name: site["value"].unconstrained()
+            name: unconstrained(site)
             for name, site in capture.trace.nodes.items()
             if site["type"] == "param" and name in store
         }

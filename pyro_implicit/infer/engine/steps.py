@@ -22,6 +22,7 @@ from pyro_implicit.infer.engine.nonfinite import (
     nonfinite_terms,
     refuse_nonfinite,
 )
+from pyro_implicit.infer.engine.parameters import unconstrained
 from pyro_implicit.infer.engine.particles import Particles
 from pyro_implicit.infer.engine.state import StatefulELBO
 from pyro_implicit.infer.engine.traces import (
@@ -134,7 +135,7 @@ class StepELBO(StatefulELBO):
             except NonFiniteError as error:
                 self._skip(error)
         for site in capture.trace.nodes.values():
-            site["value"].unconstrained().grad = None
+            unconstrained(site).grad = None
         return math.nan
 
     def total(
