@@ -209,14 +209,13 @@ def fit(
         "compile": compile,
     }
     if batches is not None:
-        stages.batches = BatchStream(batches)
+        stages.batches, stages.result.minibatches = BatchStream(batches), True
         refuse_processes(stages.batches.probed[0], refine is True)
         stages.num_steps = epochs * stages.batches.epoch_length
         if validation is not None:
             stages.held_out = HeldOut(model, validation, args, kwargs)
-    result = _fit(stages, guide, loss, amortize, refine, epochs)
-    stages.keep_parameters()
-    return result
+    with stages.kept_apart():
+        return _fit(stages, guide, loss, amortize, refine, epochs)
 
 
 def _fit(
@@ -228,40 +227,29 @@ def _fit(
     epochs: int,
 ) -> Fit:
     model, args, kwargs = stages.model, stages.args, stages.kwargs
-    if stages.batches is not None:
-        with stages.leaving_no_names():
-            try:
-                fit_batches(stages, guide, loss, amortize)
-                return refine_batches(stages, epochs) if refine is True else stages.result
-            except KeyboardInterrupt:
-                return stages.keep_the_best(None, None)
-    if amortize is not None:
-        with stages.leaving_no_names():
-            try:
-                return fit_amortized(stages, amortize)
-            except KeyboardInterrupt:
-                return stages.keep_the_best(None, None)
-    if not isinstance(guide, str):
-        loss = loss or default_loss(guide, stages.num_particles, *args, model_kwargs=kwargs)
-        return _fit_given(stages, guide, loss, refine is True)
+    try:
+        if stages.batches is not None:
+            fit_batches(stages, guide, loss, amortize)
+            return refine_batches(stages, epochs) if refine is True else stages.result
+        if amortize is not None:
+            return fit_amortized(stages, amortize)
+        if not isinstance(guide, str):
+            loss = loss or default_loss(guide, stages.num_particles, *args, model_kwargs=kwargs)
+            return _fit_given(stages, guide, loss, refine is True)
+    except KeyboardInterrupt:
+        return stages.keep_the_best(None, None)
     density = _density(model, args, kwargs)
     if density is None and refine is True:
         raise ValueError(
             "refine moves draws by gradients of all data, but the model subsamples them. Cure: "
             "refine=False, or the model without subsample_size"
         )
-    with stages.leaving_no_names():
-        return _fit_auto(stages, density, refine)
+    return _fit_auto(stages, density, refine)
 
 
 def _fit_given(stages: Stages, guide: Any, loss: Trace_ELBO, refine: bool) -> Fit:
-    try:
-        stages.train_alone("guide", guide, loss, time_share=0.5 if refine else 1.0)
-        return (
-            move_draws(stages, ChainPlan(MOST_CHAINS, MOST_GRADIENTS)) if refine else stages.result
-        )
-    except KeyboardInterrupt:
-        return stages.keep_the_best(None, None)
+    result = stages.train_alone("guide", guide, loss, time_share=0.5 if refine else 1.0)
+    return move_draws(stages, ChainPlan(MOST_CHAINS, MOST_GRADIENTS)) if refine else result
 
 
 def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["auto"] | bool) -> Fit:

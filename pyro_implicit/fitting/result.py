@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_implicit.density.engine import SubsampledError
 from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.turns import in_turn
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
 from pyro_implicit.fitting.candidates import has_exact_density
 from pyro_implicit.fitting.correction import corrected_draws
@@ -76,6 +78,8 @@ class Fit(Printed):
     correction: float | None = None
     interrupted: bool = False
     parameters: dict[str, Learnt] = field(default_factory=dict, repr=False)
+    minibatches: bool = False
+    """Whether the data came in minibatches, which are not in ``source``."""
     source: tuple[Any, tuple, dict[str, Any]] = field(default=(None, (), {}), repr=False)
     """The model, its arguments and its keyword arguments."""
 
@@ -83,14 +87,15 @@ class Fit(Printed):
     def density(self) -> LatentDensity:
         """The model's log-density.
 
-        :raises SubsampledError: if the model subsamples its data.
+        :raises SubsampledError: if the model subsamples its data, or had them in minibatches.
         """
-        model, args, kwargs = self.source
+        model, args, kwargs = self._of_all_data()
         own: Iterable[Tensor] = getattr(self.guide, "parameters", tuple)()
         device = next((one.device for one in own), torch.device("cpu"))
         with own_stream(device):  # the first draws repeat by seed like all others
             return LatentDensity(model, *args, model_kwargs=kwargs)
 
+    @in_turn
     def sample(
         self, num_samples: int, *args: Any, corrected: bool | None = None, **kwargs: Any
     ) -> dict[str, Tensor]:
@@ -111,6 +116,7 @@ class Fit(Printed):
         return draw(guide, num_samples, *args, **kwargs)
 
     @property
+    @in_turn
     def posterior(self) -> Any:
         """A guide for ``Predictive``: refined or corrected draws if there are, else ``guide``."""
         if self.refined is not None:
@@ -125,9 +131,9 @@ class Fit(Printed):
         """What :func:`~pyro_implicit.diagnose` says of refined or corrected draws, or of the guide.
 
         :param options: of that function.
-        :raises SubsampledError: if the model subsamples its data.
+        :raises SubsampledError: if the model subsamples its data, or had them in minibatches.
         """
-        model, args, kwargs = self.source
+        model, args, kwargs = self._of_all_data()
         return diagnose(model, self.posterior, *args, model_kwargs=kwargs, **options)
 
     def compare(self, reference: Any, **options: Any) -> Comparison:
@@ -139,6 +145,7 @@ class Fit(Printed):
         model, args, kwargs = self.source
         return compare(model, self.posterior, reference, *args, model_kwargs=kwargs, **options)
 
+    @in_turn
     def to_datatree(
         self,
         num_samples: int | None = None,
@@ -217,6 +224,15 @@ class Fit(Printed):
         put_back(content["parameters"], model)
         return cls(**{**content, "source": (model, args, {**kwargs, **(model_kwargs or {})})})
 
+    def _of_all_data(self) -> tuple[Any, tuple, dict[str, Any]]:
+        if self.minibatches:
+            raise SubsampledError(
+                "the model was fitted by minibatches, but this wants all data. Cure: diagnose(model"
+                ", result.posterior, x, y) with all of them, if they fit in memory; of networks, "
+                "pyro_implicit.nn.evaluate on held-out rows"
+            )
+        return self.source
+
     def _corrected(self, num_samples: int) -> dict[str, Tensor]:
         if not has_exact_density(self.guide):
             raise ValueError(
@@ -224,6 +240,10 @@ class Fit(Printed):
                 f"is exact, but this is a {type(self.guide).__name__}. Cure: refine=True"
             )
         return corrected_draws(self.guide, self.density, num_samples)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the log-density, which is made anew when it is wanted."""
+        return {name: value for name, value in vars(self).items() if name != "density"}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Stage]:

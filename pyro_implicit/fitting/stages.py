@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from pyro import poutine
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide
 
@@ -27,11 +28,12 @@ from pyro_implicit.fitting.parameters import (
     with_fixed_parameters,
 )
 from pyro_implicit.fitting.plan import LEAST_ITERATIONS, LEAST_STEPS, TimeLimit
-from pyro_implicit.fitting.result import Fit
+from pyro_implicit.fitting.result import Fit, Stage
 from pyro_implicit.fitting.schedule import Schedule
-from pyro_implicit.fitting.training import train
+from pyro_implicit.fitting.training import TrainingInterrupted, train
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.names import forget
+from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.random_stream import own_stream
 from pyro_implicit.infer import InjectiveELBO
 from pyro_implicit.mcmc.batch_stream import BatchStream
@@ -89,11 +91,13 @@ class Stages:
         self.one_by_one, self.num_particles = True, min(self.num_particles, PARTICLES_ALONE)
 
     @contextmanager
-    def leaving_no_names(self) -> Iterator[None]:
-        """Take the guides made in here out of Pyro's parameter store at the end."""
+    def kept_apart(self) -> Iterator[None]:
+        """Take the guides made in here out of Pyro's parameter store at the end, and leave in the
+        result what the model learnt."""
         try:
             with showing_progress(self.files["progress"]):
                 yield
+            self._keep_parameters()
         finally:
             for guide in self.guides:
                 forget(guide)
@@ -165,11 +169,20 @@ class Stages:
             self.guides.append(guide)
         self.result.guide, self.result.chosen = guide, name
         with self.result.stage(name) as line:
-            self.result.losses = self.train(name, guide, loss, time_share=time_share, **options)
-            line.outcome = f"{_steps(self.result.losses)} of {type(loss).__name__}"
-            if self.held_out is not None and self.held_out.scores:
-                line.outcome += f"; {self.held_out}"
+            try:
+                losses = self.train(name, guide, loss, time_share=time_share, **options)
+                end = "; not settled" if self.held_out is None and _still_falls(losses) else ""
+                self._report(line, losses, loss, end)
+            except TrainingInterrupted as interrupt:
+                self._report(line, interrupt.losses, loss, "; interrupted")
+                raise
         return self.result
+
+    def _report(self, line: Stage, losses: list[float], loss: Trace_ELBO, end: str) -> None:
+        self.result.losses = losses
+        line.outcome = f"{_steps(losses)} of {type(loss).__name__}{end}"
+        if self.held_out is not None and self.held_out.scores:
+            line.outcome += f"; {self.held_out}"
 
     def search(self, density: LatentDensity, num_iterations: int) -> Modes:
         """The Gaussians from which all begins.
@@ -213,14 +226,17 @@ class Stages:
         self.trained = with_fixed_parameters(self.model)
         return True
 
-    def keep_parameters(self) -> None:
-        """Leave what the model has learnt, and a guide that is no module, in the result."""
+    def _keep_parameters(self) -> None:
+        """Those of the model, and of a guide that is no module."""
         guide, first = self.result.guide, () if self.batches is None else self.batches.probed[0]
-        functions = [self.model] if isinstance(guide, torch.nn.Module) else [self.model, guide]
+        args, found = (*self.args, *first), self.result.parameters
         with own_stream(torch.device("cpu")):
-            for function in functions:
-                learnt = learnt_parameters(function, *self.args, *first, **self.kwargs)
-                self.result.parameters.update(learnt)
+            if not isinstance(guide, torch.nn.Module):
+                found.update(learnt_parameters(guide, *args, **self.kwargs))
+            # Where the posterior is, as a model may fail at draws of its prior.
+            values = {n: v[0] for n, v in draw(guide, 1, *args, **self.kwargs).items()}
+            model = poutine.condition(self.model, data=values)
+            found.update(learnt_parameters(model, *args, **self.kwargs))
 
     @staticmethod
     def warn(message: str) -> None:
@@ -278,7 +294,9 @@ def _still_falls(losses: list[float]) -> bool:
     values = torch.tensor(losses, dtype=torch.float64)
     size = max(1, len(values) // 10)
     middle, last = values[len(values) // 2 :][:size], values[-size:]
-    error = (middle.var() + last.var()).nan_to_num().sqrt().item() / size**0.5
+    unbiased = size > 1
+    variance = middle.var(correction=unbiased) + last.var(correction=unbiased)
+    error = variance.nan_to_num().sqrt().item() / size**0.5
     return (middle.nanmean() - last.nanmean()).item() > 0.1 + 3 * error
 
 

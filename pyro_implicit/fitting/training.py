@@ -27,7 +27,18 @@ from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.engine.networks import NetworkELBO
 from pyro_implicit.mcmc.batch_stream import BatchStream
 
-__all__ = ["train"]
+__all__ = ["TrainingInterrupted", "train"]
+
+
+class TrainingInterrupted(KeyboardInterrupt):
+    """Ctrl-C during a training.
+
+    :param losses: of its steps so far.
+    """
+
+    def __init__(self, losses: list[float]) -> None:
+        super().__init__(f"after {len(losses)} steps")
+        self.losses = losses
 
 
 @dataclass
@@ -96,7 +107,8 @@ def train(
     :param model_kwargs: more keyword arguments of model and guide: those with a name of ours.
     :returns: the losses of all steps.
     :raises ValueError: if neither model nor guide has a parameter.
-    :raises RuntimeError: when fifty steps in a row have no finite loss.
+    :raises RuntimeError: when fifty steps in a row, or all, have no finite loss.
+    :raises TrainingInterrupted: by Ctrl-C, with the best parameters of ``held_out`` if it is given.
     """
     kwargs = {**kwargs, **(model_kwargs or {})}
     with _compiled(loss, compile):
@@ -146,40 +158,46 @@ def _train(
     latest_decay = last - round(last * schedule.decay)
     began = time.perf_counter()
     bar = progress_bar(last, name, progress and is_first(), initial=first)
-    while not state.finished:
-        step = len(state.losses)
-        if state.decay_start is None and (
-            step >= latest_decay or schedule.stands_still(state.losses)
-        ):
-            state.decay_start = step
-        decay_start = last if state.decay_start is None else state.decay_start
-        clock = 0.0
-        if math.isfinite(max_seconds):
-            elapsed = mean_over_processes(time.perf_counter() - began, device)
-            clock = elapsed / max(max_seconds, 1e-9)
-        for group in optimiser.param_groups:
-            group["lr"] = min(schedule.rate(step, decay_start), schedule.rate_by_clock(clock))
-        if batches is not None:
-            args = (*shared, *batches.next())
-        state.losses.append(_step(evaluate, optimiser, schedule.clip_norm, args, kwargs))
-        _check_finite(state.losses)
-        is_exact = may_stop and schedule.is_exact(state.losses, loss.num_particles)
-        by_steps = step + 1 >= decay_start + round(last * schedule.decay)
-        state.finished = is_exact or by_steps or clock >= 1
-        if held_out is not None and batches is not None:
-            if state.finished or (step + 1) % batches.epoch_length == 0:
-                state.finished |= held_out.judge(guide, parameters)
-            if state.finished:
-                held_out.take_best(parameters)
-        if file is not None and (state.finished or (step + 1) % checkpoint_every == 0):
-            state.batches = None if batches is None else batches.state()
-            state.held_out = None if held_out is None else held_out.state()
-            save_checkpoint(file, state, parameters, optimisers, loss, buffers)
-        bar.update()
-        if step % 50 == 0:
-            bar.set_postfix(loss=f"{state.losses[-1]:.3f}", refresh=False)
-    bar.close()
-    optimiser.zero_grad()  # a later SVI would add to them
+    try:
+        while not state.finished:
+            step = len(state.losses)
+            if state.decay_start is None and (
+                step >= latest_decay or schedule.stands_still(state.losses)
+            ):
+                state.decay_start = step
+            decay_start = last if state.decay_start is None else state.decay_start
+            clock = 0.0
+            if math.isfinite(max_seconds):
+                elapsed = mean_over_processes(time.perf_counter() - began, device)
+                clock = elapsed / max(max_seconds, 1e-9)
+            for group in optimiser.param_groups:
+                group["lr"] = min(schedule.rate(step, decay_start), schedule.rate_by_clock(clock))
+            if batches is not None:
+                args = (*shared, *batches.next())
+            state.losses.append(_step(evaluate, optimiser, schedule.clip_norm, args, kwargs))
+            is_exact = may_stop and schedule.is_exact(state.losses, loss.num_particles)
+            by_steps = step + 1 >= decay_start + round(last * schedule.decay)
+            state.finished = is_exact or by_steps or clock >= 1
+            _check_finite(state.losses, state.finished)
+            if held_out is not None and batches is not None:
+                if state.finished or (step + 1) % batches.epoch_length == 0:
+                    state.finished |= held_out.judge(guide, parameters)
+                if state.finished:
+                    held_out.take_best(parameters)
+            if file is not None and (state.finished or (step + 1) % checkpoint_every == 0):
+                state.batches = None if batches is None else batches.state()
+                state.held_out = None if held_out is None else held_out.state()
+                save_checkpoint(file, state, parameters, optimisers, loss, buffers)
+            bar.update()
+            if step % 50 == 0:
+                bar.set_postfix(loss=f"{state.losses[-1]:.3f}", refresh=False)
+    except KeyboardInterrupt as interrupt:
+        if held_out is not None:
+            held_out.take_best(parameters)
+        raise TrainingInterrupted(state.losses) from interrupt
+    finally:
+        bar.close()
+        optimiser.zero_grad()  # a later SVI would add to them
     return state.losses
 
 
@@ -216,10 +234,12 @@ def _step(
     return loss
 
 
-def _check_finite(losses: list[float]) -> None:
-    if len(losses) >= 50 and all(math.isnan(loss) for loss in losses[-50:]):
+def _check_finite(losses: list[float], finished: bool) -> None:
+    number = min(50, len(losses))
+    if (finished or number == 50) and all(math.isnan(loss) for loss in losses[-number:]):
         raise RuntimeError(
-            f"the loss was not finite for 50 steps in a row, the last of them step {len(losses)}. "
+            f"the loss was not finite for {number} steps in a row, the last of them step "
+            f"{len(losses)}. "
             'Cure: run the ELBO with nonfinite="raise", which names the term; a lower lr, or '
             "another init_loc_fn"
         )

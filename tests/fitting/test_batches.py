@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_implicit import fit
+from pyro_implicit.density.engine import SubsampledError
 from pyro_implicit.fitting import minibatch_stages
 from pyro_implicit.guides import AutoSemiImplicit
 from pyro_implicit.infer import ImplicitELBO
@@ -191,3 +192,39 @@ def test_interrupted_it_keeps_the_guide():
 
     result = fit(model, "auto", batches=loader(*rows()), **QUIET)
     assert result.interrupted and result.sample(3)["slope"].shape == (3,)
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_interrupted_it_tells_what_it_has(held_out, monkeypatch):
+    """Of held-out rows it has the best epoch: later ones move the slope away from them."""
+    x, y = rows()
+    passes = 0
+
+    class Loader:
+        def __iter__(self):
+            nonlocal passes
+            passes += 1  # the first ones look at the data
+            if passes == 9:
+                raise KeyboardInterrupt
+            return iter(
+                [
+                    (x[part], y[part] + 20 * x[part] * (passes > 6))
+                    for part in torch.arange(400).split(50)
+                ]
+            )
+
+    options = {"validation": loader(x, y)} if held_out else {}
+    options |= {"epochs": 50, "lr": 0.3}
+    result = fit(line, AutoNormal(line), batches=Loader(), **options, **QUIET)
+    outcome = result.stages[-1].outcome
+    assert result.interrupted and "interrupted" in outcome
+    assert len(result.losses) in (32, 40, 48) and outcome.startswith(f"{len(result.losses)} steps")
+    assert (abs(result.sample(200)["slope"].mean().item()) < 1) == held_out
+    assert ("held-out NLL" in outcome) == held_out
+
+
+def test_all_data_are_wanted_of_a_fit_by_minibatches():
+    result = fit(line, "auto", batches=loader(*rows()), epochs=1, **QUIET)
+    for ask in (result.diagnose, lambda: result.density):
+        with pytest.raises(SubsampledError, match="fitted by minibatches.*Cure: diagnose"):
+            ask()
