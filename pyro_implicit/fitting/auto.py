@@ -213,7 +213,8 @@ def fit(
         refuse_processes(stages.batches.probed[0], refine is True)
         stages.num_steps = epochs * stages.batches.epoch_length
         if validation is not None:
-            stages.held_out = HeldOut(model, validation, args, kwargs)
+            width = len(stages.batches.probed[0])
+            stages.held_out = HeldOut(model, validation, args, kwargs, width)
     with stages.kept_apart():
         return _fit(stages, guide, loss, amortize, refine, epochs)
 

@@ -49,8 +49,10 @@ class HeldOut:
 
     :param model: with its ``args`` and ``kwargs``.
     :param rows: minibatches, as for training.
+    :param width: so many parts has one of those for training.
     :raises TypeError: for what is no iterable of them.
-    :raises ValueError: if there are none, or if they can be passed over only once.
+    :raises ValueError: if there are none, if they can be passed over only once, or if they have
+        more or fewer parts.
     :ivar scores: one for each epoch.
     """
 
@@ -60,9 +62,15 @@ class HeldOut:
         rows: Iterable[Any],
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
+        width: int | None = None,
     ) -> None:
         self._stream = BatchStream(rows, "validation")
         first = self._stream.probed[0]
+        if width is not None and len(first) != width:
+            raise ValueError(
+                f"a minibatch of validation has {len(first)} parts, but one of batches {width}. "
+                "Cure: a DataLoader as for batches, or [(x, y)] for a single minibatch"
+            )
         self._density = MinibatchDensity(model, *args, batch=first, model_kwargs=kwargs)
         self.scores: list[float] = []
         self._best: dict[str, Tensor] = {}

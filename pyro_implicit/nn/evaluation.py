@@ -71,10 +71,13 @@ def evaluate(
     :param model: of a ``result`` that does not know it.
     :returns: a report for ``print`` and ``plot()``: a :class:`LabelReport` of labels, a
         :class:`NumberReport` of numbers.
-    :raises ValueError: for an empty loader, or tuples of other lengths.
+    :raises TypeError: for what is no loader, or ``ood`` without names.
+    :raises ValueError: for an empty loader, tuples of other lengths, or several labels a row.
     :raises ImportError: for ``ood`` without scikit-learn.
     """
     model, posterior = model_and_posterior(result, model)
+    if ood is not None and not isinstance(ood, Mapping):
+        raise TypeError(f"ood must be a dict of loaders by name, but got a {type(ood).__name__}")
     rows: dict[str, list[Tensor]] = {}
     is_label, number = False, 0
     for found, target in predictions(model, posterior, loader, num_samples, True):
@@ -117,6 +120,11 @@ def _uncertainties(found: Prediction) -> dict[str, Tensor]:
 
 def _label_rows(found: Prediction, target: Tensor) -> dict[str, Tensor]:
     assert found.probability is not None and found.log_prob is not None
+    if found.probability.dim() != 2:
+        raise ValueError(
+            f"each row has labels of shape {tuple(found.probability.shape[1:-1])}, but evaluate "
+            "scores one. Cure: predict, whose probability has them all"
+        )
     labels = target.reshape(-1).long()
     hit = torch.nn.functional.one_hot(labels, found.probability.shape[-1])
     return {

@@ -12,6 +12,7 @@ import torch
 from pyro import poutine
 from pyro.nn import PyroModule
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from pyro_implicit.infer.engine.parameters import announce, owned_by
 from pyro_implicit.nn.bayesian import has_priors
@@ -59,6 +60,7 @@ def classifier(net: nn.Module, num_data: int, *, temperature: float = 1.0) -> Ne
     :raises ValueError: for a network without priors, or numbers that are not positive; when it is
         called, for layers that make rows depend on each other or on chance (batch normalisation,
         dropout) in training mode, shapes that do not fit, or more rows than ``num_data``.
+    :raises TypeError: when it is called, for a network that returns no tensor.
     """
     return NetworkModel(net, num_data, _Labels(), temperature)
 
@@ -141,7 +143,11 @@ class NetworkModel(nn.Module):
         _refuse_modes(self.net)
         for name, own in owned_by(self):
             announce(name, own)
-        distribution, rows = self.likelihood(self.net(x)), len(x)
+        if isinstance(x, DataLoader):
+            raise TypeError("the model takes rows, not a loader of them. Cure: batches=loader")
+        rows, output = len(x), self.net(x)
+        _refuse_output(output, rows)
+        distribution = self.likelihood(output)
         if y is not None:
             y = _fitting(y, distribution, rows, self.num_data)
         subsample = torch.arange(rows, device=x.device)
@@ -221,10 +227,25 @@ def _fitting(y: Tensor, distribution: dist.TorchDistribution, rows: int, num_dat
         )
     if rows > num_data:
         raise ValueError(
-            f"a minibatch has {rows} rows, but num_data is {num_data}. Cure: the number of all "
-            "rows as num_data"
+            f"a minibatch has {rows} rows, but num_data is {num_data}, the number of all rows that "
+            "the network is trained on. Cure: that number; held-out rows in smaller minibatches"
         )
     return y
+
+
+def _refuse_output(output: object, rows: int) -> None:
+    """Check that there is one output for each row."""
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"the network returns a {type(output).__name__}, but one tensor is wanted. Cure: a "
+            "module around it that returns what the targets depend on"
+        )
+    if output.shape[:1] != (rows,):
+        raise ValueError(
+            f"the network's output for {rows} rows has shape {tuple(output.shape)}, but its first "
+            "dimension must be that of the rows. Cure: squeeze(-1) in place of squeeze(), which "
+            "drops the rows, too, if there is one alone"
+        )
 
 
 def _refuse_modes(net: nn.Module) -> None:

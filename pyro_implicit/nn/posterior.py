@@ -15,13 +15,17 @@ from pyro_implicit.guides.stored_draws import StoredDraws
 
 __all__ = ["PosteriorDraws"]
 
+MADE_AT_ONCE = 8
+MOST_KEPT = 2**24  # numbers
+
 Draws = dict[str, Tensor]
 
 
 class PosteriorDraws:
     """The same draws in each pass, of which only a few are in memory at a time.
 
-    Those of a guide are made anew in each pass, from one seed; stored ones are taken evenly spaced.
+    Those of a guide are made anew in each pass, from one seed, or kept if all of them are small;
+    stored ones are taken evenly spaced.
 
     **Example:**
 
@@ -69,8 +73,18 @@ class PosteriorDraws:
         self._rows = torch.linspace(0, stored - 1, self.num_samples).round().long()
         self._guide, self._args = posterior, args
         self._seed = int(torch.randint(2**31, ()))
+        first = next(self._made())
         #: One draw, by site.
-        self.example = {name: value[0] for name, value in next(self.chunks(1)).items()}
+        self.example = {name: value[0] for name, value in first.items()}
+        self._kept: Draws | None = None
+        if self._take is None and self.num_samples * self.draw_size <= MOST_KEPT:
+            parts = list(self._made())
+            self._kept = {name: torch.cat([part[name] for part in parts]) for name in first}
+
+    @property
+    def draw_size(self) -> int:
+        """Numbers in one draw."""
+        return sum(value.numel() for value in self.example.values())
 
     @torch.no_grad()
     def chunks(self, size: int) -> Iterator[Draws]:
@@ -79,7 +93,17 @@ class PosteriorDraws:
         :param size: draws at a time, at most.
         :returns: draws by site, ``(size, *site_shape)``.
         """
-        for index, rows in enumerate(self._rows.split(size)):
+        if self._take is not None:
+            yield from map(self._take, self._rows.split(size))
+        else:
+            for made in [self._kept] if self._kept is not None else self._made():
+                parts = {name: value.split(size) for name, value in made.items()}
+                for index in range(len(next(iter(parts.values())))):
+                    yield {name: part[index] for name, part in parts.items()}
+
+    def _made(self) -> Iterator[Draws]:
+        """A few at a time, the same in each pass."""
+        for index, rows in enumerate(self._rows.split(MADE_AT_ONCE)):
             if self._take is not None:
                 yield self._take(rows)
                 continue

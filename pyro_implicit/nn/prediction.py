@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pyro.distributions as dist
@@ -27,7 +27,9 @@ from pyro_implicit.nn.predictive_means import (
 
 __all__ = ["model_and_posterior", "predict", "predictions", "target_runner"]
 
-AT_ONCE = 8  # draws
+LEAST_AT_ONCE = 8  # draws
+NUMBERS_AT_ONCE = 2**24  # of inputs and weights, from which on the draws in one run are few
+WIDTH = 32  # of a network's layers, per number of its input, about
 
 
 def predict(
@@ -64,7 +66,7 @@ def predict(
         own ``(x, y=None)`` with one observed site, of labels (``Categorical``, ``Bernoulli``) or of
         numbers.
     :returns: an iterator, one prediction for each minibatch, on the posterior's device.
-    :raises TypeError: for a posterior that is none, or no model.
+    :raises TypeError: for a posterior that is none, no model, or what is no loader.
     :raises ValueError: for an autoguide that was never called, and for a model in which not one
         site alone is neither latent nor observed.
     """
@@ -98,18 +100,35 @@ def predictions(
     """Predictions, and the targets if they are wanted."""
     runs = BatchedRuns("predict")
     draws, device = None, None
-    for batch in loader:
-        parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        if with_targets and len(parts) != 2:
-            raise ValueError(
-                f"the loader must give tuples (inputs, targets), but gave one of {len(parts)}"
-            )
-        x, y = parts[0], parts[1] if with_targets else None
+    for x, y in _rows(loader, with_targets):
         if draws is None:
             draws = PosteriorDraws(posterior, num_samples, (x,))
             device = next(iter(draws.example.values())).device
         x, y = x.to(device), None if y is None else y.to(device)
         yield _predict(runs, model, draws, x, y), y
+
+
+def _rows(loader: Iterable[Any], with_targets: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Inputs, and targets if they are wanted."""
+    single = "[(x, y)]" if with_targets else "[x]"
+    if isinstance(loader, (Tensor, Mapping, str)) or not isinstance(loader, Iterable):
+        raise TypeError(
+            f"a loader of minibatches is wanted, but this is a {type(loader).__name__}. Cure: a "
+            f"DataLoader, or {single} for a single one"
+        )
+    for batch in loader:
+        if isinstance(batch, Mapping):
+            raise TypeError(
+                "the loader gives dicts. Cure: tuples, or a generator (batch['x'], batch['y']) for "
+                "each of them"
+            )
+        parts = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        if with_targets and len(parts) != 2:
+            raise ValueError(
+                f"the loader must give tuples (inputs, targets), but gave one of {len(parts)}. "
+                f"Cure: {single} for a single minibatch"
+            )
+        yield parts[0], parts[1] if with_targets else None
 
 
 def _predict(
@@ -124,7 +143,8 @@ def _predict(
     def read(trace: Trace) -> dict[str, Tensor]:
         return mean.read(trace.nodes[site]["fn"], target)
 
-    for values in draws.chunks(AT_ONCE):
+    numbers = len(x) * draws.draw_size + WIDTH * x.numel()
+    for values in draws.chunks(max(LEAST_AT_ONCE, NUMBERS_AT_ONCE // max(1, numbers))):
         known = {name: value for name, value in values.items() if name in runner.replayed}
         mean.add(runs.map(runner, known, read))
     return mean.prediction()

@@ -79,7 +79,7 @@ class LabelMean(_Mean):
         :param fn: its ``Categorical`` or ``Bernoulli``.
         :param target: labels, or None.
         """
-        probability = fn.probs
+        probability = base(fn).probs
         if isinstance(base(fn), dist.Bernoulli):
             probability = torch.stack([1 - probability, probability], dim=-1)
         found = {"probability": probability, "entropy": _entropy(probability)}
@@ -152,8 +152,8 @@ def fitting_target(y: Tensor, fn: dist.TorchDistribution) -> Tensor:
             f"{tuple(fn.shape())}"
         )
     return (
-        y.reshape(fn.shape()).to(fn.probs)
-        if isinstance(fn, dist.Bernoulli)
+        y.reshape(fn.shape()).to(base(fn).probs)
+        if isinstance(base(fn), dist.Bernoulli)
         else y.reshape(fn.shape())
     )
 

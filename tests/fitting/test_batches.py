@@ -223,6 +223,14 @@ def test_interrupted_it_tells_what_it_has(held_out, monkeypatch):
     assert ("held-out NLL" in outcome) == held_out
 
 
+def test_held_out_rows_of_other_parts():
+    x, y = rows()
+    with pytest.raises(
+        ValueError, match=r"validation has 1 parts, but one of batches 2. Cure: a Da"
+    ):
+        fit(line, "auto", batches=loader(x, y), validation=(x, y), **QUIET)
+
+
 def test_all_data_are_wanted_of_a_fit_by_minibatches():
     result = fit(line, "auto", batches=loader(*rows()), epochs=1, **QUIET)
     for ask in (result.diagnose, lambda: result.density):

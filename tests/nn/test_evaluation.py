@@ -123,8 +123,10 @@ def test_errors():
     with pytest.raises(ValueError, match="the loader is empty"):
         evaluate(WEIGHTS, [], model=model)
     with pytest.raises(
-        ValueError, match=r"must give tuples \(inputs, targets\), but gave one of 1"
+        ValueError, match=r"tuples \(inputs, targets\), but gave one of 1. Cure: \[\(x, y\)\]"
     ):
-        evaluate(WEIGHTS, [X], model=model)
+        evaluate(WEIGHTS, (X, LABELS), model=model)
+    with pytest.raises(TypeError, match="ood must be a dict of loaders by name, but got a list"):
+        evaluate(WEIGHTS, [(X, LABELS)], ood=[[X]], model=model)
     with pytest.raises(ValueError, match=r"targets have shape \(4,\), but .* has shape \(40,\)"):
         evaluate(WEIGHTS, [(X, LABELS[:4])], model=model)

@@ -14,7 +14,9 @@ from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoNormal, init_to_value
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from pyro_implicit import fit
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.nn import classifier, regressor, start_values, to_bayesian_
@@ -195,7 +197,7 @@ CALLS = [
     (lambda: classifier(net(3), 60, temperature=0.0), "temperature must be positive"),
     (lambda: regressor(net(), 60, noise=-1.0), "noise must be positive, but got -1.0"),
     (lambda: regressor(net(), 60, noise=dist.Gamma(torch.ones(2), 1.0)), "must be of scalars"),
-    (lambda: classifier(net(3), 5)(X, LABELS), "6 rows, but num_data is 5. Cure"),
+    (lambda: classifier(net(3), 5)(X, LABELS), "6 rows, but num_data is 5, .*Cure"),
     (lambda: classifier(net(1), 60)(X, LABELS), r"shape \(6, 1\). Cure: one output for each"),
     (lambda: classifier(net(3), 60)(X, LABELS[:4]), r"targets have shape \(4,\).*wants \(6,\)"),
     (lambda: regressor(net(3), 60, noise="heteroscedastic")(X), "a mean and a scale for each"),
@@ -206,6 +208,36 @@ CALLS = [
     ),
     (lambda: classifier(with_layer(nn.Dropout(0.1)), 60)(X), "'1', a Dropout, draws noise"),
 ]
+
+
+class Returning(nn.Module):
+    """A linear layer, and what becomes of its output."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.layer, self.then = nn.Linear(3, 1).double(), then
+
+    def forward(self, x):
+        return self.then(self.layer(x))
+
+
+OUTPUTS = [
+    (lambda out: (out, out), TypeError, "the network returns a tuple, but one tensor is wanted"),
+    (lambda out: out.squeeze(), ValueError, r"for 1 rows has shape \(\), .*squeeze\(-1\) in place"),
+    (lambda out: out.mean(0), ValueError, r"for 6 rows has shape \(1,\)"),
+]
+
+
+@pytest.mark.parametrize(("then", "error", "message"), OUTPUTS)
+def test_outputs_that_are_none_of_rows(then, error, message):
+    x = X[:1] if "1 rows" in message else X
+    with pytest.raises(error, match=message):
+        regressor(to_bayesian_(Returning(then)), 60, noise=0.1)(x)
+
+
+def test_a_loader_in_place_of_rows():
+    with pytest.raises(TypeError, match="not a loader of them. Cure: batches=loader"):
+        fit(classifier(net(3), 60), "auto", DataLoader(TensorDataset(X, LABELS)))
 
 
 @pytest.mark.parametrize(("call", "message"), CALLS)

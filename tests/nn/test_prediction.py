@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyro_implicit import fit
 from pyro_implicit.fitting import Fit
 from pyro_implicit.guides.stored_draws import StoredDraws
-from pyro_implicit.nn import classifier, predict, regressor, to_bayesian_
+from pyro_implicit.nn import classifier, evaluate, predict, regressor, to_bayesian_
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -140,7 +140,28 @@ def test_sources(name):
     torch.testing.assert_close(few.probability, probabilities(three).mean(0))
 
 
-def test_a_guide_gives_all_minibatches_the_same_draws():
+def test_several_labels_a_row():
+    net = to_bayesian_(nn.Linear(3, 2).double())
+
+    def model(x, y=None):
+        logits = net(x)
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=logits).to_event(1), obs=y)
+
+    logits = torch.einsum("nd,scd->snc", X, WEIGHTS["weight"]) + WEIGHTS["bias"].unsqueeze(1)
+    found = joined(predict(WEIGHTS, [X], model=model), "probability")
+    torch.testing.assert_close(found[..., 1], logits.sigmoid().mean(0))
+    y = torch.stack([LABELS, 1 - LABELS], -1)
+    with pytest.raises(ValueError, match=r"labels of shape \(2,\), but evaluate scores one. Cure"):
+        evaluate(WEIGHTS, [(X, y)], model=model)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_guide_gives_all_minibatches_the_same_draws(kept, monkeypatch):
+    """Whether they are kept, or made anew, a few at a time, for each."""
+    if not kept:
+        monkeypatch.setattr("pyro_implicit.nn.posterior.MOST_KEPT", 0)
+        monkeypatch.setattr("pyro_implicit.nn.prediction.NUMBERS_AT_ONCE", 0)
     model = labels_model()
     guide = AutoNormal(model, init_scale=1.0)
     guide(X, LABELS)
@@ -170,6 +191,19 @@ def test_from_fit_to_predictions(tmp_path):
     result.save(tmp_path / "fit.pt")
     loaded = Fit.load(tmp_path / "fit.pt", model)
     assert torch.equal(joined(predict(loaded, [x], 30), "probability"), found)
+
+
+LOADERS = [
+    (X, TypeError, r"this is a Tensor. Cure: a DataLoader, or \[x\] for a single one"),
+    ({"test": X}, TypeError, "this is a dict"),
+    ([{"x": X}], TypeError, "the loader gives dicts. Cure: tuples"),
+]
+
+
+@pytest.mark.parametrize(("loader", "error", "message"), LOADERS)
+def test_what_is_no_loader(loader, error, message):
+    with pytest.raises(error, match=message):
+        next(predict(WEIGHTS, loader, model=labels_model()))
 
 
 def test_errors():
