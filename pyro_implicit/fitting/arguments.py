@@ -6,9 +6,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import pyro
 from pyro.infer import ELBO
+from pyro.infer.autoguide import AutoGuide
 
-__all__ = ["refuse_misplaced", "refuse_validation"]
+from pyro_implicit.user_warnings import warn_user
+
+__all__ = ["refuse_misplaced", "refuse_validation", "warn_of_stored_values"]
 
 
 def refuse_misplaced(model: Any, guide: Any, loss: Any) -> None:
@@ -60,6 +64,22 @@ def refuse_validation(validation: Any, batches: Any, amortize: Any) -> None:
         raise ValueError(
             "validation is the likelihood of rows given latents of the model, but with amortize "
             "each row has latents of its own. Cure: leave out one of them"
+        )
+
+
+def warn_of_stored_values(guide: Any) -> None:
+    """Say that a new guide goes on from another's values, as all of a class share their names."""
+    if not isinstance(guide, AutoGuide) or guide.prototype_trace is not None:
+        return
+    stored = [
+        name for name in pyro.get_param_store().keys() if name.startswith(f"{guide._pyro_name}.")
+    ]
+    if stored:
+        warn_user(
+            f"Pyro's parameter store has values for this new {type(guide).__name__} ('{stored[0]}' "
+            f"and {len(stored) - 1} more), of another one or loaded. It goes on from them, and the "
+            "other one changes with it. Cure: pyro.clear_param_store() before; if it "
+            "is meant to go on, call the guide once, guide(x, y)"
         )
 
 

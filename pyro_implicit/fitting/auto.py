@@ -18,7 +18,11 @@ from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.lost_gradients import warn_of_lost_gradients
 from pyro_implicit.density.turns import in_turn
 from pyro_implicit.fitting.amortized import Amortize, fit_amortized, refuse_amortizing
-from pyro_implicit.fitting.arguments import refuse_misplaced, refuse_validation
+from pyro_implicit.fitting.arguments import (
+    refuse_misplaced,
+    refuse_validation,
+    warn_of_stored_values,
+)
 from pyro_implicit.fitting.checkpoint import same_start
 from pyro_implicit.fitting.guide_stages import is_near, train_exact, train_semi_implicit
 from pyro_implicit.fitting.held_out import HeldOut
@@ -180,12 +184,15 @@ def fit(
         that subsamples its data; in several processes, for the same minibatches in all, for
         ``refine=True``, and for a loss that trains networks of its own.
     :raises RuntimeError: for a model without latents.
+    :warns UserWarning: for a new guide that Pyro's parameter store has values for.
     """
     refuse_misplaced(model, guide, loss)
     check_mode(compile)
     if amortize is not None:
         refuse_amortizing(guide, refine)
     refuse_validation(validation, batches, amortize)
+    if checkpoint is None:
+        warn_of_stored_values(guide)
     kwargs = {**kwargs, **(model_kwargs or {})}
     folder = None if checkpoint is None else Path(checkpoint)
     if seed is not None:

@@ -83,3 +83,17 @@ def test_keywords_of_the_other_functions():
     losses = train(clashing, guide, ImplicitELBO(), model_kwargs=KEYWORDS, **options)
     # Exact up to the start: log N(0; 100, 1.01), halved squares
     assert losses[0] == pytest.approx(0.5 * 1e4 / 1.01 + 0.92, abs=12)
+
+
+def test_a_new_guide_that_would_go_on_from_another():
+    """As after ``SVI`` with Pyro's own; to call it once says that this is meant."""
+    first = AutoNormal(model)
+    fit(model, first, Y, Y, num_steps=5, progress=False)
+    with pytest.warns(
+        UserWarning, match="new AutoNormal .'AutoNormal.locs.slope' .*Cure: pyro"
+    ):
+        fit(model, AutoNormal(model), Y, Y, num_steps=5, progress=False)
+    fit(model, first, Y, Y, num_steps=5, progress=False)
+    meant = AutoNormal(model)
+    meant(Y, Y)
+    fit(model, meant, Y, Y, num_steps=5, progress=False)
