@@ -98,6 +98,7 @@ def refine_batches(stages: Stages, epochs: int) -> Fit:
         )
         result.refined = refined
         line.outcome = f"{refined.num_gradients} gradients, step by {refined.choice.limit}"
+        result.interrupted = refined.stopped == "interrupted"
     if line.error is not None:
         stages.warn(f"fit did not refine its draws: {reason(line.error)}")
     return result

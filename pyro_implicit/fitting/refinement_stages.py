@@ -109,6 +109,8 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
     if line.error is not None:
         stages.warn(f"fit did not refine its draws: {reason(line.error)}")
+    elif refined.stopped == "interrupted":
+        result.interrupted = True
     elif not refined.settled:
         drifts = _drifts(refined)
         line.outcome += f"; {drifts}"

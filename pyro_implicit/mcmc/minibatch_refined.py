@@ -44,7 +44,7 @@ class SitesOf:
 class MinibatchRefined(Printed, ArvizExport):
     """Draws of chains that saw minibatches. ``print`` shows how they came about.
 
-    :ivar stopped: ``"max_epochs"`` or ``"max_seconds"``.
+    :ivar stopped: ``"max_epochs"``, ``"max_seconds"``, or ``"interrupted"``, by Ctrl-C.
     :ivar choice: The step size, what bounded it, and what error is expected of it.
     :ivar temperature: Of the velocities after warm-up: 1, and more by the heat that noise in the
         gradients brings. None for ``kernel="sgld"``, which has no velocities.
@@ -58,7 +58,7 @@ class MinibatchRefined(Printed, ArvizExport):
         because they left the finite numbers. After the warm-up there should be none.
     """
 
-    stopped: Literal["max_epochs", "max_seconds"]
+    stopped: Literal["max_epochs", "max_seconds", "interrupted"]
     kernel: str
     choice: StepChoice
     temperature: float | None

@@ -164,23 +164,28 @@ def refine_by_minibatches(
     if chains.step == 0:
         save()
     with progress_bar(steps, "refine", progress, initial=chains.step) as bar:
-        while chains.stopped is None:
-            before, gradients = time.perf_counter(), chains.gradients
-            kept = chains.advance(density, stream)
-            if kept is not None:
-                draws.append(kept)
-            chains.seconds = time.perf_counter() - began
-            is_plain = chains.gradients == gradients + 1  # without probes
-            if max_seconds and is_plain and chains.seconds > WARMUP_SHARE * max_seconds:
-                left = max_seconds - chains.seconds
-                chains.hurry(round(left / (time.perf_counter() - before)))
-            if chains.step == chains.schedule.steps:
-                chains.stopped = "max_epochs" if chains.step == steps else "max_seconds"
-            elif max_seconds and chains.seconds >= max_seconds and len(draws):
-                chains.stopped = "max_seconds"
-            if chains.stopped or chains.step % checkpoint_every == 0:
-                save()
-            bar.update()
+        try:
+            while chains.stopped is None:
+                before, gradients = time.perf_counter(), chains.gradients
+                kept = chains.advance(density, stream)
+                if kept is not None:
+                    draws.append(kept)
+                chains.seconds = time.perf_counter() - began
+                is_plain = chains.gradients == gradients + 1  # without probes
+                if max_seconds and is_plain and chains.seconds > WARMUP_SHARE * max_seconds:
+                    left = max_seconds - chains.seconds
+                    chains.hurry(round(left / (time.perf_counter() - before)))
+                if chains.step == chains.schedule.steps:
+                    chains.stopped = "max_epochs" if chains.step == steps else "max_seconds"
+                elif max_seconds and chains.seconds >= max_seconds and len(draws):
+                    chains.stopped = "max_seconds"
+                if chains.stopped or chains.step % checkpoint_every == 0:
+                    save()
+                bar.update()
+        except KeyboardInterrupt:
+            if not len(draws):
+                raise
+            chains.stopped = "interrupted"
     return _result(density, chains, draws, stream.epoch_length)
 
 

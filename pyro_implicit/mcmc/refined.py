@@ -33,8 +33,8 @@ class Refined(Printed, ArvizExport):
     The draws are those after warm-up, without the first third, thinned.
 
     :ivar samples: Constrained draws by site, ``(num_chains, num_draws, *site_shape)``.
-    :ivar stopped: Why the chains stopped: ``"converged"``, ``"steady"``, ``"max_gradients"`` or
-        ``"max_seconds"``. Steady are ``quantities`` that drift no longer while the chains remember
+    :ivar stopped: Why the chains stopped: ``"converged"``, ``"steady"``, ``"max_gradients"``,
+        ``"max_seconds"``, or ``"interrupted"``, by Ctrl-C. Steady are ``quantities`` that drift no longer while the chains remember
         where they began (R-hat from 1.1 to 2): right as far as the guide's weights of the places
         between which no chain passes are.
     :ivar drift: What the stopping rule saw last; None if it was never asked.
@@ -62,7 +62,7 @@ class Refined(Printed, ArvizExport):
     """
 
     samples: dict[str, Tensor]
-    stopped: Literal["converged", "steady", "max_gradients", "max_seconds"]
+    stopped: Literal["converged", "steady", "max_gradients", "max_seconds", "interrupted"]
     drift: Drift | None
     acceptance: float
     failed: float
@@ -107,7 +107,8 @@ class Refined(Printed, ArvizExport):
         """What speaks against the draws, of which ``diagnose`` says "check"."""
         found = []
         if not self.settled:
-            found.append(f"the chains were stopped by {self.stopped}, before they settled")
+            how = "interrupted" if self.stopped == "interrupted" else f"stopped by {self.stopped}"
+            found.append(f"the chains were {how}, before they settled")
         if self.failed > MANY_FAILED:
             share = f"{self.failed:.1%} of the chains' trajectories failed"
             found.append(f"{share}: narrow places may not have filled")

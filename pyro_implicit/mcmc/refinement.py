@@ -241,27 +241,34 @@ def refine(
         walked, chains = start_chains(density, plan)
     began -= chains.seconds
     with progress_bar(max_gradients, "refine", progress) as bar:
-        while chains.stopped is None:
-            share = chains.gradients / max_gradients
-            if max_seconds is not None:
-                share = max(share, chains.seconds / max(max_seconds, 1e-9))
-            hurry = share >= WARMUP_SHARE
-            if hurry and max_seconds is not None and chains.phase == "warm-up":
-                chains.kernel.max_leapfrogs = _longest_in_time(chains, max_seconds)
-            chains.advance(walked, track, hurry)
-            chains.seconds = time.perf_counter() - began
-            chains.stopped = chains.check(
-                quantities is not None, modes.label if modes is not None else None
-            )
-            if chains.stopped is None and chains.history.seen >= LEAST_DRAWS:
-                if chains.gradients >= max_gradients:
-                    chains.stopped = chains.settled or "max_gradients"
-                elif max_seconds is not None and chains.seconds >= max_seconds:
-                    chains.stopped = chains.settled or "max_seconds"
-            if file is not None and (chains.stopped or chains.transitions % checkpoint_every == 0):
-                save_chains(file, settings, chains)
-            bar.update(min(chains.gradients, max_gradients) - bar.n)
-            bar.set_postfix_str(f"{chains.phase}, step {chains.kernel.step_size:.2g}", False)
+        try:
+            while chains.stopped is None:
+                share = chains.gradients / max_gradients
+                if max_seconds is not None:
+                    share = max(share, chains.seconds / max(max_seconds, 1e-9))
+                hurry = share >= WARMUP_SHARE
+                if hurry and max_seconds is not None and chains.phase == "warm-up":
+                    chains.kernel.max_leapfrogs = _longest_in_time(chains, max_seconds)
+                chains.advance(walked, track, hurry)
+                chains.seconds = time.perf_counter() - began
+                chains.stopped = chains.check(
+                    quantities is not None, modes.label if modes is not None else None
+                )
+                if chains.stopped is None and chains.history.seen >= LEAST_DRAWS:
+                    if chains.gradients >= max_gradients:
+                        chains.stopped = chains.settled or "max_gradients"
+                    elif max_seconds is not None and chains.seconds >= max_seconds:
+                        chains.stopped = chains.settled or "max_seconds"
+                if file is not None and (
+                    chains.stopped or chains.transitions % checkpoint_every == 0
+                ):
+                    save_chains(file, settings, chains)
+                bar.update(min(chains.gradients, max_gradients) - bar.n)
+                bar.set_postfix_str(f"{chains.phase}, step {chains.kernel.step_size:.2g}", False)
+        except KeyboardInterrupt:
+            if chains.history.seen < LEAST_DRAWS:
+                raise
+            chains.stopped = "interrupted"
     result = collect(walked, modes, chains)
     if not teach or isinstance(guide, Mapping):
         return result

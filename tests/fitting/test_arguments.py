@@ -89,9 +89,7 @@ def test_a_new_guide_that_would_go_on_from_another():
     """As after ``SVI`` with Pyro's own; to call it once says that this is meant."""
     first = AutoNormal(model)
     fit(model, first, Y, Y, num_steps=5, progress=False)
-    with pytest.warns(
-        UserWarning, match="new AutoNormal .'AutoNormal.locs.slope' .*Cure: pyro"
-    ):
+    with pytest.warns(UserWarning, match="new AutoNormal .'AutoNormal.locs.slope' .*Cure: pyro"):
         fit(model, AutoNormal(model), Y, Y, num_steps=5, progress=False)
     fit(model, first, Y, Y, num_steps=5, progress=False)
     meant = AutoNormal(model)

@@ -13,7 +13,7 @@ from pyro import poutine
 from pyro.infer import Predictive
 from pyro.infer.autoguide import AutoNormal
 
-from pyro_implicit import AutoImplicit, AutoregressiveGenerator, AutoSemiImplicit, compare
+from pyro_implicit import AutoImplicit, AutoregressiveGenerator, AutoSemiImplicit, compare, fit
 from pyro_implicit.density import SubsampledError
 from pyro_implicit.generators import Generator
 from pyro_implicit.mcmc import chains, refine
@@ -202,6 +202,28 @@ def test_killed_and_resumed_gives_equal_bits(tmp_path, monkeypatch, kill_at):
         assert result.num_gradients == whole.num_gradients
     with pytest.raises(ValueError, match="Cure: another file"):
         short(AutoNormal(regression), checkpoint=file, max_gradients=300)
+
+
+@pytest.mark.parametrize("phase", ["warm-up", "sampling"])
+def test_interrupted_it_keeps_the_draws_so_far(monkeypatch, phase):
+    """All of ``fit`` too, which then has them in place of the guide's."""
+    advance = module.Chains.advance
+
+    def pressed(self, *args, **kwargs):
+        if self.phase == phase and (phase == "warm-up" or self.history.seen == 20):
+            raise KeyboardInterrupt
+        advance(self, *args, **kwargs)
+
+    monkeypatch.setattr(module.Chains, "advance", pressed)
+    if phase == "warm-up":
+        with pytest.raises(KeyboardInterrupt):
+            short(AutoNormal(regression))
+        return
+    result = short(AutoNormal(regression), max_gradients=400)
+    assert result.stopped == "interrupted" and len(result.get_samples()["rate"]) > 64
+    assert result.doubts[0] == "the chains were interrupted, before they settled"
+    whole = fit(regression, AutoNormal(regression), X, Y, refine=True, num_steps=5, progress=False)
+    assert whole.interrupted and whole.refined.stopped == "interrupted"
 
 
 def test_budgets():

@@ -165,6 +165,19 @@ def test_killed_before_the_second_checkpoint(tmp_path, monkeypatch):
     assert short(checkpoint=file).get_samples()["weight"].equal(whole.get_samples()["weight"])
 
 
+def test_interrupted_it_keeps_the_draws_so_far(monkeypatch):
+    advance = module.MinibatchChains.advance
+
+    def pressed(self, *args, **kwargs):
+        if self.step == self.schedule.steps - 1:
+            raise KeyboardInterrupt
+        return advance(self, *args, **kwargs)
+
+    monkeypatch.setattr(module.MinibatchChains, "advance", pressed)
+    result = short()
+    assert result.stopped == "interrupted" and len(result.get_samples()["weight"]) > 0
+
+
 def test_seconds_end_warm_up_and_run():
     began = time.perf_counter()
     result = short(max_epochs=10**4, max_seconds=2.0)
