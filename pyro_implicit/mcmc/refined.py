@@ -34,9 +34,9 @@ class Refined(Printed, ArvizExport):
 
     :ivar samples: Constrained draws by site, ``(num_chains, num_draws, *site_shape)``.
     :ivar stopped: Why the chains stopped: ``"converged"``, ``"steady"``, ``"max_gradients"``,
-        ``"max_seconds"``, or ``"interrupted"``, by Ctrl-C. Steady are ``quantities`` that drift no longer while the chains remember
-        where they began (R-hat from 1.1 to 2): right as far as the guide's weights of the places
-        between which no chain passes are.
+        ``"max_seconds"``, or ``"interrupted"``, by Ctrl-C. Steady are ``quantities`` that drift no
+        longer while the chains remember where they began (R-hat from 1.1 to 2): right as far as the
+        guide's weights of the places between which no chain passes are.
     :ivar drift: What the stopping rule saw last; None if it was never asked.
     :ivar acceptance: Mean probability of acceptance after warm-up.
     :ivar failed: Share of trajectories after warm-up whose probability of acceptance was below 1 %,
