@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_implicit.compiled import Untraceable, is_tracing
-from pyro_implicit.density.engine import Model
+from pyro_implicit.density.engine import Model, UnfitModelError, varying_site
 from pyro_implicit.density.run_mode import BranchError, RunMode, VmapError, writes_to_unbatched
 from pyro_implicit.user_warnings import warn_user
 
@@ -70,6 +70,7 @@ class BatchedRuns:
         :param otherwise: in place of that where a run raises an error; by default, NaN like the
             others', or the error itself if all runs raise one.
         :returns: the same, each tensor ``(num_runs, *shape)``.
+        :raises UnfitModelError: where what is read in dicts by site is of other sites in some runs.
         """
         if is_tracing():
             return self._recorded(model, values, read)
@@ -146,7 +147,7 @@ class BatchedRuns:
                     self._one(model, values, read, group[0])
                 is_true = branch.is_true.cpu()
                 todo += [group[is_true], group[~is_true]]
-            except VmapError:
+            except (VmapError, UnfitModelError):
                 raise
             except Exception as error:  # vmap raises many kinds, one for each thing it cannot do
                 if not self._replaces:
@@ -197,10 +198,10 @@ class BatchedRuns:
                 trace = model.run({name: value[row] for name, value in values.items()})
                 model.share_minibatch(trace)
                 trace = prune_subsample_sites(trace)
+                found = read(trace)
                 if check is not None:
                     check(model, trace)
-                found = read(trace)
-        except VmapError:
+        except (VmapError, UnfitModelError):
             raise
         except IMPOSSIBLE as error:
             self.error = error.with_traceback(None)
@@ -208,10 +209,14 @@ class BatchedRuns:
         return row.reshape(1), pytree.tree_map(lambda leaf: leaf.unsqueeze(0), found)
 
     def _join(self, parts: list[tuple[Tensor, T | None]], otherwise: T | None) -> T:
-        """All runs in their order."""
+        """All runs in their order.
+
+        :raises UnfitModelError: naming a site of which something is read in some of them only.
+        """
         good = [part for _, part in parts if part is not None]
         if len(good) == len(parts) == 1:
             return good[0]
+        _refuse_varying(good)
         if otherwise is None:
             if not good:
                 assert self.error is not None
@@ -249,6 +254,19 @@ def _refuse_unknown_latents(model: Model, trace: Trace) -> None:
     for name, site in trace.nodes.items():
         if site["type"] == "sample" and not site["is_observed"] and name not in model.replayed:
             raise VmapError(f"site '{name}' is a latent that is drawn anew in each run")
+
+
+def _refuse_varying(parts: list[Any]) -> None:
+    """Check that what is read in all runs is of the same sites."""
+    for part in parts[1:]:
+        if pytree.tree_structure(part) != pytree.tree_structure(parts[0]):
+            raise varying_site(min(_keys(part) ^ _keys(parts[0])))
+
+
+def _keys(tree: Any) -> set[str]:
+    """Of all dicts in a tree."""
+    paths = [path for path, _ in pytree.tree_leaves_with_path(tree)]
+    return {key.key for path in paths for key in path if isinstance(key, pytree.MappingKey)}
 
 
 def _pick(values: Values, rows: Tensor) -> Values:

@@ -20,8 +20,10 @@ from pyro_implicit.density.validation import without_masked, without_validation
 __all__ = [
     "Model",
     "SubsampledError",
+    "UnfitModelError",
     "compute_log_prob",
     "refuse_subsampling",
+    "varying_site",
 ]
 
 Values = dict[str, Tensor]
@@ -29,6 +31,10 @@ Values = dict[str, Tensor]
 
 class SubsampledError(ValueError):
     """All data are wanted, and the model or the guide subsamples them."""
+
+
+class UnfitModelError(ValueError):
+    """A model has no log-density of fixed latents; no values of these are to blame."""
 
 
 class Model:
@@ -89,6 +95,15 @@ def compute_log_prob(trace: Trace) -> None:
         ):  # its zeros are the CPU's, by default
             for key in ("log_prob", "unscaled_log_prob", "log_prob_sum"):
                 site[key] = site[key].to(site["value"])
+
+
+def varying_site(name: str) -> UnfitModelError:
+    """The error for a site that only some runs of a model come to."""
+    return UnfitModelError(
+        f"site '{name}' is in some runs of the model and not in others, so that these have no "
+        "log-density of the same latents. Cure: sample it always, and use torch.where or a mask "
+        "where it has no effect"
+    )
 
 
 def refuse_subsampling(trace: Trace, what: str) -> None:

@@ -149,6 +149,19 @@ def test_falls_back_to_the_loop_with_one_warning(model, cause):
 
 
 @pytest.mark.parametrize("mode", ["vmap", False])
+def test_a_site_of_some_runs_is_refused_by_name(mode):
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        if x > 0.5:
+            pyro.sample("v", dist.Normal(x, 1.0), obs=torch.tensor(0.5))
+
+    prepared, values = prepare(model)
+    values["x"] = torch.tensor([0.0, 1.0, 0.2])
+    with pytest.raises(ValueError, match="site 'v' is in some runs .* and not in others.*Cure"):
+        BatchedRuns("Test", mode).map(prepared, values, log_probs)
+
+
+@pytest.mark.parametrize("mode", ["vmap", False])
 def test_all_runs_share_a_minibatch(mode):
     seen = []
 

@@ -320,6 +320,32 @@ def test_arguments_of_the_model():
     torch.testing.assert_close(found, expected)
 
 
+def sometimes(where, is_observed=False):
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    if where(x):
+        pyro.sample("v", dist.Normal(x, 1.0), obs=torch.tensor(2.0) if is_observed else None)
+
+
+@pytest.mark.parametrize("where", [lambda x: x > 0.5, lambda x: x < 0.5])  # it starts at 0
+def test_a_latent_of_some_runs_is_refused(where):
+    start = init_to_value(values={"x": torch.tensor(0.0)})
+    density = LatentDensity(sometimes, where, init_loc_fn=start)
+    points = torch.linspace(0.0, 1.0, 4).unsqueeze(-1).expand(4, density.latent_dim)
+    for some in (points, points.flip(0), points[-1:]):
+        fresh = LatentDensity(sometimes, where, init_loc_fn=start)
+        with pytest.raises(ValueError, match="site 'v' is in some runs .* and not in others.*Cure"):
+            fresh.log_prob(some)
+    with pytest.raises(ValueError, match="site 'v' is in some runs"):
+        density.sample_prior(50)
+
+
+def test_an_observation_of_some_runs_is_no_latent():
+    density = LatentDensity(sometimes, lambda x: x > 0.5, True)
+    x = torch.linspace(0.0, 1.0, 4)
+    expected = normal(x, 0.0, 1.0) + torch.where(x > 0.5, normal(2.0, x, 1.0), 0.0)
+    torch.testing.assert_close(density.log_prob(x.unsqueeze(-1)), expected)
+
+
 def test_a_model_random_beyond_its_latents_is_looped():
     def model():
         x = pyro.sample("x", dist.Normal(0.0, 1.0))

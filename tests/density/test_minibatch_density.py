@@ -62,6 +62,21 @@ def test_rows_that_the_model_draws_are_kept_until_the_next_minibatch():
     assert found[0] != found[1] and found[2] == found[3]
 
 
+def test_discrete_latents_are_summed_out_of_every_minibatch():
+    def mixture(y):
+        loc = pyro.sample("loc", dist.Normal(y.new_zeros(()), 2.0))
+        with pyro.plate("rows", 6, subsample_size=len(y)):
+            sign = 2 * pyro.sample("is_right", dist.Bernoulli(y.new_tensor(0.3))) - 1
+            pyro.sample("y", dist.Normal(sign * loc, 1.0), obs=y)
+
+    latent = torch.randn(5, 1, dtype=torch.float64)
+    density = MinibatchDensity(mixture, batch=(Y[0],), allow_local=True)
+    for part in Y[1:]:
+        density.use((part,))
+        expected = MinibatchDensity(mixture, batch=(part,), allow_local=True)
+        assert torch.allclose(density.log_prob(latent), expected.log_prob(latent))
+
+
 def test_refuses_latents_of_rows():
     def local(y):
         with pyro.plate("rows", 6, subsample_size=len(y)):
