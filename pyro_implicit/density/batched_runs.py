@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import pyro
 import torch
@@ -43,11 +43,16 @@ class BatchedRuns:
 
     :param owner: who runs it, for the warning.
     :param mode: ``"vmap"``, or ``False`` for one run after the other.
+    :param refuses_random: whether a model that is random beyond its latents is an error, or
+        is run one value at a time.
     """
 
-    def __init__(self, owner: str, mode: Literal["vmap", False] = "vmap") -> None:
+    def __init__(
+        self, owner: str, mode: Literal["vmap", False] = "vmap", refuses_random: bool = False
+    ) -> None:
         self.owner = owner
         self.mode = mode
+        self.refuses_random = refuses_random
         self.checked = mode is False
         self.error: Exception | None = None
         """The last that the model raised at values that are impossible."""
@@ -70,7 +75,8 @@ class BatchedRuns:
         :param otherwise: in place of that where a run raises an error; by default, NaN like the
             others', or the error itself if all runs raise one.
         :returns: the same, each tensor ``(num_runs, *shape)``.
-        :raises UnfitModelError: where what is read in dicts by site is of other sites in some runs.
+        :raises UnfitModelError: where what is read in dicts by site is of other sites in some runs,
+            or for a random model that is refused.
         """
         if is_tracing():
             return self._recorded(model, values, read)
@@ -104,6 +110,7 @@ class BatchedRuns:
         """As :meth:`_in_one_go`, compared with a plain run at the first values at which it can be.
 
         :raises VmapError: saying what vmap cannot do, or where the two disagree.
+        :raises UnfitModelError: for a random model that is refused.
         """
         for row in rows:
             _, expected = self._one(model, values, read, row, _refuse_unknown_latents)
@@ -112,16 +119,33 @@ class BatchedRuns:
         else:
             nothing: list[tuple[Tensor, T | None]] = [(rows, None)]
             return self._join(nothing, otherwise)
-        self.checked = True
         result = self._join(self._in_one_go(model, values, read, rows), otherwise)
         found = pytree.tree_map(lambda leaf: leaf[row : row + 1], result)
         one, other = _total(found), _total(expected)
-        if math.isfinite(other) and not math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-3):
+        if math.isfinite(other) and not _is_close(one, other):
+            _, again = self._one(model, values, read, row)
+            if again is not None and not _is_close(_total(again), other):
+                self._meet_random(other, _total(again))
             raise VmapError(
-                f"its log-density is {one:.6g} there and {other:.6g} outside; is it random "
-                "beyond its latents (dropout), or are latents written into tensors in place?"
+                f"its log-density is {one:.6g} there and {other:.6g} outside; are latents written "
+                "into tensors in place?"
             )
+        self.checked = True
         return result
+
+    def _meet_random(self, one: float, other: float) -> NoReturn:
+        """Of two log-densities at the same values."""
+        fault = (
+            "the model is random beyond its latents, or changes from run to run: its log-density "
+            f"at one point is {one:.6g}, and then {other:.6g}"
+        )
+        cure = (
+            "make what is random a latent, by pyro.sample, or fix it before; networks with dropout "
+            "in .eval() mode"
+        )
+        if self.refuses_random:
+            raise UnfitModelError(f"{fault}. Cure: {cure}")
+        raise VmapError(fault, cure)
 
     def _in_one_go(
         self, model: Model, values: Values, read: Callable[[Trace], T], rows: Tensor
@@ -241,12 +265,14 @@ class BatchedRuns:
             model.run({name: value[0] for name, value in values.items()})
         seconds = time.perf_counter() - start
         num_runs = len(next(iter(values.values())))
+        cure = error.cure or (
+            "write the model without .item() and without branches on latent values; or fewer "
+            'particles; an ELBO can also be told vectorize_particles="plate" or False'
+        )
         warn_user(
             f"{self.owner} runs the model one particle at a time, because it cannot run inside "
             f"torch.func.vmap ({cause}): {num_runs} particles take {num_runs * seconds:.2g} s, "
-            f"where one takes {seconds:.2g} s. Cure: write the model without .item() and without "
-            "branches on latent values; or fewer particles; an ELBO can also be told "
-            'vectorize_particles="plate" or False',
+            f"where one takes {seconds:.2g} s. Cure: {cure}",
         )
 
 
@@ -273,6 +299,10 @@ def _pick(values: Values, rows: Tensor) -> Values:
     if len(rows) == len(next(iter(values.values()))):
         return values
     return {name: value[rows.to(value.device)] for name, value in values.items()}
+
+
+def _is_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-3)
 
 
 def _total(tree: Any) -> float:

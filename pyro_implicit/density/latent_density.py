@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pyro
 import torch
@@ -75,6 +75,9 @@ class LatentDensity:
         be missing.
     """
 
+    _may_be_random: ClassVar[bool] = False
+    """Whether the model may draw numbers of its own, as rows of a minibatch are."""
+
     def __init__(
         self,
         model: Callable[..., Any],
@@ -100,7 +103,7 @@ class LatentDensity:
             latents.add_node(name, **nodes[name])
         discrete = DiscreteSum.of(trace)
         self._model = Model(model, args, kwargs, latents, discrete)
-        self._runs = BatchedRuns(type(self).__name__)
+        self._runs = BatchedRuns(type(self).__name__, refuses_random=not self._may_be_random)
         self._hessian_at_once = True
         self.is_enumerated = discrete is not None
         """Whether discrete latents are summed out."""
@@ -221,7 +224,8 @@ class LatentDensity:
 
         :param latent: ``(num_draws, latent_dim)``.
         :returns: ``(num_draws,)``, of the latents' dtype.
-        :raises ValueError: for a latent that is in some runs of the model and not in others.
+        :raises ValueError: for a latent that is in some runs of the model and not in others, and at
+            the first call for a model that is random beyond its latents.
         """
         if len(latent) == 0:
             return latent.sum(-1)
@@ -347,6 +351,8 @@ class LatentDensity:
 
         :param draws: by site, ``(num_draws, *site_shape)``; further sites are left out.
         """
+        # By the density, as what is read alone does not tell a random model.
+        _ = self.is_vectorized
         values = {name: draws[name] for name in self.shapes}
         with poutine.block(), pyro.validation_enabled(False):
             return self._map(values, read)

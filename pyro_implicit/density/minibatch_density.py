@@ -52,6 +52,8 @@ class MinibatchDensity(LatentDensity):
     See :class:`LatentDensity` for what else is refused.
     """
 
+    _may_be_random = True
+
     def __init__(
         self,
         model: Callable[..., Any],

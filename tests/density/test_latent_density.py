@@ -346,13 +346,28 @@ def test_an_observation_of_some_runs_is_no_latent():
     torch.testing.assert_close(density.log_prob(x.unsqueeze(-1)), expected)
 
 
-def test_a_model_random_beyond_its_latents_is_looped():
-    def model():
-        x = pyro.sample("x", dist.Normal(0.0, 1.0))
-        pyro.factor("noise", x + 10 * torch.rand(()))
+def noisy():
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    pyro.factor("noise", x + 10 * torch.rand(()))
 
-    with looped():
-        assert not LatentDensity(model).is_vectorized
+
+def partly_hidden():
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    hidden = pyro.sample("hidden", dist.Normal(0.0, 10.0))
+    pyro.sample("y", dist.Normal(x + hidden, 1.0), obs=torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("model", [noisy, poutine.block(partly_hidden, hide=["hidden"])])
+def test_a_model_random_beyond_its_latents_is_refused(model):
+    message = "random beyond its latents.*log-density at one point is .*, and then .*Cure"
+    density = LatentDensity(model)
+    for _ in range(2):  # who catches it once is told again
+        with pytest.raises(ValueError, match=message):
+            density.log_prob(torch.zeros(2, 1))
+    with pytest.raises(ValueError, match=message):
+        _ = density.is_vectorized
+    with pytest.raises(ValueError, match=message):
+        density.read(torch.zeros(2, 1), lambda trace: trace.nodes["x"]["value"])
 
 
 def test_log_densities_outside_the_support():
