@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+import torch
 from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.runtime import _PYRO_STACK
 
@@ -24,7 +25,8 @@ def in_turn(function: Callable[Given, Result]) -> Callable[Given, Result]:
     """A function that waits until no other thread is in one of these, and refuses plates around it.
 
     Pyro's handlers and parameters, and random numbers, are the process's: else sites of one
-    thread's model are seen by the handlers of another's.
+    thread's model are seen by the handlers of another's. Inside ``torch.inference_mode`` it leaves
+    that mode, which has no gradients.
 
     **Example:**
 
@@ -40,7 +42,7 @@ def in_turn(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
     @functools.wraps(function)
     def waiting(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-        with _lock:
+        with _lock, torch.inference_mode(False):
             refuse_outer_plates(function.__name__)
             return function(*args, **kwargs)
 

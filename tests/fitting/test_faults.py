@@ -261,6 +261,13 @@ def losses_of(shift):
     return quick(shifted, shift, num_steps=1, compile=False).losses
 
 
+def test_inference_mode_is_left():
+    shift = torch.tensor(1.0)
+    with torch.inference_mode():
+        losses = losses_of(shift)
+    assert losses == losses_of(shift)
+
+
 @pytest.mark.parametrize("what", [fit, refine, diagnose])
 def test_an_outer_plate_is_refused(what):
     message = f"{what.__name__} is called inside plate 'outer'.*Cure: .*outside of the plate"
