@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_implicit.density.discrete import DiscreteSum
 from pyro_implicit.density.site_loop import loop_where_needed
-from pyro_implicit.density.validation import without_masked, without_validation
+from pyro_implicit.density.validation import leave_out_masked, without_validation
 
 __all__ = [
     "Model",
@@ -70,12 +70,11 @@ class Model:
             trace = tracer.get_trace(*self.args, **self.kwargs)
         finally:
             self.last_site = next(reversed(tracer.trace.nodes), None)
+        leave_out_masked(trace)
         if not is_validation_enabled():
             for site in trace.nodes.values():
                 if site["type"] == "sample":
                     site["fn"] = without_validation(site["fn"])
-                    if site["is_observed"]:
-                        site["value"] = without_masked(site["fn"], site["value"], site["mask"])
             loop_where_needed(trace)
         return trace if self.discrete is None else self.discrete.collapse(trace)
 
