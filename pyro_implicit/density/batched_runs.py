@@ -183,7 +183,7 @@ class BatchedRuns:
                 else:
                     parts = [self._one(model, values, read, row) for row in group]
                     if all(part is not None for _, part in parts):
-                        raise VmapError(_first_line(error)) from error
+                        raise VmapError(_first_line(error), _cure(error)) from error
                     done += parts  # the error was the model's own, at some of these values
         # What is read may be all that needs it: once needed, it is kept.
         self._must_replace |= replaced
@@ -307,6 +307,16 @@ def _is_close(one: float, other: float) -> bool:
 
 def _total(tree: Any) -> float:
     return sum(leaf.detach().double().sum().item() for leaf in pytree.tree_leaves(tree))
+
+
+def _cure(error: Exception) -> str | None:
+    """Where vmap lacks an operation; None for the usual one."""
+    if "Batching rule not implemented for" not in str(error):
+        return None
+    return (
+        "another operation, which torch.func.vmap has a rule for: in place of nn.LSTM, nn.GRU or "
+        "nn.RNN, nn.GRUCell in a loop over the steps; or fewer particles"
+    )
 
 
 def _first_line(error: Exception) -> str:
