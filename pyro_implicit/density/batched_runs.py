@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NoReturn, TypeVar
 
 import pyro
@@ -203,7 +203,7 @@ class BatchedRuns:
 
         first = next(iter(values.values()))
         tag = torch.ones(len(first), dtype=torch.bool, device=first.device)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _differentiable_attention():
             warnings.filterwarnings("ignore", "There is a performance drop")  # of rules vmap lacks
             result = torch.func.vmap(read_one, randomness="same")(tag, values)
         return result, any(mode.was_needed for mode in modes)
@@ -307,6 +307,18 @@ def _is_close(one: float, other: float) -> bool:
 
 def _total(tree: Any) -> float:
     return sum(leaf.detach().double().sum().item() for leaf in pytree.tree_leaves(tree))
+
+
+@contextlib.contextmanager
+def _differentiable_attention() -> Iterator[None]:
+    """Without torch's attention for inference, which it takes in ``vmap``, too, as tensors do not
+    seem to need gradients there."""
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
 def _cure(error: Exception) -> str | None:
