@@ -7,8 +7,8 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NoReturn, TypeVar
 
 import pyro
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_implicit.compiled import Untraceable, is_tracing
-from pyro_implicit.density.engine import Model
+from pyro_implicit.density.engine import Model, UnfitModelError, varying_site
 from pyro_implicit.density.run_mode import BranchError, RunMode, VmapError, writes_to_unbatched
 from pyro_implicit.user_warnings import warn_user
 
@@ -43,11 +43,16 @@ class BatchedRuns:
 
     :param owner: who runs it, for the warning.
     :param mode: ``"vmap"``, or ``False`` for one run after the other.
+    :param refuses_random: whether a model that is random beyond its latents is an error, or
+        is run one value at a time.
     """
 
-    def __init__(self, owner: str, mode: Literal["vmap", False] = "vmap") -> None:
+    def __init__(
+        self, owner: str, mode: Literal["vmap", False] = "vmap", refuses_random: bool = False
+    ) -> None:
         self.owner = owner
         self.mode = mode
+        self.refuses_random = refuses_random
         self.checked = mode is False
         self.error: Exception | None = None
         """The last that the model raised at values that are impossible."""
@@ -70,6 +75,8 @@ class BatchedRuns:
         :param otherwise: in place of that where a run raises an error; by default, NaN like the
             others', or the error itself if all runs raise one.
         :returns: the same, each tensor ``(num_runs, *shape)``.
+        :raises UnfitModelError: where what is read in dicts by site is of other sites in some runs,
+            or for a random model that is refused.
         """
         if is_tracing():
             return self._recorded(model, values, read)
@@ -103,6 +110,7 @@ class BatchedRuns:
         """As :meth:`_in_one_go`, compared with a plain run at the first values at which it can be.
 
         :raises VmapError: saying what vmap cannot do, or where the two disagree.
+        :raises UnfitModelError: for a random model that is refused.
         """
         for row in rows:
             _, expected = self._one(model, values, read, row, _refuse_unknown_latents)
@@ -111,16 +119,33 @@ class BatchedRuns:
         else:
             nothing: list[tuple[Tensor, T | None]] = [(rows, None)]
             return self._join(nothing, otherwise)
-        self.checked = True
         result = self._join(self._in_one_go(model, values, read, rows), otherwise)
         found = pytree.tree_map(lambda leaf: leaf[row : row + 1], result)
         one, other = _total(found), _total(expected)
-        if math.isfinite(other) and not math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-3):
+        if math.isfinite(other) and not _is_close(one, other):
+            _, again = self._one(model, values, read, row)
+            if again is not None and not _is_close(_total(again), other):
+                self._meet_random(other, _total(again))
             raise VmapError(
-                f"its log-density is {one:.6g} there and {other:.6g} outside; is it random "
-                "beyond its latents (dropout), or are latents written into tensors in place?"
+                f"its log-density is {one:.6g} there and {other:.6g} outside; are latents written "
+                "into tensors in place?"
             )
+        self.checked = True
         return result
+
+    def _meet_random(self, one: float, other: float) -> NoReturn:
+        """Of two log-densities at the same values."""
+        fault = (
+            "the model is random beyond its latents, or changes from run to run: its log-density "
+            f"at one point is {one:.6g}, and then {other:.6g}"
+        )
+        cure = (
+            "make what is random a latent, by pyro.sample, or fix it before; networks with dropout "
+            "in .eval() mode"
+        )
+        if self.refuses_random:
+            raise UnfitModelError(f"{fault}. Cure: {cure}")
+        raise VmapError(fault, cure)
 
     def _in_one_go(
         self, model: Model, values: Values, read: Callable[[Trace], T], rows: Tensor
@@ -146,7 +171,7 @@ class BatchedRuns:
                     self._one(model, values, read, group[0])
                 is_true = branch.is_true.cpu()
                 todo += [group[is_true], group[~is_true]]
-            except VmapError:
+            except (VmapError, UnfitModelError):
                 raise
             except Exception as error:  # vmap raises many kinds, one for each thing it cannot do
                 if not self._replaces:
@@ -158,7 +183,7 @@ class BatchedRuns:
                 else:
                     parts = [self._one(model, values, read, row) for row in group]
                     if all(part is not None for _, part in parts):
-                        raise VmapError(_first_line(error)) from error
+                        raise VmapError(_first_line(error), _cure(error)) from error
                     done += parts  # the error was the model's own, at some of these values
         # What is read may be all that needs it: once needed, it is kept.
         self._must_replace |= replaced
@@ -178,7 +203,7 @@ class BatchedRuns:
 
         first = next(iter(values.values()))
         tag = torch.ones(len(first), dtype=torch.bool, device=first.device)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _differentiable_attention():
             warnings.filterwarnings("ignore", "There is a performance drop")  # of rules vmap lacks
             result = torch.func.vmap(read_one, randomness="same")(tag, values)
         return result, any(mode.was_needed for mode in modes)
@@ -197,10 +222,10 @@ class BatchedRuns:
                 trace = model.run({name: value[row] for name, value in values.items()})
                 model.share_minibatch(trace)
                 trace = prune_subsample_sites(trace)
+                found = read(trace)
                 if check is not None:
                     check(model, trace)
-                found = read(trace)
-        except VmapError:
+        except (VmapError, UnfitModelError):
             raise
         except IMPOSSIBLE as error:
             self.error = error.with_traceback(None)
@@ -208,10 +233,14 @@ class BatchedRuns:
         return row.reshape(1), pytree.tree_map(lambda leaf: leaf.unsqueeze(0), found)
 
     def _join(self, parts: list[tuple[Tensor, T | None]], otherwise: T | None) -> T:
-        """All runs in their order."""
+        """All runs in their order.
+
+        :raises UnfitModelError: naming a site of which something is read in some of them only.
+        """
         good = [part for _, part in parts if part is not None]
         if len(good) == len(parts) == 1:
             return good[0]
+        _refuse_varying(good)
         if otherwise is None:
             if not good:
                 assert self.error is not None
@@ -236,12 +265,14 @@ class BatchedRuns:
             model.run({name: value[0] for name, value in values.items()})
         seconds = time.perf_counter() - start
         num_runs = len(next(iter(values.values())))
+        cure = error.cure or (
+            "write the model without .item() and without branches on latent values; or fewer "
+            'particles; an ELBO can also be told vectorize_particles="plate" or False'
+        )
         warn_user(
             f"{self.owner} runs the model one particle at a time, because it cannot run inside "
             f"torch.func.vmap ({cause}): {num_runs} particles take {num_runs * seconds:.2g} s, "
-            f"where one takes {seconds:.2g} s. Cure: write the model without .item() and without "
-            "branches on latent values; or fewer particles; an ELBO can also be told "
-            'vectorize_particles="plate" or False',
+            f"where one takes {seconds:.2g} s. Cure: {cure}",
         )
 
 
@@ -251,14 +282,53 @@ def _refuse_unknown_latents(model: Model, trace: Trace) -> None:
             raise VmapError(f"site '{name}' is a latent that is drawn anew in each run")
 
 
+def _refuse_varying(parts: list[Any]) -> None:
+    """Check that what is read in all runs is of the same sites."""
+    for part in parts[1:]:
+        if pytree.tree_structure(part) != pytree.tree_structure(parts[0]):
+            raise varying_site(min(_keys(part) ^ _keys(parts[0])))
+
+
+def _keys(tree: Any) -> set[str]:
+    """Of all dicts in a tree."""
+    paths = [path for path, _ in pytree.tree_leaves_with_path(tree)]
+    return {key.key for path in paths for key in path if isinstance(key, pytree.MappingKey)}
+
+
 def _pick(values: Values, rows: Tensor) -> Values:
     if len(rows) == len(next(iter(values.values()))):
         return values
     return {name: value[rows.to(value.device)] for name, value in values.items()}
 
 
+def _is_close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-3)
+
+
 def _total(tree: Any) -> float:
     return sum(leaf.detach().double().sum().item() for leaf in pytree.tree_leaves(tree))
+
+
+@contextlib.contextmanager
+def _differentiable_attention() -> Iterator[None]:
+    """Without torch's attention for inference, which it takes in ``vmap``, too, as tensors do not
+    seem to need gradients there."""
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
+
+
+def _cure(error: Exception) -> str | None:
+    """Where vmap lacks an operation; None for the usual one."""
+    if "Batching rule not implemented for" not in str(error):
+        return None
+    return (
+        "another operation, which torch.func.vmap has a rule for: in place of nn.LSTM, nn.GRU or "
+        "nn.RNN, nn.GRUCell in a loop over the steps; or fewer particles"
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from pyro_implicit.density.discrete import DiscreteSum
 from pyro_implicit.density.site_loop import loop_where_needed
-from pyro_implicit.density.validation import without_masked, without_validation
+from pyro_implicit.density.validation import leave_out_masked, without_validation
 
 __all__ = [
     "Model",
     "SubsampledError",
+    "UnfitModelError",
     "compute_log_prob",
     "refuse_subsampling",
+    "varying_site",
 ]
 
 Values = dict[str, Tensor]
@@ -29,6 +31,10 @@ Values = dict[str, Tensor]
 
 class SubsampledError(ValueError):
     """All data are wanted, and the model or the guide subsamples them."""
+
+
+class UnfitModelError(ValueError):
+    """A model has no log-density of fixed latents; no values of these are to blame."""
 
 
 class Model:
@@ -64,12 +70,11 @@ class Model:
             trace = tracer.get_trace(*self.args, **self.kwargs)
         finally:
             self.last_site = next(reversed(tracer.trace.nodes), None)
+        leave_out_masked(trace)
         if not is_validation_enabled():
             for site in trace.nodes.values():
                 if site["type"] == "sample":
                     site["fn"] = without_validation(site["fn"])
-                    if site["is_observed"]:
-                        site["value"] = without_masked(site["fn"], site["value"], site["mask"])
             loop_where_needed(trace)
         return trace if self.discrete is None else self.discrete.collapse(trace)
 
@@ -89,6 +94,15 @@ def compute_log_prob(trace: Trace) -> None:
         ):  # its zeros are the CPU's, by default
             for key in ("log_prob", "unscaled_log_prob", "log_prob_sum"):
                 site[key] = site[key].to(site["value"])
+
+
+def varying_site(name: str) -> UnfitModelError:
+    """The error for a site that only some runs of a model come to."""
+    return UnfitModelError(
+        f"site '{name}' is in some runs of the model and not in others, so that these have no "
+        "log-density of the same latents. Cure: sample it always, and use torch.where or a mask "
+        "where it has no effect"
+    )
 
 
 def refuse_subsampling(trace: Trace, what: str) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pyro
 import torch
@@ -15,12 +15,18 @@ from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide import AutoContinuous, init_to_median, init_to_sample
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.trace_struct import Trace
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE, BatchedRuns
 from pyro_implicit.density.discrete import DiscreteSum, is_discrete_latent
-from pyro_implicit.density.engine import Model, compute_log_prob, refuse_subsampling
+from pyro_implicit.density.engine import (
+    Model,
+    compute_log_prob,
+    refuse_subsampling,
+    varying_site,
+)
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
 from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.density.supports import refuse_moving_supports
@@ -62,11 +68,15 @@ class LatentDensity:
     :param model_kwargs: more keyword arguments of the model, whatever their names.
     :raises SubsampledError: for a subsampled plate.
     :raises ValueError: for a discrete latent that cannot be summed out, one whose support changes
-        with other latents, or an observation that is NaN or outside its support.
+        with other latents, one that is in some runs of the model and not in others (as far as the
+        first runs tell), or an observation that is NaN or outside its support.
     :raises RuntimeError: for a model without continuous latents.
     :warns UserWarning: for latents without a density (``obs_mask``), and where observations seem to
         be missing.
     """
+
+    _may_be_random: ClassVar[bool] = False
+    """Whether the model may draw numbers of its own, as rows of a minibatch are."""
 
     def __init__(
         self,
@@ -93,7 +103,7 @@ class LatentDensity:
             latents.add_node(name, **nodes[name])
         discrete = DiscreteSum.of(trace)
         self._model = Model(model, args, kwargs, latents, discrete)
-        self._runs = BatchedRuns(type(self).__name__)
+        self._runs = BatchedRuns(type(self).__name__, refuses_random=not self._may_be_random)
         self._hessian_at_once = True
         self.is_enumerated = discrete is not None
         """Whether discrete latents are summed out."""
@@ -178,6 +188,7 @@ class LatentDensity:
         Draws at which the model raises an error are left out.
 
         :returns: ``(num_draws, latent_dim)``, or fewer rows.
+        :raises ValueError: for a latent that is in some runs of the model and not in others.
         """
         init = FlatPriorStart(init_to_sample, spread=2.0, like=self._like)
         draws = [self.init_loc.new_empty(0, self.latent_dim)]
@@ -188,6 +199,7 @@ class LatentDensity:
             except IMPOSSIBLE as error:
                 self._runs.error = error.with_traceback(None)
                 continue
+            self._refuse_varying(trace)
             values = {
                 name: trace.nodes[name]["value"].detach().unsqueeze(0) for name in self.shapes
             }
@@ -212,6 +224,8 @@ class LatentDensity:
 
         :param latent: ``(num_draws, latent_dim)``.
         :returns: ``(num_draws,)``, of the latents' dtype.
+        :raises ValueError: for a latent that is in some runs of the model and not in others, and at
+            the first call for a model that is random beyond its latents.
         """
         if len(latent) == 0:
             return latent.sum(-1)
@@ -231,7 +245,7 @@ class LatentDensity:
             log_det = log_det + sum_rightmost(term, term.dim() - 1)
         nowhere = latent.new_full((), -math.inf)
         with poutine.block(), pyro.validation_enabled(False):
-            log_prob = self._runs.map(self._model, values, _total, otherwise=nowhere) + log_det
+            log_prob = self._map(values, _total, otherwise=nowhere) + log_det
         log_prob = log_prob.to(latent.dtype)  # the data may be of another
         impossible |= ~log_prob.detach().isfinite()
         if not log_prob.requires_grad:  # no run went well
@@ -337,9 +351,34 @@ class LatentDensity:
 
         :param draws: by site, ``(num_draws, *site_shape)``; further sites are left out.
         """
+        # By the density, as what is read alone does not tell a random model.
+        _ = self.is_vectorized
         values = {name: draws[name] for name in self.shapes}
         with poutine.block(), pyro.validation_enabled(False):
-            return self._runs.map(self._model, values, read)
+            return self._map(values, read)
+
+    def _map(self, values: dict[str, Tensor], read: Callable[[Trace], T], **kwargs: T) -> T:
+        """What is read in all runs, which must have the same latents."""
+
+        def checked(trace: Trace) -> T:
+            self._refuse_varying(trace)
+            return read(trace)
+
+        return self._runs.map(self._model, values, checked, **kwargs)
+
+    def _refuse_varying(self, trace: Trace) -> None:
+        """Check that a run has the latents that the density is of.
+
+        :raises UnfitModelError: naming one that only some runs have.
+        """
+        found = {n for n, s in trace.iter_stochastic_nodes() if not site_is_subsample(s)}
+        varying = found.difference(self.shapes)
+        if self._model.discrete is None:
+            varying |= self.shapes.keys() - found
+        else:  # a sum may have taken the place of those that depend on it
+            varying -= self._model.discrete.names
+        for name in sorted(varying):
+            raise varying_site(name)
 
     def split(self, latent: Tensor) -> dict[str, Tensor]:
         """The part of each site, ``(*batch, *unconstrained_shape)``.

@@ -52,6 +52,8 @@ class MinibatchDensity(LatentDensity):
     See :class:`LatentDensity` for what else is refused.
     """
 
+    _may_be_random = True
+
     def __init__(
         self,
         model: Callable[..., Any],
@@ -82,7 +84,7 @@ class MinibatchDensity(LatentDensity):
         latents = Trace()  # without the subsampled indices of the minibatch before
         for name, site in self._latents.items():
             latents.add_node(name, **site)
-        self._model = Model(self.model, self.args, self.kwargs, latents)
+        self._model = Model(self.model, self.args, self.kwargs, latents, self._model.discrete)
         if self._draws_rows:
             self._seed = int(torch.randint(2**31, ())) if seed is None else seed
 

@@ -22,7 +22,15 @@ _is_active: ContextVar[bool] = ContextVar("_is_active", default=False)
 
 
 class VmapError(RuntimeError):
-    """A model cannot run inside ``torch.func.vmap``, or would be another model there."""
+    """A model cannot run inside ``torch.func.vmap``, or would be another model there.
+
+    :param message: the cause.
+    :param cure: where it is none of the usual ones.
+    """
+
+    def __init__(self, message: str, cure: str | None = None) -> None:
+        super().__init__(message)
+        self.cure = cure
 
 
 class BranchError(Exception):

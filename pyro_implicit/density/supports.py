@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Independent, biject_to, constraints
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
-from pyro_implicit.density.engine import Model
+from pyro_implicit.density.engine import Model, varying_site
 from pyro_implicit.density.validation import without_validation
 
 __all__ = ["observation_outside", "refuse_moving_supports"]
@@ -61,7 +61,7 @@ def refuse_moving_supports(
     The model is run once more if a support has tensors for bounds.
 
     :param latents: of a run of the model.
-    :raises ValueError: naming site and cure.
+    :raises ValueError: naming site and cure; also for one that the other run does not have.
     """
     sites = latents.nodes
     start = {name: site["fn"] for name, site in sites.items() if _has_bounds(site["fn"])}
@@ -78,6 +78,8 @@ def refuse_moving_supports(
     except IMPOSSIBLE:
         return
     for name, fn in start.items():
+        if name not in nodes:
+            raise varying_site(name)
         other = nodes[name]["fn"]
         pairs = zip(_tensors(fn.support), _tensors(other.support), strict=True)
         if all(torch.equal(one, two) for one, two in pairs):

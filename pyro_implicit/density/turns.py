@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thread at a time: Pyro's handlers and parameters, and random numbers, are the process's."""
+"""Where functions that run models may be called: by one thread at a time, outside of plates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["in_turn"]
+import torch
+from pyro.poutine.indep_messenger import IndepMessenger
+from pyro.poutine.runtime import _PYRO_STACK
+
+__all__ = ["in_turn", "refuse_outer_plates"]
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -18,9 +22,11 @@ _lock = threading.RLock()
 
 
 def in_turn(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """A function that waits until no other thread is in one of these.
+    """A function that waits until no other thread is in one of these, and refuses plates around it.
 
-    Else sites of one thread's model are seen by the handlers of another's.
+    Pyro's handlers and parameters, and random numbers, are the process's: else sites of one
+    thread's model are seen by the handlers of another's. Inside ``torch.inference_mode`` it leaves
+    that mode, which has no gradients.
 
     **Example:**
 
@@ -31,14 +37,30 @@ def in_turn(function: Callable[Given, Result]) -> Callable[Given, Result]:
     1.5
 
     :param function: that runs models.
+    :raises ValueError: by the function, where it is called inside a plate.
     """
 
     @functools.wraps(function)
     def waiting(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-        with _lock:
+        with _lock, torch.inference_mode(False):
+            refuse_outer_plates(function.__name__)
             return function(*args, **kwargs)
 
     return waiting
+
+
+def refuse_outer_plates(who: str) -> None:
+    """Check that no plate is open, which would make copies of all that a model samples.
+
+    :param who: is called, for the message.
+    :raises ValueError: naming plate and cure.
+    """
+    for handler in _PYRO_STACK:
+        if isinstance(handler, IndepMessenger):
+            raise ValueError(
+                f"{who} is called inside plate '{handler.name}', which would make copies of all "
+                "that the model samples. Cure: call it outside of the plate"
+            )
 
 
 def _renew() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from pyro.distributions import SineBivariateVonMises, VonMises
 from pyro.infer.inspect import get_dependencies
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
@@ -28,8 +29,8 @@ def refuse_unfit_sites(trace: Trace) -> None:
     :param trace: of the model with its data.
     :raises RuntimeError: for a model without continuous latents.
     :raises ValueError: for a discrete latent that cannot be summed out, a latent in a sequential
-        plate or one of a support without unconstrained coordinates, or an observation that is NaN
-        or outside its support.
+        plate, one of a support without unconstrained coordinates or an angle on the whole real
+        line, or an observation that is NaN or outside its support.
     :warns UserWarning: for a latent of which some elements are masked, as ``obs_mask`` makes them.
     """
     latents, observed = _split(trace)
@@ -43,6 +44,7 @@ def refuse_unfit_sites(trace: Trace) -> None:
         refuse_infinite(name, site)
         _refuse_sequential(name, site)
         _refuse_boundless(name, site)
+        _refuse_periodic(name, site)
     if all(is_discrete_latent(site) for site in latents.values()):
         raise RuntimeError(
             f"the model has no continuous latents: {', '.join(latents)} are discrete, and summed "
@@ -154,6 +156,20 @@ def _refuse_boundless(name: str, site: Site) -> None:
             f"latent '{name}' has no unconstrained coordinates, as torch has no bijection to its "
             f"support, {support}. Cure: {cure}"
         ) from None
+
+
+def _refuse_periodic(name: str, site: Site) -> None:
+    fn = site["fn"]
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    if isinstance(fn, (SineBivariateVonMises, VonMises)):
+        raise ValueError(
+            f"latent '{name}' is an angle ({type(fn).__name__}) whose density repeats itself on "
+            "the whole real line, so that the posterior is improper. Cure: dist.ProjectedNormal "
+            f"with pyro.infer.reparam.ProjectedNormalReparam; or {name} = pyro.sample('{name}', "
+            f"dist.Uniform(-math.pi, math.pi)) and pyro.factor('{name}_prior', "
+            f"fn.log_prob({name})), with fn its distribution now"
+        )
 
 
 def _warn_of_masked(name: str, site: Site) -> None:

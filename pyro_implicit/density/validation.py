@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from pyro.distributions import MaskedDistribution
+from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import (
     Distribution,
@@ -18,7 +19,7 @@ from torch.distributions import (
     constraints,
 )
 
-__all__ = ["restrict", "without_masked", "without_validation"]
+__all__ = ["leave_out_masked", "restrict", "without_masked", "without_validation"]
 
 
 def without_validation(fn: Distribution) -> Distribution:
@@ -98,3 +99,10 @@ def without_masked(fn: Any, value: Tensor, mask: Any = None) -> Tensor:
     except NotImplementedError:  # of counts
         possible = torch.zeros_like(value)
     return torch.where(mask.reshape(mask.shape + (1,) * len(fn.event_shape)), value, possible)
+
+
+def leave_out_masked(trace: Trace) -> None:
+    """Make all observations of a trace :func:`without_masked`."""
+    for site in trace.nodes.values():
+        if site["type"] == "sample" and site["is_observed"]:
+            site["value"] = without_masked(site["fn"], site["value"], site["mask"])

@@ -88,6 +88,7 @@ def find_frame(
 class _MinibatchDensity(LatentDensity):
     """The log-density for one minibatch at a time, scaled as the model scales it."""
 
+    _may_be_random = True  # as ELBOs allow
     is_subsampled = False
 
     def _check_data(self, trace: Trace) -> None:

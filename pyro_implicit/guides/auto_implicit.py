@@ -64,7 +64,7 @@ class AutoImplicit(AutoDraws):
         :math:`\theta = \mu + D \odot g(z)` starts at ``init_loc_fn`` with ``init_scale``.
     :param create_plates: as in Pyro's autoguides.
     :raises ValueError: for a bad argument; at the first call, for a discrete latent, a latent in a
-        subsampled plate, or a generator of the wrong output size.
+        subsampled plate, or a generator of the wrong input or output size.
     :warns UserWarning: at the first call, if ``"auto"`` finds no frame, naming the cause.
     :raises RuntimeError: at the first call, for a model without latents.
     """
@@ -162,8 +162,17 @@ class AutoImplicit(AutoDraws):
         generator = generator.to(dtype=like.dtype, device=like.device)
         if self.noise_dim is None:
             self.noise_dim = getattr(generator, "noise_dim", self.latent_dim)
-        with torch.no_grad():
-            shape = tuple(generator(like.new_zeros(2, self.noise_dim)).shape)
+        try:
+            with torch.no_grad():
+                shape = tuple(generator(like.new_zeros(2, self.noise_dim)).shape)
+        except (RuntimeError, ValueError) as error:
+            sizes = (getattr(part, "in_features", None) for part in generator.modules())
+            wanted = next(filter(None, sizes), "...")
+            raise ValueError(
+                f"the generator of {type(self).__name__}, a {type(generator).__name__}, takes no "
+                f"noise of shape (2, {self.noise_dim}): {error}. Cure: noise_dim={wanted}, the "
+                "size of its noise"
+            ) from error
         if shape != (2, self.latent_dim):
             raise ValueError(
                 f"the generator of {type(self).__name__} turns noise of shape (2, "

@@ -122,7 +122,7 @@ def random():
     [
         (branching, r"a tensor is asked for its number \(.item\(\)\)"),
         (only_of_the_model, "site 'z' is a latent that is drawn anew in each run"),
-        (random, r"its log-density is .* there and .* outside; .*dropout"),
+        (random, r"the model is random .*its log-density at one point is .*, and then "),
     ],
 )
 def test_falls_back_to_the_loop_with_one_warning(model, cause):
@@ -146,6 +146,34 @@ def test_falls_back_to_the_loop_with_one_warning(model, cause):
         )
         torch.testing.assert_close(total, expected)
         torch.testing.assert_close(again, expected)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_operations_that_vmap_lacks_have_a_cure_of_their_own(kind):
+    network = kind(1, 2)
+
+    def model():
+        x = pyro.sample("x", dist.Normal(torch.zeros(3, 1), 1.0).to_event(2))
+        pyro.sample("y", dist.Normal(network(x)[0].sum(), 1.0), obs=torch.tensor(0.5))
+
+    prepared, values = prepare(model)
+    message = rf"Batching rule not implemented for aten::{kind.__name__.lower()}.*Cure: .*GRUCell"
+    with pytest.warns(UserWarning, match=message) as caught:
+        BatchedRuns("Test").map(prepared, values, log_probs)
+    assert ".item()" not in str(caught[0].message)
+
+
+@pytest.mark.parametrize("mode", ["vmap", False])
+def test_a_site_of_some_runs_is_refused_by_name(mode):
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        if x > 0.5:
+            pyro.sample("v", dist.Normal(x, 1.0), obs=torch.tensor(0.5))
+
+    prepared, values = prepare(model)
+    values["x"] = torch.tensor([0.0, 1.0, 0.2])
+    with pytest.raises(ValueError, match="site 'v' is in some runs .* and not in others.*Cure"):
+        BatchedRuns("Test", mode).map(prepared, values, log_probs)
 
 
 @pytest.mark.parametrize("mode", ["vmap", False])

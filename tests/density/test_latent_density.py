@@ -320,13 +320,54 @@ def test_arguments_of_the_model():
     torch.testing.assert_close(found, expected)
 
 
-def test_a_model_random_beyond_its_latents_is_looped():
-    def model():
-        x = pyro.sample("x", dist.Normal(0.0, 1.0))
-        pyro.factor("noise", x + 10 * torch.rand(()))
+def sometimes(where, is_observed=False):
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    if where(x):
+        pyro.sample("v", dist.Normal(x, 1.0), obs=torch.tensor(2.0) if is_observed else None)
 
-    with looped():
-        assert not LatentDensity(model).is_vectorized
+
+@pytest.mark.parametrize("where", [lambda x: x > 0.5, lambda x: x < 0.5])  # it starts at 0
+def test_a_latent_of_some_runs_is_refused(where):
+    start = init_to_value(values={"x": torch.tensor(0.0)})
+    density = LatentDensity(sometimes, where, init_loc_fn=start)
+    points = torch.linspace(0.0, 1.0, 4).unsqueeze(-1).expand(4, density.latent_dim)
+    for some in (points, points.flip(0), points[-1:]):
+        fresh = LatentDensity(sometimes, where, init_loc_fn=start)
+        with pytest.raises(ValueError, match="site 'v' is in some runs .* and not in others.*Cure"):
+            fresh.log_prob(some)
+    with pytest.raises(ValueError, match="site 'v' is in some runs"):
+        density.sample_prior(50)
+
+
+def test_an_observation_of_some_runs_is_no_latent():
+    density = LatentDensity(sometimes, lambda x: x > 0.5, True)
+    x = torch.linspace(0.0, 1.0, 4)
+    expected = normal(x, 0.0, 1.0) + torch.where(x > 0.5, normal(2.0, x, 1.0), 0.0)
+    torch.testing.assert_close(density.log_prob(x.unsqueeze(-1)), expected)
+
+
+def noisy():
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    pyro.factor("noise", x + 10 * torch.rand(()))
+
+
+def partly_hidden():
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    hidden = pyro.sample("hidden", dist.Normal(0.0, 10.0))
+    pyro.sample("y", dist.Normal(x + hidden, 1.0), obs=torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("model", [noisy, poutine.block(partly_hidden, hide=["hidden"])])
+def test_a_model_random_beyond_its_latents_is_refused(model):
+    message = "random beyond its latents.*log-density at one point is .*, and then .*Cure"
+    density = LatentDensity(model)
+    for _ in range(2):  # who catches it once is told again
+        with pytest.raises(ValueError, match=message):
+            density.log_prob(torch.zeros(2, 1))
+    with pytest.raises(ValueError, match=message):
+        _ = density.is_vectorized
+    with pytest.raises(ValueError, match=message):
+        density.read(torch.zeros(2, 1), lambda trace: trace.nodes["x"]["value"])
 
 
 def test_log_densities_outside_the_support():
@@ -421,6 +462,29 @@ def test_latents_without_unconstrained_coordinates_are_named(fn, cure):
     with pytest.raises(ValueError, match="latent 'x' has no unconstrained coordinates") as caught:
         LatentDensity(model)
     assert cure in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda angle: angle,
+        lambda angle: angle.expand([2]).to_event(1),
+        lambda angle: angle.mask(torch.tensor(True)),
+        lambda angle: dist.SineSkewed(angle.expand([2]).to_event(1), torch.full((2,), 0.1)),
+        lambda angle: dist.SineBivariateVonMises(
+            0.0, 0.0, angle.concentration, torch.ones(()), 0.1
+        ),
+    ],
+)
+def test_angles_on_the_whole_real_line_are_refused(fn):
+    def model(obs=None):
+        pyro.sample("a", dist.Normal(0.0, 1.0))
+        pyro.sample("x", fn(dist.VonMises(torch.tensor(0.0), torch.tensor(2.0))), obs=obs)
+
+    with pytest.raises(ValueError, match="latent 'x' is an angle.*Cure: .*Uniform.*'x_prior'"):
+        LatentDensity(model)
+    observed = torch.full(fn(dist.VonMises(0.0, torch.tensor(2.0))).event_shape, 0.1)
+    assert LatentDensity(model, observed).log_prob(torch.zeros(1, 1)).isfinite()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

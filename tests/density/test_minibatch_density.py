@@ -62,6 +62,33 @@ def test_rows_that_the_model_draws_are_kept_until_the_next_minibatch():
     assert found[0] != found[1] and found[2] == found[3]
 
 
+def test_rows_may_be_drawn_by_the_model_without_a_plate():
+    def by_hand(y):
+        loc = pyro.sample("loc", dist.Normal(0.0, 2.0))
+        rows = torch.randint(len(y), (2,))
+        with pyro.poutine.scale(scale=len(y) / 2):
+            pyro.sample("y", dist.Normal(loc, 1.0).expand([2]).to_event(1), obs=y[rows])
+
+    density = MinibatchDensity(by_hand, torch.arange(50.0), batch=())
+    with pytest.warns(UserWarning, match="one particle at a time.*random beyond its latents.*Cure"):
+        assert density.log_prob(torch.zeros(3, 1)).isfinite().all()
+
+
+def test_discrete_latents_are_summed_out_of_every_minibatch():
+    def mixture(y):
+        loc = pyro.sample("loc", dist.Normal(y.new_zeros(()), 2.0))
+        with pyro.plate("rows", 6, subsample_size=len(y)):
+            sign = 2 * pyro.sample("is_right", dist.Bernoulli(y.new_tensor(0.3))) - 1
+            pyro.sample("y", dist.Normal(sign * loc, 1.0), obs=y)
+
+    latent = torch.randn(5, 1, dtype=torch.float64)
+    density = MinibatchDensity(mixture, batch=(Y[0],), allow_local=True)
+    for part in Y[1:]:
+        density.use((part,))
+        expected = MinibatchDensity(mixture, batch=(part,), allow_local=True)
+        assert torch.allclose(density.log_prob(latent), expected.log_prob(latent))
+
+
 def test_refuses_latents_of_rows():
     def local(y):
         with pyro.plate("rows", 6, subsample_size=len(y)):

@@ -9,6 +9,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide import init_to_value
 
 from pyro_implicit import AutoImplicit
 from pyro_implicit.density import LatentDensity
@@ -67,6 +68,15 @@ def test_supports_of_latents_must_not_move(kind):
     for use in (LatentDensity, lambda _: guide(), lambda _: guide()):
         with pytest.raises(ValueError, match="support of latent 'part' changes.*Cure: "):
             use(model)
+
+
+def test_a_latent_that_is_not_there_beside_the_start():
+    def model():
+        if pyro.sample("x", dist.Normal(0.0, 1.0)) == 0.0:
+            pyro.sample("v", dist.Uniform(torch.tensor(0.0), 1.0))
+
+    with pytest.raises(ValueError, match="site 'v' is in some runs .* and not in others.*Cure"):
+        LatentDensity(model, init_loc_fn=init_to_value(values={"x": torch.tensor(0.0)}))
 
 
 def test_supports_that_stay():

@@ -37,6 +37,16 @@ TIMES = 0.1 + Y.abs()
 SEEN = Y > 0
 
 
+ENCODER = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True).double().eval()
+ENCODER.requires_grad_(False)
+
+
+def transformer():
+    """In eval mode, in which torch has a way without gradients."""
+    x = pyro.sample("x", dist.Normal(torch.zeros(1, 3, 4), 1.0).to_event(3))
+    pyro.sample("y", dist.Normal(ENCODER(x).sum(), 1.0), obs=torch.tensor(0.5))
+
+
 def ordinal():
     beta = pyro.sample("beta", dist.Normal(torch.zeros(3), 1.0).to_event(1))
     cutpoints = pyro.sample(
@@ -286,6 +296,7 @@ MODELS = {
         *(car, garch, arma, stochastic_volatility, zero_inflated, survival, item_response),
         *(gaussian_process, discrete_hmm, gaussian_hmm, missing_data, measurement_error, sir),
         *(seasons, written_covariance, change_point, fixed_point, mixture, Net),
+        transformer,
     ]
 }
 

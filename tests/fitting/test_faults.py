@@ -13,10 +13,12 @@ import torch
 from pyro.distributions import constraints
 from pyro.infer.autoguide import AutoNormal
 
+from pyro_implicit.diagnostics import diagnose
 from pyro_implicit.fitting import Schedule, fit, train
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
+from pyro_implicit.mcmc import refine
 
 
 def quick(model, *args, num_steps=60, **kwargs):
@@ -257,6 +259,20 @@ def shifted(shift):
 
 def losses_of(shift):
     return quick(shifted, shift, num_steps=1, compile=False).losses
+
+
+def test_inference_mode_is_left():
+    shift = torch.tensor(1.0)
+    with torch.inference_mode():
+        losses = losses_of(shift)
+    assert losses == losses_of(shift)
+
+
+@pytest.mark.parametrize("what", [fit, refine, diagnose])
+def test_an_outer_plate_is_refused(what):
+    message = f"{what.__name__} is called inside plate 'outer'.*Cure: .*outside of the plate"
+    with pyro.plate("outer", 3), pytest.raises(ValueError, match=message):
+        what(spiked, AutoNormal(spiked), progress=False)
 
 
 def test_threads_take_turns():

@@ -293,6 +293,11 @@ def test_bad_arguments():
             AutoSemiImplicit(model, noise_scale=wrong)
     with pytest.raises(ValueError, match=r"turns noise of shape \(2, 3\) into \(2, 5\).*11"):
         AutoSemiImplicit(model, nn.Linear(3, 5), noise_dim=3)()
+    for generator in (nn.Linear(3, 11), nn.Sequential(nn.Tanh(), nn.Linear(3, 11))):
+        name = type(generator).__name__
+        message = rf"a {name}, takes no noise of shape \(2, 11\): .*Cure: noise_dim=3"
+        with pytest.raises(ValueError, match=message):
+            AutoSemiImplicit(model, generator)()
 
 
 @pytest.mark.parametrize("noise_scale", [1, 1.0, Fraction(1), torch.ones(1).numpy()[0]])

@@ -218,6 +218,27 @@ def test_poutine_scale_mask_and_block(mode):
     assert "offset" not in poutine.trace(hidden).get_trace()
 
 
+@every_mode
+@pytest.mark.parametrize("num_particles", [1, 3])
+@pytest.mark.parametrize("by_handler", [True, False])
+def test_masked_nan_counts_nothing(mode, num_particles, by_handler):
+    def model(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        here = ~y.isnan()
+        fn = dist.Normal(x, torch.ones(len(y)))
+        with pyro.plate("rows", len(y)), poutine.mask(mask=here if by_handler else True):
+            pyro.sample("y", fn if by_handler else fn.mask(here), obs=y)
+
+    guide = AutoSemiImplicit(model, frame=None)
+    y = torch.tensor([0.3, -1.0])
+    guide(y)
+    losses = []
+    for data in (y, torch.cat([y, torch.tensor([math.nan])])):
+        pyro.set_rng_seed(1)
+        losses.append(LIVI_ELBO(num_particles, vectorize_particles=mode).loss(model, guide, data))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-10)
+
+
 def test_gradient_of_model_parameters():
     """Type-II maximum likelihood: the bias gets the gradient of the expected log-likelihood."""
     guide = AutoSemiImplicit(regression, frame=None)

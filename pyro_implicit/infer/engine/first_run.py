@@ -13,6 +13,7 @@ from pyro.util import check_model_guide_match, check_site_shape
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.discrete import DiscreteSum
+from pyro_implicit.density.validation import leave_out_masked
 from pyro_implicit.distributions import find_implicit
 
 __all__ = ["FirstRun", "first_run"]
@@ -58,6 +59,7 @@ def first_run(
             guide_trace = prune_subsample_sites(guide_trace)
             model_trace = prune_subsample_sites(model_trace)
             if validates:
+                leave_out_masked(model_trace)
                 model_trace.compute_log_prob()
                 guide_trace.compute_log_prob(lambda name, site: find_implicit(site["fn"]) is None)
             break

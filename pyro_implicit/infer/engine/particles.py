@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.discrete import DiscreteSum
 from pyro_implicit.density.engine import Model, compute_log_prob
+from pyro_implicit.density.validation import leave_out_masked
 from pyro_implicit.infer.engine.sites import PARTICLE_PLATE
 
 __all__ = ["Particles"]
@@ -95,6 +96,7 @@ class Particles(Model):
         else:
             model = poutine.replay(vectorize(self.model), trace=self.guide_trace)
             trace = poutine.trace(model).get_trace(*self.args, **self.kwargs)
+            leave_out_masked(trace)
         trace = prune_subsample_sites(trace)
         compute_log_prob(trace)
         return trace

@@ -15,6 +15,7 @@ from pyro.infer import Trace_ELBO
 
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.discrete import DiscreteSum
+from pyro_implicit.density.turns import refuse_outer_plates
 from pyro_implicit.infer.engine.first_run import first_run
 from pyro_implicit.infer.engine.traced_steps import TracedSteps
 
@@ -125,7 +126,11 @@ class StatefulELBO(Trace_ELBO):
         return ElboState(BatchedRuns(type(self).__name__, mode))
 
     def _meet(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
-        """Forget what belonged to another model or guide, and run a new pair once."""
+        """Forget what belonged to another model or guide, and run a new pair once.
+
+        :raises ValueError: inside a plate.
+        """
+        refuse_outer_plates(type(self).__name__)
         self._forget_others(model, guide)
         if self.state.value_ndims is None:
             self._guess_max_plate_nesting(model, guide, args, kwargs)

@@ -58,6 +58,15 @@ def test_a_second_model_is_met_anew():
     assert {"x", "z"} <= set(elbo.state.value_ndims)
 
 
+def test_an_outer_plate_is_refused():
+    svi = SVI(model, AutoSemiImplicit(model, frame=None), pyro.optim.Adam({}), LIVI_ELBO(2))
+    message = "LIVI_ELBO is called inside plate 'outer'.*Cure: .*outside of the plate"
+    for _ in range(2):
+        with pyro.plate("outer", 3), pytest.raises(ValueError, match=message):
+            svi.step()
+        svi.step()
+
+
 def test_a_nesting_that_was_given_stays():
     elbo = LIVI_ELBO(3, max_plate_nesting=4)
     for target in (model, model_with_plates):
