@@ -29,9 +29,10 @@ def refuse_unfit_sites(trace: Trace) -> None:
     :param trace: of the model with its data.
     :raises RuntimeError: for a model without continuous latents.
     :raises ValueError: for a discrete latent that cannot be summed out, a latent in a sequential
-        plate, one of a support without unconstrained coordinates or an angle on the whole real
-        line, or an observation that is NaN or outside its support.
-    :warns UserWarning: for a latent of which some elements are masked, as ``obs_mask`` makes them.
+        plate or one of a support without unconstrained coordinates, or an observation that is NaN
+        or outside its support.
+    :warns UserWarning: for a latent of which some elements are masked, as ``obs_mask`` makes them,
+        and an angle on the whole real line.
     """
     latents, observed = _split(trace)
     if not latents:
@@ -44,7 +45,6 @@ def refuse_unfit_sites(trace: Trace) -> None:
         refuse_infinite(name, site)
         _refuse_sequential(name, site)
         _refuse_boundless(name, site)
-        _refuse_periodic(name, site)
     if all(is_discrete_latent(site) for site in latents.values()):
         raise RuntimeError(
             f"the model has no continuous latents: {', '.join(latents)} are discrete, and summed "
@@ -53,6 +53,7 @@ def refuse_unfit_sites(trace: Trace) -> None:
     for name, site in latents.items():
         if not is_discrete_latent(site):
             _warn_of_masked(name, site)
+            _warn_of_angle(name, site)
     for name, site in observed.items():
         fault = describe_nan(site["value"])
         if fault and not site_log_prob(site).isfinite().all():
@@ -158,15 +159,16 @@ def _refuse_boundless(name: str, site: Site) -> None:
         ) from None
 
 
-def _refuse_periodic(name: str, site: Site) -> None:
+def _warn_of_angle(name: str, site: Site) -> None:
     fn = site["fn"]
     while hasattr(fn, "base_dist"):
         fn = fn.base_dist
     if isinstance(fn, (SineBivariateVonMises, VonMises)):
-        raise ValueError(
+        warn_user(
             f"latent '{name}' is an angle ({type(fn).__name__}) whose density repeats itself on "
-            "the whole real line, so that the posterior is improper. Cure: dist.ProjectedNormal "
-            f"with pyro.infer.reparam.ProjectedNormalReparam; or {name} = pyro.sample('{name}', "
+            "the whole real line: unless the data tell it well, draws lie in several turns, and "
+            "their moments mean nothing. Cure: dist.ProjectedNormal with "
+            f"pyro.infer.reparam.ProjectedNormalReparam; or {name} = pyro.sample('{name}', "
             f"dist.Uniform(-math.pi, math.pi)) and pyro.factor('{name}_prior', "
             f"fn.log_prob({name})), with fn its distribution now"
         )
