@@ -45,8 +45,9 @@ def test_a_terminal_sees_every_part(monkeypatch):
 @pytest.mark.parametrize(("stream", "wanted"), [(Terminal(), False), (io.StringIO(), True)])
 def test_nothing_in_a_log_or_unless_wanted(stream, wanted, monkeypatch):
     watch(monkeypatch, stream)
-    diagnose(model, AutoNormal(model), num_samples=100, num_transitions=2, progress=wanted)
-    fit(model, AutoNormal(model), num_steps=3, progress=wanted)
+    guide = AutoNormal(model)
+    diagnose(model, guide, num_samples=100, num_transitions=2, progress=wanted)
+    fit(model, guide, num_steps=3, progress=wanted)
     assert stream.getvalue() == ""
 
 
