@@ -19,7 +19,9 @@ from pyro_implicit.density.discrete import is_summable
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
 from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.density.supports import refuse_moving_supports
+from pyro_implicit.density.unfit_sites import refuse_unfit_sites
 from pyro_implicit.guides.random_stream import own_stream
+from pyro_implicit.guides.row_data import trace_model
 
 __all__ = ["AutoDraws"]
 
@@ -39,7 +41,7 @@ class AutoDraws(AutoContinuous):
         space.
     :param create_plates: as in Pyro's autoguides.
     :raises ValueError: at the first call, for another discrete latent, one in a subsampled
-        plate, or one whose support changes with others.
+        plate, one without unconstrained coordinates, or one whose support changes with others.
     :raises RuntimeError: at the first call, for a model without latents.
     """
 
@@ -60,36 +62,42 @@ class AutoDraws(AutoContinuous):
         return AutoContinuous._prototype_hide_fn(msg) or is_summable(msg)
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        self._start.like = example_tensor(self.model, args, kwargs)
-        self._trace_prototype(args, kwargs)
-        self._refuse_subsampled_latents()
-        self._forget_data()
         try:
+            self._start.like = example_tensor(self.model, args, kwargs)
+            self._trace_prototype(args, kwargs)
+            self._refuse_subsampled_latents()
+            self._forget_data()
             with torch.no_grad():
                 refuse_moving_supports(self.model, args, kwargs, self.prototype_trace)
-        except ValueError:
+            self._make_parameters(*args, **kwargs)
+        except BaseException:
             self.prototype_trace = None  # so that the next call says so, too
             raise
+
+    def _make_parameters(self, *args: Any, **kwargs: Any) -> None:
+        """Make what the guide is trained by, for the latents that the first call has found."""
 
     def _trace_prototype(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Run the model at its start, or at draws of the prior if it raises an error there."""
         given = self._start.init_loc_fn
-        for retries_left in reversed(range(MAX_RETRIES)):
-            try:
-                return super()._setup_prototype(*args, **kwargs)
-            except IMPOSSIBLE:
-                if self.prototype_trace is not None or not retries_left:
-                    raise
-                self._start.init_loc_fn = init_to_sample
-            finally:
-                if self.prototype_trace is not None:
-                    self._start.init_loc_fn = given
+        try:
+            for retries_left in reversed(range(MAX_RETRIES)):
+                try:
+                    return super()._setup_prototype(*args, **kwargs)
+                except IMPOSSIBLE:
+                    if self.prototype_trace is not None:  # the model ran: its sites are to blame
+                        refuse_unfit_sites(trace_model(self.model, args, kwargs))
+                        raise
+                    if not retries_left:
+                        raise
+                    self._start.init_loc_fn = init_to_sample
+        finally:
+            self._start.init_loc_fn = given
 
     def _refuse_subsampled_latents(self) -> None:
         for name, frames in self._cond_indep_stacks.items():
             for frame in frames:
                 if frame.full_size is not None and frame.full_size != frame.size:
-                    self.prototype_trace = None  # so that the next call says so, too
                     raise ValueError(
                         f"site '{name}' has one latent for each of the {frame.full_size} elements "
                         f"of plate '{frame.name}', which subsamples {frame.size}: "

@@ -96,11 +96,11 @@ class AutoImplicit(AutoDraws):
         self._make_generator: tuple[Any, ...] = (generator,)
         self._make_frame: tuple[Any, ...] = (frame,)
 
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        super()._setup_prototype(*args, **kwargs)
+    def _make_parameters(self, *args: Any, **kwargs: Any) -> None:
+        loc = self._init_loc()
+        generator = self._init_generator(loc)  # first: a frame takes longer than this check
         frame = self._frame(*args, **kwargs)
         if frame is None:
-            loc = self._init_loc()
             scale = torch.full_like(loc, self._init_scale)
         else:
             loc, scale = torch.zeros_like(frame.loc), torch.ones_like(frame.loc)
@@ -108,7 +108,7 @@ class AutoImplicit(AutoDraws):
         self.scale = PyroParam(scale, constraints.positive)
         for name, value in zip(Frame._fields, frame or (None,) * 3, strict=True):
             self._set_frame(name, value)
-        self.generator = self._init_generator(loc)
+        self.generator = generator
         self._make_generator = self._make_frame = ()
 
     def _frame(self, *args: Any, **kwargs: Any) -> Frame | None:

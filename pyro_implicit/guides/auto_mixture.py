@@ -130,8 +130,7 @@ class AutoMixture(AutoDraws):
                 "their values. To change the weights of a guide, set guide.log_weights"
             )
 
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        super()._setup_prototype(*args, **kwargs)
+    def _make_parameters(self, *args: Any, **kwargs: Any) -> None:
         for index, component in enumerate(self.components):
             if component.prototype_trace is None:
                 component._setup_prototype(*args, **kwargs)
