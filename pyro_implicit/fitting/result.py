@@ -83,6 +83,10 @@ class Fit(Printed):
         model, args, kwargs = self.source
         return LatentDensity(model, *args, model_kwargs=kwargs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without ``density``, which remembers runs that cannot be copied."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
     def sample(
         self, num_samples: int, *args: Any, corrected: bool | None = None, **kwargs: Any
     ) -> dict[str, Tensor]:
@@ -173,7 +177,7 @@ class Fit(Printed):
             generator's class, must be importable when it is loaded.
         :raises OSError: if it cannot be written; a file that was there is as it was.
         """
-        content = {one.name: getattr(self, one.name) for one in fields(self)}
+        content = self.__getstate__()
         content["source"] = (None, (), {})
         content["stages"] = [replace(stage, error=None) for stage in self.stages]
         write_file(Path(path), content, KIND)

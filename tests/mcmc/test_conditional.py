@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pyro
 import pyro.distributions as dist
@@ -526,6 +528,7 @@ def test_fit_leaves_a_guide_of_the_noise_that_can_be_saved(tmp_path):
     assert ((draws.mean(0) - refined.mean(0)).abs() < 0.2 * refined.std(0)).all()
     result.save(tmp_path / "result.pt")
     assert result.guide.model is not None
+    assert torch.equal(copy.deepcopy(result).refined.get_samples()["x"], refined)
     loaded = Fit.load(tmp_path / "result.pt", model)
     found = []
     for guide in (result.guide, loaded.guide):
@@ -558,3 +561,37 @@ def test_killed_chains_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(Chains, "advance", advance)
     again = run(checkpoint=file, checkpoint_every=5)
     assert torch.equal(again.get_samples()["x"], whole.get_samples()["x"])
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_wants_its_model_and_the_original_keeps_it(make_copy):
+    model = groups()
+    guide = AutoConditional(model, conditional_reparams(model, AutoNormal(model)))
+    guide()
+    for _ in range(2):  # copies of one that was copied, too
+        copied = make_copy(guide)
+        assert guide.noise.model is not None and guide.noise.master() is guide
+    draws = []
+    for one in (guide, copied):
+        if one is copied:
+            with pytest.raises(RuntimeError, match=r"without its model.*Cure: guide.attach\(model"):
+                one()
+            one.attach(model)
+        one()
+        pyro.set_rng_seed(0)
+        draws.append(Predictive(model, guide=one, num_samples=5, parallel=True)()["x"])
+    assert torch.equal(*draws)
+
+
+def test_missing_arguments_of_the_model_are_named():
+    def model(y):
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("groups", len(y)):
+            x = pyro.sample("x", dist.Normal(0.0, scale))
+            pyro.sample("y", dist.Normal(x, SIGMA), obs=y)
+
+    guide = AutoConditional(model, conditional_reparams(model, AutoNormal(model), Y))
+    for _ in range(2):
+        with pytest.raises(TypeError, match="AutoConditional reads the model's arguments.*Cure"):
+            guide.sample_posterior(4)
+        guide(Y)
