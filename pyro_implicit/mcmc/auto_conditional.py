@@ -21,6 +21,7 @@ from torch import Tensor
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.guides.summaries import DrawSummaries
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.noise_map import NoiseMap
 from pyro_implicit.mcmc.teaching import Taught, teach
@@ -30,7 +31,7 @@ __all__ = ["AutoConditional"]
 MAX_DENSE_DIM = 100
 
 
-class AutoConditional(AutoGuide):
+class AutoConditional(DrawSummaries, AutoGuide):
     r"""A Gaussian over the noise of latents, and the latents that it gives.
 
     .. math:: z \sim N(m, S), \quad x_i = T_i(z_i; \mathrm{parents}(x_i))

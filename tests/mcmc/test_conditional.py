@@ -479,6 +479,15 @@ def test_a_taught_guide_is_exact_where_the_model_is_gaussian_given_its_scale():
     for name, value in found.get_samples().items():
         assert (draws[name].mean(0) - value.mean(0)).abs().max() < 0.1 * value.std(0).max()
         assert (draws[name].std(0) / value.std(0) - 1).abs().max() < 0.1
+    median, levels = guide.median(), guide.quantiles([0.1, 0.9], num_samples=4000)
+    for name, value in draws.items():
+        assert torch.allclose(median[name], value.median(0).values, atol=0.1)
+        assert levels[name].shape == (2, *value.shape[1:])
+        expected = value.quantile(torch.tensor([0.1, 0.9]), dim=0)
+        assert torch.allclose(levels[name], expected, atol=0.15)
+    state = torch.get_rng_state()
+    assert torch.equal(guide.median()["x"], median["x"])
+    assert torch.equal(torch.get_rng_state(), state)
     loss = Trace_ELBO(num_particles=200).loss(model, guide)
     scale = torch.linspace(0.01, 8, 4000)
     evidence = dist.LogNormal(0.0, 0.3).log_prob(scale)
