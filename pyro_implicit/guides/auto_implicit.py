@@ -11,6 +11,7 @@ import pyro.distributions as dist
 import torch
 from pyro.infer.autoguide import AutoGuide, init_to_median
 from pyro.nn import PyroParam
+from pyro.params import param_with_module_name
 from torch import Tensor, nn
 from torch.distributions import constraints
 
@@ -20,6 +21,7 @@ from pyro_implicit.guides.affine_frame import Frame, gaussian_frame
 from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.guides.auto_frame import find_frame
 from pyro_implicit.guides.generator_transform import GeneratorTransform, check_exact
+from pyro_implicit.guides.names import refuse_stored
 
 __all__ = ["AutoImplicit"]
 
@@ -64,7 +66,8 @@ class AutoImplicit(AutoDraws):
         :math:`\theta = \mu + D \odot g(z)` starts at ``init_loc_fn`` with ``init_scale``.
     :param create_plates: as in Pyro's autoguides.
     :raises ValueError: for a bad argument; at the first call, for a discrete latent, a latent in a
-        subsampled plate, or a generator of the wrong output size.
+        subsampled plate, a generator of the wrong output size, or parameters of another guide
+        under its names in Pyro's parameter store.
     :warns UserWarning: at the first call, if ``"auto"`` finds no frame, naming the cause.
     :raises RuntimeError: at the first call, for a model without latents.
     """
@@ -99,6 +102,11 @@ class AutoImplicit(AutoDraws):
     def _make_parameters(self, *args: Any, **kwargs: Any) -> None:
         loc = self._init_loc()
         generator = self._init_generator(loc)  # first: a frame takes longer than this check
+        shapes = {
+            param_with_module_name("generator", name): tuple(parameter.shape)
+            for name, parameter in generator.named_parameters()
+        }
+        refuse_stored(self, {"loc": tuple(loc.shape), **shapes})
         frame = self._frame(*args, **kwargs)
         if frame is None:
             scale = torch.full_like(loc, self._init_scale)
