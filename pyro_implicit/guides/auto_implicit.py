@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro import poutine
 from pyro.infer.autoguide import AutoGuide, init_to_median
 from pyro.nn import PyroParam
 from pyro.params import param_with_module_name
@@ -129,7 +130,8 @@ class AutoImplicit(AutoDraws):
             model = self.model.func.args[-1]  # inside of Pyro's InitMessenger
             return find_frame(model, self._start.init_loc_fn, self._init_loc().device, args, kwargs)
         if not isinstance(frame, Frame):
-            frame = gaussian_frame(frame, list(self._unconstrained_shapes), *args, **kwargs)
+            with poutine.block():  # a Laplace approximation runs its model
+                frame = gaussian_frame(frame, list(self._unconstrained_shapes), *args, **kwargs)
         frame.check(self.latent_dim)
         return frame
 
