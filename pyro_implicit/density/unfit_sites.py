@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from pyro.distributions import SineBivariateVonMises, VonMises
+from pyro.distributions.constraints import sphere
 from pyro.infer.inspect import get_dependencies
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
@@ -27,7 +28,7 @@ def refuse_unfit_sites(trace: Trace) -> None:
     """Check that a model's sites make a density of continuous latents.
 
     :param trace: of the model with its data.
-    :raises RuntimeError: for a model without continuous latents.
+    :raises RuntimeError: for a model without continuous latents, or of which none has elements.
     :raises ValueError: for a discrete latent that cannot be summed out, a latent in a sequential
         plate or one of a support without unconstrained coordinates, or an observation that is NaN
         or outside its support.
@@ -45,15 +46,23 @@ def refuse_unfit_sites(trace: Trace) -> None:
         refuse_infinite(name, site)
         _refuse_sequential(name, site)
         _refuse_boundless(name, site)
-    if all(is_discrete_latent(site) for site in latents.values()):
+    continuous = {name: site for name, site in latents.items() if not is_discrete_latent(site)}
+    if not continuous:
         raise RuntimeError(
             f"the model has no continuous latents: {', '.join(latents)} are discrete, and summed "
             "out. Cure: pyro.infer.infer_discrete, which needs no guide"
         )
-    for name, site in latents.items():
-        if not is_discrete_latent(site):
-            _warn_of_masked(name, site)
-            _warn_of_angle(name, site)
+    if not any(site["value"].numel() for site in continuous.values()):
+        shapes = ", ".join(
+            f"'{n}' of shape {tuple(s['value'].shape)}" for n, s in continuous.items()
+        )
+        raise RuntimeError(
+            f"the model's latent sites have no elements: {shapes}. Cure: data or plates that are "
+            "not empty"
+        )
+    for name, site in continuous.items():
+        _warn_of_masked(name, site)
+        _warn_of_angle(name, site)
     for name, site in observed.items():
         fault = describe_nan(site["value"])
         if fault and not site_log_prob(site).isfinite().all():
@@ -147,6 +156,11 @@ def _refuse_boundless(name: str, site: Site) -> None:
             cure = (
                 "a Cholesky factor of it, such as scale.unsqueeze(-1) * pyro.sample('"
                 f"{name}_cholesky', dist.LKJCholesky(dim)) with a site for the scales"
+            )
+        elif support is sphere:
+            cure = (
+                "dist.ProjectedNormal, and a model reparameterised by poutine.reparam(config="
+                f"{{'{name}': ProjectedNormalReparam()}})"
             )
         elif isinstance(site["fn"], MixtureSameFamily):
             cure = (

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
-from pyro.infer import MCMC
 from pyro.ops.stats import quantile
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from pyro_implicit.diagnostics.function_space import (
     values_of,
 )
 from pyro_implicit.diagnostics.reference_check import chains_of, check_mixing, missing_mass
-from pyro_implicit.guides.posterior_draws import draw, refuse_swapped
+from pyro_implicit.guides.posterior_draws import draw, posterior_of, refuse_swapped, samples_of
 
 __all__ = ["compare"]
 
@@ -80,7 +79,8 @@ def compare(
     :param model: of guide and reference, to look for mass that the reference lacks; None where both
         are draws.
     :param guide: a Pyro guide, or its draws: a dict of tensors ``(num_samples, *site shape)``, or
-        what has ``get_samples()``.
+        what has ``get_samples()``. What :func:`~pyro_implicit.fit` returned stands for its
+        ``posterior``.
     :param reference: what has ``get_samples()``, as a :class:`~pyro.infer.mcmc.api.MCMC` that has
         run or what :func:`~pyro_implicit.refine` returned, or a dict of draws, which may be one by
         ``get_samples(group_by_chain=True)``: ``(num_chains, num_samples, *site shape)``.
@@ -99,20 +99,21 @@ def compare(
         finite or fewer than 4 (2 for the guide), or ``num_samples`` comes with a dict of draws.
     """
     refuse_swapped("compare", model, guide)
+    guide = posterior_of("compare", guide)
     kwargs = {**kwargs, **(model_kwargs or {})}
     if not _has_draws(reference):
         raise TypeError(
             "reference must be an MCMC that has run (what has get_samples()) or a dict of draws; "
             f"got {type(reference).__name__}. Cure: compare(model, guide, reference, *args)"
         )
-    reference_draws = _draws(reference, "reference")
+    reference_draws = samples_of(reference, "reference")
     if _has_draws(guide):
         if num_samples is not None:
             raise ValueError(
                 "num_samples is the number of draws to take from a guide; draws that are there "
                 "already are compared as they are. Leave num_samples out, or slice the draws."
             )
-        guide_draws = example = _draws(guide, "guide")
+        guide_draws = example = samples_of(guide, "guide")
     else:
         with torch.random.fork_rng():
             example = draw(cast(Any, guide), 1, *args, **kwargs)
@@ -195,14 +196,6 @@ def _rounding(reference: Tensor) -> Tensor:
 
 def _has_draws(side: Any) -> bool:
     return isinstance(side, (HasSamples, Mapping))
-
-
-def _draws(source: Any, side: str) -> dict[str, Tensor]:
-    if isinstance(source, Mapping):
-        return dict(source)
-    if isinstance(source, MCMC) and source._samples is None:
-        raise ValueError(f"the {side} MCMC has no draws yet: call its run(...) first.")
-    return dict(source.get_samples())
 
 
 def _count(draws: dict[str, Tensor], side: str, at_least: int) -> int:

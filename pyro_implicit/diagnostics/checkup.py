@@ -33,7 +33,7 @@ from pyro_implicit.diagnostics.preparation import (
 )
 from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.diagnostics.whitening import MAX_FULL_DIM
-from pyro_implicit.guides.posterior_draws import refuse_swapped
+from pyro_implicit.guides.posterior_draws import posterior_of, refuse_swapped, samples_of
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import Refined
 
@@ -118,8 +118,9 @@ def diagnose(
 
     :param model: with all its data: nothing subsampled.
     :param guide: a fitted guide of it; or draws, a dict ``(num_draws, *site_shape)`` by site, or
-        what :func:`~pyro_implicit.refine` returned: these have no density, which chains that had
-        settled need not have.
+        what :func:`~pyro_implicit.refine` or an ``MCMC`` gave: these have no density, which chains
+        of ``refine`` that had settled need not have. What :func:`~pyro_implicit.fit` returned
+        stands for its ``posterior``.
     :param args: the arguments of both, as ``kwargs``.
     :param num_samples: draws of the guide, by default 2,000; up to 300 latents more than twice as
         many as these, and above each coordinate is scaled by itself. Stein's identities get
@@ -162,11 +163,12 @@ def diagnose(
     3. Liu, Lee and Jordan (2016), *A Kernelized Stein Discrepancy for Goodness-of-fit Tests*.
     """
     refuse_swapped("diagnose", model, guide)
+    guide = posterior_of("diagnose", guide)
     kwargs = {**kwargs, **(model_kwargs or {})}
     if isinstance(guide, Refined):
         guide = guide.as_guide()
-    elif isinstance(guide, Mapping):
-        guide = StoredDraws(guide)
+    elif not callable(guide):
+        guide = StoredDraws(samples_of(guide, "guide"))
     density = LatentDensity(model, *args, model_kwargs=kwargs)
     dim = density.latent_dim
     # Above, each coordinate is scaled by itself.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from pyro_implicit.diagnostics.findings import STORED
 from pyro_implicit.guides.posterior_draws import draw, trace_guide
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
+from pyro_implicit.mcmc.starts import wrong_shape
 
 __all__ = [
     "BAD_DRAWS",
@@ -51,16 +51,20 @@ def check_modes(modes: Tensor | str | None, dim: int) -> None:
 def check_sites(
     density: LatentDensity, guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> None:
-    """Refuse a guide that lacks a latent."""
-    lacking = []
-    with suppress(*BAD_DRAWS):  # of which the verdict is going to tell
-        trace = trace_guide(guide, args, kwargs)
-        lacking = [name for name in density.shapes if name not in trace.nodes]
-    if lacking:
-        raise ValueError(
-            f"the guide has no site '{lacking[0]}', which the model samples. Cure: add the site to "
-            "the guide, or condition the model on its value"
-        )
+    """Refuse a guide that lacks a latent, or has another number of its elements."""
+    try:
+        nodes = trace_guide(guide, args, kwargs).nodes
+    except BAD_DRAWS:  # of which the verdict is going to tell
+        return
+    for name, value in density.constrain(density.init_loc).items():
+        if name not in nodes:
+            raise ValueError(
+                f"the guide has no site '{name}', which the model samples. Cure: add the site to "
+                "the guide, or condition the model on its value"
+            )
+        shape = nodes[name]["value"].shape
+        if shape.numel() != value.numel():
+            raise wrong_shape(guide, name, ("num_draws", *shape), tuple(value.shape))
 
 
 def weigh_draws(

@@ -95,6 +95,10 @@ class Fit(Printed):
         with own_stream(device):  # the first draws repeat by seed like all others
             return LatentDensity(model, *args, model_kwargs=kwargs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without ``density``, which remembers runs that cannot be copied."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
     @in_turn
     def sample(
         self, num_samples: int, *args: Any, corrected: bool | None = None, **kwargs: Any
@@ -190,7 +194,7 @@ class Fit(Printed):
             generator's class, must be importable when it is loaded.
         :raises OSError: if it cannot be written; a file that was there is as it was.
         """
-        content = {one.name: getattr(self, one.name) for one in fields(self)}
+        content = self.__getstate__()
         content["source"] = (None, (), {})
         content["parameters"] = {
             name: Learnt(value.detach().clone(), constraint)
@@ -240,10 +244,6 @@ class Fit(Printed):
                 f"is exact, but this is a {type(self.guide).__name__}. Cure: refine=True"
             )
         return corrected_draws(self.guide, self.density, num_samples)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the log-density, which is made anew when it is wanted."""
-        return {name: value for name, value in vars(self).items() if name != "density"}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Stage]:

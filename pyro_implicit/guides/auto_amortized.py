@@ -22,6 +22,7 @@ from pyro_implicit.generators import Generator
 from pyro_implicit.guides.auto_semi_implicit import AutoSemiImplicit
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.row_data import LocalSite, RowData, find_local_sites, trace_model
+from pyro_implicit.guides.summaries import DrawSummaries
 
 __all__ = ["AutoAmortized"]
 
@@ -31,7 +32,7 @@ CONDITIONAL_SCALE = 0.05  # of an implicit site, next to the unit scale at which
 LEAST_SCALE = 1e-4
 
 
-class AutoAmortized(AutoGuide):
+class AutoAmortized(DrawSummaries, AutoGuide):
     r"""Local latents by encoders of their rows, all others by an implicit guide.
 
     A latent :math:`z_i` in a plate of the data's rows gets :math:`q(z_i | x_i)`, Gaussian in

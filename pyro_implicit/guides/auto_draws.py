@@ -3,30 +3,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoContinuous, init_to_median, init_to_sample
-from pyro.ops.stats import quantile
 from torch import Tensor
-from torch.distributions import IndependentTransform, Transform, biject_to
+from torch.distributions import Transform, biject_to
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.discrete import is_summable
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
 from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.density.supports import refuse_moving_supports
-from pyro_implicit.guides.random_stream import own_stream
+from pyro_implicit.density.unfit_sites import refuse_unfit_sites
+from pyro_implicit.guides.row_data import trace_model
+from pyro_implicit.guides.summaries import DrawSummaries
 
 __all__ = ["AutoDraws"]
 
 MAX_RETRIES = 10
 
 
-class AutoDraws(AutoContinuous):
+class AutoDraws(DrawSummaries, AutoContinuous):
     """An autoguide known by its draws: the base of :class:`AutoImplicit`.
 
     A subclass gives ``get_posterior``, a distribution of the unconstrained latent vector that can
@@ -39,7 +40,7 @@ class AutoDraws(AutoContinuous):
         space.
     :param create_plates: as in Pyro's autoguides.
     :raises ValueError: at the first call, for another discrete latent, one in a subsampled
-        plate, or one whose support changes with others.
+        plate, one without unconstrained coordinates, or one whose support changes with others.
     :raises RuntimeError: at the first call, for a model without latents.
     """
 
@@ -60,36 +61,42 @@ class AutoDraws(AutoContinuous):
         return AutoContinuous._prototype_hide_fn(msg) or is_summable(msg)
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        self._start.like = example_tensor(self.model, args, kwargs)
-        self._trace_prototype(args, kwargs)
-        self._refuse_subsampled_latents()
-        self._forget_data()
         try:
+            self._start.like = example_tensor(self.model, args, kwargs)
+            self._trace_prototype(args, kwargs)
+            self._refuse_subsampled_latents()
+            self._forget_data()
             with torch.no_grad():
                 refuse_moving_supports(self.model, args, kwargs, self.prototype_trace)
-        except ValueError:
+            self._make_parameters(*args, **kwargs)
+        except BaseException:
             self.prototype_trace = None  # so that the next call says so, too
             raise
+
+    def _make_parameters(self, *args: Any, **kwargs: Any) -> None:
+        """Make what the guide is trained by, for the latents that the first call has found."""
 
     def _trace_prototype(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Run the model at its start, or at draws of the prior if it raises an error there."""
         given = self._start.init_loc_fn
-        for retries_left in reversed(range(MAX_RETRIES)):
-            try:
-                return super()._setup_prototype(*args, **kwargs)
-            except IMPOSSIBLE:
-                if self.prototype_trace is not None or not retries_left:
-                    raise
-                self._start.init_loc_fn = init_to_sample
-            finally:
-                if self.prototype_trace is not None:
-                    self._start.init_loc_fn = given
+        try:
+            for retries_left in reversed(range(MAX_RETRIES)):
+                try:
+                    return super()._setup_prototype(*args, **kwargs)
+                except IMPOSSIBLE:
+                    if self.prototype_trace is not None:  # the model ran: its sites are to blame
+                        refuse_unfit_sites(trace_model(self.model, args, kwargs))
+                        raise
+                    if not retries_left:
+                        raise
+                    self._start.init_loc_fn = init_to_sample
+        finally:
+            self._start.init_loc_fn = given
 
     def _refuse_subsampled_latents(self) -> None:
         for name, frames in self._cond_indep_stacks.items():
             for frame in frames:
                 if frame.full_size is not None and frame.full_size != frame.size:
-                    self.prototype_trace = None  # so that the next call says so, too
                     raise ValueError(
                         f"site '{name}' has one latent for each of the {frame.full_size} elements "
                         f"of plate '{frame.name}', which subsamples {frame.size}: "
@@ -121,45 +128,6 @@ class AutoDraws(AutoContinuous):
         """
         return self._constrain(self._draw(num_samples, *args, **kwargs))
 
-    def quantiles(
-        self, quantiles: list[float] | Tensor, *args: Any, num_samples: int = 1000, **kwargs: Any
-    ) -> dict[str, Tensor]:
-        """Posterior quantiles of each latent, estimated from draws.
-
-        They are those of the unconstrained latents, as in Pyro's autoguides, so that for instance
-        simplices stay simplices; below an upper bound, where the unconstrained latents run the
-        other way, they still rise. The same guide gives the same values each time: the draws are
-        of a random stream of their own.
-
-        :param quantiles: numbers between 0 and 1.
-        :param args: the model's arguments, if the guide was never called.
-        :param num_samples: number of draws; a median is wrong by 1.25 standard deviations over
-            their square root.
-        :returns: by site, ``(len(quantiles), *site_shape)``.
-        :raises ValueError: for other numbers.
-        """
-        draws = self._same_draws(num_samples, *args, **kwargs)
-        levels = torch.as_tensor(quantiles, dtype=draws.dtype, device=draws.device).reshape(-1)
-        if not ((levels >= 0) & (levels <= 1)).all():
-            raise ValueError(f"quantiles must be numbers between 0 and 1, but got {quantiles}")
-        result = self._constrain(quantile(draws, levels, dim=0))
-        sites = self.prototype_trace.iter_stochastic_nodes()
-        falling = [name for name, site in sites if _falls(biject_to(site["fn"].support))]
-        if falling:
-            mirrored = self._constrain(quantile(draws, 1 - levels, dim=0))
-            result.update({name: mirrored[name] for name in falling})
-        return result
-
-    def median(self, *args: Any, num_samples: int = 1000, **kwargs: Any) -> dict[str, Tensor]:
-        """Posterior medians of each latent, as :meth:`quantiles` gives them.
-
-        :param args: the model's arguments, if the guide was never called.
-        :param num_samples: number of draws.
-        :returns: by site, ``site_shape``.
-        """
-        quantiles = self.quantiles([0.5], *args, num_samples=num_samples, **kwargs)
-        return {name: value.squeeze(0) for name, value in quantiles.items()}
-
     @torch.no_grad()
     def _draw(self, num_samples: int, *args: Any, **kwargs: Any) -> Tensor:
         """Unconstrained latents, ``(num_samples, latent_dim)``, unseen by handlers outside."""
@@ -169,23 +137,28 @@ class AutoDraws(AutoContinuous):
             with self._pyro_context:  # the parameter store's values, as in a call
                 return self.get_posterior(*args, **kwargs).sample(torch.Size((num_samples,)))
 
-    def _same_draws(self, num_samples: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Draws that are the same each time, and leave torch's random streams as they are."""
-        if self.prototype_trace is None:
-            with torch.no_grad(), poutine.block():
-                self(*args, **kwargs)
-        device = next(self.parameters()).device
-        with own_stream(device):
-            return self._draw(num_samples, *args, **kwargs)
+    def _unconstrained(
+        self,
+        num_samples: int,
+        transforms: Mapping[str, Transform],
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> dict[str, Tensor]:
+        return self._split(self._draw(num_samples, *args, **kwargs))
 
     def _constrain(self, latents: Tensor) -> dict[str, Tensor]:
         """By site, ``(n, *site_shape)`` of unconstrained latents ``(n, latent_dim)``."""
-        sites = dict(self.prototype_trace.iter_stochastic_nodes())
-        depth = max(len(site["fn"].batch_shape) for site in sites.values())
-        latents = latents.reshape(len(latents), *(1,) * depth, -1)
+        nodes = self.prototype_trace.nodes
+        parts = self._split(latents).items()
+        return {name: biject_to(nodes[name]["fn"].support)(value) for name, value in parts}
+
+    def _split(self, latents: Tensor) -> dict[str, Tensor]:
+        """By site, ``(n, *unconstrained_shape)``."""
+        shapes = self._unconstrained_shapes
+        parts = latents.split([shape.numel() for shape in shapes.values()], dim=-1)
         return {
-            site["name"]: biject_to(site["fn"].support)(value).reshape(-1, *site["value"].shape)
-            for site, value in self._unpack_latent(latents)
+            name: part.reshape(-1, *shape)
+            for (name, shape), part in zip(shapes.items(), parts, strict=True)
         }
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -196,13 +169,3 @@ class AutoDraws(AutoContinuous):
                 "once, with any arguments of the model, before load_state_dict"
             )
         return super().load_state_dict(*args, **kwargs)
-
-
-def _falls(transform: Transform) -> bool:
-    """Whether each element falls with its unconstrained one, as below an upper bound."""
-    while isinstance(transform, IndependentTransform):
-        transform = transform.base_transform
-    try:
-        return bool((torch.as_tensor(transform.sign) < 0).all())
-    except NotImplementedError:  # not monotone
-        return False

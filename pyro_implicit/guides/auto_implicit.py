@@ -9,8 +9,10 @@ from typing import Any, Literal
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro import poutine
 from pyro.infer.autoguide import AutoGuide, init_to_median
 from pyro.nn import PyroParam
+from pyro.params import param_with_module_name
 from torch import Tensor, nn
 from torch.distributions import constraints
 
@@ -20,6 +22,7 @@ from pyro_implicit.guides.affine_frame import Frame, gaussian_frame
 from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.guides.auto_frame import find_frame
 from pyro_implicit.guides.generator_transform import GeneratorTransform, check_exact
+from pyro_implicit.guides.names import refuse_stored
 
 __all__ = ["AutoImplicit"]
 
@@ -64,7 +67,8 @@ class AutoImplicit(AutoDraws):
         :math:`\theta = \mu + D \odot g(z)` starts at ``init_loc_fn`` with ``init_scale``.
     :param create_plates: as in Pyro's autoguides.
     :raises ValueError: for a bad argument; at the first call, for a discrete latent, a latent in a
-        subsampled plate, or a generator of the wrong input or output size.
+        subsampled plate, a generator of the wrong input or output size, or parameters of another
+        guide under its names in Pyro's parameter store.
     :warns UserWarning: at the first call, if ``"auto"`` finds no frame, naming the cause.
     :raises RuntimeError: at the first call, for a model without latents.
     """
@@ -96,11 +100,16 @@ class AutoImplicit(AutoDraws):
         self._make_generator: tuple[Any, ...] = (generator,)
         self._make_frame: tuple[Any, ...] = (frame,)
 
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        super()._setup_prototype(*args, **kwargs)
+    def _make_parameters(self, *args: Any, **kwargs: Any) -> None:
+        loc = self._init_loc()
+        generator = self._init_generator(loc)  # first: a frame takes longer than this check
+        shapes = {
+            param_with_module_name("generator", name): tuple(parameter.shape)
+            for name, parameter in generator.named_parameters()
+        }
+        refuse_stored(self, {"loc": tuple(loc.shape), **shapes})
         frame = self._frame(*args, **kwargs)
         if frame is None:
-            loc = self._init_loc()
             scale = torch.full_like(loc, self._init_scale)
         else:
             loc, scale = torch.zeros_like(frame.loc), torch.ones_like(frame.loc)
@@ -108,7 +117,7 @@ class AutoImplicit(AutoDraws):
         self.scale = PyroParam(scale, constraints.positive)
         for name, value in zip(Frame._fields, frame or (None,) * 3, strict=True):
             self._set_frame(name, value)
-        self.generator = self._init_generator(loc)
+        self.generator = generator
         self._make_generator = self._make_frame = ()
 
     def _frame(self, *args: Any, **kwargs: Any) -> Frame | None:
@@ -121,7 +130,8 @@ class AutoImplicit(AutoDraws):
             model = self.model.func.args[-1]  # inside of Pyro's InitMessenger
             return find_frame(model, self._start.init_loc_fn, self._init_loc().device, args, kwargs)
         if not isinstance(frame, Frame):
-            frame = gaussian_frame(frame, list(self._unconstrained_shapes), *args, **kwargs)
+            with poutine.block():  # a Laplace approximation runs its model
+                frame = gaussian_frame(frame, list(self._unconstrained_shapes), *args, **kwargs)
         frame.check(self.latent_dim)
         return frame
 

@@ -17,6 +17,7 @@ from torch.distributions import Distribution
 from pyro_implicit.distributions.mixture import Mixture
 from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.guides.auto_implicit import AutoImplicit
+from pyro_implicit.guides.names import refuse_stored
 
 __all__ = ["AutoMixture"]
 
@@ -130,8 +131,8 @@ class AutoMixture(AutoDraws):
                 "their values. To change the weights of a guide, set guide.log_weights"
             )
 
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        super()._setup_prototype(*args, **kwargs)
+    def _make_parameters(self, *args: Any, **kwargs: Any) -> None:
+        refuse_stored(self, {"log_weights": (len(self.components),)})
         for index, component in enumerate(self.components):
             if component.prototype_trace is None:
                 component._setup_prototype(*args, **kwargs)

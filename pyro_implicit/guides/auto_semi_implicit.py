@@ -75,8 +75,8 @@ class AutoSemiImplicit(AutoImplicit):
         super().__init__(model, generator, noise_dim, init_loc_fn, init_scale, frame, create_plates)
         self._init_noise_scale = noise_scale
 
-    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        super()._setup_prototype(*args, **kwargs)
+    def _make_parameters(self, *args: Any, **kwargs: Any) -> None:
+        super()._make_parameters(*args, **kwargs)
         if self._init_noise_scale == "learn":
             scale = torch.full_like(self.loc, 0.02)
             self.noise_scale = PyroParam(scale, constraints.positive)

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import TypeVar
 
 import pyro
 from pyro.infer.autoguide import AutoGuide
 
-__all__ = ["forget", "own_names"]
+__all__ = ["forget", "own_names", "refuse_stored"]
 
 AnyGuide = TypeVar("AnyGuide", bound=AutoGuide)
 
@@ -34,6 +35,30 @@ def own_names(guide: AnyGuide) -> AnyGuide:
     name = f"{type(guide).__name__}_{uuid.uuid4().hex[:16]}"
     guide._pyro_set_supermodule(name, guide._pyro_context)
     return guide
+
+
+def refuse_stored(guide: AutoGuide, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that Pyro's parameter store holds no other guide's parameters under a guide's names.
+
+    **Example:**
+
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> refuse_stored(AutoNormal(lambda: None), {"loc": (3,)})  # nothing is stored
+
+    :param guide: that is about to make its parameters.
+    :param shapes: of these parameters, by the part of their names behind the guide's.
+    :raises ValueError: naming one that is stored in another shape.
+    """
+    if pyro.settings.get("module_local_params"):
+        return
+    store = pyro.get_param_store()
+    for name, shape in shapes.items():
+        stored = f"{guide._pyro_name}.{name}"
+        if stored in store and (found := tuple(store[stored].shape)) != tuple(shape):
+            raise ValueError(
+                f"the parameter store holds '{stored}' of another guide (shape {found}, here "
+                f"{tuple(shape)}). Cure: pyro.clear_param_store(), or load that of this guide"
+            )
 
 
 def forget(guide: AutoGuide) -> None:

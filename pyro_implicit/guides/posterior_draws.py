@@ -10,13 +10,21 @@ import pyro.poutine as poutine
 import torch
 from pyro.contrib.easyguide import EasyGuide
 from pyro.distributions import Unit
-from pyro.infer import Predictive
+from pyro.infer import MCMC, Predictive
 from pyro.infer.autoguide import AutoCallable, AutoGuide, AutoMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-__all__ = ["draw", "draws_in_parallel", "refuse_swapped", "trace_guide"]
+__all__ = [
+    "draw",
+    "draws_in_parallel",
+    "guide_of",
+    "posterior_of",
+    "refuse_swapped",
+    "samples_of",
+    "trace_guide",
+]
 
 
 @torch.no_grad()
@@ -117,9 +125,63 @@ def refuse_swapped(function: str, model: Any, guide: Any) -> None:
         )
 
 
+def guide_of(function: str, given: Any, or_draws: bool = False) -> Any:
+    """The guide where a guide is wanted: what ``fit`` returned stands for its ``guide``.
+
+    :param function: that wants it, for the message.
+    :param or_draws: whether draws by site will do.
+    :raises TypeError: for anything else.
+    """
+    guide = given.guide if _is_fit(given) else given
+    if not (callable(guide) or or_draws and isinstance(guide, Mapping)):
+        raise _no_guide(function, guide, "a dict of draws by site" if or_draws else "")
+    return guide
+
+
+def posterior_of(function: str, given: Any) -> Any:
+    """The posterior where draws are wanted: what ``fit`` returned stands for its ``posterior``.
+
+    :param function: that wants it, for the message.
+    :returns: a guide, draws by site, or what has ``get_samples``.
+    :raises TypeError: for anything else.
+    """
+    posterior = given.posterior if _is_fit(given) else given
+    if not (
+        callable(posterior) or isinstance(posterior, Mapping) or hasattr(posterior, "get_samples")
+    ):
+        raise _no_guide(function, posterior, "a dict of draws by site, or what has get_samples()")
+    return posterior
+
+
+def samples_of(source: Any, side: str) -> dict[str, Tensor]:
+    """The draws of an ``MCMC``, or of anything else that has ``get_samples``, or as they are.
+
+    :param side: what they are, for the message.
+    :returns: by site, ``(num_draws, *site_shape)``.
+    :raises ValueError: for an ``MCMC`` that has not run.
+    """
+    if isinstance(source, Mapping):
+        return dict(source)
+    if isinstance(source, MCMC) and source._samples is None:
+        raise ValueError(f"the {side} MCMC has no draws yet: call its run(...) first.")
+    return dict(source.get_samples())
+
+
 def draws_in_parallel(guide: Callable[..., Any]) -> bool:
     """Whether many draws are made in one call."""
     return hasattr(guide, "sample_posterior") or _broadcasts(guide)
+
+
+def _is_fit(given: Any) -> bool:
+    """Whether it is what ``fit`` returned, which is defined above these rooms."""
+    return all(hasattr(given, name) for name in ("source", "guide"))
+
+
+def _no_guide(function: str, given: Any, others: str) -> TypeError:
+    return TypeError(
+        f"{function} wants a guide, but got {_name(given)}. Cure: {function}(model, guide, ...) of "
+        f"a guide or what fit returned{others and f', {others}'}"
+    )
 
 
 def _is_harmless(site: dict[str, Any]) -> bool:

@@ -11,14 +11,29 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from pyro_implicit.distributions import IntractableDensityError
+
 __all__ = ["StoredDraws"]
+
+
+class _Stored(dist.Delta):
+    """One of the draws. A Delta's density of 1 would weigh it wrongly."""
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """:raises IntractableDensityError: always."""
+        raise IntractableDensityError(
+            "stored draws have no density, so there are no weights and no ELBO of them. Cure: the "
+            "guide that they came from, which is result.guide of what fit returned"
+        )
 
 
 class StoredDraws:
     """A guide that takes its values from stored draws: of chains, of another library, of particles.
 
     Each call takes one of them for all sites, so that ``Predictive`` and
-    :func:`~pyro_implicit.diagnose` use it as any other guide. It has no density.
+    :func:`~pyro_implicit.diagnose` use it as any other guide. It has no density: what asks for one,
+    such as an ELBO or Pyro's ``WeighedPredictive``, gets an
+    :class:`~pyro_implicit.distributions.IntractableDensityError`.
 
     **Example:**
 
@@ -62,7 +77,7 @@ class StoredDraws:
         index = int(torch.randint(self.num_draws, ()))
         values = {name: value[index] for name, value in self.samples.items()}
         return {
-            name: pyro.sample(name, dist.Delta(value, event_dim=value.dim()))
+            name: pyro.sample(name, _Stored(value, event_dim=value.dim()))
             for name, value in values.items()
         }
 

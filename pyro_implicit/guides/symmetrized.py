@@ -17,9 +17,11 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _DIM_ALLOCATOR
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
+from torch.distributions import Transform, biject_to
 
 from pyro_implicit.guides.groups import Group
 from pyro_implicit.guides.posterior_draws import trace_guide
+from pyro_implicit.guides.summaries import DrawSummaries
 
 __all__ = ["Symmetrized"]
 
@@ -32,7 +34,7 @@ class Gap(NamedTuple):
     bound: float
 
 
-class Symmetrized(PyroModule):
+class Symmetrized(DrawSummaries, PyroModule):
     r"""A guide whose draws are moved by maps :math:`t \sim r` under which the likelihood is the
     same:
 
@@ -97,8 +99,9 @@ class Symmetrized(PyroModule):
         self.num_draws = num_draws
         self._depth = depth
         self._num_plates = 0
-        #: By site of the guide, the dimensions of a single draw.
+        #: By site of the guide, the dimensions of a single draw, and the support.
         self._ndims: dict[str, int] = {}
+        self._supports: dict[str, Any] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latents, within Pyro's handlers.
@@ -166,6 +169,17 @@ class Symmetrized(PyroModule):
         frames = [f for s in sites.values() for f in s["cond_indep_stack"] if f.vectorized]
         self._num_plates = max((-frame.dim for frame in frames), default=0)
         self._ndims = {name: value.dim() for name, value in latents.items()}
+        if isinstance(self.guide, Symmetrized):
+            self._supports = self.guide._supports
+        else:  # an autoguide's own sites are but values
+            prototype = getattr(self.guide, "prototype_trace", trace)
+            self._supports = {name: prototype.nodes[name]["fn"].support for name in latents}
+
+    def _transforms(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Transform]:
+        if not self._ndims:
+            with torch.no_grad(), poutine.block():
+                self._meet(args, kwargs)
+        return {name: biject_to(support) for name, support in self._supports.items()}
 
     @torch.no_grad()
     def sample_posterior(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

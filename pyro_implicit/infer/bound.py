@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_implicit.density.progress import steps_of
 from pyro_implicit.density.turns import in_turn
+from pyro_implicit.guides.posterior_draws import guide_of
 from pyro_implicit.infer.engine.hierarchical import HierarchicalELBO, Proposal
 from pyro_implicit.ops.pareto import pareto_smoothed
 from pyro_implicit.ops.printing import short_repr
@@ -112,7 +113,8 @@ def evidence_bound(
     :param model: with all its data: nothing subsampled.
     :param guide: of explicit sites, :class:`~pyro_implicit.SemiImplicit` ones, and
         :class:`~pyro_implicit.Implicit` ones whose generator is injective with as many values as
-        noise, as :class:`~pyro_implicit.AutoregressiveGenerator`.
+        noise, as :class:`~pyro_implicit.AutoregressiveGenerator`. What :func:`~pyro_implicit.fit`
+        returned stands for its ``guide``.
     :param args: of model and guide, as ``kwargs``.
     :param num_samples: draws of the guide.
     :param num_mixing: S, for each draw and site; the bound rises with it.
@@ -132,6 +134,7 @@ def evidence_bound(
         only approximately, as :math:`\hat q` is noisy where the bound is loose. k-hat is infinite
         for fewer than 5 draws in the tail (about 25 samples), and says nothing where the effective
         sample size is nearly ``num_samples``.
+    :raises TypeError: for what is no guide.
     :raises ValueError: for arguments out of range, a guide with an implicit site that has neither a
         conditional nor an exact density, an injective generator that folds (its Jacobian has
         determinants of both signs among the draws), a subsampled plate, a site that is a point
@@ -194,6 +197,7 @@ def weighted_draws(
     kwargs = {**kwargs, **(model_kwargs or {})}
     chunk_size = min(chunk_size, num_samples)
     elbo = HierarchicalELBO(chunk_size, num_mixing, proposal, num_steps, num_starts)
+    guide = guide_of("evidence_bound", guide)
     number = -(-num_samples // chunk_size)
     rounds = steps_of(range(number), number, "weights")
     chunks = [elbo.weighted_draws(model, guide, args, kwargs) for _ in rounds]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from torch import Tensor
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.guides.summaries import DrawSummaries
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.noise_map import NoiseMap
 from pyro_implicit.mcmc.teaching import Taught, teach
@@ -29,7 +31,7 @@ __all__ = ["AutoConditional"]
 MAX_DENSE_DIM = 100
 
 
-class AutoConditional(AutoGuide):
+class AutoConditional(DrawSummaries, AutoGuide):
     r"""A Gaussian over the noise of latents, and the latents that it gives.
 
     .. math:: z \sim N(m, S), \quad x_i = T_i(z_i; \mathrm{parents}(x_i))
@@ -79,14 +81,32 @@ class AutoConditional(AutoGuide):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the model, which this guide keeps: give it to :meth:`attach` after loading."""
-        model, master = self.__dict__["_model"], self.__dict__["master"]
-        try:
-            return {**super().__getstate__(), "_last": ((), None)}
+        guides = [self] if self.noise is None else [self, self.noise]
+        kept = [(guide, guide.__dict__["_model"], guide.__dict__["master"]) for guide in guides]
+        try:  # Pyro takes both from the guide itself
+            state = {**super().__getstate__(), "_last": ((), None)}
+            if self.noise is not None:  # a copy, as its own state is asked for after this
+                state["_modules"] = {**state["_modules"], "noise": copy.copy(self.noise)}
+            return state
         finally:
-            self._model, self.master = model, master
+            for guide, model, master in kept:
+                guide._model, guide.master = model, master
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        """The model.
+
+        :raises RuntimeError: for a guide that was copied or unpickled, before :meth:`attach`.
+        """
+        if self._model is None:
+            raise RuntimeError(
+                "this AutoConditional was copied or unpickled, and so is without its model, which "
+                "it runs. Cure: guide.attach(model)"
+            )
+        return self._model[0]
 
     def attach(self, model: Callable[..., Any]) -> None:
-        """Take the model of a guide that was unpickled."""
+        """Take the model of a guide that was copied or unpickled."""
         self._model = (without_sequential_plates(model),)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -171,14 +191,27 @@ class AutoConditional(AutoGuide):
     def _prepared_plates(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The plates, which the guide of the noise asks for, too."""
         if self.prototype_trace is None:
+            self._map(args, kwargs)  # first, as it says what is missing
             self._setup_prototype(*args, **kwargs)
         return self._create_plates(*args, **kwargs)
 
     def _map(self, args: tuple, kwargs: dict[str, Any]) -> NoiseMap:
-        """That of these arguments, the last of which are kept."""
+        """That of these arguments, the last of which are kept.
+
+        :raises TypeError: if they are missing.
+        """
         given = (*args, *kwargs.values())
         before, found = self._last
         if found is None or len(before) != len(given) or any(map(operator.is_not, before, given)):
-            found = NoiseMap(LatentDensity(self.model, *args, model_kwargs=kwargs), self.reparams)
+            try:
+                density = LatentDensity(self.model, *args, model_kwargs=kwargs)
+            except TypeError as error:
+                if given:
+                    raise
+                raise TypeError(
+                    f"AutoConditional reads the model's arguments, which are missing ({error}). "
+                    "Cure: guide.sample_posterior(num_samples, x, y), of a model (x, y)"
+                ) from error
+            found = NoiseMap(density, self.reparams)
             self._last = given, found
         return found

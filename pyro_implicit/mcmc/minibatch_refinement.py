@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.density.progress import progress_bar
+from pyro_implicit.guides.posterior_draws import guide_of
 from pyro_implicit.mcmc.batch_stream import BatchStream
 from pyro_implicit.mcmc.chain_files import load_chains, save_chains
 from pyro_implicit.mcmc.draw_store import DrawStore
@@ -86,6 +87,7 @@ def refine_by_minibatches(
     :param guide: any guide of this model, trained or not, or draws: a dict of constrained values by
         site, ``(num_draws, *site_shape)``, such as an ensemble. Fewer draws than chains are taken
         in turn; of fewer than twenty the frame is made of the prior's scales and the information.
+        What :func:`~pyro_implicit.fit` returned stands for its ``guide``.
     :param args: the first arguments of model and guide, the same for all minibatches.
     :param batches: a ``DataLoader`` or any other iterable of tuples of the model's further
         arguments, or of single ones, that can be passed over many times. For a model that draws its
@@ -126,6 +128,7 @@ def refine_by_minibatches(
     kwargs = {**kwargs, **(model_kwargs or {})}
     if seed is not None:
         pyro.set_rng_seed(seed)
+    guide = guide_of("refine_by_minibatches", guide, or_draws=True)
     stream = BatchStream(batches)
     density = MinibatchDensity(model, *args, batch=stream.probed[0], model_kwargs=kwargs)
     check_scaling(density, stream)

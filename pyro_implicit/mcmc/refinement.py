@@ -20,6 +20,7 @@ from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.progress import progress_bar
 from pyro_implicit.density.turns import in_turn
 from pyro_implicit.guides.auto_draws import AutoDraws
+from pyro_implicit.guides.posterior_draws import guide_of
 from pyro_implicit.mcmc.chain_files import load_chains, save_chains
 from pyro_implicit.mcmc.chains import TUNING, Chains
 from pyro_implicit.mcmc.frame import FrameKind
@@ -128,7 +129,7 @@ def refine(
         ``batches`` are given.
     :param guide: any guide of this model, trained or not, or draws: a dict of constrained values by
         site, ``(num_draws, *site_shape)``, such as particles or an ensemble. Fewer draws than
-        chains are taken in turn.
+        chains are taken in turn. What :func:`~pyro_implicit.fit` returned stands for its ``guide``.
     :param args: the arguments of model and guide.
     :param kernel: ``"hmc"``, or of minibatches ``"sghmc"`` or ``"sgld"``.
     :param batches: minibatches, a ``DataLoader`` for instance: all else is then done by
@@ -200,6 +201,7 @@ def refine(
     kwargs = {**kwargs, **(model_kwargs or {})}
     if seed is not None:
         pyro.set_rng_seed(seed)
+    guide = guide_of("refine", guide, or_draws=True)
     density = LatentDensity(model, *args, model_kwargs=kwargs)
     if isinstance(guide, AutoDraws) and guide.prototype_trace is None:
         with torch.no_grad(), poutine.block():

@@ -13,7 +13,7 @@ from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.user_warnings import warn_user
 
-__all__ = ["Guide", "Starts", "finite_starts", "latent_draws"]
+__all__ = ["Guide", "Starts", "finite_starts", "latent_draws", "wrong_shape"]
 
 Guide = Callable[..., Any] | Mapping[str, Tensor]
 
@@ -40,7 +40,7 @@ def latent_draws(
         draws = dict(guide)
     else:
         draws = draw(guide, num_draws, *args, **kwargs)
-    _check_sites(density, draws, "the draws" if isinstance(guide, Mapping) else _name(guide))
+    _check_sites(density, draws, guide)
     like = density.init_loc
     vectors = density.unconstrain({name: draws[name].to(like) for name in density.shapes})
     return vectors[torch.arange(num_draws, device=like.device) % len(vectors)]
@@ -71,7 +71,24 @@ def finite_starts(score: Any, points: Tensor, who: str) -> Starts:
     return Starts(points, lost)
 
 
-def _check_sites(density: LatentDensity, draws: dict[str, Tensor], who: str) -> None:
+def wrong_shape(
+    guide: Guide, name: str, shape: tuple[int | str, ...], wanted: tuple[int, ...]
+) -> ValueError:
+    """The error for draws that are not of the model.
+
+    :param guide: that made them, or the draws themselves.
+    :param name: of the site.
+    :param shape: of the draws, their number first.
+    :param wanted: the shape of the model's site.
+    """
+    return ValueError(
+        f"{_who(guide)} has draws of shape {shape} at site '{name}', but the model wants "
+        f"{('num_draws', *wanted)}. Cure: a guide of this model, called with the same data"
+    )
+
+
+def _check_sites(density: LatentDensity, draws: dict[str, Tensor], guide: Guide) -> None:
+    who = _who(guide)
     missing = sorted(set(density.shapes) - set(draws))
     extra = sorted(set(draws) - set(density.shapes))
     if missing:
@@ -88,13 +105,12 @@ def _check_sites(density: LatentDensity, draws: dict[str, Tensor], who: str) -> 
         shape, wanted = tuple(draws[name].shape), tuple(expected[name].shape[1:])
         counts.add(shape[:1])
         if len(shape) == 0 or shape[1:] != wanted or shape[0] == 0:
-            raise ValueError(
-                f"{who} has draws of shape {shape} at site '{name}', but the model wants "
-                f"{('num_draws', *wanted)}. Cure: a guide of this model, called with the same data"
-            )
+            raise wrong_shape(guide, name, shape, wanted)
     if len(counts) > 1:
         raise ValueError(f"{who} has different numbers of draws by site: {sorted(counts)}")
 
 
-def _name(guide: Any) -> str:
+def _who(guide: Guide) -> str:
+    if isinstance(guide, Mapping):
+        return "the draws"
     return f"the guide {getattr(guide, '__name__', type(guide).__name__)}"

@@ -109,6 +109,8 @@ def test_zero_latents():
         LatentDensity(observed, torch.tensor(1.0))
     with pytest.raises(RuntimeError, match="no latent sites: it samples nothing. Cure"):
         LatentDensity(lambda: None)
+    with pytest.raises(RuntimeError, match=r"have no elements: 'x' of shape \(0,\). Cure"):
+        LatentDensity(lambda: pyro.sample("x", dist.Normal(torch.zeros(0), 1.0).to_event(1)))
 
 
 def test_obs_mask():

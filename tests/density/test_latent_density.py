@@ -446,6 +446,7 @@ def test_single_precision(name):
     ("fn", "cure"),
     [
         (lambda: dist.Wishart(torch.tensor(20.0), torch.eye(2)), "Cure: a Cholesky factor of it"),
+        (lambda: dist.ProjectedNormal(torch.ones(3)), "Cure: dist.ProjectedNormal, and a model"),
         (
             lambda: dist.MixtureSameFamily(
                 dist.Categorical(torch.ones(2)), dist.Normal(torch.zeros(2), 1.0)

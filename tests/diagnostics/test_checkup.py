@@ -596,6 +596,19 @@ def test_the_order_of_arguments():
         diagnose(gaussian, guide)
 
 
+def test_a_guide_of_other_data_is_named():
+    def model(y):
+        with pyro.plate("rows", len(y)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    guide = AutoSemiImplicit(model)
+    guide(torch.zeros(5))
+    message = r"AutoSemiImplicit has draws of shape \('num_draws', 5\) at site 'z', but the model "
+    with pytest.raises(ValueError, match=message + r"wants \('num_draws', 3\). Cure: a guide of"):
+        diagnose(model, guide, torch.zeros(3))
+
+
 def test_model_keywords_of_our_names():
     """Those of ours stay ours, and the model's reach it."""
 

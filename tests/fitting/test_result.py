@@ -9,10 +9,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import Predictive
+from pyro.infer import MCMC, NUTS, Predictive
 from pyro.infer.autoguide import AutoNormal
 
-from pyro_implicit import diagnose, fit, refine
+from pyro_implicit import compare, diagnose, evidence_bound, fit, refine
 from pyro_implicit.density.engine import SubsampledError
 from pyro_implicit.fitting import Fit
 from pyro_implicit.generators import AutoregressiveGenerator
@@ -175,3 +175,35 @@ def test_saved_and_loaded(kind, tmp_path):
     pyro.set_rng_seed(3)
     assert torch.equal(loaded.sample(50)["x"], expected)
     assert loaded.diagnose(num_samples=500).verdict in ("trust", "check", "do not trust")
+
+
+@pytest.mark.parametrize("refined", [False, True])
+def test_a_result_stands_for_its_guide_and_its_posterior(refined):
+    result = fit(skewed, AutoNormal(skewed), num_steps=50, progress=False, seed=0)
+    if refined:
+        result.refined = refine(skewed, result, max_gradients=100, **QUIET)
+    told = [diagnose(skewed, one, modes=None, progress=False) for one in (result, result.posterior)]
+    assert told[0].broken == "" and (told[0].bound is None) == (told[1].bound is None) == refined
+    bounds = []
+    for one in (result, result.guide):
+        pyro.set_rng_seed(1)
+        bounds.append(evidence_bound(skewed, one, num_samples=50).value)
+    assert bounds[0] == bounds[1]
+    reference = {"x": result.sample(500)["x"]}
+    assert compare(skewed, result, reference).floor_ratio < 3
+
+
+def test_chains_of_pyro_are_diagnosed_and_what_is_no_guide_is_named():
+    mcmc = MCMC(NUTS(skewed), num_samples=300, warmup_steps=100, disable_progbar=True)
+    with pytest.raises(ValueError, match="MCMC has no draws yet"):
+        diagnose(skewed, mcmc)
+    mcmc.run()
+    told = diagnose(skewed, mcmc, modes=None, progress=False)
+    assert told.broken == "" and told.verdict != "do not trust"
+    for function in (diagnose, evidence_bound, refine):
+        with pytest.raises(
+            TypeError, match="wants a guide, but got Tensor. Cure: .*what fit retur"
+        ):
+            function(skewed, torch.zeros(3))
+    with pytest.raises(TypeError, match="compare wants a guide, but got Tensor. Cure"):
+        compare(skewed, torch.zeros(3), mcmc)

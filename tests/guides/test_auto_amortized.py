@@ -61,6 +61,13 @@ def test_exact_posteriors_of_a_conjugate_model(tmp_path):
     torch.testing.assert_close(draws["z"].mean(0), local, rtol=0, atol=0.15 * local_sd)
     torch.testing.assert_close(draws["z"].std(0), torch.full((3,), local_sd), rtol=0.1, atol=0)
 
+    with pytest.raises(ValueError, match="argument 0 of the model"):
+        result.guide.median()
+    medians, levels = result.guide.median(new), result.guide.quantiles([0.16, 0.84], new)
+    torch.testing.assert_close(medians["z"], local, rtol=0, atol=0.15 * local_sd)
+    assert medians["mean"].shape == () and levels["z"].shape == (2, 3)
+    torch.testing.assert_close(levels["z"].diff(dim=0)[0] / 2, draws["z"].std(0), rtol=0.1, atol=0)
+
     predictive = Predictive(conjugate, guide=result.guide, num_samples=5)
     assert predictive(new)["z"].shape == (5, 3)
     result.save(tmp_path / "fit.pt")

@@ -125,7 +125,7 @@ def test_laplace_frame():
     for _ in range(200):
         svi.step()
     guide = AutoSemiImplicit(gaussian, frame=base)
-    guide()
+    SVI(gaussian, guide, pyro.optim.Adam({"lr": 0.0}), LIVI_ELBO(2)).step()  # finds the frame
     precision = torch.eye(2) + 4 * torch.ones(2, 2)
     covariance = guide.frame_scale_tril @ guide.frame_scale_tril.T
     torch.testing.assert_close(covariance, precision.inverse(), rtol=1e-3, atol=1e-3)
@@ -272,7 +272,7 @@ def test_an_impossible_start_gives_place_to_another(seed):
 
 
 def test_model_without_latents():
-    with pytest.raises(RuntimeError, match="found no latent variables"):
+    with pytest.raises(RuntimeError, match=r"no latent sites.*observed \('y'\). Cure"):
         AutoSemiImplicit(lambda: pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.ones(())))()
 
 
@@ -283,6 +283,43 @@ def test_subsampled_local_latents_are_refused_with_the_cure():
 
     with pytest.raises(ValueError, match="site 'z'.*100.*plate 'data'.*10.*Cure.*amortize='auto'"):
         AutoSemiImplicit(subsampled)()
+
+
+def latent(fn):
+    def only():
+        pyro.sample("v", fn)
+
+    return only
+
+
+@pytest.mark.filterwarnings("ignore:Singular sample")  # said by torch of each sound one
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        (
+            latent(dist.Wishart(torch.tensor(5.0), torch.eye(2))),
+            {},
+            ValueError,
+            "latent 'v' has no",
+        ),
+        (latent(dist.Poisson(3.0)), {}, ValueError, "'v' is a discrete latent .*Cure"),
+        (
+            latent(dist.Normal(torch.zeros(0), 1.0).to_event(1)),
+            {},
+            RuntimeError,
+            r"no elements: 'v' of shape \(0,\). Cure",
+        ),
+        (model, {"generator": MLP(2, 5)}, ValueError, r"into \(2, 5\)"),
+        (model, {"frame": AutoDelta(model)}, ValueError, "AutoDelta"),
+    ],
+    ids=["support", "discrete", "empty", "generator", "frame"],
+)
+def test_a_failed_first_call_says_why_each_time(model, options, error, message):
+    """Also in SVI, whose first run calls the guide again."""
+    guide = AutoSemiImplicit(model, **options)
+    for call in (guide, guide, SVI(model, guide, pyro.optim.Adam({}), LIVI_ELBO(2)).step):
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_bad_arguments():

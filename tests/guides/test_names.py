@@ -15,7 +15,7 @@ import torch
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from pyro.util import get_rng_state
 
-from pyro_implicit import AutoImplicit, AutoregressiveGenerator
+from pyro_implicit import AutoImplicit, AutoregressiveGenerator, AutoSemiImplicit, GatedMLP
 from pyro_implicit.guides import AutoMixture
 from pyro_implicit.guides.names import forget, own_names
 
@@ -91,6 +91,36 @@ def test_guides_of_one_process_keep_their_values(kind):
     assert [location(guide) for guide in guides] == pytest.approx([1.0, 2.0], abs=0.05)
     names = set(pyro.get_param_store().keys())
     assert len(names) == 2 * len({name.split(".", 1)[1] for name in names})
+
+
+def several(size):
+    return lambda: pyro.sample("x", dist.Normal(torch.zeros(size), 1.0).to_event(1))
+
+
+def plain(width):
+    return AutoSemiImplicit(model, GatedMLP(1, 1, hidden=(width,)), frame=None)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda size: AutoSemiImplicit(several(size)), "AutoSemiImplicit.loc"),
+        (plain, r"AutoSemiImplicit.generator\$\$\$"),
+        (lambda size: AutoMixture(model, [plain(4) for _ in range(size)]), "AutoMixture.log_weigh"),
+    ],
+    ids=["latents", "generator", "mixture"],
+)
+def test_parameters_of_another_guide_in_the_store_are_named(make, name):
+    first = make(2)
+    first()
+    values = first()["x"]
+    second = make(3)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"holds '{name}.*of another guide.*Cure: pyro.clear"):
+            second()
+    assert first()["x"].shape == values.shape  # untouched
+    pyro.clear_param_store()
+    second()
 
 
 def test_names_of_fitted_components():

@@ -7,9 +7,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import Predictive
+from pyro import poutine
+from pyro.infer import Predictive, Trace_ELBO, WeighedPredictive
+from pyro.infer.importance import psis_diagnostic
 
-from pyro_implicit import compare
+from pyro_implicit import LIVI_ELBO, compare, diagnose, evidence_bound, refine
 from pyro_implicit.guides import StoredDraws
 
 
@@ -58,3 +60,31 @@ def test_compared_as_any_guide():
 def test_refused(samples):
     with pytest.raises(ValueError, match="the same number of draws, at least one.*Cure: a dict"):
         StoredDraws(samples)
+
+
+def test_a_density_is_refused():
+    def model(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        z = pyro.sample("z", dist.Normal(x.unsqueeze(-1) + torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(z, 1.0).to_event(1), obs=y)
+
+    guide, y = stored(7), torch.zeros(2)
+    for ask in (
+        lambda: WeighedPredictive(model, guide=guide, num_samples=5)(y),
+        lambda: psis_diagnostic(model, guide, y, num_particles=20, max_plate_nesting=1),
+        lambda: Trace_ELBO().loss(model, guide, y),
+        lambda: LIVI_ELBO(2).loss(model, guide, y),
+        lambda: evidence_bound(model, guide, y, num_samples=5),
+    ):
+        with pytest.raises(ValueError, match="stored draws have no density.*Cure: the guide"):
+            ask()
+
+
+def test_what_asks_for_no_density_goes_on():
+    guide, y = stored(500), torch.zeros(2)
+    assert diagnose(model, guide, y, modes=None, num_transitions=0, progress=False).bound is None
+    refined = refine(model, guide, y, max_gradients=100, seed=0, progress=False)
+    assert refined.get_samples()["z"].shape[1:] == (2,)
+    with pyro.plate("many", 3, dim=-2), poutine.trace() as trace:
+        guide()
+    assert trace.trace.nodes["x"]["fn"].batch_shape == (3, 1)

@@ -181,6 +181,20 @@ def test_the_order_of_units_is_random_and_the_values_are_the_guides() -> None:
     assert torch.corrcoef(torch.stack([draws["w"][:, 0], draws["v"][:, 0]]))[0, 1] < -0.15
 
 
+@pytest.mark.parametrize("make", [lambda model: by_hand, AutoNormal], ids=["by hand", "autoguide"])
+def test_medians_and_quantiles(make) -> None:
+    guide = symmetrized(make(two_units))
+    levels, median = guide.quantiles([0.1, 0.9], Y), guide.median(Y)
+    state = torch.get_rng_state()
+    assert {name: tuple(value.shape) for name, value in median.items()} == {
+        "w": (2,), "v": (2,), "b": ()
+    }  # fmt: skip
+    for name, value in guide.median(Y, num_samples=1000).items():
+        assert torch.equal(value, median[name])
+        assert ((levels[name][0] < value) & (value < levels[name][1])).all()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_sites_in_a_plate_of_units() -> None:
     def model() -> None:
         with pyro.plate("units", 3, dim=-1):
@@ -193,6 +207,7 @@ def test_sites_in_a_plate_of_units() -> None:
     assert math.isfinite(SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), elbo).step())
     trace = poutine.trace(guide).get_trace()
     assert [frame.name for frame in trace.nodes["w"]["cond_indep_stack"]] == ["units"]
+    assert (guide.quantiles([0.01, 0.5])["w"] > 0).all()
     inside = trace.nodes["w"]["fn"].log_density.sum()  # of the transform to positive numbers
     torch.testing.assert_close(inside, -trace.nodes["w"]["value"].log().sum())
 

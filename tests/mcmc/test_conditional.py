@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pyro
 import pyro.distributions as dist
@@ -477,6 +479,15 @@ def test_a_taught_guide_is_exact_where_the_model_is_gaussian_given_its_scale():
     for name, value in found.get_samples().items():
         assert (draws[name].mean(0) - value.mean(0)).abs().max() < 0.1 * value.std(0).max()
         assert (draws[name].std(0) / value.std(0) - 1).abs().max() < 0.1
+    median, levels = guide.median(), guide.quantiles([0.1, 0.9], num_samples=4000)
+    for name, value in draws.items():
+        assert torch.allclose(median[name], value.median(0).values, atol=0.1)
+        assert levels[name].shape == (2, *value.shape[1:])
+        expected = value.quantile(torch.tensor([0.1, 0.9]), dim=0)
+        assert torch.allclose(levels[name], expected, atol=0.15)
+    state = torch.get_rng_state()
+    assert torch.equal(guide.median()["x"], median["x"])
+    assert torch.equal(torch.get_rng_state(), state)
     loss = Trace_ELBO(num_particles=200).loss(model, guide)
     scale = torch.linspace(0.01, 8, 4000)
     evidence = dist.LogNormal(0.0, 0.3).log_prob(scale)
@@ -526,6 +537,7 @@ def test_fit_leaves_a_guide_of_the_noise_that_can_be_saved(tmp_path):
     assert ((draws.mean(0) - refined.mean(0)).abs() < 0.2 * refined.std(0)).all()
     result.save(tmp_path / "result.pt")
     assert result.guide.model is not None
+    assert torch.equal(copy.deepcopy(result).refined.get_samples()["x"], refined)
     loaded = Fit.load(tmp_path / "result.pt", model)
     found = []
     for guide in (result.guide, loaded.guide):
@@ -558,3 +570,37 @@ def test_killed_chains_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(Chains, "advance", advance)
     again = run(checkpoint=file, checkpoint_every=5)
     assert torch.equal(again.get_samples()["x"], whole.get_samples()["x"])
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_wants_its_model_and_the_original_keeps_it(make_copy):
+    model = groups()
+    guide = AutoConditional(model, conditional_reparams(model, AutoNormal(model)))
+    guide()
+    for _ in range(2):  # copies of one that was copied, too
+        copied = make_copy(guide)
+        assert guide.noise.model is not None and guide.noise.master() is guide
+    draws = []
+    for one in (guide, copied):
+        if one is copied:
+            with pytest.raises(RuntimeError, match=r"without its model.*Cure: guide.attach\(model"):
+                one()
+            one.attach(model)
+        one()
+        pyro.set_rng_seed(0)
+        draws.append(Predictive(model, guide=one, num_samples=5, parallel=True)()["x"])
+    assert torch.equal(*draws)
+
+
+def test_missing_arguments_of_the_model_are_named():
+    def model(y):
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("groups", len(y)):
+            x = pyro.sample("x", dist.Normal(0.0, scale))
+            pyro.sample("y", dist.Normal(x, SIGMA), obs=y)
+
+    guide = AutoConditional(model, conditional_reparams(model, AutoNormal(model), Y))
+    for _ in range(2):
+        with pytest.raises(TypeError, match="AutoConditional reads the model's arguments.*Cure"):
+            guide.sample_posterior(4)
+        guide(Y)
