@@ -18,6 +18,7 @@ from pyro.infer.autoguide import AutoNormal
 
 import pyro_implicit
 from pyro_implicit import diagnose, fit
+from pyro_implicit.guides.names import own_names
 
 ROOT = Path(__file__).parents[1]
 GALLERY = ROOT / "docs" / "gallery"
@@ -34,7 +35,7 @@ def within(function: Callable[..., Any], **budget: Any) -> Callable[..., Any]:
 def fit_something(model: Any, guide: Any = "auto", *args: Any, **options: Any) -> Any:
     """A few steps of a mean field: a search and chains have tests of their own."""
     if isinstance(guide, str) and "batches" not in options:
-        guide = AutoNormal(poutine.block(model, hide_fn=is_discrete))
+        guide = own_names(AutoNormal(poutine.block(model, hide_fn=is_discrete)))
     return fit(model, guide, *args, **{**options, "num_steps": 2, "epochs": 1})
 
 
