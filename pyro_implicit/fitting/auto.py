@@ -19,6 +19,7 @@ from pyro_implicit.density.lost_gradients import warn_of_lost_gradients
 from pyro_implicit.density.turns import in_turn
 from pyro_implicit.fitting.amortized import Amortize, fit_amortized, refuse_amortizing
 from pyro_implicit.fitting.arguments import (
+    refuse_counts,
     refuse_misplaced,
     refuse_validation,
     warn_of_stored_values,
@@ -188,6 +189,7 @@ def fit(
     """
     refuse_misplaced(model, guide, loss)
     check_mode(compile)
+    refuse_counts(num_steps=num_steps, epochs=epochs, num_particles=num_particles)
     if amortize is not None:
         refuse_amortizing(guide, refine)
     refuse_validation(validation, batches, amortize)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pyro
 import torch
 from pyro import poutine
+from pyro.params.param_store import user_param_name
 from torch import Tensor, nn
 from torch.distributions import constraints
 
@@ -140,6 +141,6 @@ def describe(parameters: dict[str, Tensor]) -> str:
     """Numbers, or shapes of what is more than that; the first four."""
     parts = [
         f"{name} = {value.item():.4g}" if value.numel() == 1 else f"{name} {tuple(value.shape)}"
-        for name, value in parameters.items()
+        for name, value in ((user_param_name(n), v) for n, v in parameters.items())
     ]
     return ", ".join(parts[:4]) + (f" and {len(parts) - 4} more" if len(parts) > 4 else "")

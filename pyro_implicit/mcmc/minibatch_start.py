@@ -38,7 +38,7 @@ def check_scaling(density: MinibatchDensity, stream: BatchStream, num_shares: in
         raise ValueError(
             f"the model takes each of {batches} minibatches for all data: no observed site is "
             "scaled. Cure: with pyro.plate('rows', number_of_all_rows, subsample_size=len(x)), or "
-            "poutine.scale"
+            "poutine.scale; of classifier and regressor, the number of all rows as num_data"
         )
     if density.subsampled is None or not any(stream.probed):
         return

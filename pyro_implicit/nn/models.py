@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from pyro_implicit.infer.engine.parameters import announce, owned_by
 from pyro_implicit.nn.bayesian import has_priors
 from pyro_implicit.nn.moving_prior import moved
+from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["NetworkModel", "classifier", "regressor"]
 
@@ -25,6 +26,7 @@ Noise: TypeAlias = float | Literal["learn", "heteroscedastic"] | dist.TorchDistr
 
 LEAST_NOISE = 1e-6  # where softplus underflows
 START_NOISE = 0.5
+FAR = 30.0  # from unit scale
 
 
 def classifier(net: nn.Module, num_data: int, *, temperature: float = 1.0) -> NetworkModel:
@@ -106,6 +108,7 @@ def regressor(
         ``"precision"`` where it has a prior, and ``"y"``.
     :raises TypeError: for a noise of another kind.
     :raises ValueError: as :func:`classifier`.
+    :warns UserWarning: at the first call with targets, if these are far from unit scale.
     """
     return NetworkModel(net, num_data, _Numbers(noise), temperature)
 
@@ -132,6 +135,7 @@ class NetworkModel(nn.Module):
         super().__init__()
         self.net, self.likelihood = net, likelihood
         self.num_data, self.temperature = num_data, temperature
+        self._has_seen_targets = False
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """Runs the model.
@@ -150,6 +154,9 @@ class NetworkModel(nn.Module):
         distribution = self.likelihood(output)
         if y is not None:
             y = _fitting(y, distribution, rows, self.num_data)
+            if not self._has_seen_targets and isinstance(self.likelihood, _Numbers):
+                _warn_of_units(y)
+            self._has_seen_targets = True
         subsample = torch.arange(rows, device=x.device)
         size = rows if y is None else self.num_data
         with (
@@ -231,6 +238,17 @@ def _fitting(y: Tensor, distribution: dist.TorchDistribution, rows: int, num_dat
             "the network is trained on. Cure: that number; held-out rows in smaller minibatches"
         )
     return y
+
+
+def _warn_of_units(y: Tensor) -> None:
+    """Say so if targets are far from the unit scale that networks begin at."""
+    size = y.detach().double().square().mean().sqrt().item()
+    if y.numel() > 1 and not 1 / FAR < size < FAR:
+        warn_user(
+            f"the root mean square of the targets is {size:.3g}, but networks, their priors and "
+            'noise="learn" begin at unit scale, and would be long on their way. Cure: (y - '
+            "y_train.mean()) / y_train.std(), and predictions turned back",
+        )
 
 
 def _refuse_output(output: object, rows: int) -> None:

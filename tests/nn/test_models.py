@@ -131,11 +131,19 @@ def test_one_set_of_weights_for_all_rows_of_a_particle():
     assert drawn["y"].shape == (5, 6) and drawn["0.weight"].numel() == 5 * 15
 
 
+@pytest.mark.parametrize("unit", [1e3, 1e-3])
+def test_targets_far_from_unit_scale(unit):
+    model = regressor(net(), 60, noise="learn").double()
+    with pytest.warns(UserWarning, match="root mean square of the targets is .*Cure: .y - y_train"):
+        model(X, unit * NUMBERS)
+    model(X, unit * NUMBERS)  # said once
+
+
 def test_learnt_noise_is_learnt():
     model = regressor(net(), 6, noise="learn").double()
     svi = SVI(model, AutoDelta(model), pyro.optim.Adam({"lr": 0.1}), Trace_ELBO())
     for _ in range(3):
-        svi.step(X, 100 * NUMBERS)
+        svi.step(X, 20 * NUMBERS)
     assert model.likelihood.noise > 0.6
 
 
