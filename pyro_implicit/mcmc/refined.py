@@ -24,6 +24,8 @@ from pyro_implicit.user_warnings import warn_user
 __all__ = ["Refined", "collect"]
 
 MANY_FAILED = 0.01
+# Of chains that converged: a neck that is filling shows in them as drift and R-hat.
+MOST_FAILED = 0.05
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -109,7 +111,7 @@ class Refined(Printed, ArvizExport):
         if not self.settled:
             how = "interrupted" if self.stopped == "interrupted" else f"stopped by {self.stopped}"
             found.append(f"the chains were {how}, before they settled")
-        if self.failed > MANY_FAILED:
+        if self.failed > (MOST_FAILED if self.stopped == "converged" else MANY_FAILED):
             share = f"{self.failed:.1%} of the chains' trajectories failed"
             found.append(f"{share}: narrow places may not have filled")
         if self.stuck:

@@ -232,9 +232,9 @@ def test_doubts_of_chains():
         result = Fit(refined=dataclasses.replace(refined, **changes), source=(model, (), {}))
         return result.diagnose(num_samples=500, num_transitions=0, modes=None)
 
-    assert found().verdict == "trust"
+    assert found().verdict == found(failed=0.03).verdict == "trust"
     for changes, words in (
-        ({"failed": 0.03}, "3.0% of the chains' trajectories failed"),
+        ({"failed": 0.06}, "6.0% of the chains' trajectories failed"),
         ({"stopped": "max_seconds"}, "stopped by max_seconds, before they settled"),
         ({"stuck": 7}, "7 of 100 chains never moved"),
     ):
