@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pyro
@@ -261,6 +262,22 @@ def test_seeds_give_equal_runs(guide_name, elbo_name):
         return [svi.step() for _ in range(2)]
 
     assert losses() == losses()
+
+
+@some_pairs
+def test_losses_without_a_step_leave_nothing_behind(guide_name, elbo_name):
+    """Where the cost of a step is counted, say: a hook that knew its tensor would keep it."""
+    model, guide, elbo = make(guide_name, elbo_name)
+
+    def alive() -> int:
+        elbo.differentiable_loss(model, guide)
+        gc.collect()
+        found = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+        return sum(one.grad_fn is not None for one in found)
+
+    alive()
+    first = alive()
+    assert [alive() for _ in range(2)] == [first, first]
 
 
 #: Whose steps cannot be recorded, and a word of the reason.

@@ -109,7 +109,7 @@ class InjectiveELBO(ImplicitELBO):
         super().__init__(num_particles, **kwargs)
         self.path_derivative = path_derivative
         self.coverage = coverage
-        self._weighing = _Weighing()
+        self._weighing, self._weighted = _Weighing(), dict[str, Tensor]()
 
     def draw(self, q: Implicit) -> Draw:
         """With the generator's derivative, and that of its log-determinant where it is wanted."""
@@ -123,23 +123,22 @@ class InjectiveELBO(ImplicitELBO):
         """The draw itself, whose gradient is weighted particle by particle."""
         if not (self.coverage and torch.is_grad_enabled() and site.draw.requires_grad):
             return None
-        weighing = self._weighing
-        weighing.draws[site.name] = send_gradient(site.draw, site.draw, weighing.weigh)
-        return weighing.draws[site.name]
+        self._weighted[site.name] = send_gradient(site.draw, site.draw, self._weighing.weigh)
+        return self._weighted[site.name]
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Log q, exact, and the term with the chosen gradient."""
         if not self._takes_path():
             log_q = exact_log_density(site)
             return ScoreParts(log_q, 0, log_q)
-        log_q, path = exact_path(site, self._weighing.draws.get(site.name, site.draw))
+        log_q, path = exact_path(site, self._weighted.get(site.name, site.draw))
         return ScoreParts(log_q.detach(), 0, path)
 
     def _takes_path(self) -> bool:
         return self.path_derivative and torch.is_grad_enabled()
 
     def _get_traces(self, *args: Any) -> Iterator[tuple[Trace, Trace]]:
-        self._weighing = _Weighing()
+        self._weighing, self._weighted = _Weighing(), {}
         for model_trace, guide_trace in super()._get_traces(*args):
             covers = self.coverage and torch.is_grad_enabled()
             if covers and self.state.value_ndims:  # with nothing drawn there is nothing to cover
@@ -149,10 +148,12 @@ class InjectiveELBO(ImplicitELBO):
 
 
 class _Weighing:
-    """Weights of the particles, known after the draws whose gradients they are for."""
+    """Weights of the particles, known after the draws whose gradients they are for.
+
+    It does not know these: their hooks know it, and would keep them for ever.
+    """
 
     def __init__(self) -> None:
-        self.draws: dict[str, Tensor] = {}
         self.weights: Tensor | None = None
 
     def weigh(self, gradient: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
         super().__init__(num_particles, num_mixing, proposal, num_steps, 1, **kwargs)
         self.alpha = alpha
         self._paths: dict[str, Tensor] = {}
-        self._weights: Tensor | None = None
+        self._weighing = _SecondWeights(alpha)
 
     def draw(self, q: Implicit) -> Draw:
         """With the derivative of an exact generator, and of its log-determinant if need be."""
@@ -123,7 +123,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
         """The draw itself, whose gradient is weighted particle by particle."""
         if not (torch.is_grad_enabled() and site.draw.requires_grad):
             return None
-        self._paths[site.name] = send_gradient(site.draw, site.draw, self._second_weights)
+        self._paths[site.name] = send_gradient(site.draw, site.draw, self._weighing.weigh)
         return self._paths[site.name]
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
@@ -145,16 +145,10 @@ class ImplicitRenyiELBO(HierarchicalELBO):
     def _note_folds(self, *args: Any) -> None:
         pass  # as above
 
-    def _second_weights(self, gradient: Tensor) -> Tensor:
-        if self._weights is None or len(self._paths) > 1:
-            return gradient
-        factor = (self.alpha + (1 - self.alpha) * self._weights).to(gradient)
-        return gradient * factor.reshape(factor.shape + (1,) * (gradient.dim() - factor.dim()))
-
     def _losses(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> Iterator[tuple[float, Tensor, Tensor]]:
-        self._paths, self._weights = {}, None
+        self._paths, self._weighing = {}, _SecondWeights(self.alpha)
         pairs = list(self._get_traces(model, guide, args, kwargs))
         is_one_trace = self.num_particles > 1 and len(pairs) == 1
         parts = [self._log_weights(*pair, is_one_trace) for pair in pairs]
@@ -169,8 +163,8 @@ class ImplicitRenyiELBO(HierarchicalELBO):
             for pair in pairs:
                 refuse_nonfinite(*pair, type(self).__name__, self.num_steps)
         weights = power.softmax(0)
-        if is_one_trace:
-            self._weights = weights
+        if is_one_trace and len(self._paths) == 1:
+            self._weighing.weights = weights
         yield value, loss, -(weights * surrogate).sum()
 
     def _log_weights(
@@ -213,3 +207,20 @@ class ImplicitRenyiELBO(HierarchicalELBO):
                 factor = self.alpha / (1 - self.alpha)
                 surrogate = surrogate + factor * keep(site["log_prob"])
         return log_w, surrogate
+
+
+class _SecondWeights:
+    """Weights of the particles, known after the draws whose gradients they are for.
+
+    It does not know these: their hooks know it, and would keep them for ever.
+    """
+
+    def __init__(self, alpha: float) -> None:
+        self.alpha = alpha
+        self.weights: Tensor | None = None
+
+    def weigh(self, gradient: Tensor) -> Tensor:
+        if self.weights is None:
+            return gradient
+        factor = (self.alpha + (1 - self.alpha) * self.weights).to(gradient)
+        return gradient * factor.reshape(factor.shape + (1,) * (gradient.dim() - factor.dim()))

@@ -23,6 +23,31 @@ __all__ = ["Particles"]
 LogProbs = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
+class _LeftOut:
+    """Particles of which the model's gradient is left out.
+
+    Apart from :class:`Particles`, as a tensor's hook that knew these, which know the tensor, would
+    keep both for ever wherever no gradient is taken.
+    """
+
+    def __init__(self) -> None:
+        self.particles: Tensor | None = None
+        """Which ones, ``(num_particles,)``, if any."""
+
+    def of(self, value: Tensor) -> Tensor:
+        """The value ``(num_particles, ...)``, whose gradient is 0 for them."""
+        if value.requires_grad:
+            value = value.view_as(value)
+            value.register_hook(self._gradient)
+        return value
+
+    def _gradient(self, gradient: Tensor) -> Tensor:
+        if self.particles is None:
+            return gradient
+        shape = self.particles.shape + (1,) * (gradient.dim() - 1)
+        return gradient.masked_fill(self.particles.reshape(shape), 0.0)
+
+
 class Particles(Model):
     """A model to be run at the draws of a guide, the leftmost dimension of which counts particles.
 
@@ -53,8 +78,7 @@ class Particles(Model):
         self.guide_trace = guide_trace
         self.num_particles = num_particles
         self.max_plate_nesting = max_plate_nesting
-        self.impossible: Tensor | None = None
-        """Particles of which the model's gradient is left out, if any, ``(num_particles,)``."""
+        self.left_out = _LeftOut()
         self.latents: dict[str, Tensor] = {}
         for name, site in guide_trace.nodes.items():
             if site["type"] != "sample":
@@ -63,22 +87,8 @@ class Particles(Model):
             if not site_is_subsample(site):
                 value = site["value"]
                 if num_particles > 1:
-                    value = self._without_impossible(_particles_first(site, value_ndims.get(name)))
+                    value = self.left_out.of(_particles_first(site, value_ndims.get(name)))
                 self.latents[name] = value
-
-    def _without_impossible(self, value: Tensor) -> Tensor:
-        """The value, whose gradient is 0 for what are found to be impossible particles."""
-
-        def leave_out(gradient: Tensor) -> Tensor:
-            if self.impossible is None:
-                return gradient
-            shape = self.impossible.shape + (1,) * (gradient.dim() - 1)
-            return gradient.masked_fill(self.impossible.reshape(shape), 0.0)
-
-        if value.requires_grad:
-            value = value.view_as(value)
-            value.register_hook(leave_out)
-        return value
 
     def particle(self, index: int) -> dict[str, Tensor]:
         """The latent values of one particle."""

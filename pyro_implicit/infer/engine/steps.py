@@ -220,7 +220,7 @@ class StepELBO(StatefulELBO):
         if impossible is None or not loss.isfinite():
             refuse_nonfinite(model_trace, guide_trace, type(self).__name__, self.num_steps)
         assert self._particles is not None and impossible is not None
-        self._particles.impossible = impossible
+        self._particles.left_out.particles = impossible
         number = int(impossible.sum())
         if not self.num_left_out:
             warn_user(
