@@ -77,7 +77,11 @@ def forget(guide: AutoGuide) -> None:
 
     :param guide: any of Pyro's or this library's autoguides.
     """
-    store = pyro.get_param_store()
+    store, prefix = pyro.get_param_store(), f"{guide._pyro_name}."
     for name in list(store.keys()):
-        if name.startswith(f"{guide._pyro_name}."):
+        if name.startswith(prefix):
             del store[name]
+    # Pyro keeps the tensors, too, that a module's parameters were before they became its own.
+    tensors = store._param_to_name
+    for tensor in [tensor for tensor, name in tensors.items() if name.startswith(prefix)]:
+        del tensors[tensor]

@@ -158,3 +158,14 @@ def test_forgetting_empties_the_store_and_keeps_the_guide(kind):
     assert set(pyro.get_param_store().keys()) <= names
     assert [location(guide) for guide in (kept, dropped)] == pytest.approx([1.0, 2.0], abs=0.05)
     assert location(gaussian(3.0, AutoMultivariateNormal)) == pytest.approx(3.0, abs=0.05)
+
+
+def test_nothing_of_a_forgotten_guide_stays_alive():
+    """Not in the store's map from tensors to names either, which has those of before."""
+    guide = own_names(
+        AutoNormal(lambda: pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1)))
+    )
+    guide()
+    forget(guide)
+    assert not pyro.get_param_store()._param_to_name
+    assert guide()["x"].shape == (3,)
