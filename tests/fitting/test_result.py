@@ -79,6 +79,16 @@ def test_fit_corrects_by_itself():
     assert draws.std().item() == pytest.approx(sd, abs=0.025)
 
 
+def test_the_first_draws_repeat_by_seed_like_all_others():
+    """The first makes the log-density, which runs the model."""
+    result, draws = gaussian_fit(), []
+    result.correction = 0.9
+    for _ in range(3):
+        pyro.set_rng_seed(1)
+        draws.append(result.sample(5)["x"])
+    assert draws[0].equal(draws[1]) and draws[1].equal(draws[2])
+
+
 @pytest.mark.parametrize("kind", [AutoNormal, AutoSemiImplicit])
 def test_no_correction_without_an_exact_density(kind):
     with pytest.raises(ValueError, match=f"density is exact, but this is a {kind.__name__}. Cure"):
