@@ -99,6 +99,15 @@ class Fit(Printed):
         """Without ``density``, which remembers runs that cannot be copied."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """With the model back in a guide that runs it."""
+        vars(self).update(state)
+        self._attach()
+
+    def _attach(self) -> None:
+        if isinstance(self.guide, AutoConditional) and self.source[0] is not None:
+            self.guide.attach(self.source[0])
+
     @in_turn
     def sample(
         self, num_samples: int, *args: Any, corrected: bool | None = None, **kwargs: Any
@@ -223,10 +232,10 @@ class Fit(Printed):
             version's format; for a model whose parameters have other shapes.
         """
         content = read_file(Path(path), "cpu", KIND)
-        if isinstance(content["guide"], AutoConditional):
-            content["guide"].attach(model)
         put_back(content["parameters"], model)
-        return cls(**{**content, "source": (model, args, {**kwargs, **(model_kwargs or {})})})
+        result = cls(**{**content, "source": (model, args, {**kwargs, **(model_kwargs or {})})})
+        result._attach()
+        return result
 
     def _of_all_data(self) -> tuple[Any, tuple, dict[str, Any]]:
         if self.minibatches:

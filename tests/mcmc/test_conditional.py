@@ -537,7 +537,9 @@ def test_fit_leaves_a_guide_of_the_noise_that_can_be_saved(tmp_path):
     assert ((draws.mean(0) - refined.mean(0)).abs() < 0.2 * refined.std(0)).all()
     result.save(tmp_path / "result.pt")
     assert result.guide.model is not None
-    assert torch.equal(copy.deepcopy(result).refined.get_samples()["x"], refined)
+    copied = copy.deepcopy(result)
+    assert torch.equal(copied.refined.get_samples()["x"], refined)
+    assert copied.guide.median()["x"].shape == refined.shape[1:]  # it has its model
     loaded = Fit.load(tmp_path / "result.pt", model)
     found = []
     for guide in (result.guide, loaded.guide):
