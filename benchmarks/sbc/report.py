@@ -87,6 +87,10 @@ def picture(records: Records, path: Path) -> None:
                 axis.step(grid, edge, colour, lw=1.2, ls="--", where="post")
         axis.set_title(name, fontsize=8)
         axis.tick_params(labelsize=6)
+    for axis in axes.flat[len(names) :]:
+        axis.remove()
+    figure.supxlabel("share of the draws below the truth", fontsize=8)
+    figure.supylabel("distribution function, less that of uniform ranks", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
