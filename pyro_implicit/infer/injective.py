@@ -158,7 +158,8 @@ class _Weighing:
 
     def weigh(self, gradient: Tensor) -> Tensor:
         assert self.weights is not None
-        return gradient * self.weights.reshape((-1,) + (1,) * (gradient.dim() - 1))
+        weights = self.weights.to(gradient)  # data may be of another dtype
+        return gradient * weights.reshape((-1,) + (1,) * (gradient.dim() - 1))
 
 
 def _truncated(log_weights: Tensor) -> Tensor:

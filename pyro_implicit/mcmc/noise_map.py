@@ -74,23 +74,26 @@ class NoiseMap:
     @torch.no_grad()
     def to_latent(self, points: Tensor) -> Tensor:
         """Latents of points, ``(num_points, latent_dim)``."""
-        names = list(self.density.shapes)
         noise, _ = self.to_noise(points)
-        values = self.noise.read(noise, lambda trace: [trace.nodes[n]["value"] for n in names])
-        return self.density.unconstrain(dict(zip(names, values, strict=True)))
+        moved = self.noise.read(
+            noise, lambda trace: {name: trace.nodes[name]["value"] for name in self.reparams}
+        )
+        values = self.noise.constrain(noise) | moved
+        return self.density.unconstrain({name: values[name] for name in self.density.shapes})
 
     @torch.no_grad()
     def to_points(self, latent: Tensor) -> Tensor:
         """Points of latents, ``(num_points, latent_dim)``."""
 
         def read(trace: Trace) -> dict[str, Tensor]:
-            values = {name: trace.nodes[name]["value"] for name in self.density.shapes}
-            for name, reparam in self.reparams.items():
-                site = trace.nodes[name]
-                values[reparam.noise_name(name)] = reparam.to_noise(site["fn"], site["value"])
-            return values
+            sites = {name: trace.nodes[name] for name in self.reparams}
+            return {
+                reparam.noise_name(name): reparam.to_noise(sites[name]["fn"], sites[name]["value"])
+                for name, reparam in self.reparams.items()
+            }
 
-        parts = self.noise.split(self.noise.unconstrain(self.density.read(latent, read)))
+        values = self.density.constrain(latent) | self.density.read(latent, read)
+        parts = self.noise.split(self.noise.unconstrain(values))
         for block in self._blocks:
             parts |= block.to_points(parts)
         return _joined(parts)

@@ -294,3 +294,18 @@ def test_all_ways_of_running_the_model_weigh_alike():
     for way in ("vmap", False):
         for found, right in zip(gradient(way), expected, strict=True):
             torch.testing.assert_close(found, right)
+
+
+def test_data_of_another_dtype():
+    """Latents of float32 under data of float64, as numpy gives them."""
+    y = torch.tensor([0.5, 1.5], dtype=torch.float64)
+
+    def model():
+        x = pyro.sample("x", dist.Normal(torch.zeros(2, dtype=torch.float32), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(x, 0.5).to_event(1), obs=y)
+
+    guide = AutoImplicit(model, AutoregressiveGenerator, frame=None)
+    guide()
+    loss = InjectiveELBO(4, coverage=1.0).differentiable_loss(model, guide)
+    gradients = torch.autograd.grad(loss, list(guide.parameters()), allow_unused=True)
+    assert any(one is not None and one.abs().sum() > 0 for one in gradients)

@@ -606,3 +606,17 @@ def test_missing_arguments_of_the_model_are_named():
         with pytest.raises(TypeError, match="AutoConditional reads the model's arguments.*Cure"):
             guide.sample_posterior(4)
         guide(Y)
+
+
+def test_latents_that_discrete_ones_make():
+    """They are in the sum over these, and in no site of their own."""
+
+    def model():
+        which = pyro.sample("which", dist.Bernoulli(0.3))
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        pyro.sample("level", dist.Normal(2 * which, scale))
+
+    walked = NoiseMap(LatentDensity(model))
+    points = torch.randn(3, 2, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(walked.to_latent(points), points)
+    torch.testing.assert_close(walked.to_points(points), points)
