@@ -243,7 +243,7 @@ def _fitting(y: Tensor, distribution: dist.TorchDistribution, rows: int, num_dat
 def _warn_of_units(y: Tensor) -> None:
     """Say so if targets are far from the unit scale that networks begin at."""
     size = y.detach().double().square().mean().sqrt().item()
-    if y.numel() > 1 and not 1 / FAR < size < FAR:
+    if y.numel() > 1 and size > 0 and not 1 / FAR < size < FAR:
         warn_user(
             f"the root mean square of the targets is {size:.3g}, but networks, their priors and "
             'noise="learn" begin at unit scale, and would be long on their way. Cure: (y - '
