@@ -179,11 +179,12 @@ def fit(
         after ``SVI``.
     :raises TypeError: for a class, or the model's data, in place of a guide; in several processes,
         for ``pyro.param`` outside of modules.
-    :raises ValueError: for an unknown guide, a discrete latent, an observation that is NaN, a model
-        whose log-density is nowhere finite (naming the sites to blame), or a checkpoint of a run
-        with other settings (that its data were others goes unnoticed); for ``refine`` of a model
-        that subsamples its data; in several processes, for the same minibatches in all, for
-        ``refine=True``, and for a loss that trains networks of its own.
+    :raises ValueError: for an unknown guide, steps, epochs or particles of none, a discrete latent,
+        an observation that is NaN, a model whose log-density is nowhere finite (naming the sites to
+        blame), or a checkpoint of a run with other settings (that its data were others goes
+        unnoticed); for ``refine`` of a model that subsamples its data; in several processes, for
+        the same minibatches in all, for ``refine=True``, and for a loss that trains networks of its
+        own.
     :raises RuntimeError: for a model without latents.
     :warns UserWarning: for a new guide that Pyro's parameter store has values for.
     """

@@ -89,17 +89,16 @@ def learnt_parameters(function: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 @torch.no_grad()
-def put_back(parameters: dict[str, Learnt], *functions: Any) -> None:
+def put_back(parameters: dict[str, Learnt], model: Callable[..., Any]) -> None:
     """Give a model what it had learnt: the parameters of its modules, and those in Pyro's store.
 
     :param parameters: by name.
-    :param functions: the model; modules are found in what they are, or what they use.
+    :param model: is, holds or uses the modules.
     :raises ValueError: for one of another shape.
     """
     owned: dict[str, Owned] = {}
-    for function in functions:
-        for module in _modules(function, set()):
-            owned.update(owned_by(module))
+    for module in _modules(model, set()):
+        owned.update(owned_by(module))
     store = pyro.get_param_store()
     stored = store.get_state()["params"]
     for name, (value, constraint) in parameters.items():

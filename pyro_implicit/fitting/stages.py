@@ -13,6 +13,7 @@ from pyro import poutine
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide
 
+from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.cost import estimated_seconds
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import Modes, find_modes
@@ -42,6 +43,7 @@ from pyro_implicit.user_warnings import warn_user
 __all__ = ["Stages"]
 
 PARTICLES_ALONE = 8
+NUM_TRIED = 8
 PARAMETERS_DECAY = 1 / 6  # of their steps: they may lie far, and the guide is near
 
 
@@ -233,10 +235,13 @@ class Stages:
         with own_stream(torch.device("cpu")):
             if not isinstance(guide, torch.nn.Module):
                 found.update(learnt_parameters(guide, *args, **self.kwargs))
-            # Where the posterior is, as a model may fail at draws of its prior.
-            values = {n: v[0] for n, v in draw(guide, 1, *args, **self.kwargs).items()}
-            model = poutine.condition(self.model, data=values)
-            found.update(learnt_parameters(model, *args, **self.kwargs))
+            # Where the posterior is: a model may fail at draws of its prior, and at some of these.
+            draws = draw(guide, NUM_TRIED, *args, **self.kwargs)
+            for index in range(NUM_TRIED):
+                model = poutine.condition(self.model, {n: v[index] for n, v in draws.items()})
+                with suppress(*IMPOSSIBLE):
+                    found.update(learnt_parameters(model, *args, **self.kwargs))
+                    break
 
     @staticmethod
     def warn(message: str) -> None:

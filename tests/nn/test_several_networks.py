@@ -13,7 +13,7 @@ from pyro.infer.autoguide import AutoNormal, init_to_value
 from torch import nn
 
 from pyro_implicit import fit
-from pyro_implicit.fitting import Fit
+from pyro_implicit.fitting import Fit, stages
 from pyro_implicit.nn import evaluate, regressor, start_values, to_bayesian_
 
 HEAD_ALONE = {"": None, "2": "fan_in"}
@@ -113,6 +113,21 @@ def test_loaded_in_another_process_it_predicts_the_same(name, tmp_path):
     other = MODELS[name](seed=5)
     assert score(Fit(guide=result.guide, source=(other, (), {}))) != expected
     assert score(Fit.load(tmp_path / "fit.pt", other)) == expected
+
+
+@pytest.mark.parametrize("failures", [3, 100])
+def test_a_model_that_fails_at_some_draws_loses_no_fit(failures, monkeypatch):
+    calls, read = [], stages.learnt_parameters
+
+    def failing(*args, **kwargs):
+        calls.append(args)
+        if len(calls) <= failures:
+            raise torch.linalg.LinAlgError("singular")
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(stages, "learnt_parameters", failing)
+    result = fitted(with_backbone(), epochs=1)
+    assert len(result.losses) == 3 and bool(result.parameters) == (failures == 3)
 
 
 def test_parameters_of_other_shapes_are_refused(tmp_path):
