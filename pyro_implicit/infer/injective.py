@@ -21,7 +21,7 @@ from pyro_implicit.infer.engine.square_site import (
     exact_path,
 )
 from pyro_implicit.infer.engine.traces import coverage_log_weights
-from pyro_implicit.infer.engine.transport import send_gradient
+from pyro_implicit.infer.engine.transport import LaterWeights, send_gradient
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 
 __all__ = ["InjectiveELBO"]
@@ -109,7 +109,7 @@ class InjectiveELBO(ImplicitELBO):
         super().__init__(num_particles, **kwargs)
         self.path_derivative = path_derivative
         self.coverage = coverage
-        self._weighing, self._weighted = _Weighing(), dict[str, Tensor]()
+        self._weighing, self._weighted = LaterWeights(), dict[str, Tensor]()
 
     def draw(self, q: Implicit) -> Draw:
         """With the generator's derivative, and that of its log-determinant where it is wanted."""
@@ -138,28 +138,13 @@ class InjectiveELBO(ImplicitELBO):
         return self.path_derivative and torch.is_grad_enabled()
 
     def _get_traces(self, *args: Any) -> Iterator[tuple[Trace, Trace]]:
-        self._weighing, self._weighted = _Weighing(), {}
+        self._weighing, self._weighted = LaterWeights(), {}
         for model_trace, guide_trace in super()._get_traces(*args):
             covers = self.coverage and torch.is_grad_enabled()
             if covers and self.state.value_ndims:  # with nothing drawn there is nothing to cover
                 log_w = coverage_log_weights(model_trace, guide_trace, self.num_particles)
                 self._weighing.weights = 1 + self.coverage * _truncated(log_w)
             yield model_trace, guide_trace
-
-
-class _Weighing:
-    """Weights of the particles, known after the draws whose gradients they are for.
-
-    It does not know these: their hooks know it, and would keep them for ever.
-    """
-
-    def __init__(self) -> None:
-        self.weights: Tensor | None = None
-
-    def weigh(self, gradient: Tensor) -> Tensor:
-        assert self.weights is not None
-        weights = self.weights.to(gradient)  # data may be of another dtype
-        return gradient * weights.reshape((-1,) + (1,) * (gradient.dim() - 1))
 
 
 def _truncated(log_weights: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from pyro_implicit.infer.engine.nonfinite import refuse_nonfinite
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.engine.square_site import exact_log_density, exact_path
-from pyro_implicit.infer.engine.transport import path_term, send_gradient
+from pyro_implicit.infer.engine.transport import LaterWeights, path_term, send_gradient
 
 __all__ = ["ImplicitRenyiELBO"]
 
@@ -111,7 +111,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
         super().__init__(num_particles, num_mixing, proposal, num_steps, 1, **kwargs)
         self.alpha = alpha
         self._paths: dict[str, Tensor] = {}
-        self._weighing = _SecondWeights(alpha)
+        self._weighing = LaterWeights()
 
     def draw(self, q: Implicit) -> Draw:
         """With the derivative of an exact generator, and of its log-determinant if need be."""
@@ -148,7 +148,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
     def _losses(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> Iterator[tuple[float, Tensor, Tensor]]:
-        self._paths, self._weighing = {}, _SecondWeights(self.alpha)
+        self._paths, self._weighing = {}, LaterWeights()
         pairs = list(self._get_traces(model, guide, args, kwargs))
         is_one_trace = self.num_particles > 1 and len(pairs) == 1
         parts = [self._log_weights(*pair, is_one_trace) for pair in pairs]
@@ -164,7 +164,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
                 refuse_nonfinite(*pair, type(self).__name__, self.num_steps)
         weights = power.softmax(0)
         if is_one_trace and len(self._paths) == 1:
-            self._weighing.weights = weights
+            self._weighing.weights = self.alpha + (1 - self.alpha) * weights
         yield value, loss, -(weights * surrogate).sum()
 
     def _log_weights(
@@ -207,20 +207,3 @@ class ImplicitRenyiELBO(HierarchicalELBO):
                 factor = self.alpha / (1 - self.alpha)
                 surrogate = surrogate + factor * keep(site["log_prob"])
         return log_w, surrogate
-
-
-class _SecondWeights:
-    """Weights of the particles, known after the draws whose gradients they are for.
-
-    It does not know these: their hooks know it, and would keep them for ever.
-    """
-
-    def __init__(self, alpha: float) -> None:
-        self.alpha = alpha
-        self.weights: Tensor | None = None
-
-    def weigh(self, gradient: Tensor) -> Tensor:
-        if self.weights is None:
-            return gradient
-        factor = (self.alpha + (1 - self.alpha) * self.weights).to(gradient)
-        return gradient * factor.reshape(factor.shape + (1,) * (gradient.dim() - factor.dim()))

@@ -14,6 +14,7 @@ from torch import Tensor
 from pyro_implicit.infer.engine.sites import ImplicitSite
 
 __all__ = [
+    "LaterWeights",
     "particles_first",
     "particles_inside",
     "path_term",
@@ -21,6 +22,35 @@ __all__ = [
     "send_gradient",
     "send_gradients",
 ]
+
+
+class LaterWeights:
+    """Weights of the particles, known after the draws whose gradients they are for.
+
+    It does not know these draws: their hooks know it, and would keep them for ever.
+
+    **Example:**
+
+    >>> import torch
+    >>> later, draw = LaterWeights(), torch.zeros(2, 3, requires_grad=True)
+    >>> sent = send_gradient(draw, draw, later.weigh)
+    >>> later.weights = torch.tensor([1.0, 2.0])
+    >>> sent.sum().backward()
+    >>> draw.grad[:, 0]
+    tensor([1., 2.])
+
+    :ivar weights: ``(num_particles, *plates)``; None for gradients as they are.
+    """
+
+    def __init__(self) -> None:
+        self.weights: Tensor | None = None
+
+    def weigh(self, gradient: Tensor) -> Tensor:
+        """A draw's gradient ``(num_particles, *plates, ...)``, weighted."""
+        if self.weights is None:
+            return gradient
+        weights = self.weights.to(gradient)  # data may be of another dtype
+        return gradient * weights.reshape(weights.shape + (1,) * (gradient.dim() - weights.dim()))
 
 
 def send_gradient(value: Tensor, to: Tensor, through: Callable[[Tensor], Tensor]) -> Tensor:
