@@ -77,7 +77,10 @@ def evaluate(
     """
     model, posterior = model_and_posterior(result, model)
     if ood is not None and not isinstance(ood, Mapping):
-        raise TypeError(f"ood must be a dict of loaders by name, but got a {type(ood).__name__}")
+        raise TypeError(
+            f"ood must be a dict of loaders by name, but got a {type(ood).__name__}. Cure: "
+            'ood={"elsewhere": loader}'
+        )
     rows: dict[str, list[Tensor]] = {}
     is_label, number = False, 0
     for found, target in predictions(model, posterior, loader, num_samples, True):
