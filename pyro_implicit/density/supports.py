@@ -56,7 +56,7 @@ def observation_outside(site: dict[str, Any]) -> str:
 def refuse_moving_supports(
     model: Callable[..., Any], args: tuple, kwargs: dict[str, Any], latents: Trace
 ) -> None:
-    """Check that latents have the same support wherever the others are.
+    """Check that latents have the same support wherever the others and parameters are.
 
     The model is run once more if a support has tensors for bounds.
 
@@ -73,7 +73,7 @@ def refuse_moving_supports(
     }
     elsewhere = Model(model, args, kwargs, latents.copy())
     try:
-        with poutine.block(), pyro.validation_enabled(False):
+        with poutine.block(), pyro.validation_enabled(False), torch.enable_grad():
             nodes = elsewhere.run(values).nodes
     except IMPOSSIBLE:
         return
@@ -81,14 +81,16 @@ def refuse_moving_supports(
         if name not in nodes:
             raise varying_site(name)
         other = nodes[name]["fn"]
-        pairs = zip(_tensors(fn.support), _tensors(other.support), strict=True)
+        pairs = list(zip(_tensors(fn.support), _tensors(other.support), strict=True))
+        cause = f"other latents ({fn.support} where they start, {other.support} near it)"
         if all(torch.equal(one, two) for one, two in pairs):
-            continue
+            if not any(bound.requires_grad for _, bound in pairs):
+                continue
+            cause = "parameters that are learnt"
         raise ValueError(
-            f"the support of latent '{name}' changes with other latents ({fn.support} where they "
-            f"start, {other.support} near it), but its unconstrained coordinate is that of one "
-            "support: of the others the posterior would lose what lies outside. Cure: sample on a "
-            "fixed support and move the value: of Uniform(0, a), part = pyro.sample("
+            f"the support of latent '{name}' changes with {cause}, but its unconstrained "
+            "coordinate is that of one support: of the others the posterior would lose what lies "
+            "outside. Cure: sample on a fixed support and move the value: of Uniform(0, a), part = pyro.sample("
             f"'{name}_part', dist.Uniform(0, 1)); {name} = pyro.deterministic('{name}', a * part)"
         )
 

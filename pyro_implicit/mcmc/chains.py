@@ -26,6 +26,8 @@ LEAST_WINDOWS = 3
 TUNING = 16  # transitions in the last frame, before the kernel is frozen
 MAX_POOL = 4096  # draws from which a frame is estimated
 MAX_FAILED = 0.002
+MAX_STRETCH = 3.0  # of sds, in a frame that is to stay
+FAR, MAX_LOST = 10.0, 0.02  # interquartile ranges, and the share of chains
 SPREAD = 8.0  # of step sizes, where more trajectories fail
 STRICT_R_HAT = 1.05
 ENOUGH, LEAST_SHARE = 4_000, 0.5  # effective draws, or gradients of the warm-up's
@@ -142,30 +144,34 @@ class Chains:
         """A new frame from the window's second half; on to the tuning once nothing moves."""
         half = len(self._positions) // 2
         path = torch.stack(self._positions)
-        moved = (path.amax(0) > path.amin(0)).any(-1)
+        log_densities = torch.stack(self._log_densities)
+        lively = (path.amax(0) > path.amin(0)).any(-1) & ~_are_lost(log_densities[half:])
         points = self.frame.to_points(self.state.position)
-        if len(path) >= FIRST_WINDOW and moved.any():
-            points = self._revived(points, moved)
-            self._positions = [position[moved] for position in self._positions]
+        if len(path) >= FIRST_WINDOW and lively.any():
+            points = self._revived(points, lively)
+            self._positions = [position[lively] for position in self._positions]
         stride = max(1, -(-(len(self._positions) - half) * len(points) // MAX_POOL))
         recent = torch.stack(self._positions[half:][::-1][::stride]).flatten(0, 1)
-        self.frame = estimate_frame(self.frame.to_points(recent), self.frame_kind)
-        settled = _is_settled(torch.stack(self._log_densities), half)
+        # Draws on a thin sheet make a frame in which chains leave it slowly, and do not show it.
+        is_right = bool(estimate_frame(recent, "diagonal").scale.max() < MAX_STRETCH)
+        kind: FrameKind = self.frame_kind if is_right else "diagonal"
+        self.frame = estimate_frame(self.frame.to_points(recent), kind)
+        settled = _is_settled(log_densities, half)
         is_stiff = fmean(self._failed[half:]) > MAX_FAILED
         is_new = is_stiff and self.kernel.spread == 1  # a bad frame fails too, for one window
         self.kernel.spread = SPREAD if is_stiff else 1.0
         self._positions, self._log_densities, self._failed = [], [], []
-        self._window += 1
+        self._window += is_right
         score = self._score(density)
         position = self.frame.to_white(points)
         self.state, gradients = self.kernel.find_step(score, ChainState(position, *score(position)))
         self.gradients += gradients + 1
-        if hurry or (settled and not is_new and self._window >= LEAST_WINDOWS):
+        if hurry or (settled and is_right and not is_new and self._window >= LEAST_WINDOWS):
             self.phase, self._left = "tuning", TUNING
 
-    def _revived(self, points: Tensor, moved: Tensor) -> Tensor:
-        """Chains that stood still for a whole window of the warm-up go on from others."""
-        stuck, good = (~moved).nonzero().squeeze(-1), moved.nonzero().squeeze(-1)
+    def _revived(self, points: Tensor, lively: Tensor) -> Tensor:
+        """Chains that stood still for a window of the warm-up, or are lost, go on from others."""
+        stuck, good = (~lively).nonzero().squeeze(-1), lively.nonzero().squeeze(-1)
         self.replaced_starts += len(stuck)
         if len(stuck) == 0:
             return points
@@ -180,6 +186,15 @@ class Chains:
             return log_density, frame.pull_back(gradient)
 
         return score
+
+
+def _are_lost(log_densities: Tensor) -> Tensor:
+    """Which chains stay where there is next to no mass: too few to be another mode, with
+    log-densities ``(num_transitions, num_chains)`` far below all others'."""
+    ordered = log_densities.flatten().sort().values
+    low, middle, high = (ordered[len(ordered) * quarter // 4] for quarter in (1, 2, 3))
+    lost = log_densities.amax(0) < middle - FAR * (high - low)
+    return lost & (lost.double().mean() <= MAX_LOST)
 
 
 def _is_settled(log_densities: Tensor, half: int) -> bool:

@@ -70,6 +70,18 @@ def test_supports_of_latents_must_not_move(kind):
             use(model)
 
 
+@torch.no_grad()  # as guides are often called first
+def test_supports_of_latents_must_not_move_with_parameters():
+    def model():
+        width = pyro.param("width", torch.tensor(2.0))
+        pyro.sample("part", dist.Uniform(0.0, 3 * width))
+
+    guide = AutoImplicit(model, frame=None)
+    for use in (LatentDensity, lambda _: guide()):
+        with pytest.raises(ValueError, match="latent 'part' changes with parameters.*Cure: "):
+            use(model)
+
+
 def test_a_latent_that_is_not_there_beside_the_start():
     def model():
         if pyro.sample("x", dist.Normal(0.0, 1.0)) == 0.0:

@@ -396,6 +396,33 @@ def test_a_chain_without_a_way_out_goes_on_from_others():
     assert result.stuck == 0 and "never moved" not in str(result)
 
 
+def test_a_chain_where_there_is_no_mass_goes_on_from_others():
+    def model():
+        pyro.sample("x", dist.Laplace(0.0, 1.0))
+
+    start = {"x": torch.cat([torch.randn(63), torch.full((1,), 1e5)])}  # months away
+    result = refine(model, start, num_chains=64, seed=0, progress=False)
+    assert result.stopped == "converged" and result.replaced_starts == 1
+    assert abs(result.get_samples()["x"].std() - 2**0.5) < 0.15
+
+
+def test_chains_that_start_on_a_thin_sheet_leave_it():
+    """A frame of their covariance would make the way out as long as the sheet is thin."""
+    torch.set_default_dtype(torch.float64)
+
+    def model():
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        pyro.sample("c", dist.Laplace(a + b, 1.0))
+
+    a, b, off = torch.randn(3, 512)
+    result = refine(model, {"a": a, "b": b, "c": a + b + 1e-5 * off}, seed=0, progress=False)
+    draws = result.get_samples()
+    spread = (draws["c"] - draws["a"] - draws["b"]).std()
+    assert result.stopped == "converged" and result.num_gradients < 1000
+    assert spread.item() == pytest.approx(2**0.5, rel=0.1)
+
+
 def test_chains_that_never_moved_are_counted():
     """After a warm-up too short to see them."""
     start = {"x": torch.cat([torch.randn(62), torch.full((2,), 4.0)])}
