@@ -90,8 +90,9 @@ def refuse_moving_supports(
         raise ValueError(
             f"the support of latent '{name}' changes with {cause}, but its unconstrained "
             "coordinate is that of one support: of the others the posterior would lose what lies "
-            "outside. Cure: sample on a fixed support and move the value: of Uniform(0, a), part = pyro.sample("
-            f"'{name}_part', dist.Uniform(0, 1)); {name} = pyro.deterministic('{name}', a * part)"
+            "outside. Cure: sample on a fixed support and move the value: of Uniform(0, a), "
+            f"part = pyro.sample('{name}_part', dist.Uniform(0, 1)); "
+            f"{name} = pyro.deterministic('{name}', a * part)"
         )
 
 
