@@ -8,10 +8,14 @@ import random
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyro
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer import Predictive
@@ -199,12 +203,34 @@ def _stein(draft: Draft, draws: dict[str, Tensor], model: LatentDensity) -> None
         raise Wrong(f"draws are off: the score's mean is {off.tolist()} standard errors from 0")
 
 
+def _is_improper(draft: Draft) -> bool:
+    """Whether elements of a latent are masked, so that they have no density."""
+    masks = (torch.as_tensor(s.mask) for s in draft.latents if s.mask is not None)
+    return not all(mask.all() for mask in masks)
+
+
+def _is_in_support(site: Any, value: Tensor) -> bool:
+    """Up to rounding: what underflows or overflows is at the border."""
+    support = site.kind.support
+    is_number = support in (dist.constraints.real, dist.constraints.positive)
+    border = (value == 0) | value.isinf() if is_number else torch.tensor(False)
+    return bool((support.check(value) | border).all())
+
+
 def fits(draft: Draft) -> str:
     """A short fit: its draws, its file, its predictions, its verdict."""
     pyro.clear_param_store()
     model = Drawn(draft)
-    result = fit(model, "auto", draft.data, num_steps=50, seed=draft.seed, progress=False,
-                 max_seconds=10.0)  # fmt: skip
+    short = partial(fit, model, "auto", draft.data, num_steps=50, seed=draft.seed, progress=False,
+                    max_seconds=10.0)  # fmt: skip
+    if _is_improper(draft):
+        with warnings.catch_warnings(record=True) as said, suppress(ValueError):
+            warnings.simplefilter("always")
+            short()
+        if not any("have no density" in str(one.message) for one in said):
+            raise Wrong("no warning of an improper posterior")
+        return "improper, and said so"
+    result = short()
     failed = [line.outcome for line in result.stages if line.error is not None]
     if failed:
         raise Wrong(f"a stage of fit failed: {failed}")
@@ -213,7 +239,7 @@ def fits(draft: Draft) -> str:
         shape = (200, *draft.shape(site.plates), *site.kind.event)
         if draws[site.name].shape != shape:
             raise Wrong(f"{site.name} has shape {tuple(draws[site.name].shape)}, not {shape}")
-        if not site.kind.support.check(draws[site.name]).all():
+        if not _is_in_support(site, draws[site.name]):
             raise Wrong(f"{site.name} has draws outside its support")
     with tempfile.TemporaryDirectory() as folder:
         result.save(Path(folder) / "fit.pt")
@@ -232,7 +258,8 @@ def fits(draft: Draft) -> str:
         return "right"
     result.diagnose(num_samples=100, num_transitions=2)
     if result.refined is not None and result.refined.stopped == "converged":
-        _stein(draft, result.sample(150), result.density)
+        learnt = {name: one.value.item() for name, one in result.parameters.items()}
+        _stein(replace(draft, params=learnt), result.sample(150), result.density)
         return "right, converged"
     return "right"
 
