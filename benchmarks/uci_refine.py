@@ -191,13 +191,14 @@ def _row(name: str, method: str, records: list[dict], references: dict) -> list[
 
 NOTE = f"""
 Mean +- standard error over splits, test RMSE and log-likelihood in the units of the data. Guides:
-{STEPS["mean_field"]} steps of mean field and {STEPS["kivi"]} of the others (three times as many for
-kin8nm and protein, fifteen times for naval, and on minibatches of 256 rows), small initial weights, else the
-settings of `uci.py`; their draws are moved by `refine(frame="{FRAME}", quantities=...)`. The
-reference, a longer run of `refine` from small draws of the prior, is of the same splits where a
-difference is given. The frame was chosen on split 0 of Boston, the budget by the time there was.
-The papers' numbers are RMSE / log-likelihood over their own splits and with their own priors of
-the noise: KIVI's over 20, LIVI's and its HMC's over three seeds.
+{STEPS["mean_field"]} steps of mean field and {STEPS["kivi"]} of the others, three times as many for
+kin8nm and protein and fifteen times for naval, on minibatches of 256 rows there; small initial
+weights, else the settings of `uci.py`; their draws are moved by
+`refine(frame="{FRAME}", quantities=...)`. The reference, a longer run of `refine` from small draws
+of the prior, is of the same splits where a difference is given. The frame was chosen on split 0 of
+Boston, naval's steps on split 0 of naval, the budget by the time there was. The papers' numbers are
+RMSE / log-likelihood over their own splits and with their own priors of the noise: KIVI's over 20,
+LIVI's and its HMC's over three seeds.
 
 `python -m benchmarks.uci_refine --data-dir DIR` makes it anew.
 """

@@ -26,6 +26,11 @@ FIT_BETTER = (
     f"{STEPS}, or NUTS"
 )
 
+MOVE_BETTER = (
+    "refine from elsewhere (draws of the prior, another guide) with more max_gradients, a "
+    "reparameterised model, or NUTS"
+)
+
 
 class Finding(NamedTuple):
     """A reason against a guide, how grave it is, and a cure to try."""
@@ -113,10 +118,10 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
     if found.drift is not None:
         share = found.drift.escaped
         reason = f"{share:.1%} of short HMC's draws end beyond all of the guide's: a tail is lost"
-        yield from ESCAPED.judge(share, reason, FIT_BETTER)
+        yield from ESCAPED.judge(share, reason, _cure(found))
     yield from _lack_of_power(found)
     if found.stein is not None and found.efficiency < GOOD_WEIGHTS:
-        yield from _kernel_findings(found.stein)
+        yield from _kernel_findings(found.stein, _cure(found))
     if found.gap is not None and not found.gap[0] <= max(GAP, 3 * found.gap[1]):
         reason = f"the objective is {found.gap[0]:.1f} nats above the certified bound"
         if not math.isfinite(found.gap[0]):
@@ -132,15 +137,20 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
         yield Finding("do not trust", reason, "a mixture of guides, tempering, a wider start")
 
 
+def _cure(found: Diagnosis) -> str:
+    """Of draws that are off: by chains, or by a guide."""
+    return MOVE_BETTER if found.settled or found.no_density == STORED else FIT_BETTER
+
+
 def _moment_findings(found: Diagnosis, name: str, check: MomentCheck) -> Iterator[Finding]:
     low, high = check.sd_ratios
     reason = f"a mean is off by {check.mean_error:.2f} sd ({name})"
     reason = _located(found, "mean", name, check) or reason
-    yield from MEAN.judge(check.mean_error, reason, FIT_BETTER)
+    yield from MEAN.judge(check.mean_error, reason, _cure(found))
     worst = low if low * high < 1 else high
     reason = f"an sd is {worst:.2f} times what it should be ({name})"
     reason = _located(found, "sd", name, check) or reason
-    yield from SD.judge(max(high, 1 / low if low > 0 else math.inf), reason, FIT_BETTER)
+    yield from SD.judge(max(high, 1 / low if low > 0 else math.inf), reason, _cure(found))
 
 
 def _located(found: Diagnosis, kind: str, name: str, check: MomentCheck) -> str:
@@ -177,7 +187,7 @@ def _lack_of_power(found: Diagnosis) -> Iterator[Finding]:
     yield Finding("check", reason, "more draws (num_samples), or refine and then diagnose")
 
 
-def _kernel_findings(stein: SteinCheck) -> Iterator[Finding]:
+def _kernel_findings(stein: SteinCheck, cure: str) -> Iterator[Finding]:
     sites = [f"`{site}`" for site, p_value in stein.by_site if p_value < P_VALUE]
     where = f", those of {' and '.join(sites[:2])} by themselves" if sites else ""
     p_values = [stein.kernel.p_value, *(p_value for _, p_value in stein.by_site)]
@@ -185,7 +195,7 @@ def _kernel_findings(stein: SteinCheck) -> Iterator[Finding]:
         reason = (
             f"the draws do not fit the scores{where} (kernel Stein test, p = {min(p_values):.3f})"
         )
-        yield Finding("check", reason, FIT_BETTER)
+        yield Finding("check", reason, cure)
 
 
 def has_power(check: MomentCheck) -> bool:
