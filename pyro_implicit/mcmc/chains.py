@@ -27,7 +27,7 @@ TUNING = 16  # transitions in the last frame, before the kernel is frozen
 MAX_POOL = 4096  # draws from which a frame is estimated
 MAX_FAILED = 0.002
 MAX_STRETCH = 3.0  # of sds, in a frame that is to stay
-FAR, MAX_LOST = 10.0, 0.02  # interquartile ranges, and the share of chains
+FAR, LEAST_FAR, MAX_LOST = 6.0, 15.0, 0.02  # interquartile ranges, nats, and the share of chains
 SPREAD = 8.0  # of step sizes, where more trajectories fail
 STRICT_R_HAT = 1.05
 ENOUGH, LEAST_SHARE = 4_000, 0.5  # effective draws, or gradients of the warm-up's
@@ -43,8 +43,8 @@ class Chains:
     :param history: of the frozen chains.
     :param space: ``"latent"``, ``"noise"`` or ``"conditional"``, made from ``middle``, and
         ``space_note`` says why it is the one where others were possible.
-    :param replaced_starts: chains put elsewhere, as their start had no finite log-density or no
-        way out.
+    :param replaced_starts: chains put elsewhere, as their start had no finite log-density, no way
+        out or next to no mass.
     """
 
     state: ChainState
@@ -193,7 +193,7 @@ def _are_lost(log_densities: Tensor) -> Tensor:
     log-densities ``(num_transitions, num_chains)`` far below all others'."""
     ordered = log_densities.flatten().sort().values
     low, middle, high = (ordered[len(ordered) * quarter // 4] for quarter in (1, 2, 3))
-    lost = log_densities.amax(0) < middle - FAR * (high - low)
+    lost = log_densities.amax(0) < middle - (FAR * (high - low)).clamp(min=LEAST_FAR)
     return lost & (lost.double().mean() <= MAX_LOST)
 
 

@@ -49,7 +49,8 @@ class Refined(Printed, ArvizExport):
     :ivar warmup_gradients: Those of the warm-up.
     :ivar seconds: Wall time.
     :ivar replaced_starts: Chains put where others are, because their start had no finite
-        log-density, or because they stood still for a whole window of the warm-up.
+        log-density, or because in the warm-up they stood still for a whole window, or stayed, a few
+        of all, where the log-density is far below all others'.
     :ivar stuck: Chains all of whose draws are one point: a trajectory into the posterior was never
         accepted from there. Their draws are wrong, and widen every standard deviation.
     :ivar frame: ``"diagonal"``, ``"low-rank"`` or ``"full"``.
