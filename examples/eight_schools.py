@@ -6,7 +6,7 @@ between schools, the closer together all effects ``theta`` must lie: a funnel, w
 guide can follow. The script fits two Gaussian guides and two implicit ones to the centred model:
 one trained by ``SVI`` as every guide is, and the one that ``pyro_implicit.fit`` finds with nothing
 set. It takes NUTS on the non-centred model as the truth, prints a table of errors, and draws
-``log tau`` against ``theta[0]``. It takes three minutes on two CPU cores::
+``log tau`` against ``theta[0]``. It takes about four minutes on two CPU cores::
 
     python examples/eight_schools.py
 
