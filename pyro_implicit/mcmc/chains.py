@@ -130,6 +130,7 @@ class Chains:
         self._next_check = math.ceil(1.2 * self.history.seen)
         self.last_drift = found = self.history.drift(self.history.label(labels))
         is_stiff = self.kernel.spread > 1 or self.failed > MAX_FAILED
+        self.settled = None  # what shows later counts against what was said before
         if has_quantities and found.steady and not is_stiff:
             self.settled = "steady"
         if found.settled and not (is_stiff and found.r_hat > STRICT_R_HAT):

@@ -32,6 +32,13 @@ class WhiteningFrame(NamedTuple):
     stretch: Tensor | None = None
     scale_tril: Tensor | None = None
 
+    @property
+    def kind(self) -> FrameKind:
+        """What it knows of correlations."""
+        if self.scale_tril is not None:
+            return "full"
+        return "diagonal" if self.directions is None else "low-rank"
+
     def to_points(self, white: Tensor) -> Tensor:
         """Points of white coordinates ``(*batch, d)``."""
         if self.scale_tril is not None:
@@ -77,8 +84,12 @@ def estimate_frame(draws: Tensor, kind: FrameKind) -> WhiteningFrame:
             [0., 1.]])
 
     :param draws: ``(n, d)``, finite. A coordinate that does not vary keeps its unit.
-    :param kind: ``"diagonal"``, ``"low-rank"`` or ``"full"``.
+    :param kind: ``"diagonal"``, ``"low-rank"`` or ``"full"``; a low-rank one without such axes is
+        diagonal.
+    :raises ValueError: for draws that are not finite.
     """
+    if not draws.isfinite().all():
+        raise ValueError("a frame wants finite draws. Cure: leave out those with NaN or infinities")
     count, dim = draws.shape
     draws = _without_outliers(draws)
     loc, scale = draws.mean(0), draws.std(0)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.density.progress import progress_bar
+from pyro_implicit.density.turns import in_turn
 from pyro_implicit.guides.posterior_draws import guide_of
 from pyro_implicit.mcmc.batch_stream import BatchStream
 from pyro_implicit.mcmc.chain_files import load_chains, save_chains
@@ -24,13 +25,14 @@ from pyro_implicit.mcmc.minibatch_start import check_scaling, start_chains
 from pyro_implicit.mcmc.step_choice import MinibatchKernel
 from pyro_implicit.user_warnings import warn_user
 
-__all__ = ["refine_by_minibatches", "refuse_hmc_options"]
+__all__ = ["refine_by_minibatches"]
 
 LEAST_EPOCHS = 10
 LEAST_STEPS = 2000
 WARMUP_SHARE = 0.3
 
 
+@in_turn
 def refine_by_minibatches(
     model: Callable[..., Any],
     guide: Callable[..., Any] | Mapping[str, Tensor],
@@ -123,7 +125,9 @@ def refine_by_minibatches(
     3. Zhang, Li, Zhang, Chen and Wilson (2020), *Cyclical Stochastic Gradient MCMC for Bayesian
        Deep Learning*.
     """
-    _check_arguments(batches, kernel, num_chains, step_size, cycles, max_epochs, max_draws)
+    _check_arguments(
+        batches, kernel, num_chains, step_size, cycles, max_epochs, max_draws, checkpoint_every
+    )
     assert batches is not None and kernel != "hmc"
     kwargs = {**kwargs, **(model_kwargs or {})}
     if seed is not None:
@@ -175,12 +179,16 @@ def refine_by_minibatches(
                     draws.append(kept)
                 chains.seconds = time.perf_counter() - began
                 is_plain = chains.gradients == gradients + 1  # without probes
-                if max_seconds and is_plain and chains.seconds > WARMUP_SHARE * max_seconds:
+                if (
+                    max_seconds is not None
+                    and is_plain
+                    and chains.seconds > WARMUP_SHARE * max_seconds
+                ):
                     left = max_seconds - chains.seconds
                     chains.hurry(round(left / (time.perf_counter() - before)))
                 if chains.step == chains.schedule.steps:
                     chains.stopped = "max_epochs" if chains.step == steps else "max_seconds"
-                elif max_seconds and chains.seconds >= max_seconds and len(draws):
+                elif max_seconds is not None and chains.seconds >= max_seconds and len(draws):
                     chains.stopped = "max_seconds"
                 if chains.stopped or chains.step % checkpoint_every == 0:
                     save()
@@ -192,27 +200,6 @@ def refine_by_minibatches(
     return _result(density, chains, draws, stream.epoch_length)
 
 
-def refuse_hmc_options(options: dict[str, Any]) -> None:
-    """Check that options which minibatches do not have are at their defaults.
-
-    :param options: those of :func:`~pyro_implicit.mcmc.refine`.
-    """
-    defaults = {
-        "frame": "auto",
-        "quantities": None,
-        "max_gradients": 4000,
-        "max_leapfrogs": 64,
-        "teach": False,
-        "compile": "auto",
-    }
-    for name, value in defaults.items():
-        if options[name] != value:
-            raise ValueError(
-                f"{name} is for kernel='hmc' and all data. Cure: leave it out, or leave out "
-                "kernel and batches; the length of a run with minibatches is max_epochs"
-            )
-
-
 def _check_arguments(
     batches: Any,
     kernel: str,
@@ -221,6 +208,7 @@ def _check_arguments(
     cycles: int,
     max_epochs: int | None,
     max_draws: int,
+    checkpoint_every: int,
 ) -> None:
     if kernel not in get_args(MinibatchKernel):
         raise ValueError(
@@ -236,6 +224,7 @@ def _check_arguments(
         "num_chains": num_chains,
         "max_epochs": 1 if max_epochs is None else max_epochs,
         "max_draws": max_draws,
+        "checkpoint_every": checkpoint_every,
         "step_size": 1.0 if step_size is None else step_size,
         "cycles + 1": cycles + 1,
     }
@@ -272,7 +261,7 @@ def _result(
         epochs=chains.step / epoch_length,
         seconds=chains.seconds,
         replaced=chains.replaced,
-        frame="diagonal" if chains.frame.scale_tril is None else "full",
+        frame=chains.frame.kind,
         store=draws,
         constrain=SitesOf(density.shapes, density._transforms, density.init_loc.new_empty(0)),
     )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_implicit.density.blame import blame
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.mcmc.batch_stream import BatchStream
 from pyro_implicit.mcmc.frame import WhiteningFrame, estimate_frame
@@ -123,8 +124,7 @@ def start_chains(
     """
     frame = minibatch_frame(density, guide, density.args, density.kwargs, stream)
     points = latent_draws(density, guide, num_chains, density.args, density.kwargs)
-    who = "those given" if isinstance(guide, Mapping) else "the guide"
-    starts = finite_starts(density.score, points, who)
+    starts = finite_starts(density.score, points, guide, lambda: blame(density, points))
     position = frame.to_white(starts.points)
     velocity = torch.randn_like(position)
     return MinibatchChains(position, velocity, frame, kernel, schedule, given_step, starts.replaced)

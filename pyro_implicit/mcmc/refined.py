@@ -207,7 +207,7 @@ def collect(density: ChainDensity, modes: Modes | None, chains: Chains) -> Refin
         seconds=chains.seconds,
         replaced_starts=chains.replaced_starts,
         stuck=stuck,
-        frame=chains.frame_kind,
+        frame=chains.frame.kind,
         space=chains.space,
         space_note=chains.space_note,
         modes=note,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_implicit.compiled import CompileMode, check_mode
+from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.progress import progress_bar
 from pyro_implicit.density.turns import in_turn
@@ -25,7 +27,7 @@ from pyro_implicit.mcmc.chain_files import load_chains, save_chains
 from pyro_implicit.mcmc.chains import TUNING, Chains
 from pyro_implicit.mcmc.frame import FrameKind
 from pyro_implicit.mcmc.minibatch_refined import MinibatchRefined
-from pyro_implicit.mcmc.minibatch_refinement import refine_by_minibatches, refuse_hmc_options
+from pyro_implicit.mcmc.minibatch_refinement import refine_by_minibatches
 from pyro_implicit.mcmc.modes import Modes
 from pyro_implicit.mcmc.refined import Refined, collect
 from pyro_implicit.mcmc.run_files import random_streams, restore_random_streams
@@ -34,6 +36,7 @@ from pyro_implicit.mcmc.spaces import Plan, density_of
 from pyro_implicit.mcmc.stopping import Tracked, tracked
 from pyro_implicit.mcmc.teaching import check_teachable
 from pyro_implicit.mcmc.teaching import teach as teach_guide
+from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["refine"]
 
@@ -44,6 +47,9 @@ FRAMES = ("auto", "diagonal", "low-rank", "full", "noise", "conditional")
 LEAST_CHAINS = 8
 WARMUP_SHARE = 0.4
 LEAST_DRAWS = 12
+LEAST_KEPT = 4  # fewer of a chain have no halves to compare
+KERNELS = ("hmc", "sghmc", "sgld")
+HMC_OPTIONS = ("frame", "quantities", "max_gradients", "max_leapfrogs", "teach", "compile")
 
 
 @overload
@@ -166,9 +172,9 @@ def refine(
     :param model_kwargs: keyword arguments of model and guide whose names are also names here.
     :param kwargs: their other keyword arguments.
     :raises SubsampledError: for a model that subsamples its data.
-    :raises ValueError: for a guide of another model, an unknown frame, too few chains, starts of
-        which none has a finite log-density, or a checkpoint of other settings; with ``teach`` for
-        a guide without a density.
+    :raises ValueError: for a guide of another model, an unknown frame or kernel, too few chains or
+        kept draws (fewer than 4), starts of which none has a finite log-density, or a checkpoint of
+        other settings; with ``teach`` for a guide without a density.
 
     **References:**
 
@@ -177,8 +183,10 @@ def refine(
     2. Margossian, Hoffman, Sountsov, Riou-Durand, Vehtari and Gelman (2022), *Nested R-hat:
        Assessing the Convergence of Markov Chain Monte Carlo When Running Many Short Chains*.
     """
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel must be one of {KERNELS}, but got {kernel!r}")
     if kernel != "hmc" or batches is not None:
-        refuse_hmc_options(locals())
+        _refuse_hmc_options(locals())
         return refine_by_minibatches(
             model,
             guide,
@@ -196,7 +204,10 @@ def refine(
             **kwargs,
         )
     num_chains = 256 if num_chains is None else num_chains
-    _check_arguments(num_chains, frame, max_gradients)
+    _check_arguments(num_chains, frame)
+    _check_counts(max_gradients=max_gradients, max_leapfrogs=max_leapfrogs)
+    _check_counts(LEAST_KEPT, max_draws=max_draws)
+    _check_counts(checkpoint_every=checkpoint_every)
     check_mode(compile)
     kwargs = {**kwargs, **(model_kwargs or {})}
     if seed is not None:
@@ -272,10 +283,28 @@ def refine(
                 raise
             chains.stopped = "interrupted"
     result = collect(walked, modes, chains)
-    if not teach or isinstance(guide, Mapping):
+    if not teach or isinstance(guide, Mapping):  # which was refused
         return result
-    taught = teach_guide(guide, result.moving(), *args, progress=progress, model_kwargs=kwargs)
+    try:
+        taught = teach_guide(guide, result.moving(), *args, progress=progress, model_kwargs=kwargs)
+    except (KeyboardInterrupt, *IMPOSSIBLE) as error:
+        warn_user(
+            f"the chains are done, but the guide learnt nothing from them ({type(error).__name__}: "
+            f"{error}). Cure: teach(guide, result.get_samples(), ...)"
+        )
+        return result
     return replace(result, taught=taught)
+
+
+def _refuse_hmc_options(options: dict[str, Any]) -> None:
+    """Check that options which minibatches do not have are at their defaults."""
+    parameters = inspect.signature(refine).parameters
+    for name in HMC_OPTIONS:
+        if options[name] != parameters[name].default:
+            raise ValueError(
+                f"{name} is for kernel='hmc' and all data. Cure: leave it out, or leave out "
+                "kernel and batches; the length of a run with minibatches is max_epochs"
+            )
 
 
 def _longest_in_time(chains: Chains, max_seconds: float) -> int:
@@ -291,7 +320,13 @@ def _check_teachable(density: LatentDensity, plan: Plan) -> None:
     check_teachable(plan.guide, example, plan.args, plan.kwargs)
 
 
-def _check_arguments(num_chains: int, frame: str, max_gradients: int) -> None:
+def _check_counts(least: int = 1, **counts: int) -> None:
+    for name, count in counts.items():
+        if count < least:
+            raise ValueError(f"{name} must be at least {least}, but got {count}")
+
+
+def _check_arguments(num_chains: int, frame: str) -> None:
     if num_chains < LEAST_CHAINS:
         raise ValueError(
             f"num_chains must be at least {LEAST_CHAINS}, but got {num_chains}: frame, step size "
@@ -300,5 +335,3 @@ def _check_arguments(num_chains: int, frame: str, max_gradients: int) -> None:
         )
     if frame not in FRAMES:
         raise ValueError(f"frame must be one of {FRAMES}, but got {frame!r}")
-    if max_gradients < 1:
-        raise ValueError(f"max_gradients must be positive, but got {max_gradients}")

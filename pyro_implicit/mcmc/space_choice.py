@@ -10,6 +10,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from pyro_implicit.density.blame import blame
 from pyro_implicit.density.cost import estimated_seconds
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.mcmc.chain_density import ChainDensity, NoiseDensity
@@ -176,8 +177,13 @@ def _begin(density: ChainDensity, plan: Plan) -> Chains:
     else:
         latent = latent_draws(density.density, guide, num_draws, plan.args, plan.kwargs)
         points = density.to_points(latent)
-    who = "those given" if isinstance(guide, Mapping) else "the guide"
-    starts = finite_starts(density.score, points[:num_chains], who)
+    points_of_chains = points[:num_chains]
+    starts = finite_starts(
+        density.score,
+        points_of_chains,
+        guide,
+        lambda: blame(density.density, density.to_latent(points_of_chains)),
+    )
     is_sound = starts.replaced == 0 and bool(points.isfinite().all())
     frame = estimate_frame(points if is_sound else starts.points, plan.kind)
     position = frame.to_white(starts.points)

@@ -46,23 +46,25 @@ def latent_draws(
     return vectors[torch.arange(num_draws, device=like.device) % len(vectors)]
 
 
-def finite_starts(score: Any, points: Tensor, who: str) -> Starts:
+def finite_starts(score: Any, points: Tensor, guide: Guide, blamed: Callable[[], str]) -> Starts:
     """Replace starts at which the density or its gradient is not finite by others of them.
 
+    :param guide: whose draws these are.
+    :param blamed: which sites keep the density from being finite at all of them, and the cure.
     :raises ValueError: if it is finite at none.
     """
     log_prob, gradient = score(torch.where(points.isfinite(), points, torch.zeros_like(points)))
     finite = points.isfinite().all(-1) & log_prob.isfinite() & gradient.isfinite().all(-1)
     lost = int((~finite).sum())
+    who = "given draws" if isinstance(guide, Mapping) else f"draws of {_who(guide)}"
     if lost == len(points):
         raise ValueError(
-            f"the model's log-density or its gradient is finite at none of {lost} draws of {who}. "
-            "Cure: check the data for NaN and the supports of the observed sites; train the guide "
-            "first, or start from draws of the prior"
+            f"the model's log-density or its gradient is finite at none of {lost} {who}: "
+            f"{blamed()}; or train the guide first, or start from draws of the prior"
         )
     if lost:
         warn_user(
-            f"the model's log-density is not finite at {lost} of {len(points)} draws of {who}: "
+            f"the model's log-density is not finite at {lost} of {len(points)} {who}: "
             "these chains start from others of the draws",
         )
         good = finite.nonzero().squeeze(-1)

@@ -122,7 +122,7 @@ def teach(
                 if steps % EVERY == 0 or steps == num_steps:
                     best.update(score())
                     bar.set_postfix_str(f"log q {best.score:.3f}", refresh=False)
-                    if best.age > PATIENCE:
+                    if best.age >= PATIENCE:
                         break
             bar.close()
             optimiser.zero_grad()

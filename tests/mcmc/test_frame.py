@@ -55,3 +55,11 @@ def test_few_and_constant_draws(kind, dtype):
     frame = estimate_frame(draws, kind)
     assert frame.scale[3] == 1 and all(part.dtype == dtype for part in frame if part is not None)
     assert frame.to_white(draws).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_refuses_draws_that_are_not_finite(kind):
+    draws = torch.randn(50, 3)
+    draws[7, 1] = torch.nan
+    with pytest.raises(ValueError, match="finite draws. Cure"):
+        estimate_frame(draws, kind)

@@ -18,6 +18,7 @@ from pyro_implicit.density import SubsampledError
 from pyro_implicit.generators import Generator
 from pyro_implicit.mcmc import chains, refine
 from pyro_implicit.mcmc import refinement as module
+from pyro_implicit.mcmc.stopping import Drift
 
 X = torch.tensor([[1.0, -2.0], [1.0, 0.5], [1.0, 1.0], [1.0, 3.0]])
 Y = torch.tensor([-1.0, 0.3, 0.8, 2.0])
@@ -121,7 +122,8 @@ def test_every_frame_is_exact(frame):
     )
     mean, covariance = exact(X, Y)
     error = (result.get_samples()["weight"].mean(0) - mean) / covariance.diagonal().sqrt()
-    assert result.frame == frame and error.abs().max() < 0.25
+    assert result.frame == frame or (frame, result.frame) == ("low-rank", "diagonal")
+    assert error.abs().max() < 0.25
 
 
 def hand_written(x, y):
@@ -278,7 +280,7 @@ def test_starts_without_a_finite_density_are_replaced():
     with pytest.raises(ValueError, match="observation of site 'y' is NaN in 4 of 4.*Cure"):
         short(AutoNormal(regression), X, torch.full_like(Y, torch.nan))
     draws["weight"][:] = torch.nan
-    with pytest.raises(ValueError, match="finite at none of 64 draws.*Cure"):
+    with pytest.raises(ValueError, match="finite at none of 64 given draws: .*'weight'.*Cure"):
         short(draws, num_chains=64)
 
 
@@ -337,7 +339,11 @@ def test_the_guide_and_the_callers_trace_are_left_alone():
         ({"num_chains": 1}, "at least 8.*Cure"),
         ({"frame": "round"}, "frame must be one of"),
         ({"frame": "noise"}, "not an AutoImplicit"),
-        ({"max_gradients": 0}, "must be positive"),
+        ({"max_gradients": 0}, "max_gradients must be at least 1"),
+        ({"max_leapfrogs": 0}, "max_leapfrogs must be at least 1"),
+        ({"max_draws": 3}, "max_draws must be at least 4"),
+        ({"checkpoint_every": 0}, "checkpoint_every must be at least 1"),
+        ({"kernel": "gibbs"}, "kernel must be one of .*'hmc', 'sghmc'"),
     ],
 )
 def test_refuses_settings(change, message):
@@ -421,6 +427,31 @@ def test_chains_that_start_on_a_thin_sheet_leave_it():
     spread = (draws["c"] - draws["a"] - draws["b"]).std()
     assert result.stopped == "converged" and result.num_gradients < 1000
     assert spread.item() == pytest.approx(2**0.5, rel=0.1)
+
+
+def test_what_a_later_check_sees_counts_against_an_earlier_one():
+    """Chains that had settled, and went on because draws are cheap, drift after all."""
+    looks = [Drift(0.01, 0.01, 1.09), Drift(0.3, 0.3, 1.8)]
+    kernel = SimpleNamespace(spread=1.0)
+    state = SimpleNamespace(position=torch.zeros(64, 2))
+    walked = chains.Chains(state, kernel, None, "full", SimpleNamespace(seen=1000), "sampling")
+    walked.history.label, walked.history.drift = lambda _: None, lambda _: looks.pop(0)
+    walked.warmup_gradients, walked.gradients = 1000, 1100
+    assert walked.check(False) is None and walked.settled == "converged"
+    walked.history.seen = 5000
+    assert walked.check(False) is None and walked.settled is None
+
+
+def test_the_draws_survive_a_failure_of_teach(monkeypatch):
+    def teach(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "teach_guide", teach)
+    with pytest.warns(
+        UserWarning, match="the guide learnt nothing .*KeyboardInterrupt.*Cure: teach"
+    ):
+        result = short(AutoNormal(regression), teach=True)
+    assert result.taught is None and result.get_samples()["weight"].isfinite().all()
 
 
 def test_chains_that_never_moved_are_counted():

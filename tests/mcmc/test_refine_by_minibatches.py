@@ -297,7 +297,7 @@ def test_starts_without_a_finite_density():
     with pytest.warns(UserWarning, match="not finite at 3 of 16"):
         assert short(start, num_chains=16).replaced == 3
     start["weight"][:] = torch.nan
-    with pytest.raises(ValueError, match="finite at none of 16 draws.*Cure"):
+    with pytest.raises(ValueError, match="finite at none of 16 given draws: .*Cure"):
         short(start, num_chains=16)
 
 
@@ -315,6 +315,7 @@ def test_a_step_that_is_far_too_long():
         ({"max_epochs": 0}, "max_epochs must be positive"),
         ({"step_size": -1.0}, "step_size must be positive"),
         ({"cycles": -1}, "cycles"),
+        ({"checkpoint_every": 0}, "checkpoint_every must be positive"),
         ({"max_gradients": 100}, "max_gradients is for kernel='hmc'.*Cure.*max_epochs"),
         ({"frame": "full"}, "frame is for kernel='hmc'"),
     ],
