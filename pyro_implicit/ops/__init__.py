@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pyro_implicit.ops.assignment import linear_assignment, permutation_log_prob
+from pyro_implicit.ops.bridge import bridge
 from pyro_implicit.ops.density_ratio import (
     Covariance,
     DensityRatio,
@@ -74,6 +75,7 @@ __all__ = [
     "adaptive_log_density",
     "align_hidden_units",
     "batch_jacobian",
+    "bridge",
     "conditional_log_density",
     "covariance_log_det",
     "fit_density_ratio",

@@ -13,7 +13,7 @@ from pyro_implicit import AutoImplicit, AutoMixture, AutoregressiveGenerator, Au
 from pyro_implicit.density import LatentDensity
 from pyro_implicit.guides import Frame
 from pyro_implicit.mcmc import refine
-from pyro_implicit.mcmc.modes import Modes, bridge
+from pyro_implicit.mcmc.modes import Modes
 
 
 def bimodal():
@@ -71,15 +71,3 @@ def test_a_component_without_chains_has_no_mass():
     masses = modes.log_masses(latents, modes.label(latents[:, 0]))
     assert masses[1] == -torch.inf and masses[0].isfinite()
     assert modes.chosen(latents) == (None, "All chains are in one component of the mixture.")
-
-
-def test_bridge_sampling_finds_a_normalising_constant():
-    torch.manual_seed(0)
-    target, proposal = dist.Normal(0.5, 1.0), dist.Normal(0.0, 1.5)
-    ratios = [
-        3.0 + target.log_prob(x) - proposal.log_prob(x)
-        for x in (target.sample((4000,)), proposal.sample((4000,)))
-    ]
-    assert abs(bridge(*ratios) - 3.0) < 0.05
-    ratios[1][2000:] = -torch.inf  # half of the proposals are elsewhere
-    assert abs(bridge(*ratios) - 3.0 - math.log(0.5)) < 0.15

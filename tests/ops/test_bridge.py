@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bridge sampling, against a normalising constant that is known."""
+
+from __future__ import annotations
+
+import math
+
+import pyro.distributions as dist
+import torch
+
+from pyro_implicit.ops.bridge import bridge
+
+
+def test_bridge_sampling_finds_a_normalising_constant():
+    torch.manual_seed(0)
+    target, proposal = dist.Normal(0.5, 1.0), dist.Normal(0.0, 1.5)
+    ratios = [
+        3.0 + target.log_prob(x) - proposal.log_prob(x)
+        for x in (target.sample((4000,)), proposal.sample((4000,)))
+    ]
+    assert abs(bridge(*ratios) - 3.0) < 0.05
+    ratios[1][2000:] = -torch.inf  # half of the proposals are elsewhere
+    assert abs(bridge(*ratios) - 3.0 - math.log(0.5)) < 0.15
