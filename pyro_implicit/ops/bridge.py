@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 __all__ = ["bridge"]
@@ -17,7 +18,6 @@ def bridge(log_target: Tensor, log_proposal: Tensor) -> Tensor:
 
     **Example:**
 
-    >>> import torch
     >>> bridge(torch.full((5,), 2.0), torch.full((5,), 2.0))
     tensor(2.)
 
