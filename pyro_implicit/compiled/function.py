@@ -61,11 +61,6 @@ class RecordedFunction:
         self._guard = Guard(recorder.captured, modules)
         self._run = as_function(self.graph, self._constants)
 
-    @property
-    def num_operations(self) -> int:
-        """The kernels of one call, views included."""
-        return sum(node.op == "call_function" for node in self.graph.nodes)
-
     def holds(self) -> bool:
         """Whether tensors that it reads, and that are no inputs, are as they were."""
         return self._guard.holds()

@@ -135,7 +135,7 @@ def _number(func: Callable, tensor: Tensor, *args: Any) -> Any:
 
 def _text(func: Callable, tensor: Tensor, *args: Any, **kwargs: Any) -> str:
     runs = all_runs(tensor)
-    return func(tensor if runs is None else runs, *args, **kwargs) if runs is None else str(runs)
+    return func(tensor, *args, **kwargs) if runs is None else str(runs)
 
 
 def _set_elements(func: Callable, tensor: Tensor, key: Any, value: Any) -> None:

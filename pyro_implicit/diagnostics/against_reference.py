@@ -26,6 +26,7 @@ from pyro_implicit.diagnostics.function_space import (
 )
 from pyro_implicit.diagnostics.reference_check import chains_of, check_mixing, missing_mass
 from pyro_implicit.guides.posterior_draws import draw, posterior_of, refuse_swapped, samples_of
+from pyro_implicit.guides.random_stream import same_streams
 
 __all__ = ["compare"]
 
@@ -115,7 +116,7 @@ def compare(
             )
         guide_draws = example = samples_of(guide, "guide")
     else:
-        with torch.random.fork_rng():
+        with same_streams():
             example = draw(cast(Any, guide), 1, *args, **kwargs)
     chains = chains_of(reference, {name: value.dim() - 1 for name, value in example.items()})
     if chains is not None:

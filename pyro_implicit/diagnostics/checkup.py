@@ -14,13 +14,8 @@ from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.lost_gradients import warn_of_lost_gradients
 from pyro_implicit.density.progress import announce, showing_progress
 from pyro_implicit.density.turns import in_turn
-from pyro_implicit.diagnostics.effort import plan_effort
-from pyro_implicit.diagnostics.examination import (
-    NUM_CHAINS,
-    NUM_OBSERVED_CHAINS,
-    WEIGHED_PART,
-    examine,
-)
+from pyro_implicit.diagnostics.effort import NUM_CHAINS, NUM_OBSERVED_CHAINS, plan_effort
+from pyro_implicit.diagnostics.examination import WEIGHED_PART, examine
 from pyro_implicit.diagnostics.function_space import (
     Quantities,
     find_quantities,

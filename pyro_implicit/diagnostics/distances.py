@@ -21,6 +21,7 @@ __all__ = [
 
 # Numbers held at a time by sliced_wasserstein, per sample set (32 MB in float64).
 _CHUNK_NUMEL = 2**22
+_NUM_SPLITS = 4  # of a reference into halves
 
 
 def sliced_wasserstein(
@@ -79,11 +80,9 @@ def sliced_wasserstein_floor(
     reference: Tensor,
     num_samples: int | None = None,
     num_projections: int = 500,
-    p: int = 2,
     seed: int = 0,
-    num_splits: int = 4,
 ) -> Tensor:
-    r"""What :func:`sliced_wasserstein` would still show for a perfect approximation.
+    r"""What :func:`sliced_wasserstein` of order 2 would still show for a perfect approximation.
 
     It is the distance between ``num_samples`` and ``m`` independent exact draws. The only exact
     draws at hand are the ``m`` rows of ``reference``, so two random halves are compared. The
@@ -102,9 +101,7 @@ def sliced_wasserstein_floor(
     :param reference: exact draws ``(m, dim)``, at least 4.
     :param num_samples: number of draws to be compared with the reference; default ``m``.
     :param num_projections: number of directions.
-    :param p: order of the distance.
     :param seed: seed of the directions and of the splits.
-    :param num_splits: number of random splits into halves.
     :returns: a scalar tensor.
     :raises ValueError: if the reference has fewer than 4 draws.
     """
@@ -114,12 +111,12 @@ def sliced_wasserstein_floor(
     generator = _generator(reference, seed)
     half = size // 2
     squared = reference.new_zeros(())
-    for _ in range(num_splits):
+    for _ in range(_NUM_SPLITS):
         rows = torch.randperm(size, generator=generator, device=reference.device)
         first, second = reference[rows[:half]], reference[rows[half : 2 * half]]
-        squared = squared + sliced_wasserstein(first, second, num_projections, p, seed).square()
+        squared = squared + sliced_wasserstein(first, second, num_projections, seed=seed).square()
     rescale = (1 / (num_samples or size) + 1 / size) / (2 / half)
-    return (squared / num_splits * rescale).sqrt()
+    return (squared / _NUM_SPLITS * rescale).sqrt()
 
 
 def maximum_mean_discrepancy(x: Tensor, y: Tensor, max_rows: int = 2000, seed: int = 0) -> Tensor:

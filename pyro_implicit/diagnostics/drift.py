@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.density.progress import steps_of
-from pyro_implicit.diagnostics.moments import Fault, Resolution, moment_errors
+from pyro_implicit.diagnostics.moments import FALSE_ALARM, Fault, Resolution, moment_errors
 from pyro_implicit.diagnostics.whitening import Whitened
 from pyro_implicit.ops.semi_implicit import HMCState, hmc_state, hmc_transition
 
-__all__ = ["DriftCheck", "drift_check"]
+__all__ = ["NUM_LEAPFROG", "DriftCheck", "drift_check"]
 
+NUM_LEAPFROG = 8  # steps of each transition
 LEAST_MOVES = 0.1  # of the transitions, accepted
 
 
@@ -39,8 +40,6 @@ def drift_check(
     draws: Whitened,
     log_prob: Callable[[Tensor], Tensor],
     num_transitions: int = 20,
-    num_leapfrog: int = 8,
-    false_alarm: float = 0.003,
     chunk_size: int = 500,
     observe: Callable[[Tensor], Tensor] | None = None,
     others: Tensor | None = None,
@@ -72,8 +71,6 @@ def drift_check(
     :param log_prob: of ``(num_points, latent_dim)`` the model's log-density, ``(num_points,)``,
         differentiable.
     :param num_transitions: of Hamiltonian Monte Carlo for each draw.
-    :param num_leapfrog: steps of each transition.
-    :param false_alarm: probability that a perfect guide shows any drift.
     :param chunk_size: draws at a time, to bound the memory.
     :param observe: of ``(num_points, latent_dim)`` quantities ``(num_points, q)`` in units of their
         standard deviations, whose drift is looked at in place of the latents'.
@@ -101,7 +98,7 @@ def drift_check(
         moved, acceptances = [], []
         for state in states:
             sizes = step * 30 ** -torch.rand_like(state.log_density).unsqueeze(-1)
-            state, acceptance = hmc_transition(white_log_prob, state, sizes, num_leapfrog)
+            state, acceptance = hmc_transition(white_log_prob, state, sizes, NUM_LEAPFROG)
             moved.append(state)
             acceptances.append(acceptance)
         return moved, torch.cat(acceptances).mean().item()
@@ -117,14 +114,14 @@ def drift_check(
         states, acceptance = move(states, step)
         accepted += acceptance / num_transitions
     before, after, axes = white, torch.cat([state.position for state in states]), draws.axes
-    escaped = 0.0 if others is None else _escaped(after, others - center, false_alarm)
+    escaped = 0.0 if others is None else _escaped(after, others - center)
     if observe is not None:
         before, after = (observe(draws.unwhiten(part + center)) for part in (before, after))
         before, after, axes = before - before.mean(0), after - before.mean(0), None
     centered = after - after.mean(0)
     products = [(1.0, before, before), (-1.0, centered, centered)]
     unit = before if axes is None else None
-    errors = moment_errors(after - before, products, axes, false_alarm, unit=unit)
+    errors = moment_errors(after - before, products, axes, FALSE_ALARM, unit=unit)
     # Chains that stand still show nothing.
     resolution = errors.resolution if accepted > LEAST_MOVES else Resolution(math.inf, math.inf)
     return DriftCheck(
@@ -132,11 +129,11 @@ def drift_check(
     )
 
 
-def _escaped(ends: Tensor, others: Tensor, false_alarm: float) -> float:
+def _escaped(ends: Tensor, others: Tensor) -> float:
     """The share of rows that are farther out than all others, 0 where chance may have put them."""
     if len(others) == 0:
         return 0.0
     number = int((ends.square().sum(-1) > others.square().sum(-1).max()).sum())
     total = len(ends) + len(others)
     p_value = math.prod((len(ends) - k) / (total - k) for k in range(number))
-    return number / len(ends) if p_value < false_alarm else 0.0
+    return number / len(ends) if p_value < FALSE_ALARM else 0.0

@@ -9,12 +9,14 @@ from typing import NamedTuple
 from pyro_implicit.density.cost import nearby, seconds_near
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import seconds_of_climb
+from pyro_implicit.diagnostics.drift import NUM_LEAPFROG
 
-__all__ = ["NUM_LEAPFROG", "Effort", "plan_effort"]
+__all__ = ["NUM_CHAINS", "NUM_OBSERVED_CHAINS", "Effort", "plan_effort"]
 
 NUM_SCORES = 4  # times the draws, of guides that draw in parallel
 MAX_NUMBERS = 10_000_000  # of all draws that are scored
-NUM_CHAINS, NUM_LEAPFROG, NUM_TUNING = 500, 8, 4
+NUM_CHAINS, NUM_OBSERVED_CHAINS = 500, 1000  # of latents, of quantities
+NUM_TUNING = 4
 LEAST_DRAWS, LEAST_TRANSITIONS, LEAST_ITERATIONS = 500, 5, 10
 USUAL_ITERATIONS = 40  # of the search
 FEW = 10

@@ -16,8 +16,8 @@ from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.progress import steps_of
 from pyro_implicit.density.traced_score import TracedScore
 from pyro_implicit.diagnostics.coverage import uncovered_modes
-from pyro_implicit.diagnostics.drift import drift_check
-from pyro_implicit.diagnostics.effort import NUM_LEAPFROG, Effort
+from pyro_implicit.diagnostics.drift import NUM_LEAPFROG, drift_check
+from pyro_implicit.diagnostics.effort import NUM_CHAINS, NUM_OBSERVED_CHAINS, Effort
 from pyro_implicit.diagnostics.findings import EVEN_WEIGHTS, GOOD_WEIGHTS, KHAT
 from pyro_implicit.diagnostics.function_space import Function, Observed, describe
 from pyro_implicit.diagnostics.importance import importance_check
@@ -35,9 +35,8 @@ from pyro_implicit.diagnostics.whitening import CollapsedError, Whitened, whiten
 from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel
 from pyro_implicit.guides.stored_draws import StoredDraws
 
-__all__ = ["NUM_CHAINS", "NUM_OBSERVED_CHAINS", "WEIGHED_PART", "examine"]
+__all__ = ["WEIGHED_PART", "examine"]
 
-NUM_CHAINS, NUM_OBSERVED_CHAINS = 500, 1000  # of latents, of quantities
 FEW_LOST = 0.005  # of the draws, with which no moment is lost
 WEIGHED_PART = 5  # of a chunk, as a weight takes more memory than a score
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pyro_implicit.diagnostics.drift import DriftCheck
 from pyro_implicit.diagnostics.labels import describe_faults
-from pyro_implicit.diagnostics.moments import MomentErrors
+from pyro_implicit.diagnostics.moments import FALSE_ALARM, MomentErrors
 from pyro_implicit.diagnostics.stein import SteinCheck
 
 if TYPE_CHECKING:
@@ -75,8 +75,6 @@ TELLING_WEIGHTS = 1 / (1 + MEAN.distrust**2)
 GAP = 0.5
 #: Mass of a mode that counts, where the weights of modes may be wrong.
 LEAST = 0.01
-#: Of the kernel test.
-P_VALUE = 0.003
 #: Why draws of chains, or from elsewhere, have no weights.
 STORED = "stored draws"
 
@@ -188,10 +186,10 @@ def _lack_of_power(found: Diagnosis) -> Iterator[Finding]:
 
 
 def _kernel_findings(stein: SteinCheck, cure: str) -> Iterator[Finding]:
-    sites = [f"`{site}`" for site, p_value in stein.by_site if p_value < P_VALUE]
+    sites = [f"`{site}`" for site, p_value in stein.by_site if p_value < FALSE_ALARM]
     where = f", those of {' and '.join(sites[:2])} by themselves" if sites else ""
     p_values = [stein.kernel.p_value, *(p_value for _, p_value in stein.by_site)]
-    if min(p_values) < P_VALUE:
+    if min(p_values) < FALSE_ALARM:
         reason = (
             f"the draws do not fit the scores{where} (kernel Stein test, p = {min(p_values):.3f})"
         )

@@ -8,12 +8,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from pyro_implicit.density.cost import estimated_seconds
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.distributions import find_implicit
 from pyro_implicit.guides.posterior_draws import trace_guide
+from pyro_implicit.guides.random_stream import same_streams
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
 
@@ -36,7 +35,6 @@ def seconds_of_weights(density: LatentDensity, guide: Callable[..., Any], chunk_
     model, args, kwargs = density.model, density.args, density.kwargs
     if isinstance(guide, StoredDraws):
         return 0.0
-    like = density.init_loc
     defaults = inspect.signature(weighted_draws).parameters
     num_steps = defaults["num_steps"].default * defaults["num_starts"].default
 
@@ -54,7 +52,7 @@ def seconds_of_weights(density: LatentDensity, guide: Callable[..., Any], chunk_
             chunk_size / FEW_DRAWS,
         )
 
-    with torch.random.fork_rng([like.device] if like.is_cuda else []), warnings.catch_warnings():
+    with same_streams(density.init_loc.device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of all draws are shown
         try:
             sites = trace_guide(guide, args, kwargs).iter_stochastic_nodes()

@@ -6,16 +6,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_implicit.diagnostics.moments import MomentErrors, moment_errors
+from pyro_implicit.diagnostics.moments import FALSE_ALARM, MomentErrors, moment_errors
 from pyro_implicit.diagnostics.whitening import Whitened
 
 __all__ = ["importance_check"]
 
 
 @torch.no_grad()
-def importance_check(
-    draws: Whitened, log_weights: Tensor, false_alarm: float = 0.003
-) -> MomentErrors:
+def importance_check(draws: Whitened, log_weights: Tensor) -> MomentErrors:
     r"""Errors of a guide's moments, by weighting its draws to the posterior.
 
     Reliable where the weights' k-hat is below 0.7, in the part of the posterior that the guide
@@ -32,7 +30,6 @@ def importance_check(
 
     :param draws: of the guide, in unconstrained space, whitened: ``(num_draws, latent_dim)``.
     :param log_weights: :math:`\log p(x, \theta) - \log q(\theta)`, ``(num_draws,)``.
-    :param false_alarm: probability that a perfect guide shows any error.
     :returns: errors of means and standard deviations in any tested direction.
     """
     white = draws.white - draws.white.mean(0)  # of some of the draws, it is not quite 0
@@ -45,4 +42,4 @@ def importance_check(
     products = [(1.0, white, white), (-1.0, weighted, centered)]
     unit = white if draws.axes is None else None
     shifts = weighted - white + mean
-    return moment_errors(shifts, products, draws.axes, false_alarm, weights - 1, unit)
+    return moment_errors(shifts, products, draws.axes, FALSE_ALARM, weights - 1, unit)

@@ -13,12 +13,23 @@ from torch.distributions import Normal
 
 from pyro_implicit.ops.krylov import lanczos
 
-__all__ = ["Fault", "MomentErrors", "Product", "Resolution", "moment_errors", "ratio_by_difference"]
+__all__ = [
+    "FALSE_ALARM",
+    "Fault",
+    "MomentErrors",
+    "Product",
+    "Resolution",
+    "moment_errors",
+    "ratio_by_difference",
+]
 
 #: A weight, and two sets of vectors ``(n, m)``: each draw stands for weight * left right^T.
 Product = tuple[float, Tensor, Tensor]
 #: Coordinates of a direction with their weights.
 Terms = tuple[tuple[int, float], ...]
+
+#: Probability that one look finds fault with a perfect guide.
+FALSE_ALARM = 0.003
 
 MAX_FAULTS = 10  # of a kind
 MAX_TERMS = 3  # of a direction

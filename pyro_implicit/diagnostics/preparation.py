@@ -15,6 +15,7 @@ from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
 from pyro_implicit.diagnostics.findings import STORED
 from pyro_implicit.guides.posterior_draws import draw, trace_guide
+from pyro_implicit.guides.random_stream import same_streams
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
 from pyro_implicit.mcmc.starts import wrong_shape
@@ -115,8 +116,7 @@ def search_modes(density: LatentDensity, num_iterations: int | None = None) -> T
     options = {}
     if num_iterations is not None:
         options = {"max_rounds": 1, "max_iterations": num_iterations}
-    device = density.init_loc.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with same_streams(density.init_loc.device):
         try:
             return find_modes(density, **options).loc
         except (*BAD_DRAWS, RuntimeError):

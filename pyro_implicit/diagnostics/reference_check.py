@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.diagnostics.labels import index_label
+from pyro_implicit.guides.random_stream import same_streams
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
@@ -161,7 +162,7 @@ def missing_mass(
     :param args: of the model, as ``kwargs``.
     :returns: None where there is no way to look.
     """
-    with torch.random.fork_rng(), suppress(Exception):  # the model's own, of any kind
+    with same_streams(), suppress(Exception):  # the model's own, of any kind
         density = LatentDensity(model, *args, model_kwargs=kwargs)
         if not all(
             name in side for side in (guide_draws, reference_draws) for name in density.shapes

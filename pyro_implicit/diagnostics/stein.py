@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_implicit.diagnostics.moments import Fault, Resolution, moment_errors
+from pyro_implicit.diagnostics.moments import FALSE_ALARM, Fault, Resolution, moment_errors
 from pyro_implicit.diagnostics.whitening import CollapsedError, Whitened, whiten_draws
 from pyro_implicit.ops.stein_discrepancy import SteinTest, stein_test
 
@@ -40,7 +40,7 @@ class SteinCheck(NamedTuple):
 
 
 @torch.no_grad()
-def stein_check(draws: Whitened, scores: Tensor, false_alarm: float = 0.003) -> SteinCheck:
+def stein_check(draws: Whitened, scores: Tensor) -> SteinCheck:
     r"""Tests draws of a guide by Stein's identities, in the units of the draws' own covariance.
 
     Of the score s of the posterior and its draws u,
@@ -69,7 +69,6 @@ def stein_check(draws: Whitened, scores: Tensor, false_alarm: float = 0.003) -> 
     :param draws: independent, in unconstrained space, whitened: ``(num_draws, latent_dim)``.
     :param scores: gradients of the model's log-density by the unconstrained latents, of the same
         shape.
-    :param false_alarm: probability that means and variances of a perfect guide show any error.
     :returns: errors and kernel test.
 
     **References:**
@@ -80,7 +79,7 @@ def stein_check(draws: Whitened, scores: Tensor, false_alarm: float = 0.003) -> 
     minus_one = -torch.ones_like(white[:, 0])
     products = [(-1.0, white_scores, white)]
     errors = moment_errors(
-        white_scores, products, draws.axes, false_alarm, minus_one, to_ratio=_ratio
+        white_scores, products, draws.axes, FALSE_ALARM, minus_one, to_ratio=_ratio
     )
     keep = slice(0, None, -(-len(white) // MAX_KERNEL_DRAWS))
     return SteinCheck(
@@ -94,7 +93,7 @@ def stein_check(draws: Whitened, scores: Tensor, false_alarm: float = 0.003) -> 
 
 @torch.no_grad()
 def stein_by_site(
-    draws: Tensor, scores: Tensor, sizes: Mapping[str, int], significant: float = 0.003
+    draws: Tensor, scores: Tensor, sizes: Mapping[str, int]
 ) -> tuple[tuple[str, float], ...]:
     r"""The kernel test of each site by itself, where that of all latents at once has no power.
 
@@ -114,7 +113,6 @@ def stein_by_site(
     :param draws: independent, in unconstrained space, ``(num_draws, latent_dim)``.
     :param scores: gradients of the model's log-density, of the same shape.
     :param sizes: how many latents each site has, in their order.
-    :param significant: level at which a p-value is to be told from larger ones.
     :returns: site and p-value, times the number of sites, the smallest first.
     """
     keep = slice(0, None, -(-len(draws) // MAX_SITE_DRAWS))
@@ -136,7 +134,7 @@ def stein_by_site(
         site_scores = site.scores(score)
         p_value = stein_test(site.white, site_scores, FIRST_BOOTSTRAP).p_value
         if p_value < SUSPECT:
-            number = math.ceil(2 * len(sizes) / significant)
+            number = math.ceil(2 * len(sizes) / FALSE_ALARM)  # to tell it from larger ones
             p_value = stein_test(site.white, site_scores, number).p_value
         p_values[name] = min(1.0, len(sizes) * p_value)
     return tuple(sorted(p_values.items(), key=lambda pair: pair[1]))

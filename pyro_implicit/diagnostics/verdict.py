@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pyro_implicit.diagnostics.coverage import ModeCoverage
 from pyro_implicit.diagnostics.drift import DriftCheck
 from pyro_implicit.diagnostics.findings import (
-    P_VALUE,
     TELLING_WEIGHTS,
     Finding,
     MomentCheck,
@@ -19,7 +18,7 @@ from pyro_implicit.diagnostics.findings import (
     find_faults,
     has_power,
 )
-from pyro_implicit.diagnostics.moments import MomentErrors
+from pyro_implicit.diagnostics.moments import FALSE_ALARM, MomentErrors
 from pyro_implicit.diagnostics.stein import SteinCheck
 from pyro_implicit.infer.bound import EvidenceBound
 from pyro_implicit.ops.printing import Printed
@@ -129,7 +128,7 @@ class Diagnosis(Printed):
             by_site = "".join(
                 f", of `{site}` alone {p_value:.3f}"
                 for site, p_value in self.stein.by_site[:1]
-                if p_value < P_VALUE
+                if p_value < FALSE_ALARM
             )
             yield "kernel Stein test", f"p = {self.stein.kernel.p_value:.3f}{by_site}"
         if self.drift is not None:

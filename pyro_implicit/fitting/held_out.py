@@ -17,6 +17,7 @@ from pyro_implicit.density.engine import compute_log_prob
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.fitting.processes import mean_over_processes
 from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.guides.random_stream import own_stream
 from pyro_implicit.mcmc.batch_stream import BatchStream
 
 __all__ = ["HeldOut"]
@@ -78,9 +79,7 @@ class HeldOut:
     @torch.no_grad()
     def __call__(self, guide: Callable[..., Any]) -> float:
         """Goes through all rows; no random stream is touched."""
-        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(SEED)
+        with own_stream(seed=SEED):
             return self._score(guide)
 
     def _score(self, guide: Callable[..., Any]) -> float:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 import pyro
@@ -21,7 +20,6 @@ from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["NetworkModel", "classifier", "regressor"]
 
-Likelihood = Callable[[Tensor], dist.TorchDistribution]
 Noise: TypeAlias = float | Literal["learn", "heteroscedastic"] | dist.TorchDistribution
 
 LEAST_NOISE = 1e-6  # where softplus underflows

@@ -11,6 +11,7 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.guides.random_stream import own_stream
 from pyro_implicit.guides.stored_draws import StoredDraws
 
 __all__ = ["PosteriorDraws"]
@@ -107,8 +108,6 @@ class PosteriorDraws:
             if self._take is not None:
                 yield self._take(rows)
                 continue
-            devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-            with torch.random.fork_rng(devices=devices):
-                torch.manual_seed(self._seed + index)
+            with own_stream(seed=self._seed + index):
                 found = draw(self._guide, len(rows), *self._args)
             yield found

@@ -171,20 +171,22 @@ def target_runner(
             "classifier(net, num_data)"
         )
     (name,) = drawn
-    return Model(_Undrawn(name)(model), (x,), {}, latents), name, trace.nodes[name]["fn"]
+    site = trace.nodes[name]
+    return Model(_Undrawn(name, site["value"])(model), (x,), {}, latents), name, site["fn"]
 
 
 class _Undrawn(Messenger):
     """Leaves the targets undrawn, of which only the distribution is wanted.
 
     :param name: of their site.
+    :param value: that they have in its place, as a model may go on with them.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, value: Tensor) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.value = name, value
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["name"] == self.name:
-            msg["value"] = torch.zeros(()).expand(msg["fn"].shape())
+            msg["value"] = self.value
             msg["is_observed"] = True

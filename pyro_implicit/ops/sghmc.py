@@ -14,6 +14,8 @@ __all__ = ["GradientNoise", "gradient_noise", "largest_curvature", "sghmc_step",
 
 Gradient = Callable[[Tensor], Tensor]
 
+DISTANCE = 0.1  # of two points whose gradients are compared
+
 
 def sghmc_step(
     gradient: Gradient, position: Tensor, velocity: Tensor, step_size: float, friction: float
@@ -41,8 +43,11 @@ def sghmc_step(
     '1.0'
 
     :param gradient: of points ``(num_chains, d)``, an unbiased estimate of the log-density's.
-    :param position: ``(num_chains, d)``, as ``velocity``.
-    :returns: position and velocity.
+    :param position: ``(num_chains, d)``.
+    :param velocity: ``(num_chains, d)``.
+    :param step_size: h.
+    :param friction: :math:`\gamma`.
+    :returns: position and velocity, each ``(num_chains, d)``.
 
     **References:**
 
@@ -120,9 +125,7 @@ def gradient_noise(gradients: Tensor) -> GradientNoise:
     return GradientNoise(mean, max(math.sqrt(trace_of_square / dim), mean))
 
 
-def largest_curvature(
-    gradient: Gradient, position: Tensor, iterations: int = 10, distance: float = 0.1
-) -> Tensor:
+def largest_curvature(gradient: Gradient, position: Tensor, iterations: int = 10) -> Tensor:
     """The largest curvature of log-densities at points, by power iteration on differences of
     gradients.
 
@@ -134,7 +137,7 @@ def largest_curvature(
 
     :param gradient: of points ``(num_points, d)``; the same function in every call.
     :param position: ``(num_points, d)``.
-    :param distance: of the two points whose gradients are compared.
+    :param iterations: of power iteration, with a gradient each.
     :returns: absolute values, ``(num_points,)``; power iteration comes from below.
     """
     here = gradient(position)
@@ -142,6 +145,6 @@ def largest_curvature(
     curvature = position.new_zeros(len(position))
     for _ in range(iterations):
         direction = direction / direction.norm(dim=-1, keepdim=True).clamp(min=1e-30)
-        direction = (gradient(position + distance * direction) - here) / distance
+        direction = (gradient(position + DISTANCE * direction) - here) / DISTANCE
         curvature = direction.norm(dim=-1)
     return curvature

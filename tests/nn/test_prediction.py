@@ -17,6 +17,7 @@ from pyro_implicit import fit
 from pyro_implicit.fitting import Fit
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.nn import classifier, evaluate, predict, regressor, to_bayesian_
+from tests.devices import ELSEWHERE, Elsewhere
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -113,6 +114,28 @@ def test_yes_and_no():
     yes = (torch.einsum("nd,scd->sn", X, draws["weight"]) + draws["bias"]).sigmoid().mean(0)
     found = joined(predict(draws, [X], model=model), "probability")
     torch.testing.assert_close(found, torch.stack([1 - yes, yes], -1))
+
+
+@pytest.mark.parametrize("kind", ["labels", "numbers"])
+def test_a_model_that_goes_on_with_its_targets(kind):
+    """They are on the model's device, and of the type that their distribution has."""
+
+    def model(x, y=None):
+        output = torch.einsum("ni,oi->no", x, pyro.sample("weight", prior))
+        fn = dist.Categorical(logits=output) if is_label else dist.Normal(output[..., 0], 1.0)
+        with pyro.plate("rows", len(x)):
+            y = pyro.sample("y", fn, obs=y)
+        pyro.deterministic("later", eye[y] if is_label else y @ x)
+
+    is_label = kind == "labels"
+    with Elsewhere():
+        weights, x = WEIGHTS["weight"].to(ELSEWHERE), X.to(ELSEWHERE)
+        eye = torch.eye(2).to(ELSEWHERE)
+        prior = dist.Normal(torch.zeros_like(weights[0]), 1.0).to_event(2)
+        (found,) = predict({"weight": weights}, [x], model=model)
+        mean = (found.probability if is_label else found.mean).cpu()
+    each = torch.einsum("nd,scd->snc", X, WEIGHTS["weight"])
+    torch.testing.assert_close(mean, each.softmax(-1).mean(0) if is_label else each[..., 0].mean(0))
 
 
 def stream():
