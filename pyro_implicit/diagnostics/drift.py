@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_implicit.density.progress import steps_of
 from pyro_implicit.diagnostics.moments import FALSE_ALARM, Fault, Resolution, moment_errors
 from pyro_implicit.diagnostics.whitening import Whitened
-from pyro_implicit.ops.semi_implicit import HMCState, hmc_state, hmc_transition
+from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
 
 __all__ = ["NUM_LEAPFROG", "DriftCheck", "drift_check"]
 
@@ -93,17 +93,18 @@ def drift_check(
         value = log_prob(latent)
         return torch.where(value.isfinite(), value, -math.inf)
 
-    def move(states: list[HMCState], step: float) -> tuple[list[HMCState], float]:
+    def move(states: list[ChainState], step: float) -> tuple[list[ChainState], float]:
         """One transition of all chains, and the mean probability of acceptance."""
         moved, acceptances = [], []
         for state in states:
             sizes = step * 30 ** -torch.rand_like(state.log_density).unsqueeze(-1)
-            state, acceptance = hmc_transition(white_log_prob, state, sizes, NUM_LEAPFROG)
-            moved.append(state)
-            acceptances.append(acceptance)
+            found = ensemble_move(score, state, sizes, NUM_LEAPFROG)
+            moved.append(found.state)
+            acceptances.append(found.acceptance)
         return moved, torch.cat(acceptances).mean().item()
 
-    start = [hmc_state(white_log_prob, part) for part in white.split(chunk_size)]
+    score = score_of(white_log_prob)
+    start = [ChainState(part, *score(part)) for part in white.split(chunk_size)]
     step = 1.0
     for _ in range(8):
         if move(start, step)[1] > 0.8:

@@ -21,12 +21,8 @@ from pyro_implicit.infer.engine.flat_site import (
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
-from pyro_implicit.ops.semi_implicit import (
-    conditional_log_density,
-    hmc_state,
-    hmc_transition,
-    mixture_log_density,
-)
+from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
+from pyro_implicit.ops.semi_implicit import conditional_log_density, mixture_log_density
 
 __all__ = ["UIVI_ELBO"]
 
@@ -170,15 +166,16 @@ class UIVI_ELBO(ImplicitELBO):
 
         start, like = self.initial_step_size, flat.noise
         chain = self.remember("chain", name, lambda: _Adaptation.start(start, like))
-        state = hmc_state(log_density, flat.noise)
+        score_of_noise = score_of(log_density)
+        state = ChainState(flat.noise.detach(), *score_of_noise(flat.noise))
         score = torch.zeros_like(flat.value)
         total = torch.zeros_like(chain.acceptance)
         for i in range(self.num_burnin + self.num_samples):
             # Trajectories of one length return to their start in some directions of a Gaussian.
             jitter = 0.5 + torch.rand_like(flat.noise[..., :1])
             step_size = chain.step_size * jitter
-            state, probability = hmc_transition(log_density, state, step_size, self.num_leapfrog)
-            acceptance = probability.mean()
+            move = ensemble_move(score_of_noise, state, step_size, self.num_leapfrog)
+            state, acceptance = move.state, move.acceptance.mean()
             change = self.adaptation_rate * (acceptance - self.target_accept)
             chain.step_size = chain.step_size * change.exp()
             if i >= self.num_burnin:

@@ -14,6 +14,7 @@ from pyro_implicit.ops.density_ratio import (
     log_density_ratio,
     standardize,
 )
+from pyro_implicit.ops.ensemble_hmc import ChainState, Move, ensemble_move, score_of
 from pyro_implicit.ops.functional_gradient import (
     InverseTransposed,
     RadialKernel,
@@ -47,10 +48,7 @@ from pyro_implicit.ops.score_estimators import (
     stein_score,
 )
 from pyro_implicit.ops.semi_implicit import (
-    HMCState,
     conditional_log_density,
-    hmc_state,
-    hmc_transition,
     linearised_reverse_conditional,
     mixture_log_density,
 )
@@ -63,12 +61,13 @@ from pyro_implicit.ops.sinh_arcsinh import (
 from pyro_implicit.ops.stein_discrepancy import SteinTest, stein_gram, stein_test
 
 __all__ = [
+    "ChainState",
     "Covariance",
     "DensityRatio",
     "Direction",
-    "HMCState",
     "InverseTransposed",
     "Kernel",
+    "Move",
     "RadialKernel",
     "SmoothedWeights",
     "SteinTest",
@@ -78,10 +77,9 @@ __all__ = [
     "bridge",
     "conditional_log_density",
     "covariance_log_det",
+    "ensemble_move",
     "fit_density_ratio",
     "gaussian_entropy",
-    "hmc_state",
-    "hmc_transition",
     "imq_kernel",
     "jacobian_products",
     "kernel_and_slopes",
@@ -101,6 +99,7 @@ __all__ = [
     "permutation_log_prob",
     "rbf_kernel",
     "repulsion",
+    "score_of",
     "sinh_arcsinh",
     "sinh_arcsinh_inverse",
     "sinh_arcsinh_log_derivative",

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ChainState", "Move", "chees", "ensemble_move", "van_der_corput"]
+__all__ = ["ChainState", "Move", "chees", "ensemble_move", "score_of", "van_der_corput"]
 
 Score = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class ChainState(NamedTuple):
-    """Position ``(num_chains, d)``, its log-density ``(num_chains,)`` and the gradient
-    ``(num_chains, d)``."""
+    """Position ``(*num_chains, d)``, its log-density ``(*num_chains,)`` and the gradient
+    ``(*num_chains, d)``."""
 
     position: Tensor
     log_density: Tensor
@@ -36,6 +36,29 @@ class Move(NamedTuple):
     proposal: Tensor
     velocity: Tensor
     acceptance: Tensor
+
+
+def score_of(log_density: Callable[[Tensor], Tensor]) -> Score:
+    """A log-density with its gradient, also under ``torch.no_grad``.
+
+    **Example:**
+
+    >>> score_of(lambda z: -0.5 * z.square().sum(-1))(torch.tensor([[1.0, 2.0]]))
+    (tensor([-2.5000]), tensor([[-1., -2.]]))
+
+    :param log_density: from ``(*batch, d)`` to ``(*batch,)``, each row on its own.
+    :returns: of points ``(*batch, d)`` the log-density ``(*batch,)`` and its gradient
+        ``(*batch, d)``, both detached.
+    """
+
+    def score(points: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            points = points.detach().requires_grad_()
+            value = log_density(points)
+            (gradient,) = torch.autograd.grad(value.sum(), points)
+        return value.detach(), gradient
+
+    return score
 
 
 def ensemble_move(

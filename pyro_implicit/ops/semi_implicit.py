@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
-    "HMCState",
     "conditional_log_density",
-    "hmc_state",
-    "hmc_transition",
     "linearised_reverse_conditional",
     "mixture_log_density",
 ]
@@ -151,64 +147,3 @@ def linearised_reverse_conditional(
             precision = torch.where(better[..., None, None], trial_precision, precision)
             damping = torch.where(better, damping / 10, damping * 10)
         return noise, torch.linalg.cholesky(precision).to(noise.dtype)
-
-
-class HMCState(NamedTuple):
-    """Position ``(*batch, d)``, its log-density ``(*batch,)`` and the gradient ``(*batch, d)``."""
-
-    position: Tensor
-    log_density: Tensor
-    gradient: Tensor
-
-
-def hmc_state(log_density: Callable[[Tensor], Tensor], position: Tensor) -> HMCState:
-    """The state of independent chains, one for each row. Works under ``torch.no_grad``.
-
-    :param log_density: from ``(*batch, d)`` to ``(*batch,)``, each row on its own.
-    :param position: ``(*batch, d)``.
-    """
-    with torch.enable_grad():
-        position = position.detach().requires_grad_()
-        value = log_density(position)
-        gradient = torch.autograd.grad(value.sum(), position)[0]
-    return HMCState(position.detach(), value.detach(), gradient)
-
-
-def hmc_transition(
-    log_density: Callable[[Tensor], Tensor],
-    state: HMCState,
-    step_size: Tensor,
-    num_leapfrog: int,
-) -> tuple[HMCState, Tensor]:
-    """One step of Hamiltonian Monte Carlo with unit masses, for all chains at once.
-
-    **Example:**
-
-    >>> log_density = lambda z: -0.5 * z.square().sum(-1)
-    >>> state = hmc_state(log_density, torch.zeros(100, 3))
-    >>> state, acceptance = hmc_transition(log_density, state, torch.tensor(0.1), 5)
-    >>> bool(acceptance.mean() > 0.9)
-    True
-
-    :param log_density: see :func:`hmc_state`.
-    :param step_size: of the leapfrog integrator, broadcastable to ``(*batch, 1)``.
-    :param num_leapfrog: leapfrog steps.
-    :returns: the new state and each chain's probability of acceptance ``(*batch,)``, which is 0
-        for a trajectory that diverged.
-    """
-    momentum = torch.randn_like(state.position)
-    start = state.log_density - 0.5 * momentum.square().sum(-1)
-    end = state
-    for _ in range(num_leapfrog):
-        momentum = momentum + 0.5 * step_size * end.gradient
-        end = hmc_state(log_density, end.position + step_size * momentum)
-        momentum = momentum + 0.5 * step_size * end.gradient
-    change = end.log_density - 0.5 * momentum.square().sum(-1) - start
-    acceptance = change.clamp(max=0.0).exp().nan_to_num(nan=0.0)
-    accepted = torch.rand_like(acceptance) < acceptance
-    result = HMCState(
-        torch.where(accepted[..., None], end.position, state.position),
-        torch.where(accepted, end.log_density, state.log_density),
-        torch.where(accepted[..., None], end.gradient, state.gradient),
-    )
-    return result, acceptance

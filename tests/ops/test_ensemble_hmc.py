@@ -5,9 +5,17 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
+from torch.distributions import MultivariateNormal
 
-from pyro_implicit.ops.ensemble_hmc import ChainState, chees, ensemble_move, van_der_corput
+from pyro_implicit.ops.ensemble_hmc import (
+    ChainState,
+    chees,
+    ensemble_move,
+    score_of,
+    van_der_corput,
+)
 
 
 def gaussian(z):
@@ -69,3 +77,52 @@ def test_chees_on_a_gaussian():
 def test_van_der_corput_is_even():
     values = [van_der_corput(index) for index in range(1, 256)]
     assert sorted(values) == [index / 256 for index in range(1, 256)]
+
+
+def correlated(covariance: torch.Tensor):
+    distribution = MultivariateNormal(covariance.new_zeros(len(covariance)), covariance)
+    return distribution, distribution.log_prob
+
+
+@pytest.mark.parametrize("step_size", [0.2, 0.6])  # nearly always accepted, and often not
+def test_hmc_leaves_its_target_alone(step_size):
+    covariance = torch.tensor([[1.0, 0.5], [0.5, 0.5]], dtype=torch.double)
+    target, log_density = correlated(covariance)
+    start = target.sample((100, 400))
+    score = score_of(log_density)
+    current = state(start, score)
+    rates = []
+    for _ in range(20):
+        move = ensemble_move(score, current, step_size, 4)
+        current = move.state
+        rates.append(move.acceptance.mean().item())
+    assert move.acceptance.shape == (100, 400)
+    assert (min(rates) > 0.95) == (step_size == 0.2)
+    draws = current.position.reshape(-1, 2)
+    torch.testing.assert_close(draws.T.cov(), covariance, rtol=0, atol=0.03)
+    assert draws.mean(0).abs().max() < 0.03
+    both = torch.cat([draws, start.reshape(-1, 2)], -1).T.corrcoef()
+    assert both[:2, 2:].abs().max() < 0.2  # the start is forgotten
+    torch.testing.assert_close(current.log_density, log_density(current.position))
+    expected = -torch.linalg.solve(covariance, current.position.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(current.gradient, expected)
+
+
+def test_hmc_reaches_its_target_from_elsewhere():
+    covariance = torch.tensor([[1.0, 0.5], [0.5, 0.5]], dtype=torch.double)
+    _, log_density = correlated(covariance)
+    score = score_of(log_density)
+    current = state(torch.full((40_000, 2), 3.0, dtype=torch.double), score)
+    for _ in range(40):
+        current = ensemble_move(score, current, 0.5, 4).state
+    torch.testing.assert_close(current.position.T.cov(), covariance, rtol=0, atol=0.03)
+    assert current.position.mean(0).abs().max() < 0.03
+
+
+def test_hmc_rejects_what_diverges():
+    log_density = lambda z: -z.pow(4).sum(-1)  # noqa: E731
+    score = score_of(log_density)
+    current = state(torch.ones(6, 2), score)
+    move = ensemble_move(score, current, 1e9, 5)
+    assert not move.acceptance.any()
+    assert all(a.equal(b) for a, b in zip(move.state, current, strict=True))

@@ -8,14 +8,12 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import MultivariateNormal, Normal
+from torch.distributions import Normal
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyro_implicit.ops.semi_implicit import (
     conditional_log_density,
-    hmc_state,
-    hmc_transition,
     linearised_reverse_conditional,
     mixture_log_density,
 )
@@ -179,48 +177,3 @@ def test_linearised_survives_a_generator_that_overflows():
     scale = torch.ones(1, dtype=DOUBLE)
     mean, _ = linearised_reverse_conditional(value, explosive, scale, torch.zeros_like(value), 60)
     assert mean.item() == pytest.approx(math.log(math.log(1e3)) / 8, abs=1e-4)
-
-
-def gaussian(covariance: Tensor):
-    distribution = MultivariateNormal(covariance.new_zeros(len(covariance)), covariance)
-    return distribution, distribution.log_prob
-
-
-@pytest.mark.parametrize("step_size", [0.2, 0.6])  # nearly always accepted, and often not
-def test_hmc_leaves_its_target_alone(step_size):
-    covariance = torch.tensor([[1.0, 0.5], [0.5, 0.5]], dtype=DOUBLE)
-    target, log_density = gaussian(covariance)
-    start = target.sample((100, 400))
-    state = hmc_state(log_density, start)
-    rates = []
-    for _ in range(20):
-        state, acceptance = hmc_transition(log_density, state, torch.tensor(step_size), 4)
-        rates.append(acceptance.mean().item())
-    assert acceptance.shape == (100, 400)
-    assert (min(rates) > 0.95) == (step_size == 0.2)
-    draws = state.position.reshape(-1, 2)
-    torch.testing.assert_close(draws.T.cov(), covariance, rtol=0, atol=0.03)
-    assert draws.mean(0).abs().max() < 0.03
-    both = torch.cat([draws, start.reshape(-1, 2)], -1).T.corrcoef()
-    assert both[:2, 2:].abs().max() < 0.2  # the start is forgotten
-    torch.testing.assert_close(state.log_density, log_density(state.position))
-    expected = -torch.linalg.solve(covariance, state.position.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(state.gradient, expected)
-
-
-def test_hmc_reaches_its_target_from_elsewhere():
-    covariance = torch.tensor([[1.0, 0.5], [0.5, 0.5]], dtype=DOUBLE)
-    _, log_density = gaussian(covariance)
-    state = hmc_state(log_density, torch.full((40_000, 2), 3.0, dtype=DOUBLE))
-    for _ in range(40):
-        state, _ = hmc_transition(log_density, state, torch.tensor(0.5), 4)
-    torch.testing.assert_close(state.position.T.cov(), covariance, rtol=0, atol=0.03)
-    assert state.position.mean(0).abs().max() < 0.03
-
-
-def test_hmc_rejects_what_diverges():
-    log_density = lambda z: -z.pow(4).sum(-1)  # noqa: E731
-    state = hmc_state(log_density, torch.ones(6, 2))
-    after, acceptance = hmc_transition(log_density, state, torch.tensor(1e9), 5)
-    assert not acceptance.any()
-    assert all(a.equal(b) for a, b in zip(after, state, strict=True))
