@@ -118,5 +118,7 @@ def as_generator(function: Callable[..., Tensor] | Differentiable) -> Differenti
 
     >>> as_generator(torch.exp).linearise(torch.zeros(4, 2)).jacobian().shape
     torch.Size([4, 2, 2])
+
+    :param function: from ``(*batch, d)`` to ``(*batch, *event_shape)``, each row on its own.
     """
     return function if isinstance(function, Differentiable) else FunctionGenerator(function)

@@ -191,6 +191,7 @@ def hmc_transition(
     True
 
     :param log_density: see :func:`hmc_state`.
+    :param state: of the chains.
     :param step_size: of the leapfrog integrator, broadcastable to ``(*batch, 1)``.
     :param num_leapfrog: leapfrog steps.
     :returns: the new state and each chain's probability of acceptance ``(*batch,)``, which is 0
