@@ -101,6 +101,11 @@ class Differentiable:
 class FunctionGenerator(Differentiable):
     """Any function of noise, or of noise and context, with the Jacobian that torch finds.
 
+    **Example:**
+
+    >>> FunctionGenerator(torch.exp).linearise(torch.ones(4, 2)).log_abs_det()
+    tensor([2., 2., 2., 2.])
+
     :param function: from ``(*batch, d)`` to ``(*batch, *event_shape)``, each row on its own.
     """
 

@@ -164,8 +164,14 @@ class HMCState(NamedTuple):
 def hmc_state(log_density: Callable[[Tensor], Tensor], position: Tensor) -> HMCState:
     """The state of independent chains, one for each row. Works under ``torch.no_grad``.
 
+    **Example:**
+
+    >>> hmc_state(lambda z: -0.5 * z.square().sum(-1), torch.tensor([[1.0, 2.0]])).gradient
+    tensor([[-1., -2.]])
+
     :param log_density: from ``(*batch, d)`` to ``(*batch,)``, each row on its own.
     :param position: ``(*batch, d)``.
+    :returns: the state there, without a gradient's graph.
     """
     with torch.enable_grad():
         position = position.detach().requires_grad_()
