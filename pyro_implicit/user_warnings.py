@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings that name the user's line, however deep in the library they arise."""
+"""What users are told: warnings at their own line, however deep they arise; errors in one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import FrameType
 import pyro
 import torch
 
-__all__ = ["LIBRARIES", "warn_user"]
+__all__ = ["LIBRARIES", "first_line", "warn_user"]
 
 #: Where a line is not the user's: this package, what calls it back, and the decorators of both.
 LIBRARIES = (
@@ -34,3 +34,15 @@ def warn_user(message: str | Warning, category: type[Warning] = UserWarning) -> 
     while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+def first_line(error: Exception) -> str:
+    """An error's kind and the first line of what it says: Pyro adds the shapes of all sites.
+
+    **Example:**
+
+    >>> first_line(ValueError("no density\\nTrace Shapes:")), first_line(StopIteration())
+    ('ValueError: no density', 'StopIteration')
+    """
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -7,6 +7,7 @@ before and is no more, or has another signature, goes into CHANGELOG.md.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import importlib
@@ -21,6 +22,8 @@ FROZEN = Path(__file__).with_name("public_api.txt")
 PACKAGES = [f"pyro_implicit.{page.stem}" for page in sorted((ROOT / "docs" / "api").glob("*.rst"))]
 
 MACHINERY = {"pyro_implicit.compiled"}
+#: Functions whose parameters are those of another.
+SAME_AS = {"weighted_draws": "evidence_bound"}
 
 
 class Shown:
@@ -125,6 +128,39 @@ def test_every_public_name_is_on_a_page_of_the_reference():
     assert [name for name in missing if name != "__version__"] == []
     with_all = {path.parent.name for path in Path(library.__path__[0]).glob("*/__init__.py")}
     assert {f"pyro_implicit.{name}" for name in with_all} - set(PACKAGES) == MACHINERY
+
+
+def undocumented(function: Any) -> list[str]:
+    """Parameters that no docstring names: ``:param x:``, or the convention "as ``x``"."""
+    if isinstance(function, type):
+        if not (owner(function, "__init__") or owner(function, "__new__")):
+            return []
+        bases = [base for base in function.__mro__ if base.__module__.startswith("pyro_implicit")]
+        texts = [base.__doc__ or "" for base in bases]  # a subclass adds to what there is
+    else:
+        texts = [function.__doc__ or ""]
+    text = "".join(texts)
+    names = inspect.signature(function).parameters
+    return [name for name in names if f":param {name}:" not in text and f"``{name}``" not in text]
+
+
+def is_record(value: Any) -> bool:
+    """A result, whose docstring tells of its fields in one piece."""
+    is_one = dataclasses.is_dataclass(value) or hasattr(value, "_fields")
+    return is_one and ":param" not in (value.__doc__ or "")
+
+
+def test_every_parameter_is_in_its_docstring():
+    missing = []
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if name in SAME_AS:
+                assert f":func:`{SAME_AS[name]}`" in value.__doc__
+            elif inspect.isroutine(value) or (inspect.isclass(value) and not is_record(value)):
+                missing += [f"{package}.{name}({one})" for one in undocumented(value)]
+    assert missing == []
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from pyro_implicit.compiled.one_library import one_library
+from pyro_implicit.user_warnings import first_line
 
 __all__ = ["CompilerError", "compile_graph"]
 
@@ -52,8 +53,7 @@ def compile_graph(
             warnings.simplefilter("ignore")  # of torch's, about its own affairs
             compiled = _compile(module, examples, vectorised)
     except Exception as error:
-        text = str(error).strip().split("\n")[0]
-        raise CompilerError(f"{type(error).__name__}: {text}") from error
+        raise CompilerError(first_line(error)) from error
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():

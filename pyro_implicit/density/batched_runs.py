@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from pyro_implicit.compiled import Untraceable, is_tracing
 from pyro_implicit.density.engine import Model, UnfitModelError, varying_site
 from pyro_implicit.density.run_mode import BranchError, RunMode, VmapError, writes_to_unbatched
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.user_warnings import first_line, warn_user
 
 __all__ = ["IMPOSSIBLE", "BatchedRuns"]
 
@@ -183,7 +183,7 @@ class BatchedRuns:
                 else:
                     parts = [self._one(model, values, read, row) for row in group]
                     if all(part is not None for _, part in parts):
-                        raise VmapError(_first_line(error), _cure(error)) from error
+                        raise VmapError(first_line(error), _cure(error)) from error
                     done += parts  # the error was the model's own, at some of these values
         # What is read may be all that needs it: once needed, it is kept.
         self._must_replace |= replaced
@@ -329,10 +329,6 @@ def _cure(error: Exception) -> str | None:
         "another operation, which torch.func.vmap has a rule for: in place of nn.LSTM, nn.GRU or "
         "nn.RNN, nn.GRUCell in a loop over the steps; or fewer particles"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".strip().split("\n")[0]
 
 
 def _behind(model: Model) -> str:

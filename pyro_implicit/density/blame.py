@@ -12,6 +12,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_implicit.density.validation import without_validation
+from pyro_implicit.user_warnings import first_line
 
 if TYPE_CHECKING:
     from pyro_implicit.density.latent_density import LatentDensity
@@ -46,8 +47,7 @@ def blame(density: LatentDensity, points: Tensor) -> str:
         try:
             trace = density.trace_at(point)
         except Exception as error:
-            first_line = f"{type(error).__name__}: {error}".strip().split("\n")[0]
-            reasons.setdefault("the model", Counter())[f"it raises {first_line}"] += 1
+            reasons.setdefault("the model", Counter())[f"it raises {first_line(error)}"] += 1
             continue
         for name, site in trace.nodes.items():
             if site["type"] != "sample" or site_is_subsample(site):
@@ -107,7 +107,7 @@ def _reason(site: Site) -> str:
     try:
         log_prob = site_log_prob(site)
     except Exception as error:
-        return f"{type(error).__name__}: {error}".strip().split("\n")[0]
+        return first_line(error)
     if describe_nan(value) and site["is_observed"]:
         return f"{what} is NaN in {describe_nan(value)}"
     if log_prob.isfinite().all():

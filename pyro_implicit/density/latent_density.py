@@ -31,6 +31,7 @@ from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
 from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.density.supports import refuse_moving_supports
 from pyro_implicit.density.unfit_sites import refuse_unfit_sites, warn_of_missing_data
+from pyro_implicit.user_warnings import first_line
 
 __all__ = ["LatentDensity"]
 
@@ -152,7 +153,7 @@ class LatentDensity:
             names = ", ".join(f"'{name}'" for name in sorted(discrete.names))
             raise ValueError(
                 f"the discrete latents {names} cannot be summed out, as the model raises "
-                f"{type(error).__name__}: {str(error).splitlines()[0]}. Cure: write it so that it "
+                f"{first_line(error)}. Cure: write it so that it "
                 "broadcasts over all their values at once (pyro.ops.indexing.Vindex, no branches), "
                 "see Pyro's tutorial on enumeration"
             ) from error

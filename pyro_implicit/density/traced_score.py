@@ -18,7 +18,7 @@ from pyro_implicit.compiled import (
     rounding,
 )
 from pyro_implicit.density.cost import PER_RUN, count_operations
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.user_warnings import first_line, warn_user
 
 __all__ = ["TracedScore"]
 
@@ -117,7 +117,7 @@ class TracedScore:
         except Untraceable as error:
             self._refuse(str(error))
         except Exception as error:  # of the model, which a plain call did not raise
-            self._refuse(f"{type(error).__name__}: {error}".split("\n")[0])
+            self._refuse(first_line(error))
         else:
             self._programs[key] = _Program(function)
             if self.compile is True:

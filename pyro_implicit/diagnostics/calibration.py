@@ -18,6 +18,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_implicit.density.turns import in_turn
+from pyro_implicit.diagnostics.labels import index_label
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.ops.printing import Printed
 
@@ -65,7 +66,7 @@ class Calibration(Printed):
             parts = (ranks, self.counts[name], self.p_values[name].unsqueeze(0))
             columns = zip(*(part.reshape(len(part), -1).unbind(-1) for part in parts), strict=True)
             for key, (rank, count, p_value) in zip(keys, columns, strict=True):
-                label = f"{name}[{', '.join(map(str, key))}]" if key else name
+                label = index_label(name, key)
                 scaled = (rank.double() + 0.5) / (self.num_draws + 1)
                 rows.append((label, count.tolist(), p_value.item(), _shape(scaled)))
         return sorted(rows, key=lambda row: row[2])

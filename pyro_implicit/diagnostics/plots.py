@@ -13,6 +13,8 @@ import torch
 from pyro.ops.stats import quantile
 from torch import Tensor
 
+from pyro_implicit.diagnostics.labels import index_label
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -60,7 +62,7 @@ def plot_posteriors(
     if reference is not None and reference not in draws:
         raise ValueError(f"the reference {reference!r} is not among the labels {list(draws)}.")
     coordinates = _coordinates(draws, sites, max_coordinates)
-    titles = [f"{name}[{', '.join(map(str, at))}]" if at else name for name, at in coordinates]
+    titles = [index_label(name, at) for name, at in coordinates]
     # The reference comes first, so that all others lie on top of it.
     labels = sorted(draws, key=lambda label: label != reference)
     matrices = {label: _matrix(draws[label], coordinates) for label in labels}

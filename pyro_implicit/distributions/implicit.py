@@ -61,6 +61,7 @@ class Implicit(TorchDistribution):
         ``event_dim`` 1.
     :param context: what the generator is conditioned on, of shape ``(*batch, context_dim)``; its
         batch shape broadcasts with that of the noise.
+    :param validate_args: whether torch checks parameters and values; None for torch's default.
     :raises ValueError: if the noise is no vector, or the generator loses its batch shape.
     """
 

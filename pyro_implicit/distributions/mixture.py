@@ -34,6 +34,7 @@ class Mixture(TorchDistribution):
     :param log_weights: of the components, ``(num_components,)``, up to a common constant; -inf for
         none.
     :param components: each of ``event_shape`` (m,) and no batch shape.
+    :param validate_args: whether torch checks parameters and values; None for torch's default.
     :raises ValueError: for weights and components that do not fit together.
     """
 

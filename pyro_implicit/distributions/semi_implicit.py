@@ -33,6 +33,7 @@ class SemiImplicit(Implicit):
     :param scale: standard deviation :math:`s` of the conditional, in the units of the value: a
         positive number, or a tensor that broadcasts to ``(*batch_shape, *event_shape)``.
     :param context: see :class:`~pyro_implicit.distributions.Implicit`.
+    :param validate_args: whether torch checks scale and values; None for torch's default.
     :raises ValueError: if the scale is not positive or does not broadcast.
 
     **References:**

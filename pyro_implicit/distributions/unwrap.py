@@ -38,6 +38,8 @@ def find_implicit(fn: torch.distributions.Distribution) -> Implicit | None:
     >>> import pyro.distributions as dist
     >>> find_implicit(dist.Normal(0.0, 1.0)) is None
     True
+
+    :param fn: a distribution, possibly inside ``to_event``, transforms or a mask.
     """
     while not isinstance(fn, Implicit):
         if not hasattr(fn, "base_dist"):
@@ -51,9 +53,20 @@ def draw_through(
 ) -> TransformedDraw:
     """Draw from the implicit distribution at the root of ``fn``, and apply its transforms.
 
+    **Example:**
+
+    >>> import pyro.distributions as dist
+    >>> from pyro_implicit import MLP
+    >>> q = Implicit(MLP(noise_dim=4, output_dim=3), 4).expand([5])
+    >>> positive = dist.TransformedDistribution(q, dist.transforms.ExpTransform())
+    >>> found = draw_through(positive, Implicit.draw)
+    >>> bool((found.value > 0).all()), found.log_abs_det.shape
+    (True, torch.Size([5]))
+
     :param fn: an implicit distribution, possibly inside ``Independent`` (``to_event``) or
         ``TransformedDistribution``.
-    :param draw: draws from that at the root.
+    :param draw: draws from that at the root, once, without a sample shape.
+    :returns: the draw, and what the transforms made of it.
     :raises ValueError: if ``fn`` wraps the implicit distribution in another way
         (``MaskedDistribution``: use ``pyro.poutine.mask``).
     """

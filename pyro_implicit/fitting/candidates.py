@@ -90,6 +90,17 @@ def exact_guide(
 ) -> AutoImplicit | AutoMixture:
     """A guide with an exact density that starts as the Gaussian of each mode.
 
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> def model():
+    ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
+    >>> modes = Modes(torch.zeros(1, 1), torch.ones(1, 1, 1), torch.zeros(1))
+    >>> exact_guide(model, modes).sample_posterior(5)["x"].shape
+    torch.Size([5])
+
+    :param model: of which it is to be a guide.
     :param modes: as found by :func:`~pyro_implicit.density.find_modes`.
     :param args: of the model, as ``kwargs``.
     :returns: for several modes a mixture, whose weights are still equal.
@@ -108,13 +119,41 @@ def semi_implicit_guide(
 ) -> AutoSemiImplicit:
     """The guide for shapes that no injective generator makes.
 
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> def model():
+    ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
+    >>> guide = semi_implicit_guide(model, Frame(torch.zeros(1), scale=torch.ones(1)))
+    >>> guide.sample_posterior(5)["x"].shape
+    torch.Size([5])
+
+    :param model: of which it is to be a guide.
     :param frame: in which it starts.
+    :param args: of the model, as ``kwargs``.
     """
     return _set_up(AutoSemiImplicit(model, frame=frame), args, kwargs)
 
 
 def set_weights(density: LatentDensity, guide: AutoImplicit | AutoMixture) -> None:
-    """Give a mixture its best weights, by :func:`mixture_weights`."""
+    """Give a mixture its best weights, by :func:`mixture_weights`.
+
+    **Example:**
+
+    >>> import pyro
+    >>> def model():
+    ...     x = pyro.sample("x", pyro.distributions.Normal(0.0, 5.0))
+    ...     pyro.factor("modes", torch.logaddexp(-50 * (x - 3) ** 2, 1 - 50 * (x + 3) ** 2))
+    >>> modes = Modes(torch.tensor([[3.0], [-3.0]]), torch.full((2, 1, 1), 0.1), torch.zeros(2))
+    >>> guide = exact_guide(model, modes)
+    >>> set_weights(LatentDensity(model), guide)
+    >>> guide.log_weights.detach().diff().round(decimals=1)
+    tensor([1.])
+
+    :param density: of the model.
+    :param guide: any other than an :class:`AutoMixture` stays as it is.
+    """
     if isinstance(guide, AutoMixture):
         parts = guide.get_posterior().components
         guide.log_weights = mixture_weights(density, parts).log_weights
@@ -147,6 +186,18 @@ def weigh(
 
     There lie the few draws of a guide that covers too much, which cost nothing but nats.
 
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> def model():
+    ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
+    >>> modes = Modes(torch.zeros(1, 1), torch.ones(1, 1, 1), torch.zeros(1))
+    >>> found = weigh("gaussian", exact_guide(model, modes), LatentDensity(model))
+    >>> f"{abs(found.bound):.3f}"
+    '0.000'
+
+    :param name: of the candidate.
     :param guide: an autoguide with a density or a semi-implicit one.
     :param density: of the model.
     :param losses: of its training.
@@ -167,6 +218,19 @@ def choose(
 
     A guide that leaves out a mode of a tenth of the mass loses a tenth of a nat by it, and may
     still be ahead of another: nothing in its bound tells of what it does not see.
+
+    **Example:**
+
+    >>> import pyro
+    >>> def model():
+    ...     x = pyro.sample("x", pyro.distributions.Normal(0.0, 5.0))
+    ...     pyro.factor("modes", torch.logaddexp(-50 * (x - 3) ** 2, 1 - 50 * (x + 3) ** 2))
+    >>> modes = Modes(torch.tensor([[3.0], [-3.0]]), torch.full((2, 1, 1), 0.1), torch.zeros(2))
+    >>> density, first = LatentDensity(model), Modes(*(part[1:] for part in modes))
+    >>> guides = {"one": exact_guide(model, first), "both": exact_guide(model, modes)}
+    >>> candidates = [weigh(name, guide, density) for name, guide in guides.items()]
+    >>> choose(candidates, modes, density)[1]
+    'both: the highest bound'
 
     :param candidates: at least one.
     :param modes: of the search.
@@ -228,7 +292,20 @@ def exact_log_weights(
 ) -> tuple[Tensor, Tensor]:
     """Draws and log p - log q of a guide whose density is exact.
 
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> def model():
+    ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
+    >>> guide = exact_guide(model, Modes(torch.zeros(1, 1), torch.ones(1, 1, 1), torch.zeros(1)))
+    >>> draws, log_weights = exact_log_weights(guide, LatentDensity(model), 5)
+    >>> draws.shape, log_weights.shape
+    (torch.Size([5, 1]), torch.Size([5]))
+
     :param guide: an :class:`AutoMixture` or an injective :class:`AutoImplicit`.
+    :param density: of the model.
+    :param num_draws: of the guide.
     :returns: ``(num_draws, latent_dim)`` in unconstrained space, and ``(num_draws,)``, -inf where
         the model has no density.
     """

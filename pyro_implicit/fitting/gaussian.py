@@ -41,6 +41,7 @@ def gaussian_guide(
     tensor([[ 1.,  2.],
             [ 2., 13.]], grad_fn=<ExpandBackward0>)
 
+    :param model: of which it is to be a guide.
     :param loc: in unconstrained space, ``(latent_dim,)``.
     :param scale_tril: ``(latent_dim, latent_dim)``.
     :param args: of the model, as ``kwargs``.

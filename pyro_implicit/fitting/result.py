@@ -28,8 +28,9 @@ from pyro_implicit.mcmc import AutoConditional, Refined
 from pyro_implicit.mcmc.arviz_export import as_datatree, as_inferencedata, model_groups
 from pyro_implicit.mcmc.run_files import read_file, write_file
 from pyro_implicit.ops.printing import Printed
+from pyro_implicit.user_warnings import first_line as reason
 
-__all__ = ["Fit", "Stage"]
+__all__ = ["Fit", "Stage", "reason"]
 
 NUM_CORRECTED = 10_000
 NUM_EXPORTED = 2000
@@ -46,11 +47,6 @@ class Stage:
     seconds: float = 0.0
     outcome: str = ""
     error: Exception | None = None
-
-
-def reason(error: Exception) -> str:
-    """An error's kind and first line."""
-    return f"{type(error).__name__}: {error}".strip().split("\n")[0]
 
 
 @dataclass(repr=False)

@@ -15,6 +15,12 @@ __all__ = ["Schedule"]
 class Schedule:
     """When to slow down and when to stop.
 
+    **Example:**
+
+    >>> schedule = Schedule(num_steps=100, lr=0.1)
+    >>> [round(schedule.rate(step, decay_start=50), 3) for step in (0, 50, 75, 100)]
+    [0.1, 0.1, 0.05, 0.0]
+
     :param num_steps: at most.
     :param lr: Adam's learning rate, until the smoothed loss stands still; then it falls to zero
         along a cosine in ``num_steps * decay`` steps.

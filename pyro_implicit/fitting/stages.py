@@ -53,6 +53,21 @@ class Stages:
     Each leaves its line in ``result.stages``, and candidates in ``candidates``, the last resort
     first.
 
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> def model():
+    ...     pyro.sample("x", dist.Normal(0.0, 1.0))
+    >>> stages = Stages(model, (), {}, 100, lr=0.01, num_particles=8, limit=TimeLimit(None))
+    >>> density = LatentDensity(model)
+    >>> with stages.kept_apart():
+    ...     modes = stages.search(density, num_iterations=100)
+    ...     _ = stages.add(weigh("gaussian", stages.exact_guide(modes), density))
+    ...     result = stages.choose(density, modes)
+    >>> [stage.name for stage in result.stages]
+    ['search', 'choose']
+
     :param model: with its ``args`` and ``kwargs``.
     :param num_steps: of a training, at most.
     :param lr: learning rate.

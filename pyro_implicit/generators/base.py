@@ -22,6 +22,15 @@ class Generator(Differentiable, nn.Module):
     class stores the sizes and explains inputs of the wrong size. A subclass that knows its
     Jacobian overrides :meth:`linearise`, and one that is injective says so in ``injective``.
 
+    **Example:**
+
+    >>> class Scaled(Generator):
+    ...     injective = True
+    ...     def forward(self, noise, context=None):
+    ...         return 2 * noise
+    >>> Scaled(3, 3).linearise(torch.zeros(5, 3)).jacobian().shape
+    torch.Size([5, 3, 3])
+
     :param noise_dim: size of the noise vector.
     :param output_dim: size of the value.
     :param context_dim: size of the context vector; 0 for none.

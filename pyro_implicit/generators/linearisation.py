@@ -101,6 +101,11 @@ class Differentiable:
 class FunctionGenerator(Differentiable):
     """Any function of noise, or of noise and context, with the Jacobian that torch finds.
 
+    **Example:**
+
+    >>> FunctionGenerator(torch.exp).linearise(torch.ones(4, 2)).log_abs_det()
+    tensor([2., 2., 2., 2.])
+
     :param function: from ``(*batch, d)`` to ``(*batch, *event_shape)``, each row on its own.
     """
 
@@ -118,5 +123,7 @@ def as_generator(function: Callable[..., Tensor] | Differentiable) -> Differenti
 
     >>> as_generator(torch.exp).linearise(torch.zeros(4, 2)).jacobian().shape
     torch.Size([4, 2, 2])
+
+    :param function: from ``(*batch, d)`` to ``(*batch, *event_shape)``, each row on its own.
     """
     return function if isinstance(function, Differentiable) else FunctionGenerator(function)

@@ -21,7 +21,7 @@ from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
 from pyro_implicit.guides.affine_frame import Frame
 from pyro_implicit.guides.random_stream import own_stream
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.user_warnings import first_line, warn_user
 
 __all__ = ["find_frame"]
 
@@ -77,7 +77,7 @@ def find_frame(
             density = _MinibatchDensity(model, *args, init_loc_fn=init_loc_fn, model_kwargs=kwargs)
             return _gaussian(density, has_start=init_loc_fn is not init_to_median)
     except Exception as error:  # the model's own, of any kind
-        cause = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        cause = first_line(error)
     warn_user(
         f"the guide found no frame, and starts at init_loc_fn as with frame=None ({cause}). Cure: "
         "frame=None, or a Frame or a Gaussian guide fitted before",

@@ -85,6 +85,7 @@ def conditional_reparams(
     >>> sorted(guide(y))
     ['scale', 'x_noise']
 
+    :param model: a Pyro model of continuous latents, with all its data.
     :param guide: of the model, trained or not, or draws by site: their median is where the data
         are asked what they say. A rough one will do.
     :param args: of the model, as ``kwargs``.

@@ -15,6 +15,7 @@ from pyro_implicit.mcmc.chain_density import ChainDensity, NoiseDensity
 from pyro_implicit.mcmc.conditional_space import ConditionalDensity, middle_of
 from pyro_implicit.mcmc.frame import FrameKind
 from pyro_implicit.mcmc.starts import Guide
+from pyro_implicit.user_warnings import first_line
 
 __all__ = ["Plan", "density_of"]
 
@@ -69,7 +70,7 @@ def _conditional(density: LatentDensity, plan: Plan, middle: Tensor | None) -> C
     except RuntimeError as error:
         raise ValueError(
             'frame="conditional" wants second derivatives of the log-density, but the model raises '
-            f'{type(error).__name__}: {str(error).splitlines()[0]}. Cure: frame="auto"'
+            f'{first_line(error)}. Cure: frame="auto"'
         ) from error
     if not walked.reparams:
         raise ValueError(

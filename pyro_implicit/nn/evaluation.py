@@ -13,7 +13,7 @@ from pyro_implicit.density.turns import in_turn
 from pyro_implicit.nn.detection import detect
 from pyro_implicit.nn.prediction import model_and_posterior, predictions
 from pyro_implicit.nn.predictive_means import Prediction
-from pyro_implicit.nn.reports import Foreign, LabelReport, NumberReport, Reliability
+from pyro_implicit.nn.reports import Foreign, LabelReport, NumberReport, Reliability, average
 
 __all__ = ["evaluate"]
 
@@ -172,9 +172,9 @@ def _label_report(columns: dict[str, Tensor], num_bins: int, common: dict) -> La
     )
     gap = (reliability.accuracy - reliability.confidence).abs()
     return LabelReport(
-        accuracy=_mean(correct),
-        nll=-_mean(columns["log_prob"]),
-        brier=_mean(columns["brier"]),
+        accuracy=average(correct),
+        nll=-average(columns["log_prob"]),
+        brier=average(columns["brier"]),
         ece=(reliability.share * gap).sum().item(),
         reliability=reliability,
         **common,
@@ -186,18 +186,14 @@ def _number_report(columns: dict[str, Tensor], common: dict) -> NumberReport:
     coverage = {}
     for level in LEVELS if pit is not None else ():
         assert pit is not None
-        coverage[level] = _mean(((pit - 0.5).abs() <= level / 2).float())
+        coverage[level] = average(((pit - 0.5).abs() <= level / 2).float())
     return NumberReport(
-        rmse=_mean(columns["square"]) ** 0.5,
-        log_likelihood=_mean(columns["log_prob"]),
+        rmse=average(columns["square"]) ** 0.5,
+        log_likelihood=average(columns["log_prob"]),
         coverage=coverage,
         pit=pit,
         **common,
     )
-
-
-def _mean(values: Tensor) -> float:
-    return values.double().mean().item()
 
 
 def _sum(values: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Foreign", "LabelReport", "NumberReport", "Reliability"]
+__all__ = ["Foreign", "LabelReport", "NumberReport", "Reliability", "average"]
 
 NUM_BINS = 30
 
@@ -114,7 +114,7 @@ class LabelReport(_Report):
     def confidence(self) -> dict[str, float]:
         """Mean greatest probability in each set."""
         return {
-            name: 1 - _mean(found["max-probability"]) for name, found in self._columns().items()
+            name: 1 - average(found["max-probability"]) for name, found in self._columns().items()
         }
 
     @property
@@ -122,8 +122,8 @@ class LabelReport(_Report):
         """Mean aleatoric and epistemic part, in nats, in each set."""
         parts = {}
         for name, found in self._columns().items():
-            epistemic = _mean(found["mutual information"])
-            parts[name] = _mean(found["entropy"]) - epistemic, epistemic
+            epistemic = average(found["mutual information"])
+            parts[name] = average(found["entropy"]) - epistemic, epistemic
         return parts
 
     def __str__(self) -> str:
@@ -186,8 +186,8 @@ class NumberReport(_Report):
         """Root mean aleatoric and epistemic variance, summed over targets, in each set."""
         parts = {}
         for name, found in self._columns().items():
-            epistemic = _mean(found["epistemic variance"])
-            total = _mean(found["variance"])
+            epistemic = average(found["epistemic variance"])
+            total = average(found["variance"])
             parts[name] = max(0.0, total - epistemic) ** 0.5, epistemic**0.5
         return parts
 
@@ -222,7 +222,8 @@ class NumberReport(_Report):
         return _saved(figure, path)
 
 
-def _mean(values: Tensor) -> float:
+def average(values: Tensor) -> float:
+    """The mean, in float64."""
     return values.double().mean().item()
 
 

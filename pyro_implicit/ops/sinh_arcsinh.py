@@ -52,6 +52,14 @@ def sinh_arcsinh(z: Tensor, skew: Tensor, tail: Tensor) -> Tensor:
 def sinh_arcsinh_inverse(value: Tensor, skew: Tensor, tail: Tensor) -> Tensor:
     r"""The z at which the transformation has a value.
 
+    **Example:**
+
+    >>> import torch
+    >>> skew, tail = torch.tensor(1.0), torch.tensor(0.2)
+    >>> z = sinh_arcsinh_inverse(torch.tensor([-1.0, 3.0]), skew, tail)
+    >>> sinh_arcsinh(z, skew, tail).round(decimals=3)
+    tensor([-1.,  3.])
+
     :param value: any shape; it and the parameters broadcast.
     :param skew: :math:`\epsilon`.
     :param tail: :math:`\delta`.
@@ -64,6 +72,13 @@ def sinh_arcsinh_inverse(value: Tensor, skew: Tensor, tail: Tensor) -> Tensor:
 def sinh_arcsinh_log_derivative(z: Tensor, skew: Tensor, tail: Tensor) -> Tensor:
     r"""The logarithm of the slope in z.
 
+    **Example:**
+
+    >>> import torch
+    >>> z = torch.tensor([-1e4, 0.0, 1e4])
+    >>> sinh_arcsinh_log_derivative(z, torch.tensor(1.0), torch.tensor(0.0))
+    tensor([-1.4338,  0.0000,  0.5662])
+
     :param z: any shape; it and the parameters broadcast.
     :param skew: :math:`\epsilon`.
     :param tail: :math:`\delta`.
@@ -75,6 +90,12 @@ def sinh_arcsinh_log_derivative(z: Tensor, skew: Tensor, tail: Tensor) -> Tensor
 
 def sinh_arcsinh_slopes(z: Tensor, skew: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     r"""The slopes in z and in both parameters.
+
+    **Example:**
+
+    >>> import torch
+    >>> sinh_arcsinh_slopes(torch.tensor(0.0), torch.tensor(1.0), torch.tensor(0.5))
+    (tensor(1.), tensor(0.), tensor(0.))
 
     :param z: any shape; it and the parameters broadcast.
     :param skew: :math:`\epsilon`.
