@@ -175,12 +175,16 @@ def refine_by_minibatches(
                     draws.append(kept)
                 chains.seconds = time.perf_counter() - began
                 is_plain = chains.gradients == gradients + 1  # without probes
-                if max_seconds and is_plain and chains.seconds > WARMUP_SHARE * max_seconds:
+                if (
+                    max_seconds is not None
+                    and is_plain
+                    and chains.seconds > WARMUP_SHARE * max_seconds
+                ):
                     left = max_seconds - chains.seconds
                     chains.hurry(round(left / (time.perf_counter() - before)))
                 if chains.step == chains.schedule.steps:
                     chains.stopped = "max_epochs" if chains.step == steps else "max_seconds"
-                elif max_seconds and chains.seconds >= max_seconds and len(draws):
+                elif max_seconds is not None and chains.seconds >= max_seconds and len(draws):
                     chains.stopped = "max_seconds"
                 if chains.stopped or chains.step % checkpoint_every == 0:
                     save()
