@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer import Predictive
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from pyro_implicit.density.data_sites import is_data
 from pyro_implicit.density.engine import refuse_subsampling
+from pyro_implicit.density.flat_priors import is_flat
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.pointwise import pointwise_log_likelihood
 
@@ -202,10 +202,7 @@ def _arviz() -> Any:
 
 def _prior(model: Callable[..., Any], number: int, sites: list[str], trace: Any) -> Predictive:
     for name in sites:
-        fn = trace.nodes[name]["fn"]
-        while hasattr(fn, "base_dist"):
-            fn = fn.base_dist
-        if isinstance(fn, dist.ImproperUniform):
+        if is_flat(trace.nodes[name]["fn"]):
             raise ValueError(
                 f"the prior of site '{name}' is flat (ImproperUniform) and has no draws. Cure: "
                 "leave out prior=, or give it a proper prior"
