@@ -27,6 +27,7 @@ from pyro_implicit import (
 )
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
+from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.guides import auto_implicit
 from pyro_implicit.mcmc import AutoConditional
 from pyro_implicit.mcmc.conditional_space import ConditionalDensity
@@ -260,3 +261,22 @@ def test_noise_that_parents_and_data_leave(device):
     guide = AutoConditional(model, walked.reparams)
     guide.take_moments(draws)
     assert guide()["z"].device.type == device
+
+
+def test_parameters_are_put_back_where_the_model_has_them(device):
+    def model(data):
+        scale = pyro.param(
+            "scale", torch.ones(2).double().to(device), constraint=dist.constraints.positive
+        )
+        pyro.sample("x", dist.Normal(data, scale).to_event(1))
+
+    data = torch.zeros(2).double().to(device)
+    model(data)
+    learnt = Learnt(torch.tensor([1.0, 2.0]), dist.constraints.positive)  # as read from a file
+    put_back({"scale": learnt, "new": learnt}, model)
+    scale = pyro.param("scale")
+    assert scale.device.type == device and scale.dtype == torch.double
+    assert scale.tolist() == pytest.approx([2.71828, 7.38906], rel=1e-4)
+    assert pyro.get_param_store().get_state()["params"]["scale"].is_leaf and scale.requires_grad
+    model(data)
+    assert pyro.param("new").dtype == torch.float

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pyro.distributions as dist
 from pyro import poutine
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
@@ -14,6 +13,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_implicit.density.discrete import DiscreteSum
+from pyro_implicit.density.flat_priors import is_flat
 from pyro_implicit.density.site_loop import loop_where_needed
 from pyro_implicit.density.validation import leave_out_masked, without_validation
 
@@ -89,9 +89,7 @@ def compute_log_prob(trace: Trace) -> None:
     """As ``trace.compute_log_prob()``, flat priors in their latents' dtype and on their device."""
     trace.compute_log_prob()
     for site in trace.nodes.values():
-        if site["type"] == "sample" and isinstance(
-            site["fn"], dist.ImproperUniform
-        ):  # its zeros are the CPU's, by default
+        if site["type"] == "sample" and is_flat(site["fn"]):  # of which the zeros are the CPU's
             for key in ("log_prob", "unscaled_log_prob", "log_prob_sum"):
                 site[key] = site[key].to(site["value"])
 

@@ -16,7 +16,22 @@ from torch import Tensor
 from torch.distributions import biject_to
 from torch.utils import _pytree as pytree
 
-__all__ = ["FlatPriorStart", "example_tensor"]
+__all__ = ["FlatPriorStart", "example_tensor", "is_flat"]
+
+
+def is_flat(fn: Any) -> bool:
+    """Whether a distribution is ``ImproperUniform``, also inside of others, which has no draws.
+
+    **Example:**
+
+    >>> is_flat(dist.ImproperUniform(dist.constraints.real, (3,), ()).to_event(1))
+    True
+
+    :param fn: of a site.
+    """
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return isinstance(fn, dist.ImproperUniform)
 
 
 class FlatPriorStart:
@@ -45,7 +60,7 @@ class FlatPriorStart:
         try:
             return self.init_loc_fn(site)
         except NotImplementedError:
-            if not isinstance(site["fn"], dist.ImproperUniform):
+            if not is_flat(site["fn"]):
                 raise
             transform = biject_to(site["fn"].support)
             like = torch.zeros(()) if self.like is None else self.like

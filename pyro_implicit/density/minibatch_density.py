@@ -12,6 +12,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_implicit.density.data_sites import is_data
 from pyro_implicit.density.engine import Model, SubsampledError
 from pyro_implicit.density.latent_density import LatentDensity
 
@@ -115,7 +116,9 @@ class MinibatchDensity(LatentDensity):
                 if not self._allow_local:
                     _refuse_local(name, site)
                 continue
-            is_factor = isinstance(site["fn"], Unit) and not site["infer"].get("_deterministic")
+            if not is_data(site):
+                continue
+            is_factor = isinstance(site["fn"], Unit)  # which scales as it likes
             scale = torch.as_tensor(site["scale"])
             self.scaled = self.scaled or is_factor or bool((scale != 1).any())
             for frame in site["cond_indep_stack"]:

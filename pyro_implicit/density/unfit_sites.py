@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributions import MixtureSameFamily, biject_to, constraints
 
 from pyro_implicit.density.blame import Site, describe_nan, site_log_prob
+from pyro_implicit.density.data_sites import is_data
 from pyro_implicit.density.discrete import is_discrete_latent, refuse_infinite
 from pyro_implicit.density.supports import observation_outside
 from pyro_implicit.user_warnings import warn_user
@@ -109,15 +110,13 @@ def warn_of_missing_data(
 
 def _split(trace: Trace) -> tuple[dict[str, Site], dict[str, Site]]:
     """Latent and observed sites; deterministic ones are neither."""
-    sites = {
+    sites = {n: s for n, s in trace.nodes.items() if s["type"] == "sample"}
+    latents = {
         name: site
-        for name, site in trace.nodes.items()
-        if site["type"] == "sample"
-        and not site_is_subsample(site)
-        and not site["infer"].get("_deterministic")
+        for name, site in sites.items()
+        if not site["is_observed"] and not site_is_subsample(site)
     }
-    observed = {name: site for name, site in sites.items() if site["is_observed"]}
-    return {name: site for name, site in sites.items() if name not in observed}, observed
+    return latents, {name: site for name, site in sites.items() if is_data(site)}
 
 
 def _all_observed(observed: dict[str, Site]) -> str:

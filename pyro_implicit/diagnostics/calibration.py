@@ -17,6 +17,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_implicit.density.flat_priors import is_flat
 from pyro_implicit.density.turns import in_turn
 from pyro_implicit.diagnostics.labels import index_label
 from pyro_implicit.guides.posterior_draws import draw
@@ -192,9 +193,7 @@ class _RefuseImproper(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         fn, name = msg["fn"], msg["name"]
-        while hasattr(fn, "base_dist"):
-            fn = fn.base_dist
-        if isinstance(fn, dist.ImproperUniform):
+        if is_flat(fn):
             raise ValueError(
                 f"the prior of site '{name}' (ImproperUniform) is flat, so that no truth can be "
                 "drawn from it. Cure: a proper prior, for instance a wide Normal"

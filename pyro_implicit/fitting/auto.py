@@ -240,7 +240,7 @@ def _fit(
     model, args, kwargs = stages.model, stages.args, stages.kwargs
     try:
         if stages.batches is not None:
-            fit_batches(stages, guide, loss, amortize)
+            fit_batches(stages, guide, loss, amortize, time_share=0.5 if refine is True else 1.0)
             return refine_batches(stages, epochs) if refine is True else stages.result
         if amortize is not None:
             return fit_amortized(stages, amortize)

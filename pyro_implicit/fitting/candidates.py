@@ -21,6 +21,7 @@ from pyro_implicit.fitting.weights import mixture_weights
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
 from pyro_implicit.guides.affine_frame import Frame
+from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer.bound import FoldWarning, weighted_draws
 from pyro_implicit.ops.factors import lower_factor
@@ -32,7 +33,6 @@ __all__ = [
     "exact_guide",
     "exact_log_weights",
     "frame_of_draws",
-    "has_exact_density",
     "semi_implicit_guide",
     "set_weights",
     "weigh",
@@ -279,13 +279,6 @@ def _log_weights(guide: AutoGuide, density: LatentDensity, num_draws: int = 1000
         ).log_weights
 
 
-def has_exact_density(guide: Any) -> bool:
-    """Whether it is of those of which :func:`exact_log_weights` knows."""
-    return isinstance(guide, (AutoImplicit, AutoMixture)) and not isinstance(
-        guide, AutoSemiImplicit
-    )
-
-
 @torch.no_grad()
 def exact_log_weights(
     guide: AutoGuide, density: LatentDensity, num_draws: int
@@ -303,7 +296,7 @@ def exact_log_weights(
     >>> draws.shape, log_weights.shape
     (torch.Size([5, 1]), torch.Size([5]))
 
-    :param guide: an :class:`AutoMixture` or an injective :class:`AutoImplicit`.
+    :param guide: of those that :func:`~pyro_implicit.guides.exactness.has_exact_density` tells.
     :param density: of the model.
     :param num_draws: of the guide.
     :returns: ``(num_draws, latent_dim)`` in unconstrained space, and ``(num_draws,)``, -inf where

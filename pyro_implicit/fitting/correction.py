@@ -49,7 +49,7 @@ def reliability(guide: Any, density: LatentDensity) -> Reliability:
     that the guide only touches is met by one draw in a thousand, and no weight tells of it before.
 
     :param guide: with an exact density, see
-        :func:`~pyro_implicit.fitting.candidates.has_exact_density`.
+        :func:`~pyro_implicit.guides.exactness.has_exact_density`.
     :param density: of the model.
     """
     log_weights = exact_log_weights(guide, density, NUM_WEIGHED)[1]

@@ -17,11 +17,11 @@ from pyro_implicit.fitting.candidates import (
     weigh,
 )
 from pyro_implicit.fitting.correction import reliability
-from pyro_implicit.fitting.result import reason
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.infer import InjectiveELBO
 from pyro_implicit.mcmc.conditional_space import conditional_density
+from pyro_implicit.user_warnings import first_line
 
 __all__ = ["is_near", "train_exact", "train_semi_implicit"]
 
@@ -136,6 +136,6 @@ def _train_part(
             return losses, ""
         note = "its bound fell"
     except Exception as error:  # the model's own too, of any kind
-        losses, note = [], reason(error)
+        losses, note = [], first_line(error)
     start.restore()
     return losses, f"; {name} stays a Gaussian ({note})"

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from pyro.distributions import Unit
 from pyro.poutine.trace_struct import Trace
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_implicit.density.data_sites import is_data
 from pyro_implicit.density.engine import compute_log_prob
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.fitting.processes import mean_over_processes
@@ -136,8 +135,5 @@ def _log_likelihood(trace: Trace) -> dict[str, Tensor]:
     return {
         name: site["log_prob"] / site["scale"]
         for name, site in trace.nodes.items()
-        if site["type"] == "sample"
-        and site["is_observed"]
-        and not site_is_subsample(site)
-        and not (isinstance(site["fn"], Unit) and site["infer"].get("_deterministic"))
+        if is_data(site)
     }

@@ -11,8 +11,8 @@ from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuideList
 
 from pyro_implicit.density.engine import SubsampledError, refuse_subsampling
-from pyro_implicit.generators import as_generator
 from pyro_implicit.guides import AutoAmortized, AutoImplicit, AutoSemiImplicit
+from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.infer import KIVI_ELBO, LIVI_ELBO, ImplicitELBO, InjectiveELBO
 
 __all__ = ["default_loss"]
@@ -71,7 +71,7 @@ def default_loss(
     if guide.prototype_trace is None:
         with poutine.block():
             guide(*args, **kwargs)
-    if as_generator(guide.generator).injective and guide.noise_dim == guide.latent_dim:
+    if has_exact_density(guide):
         coverage = 0.0 if _subsamples(guide.model, args, kwargs) else 1.0
         return InjectiveELBO(num_particles, coverage=coverage, nonfinite="skip")
     return KIVI_ELBO(num_particles, nonfinite="skip")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pyro.infer import Trace_ELBO
@@ -16,13 +17,14 @@ from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.plan import MAX_DENSE_DIM
 from pyro_implicit.fitting.processes import num_processes
 from pyro_implicit.fitting.refinement_stages import between
-from pyro_implicit.fitting.result import Fit, reason
+from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoAmortized, AutoSemiImplicit
 from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine
 from pyro_implicit.mcmc.minibatch_start import check_scaling
+from pyro_implicit.user_warnings import first_line
 
 __all__ = ["fit_batches", "refine_batches"]
 
@@ -30,7 +32,11 @@ FEW_PARTICLES, PARTICLES, INIT_SCALE = 2, 8, 0.05
 
 
 def fit_batches(
-    stages: Stages, guide: Any, loss: Trace_ELBO | None, amortize: Amortize | None = None
+    stages: Stages,
+    guide: Any,
+    loss: Trace_ELBO | None,
+    amortize: Amortize | None = None,
+    time_share: float = 1.0,
 ) -> Fit:
     """Train a guide on minibatches: one that was given, or one of this model's size.
 
@@ -41,6 +47,7 @@ def fit_batches(
     :param guide: or ``"auto"``.
     :param loss: of a given guide.
     :param amortize: the latents of single rows.
+    :param time_share: of the time that is left: less than all where chains follow.
     """
     assert stages.batches is not None
     first = stages.batches.probed[0]
@@ -60,16 +67,16 @@ def fit_batches(
         particles = min(stages.num_particles, FEW_PARTICLES if many else PARTICLES)
         everything = (*stages.args, *first)
         loss = loss or default_loss(guide, particles, *everything, model_kwargs=stages.kwargs)
-        return stages.train_alone("guide", guide, loss)
+        return stages.train_alone("guide", guide, loss, time_share)
     if density.latent_dim <= MAX_DENSE_DIM:
         guide = own_names(AutoSemiImplicit(stages.model, frame=None, init_scale=INIT_SCALE))
         loss = default_loss(guide, min(stages.num_particles, PARTICLES))
-        return stages.train_alone("semi-implicit", guide, loss)
+        return stages.train_alone("semi-implicit", guide, loss, time_share)
     start = FlatPriorStart(init_to_value(values=between(density)))
     model = without_sequential_plates(stages.model)
     guide = own_names(AutoNormal(model, init_loc_fn=start, init_scale=INIT_SCALE))
     loss = ImplicitELBO(min(stages.num_particles, FEW_PARTICLES), nonfinite="skip")
-    return stages.train_alone("mean-field", guide, loss)
+    return stages.train_alone("mean-field", guide, loss, time_share)
 
 
 def _knows_rows(guide: Any) -> bool:
@@ -84,7 +91,7 @@ def refine_batches(stages: Stages, epochs: int) -> Fit:
     :param epochs: passes over the data.
     """
     assert stages.batches is not None
-    result = stages.result
+    result, left = stages.result, stages.limit.left()
     with result.attempt("refine") as line:
         refined: Any = refine(
             stages.model,
@@ -93,6 +100,7 @@ def refine_batches(stages: Stages, epochs: int) -> Fit:
             kernel="sghmc",
             batches=stages.batches.batches,
             max_epochs=epochs,
+            max_seconds=left if math.isfinite(left) else None,
             progress=stages.files["progress"],
             model_kwargs=stages.kwargs,
         )
@@ -100,5 +108,5 @@ def refine_batches(stages: Stages, epochs: int) -> Fit:
         line.outcome = f"{refined.num_gradients} gradients, step by {refined.choice.limit}"
         result.interrupted = refined.stopped == "interrupted"
     if line.error is not None:
-        stages.warn(f"fit did not refine its draws: {reason(line.error)}")
+        stages.warn(f"fit did not refine its draws: {first_line(line.error)}")
     return result

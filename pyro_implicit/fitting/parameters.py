@@ -90,7 +90,9 @@ def learnt_parameters(function: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 @torch.no_grad()
 def put_back(parameters: dict[str, Learnt], model: Callable[..., Any]) -> None:
-    """Give a model what it had learnt: the parameters of its modules, and those in Pyro's store.
+    """Give a model what it had learnt: the parameters of its modules, and those in Pyro's store,
+    each on the device and in the precision that it has there. What the store has not yet stays as
+    it was saved.
 
     :param parameters: by name.
     :param model: is, holds or uses the modules.
@@ -113,7 +115,10 @@ def put_back(parameters: dict[str, Learnt], model: Callable[..., Any]) -> None:
             owned[name].value.copy_(value)
             announce(name, owned[name])
         else:
-            value = value.detach().clone().requires_grad_()
+            value = value.detach().clone()
+            if own is not None:  # a file is read to the CPU, and the model may run elsewhere
+                value = value.to(own)
+            value = value.requires_grad_()
             store.set_state({"params": {name: value}, "constraints": {name: constraint}})
 
 

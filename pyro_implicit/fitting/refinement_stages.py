@@ -14,18 +14,19 @@ from pyro_implicit.density.flat_priors import FlatPriorStart
 from pyro_implicit.density.gaussian_elbo import finite_log_prob
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.sequential_plates import without_sequential_plates
-from pyro_implicit.fitting.candidates import has_exact_density
 from pyro_implicit.fitting.correction import reliability
 from pyro_implicit.fitting.plan import TRAINING_SECONDS, ChainPlan, affordable_chains
-from pyro_implicit.fitting.result import Fit, reason
+from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoImplicit
+from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import AutoConditional, Refined, refine, teach
 from pyro_implicit.mcmc.chain_density import NoiseDensity
 from pyro_implicit.mcmc.conditional_space import conditional_density
 from pyro_implicit.nn import start_values
+from pyro_implicit.user_warnings import first_line
 
 __all__ = ["between", "correct", "move_draws", "train_mean_field"]
 
@@ -90,11 +91,11 @@ def between(density: LatentDensity) -> dict[str, Tensor]:
 def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
     """Move draws of the guide to the posterior, by many short chains."""
     result, left = stages.result, stages.limit.left()
-    score = _score_of_chains(result)
-    if score is not None:
-        point = torch.zeros_like(result.density.init_loc)
-        chains = affordable_chains(score, point, stages.one_by_one)
     with result.attempt("refine") as line:
+        score = _score_of_chains(result)
+        if score is not None:
+            point = torch.zeros_like(result.density.init_loc)
+            chains = affordable_chains(score, point, stages.one_by_one)
         refined = result.refined = refine(
             stages.trained,
             result.guide,
@@ -108,7 +109,7 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
         )
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
     if line.error is not None:
-        stages.warn(f"fit did not refine its draws: {reason(line.error)}")
+        stages.warn(f"fit did not refine its draws: {first_line(line.error)}")
     elif refined.stopped == "interrupted":
         result.interrupted = True
     elif not refined.settled:

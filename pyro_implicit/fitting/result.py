@@ -18,9 +18,9 @@ from pyro_implicit.density.engine import SubsampledError
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.turns import in_turn
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
-from pyro_implicit.fitting.candidates import has_exact_density
 from pyro_implicit.fitting.correction import corrected_draws
 from pyro_implicit.fitting.parameters import Learnt, put_back
+from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.random_stream import own_stream
 from pyro_implicit.guides.stored_draws import StoredDraws
@@ -28,9 +28,9 @@ from pyro_implicit.mcmc import AutoConditional, Refined
 from pyro_implicit.mcmc.arviz_export import as_datatree, as_inferencedata, model_groups
 from pyro_implicit.mcmc.run_files import read_file, write_file
 from pyro_implicit.ops.printing import Printed
-from pyro_implicit.user_warnings import first_line as reason
+from pyro_implicit.user_warnings import first_line
 
-__all__ = ["Fit", "Stage", "reason"]
+__all__ = ["Fit", "Stage"]
 
 NUM_CORRECTED = 10_000
 NUM_EXPORTED = 2000
@@ -246,7 +246,7 @@ class Fit(Printed):
         if not has_exact_density(self.guide):
             raise ValueError(
                 "corrected=True wants an AutoMixture or an injective AutoImplicit, whose density "
-                f"is exact, but this is a {type(self.guide).__name__}. Cure: refine=True"
+                f"is exact, but this {type(self.guide).__name__} has none. Cure: refine=True"
             )
         return corrected_draws(self.guide, self.density, num_samples)
 
@@ -283,7 +283,7 @@ class Fit(Printed):
                 yield line
             except Exception as error:  # the model's own too, of any kind
                 line.error = error
-                line.outcome = f"failed: {reason(error)}"
+                line.outcome = f"failed: {first_line(error)}"
 
     def __str__(self) -> str:
         lines = [f"{'stage':<20} {'seconds':>8}  outcome"]

@@ -9,12 +9,13 @@ from typing import Any
 import pyro.poutine as poutine
 import torch
 from pyro.contrib.easyguide import EasyGuide
-from pyro.distributions import Unit
 from pyro.infer import MCMC, Predictive
 from pyro.infer.autoguide import AutoCallable, AutoGuide, AutoMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+
+from pyro_implicit.density.data_sites import is_data
 
 __all__ = [
     "draw",
@@ -104,7 +105,8 @@ def trace_guide(guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) 
     if isinstance(guide, Messenger):  # which runs the model itself
         return trace
     for name, site in trace.nodes.items():
-        if site["type"] == "sample" and site["is_observed"] and not _is_harmless(site):
+        is_auxiliary = site["type"] == "sample" and site["infer"].get("is_auxiliary", False)
+        if is_data(site, factors=False) and not is_auxiliary:
             raise TypeError(
                 f"the guide {_name(guide)} observes site '{name}', as only a model does. Cure: "
                 "the order of arguments is (model, guide, *args)"
@@ -181,16 +183,6 @@ def _no_guide(function: str, given: Any, others: str) -> TypeError:
     return TypeError(
         f"{function} wants a guide, but got {_name(given)}. Cure: {function}(model, guide, ...) of "
         f"a guide or what fit returned{others and f', {others}'}"
-    )
-
-
-def _is_harmless(site: dict[str, Any]) -> bool:
-    """Deterministic sites, factors and subsampled indices count as observed, too."""
-    return (
-        site["infer"].get("_deterministic", False)
-        or site["infer"].get("is_auxiliary", False)
-        or isinstance(site["fn"], Unit)
-        or site_is_subsample(site)
     )
 
 

@@ -63,7 +63,8 @@ class ImplicitELBO(StepELBO):
     :param nonfinite: ``"raise"`` an error that names the term where the loss of all particles or a
         gradient is not finite, or ``"skip"`` such steps (leaving all parameters alone, returning
         nan) and count them in ``num_skipped``. Single particles at which the model has no density
-        are left out of the means, with one warning, and counted in ``num_left_out``.
+        are left out of the means, with one warning, and counted in ``num_left_out``. Messages tell
+        the step by ``num_steps_taken``, the number of training steps so far.
     :param compile: how steps are run. ``"trace"``: the second step is recorded, gradients included,
         and later ones call its kernels one after the other, without what Python and Pyro take
         beside them: the same numbers 1.2 to 2.9 times as fast, on small models. ``True``:

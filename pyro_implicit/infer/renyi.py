@@ -161,7 +161,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
         value = 0.0 if is_tracing() else float(loss)
         if not math.isfinite(value):
             for pair in pairs:
-                refuse_nonfinite(*pair, type(self).__name__, self.num_steps)
+                refuse_nonfinite(*pair, type(self).__name__, self.num_steps_taken)
         weights = power.softmax(0)
         if is_one_trace and len(self._paths) == 1:
             self._weighing.weights = self.alpha + (1 - self.alpha) * weights

@@ -7,14 +7,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer import Predictive
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_implicit.density.data_sites import is_data
 from pyro_implicit.density.engine import refuse_subsampling
+from pyro_implicit.density.flat_priors import is_flat
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.pointwise import pointwise_log_likelihood
 
@@ -114,7 +114,8 @@ def model_groups(
         trace = poutine.trace(poutine.condition(model, one)).get_trace(*args, **kwargs)
     refuse_subsampling(trace, "an export to ArviZ with the model's data")
     latents = [name for name in one if name in trace.nodes]
-    observed = [name for name, site in trace.nodes.items() if _is_data(site) and name not in one]
+    sites = {name: site for name, site in trace.nodes.items() if name not in one}
+    observed = [name for name, site in sites.items() if is_data(site, factors=False)]
     if not observed and wanted != ["prior"]:
         raise ValueError(
             f"{wanted[0]} wants observations, but the model observes nothing by pyro.sample(..., "
@@ -199,23 +200,9 @@ def _arviz() -> Any:
     return arviz
 
 
-def _is_data(site: dict[str, Any]) -> bool:
-    """Whether a site is observed, and not in name only as deterministic sites and factors are."""
-    return (
-        site["type"] == "sample"
-        and site["is_observed"]
-        and not site["infer"].get("_deterministic")
-        and not isinstance(site["fn"], dist.Unit)
-        and not site_is_subsample(site)
-    )
-
-
 def _prior(model: Callable[..., Any], number: int, sites: list[str], trace: Any) -> Predictive:
     for name in sites:
-        fn = trace.nodes[name]["fn"]
-        while hasattr(fn, "base_dist"):
-            fn = fn.base_dist
-        if isinstance(fn, dist.ImproperUniform):
+        if is_flat(trace.nodes[name]["fn"]):
             raise ValueError(
                 f"the prior of site '{name}' is flat (ImproperUniform) and has no draws. Cure: "
                 "leave out prior=, or give it a proper prior"

@@ -18,6 +18,7 @@ from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.engine import Model, compute_log_prob, refuse_subsampling
 from pyro_implicit.distributions import find_implicit
 from pyro_implicit.guides import AutoImplicit, AutoMixture
+from pyro_implicit.guides.exactness import why_inexact
 from pyro_implicit.mcmc.density_at_draws import DensityAtDraws, InjectiveDensity, MixtureDensity
 
 __all__ = ["density_at_draws", "unconstrained_draws"]
@@ -104,12 +105,8 @@ def density_at_draws(
 
 
 def _refuse_inexact(guide: AutoImplicit, who: str) -> None:
-    try:
-        guide.get_transform()
-    except NotImplementedError as error:
-        raise ValueError(f"teach wants a guide with a density, and {who} has none: {error}") from (
-            error
-        )
+    if reason := why_inexact(guide):
+        raise ValueError(f"teach wants a guide with a density, and {who} has none: {reason}")
 
 
 def _refuse_site(name: str, site: dict[str, Any], draws: Draws) -> None:

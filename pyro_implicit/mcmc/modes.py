@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.guides import AutoMixture
+from pyro_implicit.guides.exactness import why_inexact
 from pyro_implicit.mcmc.density_at_draws import MixtureDensity
 from pyro_implicit.mcmc.guide_density import unconstrained_draws
 from pyro_implicit.ops.bridge import bridge
@@ -39,10 +40,7 @@ class Modes:
         """Those of a guide, or None for any that is not a mixture of exact density."""
         if not isinstance(guide, AutoMixture) or len(guide.components) < 2:
             return None
-        try:
-            for part in guide.components:
-                part.get_transform()
-        except NotImplementedError:
+        if any(why_inexact(part) for part in guide.components):
             return None
         return Modes(density, guide)
 

@@ -10,6 +10,7 @@ from torch.distributions import biject_to
 
 from pyro_implicit.generators import as_generator
 from pyro_implicit.guides import AutoImplicit
+from pyro_implicit.guides.exactness import why_inexact
 from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["NoiseSpaceReparam", "count_folds"]
@@ -86,10 +87,8 @@ class NoiseSpaceReparam(NeuTraReparam):
                 "no parameters yet. Cure: train it first, by SVI(model, guide, ..., "
                 "InjectiveELBO())"
             )
-        try:
-            guide.get_transform()
-        except NotImplementedError as error:
-            raise ValueError(f"NoiseSpaceReparam cannot use this guide: {error}") from error
+        if reason := why_inexact(guide):
+            raise ValueError(f"NoiseSpaceReparam cannot use this guide: {reason}")
         super().__init__(guide)
 
     @torch.no_grad()

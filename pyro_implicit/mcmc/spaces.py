@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.guides import AutoImplicit
+from pyro_implicit.guides.exactness import why_inexact
 from pyro_implicit.mcmc.chain_density import ChainDensity, NoiseDensity
 from pyro_implicit.mcmc.conditional_space import ConditionalDensity, middle_of
 from pyro_implicit.mcmc.frame import FrameKind
@@ -54,11 +55,9 @@ def density_of(
     guide = plan.guide
     reason = f"it is a {type(guide).__name__}, and not an AutoImplicit"
     if isinstance(guide, AutoImplicit):
-        try:
-            guide.get_transform()
+        reason = why_inexact(guide)
+        if not reason:
             return NoiseDensity(density, guide, plan.max_gradients).compiled(plan.compile)
-        except NotImplementedError as error:
-            reason = str(error)
     raise ValueError(f'frame="noise" wants an injective guide: {reason}')
 
 

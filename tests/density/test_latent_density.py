@@ -511,3 +511,19 @@ def test_second_derivatives_that_torch_loses_are_found(dtype):
     expected = torch.stack([torch.autograd.functional.hessian(log_density, one) for one in points])
     error = 3 * torch.finfo(dtype).eps ** (1 / 2)
     torch.testing.assert_close(found, expected, rtol=error, atol=0.0)
+
+
+@pytest.mark.parametrize("like", [torch.float32, torch.float64])
+def test_a_flat_prior_may_be_inside_of_another_distribution(like):
+    flat = dist.ImproperUniform(constraints.positive, (3,), ()).to_event(1)
+    data = torch.tensor([1.0, 2.0, 0.5], dtype=like)
+
+    def model():
+        rate = pyro.sample("rate", flat)
+        pyro.sample("y", dist.Exponential(rate).to_event(1), obs=data)
+
+    density = LatentDensity(model)
+    assert density.init_loc.equal(torch.zeros(3, dtype=like))
+    latent = torch.tensor([[0.3, -1.0, 0.2]], dtype=like)
+    expected = (2 * latent - data * latent.exp()).sum(-1)
+    torch.testing.assert_close(density.log_prob(latent), expected)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_implicit import fit
 from pyro_implicit.density.engine import SubsampledError
-from pyro_implicit.fitting import minibatch_stages
+from pyro_implicit.fitting import minibatch_stages, stages
 from pyro_implicit.guides import AutoSemiImplicit
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.nn import to_bayesian_
@@ -69,6 +69,26 @@ def test_refined_by_stochastic_gradients():
     draws = result.sample(2000)["slope"]
     assert draws.mean().item() == pytest.approx(mean, abs=sd)
     assert draws.std().item() == pytest.approx(sd, rel=0.5)
+
+
+@pytest.mark.parametrize("guide", ["auto", "given"])
+@pytest.mark.parametrize("refine", [True, "auto"])
+def test_chains_keep_to_the_time_and_training_leaves_them_half(guide, refine, monkeypatch):
+    given = []
+    train = stages.train
+
+    def spy(*args, max_seconds, **kwargs):
+        given.append(max_seconds)
+        return train(*args, max_seconds=max_seconds, **kwargs)
+
+    monkeypatch.setattr(stages, "train", spy)
+    guide = AutoNormal(line) if guide == "given" else guide
+    options = {"batches": loader(*rows()), "epochs": 10**4, "max_seconds": 0.3}
+    result = fit(line, guide, **options, refine=refine, **QUIET)
+    if refine is True:
+        assert given[0] <= 0.15 and result.refined.stopped == "max_seconds"
+    else:
+        assert 0.15 < given[0] <= 0.3 and result.refined is None
 
 
 def test_a_network_of_many_weights():

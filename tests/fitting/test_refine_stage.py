@@ -14,6 +14,7 @@ from pyro_implicit.compiled import RecordedFunction
 from pyro_implicit.density import LatentDensity, traced_score
 from pyro_implicit.fitting.correction import Reliability
 from pyro_implicit.fitting.refinement_stages import between
+from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.infer.engine import step_call
 
 QUIET = {"seed": 0, "progress": False}
@@ -118,6 +119,24 @@ def test_failure_is_said_and_the_guide_kept(monkeypatch):
         result = fit(correlated, guide, torch.tensor(1.0), refine=True, num_steps=2, **QUIET)
     assert result.guide is guide and result.refined is None
     assert result.sample(3)["x"].shape == (3, 2)  # the guide's own, one of Pyro's
+
+
+def test_a_guide_that_is_not_injective_is_refined_on_the_latents():
+    y = torch.tensor(1.5)
+    guide = AutoImplicit(correlated)
+    result = fit(correlated, guide, y, refine=True, num_steps=2, max_seconds=20.0, **QUIET)
+    assert result.guide is guide and result.refined is not None
+
+
+def test_what_fails_before_the_chains_start_leaves_the_guide_too(monkeypatch):
+    def fails(*args):
+        raise NotImplementedError("no cost")
+
+    monkeypatch.setattr("pyro_implicit.fitting.refinement_stages._score_of_chains", fails)
+    guide = AutoNormal(correlated)
+    with pytest.warns(UserWarning, match="not refine its draws: NotImplementedError: no cost"):
+        result = fit(correlated, guide, torch.tensor(1.0), refine=True, num_steps=2, **QUIET)
+    assert result.guide is guide and result.stages[-1].outcome.startswith("failed")
 
 
 def test_a_start_that_training_would_not_leave_is_moved():

@@ -89,10 +89,12 @@ def test_the_first_draws_repeat_by_seed_like_all_others():
     assert draws[0].equal(draws[1]) and draws[1].equal(draws[2])
 
 
-@pytest.mark.parametrize("kind", [AutoNormal, AutoSemiImplicit])
+@pytest.mark.parametrize("kind", [AutoNormal, AutoSemiImplicit, AutoImplicit])
 def test_no_correction_without_an_exact_density(kind):
-    with pytest.raises(ValueError, match=f"density is exact, but this is a {kind.__name__}. Cure"):
-        Fit(guide=kind(skewed), source=(skewed, (), {})).sample(3, corrected=True)
+    guide = kind(skewed)
+    guide()
+    with pytest.raises(ValueError, match=f"is exact, but this {kind.__name__} has none. Cure"):
+        Fit(guide=guide, source=(skewed, (), {})).sample(3, corrected=True)
 
 
 def data(y):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pyro
@@ -26,6 +27,7 @@ from pyro_implicit import (
     SemiImplicit,
 )
 from pyro_implicit.generators import Generator
+from pyro_implicit.infer import NonFiniteError
 from pyro_implicit.infer.bound import (
     FoldWarning,
     evidence_bound,
@@ -465,6 +467,31 @@ def test_refusals():
             evidence_bound(Regression(), None, **{option: 0})
     with pytest.raises(ValueError, match='proposal must be "linearized" or "prior"'):
         evidence_bound(Regression(), None, proposal="encoder")
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_what_is_not_finite_is_named_without_talk_of_training(branches):
+    """Also where it is one draw among others, of a model that runs for one at a time."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        if branches:
+            pyro.factor("pole", torch.tensor(math.inf if x > 1 else 0.0))
+        else:
+            pyro.factor("pole", torch.where(x > 1, math.inf, 0.0))
+
+    def guide():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that the model runs one draw at a time
+        with pytest.raises(NonFiniteError) as caught:
+            evidence_bound(model, guide, num_samples=40)
+    assert str(caught.value) == (
+        "evidence_bound: the model's log-probability of site 'pole' is inf. Cure: data without "
+        "nan, float64, or another guide"
+    )
 
 
 def test_other_noise_by_the_prior():

@@ -69,7 +69,7 @@ def test_runs_are_plain_ones_to_the_last_bit(validates):
     with pyro.validation_enabled(validates):
         run = assert_same(model)
     assert run.traced.num_recorded == 1
-    assert len(set(run.losses)) == run.elbo.num_steps == 6
+    assert len(set(run.losses)) == run.elbo.num_steps_taken == 6
 
 
 def test_minibatches_of_one_shape_share_a_recording():

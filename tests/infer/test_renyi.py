@@ -27,6 +27,7 @@ from pyro_implicit import (
 )
 from pyro_implicit.generators import Generator
 from pyro_implicit.guides import Frame
+from pyro_implicit.infer.engine import hierarchical
 
 ALPHAS = (-0.5, 0.0, 0.5, 2.0)
 alphas = pytest.mark.parametrize("alpha", ALPHAS)
@@ -304,6 +305,28 @@ def test_a_latent_of_the_model_alone_is_drawn_from_it(alpha, has_rsample):
     # The bound is -(y - loc)^2 / 2 / (noise^2 + (1 - alpha) prior^2), up to a constant.
     expected = -Y / (NOISE**2 + (1 - alpha) * PRIOR**2)
     assert pyro.param("loc").grad.item() == pytest.approx(expected, abs=0.04)
+
+
+@pytest.mark.parametrize("compile", [False, "trace"])
+def test_gauss_newton_steps_stay_as_many_as_training_goes_on(monkeypatch, compile):
+    seen = []
+    reach = hierarchical.linearised_reverse_conditional
+
+    def spy(*args):
+        seen.append(args[-1])
+        return reach(*args)
+
+    monkeypatch.setattr(hierarchical, "linearised_reverse_conditional", spy)
+    elbo = ImplicitRenyiELBO(num_particles=2, num_mixing=3, num_steps=2, compile=compile)
+    svi = SVI(normal, AutoSemiImplicit(normal, frame=None), Adam({"lr": 1e-3}), elbo)
+    for _ in range(5):
+        svi.step()
+    assert set(seen) == {2} and elbo.num_steps == 2
+    assert elbo.num_steps_taken == 5
+
+    resumed = ImplicitRenyiELBO(num_steps=3)
+    resumed.set_state(elbo.get_state())
+    assert resumed.num_steps == 3 and resumed.num_steps_taken == 5
 
 
 def test_bad_arguments():

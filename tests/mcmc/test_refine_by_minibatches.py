@@ -186,6 +186,11 @@ def test_seconds_end_warm_up_and_run():
     assert result.warmup_gradients < result.num_gradients
 
 
+def test_no_seconds_at_all_leave_a_few_steps():
+    result = short(max_epochs=10**3, max_seconds=0.0)
+    assert result.stopped == "max_seconds" and result.num_draws >= 1
+
+
 def test_a_point_has_scales_of_prior_and_information():
     """The posterior's precision, by how much the gradients of sixteen minibatches differ."""
     stream = BatchStream(loader())

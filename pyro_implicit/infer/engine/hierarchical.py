@@ -23,7 +23,7 @@ from pyro_implicit.infer.engine.flat_site import (
     flatten_site,
 )
 from pyro_implicit.infer.engine.noise_proposal import NoiseGaussian, NoiseProposal
-from pyro_implicit.infer.engine.nonfinite import refuse_nonfinite
+from pyro_implicit.infer.engine.nonfinite import NonFiniteError, nonfinite_terms
 from pyro_implicit.infer.engine.particles import Particles
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
@@ -113,9 +113,12 @@ class HierarchicalELBO(ImplicitELBO):
         log_p = torch.cat([log_weights(model, Trace(), size) for model, _ in traces])
         if not log_p.isnan().all():  # single draws at which the model has no density
             weights = weights.masked_fill(log_p.isnan(), -math.inf)
-        if (weights.isnan() | weights.isposinf()).any():
-            for pair in traces:
-                refuse_nonfinite(*pair, "evidence_bound", self.num_steps)
+        bad = (weights.isnan() | weights.isposinf()).nonzero()
+        if len(bad):
+            terms = nonfinite_terms(*traces[int(bad[0]) // size])
+            raise NonFiniteError(  # nothing is trained: no step, and no cure of a training
+                f"evidence_bound: {terms}. Cure: data without nan, float64, or another guide"
+            )
         if self._latents:
             return weights, self._latents
         # Pyro's own loop ran, which keeps the values in one trace for each particle.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from pyro.distributions.score_parts import ScoreParts
 from pyro.distributions.util import sum_rightmost
@@ -13,6 +12,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import biject_to
 
+from pyro_implicit.density.flat_priors import is_flat
 from pyro_implicit.infer.engine.particles import Particles
 from pyro_implicit.infer.engine.prior_draws import PriorDraws, PriorMemory
 from pyro_implicit.infer.engine.sites import PARTICLE_PLATE, ImplicitSite
@@ -199,10 +199,7 @@ class SitePrior:
 
     def _refuse_flat(self) -> None:
         for name in self.site.latents:
-            fn = self._fn(name)
-            while hasattr(fn, "base_dist"):
-                fn = fn.base_dist
-            if isinstance(fn, dist.ImproperUniform):
+            if is_flat(self._fn(name)):
                 raise ValueError(
                     f"the prior of site '{name}' (ImproperUniform) is flat and cannot be sampled. "
                     'Cure: contrast="adaptive", which needs no prior draws'

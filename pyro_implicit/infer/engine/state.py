@@ -98,7 +98,7 @@ class StatefulELBO(Trace_ELBO):
         # Pyro counts the guide's particle plate in max_plate_nesting.
         super().__init__(num_particles, vectorize_particles=True, **kwargs)
         self.vectorize_particles = vectorize_particles
-        self.num_steps = 0
+        self.num_steps_taken = 0  # not num_steps, which subclasses have as a setting
         self.num_skipped = 0
         self._given_nesting = self.max_plate_nesting
         self._pair: Pair | None = None
@@ -113,13 +113,16 @@ class StatefulELBO(Trace_ELBO):
 
     def get_state(self) -> dict[str, Any]:
         """All that the next step depends on beside parameters and random streams, for a file."""
-        memory = copy.deepcopy(self.state.memory)
-        return {"memory": memory, "num_steps": self.num_steps, "num_skipped": self.num_skipped}
+        return {
+            "memory": copy.deepcopy(self.state.memory),
+            "num_steps": self.num_steps_taken,
+            "num_skipped": self.num_skipped,
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Put back what :meth:`get_state` gave; the next step goes on from there."""
         self.state.memory.update(copy.deepcopy(state["memory"]))
-        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+        self.num_steps_taken, self.num_skipped = state["num_steps"], state["num_skipped"]
 
     def _new_state(self) -> ElboState:
         mode: Literal["vmap", False] = "vmap" if self.vectorize_particles == "vmap" else False

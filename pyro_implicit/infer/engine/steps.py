@@ -37,7 +37,7 @@ __all__ = ["SIMPLE", "StepELBO"]
 SIMPLE = (bool, int, float, str, type(None))
 
 _WEIGHTS = ("prior_weight", "entropy_weight", "inverse_temperature")
-_COUNTERS = ("num_steps", "num_skipped", "num_left_out")
+_COUNTERS = ("num_steps_taken", "num_skipped", "num_left_out")
 
 
 class StepELBO(StatefulELBO):
@@ -102,7 +102,7 @@ class StepELBO(StatefulELBO):
 
         A skipped step returns a nan that no parameter hangs on.
         """
-        self.num_steps += 1
+        self.num_steps_taken += 1
         known = self._traced_step(model, guide, args, kwargs)
         if known is not None:
             return known.differentiable()
@@ -119,7 +119,7 @@ class StepELBO(StatefulELBO):
 
         :returns: an estimate of the negative ELBO (nan for a skipped step).
         """
-        self.num_steps += 1
+        self.num_steps_taken += 1
         known = self._traced_step(model, guide, args, kwargs)
         if known is not None:
             return known.backward()
@@ -130,7 +130,7 @@ class StepELBO(StatefulELBO):
                     total += value
                     if surrogate.requires_grad:
                         surrogate.backward(retain_graph=self.retain_graph)
-                check_gradients(capture.trace, type(self).__name__, self.num_steps)
+                check_gradients(capture.trace, type(self).__name__, self.num_steps_taken)
                 return total
             except NonFiniteError as error:
                 self._skip(error)
@@ -218,13 +218,13 @@ class StepELBO(StatefulELBO):
             impossible = leave_out_impossible(model_trace, guide_trace, self.num_particles)
         loss, surrogate = loss_and_surrogate(model_trace, guide_trace)
         if impossible is None or not loss.isfinite():
-            refuse_nonfinite(model_trace, guide_trace, type(self).__name__, self.num_steps)
+            refuse_nonfinite(model_trace, guide_trace, type(self).__name__, self.num_steps_taken)
         assert self._particles is not None and impossible is not None
         self._particles.left_out.particles = impossible
         number = int(impossible.sum())
         if not self.num_left_out:
             warn_user(
-                f"{type(self).__name__}, step {self.num_steps}: the model has no density at "
+                f"{type(self).__name__}, step {self.num_steps_taken}: the model has no density at "
                 f"{number} of {self.num_particles} particles, which are left out ({terms}). Said "
                 "once; see num_left_out. Cure, if they are many: a smaller init_scale, or priors "
                 "in whose range the data are possible",

@@ -162,7 +162,7 @@ class TracedSteps:
         self.refusal = cause
         self._programs.clear()
         warn_user(
-            f"{type(elbo).__name__} runs without compilation from step {elbo.num_steps} on: "
+            f"{type(elbo).__name__} runs without compilation from step {elbo.num_steps_taken} on: "
             f"{cause}. A step is recorded once, so what it reads beside the tensors of its "
             "arguments must stay the same. Cure: pass what changes as a tensor argument, or "
             "compile=False",

@@ -179,9 +179,9 @@ def test_state_of_one_elbo_goes_on_in_another():
     fresh = UIVI_ELBO(3)
     fresh.set_state(saved)
     assert fresh.step_sizes == step_sizes
-    assert fresh.num_steps == 2
+    assert fresh.num_steps_taken == 2
     SVI(model, guide, pyro.optim.Adam({"lr": 1e-3}), fresh).step()
-    assert fresh.step_sizes != step_sizes and fresh.num_steps == 3
+    assert fresh.step_sizes != step_sizes and fresh.num_steps_taken == 3
     assert saved["num_steps"] == 2
 
 

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which guides know their density exactly."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoNormal
+
+from pyro_implicit.density import LatentDensity
+from pyro_implicit.fitting.candidates import exact_log_weights
+from pyro_implicit.generators import MLP, AutoregressiveGenerator, ResidualGenerator
+from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
+from pyro_implicit.guides.exactness import has_exact_density, why_inexact
+
+
+def model():
+    pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+
+def residual(size):
+    return ResidualGenerator(size, core_dim=1)
+
+
+def mixed(*generators):
+    return AutoMixture(model, [AutoImplicit(model, one, frame=None) for one in generators])
+
+
+KINDS = {
+    "gated": (lambda: AutoImplicit(model, frame=None), False),
+    "fewer noises": (lambda: AutoImplicit(model, lambda n: MLP(1, n), frame=None), False),
+    "semi-implicit": (lambda: AutoSemiImplicit(model, frame=None), False),
+    "another's": (lambda: AutoNormal(model), False),
+    "injective": (lambda: AutoImplicit(model, AutoregressiveGenerator, frame=None), True),
+    "without inverse": (lambda: AutoImplicit(model, residual, frame=None), True),
+    "mixture": (lambda: mixed(AutoregressiveGenerator, AutoregressiveGenerator), True),
+    "one of them gated": (lambda: mixed(AutoregressiveGenerator, None), False),
+    "one of them without inverse": (lambda: mixed(AutoregressiveGenerator, residual), False),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_guide_is_asked_what_it_is_made_of(name):
+    make, is_exact = KINDS[name]
+    guide = make()
+    guide()
+    state = torch.get_rng_state()
+    assert has_exact_density(guide) is is_exact
+    assert torch.get_rng_state().equal(state)
+    if isinstance(guide, AutoImplicit):
+        assert ("Cure" in why_inexact(guide)) is not is_exact
+    if is_exact:
+        draws, log_weights = exact_log_weights(guide, LatentDensity(model), 7)
+        assert draws.shape == (7, 2) and log_weights.isfinite().all()
