@@ -103,7 +103,9 @@ def report(args: argparse.Namespace) -> str:
         cells += [f"{median(run['seconds'] for run in runs):.0f}", str(len(runs))]
         published = paper.get(ROWS[index])
         shown = "" if published is None else "{:.1f}, {:.3f}, {:.3f}".format(*published)
-        rows.append([ROWS[index], subset, str(epochs), *cells, shown])
+        rows.append(
+            [ROWS[index], "all" if subset == "None" else subset, str(epochs), *cells, shown]
+        )
     header = ["row", "images", "epochs", "accuracy", "AUC by greatest probability", "by entropy"]
     header += ["ECE", "NLL", "seconds", "seeds", "paper: accuracy, AUC, ECE"]
     others = "; ".join(
