@@ -192,8 +192,8 @@ def _row(name: str, method: str, records: list[dict], references: dict) -> list[
 NOTE = f"""
 Mean +- standard error over splits, test RMSE and log-likelihood in the units of the data. Guides:
 {STEPS["mean_field"]} steps of mean field and {STEPS["kivi"]} of the others, three times as many for
-kin8nm and protein and fifteen times for naval, on minibatches of 256 rows there; small initial
-weights, else the settings of `uci.py`; their draws are moved by
+kin8nm, protein and naval's KIVI, fifteen times for naval's others, on minibatches of 256 rows
+there; small initial weights, else the settings of `uci.py`; their draws are moved by
 `refine(frame="{FRAME}", quantities=...)`. The reference, a longer run of `refine` from small draws
 of the prior, is of the same splits where a difference is given. The frame was chosen on split 0 of
 Boston, naval's steps on split 0 of naval, the budget by the time there was. The papers' numbers are
