@@ -219,7 +219,8 @@ class Fit(Printed):
     ) -> Fit:
         """What :meth:`save` wrote. Only load files that you have written: pickles can do anything.
 
-        The model gets the parameters that it had learnt: in its modules, or in Pyro's store.
+        The model gets the parameters that it had learnt: in its modules, or in Pyro's store. All
+        that has no place yet is put on the CPU, the guide too.
 
         :param path: of the file.
         :param model: that was fitted, with its ``args`` and ``kwargs``.

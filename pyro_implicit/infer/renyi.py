@@ -160,8 +160,10 @@ class ImplicitRenyiELBO(HierarchicalELBO):
         loss = -log_means.sum() / (1 - self.alpha)
         value = 0.0 if is_tracing() else float(loss)
         if not math.isfinite(value):
-            for pair in pairs:
-                refuse_nonfinite(*pair, type(self).__name__, self.num_steps_taken)
+            lost = (
+                i for i, (term, _) in enumerate(parts) if (term.isnan() | term.isposinf()).any()
+            )
+            refuse_nonfinite(*pairs[next(lost, 0)], type(self).__name__, self.num_steps_taken)
         weights = power.softmax(0)
         if is_one_trace and len(self._paths) == 1:
             self._weighing.weights = self.alpha + (1 - self.alpha) * weights

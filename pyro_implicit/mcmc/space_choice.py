@@ -189,9 +189,9 @@ def _begin(density: ChainDensity, plan: Plan) -> Chains:
     position = frame.to_white(starts.points)
     log_density, gradient = density.score(frame.to_points(position))
     state = ChainState(position, log_density, frame.pull_back(gradient))
-    chains = Chains(state, ChEES(), frame, plan.kind, History(2 * (3 * plan.max_draws // 4)))
+    kernel = ChEES(max_leapfrogs=plan.max_leapfrogs)
+    chains = Chains(state, kernel, frame, plan.kind, History(2 * (3 * plan.max_draws // 4)))
     chains.space, chains.middle = density.space, density.middle
     chains.replaced_starts = starts.replaced
-    chains.kernel.max_leapfrogs = plan.max_leapfrogs
     chains.start(density)
     return chains

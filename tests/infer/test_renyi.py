@@ -357,3 +357,24 @@ def test_a_guide_reparameterised_in_part_is_refused():
 
     with pytest.raises(NotImplementedError, match="site 'x'.*reparameterised in part.*Cure"):
         ImplicitRenyiELBO(0.5, 2, vectorize_particles=False).loss_and_grads(model, partial)
+
+
+@pytest.mark.filterwarnings("ignore:Encountered NaN")  # Pyro's own
+@pytest.mark.parametrize("vectorize", ["vmap", False])
+def test_the_particle_without_a_number_is_blamed(vectorize):
+    """Not the first one, where each runs by itself."""
+    calls = []
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        calls.append(x)
+        unknown = x * math.nan if vectorize or len(calls) % 3 == 0 else x
+        with pyro.validation_enabled(False):
+            pyro.factor("term", unknown)
+
+    def guide():
+        pyro.sample("x", dist.Normal(pyro.param("loc", torch.tensor(0.0)), 1.0))
+
+    elbo = ImplicitRenyiELBO(0.5, 3, vectorize_particles=vectorize)
+    with pytest.raises(ArithmeticError, match="log-probability of site 'term' is nan"):
+        elbo.loss(model, guide)
