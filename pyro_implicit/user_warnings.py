@@ -36,7 +36,7 @@ def warn_user(message: str | Warning, category: type[Warning] = UserWarning) -> 
     warnings.warn(message, category, stacklevel=level)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """An error's kind and the first line of what it says: Pyro adds the shapes of all sites.
 
     **Example:**

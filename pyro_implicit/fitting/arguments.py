@@ -12,7 +12,7 @@ from pyro.infer.autoguide import AutoGuide
 
 from pyro_implicit.user_warnings import warn_user
 
-__all__ = ["refuse_counts", "refuse_misplaced", "refuse_validation", "warn_of_stored_values"]
+__all__ = ["refuse_misplaced", "refuse_validation", "warn_of_stored_values"]
 
 
 def refuse_misplaced(model: Any, guide: Any, loss: Any) -> None:
@@ -49,16 +49,6 @@ def refuse_misplaced(model: Any, guide: Any, loss: Any) -> None:
             f"{'the class ' + loss.__name__ if inspect.isclass(loss) else repr(loss)}. Cure: "
             f"loss={wanted}; if it is an argument of your model, model_kwargs={{'loss': ...}}"
         )
-
-
-def refuse_counts(**counts: int) -> None:
-    """Check that there is at least one of each.
-
-    :raises ValueError: naming the argument.
-    """
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, but got {count}")
 
 
 def refuse_validation(validation: Any, batches: Any, amortize: Any) -> None:

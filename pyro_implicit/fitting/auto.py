@@ -13,13 +13,13 @@ from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide
 
 from pyro_implicit.compiled import CompileMode, check_mode
+from pyro_implicit.counts import refuse_counts
 from pyro_implicit.density.engine import SubsampledError
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.lost_gradients import warn_of_lost_gradients
 from pyro_implicit.density.turns import in_turn
 from pyro_implicit.fitting.amortized import Amortize, fit_amortized, refuse_amortizing
 from pyro_implicit.fitting.arguments import (
-    refuse_counts,
     refuse_misplaced,
     refuse_validation,
     warn_of_stored_values,
@@ -191,6 +191,7 @@ def fit(
     refuse_misplaced(model, guide, loss)
     check_mode(compile)
     refuse_counts(num_steps=num_steps, epochs=epochs, num_particles=num_particles)
+    refuse_counts(checkpoint_every=checkpoint_every)
     if amortize is not None:
         refuse_amortizing(guide, refine)
     refuse_validation(validation, batches, amortize)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_implicit.compiled import CompileMode, check_mode
+from pyro_implicit.counts import refuse_counts
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.progress import progress_bar
@@ -36,7 +37,7 @@ from pyro_implicit.mcmc.spaces import Plan, density_of
 from pyro_implicit.mcmc.stopping import Tracked, tracked
 from pyro_implicit.mcmc.teaching import check_teachable
 from pyro_implicit.mcmc.teaching import teach as teach_guide
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.user_warnings import first_line, warn_user
 
 __all__ = ["refine"]
 
@@ -205,9 +206,9 @@ def refine(
         )
     num_chains = 256 if num_chains is None else num_chains
     _check_arguments(num_chains, frame)
-    _check_counts(max_gradients=max_gradients, max_leapfrogs=max_leapfrogs)
-    _check_counts(LEAST_KEPT, max_draws=max_draws)
-    _check_counts(checkpoint_every=checkpoint_every)
+    refuse_counts(max_gradients=max_gradients, max_leapfrogs=max_leapfrogs)
+    refuse_counts(LEAST_KEPT, max_draws=max_draws)
+    refuse_counts(checkpoint_every=checkpoint_every)
     check_mode(compile)
     kwargs = {**kwargs, **(model_kwargs or {})}
     if seed is not None:
@@ -289,8 +290,8 @@ def refine(
         taught = teach_guide(guide, result.moving(), *args, progress=progress, model_kwargs=kwargs)
     except (KeyboardInterrupt, *IMPOSSIBLE) as error:
         warn_user(
-            f"the chains are done, but the guide learnt nothing from them ({type(error).__name__}: "
-            f"{error}). Cure: teach(guide, result.get_samples(), ...)"
+            "the chains are done, but the guide learnt nothing from them "
+            f"({first_line(error)}). Cure: teach(guide, result.get_samples(), ...)"
         )
         return result
     return replace(result, taught=taught)
@@ -318,12 +319,6 @@ def _check_teachable(density: LatentDensity, plan: Plan) -> None:
         raise ValueError("teach wants a guide, and these are draws. Cure: teach=False")
     example = density.constrain(density.init_loc.expand(2, -1))
     check_teachable(plan.guide, example, plan.args, plan.kwargs)
-
-
-def _check_counts(least: int = 1, **counts: int) -> None:
-    for name, count in counts.items():
-        if count < least:
-            raise ValueError(f"{name} must be at least {least}, but got {count}")
 
 
 def _check_arguments(num_chains: int, frame: str) -> None:

@@ -29,6 +29,11 @@ WRONG = [
     (lambda: fit(model, Y, Y), TypeError, 'but got a Tensor.*Cure: fit(model, "auto", x, y)'),
     (lambda: fit(model, {"x": Y}), TypeError, "but got a dict: the model's arguments come after"),
     (lambda: fit(model, "auto", Y, num_steps=0), ValueError, "num_steps must be at least 1"),
+    (
+        lambda: fit(model, "auto", Y, checkpoint_every=0),
+        ValueError,
+        "checkpoint_every must be at least 1",
+    ),
     (lambda: fit(model, None, Y), TypeError, 'must be "auto" or a guide, but got a NoneType'),
     (lambda: fit(model, AutoNormal, Y), TypeError, "the class AutoNormal.*AutoNormal(model), ...)"),
     (lambda: fit(model, "nuts", Y), ValueError, "\"auto\" or a guide, but got 'nuts'"),
