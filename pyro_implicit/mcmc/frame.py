@@ -93,7 +93,8 @@ def estimate_frame(draws: Tensor, kind: FrameKind) -> WhiteningFrame:
     count, dim = draws.shape
     draws = _without_outliers(draws)
     loc, scale = draws.mean(0), draws.std(0)
-    rounding = torch.finfo(draws.dtype).eps * draws.abs().amax(0)
+    info = torch.finfo(draws.dtype)
+    rounding = info.eps * draws.abs().amax(0) + math.sqrt(info.tiny)  # dead weights decay to 1e-40
     scale = torch.where(scale > rounding, scale, torch.ones_like(scale))
     if kind == "diagonal" or dim == 1:
         return WhiteningFrame(loc, scale)

@@ -24,6 +24,7 @@ __all__ = ["check_scaling", "minibatch_frame", "start_chains"]
 MAX_FULL_DIM = 100
 FRAME_DRAWS = 64
 LEAST_DRAWS = 20
+MAX_POINTS = 8  # at which the information is measured
 MAX_VALUES = 10**7  # drawn at once
 
 
@@ -66,7 +67,8 @@ def minibatch_frame(
     Coordinates that do not vary, and all if fewer than twenty draws are given, have the scales
     :math:`(s^{-2} + F)^{-1/2}` of the prior's, s, and of what the data say there, F: with E
     minibatches in an epoch, the variance of their gradients over E - 1, which is the diagonal of
-    Fisher's information where the model is right.
+    Fisher's information where the model is right; the mean over the draws that are given, as
+    between the members of an ensemble there is nothing.
     """
     dim, given = density.latent_dim, None
     if isinstance(guide, Mapping):
@@ -79,8 +81,11 @@ def minibatch_frame(
             return estimate_frame(draws, "full")
     chunk = max(1, min(count, MAX_VALUES // dim))
     moments = _Moments(dim, density.init_loc)
+    points = None
     if given:
-        moments.add(latent_draws(density, guide, count, args, kwargs))
+        points = latent_draws(density, guide, count, args, kwargs)
+        moments.add(points)
+        points = points[points.isfinite().all(-1)][:MAX_POINTS]
     else:
         for start in range(0, count, chunk):
             size = min(chunk, count - start)
@@ -93,20 +98,25 @@ def minibatch_frame(
             prior.add(density.sample_prior(min(chunk, FRAME_DRAWS - start)))
         spread = prior.sd()
         spread = torch.where(spread > 0, spread, 1.0)
-        spread = (spread**-2 + _information(density, moments.mean, stream)).rsqrt()
+        if points is None or not len(points):
+            points = moments.mean.unsqueeze(0)
+        spread = (spread**-2 + _information(density, points, stream)).rsqrt()
         scale = torch.where(fixed, spread, scale)
     return WhiteningFrame(moments.mean.clone(), scale)
 
 
-def _information(density: MinibatchDensity, point: Tensor, stream: BatchStream) -> Tensor:
-    """The diagonal of Fisher's information at a point, 0 where gradients are not finite."""
+def _information(density: MinibatchDensity, points: Tensor, stream: BatchStream) -> Tensor:
+    """The diagonal of Fisher's information, mean over points, 0 where gradients are not
+    finite."""
     if stream.epoch_length == 1:
-        return torch.zeros_like(point)
-    moments = _Moments(len(point), point)
+        return torch.zeros_like(points[0])
+    each = [_Moments(points.shape[-1], points) for _ in points]
     for seed, batch in enumerate(stream.probed):
         density.use(batch, seed)
-        moments.add(density.score(point.unsqueeze(0))[1])
-    return moments.sd().square() / (stream.epoch_length - 1)
+        for moments, gradient in zip(each, density.score(points)[1], strict=True):
+            moments.add(gradient.unsqueeze(0))
+    information = torch.stack([moments.sd().square() for moments in each]).mean(0)
+    return information / (stream.epoch_length - 1)
 
 
 def start_chains(

@@ -210,6 +210,23 @@ def test_a_point_has_scales_of_prior_and_information():
     torch.testing.assert_close(frame.scale, torch.full_like(frame.scale, 2.0), rtol=0.3, atol=0)
 
 
+def test_information_is_that_at_the_members_and_not_between_them():
+    """Half-way between (1, 1) and (-1, -1) their product does not change with one of them."""
+
+    def product(x, y):
+        factors = pyro.sample("factors", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
+        with pyro.plate("rows", ROWS, subsample_size=len(x)):
+            pyro.sample("y", dist.Normal(factors.prod() * x[:, 0], 0.5), obs=y)
+
+    y = X[:, 0] + 0.5 * torch.randn(ROWS, generator=GENERATOR, dtype=torch.float64)
+    stream = BatchStream(DataLoader(TensorDataset(X, y), 20, shuffle=True))
+    density = MinibatchDensity(product, batch=stream.probed[0])
+    members = {"factors": torch.tensor([[1.0, 1.0], [-1.0, -1.0]], dtype=torch.float64)}
+    frame = minibatch_frame(density, members, (), {}, stream)
+    ratio = frame.scale * (1 + X[:, 0].square().sum() / 0.25).sqrt()
+    assert ((0.5 < ratio) & (ratio < 2)).all()  # sixteen minibatches; between the members it is 20
+
+
 def test_many_dimensions_have_a_diagonal_frame():
     def model(y):
         x = pyro.sample("x", dist.Normal(torch.zeros(150), 1.0).to_event(1))
