@@ -55,9 +55,15 @@ def jacobian_products(function: Function, inputs: Tensor) -> tuple[Function, Fun
     :param inputs: ``(*batch, d)``.
     :returns: ``v -> J v``, from ``(*batch, d)`` to ``(*batch, m)``, and ``u -> J^T u`` back.
     """
-    inputs = inputs.contiguous()  # forward mode cannot write into expanded tensors
-    pull = vjp(function, inputs)[1]
-    return lambda v: forward_product(function, inputs, v)[1], lambda u: pull(u)[0]
+    value, pull = vjp(function, inputs)
+
+    @functools.cache  # for all vectors, once as a constant and once differentiable
+    def push(differentiable: bool) -> Callable[[Tensor], tuple[Tensor]]:
+        # The pullback is linear, and its own pullback is the product. Forward mode would run the
+        # function again for each vector, and its rules are slow where parameters are constant.
+        return vjp(lambda u: pull(u)[0], torch.zeros_like(value))[1]
+
+    return lambda v: push(torch.is_grad_enabled())(v)[0], lambda u: pull(u)[0]
 
 
 def forward_product(function: Function, inputs: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
