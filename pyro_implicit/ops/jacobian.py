@@ -55,7 +55,7 @@ def jacobian_products(function: Function, inputs: Tensor) -> tuple[Function, Fun
     :param inputs: ``(*batch, d)``.
     :returns: ``v -> J v``, from ``(*batch, d)`` to ``(*batch, m)``, and ``u -> J^T u`` back.
     """
-    value, pull = vjp(function, inputs)
+    value, pull = vjp(function, inputs)[:2]
 
     @functools.cache  # for all vectors, once as a constant and once differentiable
     def push(differentiable: bool) -> Callable[[Tensor], tuple[Tensor]]:
