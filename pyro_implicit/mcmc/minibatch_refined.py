@@ -15,6 +15,7 @@ from pyro_implicit.mcmc.arviz_export import ArvizExport
 from pyro_implicit.mcmc.draw_store import DrawStore
 from pyro_implicit.mcmc.step_choice import StepChoice
 from pyro_implicit.ops.printing import Printed
+from pyro_implicit.ops.site_parts import site_parts
 
 __all__ = ["MinibatchRefined", "SitesOf"]
 
@@ -33,11 +34,8 @@ class SitesOf:
     like: Tensor
 
     def __call__(self, latent: Tensor) -> dict[str, Tensor]:
-        parts = latent.to(self.like).split([shape.numel() for shape in self.shapes.values()], -1)
-        return {
-            name: self.transforms[name](part.reshape(latent.shape[:-1] + shape))
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        }
+        parts = site_parts(latent.to(self.like), self.shapes)
+        return {name: self.transforms[name](part) for name, part in parts.items()}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
