@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_implicit.mcmc.arviz_export import ArvizExport
 from pyro_implicit.mcmc.draw_store import DrawStore
 from pyro_implicit.mcmc.step_choice import StepChoice
-from pyro_implicit.ops.printing import Printed
+from pyro_implicit.ops.printing import Printed, aligned
 from pyro_implicit.ops.site_parts import site_parts
 
 __all__ = ["MinibatchRefined", "SitesOf"]
@@ -140,5 +140,4 @@ class MinibatchRefined(Printed, ArvizExport):
             rows["temperature of velocities"] = f"{self.temperature:.3f}"
         if self.replaced:
             rows["chains replaced"] = str(self.replaced)
-        width = max(map(len, rows))
-        return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows.items())
+        return aligned(rows)
