@@ -34,6 +34,7 @@ __all__ = [
     "markdown_table",
     "missing_runs",
     "read_records",
+    "run_missing",
     "seconds",
     "spread",
     "time_limit",
@@ -149,6 +150,17 @@ def missing_runs(path: Path, keys: Iterable[Record]) -> Iterator[Record]:
     for key in (bar := tqdm(todo, unit="run")):
         bar.set_description(" ".join(str(value) for value in key.values()))
         yield key
+
+
+def run_missing(path: Path, keys: Iterable[Record], work: Callable[[Record], Record]) -> None:
+    """Appends the records that are missing.
+
+    :param keys: as for :func:`missing_runs`.
+    :param work: what there is to say of one of them, besides its key and the machine.
+    """
+    machine = environment("cpu")
+    for key in missing_runs(path, keys):
+        append_record(path, key | work(key) | machine)
 
 
 def append_record(path: Path, record: Record) -> None:

@@ -43,14 +43,12 @@ from torch import Tensor
 from benchmarks.common import (
     RESULTS,
     add_output_arguments,
-    append_record,
     attempt,
     cosine_adam,
-    environment,
     fit,
     markdown_table,
-    missing_runs,
     read_records,
+    run_missing,
     spread,
     write_page,
 )
@@ -188,16 +186,17 @@ def run(name: str, method: str, seed: int, args: argparse.Namespace) -> dict[str
 
 def run_all(args: argparse.Namespace) -> None:
     settings = {key: getattr(args, key) for key in ("steps", "particles", "lr")}
-    machine = environment("cpu")
     keys = (
         {"potential": potential, "method": method, "seed": seed} | settings
         for seed in range(args.seeds)
         for potential in args.potentials
         for method in args.methods
     )
-    for key in missing_runs(args.out, keys):
-        result = attempt(run, key["potential"], key["method"], key["seed"], args)
-        append_record(args.out, key | result | machine)
+    run_missing(
+        args.out,
+        keys,
+        lambda key: attempt(run, key["potential"], key["method"], key["seed"], args),
+    )
 
 
 NOTE = """Sliced 2-Wasserstein distance to draws from the grid, 10,000 draws each; mean (least to

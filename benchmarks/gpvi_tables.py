@@ -43,14 +43,12 @@ from torch.distributions import constraints
 from benchmarks.common import (
     RESULTS,
     add_output_arguments,
-    append_record,
     attempt,
     cosine_adam,
-    environment,
     fit,
     markdown_table,
-    missing_runs,
     read_records,
+    run_missing,
     write_page,
 )
 from pyro_implicit import AutoImplicit, AutoSemiImplicit, ResidualGenerator
@@ -304,16 +302,15 @@ def run(name: str, method: str, seed: int, args: argparse.Namespace) -> dict[str
 
 def run_all(args: argparse.Namespace) -> None:
     settings = {key: getattr(args, key) for key in SETTINGS}
-    machine = environment("cpu")
     keys = (
         {"table": table, "method": method, "seed": seed} | settings
         for seed in range(args.seeds)
         for table in args.tables
         for method in args.methods
     )
-    for key in missing_runs(args.out, keys):
-        result = attempt(run, key["table"], key["method"], key["seed"], args)
-        append_record(args.out, key | result | machine)
+    run_missing(
+        args.out, keys, lambda key: attempt(run, key["table"], key["method"], key["seed"], args)
+    )
 
 
 def spread(values: list[float]) -> str:

@@ -12,22 +12,25 @@ draws. All cases take turns in one process, a minute or two::
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 
-import pyro
-import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuideList, AutoNormal, init_to_mean
-from tqdm import trange
 
-from benchmarks.common import RESULTS, add_machine_arguments, environment
-from benchmarks.vectorization_speed import BNN, NUM_FEATURES, NUM_ROWS, Case, report
+from benchmarks.common import RESULTS, add_machine_arguments
+from benchmarks.vectorization_speed import BNN, Case, measure
 from pyro_implicit import KIVI_ELBO, MLP, AutoImplicit
 from pyro_implicit.infer import ImplicitELBO
 
 NUM_DRAWS = 100
+PARTICLES, CONTRASTS = (1, 10, 100), ("adaptive", "prior")
+# Each case beside the one it is compared with.
+PAIRS = [
+    (f"KIVI {contrast}, {particles}", f"mean-field, {particles}")
+    for particles in PARTICLES
+    for contrast in CONTRASTS
+]
 
 
 def layerwise(model: BNN) -> AutoGuideList:
@@ -43,41 +46,14 @@ def layerwise(model: BNN) -> AutoGuideList:
 def make_cases(device: str) -> dict[str, Case]:
     model = BNN(device)
     cases = {}
-    for particles in (1, 10, 100):
+    for particles in PARTICLES:
         cases[f"mean-field, {particles}"] = Case(
             AutoNormal(model, init_loc_fn=init_to_mean), ImplicitELBO(particles)
         )
-        for contrast in ("adaptive", "prior"):
+        for contrast in CONTRASTS:
             elbo = KIVI_ELBO(particles, NUM_DRAWS, NUM_DRAWS, contrast=contrast)
             cases[f"KIVI {contrast}, {particles}"] = Case(layerwise(model), elbo)
     return cases
-
-
-def main(args: argparse.Namespace) -> None:
-    torch.set_num_threads(args.threads)
-    pyro.set_rng_seed(args.seed)
-    x = torch.randn(NUM_ROWS, NUM_FEATURES, device=args.device)
-    data = x, torch.sin(x.sum(-1))
-    cases = make_cases(args.device)
-    for turn in trange(args.turns + 1, unit="turn"):
-        for case in cases.values():
-            case.take_turn(data, args.seconds)
-            if turn == 0:
-                case.forget()
-    summaries = {name: case.summary() for name, case in cases.items()}
-    ratios = {}
-    for name in cases:
-        method, particles = name.split(", ")
-        if method != "mean-field":
-            other = f"mean-field, {particles}"
-            ratios[f"{name} / {other}"] = (
-                summaries[name]["median_ms"] / summaries[other]["median_ms"]
-            )
-    settings = {"draws": NUM_DRAWS, "turns": args.turns, "seed": args.seed}
-    result = environment(args.device) | settings | {"cases": summaries, "ratios": ratios}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(report(result))
 
 
 if __name__ == "__main__":
@@ -87,4 +63,5 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "kivi_speed.json")
     add_machine_arguments(parser)
-    main(parser.parse_args())
+    args = parser.parse_args()
+    measure(args, partial(make_cases, args.device), PAIRS, {"draws": NUM_DRAWS})

@@ -37,13 +37,11 @@ from benchmarks import refine_toy, toy_classification
 from benchmarks.common import (
     RESULTS,
     add_output_arguments,
-    append_record,
     cosine_adam,
-    environment,
     fit,
     markdown_table,
-    missing_runs,
     read_records,
+    run_missing,
     write_page,
 )
 from pyro_implicit.infer import ImplicitELBO
@@ -192,7 +190,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    machine = environment("cpu")
     names = ["steps", "max_gradients", "warmup", "draws"]
     settings = {name: getattr(args, name) for name in names}
     methods = args.methods
@@ -205,11 +202,13 @@ def run_all(args: argparse.Namespace) -> None:
         for model in args.models
         for method in methods
     )
-    for key in missing_runs(args.out, keys):
+
+    def work(key: dict[str, Any]) -> dict[str, Any]:
         pyro.clear_param_store()
         pyro.set_rng_seed(key["seed"])
-        found = RUNS[key["method"]](key["model"], key["seed"], args)
-        append_record(args.out, key | found | machine)
+        return RUNS[key["method"]](key["model"], key["seed"], args)
+
+    run_missing(args.out, keys, work)
 
 
 def main(args: argparse.Namespace) -> None:

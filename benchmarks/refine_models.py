@@ -34,13 +34,11 @@ from torch import Tensor
 from benchmarks.common import (
     RESULTS,
     add_output_arguments,
-    append_record,
     cosine_adam,
-    environment,
     fit,
     markdown_table,
-    missing_runs,
     read_records,
+    run_missing,
     write_page,
 )
 from pyro_implicit.density import LatentDensity
@@ -171,7 +169,6 @@ def run(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    machine = environment("cpu")
     keys = []
     for name in args.models:
         for seed in (None, *range(args.seeds)):  # the reference has no seed
@@ -179,10 +176,12 @@ def run_all(args: argparse.Namespace) -> None:
             if seed is None:
                 names = ["chains", "reference_gradients"]
             keys.append({"model": name, "seed": seed} | {key: getattr(args, key) for key in names})
-    for key in missing_runs(args.out, keys):
+
+    def work(key: dict[str, Any]) -> dict[str, Any]:
         name, seed = key["model"], key["seed"]
-        found = run_reference(name, args) if seed is None else run(name, seed, args)
-        append_record(args.out, key | found | machine)
+        return run_reference(name, args) if seed is None else run(name, seed, args)
+
+    run_missing(args.out, keys, work)
 
 
 def against(found: dict[str, list[float]], truth: dict[str, list[float]]) -> tuple[str, ...]:

@@ -26,13 +26,11 @@ from pyro.infer.autoguide import AutoNormal, init_to_value
 from benchmarks.common import (
     RESULTS,
     add_output_arguments,
-    append_record,
     cosine_adam,
-    environment,
     fit,
     markdown_table,
-    missing_runs,
     read_records,
+    run_missing,
     write_page,
 )
 from benchmarks.posteriordb import data
@@ -102,7 +100,6 @@ def run(name: str, kind: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    machine = environment("cpu")
     names = ["seed", "chains", "max_gradients"]
     settings = {name: getattr(args, name) for name in names}
     keys = (
@@ -110,8 +107,7 @@ def run_all(args: argparse.Namespace) -> None:
         for kind in args.starts
         for name in args.posteriors
     )
-    for key in missing_runs(args.out, keys):
-        append_record(args.out, key | run(key["posterior"], key["start"], args) | machine)
+    run_missing(args.out, keys, lambda key: run(key["posterior"], key["start"], args))
 
 
 def report(path: Path) -> str:

@@ -32,11 +32,9 @@ from torch import Tensor
 from benchmarks.common import (
     RESULTS,
     add_output_arguments,
-    append_record,
-    environment,
     markdown_table,
-    missing_runs,
     read_records,
+    run_missing,
     write_page,
 )
 from pyro_implicit.density import LatentDensity
@@ -229,15 +227,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    machine = environment("cpu")
     settings = {"chains": args.chains, "max_gradients": args.max_gradients}
     keys = (
         {"target": name, "seed": seed} | settings
         for seed in range(args.seeds)
         for name in args.targets
     )
-    for key in missing_runs(args.out, keys):
-        append_record(args.out, key | run(key["target"], key["seed"], args) | machine)
+    run_missing(args.out, keys, lambda key: run(key["target"], key["seed"], args))
 
 
 def main(args: argparse.Namespace) -> None:

@@ -30,13 +30,11 @@ from benchmarks import refine_toy, toy_classification
 from benchmarks.common import (
     RESULTS,
     add_output_arguments,
-    append_record,
     cosine_adam,
-    environment,
     fit,
     markdown_table,
-    missing_runs,
     read_records,
+    run_missing,
     write_page,
 )
 from benchmarks.hard_geometries import EIGHT_SCHOOLS, problem
@@ -177,7 +175,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    machine = environment("cpu")
     settings = {name: getattr(args, name) for name in ("steps", "chains", "max_gradients")}
     keys = (
         {"target": name, "guide": kind, "seed": seed} | settings
@@ -185,9 +182,7 @@ def run_all(args: argparse.Namespace) -> None:
         for name, kind in PAIRS
         if name in args.targets
     )
-    for key in missing_runs(args.out, keys):
-        found = run(key["target"], key["guide"], key["seed"], args)
-        append_record(args.out, key | found | machine)
+    run_missing(args.out, keys, lambda key: run(key["target"], key["guide"], key["seed"], args))
 
 
 def main(args: argparse.Namespace) -> None:

@@ -31,13 +31,11 @@ from torch import Tensor
 from benchmarks.common import (
     RESULTS,
     add_output_arguments,
-    append_record,
     cosine_adam,
-    environment,
     fit,
     markdown_table,
-    missing_runs,
     read_records,
+    run_missing,
     write_page,
 )
 from benchmarks.toy_classification import (
@@ -160,7 +158,6 @@ def reference(path: Path) -> dict[str, Any]:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    machine = environment("cpu")
     args.grid = reference(args.reference)["grid"]
     names = ["grid", "steps", "lr", "particles", "draws", "chains", "max_gradients"]
     settings = {name: getattr(args, name) for name in names}
@@ -169,8 +166,7 @@ def run_all(args: argparse.Namespace) -> None:
         for seed in range(args.seeds)
         for guide in args.guides
     )
-    for key in missing_runs(args.out, keys):
-        append_record(args.out, key | run(key["guide"], key["seed"], args) | machine)
+    run_missing(args.out, keys, lambda key: run(key["guide"], key["seed"], args))
 
 
 def report(path: Path, nuts: dict[str, Any]) -> str:

@@ -42,14 +42,12 @@ from torch import Tensor
 from benchmarks.common import (
     RESULTS,
     add_output_arguments,
-    append_record,
     attempt,
     cosine_adam,
-    environment,
     fit,
     markdown_table,
-    missing_runs,
     read_records,
+    run_missing,
     spread,
     write_page,
 )
@@ -230,7 +228,6 @@ def run(method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    machine = environment("cpu")
     keys = []
     for method in args.methods:
         names = ["grid", "steps", "lr", "particles", "draws"]
@@ -239,9 +236,7 @@ def run_all(args: argparse.Namespace) -> None:
             names, seeds = ["grid", "nuts_draws", "nuts_warmup", "nuts_tree_depth"], 1
         settings = {name: getattr(args, name) for name in names}
         keys += [{"method": method, "seed": seed} | settings for seed in range(seeds)]
-    for key in missing_runs(args.out, keys):
-        result = attempt(run, key["method"], key["seed"], args)
-        append_record(args.out, key | result | machine)
+    run_missing(args.out, keys, lambda key: attempt(run, key["method"], key["seed"], args))
 
 
 def difference(left: dict[str, Any], right: dict[str, Any]) -> float:

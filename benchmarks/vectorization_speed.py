@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -123,23 +124,32 @@ def make_cases(device: str, num_particles: int) -> dict[str, Case]:
     }
 
 
-def main(args: argparse.Namespace) -> None:
+def measure(
+    args: argparse.Namespace,
+    make_cases: Callable[[], dict[str, Case]],
+    pairs: Iterable[tuple[str, str]],
+    settings: dict[str, Any],
+) -> None:
+    """Lets all cases take turns, and writes and prints what their steps took.
+
+    :param pairs: of cases whose medians are to be compared.
+    :param settings: to be written along with turns and seed.
+    """
     torch.set_num_threads(args.threads)
     pyro.set_rng_seed(args.seed)
     x = torch.randn(NUM_ROWS, NUM_FEATURES, device=args.device)
     data = x, torch.sin(x.sum(-1))
-    cases = make_cases(args.device, args.particles)
+    cases = make_cases()
     for turn in trange(args.turns + 1, unit="turn"):
         for case in cases.values():
             case.take_turn(data, args.seconds)
             if turn == 0:
                 case.forget()
-
     summaries = {name: case.summary() for name, case in cases.items()}
     ratios = {}
-    for name, other in PAIRS:
+    for name, other in pairs:
         ratios[f"{name} / {other}"] = summaries[name]["median_ms"] / summaries[other]["median_ms"]
-    settings = {"particles": args.particles, "turns": args.turns, "seed": args.seed}
+    settings = settings | {"turns": args.turns, "seed": args.seed}
     result = environment(args.device) | settings | {"cases": summaries, "ratios": ratios}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -170,4 +180,6 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "vectorization_speed.json")
     add_machine_arguments(parser)
-    main(parser.parse_args())
+    args = parser.parse_args()
+    make = partial(make_cases, args.device, args.particles)
+    measure(args, make, PAIRS, {"particles": args.particles})

@@ -19,7 +19,7 @@ from benchmarks.broken_guides.faults import SIZES
 from benchmarks.broken_guides.run import OUT
 from benchmarks.broken_guides.split import LOOK, SCORE
 from benchmarks.common import markdown_table, read_records, write_page
-from benchmarks.posteriordb.verdicts import confusion, true_class
+from benchmarks.posteriordb.verdicts import confusion, failures, true_class
 
 Records = list[dict[str, Any]]
 
@@ -117,8 +117,6 @@ def picture(records: Records, path: Path) -> None:
 def page(records: Records) -> str:
     """The Markdown page of all records."""
     judged = [record for record in records if "error" not in record]
-    failed = [record for record in records if "error" in record]
-    lines = [f"* {r['posterior']} {r['guide']}: {r['error']}".split("\n")[0] for r in failed]
     broken = [record for record in judged if record["kind"] != "none"]
     names = {record["posterior"] for record in judged}
     minutes = sum(record["cpu_seconds"] for record in records) / 60
@@ -133,7 +131,7 @@ def page(records: Records) -> str:
         "![shares of the verdicts by the size of each fault](broken_guides.png)\n",
         f"## Truth and verdict\n\n{confusion(judged)}",
         "## Failures\n",
-        "\n".join(lines or ["None."]) + "\n",
+        failures(records),
     ]
     return "\n".join(parts)
 

@@ -220,15 +220,20 @@ Findings with "!" say "do not trust", the others "check". Seconds are those of t
 """
 
 
+def failures(records: list[Record]) -> str:
+    """A line for each record of an error."""
+    failed = [record for record in records if "error" in record]
+    lines = [f"* {r['posterior']} {r['guide']}: {r['error']}".split("\n")[0] for r in failed]
+    return "\n".join(lines or ["None."]) + "\n"
+
+
 def report(records: list[Record]) -> str:
     """The Markdown page of all records."""
     judged = [record for record in records if "error" not in record]
-    failed = [record for record in records if "error" in record]
-    lines = [f"* {r['posterior']} {r['guide']}: {r['error']}".split("\n")[0] for r in failed]
     parts = {
         "Truth and verdict": confusion(judged) + "\n" + NOTE,
         "Each guide": table(judged),
-        "Failures": "\n".join(lines or ["None."]) + "\n",
+        "Failures": failures(records),
     }
     return "\n".join(["# Verdicts\n", *(f"## {head}\n\n{text}" for head, text in parts.items())])
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_implicit.density.validation import without_validation
 from pyro_implicit.user_warnings import first_line
+from pyro_implicit.wrappers import innermost
 
 if TYPE_CHECKING:
     from pyro_implicit.density.latent_density import LatentDensity
@@ -80,12 +81,6 @@ def _blame_gradient(density: LatentDensity, points: Tensor) -> str:
     )
 
 
-def _kind(fn: Any) -> str:
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    return type(fn).__name__
-
-
 def describe_nan(value: Tensor) -> str:
     """How many elements are NaN, in words; nothing if none is."""
     if not (isinstance(value, Tensor) and value.is_floating_point()):
@@ -121,13 +116,13 @@ def _reason(site: Site) -> str:
     if not inside.all():
         number = inside.numel() - int(inside.sum())
         return f"{what} is outside {fn.support} in {number} of {inside.numel()} elements"
+    kind = type(innermost(fn)).__name__
     if log_prob.isnan().any():
-        return f"its log-density is NaN: look at the parameters of {_kind(fn)}"
-    is_factor = _kind(fn) == "Unit"
+        return f"its log-density is NaN: look at the parameters of {kind}"
     number = int((~log_prob.isfinite()).sum())
     sign = "+inf" if (log_prob == torch.inf).any() else "-inf"
     return (
         f"the factor is {sign}"
-        if is_factor
+        if kind == "Unit"
         else f"its log-density is {sign} in {number} of {log_prob.numel()} elements"
     )

@@ -13,7 +13,17 @@ from torch.utils.flop_counter import flop_registry
 
 from pyro_implicit.compiled.dispatch import DispatchMode
 
-__all__ = ["PER_RUN", "count_operations", "estimated_seconds", "nearby", "seconds_near"]
+__all__ = [
+    "MAX_DENSE_DIM",
+    "PER_RUN",
+    "count_operations",
+    "estimated_seconds",
+    "nearby",
+    "seconds_near",
+]
+
+#: Latents up to which matrices over all of them are affordable: covariances, a climb's Hessians.
+MAX_DENSE_DIM = 100
 
 # Of one core of a CPU, measured on models of 4 to 100 latents, within a factor of two.
 PER_RUN = 3e-3  # Pyro's handlers

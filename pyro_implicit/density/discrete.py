@@ -18,6 +18,8 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
 
+from pyro_implicit.wrappers import innermost
+
 __all__ = ["DiscreteSum", "is_discrete_latent", "is_summable", "refuse_infinite"]
 
 Site = dict[str, Any]
@@ -47,11 +49,9 @@ def refuse_infinite(name: str, site: Site) -> None:
     cure = "sum it out by hand, in a distribution of its own or by pyro.factor with a logsumexp"
     if isinstance(fn, torch.distributions.Independent) and fn.base_dist.has_enumerate_support:
         cure = "a plate in place of .to_event, in which its elements are summed out one by one"
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
     raise ValueError(
-        f"site '{name}' is a discrete latent ({type(fn).__name__}) that Pyro cannot enumerate, and "
-        f"there is no density to follow the gradient of. Cure: {cure}"
+        f"site '{name}' is a discrete latent ({type(innermost(fn)).__name__}) that Pyro cannot "
+        f"enumerate, and there is no density to follow the gradient of. Cure: {cure}"
     )
 
 

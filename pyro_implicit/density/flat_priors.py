@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributions import biject_to
 from torch.utils import _pytree as pytree
 
+from pyro_implicit.wrappers import innermost
+
 __all__ = ["FlatPriorStart", "example_tensor", "is_flat"]
 
 
@@ -29,9 +31,7 @@ def is_flat(fn: Any) -> bool:
 
     :param fn: of a site.
     """
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    return isinstance(fn, dist.ImproperUniform)
+    return isinstance(innermost(fn), dist.ImproperUniform)
 
 
 class FlatPriorStart:

@@ -31,6 +31,7 @@ from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
 from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.density.supports import refuse_moving_supports
 from pyro_implicit.density.unfit_sites import refuse_unfit_sites, warn_of_missing_data
+from pyro_implicit.ops.site_parts import site_parts
 from pyro_implicit.user_warnings import first_line
 
 __all__ = ["LatentDensity"]
@@ -386,12 +387,7 @@ class LatentDensity:
 
         :param latent: ``(*batch, latent_dim)``.
         """
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        parts = latent.split(sizes, dim=-1)
-        return {
-            name: part.reshape(part.shape[:-1] + shape)
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        }
+        return site_parts(latent, self.shapes)
 
 
 def _total(trace: Trace) -> Tensor:

@@ -21,6 +21,7 @@ from pyro_implicit.density.data_sites import is_data
 from pyro_implicit.density.discrete import is_discrete_latent, refuse_infinite
 from pyro_implicit.density.supports import observation_outside
 from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.wrappers import innermost
 
 __all__ = ["refuse_unfit_sites", "warn_of_missing_data"]
 
@@ -173,9 +174,7 @@ def _refuse_boundless(name: str, site: Site) -> None:
 
 
 def _warn_of_angle(name: str, site: Site) -> None:
-    fn = site["fn"]
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
+    fn = innermost(site["fn"])
     if isinstance(fn, (SineBivariateVonMises, VonMises)):
         warn_user(
             f"latent '{name}' is an angle ({type(fn).__name__}) whose density repeats itself on "

@@ -35,7 +35,7 @@ MAX_FAULTS = 10  # of a kind
 MAX_TERMS = 3  # of a direction
 ENOUGH_TERMS = 0.8  # share of a direction's square that its terms need not exceed
 AS_BAD = 0.9  # a coordinate's share of the worst direction's error, to be named in its place
-MAX_DENSE_DIM = 300
+MAX_EIGH_DIM = 300
 KRYLOV_STEPS = 30
 
 
@@ -242,7 +242,7 @@ def _quadratic(products: list[Product], constants: Tensor, directions: Tensor | 
 def _extremes(products: list[Product]) -> Tensor:
     """Directions of the smallest and the largest eigenvalue of the sum, ``(m, 2)``."""
     dim = products[0][1].shape[-1]
-    if dim <= MAX_DENSE_DIM:
+    if dim <= MAX_EIGH_DIM:
         matrix = torch.stack([weight * left.mT @ right for weight, left, right in products]).sum(0)
         return torch.linalg.eigh(matrix + matrix.mT).eigenvectors[:, [0, -1]]
 

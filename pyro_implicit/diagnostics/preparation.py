@@ -11,6 +11,7 @@ import torch
 from pyro.infer import ELBO
 from torch import Tensor
 
+from pyro_implicit.density.cost import MAX_DENSE_DIM
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
 from pyro_implicit.diagnostics.findings import STORED
@@ -32,7 +33,6 @@ __all__ = [
 ]
 
 NUM_LOSSES = 20
-MAX_SEARCHED_DIM = 100
 #: What a guide or model says of numbers that it cannot work with.
 BAD_DRAWS = (ValueError, ArithmeticError, torch.linalg.LinAlgError)
 
@@ -103,7 +103,7 @@ def weigh_draws(
 
 def can_search(density: LatentDensity) -> bool:
     """Whether there is a way to look for modes."""
-    return density.latent_dim <= MAX_SEARCHED_DIM and density.is_vectorized
+    return density.latent_dim <= MAX_DENSE_DIM and density.is_vectorized
 
 
 def search_modes(density: LatentDensity, num_iterations: int | None = None) -> Tensor | None:

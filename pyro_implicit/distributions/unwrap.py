@@ -11,6 +11,7 @@ from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 
 from pyro_implicit.distributions.implicit import Draw, Implicit
+from pyro_implicit.wrappers import innermost
 
 __all__ = ["TransformedDraw", "draw_through", "find_implicit"]
 
@@ -41,11 +42,8 @@ def find_implicit(fn: torch.distributions.Distribution) -> Implicit | None:
 
     :param fn: a distribution, possibly inside ``to_event``, transforms or a mask.
     """
-    while not isinstance(fn, Implicit):
-        if not hasattr(fn, "base_dist"):
-            return None
-        fn = fn.base_dist
-    return fn
+    root = innermost(fn)
+    return root if isinstance(root, Implicit) else None
 
 
 def draw_through(

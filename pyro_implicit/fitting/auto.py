@@ -14,6 +14,7 @@ from pyro.infer.autoguide import AutoGuide
 
 from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.counts import refuse_counts
+from pyro_implicit.density.cost import MAX_DENSE_DIM
 from pyro_implicit.density.engine import SubsampledError
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.lost_gradients import warn_of_lost_gradients
@@ -30,7 +31,6 @@ from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.minibatch_stages import fit_batches, refine_batches
 from pyro_implicit.fitting.plan import (
-    MAX_DENSE_DIM,
     MOST_CHAINS,
     MOST_GRADIENTS,
     TRAINING_SECONDS,

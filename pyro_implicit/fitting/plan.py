@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pyro_implicit.density.cost import nearby, seconds_near
+from pyro_implicit.density.cost import MAX_DENSE_DIM, nearby, seconds_near
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import seconds_of_climb
 
 __all__ = ["ChainPlan", "Plan", "TimeLimit", "affordable_chains", "make_plan"]
 
-MAX_DENSE_DIM = 100
 SEARCH_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 20.0, 10, 1600
 TRAINING_SECONDS, LEAST_STEPS = 10.0, 200
 CHAIN_SECONDS, LEAST_CHAINS, MOST_CHAINS = 40.0, 32, 256

@@ -21,6 +21,7 @@ from pyro_implicit.density.supports import refuse_moving_supports
 from pyro_implicit.density.unfit_sites import refuse_unfit_sites
 from pyro_implicit.guides.row_data import trace_model
 from pyro_implicit.guides.summaries import DrawSummaries
+from pyro_implicit.ops.site_parts import site_parts
 
 __all__ = ["AutoDraws"]
 
@@ -144,22 +145,14 @@ class AutoDraws(DrawSummaries, AutoContinuous):
         args: tuple,
         kwargs: dict[str, Any],
     ) -> dict[str, Tensor]:
-        return self._split(self._draw(num_samples, *args, **kwargs))
+        latents = self._draw(num_samples, *args, **kwargs)
+        return site_parts(latents, self._unconstrained_shapes)
 
     def _constrain(self, latents: Tensor) -> dict[str, Tensor]:
         """By site, ``(n, *site_shape)`` of unconstrained latents ``(n, latent_dim)``."""
         nodes = self.prototype_trace.nodes
-        parts = self._split(latents).items()
+        parts = site_parts(latents, self._unconstrained_shapes).items()
         return {name: biject_to(nodes[name]["fn"].support)(value) for name, value in parts}
-
-    def _split(self, latents: Tensor) -> dict[str, Tensor]:
-        """By site, ``(n, *unconstrained_shape)``."""
-        shapes = self._unconstrained_shapes
-        parts = latents.split([shape.numel() for shape in shapes.values()], dim=-1)
-        return {
-            name: part.reshape(-1, *shape)
-            for (name, shape), part in zip(shapes.items(), parts, strict=True)
-        }
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As in torch; the guide must have been called once, as its parameters exist only then."""

@@ -16,7 +16,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_implicit.density.cost import nearby, seconds_near
+from pyro_implicit.density.cost import MAX_DENSE_DIM, nearby, seconds_near
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
 from pyro_implicit.guides.affine_frame import Frame
@@ -25,7 +25,6 @@ from pyro_implicit.user_warnings import first_line, warn_user
 
 __all__ = ["find_frame"]
 
-MAX_FULL_DIM = 100
 BUDGET = 1.0  # seconds
 NUM_MINIBATCHES, NUM_PARTICLES = 100, 8
 
@@ -105,7 +104,7 @@ class _MinibatchDensity(LatentDensity):
 
 def _gaussian(density: _MinibatchDensity, has_start: bool) -> Frame:
     num_evaluations = round(BUDGET / _seconds(density))
-    if density.latent_dim <= MAX_FULL_DIM:
+    if density.latent_dim <= MAX_DENSE_DIM:
         frame = _climb(density, num_evaluations, has_start)
         if frame is not None:
             return frame

@@ -18,6 +18,7 @@ from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide, AutoMultivariate
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_implicit.density.cost import MAX_DENSE_DIM
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.guides.posterior_draws import draw
@@ -27,8 +28,6 @@ from pyro_implicit.mcmc.noise_map import NoiseMap
 from pyro_implicit.mcmc.teaching import Taught, teach
 
 __all__ = ["AutoConditional"]
-
-MAX_DENSE_DIM = 100
 
 
 class AutoConditional(DrawSummaries, AutoGuide):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyro_implicit.ops.conditional_normal import from_standard, to_standard
 from pyro_implicit.ops.small_matrices import matvec, product, solve_triangular
+from pyro_implicit.wrappers import without_event
 
 __all__ = ["SUFFIX", "ConditionalReparam", "base_distribution", "unused_suffix"]
 
@@ -84,7 +85,7 @@ class ConditionalReparam(Reparam):
     @staticmethod
     def is_log_normal(fn: Any) -> bool:
         """Whether it is the logarithm that has location and scale."""
-        return isinstance(_without_event(fn), torch.distributions.LogNormal)
+        return isinstance(without_event(fn), torch.distributions.LogNormal)
 
     def apply(self, msg: ReparamMessage) -> ReparamResult:
         """Sample noise ``"{name}{suffix}"`` in place of the site, which is computed from it."""
@@ -136,14 +137,8 @@ def unused_suffix(latents: Collection[str], sites: Collection[str]) -> str:
 
 def base_distribution(fn: Any) -> Any:
     """A site's distribution without ``to_event``, and that of its logarithm if log-normal."""
-    fn = _without_event(fn)
+    fn = without_event(fn)
     return fn.base_dist if isinstance(fn, torch.distributions.LogNormal) else fn
-
-
-def _without_event(fn: Any) -> Any:
-    while isinstance(fn, torch.distributions.Independent):
-        fn = fn.base_dist
-    return fn
 
 
 class _Scalar:

@@ -14,7 +14,8 @@ from torch import Tensor
 from pyro_implicit.mcmc.arviz_export import ArvizExport
 from pyro_implicit.mcmc.draw_store import DrawStore
 from pyro_implicit.mcmc.step_choice import StepChoice
-from pyro_implicit.ops.printing import Printed
+from pyro_implicit.ops.printing import Printed, aligned
+from pyro_implicit.ops.site_parts import site_parts
 
 __all__ = ["MinibatchRefined", "SitesOf"]
 
@@ -33,11 +34,8 @@ class SitesOf:
     like: Tensor
 
     def __call__(self, latent: Tensor) -> dict[str, Tensor]:
-        parts = latent.to(self.like).split([shape.numel() for shape in self.shapes.values()], -1)
-        return {
-            name: self.transforms[name](part.reshape(latent.shape[:-1] + shape))
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        }
+        parts = site_parts(latent.to(self.like), self.shapes)
+        return {name: self.transforms[name](part) for name, part in parts.items()}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -142,5 +140,4 @@ class MinibatchRefined(Printed, ArvizExport):
             rows["temperature of velocities"] = f"{self.temperature:.3f}"
         if self.replaced:
             rows["chains replaced"] = str(self.replaced)
-        width = max(map(len, rows))
-        return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows.items())
+        return aligned(rows)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.density.blame import blame
+from pyro_implicit.density.cost import MAX_DENSE_DIM
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.mcmc.batch_stream import BatchStream
 from pyro_implicit.mcmc.frame import WhiteningFrame, estimate_frame
@@ -21,7 +22,6 @@ from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["check_scaling", "minibatch_frame", "start_chains"]
 
-MAX_FULL_DIM = 100
 FRAME_DRAWS = 64
 LEAST_DRAWS = 20
 MAX_POINTS = 8  # at which the information is measured
@@ -73,8 +73,8 @@ def minibatch_frame(
     dim, given = density.latent_dim, None
     if isinstance(guide, Mapping):
         given = len(next(iter(guide.values()))) if guide else 0
-    count = given or (10 * dim if dim <= MAX_FULL_DIM else FRAME_DRAWS)
-    if dim <= MAX_FULL_DIM and count >= LEAST_DRAWS:
+    count = given or (10 * dim if dim <= MAX_DENSE_DIM else FRAME_DRAWS)
+    if dim <= MAX_DENSE_DIM and count >= LEAST_DRAWS:
         draws = latent_draws(density, guide, max(count, FRAME_DRAWS), args, kwargs)
         draws = draws[draws.isfinite().all(-1)]
         if len(draws) >= LEAST_DRAWS and bool((draws != draws[:1]).any(0).all()):

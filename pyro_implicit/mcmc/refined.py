@@ -18,7 +18,7 @@ from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.modes import KEPT, Modes
 from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.mcmc.teaching import Taught
-from pyro_implicit.ops.printing import Printed
+from pyro_implicit.ops.printing import Printed, aligned
 from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["Refined", "collect"]
@@ -169,9 +169,7 @@ class Refined(Printed, ArvizExport):
             rows["chains that never moved"] = str(self.stuck)
         if self.taught is not None:
             rows["guide taught"] = str(self.taught)
-        width = max(map(len, rows))
-        lines = [f"{name.ljust(width)}  {value}" for name, value in rows.items()]
-        return "\n".join([*lines, self.modes])
+        return f"{aligned(rows)}\n{self.modes}"
 
 
 def collect(density: ChainDensity, modes: Modes | None, chains: Chains) -> Refined:

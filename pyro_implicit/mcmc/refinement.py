@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.counts import refuse_counts
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
+from pyro_implicit.density.cost import MAX_DENSE_DIM
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.progress import progress_bar
 from pyro_implicit.density.turns import in_turn
@@ -43,7 +44,6 @@ __all__ = ["refine"]
 
 Quantities = Callable[[dict[str, Tensor]], Tensor | dict[str, Tensor]]
 
-MAX_FULL_DIM = 100
 FRAMES = ("auto", "diagonal", "low-rank", "full", "noise", "conditional")
 LEAST_CHAINS = 8
 WARMUP_SHARE = 0.4
@@ -218,7 +218,7 @@ def refine(
     if isinstance(guide, AutoDraws) and guide.prototype_trace is None:
         with torch.no_grad(), poutine.block():
             guide(*args, **kwargs)
-    kind: FrameKind = "full" if density.latent_dim <= MAX_FULL_DIM else "low-rank"
+    kind: FrameKind = "full" if density.latent_dim <= MAX_DENSE_DIM else "low-rank"
     if frame not in ("auto", "noise", "conditional"):
         kind = frame  # type: ignore[assignment]
     longest = max(1, min(max_leapfrogs, max_gradients // 40))

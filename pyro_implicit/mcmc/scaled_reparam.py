@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_implicit.mcmc.conditional_reparam import SUFFIX, ConditionalReparam
 from pyro_implicit.ops.conditional_normal import from_standard, to_standard
+from pyro_implicit.ops.site_parts import site_parts
 
 __all__ = ["PRODUCT", "ScaledBlock", "ScaledReparam"]
 
@@ -105,11 +106,8 @@ class ScaledBlock:
         return scale, scale * (torch.cat(log_rests, -1).exp() * self.information - known)
 
     def _split(self, values: Tensor) -> dict[str, Tensor]:
-        parts = values.split([shape.numel() for shape in self.shapes.values()], -1)
-        return {
-            f"{name}{self.suffix}": part.reshape(len(part), *shape)
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        }
+        parts = site_parts(values, self.shapes)
+        return {f"{name}{self.suffix}": part for name, part in parts.items()}
 
 
 class ScaledReparam(ConditionalReparam):

@@ -12,7 +12,8 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.density.batched_runs import BatchedRuns
-from pyro_implicit.nn.prediction import base, target_runner
+from pyro_implicit.nn.prediction import target_runner
+from pyro_implicit.wrappers import without_event
 
 __all__ = ["FunctionValues"]
 
@@ -79,6 +80,6 @@ class FunctionValues:
 
 def _value(trace: Trace, site: str) -> dict[str, Tensor]:
     fn = trace.nodes[site]["fn"]
-    if isinstance(base(fn), dist.Categorical):
+    if isinstance(without_event(fn), dist.Categorical):
         return {"probability": fn.probs[..., 1:]}
-    return {"probability" if isinstance(base(fn), dist.Bernoulli) else "mean": fn.mean}
+    return {"probability" if isinstance(without_event(fn), dist.Bernoulli) else "mean": fn.mean}

@@ -17,13 +17,8 @@ from torch import Tensor
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.engine import Model
 from pyro_implicit.nn.posterior import PosteriorDraws
-from pyro_implicit.nn.predictive_means import (
-    LabelMean,
-    NumberMean,
-    Prediction,
-    base,
-    fitting_target,
-)
+from pyro_implicit.nn.predictive_means import LabelMean, NumberMean, Prediction, fitting_target
+from pyro_implicit.wrappers import without_event
 
 __all__ = ["model_and_posterior", "predict", "predictions", "target_runner"]
 
@@ -136,7 +131,7 @@ def _predict(
 ) -> Prediction:
     """One minibatch."""
     runner, site, fn = target_runner(model, draws.example, x)
-    is_label = isinstance(base(fn), (dist.Categorical, dist.Bernoulli))
+    is_label = isinstance(without_event(fn), (dist.Categorical, dist.Bernoulli))
     mean = LabelMean() if is_label else NumberMean()
     target = None if y is None else fitting_target(y, fn)
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.ops.printing import short_repr
+from pyro_implicit.wrappers import without_event
 
-__all__ = ["LabelMean", "NumberMean", "Prediction", "base", "fitting_target"]
+__all__ = ["LabelMean", "NumberMean", "Prediction", "fitting_target"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,8 +80,8 @@ class LabelMean(_Mean):
         :param fn: its ``Categorical`` or ``Bernoulli``.
         :param target: labels, or None.
         """
-        probability = base(fn).probs
-        if isinstance(base(fn), dist.Bernoulli):
+        probability = without_event(fn).probs
+        if isinstance(without_event(fn), dist.Bernoulli):
             probability = torch.stack([1 - probability, probability], dim=-1)
         found = {"probability": probability, "entropy": _entropy(probability)}
         return found if target is None else found | {"log_prob": fn.log_prob(target)}
@@ -110,7 +111,7 @@ class NumberMean(_Mean):
         if target is not None:
             found["log_prob"] = fn.log_prob(target)
             with suppress(NotImplementedError):
-                found["pit"] = base(fn).cdf(target)
+                found["pit"] = without_event(fn).cdf(target)
         return found
 
     def add(self, found: dict[str, Tensor]) -> None:
@@ -134,13 +135,6 @@ class NumberMean(_Mean):
         )
 
 
-def base(fn: dist.TorchDistribution) -> dist.TorchDistribution:
-    """What an ``Independent`` is of."""
-    while isinstance(fn, dist.Independent):
-        fn = fn.base_dist
-    return fn
-
-
 def fitting_target(y: Tensor, fn: dist.TorchDistribution) -> Tensor:
     """Targets in the shape of a distribution of them, without or with a last dimension of one.
 
@@ -152,8 +146,8 @@ def fitting_target(y: Tensor, fn: dist.TorchDistribution) -> Tensor:
             f"{tuple(fn.shape())}"
         )
     return (
-        y.reshape(fn.shape()).to(base(fn).probs)
-        if isinstance(base(fn), dist.Bernoulli)
+        y.reshape(fn.shape()).to(without_event(fn).probs)
+        if isinstance(without_event(fn), dist.Bernoulli)
         else y.reshape(fn.shape())
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Printed", "short_repr"]
+__all__ = ["Printed", "aligned", "short_repr"]
 
 MANY = 4
 COLOURS = {"trust": "green", "uniform": "green", "check": "#b58900", "do not trust": "red"}
@@ -45,6 +45,19 @@ class Printed:
     def __rich__(self) -> str:
         text = re.sub(r"(\\*)(\[[a-z#/@])", r"\1\1\\\2", str(self))  # no markup of rich's
         return _coloured(text, "[bold {}]{}[/]")
+
+
+def aligned(rows: Mapping[str, str]) -> str:
+    """A line for each row: its name, and what it says in a column of its own.
+
+    **Example:**
+
+    >>> print(aligned({"draws": "8 chains x 100", "seconds": "0.3"}))
+    draws    8 chains x 100
+    seconds  0.3
+    """
+    width = max(map(len, rows))
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows.items())
 
 
 def short_repr(self: Any) -> str:

@@ -10,6 +10,8 @@ from benchmarks.common import (
     append_record,
     attempt,
     missing_runs,
+    read_records,
+    run_missing,
     spread,
     time_limit,
     write_page,
@@ -24,6 +26,15 @@ def test_runs_are_missing_until_all_their_settings_are_recorded(tmp_path):
     append_record(out, keys[2] | {"lr": 0.2})
     append_record(out, {"method": "a", "seed": 0})
     assert list(missing_runs(out, keys)) == [keys[0], keys[2]]
+
+
+def test_what_is_missing_is_run_and_recorded_with_its_key(tmp_path):
+    out, keys = tmp_path / "runs.jsonl", [{"seed": seed} for seed in range(2)]
+    append_record(out, keys[0])
+    run_missing(out, keys, lambda key: {"twice": 2 * key["seed"]})
+    record = read_records(out)[1]
+    assert (record["seed"], record["twice"], record["device"]) == (1, 2, "cpu")
+    run_missing(out, keys, lambda key: pytest.fail("run twice"))
 
 
 def test_a_diverged_fit_is_a_result_and_a_mistake_is_not():
