@@ -16,7 +16,13 @@ from pyro_implicit.generators import (
     NoisyEncoder,
     ResidualGenerator,
 )
-from pyro_implicit.guides import AutoAmortized, AutoImplicit, AutoMixture, AutoSemiImplicit
+from pyro_implicit.guides import (
+    AutoAmortized,
+    AutoEnsemble,
+    AutoImplicit,
+    AutoMixture,
+    AutoSemiImplicit,
+)
 from pyro_implicit.infer import (
     AVB_ELBO,
     GFSF,
@@ -44,6 +50,7 @@ __all__ = [
     "AmortizedGFSF_ELBO",
     "AmortizedKSD_ELBO",
     "AmortizedSVGD_ELBO",
+    "AutoEnsemble",
     "AutoImplicit",
     "AutoAmortized",
     "AutoMixture",

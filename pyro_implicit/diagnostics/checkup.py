@@ -162,7 +162,7 @@ def diagnose(
     kwargs = {**kwargs, **(model_kwargs or {})}
     if isinstance(guide, Refined):
         guide = guide.as_guide()
-    elif not callable(guide):
+    elif not callable(guide) or hasattr(guide, "get_samples"):
         guide = StoredDraws(samples_of(guide, "guide"))
     density = LatentDensity(model, *args, model_kwargs=kwargs)
     dim = density.latent_dim

@@ -11,7 +11,7 @@ from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuideList
 
 from pyro_implicit.density.engine import SubsampledError, refuse_subsampling
-from pyro_implicit.guides import AutoAmortized, AutoImplicit, AutoSemiImplicit
+from pyro_implicit.guides import AutoAmortized, AutoEnsemble, AutoImplicit, AutoSemiImplicit
 from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.infer import KIVI_ELBO, LIVI_ELBO, ImplicitELBO, InjectiveELBO
 
@@ -32,7 +32,8 @@ def default_loss(
     the exact density is unknown, and the formula would take folds for entropy: it gets
     :class:`KIVI_ELBO`, which asks of a generator that it can be drawn from and nothing else, and
     follows the moments of the guide exactly. So does an ``AutoGuideList`` with such a part. An
-    ``AutoDelta``, whose draws are all the same, has one particle.
+    ``AutoDelta``, whose draws are all the same, has one particle, and an :class:`AutoEnsemble` one
+    for each member.
 
     **Example:**
 
@@ -54,6 +55,8 @@ def default_loss(
         return LIVI_ELBO(num_particles, nonfinite="skip")
     if isinstance(guide, AutoDelta):
         return ImplicitELBO(1, nonfinite="skip")
+    if isinstance(guide, AutoEnsemble):
+        return ImplicitELBO(guide.num_members, nonfinite="skip")
     if isinstance(guide, AutoGuideList):
         implicit = [part for part in guide if isinstance(part, AutoImplicit)]
         semi = all(isinstance(part, AutoSemiImplicit) for part in implicit)

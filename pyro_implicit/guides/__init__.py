@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pyro_implicit.guides.affine_frame import Frame
 from pyro_implicit.guides.auto_amortized import AutoAmortized
+from pyro_implicit.guides.auto_ensemble import AutoEnsemble, init_to_shuffled
 from pyro_implicit.guides.auto_implicit import AutoImplicit
 from pyro_implicit.guides.auto_mixture import AutoMixture
 from pyro_implicit.guides.auto_semi_implicit import AutoSemiImplicit
@@ -14,6 +15,7 @@ from pyro_implicit.guides.symmetrized import Symmetrized
 
 __all__ = [
     "AutoAmortized",
+    "AutoEnsemble",
     "AutoImplicit",
     "AutoMixture",
     "AutoSemiImplicit",
@@ -23,4 +25,5 @@ __all__ = [
     "StoredDraws",
     "Symmetrized",
     "Translations",
+    "init_to_shuffled",
 ]

@@ -27,6 +27,8 @@ __all__ = [
     "trace_guide",
 ]
 
+OR_DRAWS = "a dict of draws by site, or what has get_samples()"
+
 
 @torch.no_grad()
 def draw(
@@ -131,12 +133,15 @@ def guide_of(function: str, given: Any, or_draws: bool = False) -> Any:
     """The guide where a guide is wanted: what ``fit`` returned stands for its ``guide``.
 
     :param function: that wants it, for the message.
-    :param or_draws: whether draws by site will do.
+    :param or_draws: whether draws will do: by site, or what has ``get_samples``, of which these are
+        taken.
     :raises TypeError: for anything else.
     """
     guide = given.guide if _is_fit(given) else given
+    if or_draws and hasattr(guide, "get_samples"):
+        return samples_of(guide, "given")
     if not (callable(guide) or or_draws and isinstance(guide, Mapping)):
-        raise _no_guide(function, guide, "a dict of draws by site" if or_draws else "")
+        raise _no_guide(function, guide, OR_DRAWS if or_draws else "")
     return guide
 
 
@@ -151,7 +156,7 @@ def posterior_of(function: str, given: Any) -> Any:
     if not (
         callable(posterior) or isinstance(posterior, Mapping) or hasattr(posterior, "get_samples")
     ):
-        raise _no_guide(function, posterior, "a dict of draws by site, or what has get_samples()")
+        raise _no_guide(function, posterior, OR_DRAWS)
     return posterior
 
 

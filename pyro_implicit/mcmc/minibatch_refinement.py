@@ -87,8 +87,9 @@ def refine_by_minibatches(
         data, by ``pyro.plate(name, number_of_all_rows, subsample_size=len(x))`` or
         ``poutine.scale``.
     :param guide: any guide of this model, trained or not, or draws: a dict of constrained values by
-        site, ``(num_draws, *site_shape)``, such as an ensemble. Fewer draws than chains are taken
-        in turn; of fewer than twenty the frame is made of the prior's scales and the information.
+        site, ``(num_draws, *site_shape)``, or what has ``get_samples``, such as
+        :class:`AutoEnsemble`. Fewer draws than chains are taken in turn; of fewer than twenty the
+        frame is made of the prior's scales and the information.
         What :func:`~pyro_implicit.fit` returned stands for its ``guide``.
     :param args: the first arguments of model and guide, the same for all minibatches.
     :param batches: a ``DataLoader`` or any other iterable of tuples of the model's further

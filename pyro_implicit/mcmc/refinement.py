@@ -135,8 +135,9 @@ def refine(
     :param model: a Pyro model of continuous latents, with all its data: nothing subsampled, unless
         ``batches`` are given.
     :param guide: any guide of this model, trained or not, or draws: a dict of constrained values by
-        site, ``(num_draws, *site_shape)``, such as particles or an ensemble. Fewer draws than
-        chains are taken in turn. What :func:`~pyro_implicit.fit` returned stands for its ``guide``.
+        site, ``(num_draws, *site_shape)``, such as particles, or what has ``get_samples``, such as
+        :class:`AutoEnsemble` and ``MCMC``. Fewer draws than chains are taken in turn. What
+        :func:`~pyro_implicit.fit` returned stands for its ``guide``.
     :param args: the arguments of model and guide.
     :param kernel: ``"hmc"``, or of minibatches ``"sghmc"`` or ``"sgld"``.
     :param batches: minibatches, a ``DataLoader`` for instance: all else is then done by
