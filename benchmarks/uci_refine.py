@@ -221,11 +221,13 @@ Mean +- standard error over splits, test RMSE and log-likelihood in the units of
 {STEPS["mean_field"]} steps of mean field and {STEPS["kivi"]} of the others, three times as many for
 kin8nm, protein and naval's KIVI, fifteen times for naval's others, on minibatches of 256 rows
 there; small initial weights, else the settings of `uci.py`; their draws are moved by
-`refine(frame="{FRAME}", quantities=...)`. The reference, a longer run of `refine` from small draws
-of the prior, is of the same splits where a difference is given. The frame was chosen on split 0 of
-Boston, naval's steps on split 0 of naval, the budget by the time there was. The papers' numbers are
-RMSE / log-likelihood over their own splits and with their own priors of the noise: KIVI's over 20,
-LIVI's and its HMC's over three seeds.
+`refine(frame="{FRAME}", quantities=...)`. The reference of a split, where a difference is given, is
+a longer run of `refine` from small draws of the prior, one for each chain. On the large sets each
+draw is first brought to a mode of its own by Adam, on 1,024 rows at a time (steps: {ADAM_STEPS}):
+their "before" is an ensemble, of as many networks as there are chains. The frame was chosen on
+split 0 of Boston, naval's steps on split 0 of naval, Adam's on split 2 of protein, the budget by
+the time there was. The papers' numbers are RMSE / log-likelihood over their own splits and with
+their own priors of the noise: KIVI's over 20, LIVI's and its HMC's over three seeds.
 
 `python -m benchmarks.uci_refine --data-dir DIR` makes it anew.
 """
