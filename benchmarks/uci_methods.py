@@ -67,12 +67,19 @@ SETTINGS: dict[str, Settings] = {
 
 
 def make_model(
-    data: Data, hidden: int, batch_size: int | None, precision_prior: list[float]
+    data: Data,
+    hidden: int,
+    batch_size: int | None,
+    precision_prior: list[float],
+    gain: float = 1.0,
 ) -> Callable:
-    """One hidden layer of ReLU units and noise of unknown precision, on minibatches if asked."""
+    """One hidden layer of ReLU units and noise of unknown precision, on minibatches if asked.
+
+    :param gain: weights have the prior N(0, gain² / fan-in).
+    """
     num_features = data.x_train.shape[1]
     net = nn.Sequential(nn.Linear(num_features, hidden), nn.ReLU(), nn.Linear(hidden, 1))
-    prior = {"0.weight": num_features**-0.5, "2.weight": hidden**-0.5}  # standard deviations
+    prior = {"0.weight": gain * num_features**-0.5, "2.weight": gain * hidden**-0.5}
     net = to_bayesian_(net, prior).to(data.x_train)
 
     def model(x: Tensor, y: Tensor | None = None) -> None:
