@@ -63,6 +63,7 @@ def test_predictions_are_those_of_the_model():
 def test_report_by_hand(tmp_path):
     common = {
         "set": "boston",
+        "settings": {},
         "budget": {"chains": 4, "gradients": 10},
         "num_gradients": 10,
         "refine_seconds": 3.0,
@@ -77,6 +78,7 @@ def test_report_by_hand(tmp_path):
             "after": {"rmse": 3.0, "log_likelihood": -2.0 - split},
         }
         records.append(mean_field | {"split": split} | found)
+        records.append(records[-1] | {"settings": {"gain": 3.0}})
     out = tmp_path / "out.jsonl"
     out.write_text("".join(json.dumps(record) + "\n" for record in records))
     rows = uci_refine.report(out).splitlines()
@@ -87,3 +89,6 @@ def test_report_by_hand(tmp_path):
     assert rows[3].startswith(
         "| boston | reference | 1 |  | 2.000 |  | -2.000 |  | 4 x 10 | 0 + 3 |"
     )
+    # Another prior is another posterior, of which there is no reference.
+    assert rows[4].startswith("| boston | mean_field, prior x 3 | 0 1 |")
+    assert "| -2.500 +- 0.500 |  | 4 x 10 |" in rows[4]
