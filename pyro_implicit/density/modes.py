@@ -23,11 +23,13 @@ from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.progress import steps_of
 from pyro_implicit.ops.factors import lower_factor, matvec, root_of_inverse
 from pyro_implicit.ops.printing import short_repr
+from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["Modes", "find_modes", "seconds_of_climb"]
 
 NUM_STARTS, NUM_DRAWS = 50, 16
 MIN_DIP = 1.0  # nats
+FAR_BELOW = 1e4  # nats
 SAME = 0.3  # standard deviations between two tops that are one: paths end at .1
 STEP_SIZES = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01, 1e-3)
 
@@ -188,7 +190,20 @@ def _climb(
         return None
     all_tops = Modes(*map(torch.cat, zip(*tops, strict=True)))
     is_sound = ~(is_rounding(density, all_tops.loc) | is_rounding(density, torch.cat(ends)))
+    _warn_of_rounding(all_tops.elbo[~is_sound], best)
     return best, Modes(*(part[is_sound] for part in all_tops))
+
+
+def _warn_of_rounding(dropped: Tensor, best: Modes) -> None:
+    """Say so where tops that floating point cannot resolve are far above all that it can."""
+    gap = (dropped - best.elbo).amax().item() if len(dropped) else 0.0
+    if gap > FAR_BELOW:
+        dtype = str(best.loc.dtype).removeprefix("torch.")
+        warn_user(
+            f"near the posterior's mode the log-density is rounding in {dtype}, and what was found "
+            f"elsewhere lies {gap:.2g} nats below. Cure: float64, or data and latents that are "
+            "centred and scaled",
+        )
 
 
 def _better(

@@ -288,6 +288,20 @@ def test_rounding_errors_are_no_mode(seed):
     assert modes.elbo.item() == pytest.approx(evidence, abs=0.2)
 
 
+def test_a_mode_that_single_precision_cannot_resolve_is_told_of():
+    torch.set_default_dtype(torch.float32)
+    data = 1e9 + torch.randn(20, generator=torch.Generator().manual_seed(0))
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1e6))
+        with pyro.plate("data", 20):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=data)
+
+    pyro.set_rng_seed(0)
+    with pytest.warns(UserWarning, match="rounding in float32.*nats below. Cure: float64"):
+        find_modes(LatentDensity(model), num_starts=10, max_rounds=1)
+
+
 def test_constrained_sites_and_the_seed():
     def model():
         scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
