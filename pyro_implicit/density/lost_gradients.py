@@ -17,6 +17,7 @@ AWAY = 0.1  # from the start, where priors may have kinks
 NUM_POINTS, MOST_GROUPS = 4, 6
 AGREE, DIFFER = 0.005, 0.05
 ROUNDING = 100.0  # times the resolution of the dtype
+RESOLVED = 0.02  # of a step may be lost to the resolution of the points
 
 
 @torch.no_grad()
@@ -56,7 +57,8 @@ def warn_of_lost_gradients(density: LatentDensity) -> None:
     wide, narrow = (up - down) / (2 * STEPS[0]), (inside[0] - inside[1]) / (2 * STEPS[1])
     size = wide.abs().maximum(claimed.abs())
     rounding = ROUNDING * torch.finfo(value.dtype).eps * (1 + value.abs()) / STEPS[1]
-    is_smooth = (wide - narrow).abs() < AGREE * size
+    spacing = torch.finfo(points.dtype).eps * torch.where(toward != 0, points, 0.0).abs().amax(-1)
+    is_smooth = ((wide - narrow).abs() < AGREE * size) & (spacing < RESOLVED * STEPS[1])
     is_wrong = is_smooth & ((wide - claimed).abs() > DIFFER * size + rounding)
     counts = (one.reshape(shape[:2]).sum(-1).tolist() for one in (is_wrong, is_smooth))
     lost: list[str] = []

@@ -12,7 +12,9 @@ __all__ = ["CollapsedError", "Whitened", "whiten_draws"]
 
 MAX_FULL_DIM = 300
 MAX_SORTED = 2000  # draws, enough for a quantile
-ROUNDING = 10  # units in the last place of the largest draw that are no spread
+# Units in the last place of the largest draw that are no spread; those of moments in higher
+# precision.
+ROUNDING, FEW = 10, 3
 FAR = 1e4  # times the sd of the others is that of all: rarer than 1 in 100 of Cauchy draws
 
 
@@ -64,23 +66,25 @@ def whiten_draws(draws: Tensor) -> Whitened:
         which lie so far out that beside them the others do.
     """
     _refuse_far(draws)
+    resolution, dtype = torch.finfo(draws.dtype).eps, draws.dtype
+    is_full = draws.shape[-1] <= MAX_FULL_DIM
+    wide = draws.double() if is_full else draws
     # In units in which no square overflows.
-    size = draws.abs().amax(0)
-    unit = size.clamp(min=torch.finfo(draws.dtype).tiny)
-    mean, spread = (draws / unit).mean(0), (draws / unit).std(0)
-    loc, scale = mean * unit, spread * unit
-    # The spread of equal draws is what rounding leaves of it, not 0.
-    rounding = ROUNDING * torch.finfo(draws.dtype).eps
-    if not (spread > rounding).all():
+    unit = wide.abs().amax(0).clamp(min=torch.finfo(dtype).tiny)
+    mean, spread = (wide / unit).mean(0), (wide / unit).std(0)
+    loc, scale = (mean * unit).to(dtype), (spread * unit).to(dtype)
+    # In single precision the spread of equal draws is what rounding leaves of it, not 0.
+    if not (spread > (ROUNDING if wide.dtype == dtype else FEW) * resolution).all():
         raise CollapsedError(_message(draws))
-    standard = (draws / unit - mean) / spread
-    if draws.shape[-1] > MAX_FULL_DIM:
+    standard = (wide / unit - mean) / spread
+    if not is_full:
         return Whitened(standard, loc, scale, None)
     factor, info = torch.linalg.cholesky_ex(standard.mT @ standard / (len(draws) - 1))
-    if info or not (factor.diagonal().square() > rounding).all():
+    if info or not (factor.diagonal().square() > ROUNDING * resolution).all():
         raise CollapsedError(_message(draws))
-    white = torch.linalg.solve_triangular(factor.mT, standard, upper=True, left=False)
-    return Whitened(white, loc, factor.mT * scale, factor.mT)
+    white = torch.linalg.solve_triangular(factor.mT, standard, upper=True, left=False).to(dtype)
+    axes = factor.mT.to(dtype)
+    return Whitened(white, loc, axes * scale, axes)
 
 
 def _refuse_far(draws: Tensor) -> None:
@@ -101,8 +105,10 @@ def _refuse_far(draws: Tensor) -> None:
 
 
 def _message(draws: Tensor) -> str:
+    is_single = draws.dtype == torch.float32
     return (
-        f"{len(draws)} draws of {draws.shape[-1]} latents lie on a hyperplane: the guide has "
-        "collapsed, or there are fewer draws than latents. Cure: more draws (num_samples), or "
-        "fit again from a wider start"
+        f"{len(draws)} draws of {draws.shape[-1]} latents lie on a hyperplane"
+        f"{', as far as float32 can tell' * is_single}: the guide has collapsed, or there are "
+        "fewer draws than latents. Cure: more draws (num_samples), or fit again from a wider start"
+        f"{', or float64 where latents are all but collinear' * is_single}"
     )

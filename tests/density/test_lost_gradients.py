@@ -62,6 +62,16 @@ def test_nothing_is_said_of_others(name, dtype):
         warn_of_lost_gradients(density)
 
 
+@pytest.mark.parametrize("loc", [2000.0, 1e6])
+def test_steps_below_the_resolution_of_the_latents_tell_nothing(loc):
+    def model():
+        pyro.sample("far", dist.Normal(loc, 1.0))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_lost_gradients(LatentDensity(model))
+
+
 def test_diagnose_says_so():
     pyro.set_rng_seed(1)
     draws = {"x": torch.randn(200, 3), "scale": torch.rand(200)}
