@@ -25,14 +25,14 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro.infer import MCMC, NUTS, SVI, Predictive, Trace_ELBO
-from pyro.infer.autoguide import AutoDelta, AutoNormal, init_to_sample
+from pyro.infer.autoguide import AutoNormal
 from pyro.nn import PyroModule, PyroSample
 from pyro.optim import ClippedAdam
 from sklearn.datasets import load_diabetes
 from torch import Tensor, nn
 from tqdm import trange
 
-from pyro_implicit import LIVI_ELBO, AutoSemiImplicit
+from pyro_implicit import LIVI_ELBO, AutoEnsemble, AutoSemiImplicit
 from pyro_implicit.diagnostics import draw
 from pyro_implicit.infer import ImplicitELBO
 
@@ -192,13 +192,9 @@ def main(args: argparse.Namespace) -> None:
         return draw(guide, args.num_draws, *train)
 
     def deep_ensemble() -> dict[str, Tensor]:
-        members = []
-        for member in range(args.ensemble):
-            guide = AutoDelta(model, init_loc_fn=init_to_sample)
-            fit(model, guide, Trace_ELBO(), data, args.steps, f"MAP net {member + 1}")
-            members.append(draw(guide, 1, *train))
-            pyro.clear_param_store()
-        return {site: torch.cat([member[site] for member in members]) for site in members[0]}
+        guide = AutoEnsemble(model, args.ensemble)
+        fit(model, guide, ImplicitELBO(args.ensemble), data, args.steps, "deep ensemble")
+        return guide.get_samples()
 
     def nuts() -> dict[str, Tensor]:
         mcmc = MCMC(NUTS(model), num_samples=args.nuts, warmup_steps=args.nuts)
