@@ -11,7 +11,7 @@ from pyro.infer.autoguide import AutoNormal, init_to_value
 from torch import Tensor, nn
 
 from pyro_implicit.density.flat_priors import FlatPriorStart
-from pyro_implicit.density.gaussian_elbo import finite_log_prob
+from pyro_implicit.density.gaussian_elbo import finite_log_prob, rounding_error
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.fitting.correction import reliability
@@ -33,6 +33,7 @@ __all__ = ["between", "correct", "move_draws", "train_mean_field"]
 ROUGH_STEPS, ROUGH_PARTICLES, ROUGH_SPREAD = 1000, 8, 0.3
 HASTE = 5.0  # times the learning rate
 NEARER = (1.0, 0.5, 0.2, 0.05, 0.0)  # of the way from the origin to a start
+MAX_ROUNDING, NUM_LOOKED_AT = 0.5, 64  # nats, beyond which chains go astray; draws
 HOPELESS = 10.0  # nats a latent, which another start is better
 
 
@@ -116,8 +117,8 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
         drifts = _drifts(refined)
         line.outcome += f"; {drifts}"
         stages.warn(
-            f"fit's chains stopped at {refined.stopped} before they had settled: {drifts}. Cure: "
-            "refine(model, result.guide, ...) with more max_gradients, or a reparameterised model"
+            f"fit's chains stopped at {refined.stopped} before they had settled: {drifts}. "
+            + _cure(result.density, refined)
         )
     elif refined.reparams:
         _teach_conditional(stages, refined)
@@ -157,6 +158,25 @@ def _teach_conditional(stages: Stages, refined: Refined) -> None:
         taught = guide.take_moments(refined.moving(), *stages.args, model_kwargs=stages.kwargs)
         line.outcome = f"conditional: {taught}"
         stages.result.guide, stages.result.chosen = guide, "conditional"
+
+
+@torch.no_grad()
+def _cure(density: LatentDensity, refined: Refined) -> str:
+    """Of chains that have not settled."""
+    draws = refined.get_samples()
+    points = density.unconstrain(
+        {name: draws[name][:: max(1, len(draws[name]) // NUM_LOOKED_AT)] for name in density.shapes}
+    )
+    error = rounding_error(density, points).median().item()
+    if error > MAX_ROUNDING:
+        dtype = str(points.dtype).removeprefix("torch.")
+        return (
+            f"In {dtype} the log-density is uncertain by {error:.2g} nats where they are. Cure: "
+            "float64, or data and latents that are centred and scaled"
+        )
+    return (
+        "Cure: refine(model, result.guide, ...) with more max_gradients, or a reparameterised model"
+    )
 
 
 def _drifts(refined: Refined) -> str:

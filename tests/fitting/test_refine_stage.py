@@ -7,7 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import AutoNormal
+from pyro.infer.autoguide import AutoNormal, init_to_value
 
 from pyro_implicit import fit
 from pyro_implicit.compiled import RecordedFunction
@@ -169,3 +169,16 @@ def test_the_rough_guide_trains_in_haste(monkeypatch):
     monkeypatch.setattr("pyro_implicit.fitting.stages.train", train)
     fit(correlated, "auto", torch.tensor(1.5), lr=0.02, **QUIET)
     assert rates == [pytest.approx(0.1)]
+
+
+def test_chains_that_rounding_keeps_from_settling_have_float64_as_cure():
+    counts = torch.tensor([1e6, 1.001e6, 9.99e5])
+
+    def model():
+        rate = pyro.sample("rate", dist.LogNormal(0.0, 5.0))
+        with pyro.plate("counts", 3):
+            pyro.sample("y", dist.Poisson(rate), obs=counts)
+
+    guide = AutoNormal(model, init_loc_fn=init_to_value(values={"rate": torch.tensor(1e6)}))
+    with pytest.warns(UserWarning, match="In float32 the log-density is uncertain.*Cure: float64"):
+        fit(model, guide, num_steps=200, lr=1e-4, refine=True, seed=0, progress=False)
