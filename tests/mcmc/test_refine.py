@@ -269,6 +269,36 @@ def test_quantities_decide_when_to_stop():
     assert result.stopped == "converged" and abs(result.get_samples()["x"].abs().mean() - 9) < 0.1
 
 
+@pytest.mark.parametrize(
+    "quantities, message",
+    [
+        (lambda d: d["rate"].mean(), r"quantities gave \(\) of 32 chains. Cure: .*for each chain"),
+        (lambda d: {"of": d["weight"].mT}, r"quantities\['of'\] gave \(2, 32\) of 32 chains. C"),
+        (lambda d: 1.0, "quantities gave float of 32 chains. Cure"),
+    ],
+)
+def test_quantities_of_other_shapes(quantities, message, monkeypatch):
+    monkeypatch.setattr(chains.Chains, "advance", lambda *args: pytest.fail("they walk"))
+    with pytest.raises(ValueError, match=message):
+        short(particles(8), quantities=quantities)
+
+
+def test_quantities_that_are_not_finite():
+    with pytest.warns(UserWarning, match="not finite in .* of 32 chains: .*Cure") as caught:
+        result = short(particles(8), quantities=lambda d: (d["rate"] - 0.5).log())
+    assert result.stopped == "max_gradients"
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_quantities_may_raise_where_the_chains_start():
+    def picky(draws):
+        assert draws["rate"].max() < 50
+        return draws["rate"]
+
+    start = {"weight": torch.zeros(1, 2), "rate": torch.full((1,), 60.0)}
+    assert short(start, quantities=picky).space == "latent"
+
+
 def test_starts_without_a_finite_density_are_replaced():
     draws = particles(64)
     draws["weight"][:5] = 1e30
