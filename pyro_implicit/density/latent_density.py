@@ -71,7 +71,8 @@ class LatentDensity:
     :raises SubsampledError: for a subsampled plate.
     :raises ValueError: for a discrete latent that cannot be summed out, one whose support changes
         with other latents, one that is in some runs of the model and not in others (as far as the
-        first runs tell), or an observation that is NaN or outside its support.
+        first runs tell), or an observation that broadcasting repeats, or that is NaN or outside
+        its support.
     :raises RuntimeError: for a model without continuous latents.
     :warns UserWarning: for latents without a density (``obs_mask``), and where observations seem to
         be missing.

@@ -19,6 +19,7 @@ from torch.distributions import MixtureSameFamily, biject_to, constraints
 from pyro_implicit.density.blame import Site, describe_nan, site_log_prob
 from pyro_implicit.density.data_sites import is_data
 from pyro_implicit.density.discrete import is_discrete_latent, refuse_infinite
+from pyro_implicit.density.observation_shapes import repeated_observation
 from pyro_implicit.density.supports import observation_outside
 from pyro_implicit.user_warnings import warn_user
 from pyro_implicit.wrappers import innermost
@@ -32,8 +33,8 @@ def refuse_unfit_sites(trace: Trace) -> None:
     :param trace: of the model with its data.
     :raises RuntimeError: for a model without continuous latents, or of which none has elements.
     :raises ValueError: for a discrete latent that cannot be summed out, a latent in a sequential
-        plate or one of a support without unconstrained coordinates, or an observation that is NaN
-        or outside its support.
+        plate or one of a support without unconstrained coordinates, or an observation that
+        broadcasting repeats, or that is NaN or outside its support.
     :warns UserWarning: for a latent of which some elements are masked, as ``obs_mask`` makes them,
         and an angle on the whole real line.
     """
@@ -66,6 +67,9 @@ def refuse_unfit_sites(trace: Trace) -> None:
         _warn_of_masked(name, site)
         _warn_of_angle(name, site)
     for name, site in observed.items():
+        fault = repeated_observation(name, site)
+        if fault:
+            raise ValueError(fault)
         fault = describe_nan(site["value"])
         if fault and not site_log_prob(site).isfinite().all():
             raise ValueError(

@@ -16,6 +16,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_implicit.density.data_sites import is_data
+from pyro_implicit.user_warnings import first_line
 
 __all__ = [
     "draw",
@@ -138,9 +139,9 @@ def guide_of(function: str, given: Any, or_draws: bool = False) -> Any:
     :raises TypeError: for anything else.
     """
     guide = given.guide if _is_fit(given) else given
-    if or_draws and hasattr(guide, "get_samples"):
+    if or_draws and (hasattr(guide, "get_samples") or isinstance(guide, Mapping)):
         return samples_of(guide, "given")
-    if not (callable(guide) or or_draws and isinstance(guide, Mapping)):
+    if not callable(guide):
         raise _no_guide(function, guide, OR_DRAWS if or_draws else "")
     return guide
 
@@ -164,11 +165,12 @@ def samples_of(source: Any, side: str) -> dict[str, Tensor]:
     """The draws of an ``MCMC``, or of anything else that has ``get_samples``, or as they are.
 
     :param side: what they are, for the message.
-    :returns: by site, ``(num_draws, *site_shape)``.
+    :returns: by site, ``(num_draws, *site_shape)``; arrays and lists are made tensors.
     :raises ValueError: for an ``MCMC`` that has not run.
+    :raises TypeError: for what is no array.
     """
     if isinstance(source, Mapping):
-        return dict(source)
+        return {name: _as_tensor(name, value, side) for name, value in source.items()}
     if isinstance(source, MCMC) and source._samples is None:
         raise ValueError(f"the {side} MCMC has no draws yet: call its run(...) first.")
     return dict(source.get_samples())
@@ -189,6 +191,16 @@ def _no_guide(function: str, given: Any, others: str) -> TypeError:
         f"{function} wants a guide, but got {_name(given)}. Cure: {function}(model, guide, ...) of "
         f"a guide or what fit returned{others and f', {others}'}"
     )
+
+
+def _as_tensor(name: str, value: Any, side: str) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"the {side} draws of site '{name}' are a {_name(value)} that is no array "
+            f"({first_line(error)}). Cure: a tensor (num_draws, *site_shape)"
+        ) from error
 
 
 def _broadcasts(guide: Callable[..., Any]) -> bool:

@@ -16,7 +16,7 @@ from pyro_implicit.mcmc.batch_stream import BatchStream
 from pyro_implicit.mcmc.frame import WhiteningFrame, estimate_frame
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
 from pyro_implicit.mcmc.minibatch_schedule import Schedule
-from pyro_implicit.mcmc.starts import finite_starts, latent_draws
+from pyro_implicit.mcmc.starts import check_sites, finite_starts, latent_draws
 from pyro_implicit.mcmc.step_choice import MinibatchKernel
 from pyro_implicit.user_warnings import warn_user
 
@@ -72,7 +72,8 @@ def minibatch_frame(
     """
     dim, given = density.latent_dim, None
     if isinstance(guide, Mapping):
-        given = len(next(iter(guide.values()))) if guide else 0
+        check_sites(density, guide, guide)
+        given = len(guide[next(iter(density.shapes))])
     count = given or (10 * dim if dim <= MAX_DENSE_DIM else FRAME_DRAWS)
     if dim <= MAX_DENSE_DIM and count >= LEAST_DRAWS:
         draws = latent_draws(density, guide, max(count, FRAME_DRAWS), args, kwargs)

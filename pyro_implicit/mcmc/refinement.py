@@ -14,7 +14,6 @@ import pyro
 import torch
 from pyro import poutine
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.counts import refuse_counts
@@ -35,14 +34,12 @@ from pyro_implicit.mcmc.refined import Refined, collect
 from pyro_implicit.mcmc.run_files import random_streams, restore_random_streams
 from pyro_implicit.mcmc.space_choice import start_chains
 from pyro_implicit.mcmc.spaces import Plan, density_of
-from pyro_implicit.mcmc.stopping import Tracked, tracked
 from pyro_implicit.mcmc.teaching import check_teachable
 from pyro_implicit.mcmc.teaching import teach as teach_guide
+from pyro_implicit.mcmc.tracking import Quantities, Tracker
 from pyro_implicit.user_warnings import first_line, warn_user
 
 __all__ = ["refine"]
-
-Quantities = Callable[[dict[str, Tensor]], Tensor | dict[str, Tensor]]
 
 FRAMES = ("auto", "diagonal", "low-rank", "full", "noise", "conditional")
 LEAST_CHAINS = 8
@@ -175,8 +172,10 @@ def refine(
     :param kwargs: their other keyword arguments.
     :raises SubsampledError: for a model that subsamples its data.
     :raises ValueError: for a guide of another model, an unknown frame or kernel, too few chains or
-        kept draws (fewer than 4), starts of which none has a finite log-density, or a checkpoint of
-        other settings; with ``teach`` for a guide without a density.
+        kept draws (fewer than 4), quantities that are not one of each chain, starts of which none
+        has a finite log-density, or a checkpoint of other settings; with ``teach`` for a guide
+        without a density.
+    :warns UserWarning: for quantities that are not finite.
 
     **References:**
 
@@ -240,12 +239,7 @@ def refine(
     modes = Modes.of(density, guide)
     file = None if checkpoint is None else Path(checkpoint)
 
-    def track(latent: Tensor, log_density: Tensor) -> Tracked:
-        if quantities is None:
-            return tracked(list(latent.unbind(-1)), log_density)
-        found = quantities(density.constrain(latent))
-        return tracked(pytree.tree_leaves(found), log_density)
-
+    track = Tracker(density, quantities)
     began = time.perf_counter()
     if file is not None and file.exists():
         chains: Chains = load_chains(file, settings, density.init_loc.device)
@@ -254,6 +248,7 @@ def refine(
         restore_random_streams(streams)
     else:
         walked, chains = start_chains(density, plan)
+        track.try_at(walked.to_latent(chains.frame.to_points(chains.state.position)))
     began -= chains.seconds
     with progress_bar(max_gradients, "refine", progress) as bar:
         try:

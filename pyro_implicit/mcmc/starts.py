@@ -13,7 +13,7 @@ from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.user_warnings import warn_user
 
-__all__ = ["Guide", "Starts", "finite_starts", "latent_draws", "wrong_shape"]
+__all__ = ["Guide", "Starts", "check_sites", "finite_starts", "latent_draws", "wrong_shape"]
 
 Guide = Callable[..., Any] | Mapping[str, Tensor]
 
@@ -40,7 +40,11 @@ def latent_draws(
         draws = dict(guide)
     else:
         draws = draw(guide, num_draws, *args, **kwargs)
-    _check_sites(density, draws, guide)
+    check_sites(density, draws, guide)
+    extra = sorted(set(draws) - set(density.shapes))
+    if extra:
+        who, have = _who(guide)
+        warn_user(f"{who} {have} {extra}, which the model does not sample: left out")
     like = density.init_loc
     vectors = density.unconstrain({name: draws[name].to(like) for name in density.shapes})
     return vectors[torch.arange(num_draws, device=like.device) % len(vectors)]
@@ -56,7 +60,7 @@ def finite_starts(score: Any, points: Tensor, guide: Guide, blamed: Callable[[],
     log_prob, gradient = score(torch.where(points.isfinite(), points, torch.zeros_like(points)))
     finite = points.isfinite().all(-1) & log_prob.isfinite() & gradient.isfinite().all(-1)
     lost = int((~finite).sum())
-    who = "given draws" if isinstance(guide, Mapping) else f"draws of {_who(guide)}"
+    who = "given draws" if isinstance(guide, Mapping) else f"draws of {_who(guide)[0]}"
     if lost == len(points):
         raise ValueError(
             f"the model's log-density or its gradient is finite at none of {lost} {who}: "
@@ -83,36 +87,54 @@ def wrong_shape(
     :param shape: of the draws, their number first.
     :param wanted: the shape of the model's site.
     """
+    if not isinstance(guide, Mapping):
+        return ValueError(
+            f"{_who(guide)[0]} has draws of shape {shape} at site '{name}', but the model wants "
+            f"{('num_draws', *wanted)}. Cure: a guide of this model, called with the same data"
+        )
+    cure = "draws of this model, with the same data"
+    if shape == wanted:
+        cure = ".unsqueeze(0), if it is a single draw"
+    elif shape == (0, *wanted):
+        cure = "at least one draw"
     return ValueError(
-        f"{_who(guide)} has draws of shape {shape} at site '{name}', but the model wants "
-        f"{('num_draws', *wanted)}. Cure: a guide of this model, called with the same data"
+        f"the given draws of site '{name}' have shape {shape}, but the model wants "
+        f"{('num_draws', *wanted)}. Cure: {cure}"
     )
 
 
-def _check_sites(density: LatentDensity, draws: dict[str, Tensor], guide: Guide) -> None:
-    who = _who(guide)
+def check_sites(density: LatentDensity, draws: Mapping[str, Tensor], guide: Guide) -> None:
+    """Check that draws are of a model's latents, as many of each.
+
+    :param guide: that made them, or the draws themselves.
+    :raises ValueError: naming a site.
+    """
+    who, have = _who(guide)
     missing = sorted(set(density.shapes) - set(draws))
     extra = sorted(set(draws) - set(density.shapes))
     if missing:
         raise ValueError(
-            f"{who} has no draws of {missing}, which the model samples"
-            + (f", but has {extra}, which it does not" if extra else "")
-            + ". Cure: a guide of this model, with every latent site"
+            f"{who} {have} no draws of {missing}, which the model samples"
+            + (f", but {have} {extra}, which it does not" if extra else "")
+            + f". Cure: {'draws' if isinstance(guide, Mapping) else 'a guide'} of this model, with "
+            "every latent site"
         )
-    if extra:
-        warn_user(f"{who} has {extra}, which the model does not sample: left out")
     expected = density.constrain(density.init_loc.unsqueeze(0))
-    counts = set()
     for name in density.shapes:
         shape, wanted = tuple(draws[name].shape), tuple(expected[name].shape[1:])
-        counts.add(shape[:1])
         if len(shape) == 0 or shape[1:] != wanted or shape[0] == 0:
             raise wrong_shape(guide, name, shape, wanted)
-    if len(counts) > 1:
-        raise ValueError(f"{who} has different numbers of draws by site: {sorted(counts)}")
+    counts = {name: len(draws[name]) for name in density.shapes}
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"{count} of '{name}'" for name, count in counts.items())
+        raise ValueError(
+            f"{who} {have} different numbers of draws by site: {found}. Cure: as many of each, of "
+            "which those of one number belong together"
+        )
 
 
-def _who(guide: Guide) -> str:
+def _who(guide: Guide) -> tuple[str, str]:
+    """What made the draws, and its verb."""
     if isinstance(guide, Mapping):
-        return "the draws"
-    return f"the guide {getattr(guide, '__name__', type(guide).__name__)}"
+        return "the given draws", "have"
+    return f"the guide {getattr(guide, '__name__', type(guide).__name__)}", "has"

@@ -269,6 +269,36 @@ def test_quantities_decide_when_to_stop():
     assert result.stopped == "converged" and abs(result.get_samples()["x"].abs().mean() - 9) < 0.1
 
 
+@pytest.mark.parametrize(
+    "quantities, message",
+    [
+        (lambda d: d["rate"].mean(), r"quantities gave \(\) of 32 chains. Cure: .*for each chain"),
+        (lambda d: {"of": d["weight"].mT}, r"quantities\['of'\] gave \(2, 32\) of 32 chains. C"),
+        (lambda d: 1.0, "quantities gave float of 32 chains. Cure"),
+    ],
+)
+def test_quantities_of_other_shapes(quantities, message, monkeypatch):
+    monkeypatch.setattr(chains.Chains, "advance", lambda *args: pytest.fail("they walk"))
+    with pytest.raises(ValueError, match=message):
+        short(particles(8), quantities=quantities)
+
+
+def test_quantities_that_are_not_finite():
+    with pytest.warns(UserWarning, match="not finite in .* of 32 chains: .*Cure") as caught:
+        result = short(particles(8), quantities=lambda d: (d["rate"] - 0.5).log())
+    assert result.stopped == "max_gradients"
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_quantities_may_raise_where_the_chains_start():
+    def picky(draws):
+        assert draws["rate"].max() < 50
+        return draws["rate"]
+
+    start = {"weight": torch.zeros(1, 2), "rate": torch.full((1,), 60.0)}
+    assert short(start, quantities=picky).space == "latent"
+
+
 def test_starts_without_a_finite_density_are_replaced():
     draws = particles(64)
     draws["weight"][:5] = 1e30
@@ -359,11 +389,41 @@ def test_refuses_a_guide_of_another_model():
         short(AutoNormal(other))
     with pytest.raises(ValueError, match=r"'weight'.*\('num_draws', 2\)"):
         short({"weight": torch.zeros(9, 3), "rate": torch.ones(9)})
-    with pytest.raises(ValueError, match="different numbers"):
-        short({"weight": torch.zeros(9, 2), "rate": torch.ones(8)})
     with pytest.warns(UserWarning, match=r"\['other'\], which the model does not sample") as caught:
         short({**particles(8), "other": torch.ones(8)})
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("by_minibatches", [False, True])
+@pytest.mark.parametrize(
+    "weight, message",
+    [
+        (torch.zeros(9, 3), r"site 'weight' have shape \(9, 3\), but .*'num_draws', 2.*: draws of"),
+        (
+            torch.zeros(0, 2),
+            r"given draws of site 'weight' have shape \(0, 2\).*Cure: at least",
+        ),
+        (torch.zeros(2), r"given draws of site 'weight' have shape \(2,\).*Cure: .unsqueeze\(0\)"),
+        (torch.zeros(8, 2), "given draws have different numbers .*: 8 of 'weight', 9 of 'rate'.*C"),
+        (None, r"given draws have no draws of \['weight'\].*Cure: draws of this model"),
+    ],
+)
+def test_refuses_draws_of_other_shapes(weight, message, by_minibatches):
+    draws = {"rate": torch.ones(9)} | ({} if weight is None else {"weight": weight})
+    with pytest.raises(ValueError, match=message):
+        if by_minibatches:
+            refine(regression, draws, kernel="sghmc", batches=[(X, Y)], progress=False)
+        else:
+            short(draws)
+
+
+def test_draws_may_be_arrays_and_lists():
+    draws = particles(8)
+    others = {"weight": draws["weight"].double().numpy(), "rate": draws["rate"].tolist()}
+    one, other = short(draws).get_samples(), short(others).get_samples()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    with pytest.raises(TypeError, match="draws of site 'rate' are a str that is no array.*Cure"):
+        short({**draws, "rate": "many"})
 
 
 def test_refuses_subsampled_data():

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observations that broadcasting counts more than once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pyro.distributions import Unit
+from pyro.distributions.hmm import HiddenMarkovModel
+from torch import Tensor
+
+from pyro_implicit.wrappers import innermost
+
+__all__ = ["repeated_observation"]
+
+Shape = tuple[int, ...]
+
+
+def repeated_observation(name: str, site: dict[str, Any]) -> str:
+    """What is wrong with an observation of which broadcasting makes more terms than are meant.
+
+    Nothing is, where each of its elements makes one term, or where it is repeated to the shape of
+    the distribution, in declared plates or outside of all; nor of a hidden Markov model, whose
+    first dimension may be of any length.
+
+    **Example:**
+
+    >>> import pyro
+    >>> from pyro import poutine
+    >>> def model(y):
+    ...     pyro.sample("y", pyro.distributions.Normal(torch.zeros(3), 1.0), obs=y)
+    >>> site = poutine.trace(model).get_trace(torch.zeros(3, 1)).nodes["y"]
+    >>> repeated_observation("y", site).split(". ")[0]
+    "the observation of site 'y' has shape (3, 1), but its distribution (3,): together 3 x 3 terms"
+
+    :param name: of the site, for the message.
+    :param site: of a trace, observed, with the sizes of its plates.
+    :returns: in words, with the cure, or nothing.
+    """
+    fn, value = site["fn"], site["value"]
+    if not isinstance(value, Tensor) or isinstance(innermost(fn), (Unit, HiddenMarkovModel)):
+        return ""
+    shapes: dict[str, Shape] = {
+        "its observation": tuple(value.shape),
+        "its distribution": (*fn.batch_shape, *fn.event_shape),
+    }
+    for what in ("mask", "scale"):
+        if isinstance(site[what], Tensor) and site[what].numel() > 1:
+            shapes[f"its {what}"] = (*site[what].shape, *(1,) * fn.event_dim)
+    try:
+        whole = tuple(torch.broadcast_shapes(*shapes.values()))
+    except RuntimeError:  # of which the distribution knows better
+        return ""
+    number = torch.Size(whole).numel()
+    if number == value.numel():
+        return ""
+    frames = {frame.dim: frame for frame in site["cond_indep_stack"] if frame.vectorized}
+    batch = whole[: len(whole) - fn.event_dim]
+    undeclared = [d for d in range(-len(batch), 0) if batch[d] > 1 and d not in frames]
+    has_all = any(torch.Size(shape).numel() == number for shape in shapes.values())
+    if has_all and not (frames and undeclared):
+        return ""
+    (_, of_value), *others = shapes.items()
+    plates = [f"plate '{frame.name}' has {frame.size}" for frame in frames.values()]
+    meant = f"; if all are meant, another plate, of dim={undeclared[-1]}" if undeclared else ""
+    return (
+        f"the observation of site '{name}' has shape {of_value}, but "
+        f"{' and '.join(f'{what} {shape}' for what, shape in others)}: together "
+        f"{' x '.join(map(str, whole))} terms{', where ' * bool(plates)}{' and '.join(plates)}. "
+        f"Cure: {_cure(name, of_value, has_all)}{meant if frames else ''}"
+    )
+
+
+def _cure(name: str, of_value: Shape, has_all: bool) -> str:
+    if of_value[-1:] != (1,):
+        return f"parameters of shape {of_value}, as by .squeeze(-1) of the mean"
+    if has_all:  # a plate has made rows of the parameters' columns
+        return f"{name}.squeeze(-1), and .squeeze(-1) of the parameters"
+    return f"{name}.squeeze(-1), or parameters of the same shape"

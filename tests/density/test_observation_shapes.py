@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observations that broadcasting repeats, and those of another shape that are meant."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import AutoNormal
+
+from pyro_implicit import diagnose, refine
+from pyro_implicit.density import LatentDensity
+from pyro_implicit.density.minibatch_density import MinibatchDensity
+
+ROW, COLUMN = torch.linspace(-1, 1, 4), torch.linspace(-1, 1, 4)[:, None]
+
+
+def regression(x, y, event_dim=0, plates=(4,)):
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    with contextlib.ExitStack() as stack:
+        for dim, size in enumerate(reversed(plates), start=1):
+            stack.enter_context(pyro.plate(f"rows{dim}", size, dim=-dim))
+        pyro.sample("y", dist.Normal(slope * x, 1.0).to_event(event_dim), obs=y)
+
+
+def in_column(shape, fn_shape, cure, plate="rows1"):
+    where = f", where plate '{plate}' has 4" if plate else ""
+    return re.escape(
+        f"the observation of site 'y' has shape {shape}, but its distribution {fn_shape}: together "
+        f"4 x 4 terms{where}. Cure: {cure}"
+    )
+
+
+REPEATED = [
+    ((ROW, COLUMN), in_column((4, 1), (4,), "y.squeeze(-1), or parameters of the same shape; if")),
+    ((COLUMN, ROW), in_column((4,), (4, 4), "parameters of shape (4,), as by .squeeze(-1) of the")),
+    ((COLUMN, COLUMN), in_column((4, 1), (4, 4), "y.squeeze(-1), and .squeeze(-1) of the param")),
+    ((ROW, COLUMN, 0, ()), in_column((4, 1), (4,), "y.squeeze(-1), or parameters of", plate="")),
+    ((COLUMN, ROW, 0, ()), in_column((4,), (4, 1), "parameters of shape (4,), as", plate="")),
+    ((COLUMN, ROW, 2, ()), in_column((4,), (4, 1), "parameters of shape (4,), as", plate="")),
+    ((ROW, COLUMN, 1, ()), in_column((4, 1), (4,), "y.squeeze(-1), or parameters of", plate="")),
+]
+
+
+@pytest.mark.parametrize("args, message", REPEATED)
+def test_repeated_observations_are_refused(args, message):
+    with pytest.raises(ValueError, match=message):
+        LatentDensity(regression, *args)
+
+
+@pytest.mark.parametrize("function", [refine, diagnose])
+def test_nothing_is_made_of_them(function):
+    with pytest.raises(ValueError, match="the observation of site 'y' has shape .*together 4 x 4"):
+        function(regression, AutoNormal(regression), ROW, COLUMN)
+
+
+def test_a_mask_may_repeat_them_too():
+    column = torch.ones(4, 1, dtype=torch.bool)
+    with pytest.raises(
+        ValueError, match=r"its distribution \(4,\) and its mask \(4, 1\): together"
+    ):
+        LatentDensity(poutine.mask(regression, mask=column), ROW, ROW, 0, ())
+
+
+def masked(y):
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", 4):
+        with poutine.mask(mask=y > 0), poutine.scale(scale=torch.full((4,), 2.0)):
+            pyro.sample("one", dist.Normal(x, 1.0), obs=y)
+        pyro.sample("two", dist.Normal(x, 1.0).mask(y > 0), obs=y)
+
+
+def in_turn(y):
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    for i in pyro.plate("rows", len(y)):
+        pyro.sample(f"y{i}", dist.Normal(x.expand(3, 1), 1.0), obs=y.expand(3, 4))
+    pyro.factor("some", -(x**2) * y[:, None])
+    with pyro.plate("columns", 4):
+        pyro.factor("others", -(x**2) * y)
+
+
+def series(y):
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    eye = scale * torch.eye(1)
+    noise = dist.MultivariateNormal(torch.zeros(1), eye)
+    with pyro.plate("series", 3):
+        pyro.sample("many", dist.GaussianHMM(noise, eye, noise, eye, noise).expand([3]), obs=y)
+
+
+def enumerated(y):
+    x = pyro.sample("x", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    with pyro.plate("rows", len(y)):
+        which = pyro.sample("which", dist.Bernoulli(0.5), infer={"enumerate": "parallel"})
+        pyro.sample("y", dist.Normal(x[which.long()], 1.0), obs=y)
+
+
+def crossed(y):
+    with pyro.plate("columns", 1, dim=-1), pyro.plate("rows", 4, dim=-2):
+        pyro.sample("y", dist.Normal(pyro.sample("x", dist.Normal(0.0, 1.0)), 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    "model, args",
+    [
+        (regression, (torch.tensor(1.0), ROW)),
+        (regression, (torch.tensor(1.0), ROW, 0, ())),
+        (regression, (ROW, torch.tensor(1.0), 0, ())),
+        (regression, (COLUMN, COLUMN, 0, ())),
+        (regression, (COLUMN, COLUMN, 1)),
+        (regression, (ROW, ROW[:1])),  # one value for the whole plate
+        (regression, (torch.zeros(3), COLUMN.expand(4, 3), 1)),
+        (regression, (torch.tensor(1.0), COLUMN.expand(4, 3), 0, (4, 3))),
+        (regression, (COLUMN, torch.zeros(4, 3), 0, (4, 3))),
+        (regression, (ROW, COLUMN.expand(3, 4, 4)[:, 0])),  # as many terms as observations
+        (regression, (torch.ones(1, 1), torch.zeros(1), 0, (1,))),
+        (masked, (ROW,)),
+        (in_turn, (ROW,)),
+        (series, (torch.zeros(5, 1),)),
+        (enumerated, (ROW,)),
+        (crossed, (COLUMN,)),
+    ],
+)
+def test_other_shapes_that_are_meant(model, args):
+    density = LatentDensity(model, *args)
+    assert density.log_prob(density.init_loc.unsqueeze(0)).isfinite()
+
+
+def test_minibatches():
+    def model(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 100, subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+    assert MinibatchDensity(model, batch=(ROW,)).scaled
+    assert math.isfinite(MinibatchDensity(model, batch=(ROW[:1],)).init_loc)
+    with pytest.raises(ValueError, match=r"shape \(4, 1\).*where plate 'rows' has 4"):
+        MinibatchDensity(model, batch=(COLUMN,))
