@@ -18,6 +18,7 @@ from pyro_implicit.mcmc import MinibatchRefined, refine
 from pyro_implicit.mcmc import minibatch_chains as chains_module
 from pyro_implicit.mcmc import minibatch_refinement as module
 from pyro_implicit.mcmc.batch_stream import BatchStream
+from pyro_implicit.mcmc.frame import estimate_frame
 from pyro_implicit.mcmc.minibatch_start import minibatch_frame
 
 ROWS = 100
@@ -208,6 +209,38 @@ def test_a_point_has_scales_of_prior_and_information():
     density = MinibatchDensity(regression, batch=(X, Y))
     frame = minibatch_frame(density, point, (), {}, all_rows)
     torch.testing.assert_close(frame.scale, torch.full_like(frame.scale, 2.0), rtol=0.3, atol=0)
+
+
+def with_a_free_site(x, y):
+    """The data say nothing of it."""
+    regression(x, y)
+    pyro.sample("free", dist.Normal(x.new_zeros(()), 1.0))
+
+
+@pytest.mark.parametrize("narrow", [1e-12, 0.02, "collinear"])
+def test_draws_far_too_narrow_in_one_direction(narrow):
+    start = exact(30)
+    noise = torch.randn(30, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    start["free"] = start["weight"][:, 0] if narrow == "collinear" else narrow * noise
+    result = short(start, with_a_free_site, max_epochs=60)
+    draws = result.get_samples()
+    assert abs(draws["free"].mean()) < 0.5 and abs(draws["free"].std() - 1) < 0.3
+    assert ((draws["weight"].std(0) / SD).log().abs() < 0.3).all()
+    assert result.choice.curvature < 10  # the others keep their scales
+
+
+@pytest.mark.parametrize("num_batches", [1, 5])
+@pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
+def test_draws_that_are_near_keep_their_covariance(num_batches, spread):
+    """Though they are far narrower than the prior, and correlated."""
+    stream = BatchStream(loader(ROWS // num_batches))
+    density = MinibatchDensity(regression, batch=stream.probed[0])
+    start = exact(64, spread)
+    outside = torch.get_rng_state()
+    frame = minibatch_frame(density, start, (), {}, stream)
+    assert torch.get_rng_state().equal(outside)
+    expected = estimate_frame(start["weight"], "full")
+    assert frame.scale.equal(expected.scale) and frame.scale_tril.equal(expected.scale_tril)
 
 
 def test_information_is_that_at_the_members_and_not_between_them():
