@@ -66,11 +66,13 @@ def test_refined_by_stochastic_gradients():
     result = fit(line, guide, **options, **QUIET)
     mean, sd = exact_posterior()
     assert [stage.name for stage in result.stages] == ["guide", "refine"]
+    assert "relaxation times" in result.stages[-1].outcome
     draws = result.sample(2000)["slope"]
     assert draws.mean().item() == pytest.approx(mean, abs=sd)
     assert draws.std().item() == pytest.approx(sd, rel=0.5)
 
 
+@pytest.mark.filterwarnings("ignore:the chains forgot their start only")
 @pytest.mark.parametrize("guide", ["auto", "given"])
 @pytest.mark.parametrize("refine", [True, "auto"])
 def test_chains_keep_to_the_time_and_training_leaves_them_half(guide, refine, monkeypatch):

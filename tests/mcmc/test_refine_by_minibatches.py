@@ -118,10 +118,14 @@ def test_seeds_give_equal_bits():
     assert first.equal(second) and not first.equal(other)
 
 
+MAY_BE_SHORT = pytest.mark.filterwarnings("ignore:the chains forgot their start only")
+
+
 class Killed(Exception):
     pass
 
 
+@MAY_BE_SHORT
 @pytest.mark.parametrize(
     ("kernel", "kill_at"), [("sghmc", 4), ("sghmc", 13), ("sgld", 13)]
 )  # in the warm-up, and after it
@@ -179,6 +183,7 @@ def test_interrupted_it_keeps_the_draws_so_far(monkeypatch):
     assert result.stopped == "interrupted" and len(result.get_samples()["weight"]) > 0
 
 
+@MAY_BE_SHORT
 def test_seconds_end_warm_up_and_run():
     began = time.perf_counter()
     result = short(max_epochs=10**4, max_seconds=2.0)
@@ -187,6 +192,31 @@ def test_seconds_end_warm_up_and_run():
     assert result.warmup_gradients < result.num_gradients
 
 
+def test_warns_of_draws_that_are_still_those_of_the_start():
+    with pytest.warns(
+        UserWarning,
+        match=r"forgot their start only 0\.\d+ of.*Cure: more max_epochs \(about \d+\)",
+    ) as caught:
+        result = short(step_size=0.01, max_epochs=20)
+    assert caught[0].filename == __file__ and result.choice.relaxations < 1
+    epochs = int(str(caught[0].message).split("(about ")[1].split(")")[0])
+    assert 1.5 < short(step_size=0.01, max_epochs=epochs).choice.relaxations < 3
+
+
+def test_a_run_cut_short_tells_of_its_own_relaxations(monkeypatch):
+    whole = short(max_epochs=20).choice.relaxations
+    advance = module.MinibatchChains.advance
+
+    def pressed(self, *args):
+        if self.step == 65:  # half-way after the warm-up
+            raise KeyboardInterrupt
+        return advance(self, *args)
+
+    monkeypatch.setattr(module.MinibatchChains, "advance", pressed)
+    assert short(max_epochs=20).choice.relaxations == pytest.approx(whole / 2)
+
+
+@MAY_BE_SHORT
 def test_no_seconds_at_all_leave_a_few_steps():
     result = short(max_epochs=10**3, max_seconds=0.0)
     assert result.stopped == "max_seconds" and result.num_draws >= 1
@@ -302,6 +332,7 @@ def test_a_model_that_draws_its_own_rows():
     assert first.choice.noise > 0 and first.choice.curvature < 10
 
 
+@MAY_BE_SHORT
 def test_lost_chains_go_on_from_others():
     def truncated(y):
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
@@ -396,6 +427,7 @@ def test_refuses_a_model_that_takes_a_minibatch_for_all_data():
     assert short(model=unscaled, batches=loader(100), max_epochs=20).choice.noise < 1e-9
 
 
+@MAY_BE_SHORT
 def test_warns_of_another_number_of_rows():
     few = DataLoader(TensorDataset(X[:60], Y[:60]), 20)
     with pytest.warns(UserWarning, match="100 rows in all, but 3 minibatches of 20.*1.67 times"):
