@@ -30,6 +30,7 @@ __all__ = ["refine_by_minibatches"]
 
 LEAST_EPOCHS = 10
 LEAST_STEPS = 2000
+LEAST_IN_ALL = 4
 WARMUP_SHARE = 0.3
 ENOUGH = 2.0  # relaxation times, beyond which the step is that of the balance
 
@@ -117,8 +118,8 @@ def refine_by_minibatches(
     :param kwargs: their other keyword arguments.
     :raises SubsampledError: for a latent of each row.
     :raises ValueError: for a model that takes a minibatch for all data, a guide of another model,
-        empty ``batches``, starts of which none has a finite log-density, or a checkpoint of other
-        settings.
+        empty ``batches``, NaN among a minibatch's observations, too few steps, starts of which none
+        has a finite log-density, or a checkpoint of other settings.
     :raises RuntimeError: if all chains leave the finite numbers.
 
     **References:**
@@ -141,6 +142,11 @@ def refine_by_minibatches(
     check_scaling(density, stream)
     epochs = max_epochs or max(LEAST_EPOCHS, -(-LEAST_STEPS // stream.epoch_length))
     steps = epochs * stream.epoch_length
+    if steps < LEAST_IN_ALL:
+        raise ValueError(
+            f"{epochs} epochs of {stream.epoch_length} minibatches are {steps} steps, but the "
+            f"warm-up and a draw take at least {LEAST_IN_ALL}. Cure: more max_epochs"
+        )
     schedule = Schedule(steps, round(WARMUP_SHARE * steps), cycles, max_draws)
     settings = {
         "latent_dim": density.latent_dim,

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_implicit.density.blame import blame
 from pyro_implicit.density.cost import MAX_DENSE_DIM
 from pyro_implicit.density.minibatch_density import MinibatchDensity
-from pyro_implicit.mcmc.batch_stream import BatchStream
+from pyro_implicit.mcmc.batch_stream import BatchStream, num_rows
 from pyro_implicit.mcmc.frame import WhiteningFrame
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
 from pyro_implicit.mcmc.minibatch_schedule import Schedule
@@ -45,14 +45,24 @@ def check_scaling(density: MinibatchDensity, stream: BatchStream, num_shares: in
         )
     if density.subsampled is None or not any(stream.probed):
         return
-    name, size, full_size = density.subsampled
+    name, first_size, full_size = density.subsampled
+    size = _mean_size(stream.probed[: stream.epoch_length], first_size)
     if not (batches - 1) * size < full_size < (batches + 1) * size:
         share = full_size / size / batches
         warn_user(
-            f"plate '{name}' has {full_size} rows in all, but {batches} minibatches of {size} make "
-            f"about {batches * size}, so that the likelihood counts {share:.3g} times. Cure: the "
-            "number of all rows as the plate's size",
+            f"plate '{name}' has {full_size} rows in all, but {batches} minibatches of {size:.4g} "
+            f"make about {round(batches * size)}, so that the likelihood counts {share:.3g} times. "
+            "Cure: the number of all rows as the plate's size",
         )
+
+
+def _mean_size(batches: list[tuple], first_size: int) -> float:
+    """Mean number of rows, by the part that has as many in the first minibatch as the plate."""
+    rows = [num_rows(part) for part in batches[0]]
+    if first_size not in rows:
+        return first_size
+    place = rows.index(first_size)
+    return sum(num_rows(batch[place]) or 0 for batch in batches) / len(batches)
 
 
 @torch.no_grad()
