@@ -152,6 +152,36 @@ def test_a_model_that_does_not_scale_its_minibatch():
         fit(unscaled, "auto", batches=loader(*rows()), **QUIET)
 
 
+@pytest.mark.parametrize("guide", ["auto", "given"])
+def test_nan_in_a_later_minibatch(guide):
+    x, y = rows()
+    y[330:340] = torch.nan
+    batches = list(zip(x.split(50), y.split(50), strict=True))
+    guide = AutoNormal(line) if guide == "given" else guide
+    match = "site 'y' in minibatch 7 of a pass over batches is NaN in 10 of 50 elements. Cure"
+    with pytest.raises(ValueError, match=match):
+        fit(line, guide, batches=batches, epochs=2, **QUIET)
+
+
+def test_nan_that_is_masked_is_no_reason_to_refuse():
+    """Though steps are skipped, for another reason: the loss says so."""
+    x, y = rows()
+    y[330:340] = torch.nan
+
+    def masked(x, y):
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 400, subsample_size=len(x)):
+            fn = dist.Normal(slope * x, 0.5).mask(~y.isnan())
+            pyro.sample("y", fn, obs=y)
+        pyro.factor("lost", torch.tensor(torch.nan if y.isnan().any() else 0.0))
+
+    batches = list(zip(x.split(50), y.split(50), strict=True))
+    with pytest.warns(UserWarning, match="2 of 16 steps of 'guide' were skipped.*Cure") as caught:
+        result = fit(masked, AutoNormal(masked), batches=batches, epochs=2, **QUIET)
+    assert caught[0].filename == __file__
+    assert result.stages[-1].outcome.startswith("16 steps (2 skipped)")
+
+
 @pytest.mark.parametrize("size, particles", [(100, 8), (101, 2)])
 def test_particles_of_a_given_guide(monkeypatch, size, particles):
     """Few of a network, which runs once for each."""

@@ -392,6 +392,17 @@ def test_a_step_that_is_far_too_long():
         short(step_size=1e3, max_epochs=100)
 
 
+@pytest.mark.parametrize("place", [0, 3, 20])
+def test_nan_in_a_minibatch(place):
+    """The first, one that the step is chosen by, and a later one."""
+    y = Y.clone()
+    y[4 * place] = torch.nan
+    batches = list(zip(X.split(4), y.split(4), strict=True))
+    where = f" in minibatch {place + 1} " if place else " "
+    with pytest.raises(ValueError, match=f"site 'y'{where}.*NaN in 1 of 4 elements. Cure"):
+        short(batches=batches)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -432,3 +443,18 @@ def test_warns_of_another_number_of_rows():
     few = DataLoader(TensorDataset(X[:60], Y[:60]), 20)
     with pytest.warns(UserWarning, match="100 rows in all, but 3 minibatches of 20.*1.67 times"):
         short(batches=few)
+
+
+@MAY_BE_SHORT
+def test_minibatches_of_unequal_sizes_are_counted_by_all_of_them():
+    parts = [1, 98, 1]
+    result = short(batches=list(zip(X.split(parts), Y.split(parts), strict=True)), max_epochs=100)
+    assert result.epochs == 100
+
+
+@MAY_BE_SHORT
+@pytest.mark.parametrize("num_batches", [1, 3])
+def test_refuses_too_few_steps_to_warm_up(num_batches):
+    with pytest.raises(ValueError, match=f"1 epochs of {num_batches} minibatches.*least 4. Cure"):
+        short(batches=loader(-(-ROWS // num_batches)), max_epochs=1)
+    assert short(batches=loader(ROWS), max_epochs=4).num_draws == 3
