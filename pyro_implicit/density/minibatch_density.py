@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_implicit.density.data_sites import is_data
 from pyro_implicit.density.engine import Model, SubsampledError
 from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.unfit_sites import refuse_missing_data
 
 __all__ = ["MinibatchDensity"]
 
@@ -88,6 +89,14 @@ class MinibatchDensity(LatentDensity):
         self._model = Model(self.model, self.args, self.kwargs, latents, self._model.discrete)
         if self._draws_rows:
             self._seed = int(torch.randint(2**31, ())) if seed is None else seed
+
+    def refuse_missing_data(self, where: str) -> None:
+        """Check that no observation of this minibatch is NaN.
+
+        :param where: which minibatch it is.
+        :raises ValueError: naming the site.
+        """
+        refuse_missing_data(self.trace_at(self.init_loc), f" in {where}")
 
     def log_prob(self, latent: Tensor) -> Tensor:
         """The log-density, differentiable; of the same rows until the next minibatch.

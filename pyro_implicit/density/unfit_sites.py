@@ -24,7 +24,7 @@ from pyro_implicit.density.supports import observation_outside
 from pyro_implicit.user_warnings import warn_user
 from pyro_implicit.wrappers import innermost
 
-__all__ = ["refuse_unfit_sites", "warn_of_missing_data"]
+__all__ = ["refuse_missing_data", "refuse_unfit_sites", "warn_of_missing_data"]
 
 
 def refuse_unfit_sites(trace: Trace) -> None:
@@ -66,7 +66,9 @@ def refuse_unfit_sites(trace: Trace) -> None:
     for name, site in continuous.items():
         _warn_of_masked(name, site)
         _warn_of_angle(name, site)
+    refuse_missing_data(trace)
     for name, site in observed.items():
+<<<<<<< HEAD
         fault = repeated_observation(name, site)
         if fault:
             raise ValueError(fault)
@@ -76,6 +78,8 @@ def refuse_unfit_sites(trace: Trace) -> None:
                 f"the observation of site '{name}' is NaN in {fault}. Cure: leave these elements "
                 "out, or mask them: pyro.sample(name, fn.mask(~y.isnan()), obs=y.nan_to_num(1.0))"
             )
+=======
+>>>>>>> mend_chains
         fault = observation_outside(site)
         if fault:
             raise ValueError(
@@ -83,6 +87,30 @@ def refuse_unfit_sites(trace: Trace) -> None:
                 "of that support; its validate_args=False if this is meant, as with gray pixels "
                 "under a Bernoulli"
             )
+
+
+def refuse_missing_data(trace: Trace, where: str = "") -> None:
+    """Check that no observation is NaN where it counts.
+
+    :param trace: of the model with its data.
+    :param where: which data these are.
+    :raises ValueError: naming the site.
+    """
+    for name, site in _split(trace)[1].items():
+        fault = describe_nan(site["value"])
+        if fault and bool((_missing(site) & ~site_log_prob(site).isfinite()).any()):
+            raise ValueError(
+                f"the observation of site '{name}'{where} is NaN in {fault}. Cure: leave these "
+                "elements out, or mask them: pyro.sample(name, fn.mask(~y.isnan()), "
+                "obs=y.nan_to_num(1.0))"
+            )
+
+
+def _missing(site: Site) -> Tensor:
+    """Which elements are NaN, in part at least, of those that have a log-density each."""
+    missing: Tensor = site["value"].isnan()
+    event_dim = site["fn"].event_dim
+    return missing.flatten(-event_dim).any(-1) if event_dim else missing
 
 
 def warn_of_missing_data(

@@ -105,7 +105,11 @@ def refine_batches(stages: Stages, epochs: int) -> Fit:
             model_kwargs=stages.kwargs,
         )
         result.refined = refined
-        line.outcome = f"{refined.num_gradients} gradients, step by {refined.choice.limit}"
+        choice = refined.choice
+        line.outcome = (
+            f"{refined.num_gradients} gradients, step by {choice.limit}, "
+            f"{choice.relaxations:.2g} relaxation times"
+        )
         result.interrupted = refined.stopped == "interrupted"
     if line.error is not None:
         stages.warn(f"fit did not refine its draws: {first_line(line.error)}")

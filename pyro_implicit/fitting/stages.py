@@ -44,6 +44,7 @@ __all__ = ["Stages"]
 
 PARTICLES_ALONE = 8
 NUM_TRIED = 8
+MAX_SKIPPED = 0.01  # of the steps
 PARAMETERS_DECAY = 1 / 6  # of their steps: they may lie far, and the guide is near
 
 
@@ -197,6 +198,13 @@ class Stages:
 
     def _report(self, line: Stage, losses: list[float], loss: Trace_ELBO, end: str) -> None:
         self.result.losses = losses
+        if _skipped(losses) > MAX_SKIPPED * len(losses):
+            warn_user(
+                f"{_skipped(losses)} of {len(losses)} steps of '{line.name}' were skipped, as "
+                "their loss was not finite: what they would have taught is lost. Cure: run the "
+                'ELBO with nonfinite="raise", which names the term; priors or an init_loc_fn in '
+                "whose range the data are possible, or a lower lr"
+            )
         line.outcome = f"{_steps(losses)} of {type(loss).__name__}{end}"
         if self.held_out is not None and self.held_out.scores:
             line.outcome += f"; {self.held_out}"
@@ -320,5 +328,10 @@ def _still_falls(losses: list[float]) -> bool:
     return (middle.nanmean() - last.nanmean()).item() > 0.1 + 3 * error
 
 
+def _skipped(losses: list[float]) -> int:
+    return sum(math.isnan(loss) for loss in losses)
+
+
 def _steps(losses: list[float]) -> str:
-    return f"{len(losses)} steps"
+    skipped = _skipped(losses)
+    return f"{len(losses)} steps" + (f" ({skipped} skipped)" if skipped else "")

@@ -11,18 +11,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyro
 import torch
+from pyro import poutine
 from pyro.infer import Trace_ELBO
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
+from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.progress import progress_bar
 from pyro_implicit.density.turns import in_turn
+from pyro_implicit.density.unfit_sites import refuse_missing_data
 from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
 from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.fitting.processes import is_first, loss_function, mean_over_processes, own_file
 from pyro_implicit.fitting.schedule import Schedule
 from pyro_implicit.fitting.trained_parameters import are_all_of_guide, trained_parameters
+from pyro_implicit.guides.random_stream import own_stream
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.engine.networks import NetworkELBO
 from pyro_implicit.mcmc.batch_stream import BatchStream
@@ -106,7 +111,8 @@ def train(
         :class:`~pyro_implicit.infer.ImplicitELBO`.
     :param model_kwargs: more keyword arguments of model and guide: those with a name of ours.
     :returns: the losses of all steps.
-    :raises ValueError: if neither model nor guide has a parameter.
+    :raises ValueError: if neither model nor guide has a parameter, and for a minibatch with an
+        observation that is NaN.
     :raises RuntimeError: when fifty steps in a row, or all, have no finite loss.
     :raises TrainingInterrupted: by Ctrl-C, with the best parameters of ``held_out`` if it is given.
     """
@@ -175,6 +181,8 @@ def _train(
             if batches is not None:
                 args = (*shared, *batches.next())
             state.losses.append(_step(evaluate, optimiser, schedule.clip_norm, args, kwargs))
+            if batches is not None and math.isnan(state.losses[-1]):
+                _refuse_missing_data(model, args, kwargs, batches)
             is_exact = may_stop and schedule.is_exact(state.losses, loss.num_particles)
             by_steps = step + 1 >= decay_start + round(last * schedule.decay)
             state.finished = is_exact or by_steps or clock >= 1
@@ -232,6 +240,21 @@ def _step(
     if norm.isfinite():
         optimiser.step()
     return loss
+
+
+def _refuse_missing_data(
+    model: Callable[..., Any], args: tuple, kwargs: dict[str, Any], batches: BatchStream
+) -> None:
+    """Look at the minibatch of a skipped step.
+
+    :raises ValueError: if an observation is NaN, naming the site and the minibatch.
+    """
+    try:
+        with own_stream(), poutine.block(), pyro.validation_enabled(False):
+            trace = poutine.trace(model).get_trace(*args, **kwargs)
+    except IMPOSSIBLE:  # at this draw of the prior
+        return
+    refuse_missing_data(trace, f" in {batches.where}")
 
 
 def _check_finite(losses: list[float], finished: bool) -> None:

@@ -11,7 +11,7 @@ import torch
 from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 
-__all__ = ["BatchStream"]
+__all__ = ["BatchStream", "num_rows"]
 
 NUM_PROBED = 16
 END = object()
@@ -40,7 +40,8 @@ class BatchStream:
     :ivar probed: the first sixteen, from several passes if need be.
     :ivar epoch_length: how many there are in a pass.
     :raises TypeError: for what is no iterable of them.
-    :raises ValueError: if there are none, or if they can be passed over only once.
+    :raises ValueError: if there are none, if they can be passed over only once, or if one has no
+        rows.
     """
 
     def __init__(self, batches: Iterable[Any], name: str = "batches") -> None:
@@ -79,7 +80,19 @@ class BatchStream:
             self._place += 1
         if batch is END:
             raise ValueError(SPENT.format(self._name))
-        return _as_tuple(batch, self._name)
+        batch = _as_tuple(batch, self._name)
+        rows = {num_rows(part) for part in batch} - {None}
+        if rows == {0}:
+            raise ValueError(
+                f"{self.where} has no rows. Cure: leave it out of {self._name}; a sampler or a "
+                "filter may have made it"
+            )
+        return batch
+
+    @property
+    def where(self) -> str:
+        """Which minibatch was the last, for messages."""
+        return f"minibatch {self._place} of a pass over {self._name}"
 
     def state(self) -> dict[str, Any]:
         """Where the stream is, for a checkpoint."""
@@ -124,6 +137,12 @@ class BatchStream:
 
     def _read_streams(self) -> list[Any]:
         return [get_rng_state(), *(generator.get_state() for generator in self._generators)]
+
+
+def num_rows(part: Any) -> int | None:
+    """Of one part of a minibatch; None of what has none."""
+    shape = getattr(part, "shape", ())
+    return int(shape[0]) if len(shape) else None
 
 
 def _as_tuple(batch: Any, name: str) -> tuple:

@@ -95,10 +95,11 @@ def estimate_frame(draws: Tensor, kind: FrameKind) -> WhiteningFrame:
     loc, scale = draws.mean(0), draws.std(0)
     info = torch.finfo(draws.dtype)
     rounding = info.eps * draws.abs().amax(0) + math.sqrt(info.tiny)  # dead weights decay to 1e-40
-    scale = torch.where(scale > rounding, scale, torch.ones_like(scale))
+    varies = scale > rounding
+    scale = torch.where(varies, scale, torch.ones_like(scale))
     if kind == "diagonal" or dim == 1:
         return WhiteningFrame(loc, scale)
-    standard = (draws - loc) / scale
+    standard = torch.where(varies, (draws - loc) / scale, 0.0)
     if kind == "full":
         return WhiteningFrame(loc, scale, scale_tril=_factor(standard).to(draws.dtype))
     noise = dim / count
@@ -134,6 +135,7 @@ def _factor(standard: Tensor) -> Tensor:
     correlation = standard.mT @ standard / (count - 1)
     weight = 0.0 if count >= 10 * dim else dim / (count + dim)
     correlation = (1 - weight) * correlation + weight * identity
+    correlation.diagonal().masked_fill_((standard == 0).all(0), 1.0)
     ridge = 1e-10
     while True:
         factor, failed = torch.linalg.cholesky_ex(correlation + ridge * identity)

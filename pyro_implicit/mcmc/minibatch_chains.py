@@ -78,6 +78,8 @@ class MinibatchChains:
         else:
             moved = sgld_step(gradient, self.position, size), self.velocity
         self.gradients += 1
+        if not all(part.isfinite().all(-1).any() for part in moved):
+            density.refuse_missing_data(stream.where)
         self._take(*moved)
         self.step += 1
         if self.step in self.schedule.windows:
@@ -114,7 +116,13 @@ class MinibatchChains:
             if is_hot and not self._climbed(density, stream):
                 self._retreat(before.step_size)
         gradients = [self._gradient(density, *probed) for probed in enumerate(stream.probed)]
-        found = probe(gradients, self.position)
+        try:
+            found = probe(gradients, self.position)
+        except RuntimeError:
+            for seed, batch in enumerate(stream.probed):
+                density.use(batch, seed)
+                density.refuse_missing_data(f"minibatch {seed + 1} of those looked at first")
+            raise
         self.gradients += found.gradients
         choice = choose_step(self.kernel, found, steps)
         if self.given_step is not None:

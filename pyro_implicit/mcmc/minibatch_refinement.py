@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -29,7 +30,9 @@ __all__ = ["refine_by_minibatches"]
 
 LEAST_EPOCHS = 10
 LEAST_STEPS = 2000
+LEAST_IN_ALL = 4
 WARMUP_SHARE = 0.3
+ENOUGH = 2.0  # relaxation times, beyond which the step is that of the balance
 
 
 @in_turn
@@ -115,8 +118,8 @@ def refine_by_minibatches(
     :param kwargs: their other keyword arguments.
     :raises SubsampledError: for a latent of each row.
     :raises ValueError: for a model that takes a minibatch for all data, a guide of another model,
-        empty ``batches``, starts of which none has a finite log-density, or a checkpoint of other
-        settings.
+        empty ``batches``, NaN among a minibatch's observations, too few steps, starts of which none
+        has a finite log-density, or a checkpoint of other settings.
     :raises RuntimeError: if all chains leave the finite numbers.
 
     **References:**
@@ -139,6 +142,11 @@ def refine_by_minibatches(
     check_scaling(density, stream)
     epochs = max_epochs or max(LEAST_EPOCHS, -(-LEAST_STEPS // stream.epoch_length))
     steps = epochs * stream.epoch_length
+    if steps < LEAST_IN_ALL:
+        raise ValueError(
+            f"{epochs} epochs of {stream.epoch_length} minibatches are {steps} steps, but the "
+            f"warm-up and a draw take at least {LEAST_IN_ALL}. Cure: more max_epochs"
+        )
     schedule = Schedule(steps, round(WARMUP_SHARE * steps), cycles, max_draws)
     settings = {
         "latent_dim": density.latent_dim,
@@ -238,6 +246,8 @@ def _result(
     density: MinibatchDensity, chains: MinibatchChains, draws: DrawStore, epoch_length: int
 ) -> MinibatchRefined:
     assert chains.choice is not None
+    sampled = (chains.step - chains.schedule.warmup) / chains.schedule.sampling
+    choice = chains.choice._replace(relaxations=sampled * chains.choice.relaxations)
     if chains.replaced_late:
         warn_user(
             f"{chains.replaced_late} times a chain left the finite numbers after the warm-up, and "
@@ -251,10 +261,12 @@ def _result(
             f"{chains.choice.step_size:.3g} in the frame are too long. Cure: a better guide and "
             "more max_epochs, or a shorter step_size",
         )
+    if choice.relaxations < 1 and chains.stopped != "interrupted":
+        _warn_of_short(choice.relaxations, chains, epoch_length)
     return MinibatchRefined(
         stopped=chains.stopped,  # type: ignore[arg-type]
         kernel=chains.kernel,
-        choice=chains.choice,
+        choice=choice,
         temperature=chains.temperature,
         num_chains=len(chains.position),
         num_gradients=chains.gradients,
@@ -265,4 +277,17 @@ def _result(
         frame=chains.frame.kind,
         store=draws,
         constrain=SitesOf(density.shapes, density._transforms, density.init_loc.new_empty(0)),
+    )
+
+
+def _warn_of_short(relaxations: float, chains: MinibatchChains, epoch_length: int) -> None:
+    """Where steps are too few to relax, relaxations grow as these do."""
+    factor = ENOUGH / max(relaxations, 1e-9)
+    more = f"max_epochs (about {math.ceil(factor * chains.step / epoch_length)})"
+    if chains.stopped == "max_seconds":
+        more = f"max_seconds (about {math.ceil(factor * chains.seconds)})"
+    warn_user(
+        f"the chains forgot their start only {relaxations:.2g} of a relaxation time long: draws "
+        f"are still near those of the guide. Cure: more {more}, larger minibatches, or a better "
+        "guide",
     )

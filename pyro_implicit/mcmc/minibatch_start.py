@@ -12,12 +12,13 @@ from torch import Tensor
 from pyro_implicit.density.blame import blame
 from pyro_implicit.density.cost import MAX_DENSE_DIM
 from pyro_implicit.density.minibatch_density import MinibatchDensity
-from pyro_implicit.mcmc.batch_stream import BatchStream
-from pyro_implicit.mcmc.frame import WhiteningFrame, estimate_frame
+from pyro_implicit.mcmc.batch_stream import BatchStream, num_rows
+from pyro_implicit.mcmc.frame import WhiteningFrame
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
 from pyro_implicit.mcmc.minibatch_schedule import Schedule
 from pyro_implicit.mcmc.starts import check_sites, finite_starts, latent_draws
 from pyro_implicit.mcmc.step_choice import MinibatchKernel
+from pyro_implicit.mcmc.widened_frame import widened_frame
 from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["check_scaling", "minibatch_frame", "start_chains"]
@@ -44,14 +45,24 @@ def check_scaling(density: MinibatchDensity, stream: BatchStream, num_shares: in
         )
     if density.subsampled is None or not any(stream.probed):
         return
-    name, size, full_size = density.subsampled
+    name, first_size, full_size = density.subsampled
+    size = _mean_size(stream.probed[: stream.epoch_length], first_size)
     if not (batches - 1) * size < full_size < (batches + 1) * size:
         share = full_size / size / batches
         warn_user(
-            f"plate '{name}' has {full_size} rows in all, but {batches} minibatches of {size} make "
-            f"about {batches * size}, so that the likelihood counts {share:.3g} times. Cure: the "
-            "number of all rows as the plate's size",
+            f"plate '{name}' has {full_size} rows in all, but {batches} minibatches of {size:.4g} "
+            f"make about {round(batches * size)}, so that the likelihood counts {share:.3g} times. "
+            "Cure: the number of all rows as the plate's size",
         )
+
+
+def _mean_size(batches: list[tuple], first_size: int) -> float:
+    """Mean number of rows, by the part that has as many in the first minibatch as the plate."""
+    rows = [num_rows(part) for part in batches[0]]
+    if first_size not in rows:
+        return first_size
+    place = rows.index(first_size)
+    return sum(num_rows(batch[place]) or 0 for batch in batches) / len(batches)
 
 
 @torch.no_grad()
@@ -64,7 +75,9 @@ def minibatch_frame(
 ) -> WhiteningFrame:
     r"""The frame of a guide's draws: of their covariance up to 100 dimensions, else their scales.
 
-    Coordinates that do not vary, and all if fewer than twenty draws are given, have the scales
+    In a covariance those coordinates are widened in which draws are far narrower than the
+    posterior, see :func:`~pyro_implicit.mcmc.widened_frame.widened_frame`. Coordinates that do not
+    vary, and all if fewer than twenty draws are given, have the scales
     :math:`(s^{-2} + F)^{-1/2}` of the prior's, s, and of what the data say there, F: with E
     minibatches in an epoch, the variance of their gradients over E - 1, which is the diagonal of
     Fisher's information where the model is right; the mean over the draws that are given, as
@@ -79,7 +92,7 @@ def minibatch_frame(
         draws = latent_draws(density, guide, max(count, FRAME_DRAWS), args, kwargs)
         draws = draws[draws.isfinite().all(-1)]
         if len(draws) >= LEAST_DRAWS and bool((draws != draws[:1]).any(0).all()):
-            return estimate_frame(draws, "full")
+            return widened_frame(density, draws, stream)
     chunk = max(1, min(count, MAX_VALUES // dim))
     moments = _Moments(dim, density.init_loc)
     points = None

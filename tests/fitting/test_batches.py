@@ -66,11 +66,13 @@ def test_refined_by_stochastic_gradients():
     result = fit(line, guide, **options, **QUIET)
     mean, sd = exact_posterior()
     assert [stage.name for stage in result.stages] == ["guide", "refine"]
+    assert "relaxation times" in result.stages[-1].outcome
     draws = result.sample(2000)["slope"]
     assert draws.mean().item() == pytest.approx(mean, abs=sd)
     assert draws.std().item() == pytest.approx(sd, rel=0.5)
 
 
+@pytest.mark.filterwarnings("ignore:the chains forgot their start only")
 @pytest.mark.parametrize("guide", ["auto", "given"])
 @pytest.mark.parametrize("refine", [True, "auto"])
 def test_chains_keep_to_the_time_and_training_leaves_them_half(guide, refine, monkeypatch):
@@ -148,6 +150,36 @@ def unscaled(x, y):
 def test_a_model_that_does_not_scale_its_minibatch():
     with pytest.raises(ValueError, match="takes each of 8 minibatches for all data.*Cure: with"):
         fit(unscaled, "auto", batches=loader(*rows()), **QUIET)
+
+
+@pytest.mark.parametrize("guide", ["auto", "given"])
+def test_nan_in_a_later_minibatch(guide):
+    x, y = rows()
+    y[330:340] = torch.nan
+    batches = list(zip(x.split(50), y.split(50), strict=True))
+    guide = AutoNormal(line) if guide == "given" else guide
+    match = "site 'y' in minibatch 7 of a pass over batches is NaN in 10 of 50 elements. Cure"
+    with pytest.raises(ValueError, match=match):
+        fit(line, guide, batches=batches, epochs=2, **QUIET)
+
+
+def test_nan_that_is_masked_is_no_reason_to_refuse():
+    """Though steps are skipped, for another reason: the loss says so."""
+    x, y = rows()
+    y[330:340] = torch.nan
+
+    def masked(x, y):
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 400, subsample_size=len(x)):
+            fn = dist.Normal(slope * x, 0.5).mask(~y.isnan())
+            pyro.sample("y", fn, obs=y)
+        pyro.factor("lost", torch.tensor(torch.nan if y.isnan().any() else 0.0))
+
+    batches = list(zip(x.split(50), y.split(50), strict=True))
+    with pytest.warns(UserWarning, match="2 of 16 steps of 'guide' were skipped.*Cure") as caught:
+        result = fit(masked, AutoNormal(masked), batches=batches, epochs=2, **QUIET)
+    assert caught[0].filename == __file__
+    assert result.stages[-1].outcome.startswith("16 steps (2 skipped)")
 
 
 @pytest.mark.parametrize("size, particles", [(100, 8), (101, 2)])

@@ -86,6 +86,7 @@ def test_kinds_of_minibatches():
         (5, TypeError, "got a int"),
         ([], ValueError, "empty.*Cure"),
         ((torch.zeros(2) for _ in range(40)), ValueError, "exhausted after one pass.*Cure"),
+        ([(torch.zeros(2), 1.0), (torch.zeros(0), 1.0)], ValueError, "minibatch 2.*no rows.*Cure"),
         ([{"x": torch.zeros(2)}], TypeError, "gives dicts.*Cure"),
     ],
 )

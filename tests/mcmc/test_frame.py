@@ -61,6 +61,19 @@ def test_few_and_constant_draws(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_coordinate_that_does_not_vary_keeps_its_unit_among_many_draws(kind):
+    """Nothing is shrunk there, which would give it one."""
+    torch.manual_seed(0)
+    draws = torch.randn(512, 3)
+    draws[:, 1] = 5.1
+    draws[:, 2] *= 1e-40
+    frame = estimate_frame(draws, kind)
+    moved = frame.to_points(torch.eye(3)) - frame.loc
+    torch.testing.assert_close(moved[1:], torch.eye(3)[1:])
+    assert abs(moved[0, 0] - 1) < 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_refuses_draws_that_are_not_finite(kind):
     draws = torch.randn(50, 3)
     draws[7, 1] = torch.nan

@@ -18,6 +18,7 @@ from pyro_implicit.mcmc import MinibatchRefined, refine
 from pyro_implicit.mcmc import minibatch_chains as chains_module
 from pyro_implicit.mcmc import minibatch_refinement as module
 from pyro_implicit.mcmc.batch_stream import BatchStream
+from pyro_implicit.mcmc.frame import estimate_frame
 from pyro_implicit.mcmc.minibatch_start import minibatch_frame
 
 ROWS = 100
@@ -117,10 +118,14 @@ def test_seeds_give_equal_bits():
     assert first.equal(second) and not first.equal(other)
 
 
+MAY_BE_SHORT = pytest.mark.filterwarnings("ignore:the chains forgot their start only")
+
+
 class Killed(Exception):
     pass
 
 
+@MAY_BE_SHORT
 @pytest.mark.parametrize(
     ("kernel", "kill_at"), [("sghmc", 4), ("sghmc", 13), ("sgld", 13)]
 )  # in the warm-up, and after it
@@ -178,6 +183,7 @@ def test_interrupted_it_keeps_the_draws_so_far(monkeypatch):
     assert result.stopped == "interrupted" and len(result.get_samples()["weight"]) > 0
 
 
+@MAY_BE_SHORT
 def test_seconds_end_warm_up_and_run():
     began = time.perf_counter()
     result = short(max_epochs=10**4, max_seconds=2.0)
@@ -186,6 +192,31 @@ def test_seconds_end_warm_up_and_run():
     assert result.warmup_gradients < result.num_gradients
 
 
+def test_warns_of_draws_that_are_still_those_of_the_start():
+    with pytest.warns(
+        UserWarning,
+        match=r"forgot their start only 0\.\d+ of.*Cure: more max_epochs \(about \d+\)",
+    ) as caught:
+        result = short(step_size=0.01, max_epochs=20)
+    assert caught[0].filename == __file__ and result.choice.relaxations < 1
+    epochs = int(str(caught[0].message).split("(about ")[1].split(")")[0])
+    assert 1.5 < short(step_size=0.01, max_epochs=epochs).choice.relaxations < 3
+
+
+def test_a_run_cut_short_tells_of_its_own_relaxations(monkeypatch):
+    whole = short(max_epochs=20).choice.relaxations
+    advance = module.MinibatchChains.advance
+
+    def pressed(self, *args):
+        if self.step == 65:  # half-way after the warm-up
+            raise KeyboardInterrupt
+        return advance(self, *args)
+
+    monkeypatch.setattr(module.MinibatchChains, "advance", pressed)
+    assert short(max_epochs=20).choice.relaxations == pytest.approx(whole / 2)
+
+
+@MAY_BE_SHORT
 def test_no_seconds_at_all_leave_a_few_steps():
     result = short(max_epochs=10**3, max_seconds=0.0)
     assert result.stopped == "max_seconds" and result.num_draws >= 1
@@ -208,6 +239,38 @@ def test_a_point_has_scales_of_prior_and_information():
     density = MinibatchDensity(regression, batch=(X, Y))
     frame = minibatch_frame(density, point, (), {}, all_rows)
     torch.testing.assert_close(frame.scale, torch.full_like(frame.scale, 2.0), rtol=0.3, atol=0)
+
+
+def with_a_free_site(x, y):
+    """The data say nothing of it."""
+    regression(x, y)
+    pyro.sample("free", dist.Normal(x.new_zeros(()), 1.0))
+
+
+@pytest.mark.parametrize("narrow", [1e-12, 0.02, "collinear"])
+def test_draws_far_too_narrow_in_one_direction(narrow):
+    start = exact(30)
+    noise = torch.randn(30, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    start["free"] = start["weight"][:, 0] if narrow == "collinear" else narrow * noise
+    result = short(start, with_a_free_site, max_epochs=60)
+    draws = result.get_samples()
+    assert abs(draws["free"].mean()) < 0.5 and abs(draws["free"].std() - 1) < 0.3
+    assert ((draws["weight"].std(0) / SD).log().abs() < 0.3).all()
+    assert result.choice.curvature < 10  # the others keep their scales
+
+
+@pytest.mark.parametrize("num_batches", [1, 5])
+@pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
+def test_draws_that_are_near_keep_their_covariance(num_batches, spread):
+    """Though they are far narrower than the prior, and correlated."""
+    stream = BatchStream(loader(ROWS // num_batches))
+    density = MinibatchDensity(regression, batch=stream.probed[0])
+    start = exact(64, spread)
+    outside = torch.get_rng_state()
+    frame = minibatch_frame(density, start, (), {}, stream)
+    assert torch.get_rng_state().equal(outside)
+    expected = estimate_frame(start["weight"], "full")
+    assert frame.scale.equal(expected.scale) and frame.scale_tril.equal(expected.scale_tril)
 
 
 def test_information_is_that_at_the_members_and_not_between_them():
@@ -269,6 +332,7 @@ def test_a_model_that_draws_its_own_rows():
     assert first.choice.noise > 0 and first.choice.curvature < 10
 
 
+@MAY_BE_SHORT
 def test_lost_chains_go_on_from_others():
     def truncated(y):
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
@@ -328,6 +392,17 @@ def test_a_step_that_is_far_too_long():
         short(step_size=1e3, max_epochs=100)
 
 
+@pytest.mark.parametrize("place", [0, 3, 20])
+def test_nan_in_a_minibatch(place):
+    """The first, one that the step is chosen by, and a later one."""
+    y = Y.clone()
+    y[4 * place] = torch.nan
+    batches = list(zip(X.split(4), y.split(4), strict=True))
+    where = f" in minibatch {place + 1} " if place else " "
+    with pytest.raises(ValueError, match=f"site 'y'{where}.*NaN in 1 of 4 elements. Cure"):
+        short(batches=batches)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -363,7 +438,23 @@ def test_refuses_a_model_that_takes_a_minibatch_for_all_data():
     assert short(model=unscaled, batches=loader(100), max_epochs=20).choice.noise < 1e-9
 
 
+@MAY_BE_SHORT
 def test_warns_of_another_number_of_rows():
     few = DataLoader(TensorDataset(X[:60], Y[:60]), 20)
     with pytest.warns(UserWarning, match="100 rows in all, but 3 minibatches of 20.*1.67 times"):
         short(batches=few)
+
+
+@MAY_BE_SHORT
+def test_minibatches_of_unequal_sizes_are_counted_by_all_of_them():
+    parts = [1, 98, 1]
+    result = short(batches=list(zip(X.split(parts), Y.split(parts), strict=True)), max_epochs=100)
+    assert result.epochs == 100
+
+
+@MAY_BE_SHORT
+@pytest.mark.parametrize("num_batches", [1, 3])
+def test_refuses_too_few_steps_to_warm_up(num_batches):
+    with pytest.raises(ValueError, match=f"1 epochs of {num_batches} minibatches.*least 4. Cure"):
+        short(batches=loader(-(-ROWS // num_batches)), max_epochs=1)
+    assert short(batches=loader(ROWS), max_epochs=4).num_draws == 3
