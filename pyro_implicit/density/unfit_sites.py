@@ -68,18 +68,9 @@ def refuse_unfit_sites(trace: Trace) -> None:
         _warn_of_angle(name, site)
     refuse_missing_data(trace)
     for name, site in observed.items():
-<<<<<<< HEAD
         fault = repeated_observation(name, site)
         if fault:
             raise ValueError(fault)
-        fault = describe_nan(site["value"])
-        if fault and not site_log_prob(site).isfinite().all():
-            raise ValueError(
-                f"the observation of site '{name}' is NaN in {fault}. Cure: leave these elements "
-                "out, or mask them: pyro.sample(name, fn.mask(~y.isnan()), obs=y.nan_to_num(1.0))"
-            )
-=======
->>>>>>> mend_chains
         fault = observation_outside(site)
         if fault:
             raise ValueError(
