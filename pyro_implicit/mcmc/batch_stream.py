@@ -141,7 +141,7 @@ class BatchStream:
 
 def num_rows(part: Any) -> int | None:
     """Of one part of a minibatch; None of what has none."""
-    shape = getattr(part, "shape", ())
+    shape: Any = getattr(part, "shape", ())
     return int(shape[0]) if len(shape) else None
 
 
