@@ -17,7 +17,7 @@ from benchmarks.networks.methods import posterior_of
 from benchmarks.networks.run import Run
 from pyro_implicit.nn import predict
 
-TINY = "--epochs 1 --batch-size 10 --noise 2 --hidden 3 --solver 2 --chains 2 --draws 3 --test 5"
+TINY = "--epochs 1 --batch-size 5 --noise 2 --hidden 3 --solver 2 --chains 2 --draws 3 --test 5"
 
 
 def arguments(script, folder, *words):
@@ -30,6 +30,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("networks")
 
 
+@pytest.mark.filterwarnings("ignore:the chains forgot")  # so few epochs
 @pytest.mark.parametrize(
     "row", ["mixture", "ensemble", "last-layer Laplace", "KIVI", "GPVI", "MAP, refined"]
 )
