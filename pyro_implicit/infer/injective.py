@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
@@ -13,15 +13,16 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.distributions import Draw, Implicit
+from pyro_implicit.infer.engine.landing import Landing, Scores
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
 from pyro_implicit.infer.engine.square_site import (
     check_square,
     exact_log_density,
-    exact_path,
+    exact_score,
 )
 from pyro_implicit.infer.engine.traces import coverage_log_weights
-from pyro_implicit.infer.engine.transport import LaterWeights, send_gradient
+from pyro_implicit.infer.engine.transport import LaterWeights, path_term, send_gradient
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 
 __all__ = ["InjectiveELBO"]
@@ -40,12 +41,14 @@ class InjectiveELBO(ImplicitELBO):
     injective; :class:`~pyro_implicit.ResidualGenerator` has it at the price of a k x k matrix; any
     other generator gets a dense Jacobian.
 
-    By default the gradient takes the path of the draw alone ("sticking the landing"), with
+    Its gradient may take the path of the draw alone ("sticking the landing"), with
 
     .. math::
         \nabla_\theta \log q(\theta) = J_f^{-\top} (-z - \nabla_z \log |\det J_f(z)|)
 
-    a constant. It has the same expectation, and no variance at all once q is the posterior.
+    a constant. That has the same expectation, and no variance at all once q is the posterior; but
+    of a guide that is much narrower, as at the start in a network, it is all noise. By default the
+    step takes a share c of it and 1 - c of the plain gradient, c by the steps before.
 
     **Example:**
 
@@ -61,7 +64,9 @@ class InjectiveELBO(ImplicitELBO):
     True
 
     :param num_particles: draws of the guide per step.
-    :param path_derivative: whether the gradient takes that path, else it is the plain one.
+    :param path_derivative: True: the gradient takes that path; False: it is the plain one;
+        ``"auto"``: the share of the path that has the least variance
+        (:class:`~pyro_implicit.infer.engine.landing.Landing`), see ``shares``. With coverage all.
     :param coverage: c of the divergence KL(q || p) + c KL(p || q) that the gradient descends. The
         second term makes the guide cover the tails and necks that the ELBO alone leaves out; 1 is
         Jeffreys' divergence. Its gradient is that of the path, the particles weighted by their
@@ -93,12 +98,16 @@ class InjectiveELBO(ImplicitELBO):
     def __init__(
         self,
         num_particles: int = 8,
-        path_derivative: bool = True,
+        path_derivative: bool | Literal["auto"] = "auto",
         coverage: float = 0.0,
         **kwargs: Any,
     ) -> None:
         if not coverage >= 0:
             raise ValueError(f"coverage must be at least 0, but got {coverage}")
+        if path_derivative not in (True, False, "auto"):
+            raise ValueError(
+                f'path_derivative must be True, False or "auto", but got {path_derivative!r}'
+            )
         if coverage > 0 and not path_derivative:
             raise ValueError("coverage wants path_derivative=True, whose particles it weighs")
         if coverage > 0 and num_particles < 2:
@@ -109,7 +118,8 @@ class InjectiveELBO(ImplicitELBO):
         super().__init__(num_particles, **kwargs)
         self.path_derivative = path_derivative
         self.coverage = coverage
-        self._weighing, self._weighted = LaterWeights(), dict[str, Tensor]()
+        self._weighing, self._paths = LaterWeights(), dict[str, Tensor]()
+        self._scores: dict[str, Scores] = {}
 
     def draw(self, q: Implicit) -> Draw:
         """With the generator's derivative, and that of its log-determinant where it is wanted."""
@@ -120,25 +130,46 @@ class InjectiveELBO(ImplicitELBO):
         check_square(site, type(self).__name__)
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
-        """The draw itself, whose gradient is weighted particle by particle."""
-        if not (self.coverage and torch.is_grad_enabled() and site.draw.requires_grad):
+        """The draw itself, whose gradient is weighted particle by particle, or looked at."""
+        if not (self._takes_path() and site.draw.requires_grad):
             return None
-        self._weighted[site.name] = send_gradient(site.draw, site.draw, self._weighing.weigh)
-        return self._weighted[site.name]
+        if self.coverage:
+            self._paths[site.name] = send_gradient(site.draw, site.draw, self._weighing.weigh)
+            return self._paths[site.name]
+        if self.path_derivative != "auto":
+            return None
+        one = site.draw[(0,) * len(site.batch_shape)]
+        landing = self.remember("landing", site.name, lambda: Landing.start(one))
+        self._scores[site.name] = scores = Scores(landing, self.num_particles)
+        return send_gradient(site.draw, site.draw, scores.see)
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Log q, exact, and the term with the chosen gradient."""
         if not self._takes_path():
             log_q = exact_log_density(site)
             return ScoreParts(log_q, 0, log_q)
-        log_q, path = exact_path(site, self._weighted.get(site.name, site.draw))
+        log_q, score = exact_score(site)
+        path = path_term(site, score, self._paths.get(site.name, site.draw))
+        scores = self._scores.pop(site.name, None)
+        if scores is not None:
+            share, scores.guide = self._landings()[site.name].share(), score
+            path = share * path + (1 - share) * log_q
         return ScoreParts(log_q.detach(), 0, path)
 
+    @property
+    def shares(self) -> dict[str, float]:
+        """By site, the share of the path in the next step's gradient, if that is ``"auto"``."""
+        return {name: float(landing.share()) for name, landing in self._landings().items()}
+
+    def _landings(self) -> dict[str, Landing]:
+        memory = self.state.memory
+        return {site: kept for (_, site), kept in memory.items() if isinstance(kept, Landing)}
+
     def _takes_path(self) -> bool:
-        return self.path_derivative and torch.is_grad_enabled()
+        return bool(self.path_derivative) and torch.is_grad_enabled()
 
     def _get_traces(self, *args: Any) -> Iterator[tuple[Trace, Trace]]:
-        self._weighing, self._weighted = LaterWeights(), {}
+        self._weighing, self._paths, self._scores = LaterWeights(), {}, {}
         for model_trace, guide_trace in super()._get_traces(*args):
             covers = self.coverage and torch.is_grad_enabled()
             if covers and self.state.value_ndims:  # with nothing drawn there is nothing to cover

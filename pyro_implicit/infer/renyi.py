@@ -20,7 +20,7 @@ from pyro_implicit.infer.engine.hierarchical import HierarchicalELBO, Proposal
 from pyro_implicit.infer.engine.nonfinite import refuse_nonfinite
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
-from pyro_implicit.infer.engine.square_site import exact_log_density, exact_path
+from pyro_implicit.infer.engine.square_site import exact_log_density, exact_score
 from pyro_implicit.infer.engine.transport import LaterWeights, path_term, send_gradient
 
 __all__ = ["ImplicitRenyiELBO"]
@@ -133,11 +133,11 @@ class ImplicitRenyiELBO(HierarchicalELBO):
             return ScoreParts(log_q, 0, log_q)
         draw = self._paths[site.name]
         if not isinstance(site.distribution, SemiImplicit):
-            log_q, path = exact_path(site, draw)
+            log_q, score = exact_score(site)
         else:
             log_q, score = self.bound_and_score(site)
-            path = path_term(site, score, draw)
-        return ScoreParts(log_q.detach(), 0, path)
+            score = site.score_at_draw(score)
+        return ScoreParts(log_q.detach(), 0, path_term(site, score, draw))
 
     def _injective(self, site: ImplicitSite) -> Tensor:
         return exact_log_density(site)  # that it does not fold is for evidence_bound to check

@@ -20,6 +20,7 @@ from pyro_implicit.infer.engine.flat_site import (
 )
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite
+from pyro_implicit.infer.engine.state import CarriedMemory
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
 from pyro_implicit.ops.semi_implicit import conditional_log_density, mixture_log_density
@@ -129,17 +130,6 @@ class UIVI_ELBO(ImplicitELBO):
         """By site, the step size."""
         return {name: float(chain.step_size) for name, chain in self._chains().items()}
 
-    def carried(self) -> dict[Any, Tensor]:
-        """The step sizes and acceptances."""
-        chains = self._chains().items()
-        return {(site, part): tensor for site, c in chains for part, tensor in vars(c).items()}
-
-    def carry(self, tensors: dict[Any, Tensor]) -> None:
-        """Take others for them."""
-        chains = self._chains()
-        for (site, part), tensor in tensors.items():
-            setattr(chains[site], part, tensor)
-
     def _chains(self) -> dict[str, _Adaptation]:
         memory = self.state.memory
         return {site: kept for (_, site), kept in memory.items() if isinstance(kept, _Adaptation)}
@@ -186,7 +176,7 @@ class UIVI_ELBO(ImplicitELBO):
 
 
 @dataclass
-class _Adaptation:
+class _Adaptation(CarriedMemory):
     """Of the chains of one site: their step size and the mean acceptance of the last draws."""
 
     step_size: Tensor

@@ -14,9 +14,8 @@ from pyro_implicit.infer.engine.flat_site import (
     check_standard_normal,
 )
 from pyro_implicit.infer.engine.sites import ImplicitSite
-from pyro_implicit.infer.engine.transport import path_term
 
-__all__ = ["check_square", "exact_log_density", "exact_path", "site_linearisation"]
+__all__ = ["check_square", "exact_log_density", "exact_score", "site_linearisation"]
 
 
 def site_linearisation(site: ImplicitSite) -> Linearisation:
@@ -33,16 +32,15 @@ def exact_log_density(site: ImplicitSite) -> Tensor:
     return site.distribution.noise_distribution.log_prob(site.noise) - log_det
 
 
-def exact_path(site: ImplicitSite, draw: Tensor) -> tuple[Tensor, Tensor]:
-    r""":math:`\log q(f(z))`, and a term whose gradient is that along the path of the draw alone.
+def exact_score(site: ImplicitSite) -> tuple[Tensor, Tensor]:
+    r""":math:`\log q(f(z))`, as :func:`exact_log_density`, and its score at the site's draw.
 
     :param site: drawn with ``linearise=True, noise_gradient=True``.
-    :param draw: ``site.draw``, or a copy whose gradient goes elsewhere.
     """
     log_q = exact_log_density(site)
     (slope,) = torch.autograd.grad(log_q.sum(), site.noise, retain_graph=True)
     score = site_linearisation(site).solve_transposed(slope).reshape(site.value.shape)
-    return log_q, path_term(site, score, draw)
+    return log_q, site.score_at_draw(score)
 
 
 def check_square(site: ImplicitSite, method: str) -> None:

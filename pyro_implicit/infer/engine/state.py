@@ -19,9 +19,14 @@ from pyro_implicit.density.turns import refuse_outer_plates
 from pyro_implicit.infer.engine.first_run import first_run
 from pyro_implicit.infer.engine.traced_steps import TracedSteps
 
-__all__ = ["ElboState", "Pair", "StatefulELBO"]
+__all__ = ["CarriedMemory", "ElboState", "Pair", "StatefulELBO"]
 
 T = TypeVar("T")
+
+
+class CarriedMemory:
+    """What is remembered of a site in attributes that are tensors, and changes from step to step by
+    others in their place: a recorded step takes and gives them."""
 
 
 @dataclass

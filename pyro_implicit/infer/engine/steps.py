@@ -24,7 +24,7 @@ from pyro_implicit.infer.engine.nonfinite import (
 )
 from pyro_implicit.infer.engine.parameters import unconstrained
 from pyro_implicit.infer.engine.particles import Particles
-from pyro_implicit.infer.engine.state import StatefulELBO
+from pyro_implicit.infer.engine.state import CarriedMemory, StatefulELBO
 from pyro_implicit.infer.engine.traces import (
     apply_weights,
     leave_out_impossible,
@@ -79,10 +79,17 @@ class StepELBO(StatefulELBO):
 
     def carried(self) -> dict[Any, Tensor]:
         """Tensors that a step takes over from the last and leaves to the next, by some name."""
-        return {}
+        return {
+            (*key, part): tensor
+            for key, kept in self.state.memory.items()
+            if isinstance(kept, CarriedMemory)
+            for part, tensor in vars(kept).items()
+        }
 
     def carry(self, tensors: dict[Any, Tensor]) -> None:
         """Put others in the place of those of :meth:`carried`."""
+        for (*key, part), tensor in tensors.items():
+            setattr(self.state.memory[tuple(key)], part, tensor)
 
     @noting_memory
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:

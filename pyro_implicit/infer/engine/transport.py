@@ -99,11 +99,11 @@ class _Together(torch.autograd.Function):
 def path_term(site: ImplicitSite, score: Tensor, draw: Tensor) -> Tensor:
     """A term whose gradient is that of log q along the path of the draw alone.
 
-    :param score: of the site's distribution at ``site.value``, of its shape.
+    :param score: of the site's density at ``site.draw``, of its shape.
     :param draw: ``site.draw``, or a copy whose gradient goes elsewhere.
     :returns: ``site.batch_shape``, for score parts of the distribution without its transforms.
     """
-    path = site.score_at_draw(score) * draw
+    path = score * draw
     # The log-determinant of the site's transforms is in the score at the draw already.
     return sum_rightmost(path, path.dim() - len(site.batch_shape)) + site.log_abs_det
 
