@@ -26,6 +26,7 @@ from pyro_implicit import (
     AutoImplicit,
     AutoMixture,
     AutoSemiImplicit,
+    InjectiveELBO,
     ResidualGenerator,
 )
 from pyro_implicit.guides.posterior_draws import draw
@@ -122,7 +123,8 @@ def kivi(run: Run) -> Posterior:
     return model, guide
 
 
-def gpvi(run: Run) -> Posterior:
+def residual(run: Run, loss: Any, name: str) -> Posterior:
+    """All weights together, by an injective generator."""
     model = run.model(run.seed)
     guide = AutoImplicit(
         model,
@@ -131,7 +133,7 @@ def gpvi(run: Run) -> Posterior:
         frame=None,
         init_scale=INIT_SCALE,
     )
-    run.fit(model, guide, GPVI_ELBO(4), "gpvi")
+    run.fit(model, guide, loss, name)
     return model, guide
 
 
@@ -163,7 +165,8 @@ METHODS: dict[str, Callable[[Run], Posterior]] = {
     "LIVI L'": lambda run: livi(run, "stochastic"),
     "LIVI L''": lambda run: livi(run, "smallest"),
     "KIVI": kivi,
-    "GPVI": gpvi,
+    "GPVI": lambda run: residual(run, GPVI_ELBO(4), "gpvi"),
+    "injective": lambda run: residual(run, InjectiveELBO(2), "injective"),
     "mixture": mixture,
 }
 
