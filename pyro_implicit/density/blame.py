@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
@@ -18,7 +19,7 @@ from pyro_implicit.wrappers import innermost
 if TYPE_CHECKING:
     from pyro_implicit.density.latent_density import LatentDensity
 
-__all__ = ["blame", "describe_nan", "site_log_prob"]
+__all__ = ["blame", "describe_arrays", "describe_nan", "site_log_prob"]
 
 Site = dict[str, Any]
 
@@ -62,15 +63,22 @@ def blame(density: LatentDensity, points: Tensor) -> str:
         clauses.append(f"{who} at {found.total()} of {len(points)}: {reason}")
     if not clauses:
         return _blame_gradient(density, points)
-    return (
-        f"{'; '.join(clauses)}. Cure: give the sites priors, or an init_loc_fn, in whose range the "
-        "data are possible"
-    )
+    cure = "give the sites priors, or an init_loc_fn, in whose range the data are possible"
+    if all("TypeError" in clause for clause in clauses):  # of which no draw is to blame
+        cure = describe_arrays(density.args, density.kwargs)[1]
+    return f"{'; '.join(clauses)}. Cure: {cure}"
 
 
 def _blame_gradient(density: LatentDensity, points: Tensor) -> str:
     """By which latents it is not finite, though the log-density is."""
-    score = density.score(points)[1]
+    log_prob, score = density.score(points)
+    if density.error is not None and not log_prob.isfinite().any():
+        found, cure = describe_arrays(density.args, density.kwargs)
+        return (
+            "no site by itself, but where its gradient is asked for the model raises "
+            f"{first_line(density.error)}. Cure: "
+            + (cure if found else "a model that computes by torch alone")
+        )
     lost = [f"'{name}'" for name, part in density.split(score).items() if not part.isfinite().all()]
     return (
         f"no site by itself, but its gradient by {', '.join(lost) or 'all latents'} is not finite. "
@@ -79,6 +87,32 @@ def _blame_gradient(density: LatentDensity, points: Tensor) -> str:
         "torch.log(torch.where(x > 0, x, 1.0)); if something overflows on the way, float64 or "
         "other units"
     )
+
+
+def describe_arrays(args: tuple, kwargs: dict[str, Any]) -> tuple[str, str]:
+    """Which of a model's arguments are arrays or lists in place of tensors, and the cure.
+
+    **Example:**
+
+    >>> describe_arrays((np.zeros(2), torch.zeros(2)), {"y": [1.0]})
+    ("argument 1 is a NumPy array and argument 'y' a list", 'torch.as_tensor of these arguments')
+
+    :param args: of the model, as ``kwargs``.
+    :returns: in words; the first is empty if none is.
+    """
+    named = [(str(i), value) for i, value in enumerate(args, start=1)]
+    named += [(f"'{name}'", value) for name, value in kwargs.items()]
+    found = [
+        f"argument {name}{' is' * (not i)} a {'NumPy array' if is_array else 'list'}"
+        for i, (name, is_array) in enumerate(
+            (name, isinstance(value, np.ndarray))
+            for name, value in named
+            if isinstance(value, (np.ndarray, list))
+        )
+    ]
+    if not found:
+        return "", "arguments of the types that the model takes"
+    return " and ".join(found), "torch.as_tensor of these arguments"
 
 
 def describe_nan(value: Tensor) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE, BatchedRuns
+from pyro_implicit.density.blame import describe_arrays
 from pyro_implicit.density.discrete import DiscreteSum, is_discrete_latent
 from pyro_implicit.density.engine import (
     Model,
@@ -74,6 +76,8 @@ class LatentDensity:
         first runs tell), or an observation that broadcasting repeats, or that is NaN or outside
         its support.
     :raises RuntimeError: for a model without continuous latents.
+    :raises TypeError: for an observation of a type of which its distribution has no density, and
+        for a model that cannot run on NumPy arrays or lists that it is given.
     :warns UserWarning: for latents without a density (``obs_mask``), and where observations seem to
         be missing.
     """
@@ -141,7 +145,20 @@ class LatentDensity:
                 continue
             return prototype, traced.trace
         assert first_error is not None
+        found, cure = describe_arrays(self.args, self.kwargs)
+        if found and isinstance(first_error, (AttributeError, TypeError)) and self._is_callable():
+            raise TypeError(
+                f"the model raises {first_line(first_error)}: {found}. Cure: {cure}"
+            ) from first_error
         raise first_error
+
+    def _is_callable(self) -> bool:
+        """Whether the model takes as many arguments, of these names."""
+        try:
+            inspect.signature(self.model).bind(*self.args, **self.kwargs)
+        except (TypeError, ValueError):
+            return False
+        return True
 
     def _check_data(self, trace: Trace) -> None:
         refuse_subsampling(trace, "the log-density")

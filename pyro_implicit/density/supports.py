@@ -31,6 +31,8 @@ def observation_outside(site: dict[str, Any]) -> str:
     :returns: in words, or nothing.
     """
     fn, value = site["fn"], site["value"]
+    if not isinstance(value, Tensor):
+        return ""
     part = fn
     while isinstance(part, (Independent, MaskedDistribution)) and part._validate_args:
         part = part.base_dist

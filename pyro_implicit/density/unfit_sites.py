@@ -19,7 +19,7 @@ from torch.distributions import MixtureSameFamily, biject_to, constraints
 from pyro_implicit.density.blame import Site, describe_nan, site_log_prob
 from pyro_implicit.density.data_sites import is_data
 from pyro_implicit.density.discrete import is_discrete_latent, refuse_infinite
-from pyro_implicit.density.observation_shapes import repeated_observation
+from pyro_implicit.density.observations import mistyped_observation, repeated_observation
 from pyro_implicit.density.supports import observation_outside
 from pyro_implicit.user_warnings import warn_user
 from pyro_implicit.wrappers import innermost
@@ -35,6 +35,7 @@ def refuse_unfit_sites(trace: Trace) -> None:
     :raises ValueError: for a discrete latent that cannot be summed out, a latent in a sequential
         plate or one of a support without unconstrained coordinates, or an observation that
         broadcasting repeats, or that is NaN or outside its support.
+    :raises TypeError: for an observation of a type of which its distribution has no density.
     :warns UserWarning: for a latent of which some elements are masked, as ``obs_mask`` makes them,
         and an angle on the whole real line.
     """
@@ -68,6 +69,9 @@ def refuse_unfit_sites(trace: Trace) -> None:
         _warn_of_angle(name, site)
     refuse_missing_data(trace)
     for name, site in observed.items():
+        fault = mistyped_observation(name, site)
+        if fault:
+            raise TypeError(fault)
         fault = repeated_observation(name, site)
         if fault:
             raise ValueError(fault)

@@ -25,10 +25,10 @@ __all__ = ["leave_out_masked", "restrict", "without_masked", "without_validation
 def without_validation(fn: Distribution) -> Distribution:
     """A copy that checks nothing: distributions made while validation was on go on checking."""
     fn = copy.copy(fn)
-    fn._validate_args = False
     for name, part in vars(fn).items():
         if isinstance(part, Distribution):
             setattr(fn, name, without_validation(part))
+    fn._validate_args = False  # last: Pyro's Independent hands it on to its base
     if isinstance(fn, TransformedDistribution):
         restrict(fn.base_dist)
     return fn
@@ -91,7 +91,7 @@ def without_masked(fn: Any, value: Tensor, mask: Any = None) -> Tensor:
         value = without_masked(fn.base_dist, value, fn._mask)
     elif isinstance(fn, Independent):
         value = without_masked(fn.base_dist, value)
-    if not isinstance(mask, Tensor) or not value.is_floating_point():
+    if not (isinstance(mask, Tensor) and isinstance(value, Tensor) and value.is_floating_point()):
         return value
     try:
         transform = biject_to(fn.support)

@@ -21,6 +21,7 @@ from pyro_implicit.diagnostics.findings import (
 from pyro_implicit.diagnostics.moments import FALSE_ALARM, MomentErrors
 from pyro_implicit.diagnostics.stein import SteinCheck
 from pyro_implicit.infer.bound import EvidenceBound
+from pyro_implicit.ops.pareto import describe_weights
 from pyro_implicit.ops.printing import Printed
 
 __all__ = ["Diagnosis"]
@@ -108,10 +109,7 @@ class Diagnosis(Printed):
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         if self.bound is not None:
-            yield (
-                "importance weights",
-                f"k-hat {self.bound.khat:.2f}, effective sample size {self.efficiency:.0%}",
-            )
+            yield "importance weights", describe_weights(self.bound.khat, self.efficiency)
             yield (
                 "log evidence",
                 f"at least {self.bound.value:.2f} +- {self.bound.standard_error:.2f}",

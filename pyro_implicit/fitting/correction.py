@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_implicit.density.cost import seconds_near
 from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.fitting.candidates import exact_log_weights
-from pyro_implicit.ops.pareto import pareto_smoothed
+from pyro_implicit.ops.pareto import describe_weights, pareto_smoothed
 
 __all__ = ["Reliability", "corrected_draws", "reliability"]
 
@@ -23,8 +23,8 @@ AGREES = 0.75  # of the efficiency seen before: that of good weights hangs on th
 
 
 class Reliability(NamedTuple):
-    """``khat``, the tail index of a guide's importance weights, and ``efficiency``, their effective
-    sample size as a share of the draws.
+    """``khat``, the tail index of a guide's importance weights, infinite where these have no tail,
+    and ``efficiency``, their effective sample size as a share of the draws.
     """
 
     khat: float
@@ -39,7 +39,7 @@ class Reliability(NamedTuple):
         )
 
     def __str__(self) -> str:
-        return f"k-hat {self.khat:.2f}, effective sample size {self.efficiency:.0%}"
+        return describe_weights(self.khat, self.efficiency)
 
 
 def reliability(guide: Any, density: LatentDensity) -> Reliability:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +15,9 @@ from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.user_warnings import warn_user
 
 __all__ = ["Guide", "Starts", "check_sites", "finite_starts", "latent_draws", "wrong_shape"]
+
+CLAMPED = 1e-3  # how far a draw may be from what its unconstrained vector says, by its size
+NOWHERE = "the model's log-density or its gradient is finite at none of"
 
 Guide = Callable[..., Any] | Mapping[str, Tensor]
 
@@ -34,7 +38,8 @@ def latent_draws(
 
     Given draws are taken in turn: of fewer draws than are wanted each starts several chains.
 
-    :raises ValueError: for a guide, or draws, of another model.
+    :raises ValueError: for a guide, or draws, of another model, or if all are outside of the
+        latents' supports or on the boundary.
     """
     if isinstance(guide, Mapping):
         draws = dict(guide)
@@ -46,7 +51,13 @@ def latent_draws(
         who, have = _who(guide)
         warn_user(f"{who} {have} {extra}, which the model does not sample: left out")
     like = density.init_loc
-    vectors = density.unconstrain({name: draws[name].to(like) for name in density.shapes})
+    draws = {name: draws[name].detach().to(like) for name in density.shapes}
+    vectors = _unconstrained(density, draws)
+    if not vectors.isfinite().all(-1).any():
+        raise ValueError(
+            f"{NOWHERE} {len(vectors)} {_whose(guide)}: {_outside(density, draws, vectors)}. Cure: "
+            "finite draws inside of the latents' supports"
+        )
     return vectors[torch.arange(num_draws, device=like.device) % len(vectors)]
 
 
@@ -60,11 +71,11 @@ def finite_starts(score: Any, points: Tensor, guide: Guide, blamed: Callable[[],
     log_prob, gradient = score(torch.where(points.isfinite(), points, torch.zeros_like(points)))
     finite = points.isfinite().all(-1) & log_prob.isfinite() & gradient.isfinite().all(-1)
     lost = int((~finite).sum())
-    who = "given draws" if isinstance(guide, Mapping) else f"draws of {_who(guide)[0]}"
+    who = _whose(guide)
     if lost == len(points):
         raise ValueError(
-            f"the model's log-density or its gradient is finite at none of {lost} {who}: "
-            f"{blamed()}; or train the guide first, or start from draws of the prior"
+            f"{NOWHERE} {lost} {who}: {blamed()}; or train the guide first, or start from draws of "
+            "the prior"
         )
     if lost:
         warn_user(
@@ -138,3 +149,38 @@ def _who(guide: Guide) -> tuple[str, str]:
     if isinstance(guide, Mapping):
         return "the given draws", "have"
     return f"the guide {getattr(guide, '__name__', type(guide).__name__)}", "has"
+
+
+def _whose(guide: Guide) -> str:
+    return "given draws" if isinstance(guide, Mapping) else f"draws of {_who(guide)[0]}"
+
+
+def _unconstrained(density: LatentDensity, draws: dict[str, Tensor]) -> Tensor:
+    """Vectors, NaN where a draw is outside of a support: some transforms clamp what is."""
+    vectors = density.unconstrain(draws)
+    back = density.constrain(vectors)
+    moved = []
+    for name, part in density.split(vectors).items():
+        far = (back[name] - draws[name]).abs() > CLAMPED * (1 + draws[name].abs())
+        width = part[0].numel()
+        moved.append(far.reshape(len(far), -1).any(-1, keepdim=True).expand(-1, width))
+    return vectors.masked_fill(torch.cat(moved, -1) & vectors.isfinite(), math.nan)
+
+
+def _outside(density: LatentDensity, draws: dict[str, Tensor], vectors: Tensor) -> str:
+    """Where the draws of sites lie, if not inside of their supports."""
+    clauses = []
+    for name, part in density.split(vectors).items():
+        lost = ~part.isfinite().reshape(len(part), -1).all(-1)
+        if not lost.any():
+            continue
+        value = draws[name][lost]
+        where = "outside of its support"
+        if not value.isfinite().all():
+            where = "not finite"
+        elif not part.isnan().any():
+            where = "on the boundary of its support"
+        if value.isfinite().all() and value.unique().numel() == 1:
+            where = f"{value.flatten()[0].item():.3g}, {where}"
+        clauses.append(f"those of '{name}' are {where} ({int(lost.sum())} of them)")
+    return "; ".join(clauses)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from pyro_implicit.ops.printing import short_repr
 
-__all__ = ["SmoothedWeights", "pareto_smoothed"]
+__all__ = ["SmoothedWeights", "describe_weights", "pareto_smoothed"]
 
+_EVEN = 0.99
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -81,3 +82,23 @@ def pareto_smoothed(log_weights: Tensor) -> SmoothedWeights:
         quantiles = -log_rest if khat == 0 else torch.expm1(-khat * log_rest) / khat
         log_w[tail] = (sigma * quantiles + math.exp(cutoff)).log().clamp(max=0.0)
     return SmoothedWeights(log_w.log_softmax(0).to(log_weights), khat)
+
+
+def describe_weights(khat: float, efficiency: float) -> str:
+    """How good importance weights are, in words.
+
+    **Example:**
+
+    >>> describe_weights(0.31, 0.8)
+    'k-hat 0.31, effective sample size 80%'
+    >>> describe_weights(math.inf, 1.0)
+    'even weights, effective sample size 100%'
+
+    :param khat: their tail index; infinite where they have no tail, as fewer than five are larger
+        than the others: all are the same, or nearly all are 0.
+    :param efficiency: their effective sample size, as a share of the draws.
+    """
+    tail = f"k-hat {khat:.2f}"
+    if math.isinf(khat):
+        tail = "even weights" if efficiency > _EVEN else "too few weights in the tail for a k-hat"
+    return f"{tail}, effective sample size {efficiency:.0%}"

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -14,6 +16,7 @@ from pyro import poutine
 from pyro.distributions import constraints
 
 from pyro_implicit.density import LatentDensity, find_modes
+from pyro_implicit.density.blame import blame
 
 Y = torch.tensor([0.3, -1.2, 2.0, 0.5])
 
@@ -259,3 +262,50 @@ def test_a_gradient_that_is_nan_is_said_by_latent():
     message = "its gradient by 'slope' is not finite. Cure: torch.where computes"
     with pytest.raises(ValueError, match="finite at none of 50 draws .*" + message):
         find_modes(LatentDensity(model))
+
+
+def product(x, y):
+    slope = pyro.sample("slope", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+    with pyro.plate("rows", len(x)):
+        pyro.sample("y", dist.Normal(x @ slope, 1.0), obs=torch.as_tensor(y))
+
+
+def test_a_model_that_cannot_run_on_arrays():
+    x = np.ones((4, 1), dtype=np.float32)
+    message = "raises TypeError: unsupported .*: argument 1 is a NumPy array. Cure: torch."
+    with pytest.raises(TypeError, match=message + "as_tensor of these arguments$"):
+        LatentDensity(product, x, Y)
+    message = "argument 'x' is a NumPy array and argument 'y' a list. Cure: torch.as_tensor of"
+    with pytest.raises(TypeError, match=message):
+        LatentDensity(product, x=x, y=Y.tolist())
+
+
+def test_arrays_are_not_to_blame_for_a_missing_argument():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'y'$"):
+        LatentDensity(product, np.ones((4, 1)))
+
+
+def through_numpy(x, y):
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    loc = torch.as_tensor(np.asarray(x) * slope.numpy())
+    pyro.sample("y", dist.Normal(loc, 1.0).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize(
+    "x, cure",
+    [(Y, "a model that computes by torch alone"), (Y.numpy(), "torch.as_tensor of these")],
+)
+def test_a_model_that_raises_where_its_gradient_is_asked_for(x, cure):
+    message = f"no site by itself, but where its gradient .* raises RuntimeError: .*Cure: {cure}"
+    with pytest.raises(ValueError, match=message):
+        find_modes(LatentDensity(through_numpy, x, Y))
+
+
+def test_a_type_error_is_no_fault_of_the_draws():
+    density = LatentDensity(product, Y[:, None], Y)
+    density._model.args = density.args = (Y[:, None].numpy(), Y)
+    message = "it raises TypeError: unsupported .*Cure: torch.as_tensor of these arguments$"
+    assert re.search(message, blame(density, torch.zeros(2, 1)))
+    density._model.args = density.args = (None, Y)
+    message = "it raises TypeError: .*Cure: arguments of the types that the model takes$"
+    assert re.search(message, blame(density, torch.zeros(2, 1)))

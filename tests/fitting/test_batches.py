@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -273,6 +274,39 @@ def test_interrupted_it_tells_what_it_has(held_out, monkeypatch):
     assert len(result.losses) in (32, 40, 48) and outcome.startswith(f"{len(result.losses)} steps")
     assert (abs(result.sample(200)["slope"].mean().item()) < 1) == held_out
     assert ("held-out NLL" in outcome) == held_out
+
+
+def arrays(x, y):
+    return list(zip(x.numpy().reshape(8, 50), y.numpy().reshape(8, 50), strict=True))
+
+
+def test_minibatches_of_arrays():
+    """Are the model's to convert: one that does gets what it is written for."""
+
+    def converting(x, y):
+        assert isinstance(x, np.ndarray) and isinstance(y, np.ndarray)
+        line(torch.from_numpy(x), torch.from_numpy(y))
+
+    result = fit(converting, "auto", batches=arrays(*rows()), epochs=2, **QUIET)
+    assert len(result.losses) == 16
+    message = r"site 'y' is a NumPy array, but Normal takes a tensor. Cure: torch.as_tensor\(y\)"
+    for guide in ("auto", AutoNormal(line)):
+        with pytest.raises(TypeError, match=message):
+            batches = [(torch.from_numpy(x), y) for x, y in arrays(*rows())]
+            fit(line, guide, batches=batches, **QUIET)
+
+
+def test_minibatches_of_arrays_that_the_model_cannot_multiply():
+    def model(x, y):
+        slope = pyro.sample("slope", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        with pyro.plate("rows", 400, subsample_size=len(x)):
+            pyro.sample("y", dist.Normal(x[:, None] @ slope, 0.5), obs=y)
+
+    message = "argument 1 is a NumPy array and argument 2 a NumPy array. Cure: torch.as_tensor of"
+    with pytest.raises(TypeError, match=message):
+        fit(model, "auto", batches=arrays(*rows()), **QUIET)
+    with pytest.raises(ValueError, match="exhausted after one pass. Cure: .*__iter__ starts anew"):
+        fit(model, "auto", batches=(batch for batch in arrays(*rows())), **QUIET)
 
 
 def test_held_out_rows_of_other_parts():

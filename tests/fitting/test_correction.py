@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -18,6 +20,25 @@ def two_modes():
     mixture = dist.MixtureSameFamily(dist.Categorical(torch.tensor([0.9, 0.1])), parts)
     x = pyro.sample("x", dist.Normal(0.0, 10.0))
     pyro.factor("density", mixture.log_prob(x) - dist.Normal(0.0, 10.0).log_prob(x))
+
+
+@pytest.mark.parametrize(
+    "log_weights, told",
+    [
+        (torch.zeros(1000), "even weights, effective sample size 100%"),
+        (
+            torch.cat([torch.zeros(3), torch.full((997,), -torch.inf)]),
+            "too few weights in the tail for a k-hat, effective sample size 0%",
+        ),
+        (
+            torch.cat([torch.zeros(500), torch.full((500,), -torch.inf)]),
+            "too few weights in the tail for a k-hat, effective sample size 50%",
+        ),
+        (torch.linspace(0, 1, 1000), r"k-hat -\d.\d\d, effective sample size \d\d%"),
+    ],
+)
+def test_weights_without_a_tail_are_said_in_words(log_weights, told):
+    assert re.fullmatch(told, str(correction._judge(log_weights)))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pyro
@@ -312,6 +313,48 @@ def test_starts_without_a_finite_density_are_replaced():
     draws["weight"][:] = torch.nan
     with pytest.raises(ValueError, match="finite at none of 64 given draws: .*'weight'.*Cure"):
         short(draws, num_chains=64)
+
+
+def share():
+    pyro.sample("share", dist.Uniform(0.0, 1.0))
+    pyro.sample("rate", dist.Gamma(2.0, 1.0).expand([2]).to_event(1))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"rate": -torch.ones(4, 2)}, "'rate' are -1, outside of its support (4 of them)"),
+        ({"rate": torch.zeros(4, 2)}, "'rate' are 0, on the boundary of its support (4 of them)"),
+        ({"share": torch.arange(2.0, 6.0)}, "'share' are outside of its support (4 of them)"),
+        ({"rate": torch.full((4, 2), torch.nan)}, "'rate' are not finite (4 of them)"),
+        (
+            {"share": torch.tensor([2.0, 2.0, 0.5, 0.5]), "rate": torch.tensor([[1.0], [0.0]] * 2)},
+            "'share' are 2, outside of its support (2 of them); those of 'rate' are 0, on the "
+            "boundary of its support (2 of them)",
+        ),
+    ],
+)
+def test_given_draws_outside_of_a_support_are_named(change, message):
+    draws = {"share": torch.full((4,), 0.5), "rate": torch.ones(4, 2)} | change
+    draws["rate"] = draws["rate"].expand(4, 2)
+    if len(change) == 2:  # at each draw one of the two
+        draws["rate"] = draws["rate"].sort(0, descending=True).values
+    message = f"none of 4 given draws: those of {message}. Cure: finite draws inside of"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        refine(share, draws, progress=False)
+
+
+def test_some_draws_outside_of_a_support_are_replaced():
+    """Also where torch's transform would clamp them."""
+    draws = {"share": torch.linspace(0.1, 1.5, 64), "rate": torch.ones(64, 2)}
+    with pytest.warns(UserWarning, match="not finite at 23 of 64 given draws"):
+        assert short_walk(draws).replaced_starts == 23
+    inside = {"share": torch.tensor([0.0, 1.0] * 32), "rate": torch.ones(64, 2)}
+    assert short_walk(inside).replaced_starts == 0
+
+
+def short_walk(draws):
+    return refine(share, draws, num_chains=64, max_gradients=200, seed=0, progress=False)
 
 
 def test_proposals_without_a_finite_density_are_rejected():

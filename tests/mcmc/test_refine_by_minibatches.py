@@ -392,6 +392,17 @@ def test_a_step_that_is_far_too_long():
         short(step_size=1e3, max_epochs=100)
 
 
+def test_minibatches_of_arrays():
+    batches = [(x.numpy(), y.numpy()) for x, y in zip(X.split(20), Y.split(20), strict=True)]
+
+    def converting(x, y):
+        regression(torch.from_numpy(x), torch.from_numpy(y))
+
+    assert short(model=converting, batches=batches).num_gradients > 20
+    with pytest.raises(TypeError, match="argument 1 is a NumPy array.*Cure: torch.as_tensor"):
+        short(model=lambda x, y: regression(x @ torch.eye(2), y), batches=batches)
+
+
 @pytest.mark.parametrize("place", [0, 3, 20])
 def test_nan_in_a_minibatch(place):
     """The first, one that the step is chosen by, and a later one."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observations that broadcasting repeats, and those of another shape that are meant."""
+"""Observations that broadcasting repeats or that have a type without a density, and those meant."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import math
 import re
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -141,3 +142,77 @@ def test_minibatches():
     assert math.isfinite(MinibatchDensity(model, batch=(ROW[:1],)).init_loc)
     with pytest.raises(ValueError, match=r"shape \(4, 1\).*where plate 'rows' has 4"):
         MinibatchDensity(model, batch=(COLUMN,))
+
+
+def observing(fn, y):
+    def model(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", fn(x.expand(3)), obs=y)
+
+    return LatentDensity(model, y)
+
+
+BERNOULLI = (lambda x: dist.Bernoulli(logits=x).to_event(1), "Bernoulli")
+NORMAL = (lambda x: dist.Normal(x, 1.0).mask(torch.tensor(True)), "Normal")
+CATEGORICAL = (lambda x: dist.Categorical(logits=x[:, None].expand(3, 2)), "Categorical")
+HALVES = [0.5, 1.5, 2.5]
+ZEROS, ONES = torch.zeros(3, dtype=torch.long), torch.tensor([True, False, True])
+TENSOR = "but {} takes a tensor. Cure: torch.as_tensor(y{})"
+
+
+@pytest.mark.parametrize(
+    "fn, y, message",
+    [
+        (BERNOULLI, ONES, "torch.bool, but {} takes torch.float32. Cure: y.float()"),
+        (BERNOULLI, ZEROS, "torch.int64, but {} takes torch.float32. Cure: y.float()"),
+        (NORMAL, ONES, "torch.bool, but {} takes torch.float32. Cure: y.float()"),
+        (NORMAL, np.array(HALVES), f"a NumPy array, {TENSOR}"),
+        (NORMAL, HALVES, f"a list, {TENSOR}"),
+        (CATEGORICAL, ZEROS.numpy(), f"a NumPy array, {TENSOR}"),
+        (BERNOULLI, ZEROS.numpy(), f"a NumPy array, {TENSOR}"),
+        (BERNOULLI, [True, False, True], f"a list, {TENSOR}"),
+    ],
+)
+def test_observations_of_a_type_without_a_density(fn, y, message):
+    make, kind = fn
+    cast = kind == "Bernoulli" and not isinstance(y, torch.Tensor)
+    message = message.format(kind, ", dtype=torch.float32" if cast else "")
+    message = f"the observation of site 'y' is {message}"
+    with pytest.raises(TypeError, match=re.escape(message) + "$"):
+        observing(make, y)
+
+
+def test_the_cure_is_of_the_default_type():
+    torch.set_default_dtype(torch.float64)
+    with pytest.raises(TypeError, match=r"Bernoulli takes torch.float64. Cure: y.double\(\)"):
+        observing(BERNOULLI[0], ZEROS)
+
+
+@pytest.mark.parametrize(
+    "fn, y",
+    [
+        (CATEGORICAL[0], ZEROS),
+        (CATEGORICAL[0], ONES),
+        (NORMAL[0], ZEROS),
+        (NORMAL[0], 1.0),
+        (NORMAL[0], 1),
+        (BERNOULLI[0], torch.ones(3)),
+        (lambda x: dist.Poisson(x.exp()), ZEROS),
+        (lambda x: dist.Poisson(x.exp()), ZEROS.int()),
+        (lambda x: dist.Binomial(3, logits=x), ZEROS),
+        (lambda x: dist.NegativeBinomial(3.0, logits=x), ZEROS),
+        (lambda x: dist.BetaBinomial(x.exp(), 1.0, total_count=3), ZEROS),
+        (lambda x: dist.OrderedLogistic(x, torch.tensor([-1.0, 1.0])), ZEROS),
+        (lambda x: dist.Gamma(x.exp(), 1.0), np.array(HALVES)),
+        (lambda x: dist.Gamma(x.exp(), 1.0), HALVES),
+    ],
+)
+def test_types_that_pyro_takes(fn, y):
+    density = observing(fn, y)
+    assert density.log_prob(density.init_loc.unsqueeze(0)).isfinite()
+
+
+def test_an_impossible_observation_is_none_of_another_type():
+    for y in (torch.tensor([0, 1, 2]), torch.tensor([0.0, 1.0, 2.0])):
+        with pytest.raises(ValueError, match="outside .* in 1 of 1 elements"):
+            observing(lambda x: dist.LogNormal(x, 1.0).to_event(1), y)

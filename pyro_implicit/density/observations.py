@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observations that broadcasting counts more than once."""
+"""Observations that broadcasting counts more than once, or of a type that has no density."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from pyro.distributions import Unit
 from pyro.distributions.hmm import HiddenMarkovModel
 from torch import Tensor
 
+from pyro_implicit.density.blame import site_log_prob
 from pyro_implicit.wrappers import innermost
 
-__all__ = ["repeated_observation"]
+__all__ = ["mistyped_observation", "repeated_observation"]
 
 Shape = tuple[int, ...]
 
@@ -70,6 +72,65 @@ def repeated_observation(name: str, site: dict[str, Any]) -> str:
         f"{' x '.join(map(str, whole))} terms{', where ' * bool(plates)}{' and '.join(plates)}. "
         f"Cure: {_cure(name, of_value, has_all)}{meant if frames else ''}"
     )
+
+
+def mistyped_observation(name: str, site: dict[str, Any]) -> str:
+    """What is wrong with an observation's type: that its distribution has no density of an array, a
+    list or whole numbers, but has one of the same as a tensor, or as floating-point numbers.
+
+    **Example:**
+
+    >>> import pyro
+    >>> from pyro import poutine
+    >>> def model(y):
+    ...     pyro.sample("y", pyro.distributions.Bernoulli(torch.tensor(0.5)), obs=y)
+    >>> site = poutine.trace(model).get_trace(torch.tensor(True)).nodes["y"]
+    >>> mistyped_observation("y", site)
+    "the observation of site 'y' is torch.bool, but Bernoulli takes torch.float32. Cure: y.float()"
+
+    :param name: of the site, for the message.
+    :param site: of a trace, observed.
+    :returns: in words, with the cure, or nothing.
+    """
+    value = site["value"]
+    is_tensor = isinstance(value, Tensor)
+    if is_tensor and (value.is_floating_point() or value.is_complex()):
+        return ""
+    if _has_density(site, value):
+        return ""
+    real = torch.get_default_dtype()
+    kind = type(innermost(site["fn"])).__name__
+    if is_tensor:
+        if not _has_density(site, value.to(real)):
+            return ""
+        cure = f"{name}.{'double' if real == torch.float64 else 'float'}()"
+        return (
+            f"the observation of site '{name}' is {value.dtype}, but {kind} takes {real}. "
+            f"Cure: {cure}"
+        )
+    for dtype in (None, real):
+        try:
+            tensor = torch.as_tensor(value, dtype=dtype)
+        except Exception:  # of strings, or of rows of different lengths
+            return ""
+        if _has_density(site, tensor):
+            what = "NumPy array" if isinstance(value, np.ndarray) else type(value).__name__
+            cure = f"torch.as_tensor({name}{f', dtype={dtype}' if dtype else ''})"
+            return (
+                f"the observation of site '{name}' is a {what}, but {kind} takes a tensor. "
+                f"Cure: {cure}"
+            )
+    return ""
+
+
+@torch.no_grad()
+def _has_density(site: dict[str, Any], value: Any) -> bool:
+    """Whether the distribution computes one."""
+    try:
+        site_log_prob({**site, "value": value})
+    except Exception:  # it is the type's fault if another type helps
+        return False
+    return True
 
 
 def _cure(name: str, of_value: Shape, has_all: bool) -> str:
