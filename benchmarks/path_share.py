@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``InjectiveELBO(path_derivative=...)`` brings: "auto" beside all and nothing of the path.
+
+Each line is the ELBO of 2,000 draws after a short training on one model from one seed, in a frame
+and without one, where guides begin far too narrow or wide::
+
+    python -m benchmarks.path_share
+    python -m benchmarks.path_share --report
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from itertools import product
+from statistics import mean
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.infer import SVI
+
+from benchmarks.common import (
+    RESULTS,
+    add_output_arguments,
+    append_record,
+    cosine_adam,
+    environment,
+    fit,
+    markdown_table,
+    missing_runs,
+    read_records,
+    write_page,
+)
+from benchmarks.refine_ess import MODELS
+from pyro_implicit import AutoImplicit, AutoregressiveGenerator, InjectiveELBO, ResidualGenerator
+
+SHARES: tuple[Any, ...] = (True, False, "auto")
+
+
+def gaussian() -> tuple[Callable[[], None], dict[str, Any]]:
+    """Twenty correlated latents."""
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(20, 20, generator=generator)
+    covariance = root @ root.T / 20 + 0.1 * torch.eye(20)
+
+    def model() -> None:
+        pyro.sample("x", dist.MultivariateNormal(torch.zeros(20), covariance))
+
+    return model, {}
+
+
+def residual(size: int) -> ResidualGenerator:
+    return ResidualGenerator(size, core_dim=20)
+
+
+CASES: dict[str, tuple[Callable, Callable]] = {
+    "gaussian": (gaussian, AutoregressiveGenerator),
+    "eight schools": (MODELS["eight schools"], AutoregressiveGenerator),
+    "toy": (MODELS["toy"], residual),
+    "counts": (MODELS["counts"], residual),
+}
+
+
+def run(name: str, frame: str | None, path: Any, seed: int, steps: int) -> dict[str, Any]:
+    """The negative ELBO at the end, and the last share."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    make, generator = CASES[name]
+    model, data = make()
+    guide = AutoImplicit(model, generator, frame=frame)
+    elbo = InjectiveELBO(8, path_derivative=path)
+    fit(SVI(model, guide, cosine_adam(0.01, steps), elbo), steps, *data.values())
+    loss = InjectiveELBO(2000).loss(model, guide, *data.values())
+    return {"loss": loss, "shares": elbo.shares}
+
+
+def report(records: list[dict[str, Any]]) -> str:
+    """One row for each model and frame."""
+    rows = []
+    for name, frame in product(CASES, ("auto", None)):
+        cells = [name, "yes" if frame else "no"]
+        for path in SHARES:
+            found = [
+                r["loss"]
+                for r in records
+                if (r["model"], r["frame"]) == (name, frame) and r["path"] == path
+            ]
+            cells.append(f"{mean(found):.2f} ({min(found):.2f} to {max(found):.2f})")
+        rows.append(cells)
+    header = ["model", "frame", "path", "plain", '"auto"']
+    return markdown_table(header, rows) + (
+        "\nNegative ELBOs, means over seeds (and ranges); eight particles, the learning rate a "
+        "cosine from 0.01.\nAutoregressiveGenerator, of toy and counts ResidualGenerator.\n\n"
+        "`python -m benchmarks.path_share` makes it anew.\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--seeds", type=int, default=3)
+    add_output_arguments(parser, RESULTS / "path_share.jsonl")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    names = ("model", "frame", "path", "seed", "steps")
+    runs = product(CASES, ("auto", None), SHARES, range(args.seeds), [args.steps])
+    keys = [dict(zip(names, one, strict=True)) for one in runs]
+    for key in missing_runs(args.out, [] if args.report else keys):
+        append_record(args.out, key | run(*key.values()) | environment("cpu"))
+    write_page(args.out, report(read_records(args.out)))
+
+
+if __name__ == "__main__":
+    main()
