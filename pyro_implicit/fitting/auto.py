@@ -147,7 +147,7 @@ def fit(
         ``torch.distributed.init_process_group`` each process brings minibatches of its own, by a
         ``DistributedSampler``, and all train one guide.
     :param epochs: passes over ``batches``, of the training, and of the chains; in place of
-        ``num_steps``.
+        ``num_steps``. All are taken, without ``max_seconds`` and ``validation``.
     :param validation: minibatches of held-out rows. Their negative log-likelihood under the guide
         is taken after each epoch: training ends when five epochs did not lower it, and the
         parameters are those of the best (:class:`~pyro_implicit.fitting.HeldOut`).

@@ -24,6 +24,7 @@ class Schedule:
     :param num_steps: at most.
     :param lr: Adam's learning rate, until the smoothed loss stands still; then it falls to zero
         along a cosine in ``num_steps * decay`` steps.
+    :param plateau: whether that begins it, else it begins so many steps before the end.
     :param decay: that share. With 1 the rate falls from the first step on.
     :param window: steps whose mean is one smoothed loss. It stands still when the last two did
         not fall below the lowest before them by more than their standard error.
@@ -35,6 +36,7 @@ class Schedule:
     num_steps: int = 3000
     lr: float = 0.01
     decay: float = 0.5
+    plateau: bool = True
     window: int = 100
     max_gap: float = 0.0005
     clip_norm: float = 10.0
@@ -52,7 +54,7 @@ class Schedule:
 
     def stands_still(self, losses: list[float]) -> bool:
         """Whether the smoothed loss has stopped falling; asked at the end of a window."""
-        if len(losses) % self.window or len(losses) < 4 * self.window:
+        if not self.plateau or len(losses) % self.window or len(losses) < 4 * self.window:
             return False
         windows = torch.tensor(losses, dtype=torch.float64).reshape(-1, self.window)
         means = windows.nanmean(-1)

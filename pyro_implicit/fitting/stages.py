@@ -136,7 +136,13 @@ class Stages:
         :param decay: of :class:`~pyro_implicit.fitting.Schedule`.
         :param haste: times the learning rate.
         """
-        lr = haste * self.lr
+        # The noise of minibatches hides what many epochs bring, and their number was asked for.
+        schedule = Schedule(
+            num_steps=num_steps or self.num_steps,
+            lr=haste * self.lr,
+            decay=decay,
+            plateau=self.batches is None,
+        )
         self.in_training = name, guide
         losses = train(
             self.trained,
@@ -145,7 +151,7 @@ class Stages:
             *self.args,
             batches=self.batches,
             held_out=self.held_out,
-            schedule=Schedule(num_steps=num_steps or self.num_steps, lr=lr, decay=decay),
+            schedule=schedule,
             name=name,
             max_seconds=self.limit.left(time_share),
             model_kwargs=self.kwargs,

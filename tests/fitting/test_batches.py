@@ -322,3 +322,15 @@ def test_all_data_are_wanted_of_a_fit_by_minibatches():
     for ask in (result.diagnose, lambda: result.density):
         with pytest.raises(SubsampledError, match="fitted by minibatches.*Cure: diagnose"):
             ask()
+
+
+def test_all_epochs_are_taken():
+    """Of a guide that is right from the start, whose loss never falls."""
+    guide = AutoNormal(line)
+    first = next(iter(loader(*rows())))
+    guide(*first)
+    mean, sd = exact_posterior()
+    guide.locs.slope.data.fill_(mean)
+    guide.scales.slope_unconstrained.data.fill_(math.log(math.expm1(sd)))
+    result = fit(line, guide, batches=loader(*rows()), epochs=130, lr=1e-5, **QUIET)
+    assert len(result.losses) == 130 * 8

@@ -79,6 +79,8 @@ def test_made_losses_stand_still_or_fall():
     falling = noisy([-0.05 * step for step in range(400)])
     assert not any(schedule.stands_still(falling[:end]) for end in range(401))
     flat = noisy([-0.05 * step for step in range(200)] + [-10.0] * 200)
+    never = Schedule(window=50, plateau=False)
+    assert not any(never.stands_still(flat[:end]) for end in range(401))
     # Not before two whole windows lie in the plateau.
     still = [end for end in range(401) if schedule.stands_still(flat[:end])]
     assert still and still[0] in (300, 350) and all(end % 50 == 0 for end in still)
