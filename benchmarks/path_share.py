@@ -79,7 +79,10 @@ def run(name: str, frame: str | None, path: Any, seed: int, steps: int) -> dict[
 def report(records: list[dict[str, Any]]) -> str:
     """One row for each model and frame."""
     rows = []
+    present = {(r["model"], r["frame"]) for r in records}
     for name, frame in product(CASES, ("auto", None)):
+        if (name, frame) not in present:
+            continue
         cells = [name, "yes" if frame else "no"]
         for path in SHARES:
             found = [
