@@ -137,7 +137,8 @@ def report(path: Path) -> str:
     return markdown_table(header, rows) + (
         "\nOne particle; seconds are those of one core; the peak is that of the process, library "
         "and images included.\nA smoke run: nothing is trained to the end.\n\n"
-        "`python -m benchmarks.networks.wide_resnet --data-dir D --width 4` makes it anew, with `--width 1` the others.\n"
+        "`python -m benchmarks.networks.wide_resnet --data-dir D --width 4` makes it anew, with "
+        "`--width 1` the others.\n"
     )
 
 
