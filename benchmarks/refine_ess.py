@@ -170,7 +170,8 @@ predicted probabilities), by `pyro.ops.stats`, over CPU seconds, warm-up include
 `AutoNormal` of 500 steps of 8 particles, which counts, and 256 chains that stop by themselves or
 after 1,000 gradients. NUTS: one chain of 300 + 500; NumPyro's in brackets without its compilation.
 The toy has several modes: that 256 chains differ by them counts against `refine`, and one chain of
-NUTS does not see it. The machine had several times as many jobs as cores, which makes all CPU seconds longer.
+NUTS does not see it. The machine had several times as many jobs as cores, which makes all CPU
+seconds longer; but for refine's toy.
 
 `python -m benchmarks.refine_ess --numpyro PYTHON` makes it anew.
 """
