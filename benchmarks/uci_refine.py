@@ -227,8 +227,9 @@ NOTE = f"""
 Mean +- standard error over splits, test RMSE and log-likelihood in the units of the data. Guides:
 {STEPS["mean_field"]} steps of mean field and {STEPS["kivi"]} of the others, three times as many for
 kin8nm and protein, fifteen times for naval and protein of the wider prior, on minibatches of 256
-rows there; small initial weights, else the settings of `uci.py`; their draws are moved by `refine(frame="{FRAME}", quantities=...)`. The reference of a split, where a difference
-is given, is a longer run of `refine` from small draws of the prior, one for each chain. On the
+rows there; small initial weights, else the settings of `uci.py`; their draws are moved by
+`refine(frame="{FRAME}", quantities=...)`. The reference of a split, where a difference is given, is
+a longer run of `refine` from small draws of the prior, one for each chain. On the
 large sets each draw is first brought to a mode of its own by Adam, on 1,024 rows at a time, in
 {", ".join(f"{steps:,} steps ({name})" for name, steps in ADAM_STEPS.items())}: their "before" is
 an ensemble, of as many networks as there are chains. Weights have the prior N(0, 1 / fan-in), with
