@@ -95,20 +95,19 @@ def describe_arrays(args: tuple, kwargs: dict[str, Any]) -> tuple[str, str]:
     **Example:**
 
     >>> describe_arrays((np.zeros(2), torch.zeros(2)), {"y": [1.0]})
-    ("argument 1 is a NumPy array and argument 'y' a list", 'torch.as_tensor of these arguments')
+    ("argument 1 is a NumPy array and argument 'y' is a list", 'torch.as_tensor of these arguments')
 
     :param args: of the model, as ``kwargs``.
     :returns: in words; the first is empty if none is.
     """
     named = [(str(i), value) for i, value in enumerate(args, start=1)]
     named += [(f"'{name}'", value) for name, value in kwargs.items()]
+    kinds = {np.ndarray: "NumPy array", list: "list"}
     found = [
-        f"argument {name}{' is' * (not i)} a {'NumPy array' if is_array else 'list'}"
-        for i, (name, is_array) in enumerate(
-            (name, isinstance(value, np.ndarray))
-            for name, value in named
-            if isinstance(value, (np.ndarray, list))
-        )
+        f"argument {name} is a {told}"
+        for name, value in named
+        for kind, told in kinds.items()
+        if isinstance(value, kind)
     ]
     if not found:
         return "", "arguments of the types that the model takes"

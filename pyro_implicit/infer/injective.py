@@ -152,18 +152,14 @@ class InjectiveELBO(ImplicitELBO):
         path = path_term(site, score, self._paths.get(site.name, site.draw))
         scores = self._scores.pop(site.name, None)
         if scores is not None:
-            share, scores.guide = self._landings()[site.name].share(), score
+            share, scores.guide = self.remembered(Landing)[site.name].share(), score
             path = share * path + (1 - share) * log_q
         return ScoreParts(log_q.detach(), 0, path)
 
     @property
     def shares(self) -> dict[str, float]:
         """By site, the share of the path in the next step's gradient, if that is ``"auto"``."""
-        return {name: float(landing.share()) for name, landing in self._landings().items()}
-
-    def _landings(self) -> dict[str, Landing]:
-        memory = self.state.memory
-        return {site: kept for (_, site), kept in memory.items() if isinstance(kept, Landing)}
+        return {name: float(landing.share()) for name, landing in self.remembered(Landing).items()}
 
     def _takes_path(self) -> bool:
         return bool(self.path_derivative) and torch.is_grad_enabled()

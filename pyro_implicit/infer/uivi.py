@@ -123,16 +123,16 @@ class UIVI_ELBO(ImplicitELBO):
     @property
     def acceptance(self) -> dict[str, float]:
         """By site, the mean acceptance probability of the last step's draws."""
-        return {name: float(chain.acceptance) for name, chain in self._chains().items()}
+        return {
+            name: float(chain.acceptance) for name, chain in self.remembered(_Adaptation).items()
+        }
 
     @property
     def step_sizes(self) -> dict[str, float]:
         """By site, the step size."""
-        return {name: float(chain.step_size) for name, chain in self._chains().items()}
-
-    def _chains(self) -> dict[str, _Adaptation]:
-        memory = self.state.memory
-        return {site: kept for (_, site), kept in memory.items() if isinstance(kept, _Adaptation)}
+        return {
+            name: float(chain.step_size) for name, chain in self.remembered(_Adaptation).items()
+        }
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """The value of the mixture with the gradient of the score's path."""

@@ -275,7 +275,7 @@ def test_a_model_that_cannot_run_on_arrays():
     message = "raises TypeError: unsupported .*: argument 1 is a NumPy array. Cure: torch."
     with pytest.raises(TypeError, match=message + "as_tensor of these arguments$"):
         LatentDensity(product, x, Y)
-    message = "argument 'x' is a NumPy array and argument 'y' a list. Cure: torch.as_tensor of"
+    message = "argument 'x' is a NumPy array and argument 'y' is a list. Cure: torch.as_tensor of"
     with pytest.raises(TypeError, match=message):
         LatentDensity(product, x=x, y=Y.tolist())
 

@@ -302,7 +302,9 @@ def test_minibatches_of_arrays_that_the_model_cannot_multiply():
         with pyro.plate("rows", 400, subsample_size=len(x)):
             pyro.sample("y", dist.Normal(x[:, None] @ slope, 0.5), obs=y)
 
-    message = "argument 1 is a NumPy array and argument 2 a NumPy array. Cure: torch.as_tensor of"
+    message = (
+        "argument 1 is a NumPy array and argument 2 is a NumPy array. Cure: torch.as_tensor of"
+    )
     with pytest.raises(TypeError, match=message):
         fit(model, "auto", batches=arrays(*rows()), **QUIET)
     with pytest.raises(ValueError, match="exhausted after one pass. Cure: .*__iter__ starts anew"):

@@ -116,6 +116,11 @@ class StatefulELBO(Trace_ELBO):
             memory[purpose, site] = make()
         return memory[purpose, site]
 
+    def remembered(self, kind: type[T]) -> dict[str, T]:
+        """By site, what of one kind is kept."""
+        memory = self.state.memory
+        return {site: kept for (_, site), kept in memory.items() if isinstance(kept, kind)}
+
     def get_state(self) -> dict[str, Any]:
         """All that the next step depends on beside parameters and random streams, for a file."""
         return {
