@@ -41,7 +41,7 @@ from benchmarks.common import (
     run_missing,
     write_page,
 )
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 from pyro_implicit.diagnostics import draw
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine
@@ -129,7 +129,7 @@ def run_refine(model: Model, start: Any, args: argparse.Namespace, max_gradients
     )
     taken = time.process_time() - began
     samples = result.get_samples(group_by_chain=True)
-    latent = LatentDensity(model).unconstrain({k: v.flatten(0, 1) for k, v in samples.items()})
+    latent = Target(model).unconstrain({k: v.flatten(0, 1) for k, v in samples.items()})
     return {
         "refine_seconds": taken,
         "stopped": result.stopped,
@@ -150,7 +150,7 @@ def run_reference(name: str, args: argparse.Namespace) -> dict[str, Any]:
     pyro.clear_param_store()
     pyro.set_rng_seed(REFERENCE_SEED)
     model = MODELS[name]()
-    density = LatentDensity(model)
+    density = Target(model)
     latent = density.unconstrain(draw(mean_field(model, args), args.chains))
     start = density.constrain(2 * latent - latent.mean(0))
     return run_refine(model, start, args, args.reference_gradients)
@@ -163,7 +163,7 @@ def run(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     began = time.process_time()  # other jobs on the machine do not count
     guide = mean_field(model, args)
     taken = time.process_time() - began
-    latent = LatentDensity(model).unconstrain(draw(guide, GUIDE_DRAWS))
+    latent = Target(model).unconstrain(draw(guide, GUIDE_DRAWS))
     before = {"guide_seconds": taken, "guide": moments(latent.unsqueeze(1))}
     return before | run_refine(model, guide, args, args.max_gradients)
 

@@ -37,30 +37,30 @@ from benchmarks.common import (
     run_missing,
     write_page,
 )
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 from pyro_implicit.mcmc import refine
 
 Draws = dict[str, Tensor]
 NUM_TRUTH = 200_000
 
 
-class Target(NamedTuple):
+class Case(NamedTuple):
     """A model, and its exact draws, ``(num_draws, *site_shape)`` by site."""
 
     model: Callable[[], None]
     truth: Callable[[int], Draws]
 
 
-def gaussian(dim: int, condition: float) -> Target:
+def gaussian(dim: int, condition: float) -> Case:
     """Of random axes; ``condition`` is that of the covariance."""
     generator = torch.Generator().manual_seed(dim)
     axes = torch.linalg.qr(torch.randn(dim, dim, generator=generator)).Q
     factor = axes * torch.logspace(0, -0.5 * math.log10(condition), dim)
     normal = dist.MultivariateNormal(torch.zeros(dim), factor @ factor.T)
-    return Target(lambda: pyro.sample("x", normal), lambda n: {"x": normal.sample((n,))})
+    return Case(lambda: pyro.sample("x", normal), lambda n: {"x": normal.sample((n,))})
 
 
-def funnel(centred: bool, sd: float = 1.5, dim: int = 9) -> Target:
+def funnel(centred: bool, sd: float = 1.5, dim: int = 9) -> Case:
     def model() -> None:
         v = pyro.sample("v", dist.Normal(torch.tensor(0.0), sd))
         scale = (v / 2).exp() if centred else torch.ones(())
@@ -70,10 +70,10 @@ def funnel(centred: bool, sd: float = 1.5, dim: int = 9) -> Target:
         v, x = sd * torch.randn(n), torch.randn(n, dim)
         return {"v": v, "x": x * (v / 2).exp().unsqueeze(-1) if centred else x}
 
-    return Target(model, truth)
+    return Case(model, truth)
 
 
-def banana() -> Target:
+def banana() -> Case:
     normal = dist.MultivariateNormal(torch.zeros(2), torch.tensor([[1.0, 0.9], [0.9, 1.0]]))
 
     def model() -> None:
@@ -85,10 +85,10 @@ def banana() -> Target:
         first, second = normal.sample((n,)).unbind(-1)
         return {"x": torch.stack([first, second - first**2 - 1], -1)}
 
-    return Target(model, truth)
+    return Case(model, truth)
 
 
-def regression(rows: int = 40, dim: int = 5) -> Target:
+def regression(rows: int = 40, dim: int = 5) -> Case:
     """Conjugate, with correlated columns."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(rows, dim, generator=generator).cumsum(-1)
@@ -102,16 +102,14 @@ def regression(rows: int = 40, dim: int = 5) -> Target:
     posterior = dist.MultivariateNormal(
         torch.linalg.solve(precision, x.T @ y), precision_matrix=precision
     )
-    return Target(model, lambda n: {"weight": posterior.sample((n,))})
+    return Case(model, lambda n: {"weight": posterior.sample((n,))})
 
 
-def single(distribution: Any) -> Target:
-    return Target(
-        lambda: pyro.sample("x", distribution), lambda n: {"x": distribution.sample((n,))}
-    )
+def single(distribution: Any) -> Case:
+    return Case(lambda: pyro.sample("x", distribution), lambda n: {"x": distribution.sample((n,))})
 
 
-def rates() -> Target:
+def rates() -> Case:
     """Five Poisson counts with their conjugate gamma rates."""
     counts = torch.tensor([0.0, 1.0, 3.0, 8.0, 20.0])
 
@@ -120,10 +118,10 @@ def rates() -> Target:
         pyro.sample("count", dist.Poisson(rate).to_event(1), obs=counts)
 
     posterior = dist.Gamma(1 + counts, torch.tensor(1.5))
-    return Target(model, lambda n: {"rate": posterior.sample((n,))})
+    return Case(model, lambda n: {"rate": posterior.sample((n,))})
 
 
-TARGETS: dict[str, Callable[[], Target]] = {
+TARGETS: dict[str, Callable[[], Case]] = {
     "gaussian-2": lambda: gaussian(2, 1e2),
     "gaussian-10": lambda: gaussian(10, 1e4),
     "gaussian-30": lambda: gaussian(30, 1e3),
@@ -137,7 +135,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
 }
 
 
-def poor_start(density: LatentDensity, truth: Draws, num_chains: int) -> Draws:
+def poor_start(density: Target, truth: Draws, num_chains: int) -> Draws:
     """Independent normals in unconstrained space, too narrow and off."""
     latent = density.unconstrain({name: value[:10_000] for name, value in truth.items()})
     sd = latent.std(0)
@@ -148,7 +146,7 @@ def poor_start(density: LatentDensity, truth: Draws, num_chains: int) -> Draws:
 def run(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     pyro.set_rng_seed(seed)
     target = TARGETS[name]()
-    truth, density = target.truth(NUM_TRUTH), LatentDensity(target.model)
+    truth, density = target.truth(NUM_TRUTH), Target(target.model)
     start = poor_start(density, truth, args.chains)
     clock = time.process_time()
     result = refine(

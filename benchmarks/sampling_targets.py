@@ -51,7 +51,7 @@ from benchmarks.common import (
     write_page,
 )
 from benchmarks.sampling_methods import EXPLICIT_AND_LIVI, METHODS
-from benchmarks.targets import TARGETS, MissingData, Target, make_target
+from benchmarks.targets import TARGETS, KnownPosterior, MissingData, make_target
 from pyro_implicit.diagnostics import draw, sliced_wasserstein
 
 NUM_DRAWS = 10_000
@@ -59,11 +59,11 @@ NUM_FLOOR_PAIRS = 10
 TRUTH_SEED = 1_000_000  # far from the seeds of the guides
 
 
-def truth(target: Target, seed: int) -> Tensor:
+def truth(target: KnownPosterior, seed: int) -> Tensor:
     return target.truth(NUM_DRAWS, TRUTH_SEED + seed)
 
 
-def floor(target: Target) -> float:
+def floor(target: KnownPosterior) -> float:
     """The distance of two sets of the truth: a median over pairs, as heavy tails make one noisy."""
     pairs = [2 * pair for pair in range(NUM_FLOOR_PAIRS)]
     return median(
@@ -72,7 +72,7 @@ def floor(target: Target) -> float:
     )
 
 
-def run(target: Target, method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+def run(target: KnownPosterior, method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     """Fits one method to one target from one seed and measures the result."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)

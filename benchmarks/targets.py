@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Posteriors whose exact draws are known: what a guide is measured against.
 
-Every :class:`Target` holds an ordinary Pyro model and ``truth(num_draws, seed)``, which returns
-fresh draws of shape ``(num_draws, dim)``. All models broadcast over Pyro's particle plate.
+Every :class:`KnownPosterior` holds an ordinary Pyro model and ``truth(num_draws, seed)``, which
+returns fresh draws of shape ``(num_draws, dim)``. All models broadcast over Pyro's particle plate.
 
 * ``banana``: :math:`(x_1, x_1^2 + x_2 + 1) \\sim N(0, [[1, .9], [.9, 1]])`
 * ``x_shape``: two crossed Gaussians with correlations .9 and -.9
@@ -42,7 +42,7 @@ from torch.distributions import constraints
 __all__ = [
     "TARGETS",
     "MissingData",
-    "Target",
+    "KnownPosterior",
     "gmm40_centers",
     "make_target",
     "modes_found",
@@ -55,7 +55,7 @@ class MissingData(Exception):
 
 
 @dataclass(frozen=True)
-class Target:
+class KnownPosterior:
     """A model, its exact sampler, and what counts as success.
 
     :param name: the key in :data:`TARGETS`.
@@ -94,7 +94,7 @@ def _generator(seed: int, device: str) -> torch.Generator:
     return torch.Generator(device=device).manual_seed(seed)
 
 
-def _banana(device: str, data_dir: Path | None) -> Target:
+def _banana(device: str, data_dir: Path | None) -> KnownPosterior:
     standard_normal = dist.Normal(torch.tensor(0.0, device=device), 1.0)
 
     def model() -> None:
@@ -106,7 +106,7 @@ def _banana(device: str, data_dir: Path | None) -> Target:
         y1, y2 = e[:, 0], 0.9 * e[:, 0] + math.sqrt(1 - 0.9**2) * e[:, 1]
         return torch.stack([y1, y2 - y1**2 - 1.0], dim=-1)
 
-    return Target("banana", ("x1", "x2"), model, truth, threshold=2.0)
+    return KnownPosterior("banana", ("x1", "x2"), model, truth, threshold=2.0)
 
 
 class _Mixture(dist.MixtureSameFamily):
@@ -117,7 +117,7 @@ class _Mixture(dist.MixtureSameFamily):
 
 def _gaussian_mixture(
     name: str, means: Tensor, covariances: Tensor, search_scale: float | None = None
-) -> Target:
+) -> KnownPosterior:
     """An equal mixture of Gaussians.
 
     :param search_scale: where given, the latent's prior has no density, and its draws, which have
@@ -144,7 +144,7 @@ def _gaussian_mixture(
         e = torch.randn(num_draws, means.shape[-1], device=device, generator=generator)
         return means[k] + torch.einsum("nij,nj->ni", scale_trils[k], e)
 
-    return Target(name, ("x",), model, truth)
+    return KnownPosterior(name, ("x",), model, truth)
 
 
 def _crossed(device: str) -> Tensor:
@@ -152,11 +152,11 @@ def _crossed(device: str) -> Tensor:
     return torch.tensor([[[2.0, 1.8], [1.8, 2.0]], [[2.0, -1.8], [-1.8, 2.0]]], device=device)
 
 
-def _x_shape(device: str, data_dir: Path | None) -> Target:
+def _x_shape(device: str, data_dir: Path | None) -> KnownPosterior:
     return _gaussian_mixture("x_shape", torch.zeros(2, 2, device=device), _crossed(device))
 
 
-def _x_shape_gap(device: str, data_dir: Path | None) -> Target:
+def _x_shape_gap(device: str, data_dir: Path | None) -> KnownPosterior:
     means = torch.tensor([[-5.0, 0.0], [5.0, 0.0]], device=device)
     return _gaussian_mixture("x_shape_gap", means, _crossed(device), search_scale=10.0)
 
@@ -167,7 +167,7 @@ def gmm40_centers(device: str = "cpu") -> Tensor:
     return (80 * uniform - 40).to(device, torch.get_default_dtype())
 
 
-def _gmm40(device: str, data_dir: Path | None) -> Target:
+def _gmm40(device: str, data_dir: Path | None) -> KnownPosterior:
     identity = torch.eye(2, device=device).expand(40, 2, 2)
     return _gaussian_mixture("gmm40", gmm40_centers(device), identity, search_scale=40.0)
 
@@ -195,12 +195,12 @@ def weight_total_variation(draws: Tensor, centers: Tensor) -> float:
     return (shares - 1 / len(centers)).abs().sum().item() / 2
 
 
-def _multimodal(device: str, data_dir: Path | None) -> Target:
+def _multimodal(device: str, data_dir: Path | None) -> KnownPosterior:
     means = torch.tensor([[-2.0, 0.0], [2.0, 0.0]], device=device)
     return _gaussian_mixture("multimodal", means, torch.eye(2, device=device).expand(2, 2, 2))
 
 
-def _funnel(name: str, sd: float, device: str) -> Target:
+def _funnel(name: str, sd: float, device: str) -> KnownPosterior:
     scale = torch.tensor(sd, device=device)
 
     def model() -> None:
@@ -213,10 +213,10 @@ def _funnel(name: str, sd: float, device: str) -> Target:
         v = sd * e[:, :1]
         return torch.cat([v, torch.exp(v / 2) * e[:, 1:]], dim=-1)
 
-    return Target(name, ("v", "x"), model, truth)
+    return KnownPosterior(name, ("v", "x"), model, truth)
 
 
-def _waveform(device: str, data_dir: Path | None) -> Target:
+def _waveform(device: str, data_dir: Path | None) -> KnownPosterior:
     data = _load(data_dir, "sivi_blr/waveform.npz")
     reference = torch.tensor(_load(data_dir, "sivi_blr/waveform_hmc.npz")["draws"], device=device)
     X = torch.tensor(data["X_train"], device=device)
@@ -242,10 +242,10 @@ def _waveform(device: str, data_dir: Path | None) -> Target:
         frame = torch.linalg.cholesky(torch.cov(reference.T))
         return _hmc(log_density, score, reference[rows], frame, generator)
 
-    return Target("waveform", ("beta",), model, truth)
+    return KnownPosterior("waveform", ("beta",), model, truth)
 
 
-def _conditioned_diffusion(device: str, data_dir: Path | None) -> Target:
+def _conditioned_diffusion(device: str, data_dir: Path | None) -> KnownPosterior:
     data = _load(data_dir, "conditioned_diffusion/100.npz")
     reference, y = (torch.tensor(data[key], device=device) for key in ("draws", "observations"))
     observed = torch.tensor(data["observed_steps"], device=device) - 1  # the first step is no. 1
@@ -268,7 +268,7 @@ def _conditioned_diffusion(device: str, data_dir: Path | None) -> Target:
         rows = torch.randperm(len(reference), device=device, generator=generator)
         return reference[rows.chunk(2)[seed % 2][:num_draws]]
 
-    return Target("conditioned_diffusion", ("u",), model, truth)
+    return KnownPosterior("conditioned_diffusion", ("u",), model, truth)
 
 
 def _hmc(
@@ -305,7 +305,7 @@ def _hmc(
     return position
 
 
-TARGETS: dict[str, Callable[[str, Path | None], Target]] = {
+TARGETS: dict[str, Callable[[str, Path | None], KnownPosterior]] = {
     "banana": _banana,
     "x_shape": _x_shape,
     "x_shape_gap": _x_shape_gap,
@@ -318,7 +318,7 @@ TARGETS: dict[str, Callable[[str, Path | None], Target]] = {
 }
 
 
-def make_target(name: str, device: str = "cpu", data_dir: Path | None = None) -> Target:
+def make_target(name: str, device: str = "cpu", data_dir: Path | None = None) -> KnownPosterior:
     """Builds a target with its tensors on ``device``.
 
     :raises MissingData: when the target's data files are not in ``data_dir``.

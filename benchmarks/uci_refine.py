@@ -42,7 +42,7 @@ from benchmarks.common import (
 from benchmarks.uci import NUM_DRAWS, PAPERS, PRECISION_PRIOR, mean_and_error
 from benchmarks.uci_data import SETS, Data, load
 from benchmarks.uci_methods import METHODS, SETTINGS, make_model, scores
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.mcmc import refine
 
@@ -81,7 +81,7 @@ def guide_settings(method: str, name: str, data: Data) -> dict[str, Any]:
     return settings
 
 
-def small_draws(density: LatentDensity, num_draws: int) -> dict[str, Tensor]:
+def small_draws(density: Target, num_draws: int) -> dict[str, Tensor]:
     """Draws of the prior with small weights and a moderate noise."""
     draws = density.constrain(density.sample_prior(num_draws))
     weights = {site: WEIGHT_SCALE * value for site, value in draws.items()}
@@ -132,7 +132,7 @@ def run(name: str, split: int, method: str, args: argparse.Namespace, done: list
     result: dict[str, Any] = {}
     model = make_model(data, SETS[name].hidden, None, *prior)
     if method == "reference":
-        start = small_draws(LatentDensity(model, data.x_train, data.y_train), chains)
+        start = small_draws(Target(model, data.x_train, data.y_train), chains)
         if name in ADAM_STEPS:
             batched = make_model(data, SETS[name].hidden, 1024, *prior)
             start = modes(batched, data, start, ADAM_STEPS[name])

@@ -30,8 +30,8 @@ from pyro_implicit import (
     fit,
     refine,
 )
-from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
+from pyro_implicit.density.target import Target
 from pyro_implicit.infer import ImplicitELBO
 from tests.test_contract import ELBOS
 
@@ -338,7 +338,7 @@ def test_the_data_rule_the_dtype_under_flat_priors(elbo_name, data):
 
 
 def test_the_data_rule_the_dtype_of_a_density(data):
-    density = LatentDensity(flat, data)
+    density = Target(flat, data)
     points = density.sample_prior(3)
     assert points.dtype == density.init_loc.dtype == density.log_prob(points).dtype == data.dtype
     modes = find_modes(density, num_starts=5, max_rounds=2)

@@ -25,8 +25,8 @@ from pyro_implicit import (
     evidence_bound,
     fit,
 )
-from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
+from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.guides import auto_implicit
 from pyro_implicit.mcmc import AutoConditional
@@ -175,7 +175,7 @@ flat_or_not = pytest.mark.parametrize("flat", [False, True])
 
 @flat_or_not
 def test_density_and_modes(flat, device):
-    density = LatentDensity(Small(device, flat))
+    density = Target(Small(device, flat))
     points = density.sample_prior(3)
     assert points.device.type == density.init_loc.device.type == device
     assert density.log_prob(points).device.type == device
@@ -251,7 +251,7 @@ def test_noise_that_parents_and_data_leave(device):
             pyro.sample("y", dist.Normal(tau * z, 0.5), obs=y)
             pyro.sample("other", dist.Normal(x, 0.5), obs=y)
 
-    density = LatentDensity(model)
+    density = Target(model)
     walked = ConditionalDensity(density, density.init_loc + 0.1)
     assert set(walked.reparams) == {"x", "z"}
     points = torch.linspace(-1, 1, 18).reshape(2, 9).to(device)

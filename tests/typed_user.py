@@ -21,7 +21,7 @@ from pyro_implicit import (
     fit,
     refine,
 )
-from pyro_implicit.density import LatentDensity, find_modes
+from pyro_implicit.density import Target, find_modes
 from pyro_implicit.fitting import Fit
 from pyro_implicit.generators import Generator
 from pyro_implicit.guides import Frame
@@ -62,7 +62,7 @@ def by_fit(x: Tensor, y: Tensor, path: Path) -> str:
     refined = refine(model, result.guide, x, y, max_seconds=10.0)
     ratio: float = compare(model, result.guide, refined.get_samples(), x, y).floor_ratio
     again: str = diagnose(model, result.guide, x, y).verdict
-    modes = find_modes(LatentDensity(model, x, y))
+    modes = find_modes(Target(model, x, y))
     return f"{verdict} {again} {ratio:.1f} {len(modes.loc)} {refined.stopped}"
 
 

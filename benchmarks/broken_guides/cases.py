@@ -24,7 +24,7 @@ from benchmarks.posteriordb.verdicts import PREFIX, Case
 from benchmarks.targets import gmm40_centers, make_target
 from benchmarks.zoo import registry
 from benchmarks.zoo.metrics import read_reference
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.fitting import fit
 from pyro_implicit.guides.auto_mixture import AutoMixture
 
@@ -64,7 +64,7 @@ class Exact:
     """A target with exact draws, and the model's log-density, which is normalised."""
 
     truth: Callable[[int, int], Tensor]
-    density: LatentDensity
+    density: Target
 
     def sample(self, num: int) -> Tensor:
         return self.truth(num, int(torch.randint(2**31, ())))
@@ -93,7 +93,7 @@ def good_one(name: str, case: Case, seed: int) -> Good:
     """A good approximation of a posterior, with its density."""
     if name.startswith(PREFIX):
         target = make_target(name.removeprefix(PREFIX))
-        return Exact(target.truth, LatentDensity(case.model, *case.args))
+        return Exact(target.truth, Target(case.model, *case.args))
     guide = fit(case.model, "auto", *case.args, refine=False, seed=seed, progress=False).guide
     if isinstance(guide, AutoMixture):
         return Fitted(guide.get_posterior())

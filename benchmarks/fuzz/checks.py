@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.fuzz.grammar import Draft
 from benchmarks.fuzz.models import Drawn, Oracle, Rewritten
 from pyro_implicit import AutoSemiImplicit, diagnose, fit, refine
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 from pyro_implicit.fitting import Fit
 from pyro_implicit.mcmc.conditional_space import ConditionalDensity
 from tests.test_contract import ELBOS, GUIDES, refusal
@@ -55,7 +55,7 @@ def _compare(what: str, found: Tensor, expected: Tensor, tolerance: float) -> No
         raise Wrong(f"{what}: {found.tolist()} in place of {expected.tolist()}")
 
 
-def _points(density: LatentDensity, seed: int, count: int = 3) -> Tensor:
+def _points(density: Target, seed: int, count: int = 3) -> Tensor:
     generator = torch.Generator().manual_seed(10**6 + seed)
     like = density.init_loc
     return torch.randn(count, density.latent_dim, generator=generator, dtype=like.dtype)
@@ -75,7 +75,7 @@ def _differences(function: Callable[[Tensor], Tensor], points: Tensor) -> Tensor
 
 def density(draft: Draft) -> str:
     """Log-density and gradient, against the oracle and its differences."""
-    found = LatentDensity(Drawn(draft), draft.data)
+    found = Target(Drawn(draft), draft.data)
     points = _points(found, draft.seed)
     log_prob, score = found.score(points)
     expected = _oracle(draft, points)
@@ -93,7 +93,7 @@ def density(draft: Draft) -> str:
 
 def conditional(draft: Draft) -> str:
     """The same over the noise of latents, with the determinant of the map."""
-    model = LatentDensity(Drawn(draft), draft.data)
+    model = Target(Drawn(draft), draft.data)
     if draft.dtype != torch.float64:
         return "skipped"
     middle = 0.3 * _points(model, draft.seed, 1)[0]
@@ -140,7 +140,7 @@ def _step(draft: Draft, model: Any, guide_name: str, elbo_name: str) -> tuple[Te
 
 
 def _start(draft: Draft) -> Tensor:
-    return LatentDensity(Drawn(draft), draft.data).init_loc
+    return Target(Drawn(draft), draft.data).init_loc
 
 
 def _fits(guide: str, elbo: str, size: int) -> bool:
@@ -193,7 +193,7 @@ def _pair(draft: Draft, guide: str, elbo: str) -> str:
     return "right"
 
 
-def _stein(draft: Draft, draws: dict[str, Tensor], model: LatentDensity) -> None:
+def _stein(draft: Draft, draws: dict[str, Tensor], model: Target) -> None:
     """The oracle's score has mean 0 under draws of the posterior."""
     latent = model.unconstrain(draws)[:150].double().requires_grad_()
     (score,) = torch.autograd.grad(_oracle(draft, latent).sum(), latent)
@@ -282,7 +282,7 @@ def refines(draft: Draft) -> str:
     if result.stopped != "converged":
         return result.stopped
     draws = {name: value[:, -1] for name, value in result.samples.items()}
-    _stein(draft, draws, LatentDensity(model, draft.data))
+    _stein(draft, draws, Target(model, draft.data))
     return "right, converged"
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.common import seconds
 from benchmarks.posteriordb.data import EXTRA, NAMES, load
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 
 __all__ = ["THRESHOLD", "stein_z_scores"]
 
@@ -62,7 +62,7 @@ def main() -> None:
         posterior = load(name, args.data_dir)
         latents = posterior.unconstrain(posterior.reference())
         latents = latents[:: len(latents) // args.num_draws]
-        density = LatentDensity(posterior.model, *posterior.args)
+        density = Target(posterior.model, *posterior.args)
         worst = [float(z.abs().max()) for z in stein_z_scores(latents, density.score(latents)[1])]
         batch = latents[:128]
         milliseconds = 1e3 * median(seconds(lambda: density.score(batch)) for _ in range(5))  # noqa: B023

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.posteriordb import designs, differential_equations, models, regressions
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 
 __all__ = ["EXTRA", "NAMES", "MissingData", "Posterior", "load"]
 
@@ -181,7 +181,7 @@ class Posterior:
         :returns: shape ``(num_draws, dim)``, float64, in the order in which the model samples.
         """
         draws = {site: values.double() for site, values in draws.items()}
-        return LatentDensity(self.model, *self.args).unconstrain(draws)
+        return Target(self.model, *self.args).unconstrain(draws)
 
 
 def _columns(names: list[str], site: str) -> int | list[int]:

@@ -33,7 +33,7 @@ from benchmarks.common import cosine_adam, fit
 from benchmarks.posteriordb.flows import framed_iaf, framed_splines
 from benchmarks.posteriordb.start import good_start
 from pyro_implicit import fitting
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import draw
 from pyro_implicit.guides import AutoSemiImplicit
 from pyro_implicit.infer import LIVI_ELBO, ImplicitELBO
@@ -77,7 +77,7 @@ class Start:
 
 def start(posterior: PosteriorLike) -> Start:
     clock = time.perf_counter()
-    density = LatentDensity(posterior.model, *posterior.args)
+    density = Target(posterior.model, *posterior.args)
     loc, is_mode = good_start(density)
     info = {"start_is_mode": is_mode, "start_seconds": time.perf_counter() - clock}
     return Start(loc, density.constrain(loc), info)
@@ -167,7 +167,7 @@ def loop(posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws, In
 
 def best_gaussian(posterior: Any, seed: int, budget: Budget) -> tuple[Draws, Info]:
     """No method but a yardstick: the Gaussian with the reference's own mean and covariance."""
-    density = LatentDensity(posterior.model, *posterior.args)
+    density = Target(posterior.model, *posterior.args)
     reference = density.unconstrain(posterior.reference())
     gaussian = torch.distributions.MultivariateNormal(reference.mean(0), reference.mT.cov())
     return density.constrain(gaussian.sample((budget.draws,))), {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 
 __all__ = ["find_mode", "good_start"]
 
@@ -14,7 +14,7 @@ __all__ = ["find_mode", "good_start"]
 TOLERANCE = 1e-4
 
 
-def good_start(density: LatentDensity) -> tuple[Tensor, bool]:
+def good_start(density: Target) -> tuple[Tensor, bool]:
     """The best mode reached from the prior's median and from 0, else the better of the two.
 
     :returns: a vector ``(latent_dim,)``, and whether it is a mode.
@@ -27,7 +27,7 @@ def good_start(density: LatentDensity) -> tuple[Tensor, bool]:
     return candidates[values.argmax()], bool(modes)
 
 
-def find_mode(density: LatentDensity, start: Tensor) -> Tensor | None:
+def find_mode(density: Target, start: Tensor) -> Tensor | None:
     """L-BFGS from ``start``, then Newton steps, whose length tells a mode in any units.
 
     :param start: ``(latent_dim,)``.
@@ -51,7 +51,7 @@ def find_mode(density: LatentDensity, start: Tensor) -> Tensor | None:
     return None
 
 
-def _lbfgs(density: LatentDensity, start: Tensor, max_iter: int = 500) -> Tensor:
+def _lbfgs(density: Target, start: Tensor, max_iter: int = 500) -> Tensor:
     point = start.detach().clone().requires_grad_()
     optimizer = torch.optim.LBFGS(
         [point], max_iter=max_iter, history_size=20, line_search_fn="strong_wolfe"

@@ -41,8 +41,8 @@ from benchmarks.posteriordb import data
 from benchmarks.posteriordb.metrics import floor, measure
 from benchmarks.posteriordb.run import reference_of
 from benchmarks.targets import make_target
-from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
+from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import draw
 from pyro_implicit.diagnostics.checkup import diagnose
 from pyro_implicit.diagnostics.verdict import Diagnosis
@@ -94,7 +94,7 @@ def guides(case: Case, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     @cache
     def best_gaussian() -> tuple[Tensor, Tensor]:
-        modes = find_modes(LatentDensity(model, *args))
+        modes = find_modes(Target(model, *args))
         return modes.loc[0], modes.scale_tril[0]
 
     def mean_field() -> Any:

@@ -30,7 +30,7 @@ from torch import Tensor
 from benchmarks.common import RESULTS, append_record, environment, read_records
 from benchmarks.sbc.models import MODELS
 from pyro_implicit import fit, refine
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 from pyro_implicit.density.engine import compute_log_prob
 
 __all__ = ["METHODS", "NUM_DRAWS", "OUT", "run"]
@@ -49,7 +49,7 @@ def simulate(model: Callable[..., Any], seed: int) -> tuple[Draws, Tensor]:
     pyro.set_rng_seed(seed)
     nodes = poutine.trace(model).get_trace().nodes
     y = nodes["y"]["value"]
-    names = LatentDensity(model, y).shapes
+    names = Target(model, y).shapes
     return {name: nodes[name]["value"] for name in names}, y
 
 
@@ -76,7 +76,7 @@ def by_refine(model: Callable[..., Any], y: Tensor, seed: int) -> tuple[Draws, s
     return {name: value[chains, -1] for name, value in result.samples.items()}, result.stopped
 
 
-def statistics(density: LatentDensity, draws: Draws) -> dict[str, Tensor]:
+def statistics(density: Target, draws: Draws) -> dict[str, Tensor]:
     """Each latent, ``(num_draws,)``, and the log-likelihood."""
     found = {}
     for name in density.shapes:
@@ -103,7 +103,7 @@ def run(name: str, method: str, seed: int) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         draws, how = (by_fit if method == "fit" else by_refine)(model, y, seed)
     seconds = time.perf_counter() - start
-    density = LatentDensity(model, y)
+    density = Target(model, y)
     true = {key: value.unsqueeze(0) for key, value in truth.items()}
     of_truth, of_draws = statistics(density, true), statistics(density, draws)
     ranks = {key: int((of_draws[key] < of_truth[key]).sum()) for key in of_draws}

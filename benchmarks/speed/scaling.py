@@ -34,7 +34,7 @@ from pyro_implicit import (
     AutoSemiImplicit,
     InjectiveELBO,
 )
-from pyro_implicit.density import LatentDensity, TracedScore
+from pyro_implicit.density import Target, TracedScore
 from pyro_implicit.infer import ImplicitELBO
 
 OUT = RESULTS / "speed_scaling.jsonl"
@@ -88,7 +88,7 @@ def mean_field(particles: int, *args: Any) -> Callable[[], Any]:
 
 def chains(number: int, *args: Any) -> Callable[[], Any]:
     """One gradient of so many chains."""
-    density = LatentDensity(regression, *args)
+    density = Target(regression, *args)
     score = TracedScore(density.score, compile="trace")
     points = density.init_loc + 0.1 * torch.randn(number, density.latent_dim)
     return lambda: score(points)

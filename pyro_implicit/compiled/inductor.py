@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from pyro_implicit.compiled.one_library import one_library
-from pyro_implicit.user_warnings import first_line
+from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = ["CompilerError", "compile_graph"]
 

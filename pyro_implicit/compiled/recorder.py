@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyro_implicit.compiled.dispatch import DispatchMode
-from pyro_implicit.user_warnings import LIBRARIES
+from pyro_implicit.runtime.user_warnings import LIBRARIES
 
 __all__ = ["Recorder", "Untraceable", "is_tracing", "record"]
 

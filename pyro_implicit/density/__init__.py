@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from pyro_implicit.density.engine import SubsampledError
-from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import Modes, find_modes
+from pyro_implicit.density.target import Target
 from pyro_implicit.density.traced_score import TracedScore
 
-__all__ = ["LatentDensity", "Modes", "SubsampledError", "TracedScore", "find_modes"]
+__all__ = ["Target", "Modes", "SubsampledError", "TracedScore", "find_modes"]

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from pyro_implicit.compiled import Untraceable, is_tracing
 from pyro_implicit.density.engine import Model, UnfitModelError, varying_site
 from pyro_implicit.density.run_mode import BranchError, RunMode, VmapError, writes_to_unbatched
-from pyro_implicit.user_warnings import first_line, warn_user
+from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
 __all__ = ["IMPOSSIBLE", "BatchedRuns"]
 

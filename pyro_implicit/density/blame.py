@@ -13,11 +13,11 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_implicit.density.validation import without_validation
-from pyro_implicit.user_warnings import first_line
-from pyro_implicit.wrappers import innermost
+from pyro_implicit.runtime.user_warnings import first_line
+from pyro_implicit.runtime.wrappers import innermost
 
 if TYPE_CHECKING:
-    from pyro_implicit.density.latent_density import LatentDensity
+    from pyro_implicit.density.target import Target
 
 __all__ = ["blame", "describe_arrays", "describe_nan", "site_log_prob"]
 
@@ -25,19 +25,19 @@ Site = dict[str, Any]
 
 
 @torch.no_grad()
-def blame(density: LatentDensity, points: Tensor) -> str:
+def blame(density: Target, points: Tensor) -> str:
     """What keeps a log-density from being finite, by site.
 
     **Example:**
 
     >>> import pyro
     >>> import pyro.distributions as dist
-    >>> from pyro_implicit.density import LatentDensity
+    >>> from pyro_implicit.density import Target
     >>> def model():
     ...     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
     ...     fn = dist.Gamma(2.0, scale, validate_args=False)
     ...     pyro.sample("y", fn, obs=torch.tensor(-1.0))
-    >>> print(blame(LatentDensity(model), torch.zeros(3, 1)).split(". ")[0])
+    >>> print(blame(Target(model), torch.zeros(3, 1)).split(". ")[0])
     site 'y' at 3 of 3: its observation is outside GreaterThanEq(lower_bound=0.0) in 1 of 1 elements
 
     :param points: unconstrained vectors, ``(num_points, latent_dim)``; the first twenty are asked.
@@ -69,7 +69,7 @@ def blame(density: LatentDensity, points: Tensor) -> str:
     return f"{'; '.join(clauses)}. Cure: {cure}"
 
 
-def _blame_gradient(density: LatentDensity, points: Tensor) -> str:
+def _blame_gradient(density: Target, points: Tensor) -> str:
     """By which latents it is not finite, though the log-density is."""
     log_prob, score = density.score(points)
     if density.error is not None and not log_prob.isfinite().any():

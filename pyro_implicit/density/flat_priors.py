@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 from torch.utils import _pytree as pytree
 
-from pyro_implicit.wrappers import innermost
+from pyro_implicit.runtime.wrappers import innermost
 
 __all__ = ["FlatPriorStart", "example_tensor", "is_flat"]
 

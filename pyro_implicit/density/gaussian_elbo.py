@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.density.inexact import InexactArithmetic
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 
 __all__ = [
     "antithetic_noise",
@@ -50,7 +50,7 @@ def gaussian_elbo(log_prob: Tensor, noise: Tensor, factor: Tensor) -> Tensor:
     return elbo.nan_to_num(-math.inf, -math.inf, -math.inf)
 
 
-def finite_log_prob(density: LatentDensity, points: Tensor) -> Tensor:
+def finite_log_prob(density: Target, points: Tensor) -> Tensor:
     """Of points ``(*batch, latent_dim)``; -inf where there is no number."""
     flat = density.log_prob(points.reshape(-1, points.shape[-1])).reshape(points.shape[:-1])
     return flat.nan_to_num(-math.inf, -math.inf, -math.inf)
@@ -61,7 +61,7 @@ def highest_draws(draws: Tensor, values: Tensor) -> Tensor:
     return draws[values.argmax(0), torch.arange(draws.shape[1])]
 
 
-def is_rounding(density: LatentDensity, points: Tensor) -> Tensor:
+def is_rounding(density: Target, points: Tensor) -> Tensor:
     """Where the log-density is that of rounding errors, which may be any number: it changes by more
     than a thousandth when the last bits of the point do, or by far more when those of all that is
     computed on the way do.
@@ -81,7 +81,7 @@ def is_rounding(density: LatentDensity, points: Tensor) -> Tensor:
     return found | (spread > INEXACT * (1.0 + 1e-3 * values.abs().amin(0).nan_to_num(0.0)))
 
 
-def rounding_error(density: LatentDensity, points: Tensor) -> Tensor:
+def rounding_error(density: Target, points: Tensor) -> Tensor:
     """By how many nats the log-density changes where the last bits of a point do.
 
     **Example:**
@@ -90,7 +90,7 @@ def rounding_error(density: LatentDensity, points: Tensor) -> Tensor:
     >>> import pyro.distributions as dist
     >>> def model():
     ...     pyro.sample("x", dist.Normal(0.0, 1.0))
-    >>> bool((rounding_error(LatentDensity(model), torch.randn(5, 1)) < 1e-4).all())
+    >>> bool((rounding_error(Target(model), torch.randn(5, 1)) < 1e-4).all())
     True
 
     :param points: ``(num_points, latent_dim)``.
@@ -100,7 +100,7 @@ def rounding_error(density: LatentDensity, points: Tensor) -> Tensor:
     return values.amax(0) - values.amin(0)
 
 
-def _in_last_bits(density: LatentDensity, points: Tensor) -> Tensor:
+def _in_last_bits(density: Target, points: Tensor) -> Tensor:
     """Log-densities at a point and its neighbours, ``(2 * ROUNDINGS, num_points)``."""
     last_bits = ROUNDINGS * torch.finfo(points.dtype).eps
     shift = torch.linspace(-1.0, 1.0, 2 * ROUNDINGS).to(points)[:, None, None]

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.latent_density import LatentDensity
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.density.target import Target
+from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["warn_of_lost_gradients"]
 
@@ -21,7 +21,7 @@ RESOLVED = 0.02  # of a step may be lost to the resolution of the points
 
 
 @torch.no_grad()
-def warn_of_lost_gradients(density: LatentDensity) -> None:
+def warn_of_lost_gradients(density: Target) -> None:
     """Compare the gradient of a log-density with its slopes, as differences give them.
 
     It says nothing where differences of two widths do not agree with each other (jumps, kinks,
@@ -35,7 +35,7 @@ def warn_of_lost_gradients(density: LatentDensity) -> None:
     >>> def model():
     ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
     ...     pyro.sample("y", dist.Normal(x, 1.0), obs=torch.tensor(2.0))  # x.detach() would warn
-    >>> warn_of_lost_gradients(LatentDensity(model))
+    >>> warn_of_lost_gradients(Target(model))
 
     :param density: of the model.
     :warns UserWarning: naming sites and cure.
@@ -75,7 +75,7 @@ def warn_of_lost_gradients(density: LatentDensity) -> None:
         )
 
 
-def _groups(density: LatentDensity) -> list[tuple[list[str], Tensor]]:
+def _groups(density: Target) -> list[tuple[list[str], Tensor]]:
     """Sites that are moved together: their names, and where they stand, ``(latent_dim,)``."""
     places = density.split(torch.arange(density.latent_dim))
     groups = []

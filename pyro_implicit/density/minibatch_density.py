@@ -14,14 +14,14 @@ from torch import Tensor
 
 from pyro_implicit.density.data_sites import is_data
 from pyro_implicit.density.engine import Model, SubsampledError
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.density.unfit_sites import refuse_missing_data
 
 __all__ = ["MinibatchDensity"]
 
 
-class MinibatchDensity(LatentDensity):
-    r"""The same as :class:`LatentDensity`, of one minibatch at a time.
+class MinibatchDensity(Target):
+    r"""The same as :class:`Target`, of one minibatch at a time.
 
     With B of N rows, and the likelihood scaled by the model's own plate, it is
 
@@ -51,7 +51,7 @@ class MinibatchDensity(LatentDensity):
         of those in one minibatch.
     :raises SubsampledError: for a latent in a subsampled plate, unless these are allowed.
 
-    See :class:`LatentDensity` for what else is refused.
+    See :class:`Target` for what else is refused.
     """
 
     _may_be_random = True

@@ -19,11 +19,11 @@ from pyro_implicit.density.gaussian_elbo import (
     highest_draws,
     is_rounding,
 )
-from pyro_implicit.density.latent_density import LatentDensity
-from pyro_implicit.density.progress import steps_of
+from pyro_implicit.density.target import Target
 from pyro_implicit.ops.factors import lower_factor, matvec, root_of_inverse
-from pyro_implicit.ops.printing import short_repr
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.runtime.printing import short_repr
+from pyro_implicit.runtime.progress import steps_of
+from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["Modes", "find_modes", "seconds_of_climb"]
 
@@ -49,7 +49,7 @@ class Modes(NamedTuple):
 
 @torch.no_grad()
 def find_modes(
-    density: LatentDensity,
+    density: Target,
     num_starts: int = NUM_STARTS,
     max_rounds: int = 16,
     max_iterations: int = 100,
@@ -73,7 +73,7 @@ def find_modes(
     >>> def model():
     ...     x = pyro.sample("x", dist.Normal(0.0, 5.0))
     ...     pyro.sample("y", dist.Normal(x**2, 1.0), obs=torch.tensor(9.0))
-    >>> modes = find_modes(LatentDensity(model), num_starts=10)
+    >>> modes = find_modes(Target(model), num_starts=10)
     >>> modes.loc.abs().squeeze(-1).round()
     tensor([3., 3.])
 
@@ -124,7 +124,7 @@ def find_modes(
     return modes
 
 
-def seconds_of_climb(density: LatentDensity) -> float:
+def seconds_of_climb(density: Target) -> float:
     """What one step of all paths costs, of one core.
 
     **Example:**
@@ -133,7 +133,7 @@ def seconds_of_climb(density: LatentDensity) -> float:
     >>> import pyro.distributions as dist
     >>> def model():
     ...     pyro.sample("x", dist.Normal(0.0, 1.0))
-    >>> seconds_of_climb(LatentDensity(model)) < 1
+    >>> seconds_of_climb(Target(model)) < 1
     True
 
     :param density: is evaluated near its start.
@@ -150,7 +150,7 @@ def seconds_of_climb(density: LatentDensity) -> float:
 
 
 def _climb(
-    density: LatentDensity,
+    density: Target,
     point: Tensor,
     max_iterations: int,
     num_draws: int,
@@ -206,9 +206,7 @@ def _warn_of_rounding(dropped: Tensor, best: Modes) -> None:
         )
 
 
-def _better(
-    density: LatentDensity, here: Modes, highest: Tensor, best: Modes | None
-) -> Modes | None:
+def _better(density: Target, here: Modes, highest: Tensor, best: Modes | None) -> Modes | None:
     """The best Gaussian so far, with those of the points where the paths are now.
 
     :param highest: a draw of each.
@@ -222,7 +220,7 @@ def _better(
     return best
 
 
-def _separate(density: LatentDensity, found: Modes, max_gap: float) -> tuple[Modes, Tensor]:
+def _separate(density: Target, found: Modes, max_gap: float) -> tuple[Modes, Tensor]:
     """The Gaussians between any two of which the log-density dips, and how often each was met.
 
     :param found: the best of all points, then tops.

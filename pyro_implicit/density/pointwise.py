@@ -10,7 +10,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.density.engine import compute_log_prob
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 
 __all__ = ["pointwise_log_likelihood"]
 
@@ -19,7 +19,7 @@ AT_ONCE = 250
 
 @torch.no_grad()
 def pointwise_log_likelihood(
-    density: LatentDensity, draws: Mapping[str, Tensor], sites: Sequence[str]
+    density: Target, draws: Mapping[str, Tensor], sites: Sequence[str]
 ) -> dict[str, Tensor]:
     """The terms of observed sites in the log-density, scaled and masked as they are there.
 
@@ -31,7 +31,7 @@ def pointwise_log_likelihood(
     ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
     ...     with pyro.plate("rows", len(y)):
     ...         pyro.sample("y", dist.Normal(x, 1.0), obs=y)
-    >>> density = LatentDensity(model, torch.tensor([0.0, 1.0]))
+    >>> density = Target(model, torch.tensor([0.0, 1.0]))
     >>> pointwise_log_likelihood(density, {"x": torch.zeros(3)}, ["y"])["y"][0]
     tensor([-0.9189, -1.4189])
 

@@ -18,7 +18,7 @@ from pyro_implicit.compiled import (
     rounding,
 )
 from pyro_implicit.density.cost import PER_RUN, count_operations
-from pyro_implicit.user_warnings import first_line, warn_user
+from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
 __all__ = ["TracedScore"]
 
@@ -41,15 +41,15 @@ class TracedScore:
     **Example:**
 
     >>> import pyro, pyro.distributions as dist
-    >>> from pyro_implicit.density import LatentDensity
+    >>> from pyro_implicit.density import Target
     >>> def model():
     ...     pyro.sample("x", dist.Normal(0.0, 1.0))
-    >>> score = TracedScore(LatentDensity(model).score)
+    >>> score = TracedScore(Target(model).score)
     >>> log_prob, gradient = score(torch.ones(3, 1))
     >>> gradient.flatten()
     tensor([-1., -1., -1.])
 
-    :param score: of vectors ``(num_draws, latent_dim)``, as :meth:`LatentDensity.score`; the model
+    :param score: of vectors ``(num_draws, latent_dim)``, as :meth:`Target.score`; the model
         and its data stay as they are.
     :param num_calls: how many are to come; where they do not repay a recording, there is none.
     :param compile: ``"auto"`` as above. ``"trace"`` records however few are to come, and warns

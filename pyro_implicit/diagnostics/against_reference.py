@@ -11,7 +11,6 @@ import torch
 from pyro.ops.stats import quantile
 from torch import Tensor
 
-from pyro_implicit.density.turns import in_turn
 from pyro_implicit.diagnostics.comparison import QUANTILES, Comparison, SiteComparison
 from pyro_implicit.diagnostics.distances import (
     maximum_mean_discrepancy,
@@ -26,7 +25,8 @@ from pyro_implicit.diagnostics.function_space import (
 )
 from pyro_implicit.diagnostics.reference_check import chains_of, check_mixing, missing_mass
 from pyro_implicit.guides.posterior_draws import draw, posterior_of, refuse_swapped, samples_of
-from pyro_implicit.guides.random_stream import same_streams
+from pyro_implicit.runtime.locks import in_turn
+from pyro_implicit.runtime.random_stream import same_streams
 
 __all__ = ["compare"]
 

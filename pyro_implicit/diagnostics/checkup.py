@@ -10,10 +10,8 @@ import torch
 from pyro.infer import ELBO
 from torch import Tensor
 
-from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.lost_gradients import warn_of_lost_gradients
-from pyro_implicit.density.progress import announce, showing_progress
-from pyro_implicit.density.turns import in_turn
+from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.effort import NUM_CHAINS, NUM_OBSERVED_CHAINS, plan_effort
 from pyro_implicit.diagnostics.examination import WEIGHED_PART, examine
 from pyro_implicit.diagnostics.function_space import (
@@ -31,6 +29,8 @@ from pyro_implicit.diagnostics.whitening import MAX_FULL_DIM
 from pyro_implicit.guides.posterior_draws import posterior_of, refuse_swapped, samples_of
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import Refined
+from pyro_implicit.runtime.locks import in_turn
+from pyro_implicit.runtime.progress import announce, showing_progress
 
 __all__ = ["diagnose"]
 
@@ -164,7 +164,7 @@ def diagnose(
         guide = guide.as_guide()
     elif not callable(guide) or hasattr(guide, "get_samples"):
         guide = StoredDraws(samples_of(guide, "guide"))
-    density = LatentDensity(model, *args, model_kwargs=kwargs)
+    density = Target(model, *args, model_kwargs=kwargs)
     dim = density.latent_dim
     # Above, each coordinate is scaled by itself.
     least = max(LEAST_DRAWS, 2 * dim + 1 if dim <= MAX_FULL_DIM else 0)

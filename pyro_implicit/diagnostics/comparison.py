@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_implicit.diagnostics.labels import index_label
 from pyro_implicit.diagnostics.plots import plot_posteriors
 from pyro_implicit.diagnostics.reference_check import ReferenceCheck
-from pyro_implicit.ops.printing import Printed, short_repr
+from pyro_implicit.runtime.printing import Printed, short_repr
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

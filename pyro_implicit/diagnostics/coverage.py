@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.ops import gaussian_entropy
-from pyro_implicit.ops.printing import short_repr
+from pyro_implicit.runtime.printing import short_repr
 
 __all__ = ["ModeCoverage", "uncovered_modes"]
 
@@ -34,7 +34,7 @@ class ModeCoverage(NamedTuple):
 def uncovered_modes(
     modes: Tensor,
     draws: Tensor,
-    density: LatentDensity,
+    density: Target,
     log_evidence: float | None = None,
     least_mass: float = 0.02,
 ) -> ModeCoverage:
@@ -55,7 +55,7 @@ def uncovered_modes(
     ...     x = pyro.sample("x", dist.Normal(0.0, 5.0))
     ...     pyro.sample("y", dist.Normal(x**2, 1.0), obs=torch.tensor(9.0))
     >>> modes, draws = torch.tensor([[-3.0], [3.0]]), 3.0 + 0.17 * torch.randn(1000, 1)
-    >>> uncovered_modes(modes, draws, LatentDensity(model)).uncovered
+    >>> uncovered_modes(modes, draws, Target(model)).uncovered
     tensor([ True, False])
 
     :param modes: tops of the density in unconstrained space, ``(num_modes, latent_dim)``.

@@ -7,8 +7,8 @@ import math
 from typing import NamedTuple
 
 from pyro_implicit.density.cost import nearby, seconds_near
-from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import seconds_of_climb
+from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.drift import NUM_LEAPFROG
 
 __all__ = ["NUM_CHAINS", "NUM_OBSERVED_CHAINS", "Effort", "plan_effort"]
@@ -39,7 +39,7 @@ class Effort(NamedTuple):
 
 
 def plan_effort(
-    density: LatentDensity,
+    density: Target,
     num_samples: int,
     least_samples: int,
     num_transitions: int,
@@ -60,7 +60,7 @@ def plan_effort(
     >>> import pyro.distributions as dist
     >>> def model():
     ...     pyro.sample("x", dist.Normal(0.0, 1.0))
-    >>> plan_effort(LatentDensity(model), 2000, 100, 20, False, 500, 60.0)[:3]
+    >>> plan_effort(Target(model), 2000, 100, 20, False, 500, 60.0)[:3]
     (2000, 4, 20)
 
     :param density: of the model; it is evaluated a few times at its start.

@@ -12,8 +12,7 @@ import torch
 from pyro.infer import ELBO
 from torch import Tensor
 
-from pyro_implicit.density.latent_density import LatentDensity
-from pyro_implicit.density.progress import steps_of
+from pyro_implicit.density.target import Target
 from pyro_implicit.density.traced_score import TracedScore
 from pyro_implicit.diagnostics.coverage import uncovered_modes
 from pyro_implicit.diagnostics.drift import NUM_LEAPFROG, drift_check
@@ -34,6 +33,7 @@ from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.diagnostics.whitening import CollapsedError, Whitened, whiten_draws
 from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel
 from pyro_implicit.guides.stored_draws import StoredDraws
+from pyro_implicit.runtime.progress import steps_of
 
 __all__ = ["WEIGHED_PART", "examine"]
 
@@ -43,7 +43,7 @@ WEIGHED_PART = 5  # of a chunk, as a weight takes more memory than a score
 
 @torch.no_grad()
 def examine(
-    density: LatentDensity,
+    density: Target,
     guide: Callable[..., Any],
     effort: Effort,
     modes: Tensor | Literal["search"] | None,

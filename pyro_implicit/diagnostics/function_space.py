@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.labels import index_label
 from pyro_implicit.diagnostics.whitening import CollapsedError
 from pyro_implicit.nn import FunctionValues, NetworkModel
@@ -79,7 +79,7 @@ class Observed:
     :raises CollapsedError: if all are the same, or any is not finite.
     """
 
-    def __init__(self, function: Function, density: LatentDensity, points: Tensor) -> None:
+    def __init__(self, function: Function, density: Target, points: Tensor) -> None:
         self.function, self.density = function, density
         values = self._values(points)
         labels = [

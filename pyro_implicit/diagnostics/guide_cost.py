@@ -9,19 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 from pyro_implicit.density.cost import estimated_seconds
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.distributions import find_implicit
 from pyro_implicit.guides.posterior_draws import trace_guide
-from pyro_implicit.guides.random_stream import same_streams
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
+from pyro_implicit.runtime.random_stream import same_streams
 
 __all__ = ["seconds_of_weights"]
 
 FEW_DRAWS, FEW_STEPS, MORE_STEPS = 2, 1, 3
 
 
-def seconds_of_weights(density: LatentDensity, guide: Callable[..., Any], chunk_size: int) -> float:
+def seconds_of_weights(density: Target, guide: Callable[..., Any], chunk_size: int) -> float:
     """Seconds of one core that an importance weight takes, of a guide with implicit sites.
 
     The density of a semi-implicit site takes Gauss-Newton steps for each draw, which in thousands

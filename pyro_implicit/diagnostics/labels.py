@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributions import transforms
 
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.moments import Fault
 
 __all__ = ["coordinate_labels", "describe_faults", "index_label"]
@@ -18,7 +18,7 @@ __all__ = ["coordinate_labels", "describe_faults", "index_label"]
 MAX_NAMED = 3
 
 
-def coordinate_labels(density: LatentDensity) -> tuple[str, ...]:
+def coordinate_labels(density: Target) -> tuple[str, ...]:
     """What each coordinate of a model's unconstrained latent vector is.
 
     **Example:**
@@ -28,7 +28,7 @@ def coordinate_labels(density: LatentDensity) -> tuple[str, ...]:
     >>> def model():
     ...     pyro.sample("tau", dist.LogNormal(0.0, 1.0))
     ...     pyro.sample("theta", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-    >>> coordinate_labels(LatentDensity(model))
+    >>> coordinate_labels(Target(model))
     ('log `tau`', '`theta[0]`', '`theta[1]`')
 
     :param density: of the model.

@@ -12,14 +12,14 @@ from pyro.infer import ELBO
 from torch import Tensor
 
 from pyro_implicit.density.cost import MAX_DENSE_DIM
-from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
+from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.findings import STORED
 from pyro_implicit.guides.posterior_draws import draw, trace_guide
-from pyro_implicit.guides.random_stream import same_streams
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
 from pyro_implicit.mcmc.starts import wrong_shape
+from pyro_implicit.runtime.random_stream import same_streams
 
 __all__ = [
     "BAD_DRAWS",
@@ -45,12 +45,12 @@ def check_modes(modes: Tensor | str | None, dim: int) -> None:
         if modes.dim() != 2 or modes.shape[-1] != dim or not modes.isfinite().all():
             raise ValueError(
                 f"modes must be finite points in unconstrained space, (num_modes, {dim}), but got "
-                f"shape {tuple(modes.shape)}. Cure: LatentDensity(model, ...).unconstrain(...)"
+                f"shape {tuple(modes.shape)}. Cure: Target(model, ...).unconstrain(...)"
             )
 
 
 def check_sites(
-    density: LatentDensity, guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    density: Target, guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> None:
     """Refuse a guide that lacks a latent, or has another number of its elements."""
     try:
@@ -101,12 +101,12 @@ def weigh_draws(
         return WeightedDraws(torch.empty(0), draws), str(error).split("\n")[0]
 
 
-def can_search(density: LatentDensity) -> bool:
+def can_search(density: Target) -> bool:
     """Whether there is a way to look for modes."""
     return density.latent_dim <= MAX_DENSE_DIM and density.is_vectorized
 
 
-def search_modes(density: LatentDensity, num_iterations: int | None = None) -> Tensor | None:
+def search_modes(density: Target, num_iterations: int | None = None) -> Tensor | None:
     """The modes that can be found, None where the model cannot run at draws of its prior.
 
     :param num_iterations: of all rounds, about; None for any number.

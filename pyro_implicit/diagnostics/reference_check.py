@@ -14,12 +14,12 @@ import torch
 from pyro.ops.stats import effective_sample_size, split_gelman_rubin
 from torch import Tensor
 
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.labels import index_label
-from pyro_implicit.guides.random_stream import same_streams
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
+from pyro_implicit.runtime.random_stream import same_streams
 
 __all__ = ["ReferenceCheck", "chains_of", "check_mixing", "missing_mass"]
 
@@ -163,7 +163,7 @@ def missing_mass(
     :returns: None where there is no way to look.
     """
     with same_streams(), suppress(Exception):  # the model's own, of any kind
-        density = LatentDensity(model, *args, model_kwargs=kwargs)
+        density = Target(model, *args, model_kwargs=kwargs)
         if not all(
             name in side for side in (guide_draws, reference_draws) for name in density.shapes
         ):
@@ -196,7 +196,7 @@ class _Neighbours:
         return torch.cdist(points / self.scale, self.points).amin(-1) > self.limit
 
 
-def _weighted_share(density: LatentDensity, guide: Any, frame: _Neighbours) -> float | None:
+def _weighted_share(density: Target, guide: Any, frame: _Neighbours) -> float | None:
     if not callable(guide) or isinstance(guide, StoredDraws):
         return None
     try:

@@ -10,7 +10,7 @@ import pyro
 from pyro.infer import ELBO
 from pyro.infer.autoguide import AutoGuide
 
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["refuse_misplaced", "refuse_validation", "warn_of_stored_values"]
 

@@ -13,12 +13,10 @@ from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide
 
 from pyro_implicit.compiled import CompileMode, check_mode
-from pyro_implicit.counts import refuse_counts
 from pyro_implicit.density.cost import MAX_DENSE_DIM
 from pyro_implicit.density.engine import SubsampledError
-from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.lost_gradients import warn_of_lost_gradients
-from pyro_implicit.density.turns import in_turn
+from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.amortized import Amortize, fit_amortized, refuse_amortizing
 from pyro_implicit.fitting.arguments import (
     refuse_misplaced,
@@ -44,7 +42,9 @@ from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoSemiImplicit
 from pyro_implicit.guides.names import own_names
-from pyro_implicit.mcmc.batch_stream import BatchStream
+from pyro_implicit.runtime.counts import refuse_counts
+from pyro_implicit.runtime.locks import in_turn
+from pyro_implicit.runtime.minibatches import BatchStream
 
 __all__ = ["fit"]
 
@@ -264,7 +264,7 @@ def _fit_given(stages: Stages, guide: Any, loss: Trace_ELBO, refine: bool) -> Fi
     return move_draws(stages, ChainPlan(MOST_CHAINS, MOST_GRADIENTS)) if refine else result
 
 
-def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["auto"] | bool) -> Fit:
+def _fit_auto(stages: Stages, density: Target | None, refine: Literal["auto"] | bool) -> Fit:
     modes = None
     try:
         if density is None or (density.latent_dim > MAX_DENSE_DIM and refine is False):
@@ -298,9 +298,9 @@ def _fit_auto(stages: Stages, density: LatentDensity | None, refine: Literal["au
         return stages.keep_the_best(density, modes)
 
 
-def _density(model: Callable[..., Any], args: Any, kwargs: Any) -> LatentDensity | None:
+def _density(model: Callable[..., Any], args: Any, kwargs: Any) -> Target | None:
     """The log-density, if it is one of all data."""
     try:
-        return LatentDensity(model, *args, model_kwargs=kwargs)
+        return Target(model, *args, model_kwargs=kwargs)
     except SubsampledError:
         return None

@@ -14,8 +14,8 @@ from pyro.distributions import TransformedDistribution
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
-from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import Modes
+from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.coverage import uncovered_modes
 from pyro_implicit.fitting.weights import mixture_weights
 from pyro_implicit.generators import AutoregressiveGenerator
@@ -25,7 +25,7 @@ from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer.bound import FoldWarning, weighted_draws
 from pyro_implicit.ops.factors import lower_factor
-from pyro_implicit.ops.printing import short_repr
+from pyro_implicit.runtime.printing import short_repr
 
 __all__ = [
     "Candidate",
@@ -136,7 +136,7 @@ def semi_implicit_guide(
     return _set_up(AutoSemiImplicit(model, frame=frame), args, kwargs)
 
 
-def set_weights(density: LatentDensity, guide: AutoImplicit | AutoMixture) -> None:
+def set_weights(density: Target, guide: AutoImplicit | AutoMixture) -> None:
     """Give a mixture its best weights, by :func:`mixture_weights`.
 
     **Example:**
@@ -147,7 +147,7 @@ def set_weights(density: LatentDensity, guide: AutoImplicit | AutoMixture) -> No
     ...     pyro.factor("modes", torch.logaddexp(-50 * (x - 3) ** 2, 1 - 50 * (x + 3) ** 2))
     >>> modes = Modes(torch.tensor([[3.0], [-3.0]]), torch.full((2, 1, 1), 0.1), torch.zeros(2))
     >>> guide = exact_guide(model, modes)
-    >>> set_weights(LatentDensity(model), guide)
+    >>> set_weights(Target(model), guide)
     >>> guide.log_weights.detach().diff().round(decimals=1)
     tensor([1.])
 
@@ -178,7 +178,7 @@ def frame_of_draws(draws: Tensor) -> Frame:
 def weigh(
     name: str,
     guide: AutoGuide,
-    density: LatentDensity,
+    density: Target,
     losses: list[float] | None = None,
     num_draws: int = 10_000,
 ) -> Candidate:
@@ -193,7 +193,7 @@ def weigh(
     >>> def model():
     ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
     >>> modes = Modes(torch.zeros(1, 1), torch.ones(1, 1, 1), torch.zeros(1))
-    >>> found = weigh("gaussian", exact_guide(model, modes), LatentDensity(model))
+    >>> found = weigh("gaussian", exact_guide(model, modes), Target(model))
     >>> f"{abs(found.bound):.3f}"
     '0.000'
 
@@ -211,9 +211,7 @@ def weigh(
     return Candidate(name, guide, log_weights, draws, losses or [], state)
 
 
-def choose(
-    candidates: list[Candidate], modes: Modes, density: LatentDensity
-) -> tuple[Candidate, str]:
+def choose(candidates: list[Candidate], modes: Modes, density: Target) -> tuple[Candidate, str]:
     """The candidate of the highest bound, of those that cover the modes that the best covers.
 
     A guide that leaves out a mode of a tenth of the mass loses a tenth of a nat by it, and may
@@ -226,7 +224,7 @@ def choose(
     ...     x = pyro.sample("x", pyro.distributions.Normal(0.0, 5.0))
     ...     pyro.factor("modes", torch.logaddexp(-50 * (x - 3) ** 2, 1 - 50 * (x + 3) ** 2))
     >>> modes = Modes(torch.tensor([[3.0], [-3.0]]), torch.full((2, 1, 1), 0.1), torch.zeros(2))
-    >>> density, first = LatentDensity(model), Modes(*(part[1:] for part in modes))
+    >>> density, first = Target(model), Modes(*(part[1:] for part in modes))
     >>> guides = {"one": exact_guide(model, first), "both": exact_guide(model, modes)}
     >>> candidates = [weigh(name, guide, density) for name, guide in guides.items()]
     >>> choose(candidates, modes, density)[1]
@@ -256,14 +254,14 @@ def choose(
     )
 
 
-def _left_out(one: Candidate, modes: Modes, density: LatentDensity, log_evidence: float) -> float:
+def _left_out(one: Candidate, modes: Modes, density: Target, log_evidence: float) -> float:
     """The mass of the modes that a guide has next to no draws of."""
     draws = one.draws[one.draws.isfinite().all(-1)]
     found = uncovered_modes(modes.loc, draws, density, log_evidence, LEAST_MASS)
     return found.mass[found.uncovered].sum().item()
 
 
-def _log_weights(guide: AutoGuide, density: LatentDensity, num_draws: int = 1000) -> Tensor:
+def _log_weights(guide: AutoGuide, density: Target, num_draws: int = 1000) -> Tensor:
     """Log p - log q at draws, -inf where the model has no density or raises an error."""
     if has_exact_density(guide):
         return exact_log_weights(guide, density, num_draws)[1]
@@ -280,9 +278,7 @@ def _log_weights(guide: AutoGuide, density: LatentDensity, num_draws: int = 1000
 
 
 @torch.no_grad()
-def exact_log_weights(
-    guide: AutoGuide, density: LatentDensity, num_draws: int
-) -> tuple[Tensor, Tensor]:
+def exact_log_weights(guide: AutoGuide, density: Target, num_draws: int) -> tuple[Tensor, Tensor]:
     """Draws and log p - log q of a guide whose density is exact.
 
     **Example:**
@@ -292,7 +288,7 @@ def exact_log_weights(
     >>> def model():
     ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
     >>> guide = exact_guide(model, Modes(torch.zeros(1, 1), torch.ones(1, 1, 1), torch.zeros(1)))
-    >>> draws, log_weights = exact_log_weights(guide, LatentDensity(model), 5)
+    >>> draws, log_weights = exact_log_weights(guide, Target(model), 5)
     >>> draws.shape, log_weights.shape
     (torch.Size([5, 1]), torch.Size([5]))
 

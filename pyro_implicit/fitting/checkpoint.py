@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_implicit.mcmc.run_files import (
+from pyro_implicit.runtime.files import (
     random_streams,
     read_file,
     restore_random_streams,

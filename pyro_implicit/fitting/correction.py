@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.density.cost import seconds_near
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import exact_log_weights
 from pyro_implicit.ops.pareto import describe_weights, pareto_smoothed
 
@@ -42,7 +42,7 @@ class Reliability(NamedTuple):
         return describe_weights(self.khat, self.efficiency)
 
 
-def reliability(guide: Any, density: LatentDensity) -> Reliability:
+def reliability(guide: Any, density: Target) -> Reliability:
     """Of the smoothed weights of 2,000 new draws.
 
     Where these are good, up to 8,000 more have to agree, as many as a few seconds allow: a mode
@@ -63,7 +63,7 @@ def reliability(guide: Any, density: LatentDensity) -> Reliability:
     return found
 
 
-def _affordable(density: LatentDensity) -> int:
+def _affordable(density: Target) -> int:
     """How many more draws are weighed."""
     one_by_one = not density.is_vectorized
     seconds = seconds_near(density.log_prob, density.init_loc, NUM_TIMED, one_by_one)
@@ -76,7 +76,7 @@ def _judge(log_weights: Tensor) -> Reliability:
     return Reliability(smoothed.khat, 1 / (len(log_weights) * squares))
 
 
-def corrected_draws(guide: Any, density: LatentDensity, num_samples: int) -> dict[str, Tensor]:
+def corrected_draws(guide: Any, density: Target, num_samples: int) -> dict[str, Tensor]:
     """Draws resampled by their smoothed weights, one out of four.
 
     :param guide: as for :func:`reliability`.

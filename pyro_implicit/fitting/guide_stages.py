@@ -7,8 +7,8 @@ import math
 
 import torch
 
-from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import Modes
+from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import (
     Candidate,
     frame_of_draws,
@@ -21,7 +21,7 @@ from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.infer import InjectiveELBO
 from pyro_implicit.mcmc.conditional_space import conditional_density
-from pyro_implicit.user_warnings import first_line
+from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = ["is_near", "train_exact", "train_semi_implicit"]
 
@@ -36,7 +36,7 @@ def is_near(candidate: Candidate) -> bool:
     return candidate.gap < NEAR_ENOUGH
 
 
-def train_exact(stages: Stages, density: LatentDensity, modes: Modes, seconds: float) -> Candidate:
+def train_exact(stages: Stages, density: Target, modes: Modes, seconds: float) -> Candidate:
     """The Gaussians as a candidate, and what training makes of them.
 
     :param seconds: of one core that the training may take, as estimated. If not infinite, chains or
@@ -82,7 +82,7 @@ def train_exact(stages: Stages, density: LatentDensity, modes: Modes, seconds: f
     return stages.candidates[-1]
 
 
-def train_semi_implicit(stages: Stages, density: LatentDensity, before: Candidate) -> None:
+def train_semi_implicit(stages: Stages, density: Target, before: Candidate) -> None:
     """A guide of another shape, in the frame of another candidate's draws.
 
     :param before: that candidate.
@@ -118,7 +118,7 @@ def _loss_of_part(stages: Stages) -> InjectiveELBO:
 
 def _train_part(
     stages: Stages,
-    density: LatentDensity,
+    density: Target,
     part: AutoImplicit,
     index: int,
     number: int,

@@ -16,8 +16,8 @@ from pyro_implicit.density.engine import compute_log_prob
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.fitting.processes import mean_over_processes
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.guides.random_stream import own_stream
-from pyro_implicit.mcmc.batch_stream import BatchStream
+from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.runtime.random_stream import own_stream
 
 __all__ = ["HeldOut"]
 

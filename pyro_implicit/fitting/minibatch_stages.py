@@ -24,7 +24,7 @@ from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine
 from pyro_implicit.mcmc.minibatch_start import check_scaling
-from pyro_implicit.user_warnings import first_line
+from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = ["fit_batches", "refine_batches"]
 

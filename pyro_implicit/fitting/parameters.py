@@ -15,7 +15,7 @@ from pyro.params.param_store import user_param_name
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.infer.engine.parameters import Owned, announce, owned_by, unconstrained
 
 __all__ = [
@@ -38,7 +38,7 @@ class Learnt(NamedTuple):
     constraint: constraints.Constraint
 
 
-def model_parameters(density: LatentDensity) -> dict[str, Tensor]:
+def model_parameters(density: Target) -> dict[str, Tensor]:
     """What a model learns beside its latents.
 
     **Example:**
@@ -47,7 +47,7 @@ def model_parameters(density: LatentDensity) -> dict[str, Tensor]:
     >>> import pyro.distributions as dist
     >>> def model():
     ...     pyro.sample("x", dist.Normal(pyro.param("loc", torch.tensor(1.0)), 1.0))
-    >>> list(model_parameters(LatentDensity(model)))
+    >>> list(model_parameters(Target(model)))
     ['loc']
 
     :param density: of the model.

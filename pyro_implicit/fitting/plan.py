@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pyro_implicit.density.cost import MAX_DENSE_DIM, nearby, seconds_near
-from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import seconds_of_climb
+from pyro_implicit.density.target import Target
 
 __all__ = ["ChainPlan", "Plan", "TimeLimit", "affordable_chains", "make_plan"]
 
@@ -82,7 +82,7 @@ def affordable_chains(
     return ChainPlan(num_chains, max(LEAST_GRADIENTS, min(MOST_GRADIENTS, PATIENCE * gradients)))
 
 
-def make_plan(density: LatentDensity) -> Plan:
+def make_plan(density: Target) -> Plan:
     """The plan for a model that sees all its data.
 
     :param density: of the model; it is evaluated a few times at its start.

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pyro_implicit.density.flat_priors import FlatPriorStart
 from pyro_implicit.density.gaussian_elbo import finite_log_prob, rounding_error
-from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.sequential_plates import without_sequential_plates
+from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.correction import reliability
 from pyro_implicit.fitting.plan import TRAINING_SECONDS, ChainPlan, affordable_chains
 from pyro_implicit.fitting.result import Fit
@@ -26,7 +26,7 @@ from pyro_implicit.mcmc import AutoConditional, Refined, refine, teach
 from pyro_implicit.mcmc.chain_density import NoiseDensity
 from pyro_implicit.mcmc.conditional_space import conditional_density
 from pyro_implicit.nn import start_values
-from pyro_implicit.user_warnings import first_line
+from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = ["between", "correct", "move_draws", "train_mean_field"]
 
@@ -37,7 +37,7 @@ MAX_ROUNDING, NUM_LOOKED_AT = 0.5, 64  # nats, beyond which chains go astray; dr
 HOPELESS = 10.0  # nats a latent, which another start is better
 
 
-def correct(stages: Stages, density: LatentDensity) -> float:
+def correct(stages: Stages, density: Target) -> float:
     """See whether importance weights can right the draws of the chosen guide.
 
     :returns: their effective share, 1 of a guide that has none. ``result.correction`` is set if
@@ -56,7 +56,7 @@ def correct(stages: Stages, density: LatentDensity) -> float:
     return efficiency
 
 
-def train_mean_field(stages: Stages, density: LatentDensity) -> Fit:
+def train_mean_field(stages: Stages, density: Target) -> Fit:
     """A rough guide of many latents, for chains to start from.
 
     It has no frame, so latents may have to go many times the unit that ``lr`` is made for.
@@ -70,7 +70,7 @@ def train_mean_field(stages: Stages, density: LatentDensity) -> Fit:
     return stages.train_alone("mean-field", guide, loss, **options)
 
 
-def between(density: LatentDensity) -> dict[str, Tensor]:
+def between(density: Target) -> dict[str, Tensor]:
     """A start between the prior's medians and one of its draws: weights of a network that are all
     the same stay so, and those of its prior are far too large. What the weights were before they
     became latents is better still, where the model is a module that knows them. A start out of
@@ -161,7 +161,7 @@ def _teach_conditional(stages: Stages, refined: Refined) -> None:
 
 
 @torch.no_grad()
-def _cure(density: LatentDensity, refined: Refined) -> str:
+def _cure(density: Target, refined: Refined) -> str:
     """Of chains that have not settled."""
     draws = refined.get_samples()
     points = density.unconstrain(

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.density.engine import SubsampledError
-from pyro_implicit.density.latent_density import LatentDensity
-from pyro_implicit.density.turns import in_turn
+from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
 from pyro_implicit.fitting.correction import corrected_draws
 from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.guides.random_stream import own_stream
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import AutoConditional, Refined
 from pyro_implicit.mcmc.arviz_export import as_datatree, as_inferencedata, model_groups
-from pyro_implicit.mcmc.run_files import read_file, write_file
-from pyro_implicit.ops.printing import Printed
-from pyro_implicit.user_warnings import first_line
+from pyro_implicit.runtime.files import read_file, write_file
+from pyro_implicit.runtime.locks import in_turn
+from pyro_implicit.runtime.printing import Printed
+from pyro_implicit.runtime.random_stream import own_stream
+from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = ["Fit", "Stage"]
 
@@ -80,7 +80,7 @@ class Fit(Printed):
     """The model, its arguments and its keyword arguments."""
 
     @cached_property
-    def density(self) -> LatentDensity:
+    def density(self) -> Target:
         """The model's log-density.
 
         :raises SubsampledError: if the model subsamples its data, or had them in minibatches.
@@ -89,7 +89,7 @@ class Fit(Printed):
         own: Iterable[Tensor] = getattr(self.guide, "parameters", tuple)()
         device = next((one.device for one in own), torch.device("cpu"))
         with own_stream(device):  # the first draws repeat by seed like all others
-            return LatentDensity(model, *args, model_kwargs=kwargs)
+            return Target(model, *args, model_kwargs=kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without ``density``, which remembers runs that cannot be copied."""

@@ -15,9 +15,8 @@ from pyro.infer.autoguide import AutoGuide
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.cost import estimated_seconds
-from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import Modes, find_modes
-from pyro_implicit.density.progress import showing_progress
+from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import Candidate, choose, exact_guide, weigh
 from pyro_implicit.fitting.correction import Reliability
 from pyro_implicit.fitting.held_out import HeldOut
@@ -35,10 +34,11 @@ from pyro_implicit.fitting.training import TrainingInterrupted, train
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.names import forget
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.guides.random_stream import own_stream
 from pyro_implicit.infer import InjectiveELBO
-from pyro_implicit.mcmc.batch_stream import BatchStream
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.runtime.progress import showing_progress
+from pyro_implicit.runtime.random_stream import own_stream
+from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["Stages"]
 
@@ -61,7 +61,7 @@ class Stages:
     >>> def model():
     ...     pyro.sample("x", dist.Normal(0.0, 1.0))
     >>> stages = Stages(model, (), {}, 100, lr=0.01, num_particles=8, limit=TimeLimit(None))
-    >>> density = LatentDensity(model)
+    >>> density = Target(model)
     >>> with stages.kept_apart():
     ...     modes = stages.search(density, num_iterations=100)
     ...     _ = stages.add(weigh("gaussian", stages.exact_guide(modes), density))
@@ -215,7 +215,7 @@ class Stages:
         if self.held_out is not None and self.held_out.scores:
             line.outcome += f"; {self.held_out}"
 
-    def search(self, density: LatentDensity, num_iterations: int) -> Modes:
+    def search(self, density: Target, num_iterations: int) -> Modes:
         """The Gaussians from which all begins.
 
         :param num_iterations: of all rounds, about.
@@ -232,7 +232,7 @@ class Stages:
             line.outcome = f"{number} mode{'s'[: number > 1]}, best ELBO {best:.2f}"
         return modes
 
-    def learn_parameters(self, density: LatentDensity, modes: Modes) -> bool:
+    def learn_parameters(self, density: Target, modes: Modes) -> bool:
         """Train the model's parameters, if there are any, with a guide that starts at the best
         Gaussian, to the plateau of the ELBO; then fix them.
 
@@ -277,7 +277,7 @@ class Stages:
         """On behalf of ``fit``'s caller."""
         warn_user(message)
 
-    def keep_the_best(self, density: LatentDensity | None, modes: Modes | None) -> Fit:
+    def keep_the_best(self, density: Target | None, modes: Modes | None) -> Fit:
         """What there is when the user interrupts.
 
         :raises KeyboardInterrupt: if there is nothing yet.
@@ -292,7 +292,7 @@ class Stages:
         self.result.interrupted = True
         return self.result
 
-    def choose(self, density: LatentDensity, modes: Modes) -> Fit:
+    def choose(self, density: Target, modes: Modes) -> Fit:
         """Make the best of the candidates the result."""
         with self.result.stage("choose") as line:
             chosen, line.outcome = choose(self.candidates, modes, density)

@@ -19,18 +19,18 @@ from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
-from pyro_implicit.density.progress import progress_bar
-from pyro_implicit.density.turns import in_turn
 from pyro_implicit.density.unfit_sites import refuse_missing_data
 from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
 from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.fitting.processes import is_first, loss_function, mean_over_processes, own_file
 from pyro_implicit.fitting.schedule import Schedule
 from pyro_implicit.fitting.trained_parameters import are_all_of_guide, trained_parameters
-from pyro_implicit.guides.random_stream import own_stream
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.engine.networks import NetworkELBO
-from pyro_implicit.mcmc.batch_stream import BatchStream
+from pyro_implicit.runtime.locks import in_turn
+from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.runtime.progress import progress_bar
+from pyro_implicit.runtime.random_stream import own_stream
 
 __all__ = ["TrainingInterrupted", "train"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 
 __all__ = ["MixtureWeights", "mixture_weights"]
 
@@ -29,7 +29,7 @@ class MixtureWeights(NamedTuple):
 
 @torch.no_grad()
 def mixture_weights(
-    density: LatentDensity,
+    density: Target,
     components: Sequence[Distribution],
     num_draws: int | None = None,
     tolerance: float = 1e-4,
@@ -68,7 +68,7 @@ def mixture_weights(
     ...     x = pyro.sample("x", dist.Normal(0.0, 5.0))
     ...     pyro.factor("modes", torch.logaddexp(-50 * (x - 3) ** 2, 1 - 50 * (x + 3) ** 2))
     >>> parts = [dist.Normal(m, 0.1).expand([1]).to_event(1) for m in (3.0, -3.0)]
-    >>> weights = mixture_weights(LatentDensity(model), parts)
+    >>> weights = mixture_weights(Target(model), parts)
     >>> weights.log_weights.diff().round(decimals=1)
     tensor([1.])
 

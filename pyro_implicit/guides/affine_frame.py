@@ -11,7 +11,7 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoLaplaceApproximation, AutoNormal
 from torch import Tensor
 
-from pyro_implicit.ops.printing import short_repr
+from pyro_implicit.runtime.printing import short_repr
 
 __all__ = ["Frame", "gaussian_frame"]
 

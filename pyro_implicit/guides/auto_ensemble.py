@@ -14,10 +14,10 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import biject_to
 
-from pyro_implicit.counts import refuse_counts
 from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.guides.names import refuse_stored
 from pyro_implicit.ops.site_parts import site_parts
+from pyro_implicit.runtime.counts import refuse_counts
 
 __all__ = ["AutoEnsemble", "init_to_shuffled"]
 

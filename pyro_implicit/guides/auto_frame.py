@@ -17,11 +17,11 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_implicit.density.cost import MAX_DENSE_DIM, nearby, seconds_near
-from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
+from pyro_implicit.density.target import Target
 from pyro_implicit.guides.affine_frame import Frame
-from pyro_implicit.guides.random_stream import own_stream
-from pyro_implicit.user_warnings import first_line, warn_user
+from pyro_implicit.runtime.random_stream import own_stream
+from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
 __all__ = ["find_frame"]
 
@@ -84,7 +84,7 @@ def find_frame(
     return None
 
 
-class _MinibatchDensity(LatentDensity):
+class _MinibatchDensity(Target):
     """The log-density for one minibatch at a time, scaled as the model scales it."""
 
     _may_be_random = True  # as ELBOs allow
@@ -153,7 +153,7 @@ def _mean_field(density: _MinibatchDensity, num_steps: int) -> Frame:
     return frame
 
 
-def _seconds(density: LatentDensity) -> float:
+def _seconds(density: Target) -> float:
     """About how long gradients at a few points take."""
     point = density.init_loc
     density.log_prob(nearby(point, NUM_PARTICLES))  # learns how the model runs

@@ -53,9 +53,9 @@ class AutoMixture(AutoDraws):
     To train, run ``SVI(model, guide.components[k], ...)`` for each k, and then
 
     >>> from pyro_implicit.fitting.weights import mixture_weights
-    >>> from pyro_implicit.density.latent_density import LatentDensity
+    >>> from pyro_implicit.density.target import Target
     >>> parts = guide.get_posterior().components
-    >>> guide.log_weights = mixture_weights(LatentDensity(model), parts).log_weights
+    >>> guide.log_weights = mixture_weights(Target(model), parts).log_weights
 
     :param model: a Pyro model with continuous latents and fixed structure.
     :param components: :class:`AutoImplicit` or :class:`AutoSemiImplicit` guides of this model,

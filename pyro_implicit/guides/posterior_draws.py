@@ -16,7 +16,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_implicit.density.data_sites import is_data
-from pyro_implicit.user_warnings import first_line
+from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = [
     "draw",

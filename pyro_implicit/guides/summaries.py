@@ -12,7 +12,7 @@ from pyro.ops.stats import quantile
 from torch import Tensor
 from torch.distributions import IndependentTransform, Transform, biject_to
 
-from pyro_implicit.guides.random_stream import own_stream
+from pyro_implicit.runtime.random_stream import own_stream
 
 __all__ = ["DrawSummaries"]
 

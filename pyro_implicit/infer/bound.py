@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.progress import steps_of
-from pyro_implicit.density.turns import in_turn
 from pyro_implicit.guides.posterior_draws import guide_of
 from pyro_implicit.infer.engine.hierarchical import HierarchicalELBO, Proposal
 from pyro_implicit.ops.pareto import pareto_smoothed
-from pyro_implicit.ops.printing import short_repr
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.runtime.locks import in_turn
+from pyro_implicit.runtime.printing import short_repr
+from pyro_implicit.runtime.progress import steps_of
+from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["EvidenceBound", "FoldWarning", "WeightedDraws", "evidence_bound", "weighted_draws"]
 

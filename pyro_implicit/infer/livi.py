@@ -27,7 +27,7 @@ from pyro_implicit.ops import (
     smallest_singular_log_det,
     stochastic_log_det,
 )
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["LIVI_ELBO"]
 

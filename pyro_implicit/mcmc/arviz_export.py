@@ -15,8 +15,8 @@ from torch import Tensor
 from pyro_implicit.density.data_sites import is_data
 from pyro_implicit.density.engine import refuse_subsampling
 from pyro_implicit.density.flat_priors import is_flat
-from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.pointwise import pointwise_log_likelihood
+from pyro_implicit.density.target import Target
 
 __all__ = ["ArvizExport", "as_datatree", "as_inferencedata", "model_groups"]
 
@@ -128,7 +128,7 @@ def model_groups(
     if observed:
         groups["observed_data"] = {name: trace.nodes[name]["value"] for name in observed}
     if log_likelihood:
-        density = LatentDensity(model, *args, model_kwargs=kwargs)
+        density = Target(model, *args, model_kwargs=kwargs)
         groups["log_likelihood"] = chains(pointwise_log_likelihood(density, draws, observed))
     # Where Predictive wants a draw of its own, for shapes, it takes the first: priors may be flat.
     replica = poutine.uncondition(model)

@@ -19,8 +19,8 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.density.cost import MAX_DENSE_DIM
-from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.sequential_plates import without_sequential_plates
+from pyro_implicit.density.target import Target
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.summaries import DrawSummaries
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
@@ -203,7 +203,7 @@ class AutoConditional(DrawSummaries, AutoGuide):
         before, found = self._last
         if found is None or len(before) != len(given) or any(map(operator.is_not, before, given)):
             try:
-                density = LatentDensity(self.model, *args, model_kwargs=kwargs)
+                density = Target(self.model, *args, model_kwargs=kwargs)
             except TypeError as error:
                 if given:
                     raise

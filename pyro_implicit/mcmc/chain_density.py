@@ -13,7 +13,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.density.traced_score import TracedScore
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
@@ -31,7 +31,7 @@ class ChainDensity:
     >>> import pyro.distributions as dist
     >>> def model():
     ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
-    >>> density = ChainDensity(LatentDensity(model))
+    >>> density = ChainDensity(Target(model))
     >>> density.score(torch.ones(2, 1))[1]
     tensor([[-1.],
             [-1.]])
@@ -46,7 +46,7 @@ class ChainDensity:
     reparams: dict[str, ConditionalReparam] = {}
     """By site, those of the space."""
 
-    def __init__(self, density: LatentDensity, num_calls: float = math.inf) -> None:
+    def __init__(self, density: Target, num_calls: float = math.inf) -> None:
         self.density = density
         self._traced = TracedScore(self._score, num_calls)
 
@@ -88,9 +88,7 @@ class NoiseDensity(ChainDensity):
 
     space = "noise"
 
-    def __init__(
-        self, density: LatentDensity, guide: AutoImplicit, num_calls: float = math.inf
-    ) -> None:
+    def __init__(self, density: Target, guide: AutoImplicit, num_calls: float = math.inf) -> None:
         super().__init__(density, num_calls)
         self.guide = guide
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.chain_density import ChainDensity
 from pyro_implicit.mcmc.conditional_reparam import (
     ConditionalReparam,
@@ -35,7 +35,7 @@ MIDDLE_DRAWS = 128
 MOST_SITES = 12  # that are taken one after the other
 
 
-def dependent_sites(density: LatentDensity, point: Tensor) -> list[str]:
+def dependent_sites(density: Target, point: Tensor) -> list[str]:
     """Latents of location and scale whose priors change with other latents, in the model's order.
 
     :param point: near which they are seen to change, ``(latent_dim,)``. Where the model raises an
@@ -96,12 +96,12 @@ def conditional_reparams(
         leave of it. Others stay as they are.
     """
     kwargs = {**kwargs, **(model_kwargs or {})}
-    density = LatentDensity(model, *args, model_kwargs=kwargs)
+    density = Target(model, *args, model_kwargs=kwargs)
     middle = middle_of(density, guide, args, kwargs)
     return ConditionalDensity(density, middle).reparams
 
 
-def middle_of(density: LatentDensity, guide: Guide, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def middle_of(density: Target, guide: Guide, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """The median of a guide's draws, ``(latent_dim,)``."""
     return latent_draws(density, guide, MIDDLE_DRAWS, args, kwargs).median(0).values
 
@@ -125,7 +125,7 @@ class ConditionalDensity(ChainDensity):
 
     space = "conditional"
 
-    def __init__(self, density: LatentDensity, middle: Tensor, num_calls: float = math.inf) -> None:
+    def __init__(self, density: Target, middle: Tensor, num_calls: float = math.inf) -> None:
         super().__init__(density, num_calls)
         self.middle = middle
         sites = dependent_sites(density, middle)
@@ -181,7 +181,7 @@ class ConditionalDensity(ChainDensity):
         return made
 
 
-def conditional_density(density: LatentDensity, middle: Tensor) -> ConditionalDensity | None:
+def conditional_density(density: Target, middle: Tensor) -> ConditionalDensity | None:
     """That of a point, or None where it is the density of the latents, or cannot be made."""
     try:
         walked = ConditionalDensity(density, middle)

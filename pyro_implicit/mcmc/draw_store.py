@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from pyro_implicit.mcmc.run_files import load_file, save_file
+from pyro_implicit.runtime.files import load_file, save_file
 
 __all__ = ["DrawStore"]
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.density.minibatch_density import MinibatchDensity
-from pyro_implicit.mcmc.batch_stream import BatchStream
 from pyro_implicit.mcmc.frame import WhiteningFrame
 from pyro_implicit.mcmc.minibatch_schedule import Schedule
 from pyro_implicit.mcmc.step_choice import (
@@ -24,6 +23,7 @@ from pyro_implicit.mcmc.step_choice import (
     stable_step,
 )
 from pyro_implicit.ops.sghmc import sghmc_step, sgld_step
+from pyro_implicit.runtime.minibatches import BatchStream
 
 __all__ = ["MinibatchChains"]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from pyro_implicit.mcmc.arviz_export import ArvizExport
 from pyro_implicit.mcmc.draw_store import DrawStore
 from pyro_implicit.mcmc.step_choice import StepChoice
-from pyro_implicit.ops.printing import Printed, aligned
 from pyro_implicit.ops.site_parts import site_parts
+from pyro_implicit.runtime.printing import Printed, aligned
 
 __all__ = ["MinibatchRefined", "SitesOf"]
 

@@ -13,10 +13,7 @@ import pyro
 from torch import Tensor
 
 from pyro_implicit.density.minibatch_density import MinibatchDensity
-from pyro_implicit.density.progress import progress_bar
-from pyro_implicit.density.turns import in_turn
 from pyro_implicit.guides.posterior_draws import guide_of
-from pyro_implicit.mcmc.batch_stream import BatchStream
 from pyro_implicit.mcmc.chain_files import load_chains, save_chains
 from pyro_implicit.mcmc.draw_store import DrawStore
 from pyro_implicit.mcmc.minibatch_chains import MAX_TEMPERATURE, MinibatchChains
@@ -24,7 +21,10 @@ from pyro_implicit.mcmc.minibatch_refined import MinibatchRefined, SitesOf
 from pyro_implicit.mcmc.minibatch_schedule import Schedule
 from pyro_implicit.mcmc.minibatch_start import check_scaling, start_chains
 from pyro_implicit.mcmc.step_choice import MinibatchKernel
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.runtime.locks import in_turn
+from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.runtime.progress import progress_bar
+from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["refine_by_minibatches"]
 

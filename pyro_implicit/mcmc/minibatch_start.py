@@ -12,14 +12,14 @@ from torch import Tensor
 from pyro_implicit.density.blame import blame
 from pyro_implicit.density.cost import MAX_DENSE_DIM
 from pyro_implicit.density.minibatch_density import MinibatchDensity
-from pyro_implicit.mcmc.batch_stream import BatchStream, num_rows
 from pyro_implicit.mcmc.frame import WhiteningFrame
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
 from pyro_implicit.mcmc.minibatch_schedule import Schedule
 from pyro_implicit.mcmc.starts import check_sites, finite_starts, latent_draws
 from pyro_implicit.mcmc.step_choice import MinibatchKernel
 from pyro_implicit.mcmc.widened_frame import widened_frame
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.runtime.minibatches import BatchStream, num_rows
+from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["check_scaling", "minibatch_frame", "start_chains"]
 

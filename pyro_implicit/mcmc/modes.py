@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.guides import AutoMixture
 from pyro_implicit.guides.exactness import why_inexact
 from pyro_implicit.mcmc.density_at_draws import MixtureDensity
@@ -32,11 +32,11 @@ class Modes:
     :param guide: the mixture, called once before.
     """
 
-    def __init__(self, density: LatentDensity, guide: AutoMixture) -> None:
+    def __init__(self, density: Target, guide: AutoMixture) -> None:
         self.density, self.guide = density, guide
 
     @staticmethod
-    def of(density: LatentDensity, guide: Any) -> Modes | None:
+    def of(density: Target, guide: Any) -> Modes | None:
         """Those of a guide, or None for any that is not a mixture of exact density."""
         if not isinstance(guide, AutoMixture) or len(guide.components) < 2:
             return None

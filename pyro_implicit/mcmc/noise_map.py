@@ -12,7 +12,7 @@ from pyro import poutine
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.scaled_reparam import ScaledReparam
 
@@ -28,15 +28,13 @@ class NoiseMap:
     :param reparams: by site.
     """
 
-    def __init__(
-        self, density: LatentDensity, reparams: Mapping[str, ConditionalReparam] = _NONE
-    ) -> None:
+    def __init__(self, density: Target, reparams: Mapping[str, ConditionalReparam] = _NONE) -> None:
         self.density, self.reparams = density, dict(reparams)
         self.noise = density
         """Of the reparameterised model."""
         if reparams:
             model = poutine.reparam(density.model, self.reparams)
-            self.noise = LatentDensity(model, *density.args, model_kwargs=density.kwargs)
+            self.noise = Target(model, *density.args, model_kwargs=density.kwargs)
         scaled = (one for one in self.reparams.values() if isinstance(one, ScaledReparam))
         self._blocks = {id(one.block): one.block for one in scaled}.values()
 

@@ -11,7 +11,7 @@ from torch.distributions import biject_to
 from pyro_implicit.generators import as_generator
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.exactness import why_inexact
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["NoiseSpaceReparam", "count_folds"]
 

@@ -11,7 +11,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.density.engine import compute_log_prob
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam, base_distribution
 
 __all__ = ["own_hessian", "score_of_rest", "told"]
@@ -19,7 +19,7 @@ __all__ = ["own_hessian", "score_of_rest", "told"]
 MOST_COLUMNS, NUM_PROBES = 1200, 64
 
 
-def score_of_rest(density: LatentDensity, points: Tensor, sites: list[str]) -> Tensor:
+def score_of_rest(density: Target, points: Tensor, sites: list[str]) -> Tensor:
     """The derivative of the log-density without the priors of sites, with its graph.
 
     :param points: ``(num_points, latent_dim)``, of which derivatives are recorded.
@@ -34,7 +34,7 @@ def score_of_rest(density: LatentDensity, points: Tensor, sites: list[str]) -> T
     return score
 
 
-def own_hessian(density: LatentDensity, point: Tensor, score: Tensor, columns: Tensor) -> Tensor:
+def own_hessian(density: Target, point: Tensor, score: Tensor, columns: Tensor) -> Tensor:
     """The Hessian of a site, ``(count, size, count, size)``, at its ``columns`` ``(count, size)``.
 
     Of very many, its blocks on the diagonal alone, ``(count, size, size)``, as estimated by

@@ -18,8 +18,8 @@ from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.modes import KEPT, Modes
 from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.mcmc.teaching import Taught
-from pyro_implicit.ops.printing import Printed, aligned
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.runtime.printing import Printed, aligned
+from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["Refined", "collect"]
 

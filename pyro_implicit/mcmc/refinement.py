@@ -16,12 +16,9 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode, check_mode
-from pyro_implicit.counts import refuse_counts
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.cost import MAX_DENSE_DIM
-from pyro_implicit.density.latent_density import LatentDensity
-from pyro_implicit.density.progress import progress_bar
-from pyro_implicit.density.turns import in_turn
+from pyro_implicit.density.target import Target
 from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.guides.posterior_draws import guide_of
 from pyro_implicit.mcmc.chain_files import load_chains, save_chains
@@ -31,13 +28,16 @@ from pyro_implicit.mcmc.minibatch_refined import MinibatchRefined
 from pyro_implicit.mcmc.minibatch_refinement import refine_by_minibatches
 from pyro_implicit.mcmc.modes import Modes
 from pyro_implicit.mcmc.refined import Refined, collect
-from pyro_implicit.mcmc.run_files import random_streams, restore_random_streams
 from pyro_implicit.mcmc.space_choice import start_chains
 from pyro_implicit.mcmc.spaces import Plan, density_of
 from pyro_implicit.mcmc.teaching import check_teachable
 from pyro_implicit.mcmc.teaching import teach as teach_guide
 from pyro_implicit.mcmc.tracking import Quantities, Tracker
-from pyro_implicit.user_warnings import first_line, warn_user
+from pyro_implicit.runtime.counts import refuse_counts
+from pyro_implicit.runtime.files import random_streams, restore_random_streams
+from pyro_implicit.runtime.locks import in_turn
+from pyro_implicit.runtime.progress import progress_bar
+from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
 __all__ = ["refine"]
 
@@ -214,7 +214,7 @@ def refine(
     if seed is not None:
         pyro.set_rng_seed(seed)
     guide = guide_of("refine", guide, or_draws=True)
-    density = LatentDensity(model, *args, model_kwargs=kwargs)
+    density = Target(model, *args, model_kwargs=kwargs)
     if isinstance(guide, AutoDraws) and guide.prototype_trace is None:
         with torch.no_grad(), poutine.block():
             guide(*args, **kwargs)
@@ -310,7 +310,7 @@ def _longest_in_time(chains: Chains, max_seconds: float) -> int:
     return max(1, min(chains.kernel.max_leapfrogs, int(left / (1 + TUNING + LEAST_DRAWS))))
 
 
-def _check_teachable(density: LatentDensity, plan: Plan) -> None:
+def _check_teachable(density: Target, plan: Plan) -> None:
     if isinstance(plan.guide, Mapping):
         raise ValueError("teach wants a guide, and these are draws. Cure: teach=False")
     example = density.constrain(density.init_loc.expand(2, -1))

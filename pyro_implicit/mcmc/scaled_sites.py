@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.conditional_reparam import (
     ConditionalReparam,
     base_distribution,
@@ -37,7 +37,7 @@ SMALL_STEP = 1e-2
 
 
 def scaled_reparams(
-    density: LatentDensity, middle: Tensor, known: Collection[str] = ()
+    density: Target, middle: Tensor, known: Collection[str] = ()
 ) -> dict[str, ScaledReparam]:
     """Of latents whose prior is fixed, those of which the data say more the larger others are.
 
@@ -102,7 +102,7 @@ def _is_plain(site: dict[str, Any]) -> bool:
 
 
 def _laws(
-    density: LatentDensity, middle: Tensor, names: list[str], nodes: dict[str, Any]
+    density: Target, middle: Tensor, names: list[str], nodes: dict[str, Any]
 ) -> dict[str, Powers]:
     """By what powers of others the data say more of a site, where such a law holds."""
     generator = torch.Generator().manual_seed(0)
@@ -148,7 +148,7 @@ def _law(told_at: Tensor, moved: Tensor) -> Tensor | None:
     return powers if is_explained else None
 
 
-def _blocks(density: LatentDensity, laws: dict[str, Powers]) -> list[dict[str, Powers]]:
+def _blocks(density: Target, laws: dict[str, Powers]) -> list[dict[str, Powers]]:
     """Sites that go together: those with a factor, and beside them others of which there is a law.
 
     A site that scales another stays as it is.
@@ -177,7 +177,7 @@ def _blocks(density: LatentDensity, laws: dict[str, Powers]) -> list[dict[str, P
 
 
 def _block(
-    density: LatentDensity, middle: Tensor, powers: dict[str, Powers], nodes: dict[str, Any]
+    density: Target, middle: Tensor, powers: dict[str, Powers], nodes: dict[str, Any]
 ) -> ScaledBlock:
     """With W and h of the middle, in units of the priors."""
     places = density.split(torch.arange(len(middle), device=middle.device))
@@ -209,7 +209,7 @@ def _moments(fn: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
     return fn.loc.expand(shape).flatten(), fn.scale.expand(shape).flatten()
 
 
-def _curvatures(density: LatentDensity, points: Tensor, name: str, columns: Tensor) -> Tensor:
+def _curvatures(density: Target, points: Tensor, name: str, columns: Tensor) -> Tensor:
     """Minus the second derivatives ``(num_points, num_columns)`` without a site's own prior."""
     with torch.enable_grad():
         points = points.requires_grad_()

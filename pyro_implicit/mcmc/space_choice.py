@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_implicit.density.blame import blame
 from pyro_implicit.density.cost import estimated_seconds
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.chain_density import ChainDensity, NoiseDensity
 from pyro_implicit.mcmc.chains import MAX_FAILED, Chains
 from pyro_implicit.mcmc.chees import ChEES
@@ -23,7 +23,7 @@ from pyro_implicit.mcmc.spaces import Plan, density_of
 from pyro_implicit.mcmc.starts import finite_starts, latent_draws
 from pyro_implicit.mcmc.stopping import Tracked, tracked
 from pyro_implicit.ops.ensemble_hmc import ChainState
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["start_chains"]
 
@@ -36,7 +36,7 @@ FOLD_DRAWS = 64
 NAMES = {"noise": "the guide's noise", "conditional": "the latents' own noise"}
 
 
-def start_chains(density: LatentDensity, plan: Plan) -> tuple[ChainDensity, Chains]:
+def start_chains(density: Target, plan: Plan) -> tuple[ChainDensity, Chains]:
     """Chains at draws of the guide, in the space that suits them.
 
     With ``frame="auto"`` chains walk on the latents' own noise, if priors of latents depend on

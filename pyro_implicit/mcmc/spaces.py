@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.exactness import why_inexact
 from pyro_implicit.mcmc.chain_density import ChainDensity, NoiseDensity
 from pyro_implicit.mcmc.conditional_space import ConditionalDensity, middle_of
 from pyro_implicit.mcmc.frame import FrameKind
 from pyro_implicit.mcmc.starts import Guide
-from pyro_implicit.user_warnings import first_line
+from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = ["Plan", "density_of"]
 
@@ -38,7 +38,7 @@ class Plan:
 
 
 def density_of(
-    density: LatentDensity, plan: Plan, space: str, middle: Tensor | None = None
+    density: Target, plan: Plan, space: str, middle: Tensor | None = None
 ) -> ChainDensity:
     """What chains in a space walk on.
 
@@ -61,7 +61,7 @@ def density_of(
     raise ValueError(f'frame="noise" wants an injective guide: {reason}')
 
 
-def _conditional(density: LatentDensity, plan: Plan, middle: Tensor | None) -> ConditionalDensity:
+def _conditional(density: Target, plan: Plan, middle: Tensor | None) -> ConditionalDensity:
     if middle is None:
         middle = middle_of(density, plan.guide, plan.args, plan.kwargs)
     try:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["Guide", "Starts", "check_sites", "finite_starts", "latent_draws", "wrong_shape"]
 
@@ -32,7 +32,7 @@ class Starts(NamedTuple):
 
 @torch.no_grad()
 def latent_draws(
-    density: LatentDensity, guide: Guide, num_draws: int, args: tuple, kwargs: dict[str, Any]
+    density: Target, guide: Guide, num_draws: int, args: tuple, kwargs: dict[str, Any]
 ) -> Tensor:
     """Draws of a guide, or given ones, as vectors ``(num_draws, latent_dim)``.
 
@@ -114,7 +114,7 @@ def wrong_shape(
     )
 
 
-def check_sites(density: LatentDensity, draws: Mapping[str, Tensor], guide: Guide) -> None:
+def check_sites(density: Target, draws: Mapping[str, Tensor], guide: Guide) -> None:
     """Check that draws are of a model's latents, as many of each.
 
     :param guide: that made them, or the draws themselves.
@@ -155,7 +155,7 @@ def _whose(guide: Guide) -> str:
     return "given draws" if isinstance(guide, Mapping) else f"draws of {_who(guide)[0]}"
 
 
-def _unconstrained(density: LatentDensity, draws: dict[str, Tensor]) -> Tensor:
+def _unconstrained(density: Target, draws: dict[str, Tensor]) -> Tensor:
     """Vectors, NaN where a draw is outside of a support: some transforms clamp what is."""
     vectors = density.unconstrain(draws)
     back = density.constrain(vectors)
@@ -167,7 +167,7 @@ def _unconstrained(density: LatentDensity, draws: dict[str, Tensor]) -> Tensor:
     return vectors.masked_fill(torch.cat(moved, -1) & vectors.isfinite(), math.nan)
 
 
-def _outside(density: LatentDensity, draws: dict[str, Tensor], vectors: Tensor) -> str:
+def _outside(density: Target, draws: dict[str, Tensor], vectors: Tensor) -> str:
     """Where the draws of sites lie, if not inside of their supports."""
     clauses = []
     for name, part in density.split(vectors).items():

@@ -15,13 +15,13 @@ from pyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, Aut
 from pyro.infer.autoguide.utils import deep_setattr
 from torch import Tensor
 
-from pyro_implicit.density.progress import progress_bar
-from pyro_implicit.density.turns import in_turn
 from pyro_implicit.infer.engine.parameters import unconstrained
 from pyro_implicit.mcmc.density_at_draws import DensityAtDraws
 from pyro_implicit.mcmc.frame import estimate_frame
 from pyro_implicit.mcmc.guide_density import density_at_draws
 from pyro_implicit.mcmc.held_out import Best, HeldOut
+from pyro_implicit.runtime.locks import in_turn
+from pyro_implicit.runtime.progress import progress_bar
 
 __all__ = ["Taught", "check_teachable", "teach"]
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.stopping import Tracked, tracked
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["Quantities", "Tracker"]
 
@@ -27,7 +27,7 @@ class Tracker:
 
     >>> import pyro, torch
     >>> import pyro.distributions as dist
-    >>> density = LatentDensity(lambda: pyro.sample("x", dist.LogNormal(0.0, 1.0)))
+    >>> density = Target(lambda: pyro.sample("x", dist.LogNormal(0.0, 1.0)))
     >>> Tracker(density, lambda draws: draws["x"].log())(torch.ones(2, 1), torch.zeros(2)).values
     tensor([[1., 0.],
             [1., 0.]])
@@ -36,7 +36,7 @@ class Tracker:
     :param quantities: of constrained draws by site; by default the latents.
     """
 
-    def __init__(self, density: LatentDensity, quantities: Quantities | None) -> None:
+    def __init__(self, density: Target, quantities: Quantities | None) -> None:
         self._density, self._quantities = density, quantities
         self._warned = False
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.density.minibatch_density import MinibatchDensity
-from pyro_implicit.guides.random_stream import own_stream
-from pyro_implicit.mcmc.batch_stream import BatchStream
 from pyro_implicit.mcmc.frame import WhiteningFrame, estimate_frame
+from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.runtime.random_stream import own_stream
 
 __all__ = ["widened_frame"]
 

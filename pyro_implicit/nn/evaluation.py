@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.turns import in_turn
 from pyro_implicit.nn.detection import detect
 from pyro_implicit.nn.prediction import model_and_posterior, predictions
 from pyro_implicit.nn.predictive_means import Prediction
 from pyro_implicit.nn.reports import Foreign, LabelReport, NumberReport, Reliability, average
+from pyro_implicit.runtime.locks import in_turn
 
 __all__ = ["evaluate"]
 

@@ -11,8 +11,8 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.guides.random_stream import own_stream
 from pyro_implicit.guides.stored_draws import StoredDraws
+from pyro_implicit.runtime.random_stream import own_stream
 
 __all__ = ["PosteriorDraws"]
 

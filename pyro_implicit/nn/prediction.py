@@ -18,7 +18,7 @@ from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.engine import Model
 from pyro_implicit.nn.posterior import PosteriorDraws
 from pyro_implicit.nn.predictive_means import LabelMean, NumberMean, Prediction, fitting_target
-from pyro_implicit.wrappers import without_event
+from pyro_implicit.runtime.wrappers import without_event
 
 __all__ = ["model_and_posterior", "predict", "predictions", "target_runner"]
 

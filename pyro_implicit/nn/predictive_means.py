@@ -11,8 +11,8 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_implicit.ops.printing import short_repr
-from pyro_implicit.wrappers import without_event
+from pyro_implicit.runtime.printing import short_repr
+from pyro_implicit.runtime.wrappers import without_event
 
 __all__ = ["LabelMean", "NumberMean", "Prediction", "fitting_target"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.nn.detection import Detection
-from pyro_implicit.ops.printing import Printed
+from pyro_implicit.runtime.printing import Printed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.ops.kernels import Kernel, median_bandwidth, rbf_kernel
-from pyro_implicit.ops.printing import short_repr
+from pyro_implicit.runtime.printing import short_repr
 
 __all__ = [
     "Covariance",

@@ -10,7 +10,7 @@ import torch
 from pyro.ops.stats import fit_generalized_pareto
 from torch import Tensor
 
-from pyro_implicit.ops.printing import short_repr
+from pyro_implicit.runtime.printing import short_repr
 
 __all__ = ["SmoothedWeights", "describe_weights", "pareto_smoothed"]
 

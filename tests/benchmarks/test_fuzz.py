@@ -9,7 +9,7 @@ import torch
 from benchmarks.fuzz import checks, run
 from benchmarks.fuzz.grammar import draw_model
 from benchmarks.fuzz.models import with_data
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 from pyro_implicit.mcmc.conditional_reparam import _Scalar
 
 
@@ -22,13 +22,13 @@ def test_random_models(seed, no_search):
 
 
 def test_a_wrong_gradient_is_seen(monkeypatch):
-    score = LatentDensity.score
+    score = Target.score
 
     def wrong(self, latent):
         log_prob, gradient = score(self, latent)
         return log_prob, 1.001 * gradient
 
-    monkeypatch.setattr(LatentDensity, "score", wrong)
+    monkeypatch.setattr(Target, "score", wrong)
     draft = with_data(draw_model(2))
     outcome, message = run.check(draft, "density")
     assert outcome == "WRONG" and message.startswith("gradient")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.posteriordb import designs
 from benchmarks.posteriordb.data import EXTRA, NAMES, MissingData, load
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 
 RNG = np.random.default_rng(0)
 SIZES = ("diam1", "diam2", "canopy_height", "total_height", "density", "weight")
@@ -123,7 +123,7 @@ def test_models_take_their_data_and_draws(name: str, data_dir: Path) -> None:
     torch.set_default_dtype(torch.float64)
     posterior = load(name, data_dir)
     draws = posterior.reference()
-    density = LatentDensity(posterior.model, *posterior.args)
+    density = Target(posterior.model, *posterior.args)
     assert list(draws) == list(density.shapes)
     columns = np.hstack([np.atleast_1d(columns) for columns in posterior.sites.values()])
     assert sorted(columns) == list(range(posterior.saved.shape[-1]))

@@ -21,7 +21,7 @@ from benchmarks.posteriordb import differential_equations as ode
 from benchmarks.posteriordb import models, regressions
 from benchmarks.posteriordb.check import THRESHOLD, stein_z_scores
 from benchmarks.posteriordb.markov import hmm_log_likelihood
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 
 Array = np.ndarray
 RNG = np.random.default_rng(0)
@@ -216,7 +216,7 @@ def _double_precision() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_density(case: Case) -> None:
-    density, u = LatentDensity(case.model, *arguments(case)), latents(case, 5)
+    density, u = Target(case.model, *arguments(case)), latents(case, 5)
     expected = torch.tensor([case.expected(row) for row in u.numpy()])
     torch.testing.assert_close(density.log_prob(u), expected, rtol=0, atol=case.tolerance)
     assert density.is_vectorized  # inside vmap
@@ -224,14 +224,14 @@ def test_density(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_gradient(case: Case) -> None:
-    density = LatentDensity(case.model, *arguments(case))
+    density = Target(case.model, *arguments(case))
     assert torch.autograd.gradcheck(density.log_prob, latents(case, 2).requires_grad_())
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_broadcasts_over_a_particle_plate(case: Case) -> None:
     args, u = arguments(case), latents(case, 4)
-    density = LatentDensity(case.model, *args)
+    density = Target(case.model, *args)
     values = density.constrain(u)
     if case.in_plate is not None:
         values = {k: v if k in case.in_plate else v.unsqueeze(1) for k, v in values.items()}
@@ -255,7 +255,7 @@ def test_broadcasts_over_a_particle_plate(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_finite_far_from_the_posterior(case: Case) -> None:
     """Where inits and badly started guides may lie."""
-    density = LatentDensity(case.model, *arguments(case))
+    density = Target(case.model, *arguments(case))
     log_prob, score = density.score(6 * torch.rand(64, len(case.center)) - 3)
     assert log_prob.isfinite().all() and score.isfinite().all()
 

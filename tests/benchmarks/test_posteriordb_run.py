@@ -20,7 +20,7 @@ from torch.distributions import constraints
 from benchmarks.common import read_records
 from benchmarks.posteriordb import methods, metrics, run
 from benchmarks.posteriordb.start import find_mode, good_start
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 
 X = torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]).double().T
 Y = 1000 * torch.tensor([1.0, 2.4, 3.0, 4.6, 4.9, 6.1]).double()
@@ -181,7 +181,7 @@ def test_the_mode_of_a_gamma() -> None:
         pyro.sample("s", dist.Gamma(3.0, 0.01))
         pyro.sample("x", dist.Normal(1e5, 1e3))
 
-    density = LatentDensity(model)
+    density = Target(model)
     mode = find_mode(density, torch.zeros(2))
     assert mode is not None
     torch.testing.assert_close(mode, torch.tensor([math.log(300.0), 1e5]), rtol=1e-6, atol=0.02)
@@ -192,7 +192,7 @@ def test_a_funnel_has_no_mode() -> None:
         v = pyro.sample("v", dist.Normal(0.0, 100.0))
         pyro.sample("x", dist.Normal(torch.zeros(9), torch.exp(v / 2)).to_event(1))
 
-    density = LatentDensity(model, init_loc_fn=lambda site: torch.ones(site["fn"].shape()))
+    density = Target(model, init_loc_fn=lambda site: torch.ones(site["fn"].shape()))
     assert find_mode(density, torch.zeros(10)) is None
     loc, is_mode = good_start(density)
     assert not is_mode
@@ -209,7 +209,7 @@ def test_the_better_of_two_modes() -> None:
         pyro.factor("density", mixture.log_prob(x))
 
     for start in (-4.0, 4.0):
-        density = LatentDensity(model, init_loc_fn=lambda site, start=start: torch.tensor(start))
+        density = Target(model, init_loc_fn=lambda site, start=start: torch.tensor(start))
         loc, is_mode = good_start(density)
         assert is_mode
         assert find_mode(density, torch.tensor([start])).item() == pytest.approx(

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.sbc import bands, report, run
 from benchmarks.sbc.models import MODELS
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 
 
 def test_bands_hold_as_often_as_they_say():
@@ -33,7 +33,7 @@ def test_models_have_statistics(name):
     truth, y = run.simulate(MODELS[name], seed=0)
     again, _ = run.simulate(MODELS[name], seed=0)
     assert all(truth[key].equal(again[key]) for key in truth)
-    density = LatentDensity(MODELS[name], y)
+    density = Target(MODELS[name], y)
     draws = {key: value.unsqueeze(0) for key, value in truth.items()}
     found = run.statistics(density, draws)
     assert density.init_loc.dtype == torch.float64

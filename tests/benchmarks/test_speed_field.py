@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.common import append_record
 from benchmarks.speed import field, field_problems
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def _double():
 def test_gaussian_references_are_draws_of_the_models(name):
     problem = field_problems.load(name, None)
     draws = problem.reference[:4000]
-    score = LatentDensity(problem.model, *problem.args).score(draws)[1]
+    score = Target(problem.model, *problem.args).score(draws)[1]
     assert (score.mean(0) / score.std(0)).abs().max() < 0.08
     # Stein: the covariance of draws and scores is minus the identity.
     products = (draws - draws.mean(0)).mT @ score / len(draws)

@@ -29,7 +29,7 @@ LAYOUTS = {
 }
 
 
-def model_log_density(target: targets.Target, x: Tensor) -> Tensor:
+def model_log_density(target: targets.KnownPosterior, x: Tensor) -> Tensor:
     """The joint log density of the model at all rows of ``x``, from one run."""
     model = poutine.condition(target.model, LAYOUTS[target.name](x))
     with pyro.plate("particles", len(x), dim=-2):

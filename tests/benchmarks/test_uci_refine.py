@@ -52,7 +52,7 @@ def test_predictions_are_those_of_the_model():
         x, torch.zeros(5), x, torch.zeros(5), torch.tensor(0.0), torch.tensor(1.0)
     )
     model = uci_refine.make_model(data, 4, None, [1.0, 0.01])
-    density = uci_refine.LatentDensity(model, data.x_train, data.y_train)
+    density = uci_refine.Target(model, data.x_train, data.y_train)
     draws = uci_refine.small_draws(density, 2)
     assert (draws["precision"] == 10.0).all()
     latent = density.unconstrain(draws)

@@ -15,7 +15,7 @@ import torch
 from pyro import poutine
 from pyro.distributions import constraints
 
-from pyro_implicit.density import LatentDensity, find_modes
+from pyro_implicit.density import Target, find_modes
 from pyro_implicit.density.blame import blame
 
 Y = torch.tensor([0.3, -1.2, 2.0, 0.5])
@@ -34,7 +34,7 @@ def with_nan():
 def test_nan_in_observations():
     message = r"observation of site 'y' is NaN in 1 of 4 elements. Cure: .*fn.mask"
     with pytest.raises(ValueError, match=message):
-        LatentDensity(regression, with_nan())
+        Target(regression, with_nan())
 
 
 def test_masked_nan_is_no_fault():
@@ -43,7 +43,7 @@ def test_masked_nan_is_no_fault():
         with pyro.plate("rows", 4):
             pyro.sample("y", dist.Normal(loc, 1.0).mask(~y.isnan()), obs=y.nan_to_num())
 
-    assert LatentDensity(model, with_nan()).score(torch.zeros(1, 1))[1].isfinite()
+    assert Target(model, with_nan()).score(torch.zeros(1, 1))[1].isfinite()
 
 
 OUTSIDE = [
@@ -61,7 +61,7 @@ def test_observations_that_are_never_possible(fn, y, message):
         pyro.sample("y", fn, obs=torch.tensor(y))
 
     with pytest.raises(ValueError, match=f"observation of site 'y' is {message}.*Cure"):
-        LatentDensity(model, fn)
+        Target(model, fn)
 
 
 def test_observations_outside_that_may_be_meant():
@@ -72,7 +72,7 @@ def test_observations_outside_that_may_be_meant():
         masked = dist.Exponential(x.exp().expand(2)).mask(torch.tensor([True, False]))
         pyro.sample("masked", masked, obs=torch.tensor([1.0, -1.0]))
 
-    assert LatentDensity(model).log_prob(torch.zeros(1, 1)).isfinite()
+    assert Target(model).log_prob(torch.zeros(1, 1)).isfinite()
 
 
 @pytest.mark.parametrize("by_handler", [True, False])
@@ -87,7 +87,7 @@ def test_what_is_masked_has_no_gradient(missing, by_handler):
         with pyro.plate("rows", 3), poutine.mask(mask=here if by_handler else True):
             pyro.sample("y", fn if by_handler else fn.mask(here), obs=y)
 
-    _, score = LatentDensity(model).score(torch.zeros(2, 1))
+    _, score = Target(model).score(torch.zeros(2, 1))
     assert score.flatten().tolist() == pytest.approx([math.log(3.0)] * 2)
 
 
@@ -99,7 +99,7 @@ def test_nan_in_covariates_names_the_site():
 
     message = "site 'y' at 20 of 20: its log-density is NaN: look at the parameters of Normal"
     with pytest.raises(ValueError, match=message):
-        find_modes(LatentDensity(model, with_nan(), Y))
+        find_modes(Target(model, with_nan(), Y))
 
 
 def test_zero_latents():
@@ -109,11 +109,11 @@ def test_zero_latents():
 
     message = r"the model has no latent sites: all that it samples is observed \('y'\). Cure: "
     with pytest.raises(RuntimeError, match=message):
-        LatentDensity(observed, torch.tensor(1.0))
+        Target(observed, torch.tensor(1.0))
     with pytest.raises(RuntimeError, match="no latent sites: it samples nothing. Cure"):
-        LatentDensity(lambda: None)
+        Target(lambda: None)
     with pytest.raises(RuntimeError, match=r"have no elements: 'x' of shape \(0,\). Cure"):
-        LatentDensity(lambda: pyro.sample("x", dist.Normal(torch.zeros(0), 1.0).to_event(1)))
+        Target(lambda: pyro.sample("x", dist.Normal(torch.zeros(0), 1.0).to_event(1)))
 
 
 def test_obs_mask():
@@ -126,7 +126,7 @@ def test_obs_mask():
 
     message = "3 of 4 elements of latent 'y_unobserved' have no density .obs_mask makes .*improper"
     with pytest.warns(UserWarning, match=message + ".*Cure: sample the rows apart"):
-        density = LatentDensity(model, Y, mask)
+        density = Target(model, Y, mask)
     modes = find_modes(density)
     # The flat ones have no scale of their own; the others that of their prior around loc.
     assert all(part.isfinite().all() for part in modes)
@@ -143,7 +143,7 @@ def test_forgotten_observations():
     x = torch.linspace(-1, 1, 60)
     message = "observes nothing, and no site depends on 'y': 60 latents in plate 'd'. Cure: .*obs="
     with pytest.warns(UserWarning, match=message):
-        LatentDensity(forgotten, x)
+        Target(forgotten, x)
 
 
 def prior_only():
@@ -164,7 +164,7 @@ def chain(y):
 def test_nothing_is_said_of_models_that_may_be_meant(model, args):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        LatentDensity(model, *args)
+        Target(model, *args)
 
 
 def test_latents_in_a_sequential_plate_that_subsamples():
@@ -174,7 +174,7 @@ def test_latents_in_a_sequential_plate_that_subsamples():
 
     pyro.set_rng_seed(0)
     with pytest.raises(ValueError, match="in a sequential plate that subsamples, 'rows'.*Cure"):
-        LatentDensity(model)
+        Target(model)
 
 
 UNIT = dist.Uniform(torch.zeros(()), 1.0)
@@ -192,7 +192,7 @@ def test_sites_to_blame(fn, y, message):
         pyro.sample("y", fn, obs=torch.tensor(y))
 
     with pytest.raises(ValueError, match="finite at none of 50 draws of its prior: " + message):
-        find_modes(LatentDensity(model))
+        find_modes(Target(model))
 
 
 def picky(threshold):
@@ -206,7 +206,7 @@ def picky(threshold):
 def test_starts_at_which_the_model_raises_are_left_out(seed):
     """Half of the prior; ``init_to_median`` may be one of them."""
     pyro.set_rng_seed(seed)
-    density = LatentDensity(picky, torch.tensor(0.0))
+    density = Target(picky, torch.tensor(0.0))
     modes = find_modes(density)
     assert modes.loc.item() == pytest.approx(1.0, abs=0.2)
     assert density.is_vectorized
@@ -215,8 +215,8 @@ def test_starts_at_which_the_model_raises_are_left_out(seed):
 
 def test_a_model_that_raises_everywhere():
     with pytest.raises(torch.linalg.LinAlgError):
-        LatentDensity(picky, torch.tensor(1e3))
-    density = LatentDensity(picky, torch.tensor(-1e3))
+        Target(picky, torch.tensor(1e3))
+    density = Target(picky, torch.tensor(-1e3))
     density._model.args = density.args = (torch.tensor(1e3),)
     with pytest.raises(
         ValueError, match="at none of 50 draws .*model.* raises .*LinAlgError: linalg.chol"
@@ -225,7 +225,7 @@ def test_a_model_that_raises_everywhere():
 
 
 def test_points_are_found_in_a_batch():
-    density = LatentDensity(picky, torch.tensor(0.0))
+    density = Target(picky, torch.tensor(0.0))
     points = torch.tensor([1.0, -1.0, 0.5, 2.0, -3.0]).unsqueeze(-1)
     bad = points.squeeze(-1) < 0
     log_prob, score = density.score(points)
@@ -238,7 +238,7 @@ def test_points_are_found_in_a_batch():
 
 
 def test_no_points():
-    assert LatentDensity(prior_only).log_prob(torch.zeros(0, 3)).shape == (0,)
+    assert Target(prior_only).log_prob(torch.zeros(0, 3)).shape == (0,)
 
 
 def test_improper_priors_have_no_reason_to_warn():
@@ -246,7 +246,7 @@ def test_improper_priors_have_no_reason_to_warn():
         x = pyro.sample("x", dist.ImproperUniform(constraints.positive, (), ()))
         pyro.sample("y", dist.Normal(x, 1.0), obs=y)
 
-    assert LatentDensity(model, torch.tensor(1.0)).latent_dim == 1
+    assert Target(model, torch.tensor(1.0)).latent_dim == 1
 
 
 def test_a_gradient_that_is_nan_is_said_by_latent():
@@ -258,10 +258,10 @@ def test_a_gradient_that_is_nan_is_said_by_latent():
         loc = torch.where(dose > 0, base + 1 / (1 + torch.exp(-slope * dose.log())), base)
         pyro.sample("y", dist.Normal(loc, 1.0).to_event(1), obs=torch.zeros(3))
 
-    assert LatentDensity(model).log_prob(torch.zeros(1, 2)).isfinite()
+    assert Target(model).log_prob(torch.zeros(1, 2)).isfinite()
     message = "its gradient by 'slope' is not finite. Cure: torch.where computes"
     with pytest.raises(ValueError, match="finite at none of 50 draws .*" + message):
-        find_modes(LatentDensity(model))
+        find_modes(Target(model))
 
 
 def product(x, y):
@@ -274,15 +274,15 @@ def test_a_model_that_cannot_run_on_arrays():
     x = np.ones((4, 1), dtype=np.float32)
     message = "raises TypeError: unsupported .*: argument 1 is a NumPy array. Cure: torch."
     with pytest.raises(TypeError, match=message + "as_tensor of these arguments$"):
-        LatentDensity(product, x, Y)
+        Target(product, x, Y)
     message = "argument 'x' is a NumPy array and argument 'y' is a list. Cure: torch.as_tensor of"
     with pytest.raises(TypeError, match=message):
-        LatentDensity(product, x=x, y=Y.tolist())
+        Target(product, x=x, y=Y.tolist())
 
 
 def test_arrays_are_not_to_blame_for_a_missing_argument():
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'y'$"):
-        LatentDensity(product, np.ones((4, 1)))
+        Target(product, np.ones((4, 1)))
 
 
 def through_numpy(x, y):
@@ -298,11 +298,11 @@ def through_numpy(x, y):
 def test_a_model_that_raises_where_its_gradient_is_asked_for(x, cure):
     message = f"no site by itself, but where its gradient .* raises RuntimeError: .*Cure: {cure}"
     with pytest.raises(ValueError, match=message):
-        find_modes(LatentDensity(through_numpy, x, Y))
+        find_modes(Target(through_numpy, x, Y))
 
 
 def test_a_type_error_is_no_fault_of_the_draws():
-    density = LatentDensity(product, Y[:, None], Y)
+    density = Target(product, Y[:, None], Y)
     density._model.args = density.args = (Y[:, None].numpy(), Y)
     message = "it raises TypeError: unsupported .*Cure: torch.as_tensor of these arguments$"
     assert re.search(message, blame(density, torch.zeros(2, 1)))

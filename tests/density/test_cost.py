@@ -8,7 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 from pyro_implicit.density.cost import (
     PER_ELEMENT,
     PER_FLOP,
@@ -55,7 +55,7 @@ def test_views_cost_no_elements():
 
 def test_a_loop_costs_by_its_length():
     def cost(length):
-        density = LatentDensity(loop(length))
+        density = Target(loop(length))
         return estimated_seconds(lambda: density.score(torch.zeros(8, 1)))
 
     short, again, long = cost(20), cost(20), cost(220)

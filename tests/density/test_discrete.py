@@ -15,7 +15,7 @@ from pyro.infer import TraceEnum_ELBO, config_enumerate
 from pyro.infer.mcmc.util import initialize_model
 from pyro.ops.indexing import Vindex
 
-from pyro_implicit.density import LatentDensity, find_modes
+from pyro_implicit.density import Target, find_modes
 from pyro_implicit.density.blame import blame
 
 
@@ -73,7 +73,7 @@ MODELS = [mixture, hmm, spike_and_slab, crossed]
 def test_value_and_gradient_of_nuts(model):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        density = LatentDensity(model)
+        density = Target(model)
         latent = 0.7 * torch.randn(4, density.latent_dim)
         value, score = density.score(latent)
     assert density.is_vectorized
@@ -92,7 +92,7 @@ def test_value_and_gradient_of_nuts(model):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_value_of_trace_enum_elbo(model):
-    density = LatentDensity(model)
+    density = Target(model)
     latent = 0.7 * torch.randn(1, density.latent_dim)
     values = {name: value[0] for name, value in density.constrain(latent).items()}
 
@@ -113,7 +113,7 @@ def test_value_of_trace_enum_elbo(model):
 
 
 def test_modes_of_a_mixture():
-    modes = find_modes(LatentDensity(mixture), num_starts=10)
+    modes = find_modes(Target(mixture), num_starts=10)
     assert len(modes.loc) == 2
     locs = modes.loc[:, 1:].sort(dim=-1).values
     torch.testing.assert_close(locs, torch.tensor([[-2.0, 1.9]]).expand(2, 2), atol=0.3, rtol=0)
@@ -127,10 +127,10 @@ def test_what_pyro_cannot_enumerate_is_refused():
 
     message = r"site 'k' is a discrete latent \(Poisson\) that Pyro cannot enumerate.*Cure: sum"
     with pytest.raises(ValueError, match=message):
-        LatentDensity(counts, dist.Poisson(3.0))
+        Target(counts, dist.Poisson(3.0))
     message = r"site 'k' is a discrete latent \(Bernoulli\) .*Cure: a plate in place of .to_event"
     with pytest.raises(ValueError, match=message):
-        LatentDensity(counts, dist.Bernoulli(0.5).expand([3]).to_event(1))
+        Target(counts, dist.Bernoulli(0.5).expand([3]).to_event(1))
 
 
 def test_a_model_that_does_not_broadcast_is_refused():
@@ -140,7 +140,7 @@ def test_a_model_that_does_not_broadcast_is_refused():
         pyro.sample("y", dist.Normal(x if z else -x, 1.0), obs=torch.tensor(1.0))
 
     with pytest.raises(ValueError, match="latents 'z' cannot be summed out.*Cure: .*broadcasts"):
-        LatentDensity(model)
+        Target(model)
 
 
 def test_a_model_of_discrete_latents_alone():
@@ -149,7 +149,7 @@ def test_a_model_of_discrete_latents_alone():
         pyro.sample("y", dist.Normal(z, 1.0), obs=torch.tensor(1.0))
 
     with pytest.raises(RuntimeError, match="no continuous latents: z are discrete.*Cure"):
-        LatentDensity(model)
+        Target(model)
 
 
 def test_the_sum_is_blamed():
@@ -158,4 +158,4 @@ def test_the_sum_is_blamed():
         z = pyro.sample("z", dist.Bernoulli(0.5))
         pyro.sample("y", dist.Uniform(0 * x, 1.0 + z), obs=torch.tensor(-1.0))
 
-    assert "site 'sum over z' at 2 of 2" in blame(LatentDensity(model), torch.zeros(2, 1))
+    assert "site 'sum over z' at 2 of 2" in blame(Target(model), torch.zeros(2, 1))

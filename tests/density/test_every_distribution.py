@@ -15,7 +15,7 @@ from pyro.distributions import constraints
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 from pyro_implicit.density.batched_runs import BatchedRuns
 
 
@@ -362,7 +362,7 @@ def test_in_one_go_as_one_by_one(name):
         if case.latent and not fn.support.is_discrete:
             pyro.sample("x", fn)
 
-    fast, slow = LatentDensity(model), LatentDensity(model)
+    fast, slow = Target(model), Target(model)
     slow._runs = BatchedRuns("slow", False)
     latent = 0.5 * torch.randn(2, fast.latent_dim)
     found, looped = fast.score(latent), slow.score(latent)

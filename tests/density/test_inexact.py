@@ -6,7 +6,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_implicit.density import LatentDensity, find_modes
+from pyro_implicit.density import Target, find_modes
 from pyro_implicit.density.gaussian_elbo import is_rounding
 from pyro_implicit.density.inexact import InexactArithmetic
 
@@ -41,7 +41,7 @@ def beta_binomial(y):
 
 def test_what_absorption_leaves_is_no_density():
     """Where a + b is a, the data seem likelier than anywhere else, and smoothly so."""
-    density = LatentDensity(beta_binomial, torch.tensor([3.0, 12.0, 7.0, 18.0, 1.0, 9.0, 15.0]))
+    density = Target(beta_binomial, torch.tensor([3.0, 12.0, 7.0, 18.0, 1.0, 9.0, 15.0]))
     points = torch.tensor([[27.0, 8.7], [0.3, 0.4]])
     log_density = density.log_prob(points)
     assert log_density[0] > log_density[1]
@@ -52,4 +52,4 @@ def test_the_search_does_not_climb_where_numbers_are_absorbed():
     y = torch.tensor([3.0, 12.0, 7.0, 18.0, 1.0, 9.0, 15.0, 0.0, 19.0, 4.0, 11.0, 6.0])
     for seed in range(3):
         pyro.set_rng_seed(seed)
-        assert (find_modes(LatentDensity(beta_binomial, y)).loc.abs() < 3).all()
+        assert (find_modes(Target(beta_binomial, y)).loc.abs() < 3).all()

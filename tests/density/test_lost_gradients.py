@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pyro_implicit import diagnose
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 from pyro_implicit.density.lost_gradients import warn_of_lost_gradients
 
 
@@ -46,7 +46,7 @@ FINE = {
 def test_gradients_that_a_model_cuts(name, dtype):
     pyro.set_rng_seed(1)
     torch.set_default_dtype(dtype)
-    density = LatentDensity(regression(LOST[name]))
+    density = Target(regression(LOST[name]))
     with pytest.warns(UserWarning, match="is not its slope.*owes to 'x'\\..*Cure: compute"):
         warn_of_lost_gradients(density)
 
@@ -55,10 +55,10 @@ def test_gradients_that_a_model_cuts(name, dtype):
 @pytest.mark.parametrize("name", FINE)
 def test_nothing_is_said_of_others(name, dtype):
     torch.set_default_dtype(dtype)
-    density = LatentDensity(regression(FINE[name]))
+    density = Target(regression(FINE[name]))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*is not its slope")
-        warnings.filterwarnings("ignore", message="LatentDensity runs")
+        warnings.filterwarnings("ignore", message="Target runs")
         warn_of_lost_gradients(density)
 
 
@@ -69,7 +69,7 @@ def test_steps_below_the_resolution_of_the_latents_tell_nothing(loc):
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_lost_gradients(LatentDensity(model))
+        warn_of_lost_gradients(Target(model))
 
 
 def test_diagnose_says_so():

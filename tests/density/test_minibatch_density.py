@@ -8,7 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_implicit.density import LatentDensity, SubsampledError
+from pyro_implicit.density import SubsampledError, Target
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 
 Y = torch.tensor([[0.1, 0.9], [2.0, -1.0], [3.0, 0.5]], dtype=torch.float64)
@@ -29,7 +29,7 @@ def test_mean_over_minibatches_is_the_whole():
         density.use((part,))
         log_density, score = density.score(latent)
         total, gradient = total + log_density / 3, gradient + score / 3
-    expected = LatentDensity(model, Y.flatten()).score(latent)
+    expected = Target(model, Y.flatten()).score(latent)
     assert torch.allclose(total, expected[0]) and torch.allclose(gradient, expected[1])
     assert density.is_vectorized and density.scaled and density.subsampled == ("rows", 2, 6)
 
@@ -39,7 +39,7 @@ def test_the_last_minibatch_may_be_smaller():
     latent = torch.randn(2, 2, dtype=torch.float64)
     density.score(latent)
     density.use((Y[0, :1],))
-    expected = LatentDensity(model, Y[0, :1].expand(6)).log_prob(latent)
+    expected = Target(model, Y[0, :1].expand(6)).log_prob(latent)
     assert torch.allclose(density.log_prob(latent), expected)
 
 

@@ -17,8 +17,8 @@ from pyro_implicit.density.gaussian_elbo import (
     finite_log_prob,
     gaussian_elbo,
 )
-from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
+from pyro_implicit.density.target import Target
 from pyro_implicit.ops.factors import matvec
 
 
@@ -34,7 +34,7 @@ def target(log_density, size=1):
         x = pyro.sample("x", dist.ImproperUniform(constraints.real_vector, (), (size,)))
         pyro.factor("density", log_density(x))
 
-    return LatentDensity(model)
+    return Target(model)
 
 
 def mixture(locs, scales, weights):
@@ -150,7 +150,7 @@ def test_a_funnel_gets_one_gaussian(seed):
         v = pyro.sample("v", dist.Normal(0.0, 3.0))
         pyro.sample("x", dist.Normal(torch.zeros(4), (v / 2).exp()).to_event(1))
 
-    density = LatentDensity(funnel)
+    density = Target(funnel)
     modes = find_modes(density)
     assert len(modes.loc) == 1
     assert all(part.isfinite().all() for part in modes)
@@ -169,7 +169,7 @@ def test_labels_switch(seed):
         parts = dist.Normal(loc, 0.5).log_prob(y.unsqueeze(-1))
         pyro.factor("y", parts.logsumexp(-1).sum())
 
-    modes = find_modes(LatentDensity(model))
+    modes = find_modes(Target(model))
     assert len(modes.loc) == 2
     torch.testing.assert_close(modes.loc[0], modes.loc[1].flip(0), rtol=0, atol=0.03)
     assert (modes.elbo[0] - modes.elbo[1]).abs() < 0.5
@@ -282,7 +282,7 @@ def test_rounding_errors_are_no_mode(seed):
         pyro.factor("nothing", (1.1 * large - large - 0.1 * large).abs())  # but far out
 
     pyro.set_rng_seed(seed)
-    modes = find_modes(LatentDensity(model), max_iterations=20)
+    modes = find_modes(Target(model), max_iterations=20)
     evidence = dist.Normal(0.0, math.hypot(3.0, 0.5)).log_prob(torch.tensor(0.0)).item()
     assert modes.loc.abs().max() < 1e-6 and len(modes.loc) == 1
     assert modes.elbo.item() == pytest.approx(evidence, abs=0.2)
@@ -299,7 +299,7 @@ def test_a_mode_that_single_precision_cannot_resolve_is_told_of():
 
     pyro.set_rng_seed(0)
     with pytest.warns(UserWarning, match="rounding in float32.*nats below. Cure: float64"):
-        find_modes(LatentDensity(model), num_starts=10, max_rounds=1)
+        find_modes(Target(model), num_starts=10, max_rounds=1)
 
 
 def test_constrained_sites_and_the_seed():
@@ -309,7 +309,7 @@ def test_constrained_sites_and_the_seed():
             "y", dist.Normal(torch.zeros(20), scale).to_event(1), obs=torch.full((20,), 2.0)
         )
 
-    density = LatentDensity(model)
+    density = Target(model)
     found = []
     for seed in (1, 1, 2):
         pyro.set_rng_seed(seed)

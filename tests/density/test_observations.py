@@ -16,7 +16,7 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import diagnose, refine
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 
 ROW, COLUMN = torch.linspace(-1, 1, 4), torch.linspace(-1, 1, 4)[:, None]
@@ -52,7 +52,7 @@ REPEATED = [
 @pytest.mark.parametrize("args, message", REPEATED)
 def test_repeated_observations_are_refused(args, message):
     with pytest.raises(ValueError, match=message):
-        LatentDensity(regression, *args)
+        Target(regression, *args)
 
 
 @pytest.mark.parametrize("function", [refine, diagnose])
@@ -66,7 +66,7 @@ def test_a_mask_may_repeat_them_too():
     with pytest.raises(
         ValueError, match=r"its distribution \(4,\) and its mask \(4, 1\): together"
     ):
-        LatentDensity(poutine.mask(regression, mask=column), ROW, ROW, 0, ())
+        Target(poutine.mask(regression, mask=column), ROW, ROW, 0, ())
 
 
 def masked(y):
@@ -128,7 +128,7 @@ def crossed(y):
     ],
 )
 def test_other_shapes_that_are_meant(model, args):
-    density = LatentDensity(model, *args)
+    density = Target(model, *args)
     assert density.log_prob(density.init_loc.unsqueeze(0)).isfinite()
 
 
@@ -149,7 +149,7 @@ def observing(fn, y):
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
         pyro.sample("y", fn(x.expand(3)), obs=y)
 
-    return LatentDensity(model, y)
+    return Target(model, y)
 
 
 BERNOULLI = (lambda x: dist.Bernoulli(logits=x).to_event(1), "Bernoulli")

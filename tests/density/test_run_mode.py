@@ -14,7 +14,7 @@ import pytest
 import torch
 from pyro import poutine
 
-from pyro_implicit.density import LatentDensity, find_modes, site_loop
+from pyro_implicit.density import Target, find_modes, site_loop
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.run_mode import RunMode
 
@@ -26,7 +26,7 @@ def _double():
 
 def both_ways(model, points):
     """Values and gradients in one go, without any warning, and one by one."""
-    density, looped = LatentDensity(model), LatentDensity(model)
+    density, looped = Target(model), Target(model)
     looped._runs = BatchedRuns("looped", False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -141,7 +141,7 @@ def test_rounding_is_no_disagreement(loc):
         off = 0.3 if torch._C._functorch.is_batchedtensor(x) else 0.0
         pyro.sample("y", dist.Normal(x - loc + off, 1.0), obs=torch.tensor(2.0))
 
-    density = LatentDensity(model)
+    density = Target(model)
     points = loc + torch.tensor([[4.0], [7.0]])
     if loc == 0.0:
         with pytest.warns(UserWarning, match="there and .* outside; are latents"):
@@ -201,7 +201,7 @@ def guarded():
 
 @pytest.mark.parametrize("model", [garch, clipped, branching, guarded])
 def test_what_models_do(model):
-    points = torch.randn(7, LatentDensity(model).latent_dim)
+    points = torch.randn(7, Target(model).latent_dim)
     found, looped = both_ways(model, points)
     for one, other in zip(found, looped, strict=True):
         torch.testing.assert_close(one, other)
@@ -218,7 +218,7 @@ def test_each_group_of_branches_runs_once():
         ran.append(1)
         branching()
 
-    density = LatentDensity(model)
+    density = Target(model)
     points = torch.tensor([[1.0, 1.0], [1.0, -2.0], [-1.0, 3.0], [-1.0, -1.0]]).repeat(10, 1)
     density.score(points)
     ran.clear()
@@ -236,7 +236,7 @@ def test_a_write_that_is_lost_is_seen():
         loc.add_(x)
         pyro.sample("y", dist.Normal(loc, 1.0).to_event(1), obs=Y)
 
-    density = LatentDensity(model)
+    density = Target(model)
     with pytest.warns(UserWarning, match="its log-density is .* there and .* outside"):
         density.score(torch.ones(2, 1))
 
@@ -250,7 +250,7 @@ def test_too_many_branches_are_looped():
                 total = total + 1
         pyro.factor("f", total)
 
-    density = LatentDensity(model)
+    density = Target(model)
     with pytest.warns(UserWarning, match="its runs take too many different branches, behind site"):
         log_prob = density.log_prob(torch.linspace(-2, 2, 30).unsqueeze(-1))
     assert log_prob.isfinite().all()
@@ -263,7 +263,7 @@ def test_numbers_that_differ_later_on():
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
         pyro.factor("f", x * x.item())
 
-    density = LatentDensity(model)
+    density = Target(model)
     density.log_prob(torch.ones(1, 1))
     with pytest.warns(UserWarning, match="asked for its number .*2 particles take .* s, where one"):
         log_prob = density.log_prob(torch.tensor([[1.0], [2.0]]))
@@ -325,7 +325,7 @@ def sir():
 @pytest.mark.parametrize("model", [gp_counts, sir])
 def test_the_search_survives_impossible_draws(model):
     pyro.set_rng_seed(3)
-    density = LatentDensity(model)
+    density = Target(model)
     starts = density.sample_prior(50)
     assert len(starts) < 50 or not density.log_prob(starts).isfinite().all()
     modes = find_modes(density, num_starts=4, max_rounds=1, max_iterations=5)
@@ -343,7 +343,7 @@ def test_densities_do_not_loop_after_values_were_read(monkeypatch):
         pyro.sample("counts", dist.Multinomial(6, share), obs=counts)
 
     monkeypatch.setattr(site_loop, "in_each_run", lambda *a: loops.append(1) or in_each_run(*a))
-    density = LatentDensity(model, torch.tensor([1.0, 2.0, 3.0]))
+    density = Target(model, torch.tensor([1.0, 2.0, 3.0]))
     draws = {"share": dist.Dirichlet(torch.ones(3)).sample((4,))}
     density.read_at(draws, lambda trace: trace.nodes["share"]["value"])
     for _ in range(2):
@@ -359,7 +359,7 @@ def test_hidden_markov_models_do_not_loop(monkeypatch):
         pyro.sample("y", dist.DiscreteHMM(torch.zeros(2), step, dist.Normal(loc, 1.0)), obs=y)
 
     y = torch.randn(9)
-    density, alone = LatentDensity(model, y), torch.randn(3, 2)
+    density, alone = Target(model, y), torch.randn(3, 2)
     one_by_one = [
         poutine.trace(poutine.condition(model, {"loc": loc})).get_trace(y).log_prob_sum()
         for loc in alone
@@ -381,7 +381,7 @@ def test_a_distribution_that_vmap_refuses_leaves_no_garbage():
         pyro.sample("y", Branching(pyro.sample("x", dist.Normal(0, 1)), 1), obs=torch.zeros(1))
 
     seen = []
-    density = LatentDensity(model)
+    density = Target(model)
     assert density.is_vectorized
     gc.disable()
     try:

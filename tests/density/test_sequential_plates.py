@@ -10,7 +10,7 @@ import torch
 from pyro.infer import SVI, Predictive
 
 from pyro_implicit import LIVI_ELBO, AutoImplicit, AutoSemiImplicit, InjectiveELBO, fit, refine
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 
 Y = torch.tensor([[0.5, 1.5, 1.0], [-1.0, -0.5, -2.0], [3.0, 2.0, 2.5]])
 
@@ -33,8 +33,8 @@ def in_a_loop(y=Y):
 
 def test_the_density_is_that_of_a_loop():
     points = torch.randn(5, 4)
-    found = LatentDensity(in_a_plate).score(points)
-    torch.testing.assert_close(found, LatentDensity(in_a_loop).score(points))
+    found = Target(in_a_plate).score(points)
+    torch.testing.assert_close(found, Target(in_a_loop).score(points))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from pyro.infer.autoguide import init_to_value
 
 from pyro_implicit import AutoImplicit
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def test_no_density_where_data_are_below_their_bound(kind):
         pyro.sample("y", fn(low), obs=y)
 
     low = torch.tensor([1.0, 2.5])
-    log_prob, score = LatentDensity(model).score(low.log().unsqueeze(-1))
+    log_prob, score = Target(model).score(low.log().unsqueeze(-1))
     prior = dist.LogNormal(0.0, 1.0).log_prob(low[:1])  # and the Jacobian of log(1) is 0
     assert log_prob[0].item() == pytest.approx((prior + fn(low[0]).log_prob(y)).item())
     assert log_prob[1] == -math.inf and score[1] == 0
@@ -65,7 +65,7 @@ def test_supports_of_latents_must_not_move(kind):
         pyro.sample("part", MOVING[kind](a))
 
     guide = AutoImplicit(model, frame=None)
-    for use in (LatentDensity, lambda _: guide(), lambda _: guide()):
+    for use in (Target, lambda _: guide(), lambda _: guide()):
         with pytest.raises(ValueError, match="support of latent 'part' changes.*Cure: "):
             use(model)
 
@@ -77,7 +77,7 @@ def test_supports_of_latents_must_not_move_with_parameters():
         pyro.sample("part", dist.Uniform(0.0, 3 * width))
 
     guide = AutoImplicit(model, frame=None)
-    for use in (LatentDensity, lambda _: guide()):
+    for use in (Target, lambda _: guide()):
         with pytest.raises(ValueError, match="latent 'part' changes with parameters.*Cure: "):
             use(model)
 
@@ -88,7 +88,7 @@ def test_a_latent_that_is_not_there_beside_the_start():
             pyro.sample("v", dist.Uniform(torch.tensor(0.0), 1.0))
 
     with pytest.raises(ValueError, match="site 'v' is in some runs .* and not in others.*Cure"):
-        LatentDensity(model, init_loc_fn=init_to_value(values={"x": torch.tensor(0.0)}))
+        Target(model, init_loc_fn=init_to_value(values={"x": torch.tensor(0.0)}))
 
 
 def test_supports_that_stay():
@@ -98,4 +98,4 @@ def test_supports_that_stay():
         z = pyro.sample("z", dist.Bernoulli(0.5))
         pyro.sample("pareto", dist.Pareto(torch.tensor(1.0), a + z))
 
-    assert LatentDensity(model).log_prob(torch.zeros(1, 4)).isfinite()
+    assert Target(model).log_prob(torch.zeros(1, 4)).isfinite()

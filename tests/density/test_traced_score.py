@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pyro_implicit.compiled import CompilerError
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.density.traced_score import TracedScore
 
 DATA = torch.tensor([1.0, 2.0, -0.5])
@@ -45,7 +45,7 @@ def correlated():
 @pytest.mark.parametrize("model", [model, correlated])
 @pytest.mark.parametrize("num_draws", [1, 5])
 def test_scores_are_the_densitys_own(model, num_draws):
-    density = LatentDensity(model)
+    density = Target(model)
     score = TracedScore(density.score)
     for _ in range(6):
         latent = torch.randn(num_draws, 2)
@@ -54,7 +54,7 @@ def test_scores_are_the_densitys_own(model, num_draws):
 
 
 def test_impossible_draws_have_no_density_and_no_gradient():
-    density = LatentDensity(gaussian_process)
+    density = Target(gaussian_process)
     score = TracedScore(density.score)
     for _ in range(6):
         latent = torch.tensor([[1.0], [-1.0], [2.0]])
@@ -65,7 +65,7 @@ def test_impossible_draws_have_no_density_and_no_gradient():
 
 
 def test_data_that_change_in_place_are_seen():
-    score = TracedScore(LatentDensity(model).score)
+    score = TracedScore(Target(model).score)
     latent = torch.zeros(2, 2)
     before = [score(latent)[0] for _ in range(3)][-1]
     DATA.add_(1.0)
@@ -82,7 +82,7 @@ def test_a_model_that_branches_is_called_as_it_is():
         scale = 2.0 if x > 0 else 1.0
         pyro.sample("y", dist.Normal(x, scale), obs=DATA[0])
 
-    density = LatentDensity(branches)
+    density = Target(branches)
     score = TracedScore(density.score)
     for _ in range(4):
         latent = torch.randn(4, 1)
@@ -102,7 +102,7 @@ def test_compiled_scores_are_the_densitys_own_without_a_compiler_too(monkeypatch
         raise CompilerError("no g++")
 
     monkeypatch.setattr("pyro_implicit.compiled.function.compile_graph", fails)
-    density = LatentDensity(model)
+    density = Target(model)
     score = TracedScore(density.score, compile=True)
     score(torch.zeros(4, 2))
     with pytest.warns(UserWarning, match="recorded, but not compiled: no g"):
@@ -115,7 +115,7 @@ def test_a_gradient_that_is_no_number_is_recorded_as_such():
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
         pyro.factor("f", torch.where(x > 0, x.sqrt(), x))  # its untaken branch has no gradient
 
-    score = TracedScore(LatentDensity(nan_below_zero).score)
+    score = TracedScore(Target(nan_below_zero).score)
     for _ in range(5):
         log_prob, gradient = score(torch.tensor([[1.0], [-1.0]]))
     assert score.refusal is None and log_prob.isfinite().all()
@@ -123,7 +123,7 @@ def test_a_gradient_that_is_no_number_is_recorded_as_such():
 
 
 def test_the_log_density_can_be_differentiated():
-    density = LatentDensity(model)
+    density = Target(model)
     score = TracedScore(density.score)
     for _ in range(3):
         latent = torch.randn(4, 2, requires_grad=True)
@@ -132,15 +132,15 @@ def test_the_log_density_can_be_differentiated():
 
 
 def test_few_calls_do_not_repay_a_recording():
-    score = TracedScore(LatentDensity(model).score, num_calls=3)
+    score = TracedScore(Target(model).score, num_calls=3)
     for _ in range(3):
         score(torch.zeros(4, 2))
     assert "do not repay" in score.refusal
-    told = TracedScore(LatentDensity(model).score, num_calls=3, compile="trace")
+    told = TracedScore(Target(model).score, num_calls=3, compile="trace")
     for _ in range(3):
         told(torch.zeros(4, 2))
     assert told.refusal is None and told._programs
-    many = TracedScore(LatentDensity(model).score, num_calls=10_000)
+    many = TracedScore(Target(model).score, num_calls=10_000)
     for _ in range(3):
         many(torch.zeros(4, 2))
     assert many.refusal is None

@@ -13,7 +13,7 @@ from pyro.distributions import constraints
 from pyro.nn import PyroModule, PyroSample
 from torch import nn
 
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 from pyro_implicit.density.batched_runs import BatchedRuns
 
 
@@ -306,8 +306,8 @@ def test_in_one_go_as_one_by_one(name):
     model = MODELS[name]() if name == "Net" else MODELS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        density = LatentDensity(model)
-        looped = LatentDensity(model)
+        density = Target(model)
+        looped = Target(model)
         looped._runs = BatchedRuns("looped", False)
         points = density.init_loc + 0.3 * torch.randn(3, density.latent_dim)
         found, expected = density.score(points), looped.score(points)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributions import constraints
 
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.coverage import uncovered_modes
 
 
@@ -28,7 +28,7 @@ SDS = torch.tensor([[1.0, 3.0], [0.5, 0.5], [2.0, 1.0]], dtype=torch.double)
 
 def density(weights):
     mixture = Mixture(dist.Categorical(torch.tensor(weights)), dist.Normal(LOCS, SDS).to_event(1))
-    return LatentDensity(lambda: pyro.sample("x", mixture))
+    return Target(lambda: pyro.sample("x", mixture))
 
 
 def draws(component: int, num: int = 1000):
@@ -73,7 +73,7 @@ def test_a_spike_without_mass_does_not_count():
         dist.Categorical(torch.tensor([1.0, 1e-6])),
         dist.Normal(LOCS[:2], torch.tensor([[1.0, 3.0], [1e-6, 1e-6]])).to_event(1),
     )
-    found = uncovered_modes(LOCS[:2], draws(0), LatentDensity(lambda: pyro.sample("x", spiky)))
+    found = uncovered_modes(LOCS[:2], draws(0), Target(lambda: pyro.sample("x", spiky)))
     assert spiky.log_prob(LOCS[1]) > spiky.log_prob(LOCS[0]) + 10
     assert not found.uncovered.any()
 
@@ -87,5 +87,5 @@ def test_a_ridge_without_curvature_does_not_count():
         pyro.factor("density", -0.5 * x[0] ** 2 - 0.25 * (x[1] - 1).clamp(min=0) ** 4)
 
     u = torch.randn(1000, 2) * torch.tensor([1.0, 0.5])
-    found = uncovered_modes(torch.tensor([[0.0, 0.5]]), u, LatentDensity(model))
+    found = uncovered_modes(torch.tensor([[0.0, 0.5]]), u, Target(model))
     assert found.mass.item() < 0.9 and not found.uncovered.any()

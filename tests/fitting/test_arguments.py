@@ -12,7 +12,7 @@ import torch
 from pyro.infer import RenyiELBO, TraceEnum_ELBO
 from pyro.infer.autoguide import AutoNormal
 
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 from pyro_implicit.fitting import Schedule, fit, gaussian_guide, train
 from pyro_implicit.infer import ImplicitELBO
 
@@ -81,7 +81,7 @@ def test_keywords_of_the_model_reach_it():
 
 
 def test_keywords_of_the_other_functions():
-    density = LatentDensity(clashing, model_kwargs=KEYWORDS | {"loss": 0.0}, loss=5.0)
+    density = Target(clashing, model_kwargs=KEYWORDS | {"loss": 0.0}, loss=5.0)
     assert density.score(torch.tensor([[70 / 1.01]]))[1].abs() < 1e-2
     frame = torch.tensor([MEAN]), torch.tensor([[0.1]])
     guide = gaussian_guide(clashing, *frame, model_kwargs=KEYWORDS)

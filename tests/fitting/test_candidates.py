@@ -11,7 +11,7 @@ import pytest
 import torch
 from pyro.distributions import constraints
 
-from pyro_implicit.density import LatentDensity, find_modes
+from pyro_implicit.density import Target, find_modes
 from pyro_implicit.fitting import Candidate, choose, exact_guide, frame_of_draws, weigh
 
 
@@ -25,7 +25,7 @@ def normal():
 
 
 def test_the_start_is_the_gaussian():
-    density = LatentDensity(normal)
+    density = Target(normal)
     guide = exact_guide(normal, find_modes(density))
     found = weigh("start", guide, density)
     assert found.bound == pytest.approx(0.0, abs=2e-3) and found.gap < 2e-3
@@ -47,7 +47,7 @@ def test_the_lowest_hundredth_is_left_out(monkeypatch):
         return values[torch.randperm(1000)]
 
     monkeypatch.setattr("pyro_implicit.fitting.candidates._log_weights", log_weights)
-    density = LatentDensity(normal)
+    density = Target(normal)
     found = weigh("any", exact_guide(normal, find_modes(density)), density)
     assert found.bound == pytest.approx(kept.mean().item())
     assert found.gap == pytest.approx(0.5 * kept.var().item())
@@ -95,7 +95,7 @@ def candidate(name, bound, draws):
 def test_a_guide_that_lost_a_mode_does_not_win(seed):
     """A tenth of the mass, at a bound that is .09 higher."""
     pyro.set_rng_seed(seed)
-    density = LatentDensity(four_arms)
+    density = Target(four_arms)
     modes = find_modes(density)
     assert len(modes.loc) >= 2
     draws, is_lost, mass = by_quadrature()
@@ -117,7 +117,7 @@ def test_a_mode_of_a_thousandth_does_not_count():
         parts = [dist.Normal(-1.5, 0.1).log_prob(x), dist.Normal(1.5, 0.1).log_prob(x) - 7.0]
         pyro.factor("modes", torch.logaddexp(*parts))
 
-    density = LatentDensity(model)
+    density = Target(model)
     modes = find_modes(density)
     assert len(modes.loc) == 2
     draws = -1.5 + 0.1 * torch.randn(2000, 1)
@@ -127,7 +127,7 @@ def test_a_mode_of_a_thousandth_does_not_count():
 
 
 def test_ties_and_bounds_that_are_none():
-    density = LatentDensity(normal)
+    density = Target(normal)
     modes = find_modes(density)
     draws = torch.randn(10, 2)
 

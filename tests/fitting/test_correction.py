@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_implicit.density import LatentDensity, Modes
+from pyro_implicit.density import Modes, Target
 from pyro_implicit.fitting import correction, exact_guide
 
 
@@ -47,7 +47,7 @@ def test_a_mode_that_few_draws_reach_is_seen(seed, monkeypatch):
     pyro.set_rng_seed(seed)
     monkeypatch.setattr(correction, "NUM_WEIGHED", 20)
     found = Modes(loc=torch.zeros(1, 1), scale_tril=torch.ones(1, 1, 1), elbo=torch.zeros(1))
-    guide, density = exact_guide(two_modes, found), LatentDensity(two_modes)
+    guide, density = exact_guide(two_modes, found), Target(two_modes)
     assert not correction.reliability(guide, density).suffices
     # Where a draw takes long no more are asked for.
     monkeypatch.setattr(correction, "SECONDS_AGAIN", 1e-5)

@@ -16,7 +16,7 @@ from pyro_implicit import fit
 from pyro_implicit.fitting import HeldOut, Schedule, train
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.infer import ImplicitELBO
-from pyro_implicit.mcmc.batch_stream import BatchStream
+from pyro_implicit.runtime.minibatches import BatchStream
 
 QUIET = {"seed": 0, "progress": False}
 TRAIN, HELD_OUT = torch.full((40,), 3.0), torch.full((6,), 1.0)

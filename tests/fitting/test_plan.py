@@ -14,7 +14,7 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import fit
-from pyro_implicit.density import LatentDensity, find_modes
+from pyro_implicit.density import Target, find_modes
 from pyro_implicit.diagnostics.effort import plan_effort
 from pyro_implicit.fitting import Schedule, train
 from pyro_implicit.fitting.plan import (
@@ -48,10 +48,10 @@ def long_loop():
 
 
 def test_plans():
-    cheap = make_plan(LatentDensity(funnel))
+    cheap = make_plan(Target(funnel))
     assert cheap.search_iterations > 500 and cheap.chains == (MOST_CHAINS, MOST_GRADIENTS)
-    assert make_plan(LatentDensity(many)) == (0, (MOST_CHAINS, MOST_GRADIENTS))
-    dear = make_plan(LatentDensity(long_loop))
+    assert make_plan(Target(many)) == (0, (MOST_CHAINS, MOST_GRADIENTS))
+    dear = make_plan(Target(long_loop))
     assert dear.search_iterations < 100
     # A loop costs fewer chains the same.
     assert dear.chains.num_chains == MOST_CHAINS
@@ -63,10 +63,10 @@ def read_number():
     pyro.factor("bend", torch.zeros(()) if x.item() > 100 else -(x**2))
 
 
-@pytest.mark.filterwarnings("ignore:LatentDensity runs the model one particle at a time")
+@pytest.mark.filterwarnings("ignore:Target runs the model one particle at a time")
 def test_a_model_that_reads_a_number_has_the_plan_of_single_runs():
     """At points that are all the same the number is known, and the model runs in one go."""
-    density = LatentDensity(read_number)
+    density = Target(read_number)
     plan = make_plan(density)
     assert not density.is_vectorized
     assert plan.chains.num_chains < MOST_CHAINS and plan.search_iterations < 50
@@ -84,7 +84,7 @@ def test_fewer_chains_where_a_gradient_is_dear(size, chains):
 
 
 def test_a_model_that_fails_at_its_start_gets_a_plan(monkeypatch):
-    density = LatentDensity(funnel)
+    density = Target(funnel)
 
     def fails(*args):
         raise RuntimeError("at the start")
@@ -117,7 +117,7 @@ def test_a_training_ends_in_time_with_a_rate_that_has_fallen():
 
 
 def test_a_search_ends_in_time():
-    density = LatentDensity(funnel)
+    density = Target(funnel)
     runs = 0
     derivatives = density.derivatives
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from pyro_implicit import LIVI_ELBO, AutoSemiImplicit, fit
 from pyro_implicit.infer import AVB_ELBO, ImplicitELBO
-from pyro_implicit.mcmc.batch_stream import BatchStream
+from pyro_implicit.runtime.minibatches import BatchStream
 from tests.two_processes import in_two_processes
 
 pytestmark = pytest.mark.skipif(

@@ -11,7 +11,7 @@ from pyro.infer.autoguide import AutoNormal, init_to_value
 
 from pyro_implicit import fit
 from pyro_implicit.compiled import RecordedFunction
-from pyro_implicit.density import LatentDensity, traced_score
+from pyro_implicit.density import Target, traced_score
 from pyro_implicit.fitting.correction import Reliability
 from pyro_implicit.fitting.refinement_stages import between
 from pyro_implicit.guides import AutoImplicit
@@ -147,10 +147,10 @@ def test_a_start_that_training_would_not_leave_is_moved():
         with pyro.plate("rows", 3):
             pyro.sample("y", dist.Normal(0.0, sigma), obs=y)
 
-    density = LatentDensity(model, dist.InverseGamma(0.001, 0.001))
+    density = Target(model, dist.InverseGamma(0.001, 0.001))
     assert density.init_loc > 50  # the logarithm of the median
     assert between(density)["sigma"] < 1e6
-    density = LatentDensity(model, dist.LogNormal(1.0, 0.1))
+    density = Target(model, dist.LogNormal(1.0, 0.1))
     pyro.set_rng_seed(0)
     drawn = density.sample_prior(1)[0]
     pyro.set_rng_seed(0)

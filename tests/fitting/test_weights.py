@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.weights import mixture_weights
 
 
@@ -27,7 +27,7 @@ def target(log_density):
         x = pyro.sample("x", flat)
         pyro.factor("density", log_density(x))
 
-    return LatentDensity(model)
+    return Target(model)
 
 
 def gaussian(loc, scale):

@@ -22,7 +22,7 @@ from pyro_implicit import (
     AutoSemiImplicit,
     InjectiveELBO,
 )
-from pyro_implicit.density import LatentDensity, find_modes
+from pyro_implicit.density import Target, find_modes
 from pyro_implicit.guides import Frame
 
 both = pytest.mark.parametrize("make_guide", [AutoImplicit, AutoSemiImplicit])
@@ -78,7 +78,7 @@ def test_one_step_from_the_right_gaussian_stays_there():
         sigma = pyro.sample("sigma", dist.HalfNormal(5.0))
         pyro.sample("y", dist.Normal(a + b * x, sigma).to_event(1), obs=y)
 
-    modes = find_modes(LatentDensity(line))
+    modes = find_modes(Target(line))
     frame = Frame(modes.loc[0], scale_tril=modes.scale_tril[0])
     guide = AutoImplicit(line, AutoregressiveGenerator, frame=frame)
     exact = InjectiveELBO(1000)

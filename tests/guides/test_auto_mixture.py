@@ -22,8 +22,8 @@ from pyro_implicit import (
     ResidualGenerator,
     evidence_bound,
 )
-from pyro_implicit.density.latent_density import LatentDensity
 from pyro_implicit.density.modes import find_modes
+from pyro_implicit.density.target import Target
 from pyro_implicit.distributions import IntractableDensityError
 from pyro_implicit.fitting.gaussian import gaussian_guide
 from pyro_implicit.fitting.schedule import Schedule
@@ -151,7 +151,7 @@ def test_trace_elbo_sees_the_exact_density():
     expected = torch.logaddexp(parts[0] + math.log(0.2), parts[1] + math.log(0.8))
     torch.testing.assert_close(site["log_prob"], expected)
 
-    density = LatentDensity(model)
+    density = Target(model)
     latent = guide.get_posterior().sample((10000,))
     log_ratio = density.log_prob(latent) - guide.get_posterior().log_prob(latent)
     expected, error = log_ratio.mean().item(), 5 * log_ratio.std().item() / 1000**0.5
@@ -411,7 +411,7 @@ def two_modes():
 
 
 def test_two_modes_end_to_end():
-    density = LatentDensity(two_modes)
+    density = Target(two_modes)
     modes = find_modes(density, num_starts=20)
     parts = []
     for loc, scale_tril in zip(modes.loc, modes.scale_tril, strict=True):

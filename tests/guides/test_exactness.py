@@ -9,7 +9,7 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
 
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 from pyro_implicit.fitting.candidates import exact_log_weights
 from pyro_implicit.generators import MLP, AutoregressiveGenerator, ResidualGenerator
 from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
@@ -52,5 +52,5 @@ def test_a_guide_is_asked_what_it_is_made_of(name):
     if isinstance(guide, AutoImplicit):
         assert ("Cure" in why_inexact(guide)) is not is_exact
     if is_exact:
-        draws, log_weights = exact_log_weights(guide, LatentDensity(model), 7)
+        draws, log_weights = exact_log_weights(guide, Target(model), 7)
         assert draws.shape == (7, 2) and log_weights.isfinite().all()

@@ -16,7 +16,7 @@ from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from torch.autograd.functional import jacobian
 
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 from pyro_implicit.fitting import Fit, fit
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.infer import ImplicitELBO
@@ -174,7 +174,7 @@ MODELS = {
 
 def conditional(name):
     model, sites = MODELS[name]
-    density = LatentDensity(model)
+    density = Target(model)
     torch.manual_seed(0)
     points = 0.5 * torch.randn(3, density.latent_dim)
     return ConditionalDensity(density, points[0]), points
@@ -276,7 +276,7 @@ def scaled():
 
 @pytest.mark.parametrize("model", [walk_of_volatility, noisy, masked, scaled])
 def test_latents_without_such_a_law_are_left_alone(model):
-    density = LatentDensity(model)
+    density = Target(model)
     assert ConditionalDensity(density, density.init_loc + 0.1).reparams == {}
 
 
@@ -337,7 +337,7 @@ def test_other_families_are_left_alone(fn):
         )
         pyro.sample("z", dist.Normal(0.0, 1.0))
 
-    density = LatentDensity(model)
+    density = Target(model)
     assert dependent_sites(density, density.init_loc) == []
     with pytest.raises(ValueError, match="depend on other latents, or are multiplied"):
         refine(model, AutoNormal(model), frame="conditional", num_chains=16, progress=False)
@@ -350,7 +350,7 @@ def test_scaled_and_masked_sites_are_left_alone(factor):
         with pyro.plate("rows", 2), poutine.scale(scale=factor):
             pyro.sample("x", dist.Normal(0.0, scale))
 
-    density = LatentDensity(model)
+    density = Target(model)
     assert dependent_sites(density, density.init_loc) == []
 
 
@@ -407,7 +407,7 @@ def test_steps_of_which_the_data_see_sums_are_not_taken_for_known():
         steps = pyro.sample("steps", dist.Normal(0.5, scale).expand([6]).to_event(1))
         pyro.sample("y", dist.Normal(steps.cumsum(-1), 0.5).to_event(1), obs=torch.arange(6.0))
 
-    density = LatentDensity(model)
+    density = Target(model)
     middle = torch.full((7,), 0.3)
     found = ConditionalDensity(density, middle).reparams["steps"]
     sums, prior = torch.ones(6, 6).tril(), math.exp(-0.6)
@@ -616,7 +616,7 @@ def test_latents_that_discrete_ones_make():
         scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
         pyro.sample("level", dist.Normal(2 * which, scale))
 
-    walked = NoiseMap(LatentDensity(model))
+    walked = NoiseMap(Target(model))
     points = torch.randn(3, 2, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(walked.to_latent(points), points)
     torch.testing.assert_close(walked.to_points(points), points)

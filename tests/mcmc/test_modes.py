@@ -10,7 +10,7 @@ import pyro.distributions as dist
 import torch
 
 from pyro_implicit import AutoImplicit, AutoMixture, AutoregressiveGenerator, AutoSemiImplicit
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 from pyro_implicit.guides import Frame
 from pyro_implicit.mcmc import refine
 from pyro_implicit.mcmc.modes import Modes
@@ -60,13 +60,13 @@ def test_other_guides_keep_their_weights():
     result = refine(bimodal, mixture(bimodal, kind=AutoSemiImplicit), seed=0, **OPTIONS)
     assert result.stopped == "max_gradients" and "keeps the weight" in result.modes
     assert not result.modes_weighed
-    assert Modes.of(LatentDensity(bimodal), {"x": torch.zeros(8, 1)}) is None
+    assert Modes.of(Target(bimodal), {"x": torch.zeros(8, 1)}) is None
 
 
 def test_a_component_without_chains_has_no_mass():
     guide = mixture(bimodal)
     guide()
-    modes = Modes(LatentDensity(bimodal), guide)
+    modes = Modes(Target(bimodal), guide)
     latents = torch.randn(16, 5, 1) - 9
     masses = modes.log_masses(latents, modes.label(latents[:, 0]))
     assert masses[1] == -torch.inf and masses[0].isfinite()

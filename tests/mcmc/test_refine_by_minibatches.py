@@ -17,9 +17,9 @@ from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.mcmc import MinibatchRefined, refine
 from pyro_implicit.mcmc import minibatch_chains as chains_module
 from pyro_implicit.mcmc import minibatch_refinement as module
-from pyro_implicit.mcmc.batch_stream import BatchStream
 from pyro_implicit.mcmc.frame import estimate_frame
 from pyro_implicit.mcmc.minibatch_start import minibatch_frame
+from pyro_implicit.runtime.minibatches import BatchStream
 
 ROWS = 100
 GENERATOR = torch.Generator().manual_seed(0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyro_implicit import AutoImplicit, AutoregressiveGenerator
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 from pyro_implicit.guides import Frame
 from pyro_implicit.mcmc import refine, space_choice
 from pyro_implicit.mcmc.space_choice import start_chains
@@ -58,7 +58,7 @@ def bent(size):
 
 def begin(model, guide, frame="auto", max_gradients=4000):
     plan = Plan(guide, (), {}, 64, frame, "full", max_gradients, max_leapfrogs=64, max_draws=100)
-    return start_chains(LatentDensity(model), plan)[1]
+    return start_chains(Target(model), plan)[1]
 
 
 def test_a_good_guide_keeps_its_noise_at_no_cost():

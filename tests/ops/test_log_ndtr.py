@@ -8,7 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_implicit.density import LatentDensity
+from pyro_implicit.density import Target
 from pyro_implicit.ops.log_ndtr import log_ndtr
 
 
@@ -56,6 +56,6 @@ def test_models_have_it():
         pyro.factor("probit", torch.special.log_ndtr(1000.0 * x))
 
     points = torch.tensor([[-1.0], [-20.0]])
-    _, score, hessian = LatentDensity(model).derivatives(points)
+    _, score, hessian = Target(model).derivatives(points)
     torch.testing.assert_close(score, -1e6 * points - points / 100)
     torch.testing.assert_close(hessian.flatten(), torch.tensor([-1e6, -1e6]))

@@ -15,9 +15,9 @@ from pyro.infer import Trace_ELBO
 
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.discrete import DiscreteSum
-from pyro_implicit.density.turns import refuse_outer_plates
 from pyro_implicit.infer.engine.first_run import first_run
 from pyro_implicit.infer.engine.traced_steps import TracedSteps
+from pyro_implicit.runtime.locks import refuse_outer_plates
 
 __all__ = ["CarriedMemory", "ElboState", "Pair", "StatefulELBO"]
 

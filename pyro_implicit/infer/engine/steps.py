@@ -30,7 +30,7 @@ from pyro_implicit.infer.engine.traces import (
     leave_out_impossible,
     loss_and_surrogate,
 )
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["SIMPLE", "StepELBO"]
 

@@ -14,7 +14,7 @@ from pyro_implicit.compiled import CompilerError, RandomState, Untraceable
 from pyro_implicit.infer.engine.evaluation import Evaluation
 from pyro_implicit.infer.engine.nonfinite import NonFiniteError
 from pyro_implicit.infer.engine.step_call import Program, StepCall
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.runtime.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from pyro_implicit.infer.implicit_elbo import ImplicitELBO

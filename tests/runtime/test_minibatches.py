@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from pyro_implicit.mcmc.batch_stream import BatchStream
+from pyro_implicit.runtime.minibatches import BatchStream
 
 
 class Augmented(Dataset):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LatentDensity against densities written by hand, with their derivatives."""
+"""Target against densities written by hand, with their derivatives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
 from pyro_implicit.density.engine import SubsampledError
-from pyro_implicit.density.latent_density import LatentDensity
+from pyro_implicit.density.target import Target
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def _double():
 
 def looped(is_looped=True):
     """The warning that names what vmap cannot do, if it is due."""
-    message = "LatentDensity runs the model one particle at a time"
+    message = "Target runs the model one particle at a time"
     return pytest.warns(UserWarning, match=message) if is_looped else contextlib.nullcontext()
 
 
@@ -177,7 +177,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_value_gradient_and_hessian(name):
     model, formula, dim = CASES[name]
-    density = LatentDensity(model)
+    density = Target(model)
     assert density.latent_dim == dim and density.init_loc.shape == (dim,)
     with looped(name == "refusing"):
         assert density.is_vectorized == (name != "refusing")
@@ -194,7 +194,7 @@ def test_value_gradient_and_hessian(name):
 
 
 def test_log_prob_is_differentiable_and_batches_are_independent():
-    density = LatentDensity(hierarchy)
+    density = Target(hierarchy)
     latent = torch.randn(4, 8, requires_grad=True)
     value = density.log_prob(latent)
     (gradient,) = torch.autograd.grad(value[2], latent)
@@ -203,7 +203,7 @@ def test_log_prob_is_differentiable_and_batches_are_independent():
 
 
 def test_derivatives_under_no_grad():
-    density = LatentDensity(log_normal)
+    density = Target(log_normal)
     with torch.no_grad():
         value, score = density.score(torch.ones(1, 1))
         hessian = density.hessian(torch.ones(1, 1))
@@ -213,7 +213,7 @@ def test_derivatives_under_no_grad():
 
 
 def test_order_shapes_and_round_trip():
-    density = LatentDensity(hierarchy)
+    density = Target(hierarchy)
     assert {name: tuple(shape) for name, shape in density.shapes.items()} == {
         "scale": (),
         "x": (3, 2),
@@ -238,7 +238,7 @@ def test_order_shapes_and_round_trip():
 @pytest.mark.parametrize("name", ["log_normal", "beta", "simplex", "ordered", "improper"])
 def test_round_trip_of_constrained_sites(name):
     model, _, dim = CASES[name]
-    density = LatentDensity(model)
+    density = Target(model)
     latent = torch.randn(6, dim)
     values = density.constrain(latent)
     torch.testing.assert_close(density.unconstrain(values), latent)
@@ -257,7 +257,7 @@ def test_draws_of_the_prior():
         pyro.sample("flat", dist.ImproperUniform(constraints.positive, (), (2,)))
         pyro.sample("y", dist.Normal(a, 0.01), obs=torch.tensor(100.0))
 
-    draws = LatentDensity(model).sample_prior(400)
+    draws = Target(model).sample_prior(400)
     assert draws.shape == (400, 5)
     a, b, flat = draws.split([1, 2, 2], dim=-1)
     # The data say nothing, and a child follows its own parent.
@@ -271,7 +271,7 @@ def test_draws_of_the_prior():
 
 
 def test_draws_of_the_prior_follow_the_seed():
-    density = LatentDensity(improper)
+    density = Target(improper)
     draws = []
     for seed in (3, 3, 4):
         pyro.set_rng_seed(seed)
@@ -281,10 +281,10 @@ def test_draws_of_the_prior_follow_the_seed():
 
 def test_where_the_search_begins():
     start = init_to_value(values={"x": torch.tensor(2.0)})
-    density = LatentDensity(log_normal, init_loc_fn=start)
+    density = Target(log_normal, init_loc_fn=start)
     torch.testing.assert_close(density.init_loc, torch.tensor([2.0]).log())
     # Flat priors, of which no median can be drawn, at 0.
-    init_loc = LatentDensity(improper).init_loc
+    init_loc = Target(improper).init_loc
     assert (init_loc[:3] == 0).all() and init_loc[3].abs() < 1.5
 
 
@@ -300,10 +300,10 @@ def test_reparameterised_inside_a_plate(init_loc_fn):
         pyro.sample("y", dist.Normal(x.sum(), 1.0), obs=torch.tensor(1.0))
 
     pyro.set_rng_seed(0)
-    density = LatentDensity(model, True, init_loc_fn=init_loc_fn)
+    density = Target(model, True, init_loc_fn=init_loc_fn)
     pyro.set_rng_seed(0)
     outside = poutine.reparam(model, {"x": LocScaleReparam(0.5)})
-    expected = LatentDensity(outside, False, init_loc_fn=init_loc_fn)
+    expected = Target(outside, False, init_loc_fn=init_loc_fn)
     assert density.shapes == expected.shapes == {"scale": (), "x_decentered": (2,)}
     torch.testing.assert_close(density.init_loc, expected.init_loc)
     latent = density.sample_prior(3)
@@ -315,7 +315,7 @@ def test_arguments_of_the_model():
     def model(y, scale=1.0):
         pyro.sample("y", dist.Normal(pyro.sample("x", dist.Normal(0.0, 1.0)), scale), obs=y)
 
-    found = LatentDensity(model, torch.tensor(2.0), scale=0.5).log_prob(torch.ones(1, 1))
+    found = Target(model, torch.tensor(2.0), scale=0.5).log_prob(torch.ones(1, 1))
     expected = normal(torch.ones(1), 0.0, 1.0) + normal(torch.ones(1), 2.0, 0.5)
     torch.testing.assert_close(found, expected)
 
@@ -329,10 +329,10 @@ def sometimes(where, is_observed=False):
 @pytest.mark.parametrize("where", [lambda x: x > 0.5, lambda x: x < 0.5])  # it starts at 0
 def test_a_latent_of_some_runs_is_refused(where):
     start = init_to_value(values={"x": torch.tensor(0.0)})
-    density = LatentDensity(sometimes, where, init_loc_fn=start)
+    density = Target(sometimes, where, init_loc_fn=start)
     points = torch.linspace(0.0, 1.0, 4).unsqueeze(-1).expand(4, density.latent_dim)
     for some in (points, points.flip(0), points[-1:]):
-        fresh = LatentDensity(sometimes, where, init_loc_fn=start)
+        fresh = Target(sometimes, where, init_loc_fn=start)
         with pytest.raises(ValueError, match="site 'v' is in some runs .* and not in others.*Cure"):
             fresh.log_prob(some)
     with pytest.raises(ValueError, match="site 'v' is in some runs"):
@@ -340,7 +340,7 @@ def test_a_latent_of_some_runs_is_refused(where):
 
 
 def test_an_observation_of_some_runs_is_no_latent():
-    density = LatentDensity(sometimes, lambda x: x > 0.5, True)
+    density = Target(sometimes, lambda x: x > 0.5, True)
     x = torch.linspace(0.0, 1.0, 4)
     expected = normal(x, 0.0, 1.0) + torch.where(x > 0.5, normal(2.0, x, 1.0), 0.0)
     torch.testing.assert_close(density.log_prob(x.unsqueeze(-1)), expected)
@@ -360,7 +360,7 @@ def partly_hidden():
 @pytest.mark.parametrize("model", [noisy, poutine.block(partly_hidden, hide=["hidden"])])
 def test_a_model_random_beyond_its_latents_is_refused(model):
     message = "random beyond its latents.*log-density at one point is .*, and then .*Cure"
-    density = LatentDensity(model)
+    density = Target(model)
     for _ in range(2):  # who catches it once is told again
         with pytest.raises(ValueError, match=message):
             density.log_prob(torch.zeros(2, 1))
@@ -376,7 +376,7 @@ def test_log_densities_outside_the_support():
         pyro.factor("half", torch.where(x > 0, 0.0, -math.inf))
         pyro.sample("y", dist.Exponential(1.0), obs=torch.tensor(1.0))
 
-    density = LatentDensity(model, init_loc_fn=init_to_value(values={"x": torch.tensor(-1.0)}))
+    density = Target(model, init_loc_fn=init_to_value(values={"x": torch.tensor(-1.0)}))
     assert density.is_vectorized
     assert density.log_prob(torch.tensor([[-1.0], [1.0]])).isfinite().tolist() == [False, True]
 
@@ -391,7 +391,7 @@ def test_validated_distributions_made_outside():
         pyro.sample("y", likelihood, obs=Y)
         pyro.sample("z", dist.Poisson(x.sum()), obs=torch.tensor(3.0))
 
-    density = LatentDensity(model)
+    density = Target(model)
     assert density.is_vectorized
     u = torch.tensor([0.4, -0.3])
     rate = u.exp().sum()
@@ -400,11 +400,11 @@ def test_validated_distributions_made_outside():
 
 
 def test_handlers_outside_do_not_see_it():
-    density = LatentDensity(hierarchy)
+    density = Target(hierarchy)
     with poutine.trace() as tracer:
         density.log_prob(torch.zeros(2, 8))
         density.sample_prior(2)
-        LatentDensity(hierarchy)
+        Target(hierarchy)
     assert not [s for s in tracer.trace.nodes.values() if s["type"] == "sample"]
 
 
@@ -416,13 +416,13 @@ def test_subsampled_data_are_refused():
 
     message = "plate 'rows' of site 'y' subsamples 10 of 100 elements. Cure: run the model without"
     with pytest.raises(SubsampledError, match=message):
-        LatentDensity(model)
+        Target(model)
     assert issubclass(SubsampledError, ValueError)
 
 
 def test_a_model_without_latents():
     with pytest.raises(RuntimeError, match="latent"):
-        LatentDensity(lambda: pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.tensor(1.0)))
+        Target(lambda: pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.tensor(1.0)))
 
 
 @pytest.mark.parametrize("name", ["hierarchy", "simplex", "refusing"])
@@ -431,7 +431,7 @@ def test_single_precision(name):
     model, formula, dim = CASES[name]
     if name == "hierarchy":
         model = poutine.condition(model, {"y": Y.float()})
-    density = LatentDensity(model)
+    density = Target(model)
     latent = torch.randn(3, dim)
     with looped(name == "refusing"):
         value, score = density.score(latent)
@@ -461,7 +461,7 @@ def test_latents_without_unconstrained_coordinates_are_named(fn, cure):
         pyro.sample("x", fn())
 
     with pytest.raises(ValueError, match="latent 'x' has no unconstrained coordinates") as caught:
-        LatentDensity(model)
+        Target(model)
     assert cure in str(caught.value)
 
 
@@ -483,9 +483,9 @@ def test_angles_on_the_whole_real_line(fn):
         pyro.sample("x", fn(dist.VonMises(torch.tensor(0.0), torch.tensor(2.0))), obs=obs)
 
     with pytest.warns(UserWarning, match="latent 'x' is an angle.*Cure: .*Uniform.*'x_prior'"):
-        LatentDensity(model)
+        Target(model)
     observed = torch.full(fn(dist.VonMises(0.0, torch.tensor(2.0))).event_shape, 0.1)
-    assert LatentDensity(model, observed).log_prob(torch.zeros(1, 1)).isfinite()
+    assert Target(model, observed).log_prob(torch.zeros(1, 1)).isfinite()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -507,7 +507,7 @@ def test_second_derivatives_that_torch_loses_are_found(dtype):
         return -(((y - loc) ** 2).sum() / 0.25 + top**2 / 4 + latent[1] ** 2 / 0.25) / 2
 
     points = torch.tensor([[0.3, 0.2], [1.1, -0.4], [-0.5, 0.1]], dtype=dtype)
-    found = LatentDensity(model).hessian(points)
+    found = Target(model).hessian(points)
     expected = torch.stack([torch.autograd.functional.hessian(log_density, one) for one in points])
     error = 3 * torch.finfo(dtype).eps ** (1 / 2)
     torch.testing.assert_close(found, expected, rtol=error, atol=0.0)
@@ -522,7 +522,7 @@ def test_a_flat_prior_may_be_inside_of_another_distribution(like):
         rate = pyro.sample("rate", flat)
         pyro.sample("y", dist.Exponential(rate).to_event(1), obs=data)
 
-    density = LatentDensity(model)
+    density = Target(model)
     assert density.init_loc.equal(torch.zeros(3, dtype=like))
     latent = torch.tensor([[0.3, -1.0, 0.2]], dtype=like)
     expected = (2 * latent - data * latent.exp()).sum(-1)

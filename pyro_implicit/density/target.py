@@ -34,16 +34,16 @@ from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.density.supports import refuse_moving_supports
 from pyro_implicit.density.unfit_sites import refuse_unfit_sites, warn_of_missing_data
 from pyro_implicit.ops.site_parts import site_parts
-from pyro_implicit.user_warnings import first_line
+from pyro_implicit.runtime.user_warnings import first_line
 
-__all__ = ["LatentDensity"]
+__all__ = ["Target"]
 
 T = TypeVar("T")
 
 MAX_RETRIES = 10
 
 
-class LatentDensity:
+class Target:
     r"""The unnormalised log-density that a model gives to its latents, in unconstrained space.
 
     With u the latents' unconstrained coordinates and :math:`\theta(u)` their values,
@@ -59,7 +59,7 @@ class LatentDensity:
     >>> import pyro.distributions as dist
     >>> def model():
     ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
-    >>> density = LatentDensity(model)
+    >>> density = Target(model)
     >>> density.log_prob(torch.zeros(3, 1))
     tensor([-0.9189, -0.9189, -0.9189])
 

@@ -14,7 +14,7 @@ import pyro_implicit
 #: Library code that warns behind a context manager, which torch's Module.__call__ runs.
 SOURCE = """
 import contextlib, torch
-from pyro_implicit.user_warnings import warn_user
+from pyro_implicit.runtime.user_warnings import warn_user
 
 @contextlib.contextmanager
 def room():

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyro_implicit.guides.random_stream import own_stream, same_streams
+from pyro_implicit.runtime.random_stream import own_stream, same_streams
 
 
 @pytest.fixture

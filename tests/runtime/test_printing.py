@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyro_implicit import AVB_ELBO, LIVI_ELBO, MLP, AutoImplicit, Implicit
-from pyro_implicit.density import LatentDensity, Modes
+from pyro_implicit.density import Modes, Target
 from pyro_implicit.diagnostics import Diagnosis
 from pyro_implicit.fitting import Candidate, Fit
 from pyro_implicit.guides import Frame, StoredDraws
@@ -43,7 +43,7 @@ THINGS = {
     "StoredDraws(7 draws of a, b)": lambda: StoredDraws(
         {"a": torch.zeros(7, 2), "b": torch.ones(7)}
     ),
-    "LatentDensity(3 latents of a, b)": lambda: LatentDensity(model),
+    "Target(3 latents of a, b)": lambda: Target(model),
     "LIVI_ELBO(num_particles=8)": LIVI_ELBO,
     "LIVI_ELBO(num_particles=4, compile='trace', log_det='exact')": lambda: LIVI_ELBO(
         4, log_det="exact", compile="trace"
