@@ -18,7 +18,8 @@ __all__ = ["LIBRARIES", "first_line", "warn_user"]
 
 #: Where a line is not the user's: this package, what calls it back, and the decorators of both.
 LIBRARIES = (
-    *(str(Path(file).parent) + os.sep for file in (__file__, pyro.__file__, torch.__file__)),
+    str(Path(__file__).parents[1]) + os.sep,
+    *(str(Path(file).parent) + os.sep for file in (pyro.__file__, torch.__file__)),
     contextlib.__file__,
     functools.__file__,
 )
