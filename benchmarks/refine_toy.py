@@ -75,7 +75,7 @@ def mean_field(args: argparse.Namespace) -> Any:
 
 
 def livi(args: argparse.Namespace) -> Any:
-    guide = AutoSemiImplicit(model, noise_dim=50, init_loc_fn=init_to_sample)
+    guide = AutoSemiImplicit(model, noise_dim=50, init_loc_fn=init_to_sample, frame="mode")
     # Its determinants are as large as the noise: half of the particles, for about equal time.
     elbo = LIVI_ELBO(max(1, args.particles // 2), vectorize_particles="plate")
     return train(guide, elbo, args)
@@ -83,7 +83,10 @@ def livi(args: argparse.Namespace) -> Any:
 
 def injective(args: argparse.Namespace) -> Any:
     guide = AutoImplicit(
-        model, generator=lambda size: ResidualGenerator(size, 10), init_loc_fn=init_to_sample
+        model,
+        generator=lambda size: ResidualGenerator(size, 10),
+        init_loc_fn=init_to_sample,
+        frame="mode",
     )
     elbo = InjectiveELBO(args.particles, vectorize_particles="plate")
     return train(guide, elbo, args)

@@ -174,7 +174,9 @@ def nuts(data: Data, args: argparse.Namespace) -> Tensor:
     return torch.stack(chains)
 
 
-INJECTIVE = partial(AutoImplicit, generator=lambda size: ResidualGenerator(size, 10))
+IMPLICIT = partial(AutoImplicit, frame="mode")
+SEMI_IMPLICIT = partial(AutoSemiImplicit, frame="mode")
+INJECTIVE = partial(IMPLICIT, generator=lambda size: ResidualGenerator(size, 10))
 # LIVI's determinants are as large as the noise: fewer particles and dimensions, for equal time.
 METHODS: dict[str, Method] = {
     "NUTS": nuts,
@@ -183,10 +185,10 @@ METHODS: dict[str, Method] = {
     "amortised GFSF": by_guide(INJECTIVE, partial(ScoreELBO, estimator="stein", covariance=None)),
     "amortised SVGD": by_guide(INJECTIVE, AmortizedSVGD_ELBO),
     "amortised KSD": by_guide(INJECTIVE, AmortizedKSD_ELBO),
-    "KIVI": by_guide(AutoImplicit, KIVI_ELBO),
-    "AVB": by_guide(AutoImplicit, AVB_ELBO),
-    "LIVI": by_guide(partial(AutoSemiImplicit, noise_dim=50), LIVI_ELBO, particles=10),
-    "SIVI": by_guide(AutoSemiImplicit, SIVI_ELBO, particles=32),
+    "KIVI": by_guide(IMPLICIT, KIVI_ELBO),
+    "AVB": by_guide(IMPLICIT, AVB_ELBO),
+    "LIVI": by_guide(partial(SEMI_IMPLICIT, noise_dim=50), LIVI_ELBO, particles=10),
+    "SIVI": by_guide(SEMI_IMPLICIT, SIVI_ELBO, particles=32),
     "AutoNormal": by_guide(AutoNormal, ImplicitELBO),
     "AutoMultivariateNormal": by_guide(AutoMultivariateNormal, ImplicitELBO),
     "SVGD (particles)": svgd,

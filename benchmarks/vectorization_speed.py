@@ -118,9 +118,9 @@ def make_cases(device: str, num_particles: int) -> dict[str, Case]:
         "AutoMultivariateNormal, loop": Case(AutoMultivariateNormal(model, **at_zero), loop()),
         "AutoMultivariateNormal, vmap": Case(AutoMultivariateNormal(model, **at_zero), vmap()),
         "LIVI, 100 noise dimensions": Case(
-            AutoSemiImplicit(model, noise_dim=100, **at_zero), livi()
+            AutoSemiImplicit(model, noise_dim=100, frame="mode", **at_zero), livi()
         ),
-        "LIVI, default": Case(AutoSemiImplicit(model, **at_zero), livi()),
+        "LIVI, default": Case(AutoSemiImplicit(model, frame="mode", **at_zero), livi()),
     }
 
 

@@ -32,9 +32,10 @@ class AutoImplicit(AutoDraws):
 
     In unconstrained space the latent vector is :math:`\theta = m + L (\mu + D \odot g(z))` with
     standard normal noise z, a generator g, learnable :math:`\mu` and D, which start at 0 and 1, and
-    a fixed frame (m, L): a Gaussian in whose units the guide moves, found at the first call. The
-    default generator is :class:`~pyro_implicit.generators.GatedMLP`, started as an affine map, so
-    training starts from that Gaussian. There is no density: train it by the ELBOs for
+    a fixed frame (m, L): a Gaussian in whose units the guide moves, found at the first call unless
+    ``init_loc_fn`` or ``init_scale`` gives an initial value. The default generator is
+    :class:`~pyro_implicit.generators.GatedMLP`, started as an affine map, so training starts from
+    that Gaussian. There is no density: train it by the ELBOs for
     :class:`~pyro_implicit.distributions.Implicit` sites.
 
     **Example:**
@@ -54,17 +55,18 @@ class AutoImplicit(AutoDraws):
     :param noise_dim: size of the noise; by default the generator's ``noise_dim``, else the latent
         dimension, but at most 200 (beyond, one LIVI step with an exact log-determinant takes
         seconds on a CPU).
-    :param init_loc_fn: per-site initialisation, see Pyro's :ref:`autoguide-initialization`; sites
-        with a flat prior (``ImproperUniform``) that it cannot start begin at 0 in unconstrained
-        space. Where one is given, ``frame="auto"`` climbs from there alone.
-    :param init_scale: only with ``frame=None``: the initial standard deviation of each latent, in
-        unconstrained space. 0.1, the default, suits small models, 0.01 large networks. It
-        multiplies the generator's own spread, which is 1 of the default generator: give
-        :class:`~pyro_implicit.MMNN` ``output_scale=1.0``.
-    :param frame: ``"auto"`` finds one in about a second, by a climb to a mode and a Gaussian there.
-        A Gaussian autoguide of the same model, fitted or not, or a :class:`Frame` gives its
-        location and scale, full or diagonal. None: none, and
-        :math:`\theta = \mu + D \odot g(z)` starts at ``init_loc_fn`` with ``init_scale``.
+    :param init_loc_fn: per-site initialisation, see Pyro's :ref:`autoguide-initialization`; the
+        default is ``init_to_median``. Sites with a flat prior (``ImproperUniform``) that it cannot
+        initialise begin at 0 in unconstrained space.
+    :param init_scale: the initial standard deviation of each latent, in unconstrained space. The
+        default 0.1 suits small models; 0.01 suits large networks. It multiplies the generator's own
+        spread, which is 1 for the default generator: give :class:`~pyro_implicit.MMNN`
+        ``output_scale=1.0``.
+    :param frame: None: no frame, so that :math:`\theta = \mu + D \odot g(z)` starts at
+        ``init_loc_fn`` with ``init_scale``. ``"mode"`` climbs from ``init_loc_fn`` to a mode and
+        takes a Gaussian there, in about a second. ``"auto"`` is None if ``init_loc_fn`` or
+        ``init_scale`` is given, and ``"mode"`` otherwise. A Gaussian autoguide of the same model,
+        fitted or not, or a :class:`Frame` gives its location and scale, full or diagonal.
     :param create_plates: as in Pyro's autoguides.
     :raises ValueError: for a bad argument; at the first call, for a discrete latent, a latent in a
         subsampled plate, a generator of the wrong input or output size, or parameters of another
@@ -81,19 +83,26 @@ class AutoImplicit(AutoDraws):
         model: Callable[..., Any],
         generator: nn.Module | Callable[[int], nn.Module] | None = None,
         noise_dim: int | None = None,
-        init_loc_fn: Callable[[dict[str, Any]], Tensor] = init_to_median,
+        init_loc_fn: Callable[[dict[str, Any]], Tensor] | None = None,
         init_scale: float | None = None,
-        frame: AutoGuide | Frame | Literal["auto"] | None = "auto",
+        frame: AutoGuide | Frame | Literal["auto", "mode"] | None = "auto",
         create_plates: Callable[..., Any] | None = None,
     ) -> None:
         if init_scale is not None and not init_scale > 0:
             raise ValueError(f"init_scale must be positive, but got {init_scale}")
-        if init_scale is not None and frame is not None:
+        is_searched = isinstance(frame, str)
+        is_ignored = {
+            "init_loc_fn": init_loc_fn is not None and frame is not None and not is_searched,
+            "init_scale": init_scale is not None and frame is not None and frame != "auto",
+        }
+        for name in (name for name, ignored in is_ignored.items() if ignored):
             raise ValueError(
-                "init_scale is the start of a guide without a frame, in whose units it starts at "
-                "1. Cure: frame=None, or no init_scale"
+                f"{name} initialises a guide without a frame, but a frame was given, in whose "
+                f"units the guide starts at location 0 and scale 1. Cure: frame=None, or no {name}"
             )
-        super().__init__(model, init_loc_fn, create_plates)
+        if is_searched and frame == "auto" and not (init_loc_fn is init_scale is None):
+            frame = None
+        super().__init__(model, init_loc_fn or init_to_median, create_plates)
         self.noise_dim = noise_dim
         self._init_scale = 0.1 if init_scale is None else init_scale
         # In tuples, so that they are no submodules.
@@ -122,11 +131,11 @@ class AutoImplicit(AutoDraws):
 
     def _frame(self, *args: Any, **kwargs: Any) -> Frame | None:
         (frame,) = self._make_frame
-        if frame is None:
-            return None
-        if isinstance(frame, str) and frame == "auto":
-            if self._is_stored("loc"):  # loaded, with the frame that was found then
+        if frame is None or (isinstance(frame, str) and frame in ("auto", "mode")):
+            if self._is_stored("loc"):  # loaded, with the frame that the guide had
                 return self._stored_frame()
+            if frame is None:
+                return None
             model = self.model.func.args[-1]  # inside of Pyro's InitMessenger
             return find_frame(model, self._start.init_loc_fn, self._init_loc().device, args, kwargs)
         if not isinstance(frame, Frame):

@@ -45,7 +45,10 @@ class AutoMixture(AutoDraws):
     ...     x = pyro.sample("x", dist.Normal(0.0, 5.0))
     ...     pyro.sample("y", dist.Normal(x**2, 1.0), obs=torch.tensor(9.0))
     >>> starts = [init_to_value(values={"x": torch.tensor(x)}) for x in (-3.0, 3.0)]
-    >>> parts = [AutoImplicit(model, AutoregressiveGenerator, init_loc_fn=at) for at in starts]
+    >>> parts = [
+    ...     AutoImplicit(model, AutoregressiveGenerator, init_loc_fn=start, frame="mode")
+    ...     for start in starts
+    ... ]
     >>> guide = AutoMixture(model, parts)
     >>> guide.sample_posterior(100)["x"].abs().round().unique()
     tensor([3.])

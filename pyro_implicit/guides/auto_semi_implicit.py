@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any, Literal
 
 import torch
-from pyro.infer.autoguide import AutoGuide, init_to_median
+from pyro.infer.autoguide import AutoGuide
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 from torch.distributions import constraints
@@ -59,9 +59,9 @@ class AutoSemiImplicit(AutoImplicit):
         model: Callable[..., Any],
         generator: nn.Module | Callable[[int], nn.Module] | None = None,
         noise_dim: int | None = None,
-        init_loc_fn: Callable[[dict[str, Any]], Tensor] = init_to_median,
+        init_loc_fn: Callable[[dict[str, Any]], Tensor] | None = None,
         init_scale: float | None = None,
-        frame: AutoGuide | Frame | Literal["auto"] | None = "auto",
+        frame: AutoGuide | Frame | Literal["auto", "mode"] | None = "auto",
         create_plates: Callable[..., Any] | None = None,
         noise_scale: float | Literal["learn"] = 0.02,
     ) -> None:

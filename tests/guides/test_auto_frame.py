@@ -93,7 +93,8 @@ def test_a_start_decides_between_two_modes():
     for sign in (-1, 1):
         pyro.clear_param_store()
         start = init_to_value(values={"x": torch.tensor(sign * 1.0)})
-        draws = AutoImplicit(model, init_loc_fn=start).sample_posterior(100)["x"]
+        guide = AutoImplicit(model, init_loc_fn=start, frame="mode")
+        draws = guide.sample_posterior(100)["x"]
         assert (sign * draws > 2).all()
 
 
@@ -144,7 +145,8 @@ def test_a_model_whose_density_fails_gets_one_warning(make_guide):
         if len(calls) > 1:
             raise ArithmeticError("no second run")
 
-    guide = make_guide(model, init_loc_fn=init_to_value(values={"x": torch.tensor(5.0)}))
+    start = init_to_value(values={"x": torch.tensor(5.0)})
+    guide = make_guide(model, init_loc_fn=start, frame="mode")
     with pytest.warns(UserWarning, match="found no frame.*ArithmeticError: no second.*Cure") as all:
         guide()
     assert len(all) == 1 and all[0].filename == __file__
@@ -210,7 +212,34 @@ def test_the_plan_does_not_hang_on_the_clock():
     assert costs[0] == costs[1] > 0
 
 
-def test_a_scale_is_for_guides_without_a_frame():
-    for frame in ("auto", Frame(torch.zeros(2), torch.ones(2))):
-        with pytest.raises(ValueError, match="init_scale.*Cure: frame=None"):
-            AutoImplicit(simple, init_scale=0.3, frame=frame)
+@both
+def test_explicit_initial_values_replace_the_search(make_guide, monkeypatch):
+    """``simple`` has its mode at 50: a guide that searched would start there."""
+    monkeypatch.setattr(auto_implicit, "find_frame", None)
+    start = init_to_value(values={"x": torch.tensor([7.0, -7.0])})
+    guide = make_guide(simple, init_loc_fn=start)
+    guide()
+    assert torch.equal(guide.loc, torch.tensor([7.0, -7.0]))
+    torch.testing.assert_close(guide.scale.detach(), torch.full((2,), 0.1))
+    pyro.clear_param_store()
+    guide = make_guide(simple, init_scale=0.3)
+    guide()
+    torch.testing.assert_close(guide.loc.detach(), torch.full((2,), 50.0), atol=4.0, rtol=0)
+    torch.testing.assert_close(guide.scale.detach(), torch.full((2,), 0.3))
+
+
+@both
+def test_initial_values_that_a_frame_would_replace_are_refused(make_guide):
+    unit = Frame(torch.zeros(2), torch.ones(2))
+    given = {"init_scale": 0.3, "init_loc_fn": init_to_median}
+    for frame, name in ((unit, "init_scale"), (unit, "init_loc_fn"), ("mode", "init_scale")):
+        with pytest.raises(ValueError, match=f"^{name} .*Cure: frame=None, or no {name}"):
+            make_guide(simple, frame=frame, **{name: given[name]})
+
+
+def test_a_stored_frame_is_loaded_into_a_guide_with_an_initial_value():
+    guide = AutoImplicit(simple, frame=Frame(torch.ones(2), torch.full((2,), 3.0)))
+    guide()
+    fresh = AutoImplicit(simple, init_loc_fn=init_to_median)
+    fresh()
+    assert torch.equal(fresh.frame_scale, guide.frame_scale)

@@ -60,13 +60,6 @@ OURS = ("AutoImplicit", "AutoSemiImplicit", "AutoMixture")
 guides = pytest.mark.parametrize("make", GUIDES.values(), ids=GUIDES)
 
 
-def unframed(make, *args, **kwargs):
-    """A guide that starts where it is told, as Pyro's do."""
-    if make in (GUIDES[name] for name in OURS):
-        kwargs["frame"] = None
-    return make(*args, **kwargs)
-
-
 def elbo_for(guide):
     """One that trains, or of a mixture evaluates, the guide."""
     kinds = {type(module) for module in guide.modules()}
@@ -133,7 +126,7 @@ def check_summaries(make, priors):
         for name, prior in priors.items():
             pyro.sample(name, prior)
 
-    guide = unframed(make, model, init_scale=0.5)
+    guide = make(model, init_scale=0.5)
     draw = guide()
     levels, medians = guide.quantiles([0.1, 0.5, 0.9]), guide.median()
     assert list(levels) == list(medians) == list(priors)
@@ -207,7 +200,7 @@ def test_a_guide_starts_at_init_loc(make):
         pyro.sample("x", dist.Normal(0.0, 1.0))
         pyro.sample("y", dist.MultivariateNormal(torch.zeros(5), torch.eye(5)))
 
-    guide = unframed(make, model, init_loc_fn=lambda site: start[site["name"]])
+    guide = make(model, init_loc_fn=lambda site: start[site["name"]])
     guide()
     for name, value in guide.median().items():
         assert_close(value, start[name], atol=0.02, rtol=0)
@@ -219,12 +212,12 @@ def test_init_scale(make, init_scale):
     def model():
         pyro.sample("x", dist.Normal(torch.zeros(20), 1.0).to_event(1))
 
-    guide = unframed(make, model, init_scale=init_scale, init_loc_fn=init_to_feasible)
+    guide = make(model, init_scale=init_scale, init_loc_fn=init_to_feasible)
     guide()
     low, high = guide.quantiles([0.159, 0.841])["x"]
     assert_close((high - low).mean() / 2, torch.tensor(init_scale), rtol=0.1, atol=0)
     with pytest.raises(ValueError, match="init_scale"):
-        unframed(make, model, init_scale=-1.0)
+        make(model, init_scale=-1.0)
 
 
 @guides
