@@ -103,7 +103,8 @@ def gaussian_frame(guide: AutoGuide, sites: list[str], *args: Any, **kwargs: Any
     """
     if not isinstance(guide, AutoGuide):
         raise TypeError(
-            f'frame must be a Gaussian autoguide, a Frame, "auto", "mode" or None, not {guide!r}'
+            'frame must be a Gaussian autoguide, a Frame, "auto", "mode" or None, but got '
+            f"{guide!r}"
         )
     if guide.prototype_trace is None:
         with poutine.block():
