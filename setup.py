@@ -28,9 +28,9 @@ setup(
     packages=find_packages(include=["pyro_implicit", "pyro_implicit.*"]),
     package_data={"pyro_implicit": ["py.typed"]},
     python_requires=">=3.11",
-    # matplotlib and pytest are never imported when the package is: tests/test_package.py.
+    # matplotlib is imported by the first plot only: tests/test_package.py.
     # torch: the oldest that was tested (CONTRIBUTING.md, "Release").
-    install_requires=["pyro-ppl>=1.9.2", "torch>=2.9.1", "numpy", "matplotlib", "pytest"],
+    install_requires=["pyro-ppl>=1.9.2", "torch>=2.9.1", "numpy", "matplotlib"],
     extras_require={
         "networks": NETWORKS,  # evaluate(ood=...)
         "arviz": ARVIZ,  # to_datatree, to_inferencedata

@@ -20,6 +20,20 @@ MODULES = ["pyro_implicit"] + [
 ]
 
 
+def test_no_module_imports_test_tools() -> None:
+    """pytest is a requirement of the tests only."""
+    script = "import sys, importlib; [importlib.import_module(m) for m in sys.argv[1:]]; "
+    script += "print(sorted({m.split('.')[0] for m in sys.modules} & {'pytest', '_pytest'}))"
+    found = subprocess.run(
+        [sys.executable, "-c", script, *MODULES],
+        capture_output=True, text=True, cwd=ROOT, check=True,
+    )  # fmt: skip
+    assert found.stdout.strip() == "[]"
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    (required,) = re.findall(r"install_requires=\[(.*?)\]", setup)
+    assert "pytest" not in required
+
+
 def test_import_stays_light() -> None:
     heavy = {"matplotlib", "pytest", "sklearn", "arviz", "pandas"}
     script = "import sys, pyro_implicit; print(*sorted({m.split('.')[0] for m in sys.modules}))"

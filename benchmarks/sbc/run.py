@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyro
 import torch
 from pyro import poutine
@@ -44,6 +45,12 @@ KEY = ("model", "method", "seed")
 Draws = dict[str, Tensor]
 
 
+def streams(seed: int) -> tuple[int, int]:
+    """Independent seeds of the truth and of the fit: draws of one seed would repeat the truth."""
+    first, second = np.random.SeedSequence(seed).generate_state(2)
+    return int(first), int(second)
+
+
 def simulate(model: Callable[..., Any], seed: int) -> tuple[Draws, Tensor]:
     """Latents of the prior and data of these."""
     pyro.set_rng_seed(seed)
@@ -55,7 +62,8 @@ def simulate(model: Callable[..., Any], seed: int) -> tuple[Draws, Tensor]:
 
 def by_fit(model: Callable[..., Any], y: Tensor, seed: int) -> tuple[Draws, str]:
     """Draws of ``fit``, and what they are."""
-    result = fit(model, "auto", y, seed=seed, progress=False)
+    pyro.set_rng_seed(seed)
+    result = fit(model, "auto", y, progress=False)
     if result.refined is not None:
         return result.sample(NUM_DRAWS), result.refined.stopped
     kind = "guide" if result.correction is None else "corrected"
@@ -97,16 +105,17 @@ def statistics(density: Target, draws: Draws) -> dict[str, Tensor]:
 def run(name: str, method: str, seed: int) -> dict[str, Any]:
     """The ranks of one data set."""
     model = MODELS[name]
-    truth, y = simulate(model, seed)
+    of_truth, of_fit = streams(seed)
+    truth, y = simulate(model, of_truth)
     start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        draws, how = (by_fit if method == "fit" else by_refine)(model, y, seed)
+        draws, how = (by_fit if method == "fit" else by_refine)(model, y, of_fit)
     seconds = time.perf_counter() - start
     density = Target(model, y)
     true = {key: value.unsqueeze(0) for key, value in truth.items()}
-    of_truth, of_draws = statistics(density, true), statistics(density, draws)
-    ranks = {key: int((of_draws[key] < of_truth[key]).sum()) for key in of_draws}
+    true_values, of_draws = statistics(density, true), statistics(density, draws)
+    ranks = {key: int((of_draws[key] < true_values[key]).sum()) for key in of_draws}
     assert all(value.isfinite().all() for value in of_draws.values())
     return {"model": name, "method": method, "seed": seed, "how": how, "ranks": ranks,
             "seconds": round(seconds, 2)}  # fmt: skip

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-import pyro
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide
 
@@ -45,6 +44,7 @@ from pyro_implicit.guides.names import own_names
 from pyro_implicit.runtime.counts import refuse_counts
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.runtime.random_stream import with_seed
 
 __all__ = ["fit"]
 
@@ -52,6 +52,7 @@ NEARLY = 0.9  # effective share of the draws
 
 
 @in_turn
+@with_seed
 def fit(
     model: Callable[..., Any],
     guide: str | AutoGuide | Callable[..., Any] = "auto",
@@ -164,7 +165,8 @@ def fit(
     :param refine: ``"auto"`` as above, which leaves a guide that was given as it is; ``True``
         refines in any case, ``False`` never.
     :param max_seconds: of wall time, about. A run that it shortens does not repeat to the last bit.
-    :param seed: by default the random streams are taken as they are.
+    :param seed: of all random numbers of this call. The caller's random streams stay as they were;
+        by default they are used, and advance.
     :param checkpoint: a folder. A run that was killed goes on from there when it is called again
         with the same arguments, and ends with the same parameters to the last bit.
     :param checkpoint_every: steps between two writings.
@@ -199,8 +201,6 @@ def fit(
         warn_of_stored_values(guide)
     kwargs = {**kwargs, **(model_kwargs or {})}
     folder = None if checkpoint is None else Path(checkpoint)
-    if seed is not None:
-        pyro.set_rng_seed(seed)
     if folder is not None:
         settings = {
             "guide": guide if isinstance(guide, str) else type(guide).__name__,

@@ -17,7 +17,7 @@ from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.fitting.processes import mean_over_processes
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.runtime.minibatches import BatchStream
-from pyro_implicit.runtime.random_stream import own_stream
+from pyro_implicit.runtime.random_stream import seeded
 
 __all__ = ["HeldOut"]
 
@@ -78,7 +78,7 @@ class HeldOut:
     @torch.no_grad()
     def __call__(self, guide: Callable[..., Any]) -> float:
         """Goes through all rows; no random stream is touched."""
-        with own_stream(seed=SEED):
+        with seeded(SEED):
             return self._score(guide)
 
     def _score(self, guide: Callable[..., Any]) -> float:

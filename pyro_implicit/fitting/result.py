@@ -27,7 +27,7 @@ from pyro_implicit.mcmc.arviz_export import as_datatree, as_inferencedata, model
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.printing import Printed
-from pyro_implicit.runtime.random_stream import own_stream
+from pyro_implicit.runtime.random_stream import seeded
 from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = ["Fit", "Stage"]
@@ -88,7 +88,7 @@ class Fit(Printed):
         model, args, kwargs = self._of_all_data()
         own: Iterable[Tensor] = getattr(self.guide, "parameters", tuple)()
         device = next((one.device for one in own), torch.device("cpu"))
-        with own_stream(device):  # the first draws repeat by seed like all others
+        with seeded(0, device):  # the first draws repeat by seed like all others
             return Target(model, *args, model_kwargs=kwargs)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.infer import InjectiveELBO
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import showing_progress
-from pyro_implicit.runtime.random_stream import own_stream
+from pyro_implicit.runtime.random_stream import seeded
 from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["Stages"]
@@ -261,7 +261,7 @@ class Stages:
         """Those of the model, and of a guide that is no module."""
         guide, first = self.result.guide, () if self.batches is None else self.batches.probed[0]
         args, found = (*self.args, *first), self.result.parameters
-        with own_stream(torch.device("cpu")):
+        with seeded(0, torch.device("cpu")):
             if not isinstance(guide, torch.nn.Module):
                 found.update(learnt_parameters(guide, *args, **self.kwargs))
             # Where the posterior is: a model may fail at draws of its prior, and at some of these.

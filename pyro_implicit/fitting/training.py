@@ -30,7 +30,7 @@ from pyro_implicit.infer.engine.networks import NetworkELBO
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import progress_bar
-from pyro_implicit.runtime.random_stream import own_stream
+from pyro_implicit.runtime.random_stream import seeded
 
 __all__ = ["TrainingInterrupted", "train"]
 
@@ -250,7 +250,7 @@ def _refuse_missing_data(
     :raises ValueError: if an observation is NaN, naming the site and the minibatch.
     """
     try:
-        with own_stream(), poutine.block(), pyro.validation_enabled(False):
+        with seeded(0), poutine.block(), pyro.validation_enabled(False):
             trace = poutine.trace(model).get_trace(*args, **kwargs)
     except IMPOSSIBLE:  # at this draw of the prior
         return

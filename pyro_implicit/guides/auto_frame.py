@@ -20,7 +20,7 @@ from pyro_implicit.density.cost import MAX_DENSE_DIM, nearby, seconds_near
 from pyro_implicit.density.modes import find_modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.affine_frame import Frame
-from pyro_implicit.runtime.random_stream import own_stream
+from pyro_implicit.runtime.random_stream import seeded
 from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
 __all__ = ["find_frame"]
@@ -71,7 +71,7 @@ def find_frame(
         return None
     try:
         # What is wrong with the model but can be lived with is for its training to say.
-        with poutine.block(), own_stream(device), warnings.catch_warnings():
+        with poutine.block(), seeded(0, device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             density = _MinibatchDensity(model, *args, init_loc_fn=init_loc_fn, model_kwargs=kwargs)
             return _gaussian(density, has_start=init_loc_fn is not init_to_median)

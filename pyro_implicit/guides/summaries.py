@@ -12,7 +12,7 @@ from pyro.ops.stats import quantile
 from torch import Tensor
 from torch.distributions import IndependentTransform, Transform, biject_to
 
-from pyro_implicit.runtime.random_stream import own_stream
+from pyro_implicit.runtime.random_stream import seeded
 
 __all__ = ["DrawSummaries"]
 
@@ -57,7 +57,7 @@ class DrawSummaries:
         :raises ValueError: for other numbers.
         """
         transforms = self._transforms(args, kwargs)
-        with own_stream(self._device()):
+        with seeded(0, self._device()):
             draws = self._unconstrained(num_samples, transforms, args, kwargs)
         like = next(iter(draws.values()))
         levels = torch.as_tensor(quantiles, dtype=like.dtype, device=like.device).reshape(-1)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import pyro
 from torch import Tensor
 
 from pyro_implicit.density.minibatch_density import MinibatchDensity
@@ -24,6 +23,7 @@ from pyro_implicit.mcmc.step_choice import MinibatchKernel
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import progress_bar
+from pyro_implicit.runtime.random_stream import with_seed
 from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["refine_by_minibatches"]
@@ -36,6 +36,7 @@ ENOUGH = 2.0  # relaxation times, beyond which the step is that of the balance
 
 
 @in_turn
+@with_seed
 def refine_by_minibatches(
     model: Callable[..., Any],
     guide: Callable[..., Any] | Mapping[str, Tensor],
@@ -69,6 +70,7 @@ def refine_by_minibatches(
 
     **Example:**
 
+    >>> import pyro
     >>> import pyro.distributions as dist
     >>> import torch
     >>> from pyro.infer.autoguide import AutoNormal
@@ -108,7 +110,8 @@ def refine_by_minibatches(
     :param max_draws: kept of each chain, evenly spaced.
     :param store: a folder for the draws, one file for each step that is kept, so that they need
         not fit into memory; see :meth:`MinibatchRefined.stream`.
-    :param seed: by default the random streams are taken as they are.
+    :param seed: of all random numbers of this call. The caller's random streams stay as they were;
+        by default they are used, and advance.
     :param checkpoint: a file. A run that was killed goes on from there when it is called again with
         the same arguments, and ends with the same draws to the last bit. Without ``store`` the
         draws are beside it, in a folder with ".draws" added to its name.
@@ -134,8 +137,6 @@ def refine_by_minibatches(
     )
     assert batches is not None and kernel != "hmc"
     kwargs = {**kwargs, **(model_kwargs or {})}
-    if seed is not None:
-        pyro.set_rng_seed(seed)
     guide = guide_of("refine_by_minibatches", guide, or_draws=True)
     stream = BatchStream(batches)
     density = MinibatchDensity(model, *args, batch=stream.probed[0], model_kwargs=kwargs)

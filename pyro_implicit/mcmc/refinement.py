@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
-import pyro
 import torch
 from pyro import poutine
 from torch import Tensor
@@ -37,6 +36,7 @@ from pyro_implicit.runtime.counts import refuse_counts
 from pyro_implicit.runtime.files import random_streams, restore_random_streams
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.progress import progress_bar
+from pyro_implicit.runtime.random_stream import with_seed
 from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
 __all__ = ["refine"]
@@ -71,6 +71,7 @@ def refine(
 
 
 @in_turn
+@with_seed
 def refine(
     model: Callable[..., Any],
     guide: Callable[..., Any] | Mapping[str, Tensor],
@@ -117,6 +118,7 @@ def refine(
 
     **Example:**
 
+    >>> import pyro
     >>> import pyro.distributions as dist
     >>> from pyro.infer.autoguide import AutoNormal
     >>> def model(y):
@@ -159,7 +161,8 @@ def refine(
     :param max_seconds: of wall time. A run that it stops does not repeat to the last bit.
     :param max_leapfrogs: in one transition.
     :param max_draws: kept of each chain; longer chains are thinned.
-    :param seed: by default the random streams are taken as they are.
+    :param seed: of all random numbers of this call. The caller's random streams stay as they were;
+        by default they are used, and advance.
     :param checkpoint: a file. A run that was killed goes on from there when it is called again with
         the same arguments, and ends with the same draws to the last bit.
     :param checkpoint_every: transitions between two writings.
@@ -211,8 +214,6 @@ def refine(
     refuse_counts(checkpoint_every=checkpoint_every)
     check_mode(compile)
     kwargs = {**kwargs, **(model_kwargs or {})}
-    if seed is not None:
-        pyro.set_rng_seed(seed)
     guide = guide_of("refine", guide, or_draws=True)
     density = Target(model, *args, model_kwargs=kwargs)
     if isinstance(guide, AutoDraws) and guide.prototype_trace is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.mcmc.frame import WhiteningFrame, estimate_frame
 from pyro_implicit.runtime.minibatches import BatchStream
-from pyro_implicit.runtime.random_stream import own_stream
+from pyro_implicit.runtime.random_stream import seeded
 
 __all__ = ["widened_frame"]
 
@@ -45,7 +45,7 @@ def _allowed_width(
     density: MinibatchDensity, draws: Tensor, sd: Tensor, stream: BatchStream
 ) -> Tensor:
     """How wide the log-density lets coordinates be; the sd itself where that is not far more."""
-    with own_stream(draws.device):
+    with seeded(0, draws.device):
         prior = density.sample_prior(PRIOR_DRAWS)
     most = prior[prior.isfinite().all(-1)].std(0)
     width, reach = sd.clone(), FAR * sd.clamp(min=1e-30)

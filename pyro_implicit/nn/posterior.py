@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.stored_draws import StoredDraws
-from pyro_implicit.runtime.random_stream import own_stream
+from pyro_implicit.runtime.random_stream import seeded
 
 __all__ = ["PosteriorDraws"]
 
@@ -108,6 +108,6 @@ class PosteriorDraws:
             if self._take is not None:
                 yield self._take(rows)
                 continue
-            with own_stream(seed=self._seed + index):
+            with seeded(self._seed + index):
                 found = draw(self._guide, len(rows), *self._args)
             yield found

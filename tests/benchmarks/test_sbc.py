@@ -51,3 +51,28 @@ def test_table_and_picture(tmp_path):
     assert "| normal | fit | 40 | 1 of 2 | scale" in report.table(records)
     report.picture(records, tmp_path / "sbc.png")
     assert (tmp_path / "sbc.png").stat().st_size > 5000
+
+
+def test_truth_and_fit_have_streams_of_their_own():
+    seeds = [seed for number in range(50) for seed in run.streams(number)]
+    assert len(set(seeds)) == 100
+
+
+@pytest.mark.parametrize("method", run.METHODS)
+def test_draws_do_not_repeat_the_truth(method, monkeypatch):
+    seen = []
+
+    def simulate(model, seed):
+        seen.append(seed)
+        return {"x": torch.zeros(())}, torch.zeros(())
+
+    def by_method(model, y, seed):
+        seen.append(seed)
+        return {"x": torch.zeros(2)}, "guide"
+
+    monkeypatch.setattr(run, "simulate", simulate)
+    monkeypatch.setattr(run, f"by_{method}", by_method)
+    monkeypatch.setattr(run, "LatentDensity", lambda *args: None)
+    monkeypatch.setattr(run, "statistics", lambda density, draws: draws)
+    run.run(next(iter(MODELS)), method, seed=3)
+    assert seen == list(run.streams(3))

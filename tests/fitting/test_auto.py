@@ -14,6 +14,7 @@ import torch
 from pyro.infer import Predictive
 from pyro.infer.autoguide import AutoNormal
 
+from pyro_implicit.diagnostics import simulation_based_calibration
 from pyro_implicit.fitting import Candidate, Fit, fit
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.guides.auto_mixture import AutoMixture
@@ -336,3 +337,24 @@ def test_a_resumed_fit_is_the_uninterrupted_one(model, tmp_path):
     assert resumed.losses == expected.losses and resumed.bounds == expected.bounds
     assert_equal(resumed.guide.state_dict(), expected.guide.state_dict())
     assert_equal(draw(resumed.guide), draw(expected.guide))
+
+
+def test_a_seeded_fit_can_be_calibrated():
+    """Each simulation has a truth of its own, though each fit has the same seed."""
+
+    def model(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+    seen = []
+
+    def seeded(conditioned):
+        result = fit(conditioned, seed=1, progress=False)
+        seen.append(result.guide.median()["x"].item())
+        return result.guide
+
+    calibration = simulation_based_calibration(
+        model, seeded, torch.tensor(0.0), num_simulations=15, num_draws=9, num_bins=3
+    )
+    assert len({round(value, 4) for value in seen}) == 15
+    assert calibration.is_calibrated

@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random streams apart from torch's own, on several GPUs, which need not be there."""
+"""Random streams that leave the caller's as they were; GPUs are simulated."""
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide import AutoNormal
 
-from pyro_implicit.runtime.random_stream import own_stream, same_streams
+from pyro_implicit import fit, refine
+from pyro_implicit.runtime.random_stream import same_streams, seeded
 
 
 @pytest.fixture
@@ -28,9 +35,9 @@ def drawn(gpus):
 def test_all_of_them_have_a_stream_of_their_own(gpus):
     torch.manual_seed(4)
     states = [torch.get_rng_state(), *(gpu.get_state() for gpu in gpus)]
-    with own_stream(seed=3):
+    with seeded(3):
         first = drawn(gpus)
-    with own_stream(seed=3):
+    with seeded(3):
         assert torch.equal(drawn(gpus), first)
     with same_streams():
         assert not (drawn(gpus) == first).any()
@@ -40,8 +47,93 @@ def test_all_of_them_have_a_stream_of_their_own(gpus):
 
 def test_of_a_known_device_no_other_is_touched(gpus):
     before = gpus[0].get_state()
-    with own_stream(torch.device("cuda:1"), seed=3):
+    with seeded(3, torch.device("cuda:1")):
         inside = torch.rand((), generator=gpus[1])
         assert torch.equal(gpus[0].get_state(), before)
-    with own_stream(seed=3):
+    with seeded(3):
         assert torch.rand((), generator=gpus[1]) == inside
+
+
+def everywhere():
+    """A number of each global stream."""
+    return torch.rand(()).item(), np.random.rand(), random.random()  # noqa: NPY002
+
+
+def test_a_seed_governs_all_streams_and_leaves_them_as_they_were():
+    expected = everywhere()
+    pyro.set_rng_seed(0)
+    inside = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="after drawing"), seeded(7):
+            inside.append(everywhere())
+            raise ValueError("after drawing")
+    assert inside[0] == inside[1]
+    pyro.set_rng_seed(7)
+    assert everywhere() == inside[0]  # the numbers of Pyro's own seeding
+    pyro.set_rng_seed(0)
+    with seeded(7):
+        everywhere()
+    assert everywhere() == expected
+
+
+def test_without_a_seed_the_streams_advance():
+    expected = [everywhere(), everywhere()]
+    pyro.set_rng_seed(0)
+    with seeded(None):
+        assert everywhere() == expected[0]
+    assert everywhere() == expected[1]
+
+
+def test_gpus_that_are_woken_inside_are_seeded_and_then_the_callers(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    torch.manual_seed(4)
+    seeds.clear()
+    with seeded(3):
+        assert seeds == [3]
+    assert seeds == [3, 4]
+
+
+def model(y):
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", 8, subsample_size=len(y)):
+        pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+
+Y = torch.linspace(-1.0, 2.0, 8)
+SEEDED = {
+    "fit": lambda seed: fit(model, "auto", Y, seed=seed, progress=False).bounds,
+    "fit by minibatches": lambda seed: fit(
+        model, batches=Y.split(4), epochs=3, seed=seed, progress=False
+    ).losses,
+    "refine": lambda seed: refine(
+        model, AutoNormal(model), Y, num_chains=8, max_gradients=100, seed=seed, progress=False
+    ).samples,
+    "refine by minibatches": lambda seed: refine(
+        model, AutoNormal(model), batches=Y.split(4), num_chains=2, max_epochs=20, kernel="sgld",
+        seed=seed, progress=False,
+    ).get_samples(),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:the chains forgot their start")
+@pytest.mark.filterwarnings("ignore:the velocities' temperature")
+@pytest.mark.parametrize("name", SEEDED)
+def test_seeded_functions_leave_the_callers_streams(name):
+    expected = everywhere()
+    found = []
+    for caller in (0, 1):
+        pyro.set_rng_seed(caller)
+        pyro.clear_param_store()
+        found.append(SEEDED[name](5))
+        assert (everywhere() == expected) == (caller == 0)
+    assert_same(*found)
+
+
+def assert_same(one, other):
+    if isinstance(one, dict) and isinstance(one.get("x"), torch.Tensor):
+        assert all(torch.equal(one[site], other[site]) for site in one)
+    else:
+        assert one == other
