@@ -16,9 +16,9 @@ from pyro_implicit.density.modes import find_modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.findings import STORED
 from pyro_implicit.guides.posterior_draws import draw, trace_guide
+from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
-from pyro_implicit.mcmc.starts import wrong_shape
 from pyro_implicit.runtime.random_stream import same_streams
 
 __all__ = [
@@ -65,7 +65,8 @@ def check_sites(
             )
         shape = nodes[name]["value"].shape
         if shape.numel() != value.numel():
-            raise wrong_shape(guide, name, ("num_draws", *shape), tuple(value.shape))
+            sampler = Sampler(density, guide)
+            raise sampler.wrong_shape(name, ("num_draws", *shape), tuple(value.shape))
 
 
 def weigh_draws(

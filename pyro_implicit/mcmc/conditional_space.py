@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.target import Target
+from pyro_implicit.guides.sampler import Guide, Sampler
 from pyro_implicit.mcmc.chain_density import ChainDensity
 from pyro_implicit.mcmc.conditional_reparam import (
     ConditionalReparam,
@@ -21,7 +22,6 @@ from pyro_implicit.mcmc.conditional_reparam import (
 from pyro_implicit.mcmc.noise_map import NoiseMap
 from pyro_implicit.mcmc.pseudo_data import own_hessian, score_of_rest, told
 from pyro_implicit.mcmc.scaled_sites import are_round, scaled_reparams
-from pyro_implicit.mcmc.starts import Guide, latent_draws
 
 __all__ = [
     "ConditionalDensity",
@@ -97,13 +97,12 @@ def conditional_reparams(
     """
     kwargs = {**kwargs, **(model_kwargs or {})}
     density = Target(model, *args, model_kwargs=kwargs)
-    middle = middle_of(density, guide, args, kwargs)
-    return ConditionalDensity(density, middle).reparams
+    return ConditionalDensity(density, middle_of(Sampler(density, guide))).reparams
 
 
-def middle_of(density: Target, guide: Guide, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """The median of a guide's draws, ``(latent_dim,)``."""
-    return latent_draws(density, guide, MIDDLE_DRAWS, args, kwargs).median(0).values
+def middle_of(sampler: Sampler) -> Tensor:
+    """Return the median of a guide's draws, ``(latent_dim,)``."""
+    return sampler.draw(MIDDLE_DRAWS).median(0).values
 
 
 class ConditionalDensity(ChainDensity):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,10 +11,11 @@ from torch import Tensor
 from pyro_implicit.density.blame import blame
 from pyro_implicit.density.cost import MAX_DENSE_DIM
 from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc.frame import WhiteningFrame
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
 from pyro_implicit.mcmc.minibatch_schedule import Schedule
-from pyro_implicit.mcmc.starts import check_sites, finite_starts, latent_draws
+from pyro_implicit.mcmc.starts import finite_starts
 from pyro_implicit.mcmc.step_choice import MinibatchKernel
 from pyro_implicit.mcmc.widened_frame import widened_frame
 from pyro_implicit.runtime.minibatches import BatchStream, num_rows
@@ -68,9 +68,7 @@ def _mean_size(batches: list[tuple], first_size: int) -> float:
 @torch.no_grad()
 def minibatch_frame(
     density: MinibatchDensity,
-    guide: Callable[..., Any] | Mapping[str, Tensor],
-    args: tuple,
-    kwargs: dict[str, Any],
+    sampler: Sampler,
     stream: BatchStream,
 ) -> WhiteningFrame:
     r"""The frame of a guide's draws: of their covariance up to 100 dimensions, else their scales.
@@ -83,13 +81,10 @@ def minibatch_frame(
     Fisher's information where the model is right; the mean over the draws that are given, as
     between the members of an ensemble there is nothing.
     """
-    dim, given = density.latent_dim, None
-    if isinstance(guide, Mapping):
-        check_sites(density, guide, guide)
-        given = len(guide[next(iter(density.shapes))])
+    dim, given = density.latent_dim, sampler.num_given
     count = given or (10 * dim if dim <= MAX_DENSE_DIM else FRAME_DRAWS)
     if dim <= MAX_DENSE_DIM and count >= LEAST_DRAWS:
-        draws = latent_draws(density, guide, max(count, FRAME_DRAWS), args, kwargs)
+        draws = sampler.draw(max(count, FRAME_DRAWS))
         draws = draws[draws.isfinite().all(-1)]
         if len(draws) >= LEAST_DRAWS and bool((draws != draws[:1]).any(0).all()):
             return widened_frame(density, draws, stream)
@@ -97,13 +92,13 @@ def minibatch_frame(
     moments = _Moments(dim, density.init_loc)
     points = None
     if given:
-        points = latent_draws(density, guide, count, args, kwargs)
+        points = sampler.draw(count)
         moments.add(points)
         points = points[points.isfinite().all(-1)][:MAX_POINTS]
     else:
         for start in range(0, count, chunk):
             size = min(chunk, count - start)
-            moments.add(latent_draws(density, guide, size, args, kwargs))
+            moments.add(sampler.draw(size))
     scale = moments.sd()
     fixed = scale == 0 if count >= LEAST_DRAWS else torch.ones_like(scale, dtype=torch.bool)
     if fixed.any():
@@ -146,9 +141,10 @@ def start_chains(
 
     :raises ValueError: for a guide of another model, and if the log-density is finite at none.
     """
-    frame = minibatch_frame(density, guide, density.args, density.kwargs, stream)
-    points = latent_draws(density, guide, num_chains, density.args, density.kwargs)
-    starts = finite_starts(density.score, points, guide, lambda: blame(density, points))
+    sampler = Sampler(density, guide)
+    frame = minibatch_frame(density, sampler, stream)
+    points = sampler.draw(num_chains)
+    starts = finite_starts(density.score, points, sampler, lambda: blame(density, points))
     position = frame.to_white(starts.points)
     velocity = torch.randn_like(position)
     return MinibatchChains(position, velocity, frame, kernel, schedule, given_step, starts.replaced)

@@ -20,6 +20,7 @@ from pyro_implicit.density.cost import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.guides.posterior_draws import guide_of
+from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc.chain_files import load_chains, save_chains
 from pyro_implicit.mcmc.chains import TUNING, Chains
 from pyro_implicit.mcmc.frame import FrameKind
@@ -223,9 +224,8 @@ def refine(
     if frame not in ("auto", "noise", "conditional"):
         kind = frame  # type: ignore[assignment]
     longest = max(1, min(max_leapfrogs, max_gradients // 40))
-    plan = Plan(
-        guide, args, kwargs, num_chains, frame, kind, max_gradients, longest, max_draws, compile
-    )
+    sampler = Sampler(density, guide)
+    plan = Plan(sampler, num_chains, frame, kind, max_gradients, longest, max_draws, compile)
     settings = {
         "latent_dim": density.latent_dim,
         "num_chains": num_chains,
@@ -312,10 +312,11 @@ def _longest_in_time(chains: Chains, max_seconds: float) -> int:
 
 
 def _check_teachable(density: Target, plan: Plan) -> None:
-    if isinstance(plan.guide, Mapping):
+    guide = plan.sampler.guide
+    if isinstance(guide, Mapping):
         raise ValueError("teach wants a guide, and these are draws. Cure: teach=False")
     example = density.constrain(density.init_loc.expand(2, -1))
-    check_teachable(plan.guide, example, plan.args, plan.kwargs)
+    check_teachable(guide, example, density.args, density.kwargs)
 
 
 def _check_arguments(num_chains: int, frame: str) -> None:

@@ -20,7 +20,7 @@ from pyro_implicit.mcmc.frame import estimate_frame
 from pyro_implicit.mcmc.history import History
 from pyro_implicit.mcmc.noise_space import count_folds
 from pyro_implicit.mcmc.spaces import Plan, density_of
-from pyro_implicit.mcmc.starts import finite_starts, latent_draws
+from pyro_implicit.mcmc.starts import finite_starts
 from pyro_implicit.mcmc.stopping import Tracked, tracked
 from pyro_implicit.ops.ensemble_hmc import ChainState
 from pyro_implicit.runtime.user_warnings import warn_user
@@ -165,23 +165,22 @@ def _nothing(latent: Tensor, log_density: Tensor) -> Tracked:
 
 def _begin(density: ChainDensity, plan: Plan) -> Chains:
     """Chains at draws of the guide, in the frame of more of its draws."""
-    guide, num_chains = plan.guide, plan.num_chains
+    sampler, num_chains = plan.sampler, plan.num_chains
     latent_dim = density.density.latent_dim
     num_draws = num_chains
-    if not isinstance(guide, Mapping) and plan.kind == "full":
+    if not isinstance(sampler.guide, Mapping) and plan.kind == "full":
         num_draws = max(num_chains, 10 * latent_dim)
     if isinstance(density, NoiseDensity):
         points = torch.randn(num_draws, latent_dim).to(density.density.init_loc)
         # A guide of another model is told by its draws, which are not needed otherwise.
-        latent_draws(density.density, guide, 1, plan.args, plan.kwargs)
+        sampler.draw(1)
     else:
-        latent = latent_draws(density.density, guide, num_draws, plan.args, plan.kwargs)
-        points = density.to_points(latent)
+        points = density.to_points(sampler.draw(num_draws))
     points_of_chains = points[:num_chains]
     starts = finite_starts(
         density.score,
         points_of_chains,
-        guide,
+        sampler,
         lambda: blame(density.density, density.to_latent(points_of_chains)),
     )
     is_sound = starts.replaced == 0 and bool(points.isfinite().all())

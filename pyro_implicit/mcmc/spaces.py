@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -12,10 +11,10 @@ from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.exactness import why_inexact
+from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc.chain_density import ChainDensity, NoiseDensity
 from pyro_implicit.mcmc.conditional_space import ConditionalDensity, middle_of
 from pyro_implicit.mcmc.frame import FrameKind
-from pyro_implicit.mcmc.starts import Guide
 from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = ["Plan", "density_of"]
@@ -25,9 +24,7 @@ __all__ = ["Plan", "density_of"]
 class Plan:
     """What chains are to be, before there are any."""
 
-    guide: Guide
-    args: tuple
-    kwargs: dict[str, Any]
+    sampler: Sampler
     num_chains: int
     frame: str
     kind: FrameKind
@@ -52,7 +49,7 @@ def density_of(
         return _conditional(density, plan, middle)
     if space == "latent":
         return ChainDensity(density, plan.max_gradients).compiled(plan.compile)
-    guide = plan.guide
+    guide = plan.sampler.guide
     reason = f"it is a {type(guide).__name__}, and not an AutoImplicit"
     if isinstance(guide, AutoImplicit):
         reason = why_inexact(guide)
@@ -63,7 +60,7 @@ def density_of(
 
 def _conditional(density: Target, plan: Plan, middle: Tensor | None) -> ConditionalDensity:
     if middle is None:
-        middle = middle_of(density, plan.guide, plan.args, plan.kwargs)
+        middle = middle_of(plan.sampler)
     try:
         walked = ConditionalDensity(density, middle, plan.max_gradients)
     except RuntimeError as error:

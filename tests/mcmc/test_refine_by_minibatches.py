@@ -14,6 +14,7 @@ from pyro.infer.autoguide import AutoNormal
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc import MinibatchRefined, refine
 from pyro_implicit.mcmc import minibatch_chains as chains_module
 from pyro_implicit.mcmc import minibatch_refinement as module
@@ -227,7 +228,7 @@ def test_a_point_has_scales_of_prior_and_information():
     stream = BatchStream(loader())
     density = MinibatchDensity(regression, batch=stream.probed[0])
     point = {"weight": MEAN.unsqueeze(0)}
-    frame = minibatch_frame(density, point, (), {}, stream)
+    frame = minibatch_frame(density, Sampler(density, point), stream)
     torch.testing.assert_close(frame.scale, PRECISION.diagonal().rsqrt(), rtol=0.4, atol=0)
     result = short(point)
     white = PRECISION * PRECISION.diagonal().rsqrt().outer(PRECISION.diagonal().rsqrt())
@@ -237,7 +238,7 @@ def test_a_point_has_scales_of_prior_and_information():
 
     all_rows = BatchStream([(X, Y)])  # one minibatch tells nothing: the prior's
     density = MinibatchDensity(regression, batch=(X, Y))
-    frame = minibatch_frame(density, point, (), {}, all_rows)
+    frame = minibatch_frame(density, Sampler(density, point), all_rows)
     torch.testing.assert_close(frame.scale, torch.full_like(frame.scale, 2.0), rtol=0.3, atol=0)
 
 
@@ -267,7 +268,7 @@ def test_draws_that_are_near_keep_their_covariance(num_batches, spread):
     density = MinibatchDensity(regression, batch=stream.probed[0])
     start = exact(64, spread)
     outside = torch.get_rng_state()
-    frame = minibatch_frame(density, start, (), {}, stream)
+    frame = minibatch_frame(density, Sampler(density, start), stream)
     assert torch.get_rng_state().equal(outside)
     expected = estimate_frame(start["weight"], "full")
     assert frame.scale.equal(expected.scale) and frame.scale_tril.equal(expected.scale_tril)
@@ -285,7 +286,7 @@ def test_information_is_that_at_the_members_and_not_between_them():
     stream = BatchStream(DataLoader(TensorDataset(X, y), 20, shuffle=True))
     density = MinibatchDensity(product, batch=stream.probed[0])
     members = {"factors": torch.tensor([[1.0, 1.0], [-1.0, -1.0]], dtype=torch.float64)}
-    frame = minibatch_frame(density, members, (), {}, stream)
+    frame = minibatch_frame(density, Sampler(density, members), stream)
     ratio = frame.scale * (1 + X[:, 0].square().sum() / 0.25).sqrt()
     assert ((0.5 < ratio) & (ratio < 2)).all()  # sixteen minibatches; between the members it is 20
 

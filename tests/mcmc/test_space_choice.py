@@ -11,6 +11,7 @@ import torch
 from pyro_implicit import AutoImplicit, AutoregressiveGenerator
 from pyro_implicit.density import Target
 from pyro_implicit.guides import Frame
+from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc import refine, space_choice
 from pyro_implicit.mcmc.space_choice import start_chains
 from pyro_implicit.mcmc.spaces import Plan
@@ -57,8 +58,10 @@ def bent(size):
 
 
 def begin(model, guide, frame="auto", max_gradients=4000):
-    plan = Plan(guide, (), {}, 64, frame, "full", max_gradients, max_leapfrogs=64, max_draws=100)
-    return start_chains(Target(model), plan)[1]
+    target = Target(model)
+    sampler = Sampler(target, guide)
+    plan = Plan(sampler, 64, frame, "full", max_gradients, max_leapfrogs=64, max_draws=100)
+    return start_chains(target, plan)[1]
 
 
 def test_a_good_guide_keeps_its_noise_at_no_cost():

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws of any guide in the coordinates of a target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.density.target import Target
+from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.runtime.user_warnings import warn_user
+
+__all__ = ["NOWHERE", "Guide", "Sampler"]
+
+Guide = Callable[..., Any] | Mapping[str, Tensor]
+NOWHERE = "the model's log-density or its gradient is finite at none of"
+
+
+class Sampler:
+    """Draws of a guide, or given draws, as unconstrained vectors of a target.
+
+    The guide is called with the arguments of the target's model.
+
+    **Example:**
+
+    >>> import pyro, pyro.distributions as dist
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> def model():
+    ...     pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    >>> target = Target(model)
+    >>> Sampler(target, AutoNormal(model)).draw(5).shape
+    torch.Size([5, 1])
+    >>> Sampler(target, {"scale": torch.ones(2)}).draw(3).flatten()
+    tensor([0., 0., 0.])
+
+    :param target: the posterior whose coordinates the draws have.
+    :param guide: a guide of the same model, or constrained draws by site,
+        ``(num_draws, *site_shape)``.
+    """
+
+    def __init__(self, target: Target, guide: Guide) -> None:
+        self.target, self.guide = target, guide
+
+    @property
+    def num_given(self) -> int | None:
+        """The number of given draws; None for a guide."""
+        if not isinstance(self.guide, Mapping):
+            return None
+        self._check(self.guide)
+        return len(self.guide[next(iter(self.target.shapes))])
+
+    @property
+    def source(self) -> str:
+        """The source of the draws, for messages."""
+        if isinstance(self.guide, Mapping):
+            return "given draws"
+        return f"draws of the guide {self._name}"
+
+    @torch.no_grad()
+    def draw(self, num_draws: int) -> Tensor:
+        """Draw vectors ``(num_draws, latent_dim)``; rows outside of a support are NaN.
+
+        Given draws are taken in turn. If there are fewer than ``num_draws``, some repeat.
+
+        :raises ValueError: if the draws are not of the target's sites, or if every draw lies
+            outside of the supports or on their boundary.
+        """
+        if isinstance(self.guide, Mapping):
+            draws = dict(self.guide)
+        else:
+            draws = draw(self.guide, num_draws, *self.target.args, **self.target.kwargs)
+        self._check(draws)
+        extra = sorted(set(draws) - set(self.target.shapes))
+        if extra:
+            who, have = self._subject
+            warn_user(f"{who} {have} {extra}, which the model does not sample: left out")
+        like = self.target.init_loc
+        draws = {name: draws[name].detach().to(like) for name in self.target.shapes}
+        vectors = self._unconstrained(draws)
+        if not vectors.isfinite().all(-1).any():
+            raise ValueError(
+                f"{NOWHERE} {len(vectors)} {self.source}: {self._outside(draws, vectors)}. Cure: "
+                "finite draws inside of the latents' supports"
+            )
+        return vectors[torch.arange(num_draws, device=like.device) % len(vectors)]
+
+    def wrong_shape(
+        self, name: str, shape: tuple[int | str, ...], wanted: tuple[int, ...]
+    ) -> ValueError:
+        """Return the error for draws whose shape is not that of the model's site.
+
+        :param name: the site.
+        :param shape: the shape of the draws; their number comes first.
+        :param wanted: the shape of the model's site.
+        """
+        wants = f"but the model wants {('num_draws', *wanted)}"
+        if not isinstance(self.guide, Mapping):
+            return ValueError(
+                f"the guide {self._name} has draws of shape {shape} at site '{name}', {wants}. "
+                "Cure: a guide of this model, called with the same data"
+            )
+        cure = "draws of this model, with the same data"
+        if shape == wanted:
+            cure = ".unsqueeze(0), if it is a single draw"
+        elif shape == (0, *wanted):
+            cure = "at least one draw"
+        return ValueError(
+            f"the given draws of site '{name}' have shape {shape}, {wants}. Cure: {cure}"
+        )
+
+    def _check(self, draws: Mapping[str, Tensor]) -> None:
+        """Check that draws have the target's sites, the sites' shapes, and one number."""
+        shapes, (who, have) = self.target.shapes, self._subject
+        missing = sorted(set(shapes) - set(draws))
+        extra = sorted(set(draws) - set(shapes))
+        if missing:
+            is_given = isinstance(self.guide, Mapping)
+            raise ValueError(
+                f"{who} {have} no draws of {missing}, which the model samples"
+                + (f", but {have} {extra}, which it does not" if extra else "")
+                + f". Cure: {'draws' if is_given else 'a guide'} of this model, with every latent "
+                "site"
+            )
+        expected = self.target.constrain(self.target.init_loc.unsqueeze(0))
+        for name in shapes:
+            shape, wanted = tuple(draws[name].shape), tuple(expected[name].shape[1:])
+            if len(shape) == 0 or shape[1:] != wanted or shape[0] == 0:
+                raise self.wrong_shape(name, shape, wanted)
+        counts = {name: len(draws[name]) for name in shapes}
+        if len(set(counts.values())) > 1:
+            found = ", ".join(f"{count} of '{name}'" for name, count in counts.items())
+            raise ValueError(
+                f"{who} {have} different numbers of draws by site: {found}. Cure: as many of each, "
+                "of which those of one number belong together"
+            )
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.guide, "__name__", type(self.guide).__name__)
+
+    @property
+    def _subject(self) -> tuple[str, str]:
+        """The source as the subject of a sentence, and its verb."""
+        if isinstance(self.guide, Mapping):
+            return "the given draws", "have"
+        return f"the guide {self._name}", "has"
+
+    def _unconstrained(self, draws: dict[str, Tensor]) -> Tensor:
+        """Vectors; NaN where a transform clamped a draw that lies outside of its support."""
+        vectors = self.target.unconstrain(draws)
+        back = self.target.constrain(vectors)
+        moved = []
+        for name, part in self.target.split(vectors).items():
+            # A thousandth is far above float32's rounding and far below any clamping of interest.
+            far = (back[name] - draws[name]).abs() > 1e-3 * (1 + draws[name].abs())
+            width = part[0].numel()
+            moved.append(far.reshape(len(far), -1).any(-1, keepdim=True).expand(-1, width))
+        return vectors.masked_fill(torch.cat(moved, -1) & vectors.isfinite(), math.nan)
+
+    def _outside(self, draws: dict[str, Tensor], vectors: Tensor) -> str:
+        """Describe the draws whose vectors are not finite."""
+        clauses = []
+        for name, part in self.target.split(vectors).items():
+            lost = ~part.isfinite().reshape(len(part), -1).all(-1)
+            if not lost.any():
+                continue
+            value = draws[name][lost]
+            where = "outside of its support"
+            if not value.isfinite().all():
+                where = "not finite"
+            elif not part.isnan().any():
+                where = "on the boundary of its support"
+            if value.isfinite().all() and value.unique().numel() == 1:
+                where = f"{value.flatten()[0].item():.3g}, {where}"
+            clauses.append(f"those of '{name}' are {where} ({int(lost.sum())} of them)")
+        return "; ".join(clauses)
