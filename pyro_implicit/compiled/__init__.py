@@ -7,7 +7,7 @@ from pyro_implicit.compiled.function import RandomState, RecordedFunction, round
 from pyro_implicit.compiled.inductor import CompilerError
 from pyro_implicit.compiled.mode import CompileMode, check_mode
 from pyro_implicit.compiled.recorder import Untraceable, is_tracing
-from pyro_implicit.compiled.signature import Arguments, flatten_arguments
+from pyro_implicit.compiled.signature import Arguments, Same, flatten_arguments
 
 __all__ = [
     "Arguments",
@@ -15,6 +15,7 @@ __all__ = [
     "CompilerError",
     "RandomState",
     "RecordedFunction",
+    "Same",
     "Untraceable",
     "check_mode",
     "flatten_arguments",

@@ -15,7 +15,7 @@ class Guard:
     """Remembers tensors with their versions, and the contents of modules.
 
     :param captured: tensors that a recording took in, with their versions.
-    :param modules: whose parameters, buffers and modes are to stay the same objects.
+    :param modules: whose parameters, buffers, submodules and modes are to stay the same objects.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Guard:
         for module in modules:
             for part in module.modules():
                 self._modes.append((part, part.training))
-                for entries in (part._parameters, part._buffers):
+                for entries in (part._parameters, part._buffers, part._modules):
                     self._entries += [(entries, name, value) for name, value in entries.items()]
 
     def holds(self) -> bool:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from pyro_implicit.compiled.recorder import Untraceable
 
-__all__ = ["Arguments", "flatten_arguments"]
+__all__ = ["Arguments", "Same", "flatten_arguments"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum)
 _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
@@ -66,7 +66,7 @@ def flatten_arguments(args: tuple, kwargs: dict[str, Any]) -> Arguments:
         if isinstance(leaf, (*_PLAIN, *_OF_TORCH)):
             key.append((type(leaf), leaf))
         elif callable(leaf):  # modules too
-            key.append(_Same(leaf))
+            key.append(Same(leaf))
         else:
             raise Untraceable(f"an argument is a {type(leaf).__name__}. Cure: pass a tensor")
 
@@ -80,14 +80,17 @@ def flatten_arguments(args: tuple, kwargs: dict[str, Any]) -> Arguments:
     return Arguments(tuple(key), tensors, rebuild)
 
 
-class _Same:
-    """Equal to itself alone, and keeps the object so that no other gets its place in memory."""
+class Same:
+    """A key that equals itself alone, and keeps its object so that no other gets its address.
+
+    :param target: the object.
+    """
 
     def __init__(self, target: Any) -> None:
         self.target = target
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.target is other.target
+        return isinstance(other, Same) and self.target is other.target
 
     def __hash__(self) -> int:
         return id(self.target)

@@ -14,10 +14,11 @@ import torch
 from pyro.infer import SVI
 from torch import nn
 
-from pyro_implicit import LIVI_ELBO, UIVI_ELBO, AutoSemiImplicit
+from pyro_implicit import KIVI_ELBO, LIVI_ELBO, UIVI_ELBO, AutoSemiImplicit, ScoreELBO
 from pyro_implicit.compiled import CompilerError
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.infer.engine import traced_steps
+from pyro_implicit.ops import imq_kernel, stein_score
 
 DATA = torch.tensor([1.0, 0.5, -0.3, 2.0, 0.1, -1.0])
 
@@ -93,6 +94,39 @@ def test_weights_may_change_without_another_recording():
 
     run = assert_same(model, change=anneal)
     assert run.traced.num_recorded == 1
+
+
+@pytest.mark.parametrize(
+    "make, setting, other",
+    [(KIVI_ELBO, "kernel", imq_kernel), (ScoreELBO, "estimator", stein_score)],
+)
+def test_a_changed_function_among_the_settings_is_recorded_anew(make, setting, other):
+    def change(i, run):
+        if i == 4:
+            setattr(run.elbo, setting, other)
+
+    run = assert_same(model, make, steps=8, change=change)
+    assert run.traced.num_recorded == 2
+
+
+def test_a_replaced_submodule_is_recorded_anew():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Identity()
+
+        def forward(self):
+            x = pyro.sample("x", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(self.shift(x), 1.0), obs=torch.tensor(1.0))
+
+    def change(i, run):
+        if i == 4:
+            run.svi.model.shift = nn.Tanh()
+
+    plain, traced = (
+        Run(Net(), LIVI_ELBO(4, compile=c), steps=8, change=change) for c in (False, "trace")
+    )
+    assert traced.is_as(plain) and traced.traced.num_recorded == 2
 
 
 def test_a_method_carries_its_state():

@@ -415,6 +415,32 @@ def test_nonfinite_skips_and_counts(poison):
     assert not all(param.equal(before[name]) for name, param in params.items())
 
 
+@pytest.mark.filterwarnings("ignore:Encountered NaN")
+@pytest.mark.parametrize("compile", [False, "trace"])
+@pytest.mark.parametrize("vectorize", ["vmap", False])
+@pytest.mark.parametrize("poison", ["value", "gradient"])
+def test_a_skipped_step_leaves_accumulated_gradients(poison, vectorize, compile):
+    def model(shift: torch.Tensor, radius: torch.Tensor) -> None:
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        # At radius 0 the value is finite, and the gradient 0 * inf.
+        loc = x + shift + (0.0 * x + radius).sqrt()
+        pyro.sample("y", dist.Normal(loc, 1.0, validate_args=False), obs=torch.tensor(0.5))
+
+    clean, zero = torch.tensor(1.0), torch.tensor(0.0)
+    bad = (zero * math.nan, clean) if poison == "value" else (zero, zero)
+    elbo = ImplicitELBO(2, vectorize, nonfinite="skip", compile=compile)
+    guide = AutoNormal(model)
+    for num_steps in range(1, 6):  # one of them is recorded, some are compared
+        guide(zero, clean)
+        guide.zero_grad()
+        elbo.loss_and_grads(model, guide, zero, clean)
+        before = {name: p.grad.clone() for name, p in guide.named_parameters()}
+        assert all(gradient.any() for gradient in before.values())
+        assert math.isnan(elbo.loss_and_grads(model, guide, *bad))
+        assert elbo.num_skipped == num_steps
+        assert all(p.grad.equal(before[name]) for name, p in guide.named_parameters())
+
+
 def test_skip_with_a_differentiable_loss():
     model = Poisoned()
     elbo = LIVI_ELBO(2, nonfinite="skip")

@@ -11,7 +11,7 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-__all__ = ["Owned", "announce", "owned_by", "unconstrained"]
+__all__ = ["Owned", "announce", "graph_leaves", "owned_by", "unconstrained"]
 
 
 def unconstrained(site: dict[str, Any]) -> Tensor:
@@ -64,3 +64,27 @@ def announce(name: str, own: Owned) -> None:
         # Not by pyro.param, which cannot make a parameter inside of vmap.
         state = {"params": {name: own.value}, "constraints": {name: own.constraint}}
         store.set_state(cast(Any, state))
+
+
+def graph_leaves(output: Tensor) -> Iterator[Tensor]:
+    """The leaves that have a gradient of an output.
+
+    **Example:**
+
+    >>> import torch
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> [leaf is x for leaf in graph_leaves((2 * x).sum())]
+    [True]
+
+    :param output: with a gradient.
+    """
+    seen: set[Any] = set()
+    todo: list[Any] = [output.grad_fn]
+    while todo:
+        function = todo.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        if type(function).__name__ == "AccumulateGrad":
+            yield function.variable
+        todo += [parent for parent, _ in function.next_functions]

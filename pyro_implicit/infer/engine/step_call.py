@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyro
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from pyro_implicit.compiled import RecordedFunction, flatten_arguments
 from pyro_implicit.infer.engine.evaluation import Evaluation
-from pyro_implicit.infer.engine.parameters import unconstrained
+from pyro_implicit.infer.engine.nonfinite import NonFiniteError
+from pyro_implicit.infer.engine.parameters import graph_leaves, unconstrained
 
 if TYPE_CHECKING:
     from pyro_implicit.infer.implicit_elbo import ImplicitELBO
@@ -59,16 +60,17 @@ class StepCall:
     def plain(self) -> Plain:
         """Take it by Pyro.
 
-        :raises NonFiniteError: as the ELBO.
+        :raises NonFiniteError: as the ELBO; for a gradient, a plain step names the parameter.
         """
         tensors, with_gradient = self._own_tensors()
         args, kwargs = self.arguments.rebuild(tensors)
         with poutine.trace(param_only=True) as capture:
             loss, surrogate = self.elbo.total(self.model, self.guide, args, kwargs)
         own = {id(tensor) for tensor in with_gradient}
-        leaves = [leaf for leaf in _leaves(surrogate) if id(leaf) not in own]
+        leaves = [leaf for leaf in graph_leaves(surrogate) if id(leaf) not in own]
         targets = leaves + self._differentiable()
         gradients = _gradients(surrogate, leaves + with_gradient)
+        _refuse_nonfinite(gradients)
         store = pyro.get_param_store()  # without those of modules with module_local_params
         params = {
             name: unconstrained(site)
@@ -99,7 +101,7 @@ class StepCall:
             return [loss, check, *gradients, *elbo.carried().values()]
 
         inputs = [*leaves, *tensors, *weights.values(), *carried]
-        candidates = (self.model, self.guide, elbo)
+        candidates = (self.model, self.guide, elbo, *vars(elbo).values())
         modules = [part for part in candidates if isinstance(part, nn.Module)]
         recorded = RecordedFunction(function, inputs, modules, carried)
         return Program(recorded, leaves, plain.params, has_gradient)
@@ -180,20 +182,12 @@ def _gradients(surrogate: Tensor, wanted: list[Tensor]) -> tuple[Tensor | None, 
     return torch.autograd.grad(surrogate, wanted, allow_unused=True) if wanted else ()
 
 
+def _refuse_nonfinite(gradients: tuple[Tensor | None, ...]) -> None:
+    norm = torch.nn.utils.get_total_norm([one for one in gradients if one is not None])
+    if not norm.isfinite():
+        raise NonFiniteError("a gradient is not finite")
+
+
 def _evaluation(loss: Tensor, targets: list[Tensor], gradients: Any) -> Evaluation:
     pairs = [(t, g) for t, g in zip(targets, gradients, strict=True) if g is not None]
     return Evaluation(loss, [t for t, _ in pairs], [g for _, g in pairs])
-
-
-def _leaves(output: Tensor) -> Iterator[Tensor]:
-    """All leaves that have a gradient of it."""
-    seen: set[Any] = set()
-    todo: list[Any] = [output.grad_fn]
-    while todo:
-        function = todo.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        if type(function).__name__ == "AccumulateGrad":
-            yield function.variable
-        todo += [parent for parent, _ in function.next_functions]

@@ -13,7 +13,7 @@ from pyro import poutine
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_implicit.compiled import CompileMode, check_mode, is_tracing
+from pyro_implicit.compiled import CompileMode, Same, check_mode, is_tracing
 from pyro_implicit.infer.engine.evaluation import Evaluation
 from pyro_implicit.infer.engine.memory import noting_memory
 from pyro_implicit.infer.engine.nonfinite import (
@@ -22,7 +22,7 @@ from pyro_implicit.infer.engine.nonfinite import (
     nonfinite_terms,
     refuse_nonfinite,
 )
-from pyro_implicit.infer.engine.parameters import unconstrained
+from pyro_implicit.infer.engine.parameters import graph_leaves, unconstrained
 from pyro_implicit.infer.engine.particles import Particles
 from pyro_implicit.infer.engine.state import CarriedMemory, StatefulELBO
 from pyro_implicit.infer.engine.traces import (
@@ -131,18 +131,24 @@ class StepELBO(StatefulELBO):
         if known is not None:
             return known.backward()
         total = 0.0
+        before: dict[Tensor, Tensor | None] = {}
         with poutine.trace(param_only=True) as capture:
             try:
                 for value, _, surrogate in self._losses(model, guide, args, kwargs):
                     total += value
                     if surrogate.requires_grad:
+                        if self.nonfinite == "skip":
+                            _keep_gradients(surrogate, before)
                         surrogate.backward(retain_graph=self.retain_graph)
                 check_gradients(capture.trace, type(self).__name__, self.num_steps_taken)
                 return total
             except NonFiniteError as error:
                 self._skip(error)
         for site in capture.trace.nodes.values():
-            unconstrained(site).grad = None
+            before.setdefault(unconstrained(site), unconstrained(site).grad)
+        for parameter, gradient in before.items():
+            # With zeros in place of None, optimisers with momentum would move the parameter.
+            parameter.grad = gradient if gradient is not None and gradient.any() else None
         return math.nan
 
     def total(
@@ -173,10 +179,11 @@ class StepELBO(StatefulELBO):
             self.__dict__.update(before)
 
     def settings(self) -> tuple[Any, ...]:
-        """All other settings, and which of the weights are 1."""
-        values = [(n, v) for n, v in vars(self).items() if isinstance(v, SIMPLE) and n[0] != "_"]
+        """All other settings, functions and modules by identity, and which weights are 1."""
+        varying = (*_WEIGHTS, *_COUNTERS, "state")
+        values = [(n, v) for n, v in vars(self).items() if n[0] != "_" and n not in varying]
         return (
-            *((n, v) for n, v in values if n not in _WEIGHTS and n not in _COUNTERS),
+            *((n, v if isinstance(v, SIMPLE) else Same(v)) for n, v in values),
             *(weight == 1.0 for weight in self.weights().values()),
         )
 
@@ -252,3 +259,10 @@ class StepELBO(StatefulELBO):
         if self.nonfinite == "raise":
             raise error
         self.num_skipped += 1
+
+
+def _keep_gradients(surrogate: Tensor, kept: dict[Tensor, Tensor | None]) -> None:
+    """Add copies of the gradients that ``surrogate.backward()`` changes, unless they are kept."""
+    for leaf in graph_leaves(surrogate):
+        if leaf not in kept:
+            kept[leaf] = None if leaf.grad is None else leaf.grad.clone()
