@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import math
+import pickle
 from collections.abc import Callable
 
 import pyro
@@ -278,6 +281,36 @@ def test_losses_without_a_step_leave_nothing_behind(guide_name, elbo_name):
     alive()
     first = alive()
     assert [alive() for _ in range(2)] == [first, first]
+
+
+ELBOS_TO_COPY = {
+    **ELBOS,
+    "Injective-coverage": lambda k: InjectiveELBO(k, coverage=1.0),
+    "Injective-path": lambda k: InjectiveELBO(k, path_derivative=True),
+}
+
+
+@pytest.mark.parametrize("elbo_name", ELBOS_TO_COPY)
+def test_copies_and_pickles_after_a_step(elbo_name):
+    pyro.set_rng_seed(3)
+    model, elbo = Model(dtype=torch.float64), ELBOS_TO_COPY[elbo_name](NUM_PARTICLES)
+    is_semi_implicit = SemiImplicit in elbo.site_types
+    guide = GUIDES["AutoSemiImplicit-learn" if is_semi_implicit else "AutoImplicit-residual"](model)
+
+    def step(which: ImplicitELBO) -> tuple[float, list[torch.Tensor]]:
+        pyro.set_rng_seed(4)
+        guide.zero_grad()
+        loss = which.loss_and_grads(model, guide)
+        return loss, [p.grad.clone() for p in guide.parameters() if p.grad is not None]
+
+    elbo.loss_and_grads(model, guide)
+    copied, loaded = copy.deepcopy(elbo), pickle.loads(pickle.dumps(elbo))
+    torch.testing.assert_close(step(copied), step(elbo))
+    assert math.isfinite(step(loaded)[0])
+    # The copies train networks of their own.
+    reference = copy.deepcopy(elbo)
+    step(copied), step(loaded)
+    torch.testing.assert_close(step(reference), step(elbo), rtol=0, atol=0)
 
 
 #: Whose steps cannot be recorded, and a word of the reason.

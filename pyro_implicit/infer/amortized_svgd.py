@@ -33,10 +33,11 @@ __all__ = ["AmortizedSVGD_ELBO"]
 class AmortizedSVGD_ELBO(ImplicitELBO):
     r"""Implicit guides trained by the velocities of Stein variational gradient descent.
 
-    The model sees one batch of draws :math:`\theta'`, and a second batch moves along
+    The model sees one batch of draws :math:`\theta'`, and each draw :math:`\theta_i` of a
+    second batch moves along the velocity of SVGD,
 
     .. math::
-        v(\theta_i) = -\frac1K \sum_j \left[ \nabla \log p(x, \theta'_j)\, k(\theta'_j, \theta_i)
+        v(\theta_i) = \frac1K \sum_j \left[ \nabla \log p(x, \theta'_j)\, k(\theta'_j, \theta_i)
         + \nabla_{\theta'_j} k(\theta'_j, \theta_i) \right],
 
     with the kernel between the site's values as the guide draws them, its bandwidth

@@ -59,7 +59,8 @@ class AVB_ELBO(NetworkELBO):
     :param discriminator: a function ``(value_dim, context_dim) -> module`` that makes T, called
         ``T(values)`` or ``T(values, context)`` with values ``(*batch, value_dim)`` and returning
         logits ``(*batch, 1)``; by default an :class:`~pyro_implicit.MLP` of two hidden layers.
-    :param discriminator_steps: of its optimiser, per step of the guide, each on fresh draws.
+    :param discriminator_steps: of its optimiser, per step of the guide, each on fresh draws, which
+        are neither those of the model nor those at which T is evaluated.
     :param discriminator_optim: arguments of its :class:`torch.optim.Adam`.
     :param contrast: ``"adaptive"`` or ``"prior"``.
     :param covariance: of the adaptive contrast, ``"diagonal"`` or ``"full"``.
@@ -129,10 +130,12 @@ class AVB_ELBO(NetworkELBO):
         log_q = (log_normal + log_ratio).expand(site.distribution.batch_shape)
         return ScoreParts(log_q, 0, log_q)
 
-    def _points(self, site: ImplicitSite, prior: SitePrior) -> tuple[Tensor, Tensor | float]:
+    def _points(
+        self, site: ImplicitSite, prior: SitePrior, fresh: bool = False
+    ) -> tuple[Tensor, Tensor | float]:
         """Draws of the site as the discriminator sees them, ``(*sets, n, m)``, and by how much they
         were scaled."""
-        draws = site_draws(site, self.num_particles, self.num_entropy_particles)
+        draws = site_draws(site, self.num_particles, self.num_entropy_particles, fresh)
         if self.contrast == "prior":
             draws = prior.unconstrain(site.push(draws))
             return pool_particles(draws, site, self.num_particles), 0.0
@@ -175,7 +178,7 @@ class AVB_ELBO(NetworkELBO):
     def _train(self, site: ImplicitSite, prior: SitePrior, network: nn.Module) -> None:
         for _ in range(self.discriminator_steps):
             with torch.no_grad():
-                points, _ = self._points(site, prior)
+                points, _ = self._points(site, prior, fresh=True)
                 contrast = self._contrast(site, prior, points)
             loss = logistic_ratio_loss(
                 self._logits(site, prior, network, points),

@@ -47,15 +47,15 @@ class GPVI_ELBO(NetworkELBO):
     r"""ELBO of injective implicit guides by kernel gradients in the space of functions (GPVI).
 
     Of a guide :math:`\theta = f(z)` the model sees one batch of draws, of noise z'; with a second
-    batch, of noise z, f moves along
+    batch, of noise z, gradient descent moves each :math:`f(z_i)` along :math:`-v(z_i)`,
 
     .. math::
         v(z_i) = \frac1K \sum_j \left[ -\nabla_\theta \log p(x, f(z'_j))\, k(z'_j, z_i)
         - J_f(z'_j)^{-\top} \nabla_{z'} k(z'_j, z_i) \right],
 
-    the steepest descent of the KL divergence among the functions of the kernel k in noise space,
-    whose bandwidth is :func:`~pyro_implicit.ops.particle_bandwidth`. All plates' elements have
-    kernels of their own.
+    where v is the gradient of the KL divergence in the space of functions of the kernel k. The
+    kernel compares noise; its bandwidth is :func:`~pyro_implicit.ops.particle_bandwidth`. All
+    plates' elements have kernels of their own.
 
     The reported loss is the true ELBO, as the density of such a guide is exact. So is the gradient
     of :class:`InjectiveELBO`, with the same guides, at the same price and without a kernel that in

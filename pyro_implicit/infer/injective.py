@@ -166,12 +166,15 @@ class InjectiveELBO(ImplicitELBO):
 
     def _get_traces(self, *args: Any) -> Iterator[tuple[Trace, Trace]]:
         self._weighing, self._paths, self._scores = LaterWeights(), {}, {}
-        for model_trace, guide_trace in super()._get_traces(*args):
-            covers = self.coverage and torch.is_grad_enabled()
-            if covers and self.state.value_ndims:  # with nothing drawn there is nothing to cover
-                log_w = coverage_log_weights(model_trace, guide_trace, self.num_particles)
-                self._weighing.weights = 1 + self.coverage * _truncated(log_w)
-            yield model_trace, guide_trace
+        try:
+            for model_trace, guide_trace in super()._get_traces(*args):
+                covers = self.coverage and torch.is_grad_enabled()
+                if covers and self.state.value_ndims:  # else nothing was drawn
+                    log_w = coverage_log_weights(model_trace, guide_trace, self.num_particles)
+                    self._weighing.weights = 1 + self.coverage * _truncated(log_w)
+                yield model_trace, guide_trace
+        finally:
+            self._paths, self._scores = {}, {}  # tensors of a graph cannot be copied
 
 
 def _truncated(log_weights: Tensor) -> Tensor:

@@ -148,6 +148,15 @@ class ImplicitRenyiELBO(HierarchicalELBO):
     def _losses(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> Iterator[tuple[float, Tensor, Tensor]]:
+        try:
+            yield self._loss(model, guide, args, kwargs)
+        finally:
+            self._paths, self._latents = {}, {}  # tensors of a graph cannot be copied
+
+    def _loss(
+        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
+    ) -> tuple[float, Tensor, Tensor]:
+        """The loss as a number and as a constant, and the surrogate."""
         self._paths, self._weighing = {}, LaterWeights()
         pairs = list(self._get_traces(model, guide, args, kwargs))
         is_one_trace = self.num_particles > 1 and len(pairs) == 1
@@ -167,7 +176,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
         weights = power.softmax(0)
         if is_one_trace and len(self._paths) == 1:
             self._weighing.weights = self.alpha + (1 - self.alpha) * weights
-        yield value, loss, -(weights * surrogate).sum()
+        return value, loss, -(weights * surrogate).sum()
 
     def _log_weights(
         self, model_trace: Trace, guide_trace: Trace, is_one_trace: bool

@@ -106,6 +106,30 @@ def test_log_prior_is_taken_off_the_logit():
     assert loss == pytest.approx(logits.mean().item())
 
 
+@pytest.mark.parametrize("contrast", ["adaptive", "prior"])
+def test_the_discriminator_never_trains_on_the_points_that_it_judges(contrast):
+    seen = []
+
+    class Noted(Quadratic):
+        def forward(self, values):
+            seen.append(values.detach().clone())
+            return super().forward(values)
+
+    def model():
+        pyro.sample("x", dist.Normal(0.0, 2.0).expand([1]).to_event(1))
+
+    def guide():
+        pyro.sample("x", Implicit(lambda z: 1.0 + 0.7 * z, 1))
+
+    # As many particles as the discriminator sees: it would need no further draws.
+    elbo = AVB_ELBO(8, 4, Noted, 2, contrast=contrast)
+    elbo.differentiable_loss(model, guide)
+    first, _, second, _, judged = seen  # each training step sees draws, then the contrast
+    assert first.shape == second.shape == judged.shape
+    for one, other in ((first, judged), (second, judged), (first, second)):
+        assert not torch.isin(one, other).any()
+
+
 def test_discriminator_knows_the_context():
     """One network for both rows: by the context it tells N(-0.9, 0.5^2) from N(0.9, 0.5^2)."""
 

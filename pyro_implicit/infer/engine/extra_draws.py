@@ -21,19 +21,24 @@ __all__ = [
 ]
 
 
-def site_draws(site: ImplicitSite, num_particles: int, num_draws: int) -> Tensor:
+def site_draws(
+    site: ImplicitSite, num_particles: int, num_draws: int, fresh: bool = False
+) -> Tensor:
     """At least ``num_draws`` values of a site's implicit distribution, its own first.
 
     Where all particles have the same distribution, those of all of them count; where its context
     or scale was made from other latents, each particle gets ``num_draws`` of its own.
 
     :param num_particles: that the site has.
+    :param fresh: whether new draws replace the site's own.
     :returns: ``(n, *batch_shape, *event_shape)``; see :func:`pool_particles`.
     """
     q = site.distribution
     num_rounds = num_draws
     if num_particles > 1 and not differs_by_particle(q):
         num_rounds = -(-num_draws // num_particles)
+    if fresh:
+        return q.rsample(torch.Size((num_rounds,)))
     draws = site.value.unsqueeze(0)
     if num_rounds > 1:
         more = q.rsample(torch.Size((num_rounds - 1,)))

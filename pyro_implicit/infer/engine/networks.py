@@ -37,9 +37,22 @@ class NetworkELBO(ImplicitELBO, nn.Module):  # type: ignore[misc]  # both have `
         nn.Module.__init__(self)
         super().__init__(num_particles, **kwargs)
         self.networks = nn.ModuleDict()
-        self.store_name = f"{type(self).__name__}-{uuid.uuid4().hex[:8]}"
+        self.store_name = self._new_name()
         self._optim = optim
         self.optimisers: dict[str, torch.optim.Optimizer] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        for parameter in self.parameters():
+            # Pyro's weak reference cannot be pickled; the store renews it when it is next read.
+            parameter.__dict__.pop("unconstrained", None)
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.store_name = self._new_name()  # a copy shares no parameters with its original
+
+    def _new_name(self) -> str:
+        return f"{type(self).__name__}-{uuid.uuid4().hex[:8]}"
 
     def site_network(self, name: str, make: Callable[[], nn.Module], like: Tensor) -> nn.Module:
         """The network of a site.

@@ -63,6 +63,9 @@ class Pair:
         """Whether it is of this guide."""
         return _is(self._guide(), guide)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pair:
+        return self  # a copy of the ELBO goes on with the same model and guide
+
     def __getstate__(self) -> dict[str, Any]:
         return {}  # weak references cannot be pickled
 
