@@ -14,6 +14,7 @@ from pyro_implicit.nn.prediction import model_and_posterior, predictions
 from pyro_implicit.nn.predictive_means import Prediction
 from pyro_implicit.nn.reports import Foreign, LabelReport, NumberReport, Reliability, average
 from pyro_implicit.runtime.locks import in_turn
+from pyro_implicit.runtime.random_stream import with_seed
 
 __all__ = ["evaluate"]
 
@@ -24,6 +25,7 @@ UNCERTAINTIES = (
 
 
 @in_turn
+@with_seed
 @torch.no_grad()
 def evaluate(
     result: Any,
@@ -33,6 +35,7 @@ def evaluate(
     num_samples: int = 100,
     num_bins: int = 15,
     model: Callable[..., Any] | None = None,
+    seed: int | None = None,
 ) -> LabelReport | NumberReport:
     r"""Scores predictions on held-out data, and uncertainty on foreign data.
 
@@ -69,6 +72,7 @@ def evaluate(
     :param num_bins: equally wide bins of confidence for the expected calibration error,
         :math:`\sum_b \frac{n_b}{n} |\text{accuracy}_b - \text{confidence}_b|`.
     :param model: of a ``result`` that does not know it.
+    :param seed: of all random numbers, as for :func:`~pyro_implicit.nn.predict`.
     :returns: a report for ``print`` and ``plot()``: a :class:`LabelReport` of labels, a
         :class:`NumberReport` of numbers.
     :raises TypeError: for what is no loader, or ``ood`` without names.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions of a network by all draws of its posterior, one minibatch at a time."""
+"""Predictions of a network by posterior draws, one minibatch at a time."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,12 +13,14 @@ from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
+from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.engine import Model
 from pyro_implicit.nn.posterior import PosteriorDraws
 from pyro_implicit.nn.predictive_means import LabelMean, NumberMean, Prediction, fitting_target
+from pyro_implicit.runtime.random_stream import seeded
 from pyro_implicit.runtime.wrappers import without_event
 
 __all__ = ["model_and_posterior", "predict", "predictions", "target_runner"]
@@ -33,11 +36,14 @@ def predict(
     num_samples: int = 100,
     *,
     model: Callable[..., Any] | None = None,
+    seed: int | None = None,
+    interval: float | None = 0.9,
+    draws: bool = False,
 ) -> Iterator[Prediction]:
-    """Predicts by the mean over draws of a posterior, one minibatch after the other.
+    """Predict by the mean over posterior draws, one minibatch after the other.
 
-    Neither the predictions nor the draws of the posterior are kept: memory does not grow with the
-    rows of the loader, nor with ``num_samples``.
+    Memory does not grow with the number of minibatches. Only a few posterior draws are in memory at
+    a time; intervals and draws keep the targets' distribution given each draw for one minibatch.
 
     **Example:**
 
@@ -50,6 +56,18 @@ def predict(
     (10, 3) True
     (10, 3) True
 
+    Numbers come with a variance and a central interval:
+
+    >>> from pyro_implicit.nn import regressor
+    >>> model = regressor(to_bayesian_(nn.Linear(4, 1)), num_data=150, noise=0.5)
+    >>> ensemble = {"weight": torch.zeros(5, 1, 4), "bias": torch.ones(5, 1)}
+    >>> found = next(predict(ensemble, [torch.randn(2, 4)], model=model, interval=0.95))
+    >>> found.mean, found.variance
+    (tensor([1., 1.]), tensor([0.2500, 0.2500]))
+    >>> found.interval  # 1 -+ 1.96 * 0.5
+    tensor([[0.0200, 0.0200],
+            [1.9800, 1.9800]])
+
     :param result: what :func:`~pyro_implicit.fit` returned. Or, with its ``model``: a guide, what
         :func:`~pyro_implicit.refine` or an ``MCMC`` gave, or draws by site
         ``(num_draws, *site_shape)``, such as the members of an ensemble.
@@ -60,13 +78,30 @@ def predict(
         :func:`~pyro_implicit.nn.classifier` or :func:`~pyro_implicit.nn.regressor`, or one of your
         own ``(x, y=None)`` with one observed site, of labels (``Categorical``, ``Bernoulli``) or of
         numbers.
+    :param seed: of all random numbers, which leaves the caller's random streams as they are. With
+        ``None`` the caller's streams are used: the draws of a guide differ between calls.
+    :param interval: probability of the central interval of numbers; ``None`` for no interval.
+    :param draws: whether to draw one target for each posterior draw.
     :returns: an iterator, one prediction for each minibatch, on the posterior's device.
     :raises TypeError: for a posterior that is none, no model, or what is no loader.
-    :raises ValueError: for an autoguide that was never called, and for a model in which not one
-        site alone is neither latent nor observed.
+    :raises ValueError: for an autoguide that was never called, a model in which not one site alone
+        is neither latent nor observed, an ``interval`` outside of (0, 1), or ``draws`` of a
+        distribution that its parameters do not determine.
     """
+    if interval is not None and not 0 < interval < 1:
+        raise ValueError(f"interval must be a probability between 0 and 1, but got {interval}")
     model, posterior = model_and_posterior(result, model)
-    for prediction, _ in predictions(model, posterior, loader, num_samples, with_targets=False):
+    found = predictions(model, posterior, loader, num_samples, False, interval, draws)
+    streams = None
+    for index in itertools.count():
+        # A generator runs in turn with its caller: each step goes on in the streams of the last.
+        with seeded(None if seed is None else seed + index):
+            if seed is not None and streams is not None:
+                set_rng_state(streams)
+            prediction, _ = next(found, (None, None))
+            streams = get_rng_state()
+        if prediction is None:
+            return
         yield prediction
 
 
@@ -91,16 +126,18 @@ def predictions(
     loader: Iterable[Any],
     num_samples: int,
     with_targets: bool,
+    interval: float | None = None,
+    draws: bool = False,
 ) -> Iterator[tuple[Prediction, Tensor | None]]:
     """Predictions, and the targets if they are wanted."""
     runs = BatchedRuns("predict")
-    draws, device = None, None
+    latents, device = None, None
     for x, y in _rows(loader, with_targets):
-        if draws is None:
-            draws = PosteriorDraws(posterior, num_samples, (x,))
-            device = next(iter(draws.example.values())).device
+        if latents is None:
+            latents = PosteriorDraws(posterior, num_samples, (x,))
+            device = next(iter(latents.example.values())).device
         x, y = x.to(device), None if y is None else y.to(device)
-        yield _predict(runs, model, draws, x, y), y
+        yield _predict(runs, model, latents, x, y, interval, draws), y
 
 
 def _rows(loader: Iterable[Any], with_targets: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -127,19 +164,25 @@ def _rows(loader: Iterable[Any], with_targets: bool) -> Iterator[tuple[Tensor, T
 
 
 def _predict(
-    runs: BatchedRuns, model: Callable[..., Any], draws: PosteriorDraws, x: Tensor, y: Tensor | None
+    runs: BatchedRuns,
+    model: Callable[..., Any],
+    latents: PosteriorDraws,
+    x: Tensor,
+    y: Tensor | None,
+    interval: float | None,
+    draws: bool,
 ) -> Prediction:
     """One minibatch."""
-    runner, site, fn = target_runner(model, draws.example, x)
+    runner, site, fn = target_runner(model, latents.example, x)
     is_label = isinstance(without_event(fn), (dist.Categorical, dist.Bernoulli))
-    mean = LabelMean() if is_label else NumberMean()
+    mean = LabelMean(None, draws) if is_label else NumberMean(interval, draws)
     target = None if y is None else fitting_target(y, fn)
 
     def read(trace: Trace) -> dict[str, Tensor]:
         return mean.read(trace.nodes[site]["fn"], target)
 
-    numbers = len(x) * draws.draw_size + WIDTH * x.numel()
-    for values in draws.chunks(max(LEAST_AT_ONCE, NUMBERS_AT_ONCE // max(1, numbers))):
+    numbers = len(x) * latents.draw_size + WIDTH * x.numel()
+    for values in latents.chunks(max(LEAST_AT_ONCE, NUMBERS_AT_ONCE // max(1, numbers))):
         known = {name: value for name, value in values.items() if name in runner.replayed}
         mean.add(runs.map(runner, known, read))
     return mean.prediction()

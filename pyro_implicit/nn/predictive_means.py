@@ -1,36 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the mean over draws predicts, from sums that do not grow with the draws."""
+"""Predictions by the mean over posterior draws, from running sums."""
 
 from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import pyro
 import pyro.distributions as dist
 import torch
 from torch import Tensor
 
 from pyro_implicit.runtime.printing import short_repr
+from pyro_implicit.runtime.user_warnings import first_line
 from pyro_implicit.runtime.wrappers import without_event
 
 __all__ = ["LabelMean", "NumberMean", "Prediction", "fitting_target"]
 
+PARAMETER = "parameter "  # prefix of a distribution's parameters among the values of a run
+
 
 @dataclass(frozen=True, repr=False)
 class Prediction:
-    """What the mean of all draws says of a minibatch.
+    """The posterior predictive distribution of a minibatch, averaged over posterior draws.
 
-    Of labels it has ``probability``, ``(batch, num_classes)``, the ``entropy`` of that, in nats,
-    and ``mutual_information``, the part of the entropy that knowing the weights would take away
-    (epistemic); the rest is the labels' own (aleatoric). Of numbers it has ``mean``, ``aleatoric``
-    variance (the mean of the noise's) and ``epistemic`` variance (that of the means), each
-    ``(batch,)`` or ``(batch, num_targets)``. What does not apply is None.
+    Predictions of labels have ``probability``, ``entropy`` and ``mutual_information``; predictions
+    of numbers have ``mean``, ``aleatoric``, ``epistemic``, ``variance`` and ``interval``. Fields
+    that do not apply are None.
 
-    :ivar num_samples: How many draws.
-    :ivar log_prob: Of given targets under the mean of the draws' distributions, ``(batch,)``.
-    :ivar pit: Of given numbers: the mean of the draws' distribution functions there, uniform if
-        predictions are right, ``(batch,)`` or ``(batch, num_targets)``.
+    :ivar num_samples: Number of posterior draws.
+    :ivar probability: Of each class, ``(batch, num_classes)``.
+    :ivar entropy: Of ``probability``, in nats, ``(batch,)``.
+    :ivar mutual_information: Epistemic part of the entropy, in nats, ``(batch,)``: the expected
+        decrease if the weights were known. The rest is aleatoric.
+    :ivar mean: Mean of the targets, ``(batch,)`` or ``(batch, num_targets)``.
+    :ivar aleatoric: Mean over draws of the noise variance, of the shape of ``mean``.
+    :ivar epistemic: Variance over draws of the predicted mean, of the shape of ``mean``.
+    :ivar log_prob: Log-density of given targets, ``(batch,)``.
+    :ivar pit: Predictive distribution function at given numbers, of the shape of ``mean``; uniform
+        if predictions are calibrated.
+    :ivar interval: Lower and upper end of the central interval, ``(2, *mean.shape)``; None for a
+        distribution without ``cdf``, such as ``StudentT``.
+    :ivar draws: One target for each posterior draw, ``(num_samples, batch)`` or ``(num_samples,
+        batch, num_targets)``.
     """
 
     num_samples: int
@@ -42,13 +56,29 @@ class Prediction:
     epistemic: Tensor | None = None
     log_prob: Tensor | None = None
     pit: Tensor | None = None
+    interval: Tensor | None = None
+    draws: Tensor | None = None
     __repr__ = short_repr
+
+    @property
+    def variance(self) -> Tensor | None:
+        """Variance of the targets, ``aleatoric + epistemic``."""
+        if self.aleatoric is None or self.epistemic is None:
+            return None
+        return self.aleatoric + self.epistemic
 
 
 class _Mean:
-    """Sums over draws, of which the first are seen before the others."""
+    """Running sums over draws.
 
-    def __init__(self) -> None:
+    :param interval: probability of the central interval, or None.
+    :param draws: whether to draw targets.
+    """
+
+    def __init__(self, interval: float | None = None, draws: bool = False) -> None:
+        self.interval, self.draws = interval, draws
+        self.kind: type | None = None
+        self.parameters: list[dict[str, Tensor]] = []
         self.count = 0
         self.sums: dict[str, Tensor] = {}
         self.log_sum: Tensor | None = None
@@ -59,12 +89,41 @@ class _Mean:
         :param found: what :meth:`read` gave for each, ``(num_draws, ...)``.
         """
         self.count += len(next(iter(found.values())))
+        kept = {name: found.pop(name) for name in list(found) if name.startswith(PARAMETER)}
+        self.parameters.append({name.removeprefix(PARAMETER): kept[name] for name in kept})
         log_prob = found.pop("log_prob", None)
         if log_prob is not None:
             total = log_prob.logsumexp(0)
             self.log_sum = total if self.log_sum is None else self.log_sum.logaddexp(total)
         for name, value in found.items():
             self.sums[name] = self.sums[name] + value.sum(0) if name in self.sums else value.sum(0)
+
+    def _kept(self, fn: dist.TorchDistribution) -> dict[str, Tensor]:
+        """The parameters of the targets' distribution, if :meth:`_distribution` is wanted."""
+        if not self.draws and self.interval is None:
+            return {}
+        base = without_event(fn)
+        repeated = {"covariance_matrix", "precision_matrix"}
+        if "logits" in base.arg_constraints:
+            repeated.add("probs")
+        self.kind = type(base)
+        names = [name for name in base.arg_constraints if name not in repeated]
+        return {f"{PARAMETER}{name}": getattr(base, name) for name in names}
+
+    def _distribution(self) -> Any:
+        """The targets' distribution given each draw, of batch shape ``(num_draws, batch, ...)``."""
+        if self.kind is None:
+            return None
+        parts = {name: [p[name] for p in self.parameters] for name in self.parameters[0]}
+        try:
+            return self.kind(**{name: torch.cat(part) for name, part in parts.items()})
+        except (TypeError, ValueError) as error:
+            if not self.draws:
+                return None
+            raise ValueError(
+                f"predict cannot draw targets of {self.kind.__name__} ({first_line(error)}). Cure: "
+                "pyro.infer.Predictive, or draws=False"
+            ) from error
 
     def _means(self) -> tuple[dict[str, Tensor], Tensor | None]:
         log_mean = None if self.log_sum is None else self.log_sum - math.log(self.count)
@@ -83,7 +142,7 @@ class LabelMean(_Mean):
         probability = without_event(fn).probs
         if isinstance(without_event(fn), dist.Bernoulli):
             probability = torch.stack([1 - probability, probability], dim=-1)
-        found = {"probability": probability, "entropy": _entropy(probability)}
+        found = {"probability": probability, "entropy": _entropy(probability)} | self._kept(fn)
         return found if target is None else found | {"log_prob": fn.log_prob(target)}
 
     def prediction(self) -> Prediction:
@@ -91,15 +150,20 @@ class LabelMean(_Mean):
         means, log_prob = self._means()
         entropy = _entropy(means["probability"])
         information = (entropy - means["entropy"]).clamp(min=0.0)
-        return Prediction(self.count, means["probability"], entropy, information, log_prob=log_prob)
+        return Prediction(
+            self.count,
+            means["probability"],
+            entropy,
+            information,
+            log_prob=log_prob,
+            draws=self._distribution().sample() if self.draws else None,
+        )
 
 
 class NumberMean(_Mean):
     """Means and variances of numbers. Squares are of differences to the first draw."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.origin: Tensor | None = None
+    origin: Tensor | None = None
 
     def read(self, fn: dist.TorchDistribution, target: Tensor | None) -> dict[str, Tensor]:
         """What one draw predicts.
@@ -107,7 +171,7 @@ class NumberMean(_Mean):
         :param fn: any distribution with a mean and a variance.
         :param target: numbers, or None.
         """
-        found = {"mean": fn.mean, "variance": fn.variance}
+        found = {"mean": fn.mean, "variance": fn.variance} | self._kept(fn)
         if target is not None:
             found["log_prob"] = fn.log_prob(target)
             with suppress(NotImplementedError):
@@ -125,14 +189,19 @@ class NumberMean(_Mean):
         """That of all draws."""
         means, log_prob = self._means()
         assert self.origin is not None
-        return Prediction(
+        fn = self._distribution()
+        found = Prediction(
             self.count,
             mean=self.origin + means["shift"],
             aleatoric=means["variance"],
             epistemic=(means["square"] - means["shift"].square()).clamp(min=0.0),
             log_prob=log_prob,
             pit=means.get("pit"),
+            draws=fn.sample() if self.draws else None,
         )
+        if fn is None or self.interval is None:
+            return found
+        return replace(found, interval=_central_interval(fn, found, self.interval))
 
 
 def fitting_target(y: Tensor, fn: dist.TorchDistribution) -> Tensor:
@@ -150,6 +219,29 @@ def fitting_target(y: Tensor, fn: dist.TorchDistribution) -> Tensor:
         if isinstance(without_event(fn), dist.Bernoulli)
         else y.reshape(fn.shape())
     )
+
+
+def _central_interval(fn: Any, found: Prediction, probability: float) -> Tensor | None:
+    """Quantiles of the mixture over draws, ``(2, ...)``, by bisection of its distribution function.
+
+    Cantelli's inequality brackets them: a quantile of level a lies at most ``sqrt((1 - a) / a)``
+    standard deviations below the mean, and ``sqrt(a / (1 - a))`` above it.
+    """
+    assert found.mean is not None and found.variance is not None
+    mean, sd = found.mean, found.variance.sqrt()
+    tail = (1 - probability) / 2
+    far, near = math.sqrt((1 - tail) / tail), math.sqrt(tail / (1 - tail))
+    low = torch.stack([mean - far * sd, mean - near * sd])
+    high = torch.stack([mean + near * sd, mean + far * sd])
+    level = torch.tensor([tail, 1 - tail]).to(mean).reshape(2, *[1] * mean.dim())
+    with pyro.validation_enabled(False), suppress(NotImplementedError):
+        for _ in range(torch.finfo(mean.dtype).bits):
+            middle = (low + high) / 2
+            reached = fn.cdf(middle.unsqueeze(1)).nan_to_num(0.0).mean(1)  # nan: below the support
+            low = torch.where(reached < level, middle, low)
+            high = torch.where(reached < level, high, middle)
+        return (low + high) / 2
+    return None
 
 
 def _entropy(probability: Tensor) -> Tensor:

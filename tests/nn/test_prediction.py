@@ -199,6 +199,106 @@ def test_a_guide_gives_all_minibatches_the_same_draws(kept, monkeypatch):
     assert not torch.allclose(joined(other, "probability"), joined(whole, "probability"))
 
 
+def shuffled(**options):
+    return DataLoader(TensorDataset(X, LABELS), batch_size=4, shuffle=True, **options)
+
+
+def test_a_seed_repeats_the_predictions_and_leaves_the_callers_streams():
+    """Draws of a guide, targets and the order of a shuffled loader."""
+    model = labels_model()
+    guide = AutoNormal(model, init_scale=1.0)
+    guide(X, LABELS)
+
+    def all_of(seed):
+        before = torch.get_rng_state()
+        options = {"model": model, "seed": seed, "draws": True}
+        found = []
+        for batch in predict(guide, shuffled(), 50, **options):
+            found.append(batch)
+            torch.rand(seed or 1)  # the caller's own draws change nothing
+        parts = [joined(found, "probability"), torch.cat([batch.draws for batch in found], 1)]
+        torch.set_rng_state(before)
+        list(predict(guide, shuffled(), 50, **options))
+        assert torch.equal(torch.get_rng_state(), before) == (seed is not None)
+        return parts
+
+    for first, again, other in zip(all_of(3), all_of(3), all_of(4), strict=True):
+        assert torch.equal(first, again) and not torch.equal(first, other)
+    assert not torch.equal(all_of(None)[0], all_of(None)[0])
+    test = [(X, LABELS)]
+    scores = [evaluate(guide, test, num_samples=5, model=model, seed=s).nll for s in (0, 0, 1)]
+    assert scores[0] == scores[1] != scores[2]
+
+
+@pytest.mark.parametrize("probability", [0.5, 0.95])
+def test_intervals_against_the_mixtures_distribution_function(probability):
+    model = regressor(to_bayesian_(nn.Linear(3, 4).double()), 70, noise="heteroscedastic")
+    weights = {"weight": normal(20, 4, 3), "bias": normal(20, 4)}
+    options = {"model": model, "interval": probability}
+    found = list(predict(weights, X.split(4), **options))
+    output = torch.einsum("nd,scd->snc", X, weights["weight"]) + weights["bias"].unsqueeze(1)
+    mean, sd = output[..., :2], nn.functional.softplus(output[..., 2:]) + 1e-6
+    variance = (sd.square() + mean.square()).mean(0) - mean.mean(0).square()
+    torch.testing.assert_close(joined(found, "variance"), variance)
+    interval = torch.cat([batch.interval for batch in found], 1)
+    assert interval.shape == (2, 7, 2)
+    below = dist.Normal(mean, sd).cdf(interval.unsqueeze(1)).mean(1)
+    tail = (1 - probability) / 2
+    expected = torch.tensor([tail, 1 - tail]).double().reshape(2, 1, 1).expand(2, 7, 2)
+    torch.testing.assert_close(below, expected, atol=1e-12, rtol=0)
+    assert found[0].draws is None
+
+
+def rates(kind):
+    """A model whose targets are of another distribution than normal."""
+
+    def model(x, y=None):
+        rate = torch.einsum("nd,d->n", x, pyro.sample("weight", prior)).exp()
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", kind(rate), obs=y)
+
+    prior = dist.Normal(torch.zeros(3).double(), 1.0).to_event(1)
+    return model
+
+
+def test_targets_of_other_distributions():
+    weight = {"weight": 0.1 * normal(5000, 3)}
+    positive = rates(lambda rate: dist.Gamma(2.0, rate))
+    found = next(predict(weight, [X], 5000, model=positive, seed=0, draws=True))
+    each = torch.einsum("nd,sd->sn", X, weight["weight"]).exp()
+    below = dist.Gamma(torch.tensor(2.0).double(), each).cdf(found.interval.unsqueeze(1)).mean(1)
+    torch.testing.assert_close(below[0], torch.full((7,), 0.05).double(), atol=1e-10, rtol=0)
+    assert found.draws.shape == (5000, 7)
+    error = (found.variance / 5000).sqrt()
+    assert ((found.draws.mean(0) - found.mean).abs() < 4 * error).all()
+    torch.testing.assert_close(found.draws.var(0), found.variance, rtol=0.25, atol=0)
+    counts = next(predict(weight, [X], model=rates(dist.Poisson), draws=True))
+    assert counts.interval is None and torch.equal(counts.draws, counts.draws.round())
+    unknown = rates(lambda rate: _Unknown(rate))
+    with pytest.raises(ValueError, match="cannot draw targets of _Unknown.*Cure: pyro.infer"):
+        next(predict(weight, [X], model=unknown, draws=True))
+    assert next(predict(weight, [X], model=unknown)).interval is None
+
+
+class _Unknown(dist.Normal):
+    """A distribution that its ``arg_constraints`` do not determine."""
+
+    def __init__(self, loc):
+        super().__init__(loc, 1.0)
+
+    def expand(self, batch_shape, _instance=None):
+        return _Unknown(self.loc.expand(batch_shape))
+
+
+def test_draws_of_labels():
+    found = next(predict(WEIGHTS, [X], model=labels_model(), seed=1, draws=True))
+    assert found.draws.shape == (20, 7) and found.interval is found.variance is None
+    many = {name: value.repeat_interleave(200, 0) for name, value in WEIGHTS.items()}
+    found = next(predict(many, [X], 4000, model=labels_model(), seed=1, draws=True))
+    share = found.draws.double().reshape(20, 200, 7).mean(1)
+    torch.testing.assert_close(share, probabilities()[..., 1], atol=0.15, rtol=0)
+
+
 def test_from_fit_to_predictions(tmp_path):
     """With minibatches, refined by stochastic gradients; and back from a file."""
     x = torch.randn(60, 2)
@@ -237,6 +337,8 @@ def test_errors():
         next(predict(3, [X], model=model))
     with pytest.raises(ValueError, match="num_samples must be at least 1"):
         next(predict(WEIGHTS, [X], 0, model=model))
+    with pytest.raises(ValueError, match="interval must be a probability between 0 and 1, but got"):
+        next(predict(WEIGHTS, [X], model=model, interval=90))
     only = {"weight": WEIGHTS["weight"]}
     with pytest.raises(ValueError, match=r"are \['bias', 'y'\], but one is wanted.*Cure"):
         next(predict(only, [X], model=model))
