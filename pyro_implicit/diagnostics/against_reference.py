@@ -170,14 +170,15 @@ def _of_common(
 
 def _compare_site(x: Tensor, y: Tensor) -> SiteComparison:
     guide_sd, reference_sd, scale = x.std(dim=0), y.std(dim=0), _scale(y)
+    guide_mean, reference_mean = x.double().mean(dim=0), y.double().mean(dim=0)
     both_constant = (guide_sd <= _rounding(y)) & (reference_sd <= _rounding(y))
     sd_ratio = torch.where(both_constant, torch.ones_like(scale), guide_sd / reference_sd)
     return SiteComparison(
-        guide_mean=x.mean(dim=0),
+        guide_mean=guide_mean.to(x),
         guide_sd=guide_sd,
-        reference_mean=y.mean(dim=0),
+        reference_mean=reference_mean.to(y),
         reference_sd=reference_sd,
-        mean_error=(x.mean(dim=0) - y.mean(dim=0)) / scale,
+        mean_error=((guide_mean - reference_mean) / scale).to(x),
         sd_ratio=sd_ratio,
         quantile_errors=(quantile(x, list(QUANTILES)) - quantile(y, list(QUANTILES))) / scale,
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 __all__ = [
     "maximum_mean_discrepancy",
+    "pairwise_distances",
     "sliced_wasserstein",
     "sliced_wasserstein_floor",
     "whiten",
@@ -21,6 +22,7 @@ __all__ = [
 
 # Numbers held at a time by sliced_wasserstein, per sample set (32 MB in float64).
 _CHUNK_NUMEL = 2**22
+_EXACT_DIM = 300  # coordinates above which differences of all pairs take longer than a second
 _NUM_SPLITS = 4  # of a reference into halves
 
 
@@ -57,6 +59,9 @@ def sliced_wasserstein(
        measures*.
     """
     _check_matrices(x, y)
+    # Projections of draws far from the origin round away their spread in float32.
+    center = y.detach().mean(0)
+    x, y = x - center, y - center
     directions = torch.randn(
         num_projections,
         x.size(1),
@@ -152,16 +157,37 @@ def maximum_mean_discrepancy(x: Tensor, y: Tensor, max_rows: int = 2000, seed: i
             f"MMD needs at least 2 draws of each; got {x.size(0)} of x and {y.size(0)} of y."
         )
     x, y = _random_rows(x, max_rows, seed), _random_rows(y, max_rows, seed + 1)
-    # The default mode of cdist loses small distances to rounding in float32.
-    exact = "donot_use_mm_for_euclid_dist"
-    xx, yy = torch.pdist(x), torch.pdist(y)
-    xy = torch.cdist(x, y, compute_mode=exact).flatten()
+    xx, yy, xy = torch.pdist(x), torch.pdist(y), pairwise_distances(x, y).flatten()
     bandwidth = torch.cat([xx, yy, xy]).detach().median().clamp(min=torch.finfo(x.dtype).tiny)
 
     def mean_kernel(distance: Tensor) -> Tensor:
         return (distance / bandwidth).square().mul(-0.5).exp().mean()
 
     return mean_kernel(xx) + mean_kernel(yy) - 2 * mean_kernel(xy)
+
+
+def pairwise_distances(x: Tensor, y: Tensor) -> Tensor:
+    r"""Return the Euclidean distances of all pairs, accurate also far from the origin.
+
+    The default mode of ``torch.cdist`` takes :math:`|x|^2 + |y|^2 - 2 x^\top y`, which loses
+    distances far smaller than the points' distance from the origin. Up to 300 coordinates the
+    differences are squared; above, the same formula is evaluated in double precision around the
+    mean of ``y``.
+
+    **Example:**
+
+    >>> x = 20_000 + torch.arange(30.0)[:, None] / 8
+    >>> pairwise_distances(x, x)[0, :3]
+    tensor([0.0000, 0.1250, 0.2500])
+
+    :param x: points ``(n, dim)``.
+    :param y: points ``(m, dim)``.
+    :returns: ``(n, m)``.
+    """
+    if x.size(1) <= _EXACT_DIM:
+        return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
+    center = y.detach().double().mean(0)
+    return torch.cdist(x.double() - center, y.double() - center).to(x.dtype)
 
 
 def whiten(x: Tensor, reference: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from pyro.ops.stats import effective_sample_size, split_gelman_rubin
 from torch import Tensor
 
 from pyro_implicit.density.target import Target
+from pyro_implicit.diagnostics.distances import pairwise_distances
 from pyro_implicit.diagnostics.labels import index_label
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
@@ -186,14 +187,18 @@ class _Neighbours:
     """Distances to the nearest of some points, in units of their standard deviations."""
 
     def __init__(self, points: Tensor) -> None:
-        sd = points.std(0)
+        points = points.double()
+        self.center, sd = points.mean(0), points.std(0)
         self.scale = torch.where(sd > 0, sd, torch.ones_like(sd))
-        self.points = points / self.scale
-        own = torch.cdist(self.points, self.points).fill_diagonal_(math.inf).amin(-1)
+        self.points = self._standard(points)
+        own = pairwise_distances(self.points, self.points).fill_diagonal_(math.inf).amin(-1)
         self.limit = FAR * own.quantile(0.99)
 
+    def _standard(self, points: Tensor) -> Tensor:
+        return (points.double() - self.center) / self.scale
+
     def are_far(self, points: Tensor) -> Tensor:
-        return torch.cdist(points / self.scale, self.points).amin(-1) > self.limit
+        return pairwise_distances(self._standard(points), self.points).amin(-1) > self.limit
 
 
 def _weighted_share(density: Target, guide: Any, frame: _Neighbours) -> float | None:

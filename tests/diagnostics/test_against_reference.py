@@ -292,6 +292,24 @@ def test_a_reference_that_lost_a_mode_is_the_worse_one(with_density):
     assert astray.reference.missing == 0 and not astray.reference.is_worse
 
 
+def test_a_lost_mode_far_from_the_origin():
+    """In float32 the square of 20,000 has rounding errors of 32, a spread of 0.1 has none left."""
+    centers = 20_000 + torch.tensor([[0.4], [-0.4]]).expand(2, 2)
+
+    def far_modes():
+        x = pyro.sample("x", dist.Normal(centers.mean(0), 10.0).to_event(1))
+        pyro.factor("modes", dist.Normal(centers, 0.1).log_prob(x).sum(-1).logsumexp(0))
+
+    guide = {"x": centers.repeat(250, 1) + 0.1 * torch.randn(500, 2)}
+    lost = {"x": centers[0] + 0.1 * torch.randn(500, 2)}
+    found = compare(far_modes, guide, lost)
+    assert found.reference.missing == pytest.approx(0.5, abs=0.05) and found.reference.is_worse
+    # Means are taken in double precision: draws and errors are multiples of 2^-9 there.
+    expected = guide["x"].double().mean(0) - lost["x"].double().mean(0)
+    site = found.sites["x"]
+    torch.testing.assert_close(site.mean_error * site.reference_sd, expected.float())
+
+
 class MixtureOfNormals(dist.MixtureSameFamily):
     support = torch.distributions.constraints.real_vector
 

@@ -12,6 +12,7 @@ from pyro_implicit.diagnostics import (
     sliced_wasserstein_floor,
     whiten,
 )
+from pyro_implicit.diagnostics.distances import pairwise_distances
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +115,24 @@ def test_floor_agrees_with_independent_full_sets(num_samples, dim):
         floors.append(sliced_wasserstein_floor(reference, num_samples, num_projections=20))
     truth, floor = (torch.stack(values).square().mean().sqrt() for values in (truths, floors))
     torch.testing.assert_close(floor, truth, rtol=0.15, atol=0.0)
+
+
+@pytest.mark.parametrize("dim", [3, 400])
+def test_pairwise_distances_far_from_the_origin(dim):
+    """Against NumPy in double precision, for more than 25 points: ``cdist`` expands squares then."""
+    x, y = (20_000 + 0.1 * torch.randn(n, dim).float() for n in (60, 50))
+    a, b = x.double().numpy(), y.double().numpy()
+    expected = np.sqrt(np.square(a[:, None] - b).sum(-1))
+    np.testing.assert_allclose(pairwise_distances(x, y).numpy(), expected, rtol=1e-5)
+    assert pairwise_distances(x, y).dtype == torch.float32
+
+
+def test_distances_far_from_the_origin():
+    """A shift of both sets changes nothing, in float32 neither."""
+    x, y = (0.125 * torch.randint(-9, 9, (n, 3)).float() for n in (60, 50))
+    for function in (sliced_wasserstein, maximum_mean_discrepancy):
+        near, far = function(x, y), function(x + 20_000, y + 20_000)
+        torch.testing.assert_close(far, near, rtol=1e-4, atol=1e-6)
 
 
 def test_mmd_against_a_double_loop():
