@@ -4,17 +4,60 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from pyro.distributions import MaskedDistribution
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.density.engine import compute_log_prob
 from pyro_implicit.density.target import Target
 
-__all__ = ["pointwise_log_likelihood"]
+__all__ = ["is_counted", "pointwise_log_likelihood", "unmasked_elements"]
 
 AT_ONCE = 250
+
+
+def is_counted(site: dict[str, Any]) -> Tensor:
+    """Tell which observations of a site count: those that no mask leaves out.
+
+    A score per row is divided by their number. A mask is that of ``poutine.mask``, of a
+    distribution's ``mask`` or of ``obs_mask``. An event counts if any of its elements does.
+
+    **Example:**
+
+    >>> import pyro.distributions as dist
+    >>> fn = dist.Normal(torch.zeros(3), 1.0).mask(torch.tensor([True, False, True]))
+    >>> is_counted({"fn": fn, "mask": None})
+    tensor([ True, False,  True])
+
+    :param site: of a trace.
+    :returns: of the distribution's batch shape.
+    """
+    found, rank = unmasked_elements(site), len(site["fn"].batch_shape)
+    return found.flatten(rank).any(-1) if found.dim() > rank else found
+
+
+def unmasked_elements(site: dict[str, Any]) -> Tensor:
+    """The same for each element of events that ``to_event`` made.
+
+    :param site: of a trace.
+    :returns: of the batch shape of the distribution inside of ``to_event``.
+    """
+    fn = site["fn"]
+    masks = [(site["mask"], len(fn.batch_shape))]
+    while isinstance(fn, (torch.distributions.Independent, MaskedDistribution)):
+        if isinstance(fn, MaskedDistribution):
+            masks.append((fn._mask, len(fn.batch_shape)))
+        fn = fn.base_dist
+    device = next((mask.device for mask, _ in masks if isinstance(mask, Tensor)), None)
+    found = torch.ones(fn.batch_shape, dtype=torch.bool, device=device)
+    for mask, rank in masks:
+        if mask is not None:
+            mask = torch.as_tensor(mask, device=device).bool()
+            found = found & mask.reshape(mask.shape + (1,) * (found.dim() - rank))
+    return found
 
 
 @torch.no_grad()
@@ -22,6 +65,8 @@ def pointwise_log_likelihood(
     density: Target, draws: Mapping[str, Tensor], sites: Sequence[str]
 ) -> dict[str, Tensor]:
     """The terms of observed sites in the log-density, scaled and masked as they are there.
+
+    A masked observation has the term 0, which :func:`is_counted` tells from others.
 
     **Example:**
 

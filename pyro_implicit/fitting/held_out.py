@@ -14,6 +14,7 @@ from torch import Tensor
 from pyro_implicit.density.data_sites import is_data
 from pyro_implicit.density.engine import compute_log_prob
 from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.density.pointwise import is_counted
 from pyro_implicit.fitting.processes import mean_over_processes
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.runtime.minibatches import BatchStream
@@ -31,7 +32,8 @@ class HeldOut:
     .. math:: -\frac1N \sum_i \log \frac1S \sum_s p(y_i | x_i, \theta_s),
 
     by eight draws, always from the same seed, so that two values differ by the guide alone; without
-    the weight that a minibatch or a temperature gives a row. A training asks after each epoch, ends
+    the weight that a minibatch or a temperature gives a row, and without masked rows, which N does
+    not count. A training asks after each epoch, ends
     when five brought nothing, and keeps the parameters of the best.
 
     **Example:**
@@ -52,7 +54,7 @@ class HeldOut:
     :param width: so many parts has one of those for training.
     :raises TypeError: for what is no iterable of them.
     :raises ValueError: if there are none, if they can be passed over only once, or if they have
-        more or fewer parts.
+        more or fewer parts; when it is called, if all rows are masked.
     :ivar scores: one for each epoch.
     """
 
@@ -86,9 +88,14 @@ class HeldOut:
         draws = draw(guide, NUM_DRAWS, *density.args, **density.kwargs)
         for _ in range(self._stream.epoch_length):
             density.use(self._stream.next())
-            for log_prob in density.read_at(draws, _log_likelihood).values():
+            for log_prob, counted in density.read_at(draws, _log_likelihood).values():
                 rows = log_prob.double().logsumexp(0) - math.log(NUM_DRAWS)
-                total, count = total - rows.sum().item(), count + rows.numel()
+                total, count = total - rows.sum().item(), count + int((counted != 0).any(0).sum())
+        if not count:
+            raise ValueError(
+                "validation has no row that counts: every observation is masked. Cure: rows with "
+                "observed targets"
+            )
         return total / count
 
     def __str__(self) -> str:
@@ -129,11 +136,11 @@ class HeldOut:
         self.scores, self._best = state["scores"], state["best"]
 
 
-def _log_likelihood(trace: Trace) -> dict[str, Tensor]:
-    """Of each observation, by site."""
+def _log_likelihood(trace: Trace) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of each observation, by site, and whether it counts."""
     compute_log_prob(trace)
     return {
-        name: site["log_prob"] / site["scale"]
+        name: (site["log_prob"] / site["scale"], is_counted(site).to(site["log_prob"]))
         for name, site in trace.nodes.items()
         if is_data(site)
     }

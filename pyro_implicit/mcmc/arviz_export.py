@@ -49,7 +49,8 @@ class ArvizExport:
 
         :param model: with its ``args`` and ``kwargs``, for any of the groups that follow; with one
             of them ``observed_data`` comes as well.
-        :param log_likelihood: of each observation, for ``arviz.loo``. All data are needed.
+        :param log_likelihood: of each observation, for ``arviz.loo``. All data are needed. A masked
+            observation has 0: ``arviz.loo`` has the right sum, but counts it as a row.
         :param posterior_predictive: a replica of the data for each draw, by Pyro's ``Predictive``,
             one draw at a time; discrete latents are drawn anew.
         :param prior: so many draws of the prior, with the data that they predict.

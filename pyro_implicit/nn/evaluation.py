@@ -40,7 +40,8 @@ def evaluate(
     r"""Scores predictions on held-out data, and uncertainty on foreign data.
 
     Predictions are those of :func:`~pyro_implicit.nn.predict`: means over draws of the posterior,
-    of which only a few are in memory at a time. A few numbers are kept for each row.
+    of which only a few are in memory at a time. A few numbers are kept for each row. Rows whose
+    targets the model masks are not scored and not counted.
 
     **Example:**
 
@@ -76,7 +77,8 @@ def evaluate(
     :returns: a report for ``print`` and ``plot()``: a :class:`LabelReport` of labels, a
         :class:`NumberReport` of numbers.
     :raises TypeError: for what is no loader, or ``ood`` without names.
-    :raises ValueError: for an empty loader, tuples of other lengths, or several labels a row.
+    :raises ValueError: for an empty loader, tuples of other lengths, several labels a row, or masks
+        of all targets or of a part of a row's.
     :raises ImportError: for ``ood`` without scikit-learn.
     """
     model, posterior = model_and_posterior(result, model)
@@ -87,15 +89,18 @@ def evaluate(
         )
     rows: dict[str, list[Tensor]] = {}
     is_label, number = False, 0
-    for found, target in predictions(model, posterior, loader, num_samples, True):
+    for found, target, unmasked in predictions(model, posterior, loader, num_samples, True):
         assert target is not None
+        counted = _counted_rows(unmasked)
         is_label, number = found.probability is not None, found.num_samples
         read = _label_rows if is_label else _number_rows
         for name, value in {**_uncertainties(found), **read(found, target)}.items():
-            rows.setdefault(name, []).append(value.cpu())
+            rows.setdefault(name, []).append(value[counted].cpu())
     if not rows:
         raise ValueError("the loader is empty")
     columns = {name: torch.cat(parts) for name, parts in rows.items()}
+    if not len(columns["log_prob"]):
+        raise ValueError("the model masks all targets. Cure: rows with observed targets")
     foreign = {}
     for name, others in (ood or {}).items():
         foreign[name] = _foreign(columns, predictions(model, posterior, others, num_samples, False))
@@ -109,6 +114,18 @@ def evaluate(
     if is_label:
         return _label_report(columns, num_bins, common)
     return _number_report(columns, common)
+
+
+def _counted_rows(unmasked: Tensor) -> Tensor:
+    """Which rows are scored: those that the model does not mask."""
+    elements = unmasked.reshape(len(unmasked), -1)
+    counted = elements.any(-1)
+    if (counted & ~elements.all(-1)).any():
+        raise ValueError(
+            "the model masks some targets of a row and not others, but evaluate scores whole rows. "
+            "Cure: a mask of rows, or predict, whose mean has each target"
+        )
+    return counted
 
 
 def _uncertainties(found: Prediction) -> dict[str, Tensor]:
@@ -151,7 +168,7 @@ def _number_rows(found: Prediction, target: Tensor) -> dict[str, Tensor]:
 def _foreign(columns: dict[str, Tensor], found: Any) -> Foreign:
     """How foreign inputs look beside those of the test set."""
     rows: dict[str, list[Tensor]] = {}
-    for prediction, _ in found:
+    for prediction, *_ in found:
         for name, value in _uncertainties(prediction).items():
             rows.setdefault(name, []).append(value.cpu())
     if not rows:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.nn.prediction import target_runner
-from pyro_implicit.runtime.wrappers import without_event
+from pyro_implicit.runtime.wrappers import without_mask
 
 __all__ = ["FunctionValues"]
 
@@ -80,6 +80,6 @@ class FunctionValues:
 
 def _value(trace: Trace, site: str) -> dict[str, Tensor]:
     fn = trace.nodes[site]["fn"]
-    if isinstance(without_event(fn), dist.Categorical):
-        return {"probability": fn.probs[..., 1:]}
-    return {"probability" if isinstance(without_event(fn), dist.Bernoulli) else "mean": fn.mean}
+    if isinstance(without_mask(fn), dist.Categorical):
+        return {"probability": without_mask(fn).probs[..., 1:]}
+    return {"probability" if isinstance(without_mask(fn), dist.Bernoulli) else "mean": fn.mean}

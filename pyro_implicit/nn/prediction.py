@@ -18,10 +18,11 @@ from torch import Tensor
 
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.engine import Model
+from pyro_implicit.density.pointwise import unmasked_elements
 from pyro_implicit.nn.posterior import PosteriorDraws
 from pyro_implicit.nn.predictive_means import LabelMean, NumberMean, Prediction, fitting_target
 from pyro_implicit.runtime.random_stream import seeded
-from pyro_implicit.runtime.wrappers import without_event
+from pyro_implicit.runtime.wrappers import without_mask
 
 __all__ = ["model_and_posterior", "predict", "predictions", "target_runner"]
 
@@ -98,7 +99,7 @@ def predict(
         with seeded(None if seed is None else seed + index):
             if seed is not None and streams is not None:
                 set_rng_state(streams)
-            prediction, _ = next(found, (None, None))
+            prediction, *_ = next(found, (None,))
             streams = get_rng_state()
         if prediction is None:
             return
@@ -128,8 +129,8 @@ def predictions(
     with_targets: bool,
     interval: float | None = None,
     draws: bool = False,
-) -> Iterator[tuple[Prediction, Tensor | None]]:
-    """Predictions, and the targets if they are wanted."""
+) -> Iterator[tuple[Prediction, Tensor | None, Tensor]]:
+    """Predictions, targets if they are wanted, and which elements of these no mask leaves out."""
     runs = BatchedRuns("predict")
     latents, device = None, None
     for x, y in _rows(loader, with_targets):
@@ -137,7 +138,8 @@ def predictions(
             latents = PosteriorDraws(posterior, num_samples, (x,))
             device = next(iter(latents.example.values())).device
         x, y = x.to(device), None if y is None else y.to(device)
-        yield _predict(runs, model, latents, x, y, interval, draws), y
+        prediction, unmasked = _predict(runs, model, latents, x, y, interval, draws)
+        yield prediction, y, unmasked
 
 
 def _rows(loader: Iterable[Any], with_targets: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -171,27 +173,28 @@ def _predict(
     y: Tensor | None,
     interval: float | None,
     draws: bool,
-) -> Prediction:
+) -> tuple[Prediction, Tensor]:
     """One minibatch."""
-    runner, site, fn = target_runner(model, latents.example, x)
-    is_label = isinstance(without_event(fn), (dist.Categorical, dist.Bernoulli))
+    runner, name, site = target_runner(model, latents.example, x)
+    fn = site["fn"]
+    is_label = isinstance(without_mask(fn), (dist.Categorical, dist.Bernoulli))
     mean = LabelMean(None, draws) if is_label else NumberMean(interval, draws)
     target = None if y is None else fitting_target(y, fn)
 
     def read(trace: Trace) -> dict[str, Tensor]:
-        return mean.read(trace.nodes[site]["fn"], target)
+        return mean.read(trace.nodes[name]["fn"], target)
 
     numbers = len(x) * latents.draw_size + WIDTH * x.numel()
     for values in latents.chunks(max(LEAST_AT_ONCE, NUMBERS_AT_ONCE // max(1, numbers))):
-        known = {name: value for name, value in values.items() if name in runner.replayed}
+        known = {key: value for key, value in values.items() if key in runner.replayed}
         mean.add(runs.map(runner, known, read))
-    return mean.prediction()
+    return mean.prediction(), unmasked_elements(site)
 
 
 def target_runner(
     model: Callable[..., Any], values: dict[str, Tensor], x: Tensor
-) -> tuple[Model, str, dist.TorchDistribution]:
-    """The model with its latents to be given, the site that is predicted, and its distribution."""
+) -> tuple[Model, str, dict[str, Any]]:
+    """The model with its latents to be given, the name of the site that is predicted, and it."""
     with poutine.block():
         trace = poutine.trace(poutine.condition(model, values)).get_trace(x)
     latents, drawn = Trace(), []
@@ -210,7 +213,7 @@ def target_runner(
         )
     (name,) = drawn
     site = trace.nodes[name]
-    return Model(_Undrawn(name, site["value"])(model), (x,), {}, latents), name, site["fn"]
+    return Model(_Undrawn(name, site["value"])(model), (x,), {}, latents), name, site
 
 
 class _Undrawn(Messenger):

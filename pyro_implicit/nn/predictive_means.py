@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_implicit.runtime.printing import short_repr
 from pyro_implicit.runtime.user_warnings import first_line
-from pyro_implicit.runtime.wrappers import without_event
+from pyro_implicit.runtime.wrappers import without_mask
 
 __all__ = ["LabelMean", "NumberMean", "Prediction", "fitting_target"]
 
@@ -102,7 +102,7 @@ class _Mean:
         """The parameters of the targets' distribution, if :meth:`_distribution` is wanted."""
         if not self.draws and self.interval is None:
             return {}
-        base = without_event(fn)
+        base = without_mask(fn)
         repeated = {"covariance_matrix", "precision_matrix"}
         if "logits" in base.arg_constraints:
             repeated.add("probs")
@@ -139,8 +139,8 @@ class LabelMean(_Mean):
         :param fn: its ``Categorical`` or ``Bernoulli``.
         :param target: labels, or None.
         """
-        probability = without_event(fn).probs
-        if isinstance(without_event(fn), dist.Bernoulli):
+        probability = without_mask(fn).probs
+        if isinstance(without_mask(fn), dist.Bernoulli):
             probability = torch.stack([1 - probability, probability], dim=-1)
         found = {"probability": probability, "entropy": _entropy(probability)} | self._kept(fn)
         return found if target is None else found | {"log_prob": fn.log_prob(target)}
@@ -175,7 +175,7 @@ class NumberMean(_Mean):
         if target is not None:
             found["log_prob"] = fn.log_prob(target)
             with suppress(NotImplementedError):
-                found["pit"] = without_event(fn).cdf(target)
+                found["pit"] = without_mask(fn).cdf(target)
         return found
 
     def add(self, found: dict[str, Tensor]) -> None:
@@ -215,8 +215,8 @@ def fitting_target(y: Tensor, fn: dist.TorchDistribution) -> Tensor:
             f"{tuple(fn.shape())}"
         )
     return (
-        y.reshape(fn.shape()).to(without_event(fn).probs)
-        if isinstance(without_event(fn), dist.Bernoulli)
+        y.reshape(fn.shape()).to(without_mask(fn).probs)
+        if isinstance(without_mask(fn), dist.Bernoulli)
         else y.reshape(fn.shape())
     )
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from pyro.distributions import MaskedDistribution
 
-__all__ = ["innermost", "without_event"]
+__all__ = ["innermost", "without_event", "without_mask"]
 
 
 def innermost(fn: Any) -> Any:
@@ -38,5 +39,21 @@ def without_event(fn: Any) -> Any:
     :param fn: of a site.
     """
     while isinstance(fn, torch.distributions.Independent):
+        fn = fn.base_dist
+    return fn
+
+
+def without_mask(fn: Any) -> Any:
+    """A site's distribution without ``to_event`` and ``mask``, but with all else around it.
+
+    **Example:**
+
+    >>> import pyro.distributions as dist
+    >>> without_mask(dist.LogNormal(torch.zeros(3), 1.0).mask(False).to_event(1))
+    LogNormal()
+
+    :param fn: of a site.
+    """
+    while isinstance(fn, (torch.distributions.Independent, MaskedDistribution)):
         fn = fn.base_dist
     return fn

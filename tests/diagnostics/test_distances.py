@@ -119,7 +119,7 @@ def test_floor_agrees_with_independent_full_sets(num_samples, dim):
 
 @pytest.mark.parametrize("dim", [3, 400])
 def test_pairwise_distances_far_from_the_origin(dim):
-    """Against NumPy in double precision, for more than 25 points: ``cdist`` expands squares then."""
+    """As NumPy in double precision, with more than 25 points: ``cdist`` then expands."""
     x, y = (20_000 + 0.1 * torch.randn(n, dim).float() for n in (60, 50))
     a, b = x.double().numpy(), y.double().numpy()
     expected = np.sqrt(np.square(a[:, None] - b).sum(-1))

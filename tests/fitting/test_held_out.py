@@ -50,6 +50,37 @@ def test_score_of_a_wide_guide(temperature):
     assert x.std() > 0.1 and held_out(guide) == found
 
 
+def masked_by_handler(y, mask):
+    x = pyro.sample("x", dist.Normal(0.0, 10.0))
+    with pyro.plate("rows", 40, subsample_size=len(y)), poutine.mask(mask=mask):
+        pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+
+def masked_distribution(y, mask):
+    x = pyro.sample("x", dist.Normal(0.0, 10.0))
+    with pyro.plate("rows", 40, subsample_size=len(y)):
+        fn = dist.Normal(x, 1.0).expand([len(y), 2]).mask(mask.unsqueeze(-1)).to_event(1)
+        pyro.sample("y", fn, obs=y.unsqueeze(-1).expand(-1, 2))
+
+
+def observed_in_part(y, mask):
+    x = pyro.sample("x", dist.Normal(0.0, 10.0))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(x, 1.0).expand([len(y)]).mask(mask), obs=y)
+
+
+@pytest.mark.parametrize("masked", [masked_by_handler, masked_distribution, observed_in_part])
+def test_masked_rows_are_not_counted(masked):
+    """Rows at 0 under N(0, 1), which half of the rows are."""
+    y, mask = torch.tensor([0.0, 7.0, 0.0, 7.0]), torch.tensor([True, False, True, False])
+    batches = list(zip(y.split(2), mask.split(2), strict=True))
+    guide = AutoDelta(masked, init_loc_fn=init_to_value(values={"x": torch.tensor(0.0)}))
+    expected = 0.5 * math.log(2 * math.pi) * (2 if masked is masked_distribution else 1)
+    assert HeldOut(masked, batches)(guide) == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(ValueError, match="every observation is masked. Cure: rows with observed"):
+        HeldOut(masked, [(y, torch.zeros(4).bool())])(guide)
+
+
 def stopped_early(guide, folder=None, y=TRAIN):
     pyro.clear_param_store()
     return fit(

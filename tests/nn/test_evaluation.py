@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import math
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from torch import nn
 
 from pyro_implicit.nn import classifier, evaluate, regressor, to_bayesian_
@@ -103,6 +106,52 @@ def test_scores_of_numbers():
     assert report.ood["foreign"].detection["epistemic variance"].auroc > 0.5
     assert "RMSE" in str(report) and "90% interval covers" in str(report)
     assert len(report.plot().axes) == 2
+
+
+COUNTED = torch.arange(40) % 2 == 0
+
+
+def by_rows(fn, x, y, handler):
+    """A model of rows of which the mask comes with the input, as its last column."""
+    mask = x[:, -1] > 0
+    with pyro.plate("data", len(x)), poutine.mask(mask=mask if handler else True):
+        return pyro.sample("y", fn if handler else fn.mask(mask), obs=y)
+
+
+@pytest.mark.parametrize("handler", [False, True])
+def test_masked_rows_are_not_scored(handler):
+    def labels(x, y=None):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(2, 3).double(), 1.0).to_event(2))
+        return by_rows(dist.Categorical(logits=x[:, :3] @ weight.mT), x, y, handler)
+
+    def numbers(x, y=None):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(1, 3).double(), 1.0).to_event(2))
+        return by_rows(dist.Normal((x[:, :3] @ weight.mT).squeeze(-1), 1.0), x, y, handler)
+
+    marked = torch.cat([X, COUNTED[:, None].double()], -1)
+    for model, y, size in ((labels, LABELS, 2), (numbers, normal(40), 1)):
+        draws = {"weight": WEIGHTS["weight"][:, :size]}
+        found = evaluate(draws, pairs(marked, y), model=model)
+        every = torch.cat([X[COUNTED], torch.ones(20, 1).double()], -1)
+        expected = evaluate(draws, pairs(every, y[COUNTED]), model=model)
+        assert found.num_rows == 20 and str(found) == str(expected)
+        with pytest.raises(ValueError, match="the model masks all targets"):
+            evaluate(draws, pairs(0 * marked, y), model=model)
+    mean = torch.einsum("nd,sd->sn", X, WEIGHTS["weight"][:, 0])
+    density = dist.Normal(mean, 1.0).log_prob(y).logsumexp(0) - math.log(11)
+    assert found.log_likelihood == pytest.approx(density[COUNTED].mean().item())
+
+
+def test_rows_masked_in_part_are_refused():
+    def several(x, y=None):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(2, 3).double(), 1.0).to_event(2))
+        fn = dist.Normal(x @ weight.mT, 1.0).mask(torch.tensor([True, False]))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", fn.to_event(1), obs=y)
+
+    draws = {"weight": WEIGHTS["weight"]}
+    with pytest.raises(ValueError, match="masks some targets of a row and not others.*Cure: a mas"):
+        evaluate(draws, pairs(X, normal(40, 2)), model=several)
 
 
 def test_table_and_figure(labels, tmp_path):
