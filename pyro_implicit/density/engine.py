@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pyro import poutine
@@ -59,6 +59,16 @@ class Model:
         self.discrete = discrete
         self.last_site: str | None = None
         """The last that a run came to, or ``_RETURN`` if it came to its end."""
+
+    def on(self, args: tuple, names: Iterable[str]) -> Model:
+        """The same model with other arguments, which draws its subsampled indices anew.
+
+        :param names: of the latents.
+        """
+        latents = Trace()
+        for name in names:
+            latents.add_node(name, **self.replayed.nodes[name])
+        return Model(self.model, args, self.kwargs, latents, self.discrete)
 
     def run(self, values: Values) -> Trace:
         """The trace of one run, without log-probabilities but of a sum over discrete latents."""

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import pyro
 import torch
 from pyro import poutine
+from pyro.distributions import Unit
 from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide import AutoContinuous, init_to_median, init_to_sample
 from pyro.infer.autoguide.initialization import InitMessenger
@@ -22,9 +24,11 @@ from torch.distributions import biject_to
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE, BatchedRuns
 from pyro_implicit.density.blame import describe_arrays
+from pyro_implicit.density.data_sites import is_data
 from pyro_implicit.density.discrete import DiscreteSum, is_discrete_latent
 from pyro_implicit.density.engine import (
     Model,
+    SubsampledError,
     compute_log_prob,
     refuse_subsampling,
     varying_site,
@@ -32,7 +36,11 @@ from pyro_implicit.density.engine import (
 from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
 from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.density.supports import refuse_moving_supports
-from pyro_implicit.density.unfit_sites import refuse_unfit_sites, warn_of_missing_data
+from pyro_implicit.density.unfit_sites import (
+    refuse_missing_data,
+    refuse_unfit_sites,
+    warn_of_missing_data,
+)
 from pyro_implicit.ops.site_parts import site_parts
 from pyro_implicit.runtime.user_warnings import first_line
 
@@ -82,9 +90,6 @@ class Target:
         be missing.
     """
 
-    _may_be_random: ClassVar[bool] = False
-    """Whether the model may draw numbers of its own, as rows of a minibatch are."""
-
     def __init__(
         self,
         model: Callable[..., Any],
@@ -93,11 +98,83 @@ class Target:
         model_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        self._build(model, args, {**kwargs, **(model_kwargs or {})}, init_loc_fn, None)
+
+    @classmethod
+    def of_minibatches(
+        cls,
+        model: Callable[..., Any],
+        *args: Any,
+        batch: tuple,
+        allow_local: bool = False,
+        init_loc_fn: Callable[[dict[str, Any]], Tensor] = init_to_median,
+        model_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Target:
+        r"""Build the log-density of a model that is given, or draws, one minibatch at a time.
+
+        With B of N rows, and the likelihood scaled by the model's own plate, it is
+
+        .. math:: \log p(\theta(u)) + \frac NB \sum_{i \in \text{batch}} \log p(x_i | \theta(u))
+            + \log |\det \theta'(u)|,
+
+        whose mean over random minibatches is the log-density of all data. :meth:`on` gives the
+        same posterior with another minibatch.
+
+        **Example:**
+
+        >>> import pyro
+        >>> import pyro.distributions as dist
+        >>> def model(y):
+        ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("rows", 100, subsample_size=len(y)):
+        ...         pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+        >>> target = Target.of_minibatches(model, batch=(torch.zeros(5),))
+        >>> target.on((torch.ones(5),)).score(torch.zeros(1, 1))[1]
+        tensor([[100.]])
+
+        :param model: a model of continuous latent variables and fixed structure that scales the
+            likelihood of a minibatch to all data. It may draw random numbers of its own.
+        :param args: the first positional arguments of the model, which all minibatches share.
+        :param batch: the further positional arguments of the model: one minibatch.
+        :param allow_local: whether latent variables may belong to single rows. The log-density is
+            then that of the latent variables of one minibatch.
+        :param init_loc_fn: as in the constructor.
+        :param model_kwargs: as in the constructor, as ``kwargs``.
+        :raises SubsampledError: for a latent variable in a subsampled plate, unless
+            ``allow_local``. Other errors are those of the constructor.
+        """
+        target = cls.__new__(cls)
         kwargs = {**kwargs, **(model_kwargs or {})}
+        target._build(model, (*args, *batch), kwargs, init_loc_fn, allow_local)
+        return target
+
+    def _build(
+        self,
+        model: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        init_loc_fn: Callable[[dict[str, Any]], Tensor],
+        allow_local: bool | None,
+    ) -> None:
+        """Run the model, check its sites and read their shapes.
+
+        :param allow_local: None refuses subsampled data.
+        """
         self.model, self.args, self.kwargs = model, args, kwargs
+        self.subsampled: tuple[str, int, int] | None = None
+        """Name, rows in the first minibatch, and rows in total of the subsampled plate, if any."""
+        self.scaled = False
+        """Whether the model scales the likelihood of its minibatch."""
+        self.draws_rows = False
+        """Whether the model draws the rows of its minibatch itself."""
+        self._seed = 0
         self._like = example_tensor(model, args, kwargs)
         prototype, trace = self._prototype(init_loc_fn)
-        self._check_data(trace)
+        if allow_local is None:
+            refuse_subsampling(trace, "the log-density")
+        else:
+            self._read_subsampling(trace, allow_local)
         refuse_unfit_sites(trace)
         warn_of_missing_data(model, trace, args, kwargs)
         self.shapes: dict[str, torch.Size] = dict(prototype._unconstrained_shapes)
@@ -110,13 +187,52 @@ class Target:
             latents.add_node(name, **nodes[name])
         discrete = DiscreteSum.of(trace)
         self._model = Model(model, args, kwargs, latents, discrete)
-        self._runs = BatchedRuns(type(self).__name__, refuses_random=not self._may_be_random)
+        self._runs = BatchedRuns(type(self).__name__, refuses_random=allow_local is None)
         self._hessian_at_once = True
         self.is_enumerated = discrete is not None
         """Whether discrete latents are summed out."""
         if discrete is not None:
             self._try(discrete)
         refuse_moving_supports(model, args, kwargs, latents)
+
+    def on(self, batch: tuple, seed: int | None = None) -> Target:
+        """Return the same posterior with another minibatch.
+
+        :param batch: the last positional arguments of the model.
+        :param seed: of the rows that a model draws itself; by default a random one.
+        """
+        target = copy.copy(self)
+        target.args = (*self.args[: len(self.args) - len(batch)], *batch)
+        target._model = self._model.on(target.args, self.shapes)
+        if self.draws_rows:
+            target._seed = int(torch.randint(2**31, ())) if seed is None else seed
+        return target
+
+    def refuse_missing_data(self, where: str) -> None:
+        """Check that no observation of this minibatch is NaN.
+
+        :param where: which minibatch it is, for the message.
+        :raises ValueError: naming the site.
+        """
+        refuse_missing_data(self.trace_at(self.init_loc), f" in {where}")
+
+    def _read_subsampling(self, trace: Trace, allow_local: bool) -> None:
+        """Read how the model subsamples and scales its data; refuse latents of single rows."""
+        for name, site in trace.nodes.items():
+            if site["type"] != "sample":
+                continue
+            if site_is_subsample(site):
+                self.draws_rows |= len(site["value"]) < site["fn"].size
+            elif not site["is_observed"]:
+                if not allow_local:
+                    _refuse_local(name, site)
+            elif is_data(site):
+                scale = torch.as_tensor(site["scale"])
+                # A factor scales as it likes.
+                self.scaled |= isinstance(site["fn"], Unit) or bool((scale != 1).any())
+                for frame in site["cond_indep_stack"]:
+                    if frame.full_size is not None and frame.full_size != frame.size:
+                        self.subsampled = (frame.name, frame.size, frame.full_size)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.latent_dim} latents of {', '.join(self.shapes)})"
@@ -159,9 +275,6 @@ class Target:
         except (TypeError, ValueError):
             return False
         return True
-
-    def _check_data(self, trace: Trace) -> None:
-        refuse_subsampling(trace, "the log-density")
 
     def _try(self, discrete: DiscreteSum) -> None:
         """Enumerate the discrete latents once, where a plain run of the model is known to work."""
@@ -247,6 +360,16 @@ class Target:
         :raises ValueError: for a latent that is in some runs of the model and not in others, and at
             the first call for a model that is random beyond its latents.
         """
+        if not self.draws_rows:
+            return self._log_prob(latent)
+        outside = torch.get_rng_state()
+        torch.default_generator.manual_seed(self._seed)  # of the CPU alone, where plates draw
+        try:
+            return self._log_prob(latent)
+        finally:
+            torch.set_rng_state(outside)
+
+    def _log_prob(self, latent: Tensor) -> Tensor:
         if len(latent) == 0:
             return latent.sum(-1)
         impossible = torch.zeros(len(latent), dtype=torch.bool, device=latent.device)
@@ -411,3 +534,14 @@ class Target:
 def _total(trace: Trace) -> Tensor:
     compute_log_prob(trace)
     return torch.as_tensor(trace.log_prob_sum())
+
+
+def _refuse_local(name: str, site: dict[str, Any]) -> None:
+    for frame in site["cond_indep_stack"]:
+        if frame.full_size is not None and frame.full_size != frame.size:
+            raise SubsampledError(
+                f"latent '{name}' lies in plate '{frame.name}', of which a minibatch has "
+                f"{frame.size} of {frame.full_size} elements: the others could not move. Cure: "
+                "fit(..., amortize='auto'), which trains an encoder of the rows; or sum the latent "
+                "out of the model, or give all data at once"
+            )

@@ -12,8 +12,6 @@ import torch
 from pyro import poutine
 from pyro.infer.autoguide import init_to_median
 from pyro.poutine.block_messenger import BlockMessenger
-from pyro.poutine.trace_struct import Trace
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_implicit.density.cost import MAX_DENSE_DIM, nearby, seconds_near
@@ -73,8 +71,15 @@ def find_frame(
         # What is wrong with the model but can be lived with is for its training to say.
         with poutine.block(), seeded(0, device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            density = _MinibatchDensity(model, *args, init_loc_fn=init_loc_fn, model_kwargs=kwargs)
-            return _gaussian(density, has_start=init_loc_fn is not init_to_median)
+            target = Target.of_minibatches(
+                model,
+                *args,
+                batch=(),
+                allow_local=True,
+                init_loc_fn=init_loc_fn,
+                model_kwargs=kwargs,
+            )
+            return _gaussian(target, has_start=init_loc_fn is not init_to_median)
     except Exception as error:  # the model's own, of any kind
         cause = first_line(error)
     warn_user(
@@ -84,80 +89,62 @@ def find_frame(
     return None
 
 
-class _MinibatchDensity(Target):
-    """The log-density for one minibatch at a time, scaled as the model scales it."""
-
-    _may_be_random = True  # as ELBOs allow
-    is_subsampled = False
-
-    def _check_data(self, trace: Trace) -> None:
-        plates = [site["fn"] for site in trace.nodes.values() if site_is_subsample(site)]
-        self.is_subsampled = any((p.subsample_size or p.size) < p.size for p in plates)
-
-    def next_minibatch(self) -> None:
-        kept = self._model.replayed
-        for name, site in list(kept.nodes.items()):
-            if site_is_subsample(site):
-                kept.remove_node(name)
-        self.trace_at(self.init_loc)  # a plain run draws the next
-
-
-def _gaussian(density: _MinibatchDensity, has_start: bool) -> Frame:
-    num_evaluations = round(BUDGET / _seconds(density))
-    if density.latent_dim <= MAX_DENSE_DIM:
-        frame = _climb(density, num_evaluations, has_start)
+def _gaussian(target: Target, has_start: bool) -> Frame:
+    num_evaluations = round(BUDGET / _seconds(target))
+    if target.latent_dim <= MAX_DENSE_DIM:
+        frame = _climb(target, num_evaluations, has_start)
         if frame is not None:
             return frame
-    return _mean_field(density, max(100, min(500, num_evaluations)))
+    return _mean_field(target, max(100, min(500, num_evaluations)))
 
 
-def _climb(density: _MinibatchDensity, num_evaluations: int, has_start: bool) -> Frame | None:
+def _climb(target: Target, num_evaluations: int, has_start: bool) -> Frame | None:
     """A full frame, None where no Gaussian on the way has an ELBO."""
-    num_iterations = max(10, min(100, num_evaluations // density.latent_dim))
+    num_iterations = max(10, min(100, num_evaluations // target.latent_dim))
     options = {"max_rounds": 1, "max_iterations": num_iterations, "num_draws": 32}
-    many = 20 if density.is_vectorized else 3
+    many = 20 if target.is_vectorized else 3
     try:
-        modes = find_modes(density, num_starts=1 if has_start else many, **options)
+        modes = find_modes(target, num_starts=1 if has_start else many, **options)
     except ValueError:  # no density at the start: draws of the prior may have one
-        modes = find_modes(density, num_starts=many, **options)
+        modes = find_modes(target, num_starts=many, **options)
     if not modes.elbo[0].isfinite():
         return None
     loc, factor = modes.loc[0], modes.scale_tril[0]
-    for index in range(NUM_MINIBATCHES if density.is_subsampled else 0):
-        density.next_minibatch()
-        _, score = density.score(loc.unsqueeze(0))
+    for index in range(NUM_MINIBATCHES if target.draws_rows else 0):
+        target = target.on(())
+        _, score = target.score(loc.unsqueeze(0))
         step = factor @ (factor.mT @ score[0]) / (index + 2)
         loc = loc + step.nan_to_num(0.0, 0.0, 0.0)
     frame = Frame(loc, scale_tril=factor)
-    frame.check(density.latent_dim)
+    frame.check(target.latent_dim)
     return frame
 
 
-def _mean_field(density: _MinibatchDensity, num_steps: int) -> Frame:
+def _mean_field(target: Target, num_steps: int) -> Frame:
     """A diagonal frame, by the path derivative of the ELBO."""
-    loc = density.init_loc.clone()
+    loc = target.init_loc.clone()
     log_scale = torch.full_like(loc, 0.1).log()
     optimiser = torch.optim.Adam([loc, log_scale])
     for index in range(num_steps):
-        if density.is_subsampled:
-            density.next_minibatch()
+        if target.draws_rows:
+            target = target.on(())
         noise = torch.randn(NUM_PARTICLES, *loc.shape, dtype=loc.dtype, device=loc.device)
         scale = log_scale.exp()
-        _, score = density.score(loc + scale * noise)
+        _, score = target.score(loc + scale * noise)
         path = (score + noise / scale).nan_to_num(0.0, 0.0, 0.0)
         loc.grad, log_scale.grad = -path.mean(0), -(path * noise * scale).mean(0)
         optimiser.param_groups[0]["lr"] = 0.1 * (1 - index / num_steps)
         optimiser.step()
     frame = Frame(loc, scale=log_scale.exp())
-    frame.check(density.latent_dim)
+    frame.check(target.latent_dim)
     return frame
 
 
-def _seconds(density: Target) -> float:
+def _seconds(target: Target) -> float:
     """About how long gradients at a few points take."""
-    point = density.init_loc
-    density.log_prob(nearby(point, NUM_PARTICLES))  # learns how the model runs
-    return seconds_near(density.score, point, NUM_PARTICLES, not density.is_vectorized)
+    point = target.init_loc
+    target.log_prob(nearby(point, NUM_PARTICLES))  # learns how the model runs
+    return seconds_near(target.score, point, NUM_PARTICLES, not target.is_vectorized)
 
 
 def _hides_sites(model: Callable[..., Any]) -> bool:

@@ -117,3 +117,13 @@ def test_knows_whether_the_model_scales():
     assert not MinibatchDensity(plain, batch=(y,)).scaled
     assert MinibatchDensity(by_hand, batch=(y,)).scaled
     assert MinibatchDensity(handled, batch=(y,)).scaled
+
+
+def test_on_leaves_the_first_target_as_it_was():
+    latent = torch.randn(5, 2, dtype=torch.float64)
+    first = Target.of_minibatches(model, batch=(Y[0],))
+    before = first.log_prob(latent)
+    other = first.on((Y[1],))
+    expected = Target(model, Y[1].repeat(3)).log_prob(latent)
+    assert torch.allclose(other.log_prob(latent), expected)
+    assert first.log_prob(latent).equal(before) and not before.allclose(expected)
