@@ -208,8 +208,7 @@ def test_the_plan_does_not_hang_on_the_clock():
     model, _, _ = regression()
     costs = []
     for _ in range(2):
-        density = auto_frame._MinibatchDensity(model, init_loc_fn=init_to_median)
-        costs.append(auto_frame._seconds(density))
+        costs.append(auto_frame._seconds(auto_frame.Target(model)))
     assert costs[0] == costs[1] > 0
 
 
