@@ -62,7 +62,7 @@ from pyro_implicit import (
     ResidualGenerator,
 )
 from pyro_implicit.diagnostics import compare
-from pyro_implicit.mcmc.arviz_export import as_datatree
+from pyro_implicit.export.arviz import as_datatree
 
 Draws = dict[str, Tensor]
 #: the model to run NUTS on, and what turns its samples into those of the sites of ``model``

@@ -17,13 +17,13 @@ from torch import Tensor
 from pyro_implicit.density.engine import SubsampledError
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
+from pyro_implicit.export.arviz import as_datatree, as_inferencedata, model_groups
 from pyro_implicit.fitting.correction import corrected_draws
 from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import AutoConditional, Refined
-from pyro_implicit.mcmc.arviz_export import as_datatree, as_inferencedata, model_groups
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.printing import Printed

@@ -7,10 +7,9 @@ from pyro_implicit.mcmc.auto_conditional import AutoConditional
 from pyro_implicit.mcmc.chees import ChEES
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.conditional_space import conditional_reparams
-from pyro_implicit.mcmc.initial_params import warm_start
 from pyro_implicit.mcmc.minibatch_refined import MinibatchRefined
 from pyro_implicit.mcmc.minibatch_refinement import refine_by_minibatches
-from pyro_implicit.mcmc.noise_space import NoiseSpaceReparam
+from pyro_implicit.mcmc.nuts import NoiseSpaceReparam, warm_start
 from pyro_implicit.mcmc.refined import Refined
 from pyro_implicit.mcmc.refinement import refine
 from pyro_implicit.mcmc.teaching import Taught, teach

@@ -17,7 +17,7 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.density.traced_score import TracedScore
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
-from pyro_implicit.mcmc.noise_space import NoiseSpaceReparam
+from pyro_implicit.mcmc.nuts import NoiseSpaceReparam
 
 __all__ = ["ChainDensity", "NoiseDensity"]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pyro_implicit.mcmc.chain_density import ChainDensity
 from pyro_implicit.mcmc.chees import HOPELESS, ChEES
+from pyro_implicit.mcmc.draws import History
 from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, estimate_frame
-from pyro_implicit.mcmc.history import History
 from pyro_implicit.mcmc.stopping import Drift, Tracked
 from pyro_implicit.ops.ensemble_hmc import ChainState
 

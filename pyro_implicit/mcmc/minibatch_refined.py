@@ -11,8 +11,8 @@ import torch
 from pyro.infer.mcmc.util import diagnostics, print_summary
 from torch import Tensor
 
-from pyro_implicit.mcmc.arviz_export import ArvizExport
-from pyro_implicit.mcmc.draw_store import DrawStore
+from pyro_implicit.export.arviz import ArvizExport
+from pyro_implicit.mcmc.draws import DrawStore
 from pyro_implicit.mcmc.step_choice import StepChoice
 from pyro_implicit.ops.site_parts import site_parts
 from pyro_implicit.runtime.printing import Printed, aligned

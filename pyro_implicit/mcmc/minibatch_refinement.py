@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.guides.posterior_draws import guide_of
 from pyro_implicit.mcmc.chain_files import load_chains, save_chains
-from pyro_implicit.mcmc.draw_store import DrawStore
+from pyro_implicit.mcmc.draws import DrawStore
 from pyro_implicit.mcmc.minibatch_chains import MAX_TEMPERATURE, MinibatchChains
 from pyro_implicit.mcmc.minibatch_refined import MinibatchRefined, SitesOf
 from pyro_implicit.mcmc.minibatch_schedule import Schedule

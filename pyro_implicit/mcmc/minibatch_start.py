@@ -12,12 +12,11 @@ from pyro_implicit.density.blame import blame
 from pyro_implicit.density.cost import MAX_DENSE_DIM
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.guides.sampler import Sampler
-from pyro_implicit.mcmc.frame import WhiteningFrame
+from pyro_implicit.mcmc.frame import WhiteningFrame, widened_frame
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
 from pyro_implicit.mcmc.minibatch_schedule import Schedule
-from pyro_implicit.mcmc.starts import finite_starts
+from pyro_implicit.mcmc.space_choice import finite_starts
 from pyro_implicit.mcmc.step_choice import MinibatchKernel
-from pyro_implicit.mcmc.widened_frame import widened_frame
 from pyro_implicit.runtime.minibatches import BatchStream, num_rows
 from pyro_implicit.runtime.user_warnings import warn_user
 
@@ -74,7 +73,7 @@ def minibatch_frame(
     r"""The frame of a guide's draws: of their covariance up to 100 dimensions, else their scales.
 
     In a covariance those coordinates are widened in which draws are far narrower than the
-    posterior, see :func:`~pyro_implicit.mcmc.widened_frame.widened_frame`. Coordinates that do not
+    posterior, see :func:`~pyro_implicit.mcmc.frame.widened_frame`. Coordinates that do not
     vary, and all if fewer than twenty draws are given, have the scales
     :math:`(s^{-2} + F)^{-1/2}` of the prior's, s, and of what the data say there, F: with E
     minibatches in an epoch, the variance of their gradients over E - 1, which is the diagonal of

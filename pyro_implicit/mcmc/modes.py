@@ -11,8 +11,7 @@ from torch import Tensor
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides import AutoMixture
 from pyro_implicit.guides.exactness import why_inexact
-from pyro_implicit.mcmc.density_at_draws import MixtureDensity
-from pyro_implicit.mcmc.guide_density import unconstrained_draws
+from pyro_implicit.mcmc.guide_density import MixtureDensity, unconstrained_draws
 from pyro_implicit.ops.bridge import bridge
 
 __all__ = ["KEPT", "Modes"]

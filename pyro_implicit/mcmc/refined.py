@@ -10,8 +10,8 @@ import torch
 from pyro.infer.mcmc.util import diagnostics, print_summary, select_samples
 from torch import Tensor
 
+from pyro_implicit.export.arviz import ArvizExport
 from pyro_implicit.guides.stored_draws import StoredDraws
-from pyro_implicit.mcmc.arviz_export import ArvizExport
 from pyro_implicit.mcmc.chain_density import ChainDensity
 from pyro_implicit.mcmc.chains import Chains
 from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam

@@ -28,11 +28,10 @@ from pyro_implicit.mcmc.minibatch_refined import MinibatchRefined
 from pyro_implicit.mcmc.minibatch_refinement import refine_by_minibatches
 from pyro_implicit.mcmc.modes import Modes
 from pyro_implicit.mcmc.refined import Refined, collect
-from pyro_implicit.mcmc.space_choice import start_chains
-from pyro_implicit.mcmc.spaces import Plan, density_of
+from pyro_implicit.mcmc.space_choice import Plan, density_of, start_chains
+from pyro_implicit.mcmc.stopping import Quantities, Tracker
 from pyro_implicit.mcmc.teaching import check_teachable
 from pyro_implicit.mcmc.teaching import teach as teach_guide
-from pyro_implicit.mcmc.tracking import Quantities, Tracker
 from pyro_implicit.runtime.counts import refuse_counts
 from pyro_implicit.runtime.files import random_streams, restore_random_streams
 from pyro_implicit.runtime.locks import in_turn

@@ -4,28 +4,34 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.blame import blame
 from pyro_implicit.density.cost import estimated_seconds
 from pyro_implicit.density.target import Target
+from pyro_implicit.guides import AutoImplicit
+from pyro_implicit.guides.exactness import why_inexact
+from pyro_implicit.guides.sampler import NOWHERE, Sampler
 from pyro_implicit.mcmc.chain_density import ChainDensity, NoiseDensity
 from pyro_implicit.mcmc.chains import MAX_FAILED, Chains
 from pyro_implicit.mcmc.chees import ChEES
-from pyro_implicit.mcmc.frame import estimate_frame
-from pyro_implicit.mcmc.history import History
-from pyro_implicit.mcmc.noise_space import count_folds
-from pyro_implicit.mcmc.spaces import Plan, density_of
-from pyro_implicit.mcmc.starts import finite_starts
+from pyro_implicit.mcmc.conditional_space import ConditionalDensity, middle_of
+from pyro_implicit.mcmc.draws import History
+from pyro_implicit.mcmc.frame import FrameKind, estimate_frame
+from pyro_implicit.mcmc.nuts import count_folds
 from pyro_implicit.mcmc.stopping import Tracked, tracked
 from pyro_implicit.ops.ensemble_hmc import ChainState
-from pyro_implicit.runtime.user_warnings import warn_user
+from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
-__all__ = ["start_chains"]
+__all__ = ["Plan", "Starts", "density_of", "finite_starts", "start_chains"]
+
 
 PROBE = 24  # transitions, the first third of which do not count
 EASY = 8.0  # gradients of a transition, in noise that is nearly normal
@@ -194,3 +200,96 @@ def _begin(density: ChainDensity, plan: Plan) -> Chains:
     chains.replaced_starts = starts.replaced
     chains.start(density)
     return chains
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What chains are to be, before there are any."""
+
+    sampler: Sampler
+    num_chains: int
+    frame: str
+    kind: FrameKind
+    max_gradients: int
+    max_leapfrogs: int
+    max_draws: int
+    compile: CompileMode = "auto"
+
+
+def density_of(
+    density: Target, plan: Plan, space: str, middle: Tensor | None = None
+) -> ChainDensity:
+    """What chains in a space walk on.
+
+    :param space: ``"latent"``, ``"noise"`` of the guide, or ``"conditional"``.
+    :param middle: of the guide's draws, ``(latent_dim,)``, from which the last is made; by default
+        their median.
+    :raises ValueError: for the noise of a guide that is not injective, or where no latent's prior
+        changes with others.
+    """
+    if space == "conditional":
+        return _conditional(density, plan, middle)
+    if space == "latent":
+        return ChainDensity(density, plan.max_gradients).compiled(plan.compile)
+    guide = plan.sampler.guide
+    reason = f"it is a {type(guide).__name__}, and not an AutoImplicit"
+    if isinstance(guide, AutoImplicit):
+        reason = why_inexact(guide)
+        if not reason:
+            return NoiseDensity(density, guide, plan.max_gradients).compiled(plan.compile)
+    raise ValueError(f'frame="noise" wants an injective guide: {reason}')
+
+
+def _conditional(density: Target, plan: Plan, middle: Tensor | None) -> ConditionalDensity:
+    if middle is None:
+        middle = middle_of(plan.sampler)
+    try:
+        walked = ConditionalDensity(density, middle, plan.max_gradients)
+    except RuntimeError as error:
+        raise ValueError(
+            'frame="conditional" wants second derivatives of the log-density, but the model raises '
+            f'{first_line(error)}. Cure: frame="auto"'
+        ) from error
+    if not walked.reparams:
+        raise ValueError(
+            'frame="conditional" wants latents of location and scale that depend on other latents, '
+            "or are multiplied by functions of them, and this model has none. Cure: "
+            'frame="auto"'
+        )
+    return walked.compiled(plan.compile)
+
+
+class Starts(NamedTuple):
+    """Where chains start, ``(num_chains, d)``, and how many starts were replaced because the
+    density was not finite there."""
+
+    points: Tensor
+    replaced: int
+
+
+def finite_starts(
+    score: Any, points: Tensor, sampler: Sampler, blamed: Callable[[], str]
+) -> Starts:
+    """Replace starts at which the density or its gradient is not finite by others of them.
+
+    :param sampler: the source of the points.
+    :param blamed: which sites keep the density from being finite at all of them, and the cure.
+    :raises ValueError: if it is finite at none.
+    """
+    log_prob, gradient = score(torch.where(points.isfinite(), points, torch.zeros_like(points)))
+    finite = points.isfinite().all(-1) & log_prob.isfinite() & gradient.isfinite().all(-1)
+    lost = int((~finite).sum())
+    if lost == len(points):
+        raise ValueError(
+            f"{NOWHERE} {lost} {sampler.source}: {blamed()}; or train the guide first, or start "
+            "from draws of the prior"
+        )
+    if lost:
+        warn_user(
+            f"the model's log-density is not finite at {lost} of {len(points)} {sampler.source}: "
+            "these chains start from others of the draws",
+        )
+        good = finite.nonzero().squeeze(-1)
+        points = points.clone()
+        points[~finite] = points[good[torch.randint(len(good), (lost,), device=good.device)]]
+    return Starts(points, lost)

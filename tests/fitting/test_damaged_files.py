@@ -20,7 +20,7 @@ from pyro.infer.autoguide import AutoNormal
 from pyro_implicit.fitting import Fit, Schedule, checkpoint, train
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc.chain_files import load_chains, save_chains
-from pyro_implicit.mcmc.draw_store import DrawStore
+from pyro_implicit.mcmc.draws import DrawStore
 from pyro_implicit.runtime import files as run_files
 
 

@@ -13,8 +13,7 @@ from pyro_implicit.density import Target
 from pyro_implicit.guides import Frame
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc import refine, space_choice
-from pyro_implicit.mcmc.space_choice import start_chains
-from pyro_implicit.mcmc.spaces import Plan
+from pyro_implicit.mcmc.space_choice import Plan, start_chains
 
 
 def gaussian():

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from pyro_implicit.mcmc.history import History
+from pyro_implicit.mcmc.draws import History
 from pyro_implicit.mcmc.stopping import drift, tracked
 
 

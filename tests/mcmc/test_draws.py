@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyro_implicit.mcmc.draw_store import DrawStore
+from pyro_implicit.mcmc.draws import DrawStore
 
 DRAWS = torch.arange(24.0).reshape(4, 3, 2)  # snapshots, chains, dimensions
 
