@@ -13,8 +13,8 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_implicit.density.validation import without_validation
+from pyro_implicit.runtime.sites import innermost
 from pyro_implicit.runtime.user_warnings import first_line
-from pyro_implicit.runtime.wrappers import innermost
 
 if TYPE_CHECKING:
     from pyro_implicit.density.target import Target

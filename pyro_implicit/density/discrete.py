@@ -18,7 +18,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
 
-from pyro_implicit.runtime.wrappers import innermost
+from pyro_implicit.runtime.sites import innermost
 
 __all__ = ["DiscreteSum", "is_discrete_latent", "is_summable", "refuse_infinite"]
 

@@ -13,9 +13,9 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_implicit.density.discrete import DiscreteSum
-from pyro_implicit.density.flat_priors import is_flat
 from pyro_implicit.density.site_loop import loop_where_needed
 from pyro_implicit.density.validation import leave_out_masked, without_validation
+from pyro_implicit.runtime.sites import is_flat
 
 __all__ = [
     "Model",

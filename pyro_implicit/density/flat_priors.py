@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.runtime import _PYRO_STACK
@@ -16,22 +15,9 @@ from torch import Tensor
 from torch.distributions import biject_to
 from torch.utils import _pytree as pytree
 
-from pyro_implicit.runtime.wrappers import innermost
+from pyro_implicit.runtime.sites import is_flat
 
-__all__ = ["FlatPriorStart", "example_tensor", "is_flat"]
-
-
-def is_flat(fn: Any) -> bool:
-    """Whether a distribution is ``ImproperUniform``, also inside of others, which has no draws.
-
-    **Example:**
-
-    >>> is_flat(dist.ImproperUniform(dist.constraints.real, (3,), ()).to_event(1))
-    True
-
-    :param fn: of a site.
-    """
-    return isinstance(innermost(fn), dist.ImproperUniform)
+__all__ = ["FlatPriorStart", "example_tensor"]
 
 
 class FlatPriorStart:

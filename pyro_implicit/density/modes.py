@@ -21,8 +21,7 @@ from pyro_implicit.density.gaussian_elbo import (
 )
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.factors import lower_factor, matvec, root_of_inverse
-from pyro_implicit.runtime.printing import short_repr
-from pyro_implicit.runtime.progress import steps_of
+from pyro_implicit.runtime.printing import short_repr, steps_of
 from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["Modes", "find_modes", "seconds_of_climb"]

@@ -12,7 +12,7 @@ from pyro.distributions.hmm import HiddenMarkovModel
 from torch import Tensor
 
 from pyro_implicit.density.blame import site_log_prob
-from pyro_implicit.runtime.wrappers import innermost
+from pyro_implicit.runtime.sites import innermost
 
 __all__ = ["mistyped_observation", "repeated_observation"]
 

@@ -24,7 +24,6 @@ from torch.distributions import biject_to
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE, BatchedRuns
 from pyro_implicit.density.blame import describe_arrays
-from pyro_implicit.density.data_sites import is_data
 from pyro_implicit.density.discrete import DiscreteSum, is_discrete_latent
 from pyro_implicit.density.engine import (
     Model,
@@ -42,6 +41,7 @@ from pyro_implicit.density.unfit_sites import (
     warn_of_missing_data,
 )
 from pyro_implicit.ops.site_parts import site_parts
+from pyro_implicit.runtime.sites import is_data
 from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = ["Target"]

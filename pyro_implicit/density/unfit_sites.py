@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.distributions import MixtureSameFamily, biject_to, constraints
 
 from pyro_implicit.density.blame import Site, describe_nan, site_log_prob
-from pyro_implicit.density.data_sites import is_data
 from pyro_implicit.density.discrete import is_discrete_latent, refuse_infinite
 from pyro_implicit.density.observations import mistyped_observation, repeated_observation
 from pyro_implicit.density.supports import observation_outside
+from pyro_implicit.runtime.sites import innermost, is_data
 from pyro_implicit.runtime.user_warnings import warn_user
-from pyro_implicit.runtime.wrappers import innermost
 
 __all__ = ["refuse_missing_data", "refuse_unfit_sites", "warn_of_missing_data"]
 

@@ -30,7 +30,7 @@ from pyro_implicit.guides.posterior_draws import posterior_of, refuse_swapped, s
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.runtime.locks import in_turn
-from pyro_implicit.runtime.progress import announce, showing_progress
+from pyro_implicit.runtime.printing import announce, showing_progress
 
 __all__ = ["diagnose"]
 

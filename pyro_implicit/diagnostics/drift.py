@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_implicit.diagnostics.moments import FALSE_ALARM, Fault, Resolution, moment_errors
 from pyro_implicit.diagnostics.whitening import Whitened
 from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
-from pyro_implicit.runtime.progress import steps_of
+from pyro_implicit.runtime.printing import steps_of
 
 __all__ = ["NUM_LEAPFROG", "DriftCheck", "drift_check"]
 

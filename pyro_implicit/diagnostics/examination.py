@@ -33,7 +33,7 @@ from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.diagnostics.whitening import CollapsedError, Whitened, whiten_draws
 from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel
 from pyro_implicit.guides.stored_draws import StoredDraws
-from pyro_implicit.runtime.progress import steps_of
+from pyro_implicit.runtime.printing import steps_of
 
 __all__ = ["WEIGHED_PART", "examine"]
 

@@ -11,7 +11,7 @@ from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 
 from pyro_implicit.distributions.implicit import Draw, Implicit
-from pyro_implicit.runtime.wrappers import innermost
+from pyro_implicit.runtime.sites import innermost
 
 __all__ = ["TransformedDraw", "draw_through", "find_implicit"]
 

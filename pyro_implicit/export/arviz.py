@@ -12,11 +12,10 @@ from pyro import poutine
 from pyro.infer import Predictive
 from torch import Tensor
 
-from pyro_implicit.density.data_sites import is_data
 from pyro_implicit.density.engine import refuse_subsampling
-from pyro_implicit.density.flat_priors import is_flat
 from pyro_implicit.density.pointwise import pointwise_log_likelihood
 from pyro_implicit.density.target import Target
+from pyro_implicit.runtime.sites import is_data, is_flat
 
 __all__ = ["ArvizExport", "as_datatree", "as_inferencedata", "model_groups"]
 

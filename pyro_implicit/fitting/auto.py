@@ -41,10 +41,10 @@ from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoSemiImplicit
 from pyro_implicit.guides.names import own_names
-from pyro_implicit.runtime.counts import refuse_counts
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.random_stream import with_seed
+from pyro_implicit.runtime.user_warnings import refuse_counts
 
 __all__ = ["fit"]
 

@@ -11,7 +11,6 @@ import torch
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_implicit.density.data_sites import is_data
 from pyro_implicit.density.engine import compute_log_prob
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.density.pointwise import is_counted
@@ -19,6 +18,7 @@ from pyro_implicit.fitting.processes import mean_over_processes
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.random_stream import seeded
+from pyro_implicit.runtime.sites import is_data
 
 __all__ = ["HeldOut"]
 

@@ -36,7 +36,7 @@ from pyro_implicit.guides.names import forget
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.infer import InjectiveELBO
 from pyro_implicit.runtime.minibatches import BatchStream
-from pyro_implicit.runtime.progress import showing_progress
+from pyro_implicit.runtime.printing import showing_progress
 from pyro_implicit.runtime.random_stream import seeded
 from pyro_implicit.runtime.user_warnings import warn_user
 

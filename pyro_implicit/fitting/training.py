@@ -29,7 +29,7 @@ from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.engine.networks import NetworkELBO
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.minibatches import BatchStream
-from pyro_implicit.runtime.progress import progress_bar
+from pyro_implicit.runtime.printing import progress_bar
 from pyro_implicit.runtime.random_stream import seeded
 
 __all__ = ["TrainingInterrupted", "train"]

@@ -15,7 +15,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_implicit.density.data_sites import is_data
+from pyro_implicit.runtime.sites import is_data
 from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = [

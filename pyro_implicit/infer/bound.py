@@ -14,8 +14,7 @@ from pyro_implicit.guides.posterior_draws import guide_of
 from pyro_implicit.infer.engine.hierarchical import HierarchicalELBO, Proposal
 from pyro_implicit.ops.pareto import pareto_smoothed
 from pyro_implicit.runtime.locks import in_turn
-from pyro_implicit.runtime.printing import short_repr
-from pyro_implicit.runtime.progress import steps_of
+from pyro_implicit.runtime.printing import short_repr, steps_of
 from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["EvidenceBound", "FoldWarning", "WeightedDraws", "evidence_bound", "weighted_draws"]

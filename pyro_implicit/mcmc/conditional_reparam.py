@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_implicit.ops.conditional_normal import from_standard, to_standard
 from pyro_implicit.ops.small_matrices import matvec, product, solve_triangular
-from pyro_implicit.runtime.wrappers import without_event
+from pyro_implicit.runtime.sites import without_event
 
 __all__ = ["SUFFIX", "ConditionalReparam", "base_distribution", "unused_suffix"]
 

@@ -22,7 +22,7 @@ from pyro_implicit.mcmc.minibatch_start import check_scaling, start_chains
 from pyro_implicit.mcmc.step_choice import MinibatchKernel
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.minibatches import BatchStream
-from pyro_implicit.runtime.progress import progress_bar
+from pyro_implicit.runtime.printing import progress_bar
 from pyro_implicit.runtime.random_stream import with_seed
 from pyro_implicit.runtime.user_warnings import warn_user
 

@@ -32,12 +32,11 @@ from pyro_implicit.mcmc.space_choice import Plan, density_of, start_chains
 from pyro_implicit.mcmc.stopping import Quantities, Tracker
 from pyro_implicit.mcmc.teaching import check_teachable
 from pyro_implicit.mcmc.teaching import teach as teach_guide
-from pyro_implicit.runtime.counts import refuse_counts
 from pyro_implicit.runtime.files import random_streams, restore_random_streams
 from pyro_implicit.runtime.locks import in_turn
-from pyro_implicit.runtime.progress import progress_bar
+from pyro_implicit.runtime.printing import progress_bar
 from pyro_implicit.runtime.random_stream import with_seed
-from pyro_implicit.runtime.user_warnings import first_line, warn_user
+from pyro_implicit.runtime.user_warnings import first_line, refuse_counts, warn_user
 
 __all__ = ["refine"]
 

@@ -19,7 +19,7 @@ from pyro_implicit.infer.engine.parameters import unconstrained
 from pyro_implicit.mcmc.frame import estimate_frame
 from pyro_implicit.mcmc.guide_density import DensityAtDraws, density_at_draws
 from pyro_implicit.runtime.locks import in_turn
-from pyro_implicit.runtime.progress import progress_bar
+from pyro_implicit.runtime.printing import progress_bar
 
 __all__ = ["Best", "HeldOut", "Taught", "check_teachable", "teach"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.nn.prediction import target_runner
-from pyro_implicit.runtime.wrappers import without_mask
+from pyro_implicit.runtime.sites import without_mask
 
 __all__ = ["FunctionValues"]
 

@@ -22,7 +22,7 @@ from pyro_implicit.density.pointwise import unmasked_elements
 from pyro_implicit.nn.posterior import PosteriorDraws
 from pyro_implicit.nn.predictive_means import LabelMean, NumberMean, Prediction, fitting_target
 from pyro_implicit.runtime.random_stream import seeded
-from pyro_implicit.runtime.wrappers import without_mask
+from pyro_implicit.runtime.sites import without_mask
 
 __all__ = ["model_and_posterior", "predict", "predictions", "target_runner"]
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.runtime.printing import short_repr
+from pyro_implicit.runtime.sites import without_mask
 from pyro_implicit.runtime.user_warnings import first_line
-from pyro_implicit.runtime.wrappers import without_mask
 
 __all__ = ["LabelMean", "NumberMean", "Prediction", "fitting_target"]
 

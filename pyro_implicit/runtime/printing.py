@@ -6,14 +6,27 @@ from __future__ import annotations
 import dataclasses
 import html
 import re
-from collections.abc import Mapping
-from typing import Any
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
-__all__ = ["Printed", "aligned", "short_repr"]
+__all__ = [
+    "Printed",
+    "aligned",
+    "announce",
+    "progress_bar",
+    "short_repr",
+    "showing_progress",
+    "steps_of",
+]
 
-MANY = 4
+
+MANY_ITEMS = 4
 COLOURS = {"trust": "green", "uniform": "green", "check": "#b58900", "do not trust": "red"}
 VERDICT = re.compile(rf"^Verdict: (?:({'|'.join(COLOURS)})\b)?", re.MULTILINE)
 
@@ -85,9 +98,9 @@ def _short(value: Any) -> str:
     if isinstance(value, nn.Module):
         return type(value).__name__
     if isinstance(value, Mapping):
-        found = [f"{key!r}: {_short(one)}" for key, one in list(value.items())[:MANY]]
-        return f"{{{', '.join(found)}{', ...' * (len(value) > MANY)}}}"
-    if isinstance(value, list) and len(value) > MANY:
+        found = [f"{key!r}: {_short(one)}" for key, one in list(value.items())[:MANY_ITEMS]]
+        return f"{{{', '.join(found)}{', ...' * (len(value) > MANY_ITEMS)}}}"
+    if isinstance(value, list) and len(value) > MANY_ITEMS:
         return f"[{len(value)} values]"
     return getattr(value, "__name__", None) or repr(value)
 
@@ -98,3 +111,70 @@ def _coloured(text: str, style: str) -> str:
         return "Verdict: " + (style.format(COLOURS[verdict], verdict) if verdict else "")
 
     return VERDICT.sub(of, text)
+
+
+Item = TypeVar("Item")
+
+DELAY = 1.0  # seconds, before which no bar appears
+WORTH_SAYING = 5.0  # seconds
+
+_wanted: ContextVar[bool] = ContextVar("progress", default=False)
+
+
+@contextmanager
+def showing_progress(wanted: bool) -> Iterator[None]:
+    """Whether what is called in here shows bars."""
+    token = _wanted.set(wanted)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
+def progress_bar(total: float, name: str, progress: bool, **options: Any) -> Any:
+    """A tqdm bar, if it is wanted and someone may be watching: in a terminal or a notebook.
+
+    **Example:**
+
+    >>> with progress_bar(10, "refine", progress=False) as bar:
+    ...     _ = bar.update(3)
+
+    :param total: of its units.
+    :param name: of what is going on.
+    :param progress: whether it is wanted.
+    :param options: of tqdm.
+    """
+    disable = not (progress and _is_watched())
+    return tqdm(total=total, desc=name, disable=disable, delay=DELAY, **options)
+
+
+def steps_of(steps: Iterable[Item], total: int, name: str) -> Iterator[Item]:
+    """Steps with a bar that goes away, inside of a function that shows its progress.
+
+    **Example:**
+
+    >>> list(steps_of(range(3), 3, "search"))
+    [0, 1, 2]
+
+    :param steps: to be taken one after the other.
+    :param total: how many these are at most.
+    :param name: of what is going on.
+    """
+    with progress_bar(total, name, _wanted.get(), leave=False) as bar:
+        for step in steps:
+            yield step
+            bar.update()
+
+
+def announce(name: str, seconds: float) -> None:
+    """Say how long something is going to take, if that is long and someone watches.
+
+    :param name: of what is going to happen.
+    :param seconds: as estimated.
+    """
+    if _wanted.get() and _is_watched() and seconds > WORTH_SAYING:
+        tqdm.write(f"{name}: about {seconds:.0f} s of one core", file=sys.stderr)
+
+
+def _is_watched() -> bool:
+    return sys.stderr.isatty() or "ipykernel" in sys.modules

@@ -14,7 +14,8 @@ from types import FrameType
 import pyro
 import torch
 
-__all__ = ["LIBRARIES", "first_line", "warn_user"]
+__all__ = ["LIBRARIES", "first_line", "refuse_counts", "warn_user"]
+
 
 #: Where a line is not the user's: this package, what calls it back, and the decorators of both.
 LIBRARIES = (
@@ -47,3 +48,19 @@ def first_line(error: BaseException) -> str:
     """
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def refuse_counts(least: int = 1, **counts: int) -> None:
+    """Check that there are enough of each.
+
+    **Example:**
+
+    >>> refuse_counts(num_steps=100, num_particles=8)
+
+    :param least: of each.
+    :param counts: by the argument's name.
+    :raises ValueError: naming the argument.
+    """
+    for name, count in counts.items():
+        if count < least:
+            raise ValueError(f"{name} must be at least {least}, but got {count}")

@@ -11,10 +11,10 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoDelta, init_to_mean
 from pyro.infer.reparam import LocScaleReparam
 
-from pyro_implicit.density.data_sites import is_data
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.fitting import HeldOut
 from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.runtime.sites import is_data
 
 
 def everything(y):

@@ -273,8 +273,8 @@ def test_gradients_are_cut(monkeypatch):
 
 @pytest.mark.parametrize("progress", [False, True])
 def test_the_bar_can_be_off(progress, capsys, monkeypatch):
-    monkeypatch.setattr("pyro_implicit.runtime.progress._is_watched", lambda: True)
-    monkeypatch.setattr("pyro_implicit.runtime.progress.DELAY", 0.0)
+    monkeypatch.setattr("pyro_implicit.runtime.printing._is_watched", lambda: True)
+    monkeypatch.setattr("pyro_implicit.runtime.printing.DELAY", 0.0)
     schedule = Schedule(num_steps=5)
     guide = AutoNormal(conjugate)
     train(conjugate, guide, ImplicitELBO(2), schedule=schedule, progress=progress, name="my run")

@@ -12,10 +12,10 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import biject_to
 
-from pyro_implicit.density.flat_priors import is_flat
 from pyro_implicit.infer.engine.particles import Particles
 from pyro_implicit.infer.engine.prior_draws import PriorDraws, PriorMemory
 from pyro_implicit.infer.engine.sites import PARTICLE_PLATE, ImplicitSite
+from pyro_implicit.runtime.sites import is_flat
 
 __all__ = ["SitePrior"]
 
