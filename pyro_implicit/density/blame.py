@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from pyro_implicit.runtime.user_warnings import first_line
 if TYPE_CHECKING:
     from pyro_implicit.density.target import Target
 
-__all__ = ["blame", "describe_arrays", "describe_nan", "site_log_prob"]
+__all__ = ["array_kind", "blame", "describe_arrays", "describe_nan", "explain", "site_log_prob"]
 
 Site = dict[str, Any]
 
@@ -102,16 +104,61 @@ def describe_arrays(args: tuple, kwargs: dict[str, Any]) -> tuple[str, str]:
     """
     named = [(str(i), value) for i, value in enumerate(args, start=1)]
     named += [(f"'{name}'", value) for name, value in kwargs.items()]
-    kinds = {np.ndarray: "NumPy array", list: "list"}
-    found = [
-        f"argument {name} is a {told}"
-        for name, value in named
-        for kind, told in kinds.items()
-        if isinstance(value, kind)
-    ]
+    kinds = {name: array_kind(value) for name, value in named}
+    found = [f"argument {name} is a {kind}" for name, kind in kinds.items() if kind]
     if not found:
         return "", "arguments of the types that the model takes"
-    return " and ".join(found), "torch.as_tensor of these arguments"
+    cure = "torch.as_tensor of these arguments"
+    if any(hasattr(value, "to_numpy") for _, value in named):  # of pandas, for instance
+        cure = "torch.tensor(argument.to_numpy()) of these arguments"
+    return " and ".join(found), cure
+
+
+def array_kind(value: Any) -> str:
+    """What an array or a list is called that stands in place of a tensor; else nothing."""
+    if isinstance(value, np.ndarray):
+        return "NumPy array"
+    if isinstance(value, list) or (hasattr(value, "to_numpy") and not isinstance(value, Tensor)):
+        return type(value).__name__
+    return ""
+
+
+def explain(
+    error: Exception, model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Exception:
+    """The error that a model raised, with its cause and its cure if an argument is to blame.
+
+    **Example:**
+
+    >>> error = explain(ZeroDivisionError("no size"), lambda x: x, (torch.zeros(0, 2),), {})
+    >>> print(error)
+    the model raises ZeroDivisionError: no size: argument 1 has no rows, shape (0, 2). Cure: ...
+
+    :param error: that it raised.
+    :param model: a Pyro model.
+    :param args: of the model, as ``kwargs``.
+    """
+    try:
+        inspect.signature(model).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return error
+    found, cure = describe_arrays(args, kwargs)
+    is_of_type = isinstance(error, (AttributeError, TypeError)) or "torch.Tensor" in str(error)
+    if found and is_of_type:
+        return TypeError(f"the model raises {first_line(error)}: {found}. Cure: {cure}")
+    named = [(str(i), value) for i, value in enumerate(args, start=1)]
+    named += [(f"'{name}'", value) for name, value in kwargs.items()]
+    empty = [
+        f"argument {name} has no rows, shape {tuple(value.shape)}"
+        for name, value in named
+        if tuple(getattr(value, "shape", ()))[:1] == (0,)
+    ]
+    if empty:
+        return ValueError(
+            f"the model raises {first_line(error)}: {' and '.join(empty)}. Cure: data of at least "
+            "one row"
+        )
+    return error
 
 
 def describe_nan(value: Tensor) -> str:

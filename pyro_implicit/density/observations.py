@@ -5,16 +5,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
-from pyro.distributions import Unit
+from pyro.distributions import Delta, Unit
 from pyro.distributions.hmm import HiddenMarkovModel
 from torch import Tensor
 
-from pyro_implicit.density.blame import site_log_prob
+from pyro_implicit.density.blame import array_kind, site_log_prob
 from pyro_implicit.runtime.sites import innermost
 
-__all__ = ["mistyped_observation", "repeated_observation"]
+__all__ = ["mistyped_observation", "repeated_observation", "simulated_observation"]
 
 Shape = tuple[int, ...]
 
@@ -52,8 +51,8 @@ def repeated_observation(name: str, site: dict[str, Any]) -> str:
             shapes[f"its {what}"] = (*site[what].shape, *(1,) * fn.event_dim)
     try:
         whole = tuple(torch.broadcast_shapes(*shapes.values()))
-    except RuntimeError:  # of which the distribution knows better
-        return ""
+    except RuntimeError:
+        return "" if _has_density(site, value) else _unlike(name, site, shapes)
     number = torch.Size(whole).numel()
     if number == value.numel():
         return ""
@@ -71,6 +70,46 @@ def repeated_observation(name: str, site: dict[str, Any]) -> str:
         f"{' and '.join(f'{what} {shape}' for what, shape in others)}: together "
         f"{' x '.join(map(str, whole))} terms{', where ' * bool(plates)}{' and '.join(plates)}. "
         f"Cure: {_cure(name, of_value, has_all)}{meant if frames else ''}"
+    )
+
+
+def _unlike(name: str, site: dict[str, Any], shapes: dict[str, Shape]) -> str:
+    """Say that shapes do not broadcast."""
+    (_, of_value), *others = shapes.items()
+    plates = [f"plate '{frame.name}' has {frame.size}" for frame in site["cond_indep_stack"]]
+    return (
+        f"the observation of site '{name}' has shape {of_value}, but "
+        f"{' and '.join(f'{what} {shape}' for what, shape in others)}"
+        f"{', where ' * bool(plates)}{' and '.join(plates)}: these do not broadcast. Cure: as many "
+        "rows of the observation as of the other arguments, in the same order"
+    )
+
+
+def simulated_observation(name: str, site: dict[str, Any]) -> str:
+    """What is wrong with observing a point mass: all other values have no density.
+
+    **Example:**
+
+    >>> import pyro
+    >>> from pyro import poutine
+    >>> def model(y):
+    ...     x = pyro.sample("x", pyro.distributions.Normal(0.0, 1.0))
+    ...     pyro.sample("y", pyro.distributions.Delta(x.exp()), obs=y)
+    >>> site = poutine.trace(model).get_trace(torch.tensor(-1.0)).nodes["y"]
+    >>> simulated_observation("y", site).split(":")[0]
+    "site 'y' observes a Delta, which gives the data the density 0 unless they are equal to it"
+
+    :param name: of the site, for the message.
+    :param site: of a trace, observed.
+    :returns: in words, with the cure, or nothing.
+    """
+    if not isinstance(innermost(site["fn"]), Delta) or site_log_prob(site).isfinite().all():
+        return ""
+    return (
+        f"site '{name}' observes a Delta, which gives the data the density 0 unless they are equal "
+        "to it: the model is a simulator and has no likelihood. Cure: a distribution of the "
+        f"measurement error, as in pyro.sample('{name}', dist.Normal(simulated, noise), obs={name})"
+        "; or a method that needs no likelihood, such as those of the package sbi"
     )
 
 
@@ -108,14 +147,17 @@ def mistyped_observation(name: str, site: dict[str, Any]) -> str:
             f"the observation of site '{name}' is {value.dtype}, but {kind} takes {real}. "
             f"Cure: {cure}"
         )
+    what = array_kind(value) or type(value).__name__
+    make, given = "torch.as_tensor", name
+    if hasattr(value, "to_numpy"):  # of pandas, for instance, which gives a read-only view
+        value, make, given = value.to_numpy().copy(), "torch.tensor", f"{name}.to_numpy()"
     for dtype in (None, real):
         try:
             tensor = torch.as_tensor(value, dtype=dtype)
         except Exception:  # of strings, or of rows of different lengths
             return ""
         if _has_density(site, tensor):
-            what = "NumPy array" if isinstance(value, np.ndarray) else type(value).__name__
-            cure = f"torch.as_tensor({name}{f', dtype={dtype}' if dtype else ''})"
+            cure = f"{make}({given}{f', dtype={dtype}' if dtype else ''})"
             return (
                 f"the observation of site '{name}' is a {what}, but {kind} takes a tensor. "
                 f"Cure: {cure}"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE, BatchedRuns
-from pyro_implicit.density.blame import describe_arrays
+from pyro_implicit.density.blame import explain
 from pyro_implicit.density.discrete import DiscreteSum, is_discrete_latent
 from pyro_implicit.density.engine import (
     Model,
@@ -261,20 +260,8 @@ class Target:
                 continue
             return prototype, traced.trace
         assert first_error is not None
-        found, cure = describe_arrays(self.args, self.kwargs)
-        if found and isinstance(first_error, (AttributeError, TypeError)) and self._is_callable():
-            raise TypeError(
-                f"the model raises {first_line(first_error)}: {found}. Cure: {cure}"
-            ) from first_error
-        raise first_error
-
-    def _is_callable(self) -> bool:
-        """Whether the model takes as many arguments, of these names."""
-        try:
-            inspect.signature(self.model).bind(*self.args, **self.kwargs)
-        except (TypeError, ValueError):
-            return False
-        return True
+        found = explain(first_error, self.model, self.args, self.kwargs)
+        raise found from (None if found is first_error else first_error)
 
     def _try(self, discrete: DiscreteSum) -> None:
         """Enumerate the discrete latents once, where a plain run of the model is known to work."""

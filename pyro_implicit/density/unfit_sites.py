@@ -18,12 +18,21 @@ from torch.distributions import MixtureSameFamily, biject_to, constraints
 
 from pyro_implicit.density.blame import Site, describe_nan, site_log_prob
 from pyro_implicit.density.discrete import is_discrete_latent, refuse_infinite
-from pyro_implicit.density.observations import mistyped_observation, repeated_observation
+from pyro_implicit.density.observations import (
+    mistyped_observation,
+    repeated_observation,
+    simulated_observation,
+)
 from pyro_implicit.density.supports import observation_outside
 from pyro_implicit.runtime.sites import innermost, is_data
 from pyro_implicit.runtime.user_warnings import warn_user
 
-__all__ = ["refuse_missing_data", "refuse_unfit_sites", "warn_of_missing_data"]
+__all__ = [
+    "refuse_missing_data",
+    "refuse_unfit_data",
+    "refuse_unfit_sites",
+    "warn_of_missing_data",
+]
 
 
 def refuse_unfit_sites(trace: Trace) -> None:
@@ -66,12 +75,28 @@ def refuse_unfit_sites(trace: Trace) -> None:
     for name, site in continuous.items():
         _warn_of_masked(name, site)
         _warn_of_angle(name, site)
-    refuse_missing_data(trace)
+    refuse_unfit_data(trace)
+
+
+def refuse_unfit_data(trace: Trace) -> None:
+    """Check that a model's observations have a density.
+
+    :param trace: of the model with its data.
+    :raises ValueError: for an observation that broadcasting repeats, that does not broadcast, that
+        is NaN or outside its support, or of a point mass.
+    :raises TypeError: for an observation of a type of which its distribution has no density.
+    """
+    observed = _split(trace)[1]
     for name, site in observed.items():
         fault = mistyped_observation(name, site)
         if fault:
             raise TypeError(fault)
         fault = repeated_observation(name, site)
+        if fault:
+            raise ValueError(fault)
+    refuse_missing_data(trace)
+    for name, site in observed.items():
+        fault = simulated_observation(name, site)
         if fault:
             raise ValueError(fault)
         fault = observation_outside(site)

@@ -4,15 +4,27 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pyro
+import torch
+from pyro import poutine
 from pyro.infer import ELBO
 from pyro.infer.autoguide import AutoGuide
 
+from pyro_implicit.density.blame import explain
+from pyro_implicit.density.unfit_sites import refuse_unfit_data
+from pyro_implicit.guides.posterior_draws import refuse_other_guide, refuse_swapped, trace_guide
+from pyro_implicit.runtime.random_stream import seeded
 from pyro_implicit.runtime.user_warnings import warn_user
 
-__all__ = ["refuse_misplaced", "refuse_validation", "warn_of_stored_values"]
+__all__ = [
+    "refuse_misplaced",
+    "refuse_unfit_guide",
+    "refuse_validation",
+    "warn_of_stored_values",
+]
 
 
 def refuse_misplaced(model: Any, guide: Any, loss: Any) -> None:
@@ -22,6 +34,7 @@ def refuse_misplaced(model: Any, guide: Any, loss: Any) -> None:
         but an ELBO as loss, or a model that cannot be called.
     :raises ValueError: for an unknown word in place of a guide, or a loss without a guide.
     """
+    refuse_swapped("fit", model, guide)
     if not callable(model):
         raise TypeError(f"model must be a Pyro model, a callable, but got {type(model).__name__}")
     if isinstance(guide, str):
@@ -49,6 +62,45 @@ def refuse_misplaced(model: Any, guide: Any, loss: Any) -> None:
             f"{'the class ' + loss.__name__ if inspect.isclass(loss) else repr(loss)}. Cure: "
             f"loss={wanted}; if it is an argument of your model, model_kwargs={{'loss': ...}}"
         )
+
+
+def refuse_unfit_guide(
+    model: Callable[..., Any], guide: Any, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    """Check that a guide samples the model's latents, and that the observations have a density.
+
+    :param model: with its ``args`` and ``kwargs``, those of one minibatch among them.
+    :param guide: that is to be trained, or was.
+    :raises ValueError: naming the sites.
+    :raises TypeError: for a guide that observes a site, as only a model does.
+    """
+    store = pyro.get_param_store()
+    before = set(store.keys())
+    try:
+        _refuse_unfit_guide(model, guide, args, kwargs)
+    except Exception:
+        for name in set(store.keys()) - before:  # a refused guide leaves nothing behind
+            del store[name]
+        raise
+
+
+def _refuse_unfit_guide(
+    model: Callable[..., Any], guide: Any, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    guide_trace = None
+    try:
+        guide_trace = trace_guide(guide, args, kwargs)
+        with seeded(0), torch.no_grad(), poutine.block():
+            model_trace = poutine.trace(model).get_trace(*args, **kwargs)
+    except Exception as error:
+        found = explain(error, model, args, kwargs)
+        if found is not error:
+            raise found from error
+        if guide_trace is None:
+            raise
+        return  # a model may fail at a draw of its prior
+    refuse_other_guide(guide, model_trace, guide_trace)
+    refuse_unfit_data(model_trace)
 
 
 def refuse_validation(validation: Any, batches: Any, amortize: Any) -> None:

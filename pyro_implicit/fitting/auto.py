@@ -19,6 +19,7 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.amortized import Amortize, fit_amortized, refuse_amortizing
 from pyro_implicit.fitting.arguments import (
     refuse_misplaced,
+    refuse_unfit_guide,
     refuse_validation,
     warn_of_stored_values,
 )
@@ -246,6 +247,7 @@ def _fit(
         if amortize is not None:
             return fit_amortized(stages, amortize)
         if not isinstance(guide, str):
+            refuse_unfit_guide(model, guide, args, kwargs)
             loss = loss or default_loss(guide, stages.num_particles, *args, model_kwargs=kwargs)
             return _fit_given(stages, guide, loss, refine is True)
     except KeyboardInterrupt:

@@ -14,6 +14,7 @@ from pyro_implicit.density.flat_priors import FlatPriorStart
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.density.sequential_plates import without_sequential_plates
 from pyro_implicit.fitting.amortized import Amortize, fit_amortized
+from pyro_implicit.fitting.arguments import refuse_unfit_guide
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.processes import num_processes
 from pyro_implicit.fitting.refinement_stages import between
@@ -66,6 +67,7 @@ def fit_batches(
         many = density.latent_dim > MAX_DENSE_DIM
         particles = min(stages.num_particles, FEW_PARTICLES if many else PARTICLES)
         everything = (*stages.args, *first)
+        refuse_unfit_guide(stages.model, guide, everything, stages.kwargs)
         loss = loss or default_loss(guide, particles, *everything, model_kwargs=stages.kwargs)
         return stages.train_alone("guide", guide, loss, time_share)
     if density.latent_dim <= MAX_DENSE_DIM:

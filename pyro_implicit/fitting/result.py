@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from pyro_implicit.density.engine import SubsampledError
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
 from pyro_implicit.export.arviz import as_datatree, as_inferencedata, model_groups
+from pyro_implicit.fitting.arguments import refuse_unfit_guide
 from pyro_implicit.fitting.correction import corrected_draws
 from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.guides.exactness import has_exact_density
@@ -223,16 +225,30 @@ class Fit(Printed):
         that has no place yet is put on the CPU, the guide too.
 
         :param path: of the file.
-        :param model: that was fitted, with its ``args`` and ``kwargs``.
+        :param model: that was fitted, with its ``args`` and ``kwargs``. Without these the result
+            can be drawn from, but nothing that runs the model works.
         :param model_kwargs: more of these, whatever their names.
         :raises ValueError: for a file that is damaged, or no result of ``fit``, or of another
-            version's format; for a model whose parameters have other shapes.
+            version's format; for a model that has other latents or parameters of other shapes.
         """
         content = read_file(Path(path), "cpu", KIND)
-        put_back(content["parameters"], model)
         result = cls(**{**content, "source": (model, args, {**kwargs, **(model_kwargs or {})})})
         result._attach()
+        if result._misses_data() is None and not result.minibatches:
+            refuse_unfit_guide(model, result.guide, *result.source[1:])
+        put_back(content["parameters"], model)
         return result
+
+    def _misses_data(self) -> TypeError | None:
+        """Why the model cannot run on the arguments of :meth:`load`, if it cannot."""
+        model, args, kwargs = self.source
+        try:
+            inspect.signature(model).bind(*args, **kwargs)
+        except TypeError as error:
+            return error
+        except ValueError:  # of a function without a signature
+            pass
+        return None
 
     def _of_all_data(self) -> tuple[Any, tuple, dict[str, Any]]:
         if self.minibatches:
@@ -241,6 +257,12 @@ class Fit(Printed):
                 ", result.posterior, x, y) with all of them, if they fit in memory; of networks, "
                 "pyro_implicit.nn.evaluate on held-out rows"
             )
+        missing = self._misses_data()
+        if missing is not None:
+            raise TypeError(
+                f"the model cannot run with the arguments that this result has ({missing}). Cure: "
+                "give Fit.load the model's data: Fit.load(path, model, x, y)"
+            ) from missing
         return self.source
 
     def _corrected(self, num_samples: int) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pyro.poutine as poutine
@@ -12,9 +12,11 @@ from pyro.contrib.easyguide import EasyGuide
 from pyro.infer import MCMC, Predictive
 from pyro.infer.autoguide import AutoCallable, AutoGuide, AutoMessenger
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_implicit.density.discrete import is_discrete_latent
 from pyro_implicit.runtime.sites import is_data
 from pyro_implicit.runtime.user_warnings import first_line
 
@@ -23,6 +25,8 @@ __all__ = [
     "draws_in_parallel",
     "guide_of",
     "posterior_of",
+    "refuse_missing_sites",
+    "refuse_other_guide",
     "refuse_swapped",
     "samples_of",
     "trace_guide",
@@ -128,6 +132,50 @@ def refuse_swapped(function: str, model: Any, guide: Any) -> None:
             f"{function} wants the model first, but got {_name(model)} there and {_name(guide)} "
             f"as the guide. Cure: {function}(model, guide, ...)"
         )
+
+
+def refuse_missing_sites(
+    who: str, wanted: Iterable[str], found: Iterable[str], what: str = "a guide"
+) -> None:
+    """Check that draws of all latent sites are there.
+
+    :param who: the source of the draws, with its verb.
+    :param wanted: the model's sites.
+    :param found: the sites of the source.
+    :param what: is needed instead, for the cure.
+    :raises ValueError: naming the sites.
+    """
+    wanted, found = set(wanted), set(found)
+    if wanted - found:
+        extra = sorted(found - wanted)
+        raise ValueError(
+            f"{who} no draws of {sorted(wanted - found)}, which the model samples"
+            + (f", but {who.split()[-1]} {extra}, which it does not" if extra else "")
+            + f". Cure: {what} of this model, with every latent site"
+        )
+
+
+def refuse_other_guide(guide: Any, model_trace: Trace, guide_trace: Trace) -> None:
+    """Check that a guide samples all continuous latents of a model.
+
+    :param guide: for its name.
+    :param model_trace: of one run of the model with its data.
+    :param guide_trace: of one run of the guide with the same arguments.
+    :raises ValueError: naming the sites that the guide lacks.
+    """
+    latents = [
+        name
+        for name, site in model_trace.iter_stochastic_nodes()
+        if not site_is_subsample(site) and not is_discrete_latent(site)
+    ]
+    found = [
+        name
+        for name, site in guide_trace.iter_stochastic_nodes()
+        if not site["infer"].get("is_auxiliary") and not site_is_subsample(site)
+    ]
+    # The guide may also sample discrete latents of the model.
+    found = [name for name in found if name in latents or name not in model_trace]
+    refuse_missing_sites(f"the guide {_name(guide)} has", latents, found)
 
 
 def guide_of(function: str, given: Any, or_draws: bool = False) -> Any:

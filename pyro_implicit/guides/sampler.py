@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.density.target import Target
-from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.guides.posterior_draws import draw, refuse_missing_sites
 from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["NOWHERE", "Guide", "Sampler"]
@@ -115,16 +115,8 @@ class Sampler:
     def _check(self, draws: Mapping[str, Tensor]) -> None:
         """Check that draws have the target's sites, the sites' shapes, and one number."""
         shapes, (who, have) = self.target.shapes, self._subject
-        missing = sorted(set(shapes) - set(draws))
-        extra = sorted(set(draws) - set(shapes))
-        if missing:
-            is_given = isinstance(self.guide, Mapping)
-            raise ValueError(
-                f"{who} {have} no draws of {missing}, which the model samples"
-                + (f", but {have} {extra}, which it does not" if extra else "")
-                + f". Cure: {'draws' if is_given else 'a guide'} of this model, with every latent "
-                "site"
-            )
+        what = "draws" if isinstance(self.guide, Mapping) else "a guide"
+        refuse_missing_sites(f"{who} {have}", shapes, draws, what)
         expected = self.target.constrain(self.target.init_loc.unsqueeze(0))
         for name in shapes:
             shape, wanted = tuple(draws[name].shape), tuple(expected[name].shape[1:])

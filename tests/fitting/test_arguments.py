@@ -13,8 +13,10 @@ from pyro.infer import RenyiELBO, TraceEnum_ELBO
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit.density import Target
-from pyro_implicit.fitting import Schedule, fit, gaussian_guide, train
-from pyro_implicit.infer import ImplicitELBO
+from pyro_implicit.diagnostics import diagnose
+from pyro_implicit.fitting import Fit, Schedule, fit, gaussian_guide, train
+from pyro_implicit.infer import ImplicitELBO, evidence_bound
+from pyro_implicit.mcmc import refine
 
 Y = torch.tensor([1.0, 2.0, 4.5])
 
@@ -101,3 +103,169 @@ def test_a_new_guide_that_would_go_on_from_another():
     meant = AutoNormal(model)
     meant(Y, Y)
     fit(model, meant, Y, Y, num_steps=5, progress=False)
+
+
+def two_latents(x, y=None):
+    weight = pyro.sample("weight", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("rows", len(x)):
+        pyro.sample("y", dist.Normal(x @ weight, scale), obs=y)
+
+
+def one_of_two(x, y=None):
+    pyro.sample("weight", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+
+def another_model(x, y=None):
+    pyro.sample("level", dist.Normal(0.0, 1.0))
+
+
+def simulator(x, y=None):
+    weight = pyro.sample("weight", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    pyro.sample("y", dist.Delta(x @ weight).to_event(1), obs=y)
+
+
+X2, Y20 = torch.linspace(-1.0, 1.0, 40).reshape(20, 2), torch.linspace(-1.0, 1.0, 20)
+QUICK = {"num_steps": 2, "progress": False}
+GUIDES = [
+    (another_model, r"has no draws of \['scale', 'weight'\], .*but has \['level'\]"),
+    (one_of_two, r"AutoNormal has no draws of \['scale'\], which the model samples\. Cure:"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), GUIDES)
+def test_a_guide_of_another_model_is_refused_before_any_training(wrong, message, monkeypatch):
+    monkeypatch.setattr("pyro_implicit.fitting.stages.train", None)
+    with pytest.raises(ValueError, match=message):
+        fit(two_latents, AutoNormal(wrong), X2, Y20, **QUICK)
+    with pytest.raises(ValueError, match=message):
+        fit(two_latents, AutoNormal(wrong), batches=[(X2, Y20)], epochs=1, progress=False)
+
+
+def test_a_guide_may_leave_discrete_latents_to_the_elbo():
+    def mixture(y):
+        loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+        which = pyro.sample("which", dist.Bernoulli(0.5), infer={"enumerate": "parallel"})
+        pyro.sample("y", dist.Normal(loc + which, 1.0), obs=y)
+
+    guide = AutoNormal(pyro.poutine.block(mixture, hide=["which"]))
+    result = fit(mixture, guide, Y[0], loss=TraceEnum_ELBO(), **QUICK)
+    assert list(result.sample(2)) == ["loc"]
+
+
+def refined(model, *args, **options):
+    return refine(model, AutoNormal(model), *args, num_chains=8, progress=False, **options)
+
+
+REFUSED = {
+    "no rows": (
+        lambda: fit(two_latents, "auto", X2[:0], Y20[:0]),
+        ValueError,
+        "argument 1 has no rows, shape (0, 2) and argument 2 .*Cure: data of at least one row",
+    ),
+    "no rows, a guide": (
+        lambda: fit(two_latents, AutoNormal(two_latents), X2[:0], Y20[:0]),
+        ValueError,
+        "argument 1 has no rows",
+    ),
+    "no rows, chains": (lambda: refined(two_latents, X2[:0], Y20[:0]), ValueError, "has no rows"),
+    "swapped": (
+        lambda: fit(AutoNormal(two_latents), two_latents, X2, Y20),
+        TypeError,
+        "fit wants the model first, but got AutoNormal there.*Cure: fit(model, guide, ...)",
+    ),
+    "swapped functions": (
+        lambda: fit(one_of_two, two_latents, X2, Y20),
+        TypeError,
+        "guide two_latents observes site 'y'.*Cure: the order of arguments is (model, guide, *args",
+    ),
+    "misspelt": (
+        lambda: fit(two_latents, "auto", X2, Y20, num_step=5),
+        TypeError,
+        "keyword argument 'num_step', which fit passes on.*Cure: num_steps=",
+    ),
+    "misspelt for refine": (
+        lambda: refined(two_latents, X2, Y20, max_gradient=5),
+        TypeError,
+        "'max_gradient', which refine passes on.*Cure: max_gradients=",
+    ),
+    "misspelt for diagnose": (
+        lambda: diagnose(two_latents, AutoNormal(two_latents), X2, Y20, num_sample=5),
+        TypeError,
+        "'num_sample', which diagnose passes on.*Cure: num_samples=",
+    ),
+    "misspelt for evidence_bound": (
+        lambda: evidence_bound(two_latents, AutoNormal(two_latents), X2, Y20, num_sample=5),
+        TypeError,
+        "'num_sample', which evidence_bound passes on.*Cure: num_samples=",
+    ),
+    "unknown": (
+        lambda: fit(two_latents, "auto", X2, Y20, zzz=5),
+        TypeError,
+        "'zzz', which fit passes on.*Cure: leave it out, or give the model such a parameter",
+    ),
+    "a wrong length": (
+        lambda: fit(two_latents, "auto", X2, Y20[:9]),
+        ValueError,
+        "site 'y' has shape (9,), but its distribution (20,), where plate 'rows' has 20: these do",
+    ),
+    "a wrong length, a guide": (
+        lambda: fit(two_latents, AutoNormal(two_latents), X2, Y20[:9]),
+        ValueError,
+        "site 'y' has shape (9,), but its distribution (20,)",
+    ),
+    "a simulator": (
+        lambda: fit(simulator, "auto", X2, Y20),
+        ValueError,
+        "site 'y' observes a Delta.*simulator and has no likelihood. Cure: a distribution of the",
+    ),
+    "a simulator, a guide": (
+        lambda: fit(simulator, AutoNormal(simulator), X2, Y20),
+        ValueError,
+        "site 'y' observes a Delta",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_faults_are_named_with_their_cure(name, monkeypatch):
+    # Nothing is searched: each fault is found in the first run of the model.
+    monkeypatch.setattr("pyro_implicit.fitting.stages.find_modes", None)
+    call, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=re.escape(message).replace(r"\.\*", ".*")):
+        call()
+
+
+def test_a_model_with_an_unlike_keyword_of_its_own_keeps_its_error():
+    def fails(y):
+        pyro.sample("x", dist.Normal(0.0, wrong=1.0))
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wrong'$"):
+        fit(fails, "auto", Y)
+
+
+def scaled(x, y):
+    weight = pyro.sample("weight", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal(torch.as_tensor(x * weight), 1.0).to_event(1), obs=y)
+
+
+def test_pandas_is_named():
+    pandas = pytest.importorskip("pandas")
+    x, y = pandas.Series(Y.numpy()), pandas.Series(Y.numpy(), index=[5, 7, 9])
+    cure = "argument 1 is a Series.*Cure: torch.tensor\\(argument.to_numpy"
+    with pytest.raises(TypeError, match=cure):
+        fit(scaled, "auto", x, Y)
+    with pytest.raises(TypeError, match=cure):
+        fit(scaled, AutoNormal(scaled), x, Y)
+    with pytest.raises(TypeError, match="site 'y' is a Series.*Cure: torch.tensor\\(y.to_numpy"):
+        fit(scaled, "auto", Y, y)
+
+
+def test_loaded_with_another_model_or_without_the_data(tmp_path):
+    fit(two_latents, AutoNormal(two_latents), X2, Y20, **QUICK).save(tmp_path / "fit.pt")
+    with pytest.raises(ValueError, match=r"has no draws of \['level'\], .*has \['scale', 'weight'"):
+        Fit.load(tmp_path / "fit.pt", another_model, X2, Y20)
+    result = Fit.load(tmp_path / "fit.pt", two_latents)
+    assert result.sample(2)["scale"].shape == (2,)
+    with pytest.raises(TypeError, match=r"missing a required argument: 'x'\).*Cure: give Fit.load"):
+        result.diagnose()
