@@ -15,7 +15,15 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoNormal, init_to_value
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoGuideList,
+    AutoIAFNormal,
+    AutoLowRankMultivariateNormal,
+    AutoNormal,
+    AutoStructured,
+    init_to_value,
+)
 from torch import Tensor
 
 from pyro_implicit import (
@@ -247,34 +255,96 @@ def test_a_second_elbo_has_a_discriminator_of_its_own():
     assert len(names[0]) == len(names[1])
 
 
-# Latents that the guide lacks, and a guide that lacks all.
+# A guide of another model, and a guide without sites.
 
 
-def with_own_latent() -> None:
-    shift = pyro.param("shift", Y.new_zeros(()))
+def with_another_latent(y: Tensor = Y) -> None:
+    """As one_latent, with a latent site more."""
+    one_latent(y)
+    pyro.sample("noise", dist.Normal(y.new_zeros(()), 1.0))
+
+
+def without_x(y: Tensor = Y) -> None:
+    noise = pyro.sample("noise", dist.Normal(y.new_zeros(()), 1.0))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(noise, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("elbo_name", ["Implicit", *OPTIONS])
+@pytest.mark.parametrize("validates", [True, False])
+def test_a_guide_of_another_model_is_refused_at_the_first_step(elbo_name, validates):
+    def step(model: Callable, guide_model: Callable) -> None:
+        elbo = {**OPTIONS, "Implicit": ImplicitELBO}[elbo_name](NUM_PARTICLES)
+        is_plain = elbo_name == "Implicit"
+        guide = AutoNormal(guide_model) if is_plain else make_guide(guide_model, elbo)
+        pyro.clear_param_store()
+        with pyro.validation_enabled(validates):
+            SVI(model, guide, pyro.optim.Adam({}), elbo).step()
+
+    with pytest.raises(ValueError, match="no site 'noise', which the model samples. Cure: add"):
+        step(with_another_latent, one_latent)
+    has_both = "no site 'noise', which the model samples, but has site 'x', which.*not. Cure"
+    with pytest.raises(ValueError, match=has_both):
+        step(without_x, one_latent)
+    with pytest.raises(ValueError, match="samples site 'noise', which the model does not have. Cu"):
+        step(one_latent, with_another_latent)
+    conditioned = poutine.condition(with_another_latent, data={"noise": Y.new_zeros(())})
+    with pytest.raises(ValueError, match="samples site 'noise', which the model observes or comp"):
+        step(conditioned, with_another_latent)
+
+
+def in_subsample() -> None:
     x = pyro.sample("x", dist.Normal(Y.new_zeros(()), 1.0))
-    noise = pyro.sample("noise", dist.Normal(Y.new_zeros(()), 1.0))
-    pyro.sample("y", dist.Normal(x + noise + shift, 1.0), obs=Y.new_tensor(3.0))
+    with pyro.plate("rows", len(Y), subsample_size=2) as rows:
+        pyro.sample("y", dist.Normal(x, 1.0), obs=Y[rows])
 
 
-@pytest.mark.filterwarnings("ignore:.*one particle at a time:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*Found vars in model but not guide:UserWarning")
-@pytest.mark.parametrize("elbo_name", without(POWER))  # of those see test_renyi.py
-def test_a_latent_of_the_model_alone_is_drawn_from_it(elbo_name):
-    elbo = OPTIONS[elbo_name](NUM_PARTICLES)
-    start = init_to_value(values={"x": Y.new_zeros(())})
-    hidden = poutine.block(with_own_latent, hide=["noise"])
-    guide = make_guide(hidden, elbo, init_loc_fn=start, init_scale=1e-3)
-    found = []
-    for _ in range(20):
-        elbo.loss_and_grads(with_own_latent, guide)
-        shift = pyro.param("shift")
-        found.append(shift.grad.item())
-        shift.grad = None
-    # of standard deviation 1 for each particle
-    found = torch.tensor(found)
-    assert found.mean().item() == pytest.approx(-3.0, abs=0.4)
-    assert 0.25 < found.std().item() < 0.9
+def two_latents() -> None:
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    pyro.sample("scale", dist.LogNormal(x, 1.0))
+
+
+def two_guides() -> AutoGuideList:
+    guides = AutoGuideList(two_latents)
+    guides.append(AutoNormal(poutine.block(two_latents, expose=["x"])))
+    guides.append(AutoNormal(poutine.block(two_latents, expose=["scale"])))
+    return guides
+
+
+def with_choice() -> None:
+    x = pyro.sample("x", dist.Normal(Y.new_zeros(()), 1.0))
+    sign = pyro.sample("sign", dist.Bernoulli(Y.new_tensor(0.4)))
+    pyro.deterministic("shifted", x + sign)
+    pyro.sample("y", dist.Normal(x + sign, 1.0), obs=Y[0])
+
+
+def guide_of_choice() -> None:
+    loc = pyro.param("loc", Y.new_zeros(()))
+    own = pyro.sample("own", dist.Normal(loc, 1.0), infer={"is_auxiliary": True})
+    x = pyro.sample("x", dist.Normal(own, 0.1))
+    pyro.factor("term", 0 * x, has_rsample=True)
+    pyro.sample("known", dist.Normal(x, 1.0), obs=Y[0], infer={"is_auxiliary": True})
+
+
+GUIDES_THAT_FIT: dict[str, tuple[Callable, Callable]] = {
+    "subsample": (in_subsample, lambda: AutoNormal(in_subsample)),
+    "auxiliary sites and a factor": (with_choice, lambda: guide_of_choice),
+    "list": (two_latents, two_guides),
+    "blocked": (
+        poutine.block(with_another_latent, hide=["noise"]),
+        lambda: AutoDelta(one_latent),
+    ),
+    "structured": (two_latents, lambda: AutoStructured(two_latents)),
+    "low rank": (two_latents, lambda: AutoLowRankMultivariateNormal(two_latents)),
+    "flow": (two_latents, lambda: AutoIAFNormal(two_latents)),
+}
+
+
+@pytest.mark.parametrize("name", GUIDES_THAT_FIT)
+def test_guides_whose_sites_differ_from_the_model_s_for_good_reason(name):
+    model, make = GUIDES_THAT_FIT[name]
+    loss = ImplicitELBO(1).loss(model, make())
+    assert abs(loss) < 1e4
 
 
 @pytest.mark.parametrize("elbo_name", ["Trace", "Implicit", *OPTIONS])

@@ -42,8 +42,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
     The density of an injective generator is exact; that of a semi-implicit site is the estimate of
     :func:`~pyro_implicit.evidence_bound`, whose weights are right in the mean, so that the bound
     stays one; its gradient below is right as ``num_mixing`` grows. Where all sites of model and
-    guide lie in a common plate, each of its elements has a bound of its own, as in Pyro. A latent
-    that the guide lacks is drawn from the model, and its p / q is 1 (in Pyro's class it is p).
+    guide lie in a common plate, each of its elements has a bound of its own, as in Pyro.
 
     The gradient of a guide with one implicit site is doubly reparameterised,
 
@@ -200,10 +199,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
         surrogate: Any = 0.0
         for site in model_sites:
             term = keep(site["log_prob"])
-            if site["is_observed"] or site["name"] in guide_trace:
-                log_w, surrogate = log_w + term.detach(), surrogate + term
-            elif not site["fn"].has_rsample:  # drawn from the model: p / q is 1
-                surrogate = surrogate + term / (1 - self.alpha)
+            log_w, surrogate = log_w + term.detach(), surrogate + term
         for site in guide_sites:
             log_w = log_w - keep(site["log_prob"]).detach()
             _, score_function, entropy = site["score_parts"]

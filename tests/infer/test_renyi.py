@@ -284,29 +284,6 @@ def test_small_alpha_covers_more():
     assert scales[1] > 1.15 * scales[0]
 
 
-@pytest.mark.filterwarnings("ignore:.*Found vars in model but not guide:UserWarning")
-@pytest.mark.parametrize("has_rsample", [False, True])
-@pytest.mark.parametrize("alpha", [-0.5, 0.0, 0.5])
-def test_a_latent_of_the_model_alone_is_drawn_from_it(alpha, has_rsample):
-    """As if the guide had the prior: its log p / q is no part of the weights."""
-
-    def guide():  # of a latent that makes no difference
-        pyro.sample("z", dist.Normal(0.0, 1.0))
-
-    def model():
-        guide()
-        loc = pyro.param("loc", torch.tensor(0.0))
-        x = pyro.sample("x", dist.Normal(loc, PRIOR).has_rsample_(has_rsample))
-        pyro.sample("y", dist.Normal(x, NOISE), obs=torch.tensor(Y))
-
-    elbo = ImplicitRenyiELBO(alpha, 40_000, vectorize_particles="plate")
-    loss = elbo.loss_and_grads(model, guide)
-    assert loss == pytest.approx(-exact_bound(alpha, 0.0, PRIOR), abs=0.03)
-    # The bound is -(y - loc)^2 / 2 / (noise^2 + (1 - alpha) prior^2), up to a constant.
-    expected = -Y / (NOISE**2 + (1 - alpha) * PRIOR**2)
-    assert pyro.param("loc").grad.item() == pytest.approx(expected, abs=0.04)
-
-
 @pytest.mark.parametrize("compile", [False, "trace"])
 def test_gauss_newton_steps_stay_as_many_as_training_goes_on(monkeypatch, compile):
     seen = []

@@ -16,6 +16,11 @@ _CURE = (
     "Cure: a smaller learning rate or init_scale, gradient clipping (pyro.optim.ClippedAdam), "
     'float64, or nonfinite="skip" to leave such steps out'
 )
+_DATA_CURE = (
+    "Cure: leave missing data out, or mask them: pyro.sample(name, fn.mask(~y.isnan()), "
+    "obs=y.nan_to_num(1.0)); if no data are missing, a smaller learning rate, or "
+    'nonfinite="skip" to leave such steps out'
+)
 
 
 class NonFiniteError(ArithmeticError):
@@ -34,7 +39,7 @@ def nonfinite_terms(model_trace: Trace, guide_trace: Trace) -> str:
     for term, site in terms.items():
         value = torch.as_tensor(site["log_prob_sum"])
         if not value.isfinite():
-            hint = " for every particle: are there nan among its observations?"
+            hint = " for every particle, as it is if its observations contain NaN"
             bad.append(f"{term} is {value.item()}{hint * _lacks_data(site)}")
     return "; ".join(bad) or "the sum of all log-probabilities overflows"
 
@@ -47,7 +52,9 @@ def refuse_nonfinite(model_trace: Trace, guide_trace: Trace, elbo: str, step: in
     :raises NonFiniteError: always, naming the sites.
     """
     what = nonfinite_terms(model_trace, guide_trace)
-    raise NonFiniteError(f"{elbo}, step {step}: {what}. {_CURE}")
+    sites = [site for site in model_trace.nodes.values() if site["type"] == "sample"]
+    cure = _DATA_CURE if any(map(_lacks_data, sites)) else _CURE
+    raise NonFiniteError(f"{elbo}, step {step}: {what}. {cure}")
 
 
 def _lacks_data(site: dict[str, Any]) -> bool:

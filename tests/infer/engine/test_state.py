@@ -250,6 +250,25 @@ def test_models_that_compare_by_value_are_told_apart_by_identity():
     assert elbo.state is not state
 
 
+@pytest.mark.parametrize("vectorize", ["vmap", "plate", False])
+@pytest.mark.parametrize("num_particles", [1, 4])
+def test_nan_among_the_observations_is_refused_by_name(vectorize, num_particles):
+    def model(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 3):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+    elbo, seen = LIVI_ELBO(num_particles, vectorize_particles=vectorize), []
+    guide = AutoSemiImplicit(lambda y: (seen.append(y), model(y)), frame=None)
+    svi = SVI(lambda y: (seen.append(y), model(y)), guide, pyro.optim.Adam({}), elbo)
+    guide(torch.zeros(3))
+    seen.clear()
+    match = "observation of site 'y' is NaN in 1 of 3 elements. Cure: .* mask"
+    with pytest.raises(ValueError, match=match):
+        svi.step(torch.tensor([0.0, torch.nan, 1.0]))
+    assert len(seen) == 1  # no other draw of the guide would help
+
+
 def test_nan_among_the_observations_is_suspected():
     y = torch.tensor([0.0, torch.nan, 1.0])
 
@@ -259,5 +278,5 @@ def test_nan_among_the_observations_is_suspected():
             pyro.sample("y", dist.Normal(x, 1.0), obs=y)
 
     with pyro.validation_enabled(False):
-        with pytest.raises(NonFiniteError, match="site 'y' is nan for every particle: are there"):
+        with pytest.raises(NonFiniteError, match="site 'y' is nan for every particle.*mask"):
             LIVI_ELBO(4).loss(model, AutoSemiImplicit(model, frame=None))
