@@ -156,26 +156,33 @@ def refuse_missing_sites(
 
 
 def refuse_other_guide(guide: Any, model_trace: Trace, guide_trace: Trace) -> None:
-    """Check that a guide samples all continuous latents of a model.
+    """Check that a guide samples all continuous latents of a model, and no other sites.
 
     :param guide: for its name.
     :param model_trace: of one run of the model with its data.
     :param guide_trace: of one run of the guide with the same arguments.
-    :raises ValueError: naming the sites that the guide lacks.
+    :raises ValueError: naming the sites that the guide lacks, or that the model does not sample.
     """
-    latents = [
+    sampled, found = (
+        {name: site for name, site in trace.iter_stochastic_nodes() if not site_is_subsample(site)}
+        for trace in (model_trace, guide_trace)
+    )
+    extra = {
         name
-        for name, site in model_trace.iter_stochastic_nodes()
-        if not site_is_subsample(site) and not is_discrete_latent(site)
-    ]
-    found = [
-        name
-        for name, site in guide_trace.iter_stochastic_nodes()
-        if not site["infer"].get("is_auxiliary") and not site_is_subsample(site)
-    ]
-    # The guide may also sample discrete latents of the model.
-    found = [name for name in found if name in latents or name not in model_trace]
-    refuse_missing_sites(f"the guide {_name(guide)} has", latents, found)
+        for name, site in found.items()
+        if name not in sampled and not site["infer"].get("is_auxiliary")
+    }
+    # The guide may leave discrete latents out, or sample them.
+    latents = {name for name, site in sampled.items() if not is_discrete_latent(site)}
+    known = latents & found.keys() | extra
+    refuse_missing_sites(f"the guide {_name(guide)} has", latents, known)
+    if extra:
+        fault = "does not have" if extra.isdisjoint(model_trace) else "observes or computes"
+        raise ValueError(
+            f"the guide {_name(guide)} samples {sorted(extra)}, which the model {fault}. Cure: a "
+            "guide of this model, with its data and reparameterisations; mark variables of the "
+            "guide's own with infer={'is_auxiliary': True} in pyro.sample"
+        )
 
 
 def guide_of(function: str, given: Any, or_draws: bool = False) -> Any:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from pyro import poutine
 from pyro.infer.util import is_validation_enabled
-from pyro.poutine.trace_struct import Trace
-from pyro.poutine.util import prune_subsample_sites, site_is_subsample
+from pyro.poutine.util import prune_subsample_sites
 from pyro.util import check_model_guide_match, check_site_shape
 
 from pyro_implicit.density.batched_runs import IMPOSSIBLE
@@ -18,6 +17,7 @@ from pyro_implicit.density.discrete import DiscreteSum
 from pyro_implicit.density.unfit_sites import refuse_missing_data
 from pyro_implicit.density.validation import leave_out_masked
 from pyro_implicit.distributions import find_implicit
+from pyro_implicit.guides.posterior_draws import refuse_other_guide
 
 __all__ = ["FirstRun", "first_run"]
 
@@ -65,7 +65,7 @@ def first_run(
         discrete = DiscreteSum.of(model_trace, given=guide_trace)
         for name in discrete.names if discrete else ():
             model_trace.remove_node(name)
-        _refuse_mismatch(model_trace, guide_trace)
+        refuse_other_guide(guide, model_trace, guide_trace)
         if validates:
             check_model_guide_match(model_trace, guide_trace, max_plate_nesting)
         guide_trace = prune_subsample_sites(guide_trace)
@@ -90,36 +90,3 @@ def first_run(
             if trace is guide_trace:
                 sites[name] = site
     return FirstRun(max(dims), sites, discrete)
-
-
-def _refuse_mismatch(model_trace: Trace, guide_trace: Trace) -> None:
-    """Check that the guide samples the latent sites of the model, and no others."""
-    latents, own = (
-        {n: s for n, s in trace.nodes.items() if s["type"] == "sample" and not site_is_subsample(s)}
-        for trace in (model_trace, guide_trace)
-    )
-    missing = [n for n, s in latents.items() if not s["is_observed"] and n not in own]
-    extra = [
-        name
-        for name, site in own.items()
-        if not (site["is_observed"] or site["infer"].get("is_auxiliary"))
-        and (name not in latents or latents[name]["is_observed"])
-    ]
-    if missing:
-        cure = "add the site to the guide, or condition the model on its value"
-        if extra:
-            cure = "a guide of this model, with every latent site"
-        raise ValueError(
-            f"the guide has no site '{missing[0]}', which the model samples"
-            + (f", but has site '{extra[0]}', which it does not" if extra else "")
-            + f". Cure: {cure}"
-        )
-    for name in extra:
-        fault, cure = "does not have", "a guide of this model, without the site"
-        if name in latents:
-            fault = "observes or computes"
-            cure = "a guide of the model as it is trained, with its data and reparameterisations"
-        raise ValueError(
-            f"the guide samples site '{name}', which the model {fault}. Cure: {cure}; mark a "
-            "variable of the guide's own with infer={'is_auxiliary': True} in pyro.sample"
-        )
