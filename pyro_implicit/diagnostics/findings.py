@@ -26,6 +26,11 @@ FIT_BETTER = (
     f"{STEPS}, or NUTS"
 )
 
+#: To a guide of that kind it would be advised in vain.
+FIT_UNLIKE = (
+    "chains from the guide (refine), a guide of exact density (AutoImplicit of an "
+    f"AutoregressiveGenerator with InjectiveELBO), {STEPS}, or NUTS"
+)
 MOVE_BETTER = (
     "refine from elsewhere (draws of the prior, another guide) with more max_gradients, a "
     "reparameterised model, or NUTS"
@@ -87,7 +92,7 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
         reason = f"k-hat {found.bound.khat:.2f}: the guide is too narrow somewhere"
         # Even weights leave a heavy tail little mass.
         limits = KHAT_OF_EVEN if found.efficiency > GOOD_WEIGHTS else KHAT
-        yield from limits.judge(found.bound.khat, reason, FIT_BETTER)
+        yield from limits.judge(found.bound.khat, reason, _better_fit(found))
     keep = found.settled and not found.modes_weighed
     if keep and found.coverage is not None and (found.coverage.mass > LEAST).sum() > 1:
         reason = "chains keep the weights that the guide gave to separate modes"
@@ -100,6 +105,8 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
     known = found.broken or found.settled or found.judged or found.doubts
     if found.no_density and not known:
         cure = "AutoSemiImplicit with LIVI_ELBO, or AutoregressiveGenerator with InjectiveELBO"
+        if found.semi_implicit:
+            cure = "AutoregressiveGenerator with InjectiveELBO, or refine"
         reason = "no importance weights, without which no guide is trusted"
         if found.no_density == STORED:
             cure = "refine, with more max_gradients if it did not settle"
@@ -137,7 +144,11 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
 
 def _cure(found: Diagnosis) -> str:
     """Of draws that are off: by chains, or by a guide."""
-    return MOVE_BETTER if found.settled or found.no_density == STORED else FIT_BETTER
+    return MOVE_BETTER if found.settled or found.no_density == STORED else _better_fit(found)
+
+
+def _better_fit(found: Diagnosis) -> str:
+    return FIT_UNLIKE if found.semi_implicit else FIT_BETTER
 
 
 def _moment_findings(found: Diagnosis, name: str, check: MomentCheck) -> Iterator[Finding]:

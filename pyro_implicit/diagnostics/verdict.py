@@ -52,6 +52,8 @@ class Diagnosis(Printed):
     :ivar doubts: what chains are known to have failed in.
     :ivar broken: why nothing could be tested (collapsed or infinite draws), else empty.
     :ivar left_out: at which few draws nothing could be tested, and why, else empty.
+    :ivar semi_implicit: whether the guide is an :class:`~pyro_implicit.AutoSemiImplicit`, so that
+        other guides are advised.
     :ivar labels: names of the unconstrained coordinates, of which ``faults`` of the checks speak.
     :ivar planned_seconds: of one core, that the model's evaluations were estimated to take.
     :ivar spared: what the budget left out.
@@ -76,6 +78,7 @@ class Diagnosis(Printed):
     judged: str = ""
     doubts: tuple[str, ...] = ()
     left_out: str = ""
+    semi_implicit: bool = False
 
     @property
     def verdict(self) -> Verdict:

@@ -311,4 +311,9 @@ class Fit(Printed):
     def __str__(self) -> str:
         lines = [f"{'stage':<20} {'seconds':>8}  outcome"]
         lines += [f"{s.name:<20} {s.seconds:8.1f}  {s.outcome}" for s in self.stages]
+        if self.interrupted:
+            lines.append(
+                "interrupted by Ctrl-C: the best guide and draws so far; with checkpoint= the same "
+                "call goes on"
+            )
         return "\n".join(lines)

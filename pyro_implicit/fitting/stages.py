@@ -40,11 +40,12 @@ from pyro_implicit.runtime.printing import showing_progress
 from pyro_implicit.runtime.random_stream import seeded
 from pyro_implicit.runtime.user_warnings import warn_user
 
-__all__ = ["Stages"]
+__all__ = ["Stages", "still_falls"]
 
 PARTICLES_ALONE = 8
 NUM_TRIED = 8
 MAX_SKIPPED = 0.01  # of the steps
+LEAST_COMPARED = 4  # steps; a median and its noise need a few
 PARAMETERS_DECAY = 1 / 6  # of their steps: they may lie far, and the guide is near
 
 
@@ -195,12 +196,23 @@ class Stages:
         with self.result.stage(name) as line:
             try:
                 losses = self.train(name, guide, loss, time_share=time_share, **options)
-                end = "; not settled" if self.held_out is None and _still_falls(losses) else ""
-                self._report(line, losses, loss, end)
+                self._report(line, losses, loss, self._unsettled(losses, options))
             except TrainingInterrupted as interrupt:
                 self._report(line, interrupt.losses, loss, "; interrupted")
                 raise
         return self.result
+
+    def _unsettled(self, losses: list[float], options: dict[str, Any]) -> str:
+        """Say that a training ended too early, and what lengthens it."""
+        # Chains follow a shortened training; held-out rows decide by themselves.
+        if "num_steps" in options or self.held_out is not None:
+            return ""
+        if not still_falls(losses, self.num_steps):
+            return ""
+        cure = "num_steps" if self.batches is None else "epochs"
+        if len(losses) < self.num_steps and math.isfinite(self.limit.end):
+            cure = "max_seconds"
+        return f"; not settled, as the loss was still falling: more {cure}, or a larger lr"
 
     def _report(self, line: Stage, losses: list[float], loss: Trace_ELBO, end: str) -> None:
         self.result.losses = losses
@@ -247,7 +259,7 @@ class Stages:
             loss = InjectiveELBO(self.num_particles, nonfinite="skip")
             losses = self.train("parameters", guide, loss, decay=PARAMETERS_DECAY)
             line.outcome = f"{_steps(losses)}; {describe(model_parameters(density))}"
-            if _still_falls(losses):
+            if still_falls(losses, self.num_steps, PARAMETERS_DECAY):
                 line.outcome += "; not settled"
                 warn_user(
                     "the ELBO was still rising when the training of the model's parameters "
@@ -323,15 +335,38 @@ class Stages:
         return f"{steps}bound {candidate.bound:.3f}"
 
 
-def _still_falls(losses: list[float]) -> bool:
-    """Whether a tenth of a nat or more was gained while the rate was already falling."""
+def still_falls(losses: list[float], num_steps: int, decay: float = Schedule.decay) -> bool:
+    """Whether the loss was falling when the learning rate began to fall.
+
+    The last quarter of the steps at the full rate is compared with the quarter before: while the
+    rate falls, the loss falls with it, settled or not. The difference of their medians must exceed
+    three standard errors, a tenth of the noise of one step, and a tenth of a nat.
+
+    **Example:**
+
+    >>> still_falls([100.0 - step for step in range(100)], num_steps=100)
+    True
+    >>> still_falls([10.0] * 50 + [10.0 - 0.1 * step for step in range(50)], num_steps=100)
+    False
+
+    :param losses: of all steps.
+    :param num_steps: that were planned.
+    :param decay: of :class:`~pyro_implicit.fitting.Schedule`.
+    """
     values = torch.tensor(losses, dtype=torch.float64)
-    size = max(1, len(values) // 10)
-    middle, last = values[len(values) // 2 :][:size], values[-size:]
-    unbiased = size > 1
-    variance = middle.var(correction=unbiased) + last.var(correction=unbiased)
-    error = variance.nan_to_num().sqrt().item() / size**0.5
-    return (middle.nanmean() - last.nanmean()).item() > 0.1 + 3 * error
+    values = values[values.isfinite()]
+    full_rate = len(values) - round(decay * num_steps)
+    if full_rate <= 0:  # the time was over before: then the rate fell for half of it
+        full_rate = len(values) // 2
+    size = full_rate // 4
+    if size < LEAST_COMPARED:
+        return False
+    before, last = values[full_rate - 2 * size : full_rate].split(size)
+    # Of two normal values, the absolute difference has the median 0.954 sd; trends hardly count.
+    noise = torch.cat([before, last]).diff().abs().median() / 0.954
+    error = 1.253 * noise * math.sqrt(2 / size)  # 1.253 sd / sqrt(n), of the median of n values
+    fall = before.median() - last.median()
+    return bool(fall > max(0.1, 3 * error, 0.1 * noise))
 
 
 def _skipped(losses: list[float]) -> int:

@@ -652,3 +652,15 @@ def test_each_draw_is_scored_once():
     diagnose(model, guide, num_samples=500, num_transitions=0, modes=None, chunk_size=2500)
     # Of chunks of 100 and 500, then of 500 and 2,500.
     assert few - len(batches) == 4 + 4
+
+
+def test_a_semi_implicit_guide_is_not_advised_where_it_failed():
+    def narrow(y):
+        x = pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(x.sum(), 1.0), obs=y)
+
+    for guide in (AutoSemiImplicit(narrow, frame=None, init_scale=0.05), AutoNormal(narrow)):
+        found = diagnose(narrow, guide, torch.tensor(1.0), num_samples=200, modes=None)
+        advice = "AutoSemiImplicit with LIVI_ELBO" in str(found)
+        assert found.verdict == "do not trust" and advice == isinstance(guide, AutoNormal)
+        assert ("refine" in str(found)) != advice

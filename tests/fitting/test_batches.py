@@ -245,6 +245,9 @@ def test_interrupted_it_keeps_the_guide():
 
     result = fit(model, "auto", batches=loader(*rows()), **QUIET)
     assert result.interrupted and result.sample(3)["slope"].shape == (3,)
+    assert (
+        str(result).splitlines()[-1].startswith("interrupted by Ctrl-C: the best guide and draws")
+    )
 
 
 @pytest.mark.parametrize("held_out", [False, True])

@@ -11,12 +11,14 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.distributions import constraints
-from pyro.infer.autoguide import AutoNormal
+from pyro.infer.autoguide import AutoNormal, init_to_value
 
 from pyro_implicit.diagnostics import diagnose
 from pyro_implicit.fitting import Schedule, fit, train
+from pyro_implicit.fitting.stages import still_falls
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
+from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.mcmc import refine
 
@@ -208,6 +210,36 @@ def test_parameters_that_have_not_settled():
     with pytest.warns(UserWarning, match=r"still rising .*\(loc\).*num_steps=20. Cure: a larger"):
         result = quick(far, num_steps=20)
     assert "not settled" in str(result)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("slope", [0.0, 0.5])
+def test_a_loss_that_falls_with_the_rate_alone_has_settled(slope, seed):
+    """Noise of one nat that shrinks with the learning rate, and with it ten nats of the loss."""
+    step = torch.arange(2000.0)
+    rate = 0.5 * (1 + torch.cos(math.pi * ((step - 1000) / 1000).clamp(0.0, 1.0)))
+    noise = torch.randn(2000, generator=torch.Generator().manual_seed(seed))
+    losses = 10 * rate + rate * noise - 0.01 * slope * step
+    assert still_falls(losses.tolist(), 2000) == (slope > 0)
+    assert not still_falls(losses[:12].tolist(), 12)  # too few to tell
+
+
+def test_what_lengthens_a_training_is_named():
+    def far(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1000.0))
+        with pyro.plate("rows", 40, subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+    y = 100.0 + torch.zeros(40)
+    short = {"progress": False, "lr": 0.01, "compile": False}
+    narrow = AutoNormal(far, init_scale=0.01)
+    result = fit(far, narrow, batches=y.split(4), epochs=5, **short)
+    assert "; not settled, as the loss was still falling: more epochs, or a larger" in str(result)
+    result = fit(far, narrow, y, num_steps=50, **short)
+    assert "still falling: more num_steps, or a larger lr" in str(result)
+    near = AutoNormal(far, init_loc_fn=init_to_value(values={"x": y[0]}), init_scale=0.158)
+    result = fit(far, own_names(near), batches=y.split(4), epochs=20, **short)
+    assert "settled" not in str(result)
 
 
 @pytest.mark.parametrize("model", [funnel, two_modes])
