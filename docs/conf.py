@@ -29,11 +29,11 @@ default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
-# torch's and Pyro's docstrings have their own home and their own markup.
+# torch's and Pyro's docstrings use their own markup.
 autodoc_inherit_docstrings = False
 
-# The pages' scripts are run, and their pictures made, at each build; none are in git.
-# `-D plot_gallery=0` builds without running them.
+# Each build runs the scripts of the pages and draws their figures, which are not in git.
+# `-D sphinx_gallery_conf.plot_gallery=0` builds without running them.
 SECTIONS = ["hierarchies", "modes", "series", "networks", "checks"]
 sphinx_gallery_conf = {
     "examples_dirs": "gallery",

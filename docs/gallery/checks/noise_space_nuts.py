@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-NUTS over a guide's noise
-=========================
+NUTS in the noise of a guide
+============================
 
-Neal's funnel: one latent is the log-scale of four others. NUTS diverges in its neck, and does not
-say so in its draws. A guide that has learnt the funnel maps round noise to it; over that noise NUTS
-meets no funnel any more. What the guide misses NUTS puts right.
+Neal's funnel: one latent variable is the log-scale of four others. NUTS diverges in the neck, and
+its draws do not show it. A guide that has learnt the funnel maps Gaussian noise to it. In this
+noise NUTS meets no funnel, and it corrects the errors of the guide.
 """
 
 import matplotlib.pyplot as plt
@@ -40,8 +40,8 @@ result = fit(model, guide, num_steps=1000, num_particles=32, seed=0)
 print(result.diagnose())
 
 # %%
-# NUTS, over the latents and over the noise
-# -----------------------------------------
+# NUTS in the latent variables and in the noise
+# ---------------------------------------------
 
 plain, plain_divergences = run_nuts(model)
 guide.requires_grad_(False)
@@ -52,10 +52,10 @@ better = {
 }
 
 # %%
-# The picture
-# -----------
+# Figure
+# ------
 #
-# The truth is known here: the log-scale has a standard deviation of 3.
+# The exact answer is known: the log-scale has a standard deviation of 3.
 
 figure, axes = plt.subplots(1, 3, figsize=(10, 3.8), sharey=True, layout="constrained")
 panels = {

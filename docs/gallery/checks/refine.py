@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Refine: from a rough guide to the posterior
-===========================================
+From a rough guide to the posterior with ``refine``
+===================================================
 
-A substance decays; it was measured rarely, so that how fast it does and what is left in the end can
-hardly be told apart. The posterior is long and narrow. No guide is trained well here:
-a few hundred steps of a mean field, then chains put it right.
+A substance decays and is measured rarely, so the data hardly separate its decay rate from its final
+amount. The posterior is long and narrow. A mean field is trained for a few hundred steps only, and
+chains then move its draws to the posterior.
 """
 
 import matplotlib.pyplot as plt
@@ -38,22 +38,23 @@ rough = fit(model, AutoNormal(model), time, amount, num_steps=300, lr=0.03, seed
 print(rough.diagnose())
 
 # %%
-# Hundreds of short chains
-# ------------------------
+# Many short chains
+# -----------------
 #
-# Each draw of the guide starts a chain, and all of them move at once. They stop by themselves, when
-# means and standard deviations drift no longer and each chain has forgotten where it began.
+# Each draw of the guide starts a chain, and all chains run in parallel. They stop when means and
+# standard deviations no longer drift and each chain has forgotten its initial value.
 
 refined = refine(model, rough.guide, time, amount, seed=0)
 print(refined)
 print(diagnose(model, refined, time, amount))
 
 # %%
-# Beside NUTS
-# -----------
+# Comparison with NUTS
+# --------------------
 #
-# The *sampling floor* is the distance that two sets of exact draws of this size would have. One
-# short chain of NUTS is worth few draws on such a ridge, and ``compare`` says so.
+# ``compare`` reports distances relative to the *sampling floor*, the distance between two sets of
+# exact draws of this size. On such a ridge a short NUTS chain has few effective draws, as
+# ``compare`` says.
 
 pyro.set_rng_seed(0)
 nuts = NUTS(model, jit_compile=True, ignore_jit_warnings=True, max_tree_depth=5)
@@ -62,8 +63,8 @@ mcmc.run(time, amount)
 print(compare(model, refined, mcmc, time, amount))
 
 # %%
-# The picture
-# -----------
+# Figure
+# ------
 
 panels = {
     "AutoNormal, 300 steps": rough.sample(1000),
@@ -73,6 +74,6 @@ panels = {
 figure, axes = plt.subplots(1, 3, figsize=(10, 3.6), sharex=True, sharey=True, layout="constrained")
 for axis, (name, draws) in zip(axes, panels.items(), strict=True):
     axis.scatter(draws["floor"].detach(), draws["rate"].detach(), s=5, alpha=0.3)
-    axis.set(title=name, xlabel="what is left in the end")
+    axis.set(title=name, xlabel="final amount")
 axes[0].set_ylabel("rate")
 plt.show()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Model checking with simulation-based calibration
-================================================
+Simulation-based calibration
+============================
 
-Is a way of fitting right, on average over all data that the model could make? Draw latents from the
-prior and data from the model, fit, and rank the true latents among the draws; again and again. If
-all is right, every rank is as likely as every other. This finds errors in model, data and fit that
-no look at one posterior would.
+Is a fitting procedure correct on average over all data that the model can generate? Draw latent
+variables from the prior and data from the model, fit, and rank the true values among the draws;
+repeat. If everything is correct, the ranks are uniform. This detects errors in model, data and fit
+that no check of a single posterior detects.
 """
 
 import matplotlib.pyplot as plt
@@ -28,11 +28,12 @@ def model(x, y=None):
 
 
 # %%
-# Two ways of fitting
-# -------------------
+# Two fitting procedures
+# ----------------------
 #
-# The covariate is not centred, so that intercept and slope are strongly correlated. A mean field
-# does not see that: each histogram of its ranks is a U, the mark of intervals that are too narrow.
+# The covariate is not centred, so intercept and slope are strongly correlated. A mean field ignores
+# the correlation: the histogram of its ranks is U-shaped, which indicates intervals that are too
+# narrow.
 
 
 def by_fit(model):
@@ -50,10 +51,10 @@ for name, way in {"fit": by_fit, "AutoNormal": by_mean_field}.items():
     print(f"{name}\n{reports[name]}\n")
 
 # %%
-# The picture
-# -----------
+# Figure
+# ------
 #
-# Ranks of the true slopes. The band holds 99 % of a bar's heights if all is right.
+# Ranks of the true slopes. The band contains 99 % of the heights of a bar if the fit is correct.
 
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
 low, high = (torch.distributions.Binomial(50, torch.tensor(0.1)).sample((10_000,))).quantile(
@@ -63,6 +64,6 @@ for axis, (name, report) in zip(axes, reports.items(), strict=True):
     counts = report.counts["slope"]
     axis.bar(range(1, len(counts) + 1), counts.numpy())
     axis.axhspan(low, high, color="0.8", zorder=0)
-    axis.set(title=name, xlabel="tenth in which the true slope ranks")
+    axis.set(title=name, xlabel="rank of the true slope, in tenths")
 axes[0].set_ylabel("simulations")
 plt.show()

@@ -3,9 +3,9 @@
 Eight schools: a funnel
 =======================
 
-Eight schools each measured what coaching adds to a test score. How far the true effects differ is
-unknown too, and that makes the posterior a funnel: the smaller the spread ``tau``, the closer
-together the effects must lie. A Gaussian guide cannot follow it.
+Eight schools each measured the effect of coaching on a test score. The sd ``tau`` of the true
+effects is unknown, too, which makes the posterior a funnel: for a small ``tau`` all effects must be
+close together. A Gaussian guide cannot represent it.
 """
 
 import matplotlib.pyplot as plt
@@ -32,26 +32,26 @@ def model(error, effect):
 
 
 # %%
-# Nothing to set
-# --------------
+# Automatic inference
+# -------------------
 #
-# ``fit`` searches for modes and takes the best Gaussian it meets on the way. Importance weights
-# cannot right that one, so chains move its draws. The table says what was done.
+# ``fit`` searches for modes and keeps the best Gaussian along the way. Importance weights cannot
+# correct this Gaussian, so chains move its draws. The table shows the stages.
 
 result = fit(model, "auto", error, effect, seed=0)
 print(result)
 
 # %%
-# Can it be trusted? ``diagnose`` looks at the draws and the model alone; it needs no reference.
+# ``diagnose`` checks the draws against the model alone, without a reference.
 
 print(result.diagnose())
 
 # %%
-# The baselines
-# -------------
+# Baselines
+# ---------
 #
-# A Gaussian over all ten latents, trained by Pyro's own ELBO, and NUTS. NUTS gets the non-centred
-# model, which somebody had to know to write; ``fit`` had the centred one.
+# A Gaussian over all ten latent variables, trained by Pyro's own ELBO, and NUTS. NUTS samples a
+# non-centred model, which requires knowledge of the problem; ``fit`` used the centred one.
 
 gaussian = fit(
     model,
@@ -79,11 +79,11 @@ nuts = mcmc.get_samples()
 nuts["theta"] = nuts["mu"][:, None] + nuts["tau"][:, None] * nuts["theta_decentered"]
 
 # %%
-# The picture
-# -----------
+# Figure
+# ------
 #
-# The effect of the first school against the logarithm of the spread. The Gaussian is an ellipse: it
-# has no neck, and so it never says that the schools may well be all alike.
+# The effect of the first school against the logarithm of the spread. The Gaussian is an ellipse
+# without a neck, so it excludes that all schools have nearly the same effect.
 
 panels = {
     "NUTS, non-centred": nuts,

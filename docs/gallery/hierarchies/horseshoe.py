@@ -3,9 +3,10 @@
 Horseshoe
 =========
 
-Fifteen covariates of which five matter. The horseshoe prior gives each coefficient a scale of its
-own with a heavy tail: small ones are shrunk to nothing, large ones are left alone. Its posterior is
-full of funnels, and for one that is small the data cannot tell scale and sign apart.
+Sparse regression with fifteen covariates, of which five matter. The horseshoe prior gives each
+coefficient its own scale with a heavy tail: it shrinks small coefficients to zero and leaves large
+ones unchanged. The posterior has many funnels, and for a small coefficient the data do not
+determine scale and sign.
 """
 
 import matplotlib.pyplot as plt
@@ -34,26 +35,26 @@ def model(x, y):
 
 
 # %%
-# 32 latents, as they stand
-# -------------------------
+# Automatic inference with 32 latent variables
+# --------------------------------------------
 
 result = fit(model, "auto", x, y, seed=0)
 print(result)
 print(result.diagnose())
 
 # %%
-# The baseline
-# ------------
+# Baseline
+# --------
 
 normal = fit(model, AutoNormal(model), x, y, num_steps=1500, lr=0.03, num_particles=8, seed=0)
 print(normal.diagnose())
 
 # %%
-# The picture
-# -----------
+# Figure
+# ------
 #
-# Left the coefficients, with intervals of 90 %. Right what is behind the last one, which is nought:
-# its scale and its value. The posterior is a funnel; the mean field picks one scale.
+# Left: the coefficients with 90 % intervals. Right: the value of the last coefficient, whose true
+# value is zero, and its scale. The posterior is a funnel; the mean field selects one scale.
 
 bounds = torch.tensor([0.05, 0.5, 0.95])
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), width_ratios=[3, 2], layout="constrained")

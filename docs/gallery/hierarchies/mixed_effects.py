@@ -3,9 +3,9 @@
 Mixed effects
 =============
 
-Reaction times of 12 people on eight days of little sleep. Each person has a level and a slope of
-their own, drawn from a common distribution whose spreads are unknown. Such priors, which depend on
-other latents, make funnels. ``fit`` recognises them, and walks where they are round.
+Reaction times of 12 people on eight days of sleep deprivation. Each person has a level and a slope
+from a common distribution with unknown sds. Priors that depend on other latent variables cause
+funnels. ``fit`` detects them and samples in a space without funnels.
 """
 
 import matplotlib.pyplot as plt
@@ -38,12 +38,12 @@ def model(person, day, reaction):
 
 
 # %%
-# Centred as it stands
-# --------------------
+# Automatic inference
+# -------------------
 #
-# 29 latents. The report of the chains names the space in which they walked, "conditional": that is
-# what is left of each latent once its parents and its data are known. Nobody had to write a
-# non-centred model.
+# The model has 29 latent variables and is centred. The report of the chains names the space in
+# which they ran, "conditional": the residual of each latent variable given its parents and its
+# data. No non-centred model has to be written.
 
 result = fit(model, "auto", person, day, reaction, seed=0)
 print(result)
@@ -53,8 +53,8 @@ print(result.diagnose())
 print(result.refined)
 
 # %%
-# The baseline
-# ------------
+# Baseline
+# --------
 
 normal = fit(
     model,
@@ -70,11 +70,11 @@ normal = fit(
 print(normal.diagnose())
 
 # %%
-# The picture
-# -----------
+# Figure
+# ------
 #
-# The spread of the slopes may be next to nothing, and the posterior says so. The mean field has
-# made up its mind, and gives every slope too narrow an interval.
+# Left: the posterior allows a very small spread of the slopes. The mean field selects one value,
+# and its intervals of the slopes (right) are too narrow.
 
 draws, narrow = result.sample(2000), normal.sample(2000)
 bounds = torch.tensor([0.05, 0.5, 0.95])

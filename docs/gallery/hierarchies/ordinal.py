@@ -3,9 +3,10 @@
 Ordinal regression
 ==================
 
-Answers on a scale from 1 to 5 are ranks: the step from 1 to 2 need not be that from 4 to 5. The
-model has a latent opinion and four cutpoints in order, which are latents too. Ordered, positive or
-bounded latents need no care: guides work in unconstrained space, as Pyro's do.
+Answers on a scale from 1 to 5 are ordered categories: the step from 1 to 2 may differ from the step
+from 4 to 5. The model has a latent opinion and four ordered cutpoints, which are latent variables,
+too. Ordered, positive or bounded latent variables need no special treatment, because guides work in
+unconstrained space, as in Pyro.
 """
 
 import matplotlib.pyplot as plt
@@ -33,31 +34,32 @@ def model(x, answer=None):
 
 
 # %%
-# A posterior that is nearly Gaussian
-# -----------------------------------
+# Automatic inference
+# -------------------
 #
-# The search's Gaussian is so close that importance weights put it right. Nothing is trained.
+# The posterior is nearly Gaussian. Importance weights can correct the Gaussian of the search, and
+# ``fit`` skips the training.
 
 result = fit(model, "auto", x, answer, seed=0)
 print(result)
 print(result.diagnose())
 
 # %%
-# The baseline
-# ------------
+# Baseline
+# --------
 #
-# A mean field has the right means. It does not know that the cutpoints move together, and that
-# shows in its standard deviations.
+# A mean field has correct means, but it ignores the correlation of the cutpoints, and its standard
+# deviations are wrong.
 
 normal = fit(model, AutoNormal(model), x, answer, num_steps=1000, lr=0.03, num_particles=8, seed=0)
 print(normal.diagnose())
 
 # %%
-# The picture
-# -----------
+# Figure
+# ------
 #
-# ``plot_posteriors`` overlays any number of them: the marginals, and regions that hold 50 % and
-# 90 % of the draws. The library's result is the grey one.
+# ``plot_posteriors`` overlays several sets of draws: marginal densities, and regions that contain
+# 50 % and 90 % of the draws. The result of ``fit`` is grey.
 
 draws = {"fit": result.sample(4000), "AutoNormal": normal.sample(4000)}
 plot_posteriors(draws, sites=["cuts", "slope"], max_coordinates=4, reference="fit")
@@ -66,8 +68,8 @@ plot_posteriors(draws, sites=["cuts", "slope"], max_coordinates=4, reference="fi
 # Predictions
 # -----------
 #
-# ``result.posterior`` is a guide for Pyro's ``Predictive``. Here: the share of each answer, of
-# somebody whose first covariate rises.
+# ``result.posterior`` is a guide for Pyro's ``Predictive``. The figure shows the predicted share of
+# each answer as a function of the first covariate.
 
 new_x = torch.stack([torch.linspace(-3, 3, 41), torch.zeros(41)], -1)
 draws = result.sample(500)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-A mixture and its labels
-========================
+Mixture models and label switching
+==================================
 
-Measurements of two groups, and nobody wrote down which is of which group. The group of each row is
-a discrete latent, which Pyro's enumeration sums out. What is left has two modes that are mirror
-images: the names of the components can be swapped. No mean over both of them says anything; once
-the components are sorted, it does.
+Measurements of two groups with unknown group membership. The group of each row is a discrete latent
+variable, which Pyro's enumeration marginalises. The posterior has two modes that are mirror images,
+because the labels of the components can be swapped. Averages over both modes are meaningless; after
+sorting the components they are meaningful.
 """
 
 import matplotlib.pyplot as plt
@@ -36,33 +36,33 @@ def model(y):
 
 
 # %%
-# Both orders
-# -----------
+# Automatic inference: both modes
+# -------------------------------
 #
-# Nothing was said of the discrete site, nor of the two modes.
+# Neither the discrete site nor the two modes need a setting.
 
 result = fit(model, "auto", y, seed=0)
 print(result)
 print(result.diagnose())
 
 # %%
-# The baseline finds one of them
-# ------------------------------
+# Baseline: one mode
+# ------------------
 #
-# It starts from a draw of the prior: from its usual start, where both components are the same, it
-# was still on its way to a mode after 600 steps. One order is all that anybody needs, so to find
-# only one does no harm by itself; ``diagnose`` cannot know that, and turns the guide down for it.
+# The Gaussian guide starts at a prior draw. From its default initial value, where both components
+# are equal, it had not reached a mode after 600 steps. One labelling is sufficient, so a guide of
+# one mode is harmless in this case; ``diagnose`` cannot know this and rejects the guide.
 
 mean_field = AutoNormal(poutine.block(model, hide=["component"]), init_loc_fn=init_to_sample)
 normal = fit(model, mean_field, y, num_steps=1200, lr=0.03, num_particles=8, seed=0)
 print(normal.diagnose())
 
 # %%
-# The picture
-# -----------
+# Figure
+# ------
 #
-# On the left the draws as they are: each mode on its side of the diagonal. On the right they are
-# sorted, the lower location first: now means and intervals can be read.
+# Left: the draws, with one mode on each side of the diagonal. Right: the sorted draws, for which
+# means and intervals are meaningful.
 
 figure, axes = plt.subplots(1, 2, figsize=(8, 4), sharex=True, sharey=True, layout="constrained")
 for name, fitted in {"fit": result, "AutoNormal": normal}.items():
@@ -71,7 +71,7 @@ for name, fitted in {"fit": result, "AutoNormal": normal}.items():
     axes[1].scatter(*locs.sort(-1).values.T, s=5, alpha=0.4, label=name)
 for axis, title in zip(axes, ["as drawn", "sorted"], strict=True):
     axis.axline((0, 0), slope=1, color="0.7", linewidth=0.8)
-    axis.plot(-2, 2, "k+", markersize=12, label="the truth")
+    axis.plot(-2, 2, "k+", markersize=12, label="truth")
     axis.set(title=title, xlabel="first location")
 axes[0].set_ylabel("second location")
 axes[0].legend()

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Separated modes
-===============
+Well-separated modes
+====================
 
-Distances to three beacons place a receiver in the plane; but the beacons stand almost on a line,
-so that it may be on either side. The posterior has two modes with nothing between them, of
-different weight. A guide that starts in one never sees the other, and NUTS does not cross either.
+Distances to three beacons locate a receiver in the plane. The beacons stand almost on a line, so
+the receiver may be on either side of it. The posterior has two separated modes with different
+weights. A guide that starts in one mode never finds the other, and NUTS does not move between them
+either.
 """
 
 import matplotlib.pyplot as plt
@@ -29,22 +30,21 @@ def model(distance):
 
 
 # %%
-# Search, then a guide for each mode
-# ----------------------------------
+# Mode search and a mixture
+# -------------------------
 #
-# ``fit`` climbs from many draws of the prior. Each top becomes a component of an ``AutoMixture``,
-# and the weights of the components follow from the evidence of each.
+# ``fit`` climbs from many prior draws. Each maximum becomes a component of an ``AutoMixture``, and
+# the evidence of each component determines its weight.
 
 result = fit(model, "auto", distance, seed=0)
 print(result)
 print(result.diagnose())
 
 # %%
-# One Gaussian, and NUTS
-# ----------------------
+# Baselines: one Gaussian, and NUTS
+# ---------------------------------
 #
-# The Gaussian settles in one mode. ``diagnose`` searches for modes by itself, and says what is
-# missing.
+# The Gaussian converges to one mode. ``diagnose`` searches for modes and reports the missing one.
 
 gaussian = fit(
     model, AutoMultivariateNormal(model), distance, num_steps=600, lr=0.03, num_particles=16, seed=0
@@ -61,10 +61,11 @@ mcmc = MCMC(
 mcmc.run(distance)
 
 # %%
-# The truth on a grid
-# -------------------
+# Comparison with the exact posterior
+# -----------------------------------
 #
-# In two dimensions the posterior can be computed: the contours, and the mass above the line.
+# In two dimensions the posterior can be computed on a grid: the contours, and the mass above the
+# line.
 
 x, y = torch.meshgrid(torch.linspace(-3, 3, 201), torch.linspace(-5, 5, 301), indexing="ij")
 grid = torch.stack([x, y], -1)

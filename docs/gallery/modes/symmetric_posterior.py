@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-A symmetric posterior
-=====================
+A symmetric, curved posterior
+=============================
 
-Two factors are known by their product alone. Whatever sign one has, the other has too, and what one
-is larger the other is smaller: the posterior is two crescents, each the mirror image of the other.
-Crescents are what Gaussians cannot do, not even a mixture of one for each mode.
+The data determine only the product of two factors. Both factors have the same sign, which is
+unknown, and if one is larger the other is smaller: the posterior consists of two crescents that are
+mirror images. A mixture of Gaussians cannot represent crescents.
 """
 
 import matplotlib.pyplot as plt
@@ -27,19 +27,19 @@ def model(y):
 
 
 # %%
-# Two bent guides
-# ---------------
+# Automatic inference
+# -------------------
 #
-# Each mode gets a guide that can bend, an ``AutoImplicit`` with an exact density; what is left is
-# righted by importance weights.
+# Each mode gets an ``AutoImplicit`` with an exact density, which can represent a crescent.
+# Importance weights correct the remaining error.
 
 result = fit(model, "auto", y, seed=0)
 print(result)
 print(result.diagnose())
 
 # %%
-# The Gaussian
-# ------------
+# Baseline
+# --------
 
 gaussian = fit(
     model, AutoMultivariateNormal(model), y, num_steps=600, lr=0.03, num_particles=16, seed=0
@@ -47,11 +47,11 @@ gaussian = fit(
 print(gaussian.diagnose())
 
 # %%
-# The picture
-# -----------
+# Figure
+# ------
 #
-# In two dimensions the posterior can be drawn as contours, of the regions that hold 50, 90 and 99 %
-# of it.
+# In two dimensions the exact posterior is available on a grid. The contours contain 50, 90 and 99 %
+# of its mass.
 
 axis_values = torch.linspace(-6, 6, 301)
 a, b = torch.meshgrid(axis_values, axis_values, indexing="ij")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-LeNet, out of distribution
-==========================
+LeNet and out-of-distribution images
+====================================
 
-A convolutional network learns the digits 0 to 7 and is then shown 8s and 9s, which are none of
-its classes. It has to answer with one of eight. Does it say that it does not know? Draws of its
-weights that disagree are how it can.
+A convolutional network learns the digits 0 to 7 and then sees the digits 8 and 9, which are not
+among its classes. It must answer with one of eight classes. Disagreement between draws of its
+weights can indicate that the answer is unreliable.
 """
 
 import matplotlib.pyplot as plt
@@ -34,7 +34,7 @@ eights_and_nines = images[~is_known]
 # Priors on LeNet
 # ---------------
 #
-# A small LeNet, for images of 16 x 16 pixels.
+# A small LeNet for images of 16 x 16 pixels.
 
 
 def lenet():
@@ -52,10 +52,10 @@ result = fit(model, "auto", batches=loader, epochs=20, lr=0.01, seed=0)
 print(result)
 
 # %%
-# The baseline: one network
-# -------------------------
+# Baseline: a single network
+# --------------------------
 #
-# The same priors and the same start, but one point instead of a distribution.
+# The same priors and initial values, but a point estimate instead of a distribution.
 
 pyro.clear_param_store()
 point = AutoDelta(model, init_loc_fn=init_to_value(values=start_values(net)))
@@ -70,12 +70,12 @@ single_report = evaluate(single, held_out, ood={"8 and 9": foreign}, num_samples
 print(single_report)
 
 # %%
-# A mean field over thousands of weights is not their posterior: ``diagnose``, which needs the
-# gradients of hundreds of draws on all images, would only confirm it, and slowly. What is to be
-# judged here is predictions, and the two reports do that.
+# A mean field over thousands of weights is not their posterior. ``diagnose`` would confirm this,
+# but slowly, because it needs the gradients of hundreds of draws on all images. The two reports
+# judge the predictions instead.
 #
-# The picture
-# -----------
+# Figure
+# ------
 
 report.plot()
 

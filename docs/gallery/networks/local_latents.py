@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Minibatches with a latent for each row
-======================================
+Local latent variables with minibatches
+=======================================
 
-A thousand rows of counts, each with a rate of its own. A guide with parameters for every row would
-have thousands, and could say nothing of a new one. ``amortize="auto"`` trains an encoder instead,
-which reads a row and gives the posterior of its latent.
+A thousand rows of counts, each with its own rate. A guide with parameters for every row would have
+thousands of parameters and could not be applied to a new row. ``amortize="auto"`` trains an encoder
+instead, which maps a row to the posterior of its latent variable.
 """
 
 import matplotlib.pyplot as plt
@@ -39,32 +39,33 @@ result = fit(model, batches=loader, epochs=60, amortize="auto", num_particles=8,
 print(result)
 
 # %%
-# Draws for rows that were never seen:
+# Draws for new rows:
 
 new = torch.tensor([[0.0, 0.0, 0.0], [2.0, 3.0, 4.0], [20.0, 25.0, 21.0]])
 print(result.sample(1000, new)["log_rate"].mean(0))
 
 # %%
-# ``diagnose`` wants all rows at once. One encoder for all of them is not the posterior of each, and
-# it says where that shows most: in the spread, which all rows share.
+# ``diagnose`` needs all rows at once. One encoder for all rows is not the posterior of each row;
+# the largest error is in the spread, which all rows share.
 
 print(diagnose(model, result.guide, counts))
 
 # %%
-# The baseline
-# ------------
+# Baseline
+# --------
 #
-# A mean field with a location and a scale for each of the 1,002 latents, trained on all rows.
+# A mean field with a location and a scale for each of the 1,002 latent variables, trained on all
+# rows.
 
 normal = fit(model, AutoNormal(model), counts, num_steps=1000, lr=0.03, num_particles=4, seed=0)
 print(normal.diagnose())
 
 # %%
-# The picture
-# -----------
+# Figure
+# ------
 #
-# Left the two latents that all rows share. Right the rows: given mean and spread, the posterior of
-# a row follows from its total, and can be computed on a grid.
+# Left: the two latent variables that all rows share. Right: the rows. Given mean and spread, the
+# posterior of a row depends on its total only and can be computed on a grid.
 
 amortised = {name: value.detach() for name, value in result.sample(1000, counts).items()}
 separate = {name: value.detach() for name, value in normal.sample(1000).items()}
@@ -81,7 +82,7 @@ for name, draws in {"amortised": amortised, "AutoNormal": separate}.items():
     axes[1].scatter(counts.sum(-1), draws["log_rate"].std(0), s=5, alpha=0.4, label=name)
 axes[0].plot(1.0, 0.7, "k+", markersize=12, label="truth")
 axes[0].set(xlabel="mean of the log-rates", ylabel="their spread")
-axes[1].set(xlabel="counts of a row, in all", ylabel="sd of its log-rate", xlim=(-1, 61))
+axes[1].set(xlabel="total count of a row", ylabel="sd of its log-rate", xlim=(-1, 61))
 axes[0].legend()
 axes[1].legend()
 plt.show()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Two moons: a network's doubt, beside NUTS
-=========================================
+Uncertainty of a network, compared with NUTS
+============================================
 
-A small network separates two half moons. Among the data there is one answer, away from them there
-are many. A mean field settles on nearly a straight line, and is in doubt along it. Its draws, moved
-on by short chains, bend with the data and doubt where NUTS does.
+A small network separates two half moons. Near the data the class is certain, far from the data it
+is not. A mean field converges to a nearly straight boundary and is uncertain along it. After
+refinement by short chains, its draws follow the data and are uncertain where NUTS is.
 """
 
 import matplotlib.pyplot as plt
@@ -53,11 +53,11 @@ normal = fit(model, AutoNormal(model), x, y, num_steps=1000, lr=0.02, num_partic
 print(normal.diagnose(num_transitions=5, modes=None))
 
 # %%
-# Chains from its draws
-# ---------------------
+# Refine its draws
+# ----------------
 #
-# Weights have symmetries (any two hidden units may be swapped), so that chains never agree on them.
-# ``quantities`` says what they have to agree on: here the probabilities at 25 points.
+# Weights are not identified (any two hidden units may be swapped), so chains never agree on them.
+# ``quantities`` gives the functions on which the chains must agree: the probabilities at 25 points.
 
 few = torch.cartesian_prod(torch.linspace(-3, 3, 5), torch.linspace(-3, 3, 5))
 refined = refine(
@@ -76,10 +76,11 @@ mcmc = MCMC(nuts, num_samples=200, warmup_steps=100, disable_progbar=True)
 mcmc.run(x, y)
 
 # %%
-# The picture
-# -----------
+# Figure
+# ------
 #
-# The spread of the probability over draws of the weights: dark where the networks disagree.
+# The standard deviation of the probability over draws of the weights: dark where the networks
+# disagree.
 
 panels = {
     "AutoNormal": normal.sample(500),

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-A network on a UCI table
-========================
+Regression with a Bayesian network
+==================================
 
-The progression of diabetes from ten measurements: 442 patients, of whom 44 are held out. A network
-of one hidden layer gets a prior on each of its weights, and its noise is learnt. Of such a
-posterior nobody wants the weights; what counts are errors, intervals and their coverage on rows
-that were not seen.
+The progression of diabetes from ten measurements of 442 patients, of whom 44 are held out. A
+network with one hidden layer has a prior on each weight and on the precision of its noise. The
+weights themselves are of no interest; errors, intervals and their coverage on held-out rows are.
 """
 
 import matplotlib.pyplot as plt
@@ -32,9 +31,9 @@ test = TensorDataset(x[398:], y[398:])
 # Priors on a module
 # ------------------
 #
-# ``to_bayesian_`` puts them on an ordinary ``torch.nn`` module, in place; ``regressor`` makes the
-# Pyro model, with a plate that scales each minibatch to all rows, and here a prior on the noise's
-# precision.
+# ``to_bayesian_`` puts priors on an ordinary ``torch.nn`` module, in place. ``regressor`` makes the
+# Pyro model, with a plate that scales each minibatch to all rows, and here with a prior on the
+# precision of the noise.
 
 net = to_bayesian_(nn.Sequential(nn.Linear(10, 30), nn.ReLU(), nn.Linear(30, 1)))
 model = regressor(net, num_data=len(train), noise=dist.Gamma(1.0, 0.1))
@@ -43,8 +42,8 @@ model = regressor(net, num_data=len(train), noise=dist.Gamma(1.0, 0.1))
 # Two baselines
 # -------------
 #
-# One network, of the highest posterior density, and a mean field over all weights. Both by
-# minibatches; the mean field is what ``fit`` does with minibatches of more than 100 latents.
+# A single network (maximum a posteriori), and a mean field over all weights, both trained by
+# minibatches. ``fit`` selects this mean field for minibatches with more than 100 latent variables.
 
 loader = DataLoader(train, batch_size=100, shuffle=True)
 point = AutoDelta(model, init_loc_fn=init_to_value(values=start_values(net)))
@@ -53,12 +52,12 @@ mean_field = fit(model, "auto", batches=loader, epochs=150, lr=0.02, seed=0)
 print(mean_field)
 
 # %%
-# Chains from the mean field
-# --------------------------
+# Refine the mean field
+# ---------------------
 #
-# 398 rows are few enough for Hamiltonian Monte Carlo on all of them at once. The weights have
-# symmetries, so the chains are asked to agree on what counts, on predictions. 600 gradients are few
-# for a page that builds quickly: the report says that they have not settled.
+# 398 rows are few enough for Hamiltonian Monte Carlo on all of them. The weights are not
+# identified, so the chains must agree on predictions. 600 gradients keep this page fast: the report
+# says that the chains have not converged.
 
 
 def predictions(draws):
@@ -76,13 +75,13 @@ refined = refine(
 print(refined)
 
 # %%
-# ``diagnose`` says what it can of 362 latents.
+# ``diagnose`` checks the 362 latent variables.
 
 print(diagnose(model, mean_field.guide, *train[:], num_transitions=5))
 
 # %%
-# On held-out rows
-# ----------------
+# Held-out rows
+# -------------
 
 held_out = DataLoader(test, batch_size=44)
 fits = {"one network": single, "mean field": mean_field, "refined": refined}
@@ -90,11 +89,11 @@ for name, fitted in fits.items():
     print(f"{name}\n{evaluate(fitted, held_out, model=model)}\n")
 
 # %%
-# The picture
-# -----------
+# Figure
+# ------
 #
-# Predictions with intervals of 90 % for a new measurement. All three predict about equally well,
-# as ten measurements say little of one patient; one network alone is too sure of it.
+# Predictions with 90 % intervals for a new measurement. All three predict about equally well,
+# because ten measurements say little about one patient; the single network is overconfident.
 
 target = test[:][1].squeeze(-1)
 order = target.argsort()

@@ -3,10 +3,10 @@
 An autoencoder with an implicit encoder
 =======================================
 
-Small images of digits, made by a decoder from two latents each. The posterior of an image's latents
-is mostly round, but not always: some images could be two things. A Gaussian encoder cannot say so;
-an implicit one, whose noise goes through the network, could. Here both stand beside the exact
-posterior, and the outcome is a sober one.
+A decoder generates small images of digits from two latent variables each. The posterior of the
+latent variables of an image is usually close to a Gaussian, but some images are ambiguous. A
+Gaussian encoder cannot represent this; an implicit encoder, whose noise passes through the network,
+can. This page compares both with the exact posterior. The gain is small.
 """
 
 import matplotlib.pyplot as plt
@@ -33,8 +33,8 @@ def model(x, num_images=1797):
 
 
 # %%
-# The baseline, and the decoder
-# -----------------------------
+# Decoder and baseline
+# --------------------
 #
 # A Gaussian encoder, trained together with the decoder.
 
@@ -43,7 +43,7 @@ gaussian = nn.Sequential(nn.Linear(64, 100), nn.Tanh(), nn.Linear(100, 4))
 
 def gaussian_guide(x, num_images=1797):
     pyro.module("gaussian", gaussian)
-    pyro.module("decoder", decoder)  # with this guide alone, so that the other leaves it as it is
+    pyro.module("decoder", decoder)  # only in this guide, so that the other guide keeps it fixed
     with pyro.plate("images", num_images, subsample_size=len(x)):
         loc, log_scale = gaussian(x).chunk(2, -1)
         pyro.sample("z", dist.Normal(loc, log_scale.exp()).to_event(1))
@@ -55,9 +55,9 @@ print(fit(model, gaussian_guide, batches=loader, loss=ImplicitELBO(1), epochs=10
 # The implicit encoder
 # --------------------
 #
-# ``Implicit`` is a distribution without a density: what a generator makes of noise. ``KIVI_ELBO``
-# trains it by a density ratio that it estimates from draws. The decoder stays as it is, so that
-# both encoders are after the same posterior.
+# ``Implicit`` is a distribution without a density: a generator applied to noise. ``KIVI_ELBO``
+# trains it by a density ratio that it estimates from draws. The decoder stays fixed, so that both
+# encoders approximate the same posterior.
 
 encoder = NoisyEncoder(64, 2, hidden=(100, 100))
 
@@ -74,8 +74,9 @@ print(fit(model, implicit_guide, batches=loader, loss=KIVI_ELBO(1, 20), epochs=6
 # The exact posterior
 # -------------------
 #
-# Of two latents it can be computed on a grid. How much of it, in the region that holds 90 %, do the
-# encoders' draws find? It should be 90 %, image by image.
+# With two latent variables it can be computed on a grid. The output
+# is the share of each encoder's draws in the region with 90 % of the exact mass of an image, averaged
+# over images; the correct share is 90 %.
 
 side = torch.linspace(-4, 4, 101)
 grid = torch.cartesian_prod(side, side)
@@ -84,7 +85,7 @@ with torch.no_grad():
     log_prior = dist.Normal(0.0, 1.0).log_prob(grid).sum(-1)
     logits = decoder(grid)
     log_density = images @ logits.T - nn.functional.softplus(logits).sum(-1) + log_prior
-    exact = log_density.softmax(-1)  # (images, points of the grid)
+    exact = log_density.softmax(-1)  # (images, grid points)
     loc, log_scale = gaussian(images).chunk(2, -1)
     draws = {
         "Gaussian": dist.Normal(loc, log_scale.exp()).sample((200,)),
@@ -101,7 +102,7 @@ for name, share in inside.items():
     print(f"{name:9} {share.mean():.2f} of the draws in the 90 % region")
 
 # %%
-# ``diagnose`` knows nothing of grids. It looks at five images at once.
+# ``diagnose`` uses no grid. It checks five images jointly.
 
 print(diagnose(model, gaussian_guide, x[:5], num_images=5))
 
@@ -109,13 +110,13 @@ print(diagnose(model, gaussian_guide, x[:5], num_images=5))
 print(diagnose(model, implicit_guide, x[:5], num_images=5))
 
 # %%
-# The picture
-# -----------
+# Figure
+# ------
 #
-# Of the first 300 images, the four at which the Gaussian encoder is worst. Contours are exact. What
-# is wrong is mostly the place and not the shape, and it is so with both: one network has to serve
-# all images (the amortisation gap). Only where there are two modes does the implicit encoder reach
-# for the other one. With eight latents it pays more: that is ``examples/vae.py``.
+# The four of the first 300 images with the worst Gaussian encoder. Contours are exact. Usually the
+# location is wrong, not the shape, for both encoders: one network has to serve all images (the
+# amortisation gap). If there are two modes, only the implicit encoder covers part of the second
+# one. With eight latent variables the gain is larger: see ``examples/vae.py``.
 
 worst = inside["Gaussian"].argsort()[:4]
 figure, axes = plt.subplots(3, 4, figsize=(9, 6.8), layout="constrained")

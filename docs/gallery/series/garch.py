@@ -3,9 +3,9 @@
 Time series: GARCH
 ==================
 
-Returns whose variance remembers: after a large one, the next ones are likely to be large. The
-variance of each day depends on that of the day before, so that a loop over days cannot be avoided.
-The posterior has four latents, two of them bounded, and bends along its ridge.
+Returns with autocorrelated variance: after a large return, large returns are likely. The variance
+of each day depends on that of the previous day, so the model needs a loop over days. The posterior
+has four latent variables, two of them bounded, and a curved ridge.
 """
 
 import matplotlib.pyplot as plt
@@ -43,38 +43,37 @@ def model(y):
 
 
 # %%
-# The loop makes 80 numbers, but only one ``pyro.sample`` statement takes them. What a loop costs,
-# and what helps, is on the page on fast time series (:doc:`/howto/time_series`).
+# The loop computes 80 numbers, but a single ``pyro.sample`` statement uses them.
+# :doc:`/howto/time_series` explains the cost of loops and how to avoid it.
 
 result = fit(model, "auto", y, seed=0)
 print(result)
 print(result.diagnose())
 
 # %%
-# The baseline
-# ------------
+# Baseline
+# --------
 #
-# It is given the loss's particles as separate runs of the loop, since Pyro's ELBO cannot stack them
-# in a model like this one.
+# Pyro's ELBO cannot vectorise particles in this model, so they run as separate loops.
 
 normal = fit(model, AutoMultivariateNormal(model), y, num_steps=300, lr=0.03, num_particles=4)
 print(normal.diagnose())
 
 # %%
-# The pictures
-# ------------
+# Figures
+# -------
 
 draws = {"fit": result.sample(4000), "AutoMultivariateNormal": normal.sample(4000)}
 plot_posteriors(draws, reference="fit")
 
 # %%
-# The volatility of each day, with what is not known of it.
+# The volatility of each day, with its uncertainty.
 
 picked = {name: value.detach().reshape(-1) for name, value in result.sample(500).items()}
 volatility = variances(y, *(picked[name] for name in ("mean", "base", "shock", "memory"))).sqrt()
 low, middle, high = volatility.quantile(torch.tensor([0.05, 0.5, 0.95]), dim=0)
 figure, axis = plt.subplots(figsize=(9, 3), layout="constrained")
-axis.bar(range(len(y)), y.abs().numpy(), color="0.75", label="return, absolute")
+axis.bar(range(len(y)), y.abs().numpy(), color="0.75", label="absolute return")
 axis.plot(middle, label="volatility")
 axis.fill_between(range(len(y)), low, high, alpha=0.4, label="90 %")
 axis.set(xlabel="day")

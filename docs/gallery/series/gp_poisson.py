@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-A Gaussian process behind counts
-================================
+Gaussian process with Poisson counts
+====================================
 
-Counts in 20 bins, whose log-rate is a smooth function: a Gaussian process with unknown amplitude
-and length scale. With a Poisson likelihood nothing can be integrated by hand, so that the values of
-the function are latents, beside the two hyperparameters and a mean.
+Counts in 20 bins, whose log-rate is a Gaussian process with unknown amplitude and length scale.
+With a Poisson likelihood the function cannot be marginalised analytically, so its values are latent
+variables, next to the two hyperparameters and a mean.
 """
 
 import matplotlib.pyplot as plt
@@ -45,18 +45,18 @@ print(result)
 print(result.diagnose())
 
 # %%
-# The baseline
-# ------------
+# Baseline
+# --------
 
 normal = fit(model, AutoNormal(model), counts, num_steps=1000, lr=0.03, num_particles=8, seed=0)
 print(normal.diagnose())
 
 # %%
-# The picture
-# -----------
+# Figure
+# ------
 #
-# Left the rate, with bands of 90 %; right what is known of the hyperparameters. The mean field gets
-# the rate about right and the hyperparameters too narrow.
+# Left: the rate with 90 % bands. Right: the posterior of the hyperparameters. The mean field is
+# accurate for the rate and too narrow for the hyperparameters.
 
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), width_ratios=[3, 2], layout="constrained")
 axes[0].bar(x.numpy(), counts.numpy(), width=0.2, color="0.85", label="counts")

@@ -3,8 +3,8 @@
 Time series: a local level
 ==========================
 
-A level that walks at random, and noisy measurements of it. How much of what is seen is walk and how
-much is noise? Both spreads are latents, and so are all steps of the walk: 42 in all.
+A level follows a random walk and is measured with noise. Both sds are unknown latent variables, and
+so are the steps of the walk: 42 latent variables in total.
 """
 
 import matplotlib.pyplot as plt
@@ -31,26 +31,26 @@ def model(y):
 
 
 # %%
-# Write the walk as a sum of its steps, not as a loop over times: one site instead of forty, and
-# each gradient is as cheap as can be.
+# Write the walk as a cumulative sum of its steps, not as a loop over times: one site instead of
+# forty, and fast gradients.
 
 result = fit(model, "auto", y, seed=0)
 print(result)
 print(result.diagnose())
 
 # %%
-# The baseline
-# ------------
+# Baseline
+# --------
 
 normal = fit(model, AutoNormal(model), y, num_steps=1500, lr=0.03, num_particles=8, seed=0)
 print(normal.diagnose())
 
 # %%
-# The picture
-# -----------
+# Figure
+# ------
 #
-# Neighbouring levels share their steps, and a mean field over the steps does not know how their
-# errors add up. It settles on a spread that is far too small, so that its band cannot follow.
+# Neighbouring levels share their steps, and a mean field over the steps ignores how their errors
+# accumulate. It selects an sd that is far too small, so its band cannot follow the data.
 
 
 def levels(fitted):
