@@ -2,14 +2,14 @@
 """A Bayesian neural network for regression: an implicit guide over all of its weights.
 
 One hidden layer of 50 ReLU units predicts the progression of diabetes from ten measurements (442
-patients, scikit-learn). The posterior over the weights and the noise is approximated by the
+patients, scikit-learn). The script approximates the posterior over weights and noise by the
 implicit guide, by a mean-field Gaussian, by an ensemble of MAP fits and, with ``--nuts``, by NUTS.
-The script prints errors on held-out rows and draws 90 % predictive intervals. It takes about two
+It prints errors on held-out rows and draws 90 % predictive intervals. It takes about two
 minutes::
 
     python examples/bnn_regression.py
-    python examples/bnn_regression.py --data my_table.csv     # numeric, the target last
-    python examples/bnn_regression.py --nuts 500              # and some ten minutes for NUTS
+    python examples/bnn_regression.py --data my_table.csv     # numeric, target in the last column
+    python examples/bnn_regression.py --nuts 500              # NUTS takes another ten minutes
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pyro_implicit.infer import ImplicitELBO
 
 
 class BNN(PyroModule):
-    """A network with one hidden layer, a prior on each weight, and noise of unknown size."""
+    """A network with one hidden layer, a prior on each weight, and unknown noise."""
 
     def __init__(self, num_features: int, hidden: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class BNN(PyroModule):
 
 
 class Data(NamedTuple):
-    """Training and test rows, standardised by the training rows; ``y`` keeps the way back."""
+    """Standardised training and test rows, and the scale of ``y``."""
 
     x_train: Tensor
     y_train: Tensor
@@ -70,7 +70,7 @@ class Data(NamedTuple):
 
 
 def load(path: Path | None, seed: int) -> Data:
-    """Reads a table and holds out a tenth of its rows: a random tenth, or the file's own split."""
+    """Read a table and hold out a tenth of its rows: a random tenth, or the split in the file."""
     splits = None
     if path is None:
         x, y = load_diabetes(return_X_y=True)
@@ -80,7 +80,7 @@ def load(path: Path | None, seed: int) -> Data:
         splits = [file["train_idx"], file["test_idx"]] if "train_idx" in file else None
     else:
         table = np.genfromtxt(path, delimiter=",")
-        table = table[~np.isnan(table).all(axis=1)]  # a header reads as nan
+        table = table[~np.isnan(table).all(axis=1)]  # the header is read as nan
         if np.isnan(table).any():
             raise ValueError(f"{path} has entries that are no numbers: drop or encode them first")
         x, y = table[:, :-1], table[:, -1]
@@ -98,7 +98,7 @@ def load(path: Path | None, seed: int) -> Data:
 
 
 def fit(model: BNN, guide, elbo: Trace_ELBO, data: Data, steps: int, name: str) -> None:
-    # The rate falls a hundredfold, so that the last steps average over the gradients' noise.
+    # Decrease the learning rate a hundredfold, so that the last steps average the gradient noise.
     optimizer = ClippedAdam({"lr": 1e-2, "lrd": 0.01 ** (1 / steps)})
     svi = SVI(model, guide, optimizer, loss=elbo)
     for step in (bar := trange(steps, desc=name)):
@@ -108,13 +108,13 @@ def fit(model: BNN, guide, elbo: Trace_ELBO, data: Data, steps: int, name: str) 
 
 
 class Prediction(NamedTuple):
-    """Predictive draws of the test rows in the data's own units, one network per draw."""
+    """Predictive draws of the test rows in the units of the data, one network per draw."""
 
-    mean: Tensor  # (num_draws, num_rows), free of noise
+    mean: Tensor  # (num_draws, num_rows), without noise
     sd: Tensor  # (num_draws, 1), of the noise
 
     def interval(self, level: float, noisy: bool = True) -> Tensor:
-        """The two ends of the central interval of a new measurement, or of its noise-free mean."""
+        """Return the central interval of a new measurement, or of its noise-free mean."""
         draws = self.mean.expand(max(1, 2000 // len(self.mean)), -1, -1)
         draws = torch.normal(draws, self.sd.expand_as(draws)) if noisy else draws
         tails = torch.tensor([(1 - level) / 2, (1 + level) / 2])
@@ -170,14 +170,14 @@ def plot(predictions: dict[str, Prediction], data: Data, path: Path) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)  # tensors this small gain nothing by more
+    torch.set_num_threads(1)  # more threads do not speed up small tensors
     pyro.set_rng_seed(args.seed)
     data = load(args.data, args.seed)
     model = BNN(data.x_train.shape[1], args.hidden)
     train = data.x_train, data.y_train
 
     def implicit() -> dict[str, Tensor]:
-        # Fewer noise dimensions than weights: what they leave out, a learnt noise makes up for.
+        # Fewer noise dimensions than weights; learnt Gaussian noise covers the remaining ones.
         guide = AutoSemiImplicit(
             model, noise_dim=args.noise_dim, noise_scale="learn", frame=None, init_scale=0.01
         )
@@ -187,7 +187,7 @@ def main(args: argparse.Namespace) -> None:
 
     def mean_field() -> dict[str, Tensor]:
         guide = AutoNormal(model, init_scale=0.01)
-        elbo = ImplicitELBO(num_particles=args.particles)  # Trace_ELBO, with faster particles
+        elbo = ImplicitELBO(num_particles=args.particles)  # Trace_ELBO with vectorised particles
         fit(model, guide, elbo, data, args.steps, "mean-field")
         return draw(guide, args.num_draws, *train)
 
@@ -219,7 +219,7 @@ def main(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     picture = args.out / "bnn_regression.png"
     plot(predictions, data, picture)
-    print(f"Picture: {picture}")
+    print(f"Figure: {picture}")
 
 
 if __name__ == "__main__":
@@ -230,8 +230,8 @@ if __name__ == "__main__":
     parser.add_argument("--hidden", type=int, default=50, help="hidden units of the network")
     parser.add_argument("--noise-dim", type=int, default=50, help="noise of the implicit guide")
     parser.add_argument("--ensemble", type=int, default=5, help="networks of the deep ensemble")
-    parser.add_argument("--nuts", type=int, default=0, help="draws of NUTS; 0 leaves it out")
-    parser.add_argument("--num-draws", type=int, default=500, help="networks drawn to predict")
+    parser.add_argument("--nuts", type=int, default=0, help="draws of NUTS; 0 skips NUTS")
+    parser.add_argument("--num-draws", type=int, default=500, help="posterior draws")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the picture")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the figure")
     main(parser.parse_args())

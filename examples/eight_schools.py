@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The eight schools, whose posterior is a funnel: four guides against NUTS.
+"""The eight schools, whose posterior is a funnel: four guides compared with NUTS.
 
-Eight schools each estimate what coaching adds to a test score [1]. The smaller the spread ``tau``
-between schools, the closer together all effects ``theta`` must lie: a funnel, which no Gaussian
-guide can follow. The script fits two Gaussian guides and two implicit ones to the centred model:
-one trained by ``SVI`` as every guide is, and the one that ``pyro_implicit.fit`` finds with nothing
-set. It takes NUTS on the non-centred model as the truth, prints a table of errors, and draws
-``log tau`` against ``theta[0]``. It takes about four minutes on two CPU cores::
+Eight schools each estimate the effect of coaching on a test score [1]. For a small spread ``tau``
+between schools, all effects ``theta`` must be close together: a funnel, which no Gaussian guide can
+represent. The script fits two Gaussian guides and two implicit guides to the centred model: one
+implicit guide is trained by ``SVI``, the other is found by ``pyro_implicit.fit`` with default
+settings. NUTS on the non-centred model is the reference. The script prints a table of errors and
+draws ``log tau`` against ``theta[0]``. It takes about four minutes on two CPU cores::
 
     python examples/eight_schools.py
 
@@ -40,7 +40,7 @@ from pyro_implicit.diagnostics import Comparison, draw
 EFFECT = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
 STANDARD_ERROR = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
 TRUTH = "NUTS, non-centred"
-FIT = "fit, nothing set"
+FIT = "fit, default settings"
 
 
 def model(standard_error: Tensor, effect: Tensor) -> None:
@@ -52,7 +52,7 @@ def model(standard_error: Tensor, effect: Tensor) -> None:
 
 
 def train(guide, elbo, lr: float, steps: int, num_draws: int) -> dict[str, Tensor]:
-    # The rate falls to zero along a cosine, so that the last steps average the gradients' noise.
+    # Decay the learning rate to zero along a cosine, so that the last steps average the gradients.
     schedule = {"optimizer": torch.optim.Adam, "optim_args": {"lr": lr}, "T_max": steps}
     optimizer = CosineAnnealingLR(schedule, {"clip_norm": 10.0})
     svi = SVI(model, guide, optimizer, loss=elbo)
@@ -63,7 +63,7 @@ def train(guide, elbo, lr: float, steps: int, num_draws: int) -> dict[str, Tenso
 
 
 def run_nuts(num_samples: int, warmup_steps: int) -> dict[str, Tensor]:
-    # Scaled and shifted effects (theta - mu) / tau have no funnel: NUTS samples them with ease.
+    # The scaled and shifted effects (theta - mu) / tau have no funnel, so NUTS samples them well.
     non_centred = poutine.reparam(model, config={"theta": LocScaleReparam(centered=0.0)})
     mcmc = MCMC(NUTS(non_centred), num_samples=num_samples, warmup_steps=warmup_steps)
     mcmc.run(STANDARD_ERROR, EFFECT)
@@ -77,7 +77,7 @@ def run_nuts(num_samples: int, warmup_steps: int) -> dict[str, Tensor]:
 
 
 def with_log_tau(draws: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The coordinates of the comparison: on the scale of ``log tau`` the funnel's neck shows."""
+    """Return the coordinates of the comparison; ``log tau`` shows the neck of the funnel."""
     return {"mu": draws["mu"], "log tau": draws["tau"].log(), "theta": draws["theta"]}
 
 
@@ -85,7 +85,7 @@ def print_table(reports: dict[str, Comparison], seconds: dict[str, float]) -> No
     row = "{:22} {:>11} {:>14} {:>10} {:>7} {:>7} {:>8}".format
     print()
     print(row("", "worst error", "sd ratios,", "sd ratio", "joint", "in", ""))
-    print(row("", "of a mean", "min to max", "of log tau", "SW2", "floors", "seconds"))
+    print(row("", "of a mean", "min to max", "of log tau", "SW2", "ratio", "seconds"))
     for name, report in reports.items():
         sites = report.sites.values()
         error = max(site.mean_error.abs().max() for site in sites)
@@ -104,8 +104,9 @@ def print_table(reports: dict[str, Comparison], seconds: dict[str, float]) -> No
     floor = next(iter(reports.values())).sampling_floor
     print(row(TRUTH, "", "", "", f"{floor:.3f}", "1.0", f"{seconds[TRUTH]:.0f}"))
     print(
-        "Errors are in sds of the truth; SW2 is the sliced Wasserstein distance over mu, log tau\n"
-        "and theta in these units, and its floor what exact draws would show."
+        "Errors are in sds of the reference. SW2 is the sliced Wasserstein distance over mu, log\n"
+        "tau and theta in these units; the ratio is SW2 divided by the distance between two sets\n"
+        "of exact draws."
     )
 
 
@@ -133,11 +134,11 @@ def plot(draws: dict[str, dict[str, Tensor]], reports: dict[str, Comparison], pa
 
 
 def main(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)  # tensors this small only lose by more
+    torch.set_num_threads(1)  # more threads only slow down small tensors
     pyro.set_rng_seed(args.seed)
     gaussian = Trace_ELBO(args.particles, vectorize_particles=True, max_plate_nesting=1)
     implicit = LIVI_ELBO(num_particles=args.particles)
-    # Each at a rate that suits it: the Gaussians are not there yet after as many steps of 1e-2.
+    # Each guide has its own learning rate: the Gaussians do not converge in as many steps of 1e-2.
     fits = {
         "AutoNormal": (AutoNormal(model), gaussian, 3e-2),
         "AutoMultivariateNormal": (AutoMultivariateNormal(model), gaussian, 3e-2),
@@ -161,7 +162,7 @@ def main(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     picture = args.out / "eight_schools.png"
     plot(draws, reports, picture)
-    print(f"Picture: {picture}")
+    print(f"Figure: {picture}")
 
 
 if __name__ == "__main__":
@@ -170,8 +171,8 @@ if __name__ == "__main__":
     parser.add_argument("--particles", type=int, default=128, help="draws per step")
     parser.add_argument("--nuts-samples", type=int, default=4000)
     parser.add_argument("--nuts-warmup", type=int, default=500)
-    parser.add_argument("--max-seconds", type=float, help="of fit; by default what it needs")
+    parser.add_argument("--max-seconds", type=float, help="time limit of fit")
     parser.add_argument("--num-draws", type=int, default=4000, help="draws of each guide")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the picture")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the figure")
     main(parser.parse_args())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Bayesian LeNet-5: what it says of images that it knows, and of some that are none.
+"""A Bayesian LeNet-5: predictions for test images and for out-of-distribution images.
 
 LeNet-5 (44,426 weights, 28x28 pixels) gets priors, is fitted by minibatches, and is evaluated on
-test images and, out of distribution, on Fashion-MNIST, if it is there, and on the test images
+test images and on out-of-distribution images: Fashion-MNIST, if available, and the test images
 upside down. ``--data-dir`` has folders ``mnist`` and ``fashion_mnist`` with the published idx
 files; without it the images are scikit-learn's digits, enlarged::
 
@@ -44,21 +44,21 @@ def lenet() -> nn.Sequential:
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """An array of an idx file; see http://yann.lecun.com/exdb/mnist."""
+    """Read an array from an idx file; see http://yann.lecun.com/exdb/mnist."""
     content = gzip.decompress(path.read_bytes())
     shape = np.frombuffer(content, ">i4", content[3], 4)
     return np.frombuffer(content, np.uint8, offset=4 + 4 * content[3]).reshape(shape)
 
 
 def images(folder: Path, part: str) -> tuple[Tensor, Tensor]:
-    """Images, of mean 0 and standard deviation 1 over MNIST, and labels."""
+    """Return images, standardised by the moments of MNIST, and labels."""
     pixels = read_idx(folder / f"{part}-images-idx3-ubyte.gz").astype(np.float32) / 255
     labels = read_idx(folder / f"{part}-labels-idx1-ubyte.gz").astype(np.int64)
     return torch.tensor(pixels).unsqueeze(1).sub(0.1307).div(0.3081), torch.tensor(labels)
 
 
 def load(data_dir: Path | None) -> tuple[TensorDataset, TensorDataset, dict[str, Tensor]]:
-    """Training and test data, and images out of distribution."""
+    """Return training data, test data and out-of-distribution images."""
     if data_dir is not None:
         x, y = images(data_dir / "mnist", "train")
         test = TensorDataset(*images(data_dir / "mnist", "t10k"))
@@ -101,19 +101,19 @@ def main(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     report.plot(args.out / "lenet_mnist.png")
     result.save(args.out / "lenet_mnist.pt")
-    print(f"Picture: {args.out / 'lenet_mnist.png'}")
+    print(f"Figure: {args.out / 'lenet_mnist.png'}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", type=Path, help="with mnist/ and fashion_mnist/")
-    parser.add_argument("--subset", type=int, help="so many training images, the first ones")
+    parser.add_argument("--subset", type=int, help="number of training images")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--refine", action="store_true", help="move the draws by SGHMC, too")
-    parser.add_argument("--num-samples", type=int, default=30, help="networks drawn to predict")
+    parser.add_argument("--num-samples", type=int, default=30, help="posterior draws")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the picture")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the figure")
     main(parser.parse_args())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Bayesian network trained by Lightning, in one process or several.
 
-An ELBO of model and guide is a module (``ELBOModule``) whose parameters are the guide's, so that
-Lightning's trainer, its callbacks and its ``DistributedDataParallel`` treat it as any other. Needs
-``pip install lightning scikit-learn``; the images are scikit-learn's digits::
+An ELBO of model and guide is a module (``ELBOModule``) whose parameters are those of the guide, so
+Lightning's trainer, its callbacks and its ``DistributedDataParallel`` work as with any module.
+Requires ``pip install lightning scikit-learn``; the images are scikit-learn's digits::
 
     python examples/lightning_network.py
     python examples/lightning_network.py --processes 2
@@ -29,8 +29,8 @@ from pyro_implicit.nn import NetworkModel, classifier, evaluate, start_values, t
 class BayesianNetwork(lightning.LightningModule):
     """A model and its guide; ``guide`` is the posterior after ``Trainer.fit``.
 
-    :param model: of :func:`~pyro_implicit.nn.classifier` or ``regressor``.
-    :param batch: a minibatch, by which the guide's parameters are made.
+    :param model: a model of :func:`~pyro_implicit.nn.classifier` or ``regressor``.
+    :param batch: a minibatch, from which the guide creates its parameters.
     :param lr: Adam's learning rate.
     """
 
@@ -53,7 +53,7 @@ class BayesianNetwork(lightning.LightningModule):
 
 
 def main(args: argparse.Namespace) -> None:
-    # Before a module is made: parameters are the modules' own, not in Pyro's global store.
+    # Set this before creating modules: parameters then belong to the modules, not to Pyro's store.
     pyro.settings.set(module_local_params=True)
     pyro.set_rng_seed(args.seed)
     digits = load_digits()
@@ -87,5 +87,5 @@ if __name__ == "__main__":
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--progress", action="store_true", help="show Lightning's bar")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results"), help="of checkpoints")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of checkpoints")
     main(parser.parse_args())

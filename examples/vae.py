@@ -4,21 +4,21 @@
 The images are scikit-learn's 8x8 digits, or MNIST from its published files, binarised once: each
 pixel is drawn with its grey value as probability. All encoders are networks with two hidden layers:
 
-- ``gaussian``: their outputs are the mean and the standard deviations of q(z | x);
+- ``gaussian``: the outputs are the mean and the standard deviations of q(z | x);
 - ``kivi``, ``avb``: the noise enters at the first hidden layer, so q(z | x) is implicit;
-- ``livi``, ``sivi``: the same with a little Gaussian noise of learnt scale at the output.
+- ``livi``, ``sivi``: the same with Gaussian noise of a small, learnt scale at the output.
 
-The script prints, for each, the bound that the method itself reports on training and test images,
-and the test log-likelihood of the decoder. The bounds of ``gaussian`` and ``sivi`` are bounds on
-average; the others are estimates, and that of ``kivi`` errs low with few ``--bound-particles``.
+For each encoder the script prints the method's own bound on training and test images, and the test
+log-likelihood of the decoder. The bounds of ``gaussian`` and ``sivi`` are bounds on average; the
+others are estimates, and that of ``kivi`` is too low with few ``--bound-particles``.
 
-The log-likelihood is estimated for all encoders alike, by importance sampling: a multivariate t
+Importance sampling estimates the log-likelihood, in the same way for all encoders: a multivariate t
 distribution with five degrees of freedom is fitted to draws of q(z | x), fitted again to its own
-weighted draws, and then gives ``--importance-samples`` for every image. Trust it where the
-effective sample size (ESS, of the median image) is large; "Monte Carlo" is its standard error,
-"s.e." the one due to the choice of test images.
+weighted draws, and then provides ``--importance-samples`` draws for every image. The estimate is
+reliable if the effective sample size (ESS, of the median image) is large. "Monte Carlo" is its
+standard error, "s.e." the standard error from the choice of test images.
 
-It takes up to a minute per encoder. The second line has the sizes of the KIVI paper::
+Each encoder takes up to a minute. The second command has the sizes of the KIVI paper::
 
     python examples/vae.py
     python examples/vae.py --data-dir mnist/ --hidden 500 --entropy-particles 100 --lr 1e-3
@@ -58,7 +58,7 @@ from pyro_implicit.infer import ImplicitELBO
 
 
 class GaussianEncoder(nn.Module):
-    """q(z | x) is a Gaussian with independent coordinates."""
+    """An encoder whose q(z | x) is a Gaussian with independent coordinates."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class GaussianEncoder(nn.Module):
 
 
 class ImplicitEncoder(nn.Module):
-    """q(z | x) is what a network makes of noise, plus Gaussian noise of a learnt scale if given."""
+    """An encoder that maps noise to z, plus Gaussian noise of a learnt scale if given."""
 
     def __init__(self, network: NoisyEncoder, scale: float | None = None) -> None:
         super().__init__()
@@ -111,9 +111,9 @@ def mlp(num_inputs: int, hidden: int, num_outputs: int) -> nn.Sequential:
 
 
 def build(name: str, num_pixels: int, args: argparse.Namespace) -> tuple[VAE, Trace_ELBO]:
-    """The autoencoder of that name and its ELBO, with one draw per image for the likelihood."""
+    """Return the named autoencoder and its ELBO, with one draw per image for the likelihood."""
     decoder = mlp(args.latent_dim, args.hidden, num_pixels)
-    # LIVI differentiates the derivative of the network, and so never sees the jumps of a ReLU's.
+    # LIVI needs second derivatives of the network, which miss the kinks of ReLU.
     activation = "elu" if name == "livi" else "relu"
     noisy = NoisyEncoder(num_pixels, args.latent_dim, (args.hidden, args.hidden), activation)
     encoder: nn.Module
@@ -135,7 +135,7 @@ def build(name: str, num_pixels: int, args: argparse.Namespace) -> tuple[VAE, Tr
 
 
 def load(folder: Path | None, num_train: int | None, num_test: int | None) -> tuple[Tensor, Tensor]:
-    """Training and test images, ``(num_images, num_pixels)``, of zeros and ones."""
+    """Return training and test images, ``(num_images, num_pixels)``, of zeros and ones."""
     generator = torch.Generator().manual_seed(0)
     if folder is None:
         grey = torch.tensor(load_digits().data).float() / 16
@@ -165,7 +165,7 @@ def fit(svi: SVI, images: Tensor, args: argparse.Namespace, name: str) -> None:
 
 @torch.no_grad()
 def mean_bound(elbo: Trace_ELBO, vae: VAE, images: Tensor, args: argparse.Namespace) -> float:
-    """The bound per image, with more draws of q(z | x) per image than training could afford."""
+    """Return the bound per image, with more draws of q(z | x) per image than in training."""
     for option in ("num_entropy_particles", "num_mixing"):
         if hasattr(elbo, option):
             setattr(elbo, option, args.bound_particles)
@@ -176,7 +176,7 @@ def mean_bound(elbo: Trace_ELBO, vae: VAE, images: Tensor, args: argparse.Namesp
 
 
 class LogLikelihood(NamedTuple):
-    """log p(x) of each image, and the effective size of the importance sample behind it."""
+    """Estimate log p(x) of each image, and the effective sample size of the estimate."""
 
     value: Tensor
     ess: Tensor
@@ -186,7 +186,7 @@ class LogLikelihood(NamedTuple):
 def log_likelihood(
     decoder: Callable[[Tensor], Tensor], draws: Tensor, images: Tensor, num_samples: int
 ) -> LogLikelihood:
-    """Importance sampling, from t distributions fitted to draws of the posterior.
+    """Estimate log p(x) by importance sampling from t distributions fitted to encoder draws.
 
     :param decoder: from latents ``(*, latent_dim)`` to logits ``(*, num_pixels)``.
     :param draws: of the encoder, ``(num_draws, num_images, latent_dim)``.
@@ -207,11 +207,11 @@ def log_likelihood(
 
 
 def student(z: Tensor, weights: Tensor) -> dist.TorchDistribution:
-    """t distributions with the weighted moments of z as location and scale, so a little wider."""
+    """Return t distributions with the weighted moments of z as location and scale."""
     mean = (weights.unsqueeze(-1) * z).sum(0)
     centered = z - mean
     covariance = torch.einsum("sb,sbi,sbj->bij", weights, centered, centered)
-    # A floor for coordinates that the draws hardly vary, or weights of a single draw.
+    # Lower limit for coordinates with almost constant draws, or weights of a single draw.
     floor = 1e-4 * torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
     return dist.MultivariateStudentT(5.0, mean, torch.linalg.cholesky(covariance + floor))
 
@@ -227,7 +227,7 @@ def evaluate(vae: VAE, images: Tensor, num_samples: int) -> LogLikelihood:
 
 @torch.no_grad()
 def pictures(vae: VAE, images: Tensor) -> list[Tensor]:
-    """The images, their reconstructions and as many samples of the prior, each ``(16, pixels)``."""
+    """Return images, their reconstructions and as many prior samples, each ``(16, pixels)``."""
     images = images[:16]
     prior = torch.randn(16, vae.latent_dim, device=images.device)
     decoded = [vae.decoder(z).sigmoid() for z in (vae.encoder(images).sample(), prior)]
@@ -270,7 +270,7 @@ def main(args: argparse.Namespace) -> None:
         bounds = [mean_bound(elbo, vae, x[: len(test)], args) for x in (train, test)]
         value, ess = evaluate(vae, test[: args.num_eval], args.importance_samples)
         error = value.std() / len(value) ** 0.5
-        # The relative variance of a mean of weights, to first order that of its logarithm.
+        # The relative variance of a mean weight is, to first order, the variance of its logarithm.
         noise = (1 / ess - 1 / args.importance_samples).clamp(min=0).sum().sqrt() / len(value)
         numbers = [*bounds, bounds[0] - bounds[1], value.mean(), error]
         cells = [*(f"{x:.2f}" for x in numbers), f"{noise:.3f}", f"{ess.median():.0f}"]
@@ -283,7 +283,7 @@ def main(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     picture = args.out / "vae.png"
     plot(grids, picture)
-    print(f"Picture: {picture}")
+    print(f"Figure: {picture}")
 
 
 ENCODERS = ["gaussian", "kivi", "avb", "livi", "sivi"]
@@ -297,15 +297,17 @@ if __name__ == "__main__":
     parser.add_argument("--latent-dim", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=100, help="units of each hidden layer")
     parser.add_argument(
-        "--entropy-particles", type=int, default=20, help="draws per image of q's entropy"
+        "--entropy-particles", type=int, default=20, help="draws per image for the entropy"
     )
-    parser.add_argument("--bound-particles", type=int, default=200, help="the same, of the bounds")
+    parser.add_argument(
+        "--bound-particles", type=int, default=200, help="draws per image for the bounds"
+    )
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=2e-3, help="falls to a tenth over the run")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate, decays to a tenth")
     parser.add_argument("--importance-samples", type=int, default=5000, help="per image")
     parser.add_argument("--num-eval", type=int, default=200, help="test images of log p(test)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the picture")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the figure")
     main(parser.parse_args())

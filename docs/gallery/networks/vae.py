@@ -74,9 +74,9 @@ print(fit(model, implicit_guide, batches=loader, loss=KIVI_ELBO(1, 20), epochs=6
 # The exact posterior
 # -------------------
 #
-# With two latent variables it can be computed on a grid. The output
-# is the share of each encoder's draws in the region with 90 % of the exact mass of an image, averaged
-# over images; the correct share is 90 %.
+# With two latent variables it can be computed on a grid. The output is the share of each encoder's
+# draws in the region with 90 % of the exact mass of an image, averaged over images; the correct
+# share is 90 %.
 
 side = torch.linspace(-4, 4, 101)
 grid = torch.cartesian_prod(side, side)
