@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import math
+import time
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,12 +14,23 @@ from torch import Tensor
 
 from pyro_implicit.guides.posterior_draws import guide_of
 from pyro_implicit.infer.engine.hierarchical import HierarchicalELBO, Proposal
-from pyro_implicit.ops.pareto import pareto_smoothed
+from pyro_implicit.ops.pareto import RELIABLE_KHAT, describe_weights, pareto_smoothed
 from pyro_implicit.runtime.locks import in_turn
-from pyro_implicit.runtime.printing import short_repr, steps_of
+from pyro_implicit.runtime.printing import (
+    announce,
+    progress_is_shown,
+    short_repr,
+    showing_progress,
+    steps_of,
+)
+from pyro_implicit.runtime.random_stream import same_streams
 from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["EvidenceBound", "FoldWarning", "WeightedDraws", "evidence_bound", "weighted_draws"]
+
+
+FEW = 2  # draws that are timed for an estimate; the fewest of a standard error
+NUM_CHUNKS = 5  # chunks within max_seconds, so that the last one overruns it by little
 
 
 class FoldWarning(UserWarning):
@@ -29,16 +42,42 @@ class EvidenceBound(NamedTuple):
 
     ``value`` is the estimate, ``standard_error`` that of its mean; ``khat`` the Pareto tail index
     of the guide as an importance proposal, ``effective_sample_size`` the number of independent
-    posterior draws that its weighted draws are worth.
+    posterior draws that its weighted draws are worth, and ``num_samples`` the number of draws, if
+    it is known. ``print`` says whether the importance weights are reliable.
     """
 
     value: float
     standard_error: float
     khat: float
     effective_sample_size: float
+    num_samples: int | None = None
 
     def __repr__(self) -> str:
         return short_repr(self)
+
+    def __str__(self) -> str:
+        return "\n".join(filter(None, (repr(self), self.advice)))
+
+    @property
+    def advice(self) -> str:
+        """What is wrong with the importance weights, and the cure; empty if they are reliable."""
+        share = self.effective_sample_size / self.num_samples if self.num_samples else math.nan
+        found = describe_weights(self.khat, share)
+        if self.khat <= RELIABLE_KHAT or found.startswith("even weights"):
+            return ""
+        if math.isinf(self.khat):
+            return (
+                f"Whether the importance weights are reliable is unknown ({found}). The bound "
+                "holds. Cure: num_samples=1000"
+            )
+        return (
+            f"The importance weights are unreliable ({found}; reliable: k-hat up to "
+            f"{RELIABLE_KHAT}): a few draws have nearly all the weight. The bound holds, but do "
+            "not reweight or resample draws by these weights. Cure: train the guide for longer or "
+            "give it a wider generator, raise num_mixing, or move its draws by refine(model, "
+            "guide, ...). The log-weights of all rows add up: with a latent for each row, give "
+            "few rows at a time"
+        )
 
 
 class WeightedDraws(NamedTuple):
@@ -63,6 +102,7 @@ class WeightedDraws(NamedTuple):
             standard_error=log_weights.std().item() / math.sqrt(len(log_weights)),
             khat=pareto_smoothed(log_weights).khat if weights.isfinite().all() else math.inf,
             effective_sample_size=(weights.sum().square() / weights.square().sum()).item(),
+            num_samples=len(log_weights),
         )
 
 
@@ -77,6 +117,8 @@ def evidence_bound(
     num_steps: int = 50,
     num_starts: int = 4,
     chunk_size: int = 100,
+    max_seconds: float | None = None,
+    progress: bool = True,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> EvidenceBound:
@@ -125,14 +167,20 @@ def evidence_bound(
         below the others make ``standard_error`` large.
     :param num_starts: places where they begin, for each draw: 0 and draws of the prior. A generator
         that folds makes a value in several places, and the bound is loose where one is missed.
-    :param chunk_size: draws of the guide at a time, to bound the memory.
+    :param chunk_size: draws of the guide at a time, to bound the memory. The noises of a site with
+        many rows come in smaller chunks by themselves.
+    :param max_seconds: of wall time, about: then the bound is of the draws made until then.
+    :param progress: whether to show a bar, and the estimated time if it is long, in a terminal or
+        notebook. The time grows in proportion to ``num_samples``, the rows of amortised sites,
+        ``num_starts * num_steps`` and ``num_mixing``.
     :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
-    :returns: value, standard error, k-hat and effective sample size. The latter two are of the
-        weights :math:`p(x, \theta) / \hat q(\theta)`, which are right in the mean: a guide with
-        k-hat below 0.7 can be corrected by importance weighting. They are those of the guide itself
-        only approximately, as :math:`\hat q` is noisy where the bound is loose. k-hat is infinite
-        for fewer than 5 draws in the tail (about 25 samples), and says nothing where the effective
-        sample size is nearly ``num_samples``.
+    :returns: value, standard error, k-hat, effective sample size and number of draws. K-hat and the
+        effective sample size are of the weights :math:`p(x, \theta) / \hat q(\theta)`, which are
+        unbiased: a guide with k-hat below 0.7 can be corrected by importance weighting. They hold
+        for the guide itself only approximately, as :math:`\hat q` is noisy where the bound is
+        loose. k-hat is infinite for fewer than 5 draws in the tail (about 25 samples), and has no
+        meaning if the effective sample size is nearly ``num_samples``.
+    :warns UserWarning: if ``max_seconds`` ended it early, with the time that all draws need.
     :raises TypeError: for what is no guide.
     :raises ValueError: for arguments out of range, a guide with an implicit site that has neither a
         conditional nor an exact density, an injective generator that folds (its Jacobian has
@@ -145,19 +193,25 @@ def evidence_bound(
     1. Sobolev and Vetrov (2019), *Importance Weighted Hierarchical Variational Inference*, eq 5.
     2. Yao et al. (2018), *Yes, but Did It Work?: Evaluating Variational Inference* (k-hat).
     """
-    return weighted_draws(
-        model,
-        guide,
-        *args,
-        num_samples=num_samples,
-        num_mixing=num_mixing,
-        proposal=proposal,
-        num_steps=num_steps,
-        num_starts=num_starts,
-        chunk_size=chunk_size,
-        model_kwargs=model_kwargs,
+    options: dict[str, Any] = {
+        "num_mixing": num_mixing,
+        "proposal": proposal,
+        "num_steps": num_steps,
+        "num_starts": num_starts,
+        "chunk_size": chunk_size,
+        "model_kwargs": model_kwargs,
         **kwargs,
-    ).bound()
+    }
+    with showing_progress(progress):
+        if progress_is_shown():
+            with same_streams(), showing_progress(False), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # all draws are going to show them
+                began = time.perf_counter()
+                weighted_draws(model, guide, *args, num_samples=FEW, **options)
+            seconds = (time.perf_counter() - began) * num_samples / FEW
+            announce(f"evidence_bound of {num_samples} draws", seconds)
+        options |= {"num_samples": num_samples, "max_seconds": max_seconds}
+        return weighted_draws(model, guide, *args, **options).bound()
 
 
 @in_turn
@@ -172,10 +226,11 @@ def weighted_draws(
     num_steps: int = 50,
     num_starts: int = 4,
     chunk_size: int = 100,
+    max_seconds: float | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> WeightedDraws:
-    """The draws and log-weights behind :func:`evidence_bound`, whose parameters and errors it has.
+    """Return the draws and log-weights behind :func:`evidence_bound`, of the same parameters.
 
     **Example:**
 
@@ -193,15 +248,34 @@ def weighted_draws(
     ):
         if number < least:
             raise ValueError(f"{name} must be at least {least}, but got {number}")
+    if max_seconds is not None and not max_seconds > 0:
+        raise ValueError(f"max_seconds must be positive, but got {max_seconds}")
     kwargs = {**kwargs, **(model_kwargs or {})}
     chunk_size = min(chunk_size, num_samples)
-    elbo = HierarchicalELBO(chunk_size, num_mixing, proposal, num_steps, num_starts)
+    settings = num_mixing, proposal, num_steps, num_starts
+    elbo = HierarchicalELBO(chunk_size, *settings)
     guide = guide_of("evidence_bound", guide)
+    begin = time.perf_counter()
+    if max_seconds is not None:
+        with same_streams():  # the draws are the same as without a limit
+            HierarchicalELBO(FEW, *settings).weighted_draws(model, guide, args, kwargs)
+        most = max_seconds / NUM_CHUNKS * FEW / (time.perf_counter() - begin)
+        chunk_size = min(chunk_size, max(FEW, int(most)))
+        elbo = HierarchicalELBO(chunk_size, *settings)
+    chunks = []
     number = -(-num_samples // chunk_size)
-    rounds = steps_of(range(number), number, "weights")
-    chunks = [elbo.weighted_draws(model, guide, args, kwargs) for _ in rounds]
+    for index in steps_of(range(number), number, "weights"):
+        spent = time.perf_counter() - begin
+        if index > 0 and max_seconds is not None and spent * (index + 1) / index > max_seconds:
+            warn_user(
+                f"evidence_bound made {index * chunk_size} of {num_samples} draws in "
+                f"max_seconds={max_seconds:g}; all draws need about {spent * number / index:.3g} "
+                "s. Cure: more seconds, fewer rows, or smaller num_starts, num_steps or num_mixing"
+            )
+            break
+        chunks.append(elbo.weighted_draws(model, guide, args, kwargs))
     for name, shares in elbo.folds.items():
-        share = torch.stack(shares).mean().item()
+        share = torch.cat(shares).mean().item()
         if share > 0.05:
             warn_user(
                 f"the generator of site '{name}' folds: {share:.0%} of its draws could have been "

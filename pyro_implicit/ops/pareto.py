@@ -12,8 +12,9 @@ from torch import Tensor
 
 from pyro_implicit.runtime.printing import short_repr
 
-__all__ = ["SmoothedWeights", "describe_weights", "pareto_smoothed"]
+__all__ = ["RELIABLE_KHAT", "SmoothedWeights", "describe_weights", "pareto_smoothed"]
 
+RELIABLE_KHAT = 0.7  # importance weights with a larger tail index are unreliable; Vehtari (2024)
 _EVEN = 0.99
 _TINY = torch.finfo(torch.float64).tiny
 

@@ -98,18 +98,19 @@ def linearised_reverse_conditional(
 ) -> tuple[Tensor, Tensor]:
     r"""A Gaussian near :math:`q(z \mid \theta)` that depends on :math:`\theta` and a start alone.
 
-    A fixed number of damped Gauss-Newton (Levenberg-Marquardt) steps from the start lower
-    :math:`\|(\theta - g(z)) / s\|^2 + \|z\|^2`; at the z found, with Jacobian J, the precision is
-    :math:`I + J^\top \mathrm{diag}(s^{-2}) J`. Exact for linear generators and standard normal
-    noise. Without gradient.
+    At most ``num_steps`` damped Gauss-Newton (Levenberg-Marquardt) steps from the start lower
+    :math:`\|(\theta - g(z)) / s\|^2 + \|z\|^2`. At the z found, with Jacobian J, the precision is
+    :math:`I + A^\top A` with :math:`A = \mathrm{diag}(s)^{-1} J`. Exact for linear generators and
+    standard normal noise. Without gradient. A step costs :math:`O(\min(m, d)^2 \max(m, d))`.
 
     **Example:**
 
     >>> identity = lambda z: (z, torch.eye(2).expand(z.shape[:-1] + (2, 2)))
-    >>> mean, factor = linearised_reverse_conditional(
+    >>> mean, rows = linearised_reverse_conditional(
     ...     torch.ones(2), identity, torch.ones(2), torch.zeros(2), num_steps=8)
-    >>> mean, factor[0, 0]
-    (tensor([0.5000, 0.5000]), tensor(1.4142))
+    >>> mean, rows
+    (tensor([0.5000, 0.5000]), tensor([[1., 0.],
+            [0., 1.]]))
 
     :param value: ``(*batch, m)``.
     :param value_and_jacobian: from ``(*batch, d)`` to the generator's value ``(*batch, m)`` and its
@@ -117,33 +118,42 @@ def linearised_reverse_conditional(
     :param scale: positive, broadcastable to ``(*batch, m)``.
     :param start: ``(*batch, d)``.
     :param num_steps: evaluations of the Jacobian beyond the first.
-    :returns: the mean ``(*batch, d)`` and the lower Cholesky factor of the precision
-        ``(*batch, d, d)``.
+    :returns: the mean ``(*batch, d)``, and A, ``(*batch, m, d)``.
     """
+    m, d = value.shape[-1], start.shape[-1]
+    identity = torch.eye(min(m, d), dtype=torch.double, device=value.device)
 
     def evaluate(noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Half the sum of squares, its negative gradient, and the precision (in float64)."""
+        """Half the sum of squares, its negative gradient, and A."""
         mean, jacobian = value_and_jacobian(noise)
         residual = ((value - mean) / scale).double()
-        jacobian = (jacobian / scale.unsqueeze(-1)).double()
+        rows = jacobian / scale.unsqueeze(-1)
         loss = 0.5 * (residual.square().sum(-1) + noise.double().square().sum(-1))
-        descent = (jacobian.mT @ residual.unsqueeze(-1)).squeeze(-1) - noise
-        return loss, descent, jacobian.mT @ jacobian + identity
+        descent = (rows.double().mT @ residual.unsqueeze(-1)).squeeze(-1) - noise
+        return loss, descent, rows
+
+    def newton(rows: Tensor, descent: Tensor, damping: Tensor) -> Tensor:
+        """The solution x of (I + A^T A + damping I) x = descent, by the smaller of two matrices."""
+        rows, right, damping = rows.double(), descent.unsqueeze(-1), damping[..., None, None]
+        if d <= m:
+            factor = torch.linalg.cholesky_ex(rows.mT @ rows + identity + damping * identity)[0]
+            return torch.cholesky_solve(right, factor).squeeze(-1)
+        ridge = 1 + damping  # Woodbury's identity
+        factor = torch.linalg.cholesky_ex(rows @ rows.mT + ridge * identity)[0]
+        inside = rows.mT @ torch.cholesky_solve(rows @ right, factor)
+        return ((right - inside) / ridge).squeeze(-1)
 
     with torch.no_grad():
         noise = start
-        identity = torch.eye(start.shape[-1], dtype=torch.double, device=value.device)
-        loss, descent, precision = evaluate(noise)
+        loss, descent, rows = evaluate(noise)
         damping = torch.full_like(loss, 1e-2)
         for _ in range(num_steps):
-            factor = torch.linalg.cholesky_ex(precision + damping[..., None, None] * identity)[0]
-            step = torch.cholesky_solve(descent.unsqueeze(-1), factor).squeeze(-1)
-            trial = noise + step.to(noise.dtype)
-            trial_loss, trial_descent, trial_precision = evaluate(trial)
+            trial = noise + newton(rows, descent, damping).to(noise.dtype)
+            trial_loss, trial_descent, trial_rows = evaluate(trial)
             better = trial_loss < loss
             loss = torch.where(better, trial_loss, loss)
             noise = torch.where(better[..., None], trial, noise)
             descent = torch.where(better[..., None], trial_descent, descent)
-            precision = torch.where(better[..., None, None], trial_precision, precision)
+            rows = torch.where(better[..., None, None], trial_rows, rows)
             damping = torch.where(better, damping / 10, damping * 10)
-        return noise, torch.linalg.cholesky(precision).to(noise.dtype)
+        return noise, rows

@@ -20,6 +20,7 @@ __all__ = [
     "aligned",
     "announce",
     "progress_bar",
+    "progress_is_shown",
     "short_repr",
     "showing_progress",
     "steps_of",
@@ -172,8 +173,13 @@ def announce(name: str, seconds: float) -> None:
     :param name: of what is going to happen.
     :param seconds: as estimated.
     """
-    if _wanted.get() and _is_watched() and seconds > WORTH_SAYING:
+    if progress_is_shown() and seconds > WORTH_SAYING:
         tqdm.write(f"{name}: about {seconds:.0f} s of one core", file=sys.stderr)
+
+
+def progress_is_shown() -> bool:
+    """Whether progress is wanted and someone may be watching."""
+    return _wanted.get() and _is_watched()
 
 
 def _is_watched() -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoMultivariateNormal, AutoNormal
 from torch import Tensor, nn
 from torch.distributions import Gamma, MultivariateNormal, Normal, kl_divergence
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pyro_implicit import (
     LIVI_ELBO,
@@ -26,13 +29,16 @@ from pyro_implicit import (
     ResidualGenerator,
     SemiImplicit,
 )
-from pyro_implicit.generators import Generator
+from pyro_implicit.generators import Generator, NoisyEncoder
 from pyro_implicit.infer import NonFiniteError
+from pyro_implicit.infer import bound as bound_module
 from pyro_implicit.infer.bound import (
+    EvidenceBound,
     FoldWarning,
     evidence_bound,
     weighted_draws,
 )
+from pyro_implicit.infer.engine import hierarchical
 from pyro_implicit.infer.engine.hierarchical import HierarchicalELBO
 from pyro_implicit.infer.engine.sites import ImplicitSite
 
@@ -520,3 +526,118 @@ def test_subsampled_plates_are_refused():
     log_evidence = MultivariateNormal(torch.zeros(10), torch.eye(10) + 1).log_prob(torch.zeros(10))
     bound = evidence_bound(model, guide, num_samples=20)
     assert bound.value < log_evidence + 4 * bound.standard_error
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the size of the largest tensor that any operation makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.numbers = max([self.numbers, *sizes])
+        return result
+
+
+class Bent(nn.Module):
+    """A network of a context and more noise than values, all in closed form."""
+
+    def forward(self, noise: Tensor, context: Tensor) -> Tensor:
+        x = context.squeeze(-1)
+        bent = noise[..., 0] + 0.4 * (noise[..., 1] + x).sin() * noise[..., 0]
+        return (x * bent + 0.5 * noise[..., 1]).unsqueeze(-1)
+
+
+def amortised_site(num_particles: int, rows: Tensor) -> ImplicitSite:
+    q = SemiImplicit(Bent(), 2, 0.3, rows.unsqueeze(-1)).expand((num_particles, len(rows)))
+    noise, value, _ = q.draw()
+    return ImplicitSite("z", q, noise, value, value, batch_shape=q.batch_shape)
+
+
+@pytest.mark.parametrize("proposal", PROPOSALS)
+@pytest.mark.parametrize("max_entries", [2**24, 300_000])
+def test_rows_of_an_amortised_site_against_quadrature(proposal, max_entries, monkeypatch):
+    """Each row's density is a mixture over its own noise, in as many chunks as need be."""
+    monkeypatch.setattr(hierarchical, "MAX_ENTRIES", max_entries)
+    torch.manual_seed(0)
+    rows = torch.tensor([0.5, -1.0, 2.0])
+    site = amortised_site(4, rows)
+    elbo = HierarchicalELBO(4, 60_000, proposal, 20, 2)
+    with torch.no_grad():
+        found = elbo.score_parts(site, None).log_prob
+    exact = [
+        log_density_by_quadrature(lambda z, x=x: Bent()(z, x.expand(len(z), 1)), 0.3, values)
+        for x, values in zip(rows, site.value.unbind(1), strict=True)
+    ]
+    torch.testing.assert_close(found, torch.stack(exact, 1), atol=0.03, rtol=0)
+
+
+def test_memory_of_rows_is_bounded_and_no_matrix_is_as_wide_as_the_noise(monkeypatch):
+    monkeypatch.setattr(hierarchical, "MAX_ENTRIES", 20_000)
+    encoder = NoisyEncoder(3, 2, (64, 8))
+    largest = {}
+    for num_rows in (5, 20):
+        q = SemiImplicit(encoder, 64, 0.1, torch.randn(num_rows, 3)).expand((4, num_rows))
+        noise, value, _ = q.draw()
+        site = ImplicitSite("z", q, noise, value, value, batch_shape=q.batch_shape)
+        with torch.no_grad(), LargestTensor() as mode:
+            HierarchicalELBO(4, 60, "linearized", 2, 2).score_parts(site, None)
+        largest[num_rows] = mode.numbers
+    # 5 elements at a time: 61 noises of 64 numbers each, below the 5 * 64 * 64 of matrices.
+    assert largest[5] == largest[20] <= 20_000 < 5 * 64 * 64 < 4 * 20 * 61 * 64
+
+
+def one_latent() -> None:
+    pyro.sample("x", dist.Normal(0.0, 1.0))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only weights move: a second for each draw."""
+    now = [0.0]
+    weigh = HierarchicalELBO.weighted_draws
+
+    def slow(self, *args: Any) -> Any:
+        now[0] += self.num_particles
+        return weigh(self, *args)
+
+    monkeypatch.setattr(HierarchicalELBO, "weighted_draws", slow)
+    monkeypatch.setattr(bound_module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_max_seconds_ends_it_early(clock):
+    message = r"made 80 of 1000 draws in max_seconds=100; all .* about 1.02e\+03 s\. Cure"
+    with pytest.warns(UserWarning, match=message):
+        bound = evidence_bound(one_latent, AutoNormal(one_latent), max_seconds=100.0)
+    assert bound.num_samples == 80 and clock[0] == 82
+    bound = evidence_bound(one_latent, AutoNormal(one_latent), num_samples=50, max_seconds=100.0)
+    assert bound.num_samples == 50
+    with pytest.raises(ValueError, match="max_seconds must be positive"):
+        evidence_bound(one_latent, AutoNormal(one_latent), max_seconds=0.0)
+
+
+def test_the_time_is_estimated_where_progress_is_shown(clock, monkeypatch):
+    said = []
+    guide = AutoNormal(one_latent)
+    guide()
+    torch.manual_seed(0)
+    expected = evidence_bound(one_latent, guide, num_samples=30)
+    monkeypatch.setattr(bound_module, "progress_is_shown", lambda: True)
+    monkeypatch.setattr(bound_module, "announce", lambda *args: said.append(args))
+    torch.manual_seed(0)
+    assert evidence_bound(one_latent, guide, num_samples=30) == expected
+    assert said == [("evidence_bound of 30 draws", 30.0)]
+
+
+def test_unreliable_weights_are_told_in_words():
+    bad = str(EvidenceBound(-1.0, 0.1, 2.8, 1.1, 50))
+    assert re.search(
+        r"weights are unreliable \(k-hat 2.80, effective sample size 2%.*The bound holds.*Cure", bad
+    )
+    few = str(EvidenceBound(-1.0, 0.1, math.inf, 3.0, 20))
+    assert re.search("is unknown .too few weights in the tail.*Cure: num_samples", few)
+    for khat, size in ((0.6, 30.0), (math.inf, 50.0)):  # reliable, and even
+        fine = EvidenceBound(-1.0, 0.1, khat, size, 50)
+        assert str(fine) == repr(fine)

@@ -32,9 +32,8 @@ THINGS = {
     "WeightedDraws(log_weights=(9,), draws={'x': (9, 2)})": lambda: WeightedDraws(
         torch.zeros(9), {"x": torch.zeros(9, 2)}
     ),
-    "EvidenceBound(value=-1.235, standard_error=0.1, khat=0.2, effective_sample_size=9)": (
-        lambda: EvidenceBound(-1.23456, 0.1, 0.2, 9.0)
-    ),
+    "EvidenceBound(value=-1.235, standard_error=0.1, khat=0.2, effective_sample_size=9, "
+    "num_samples=10)": (lambda: EvidenceBound(-1.23456, 0.1, 0.2, 9.0, 10)),
     "Candidate(name='a', guide=AutoImplicit, log_weights=(5,), draws=(5, 3), losses=[6 values])": (
         lambda: Candidate(
             "a", AutoImplicit(model), torch.zeros(5), torch.zeros(5, 3), [0.0] * 6, {"x": 1}

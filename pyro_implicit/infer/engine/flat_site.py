@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Semi-implicit sites as the densities of their conditional want them."""
+"""Semi-implicit sites with flat values and a function of the noise alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from pyro_implicit.generators import Linearisation, as_generator
 from pyro_implicit.infer.engine.sites import ImplicitSite
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "check_standard_normal",
     "flatten_site",
     "mixing_noise",
+    "split_elements",
 ]
 
 
@@ -26,8 +28,9 @@ class FlatSite(NamedTuple):
 
     ``value`` and ``scale`` are ``(*batch_shape, m)``, ``noise`` is ``(*batch_shape, d)``;
     ``generate`` turns noise ``(num_noises, *batch_shape, d)`` into ``(num_noises, *batch_shape,
-    m)``. If ``shared``, the generator is the same for all particles, and noise for ``generate`` may
-    have size 1 in their place.
+    m)``, and ``linearise`` linearises the generator at noise ``(*batch_shape, d)``. If ``shared``,
+    the generator is the same for all particles, and noise for ``generate`` may have size 1 in their
+    place.
     """
 
     value: Tensor
@@ -35,6 +38,7 @@ class FlatSite(NamedTuple):
     noise: Tensor
     generate: Callable[[Tensor], Tensor]
     shared: bool
+    linearise: Callable[[Tensor], Linearisation]
 
 
 def flatten_site(site: ImplicitSite, num_particles: int) -> FlatSite:
@@ -47,15 +51,41 @@ def flatten_site(site: ImplicitSite, num_particles: int) -> FlatSite:
     shared = num_particles > 1 and (context is None or context.stride(0) == 0)
     if shared and context is not None:
         context = context[:1]
-
-    def generate(noise: Tensor) -> Tensor:
-        shape = noise.shape[:-1] + (-1,)
-        inputs = (noise,) if context is None else (noise, context.expand(shape))
-        return q.generator(*inputs).reshape(shape)
-
+    generate, _ = _maps(q.generator, context)
     shape = site.noise.shape[:-1] + (-1,)
     scale = q.scale.expand(site.value.shape).reshape(shape)
-    return FlatSite(site.value.reshape(shape), scale, site.noise, generate, shared)
+    return FlatSite(site.value.reshape(shape), scale, site.noise, generate, shared, q.linearise)
+
+
+def split_elements(site: ImplicitSite, flat: FlatSite, size: int) -> Iterator[FlatSite]:
+    """The elements of a site's batch, which are independent given their contexts.
+
+    :param size: elements at a time, at most.
+    :returns: sites of batch shape ``(size,)``.
+    """
+    q: Any = site.distribution
+    batch_shape = flat.noise.shape[:-1]
+    for some in torch.arange(batch_shape.numel(), device=flat.noise.device).split(size):
+        index = torch.unravel_index(some, batch_shape)
+        context = None if q.context is None else q.context[index]
+        value, scale, noise = (part[index] for part in (flat.value, flat.scale, flat.noise))
+        generate, linearise = _maps(q.generator, context)
+        yield FlatSite(value, scale, noise, generate, False, linearise)
+
+
+def _maps(generator: Any, context: Tensor | None) -> tuple[Callable, Callable]:
+    """The generator with flat values, and its linearisation, in a context."""
+
+    def inputs(noise: Tensor) -> tuple[Tensor, ...]:
+        return (noise,) if context is None else (noise, context.expand(noise.shape[:-1] + (-1,)))
+
+    def generate(noise: Tensor) -> Tensor:
+        return generator(*inputs(noise)).reshape(noise.shape[:-1] + (-1,))
+
+    def linearise(noise: Tensor) -> Linearisation:
+        return as_generator(generator).linearise(*inputs(noise))
+
+    return generate, linearise
 
 
 def mixing_noise(site: ImplicitSite, flat: FlatSite, num_mixing: int) -> Tensor:

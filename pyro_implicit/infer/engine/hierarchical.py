@@ -21,6 +21,7 @@ from pyro_implicit.infer.engine.flat_site import (
     check_generator,
     check_standard_normal,
     flatten_site,
+    split_elements,
 )
 from pyro_implicit.infer.engine.noise_proposal import NoiseGaussian, NoiseProposal
 from pyro_implicit.infer.engine.nonfinite import NonFiniteError, nonfinite_terms
@@ -35,6 +36,7 @@ from pyro_implicit.infer.engine.square_site import (
 from pyro_implicit.infer.engine.traces import log_weights
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.ops.semi_implicit import (
+    MAX_ENTRIES,
     conditional_log_density,
     linearised_reverse_conditional,
     mixture_log_density,
@@ -77,7 +79,7 @@ class HierarchicalELBO(ImplicitELBO):
         self.proposal = proposal
         self.num_steps = num_steps
         self.num_starts = num_starts
-        #: By semi-implicit site, for each call the share of draws that a fold made.
+        #: By semi-implicit site, whether each draw may come from a fold (0 or 1), in parts.
         self.folds: dict[str, list[Tensor]] = {}
         #: The guide's sites that have a value in place of a density.
         self.deltas: set[str] = set()
@@ -152,8 +154,30 @@ class HierarchicalELBO(ImplicitELBO):
         if not isinstance(site.distribution, SemiImplicit):
             return self._injective(site)
         flat = flatten_site(site, self.num_particles)
+        num_elements = flat.value[..., 0].numel()
+        numbers = (self.num_mixing + 1) * max(flat.value.shape[-1], flat.noise.shape[-1])
+        size = max(1, MAX_ENTRIES // numbers)  # elements at a time
+        if torch.is_grad_enabled() or num_elements <= size:
+            return self._log_density(site, flat)
+        if self.proposal == "prior":
+            return self._log_density_by_noises(site, flat, self.num_mixing * size // num_elements)
+        parts = split_elements(site, flat, size)
+        found = torch.cat([self._log_density(site, part) for part in parts])
+        return found.reshape(flat.value.shape[:-1])
+
+    def _log_density(self, site: ImplicitSite, flat: FlatSite) -> Tensor:
         noises, log_weights = self._noises(site, flat)
         return mixture_log_density(flat.value, flat.generate, flat.scale, noises, log_weights)
+
+    def _log_density_by_noises(self, site: ImplicitSite, flat: FlatSite, size: int) -> Tensor:
+        """With fresh noises of the prior, at most ``size`` at a time."""
+        distribution = site.distribution.noise_distribution
+        total = conditional_log_density(flat.value, flat.generate(flat.noise[None])[0], flat.scale)
+        for some in torch.arange(self.num_mixing).split(max(1, size)):
+            fresh = distribution.sample(some.shape)
+            part = mixture_log_density(flat.value, flat.generate, flat.scale, [fresh])
+            total = total.logaddexp(part + math.log(len(some)))
+        return total - math.log(self.num_mixing + 1)
 
     def bound_and_score(self, site: ImplicitSite) -> tuple[Tensor, Tensor]:
         r"""The bound on log q of a semi-implicit site, and an unbiased estimate of the score
@@ -206,7 +230,7 @@ class HierarchicalELBO(ImplicitELBO):
         """
 
         def around(noise: Tensor) -> tuple[Tensor, Tensor]:
-            linearisation = site.distribution.linearise(noise)
+            linearisation = flat.linearise(noise)
             return linearisation.value, linearisation.jacobian()
 
         def reach(start: Tensor) -> NoiseGaussian:
@@ -231,13 +255,10 @@ class HierarchicalELBO(ImplicitELBO):
         means = torch.stack([gaussian.mean for gaussian in gaussians])
         log_mass = conditional_log_density(flat.value, flat.generate(means), flat.scale)
         log_mass = log_mass - 0.5 * means.square().sum(-1)
-        log_mass = log_mass - torch.stack(
-            [q.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) for q in gaussians]
-        )
+        log_mass = log_mass - torch.stack([gaussian.half_log_det for gaussian in gaussians])
         folded = torch.zeros_like(log_mass[0], dtype=torch.bool)
         for index, gaussian in enumerate(gaussians):
-            offsets = gaussian.factor.mT @ (means - gaussian.mean).movedim(0, -1)
-            is_apart = offsets.square().sum(-2).movedim(-1, 0) > APART**2
+            is_apart = gaussian.squares(means) > APART**2
             is_even = (log_mass - log_mass[index]).abs() < EVEN
             folded |= (is_apart & is_even).any(0)
-        self.folds.setdefault(name, []).append(folded.to(flat.value).mean())
+        self.folds.setdefault(name, []).append(folded.to(flat.value).flatten())

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the noise behind a value may lie: a few Gaussians and the prior, sampled in strata."""
+"""Proposals for the noise behind a value: a few Gaussians and the prior, sampled in strata."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,26 +14,54 @@ __all__ = ["NoiseGaussian", "NoiseProposal"]
 PRIOR_SHARE = 0.1
 
 
-class NoiseGaussian(NamedTuple):
-    """``mean`` ``(*batch, d)``, and the lower Cholesky ``factor`` of the precision
-    ``(*batch, d, d)``."""
+class NoiseGaussian:
+    r"""A Gaussian of precision :math:`I + A^\top A`.
 
-    mean: Tensor
-    factor: Tensor
+    :param mean: ``(*batch, d)``.
+    :param rows: A, ``(*batch, m, d)``. With m < d no matrix of d rows and columns is made.
+    """
+
+    def __init__(self, mean: Tensor, rows: Tensor) -> None:
+        self.mean, self.rows = mean, rows
+        m, d = rows.shape[-2:]
+        self.is_low_rank = m < d
+        wide = rows.double()
+        gram = wide @ wide.mT if self.is_low_rank else wide.mT @ wide
+        identity = torch.eye(min(m, d), dtype=torch.double, device=rows.device)
+        factor = torch.linalg.cholesky(gram + identity)
+        #: Lower Cholesky factor of I + A A^T if that is smaller than I + A^T A, in float64.
+        self.factor = factor if self.is_low_rank else factor.to(mean.dtype)
+
+    @property
+    def half_log_det(self) -> Tensor:
+        """Half the log-determinant of the precision, ``(*batch,)``."""
+        return self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1).to(self.mean.dtype)
+
+    def squares(self, noise: Tensor) -> Tensor:
+        """Squared Mahalanobis distances ``(n, *batch)`` of noise ``(n, *batch, d)``."""
+        # The noises as columns, so that no matrix is copied for each of them.
+        offsets = (noise - self.mean).movedim(0, -1)
+        if not self.is_low_rank:
+            return (self.factor.mT @ offsets).square().sum(-2).movedim(-1, 0)
+        squares = offsets.square().sum(-2) + (self.rows @ offsets).square().sum(-2)
+        return squares.movedim(-1, 0)
 
     def log_ratio(self, noise: Tensor) -> Tensor:
         """Its density over that of the standard normal distribution, ``(n, *batch)`` for noise
         ``(n, *batch, d)``."""
-        # The noises as columns, so that no factor is copied for each of them.
-        white = self.factor.mT @ (noise - self.mean).movedim(0, -1)
-        squares = noise.square().sum(-1) - white.square().sum(-2).movedim(-1, 0)
-        return self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) + 0.5 * squares
+        return self.half_log_det + 0.5 * (noise.square().sum(-1) - self.squares(noise))
 
     def sample(self, num: int) -> Tensor:
         """Draws ``(num, *batch, d)``."""
-        white = torch.randn_like(self.mean.expand((num, *self.mean.shape)))
-        steps = torch.linalg.solve_triangular(self.factor.mT, white.movedim(0, -1), upper=True)
-        return self.mean + steps.movedim(-1, 0)
+        white = torch.randn_like(self.mean.expand((num, *self.mean.shape))).movedim(0, -1)
+        if not self.is_low_rank:
+            steps = torch.linalg.solve_triangular(self.factor.mT, white, upper=True)
+        else:  # Matheron's rule: a draw of N(0, I), conditioned on A z + e = 0
+            rows, white = self.rows.double(), white.double()
+            image = rows @ white
+            image = image + torch.randn_like(image)
+            steps = white - rows.mT @ torch.cholesky_solve(image, self.factor)
+        return self.mean + steps.movedim(-1, 0).to(self.mean.dtype)
 
 
 class NoiseProposal:

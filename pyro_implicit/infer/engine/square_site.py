@@ -71,5 +71,7 @@ def check_square(site: ImplicitSite, method: str) -> None:
     def generate(noise: Tensor) -> Tensor:
         return q.generate(noise).reshape(noise.shape)
 
-    flat = FlatSite(value, torch.zeros_like(value), site.noise, generate, shared=False)
+    flat = FlatSite(
+        value, torch.zeros_like(value), site.noise, generate, False, site.distribution.linearise
+    )
     check_generator(site.name, flat)
