@@ -38,7 +38,7 @@ from pyro_implicit import (
     fit,
     refine,
 )
-from pyro_implicit.density.modes import find_modes
+from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.infer import ImplicitELBO
 from tests.test_contract import ELBOS

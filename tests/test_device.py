@@ -25,7 +25,7 @@ from pyro_implicit import (
     evidence_bound,
     fit,
 )
-from pyro_implicit.density.modes import find_modes
+from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.guides import auto_implicit

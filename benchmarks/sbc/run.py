@@ -32,7 +32,7 @@ from benchmarks.common import RESULTS, append_record, environment, read_records
 from benchmarks.sbc.models import MODELS
 from pyro_implicit import fit, refine
 from pyro_implicit.density import Target
-from pyro_implicit.density.engine import compute_log_prob
+from pyro_implicit.density.model import compute_log_prob
 
 __all__ = ["METHODS", "NUM_DRAWS", "OUT", "run"]
 

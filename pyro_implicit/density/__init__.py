@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model as a function of its latents: its log-density, its starts and its modes."""
+"""The posterior as a function on R^d: log-density, derivatives, modes, checks of the model."""
 
 from __future__ import annotations
 
-from pyro_implicit.density.engine import SubsampledError
-from pyro_implicit.density.modes import Modes, find_modes
+from pyro_implicit.density.mode_search import Modes, find_modes
+from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.target import Target
 from pyro_implicit.density.traced_score import TracedScore
 

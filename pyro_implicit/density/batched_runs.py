@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model, run for many values of its latents at once by ``torch.func.vmap``."""
+"""A model, run for many values of its latent variables at once by ``torch.func.vmap``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, NoReturn, TypeVar
 
 import pyro
@@ -18,36 +18,30 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pyro_implicit.compiled import Untraceable, is_tracing
-from pyro_implicit.density.engine import Model, UnfitModelError, varying_site
+from pyro_implicit.density.model import IMPOSSIBLE, Model, UnfitModelError, varying_site
+from pyro_implicit.density.policy import RUNS
 from pyro_implicit.density.run_mode import BranchError, RunMode, VmapError, writes_to_unbatched
+from pyro_implicit.runtime.sites import is_latent
 from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
-__all__ = ["IMPOSSIBLE", "BatchedRuns"]
+__all__ = ["BatchedRuns"]
 
 Values = dict[str, Tensor]
 T = TypeVar("T")
 
-#: What a model raises where the values of its latents are impossible.
-IMPOSSIBLE = (ValueError, ArithmeticError, RuntimeError, AssertionError)
-
-#: More groups of runs that take the same branches than this, and a half of the runs, are no gain.
-MAX_GROUPS = 8
-#: Two runs agree if they differ by at most so many times as much as some runs whose latents are off
-#: in their last bits.
-ROUNDING, ROUNDINGS = 10.0, 4
-
 
 class BatchedRuns:
-    """Runs a model for many values of its latents, and remembers how it can be run.
+    """Runs a model for many values of its latent variables, and remembers how it can be run.
 
-    The first batch is compared with a plain run; a model that fails is run one value at a time from
-    then on, with one warning that names the cause. Where runs part at a branch, those that take it
-    are a batch, and the others. A run that raises an error is its own affair: the others go on.
+    The first batch is compared with a plain run. A model that cannot run inside ``vmap`` is run one
+    value at a time from then on, with one warning that names the cause. If runs part at a branch,
+    those that take it are one batch, and the others another one. If a run raises an error, the
+    others go on.
 
-    :param owner: who runs it, for the warning.
+    :param owner: the class or function that runs the model, for the warning.
     :param mode: ``"vmap"``, or ``False`` for one run after the other.
-    :param refuses_random: whether a model that is random beyond its latents is an error, or
-        is run one value at a time.
+    :param refuses_random: whether a model that is random beyond its latent variables is an error;
+        otherwise it is run one value at a time.
     """
 
     def __init__(
@@ -58,7 +52,8 @@ class BatchedRuns:
         self.refuses_random = refuses_random
         self.checked = mode is False
         self.error: Exception | None = None
-        """The last that the model raised at values that are impossible."""
+        """The last error that the model raised at impossible values."""
+        # Functions are replaced until a whole batch did not need it, and again after an error.
         self._replaces = True
         self._must_replace = False
         self._fresh_are_batched = False
@@ -70,16 +65,16 @@ class BatchedRuns:
         read: Callable[[Trace], T],
         otherwise: T | None = None,
     ) -> T:
-        """What is read in the trace of each run, stacked.
+        """Return what ``read`` finds in the trace of each run, stacked.
 
         :param values: by site, ``(num_runs, *site_shape)``.
-        :param read: tensors in dicts, tuples or alone, from a trace without subsampling sites whose
-            log-probabilities are not computed yet.
-        :param otherwise: in place of that where a run raises an error; by default, NaN like the
-            others', or the error itself if all runs raise one.
-        :returns: the same, each tensor ``(num_runs, *shape)``.
-        :raises UnfitModelError: where what is read in dicts by site is of other sites in some runs,
-            or for a random model that is refused.
+        :param read: returns tensors, alone or in dicts and tuples, from a trace without subsampling
+            sites, whose log-probabilities are not computed yet.
+        :param otherwise: the result for a run that raises an error. By default it is NaN, or the
+            error itself if all runs raise one.
+        :returns: the same structure, each tensor ``(num_runs, *shape)``.
+        :raises UnfitModelError: if runs have different sites in dicts by site, or for a random
+            model that is refused.
         """
         if is_tracing():
             return self._recorded(model, values, read)
@@ -87,16 +82,16 @@ class BatchedRuns:
         if self.mode == "vmap":
             try:
                 if self.checked:
-                    return self._join(self._in_one_go(model, values, read, rows), otherwise)
+                    return self._join(self._batches(model, values, read, rows), otherwise)
                 return self._compared(model, values, read, rows, otherwise)
             except VmapError as error:
                 self._give_up_vmap(error, model, values)
         return self._join([self._one(model, values, read, row) for row in rows], otherwise)
 
     def _recorded(self, model: Model, values: Values, read: Callable[[Trace], T]) -> T:
-        """All runs at once, whatever it raises: what cannot be recorded may well run.
+        """All runs at once; an error means that the model cannot be recorded.
 
-        :raises Untraceable: unless vmap is known to run the model.
+        :raises Untraceable: unless ``vmap`` is known to run the model.
         """
         if self.mode is False or not self.checked:
             raise Untraceable("the model runs one particle at a time, outside torch.func.vmap")
@@ -110,9 +105,9 @@ class BatchedRuns:
         rows: Tensor,
         otherwise: T | None,
     ) -> T:
-        """As :meth:`_in_one_go`, compared with a plain run at the first values at which it can be.
+        """As :meth:`_batches`, compared with a plain run at the first possible values.
 
-        :raises VmapError: saying what vmap cannot do, or where the two disagree.
+        :raises VmapError: if ``vmap`` cannot run the model, or the two disagree.
         :raises UnfitModelError: for a random model that is refused.
         """
         for row in rows:
@@ -122,16 +117,19 @@ class BatchedRuns:
         else:
             nothing: list[tuple[Tensor, T | None]] = [(rows, None)]
             return self._join(nothing, otherwise)
-        result = self._join(self._in_one_go(model, values, read, rows), otherwise)
+        result = self._join(self._batches(model, values, read, rows), otherwise)
         found = pytree.tree_map(lambda leaf: leaf[row : row + 1], result)
         one, other = _total(found), _total(expected)
         if math.isfinite(other) and not _is_close(one, other):
             _, again = self._one(model, values, read, row)
             if again is not None and not _is_close(_total(again), other):
                 self._meet_random(other, _total(again))
-            rounded = (self._one(model, _off(values, k), read, row)[1] for k in range(ROUNDINGS))
+            rounded = (
+                self._one(model, _perturbed(values, k), read, row)[1]
+                for k in range(RUNS.num_rounded)
+            )
             errors = [abs(_total(run) - other) for run in rounded if run is not None]
-            if not abs(one - other) <= ROUNDING * max(errors, default=0.0):
+            if not abs(one - other) <= RUNS.rounding * max(errors, default=0.0):
                 raise VmapError(
                     f"its log-density is {one:.6g} there and {other:.6g} outside; are latents "
                     "written into tensors in place?"
@@ -140,7 +138,7 @@ class BatchedRuns:
         return result
 
     def _meet_random(self, one: float, other: float) -> NoReturn:
-        """Of two log-densities at the same values."""
+        """Raise an error for two log-densities at the same values."""
         fault = (
             "the model is random beyond its latents, or changes from run to run: its log-density "
             f"at one point is {one:.6g}, and then {other:.6g}"
@@ -153,24 +151,26 @@ class BatchedRuns:
             raise UnfitModelError(f"{fault}. Cure: {cure}")
         raise VmapError(fault, cure)
 
-    def _in_one_go(
+    def _batches(
         self, model: Model, values: Values, read: Callable[[Trace], T], rows: Tensor
     ) -> list[tuple[Tensor, T | None]]:
-        """What is read in groups of runs that go the same way, None of those that raise errors.
+        """Run groups of runs that take the same branches; None for runs that raise an error.
 
-        :raises VmapError: if vmap cannot run the model, or in too small groups.
+        :raises VmapError: if ``vmap`` cannot run the model, or in too many groups.
         """
         todo: list[Tensor] = [rows]
         done: list[tuple[Tensor, T | None]] = []
         replaced = False
         while todo:
-            group = todo.pop()
+            group, some = todo.pop(), values
+            if len(group) < len(rows):
+                some = {name: value[group.to(value.device)] for name, value in values.items()}
             try:
-                part, needed = self._vmap(model, _pick(values, group), read)
+                part, needed = self._vmap(model, some, read)
                 done.append((group, part))
                 replaced |= needed
             except BranchError as branch:
-                if len(todo) + len(done) > max(MAX_GROUPS, len(rows) // 2):
+                if len(todo) + len(done) > max(RUNS.max_groups, len(rows) // 2):
                     raise VmapError("its runs take too many different branches") from branch
                 if len(todo) + len(done) == 0:
                     # All groups see the same data: their indices are drawn in a plain run.
@@ -179,7 +179,7 @@ class BatchedRuns:
                 todo += [group[is_true], group[~is_true]]
             except (VmapError, UnfitModelError):
                 raise
-            except Exception as error:  # vmap raises many kinds, one for each thing it cannot do
+            except Exception as error:  # vmap raises many kinds of errors
                 if not self._replaces:
                     self._replaces = self._must_replace = True
                     todo.append(group)
@@ -191,13 +191,13 @@ class BatchedRuns:
                     if all(part is not None for _, part in parts):
                         raise VmapError(first_line(error), _cure(error)) from error
                     done += parts  # the error was the model's own, at some of these values
-        # What is read may be all that needs it: once needed, it is kept.
+        # Another `read` may not need it: once needed, it is kept.
         self._must_replace |= replaced
         self._replaces = self._must_replace
         return done
 
     def _vmap(self, model: Model, values: Values, read: Callable[[Trace], T]) -> tuple[T, bool]:
-        """What is read in all runs, and whether functions of torch's had to be replaced."""
+        """Return the result of all runs, and whether functions of torch had to be replaced."""
         modes: list[RunMode] = []
 
         def read_one(tag: Tensor, values: Values) -> T:
@@ -209,10 +209,16 @@ class BatchedRuns:
 
         first = next(iter(values.values()))
         tag = torch.ones(len(first), dtype=torch.bool, device=first.device)
-        with warnings.catch_warnings(), _differentiable_attention():
-            warnings.filterwarnings("ignore", "There is a performance drop")  # of rules vmap lacks
-            result = torch.func.vmap(read_one, randomness="same")(tag, values)
-        return result, any(mode.was_needed for mode in modes)
+        # Torch's attention for inference is used inside vmap, too, and cannot be differentiated.
+        mha, was_enabled = torch.backends.mha, torch.backends.mha.get_fastpath_enabled()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")  # missing vmap rules
+            mha.set_fastpath_enabled(False)
+            try:
+                result = torch.func.vmap(read_one, randomness="same")(tag, values)
+            finally:
+                mha.set_fastpath_enabled(was_enabled)
+        return result, bool(modes) and modes[0].was_needed
 
     def _one(
         self,
@@ -222,7 +228,7 @@ class BatchedRuns:
         row: Tensor,
         check: Callable[[Model, Trace], None] | None = None,
     ) -> tuple[Tensor, T | None]:
-        """What is read in a plain run, as a batch of one; None if it raises an error."""
+        """Return the result of a plain run, as a batch of one; None if it raises an error."""
         try:
             with RunMode() if self._replaces else contextlib.nullcontext():
                 trace = model.run({name: value[row] for name, value in values.items()})
@@ -239,14 +245,16 @@ class BatchedRuns:
         return row.reshape(1), pytree.tree_map(lambda leaf: leaf.unsqueeze(0), found)
 
     def _join(self, parts: list[tuple[Tensor, T | None]], otherwise: T | None) -> T:
-        """All runs in their order.
+        """Return the results of all runs in their order.
 
-        :raises UnfitModelError: naming a site of which something is read in some of them only.
+        :raises UnfitModelError: naming a site that only some runs have.
         """
+        if len(parts) == 1 and parts[0][1] is not None:
+            return parts[0][1]
         good = [part for _, part in parts if part is not None]
-        if len(good) == len(parts) == 1:
-            return good[0]
-        _refuse_varying(good)
+        for part in good[1:]:
+            if pytree.tree_structure(part) != pytree.tree_structure(good[0]):
+                raise varying_site(min(_keys(part) ^ _keys(good[0])))
         if otherwise is None:
             if not good:
                 assert self.error is not None
@@ -263,8 +271,9 @@ class BatchedRuns:
         )
 
     def _give_up_vmap(self, error: VmapError, model: Model, values: Values) -> None:
-        # Pyro adds the shapes of all sites to errors.
-        cause = str(error).splitlines()[0] + _behind(model)
+        cause = str(error).splitlines()[0]  # Pyro adds the shapes of all sites
+        if model.last_site not in (None, "_INPUT", "_RETURN"):
+            cause += f", behind site '{model.last_site}'"
         self.mode, self.checked, self._replaces = False, True, True
         start = time.perf_counter()
         with contextlib.suppress(*IMPOSSIBLE):
@@ -272,47 +281,34 @@ class BatchedRuns:
         seconds = time.perf_counter() - start
         num_runs = len(next(iter(values.values())))
         cure = error.cure or (
-            "write the model without .item() and without branches on latent values; or fewer "
-            'particles; an ELBO can also be told vectorize_particles="plate" or False'
+            "write the model without .item() and without branches on latent values; or use fewer "
+            'particles; an ELBO also takes vectorize_particles="plate" or False'
         )
         warn_user(
             f"{self.owner} runs the model one particle at a time, because it cannot run inside "
             f"torch.func.vmap ({cause}): {num_runs} particles take {num_runs * seconds:.2g} s, "
-            f"where one takes {seconds:.2g} s. Cure: {cure}",
+            f"one takes {seconds:.2g} s. Cure: {cure}",
         )
 
 
 def _refuse_unknown_latents(model: Model, trace: Trace) -> None:
     for name, site in trace.nodes.items():
-        if site["type"] == "sample" and not site["is_observed"] and name not in model.replayed:
+        if is_latent(site) and name not in model.replayed:
             raise VmapError(f"site '{name}' is a latent that is drawn anew in each run")
 
 
-def _refuse_varying(parts: list[Any]) -> None:
-    """Check that what is read in all runs is of the same sites."""
-    for part in parts[1:]:
-        if pytree.tree_structure(part) != pytree.tree_structure(parts[0]):
-            raise varying_site(min(_keys(part) ^ _keys(parts[0])))
-
-
 def _keys(tree: Any) -> set[str]:
-    """Of all dicts in a tree."""
+    """Return the keys of all dicts in a tree."""
     paths = [path for path, _ in pytree.tree_leaves_with_path(tree)]
     return {key.key for path in paths for key in path if isinstance(key, pytree.MappingKey)}
 
 
-def _pick(values: Values, rows: Tensor) -> Values:
-    if len(rows) == len(next(iter(values.values()))):
-        return values
-    return {name: value[rows.to(value.device)] for name, value in values.items()}
-
-
 def _is_close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-3)
+    return math.isclose(one, other, rel_tol=RUNS.tolerance, abs_tol=RUNS.tolerance)
 
 
-def _off(values: Values, seed: int) -> Values:
-    """The same, but for the last bits."""
+def _perturbed(values: Values, seed: int) -> Values:
+    """Return the values with other last bits."""
     random = torch.Generator().manual_seed(seed)
     moved = {}
     for name, value in values.items():
@@ -327,28 +323,11 @@ def _total(tree: Any) -> float:
     return sum(leaf.detach().double().sum().item() for leaf in pytree.tree_leaves(tree))
 
 
-@contextlib.contextmanager
-def _differentiable_attention() -> Iterator[None]:
-    """Without torch's attention for inference, which it takes in ``vmap``, too, as tensors do not
-    seem to need gradients there."""
-    was_enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(was_enabled)
-
-
 def _cure(error: Exception) -> str | None:
-    """Where vmap lacks an operation; None for the usual one."""
+    """Return the cure for an operation that ``vmap`` lacks; None for the usual one."""
     if "Batching rule not implemented for" not in str(error):
         return None
     return (
-        "another operation, which torch.func.vmap has a rule for: in place of nn.LSTM, nn.GRU or "
+        "another operation, for which torch.func.vmap has a rule: instead of nn.LSTM, nn.GRU or "
         "nn.RNN, nn.GRUCell in a loop over the steps; or fewer particles"
     )
-
-
-def _behind(model: Model) -> str:
-    known = model.last_site not in (None, "_INPUT", "_RETURN")
-    return f", behind site '{model.last_site}'" if known else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an evaluation costs, counted instead of timed: equal runs make equal plans."""
+"""Cost of an evaluation, counted instead of timed, so that equal runs make equal plans."""
 
 from __future__ import annotations
 
@@ -12,50 +12,15 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from pyro_implicit.compiled.dispatch import DispatchMode
+from pyro_implicit.density.policy import COST
 
-__all__ = [
-    "MAX_DENSE_DIM",
-    "PER_RUN",
-    "count_operations",
-    "estimated_seconds",
-    "nearby",
-    "seconds_near",
-]
-
-#: Latents up to which matrices over all of them are affordable: covariances, a climb's Hessians.
-MAX_DENSE_DIM = 100
-
-# Of one core of a CPU, measured on models of 4 to 100 latents, within a factor of two.
-PER_RUN = 3e-3  # Pyro's handlers
-PER_OPERATION = 8e-6
-PER_ELEMENT = 2e-9
-PER_FLOP = 1e-10
-# Elements of the result for one of these count as so many, and more in large matrices.
-DEAR = {"lgamma": 15, "digamma": 15, "polygamma": 30, "special_log_ndtr": 15}
-DEAR_MATRICES = {
-    "linalg_cholesky_ex": 4,
-    "linalg_solve_triangular": 4,
-    "triangular_solve": 4,
-    "cholesky_inverse": 8,
-    "cholesky_solve": 8,
-    "linalg_lu_factor_ex": 5,
-    "_linalg_slogdet": 5,
-    "_linalg_det": 5,
-    "_linalg_solve_ex": 15,
-    "linalg_inv_ex": 15,
-    "linalg_qr": 15,
-    "_linalg_eigh": 50,
-    "_linalg_svd": 100,
-}
-SPREAD = 0.1  # of nearby points, in unconstrained coordinates
-LARGE = 100  # rows, from which on the cube counts
+__all__ = ["count_operations", "estimated_seconds", "nearby", "seconds_near"]
 
 
 def estimated_seconds(evaluate: Callable[[], Any], times: float = 1.0, num_runs: int = 1) -> float:
-    """Seconds that one core would need for an evaluation of a model, by its operations and sizes.
+    """Return the seconds that one core needs for an evaluation, by its operations and their sizes.
 
-    It is a property of the evaluation and not of the machine's load, so that what is planned by it
-    repeats to the last bit.
+    The estimate does not depend on the machine or its load, so that plans are reproducible.
 
     **Example:**
 
@@ -64,23 +29,23 @@ def estimated_seconds(evaluate: Callable[[], Any], times: float = 1.0, num_runs:
     >>> estimated_seconds(lambda: small + 1) < estimated_seconds(lambda: large @ large)
     True
 
-    :param evaluate: is called once, and may be a vectorised run with its gradients.
-    :param times: of an evaluation of so many times the size, with as many operations.
-    :param num_runs: of the model in it, one after the other.
+    :param evaluate: is called once; it may be a vectorised run with its gradients.
+    :param times: scales the sizes; the number of operations stays.
+    :param num_runs: runs of the model in it, one after the other.
     """
     with _Counter() as counter:
         evaluate()
     return (
-        PER_RUN * num_runs
-        + PER_OPERATION * counter.operations
-        + times * (PER_ELEMENT * counter.elements + PER_FLOP * counter.flops)
+        COST.per_run * num_runs
+        + COST.per_operation * counter.operations
+        + times * (COST.per_element * counter.elements + COST.per_flop * counter.flops)
     )
 
 
 def seconds_near(
     evaluate: Callable[[Tensor], Any], point: Tensor, number: int, one_by_one: bool = False
 ) -> float:
-    """What :func:`estimated_seconds` says of an evaluation at points around one.
+    """Return :func:`estimated_seconds` of an evaluation at several points around one.
 
     **Example:**
 
@@ -98,8 +63,7 @@ def seconds_near(
 
 
 def nearby(point: Tensor, number: int) -> Tensor:
-    """Points ``(number, dim)`` to evaluate a model at, which differ: of one point many times, what
-    a model reads of it is the same.
+    """Return distinct points ``(number, dim)`` around one: copies would agree on every branch.
 
     **Example:**
 
@@ -109,11 +73,11 @@ def nearby(point: Tensor, number: int) -> Tensor:
 
     :param point: ``(dim,)``.
     """
-    return point + torch.linspace(-SPREAD, SPREAD, number).to(point).unsqueeze(-1)
+    return point + torch.linspace(-COST.spread, COST.spread, number).to(point).unsqueeze(-1)
 
 
 def count_operations(evaluate: Callable[[], Any]) -> int:
-    """The kernels that an evaluation calls, views included.
+    """Return the number of kernels that an evaluation calls, views included.
 
     **Example:**
 
@@ -130,7 +94,7 @@ def count_operations(evaluate: Callable[[], Any]) -> int:
 
 
 class _Counter(DispatchMode):
-    """Counts below autograd and vmap, where each operation is one call of a kernel."""
+    """Counts below autograd and ``vmap``, where each operation is one call of a kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,23 +107,18 @@ class _Counter(DispatchMode):
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
         self.operations += 1
-        if func._overloadpacket in flop_registry:
-            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=found)
-        if not _is_view(func):
+        packet = func.overloadpacket
+        if packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **kwargs, out_val=found)
+        if not func.is_view:
             leaves = pytree.tree_leaves(found)
             elements = sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
-            self.elements += _weight(func, args) * elements
+            self.elements += _weight(packet.__name__, args) * elements
         return found
 
 
-def _weight(func: Any, args: tuple) -> float:
-    """What an element of an operation's result costs, in elements of a sum."""
-    name = func._overloadpacket.__name__
-    if name in DEAR_MATRICES:
-        return DEAR_MATRICES[name] * (1 + args[0].shape[-1] / LARGE)
-    return DEAR.get(name, 1)
-
-
-def _is_view(func: Any) -> bool:
-    alias = next((one.alias_info for one in func._schema.returns), None)
-    return alias is not None and not alias.is_write
+def _weight(name: str, args: tuple) -> float:
+    """Return the cost of an element of a result, in elements of a sum."""
+    if name in COST.factorisations:
+        return COST.factorisations[name] * (1 + args[0].shape[-1] / COST.large_matrix)
+    return COST.functions.get(name, 1)

@@ -1,31 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch does otherwise while a model runs: bad matrices, and what vmap alone cannot do."""
+"""Functions of torch that behave differently while a model runs, above all inside ``vmap``."""
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+import pyro.distributions as dist
 import torch
 from torch import Tensor
+from torch.distributions import Distribution, Transform
 from torch.overrides import TorchFunctionMode
 
-from pyro_implicit.density.bad_matrices import OF_MATRICES
-from pyro_implicit.density.in_each_run import all_runs
+from pyro_implicit.compiled import is_tracing
+from pyro_implicit.ops.hidden_markov import log_forward
 from pyro_implicit.ops.log_ndtr import log_ndtr
 
-__all__ = ["BranchError", "RunMode", "VmapError", "writes_to_unbatched"]
+__all__ = [
+    "BranchError",
+    "RunMode",
+    "VmapError",
+    "all_runs",
+    "in_each_run",
+    "log_prob_in_each_run",
+    "writes_to_unbatched",
+]
 
-
-_is_active: ContextVar[bool] = ContextVar("_is_active", default=False)
+_active: ContextVar[RunMode | None] = ContextVar("_active", default=None)
 
 
 class VmapError(RuntimeError):
     """A model cannot run inside ``torch.func.vmap``, or would be another model there.
 
     :param message: the cause.
-    :param cure: where it is none of the usual ones.
+    :param cure: the cure, if it is not the usual one.
     """
 
     def __init__(self, message: str, cure: str | None = None) -> None:
@@ -34,7 +45,10 @@ class VmapError(RuntimeError):
 
 
 class BranchError(Exception):
-    """The runs of a batch part at a branch: ``is_true``, ``(num_runs,)``, tells which take it."""
+    """The runs of a batch part at a branch.
+
+    :param is_true: ``(num_runs,)``, the runs that take the branch.
+    """
 
     def __init__(self, is_true: Tensor) -> None:
         super().__init__("a branch on the value of a tensor")
@@ -44,11 +58,11 @@ class BranchError(Exception):
 class RunMode(TorchFunctionMode):
     """Runs a model with a few of torch's functions replaced, in this thread and context alone.
 
-    Everywhere, a matrix without a factor or an inverse gets NaN for it in place of an error, so
-    that it is this run's density that is not a number and not the batch's, and its gradient is 0;
-    and ``log_ndtr`` has derivatives that hold far from the data, where a search begins.
-    Inside ``vmap``, a tensor can be asked for its truth or its number if all runs agree, elements
-    can be set through a mask, and tensors made in the model can be written to.
+    Outside and inside of ``vmap``, a matrix without a factor or an inverse gives NaN instead of an
+    error, with gradient 0, so that only its own run has no density; and ``log_ndtr`` has accurate
+    derivatives far from the data. Inside ``vmap`` alone, a tensor has a truth value or a number if
+    all runs agree on it, elements can be set through a mask, and tensors made by the model can be
+    written to.
 
     **Example:**
 
@@ -56,17 +70,15 @@ class RunMode(TorchFunctionMode):
     ...     torch.linalg.cholesky(torch.tensor([[[4.0]], [[-1.0]]])).flatten()
     tensor([2., nan])
 
-    :param tag: ``(,)`` of one run inside ``vmap``, True; None outside.
-    :param fresh_are_batched: whether each run has its own copy of tensors that the model makes, as
-        it must if latents are written into them.
+    :param tag: ``(,)``, True, batched by ``vmap``; None outside of ``vmap``.
+    :param fresh_are_batched: whether each run gets its own copy of the tensors that the model
+        makes. Models that write latents into such tensors need it.
     """
 
     def __init__(self, tag: Tensor | None = None, fresh_are_batched: bool = False) -> None:
         super().__init__()
         self.tag = tag
-        self.replacements = {**OF_MATRICES, torch.special.log_ndtr: _log_ndtr}
-        if tag is not None:
-            self.replacements.update(_IN_VMAP)
+        self.replacements = {**_EVERYWHERE, **({} if tag is None else _IN_VMAP)}
         if fresh_are_batched:
             self.replacements.update(dict.fromkeys(_FRESH, self._fresh))
             self.replacements.update(dict.fromkeys(_AUGMENTED, _augment))
@@ -74,17 +86,17 @@ class RunMode(TorchFunctionMode):
         """Whether any function was replaced."""
 
     def __enter__(self) -> RunMode:
-        self._outer = _is_active.set(True)
+        self._outer = _active.set(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _is_active.reset(self._outer)
+        _active.reset(self._outer)
 
     @staticmethod
-    def is_active() -> bool:
-        """Whether functions are replaced here."""
-        return _is_active.get()
+    def active() -> RunMode | None:
+        """Return the innermost mode of this context."""
+        return _active.get()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -102,16 +114,188 @@ class RunMode(TorchFunctionMode):
         return torch.where(self.tag, made, made)
 
 
+# All runs of a batch
+
+
+def in_each_run(function: Callable[..., Any], *tensors: Tensor) -> Any:
+    """Inside ``vmap``, call a function of the tensors of all runs.
+
+    **Example:**
+
+    >>> def double_each(num_runs, x):
+    ...     return torch.stack([2 * x_k for x_k in x])
+    >>> torch.func.vmap(lambda x: in_each_run(double_each, x))(torch.arange(3))
+    tensor([0, 2, 4])
+
+    :param function: of the number of runs and the tensors, each ``(num_runs, *shape)``. It returns
+        tensors ``(num_runs, *shape)``. If no tensor is batched, the number is None.
+    """
+    return _BelowVmap.apply(function, *tensors)
+
+
+class _BelowVmap(torch.autograd.Function):
+    """Calls a function below the level of ``vmap``; autograd sees its operations."""
+
+    @staticmethod
+    def forward(function: Callable, *tensors: Tensor) -> Any:
+        return function(None, *tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, function: Callable, *tensors: Tensor) -> tuple[Any, int]:
+        size = info.batch_size
+        batched = (
+            tensor.expand((size,) + tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip(tensors, in_dims[1:], strict=True)
+        )
+        return function(size, *batched), 0
+
+
+def all_runs(tensor: Tensor) -> Tensor | None:
+    """Return a tensor of all runs, constant, ``(num_runs, *shape)``; None if it is not batched."""
+    seen = []
+
+    def look(num_runs: int | None, batched: Tensor) -> Tensor:
+        seen.append(None if num_runs is None else batched)
+        return batched
+
+    in_each_run(look, tensor.detach())
+    return seen[0]
+
+
+# Distributions whose log-density vmap cannot compute
+
+
+def log_prob_in_each_run(fn: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Return the log-density of a distribution; loop over the runs where ``vmap`` refuses it.
+
+    ``vmap`` refuses branches on values and indices of dynamic length. The rest of the model still
+    runs vectorised.
+
+    :param fn: the distribution. Further parameters are those of its ``log_prob``.
+    """
+    if isinstance(fn, dist.DiscreteHMM):  # Pyro's takes a logarithm that vmap refuses
+        observed = fn.observation_dist.log_prob(
+            args[0].unsqueeze(-1 - fn.observation_dist.event_dim)
+        )
+        return log_forward(fn.initial_logits, fn.transition_logits, observed)
+    mode = RunMode.active()
+    try:
+        return type(fn).log_prob(fn, *args, **kwargs)
+    except Exception as error:
+        # BatchedRuns gives each run its own tensors to write to.
+        if mode is None or writes_to_unbatched(error):
+            raise
+        refusal = error.with_traceback(None)  # its frames would keep the graph until gc runs
+    mode.was_needed = True
+    whole = (fn, args, kwargs)
+    tensors: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    _replace_tensors(whole, collect)
+
+    def loop(num_runs: int | None, *batched: Tensor) -> Tensor:
+        if num_runs is None:
+            raise refusal
+        results = []
+        for of_run in zip(*batched, strict=True):
+            one, one_args, one_kwargs = _replace_tensors(whole, _Next(of_run))
+            results.append(type(fn).log_prob(one, *one_args, **one_kwargs))
+        return torch.stack(results)
+
+    return in_each_run(loop, *tensors)
+
+
+class _Next:
+    """Returns tensors one after the other, whatever it is called with."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors = iter(tensors)
+
+    def __call__(self, _: Tensor) -> Tensor:
+        return next(self.tensors)
+
+
+def _replace_tensors(part: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Copy a structure, with a function applied to all tensors in it, always in the same order."""
+    if isinstance(part, Tensor):
+        return function(part)
+    if isinstance(part, (list, tuple)):
+        return type(part)(_replace_tensors(item, function) for item in part)
+    if isinstance(part, dict):
+        return {key: _replace_tensors(item, function) for key, item in part.items()}
+    if isinstance(part, (Distribution, Transform)):
+        part = copy.copy(part)
+        vars(part).update(_replace_tensors(dict(vars(part)), function))
+    return part
+
+
+# Matrices without a factor or an inverse
+
+
+def _holds(condition: Tensor) -> bool:
+    """Tell whether it is true everywhere, in all runs; unknown in a recording."""
+    if is_tracing():
+        return False
+    runs = all_runs(condition)
+    return bool((condition if runs is None else runs).all())
+
+
+def _where(good: Tensor, value: Tensor, other: Tensor | float, ndim: int) -> Tensor:
+    return torch.where(good.reshape(good.shape + (1,) * ndim), value, other)
+
+
+def _with_info(factorise: Callable[[Tensor], tuple[Tensor, Tensor]], matrix: Tensor) -> Tensor:
+    """Return what a function makes of matrices, and NaN where its second result is not 0."""
+    result, info = factorise(matrix)
+    good = info == 0
+    if _holds(good):
+        return result
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    # Factorised again, so that the gradient has no part of the bad ones.
+    result, _ = factorise(_where(good, matrix, eye, 2))
+    return _where(good, result, math.nan, result.dim() - good.dim())
+
+
+def _cholesky(func: Callable, matrix: Tensor, upper: bool = False) -> Tensor:
+    return _with_info(lambda safe: torch.linalg.cholesky_ex(safe, upper=upper), matrix)
+
+
+def _inverse(func: Callable, matrix: Tensor) -> Tensor:
+    return _with_info(torch.linalg.inv_ex, matrix)
+
+
+def _solve(func: Callable, matrix: Tensor, right: Tensor, **kwargs: Any) -> Tensor:
+    return _with_info(lambda safe: torch.linalg.solve_ex(safe, right, **kwargs), matrix)
+
+
+def _spectral(func: Callable, matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Decompositions that raise an error if an element is not finite."""
+    good = matrix.isfinite().all(-1).all(-1)
+    if _holds(good):
+        return func(matrix, *args, **kwargs)
+    eye = torch.eye(*matrix.shape[-2:], dtype=matrix.dtype, device=matrix.device)
+    made = func(_where(good, matrix, eye, 2), *args, **kwargs)
+    if isinstance(made, Tensor):
+        return _where(good, made, math.nan, made.dim() - good.dim())
+    return type(made)(_where(good, part, math.nan, part.dim() - good.dim()) for part in made)
+
+
+# What vmap refuses
+
+
 def writes_to_unbatched(error: Exception) -> bool:
-    """Whether vmap refuses to write what differs between runs into a tensor that does not."""
+    """Tell whether ``vmap`` refuses to write batched values into a tensor that is not batched."""
     return any(
         text in str(error)
         for text in ("is not possible because there exists", "doesn't match the broadcast shape")
     )
-
-
-def _log_ndtr(func: Callable, value: Tensor) -> Tensor:
-    return log_ndtr(value)
 
 
 def _is_true(func: Callable, tensor: Tensor) -> bool:
@@ -152,7 +336,7 @@ def _set_elements(func: Callable, tensor: Tensor, key: Any, value: Any) -> None:
 
 
 def _augment(func: Callable, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``tensor += number``, which gives the name another tensor if this one is not batched."""
+    """``tensor += number``, out of place if this tensor is not batched."""
     try:
         return func(tensor, *args, **kwargs)
     except RuntimeError as error:
@@ -165,11 +349,24 @@ def _isclose(
     func: Callable, one: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8,
     equal_nan: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Which vmap has no rule for."""
+    """``torch.isclose``, for which ``vmap`` has no rule."""
     near = (one - other).abs() <= atol + rtol * other.abs()
     return (one == other) | near | (equal_nan & one.isnan() & other.isnan())
 
 
+_EVERYWHERE: dict[Any, Callable] = {
+    **dict.fromkeys((torch.linalg.cholesky, torch.cholesky, Tensor.cholesky), _cholesky),
+    **dict.fromkeys((torch.linalg.inv, torch.inverse, Tensor.inverse), _inverse),
+    torch.linalg.solve: _solve,
+    **dict.fromkeys(
+        (
+            *(torch.linalg.eigh, torch.linalg.eigvalsh, torch.linalg.eig, torch.linalg.eigvals),
+            *(torch.linalg.svd, torch.linalg.svdvals, torch.linalg.pinv),
+        ),
+        _spectral,
+    ),
+    torch.special.log_ndtr: lambda func, value: log_ndtr(value),
+}
 _IN_VMAP: dict[Any, Callable] = {
     Tensor.__bool__: _is_true,
     **dict.fromkeys(

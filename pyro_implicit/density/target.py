@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's log-density as a function of its unconstrained latents."""
+"""A model's log-density as a function of its unconstrained latent variables."""
 
 from __future__ import annotations
 
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pyro
@@ -14,79 +14,83 @@ import torch
 from pyro import poutine
 from pyro.distributions import Unit
 from pyro.distributions.util import sum_rightmost
-from pyro.infer.autoguide import AutoContinuous, init_to_median, init_to_sample
+from pyro.infer.autoguide import init_to_median, init_to_sample
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
 
-from pyro_implicit.density.batched_runs import IMPOSSIBLE, BatchedRuns
-from pyro_implicit.density.blame import explain
-from pyro_implicit.density.discrete import DiscreteSum, is_discrete_latent
-from pyro_implicit.density.engine import (
+from pyro_implicit.density.batched_runs import BatchedRuns
+from pyro_implicit.density.checks import (
+    explain,
+    refuse_missing_data,
+    refuse_moving_supports,
+    refuse_unfit_sites,
+    warn_of_missing_data,
+)
+from pyro_implicit.density.cost import seconds_near
+from pyro_implicit.density.initialisation import (
+    FlatPriorStart,
+    example_tensor,
+    without_sequential_plates,
+)
+from pyro_implicit.density.model import (
+    IMPOSSIBLE,
+    DiscreteSum,
     Model,
     SubsampledError,
     compute_log_prob,
     refuse_subsampling,
     varying_site,
 )
-from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
-from pyro_implicit.density.sequential_plates import without_sequential_plates
-from pyro_implicit.density.supports import refuse_moving_supports
-from pyro_implicit.density.unfit_sites import (
-    refuse_missing_data,
-    refuse_unfit_sites,
-    warn_of_missing_data,
-)
+from pyro_implicit.density.policy import RUNS
 from pyro_implicit.ops.site_parts import site_parts
-from pyro_implicit.runtime.sites import is_data
+from pyro_implicit.runtime.sites import Site, is_data, is_discrete_latent, is_latent
 from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = ["Target"]
 
 T = TypeVar("T")
 
-MAX_RETRIES = 10
-
 
 class Target:
-    r"""The unnormalised log-density that a model gives to its latents, in unconstrained space.
+    r"""The posterior of a model as an unnormalised log-density on :math:`R^d`.
 
-    With u the latents' unconstrained coordinates and :math:`\theta(u)` their values,
+    With u the unconstrained coordinates of the latent variables and :math:`\theta(u)` their values,
 
     .. math:: \log p(x, \theta(u)) + \log |\det \theta'(u)|.
 
     All sites lie in one vector, in the order in which the model samples them, as in Pyro's
     :class:`~pyro.infer.autoguide.AutoContinuous`. Many vectors are evaluated at once, by
-    ``torch.func.vmap``, or one after the other if the model refuses it.
+    ``torch.func.vmap``, or one after the other if ``vmap`` cannot run the model.
 
     **Example:**
 
     >>> import pyro.distributions as dist
     >>> def model():
     ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
-    >>> density = Target(model)
-    >>> density.log_prob(torch.zeros(3, 1))
+    >>> target = Target(model)
+    >>> target.log_prob(torch.zeros(3, 1))
     tensor([-0.9189, -0.9189, -0.9189])
 
-    :param model: of fixed structure, with all its data: nothing subsampled. Discrete latents that
-        Pyro can enumerate are summed out, as in its NUTS.
-    :param args: the model's, as ``kwargs``.
-    :param init_loc_fn: where ``init_loc`` lies, see Pyro's :ref:`autoguide-initialization`; flat
-        priors that it cannot start begin at 0. Where the model raises an error there, ``init_loc``
-        is a draw of the prior.
+    :param model: a model of fixed structure, with all its data: nothing is subsampled (see
+        :meth:`of_minibatches`). Discrete latent variables that Pyro can enumerate are summed out,
+        as in Pyro's NUTS.
+    :param args: of the model, as ``kwargs``.
+    :param init_loc_fn: determines ``init_loc``, see Pyro's :ref:`autoguide-initialization`. Flat
+        priors that it cannot initialise get 0. If the model raises an error there, ``init_loc`` is
+        a draw of the prior.
     :param model_kwargs: more keyword arguments of the model, whatever their names.
     :raises SubsampledError: for a subsampled plate.
-    :raises ValueError: for a discrete latent that cannot be summed out, one whose support changes
-        with other latents, one that is in some runs of the model and not in others (as far as the
-        first runs tell), or an observation that broadcasting repeats, or that is NaN or outside
-        its support.
-    :raises RuntimeError: for a model without continuous latents.
-    :raises TypeError: for an observation of a type of which its distribution has no density, and
-        for a model that cannot run on NumPy arrays or lists that it is given.
-    :warns UserWarning: for latents without a density (``obs_mask``), and where observations seem to
-        be missing.
+    :raises ValueError: for a discrete latent variable that cannot be summed out, one whose support
+        changes with others, one that only some runs of the model have (as far as the first runs
+        tell), or an observation that broadcasting repeats, or that is NaN or outside its support.
+    :raises RuntimeError: for a model without continuous latent variables.
+    :raises TypeError: for an observation of a type for which its distribution has no density, and
+        for a model that cannot run on the NumPy arrays or lists that it is given.
+    :warns UserWarning: for latent variables without a density (``obs_mask``), and if observations
+        seem to be missing.
     """
 
     def __init__(
@@ -156,7 +160,7 @@ class Target:
         init_loc_fn: Callable[[dict[str, Any]], Tensor],
         allow_local: bool | None,
     ) -> None:
-        """Run the model, check its sites and read their shapes.
+        """Run the model, check it, and read the shapes of its sites.
 
         :param allow_local: None refuses subsampled data.
         """
@@ -169,30 +173,90 @@ class Target:
         """Whether the model draws the rows of its minibatch itself."""
         self._seed = 0
         self._like = example_tensor(model, args, kwargs)
-        prototype, trace = self._prototype(init_loc_fn)
+        trace = self._first_run(init_loc_fn)
         if allow_local is None:
             refuse_subsampling(trace, "the log-density")
         else:
             self._read_subsampling(trace, allow_local)
         refuse_unfit_sites(trace)
         warn_of_missing_data(model, trace, args, kwargs)
-        self.shapes: dict[str, torch.Size] = dict(prototype._unconstrained_shapes)
-        self.latent_dim: int = prototype.latent_dim
-        self.init_loc: Tensor = prototype._init_loc()
-        nodes = prototype.prototype_trace.nodes
-        self._transforms = {name: biject_to(nodes[name]["fn"].support) for name in self.shapes}
-        latents = Trace()
-        for name in self.shapes:
-            latents.add_node(name, **nodes[name])
+        latents, parts = Trace(), []
+        self.shapes: dict[str, torch.Size] = {}
+        """By site, the shape of its unconstrained coordinates."""
+        self.transforms: dict[str, Any] = {}
+        """By site, the bijection from unconstrained coordinates to values."""
+        for name, site in trace.nodes.items():
+            if is_latent(site) and not is_discrete_latent(site):
+                latents.add_node(name, **site)
+                self.transforms[name] = biject_to(site["fn"].support)
+                part = self.transforms[name].inv(site["value"].detach())
+                self.shapes[name] = part.shape
+                parts.append(part.reshape(-1))
+        self.init_loc: Tensor = torch.cat(parts)
+        self.latent_dim: int = len(self.init_loc)
         discrete = DiscreteSum.of(trace)
+        self.is_enumerated = discrete is not None
+        """Whether discrete latent variables are summed out."""
         self._model = Model(model, args, kwargs, latents, discrete)
         self._runs = BatchedRuns(type(self).__name__, refuses_random=allow_local is None)
         self._hessian_at_once = True
-        self.is_enumerated = discrete is not None
-        """Whether discrete latents are summed out."""
         if discrete is not None:
             self._try(discrete)
         refuse_moving_supports(model, args, kwargs, latents)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.latent_dim} latents of {', '.join(self.shapes)})"
+
+    def _first_run(self, init_loc_fn: Callable[[dict[str, Any]], Tensor]) -> Trace:
+        """Return the trace at ``init_loc_fn``, or at draws of the prior after an error."""
+        first_error = None
+        for init in (init_loc_fn, *(init_to_sample,) * RUNS.max_retries):
+            start = FlatPriorStart(init, like=self._like)
+            try:
+                with (
+                    poutine.block(),
+                    InitMessenger(start),
+                    poutine.block(hide_fn=is_discrete_latent),
+                ):
+                    model = poutine.trace(without_sequential_plates(self.model))
+                    return model.get_trace(*self.args, **self.kwargs)
+            except Exception as error:
+                first_error = first_error or error
+        assert first_error is not None
+        found = explain(first_error, self.model, self.args, self.kwargs)
+        raise found from (None if found is first_error else first_error)
+
+    def _read_subsampling(self, trace: Trace, allow_local: bool) -> None:
+        """Read how the model subsamples and scales its data; refuse latents of single rows."""
+        for name, site in trace.nodes.items():
+            if site["type"] != "sample":
+                continue
+            if site_is_subsample(site):
+                self.draws_rows |= len(site["value"]) < site["fn"].size
+            elif not site["is_observed"]:
+                if not allow_local:
+                    _refuse_local(name, site)
+            elif is_data(site):
+                scale = torch.as_tensor(site["scale"])
+                # A factor may scale itself.
+                self.scaled |= isinstance(site["fn"], Unit) or bool((scale != 1).any())
+                for frame in site["cond_indep_stack"]:
+                    if frame.full_size is not None and frame.full_size != frame.size:
+                        self.subsampled = (frame.name, frame.size, frame.full_size)
+
+    def _try(self, discrete: DiscreteSum) -> None:
+        """Enumerate the discrete latents once, where a plain run of the model is known to work."""
+        try:
+            with poutine.block(), pyro.validation_enabled(False):
+                self._model.run(self.constrain(self.init_loc))
+        except Exception as error:
+            names = ", ".join(f"'{name}'" for name in sorted(discrete.names))
+            raise ValueError(
+                f"the discrete latents {names} cannot be summed out, as the model raises "
+                f"{first_line(error)}. Cure: write it so that it "
+                "broadcasts over all their values at once (pyro.ops.indexing.Vindex, no branches), "
+                "see Pyro's tutorial on enumeration"
+            ) from error
 
     def on(self, batch: tuple, seed: int | None = None) -> Target:
         """Return the same posterior with another minibatch.
@@ -215,100 +279,193 @@ class Target:
         """
         refuse_missing_data(self.trace_at(self.init_loc), f" in {where}")
 
-    def _read_subsampling(self, trace: Trace, allow_local: bool) -> None:
-        """Read how the model subsamples and scales its data; refuse latents of single rows."""
-        for name, site in trace.nodes.items():
-            if site["type"] != "sample":
-                continue
-            if site_is_subsample(site):
-                self.draws_rows |= len(site["value"]) < site["fn"].size
-            elif not site["is_observed"]:
-                if not allow_local:
-                    _refuse_local(name, site)
-            elif is_data(site):
-                scale = torch.as_tensor(site["scale"])
-                # A factor scales as it likes.
-                self.scaled |= isinstance(site["fn"], Unit) or bool((scale != 1).any())
-                for frame in site["cond_indep_stack"]:
-                    if frame.full_size is not None and frame.full_size != frame.size:
-                        self.subsampled = (frame.name, frame.size, frame.full_size)
+    # Coordinates
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.latent_dim} latents of {', '.join(self.shapes)})"
+    def split(self, latent: Tensor) -> dict[str, Tensor]:
+        """Return the part of each site, ``(*batch, *unconstrained_shape)``.
 
-    def _prototype(
-        self, init_loc_fn: Callable[[dict[str, Any]], Tensor]
-    ) -> tuple[AutoContinuous, Trace]:
-        """Pyro's view of the latents, and the trace with the data, which that leaves out.
-
-        A model that raises an error at its start is given others: it may be an unlucky one.
+        :param latent: ``(*batch, latent_dim)``.
         """
-        first_error = None
-        for init in (init_loc_fn, *(init_to_sample,) * MAX_RETRIES):
-            traced = poutine.trace(without_sequential_plates(self.model))
-            start = FlatPriorStart(init, like=self._like)
-            continuous = poutine.block(traced, hide_fn=is_discrete_latent)
-            prototype = AutoContinuous(continuous, init_loc_fn=start)
-            try:
-                with poutine.block():
-                    prototype._setup_prototype(*self.args, **self.kwargs)
-            except Exception as error:
-                if "_RETURN" in traced.trace.nodes:  # the model ran: its sites are to blame
-                    refuse_unfit_sites(traced.trace)
-                    raise
-                first_error = first_error or error
-                continue
-            return prototype, traced.trace
-        assert first_error is not None
-        found = explain(first_error, self.model, self.args, self.kwargs)
-        raise found from (None if found is first_error else first_error)
-
-    def _try(self, discrete: DiscreteSum) -> None:
-        """Enumerate the discrete latents once, where a plain run of the model is known to work."""
-        try:
-            with poutine.block(), pyro.validation_enabled(False):
-                self._model.run(self.constrain(self.init_loc))
-        except Exception as error:
-            names = ", ".join(f"'{name}'" for name in sorted(discrete.names))
-            raise ValueError(
-                f"the discrete latents {names} cannot be summed out, as the model raises "
-                f"{first_line(error)}. Cure: write it so that it "
-                "broadcasts over all their values at once (pyro.ops.indexing.Vindex, no branches), "
-                "see Pyro's tutorial on enumeration"
-            ) from error
-
-    @property
-    def is_vectorized(self) -> bool:
-        """Whether ``torch.func.vmap`` gives the model's log-density, as tried near ``init_loc``."""
-        if not self._runs.checked:
-            with torch.no_grad():  # at two points: a single one could be asked for its numbers
-                self.log_prob(torch.stack([self.init_loc, self.init_loc + 0.01]))
-        return self._runs.mode == "vmap"
+        return site_parts(latent, self.shapes)
 
     def constrain(self, latent: Tensor) -> dict[str, Tensor]:
-        """Values of all sites.
+        """Return the values of all sites.
 
         :param latent: ``(*batch, latent_dim)``.
         :returns: by site, ``(*batch, *site_shape)``.
         """
-        return {name: self._transforms[name](part) for name, part in self.split(latent).items()}
+        return {name: self.transforms[name](part) for name, part in self.split(latent).items()}
 
     def unconstrain(self, draws: dict[str, Tensor]) -> Tensor:
-        """The vectors of draws.
+        """Return the unconstrained vectors of draws.
 
-        :param draws: by site, ``(num_draws, *site_shape)``; further sites are left out.
+        :param draws: by site, ``(num_draws, *site_shape)``; further sites are ignored.
         :returns: ``(num_draws, latent_dim)``.
         """
-        parts = [self._transforms[name].inv(draws[name]) for name in self.shapes]
+        parts = [self.transforms[name].inv(draws[name]) for name in self.shapes]
         return torch.cat([part.reshape(len(part), -1) for part in parts], dim=-1)
 
+    # Log-density and derivatives
+
+    def log_prob(self, latent: Tensor) -> Tensor:
+        """Return the log-density, differentiable.
+
+        It is -inf, with gradient 0, where the model raises an error or its log-density is NaN, for
+        instance for a covariance without a Cholesky factor.
+
+        :param latent: ``(num_draws, latent_dim)``.
+        :returns: ``(num_draws,)``, of the dtype of ``latent``.
+        :raises ValueError: for a latent variable that only some runs of the model have, and at the
+            first call for a model that is random beyond its latent variables.
+        """
+        if not self.draws_rows:
+            return self._log_prob(latent)
+        outside = torch.get_rng_state()
+        torch.default_generator.manual_seed(self._seed)  # of the CPU alone, where plates draw
+        try:
+            return self._log_prob(latent)
+        finally:
+            torch.set_rng_state(outside)
+
+    def _log_prob(self, latent: Tensor) -> Tensor:
+        if len(latent) == 0:
+            return latent.sum(-1)
+        impossible = torch.zeros(len(latent), dtype=torch.bool, device=latent.device)
+        if latent.requires_grad:
+            # A tensor of its own, as another gradient may pass through the same vectors.
+            latent = latent.view_as(latent)
+            latent.register_hook(
+                lambda grad: grad if grad is None else grad.masked_fill(impossible[:, None], 0.0)
+            )
+        values: dict[str, Tensor] = {}
+        log_det: Any = 0.0
+        for name, part in self.split(latent).items():
+            transform = self.transforms[name]
+            values[name] = transform(part)
+            term = transform.log_abs_det_jacobian(part, values[name])
+            log_det = log_det + sum_rightmost(term, term.dim() - 1)
+        nowhere = latent.new_full((), -math.inf)
+        with poutine.block(), pyro.validation_enabled(False):
+            log_prob = self._map(values, _total, otherwise=nowhere) + log_det
+        log_prob = log_prob.to(latent.dtype)  # the data may be of another
+        impossible |= ~log_prob.detach().isfinite()
+        if not log_prob.requires_grad:  # every run raised an error
+            log_prob = log_prob + 0 * latent.nan_to_num().sum(-1)
+        return log_prob.masked_fill(log_prob.isnan(), -math.inf)
+
+    def score(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log-density and its gradient, constants.
+
+        :param latent: ``(num_draws, latent_dim)``.
+        :returns: ``(num_draws,)`` and ``(num_draws, latent_dim)``.
+        """
+        with torch.enable_grad():
+            latent = latent.detach().requires_grad_()
+            log_prob = self.log_prob(latent)
+            (score,) = torch.autograd.grad(log_prob.sum(), latent)
+        return log_prob.detach(), score
+
+    def seconds(self, num_points: int = 1) -> float:
+        """Return the estimated seconds of one core for the score of so many points.
+
+        It counts operations and their sizes, so that it is reproducible.
+
+        :param num_points: evaluated at once, near ``init_loc``.
+        """
+        one_by_one = not self.is_vectorized
+        return seconds_near(self.score, self.init_loc, num_points, one_by_one)
+
+    @property
+    def is_vectorized(self) -> bool:
+        """Whether ``torch.func.vmap`` runs the model, as tried near ``init_loc``."""
+        if not self._runs.checked:
+            with torch.no_grad():  # at two points, as a single one has a truth value
+                self.log_prob(torch.stack([self.init_loc, self.init_loc + 0.01]))
+        return self._runs.mode == "vmap"
+
+    @property
+    def error(self) -> Exception | None:
+        """The last error that the model raised where the log-density is -inf."""
+        return self._runs.error
+
+    def derivatives(self, latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the log-density with its first and second derivative, constants.
+
+        Second derivatives that are NaN, as torch's of ``0 ** x``, are replaced by differences of
+        the first.
+
+        :param latent: ``(num_draws, latent_dim)``.
+        :returns: ``(num_draws,)``, ``(num_draws, latent_dim)`` and
+            ``(num_draws, latent_dim, latent_dim)``.
+        """
+        with torch.enable_grad():
+            latent = latent.detach().requires_grad_()
+            log_prob = self.log_prob(latent)
+            (score,) = torch.autograd.grad(log_prob.sum(), latent, create_graph=True)
+            if not score.requires_grad:  # a linear log-density
+                return log_prob.detach(), score, latent.new_zeros(*latent.shape, self.latent_dim)
+            basis = torch.eye(self.latent_dim).to(score)
+            hessian = torch.stack(self.hessian_products(latent, score, basis), dim=-2)
+        is_sound = score.isfinite().all(-1)
+        lost = hessian[is_sound].isnan().any(-2).any(0)
+        if lost.any():
+            hessian[..., lost] = self._differences(latent.detach(), basis[lost])
+            hessian = torch.where(hessian.isnan(), hessian.mT, hessian)
+        return log_prob.detach(), score.detach(), hessian
+
+    def _differences(self, latent: Tensor, directions: Tensor) -> Tensor:
+        """Return second derivatives by central differences, ``(num_draws, latent_dim, n)``.
+
+        :param directions: unit vectors ``(n, latent_dim)``.
+        """
+        size = torch.finfo(latent.dtype).eps ** (1 / 3) * latent.abs().clamp(min=1.0)
+        steps = directions.unsqueeze(1) * size
+        points = torch.stack([latent + steps, latent - steps])
+        ahead, behind = self.score(points.flatten(0, 2))[1].unflatten(0, points.shape[:3])
+        size = (directions @ size.mT).unsqueeze(-1)
+        return ((ahead - behind) / (2 * size)).movedim(0, -1)
+
+    def hessian(self, latent: Tensor) -> Tensor:
+        """Return the second derivative of the log-density, constant.
+
+        :param latent: ``(num_draws, latent_dim)``.
+        :returns: ``(num_draws, latent_dim, latent_dim)``.
+        """
+        return self.derivatives(latent)[2]
+
+    def hessian_products(self, latent: Tensor, score: Tensor, directions: Tensor) -> list[Tensor]:
+        """Return the Hessian times vectors, vectorised unless an operation has no rule for it.
+
+        :param latent: ``(num_draws, latent_dim)``.
+        :param score: the derivative by ``latent``, with its graph.
+        :param directions: ``(num_directions, latent_dim)``.
+        :returns: for each direction, ``(num_draws, latent_dim)``.
+        """
+        if self._hessian_at_once:
+            seeds = directions.unsqueeze(1).expand(-1, *score.shape)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # a missing rule, and a slow loop instead
+                    (products,) = torch.autograd.grad(
+                        score, latent, seeds, retain_graph=True, is_grads_batched=True
+                    )
+                return list(products.unbind())
+            except RuntimeError:
+                self._hessian_at_once = False
+        return [
+            torch.autograd.grad((score * direction).sum(), latent, retain_graph=True)[0]
+            for direction in directions
+        ]
+
+    # Runs of the model
+
     def sample_prior(self, num_draws: int) -> Tensor:
-        """Draws of the prior; of flat priors, uniformly between -2 and 2 in unconstrained space.
+        """Draw from the prior; flat priors uniformly on [-2, 2] in unconstrained space.
 
         Draws at which the model raises an error are left out.
 
         :returns: ``(num_draws, latent_dim)``, or fewer rows.
-        :raises ValueError: for a latent that is in some runs of the model and not in others.
+        :raises ValueError: for a latent variable that only some runs of the model have.
         """
         init = FlatPriorStart(init_to_sample, spread=2.0, like=self._like)
         draws = [self.init_loc.new_empty(0, self.latent_dim)]
@@ -327,7 +484,7 @@ class Target:
         return torch.cat(draws)
 
     def trace_at(self, latent: Tensor) -> Trace:
-        """The trace of one plain run of the model at a vector, without Pyro's checks.
+        """Return the trace of one plain run of the model at a vector, without Pyro's checks.
 
         :param latent: ``(latent_dim,)``.
         """
@@ -336,159 +493,73 @@ class Target:
         self._model.share_minibatch(trace)
         return trace
 
-    def log_prob(self, latent: Tensor) -> Tensor:
-        """The log-density, differentiable.
-
-        It is -inf, with gradient 0, where the model raises an error or has none that is a number: a
-        covariance without a Cholesky factor, say, or a scale that underflows.
-
-        :param latent: ``(num_draws, latent_dim)``.
-        :returns: ``(num_draws,)``, of the latents' dtype.
-        :raises ValueError: for a latent that is in some runs of the model and not in others, and at
-            the first call for a model that is random beyond its latents.
-        """
-        if not self.draws_rows:
-            return self._log_prob(latent)
-        outside = torch.get_rng_state()
-        torch.default_generator.manual_seed(self._seed)  # of the CPU alone, where plates draw
-        try:
-            return self._log_prob(latent)
-        finally:
-            torch.set_rng_state(outside)
-
-    def _log_prob(self, latent: Tensor) -> Tensor:
-        if len(latent) == 0:
-            return latent.sum(-1)
-        impossible = torch.zeros(len(latent), dtype=torch.bool, device=latent.device)
-        if latent.requires_grad:
-            # In its own name, as another gradient may pass through the same vectors.
-            latent = latent.view_as(latent)
-            latent.register_hook(
-                lambda grad: grad if grad is None else grad.masked_fill(impossible[:, None], 0.0)
-            )
-        values: dict[str, Tensor] = {}
-        log_det: Any = 0.0
-        for name, part in self.split(latent).items():
-            transform = self._transforms[name]
-            values[name] = transform(part)
-            term = transform.log_abs_det_jacobian(part, values[name])
-            log_det = log_det + sum_rightmost(term, term.dim() - 1)
-        nowhere = latent.new_full((), -math.inf)
-        with poutine.block(), pyro.validation_enabled(False):
-            log_prob = self._map(values, _total, otherwise=nowhere) + log_det
-        log_prob = log_prob.to(latent.dtype)  # the data may be of another
-        impossible |= ~log_prob.detach().isfinite()
-        if not log_prob.requires_grad:  # no run went well
-            log_prob = log_prob + 0 * latent.nan_to_num().sum(-1)
-        return log_prob.masked_fill(log_prob.isnan(), -math.inf)
-
-    @property
-    def error(self) -> Exception | None:
-        """The last that the model raised where the log-density is -inf."""
-        return self._runs.error
-
-    def score(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """The log-density and its gradient, constants.
-
-        :param latent: ``(num_draws, latent_dim)``.
-        :returns: ``(num_draws,)`` and ``(num_draws, latent_dim)``.
-        """
-        with torch.enable_grad():
-            latent = latent.detach().requires_grad_()
-            log_prob = self.log_prob(latent)
-            (score,) = torch.autograd.grad(log_prob.sum(), latent)
-        return log_prob.detach(), score
-
-    def derivatives(self, latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The log-density with its first and second derivative, constants.
-
-        Second derivatives that are NaN, as torch has them of ``0 ** x``, are differences of first.
-
-        :param latent: ``(num_draws, latent_dim)``.
-        :returns: ``(num_draws,)``, ``(num_draws, latent_dim)`` and
-            ``(num_draws, latent_dim, latent_dim)``.
-        """
-        with torch.enable_grad():
-            latent = latent.detach().requires_grad_()
-            log_prob = self.log_prob(latent)
-            (score,) = torch.autograd.grad(log_prob.sum(), latent, create_graph=True)
-            if not score.requires_grad:  # of a density that is linear
-                return log_prob.detach(), score, latent.new_zeros(*latent.shape, self.latent_dim)
-            basis = torch.eye(self.latent_dim).to(score)
-            hessian = torch.stack(self.hessian_products(latent, score, basis), dim=-2)
-        is_sound = score.isfinite().all(-1)
-        lost = hessian[is_sound].isnan().any(-2).any(0)
-        if lost.any():
-            hessian[..., lost] = self._differences(latent.detach(), basis[lost])
-            hessian = torch.where(hessian.isnan(), hessian.mT, hessian)
-        return log_prob.detach(), score.detach(), hessian
-
-    def _differences(self, latent: Tensor, directions: Tensor) -> Tensor:
-        """Second derivatives by central differences, ``(num_draws, latent_dim, num_directions)``.
-
-        :param directions: unit vectors ``(num_directions, latent_dim)``.
-        """
-        size = torch.finfo(latent.dtype).eps ** (1 / 3) * latent.abs().clamp(min=1.0)
-        steps = directions.unsqueeze(1) * size
-        points = torch.stack([latent + steps, latent - steps])
-        ahead, behind = self.score(points.flatten(0, 2))[1].unflatten(0, points.shape[:3])
-        size = (directions @ size.mT).unsqueeze(-1)
-        return ((ahead - behind) / (2 * size)).movedim(0, -1)
-
-    def hessian(self, latent: Tensor) -> Tensor:
-        """The second derivative of the log-density, constant.
-
-        :param latent: ``(num_draws, latent_dim)``.
-        :returns: ``(num_draws, latent_dim, latent_dim)``.
-        """
-        return self.derivatives(latent)[2]
-
-    def hessian_products(self, latent: Tensor, score: Tensor, directions: Tensor) -> list[Tensor]:
-        """The Hessian times vectors: all at once, or one by one where an operation has no rule.
-
-        :param latent: ``(num_draws, latent_dim)``.
-        :param score: the derivative by ``latent``, with its graph.
-        :param directions: ``(num_directions, latent_dim)``.
-        :returns: of each of them, ``(num_draws, latent_dim)``.
-        """
-        if self._hessian_at_once:
-            seeds = directions.unsqueeze(1).expand(-1, *score.shape)
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # that a rule is missing, and a loop slower
-                    (products,) = torch.autograd.grad(
-                        score, latent, seeds, retain_graph=True, is_grads_batched=True
-                    )
-                return list(products.unbind())
-            except RuntimeError:
-                self._hessian_at_once = False
-        return [
-            torch.autograd.grad((score * direction).sum(), latent, retain_graph=True)[0]
-            for direction in directions
-        ]
-
     def read(self, latent: Tensor, read: Callable[[Trace], T]) -> T:
-        """What is read in the trace of the model's run at each vector, stacked.
+        """Return what a function reads in the trace of the model's run at each vector, stacked.
 
         :param latent: ``(num_draws, latent_dim)``.
-        :param read: tensors in dicts, lists or alone, from a trace without log-probabilities.
-        :returns: the same, each tensor ``(num_draws, *shape)``.
+        :param read: returns tensors, alone or in dicts and lists, from a trace without
+            log-probabilities.
+        :returns: the same structure, each tensor ``(num_draws, *shape)``.
         """
         return self.read_at(self.constrain(latent), read)
 
     def read_at(self, draws: Mapping[str, Tensor], read: Callable[[Trace], T]) -> T:
         """As :meth:`read`, at values of the sites.
 
-        :param draws: by site, ``(num_draws, *site_shape)``; further sites are left out.
+        :param draws: by site, ``(num_draws, *site_shape)``; further sites are ignored.
         """
-        # By the density, as what is read alone does not tell a random model.
+        # The log-density finds out whether vmap runs the model; `read` alone does not tell.
         _ = self.is_vectorized
         values = {name: draws[name] for name in self.shapes}
         with poutine.block(), pyro.validation_enabled(False):
             return self._map(values, read)
 
+    @torch.no_grad()
+    def log_likelihood(
+        self, draws: Mapping[str, Tensor], sites: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Return the log-likelihood of each observation, scaled as in the log-density.
+
+        A masked observation has the value 0.
+
+        **Example:**
+
+        >>> import pyro.distributions as dist
+        >>> def model(y):
+        ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("rows", len(y)):
+        ...         pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+        >>> target = Target(model, torch.tensor([0.0, 1.0]))
+        >>> target.log_likelihood({"x": torch.zeros(3)}, ["y"])["y"][0]
+        tensor([-0.9189, -1.4189])
+
+        :param draws: constrained values by site, ``(num_draws, *site_shape)``.
+        :param sites: the names of observed sites.
+        :returns: by site, ``(num_draws, *batch_shape)``: an event is one observation.
+        :raises ValueError: for sites that depend on discrete latent variables, which are summed
+            out.
+        """
+        lost = [name for name in sites if name not in self.trace_at(self.init_loc)]
+        if lost:
+            raise ValueError(
+                f"the log-likelihood of single observations of site '{lost[0]}' is not known, "
+                "because it depends on discrete latents, which are summed out together with it. "
+                "Cure: a distribution that sums them by itself, such as MixtureSameFamily, or "
+                "leave out log_likelihood"
+            )
+
+        def read(trace: Trace) -> dict[str, Tensor]:
+            compute_log_prob(trace)
+            return {name: trace.nodes[name]["log_prob"] for name in sites}
+
+        parts = []
+        for start in range(0, len(next(iter(draws.values()))), RUNS.draws_at_once):
+            some = {k: value[start : start + RUNS.draws_at_once] for k, value in draws.items()}
+            parts.append(self.read_at(some, read))
+        return {name: torch.cat([part[name] for part in parts]) for name in sites}
+
     def _map(self, values: dict[str, Tensor], read: Callable[[Trace], T], **kwargs: T) -> T:
-        """What is read in all runs, which must have the same latents."""
+        """Return what is read in all runs, which must have the same latent variables."""
 
         def checked(trace: Trace) -> T:
             self._refuse_varying(trace)
@@ -497,11 +568,11 @@ class Target:
         return self._runs.map(self._model, values, checked, **kwargs)
 
     def _refuse_varying(self, trace: Trace) -> None:
-        """Check that a run has the latents that the density is of.
+        """Check that a run has the latent variables of the log-density.
 
         :raises UnfitModelError: naming one that only some runs have.
         """
-        found = {n for n, s in trace.iter_stochastic_nodes() if not site_is_subsample(s)}
+        found = {name for name, site in trace.nodes.items() if is_latent(site)}
         varying = found.difference(self.shapes)
         if self._model.discrete is None:
             varying |= self.shapes.keys() - found
@@ -510,20 +581,13 @@ class Target:
         for name in sorted(varying):
             raise varying_site(name)
 
-    def split(self, latent: Tensor) -> dict[str, Tensor]:
-        """The part of each site, ``(*batch, *unconstrained_shape)``.
-
-        :param latent: ``(*batch, latent_dim)``.
-        """
-        return site_parts(latent, self.shapes)
-
 
 def _total(trace: Trace) -> Tensor:
     compute_log_prob(trace)
     return torch.as_tensor(trace.log_prob_sum())
 
 
-def _refuse_local(name: str, site: dict[str, Any]) -> None:
+def _refuse_local(name: str, site: Site) -> None:
     for frame in site["cond_indep_stack"]:
         if frame.full_size is not None and frame.full_size != frame.size:
             raise SubsampledError(

@@ -17,26 +17,22 @@ from pyro_implicit.compiled import (
     Untraceable,
     rounding,
 )
-from pyro_implicit.density.cost import PER_RUN, count_operations
+from pyro_implicit.density.cost import count_operations
+from pyro_implicit.density.policy import COST, RUNS
 from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
 __all__ = ["TracedScore"]
 
 Score = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-MAX_PROGRAMS = 8
-# Seconds for each operation, measured as those in density/cost.py.
-PER_RECORDED = 2.5e-4
-PER_SAVED = 6e-6
-
 
 class TracedScore:
-    """A log-density with its gradient, without what Pyro, vmap and autograd take beside kernels.
+    """A log-density with its gradient, without the overhead of Pyro, ``vmap`` and autograd.
 
-    The second call for a number of vectors records the operations, and the first, second, fourth,
-    eighth ... call after that is compared with the density itself. One that cannot be recorded,
-    because its model branches on values or cannot run inside ``torch.func.vmap``, is called as it
-    is, and ``refusal`` says why. Numbers are the same to the last bit.
+    The second call for a number of vectors records the operations. The first, second, fourth,
+    eighth ... call after it is compared with the log-density itself. If it cannot be recorded,
+    because the model branches on values or cannot run inside ``torch.func.vmap``, every call
+    evaluates it as it is, and ``refusal`` says why. Results are bit-identical.
 
     **Example:**
 
@@ -49,12 +45,13 @@ class TracedScore:
     >>> gradient.flatten()
     tensor([-1., -1., -1.])
 
-    :param score: of vectors ``(num_draws, latent_dim)``, as :meth:`Target.score`; the model
-        and its data stay as they are.
-    :param num_calls: how many are to come; where they do not repay a recording, there is none.
-    :param compile: ``"auto"`` as above. ``"trace"`` records however few are to come, and warns
-        where it cannot; with ``True`` inductor makes few kernels of the recording, and numbers
-        differ by rounding; ``False`` calls it as it is.
+    :param score: a function of vectors ``(num_draws, latent_dim)``, such as :meth:`Target.score`,
+        of a model and data that stay the same.
+    :param num_calls: the number of calls that are expected; too few for a recording to save time
+        give no recording.
+    :param compile: ``"auto"`` as above. ``"trace"`` always records, and warns if it cannot. With
+        ``True`` inductor compiles the recording, and results differ by rounding. ``False`` never
+        records.
     """
 
     def __init__(
@@ -63,11 +60,11 @@ class TracedScore:
         self.plain, self.num_calls = score, num_calls
         self.compile: CompileMode = compile
         self.refusal: str | None = None
-        """Why it is called as it is, None if it is recorded."""
+        """Why it is not recorded, if it is not."""
         self._programs: dict[Any, _Program | None] = {}
 
     def __call__(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """The log-density and its gradient, constants.
+        """Return the log-density and its gradient, constants.
 
         :param latent: ``(num_draws, latent_dim)``.
         :returns: ``(num_draws,)`` and ``(num_draws, latent_dim)``.
@@ -79,10 +76,10 @@ class TracedScore:
         is_new = key not in self._programs
         program = self._programs.pop(key, None)  # put back as the latest
         if program is None or not program.function.holds():
-            if len(self._programs) == MAX_PROGRAMS:
+            if len(self._programs) == RUNS.max_recordings:
                 del self._programs[next(iter(self._programs))]
             self._programs[key] = None
-            # A single call of its size, as of chains that are started anew, is not worth it.
+            # Sizes that occur once, as when chains are started anew, are not worth a recording.
             return self._first(latent) if is_new else self._record(key, latent)
         self._programs[key] = program
         program.num_calls += 1
@@ -92,7 +89,7 @@ class TracedScore:
         return self._checked(program, latent)
 
     def log_prob(self, latent: Tensor) -> Tensor:
-        """The log-density, which can be differentiated once, ``(num_draws,)``."""
+        """Return the log-density, differentiable once, ``(num_draws,)``."""
         with torch.no_grad():
             log_prob, score = self(latent)
         return log_prob + ((latent - latent.detach()) * score).sum(-1)
@@ -102,8 +99,8 @@ class TracedScore:
             return self.plain(latent)
         found: list[tuple[Tensor, Tensor]] = []
         operations = count_operations(lambda: found.append(self.plain(latent)))
-        saved = self.num_calls * (PER_RUN + PER_SAVED * operations)
-        if saved < 2 * PER_RECORDED * operations:
+        saved = self.num_calls * (COST.per_run + COST.saved_per_operation * operations)
+        if saved < 2 * COST.per_recorded * operations:
             self.refusal = (
                 f"{self.num_calls:g} calls do not repay the recording of {operations} operations"
             )
@@ -134,7 +131,7 @@ class TracedScore:
             )
 
     def _refuse(self, cause: str) -> None:
-        """Call it as it is from now on; who did not ask for more need not know."""
+        """Never record from now on; warn if recording was asked for."""
         self.refusal = cause
         self._programs.clear()
         if self.compile != "auto":

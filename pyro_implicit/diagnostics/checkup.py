@@ -10,7 +10,7 @@ import torch
 from pyro.infer import ELBO
 from torch import Tensor
 
-from pyro_implicit.density.lost_gradients import warn_of_lost_gradients
+from pyro_implicit.density.checks.numerics import warn_of_lost_gradients
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.effort import NUM_CHAINS, NUM_OBSERVED_CHAINS, plan_effort
 from pyro_implicit.diagnostics.examination import WEIGHED_PART, examine

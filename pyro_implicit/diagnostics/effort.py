@@ -7,7 +7,7 @@ import math
 from typing import NamedTuple
 
 from pyro_implicit.density.cost import nearby, seconds_near
-from pyro_implicit.density.modes import seconds_of_climb
+from pyro_implicit.density.mode_search import seconds_of_climb
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.drift import NUM_LEAPFROG
 

@@ -35,7 +35,7 @@ def coordinate_labels(density: Target) -> tuple[str, ...]:
     """
     labels: list[str] = []
     for name, shape in density.shapes.items():
-        prefix = _prefix(density._transforms[name])
+        prefix = _prefix(density.transforms[name])
         indices = itertools.product(*map(range, shape))
         labels += [f"{prefix}`{index_label(name, index)}`" for index in indices]
     return tuple(labels)

@@ -11,8 +11,8 @@ import torch
 from pyro.infer import ELBO
 from torch import Tensor
 
-from pyro_implicit.density.cost import MAX_DENSE_DIM
-from pyro_implicit.density.modes import find_modes
+from pyro_implicit.density.mode_search import find_modes
+from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.findings import STORED
 from pyro_implicit.guides.posterior_draws import draw, trace_guide

@@ -12,8 +12,7 @@ from pyro import poutine
 from pyro.infer import Predictive
 from torch import Tensor
 
-from pyro_implicit.density.engine import refuse_subsampling
-from pyro_implicit.density.pointwise import pointwise_log_likelihood
+from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.sites import is_data, is_flat
 
@@ -129,7 +128,7 @@ def model_groups(
         groups["observed_data"] = {name: trace.nodes[name]["value"] for name in observed}
     if log_likelihood:
         density = Target(model, *args, model_kwargs=kwargs)
-        groups["log_likelihood"] = chains(pointwise_log_likelihood(density, draws, observed))
+        groups["log_likelihood"] = chains(density.log_likelihood(draws, observed))
     # Where Predictive wants a draw of its own, for shapes, it takes the first: priors may be flat.
     replica = poutine.uncondition(model)
     shapes = {name: trace.nodes[name]["value"].shape for name in (*observed, *latents)}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pyro.infer.autoguide import AutoGuide, AutoNormal
 from pyro.poutine.util import site_is_subsample
 
-from pyro_implicit.density.cost import MAX_DENSE_DIM
+from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages

@@ -13,8 +13,7 @@ from pyro import poutine
 from pyro.infer import ELBO
 from pyro.infer.autoguide import AutoGuide
 
-from pyro_implicit.density.blame import explain
-from pyro_implicit.density.unfit_sites import refuse_unfit_data
+from pyro_implicit.density.checks import explain, refuse_unfit_data
 from pyro_implicit.guides.posterior_draws import refuse_other_guide, refuse_swapped, trace_guide
 from pyro_implicit.runtime.random_stream import seeded
 from pyro_implicit.runtime.user_warnings import warn_user

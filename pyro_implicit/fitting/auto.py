@@ -12,9 +12,9 @@ from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide
 
 from pyro_implicit.compiled import CompileMode, check_mode
-from pyro_implicit.density.cost import MAX_DENSE_DIM
-from pyro_implicit.density.engine import SubsampledError
-from pyro_implicit.density.lost_gradients import warn_of_lost_gradients
+from pyro_implicit.density.checks.numerics import warn_of_lost_gradients
+from pyro_implicit.density.model import SubsampledError
+from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.amortized import Amortize, fit_amortized, refuse_amortizing
 from pyro_implicit.fitting.arguments import (

@@ -14,7 +14,7 @@ from pyro.distributions import TransformedDistribution
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
-from pyro_implicit.density.modes import Modes
+from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.coverage import uncovered_modes
 from pyro_implicit.fitting.weights import mixture_weights

@@ -12,8 +12,11 @@ from pyro.infer.autoguide import AutoMultivariateNormal, init_to_median
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 
-from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
-from pyro_implicit.density.sequential_plates import without_sequential_plates
+from pyro_implicit.density.initialisation import (
+    FlatPriorStart,
+    example_tensor,
+    without_sequential_plates,
+)
 from pyro_implicit.guides.names import own_names
 
 __all__ = ["gaussian_guide"]

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from pyro_implicit.density.modes import Modes
+from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import (
     Candidate,

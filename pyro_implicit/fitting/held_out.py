@@ -11,14 +11,13 @@ import torch
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_implicit.density.engine import compute_log_prob
 from pyro_implicit.density.minibatch_density import MinibatchDensity
-from pyro_implicit.density.pointwise import is_counted
+from pyro_implicit.density.model import compute_log_prob
 from pyro_implicit.fitting.processes import mean_over_processes
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.random_stream import seeded
-from pyro_implicit.runtime.sites import is_data
+from pyro_implicit.runtime.sites import is_counted, is_data
 
 __all__ = ["HeldOut"]
 

@@ -10,7 +10,7 @@ from pyro import poutine
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuideList
 
-from pyro_implicit.density.engine import SubsampledError, refuse_subsampling
+from pyro_implicit.density.model import SubsampledError, refuse_subsampling
 from pyro_implicit.guides import AutoAmortized, AutoEnsemble, AutoImplicit, AutoSemiImplicit
 from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.infer import KIVI_ELBO, LIVI_ELBO, ImplicitELBO, InjectiveELBO

@@ -9,10 +9,9 @@ from typing import Any
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide, AutoNormal, init_to_value
 
-from pyro_implicit.density.cost import MAX_DENSE_DIM
-from pyro_implicit.density.flat_priors import FlatPriorStart
+from pyro_implicit.density.initialisation import FlatPriorStart, without_sequential_plates
 from pyro_implicit.density.minibatch_density import MinibatchDensity
-from pyro_implicit.density.sequential_plates import without_sequential_plates
+from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.fitting.amortized import Amortize, fit_amortized
 from pyro_implicit.fitting.arguments import refuse_unfit_guide
 from pyro_implicit.fitting.losses import default_loss

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pyro_implicit.density.cost import MAX_DENSE_DIM, nearby, seconds_near
-from pyro_implicit.density.modes import seconds_of_climb
+from pyro_implicit.density.cost import nearby, seconds_near
+from pyro_implicit.density.mode_search import seconds_of_climb
+from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 
 __all__ = ["ChainPlan", "Plan", "TimeLimit", "affordable_chains", "make_plan"]

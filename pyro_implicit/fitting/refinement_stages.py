@@ -10,9 +10,8 @@ import torch
 from pyro.infer.autoguide import AutoNormal, init_to_value
 from torch import Tensor, nn
 
-from pyro_implicit.density.flat_priors import FlatPriorStart
-from pyro_implicit.density.gaussian_elbo import finite_log_prob, rounding_error
-from pyro_implicit.density.sequential_plates import without_sequential_plates
+from pyro_implicit.density.checks.numerics import finite_log_prob, rounding_error
+from pyro_implicit.density.initialisation import FlatPriorStart, without_sequential_plates
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.correction import reliability
 from pyro_implicit.fitting.plan import TRAINING_SECONDS, ChainPlan, affordable_chains

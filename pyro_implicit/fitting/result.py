@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.engine import SubsampledError
+from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
 from pyro_implicit.export.arviz import as_datatree, as_inferencedata, model_groups

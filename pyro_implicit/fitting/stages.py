@@ -13,9 +13,9 @@ from pyro import poutine
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide
 
-from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.cost import estimated_seconds
-from pyro_implicit.density.modes import Modes, find_modes
+from pyro_implicit.density.mode_search import Modes, find_modes
+from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import Candidate, choose, exact_guide, weigh
 from pyro_implicit.fitting.correction import Reliability

@@ -18,8 +18,8 @@ from pyro.infer import Trace_ELBO
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
-from pyro_implicit.density.batched_runs import IMPOSSIBLE
-from pyro_implicit.density.unfit_sites import refuse_missing_data
+from pyro_implicit.density.checks import refuse_missing_data
+from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
 from pyro_implicit.fitting.held_out import HeldOut
 from pyro_implicit.fitting.processes import is_first, loss_function, mean_over_processes, own_file

@@ -13,15 +13,17 @@ from pyro.infer.autoguide import AutoContinuous, init_to_median, init_to_sample
 from torch import Tensor
 from torch.distributions import Transform, biject_to
 
-from pyro_implicit.density.batched_runs import IMPOSSIBLE
-from pyro_implicit.density.discrete import is_summable
-from pyro_implicit.density.flat_priors import FlatPriorStart, example_tensor
-from pyro_implicit.density.sequential_plates import without_sequential_plates
-from pyro_implicit.density.supports import refuse_moving_supports
-from pyro_implicit.density.unfit_sites import refuse_unfit_sites
+from pyro_implicit.density.checks import refuse_moving_supports, refuse_unfit_sites
+from pyro_implicit.density.initialisation import (
+    FlatPriorStart,
+    example_tensor,
+    without_sequential_plates,
+)
+from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.guides.row_data import trace_model
 from pyro_implicit.guides.summaries import DrawSummaries
 from pyro_implicit.ops.site_parts import site_parts
+from pyro_implicit.runtime.sites import is_discrete_latent
 
 __all__ = ["AutoDraws"]
 
@@ -59,7 +61,9 @@ class AutoDraws(DrawSummaries, AutoContinuous):
 
     @staticmethod
     def _prototype_hide_fn(msg: Any) -> bool:
-        return AutoContinuous._prototype_hide_fn(msg) or is_summable(msg)
+        return AutoContinuous._prototype_hide_fn(msg) or (
+            is_discrete_latent(msg) and msg["fn"].has_enumerate_support
+        )
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         try:

@@ -14,8 +14,9 @@ from pyro.infer.autoguide import init_to_median
 from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
-from pyro_implicit.density.cost import MAX_DENSE_DIM, nearby, seconds_near
-from pyro_implicit.density.modes import find_modes
+from pyro_implicit.density.cost import nearby, seconds_near
+from pyro_implicit.density.mode_search import find_modes
+from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.affine_frame import Frame
 from pyro_implicit.runtime.random_stream import seeded

@@ -16,8 +16,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_implicit.density.discrete import is_discrete_latent
-from pyro_implicit.runtime.sites import is_data
+from pyro_implicit.runtime.sites import is_data, is_discrete_latent
 from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = [

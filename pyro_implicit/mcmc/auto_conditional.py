@@ -18,8 +18,8 @@ from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide, AutoMultivariate
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_implicit.density.cost import MAX_DENSE_DIM
-from pyro_implicit.density.sequential_plates import without_sequential_plates
+from pyro_implicit.density.initialisation import without_sequential_plates
+from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.summaries import DrawSummaries

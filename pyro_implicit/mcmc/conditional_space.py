@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.batched_runs import IMPOSSIBLE
+from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.sampler import Guide, Sampler
 from pyro_implicit.mcmc.chain_density import ChainDensity

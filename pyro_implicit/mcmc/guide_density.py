@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Independent, Normal, biject_to
 
 from pyro_implicit.density.batched_runs import BatchedRuns
-from pyro_implicit.density.engine import Model, compute_log_prob, refuse_subsampling
+from pyro_implicit.density.model import Model, compute_log_prob, refuse_subsampling
 from pyro_implicit.distributions import find_implicit
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.exactness import why_inexact

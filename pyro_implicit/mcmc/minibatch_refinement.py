@@ -277,7 +277,7 @@ def _result(
         replaced=chains.replaced,
         frame=chains.frame.kind,
         store=draws,
-        constrain=SitesOf(density.shapes, density._transforms, density.init_loc.new_empty(0)),
+        constrain=SitesOf(density.shapes, density.transforms, density.init_loc.new_empty(0)),
     )
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.blame import blame
-from pyro_implicit.density.cost import MAX_DENSE_DIM
+from pyro_implicit.density.checks.numerics import blame
 from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc.frame import WhiteningFrame, widened_frame
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains

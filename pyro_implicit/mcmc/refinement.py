@@ -15,8 +15,8 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode, check_mode
-from pyro_implicit.density.batched_runs import IMPOSSIBLE
-from pyro_implicit.density.cost import MAX_DENSE_DIM
+from pyro_implicit.density.model import IMPOSSIBLE
+from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.guides.posterior_draws import guide_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_implicit.density.batched_runs import IMPOSSIBLE
+from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.user_warnings import warn_user
 

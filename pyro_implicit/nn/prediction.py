@@ -17,12 +17,11 @@ from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 
 from pyro_implicit.density.batched_runs import BatchedRuns
-from pyro_implicit.density.engine import Model
-from pyro_implicit.density.pointwise import unmasked_elements
+from pyro_implicit.density.model import Model
 from pyro_implicit.nn.posterior import PosteriorDraws
 from pyro_implicit.nn.predictive_means import LabelMean, NumberMean, Prediction, fitting_target
 from pyro_implicit.runtime.random_stream import seeded
-from pyro_implicit.runtime.sites import without_mask
+from pyro_implicit.runtime.sites import unmasked_elements, without_mask
 
 __all__ = ["model_and_posterior", "predict", "predictions", "target_runner"]
 

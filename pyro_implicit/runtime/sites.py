@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is inside of distributions that are made of others."""
+"""Sites of a Pyro trace: latent or observed, masked, and the distribution inside of wrappers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,27 @@ from typing import Any
 import torch
 from pyro.distributions import Delta, ImproperUniform, MaskedDistribution, Unit
 from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+from torch.distributions import Independent
 
-__all__ = ["innermost", "is_data", "is_flat", "without_event", "without_mask"]
+__all__ = [
+    "Site",
+    "innermost",
+    "is_counted",
+    "is_data",
+    "is_discrete_latent",
+    "is_flat",
+    "is_latent",
+    "unmasked_elements",
+    "without_event",
+    "without_mask",
+]
+
+Site = dict[str, Any]
 
 
 def innermost(fn: Any) -> Any:
-    """The distribution inside of ``to_event``, ``expand``, ``mask`` and transforms.
+    """Return the distribution inside of ``to_event``, ``expand``, ``mask`` and transforms.
 
     **Example:**
 
@@ -21,7 +36,7 @@ def innermost(fn: Any) -> Any:
     >>> type(innermost(dist.LogNormal(torch.zeros(3), 1.0).mask(False).to_event(1)))
     <class 'pyro.distributions.torch.Normal'>
 
-    :param fn: of a site.
+    :param fn: the distribution of a site.
     """
     while hasattr(fn, "base_dist"):
         fn = fn.base_dist
@@ -29,7 +44,7 @@ def innermost(fn: Any) -> Any:
 
 
 def without_event(fn: Any) -> Any:
-    """A site's distribution without ``to_event``, but with all else that is around it.
+    """Return the distribution inside of ``to_event``, with all other wrappers.
 
     **Example:**
 
@@ -37,15 +52,15 @@ def without_event(fn: Any) -> Any:
     >>> without_event(dist.LogNormal(torch.zeros(3), 1.0).to_event(1))
     LogNormal()
 
-    :param fn: of a site.
+    :param fn: the distribution of a site.
     """
-    while isinstance(fn, torch.distributions.Independent):
+    while isinstance(fn, Independent):
         fn = fn.base_dist
     return fn
 
 
 def without_mask(fn: Any) -> Any:
-    """A site's distribution without ``to_event`` and ``mask``, but with all else around it.
+    """Return the distribution inside of ``to_event`` and ``mask``, with all other wrappers.
 
     **Example:**
 
@@ -53,16 +68,32 @@ def without_mask(fn: Any) -> Any:
     >>> without_mask(dist.LogNormal(torch.zeros(3), 1.0).mask(False).to_event(1))
     LogNormal()
 
-    :param fn: of a site.
+    :param fn: the distribution of a site.
     """
-    while isinstance(fn, (torch.distributions.Independent, MaskedDistribution)):
+    while isinstance(fn, (Independent, MaskedDistribution)):
         fn = fn.base_dist
     return fn
 
 
-def is_data(site: dict[str, Any], factors: bool = True) -> bool:
-    """Whether a site is observed, and not in name only: as what ``pyro.deterministic`` and
-    reparameterised latents compute, and the indices of a subsampled plate.
+def is_latent(site: Site) -> bool:
+    """Tell whether a site of a trace is a latent variable.
+
+    :param site: of any type; the indices of a subsampled plate are no latent variable.
+    """
+    return site["type"] == "sample" and not site["is_observed"] and not site_is_subsample(site)
+
+
+def is_discrete_latent(site: Site) -> bool:
+    """Tell whether a site of a trace, or a message of Pyro's, is a discrete latent variable."""
+    support = getattr(site["fn"], "support", None) if is_latent(site) else None
+    return support is not None and support.is_discrete
+
+
+def is_data(site: Site, factors: bool = True) -> bool:
+    """Tell whether a site of a trace is observed data.
+
+    Pyro marks other sites as observed, too: ``pyro.deterministic``, the values that
+    reparameterisations compute, and the indices of a subsampled plate.
 
     **Example:**
 
@@ -74,26 +105,21 @@ def is_data(site: dict[str, Any], factors: bool = True) -> bool:
     >>> [name for name, site in poutine.trace(model).get_trace().nodes.items() if is_data(site)]
     ['y']
 
-    :param site: of a trace, of any type.
-    :param factors: whether ``pyro.factor`` counts, which is a term of the likelihood without values
-        of its own.
+    :param site: of any type.
+    :param factors: whether ``pyro.factor`` counts as data.
     """
     if site["type"] != "sample" or not site["is_observed"] or site_is_subsample(site):
         return False
-    return not _is_computed(site) and (factors or not isinstance(site["fn"], Unit))
-
-
-def _is_computed(site: dict[str, Any]) -> bool:
     fn = site["fn"]
-    # Reparameterisations leave no mark but this.
-    is_masked = isinstance(fn, MaskedDistribution) and fn._mask is False
-    return site["infer"].get("_deterministic", False) or (
-        is_masked and isinstance(fn.base_dist, Delta)
-    )
+    # Reparameterisations leave no other mark.
+    masks_all = isinstance(fn, MaskedDistribution) and fn._mask is False
+    if site["infer"].get("_deterministic") or masks_all and isinstance(fn.base_dist, Delta):
+        return False
+    return factors or not isinstance(fn, Unit)
 
 
 def is_flat(fn: Any) -> bool:
-    """Whether a distribution is ``ImproperUniform``, also inside of others, which has no draws.
+    """Tell whether a distribution is ``ImproperUniform``, possibly inside of wrappers.
 
     **Example:**
 
@@ -101,6 +127,47 @@ def is_flat(fn: Any) -> bool:
     >>> is_flat(dist.ImproperUniform(dist.constraints.real, (3,), ()).to_event(1))
     True
 
-    :param fn: of a site.
+    :param fn: the distribution of a site.
     """
     return isinstance(innermost(fn), ImproperUniform)
+
+
+def is_counted(site: Site) -> Tensor:
+    """Tell which observations of a site no mask leaves out.
+
+    A score per row is divided by their number. A mask is that of ``poutine.mask``, of a
+    distribution's ``mask`` or of ``obs_mask``. An event counts if any of its elements does.
+
+    **Example:**
+
+    >>> import pyro.distributions as dist
+    >>> fn = dist.Normal(torch.zeros(3), 1.0).mask(torch.tensor([True, False, True]))
+    >>> is_counted({"fn": fn, "mask": None})
+    tensor([ True, False,  True])
+
+    :param site: of a trace.
+    :returns: of the distribution's batch shape.
+    """
+    found, rank = unmasked_elements(site), len(site["fn"].batch_shape)
+    return found.flatten(rank).any(-1) if found.dim() > rank else found
+
+
+def unmasked_elements(site: Site) -> Tensor:
+    """Tell which elements no mask leaves out; ``to_event`` is undone.
+
+    :param site: of a trace.
+    :returns: of the batch shape of the distribution inside of ``to_event``.
+    """
+    fn = site["fn"]
+    masks = [(site["mask"], len(fn.batch_shape))]
+    while isinstance(fn, (Independent, MaskedDistribution)):
+        if isinstance(fn, MaskedDistribution):
+            masks.append((fn._mask, len(fn.batch_shape)))
+        fn = fn.base_dist
+    device = next((mask.device for mask, _ in masks if isinstance(mask, Tensor)), None)
+    found = torch.ones(fn.batch_shape, dtype=torch.bool, device=device)
+    for mask, rank in masks:
+        if mask is not None:
+            mask = torch.as_tensor(mask, device=device).bool()
+            found = found & mask.reshape(mask.shape + (1,) * (found.dim() - rank))
+    return found

@@ -244,7 +244,7 @@ def test_broadcasts_over_a_particle_plate(case: Case) -> None:
         for site in prune_subsample_sites(trace).nodes.values()
         if site["type"] == "sample"
     )
-    transforms = density._transforms
+    transforms = density.transforms
     jacobian = sum(
         transforms[name].log_abs_det_jacobian(part, transforms[name](part)).reshape(4, -1).sum(-1)
         for name, part in density.split(u).items()

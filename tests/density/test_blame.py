@@ -15,8 +15,8 @@ import torch
 from pyro import poutine
 from pyro.distributions import constraints
 
-from pyro_implicit.density import Target, find_modes
-from pyro_implicit.density.blame import blame
+from pyro_implicit.density import SubsampledError, Target, find_modes
+from pyro_implicit.density.checks.numerics import blame
 
 Y = torch.tensor([0.3, -1.2, 2.0, 0.5])
 
@@ -125,7 +125,7 @@ def test_obs_mask():
             pyro.sample("y", dist.Normal(loc, 1.0), obs=y, obs_mask=mask)
 
     message = "3 of 4 elements of latent 'y_unobserved' have no density .obs_mask makes .*improper"
-    with pytest.warns(UserWarning, match=message + ".*Cure: sample the rows apart"):
+    with pytest.warns(UserWarning, match=message + ".*Cure: sample the rows separately"):
         density = Target(model, Y, mask)
     modes = find_modes(density)
     # The flat ones have no scale of their own; the others that of their prior around loc.
@@ -173,8 +173,10 @@ def test_latents_in_a_sequential_plate_that_subsamples():
             pyro.sample(f"x{row}", dist.Normal(0.0, 1.0))
 
     pyro.set_rng_seed(0)
-    with pytest.raises(ValueError, match="in a sequential plate that subsamples, 'rows'.*Cure"):
+    with pytest.raises(SubsampledError, match="plate 'rows' of site 'x.' subsamples 2 of 4.*Cure"):
         Target(model)
+    with pytest.raises(ValueError, match="in a sequential plate that subsamples, 'rows'.*Cure"):
+        Target.of_minibatches(model, batch=(), allow_local=True)
 
 
 UNIT = dist.Uniform(torch.zeros(()), 1.0)
@@ -296,7 +298,7 @@ def through_numpy(x, y):
     [(Y, "a model that computes by torch alone"), (Y.numpy(), "torch.as_tensor of these")],
 )
 def test_a_model_that_raises_where_its_gradient_is_asked_for(x, cure):
-    message = f"no site by itself, but where its gradient .* raises RuntimeError: .*Cure: {cure}"
+    message = f"no site by itself, but with gradients the model raises RuntimeError: .*Cure: {cure}"
     with pytest.raises(ValueError, match=message):
         find_modes(Target(through_numpy, x, Y))
 

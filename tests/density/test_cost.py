@@ -9,13 +9,8 @@ import pytest
 import torch
 
 from pyro_implicit.density import Target
-from pyro_implicit.density.cost import (
-    PER_ELEMENT,
-    PER_FLOP,
-    PER_OPERATION,
-    PER_RUN,
-    estimated_seconds,
-)
+from pyro_implicit.density.cost import estimated_seconds
+from pyro_implicit.density.policy import COST
 
 
 def loop(length):
@@ -31,7 +26,12 @@ def loop(length):
 def test_operations_elements_and_products():
     one, two = torch.ones(30, 20), torch.ones(20, 40)
     found = estimated_seconds(lambda: (one @ two).exp())
-    expected = PER_RUN + 2 * PER_OPERATION + 2 * 1200 * PER_ELEMENT + 2 * 30 * 20 * 40 * PER_FLOP
+    expected = (
+        COST.per_run
+        + 2 * COST.per_operation
+        + 2 * 1200 * COST.per_element
+        + 2 * 30 * 20 * 40 * COST.per_flop
+    )
     assert found == pytest.approx(expected)
 
 
@@ -39,7 +39,11 @@ def test_dear_operations_count_for_many():
     matrices = torch.eye(50).expand(40, 50, 50)
 
     def elements(evaluate):
-        return (estimated_seconds(evaluate) - PER_RUN - PER_OPERATION) / PER_ELEMENT / 1e5
+        return (
+            (estimated_seconds(evaluate) - COST.per_run - COST.per_operation)
+            / COST.per_element
+            / 1e5
+        )
 
     assert elements(lambda: matrices + 1) == pytest.approx(1.0)
     assert elements(lambda: torch.linalg.cholesky_ex(matrices)) == pytest.approx(6.0, rel=1e-2)
@@ -49,8 +53,8 @@ def test_dear_operations_count_for_many():
 
 def test_views_cost_no_elements():
     large = torch.ones(1000, 1000)
-    assert estimated_seconds(lambda: large.mT) == pytest.approx(PER_RUN + PER_OPERATION)
-    assert estimated_seconds(lambda: large.add_(1)) > PER_RUN + 1e6 * PER_ELEMENT
+    assert estimated_seconds(lambda: large.mT) == pytest.approx(COST.per_run + COST.per_operation)
+    assert estimated_seconds(lambda: large.add_(1)) > COST.per_run + 1e6 * COST.per_element
 
 
 def test_a_loop_costs_by_its_length():
@@ -61,4 +65,4 @@ def test_a_loop_costs_by_its_length():
     short, again, long = cost(20), cost(20), cost(220)
     assert short == again
     # Each step is one operation in every run, and more on the way back.
-    assert long - short > 2 * 200 * PER_OPERATION
+    assert long - short > 2 * 200 * COST.per_operation

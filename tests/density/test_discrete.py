@@ -16,7 +16,7 @@ from pyro.infer.mcmc.util import initialize_model
 from pyro.ops.indexing import Vindex
 
 from pyro_implicit.density import Target, find_modes
-from pyro_implicit.density.blame import blame
+from pyro_implicit.density.checks.numerics import blame
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def test_value_of_trace_enum_elbo(model):
     expected = -elbo.loss(config_enumerate(model), guide)
     found = density.log_prob(latent).item()
     for name, part in density.split(latent).items():
-        transform = density._transforms[name]
+        transform = density.transforms[name]
         found -= transform.log_abs_det_jacobian(part, transform(part)).sum().item()
     assert found == pytest.approx(expected)
 
@@ -128,7 +128,7 @@ def test_what_pyro_cannot_enumerate_is_refused():
     message = r"site 'k' is a discrete latent \(Poisson\) that Pyro cannot enumerate.*Cure: sum"
     with pytest.raises(ValueError, match=message):
         Target(counts, dist.Poisson(3.0))
-    message = r"site 'k' is a discrete latent \(Bernoulli\) .*Cure: a plate in place of .to_event"
+    message = r"site 'k' is a discrete latent \(Bernoulli\) .*Cure: a plate instead of .to_event"
     with pytest.raises(ValueError, match=message):
         Target(counts, dist.Bernoulli(0.5).expand([3]).to_event(1))
 

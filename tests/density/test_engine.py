@@ -15,7 +15,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import nn
 
 from pyro_implicit.density.batched_runs import BatchedRuns
-from pyro_implicit.density.engine import Model, SubsampledError, refuse_subsampling
+from pyro_implicit.density.model import Model, SubsampledError, refuse_subsampling
 
 
 @pytest.fixture(autouse=True)
@@ -210,6 +210,6 @@ def test_subsampling_is_refused_by_name():
             pyro.sample("x", dist.Normal(0.0, 1.0))
 
     refuse_subsampling(poutine.trace(model).get_trace(20), "The test")
-    message = "The test wants all data, but plate 'data' of site 'x' subsamples 5 of 20.*Cure"
+    message = "The test needs all data, but plate 'data' of site 'x' subsamples 5 of 20.*Cure"
     with pytest.raises(SubsampledError, match=message):
         refuse_subsampling(poutine.trace(model).get_trace(5), "The test")

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from pyro_implicit.density import Target, find_modes
-from pyro_implicit.density.gaussian_elbo import is_rounding
-from pyro_implicit.density.inexact import InexactArithmetic
+from pyro_implicit.density.checks.numerics import InexactArithmetic, is_rounding
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -12,7 +12,7 @@ import torch
 
 from pyro_implicit import diagnose
 from pyro_implicit.density import Target
-from pyro_implicit.density.lost_gradients import warn_of_lost_gradients
+from pyro_implicit.density.checks.numerics import warn_of_lost_gradients
 
 
 def regression(loc_of):
@@ -47,7 +47,7 @@ def test_gradients_that_a_model_cuts(name, dtype):
     pyro.set_rng_seed(1)
     torch.set_default_dtype(dtype)
     density = Target(regression(LOST[name]))
-    with pytest.warns(UserWarning, match="is not its slope.*owes to 'x'\\..*Cure: compute"):
+    with pytest.warns(UserWarning, match="is not its slope.*depends on 'x'\\..*Cure: compute"):
         warn_of_lost_gradients(density)
 
 

@@ -12,12 +12,8 @@ import torch
 from pyro.distributions import constraints
 from torch import Tensor
 
-from pyro_implicit.density.gaussian_elbo import (
-    antithetic_noise,
-    finite_log_prob,
-    gaussian_elbo,
-)
-from pyro_implicit.density.modes import find_modes
+from pyro_implicit.density.checks.numerics import finite_log_prob
+from pyro_implicit.density.mode_search import antithetic_noise, find_modes, gaussian_elbo
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.factors import matvec
 
@@ -344,7 +340,7 @@ def test_tops_that_meet_are_told_without_the_density(monkeypatch):
         calls.append(args)
         return finite_log_prob(*args)
 
-    monkeypatch.setattr("pyro_implicit.density.modes.finite_log_prob", counted)
+    monkeypatch.setattr("pyro_implicit.density.mode_search.finite_log_prob", counted)
     pyro.set_rng_seed(0)
     found = find_modes(modes, num_starts=40, max_rounds=2)
     assert len(found.loc) == 2

@@ -40,11 +40,11 @@ def in_column(shape, fn_shape, cure, plate="rows1"):
 
 REPEATED = [
     ((ROW, COLUMN), in_column((4, 1), (4,), "y.squeeze(-1), or parameters of the same shape; if")),
-    ((COLUMN, ROW), in_column((4,), (4, 4), "parameters of shape (4,), as by .squeeze(-1) of the")),
+    ((COLUMN, ROW), in_column((4,), (4, 4), "parameters of shape (4,), for instance by .squeeze")),
     ((COLUMN, COLUMN), in_column((4, 1), (4, 4), "y.squeeze(-1), and .squeeze(-1) of the param")),
     ((ROW, COLUMN, 0, ()), in_column((4, 1), (4,), "y.squeeze(-1), or parameters of", plate="")),
-    ((COLUMN, ROW, 0, ()), in_column((4,), (4, 1), "parameters of shape (4,), as", plate="")),
-    ((COLUMN, ROW, 2, ()), in_column((4,), (4, 1), "parameters of shape (4,), as", plate="")),
+    ((COLUMN, ROW, 0, ()), in_column((4,), (4, 1), "parameters of shape (4,), for", plate="")),
+    ((COLUMN, ROW, 2, ()), in_column((4,), (4, 1), "parameters of shape (4,), for", plate="")),
     ((ROW, COLUMN, 1, ()), in_column((4, 1), (4,), "y.squeeze(-1), or parameters of", plate="")),
 ]
 

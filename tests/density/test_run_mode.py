@@ -14,7 +14,7 @@ import pytest
 import torch
 from pyro import poutine
 
-from pyro_implicit.density import Target, find_modes, site_loop
+from pyro_implicit.density import Target, find_modes, run_mode
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.run_mode import RunMode
 
@@ -265,7 +265,7 @@ def test_numbers_that_differ_later_on():
 
     density = Target(model)
     density.log_prob(torch.ones(1, 1))
-    with pytest.warns(UserWarning, match="asked for its number .*2 particles take .* s, where one"):
+    with pytest.warns(UserWarning, match="asked for its number .*2 particles take .* s, one takes"):
         log_prob = density.log_prob(torch.tensor([[1.0], [2.0]]))
     torch.testing.assert_close(log_prob[1] - log_prob[0], torch.tensor(1.5))
 
@@ -336,13 +336,15 @@ def test_densities_do_not_loop_after_values_were_read(monkeypatch):
     """What replaces functions for vmap is left out where it is not needed, and comes back."""
 
     loops = []
-    in_each_run = site_loop.in_each_run
+    replace_tensors = run_mode._replace_tensors
 
     def model(counts):
         share = pyro.sample("share", dist.Dirichlet(torch.ones(3)))
         pyro.sample("counts", dist.Multinomial(6, share), obs=counts)
 
-    monkeypatch.setattr(site_loop, "in_each_run", lambda *a: loops.append(1) or in_each_run(*a))
+    monkeypatch.setattr(
+        run_mode, "_replace_tensors", lambda *a: loops.append(1) or replace_tensors(*a)
+    )
     density = Target(model, torch.tensor([1.0, 2.0, 3.0]))
     draws = {"share": dist.Dirichlet(torch.ones(3)).sample((4,))}
     density.read_at(draws, lambda trace: trace.nodes["share"]["value"])
@@ -364,7 +366,7 @@ def test_hidden_markov_models_do_not_loop(monkeypatch):
         poutine.trace(poutine.condition(model, {"loc": loc})).get_trace(y).log_prob_sum()
         for loc in alone
     ]
-    monkeypatch.setattr(site_loop, "in_each_run", None)
+    monkeypatch.setattr(run_mode, "_replace_tensors", None)
     torch.testing.assert_close(density.log_prob(alone), torch.stack(one_by_one))
 
 

@@ -17,7 +17,7 @@ from pyro.infer.reparam import LocScaleReparam
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from pyro_implicit.density.engine import SubsampledError
+from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.target import Target
 
 

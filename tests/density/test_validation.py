@@ -7,7 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_implicit.density.validation import without_validation
+from pyro_implicit.density.model import without_validation
 
 
 @pytest.mark.parametrize(

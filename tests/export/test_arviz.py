@@ -209,7 +209,7 @@ def subsampled(y):
     [
         (mixture, "site 'y' is not known, because it depends on discrete latents"),
         (nothing, "wants observations, but the model observes nothing"),
-        (subsampled, "wants all data, but plate 'rows'"),
+        (subsampled, "needs all data, but plate 'rows'"),
     ],
 )
 def test_no_likelihood_of_single_observations(model, message):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_implicit import fit
-from pyro_implicit.density.engine import SubsampledError
+from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.fitting import minibatch_stages, stages
 from pyro_implicit.guides import AutoSemiImplicit
 from pyro_implicit.infer import ImplicitELBO

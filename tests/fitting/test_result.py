@@ -13,7 +13,7 @@ from pyro.infer import MCMC, NUTS, Predictive
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import compare, diagnose, evidence_bound, fit, refine
-from pyro_implicit.density.engine import SubsampledError
+from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.fitting import Fit
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit, Frame, StoredDraws

@@ -22,7 +22,7 @@ from pyro_implicit import (
     ResidualGenerator,
     evidence_bound,
 )
-from pyro_implicit.density.modes import find_modes
+from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.distributions import IntractableDensityError
 from pyro_implicit.fitting.gaussian import gaussian_guide

@@ -175,7 +175,7 @@ def test_coverage_refuses_subsampled_data():
             pyro.sample("y", dist.Normal(x, 1.0), obs=torch.arange(10.0)[index])
 
     guide = AutoImplicit(model, AutoregressiveGenerator, frame=None)
-    message = "InjectiveELBO's coverage wants all data, but plate 'data' .*5 of 10.*Cure"
+    message = "InjectiveELBO's coverage needs all data, but plate 'data' .*5 of 10.*Cure"
     with pytest.raises(ValueError, match=message):
         InjectiveELBO(4, coverage=1.0).differentiable_loss(model, guide)
     InjectiveELBO(4).differentiable_loss(model, guide)

@@ -12,10 +12,8 @@ from pyro.infer.util import is_validation_enabled
 from pyro.poutine.util import prune_subsample_sites
 from pyro.util import check_model_guide_match, check_site_shape
 
-from pyro_implicit.density.batched_runs import IMPOSSIBLE
-from pyro_implicit.density.discrete import DiscreteSum
-from pyro_implicit.density.unfit_sites import refuse_missing_data
-from pyro_implicit.density.validation import leave_out_masked
+from pyro_implicit.density.checks import refuse_missing_data
+from pyro_implicit.density.model import IMPOSSIBLE, DiscreteSum, leave_out_masked
 from pyro_implicit.distributions import find_implicit
 from pyro_implicit.guides.posterior_draws import refuse_other_guide
 

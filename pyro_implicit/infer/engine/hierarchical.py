@@ -13,7 +13,7 @@ from pyro.distributions.score_parts import ScoreParts
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_implicit.density.engine import refuse_subsampling
+from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.distributions import SemiImplicit, find_implicit
 from pyro_implicit.generators import as_generator
 from pyro_implicit.infer.engine.flat_site import (

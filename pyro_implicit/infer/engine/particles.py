@@ -13,9 +13,7 @@ from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
 
 from pyro_implicit.density.batched_runs import BatchedRuns
-from pyro_implicit.density.discrete import DiscreteSum
-from pyro_implicit.density.engine import Model, compute_log_prob
-from pyro_implicit.density.validation import leave_out_masked
+from pyro_implicit.density.model import DiscreteSum, Model, compute_log_prob, leave_out_masked
 from pyro_implicit.infer.engine.sites import PARTICLE_PLATE
 
 __all__ = ["Particles"]

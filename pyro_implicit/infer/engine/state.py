@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from pyro.infer import Trace_ELBO
 
 from pyro_implicit.density.batched_runs import BatchedRuns
-from pyro_implicit.density.discrete import DiscreteSum
+from pyro_implicit.density.model import DiscreteSum
 from pyro_implicit.infer.engine.first_run import first_run
 from pyro_implicit.infer.engine.traced_steps import TracedSteps
 from pyro_implicit.runtime.locks import refuse_outer_plates

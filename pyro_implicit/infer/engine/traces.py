@@ -13,7 +13,7 @@ from pyro.infer.trace_elbo import _compute_log_r
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_implicit.density.engine import refuse_subsampling
+from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.distributions import find_implicit
 
 __all__ = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where latents start: of a flat prior too, which has no draws and tells no dtype and no device."""
+"""First values of latent variables, and handlers that prepare a model for autoguides."""
 
 from __future__ import annotations
 
@@ -10,38 +10,39 @@ from typing import Any
 
 import torch
 from pyro.poutine.indep_messenger import IndepMessenger
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor
 from torch.distributions import biject_to
 from torch.utils import _pytree as pytree
 
-from pyro_implicit.runtime.sites import is_flat
+from pyro_implicit.runtime.sites import Site, is_flat
 
-__all__ = ["FlatPriorStart", "example_tensor"]
+__all__ = ["FlatPriorStart", "example_tensor", "without_sequential_plates"]
 
 
 class FlatPriorStart:
-    """An initialisation of Pyro's, which draws from the prior, that passes over flat priors.
+    """A per-site initialisation that also covers flat priors, which have no draws.
 
-    A site that is reparameterised inside a plate, as Pyro's forecasters do, starts with a value for
-    each element: the reparameteriser asks for it before the plate has broadcast the site, and a
-    single value would become one latent for all elements.
+    A site that is reparameterised inside a plate, as in Pyro's forecasters, gets a value for each
+    element: the reparameteriser asks for it before the plate has broadcast the site, and a single
+    value would become one latent variable for all elements.
 
-    :param init_loc_fn: per-site initialisation.
-    :param spread: sites of ``ImproperUniform`` that it cannot start are uniform between minus and
-        plus so much in unconstrained space; 0 puts them there.
+    :param init_loc_fn: a per-site initialisation of Pyro's.
+    :param spread: sites of ``ImproperUniform`` that ``init_loc_fn`` cannot initialise are uniform
+        on ``[-spread, spread]`` in unconstrained space.
     :param like: these sites get its dtype and device; see :func:`example_tensor`.
     """
 
     def __init__(
         self,
-        init_loc_fn: Callable[[dict[str, Any]], Tensor],
+        init_loc_fn: Callable[[Site], Tensor],
         spread: float = 0.0,
         like: Tensor | None = None,
     ) -> None:
         self.init_loc_fn, self.spread, self.like = init_loc_fn, spread, like
 
-    def __call__(self, site: dict[str, Any]) -> Tensor:
+    def __call__(self, site: Site) -> Tensor:
         site = self._in_its_plates(site)
         try:
             return self.init_loc_fn(site)
@@ -53,12 +54,13 @@ class FlatPriorStart:
             start = like.new_zeros(transform.inverse_shape(site["fn"].shape()))
             return transform(start.uniform_(-self.spread, self.spread))
 
-    def _in_its_plates(self, site: dict[str, Any]) -> dict[str, Any]:
-        """The site with those plates, too, that have not seen it yet."""
+    def _in_its_plates(self, site: Site) -> Site:
+        """Apply the plates that have not processed the site yet."""
         seen = {frame.name for frame in site["cond_indep_stack"]}
         site = site.copy()
         for handler in reversed(_PYRO_STACK):
-            if getattr(handler, "init_fn", None) is self:  # plates further out never see the start
+            # Plates further out never see the initial value.
+            if getattr(handler, "init_fn", None) is self:
                 break
             if isinstance(handler, IndepMessenger) and handler.name not in seen:
                 handler._process_message(site)
@@ -66,8 +68,9 @@ class FlatPriorStart:
 
 
 def example_tensor(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-    """Some tensor of floating dtype that a model computes with: an argument, a parameter, or one
-    that its function closes over.
+    """Return a tensor of the floating dtype and on the device that a model computes with.
+
+    It is like the first argument, parameter or closure variable of floating dtype.
 
     **Example:**
 
@@ -75,7 +78,7 @@ def example_tensor(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any
     >>> example_tensor(lambda: x.sum(), (), {}).dtype
     torch.float64
 
-    :returns: an empty tensor of its dtype on its device, or None.
+    :returns: an empty tensor, or None.
     """
     for value in pytree.tree_leaves([args, kwargs, *_variables(model)]):
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -84,7 +87,7 @@ def example_tensor(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any
 
 
 def _variables(model: Callable[..., Any]) -> Iterator[Any]:
-    """What a function, a module or another callable object holds."""
+    """Yield what a function, a module or another callable object holds."""
     if isinstance(model, torch.nn.Module):
         yield list(model.parameters())
         yield list(model.buffers())
@@ -106,3 +109,35 @@ def _variables(model: Callable[..., Any]) -> Iterator[Any]:
         yield dict(found.globals)
     elif hasattr(model, "__dict__"):
         yield dict(vars(model))
+
+
+def without_sequential_plates(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same model, whose sites do not know the sequential plates that they are in.
+
+    Pyro's autoguides refuse latent variables in sequential plates. A latent variable in ``for i in
+    pyro.plate("rows", n)`` becomes like one in ``for i in range(n)``, with the same joint density.
+    Plates that subsample stay.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> def model():
+    ...     for row in pyro.plate("rows", 2):
+    ...         pyro.sample(f"x{row}", dist.Normal(0.0, 1.0))
+    >>> sorted(AutoNormal(without_sequential_plates(model))())
+    ['x0', 'x1']
+
+    :param model: a Pyro model.
+    """
+    return _WithoutSequentialPlates()(model)
+
+
+class _WithoutSequentialPlates(Messenger):
+    def _pyro_sample(self, msg: Any) -> None:
+        msg["cond_indep_stack"] = tuple(
+            frame
+            for frame in msg["cond_indep_stack"]
+            if frame.vectorized or frame.size != frame.full_size
+        )

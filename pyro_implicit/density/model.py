@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model with its data, run at given values of its latent variables."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from opt_einsum import shared_intermediates
+from pyro import poutine
+from pyro.infer.util import is_validation_enabled
+from pyro.ops.contract import contract_to_tensor
+from pyro.ops.packed import scale_and_mask
+from pyro.ops.rings import LogRing
+from pyro.poutine.trace_struct import Trace
+from pyro.poutine.util import prune_subsample_sites, site_is_subsample
+from torch import Tensor
+from torch.distributions import (
+    Distribution,
+    Independent,
+    TransformedDistribution,
+    biject_to,
+    constraints,
+)
+
+from pyro_implicit.density.run_mode import RunMode, log_prob_in_each_run
+from pyro_implicit.runtime.sites import Site, innermost, is_discrete_latent
+
+__all__ = [
+    "IMPOSSIBLE",
+    "DiscreteSum",
+    "Model",
+    "SubsampledError",
+    "UnfitModelError",
+    "compute_log_prob",
+    "leave_out_masked",
+    "refuse_infinite",
+    "refuse_subsampling",
+    "replace_masked",
+    "varying_site",
+    "without_validation",
+]
+
+Values = dict[str, Tensor]
+
+IMPOSSIBLE = (ValueError, ArithmeticError, RuntimeError, AssertionError)
+"""The errors that a model raises where the values of its latent variables are impossible."""
+
+
+class SubsampledError(ValueError):
+    """All data are needed, but the model or the guide subsamples them."""
+
+
+class UnfitModelError(ValueError):
+    """A model has no log-density of fixed latent variables, whatever their values."""
+
+
+class Model:
+    """A Pyro model with its data, to be run at given values of its latent variables.
+
+    :param model: the Pyro model.
+    :param args: its arguments, as ``kwargs``.
+    :param latents: the sites whose values will be given, and subsampled indices that are fixed.
+    :param discrete: the sum over discrete latent variables, if any.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        latents: Trace,
+        discrete: DiscreteSum | None = None,
+    ) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.replayed = latents
+        self.discrete = discrete
+        self.last_site: str | None = None
+        """The last site that a run came to, or ``_RETURN`` if it came to its end."""
+        self._unchanged: set[tuple] = set()
+
+    def on(self, args: tuple, names: Iterable[str]) -> Model:
+        """Return the same model with other arguments, which draws its subsampled indices anew.
+
+        :param names: of the latent variables.
+        """
+        latents = Trace()
+        for name in names:
+            latents.add_node(name, **self.replayed.nodes[name])
+        return Model(self.model, args, self.kwargs, latents, self.discrete)
+
+    def run(self, values: Values) -> Trace:
+        """Return the trace of one run.
+
+        Log-probabilities are not computed yet, unless discrete latent variables are summed out.
+        """
+        for name, value in values.items():
+            self.replayed.nodes[name]["value"] = value
+        model = self.model if self.discrete is None else self.discrete.enumerate(self.model)
+        tracer = poutine.trace(poutine.replay(model, trace=self.replayed))
+        try:
+            trace = tracer.get_trace(*self.args, **self.kwargs)
+        finally:
+            self.last_site = next(reversed(tracer.trace.nodes), None)
+        checks, mode = is_validation_enabled(), RunMode.active()
+        for name, site in trace.nodes.items():
+            if site["type"] != "sample":
+                continue
+            # Inline, as this is the inner loop of every training: wrappers and what they do.
+            fn = part = site["fn"]
+            kind: list[Any] = [name]
+            has_mask = isinstance(site["mask"], Tensor)
+            while part is not None:
+                kind += (type(part), getattr(part, "_validate_args", False))
+                has_mask = has_mask or isinstance(part, dist.MaskedDistribution)
+                part = getattr(part, "base_dist", None)
+            if has_mask and site["is_observed"]:
+                site["value"] = replace_masked(fn, site["value"], site["mask"])
+            if checks:
+                continue
+            if tuple(kind) not in self._unchanged:
+                site["fn"] = without_validation(fn)
+                if site["fn"] is fn:
+                    self._unchanged.add(tuple(kind))
+            if mode is not None or isinstance(fn, dist.DiscreteHMM):
+                fn, site["fn"] = site["fn"], copy.copy(site["fn"])
+                site["fn"].log_prob = functools.partial(log_prob_in_each_run, fn)
+        return trace if self.discrete is None else self.discrete.collapse(trace)
+
+    def share_minibatch(self, trace: Trace) -> None:
+        """Make all later runs use the subsampled indices of ``trace``."""
+        for name, site in trace.nodes.items():
+            if site["type"] == "sample" and site_is_subsample(site) and name not in self.replayed:
+                self.replayed.add_node(name, **{**site, "is_observed": False})
+
+
+def compute_log_prob(trace: Trace) -> None:
+    """Call ``trace.compute_log_prob()``; give flat priors the dtype and device of their latents."""
+    trace.compute_log_prob()
+    for site in trace.nodes.values():
+        if site["type"] == "sample":
+            fn = site["fn"]
+            while hasattr(fn, "base_dist"):
+                fn = fn.base_dist
+            if isinstance(fn, dist.ImproperUniform):  # its zeros are float32 on the CPU
+                for key in ("log_prob", "unscaled_log_prob", "log_prob_sum"):
+                    site[key] = site[key].to(site["value"])
+
+
+def varying_site(name: str) -> UnfitModelError:
+    """Return the error for a site that only some runs of a model have."""
+    return UnfitModelError(
+        f"site '{name}' is in some runs of the model and not in others, so that there is no "
+        "log-density of fixed latent variables. Cure: sample it always, and use torch.where or a "
+        "mask where it has no effect"
+    )
+
+
+def refuse_subsampling(trace: Trace, what: str) -> None:
+    """Check that a trace saw all data.
+
+    :param what: what needs all data, for the message.
+    :raises SubsampledError: naming plate, site and cure.
+    """
+    for name, site in trace.nodes.items():
+        for frame in site.get("cond_indep_stack", ()):
+            if frame.full_size is not None and frame.full_size != frame.size:
+                raise SubsampledError(
+                    f"{what} needs all data, but plate '{frame.name}' of site '{name}' subsamples "
+                    f"{frame.size} of {frame.full_size} elements. Cure: run the model without "
+                    "subsample_size"
+                )
+
+
+# Distributions without validation, and what it leaves to be done
+
+
+def without_validation(fn: Any) -> Any:
+    """Return a distribution that checks no values; ``fn`` itself if it has no such checks.
+
+    Distributions that were made while validation was on go on checking, inside ``vmap``, too. A
+    transformed distribution relies on these checks: without them, an ``Exponential`` moved by a
+    latent variable has the more density the further the data lie on its wrong side. Its base gets
+    density 0 outside of its support.
+
+    **Example:**
+
+    >>> fn = dist.TransformedDistribution(dist.Exponential(1.0), dist.transforms.ExpTransform())
+    >>> without_validation(fn).log_prob(torch.tensor([0.5, 1.0]))
+    tensor([-inf, 0.])
+    """
+    parts = {
+        name: without_validation(part)
+        for name, part in vars(fn).items()
+        if isinstance(part, Distribution)
+    }
+    base = fn.base_dist if isinstance(fn, TransformedDistribution) else None
+    restricts = base is not None and _is_bounded(base)
+    changes = any(part is not vars(fn)[name] for name, part in parts.items())
+    if not (getattr(fn, "_validate_args", False) or restricts or changes):
+        return fn
+    fn = copy.copy(fn)
+    for name, part in parts.items():
+        setattr(fn, name, part)
+    fn._validate_args = False  # last: Pyro's Independent hands it on to its base
+    if restricts:
+        kind: Any = type(fn.base_dist)
+        fn.base_dist = copy.copy(fn.base_dist)
+        fn.base_dist.__class__ = _restricted_class(kind)
+    return fn
+
+
+def _is_bounded(base: Any) -> bool:
+    """Tell whether a distribution's support is not all of the real numbers."""
+    try:
+        inner: Any = base.support
+    except (AttributeError, NotImplementedError):
+        return False
+    while hasattr(inner, "base_constraint"):
+        inner = inner.base_constraint
+    return not isinstance(inner, type(constraints.real)) and not hasattr(base, "_is_restricted")
+
+
+@functools.cache
+def _restricted_class(kind: Any) -> Any:
+    def log_prob(self: Any, value: Tensor) -> Tensor:
+        inside = self.support.check(value)
+        return torch.where(inside, kind.log_prob(self, value), -torch.inf)
+
+    return type(kind.__name__, (kind,), {"log_prob": log_prob, "_is_restricted": True})
+
+
+def replace_masked(fn: Any, value: Tensor, mask: Any = None) -> Tensor:
+    """Return an observation with possible values in place of the masked ones.
+
+    Masked elements do not count, but the gradient of their density must be a number.
+
+    **Example:**
+
+    >>> fn = dist.LogNormal(torch.zeros(2), 1.0).mask(torch.tensor([True, False]))
+    >>> replace_masked(fn, torch.tensor([3.0, 0.0]))
+    tensor([3., 1.])
+
+    :param fn: the distribution of a site.
+    :param value: its value.
+    :param mask: its mask, by a handler.
+    """
+    if isinstance(fn, dist.MaskedDistribution):
+        value = replace_masked(fn.base_dist, value, fn._mask)
+    elif isinstance(fn, Independent):
+        value = replace_masked(fn.base_dist, value)
+    if not (isinstance(mask, Tensor) and isinstance(value, Tensor) and value.is_floating_point()):
+        return value
+    try:
+        transform = biject_to(fn.support)
+        possible = transform(value.new_zeros(transform.inverse_shape(value.shape)))
+    except NotImplementedError:  # counts
+        possible = torch.zeros_like(value)
+    return torch.where(mask.reshape(mask.shape + (1,) * len(fn.event_shape)), value, possible)
+
+
+def leave_out_masked(trace: Trace) -> None:
+    """Replace the masked elements of all observations in a trace."""
+    for site in trace.nodes.values():
+        if site["type"] == "sample" and site["is_observed"]:
+            site["value"] = replace_masked(site["fn"], site["value"], site["mask"])
+
+
+# Discrete latent variables
+
+
+def refuse_infinite(name: str, site: Site) -> None:
+    """Check that a discrete latent variable can be summed out.
+
+    :raises ValueError: naming site and cure.
+    """
+    fn = site["fn"]
+    if not is_discrete_latent(site) or fn.has_enumerate_support:
+        return
+    cure = "sum it out by hand, in a distribution of its own or by pyro.factor with a logsumexp"
+    if isinstance(fn, Independent) and fn.base_dist.has_enumerate_support:
+        cure = "a plate instead of .to_event; its elements are then summed out one by one"
+    raise ValueError(
+        f"site '{name}' is a discrete latent ({type(innermost(fn)).__name__}) that Pyro cannot "
+        f"enumerate, and it has no gradient. Cure: {cure}"
+    )
+
+
+class DiscreteSum:
+    """Sums discrete latent variables out of a model's log-density, by Pyro's enumeration.
+
+    In a trace of the enumerated model, the discrete latent variables and the sites that depend on
+    them are replaced by one factor: the logarithm of the sum over all of their values. It equals
+    that of :class:`~pyro.infer.TraceEnum_ELBO`, for every model that Pyro can enumerate:
+    assignments in a plate, hidden Markov models in :func:`pyro.markov`.
+
+    **Example:**
+
+    >>> import pyro
+    >>> def model():
+    ...     z = pyro.sample("z", dist.Bernoulli(0.5))
+    ...     pyro.sample("y", dist.Normal(4 * z, 1.0), obs=torch.tensor(0.0))
+    >>> summed = DiscreteSum.of(poutine.trace(model).get_trace())
+    >>> trace = summed.collapse(poutine.trace(summed.enumerate(model)).get_trace())
+    >>> trace.log_prob_sum()
+    tensor(-1.6118)
+
+    :param names: the sites to be summed out.
+    :param max_plate_nesting: of the model.
+    """
+
+    def __init__(self, names: frozenset[str], max_plate_nesting: int) -> None:
+        self.names, self.max_plate_nesting = names, max_plate_nesting
+
+    @classmethod
+    def of(cls, trace: Trace, given: Any = ()) -> DiscreteSum | None:
+        """Return the sum over all discrete latent variables of a model; None if it has none.
+
+        :param trace: of the model.
+        :param given: sites that have a value of their own.
+        :raises ValueError: for a site that cannot be summed out.
+        """
+        names, depth = set(), 0
+        for name, site in trace.nodes.items():
+            if site["type"] == "sample":
+                dims = [-frame.dim for frame in site["cond_indep_stack"] if frame.vectorized]
+                depth = max(depth, *dims, 0)
+            if is_discrete_latent(site) and name not in given:
+                refuse_infinite(name, site)
+                names.add(name)
+        return cls(frozenset(names), depth) if names else None
+
+    def enumerate(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the model with all values of the discrete latent variables in parallel."""
+        # By name, as a guide may have its own draws of other sites.
+        configured = poutine.infer_config(model, self._config)
+        return poutine.enum(configured, first_available_dim=-1 - self.max_plate_nesting)
+
+    def _config(self, site: Site) -> dict[str, Any]:
+        if site["name"] in self.names:
+            return {"enumerate": "parallel", "expand": False}
+        return {}
+
+    def collapse(self, trace: Trace) -> Trace:
+        """Return the trace with one factor for the sum.
+
+        :param trace: of the enumerated model.
+        :raises ValueError: if the sites in the sum have different scales (of minibatches).
+        """
+        trace = prune_subsample_sites(trace)
+        trace.compute_log_prob()
+        trace.pack_tensors()
+        plates = set(trace.plate_to_symbol.values())
+        sums = set(trace.symbol_to_dim) - plates
+        terms: OrderedDict[frozenset, list[Tensor]] = OrderedDict()
+        scales: dict[str, Any] = {}
+        result = Trace()
+        for name, site in trace.nodes.items():
+            if site["type"] != "sample":
+                result.add_node(name, **site)
+                continue
+            packed = site["packed"]
+            if name not in self.names and sums.isdisjoint(packed["log_prob"]._pyro_dims):
+                result.add_node(name, **site)
+                continue
+            ordinal = frozenset(
+                trace.plate_to_symbol[frame.name]
+                for frame in site["cond_indep_stack"]
+                if frame.vectorized
+            )
+            # A masked observation says nothing, but a masked choice is still one choice.
+            mask = None if name in self.names else packed["mask"]
+            term = scale_and_mask(packed["unscaled_log_prob"], mask=mask)
+            terms.setdefault(ordinal, []).append(term)
+            scales[name] = site["scale"]
+        with shared_intermediates() as cache:
+            total = contract_to_tensor(terms, sums, ring=_Ring(cache)) * _common(scales)
+        name = f"sum over {', '.join(sorted(self.names)[:3])}{', ...' * (len(self.names) > 3)}"
+        result.add_node(
+            name, type="sample", name=name, fn=dist.Unit(total, validate_args=False),
+            value=total.new_empty(0), is_observed=True, scale=1.0, mask=None, infer={}, args=(),
+            kwargs={}, cond_indep_stack=(), log_prob=total, unscaled_log_prob=total,
+            log_prob_sum=total,
+        )  # fmt: skip
+        return result
+
+
+class _Ring(LogRing):
+    """Pyro's ring, with a sum that ``vmap`` can run."""
+
+    _backend = "pyro_implicit.ops.log_einsum"
+
+
+def _common(scales: dict[str, Any]) -> Any:
+    """Return the one scale of all sites."""
+    if len({float(scale) for scale in scales.values()}) > 1:
+        raise ValueError(
+            f"sites {sorted(scales)} are summed over discrete latents, but have different scales "
+            f"({scales}), as if they belonged to different minibatches. Cure: all data at once, "
+            "or discrete latents in the subsampled plate alone"
+        )
+    return next(iter(scales.values()))

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of everything that evaluates a model's log-density.
+
+Each field gives unit, role and source. "Measured" means: on one core of a CPU, on the models of
+``benchmarks/posteriordb`` and ``benchmarks/speed``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = [
+    "COST",
+    "GRADIENTS",
+    "MAX_DENSE_DIM",
+    "ROUNDING",
+    "RUNS",
+    "SEARCH",
+    "CostPolicy",
+    "GradientPolicy",
+    "RoundingPolicy",
+    "RunPolicy",
+    "SearchPolicy",
+]
+
+MAX_DENSE_DIM = 100
+"""Latent variables up to which dense matrices over all of them (covariances, Hessians) are used."""
+
+
+@dataclass(frozen=True)
+class RunPolicy:
+    """How a model is run for many values of its latent variables."""
+
+    max_retries: int = 10
+    """Draws of the prior, or of a guide, at which a model may raise an error before its first error
+    is raised. As Pyro's ``initialize_model``, which tries 100 points."""
+
+    max_groups: int = 8
+    """Groups of runs that take the same branches. With more groups, if they are more than half as
+    many as the runs, vectorisation gains nothing."""
+
+    tolerance: float = 1e-3
+    """Absolute and relative difference of log-densities that counts as equal (float32)."""
+
+    rounding: float = 10.0
+    """Differences up to this multiple of the effect of the latents' last bits are rounding."""
+
+    num_rounded: int = 4
+    """Runs that measure the effect of the last bits."""
+
+    max_recordings: int = 8
+    """Numbers of vectors for which a score stays recorded; the oldest recording is dropped."""
+
+    draws_at_once: int = 250
+    """Draws in one vectorised run where each leaves a number per observation; bounds memory."""
+
+
+@dataclass(frozen=True)
+class CostPolicy:
+    """Seconds of one core, by the operations of an evaluation. Measured within a factor of two."""
+
+    per_run: float = 3e-3
+    """Seconds: Pyro's handlers, for each run of the model."""
+
+    per_operation: float = 8e-6
+    """Seconds: dispatch, for each call of a kernel."""
+
+    per_element: float = 2e-9
+    """Seconds, for each element of a result."""
+
+    per_flop: float = 1e-10
+    """Seconds, for each floating-point operation of matrix products and convolutions."""
+
+    per_recorded: float = 2.5e-4
+    """Seconds to record one operation."""
+
+    saved_per_operation: float = 6e-6
+    """Seconds that a replay of a recorded operation saves: autograd and ``vmap``."""
+
+    functions: dict[str, int] = field(
+        default_factory=lambda: {
+            "lgamma": 15,
+            "digamma": 15,
+            "polygamma": 30,
+            "special_log_ndtr": 15,
+        }
+    )
+    """Elements of a sum that take as long as one element of this function."""
+
+    factorisations: dict[str, int] = field(
+        default_factory=lambda: {
+            "linalg_cholesky_ex": 4,
+            "linalg_solve_triangular": 4,
+            "triangular_solve": 4,
+            "cholesky_inverse": 8,
+            "cholesky_solve": 8,
+            "linalg_lu_factor_ex": 5,
+            "_linalg_slogdet": 5,
+            "_linalg_det": 5,
+            "_linalg_solve_ex": 15,
+            "linalg_inv_ex": 15,
+            "linalg_qr": 15,
+            "_linalg_eigh": 50,
+            "_linalg_svd": 100,
+        }
+    )
+    """The same for small matrices; it grows by ``1 + rows / large_matrix``."""
+
+    large_matrix: int = 100
+    """Rows above which the cubic term of a factorisation dominates."""
+
+    spread: float = 0.1
+    """Distance of the points at which an evaluation is counted, in unconstrained coordinates."""
+
+
+@dataclass(frozen=True)
+class GradientPolicy:
+    """Comparison of a log-density's gradient with difference quotients."""
+
+    steps: tuple[float, float] = (1e-2, 2.5e-3)
+    """Two widths of central differences, in unconstrained coordinates; rows where they disagree are
+    not judged. Wide enough for float32."""
+
+    distance: float = 0.1
+    """Distance of the points from ``init_loc``, where priors may have kinks."""
+
+    num_points: int = 4
+    """Points; a gradient must be wrong at half of them, and at two."""
+
+    max_groups: int = 6
+    """Groups of sites that are moved together; bounds the evaluations to 4 per group and point."""
+
+    agree: float = 0.005
+    """Relative difference of the two quotients up to which the function counts as smooth."""
+
+    differ: float = 0.05
+    """Relative difference of quotient and gradient from which the gradient is wrong."""
+
+    rounding: float = 100.0
+    """Allowed error of a quotient, in units of the dtype's resolution over the narrow step."""
+
+    resolution: float = 0.02
+    """Share of the narrow step that the points' own resolution may take."""
+
+
+@dataclass(frozen=True)
+class SearchPolicy:
+    """The search for modes by :func:`~pyro_implicit.density.find_modes`."""
+
+    num_starts: int = 50
+    """Paths per round. A mode with a tenth of the prior's mass is missed in 1 of 200 rounds."""
+
+    num_draws: int = 16
+    """Draws for the ELBO of a Gaussian on a path; Pathfinder (Zhang et al., 2022) has 5 to 25."""
+
+    max_rounds: int = 16
+    """Rounds; ends searches in which new modes appear again and again."""
+
+    max_iterations: int = 100
+    """Newton steps of a path; funnels need tens (posteriordb)."""
+
+    max_gap: float = 10.0
+    """Nats of ELBO below the best mode from which a mode is dropped: its weight is below 1e-4."""
+
+    step_sizes: tuple[float, ...] = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01, 1e-3)
+    """Shares of a Newton step that are tried; the best one is taken."""
+
+    at_top: float = 1e-2
+    """Squared Newton decrement (nats) below which a path has arrived."""
+
+    min_dip: float = 1.0
+    """Nats by which the log-density must dip between two separate modes."""
+
+    same: float = 0.3
+    """Distance in standard deviations up to which two path ends are one mode; paths to one mode end
+    0.1 apart (``at_top``)."""
+
+    num_between: int = 11
+    """Points on the line between two modes at which a dip is looked for."""
+
+    num_final_draws: int = 256
+    """Draws for the final ELBO of each mode; the best of many paths is partly the luckiest."""
+
+    rounding_gap: float = 1e4
+    """Nats between dropped and kept modes from which a warning about rounding is issued."""
+
+
+@dataclass(frozen=True)
+class RoundingPolicy:
+    """When a log-density consists of rounding errors (Vignes, 2004)."""
+
+    num_runs: int = 4
+    """Perturbed evaluations, as in the discrete stochastic arithmetic of Vignes (2004; 2 to 3)."""
+
+    relative: float = 1e-3
+    """Change relative to the log-density, beside one nat, that counts as rounding."""
+
+    inexact: float = 10.0
+    """Factor by which perturbing every operation may exceed it."""
+
+
+RUNS = RunPolicy()
+COST = CostPolicy()
+GRADIENTS = GradientPolicy()
+SEARCH = SearchPolicy()
+ROUNDING = RoundingPolicy()
