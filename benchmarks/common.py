@@ -16,9 +16,12 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.infer import SVI
+from pyro.infer import ELBO, SVI
 from pyro.optim import CosineAnnealingLR, PyroLRScheduler
 from tqdm import tqdm
+
+from pyro_implicit.fitting import Schedule, train
+from pyro_implicit.infer import ImplicitELBO
 
 __all__ = [
     "RESULTS",
@@ -26,6 +29,7 @@ __all__ = [
     "TimeLimit",
     "add_machine_arguments",
     "add_output_arguments",
+    "add_paper_arguments",
     "append_record",
     "attempt",
     "cosine_adam",
@@ -33,16 +37,19 @@ __all__ = [
     "fit",
     "markdown_table",
     "missing_runs",
+    "parse_arguments",
     "read_records",
     "run_missing",
     "seconds",
     "spread",
     "time_limit",
+    "train_resumably",
     "write_page",
 ]
 
 RESULTS = Path(__file__).parent / "results"
 Record = dict[str, Any]
+LONG = 10_000  # steps of a training that is worth checkpoints, some minutes
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, out: Path) -> None:
@@ -55,6 +62,30 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds ``--device`` and ``--threads``."""
     parser.add_argument("--device", default="cpu", help="where the tensors live, e.g. cuda")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
+
+
+def add_paper_arguments(parser: argparse.ArgumentParser, seeds: int) -> None:
+    """Add ``--seeds``, ``--first-seed``, ``--paper`` and ``--runs``."""
+    parser.add_argument("--seeds", type=int, default=seeds, help="seeds FIRST_SEED to SEEDS - 1")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--paper", action="store_true", help="the paper's settings for defaults")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of checkpoints")
+
+
+def parse_arguments(
+    parser: argparse.ArgumentParser,
+    paper: Callable[[argparse.Namespace], Record],
+    words: list[str] | None = None,
+) -> argparse.Namespace:
+    """Parse the command line, with other defaults if it has ``--paper``.
+
+    :param paper: from the arguments so far to these defaults.
+    """
+    args = parser.parse_args(words)
+    if args.paper:
+        parser.set_defaults(**paper(args))
+        args = parser.parse_args(words)
+    return args
 
 
 def seconds(work: Callable[[], Any], device: str = "cpu") -> float:
@@ -114,6 +145,40 @@ def fit(svi: SVI, steps: int, *args: Any) -> list[float]:
     return losses
 
 
+def train_resumably(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    elbo: ELBO,
+    args: argparse.Namespace,
+    key: Record,
+    *data: Any,
+    rate: float = 1.0,
+) -> list[float]:
+    """Take ``args.steps`` steps of Adam, at a rate that falls to zero along a cosine.
+
+    A killed training continues from its checkpoint in ``args.runs``, one of 40 on the way, and ends
+    with the same parameters. One by Pyro's own ELBO begins anew.
+
+    :param key: the settings of the run, which name its folder.
+    :param rate: a factor of ``args.lr``.
+    """
+    if not isinstance(elbo, ImplicitELBO):  # Pyro's flows list some parameters twice
+        return fit(
+            SVI(model, guide, cosine_adam(rate * args.lr, args.steps), elbo), args.steps, *data
+        )
+    folder = args.runs / args.out.stem / "-".join(str(value) for value in key.values())
+    return train(
+        model,
+        guide,
+        elbo,
+        *data,
+        schedule=Schedule(args.steps, rate * args.lr, decay=1.0, plateau=False, max_gap=0.0),
+        checkpoint=folder if args.steps >= LONG else None,
+        checkpoint_every=max(1, args.steps // 40),
+        progress=False,
+    )
+
+
 def environment(device: str) -> Record:
     """What a number depends on besides the settings: commit, versions, machine."""
 
@@ -166,8 +231,8 @@ def run_missing(path: Path, keys: Iterable[Record], work: Callable[[Record], Rec
 def append_record(path: Path, record: Record) -> None:
     """Appends one line of JSON, so that a run that is cut short loses nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    with path.open("ab", buffering=0) as file:  # one write: a killed run leaves no half of a line
+        file.write(f"{json.dumps(record)}\n".encode())
 
 
 def read_records(path: Path) -> list[Record]:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from pyro import poutine
 
-from benchmarks import energy_potentials
+from benchmarks import common, energy_potentials
+from pyro_implicit.fitting import training
 
 
 def bump(x: float, sd: float) -> float:
@@ -111,7 +112,7 @@ def test_script(few_draws, no_search, tmp_path, capsys) -> None:
 
 def test_a_failed_run_is_recorded(few_draws, tmp_path, monkeypatch) -> None:
 
-    def diverge(model):
+    def diverge(model, hidden):
         raise RuntimeError("lost")
 
     monkeypatch.setitem(energy_potentials.METHODS, "LIVI", (diverge, None))
@@ -119,3 +120,45 @@ def test_a_failed_run_is_recorded(few_draws, tmp_path, monkeypatch) -> None:
     (record,) = call(out, "--potentials", "sinusoid", "--methods", "LIVI")
     assert record["error"] == "RuntimeError: lost"
     assert "| LIVI | failed |" in out.with_suffix(".md").read_text(encoding="utf-8")
+
+
+def test_a_killed_run_continues_to_the_same_result(few_draws, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(common, "LONG", 0)
+    words = [
+        "--potentials",
+        "split",
+        "--methods",
+        "InjectiveELBO",
+        "--steps",
+        "40",
+        "--hidden",
+        "8",
+    ]
+    (exact,) = call(tmp_path / "exact.jsonl", "--runs", str(tmp_path / "a"), *words)
+    save, saved = training.save_checkpoint, []
+
+    def killed(*args) -> None:
+        save(*args)
+        saved.append(len(args[1].losses))
+        if len(saved) == 30:
+            raise SystemExit
+
+    monkeypatch.setattr(training, "save_checkpoint", killed)
+    resumed = tmp_path / "resumed.jsonl"
+    with pytest.raises(SystemExit):
+        call(resumed, "--runs", str(tmp_path / "b"), *words)
+    assert saved[-1] == 30 and not resumed.exists()
+    (found,) = call(resumed, "--runs", str(tmp_path / "b"), *words)
+    assert saved[30:] == list(range(31, 41))  # nothing was repeated
+    assert found["sw2"] == exact["sw2"] and found["histogram"] == exact["histogram"]
+
+
+def test_paper_sets_defaults_that_words_override() -> None:
+    def parse(*words: str):
+        return common.parse_arguments(
+            energy_potentials.parser(), lambda args: energy_potentials.PAPER, list(words)
+        )
+
+    args = parse("--paper", "--hidden", "7", "--seeds", "3")
+    assert (args.steps, args.lr, args.hidden, args.seeds) == (200_000, 1e-4, 7, 3)
+    assert parse().steps == 1000

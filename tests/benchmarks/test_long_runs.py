@@ -105,7 +105,11 @@ def test_status_comes_from_the_result_file(tmp_path, capsys):
     Queue(rows, arguments(tmp_path)).save(rows[2], 0.25)
     main(arguments(tmp_path, "--list"), rows)
     shown = [line.split(" | ")[:3] for line in capsys.readouterr().out.splitlines()[2:5]]
-    assert shown == [["| c", "started", "0.25"], ["| a", "waiting", "0.00"], ["| b", "done", "0.00"]]
+    assert shown == [
+        ["| c", "started", "0.25"],
+        ["| a", "waiting", "0.00"],
+        ["| b", "done", "0.00"],
+    ]
     assert len(results(tmp_path)) == 2  # nothing ran
 
 
