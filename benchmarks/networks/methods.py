@@ -94,7 +94,9 @@ def low_rank(run: Run) -> Posterior:
 
 
 def linearised(run: Run, log_det: Any) -> LIVI_ELBO:
-    return LIVI_ELBO(2, log_det=log_det, num_probes=1, max_iterations=run.args.solver)
+    return LIVI_ELBO(
+        run.args.particles or 2, log_det=log_det, num_probes=1, max_iterations=run.args.solver
+    )
 
 
 def livi(run: Run, log_det: Any) -> Posterior:
@@ -118,7 +120,8 @@ def kivi(run: Run) -> Posterior:
         guide.append(
             AutoImplicit(part, run.matrices, init_loc_fn=start, frame=None, init_scale=INIT_SCALE)
         )
-    loss = KIVI_ELBO(4, num_entropy_particles=10)  # the paper has ten draws
+    # The paper has ten draws for both terms.
+    loss = KIVI_ELBO(run.args.particles or 4, num_entropy_particles=10)
     run.fit(model, guide, loss, "kivi")
     return model, guide
 
@@ -165,8 +168,8 @@ METHODS: dict[str, Callable[[Run], Posterior]] = {
     "LIVI L'": lambda run: livi(run, "stochastic"),
     "LIVI L''": lambda run: livi(run, "smallest"),
     "KIVI": kivi,
-    "GPVI": lambda run: residual(run, GPVI_ELBO(4), "gpvi"),
-    "injective": lambda run: residual(run, InjectiveELBO(2), "injective"),
+    "GPVI": lambda run: residual(run, GPVI_ELBO(run.args.particles or 4), "gpvi"),
+    "injective": lambda run: residual(run, InjectiveELBO(run.args.particles or 2), "injective"),
     "mixture": mixture,
 }
 

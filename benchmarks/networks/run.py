@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.common import (
     add_machine_arguments,
     add_output_arguments,
+    add_paper_arguments,
     append_record,
     environment,
     missing_runs,
@@ -49,11 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser, out: Path, rows: list[str]) -
     """Adds what :class:`Run` reads, and what all the scripts here take."""
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--rows", nargs="+", default=rows, choices=rows)
-    parser.add_argument("--seeds", type=int, default=1, help="seeds 0 to SEEDS - 1")
+    add_paper_arguments(parser, seeds=1)
     parser.add_argument("--draws", type=int, default=100, help="of a posterior, to predict")
     parser.add_argument("--test", type=int, default=10_000, help="test images of each set")
     add_output_arguments(parser, out)
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of checkpoints")
     parser.add_argument("--subset", type=int, help="so many training images, the first ones")
     parser.add_argument("--epochs", type=int, default=6, help="of a training, and of chains")
     parser.add_argument("--batch-size", type=int, default=256)
@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser, out: Path, rows: list[str]) -
     parser.add_argument("--chains", type=int, default=4, help="of SGHMC")
     parser.add_argument("--noise", type=int, default=65, help="side of the noise of an MMNN")
     parser.add_argument("--hidden", type=int, default=250, help="side of its hidden matrices")
+    parser.add_argument("--particles", type=int, help="of KIVI, GPVI, LIVI; by default 2 to 4")
     parser.add_argument("--solver", type=int, default=50, help="iterations of a log-determinant")
     add_machine_arguments(parser)
 
@@ -78,7 +79,7 @@ def run_rows(
     torch.set_num_threads(args.threads)
     keys = [
         {"row": row, "seed": seed} | _settings(args)
-        for seed in range(args.seeds)
+        for seed in range(args.first_seed, args.seeds)
         for row in args.rows
     ]
     for key in missing_runs(args.out, [] if args.report else keys):
@@ -92,7 +93,9 @@ def commands(script: str, records: list[dict[str, Any]]) -> str:
     lines: dict[tuple, int] = {}
     for record in records:
         key = tuple((name, record[name]) for name in SETTINGS if record[name] is not None)
-        key += (("test", record["test"]),)
+        key += tuple(
+            (name, record[name]) for name in ("particles", "sizes", "test") if name in record
+        )
         lines[key] = max(lines.get(key, 1), record["draws"])
     return "".join(
         f"    python -m benchmarks.networks.{script} --data-dir D "
@@ -103,7 +106,8 @@ def commands(script: str, records: list[dict[str, Any]]) -> str:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in SETTINGS}
+    found = {name: getattr(args, name) for name in SETTINGS}
+    return found if args.particles is None else found | {"particles": args.particles}
 
 
 class Run:
@@ -145,7 +149,7 @@ class Run:
             fit(
                 model, guide, batches=self.loader, epochs=max(1, round(share * self.args.epochs)),
                 loss=loss, lr=self.args.lr, seed=self.seed, checkpoint=self.folder / name,
-                checkpoint_every=100, progress=False,
+                checkpoint_every=max(100, len(self.loader)), progress=False,
             )  # fmt: skip
 
     def refine(self, model: NetworkModel, guide: Any, name: str) -> Any:
@@ -169,7 +173,9 @@ class Run:
         known = json.loads(file.read_text()) if file.exists() else {}
         self.seconds += known.setdefault(name, time.process_time() - began)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(known))
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(known))
+        partial.replace(file)
 
     def member(self, index: int = 0) -> tuple[NetworkModel, dict[str, Tensor]]:
         """Model and weights of a mode, by site."""

@@ -122,7 +122,7 @@ def test_all_methods(no_search, tmp_path, capsys) -> None:
 def test_exact_fit_in_few_steps() -> None:
     """A wrong model, guide or error would show here."""
     args = gpvi_tables.parser().parse_args(["--steps", "500", "--particles", "20"])
-    result = gpvi_tables.run("regression", "InjectiveELBO", 1, args)
+    result = gpvi_tables.run({"table": "regression", "method": "InjectiveELBO", "seed": 1}, args)
     assert max(result["mean_error"], result["covariance_error"]) < 1e-3
 
 
