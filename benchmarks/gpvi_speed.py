@@ -41,8 +41,7 @@ from benchmarks.common import RESULTS, environment, markdown_table
 from benchmarks.vectorization_speed import Case
 from pyro_implicit import AutoImplicit, InjectiveELBO, ResidualGenerator
 from pyro_implicit.infer import AmortizedSVGD_ELBO
-from pyro_implicit.infer.engine.gpvi_helper import GPVIHelper
-from pyro_implicit.infer.gpvi import GPVI_ELBO
+from pyro_implicit.infer.gpvi import GPVI_ELBO, GPVIHelper
 
 LAYERS = [(790, 75), (75, 10)]
 GENERATORS: dict[str, dict[str, Any]] = {

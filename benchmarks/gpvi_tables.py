@@ -58,9 +58,8 @@ from benchmarks.common import (
 )
 from pyro_implicit import AutoImplicit, AutoSemiImplicit, ResidualGenerator
 from pyro_implicit.infer import AmortizedKSD_ELBO, AmortizedSVGD_ELBO
-from pyro_implicit.infer.engine.gpvi_helper import GPVIHelper
 from pyro_implicit.infer.estimated_score import ScoreELBO
-from pyro_implicit.infer.gpvi import GPVI_ELBO
+from pyro_implicit.infer.gpvi import GPVI_ELBO, GPVIHelper
 from pyro_implicit.infer.injective import InjectiveELBO
 from pyro_implicit.infer.kivi import KIVI_ELBO
 from pyro_implicit.infer.livi import LIVI_ELBO

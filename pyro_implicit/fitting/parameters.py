@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_implicit.density.target import Target
-from pyro_implicit.infer.engine.parameters import Owned, announce, owned_by, unconstrained
+from pyro_implicit.runtime.sites import Owned, announce, owned_by, unconstrained
 
 __all__ = [
     "Learnt",

@@ -11,8 +11,8 @@ from pyro import poutine
 from pyro.infer import Trace_ELBO
 from torch import Tensor, nn
 
-from pyro_implicit.infer.engine.networks import NetworkELBO
-from pyro_implicit.infer.engine.parameters import Owned, announce, unconstrained
+from pyro_implicit.infer.networks import NetworkELBO
+from pyro_implicit.runtime.sites import Owned, announce, unconstrained
 
 __all__ = ["are_all_of_guide", "trained_parameters"]
 

@@ -26,7 +26,7 @@ from pyro_implicit.fitting.processes import is_first, loss_function, mean_over_p
 from pyro_implicit.fitting.schedule import Schedule
 from pyro_implicit.fitting.trained_parameters import are_all_of_guide, trained_parameters
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
-from pyro_implicit.infer.engine.networks import NetworkELBO
+from pyro_implicit.infer.networks import NetworkELBO
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.printing import progress_bar

@@ -13,8 +13,8 @@ from pyro_implicit.infer.bound import (
     evidence_bound,
     weighted_draws,
 )
-from pyro_implicit.infer.engine.nonfinite import NonFiniteError
 from pyro_implicit.infer.engine.sites import ImplicitSite
+from pyro_implicit.infer.engine.traces import NonFiniteError
 from pyro_implicit.infer.estimated_score import AmortizedGFSF_ELBO, ScoreELBO
 from pyro_implicit.infer.gpvi import GPVI_ELBO
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO

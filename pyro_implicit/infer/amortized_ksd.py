@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import MLP
-from pyro_implicit.infer.engine.extra_draws import moments_log_q
-from pyro_implicit.infer.engine.networks import NetworkELBO
 from pyro_implicit.infer.engine.prior import SitePrior
-from pyro_implicit.infer.engine.sites import ImplicitSite
-from pyro_implicit.infer.engine.transport import send_gradients
+from pyro_implicit.infer.engine.sites import ImplicitSite, moments_log_q, send_gradients
+from pyro_implicit.infer.networks import NetworkELBO
 from pyro_implicit.ops.jacobian import forward_product
 
 __all__ = ["AmortizedKSD_ELBO"]

@@ -10,10 +10,11 @@ from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
-from pyro_implicit.infer.engine.extra_draws import differs_by_particle, moments_log_q
 from pyro_implicit.infer.engine.prior import SitePrior
-from pyro_implicit.infer.engine.sites import ImplicitSite
-from pyro_implicit.infer.engine.transport import (
+from pyro_implicit.infer.engine.sites import (
+    ImplicitSite,
+    differs_by_particle,
+    moments_log_q,
     particles_first,
     particles_inside,
     second_batch,

@@ -13,10 +13,14 @@ from torch import Tensor, nn
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import MLP
-from pyro_implicit.infer.engine.extra_draws import differs_by_particle, pool_particles, site_draws
-from pyro_implicit.infer.engine.networks import NetworkELBO
 from pyro_implicit.infer.engine.prior import SitePrior
-from pyro_implicit.infer.engine.sites import ImplicitSite
+from pyro_implicit.infer.engine.sites import (
+    ImplicitSite,
+    differs_by_particle,
+    pool_particles,
+    site_draws,
+)
+from pyro_implicit.infer.networks import NetworkELBO
 from pyro_implicit.ops import Covariance, logistic_ratio_loss, standardize
 
 __all__ = ["AVB_ELBO"]

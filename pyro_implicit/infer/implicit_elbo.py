@@ -15,12 +15,10 @@ from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit, find_implicit
-from pyro_implicit.infer.engine.particles import Particles
-from pyro_implicit.infer.engine.prior import SitePrior
-from pyro_implicit.infer.engine.prior_draws import PriorMemory
+from pyro_implicit.infer.engine.prior import PriorMemory, SitePrior
 from pyro_implicit.infer.engine.sites import DrawMessenger, ImplicitSite
 from pyro_implicit.infer.engine.steps import SIMPLE, StepELBO
-from pyro_implicit.infer.engine.traces import set_score_parts
+from pyro_implicit.infer.engine.traces import Particles, set_score_parts
 
 __all__ = ["ImplicitELBO", "ImplicitSite"]
 

@@ -16,12 +16,17 @@ from torch import Tensor
 
 from pyro_implicit.compiled import is_tracing
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit
-from pyro_implicit.infer.engine.hierarchical import HierarchicalELBO, Proposal
-from pyro_implicit.infer.engine.nonfinite import refuse_nonfinite
+from pyro_implicit.infer.bound import HierarchicalELBO, Proposal
 from pyro_implicit.infer.engine.prior import SitePrior
-from pyro_implicit.infer.engine.sites import ImplicitSite
-from pyro_implicit.infer.engine.square_site import exact_log_density, exact_score
-from pyro_implicit.infer.engine.transport import LaterWeights, path_term, send_gradient
+from pyro_implicit.infer.engine.sites import (
+    ImplicitSite,
+    LaterWeights,
+    exact_log_density,
+    exact_score,
+    path_term,
+    send_gradient,
+)
+from pyro_implicit.infer.engine.traces import refuse_nonfinite
 
 __all__ = ["ImplicitRenyiELBO"]
 

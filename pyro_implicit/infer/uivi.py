@@ -11,16 +11,16 @@ from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
-from pyro_implicit.infer.engine.flat_site import (
+from pyro_implicit.infer.engine.prior import SitePrior
+from pyro_implicit.infer.engine.sites import (
     FlatSite,
+    ImplicitSite,
     check_generator,
     check_standard_normal,
     flatten_site,
     mixing_noise,
 )
-from pyro_implicit.infer.engine.prior import SitePrior
-from pyro_implicit.infer.engine.sites import ImplicitSite
-from pyro_implicit.infer.engine.state import CarriedMemory
+from pyro_implicit.infer.engine.steps import CarriedMemory
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
 from pyro_implicit.ops.semi_implicit import conditional_log_density, mixture_log_density

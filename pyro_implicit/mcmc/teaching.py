@@ -15,11 +15,11 @@ from pyro.infer.autoguide import AutoDiagonalNormal, AutoMultivariateNormal, Aut
 from pyro.infer.autoguide.utils import deep_setattr
 from torch import Tensor
 
-from pyro_implicit.infer.engine.parameters import unconstrained
 from pyro_implicit.mcmc.frame import estimate_frame
 from pyro_implicit.mcmc.guide_density import DensityAtDraws, density_at_draws
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.printing import progress_bar
+from pyro_implicit.runtime.sites import unconstrained
 
 __all__ = ["Best", "HeldOut", "Taught", "check_teachable", "teach"]
 

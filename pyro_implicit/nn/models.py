@@ -13,9 +13,9 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from pyro_implicit.infer.engine.parameters import announce, owned_by
 from pyro_implicit.nn.bayesian import has_priors
 from pyro_implicit.nn.moving_prior import moved
+from pyro_implicit.runtime.sites import announce, owned_by
 from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["NetworkModel", "classifier", "regressor"]

@@ -15,7 +15,7 @@ from pyro_implicit.density import Target, traced_score
 from pyro_implicit.fitting.correction import Reliability
 from pyro_implicit.fitting.refinement_stages import between
 from pyro_implicit.guides import AutoImplicit
-from pyro_implicit.infer.engine import step_call
+from pyro_implicit.infer.engine import recording as step_call
 
 QUIET = {"seed": 0, "progress": False}
 

@@ -32,14 +32,14 @@ from pyro_implicit import (
 from pyro_implicit.generators import Generator, NoisyEncoder
 from pyro_implicit.infer import NonFiniteError
 from pyro_implicit.infer import bound as bound_module
+from pyro_implicit.infer import bound as hierarchical
 from pyro_implicit.infer.bound import (
     EvidenceBound,
     FoldWarning,
+    HierarchicalELBO,
     evidence_bound,
     weighted_draws,
 )
-from pyro_implicit.infer.engine import hierarchical
-from pyro_implicit.infer.engine.hierarchical import HierarchicalELBO
 from pyro_implicit.infer.engine.sites import ImplicitSite
 
 PROPOSALS = ["linearized", "prior"]

@@ -17,7 +17,7 @@ from torch import nn
 from pyro_implicit import KIVI_ELBO, LIVI_ELBO, UIVI_ELBO, AutoSemiImplicit, ScoreELBO
 from pyro_implicit.compiled import CompilerError
 from pyro_implicit.infer import ImplicitELBO
-from pyro_implicit.infer.engine import traced_steps
+from pyro_implicit.infer.engine import recording as traced_steps
 from pyro_implicit.ops import imq_kernel, stein_score
 
 DATA = torch.tensor([1.0, 0.5, -0.3, 2.0, 0.1, -1.0])

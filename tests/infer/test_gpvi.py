@@ -17,8 +17,7 @@ from pyro.infer.autoguide import AutoMultivariateNormal, init_to_mean
 from torch import nn
 
 from pyro_implicit import AutoImplicit, Implicit, ResidualGenerator, SemiImplicit
-from pyro_implicit.infer.engine.gpvi_helper import GPVIHelper
-from pyro_implicit.infer.gpvi import GPVI_ELBO
+from pyro_implicit.infer.gpvi import GPVI_ELBO, GPVIHelper
 from pyro_implicit.infer.injective import InjectiveELBO
 
 PRECISION = torch.tensor([[1.5, 0.4, 0.0], [0.4, 1.0, -0.3], [0.0, -0.3, 0.8]], dtype=torch.float64)

@@ -16,7 +16,7 @@ from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal, init_to_val
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.infer import LIVI_ELBO, ImplicitELBO, InjectiveELBO
-from pyro_implicit.infer.engine.nonfinite import NonFiniteError
+from pyro_implicit.infer.engine.traces import NonFiniteError
 
 BETA = 0.3
 Y = torch.tensor([0.5, 2.0, 1.1], dtype=torch.float64)

@@ -27,7 +27,7 @@ from pyro_implicit import (
 )
 from pyro_implicit.generators import Generator
 from pyro_implicit.guides import Frame
-from pyro_implicit.infer.engine import hierarchical
+from pyro_implicit.infer import bound as hierarchical
 
 ALPHAS = (-0.5, 0.0, 0.5, 2.0)
 alphas = pytest.mark.parametrize("alpha", ALPHAS)

@@ -1,21 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The implicit sites of a guide's run, as they are drawn."""
+"""Implicit sites of a guide: their draws, noise, densities and further draws."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
+import pyro.distributions as dist
 import torch
 from pyro.distributions.util import sum_rightmost
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_implicit.distributions import Draw, Implicit, draw_through, find_implicit
-from pyro_implicit.generators import Linearisation
+from pyro_implicit.distributions import Draw, Implicit, SemiImplicit, draw_through, find_implicit
+from pyro_implicit.generators import Linearisation, as_generator
+from pyro_implicit.ops import Covariance, gaussian_entropy
 
-__all__ = ["PARTICLE_PLATE", "DrawMessenger", "ImplicitSite"]
+__all__ = [
+    "DrawMessenger",
+    "FlatSite",
+    "ImplicitSite",
+    "LaterWeights",
+    "PARTICLE_PLATE",
+    "check_generator",
+    "check_square",
+    "check_standard_normal",
+    "choose_covariance",
+    "differs_by_particle",
+    "exact_log_density",
+    "exact_score",
+    "flatten_site",
+    "mixing_noise",
+    "moments_log_q",
+    "particles_first",
+    "particles_inside",
+    "path_term",
+    "pool_particles",
+    "second_batch",
+    "send_gradient",
+    "send_gradients",
+    "site_draws",
+    "site_linearisation",
+    "split_elements",
+]
+
 
 PARTICLE_PLATE = "num_particles_vectorized"  # Pyro's name
 
@@ -139,3 +168,366 @@ class DrawMessenger(Messenger):
         transported = self.transport(site)
         msg["value"] = through.value if transported is None else transported
         msg["done"] = True
+
+
+class FlatSite(NamedTuple):
+    """A semi-implicit site with vectors for values.
+
+    ``value`` and ``scale`` are ``(*batch_shape, m)``, ``noise`` is ``(*batch_shape, d)``;
+    ``generate`` turns noise ``(num_noises, *batch_shape, d)`` into ``(num_noises, *batch_shape,
+    m)``, and ``linearise`` linearises the generator at noise ``(*batch_shape, d)``. If ``shared``,
+    the generator is the same for all particles, and noise for ``generate`` may have size 1 in their
+    place.
+    """
+
+    value: Tensor
+    scale: Tensor
+    noise: Tensor
+    generate: Callable[[Tensor], Tensor]
+    shared: bool
+    linearise: Callable[[Tensor], Linearisation]
+
+
+def flatten_site(site: ImplicitSite, num_particles: int) -> FlatSite:
+    """The parts of a site that its densities need.
+
+    :param num_particles: those of the site; more than one are its first dimension.
+    """
+    q: Any = site.distribution
+    context = q.context
+    shared = num_particles > 1 and (context is None or context.stride(0) == 0)
+    if shared and context is not None:
+        context = context[:1]
+    generate, _ = _maps(q.generator, context)
+    shape = site.noise.shape[:-1] + (-1,)
+    scale = q.scale.expand(site.value.shape).reshape(shape)
+    return FlatSite(site.value.reshape(shape), scale, site.noise, generate, shared, q.linearise)
+
+
+def split_elements(site: ImplicitSite, flat: FlatSite, size: int) -> Iterator[FlatSite]:
+    """The elements of a site's batch, which are independent given their contexts.
+
+    :param size: elements at a time, at most.
+    :returns: sites of batch shape ``(size,)``.
+    """
+    q: Any = site.distribution
+    batch_shape = flat.noise.shape[:-1]
+    for some in torch.arange(batch_shape.numel(), device=flat.noise.device).split(size):
+        index = torch.unravel_index(some, batch_shape)
+        context = None if q.context is None else q.context[index]
+        value, scale, noise = (part[index] for part in (flat.value, flat.scale, flat.noise))
+        generate, linearise = _maps(q.generator, context)
+        yield FlatSite(value, scale, noise, generate, False, linearise)
+
+
+def _maps(generator: Any, context: Tensor | None) -> tuple[Callable, Callable]:
+    """The generator with flat values, and its linearisation, in a context."""
+
+    def inputs(noise: Tensor) -> tuple[Tensor, ...]:
+        return (noise,) if context is None else (noise, context.expand(noise.shape[:-1] + (-1,)))
+
+    def generate(noise: Tensor) -> Tensor:
+        return generator(*inputs(noise)).reshape(noise.shape[:-1] + (-1,))
+
+    def linearise(noise: Tensor) -> Linearisation:
+        return as_generator(generator).linearise(*inputs(noise))
+
+    return generate, linearise
+
+
+def mixing_noise(site: ImplicitSite, flat: FlatSite, num_mixing: int) -> Tensor:
+    """Fresh noise for :func:`~pyro_implicit.ops.semi_implicit.mixture_log_density`.
+
+    :returns: ``(num_mixing, *batch_shape, d)``, with size 1 for the particles if they share it.
+    """
+    distribution = site.distribution.noise_distribution
+    if not flat.shared:
+        return distribution.rsample(torch.Size((num_mixing,)))
+    num_rounds = -(-num_mixing // len(flat.noise))
+    noise = distribution.rsample(torch.Size((num_rounds,)))
+    return noise.flatten(0, 1)[:num_mixing].unsqueeze(1)
+
+
+@torch.no_grad()
+def check_generator(name: str, flat: FlatSite) -> None:
+    """Refuse a generator whose values are no functions of their own noise alone.
+
+    :param name: of the site.
+    :raises ValueError: naming site and cure.
+    """
+    noise = flat.noise
+    others = (-noise).contiguous()
+    others.view(-1, noise.shape[-1])[0] = noise.reshape(-1, noise.shape[-1])[0]
+    values, again, among_others = (flat.generate(z) for z in (noise, noise, others))
+    size = flat.value.shape[-1]
+    first, first_among_others = (v.reshape(-1, size)[0] for v in (values, among_others))
+    tolerance = 1e-3 * (1 + values.abs().max())
+    if (values - again).abs().max() > tolerance:
+        cause = "draws randomness of its own (dropout?)"
+    elif (first - first_among_others).abs().max() > tolerance:
+        cause = "mixes the rows of a batch (batch normalisation in training mode?)"
+    else:
+        return
+    raise ValueError(
+        f"the generator of site '{name}' {cause}, but the density needs each value to be a "
+        "function of its own noise alone. Cure: call generator.eval(), or take the layer out"
+    )
+
+
+def check_standard_normal(name: str, noise_distribution: Any, method: str) -> None:
+    """Refuse noise that is not standard normal.
+
+    :param name: of the site.
+    :param method: that wants it, for the message.
+    :raises ValueError: naming site and cure.
+    """
+    base = getattr(noise_distribution, "base_dist", None)
+    if not isinstance(base, dist.Normal) or (base.loc != 0).any() or (base.scale != 1).any():
+        raise ValueError(
+            f"{method} wants standard normal noise, but the noise of site '{name}' is "
+            f"{noise_distribution}. Cure: give the noise's size, "
+            f"noise={noise_distribution.event_shape[-1]}, and let the generator scale it"
+        )
+
+
+def site_linearisation(site: ImplicitSite) -> Linearisation:
+    """The generator around the noise of a site's draw: that of the draw, where it has one."""
+    return site.linearisation or site.distribution.linearise(site.noise)
+
+
+def exact_log_density(site: ImplicitSite) -> Tensor:
+    r""":math:`\log q(f(z)) = \log N(z) - \log |\det J_f(z)|`, differentiable in z and f.
+
+    :returns: ``(num_particles, *plates)``.
+    """
+    log_det = site_linearisation(site).log_abs_det()
+    return site.distribution.noise_distribution.log_prob(site.noise) - log_det
+
+
+def exact_score(site: ImplicitSite) -> tuple[Tensor, Tensor]:
+    r""":math:`\log q(f(z))`, as :func:`exact_log_density`, and its score at the site's draw.
+
+    :param site: drawn with ``linearise=True, noise_gradient=True``.
+    """
+    log_q = exact_log_density(site)
+    (slope,) = torch.autograd.grad(log_q.sum(), site.noise, retain_graph=True)
+    score = site_linearisation(site).solve_transposed(slope).reshape(site.value.shape)
+    return log_q, site.score_at_draw(score)
+
+
+def check_square(site: ImplicitSite, method: str) -> None:
+    """Refuse a site without an exact density.
+
+    :param method: that wants it, for the message.
+    :raises ValueError: naming site and cure.
+    """
+    q = site.distribution
+    noise_dim, size = site.noise.shape[-1], q.event_shape.numel()
+    if isinstance(q, SemiImplicit):
+        raise ValueError(
+            f"{method} cannot train site '{site.name}', whose distribution is SemiImplicit: the "
+            "noise around the generator hides its exact density. Cure: use an ELBO for "
+            "semi-implicit guides (LIVI_ELBO), or AutoImplicit or Implicit for the site"
+        )
+    if noise_dim != size:
+        raise ValueError(
+            f"{method} wants as many noise dimensions as values, but the generator of site "
+            f"'{site.name}' turns {noise_dim} into {size}. Cure: "
+            "AutoImplicit(model, AutoregressiveGenerator), of many latents "
+            "AutoImplicit(model, lambda dim: ResidualGenerator(dim, core_dim=50)), or another "
+            f"invertible generator with noise_dim={size}"
+        )
+    check_standard_normal(site.name, q.noise_distribution, method)
+    value = site.value.reshape(site.noise.shape)
+
+    def generate(noise: Tensor) -> Tensor:
+        return q.generate(noise).reshape(noise.shape)
+
+    flat = FlatSite(
+        value, torch.zeros_like(value), site.noise, generate, False, site.distribution.linearise
+    )
+    check_generator(site.name, flat)
+
+
+def site_draws(
+    site: ImplicitSite, num_particles: int, num_draws: int, fresh: bool = False
+) -> Tensor:
+    """At least ``num_draws`` values of a site's implicit distribution, its own first.
+
+    Where all particles have the same distribution, those of all of them count; where its context
+    or scale was made from other latents, each particle gets ``num_draws`` of its own.
+
+    :param num_particles: that the site has.
+    :param fresh: whether new draws replace the site's own.
+    :returns: ``(n, *batch_shape, *event_shape)``; see :func:`pool_particles`.
+    """
+    q = site.distribution
+    num_rounds = num_draws
+    if num_particles > 1 and not differs_by_particle(q):
+        num_rounds = -(-num_draws // num_particles)
+    if fresh:
+        return q.rsample(torch.Size((num_rounds,)))
+    draws = site.value.unsqueeze(0)
+    if num_rounds > 1:
+        more = q.rsample(torch.Size((num_rounds - 1,)))
+        draws = torch.cat([draws, more])
+    return draws
+
+
+def pool_particles(draws: Tensor, site: ImplicitSite, num_particles: int) -> Tensor:
+    """Lay draws ``(n, *batch, m)`` out as sets of samples.
+
+    :returns: ``(*plates, num_particles * n, m)``, or ``(num_particles, *plates, n, m)`` where each
+        particle has its own distribution.
+    """
+    if num_particles > 1 and not differs_by_particle(site.distribution):
+        draws = draws.flatten(0, 1)
+    return draws.movedim(0, -2)
+
+
+def choose_covariance(
+    covariance: Literal["auto"] | Covariance, site: ImplicitSite, num_draws: int, dim: int
+) -> Covariance:
+    """The covariance in which an estimate sees a site's draws.
+
+    :param covariance: as asked for; ``"auto"`` is full where twice as many draws as dimensions fill
+        all of them, else diagonal.
+    :param num_draws: of the site, of ``dim`` dimensions.
+    :raises ValueError: for a full one of no more draws than dimensions.
+    """
+    if covariance == "full" and num_draws <= dim:
+        raise ValueError(
+            f"site '{site.name}' has {dim} dimensions, but covariance=\"full\" got {num_draws} "
+            f'draws. Cure: num_entropy_particles of at least {dim + 1}, or "diagonal"'
+        )
+    if covariance != "auto":
+        return covariance
+    full_rank = isinstance(site.distribution, SemiImplicit) or site.noise.shape[-1] >= dim
+    return "full" if full_rank and num_draws >= 2 * dim else "diagonal"
+
+
+def differs_by_particle(q: Implicit) -> bool:
+    """Whether what the site is conditioned on was made from other latents' particles."""
+    conditions = []
+    if q.context is not None:
+        conditions.append(q.context)
+    if isinstance(q, SemiImplicit):
+        conditions.append(q.scale.expand(q.batch_shape + q.event_shape))
+    return any(condition.stride(0) != 0 for condition in conditions)
+
+
+def moments_log_q(site: ImplicitSite) -> Tensor:
+    """Minus the entropy of the Gaussian with the moments of the site's values, for each of them."""
+    q = site.distribution
+    points = site.value.detach().reshape(q.batch_shape + (-1,)).movedim(0, -2)
+    covariance = choose_covariance("auto", site, *points.shape[-2:])
+    try:
+        return -gaussian_entropy(points, covariance).expand(q.batch_shape)
+    except torch.linalg.LinAlgError as error:
+        raise ValueError(
+            f"the draws of site '{site.name}' lie on a hyperplane: the guide has collapsed, or "
+            "some of its draws are far from all others. Cure: a smaller learning rate, so that a "
+            "critic keeps up with the guide, or another ELBO"
+        ) from error
+
+
+class LaterWeights:
+    """Weights of the particles, known after the draws whose gradients they are for.
+
+    It does not know these draws: their hooks know it, and would keep them for ever.
+
+    **Example:**
+
+    >>> import torch
+    >>> later, draw = LaterWeights(), torch.zeros(2, 3, requires_grad=True)
+    >>> sent = send_gradient(draw, draw, later.weigh)
+    >>> later.weights = torch.tensor([1.0, 2.0])
+    >>> sent.sum().backward()
+    >>> draw.grad[:, 0]
+    tensor([1., 2.])
+
+    :ivar weights: ``(num_particles, *plates)``; None for gradients as they are.
+    """
+
+    def __init__(self) -> None:
+        self.weights: Tensor | None = None
+
+    def weigh(self, gradient: Tensor) -> Tensor:
+        """A draw's gradient ``(num_particles, *plates, ...)``, weighted."""
+        if self.weights is None:
+            return gradient
+        weights = self.weights.to(gradient)  # data may be of another dtype
+        return gradient * weights.reshape(weights.shape + (1,) * (gradient.dim() - weights.dim()))
+
+
+def send_gradient(value: Tensor, to: Tensor, through: Callable[[Tensor], Tensor]) -> Tensor:
+    """A tensor with the given value, whose gradient goes to another one.
+
+    **Example:**
+
+    >>> import torch
+    >>> draw = torch.zeros(3, requires_grad=True)
+    >>> send_gradient(torch.ones(3), draw, lambda gradient: 2 * gradient).sum().backward()
+    >>> draw.grad
+    tensor([2., 2., 2.])
+
+    :param value: what the tensor shows.
+    :param to: of the same shape, with gradient.
+    :param through: turns the gradient at the value into that which ``to`` gets.
+    """
+    sent = value.detach() + (to - to.detach())
+    sent.register_hook(lambda gradient: through(gradient.detach()))
+    return sent
+
+
+def send_gradients(
+    draw: Tensor, other: Tensor, through: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Copies of two tensors, whose gradients go to the first together.
+
+    :param draw: with gradient.
+    :param other: any tensor.
+    :param through: turns the gradients at both copies into that which ``draw`` gets.
+    """
+    return _Together.apply(draw, other, through)
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, draw: Tensor, other: Tensor, through: Callable) -> tuple[Tensor, Tensor]:
+        ctx.through = through
+        return draw.clone(), other.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.through(*gradients), None, None
+
+
+def path_term(site: ImplicitSite, score: Tensor, draw: Tensor) -> Tensor:
+    """A term whose gradient is that of log q along the path of the draw alone.
+
+    :param score: of the site's density at ``site.draw``, of its shape.
+    :param draw: ``site.draw``, or a copy whose gradient goes elsewhere.
+    :returns: ``site.batch_shape``, for score parts of the distribution without its transforms.
+    """
+    path = score * draw
+    # The log-determinant of the site's transforms is in the score at the draw already.
+    return sum_rightmost(path, path.dim() - len(site.batch_shape)) + site.log_abs_det
+
+
+def second_batch(site: ImplicitSite) -> tuple[ImplicitSite, Tensor]:
+    """As many independent draws of a site, and their ``draw``."""
+    noise, value, linearisation = site.distribution.draw()
+    draw = site.push(value)
+    second = replace(site, noise=noise, value=value, draw=draw, linearisation=linearisation)
+    return second, draw
+
+
+def particles_inside(points: Tensor) -> Tensor:
+    """``(num_particles, *plates, m)`` as sets of points ``(*plates, num_particles, m)``."""
+    return points.movedim(0, -2)
+
+
+def particles_first(points: Tensor) -> Tensor:
+    """``(*plates, num_particles, m)`` as ``(num_particles, *plates, m)``."""
+    return points.movedim(-2, 0)

@@ -23,7 +23,7 @@ from pyro_implicit import (
     SemiImplicit,
 )
 from pyro_implicit.infer import NonFiniteError
-from pyro_implicit.infer.engine.state import Pair
+from pyro_implicit.infer.engine.steps import Pair
 
 
 def model():

@@ -10,8 +10,12 @@ from pyro.distributions import transforms as T
 
 from pyro_implicit import MLP, Implicit
 from pyro_implicit.distributions import draw_through
-from pyro_implicit.infer.engine.sites import ImplicitSite
-from pyro_implicit.infer.engine.transport import second_batch, send_gradient, send_gradients
+from pyro_implicit.infer.engine.sites import (
+    ImplicitSite,
+    second_batch,
+    send_gradient,
+    send_gradients,
+)
 
 MATRIX = torch.tensor([[0.7, 0.0, 0.0], [-0.9, 1.2, 0.0], [0.4, 0.5, 0.3]], dtype=torch.float64)
 

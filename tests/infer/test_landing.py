@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyro_implicit import AutoImplicit, Implicit, InjectiveELBO, ResidualGenerator
-from pyro_implicit.infer.engine.landing import Landing, Scores
+from pyro_implicit.infer.injective import Landing, Scores
 
 
 @pytest.fixture(autouse=True)

@@ -4,18 +4,17 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyro
 import torch
 from torch import Tensor, nn
 
-from pyro_implicit.compiled import is_tracing
-from pyro_implicit.infer.engine.adam import adam_step
+from pyro_implicit.compiled import Untraceable, is_tracing
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 
-__all__ = ["NetworkELBO"]
+__all__ = ["NetworkELBO", "adam_step"]
 
 
 class NetworkELBO(ImplicitELBO, nn.Module):  # type: ignore[misc]  # both have ``compile``
@@ -111,3 +110,32 @@ class NetworkELBO(ImplicitELBO, nn.Module):  # type: ignore[misc]  # both have `
 
 def _same(left: list[nn.Parameter], right: list[nn.Parameter]) -> bool:
     return all(a is b for a, b in zip(left, right, strict=True))
+
+
+@torch.no_grad()
+def adam_step(optimiser: torch.optim.Optimizer, gradients: Sequence[Tensor]) -> None:
+    """What ``optimiser.step()`` does after its first step, in tensor operations alone.
+
+    :param optimiser: :class:`torch.optim.Adam` of one group, without options beyond learning rate,
+        decays, epsilon and weight decay.
+    :param gradients: of its parameters.
+    :raises Untraceable: for other options.
+    """
+    group = optimiser.param_groups[0]
+    if group["amsgrad"] or group["maximize"] or group.get("decoupled_weight_decay"):
+        raise Untraceable("the optimiser of an ELBO's network has options beyond plain Adam's")
+    beta1, beta2 = group["betas"]
+    for parameter, gradient in zip(group["params"], gradients, strict=True):
+        if group["weight_decay"]:
+            gradient = gradient + group["weight_decay"] * parameter
+        state = optimiser.state[parameter]
+        state["step"].add_(1)
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        step = state["step"].double()
+        rate = group["lr"] / (1 - beta1**step)
+        scale = (1 - beta2**step).sqrt()
+        like = {"dtype": parameter.dtype, "device": parameter.device}
+        denominator = square.sqrt().div_(scale.to(**like)).add_(group["eps"])
+        parameter.sub_(rate.to(**like) * mean / denominator)
