@@ -12,7 +12,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_implicit.generators.linearisation import Linearisation, as_generator
+from pyro_implicit.generators.base import Linearisation, as_generator
 
 __all__ = ["Draw", "Implicit", "IntractableDensityError"]
 

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from .autoregressive import AutoregressiveGenerator
-from .base import Generator
-from .gated import GatedMLP
-from .linearisation import FunctionGenerator, Linearisation, as_generator
-from .matmul import MMNN, CorrelatedMMNN, near_square_shape
-from .mlp import MLP
-from .noisy_encoder import NoisyEncoder
-from .residual import ResidualGenerator
-from .triangular import GatedResidualGenerator
+from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
+from pyro_implicit.generators.base import (
+    FunctionGenerator,
+    Generator,
+    Linearisation,
+    as_generator,
+)
+from pyro_implicit.generators.gated import GatedMLP
+from pyro_implicit.generators.matmul import MMNN, CorrelatedMMNN, near_square_shape
+from pyro_implicit.generators.mlp import MLP, NoisyEncoder
+from pyro_implicit.generators.residual import GatedResidualGenerator, ResidualGenerator
 
 __all__ = [
     "AutoregressiveGenerator",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An always injective generator, for funnels, skew and heavy tails, with an exact density."""
+"""An injective generator for funnels, skew and heavy tails, with an exact density."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from pyro.nn import MaskedLinear
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from pyro_implicit.generators.base import (
+    ACTIVATIONS,
+    Generator,
+    Linearisation,
+    check_layers,
+)
+from pyro_implicit.generators.policy import MAX_SKEW, MAX_TAIL, NEAR_ZERO
 from pyro_implicit.ops.sinh_arcsinh import (
     sinh_arcsinh,
     sinh_arcsinh_inverse,
@@ -19,21 +26,11 @@ from pyro_implicit.ops.sinh_arcsinh import (
     sinh_arcsinh_slopes,
 )
 
-from .activations import ACTIVATIONS
-from .base import Generator, check_layers
-from .linearisation import Linearisation
-
 __all__ = ["AutoregressiveGenerator"]
-
-# At these bounds the shapes are as extreme as a posterior may want: the tails are thicker than a
-# Cauchy distribution's up to z = 3, and one side can be 400 times steeper than the other.
-# Within them |h(8)| < 1e5, which float32 squares with ease.
-_MAX_SKEW = 3.0
-_MAX_TAIL = 1.5
 
 
 class AutoregressiveGenerator(Generator):
-    r"""Every value is its own noise, bent, scaled and shifted as the noise before it says:
+    r"""Each value shifts, scales, skews and bends its own noise, depending on the preceding noise:
 
     .. math:: f_i(z) = m_i + e^{s_i} h(w_i; \epsilon_i, \delta_i), \qquad
         w_i = h(z_i; a_i, b_i), \qquad
@@ -41,22 +38,21 @@ class AutoregressiveGenerator(Generator):
         - \sinh \epsilon}{e^\delta \cosh \epsilon},
 
     where :math:`m_i, s_i, \epsilon_i, \delta_i` are functions of :math:`w_{<i}`: the outputs of one
-    masked network, to which m and s add a linear map; a and b are constants. h is the sinh-arcsinh
-    transformation (reference 1), shifted and scaled so that h(0) = 0 and h'(0) = 1: m stays the
-    median and :math:`e^s` the slope there, whatever the shape, which trains faster.
-    :math:`\epsilon` skews, :math:`\delta` thickens the tails (above 0) or thins them (below), and h
-    is the identity where both are 0. Their soft bounds, :math:`|\epsilon| < 3` and :math:`|\delta|
-    < 1.5`, keep draws finite in float32. The linear maps carry correlations, and the scales of
-    funnels, on into the tails: in those of w, so that a funnel's log-scale may be skewed itself.
+    masked network, plus a linear map for m and s; a and b are constants. h is the sinh-arcsinh
+    transformation (reference 1), shifted and scaled so that h(0) = 0 and h'(0) = 1: m is the median
+    and :math:`e^s` the slope there for every shape, which speeds up training. :math:`\epsilon`
+    skews, and :math:`\delta` makes the tails heavier (if positive) or lighter; h is the identity if
+    both are 0. The soft bounds :math:`|\epsilon| < 3` and :math:`|\delta| < 1.5` keep draws finite
+    in float32. The linear maps extend correlations and the scales of funnels into the tails.
 
-    h is increasing, so f is injective whatever its weights, and the Jacobian is lower triangular,
+    h is increasing, so f is injective for all weights, and the Jacobian is lower triangular,
 
     .. math:: \log |\det J_f(z)| = \sum_i \big( s_i + \log h'(w_i; \epsilon_i, \delta_i)
         + \log h'(z_i; a_i, b_i) \big).
 
-    Given the values before it, each has a distribution of these four parameters, unimodal; so what
-    the others depend on should come first, and an autoguide's latent vector does begin with the
-    parents. f starts near the identity, of unit spread.
+    The distribution of each value given the preceding values is unimodal. Parents should therefore
+    precede their children, as they do in an autoguide's latent vector. f is initially near the
+    identity, with unit spread.
 
     **Example:**
 
@@ -68,9 +64,9 @@ class AutoregressiveGenerator(Generator):
     True
 
     :param output_dim: size of the value and of the noise.
-    :param hidden: widths of the hidden layers, ``()`` for linear maps alone. In layers of fewer
-        than about twice ``output_dim`` units, the network of a late value may lack the noise just
-        before it; the linear maps never do.
+    :param hidden: widths of the hidden layers, ``()`` for linear maps alone. With fewer than about
+        twice ``output_dim`` units per layer, only the linear map of a late value may depend on the
+        noise just before it.
     :param activation: "tanh", "elu", "relu" or "silu".
     :param context_dim: size of the context vector, on which all four functions depend; 0 for
         none.
@@ -106,7 +102,7 @@ class AutoregressiveGenerator(Generator):
         last = _masked(outputs.repeat(4)[:, None] >= degrees[-1])
         skip = _masked(outputs.repeat(2)[:, None] >= inputs, bias=False)
         with torch.no_grad():
-            last.weight.mul_(0.01)
+            last.weight.mul_(NEAR_ZERO)
             last.bias.zero_()
             skip.weight.zero_()
         self.layers = cast(Sequence[MaskedLinear], nn.ModuleList([*layers, last]))
@@ -114,30 +110,11 @@ class AutoregressiveGenerator(Generator):
         self.noise_skew = nn.Parameter(torch.zeros(output_dim))
         self.noise_tail = nn.Parameter(torch.zeros(output_dim))
 
-    def forward(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
-        """Turn noise into values.
-
-        :param noise: ``(*batch, noise_dim)``.
-        :param context: ``(*batch, context_dim)``, or None.
-        :returns: ``(*batch, output_dim)``.
-        :raises ValueError: if the noise or the context has the wrong size.
-        """
-        return self.linearise(noise, context).value
-
     def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
-        """Values and their derivative in the noise, from one pass.
-
-        :param noise: ``(*batch, noise_dim)``.
-        :param context: ``(*batch, context_dim)``, or None.
-        :returns: the value, and the exact derivative, lower triangular: its
-            determinant is that of the diagonal alone.
-        :raises ValueError: if the noise or the context has the wrong size.
-        """
         return _TriangularLinearisation(self, noise, context)
 
     def inverse(self, value: Tensor, context: Tensor | None = None) -> Tensor:
-        """The noise of a value, one coordinate after the other: ``output_dim`` passes of the
-        network. Differentiable, as the other methods are.
+        """Return the noise of a value by ``output_dim`` passes of the network, differentiably.
 
         :param value: ``(*batch, output_dim)``.
         :param context: ``(*batch, context_dim)``, or None.
@@ -151,7 +128,7 @@ class AutoregressiveGenerator(Generator):
             )
         bent = torch.zeros_like(value)
         for i in range(self.output_dim):
-            p = self._parameters_of(self._join(bent, context))
+            p = self._pass(self._join(bent, context))[1]
             shape = (value - p.shift) / p.log_scale.exp()
             found = sinh_arcsinh_inverse(shape, p.skew, p.tail)
             # Exact up to coordinate i, whose parameters depend on earlier ones alone.
@@ -159,13 +136,10 @@ class AutoregressiveGenerator(Generator):
         return sinh_arcsinh_inverse(bent, *self._noise_shape())
 
     def _noise_shape(self) -> tuple[Tensor, Tensor]:
-        return _bounded(self.noise_skew, _MAX_SKEW), _bounded(self.noise_tail, _MAX_TAIL)
-
-    def _parameters_of(self, inputs: Tensor) -> _Parameters:
-        return self._pass(inputs)[1]
+        return _bounded(self.noise_skew, MAX_SKEW), _bounded(self.noise_tail, MAX_TAIL)
 
     def _pass(self, inputs: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]], _Parameters]:
-        """The masked weights, arguments and values of the hidden layers, and what comes out."""
+        """Return masked weights, arguments and values of the hidden layers, and the parameters."""
         activation = ACTIVATIONS[self.activation].function
         hidden, x = [], inputs
         for layer in self.layers[:-1]:
@@ -181,8 +155,8 @@ class AutoregressiveGenerator(Generator):
         return _Parameters(
             shift + linear_shift,
             log_scale + linear_scale,
-            _bounded(skew, _MAX_SKEW),
-            _bounded(tail, _MAX_TAIL),
+            _bounded(skew, MAX_SKEW),
+            _bounded(tail, MAX_TAIL),
         )
 
 
@@ -211,21 +185,20 @@ class _TriangularLinearisation(Linearisation):
         noise_slope = sinh_arcsinh_slopes(self._noise, *self._noise_shape)[0]
         last, derivative = generator.layers[-1], ACTIVATIONS[generator.activation].derivative
         like = self._inputs
-        # Carried transposed, as in MLP.
+        # Transposed, as in MLP.
         tangent = torch.eye(
             generator.noise_dim, like.shape[-1], dtype=like.dtype, device=like.device
         )
         for weight, argument, value in self._hidden:
             tangent = (tangent @ weight.mT) * derivative(argument, value).unsqueeze(-2)
         slope, skew_slope, tail_slope = sinh_arcsinh_slopes(self._bent, p.skew, p.tail)
-        # The four functions' part in the value, combined before the tangents come in: one matrix
-        # product in place of four.
+        # Combine the four functions before the tangents: one matrix product instead of four.
         factors = torch.stack(
             [
                 torch.ones_like(self._scale),
                 self._scale * self._shape,
-                self._scale * skew_slope * (1 - (p.skew / _MAX_SKEW).square()),
-                self._scale * tail_slope * (1 - (p.tail / _MAX_TAIL).square()),
+                self._scale * skew_slope * (1 - (p.skew / MAX_SKEW).square()),
+                self._scale * tail_slope * (1 - (p.tail / MAX_TAIL).square()),
             ],
             -2,
         )
@@ -238,7 +211,6 @@ class _TriangularLinearisation(Linearisation):
 
     @torch.no_grad()
     def solve_transposed(self, vector: Tensor) -> Tensor:
-        """By one triangular solve."""
         jacobian = self.jacobian()
         return torch.linalg.solve_triangular(jacobian.mT, vector.unsqueeze(-1), upper=True).squeeze(
             -1
@@ -259,15 +231,15 @@ def _bounded(x: Tensor, bound: float) -> Tensor:
 
 
 def _hidden_degrees(output_dim: int, width: int, context_dim: int) -> Tensor:
-    """Degrees from 1 (0 with a context) to ``output_dim - 1``, ascending, of a hidden layer."""
+    """Return ascending degrees of a hidden layer, up to ``output_dim - 1``."""
     lowest = 0 if context_dim else 1
-    # Squared, so that the low ones come up more often: else the network of the second value, in
-    # whose place stand the hyperparameters of a hierarchy, were of two or three units.
+    # Squared, for more low degrees: otherwise the network of the second value, often a
+    # hyperparameter, would have two or three units.
     return (lowest + (output_dim - 1 - lowest) * torch.linspace(0, 1, width).square()).round()
 
 
 def _masked(mask: Tensor, bias: bool = True) -> MaskedLinear:
-    """A layer that starts as if the inputs it must not see did not exist."""
+    """Make a layer whose initial spread does not depend on the number of masked inputs."""
     layer = MaskedLinear(mask.shape[1], mask.shape[0], mask.to(torch.get_default_dtype()), bias)
     with torch.no_grad():
         seen = mask.sum(-1).clamp(min=1)

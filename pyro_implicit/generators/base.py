@@ -1,26 +1,184 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all generators of the library share: their sizes, and the check of their inputs."""
+"""The interface of generators: value, Jacobian and log-determinant from one pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .activations import ACTIVATIONS
-from .linearisation import Differentiable, Linearisation
+from pyro_implicit.ops.functional_gradient import InverseTransposed
+from pyro_implicit.ops.jacobian import batch_jacobian
 
-__all__ = ["Generator"]
+__all__ = [
+    "ACTIVATIONS",
+    "Activation",
+    "Differentiable",
+    "FunctionGenerator",
+    "Generator",
+    "Linearisation",
+    "as_generator",
+]
+
+
+class Linearisation:
+    r"""The value of a generator f at some noise, and its Jacobian :math:`J_f` there.
+
+    The Jacobian is dense here. Generators with a structured Jacobian return a subclass that reuses
+    the pass that computed the value. All methods but :meth:`solve_transposed` and
+    :meth:`inverse_transposed` are differentiable.
+
+    :ivar value: ``(*batch, m)``.
+    """
+
+    value: Tensor
+
+    def jacobian(self) -> Tensor:
+        """:returns: :math:`J_f`, ``(*batch, m, d)``."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no dense Jacobian. Cure: a method jacobian() -> "
+            "(*batch, m, d), or all of log_abs_det, solve_transposed and inverse_transposed"
+        )
+
+    def log_abs_det(self) -> Tensor:
+        r""":returns: :math:`\log |\det J_f|` for m = d, ``(*batch)``."""
+        return torch.linalg.slogdet(self.jacobian()).logabsdet
+
+    @torch.no_grad()
+    def solve_transposed(self, vector: Tensor) -> Tensor:
+        r"""Turn a function's gradient with respect to the noise into that with respect to the
+        value.
+
+        :param vector: v, ``(*batch, m)``.
+        :returns: :math:`J_f^{-\top} v`, ``(*batch, m)``, a constant.
+        """
+        return torch.linalg.solve(self.jacobian().mT, vector)
+
+    @torch.no_grad()
+    def inverse_transposed(self) -> InverseTransposed:
+        r""":returns: :math:`J_f^{-\top}`, a constant."""
+        jacobian = self.jacobian()
+        return InverseTransposed(torch.linalg.inv(jacobian).mT, jacobian.new_empty(0))
+
+
+class _Dense(Linearisation):
+    def __init__(self, function: Callable[[Tensor], Tensor], noise: Tensor) -> None:
+        self.value, self._jacobian = batch_jacobian(function, noise)
+
+    def jacobian(self) -> Tensor:
+        return self._jacobian
+
+
+class Differentiable:
+    """The base of all generators, including functions that are not modules.
+
+    :cvar injective: whether no two noises have the same value, by construction or (for
+        :class:`~pyro_implicit.ResidualGenerator`) near its initial value. The density is then
+        exact.
+    """
+
+    injective: ClassVar[bool] = False
+
+    if TYPE_CHECKING:  # a method here would hide PyroModule's in a guide
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
+        """Compute values and their Jacobian in one pass, by forward mode.
+
+        :param noise: ``(*batch, d)``.
+        :param context: ``(*batch, context_dim)``, or None.
+        """
+        rest = () if context is None else (context,)
+        return _Dense(lambda z: self(z, *rest).reshape(z.shape[:-1] + (-1,)), noise)
+
+    def inverse(self, value: Tensor, context: Tensor | None = None) -> Tensor:
+        """Return the noise of a value.
+
+        :param value: ``(*batch, m)``.
+        :param context: ``(*batch, context_dim)``, or None.
+        :returns: ``(*batch, d)``.
+        :raises NotImplementedError: if the generator has no inverse.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no inverse, so its density is known only at its own "
+            "draws. Cure: AutoImplicit(model, AutoregressiveGenerator)"
+        )
+
+
+class FunctionGenerator(Differentiable):
+    """A function of noise, or of noise and context, with the Jacobian by torch's forward mode.
+
+    **Example:**
+
+    >>> FunctionGenerator(torch.exp).linearise(torch.ones(4, 2)).log_abs_det()
+    tensor([2., 2., 2., 2.])
+
+    :param function: from ``(*batch, d)`` to ``(*batch, *event_shape)``, each row independently.
+    """
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.function(*args, **kwargs)
+
+
+def as_generator(function: Callable[..., Tensor] | Differentiable) -> Differentiable:
+    """Return a generator unchanged, and wrap any other function as :class:`FunctionGenerator`.
+
+    **Example:**
+
+    >>> as_generator(torch.exp).linearise(torch.zeros(4, 2)).jacobian().shape
+    torch.Size([4, 2, 2])
+
+    :param function: from ``(*batch, d)`` to ``(*batch, *event_shape)``, each row independently.
+    """
+    return function if isinstance(function, Differentiable) else FunctionGenerator(function)
+
+
+class Activation(NamedTuple):
+    """An elementwise function, and its derivative given the argument and the function's value."""
+
+    function: Callable[[Tensor], Tensor]
+    derivative: Callable[[Tensor, Tensor], Tensor]
+
+
+def _tanh_derivative(x: Tensor, value: Tensor) -> Tensor:
+    return 1 - value * value
+
+
+def _elu_derivative(x: Tensor, value: Tensor) -> Tensor:
+    return 1 + value.clamp(max=0)
+
+
+def _relu_derivative(x: Tensor, value: Tensor) -> Tensor:
+    return (x > 0).to(x.dtype)
+
+
+def _silu_derivative(x: Tensor, value: Tensor) -> Tensor:
+    gate = torch.sigmoid(x)
+    return gate + value * (1 - gate)
+
+
+#: Activations by name.
+ACTIVATIONS = {
+    "tanh": Activation(torch.tanh, _tanh_derivative),
+    "elu": Activation(torch.nn.functional.elu, _elu_derivative),
+    "relu": Activation(torch.relu, _relu_derivative),
+    "silu": Activation(torch.nn.functional.silu, _silu_derivative),
+}
 
 
 class Generator(Differentiable, nn.Module):
-    """A network that turns noise, and perhaps a context, into a value.
+    """A network from noise, and optionally a context, to a value.
 
-    Guides accept any :class:`torch.nn.Module` called as ``generator(noise, context)``; this base
-    class stores the sizes and explains inputs of the wrong size. A subclass that knows its
-    Jacobian overrides :meth:`linearise`, and one that is injective says so in ``injective``.
+    Guides accept any :class:`torch.nn.Module` called as ``generator(noise, context)``. This base
+    class stores the sizes and refuses inputs of the wrong size. A subclass overrides ``forward``
+    or, if it has a closed form for its Jacobian, :meth:`linearise`; an injective one sets
+    ``injective``.
 
     **Example:**
 
@@ -48,18 +206,28 @@ class Generator(Differentiable, nn.Module):
 
     @property
     def core_dim(self) -> int:
-        """Number of noise coordinates that the Jacobian depends on, from the first on."""
+        """Number of leading noise coordinates that the Jacobian depends on."""
         return self.noise_dim
 
     if TYPE_CHECKING:
         __call__ = nn.Module.__call__
 
-    def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
-        """Values and their derivative in the noise, from one pass.
+    def forward(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
+        """Turn noise into values.
 
         :param noise: ``(*batch, noise_dim)``.
         :param context: ``(*batch, context_dim)``, or None.
-        :returns: the value, and the exact derivative by forward mode.
+        :returns: ``(*batch, output_dim)``.
+        :raises ValueError: if the noise or the context has the wrong size.
+        """
+        return self.linearise(noise, context).value
+
+    def linearise(self, noise: Tensor, context: Tensor | None = None) -> Linearisation:
+        """Compute values and their derivative in the noise in one pass.
+
+        :param noise: ``(*batch, noise_dim)``.
+        :param context: ``(*batch, context_dim)``, or None.
+        :returns: the value and the exact derivative.
         :raises ValueError: if the noise or the context has the wrong size.
         """
         self._check_inputs(noise, context)
@@ -94,23 +262,28 @@ class Generator(Differentiable, nn.Module):
             )
 
     def _join(self, noise: Tensor, context: Tensor | None) -> Tensor:
-        """Checks both inputs and joins them, their batch shapes broadcast, into one vector."""
+        """Check both inputs and concatenate them, with broadcast batch shapes."""
         self._check_inputs(noise, context)
-        if context is None:
-            return noise
-        batch = torch.broadcast_shapes(noise.shape[:-1], context.shape[:-1])
-        return torch.cat([noise.expand(batch + (-1,)), context.expand(batch + (-1,))], dim=-1)
+        return joined(noise, context)
+
+
+def joined(noise: Tensor, context: Tensor | None) -> Tensor:
+    """Concatenate noise and context, with broadcast batch shapes."""
+    if context is None:
+        return noise
+    batch = torch.broadcast_shapes(noise.shape[:-1], context.shape[:-1])
+    return torch.cat([noise.expand(batch + (-1,)), context.expand(batch + (-1,))], dim=-1)
 
 
 def check_positive(**sizes: int) -> None:
-    """Raises :class:`ValueError` for the first of the named sizes that is below one."""
+    """Refuse named sizes below one."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} is {size}; it must be a positive integer.")
 
 
 def check_layers(hidden: Sequence[int], activation: str) -> None:
-    """Raises :class:`ValueError` for a width below one, and for an activation without a name."""
+    """Refuse widths below one and unknown activations."""
     for width in hidden:
         check_positive(hidden=width)
     if activation not in ACTIVATIONS:

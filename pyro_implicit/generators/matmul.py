@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generators for networks with very many weights: they transform matrices instead of vectors."""
+"""Generators for networks with many weights, which transform matrices instead of vectors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .base import Generator, check_positive
+from pyro_implicit.generators.base import Generator, check_positive
 
 __all__ = ["MMNN", "CorrelatedMMNN", "near_square_shape"]
 
@@ -18,7 +18,7 @@ Shape = tuple[int, int]
 
 
 def near_square_shape(size: int) -> Shape:
-    """The most nearly square matrix shape with room for ``size`` entries.
+    """Return the most nearly square matrix shape with at least ``size`` entries.
 
     **Example:**
 
@@ -39,12 +39,12 @@ class MMNN(Generator):
     .. math:: X \leftarrow A_l X + B_l, \quad X \leftarrow X A_r + B_r,
 
     followed by a ReLU, except for the last. A layer from an r x c to an R x C matrix has
-    Rr + Rc + cC + RC parameters where a fully connected one has rcRC: a generator for 44,426
-    weights of a LeNet needs no more than 612,450.
+    Rr + Rc + cC + RC parameters, a fully connected layer rcRC: a generator for the 44,426 weights
+    of a LeNet has 612,450 parameters.
 
-    At the start the outputs have mean zero and root mean square ``output_scale`` on average over
-    initialisations. The noise accounts for all of that variance without hidden layers, for about
-    two thirds with one and for half with two; the rest is a random offset of each output.
+    Initially the outputs have mean zero and root mean square ``output_scale``, averaged over
+    initialisations. The noise accounts for all of this variance without hidden layers, for about
+    two thirds with one and for half with two; the remainder is a random offset of each output.
 
     **Example:**
 
@@ -60,8 +60,8 @@ class MMNN(Generator):
     :param noise_shape: rows and columns of the noise matrix; ``noise_dim`` is their product.
     :param hidden: shapes of the hidden matrices, one per hidden layer.
     :param output_shape: shape of the last matrix; see :func:`near_square_shape`.
-    :param output_dim: size of the value: the first so many entries, row by row, of the last
-        matrix. Defaults to all of them.
+    :param output_dim: size of the value, the leading entries of the last matrix, row by row. By
+        default all entries.
     :param output_scale: root mean square of the initial outputs.
     :raises ValueError: if a size is not positive or ``output_shape`` has fewer than
         ``output_dim`` entries.
@@ -94,13 +94,6 @@ class MMNN(Generator):
         self.network = _MatrixNetwork([noise_shape, *hidden, output_shape], output_scale)
 
     def forward(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
-        """Turn noise into values.
-
-        :param noise: ``(*batch, noise_dim)``.
-        :param context: None; this generator takes no context.
-        :returns: ``(*batch, output_dim)``.
-        :raises ValueError: if the noise has the wrong size or a context is given.
-        """
         self._check_inputs(noise, context)
         matrix = self.network(noise.unflatten(-1, self.noise_shape))
         return matrix.flatten(-2)[..., : self.output_dim]
@@ -109,16 +102,14 @@ class MMNN(Generator):
 class CorrelatedMMNN(Generator):
     r"""Correlated matrix multiplication network.
 
-    The first matrix layers are shared, then every block of outputs, such as the weights of one
-    layer of a Bayesian network, gets a small :class:`MMNN` of its own. Correlations within a block
-    are left to its sub-network, those between blocks to the shared layers, and no parameter is
-    spent on anything else.
+    The first matrix layers are shared. Then every block of outputs, such as the weights of one
+    layer of a Bayesian network, has its own small :class:`MMNN`. The sub-network represents
+    correlations within its block, the shared layers correlations between blocks.
 
-    The columns of the last shared matrix are dealt out to the sub-networks, each column to one of
-    them, in proportion to the square roots of the block sizes. The output matrix of a
-    sub-network has the :func:`near_square_shape` of its block, and the sides of its hidden
-    matrices are cut to twice those of its output, so that a block of ten biases stays cheap. The
-    start is that of :class:`MMNN`.
+    Each column of the last shared matrix belongs to one sub-network, in proportion to the square
+    roots of the block sizes. The output matrix of a sub-network has the :func:`near_square_shape`
+    of its block, and the sides of its hidden matrices are at most twice the sides of its output, so
+    that a block of ten biases is cheap. The initialisation is that of :class:`MMNN`.
 
     **Example:** one sub-network for each layer of a LeNet.
 
@@ -175,13 +166,6 @@ class CorrelatedMMNN(Generator):
             self.blocks.append(_MatrixNetwork(shapes, output_scale, after_relu=True))
 
     def forward(self, noise: Tensor, context: Tensor | None = None) -> Tensor:
-        """Turn noise into values.
-
-        :param noise: ``(*batch, noise_dim)``.
-        :param context: None; this generator takes no context.
-        :returns: ``(*batch, output_dim)``.
-        :raises ValueError: if the noise has the wrong size or a context is given.
-        """
         self._check_inputs(noise, context)
         matrix = torch.relu(self.shared(noise.unflatten(-1, self.noise_shape)))
         parts = zip(self.blocks, matrix.split(self.columns, dim=-1), self.block_sizes, strict=True)
@@ -189,7 +173,7 @@ class CorrelatedMMNN(Generator):
 
 
 class _MatrixNetwork(nn.Module):
-    """Matrix layers with ReLUs between them, from the first of the shapes to the last."""
+    """Matrix layers of the given shapes with ReLUs between them."""
 
     def __init__(
         self, shapes: Sequence[Shape], output_scale: float = 1.0, after_relu: bool = False
@@ -197,7 +181,7 @@ class _MatrixNetwork(nn.Module):
         super().__init__()
         layers = [_MatrixLayer(*pair) for pair in itertools.pairwise(shapes)]
         with torch.no_grad():
-            # A ReLU halves the mean square of its input, which the layer after it makes good.
+            # A ReLU halves the mean square of its input; the layer after it compensates.
             for layer in layers if after_relu else layers[1:]:
                 layer.right.mul_(math.sqrt(2.0))
             layers[-1].right.mul_(output_scale)
@@ -212,7 +196,7 @@ class _MatrixNetwork(nn.Module):
 
 
 class _MatrixLayer(nn.Module):
-    """Multiplies a matrix from both sides, after each of which it adds a bias."""
+    """Multiplications of a matrix from both sides, each followed by a bias."""
 
     def __init__(self, shape_in: Shape, shape_out: Shape) -> None:
         super().__init__()
@@ -229,7 +213,7 @@ class _MatrixLayer(nn.Module):
 
 
 def _deal(total: int, weights: Sequence[float]) -> list[int]:
-    """Deals ``total`` items in proportion to the weights, at least one to each."""
+    """Distribute ``total`` items in proportion to the weights, at least one to each."""
     spare = total - len(weights)
     shares = [0.0, *itertools.accumulate(weights)]
     marks = [round(spare * share / shares[-1]) for share in shares]

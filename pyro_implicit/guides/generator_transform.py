@@ -10,7 +10,7 @@ from torch.distributions import Transform, constraints
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import as_generator
-from pyro_implicit.generators.linearisation import Differentiable
+from pyro_implicit.generators.base import Differentiable
 
 __all__ = ["GeneratorTransform", "check_exact"]
 

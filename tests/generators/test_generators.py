@@ -22,7 +22,7 @@ from pyro_implicit.generators import (
     Generator,
     ResidualGenerator,
 )
-from pyro_implicit.generators.activations import ACTIVATIONS
+from pyro_implicit.generators.base import ACTIVATIONS
 
 # torch.func's forward mode, our reference here, imports code that torch itself calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

@@ -15,8 +15,8 @@ from pyro.nn.module import PyroModule, to_pyro_module_
 from torch.func import jacfwd, vmap
 
 from pyro_implicit import KIVI_ELBO, LIVI_ELBO, Implicit, SemiImplicit
-from pyro_implicit.generators.activations import ACTIVATIONS
-from pyro_implicit.generators.noisy_encoder import NoisyEncoder
+from pyro_implicit.generators.base import ACTIVATIONS
+from pyro_implicit.generators.mlp import NoisyEncoder
 
 # torch.func's forward mode, our reference here, imports code that torch itself calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

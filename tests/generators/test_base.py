@@ -19,7 +19,7 @@ from pyro_implicit.generators import (
     NoisyEncoder,
     ResidualGenerator,
 )
-from pyro_implicit.generators.linearisation import Differentiable, as_generator
+from pyro_implicit.generators.base import Differentiable, as_generator
 from pyro_implicit.ops import batch_jacobian
 
 # torch.func's forward mode, our reference here, imports code that torch itself calls deprecated.

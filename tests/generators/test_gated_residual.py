@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from pyro_implicit.generators.triangular import GatedResidualGenerator
+from pyro_implicit.generators.residual import GatedResidualGenerator
 
 
 def build(output_dim: int, core_dim: int, context_dim: int = 0) -> GatedResidualGenerator:
