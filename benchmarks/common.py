@@ -247,7 +247,7 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def spread(values: list[float], digits: int, none: str = "failed") -> str:
-    """Mean (least to greatest); ``none`` where there are no values."""
+    """Mean (range); ``none`` where there are no values."""
     if not values:
         return none
     numbers = [f"{f(values):.{digits}f}" for f in (mean, min, max)]

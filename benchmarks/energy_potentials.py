@@ -206,12 +206,12 @@ def run_all(args: argparse.Namespace) -> None:
     run_missing(args.out, keys, lambda key: attempt(run, key, args))
 
 
-NOTE = """Sliced 2-Wasserstein distance to draws from the grid, 10,000 draws each; mean (least to
-greatest) over seeds. The floor is the distance of two sets from the grid. GPVI, amortised SVGD and
-InjectiveELBO train one and the same generator, two hidden layers and a scaled identity (the paper's
-layers have 500 units, and it takes 200,000 steps of 100 particles at the rate 1e-4); LIVI the
-default guide; IAF and splines are Pyro's flows of three transforms. Seconds are CPU time of the
-last process of a run.
+NOTE = """Sliced 2-Wasserstein distance to draws from the grid, 10,000 draws each; mean (range) over
+seeds. The floor is the distance between two sets of draws from the grid. GPVI, amortised SVGD and
+InjectiveELBO train the same generator, two hidden layers plus a scaled identity (the paper's layers
+have 500 units, and it takes 200,000 steps of 100 particles at a learning rate of 1e-4); LIVI trains
+the default guide; IAF and splines are Pyro's flows with three transforms. Seconds are CPU time of
+the last process of a run.
 """
 
 
@@ -234,7 +234,7 @@ def report(records: list[dict[str, Any]]) -> str:
             times = [line["cpu_seconds"] for line in fitted]
             rows.append([method, *cells, f"{mean(times):.0f}" if times else ""])
         seeds = f"{len({line['seed'] for line in lines})} seeds"
-        title = f"{setting[0]} steps of {setting[1]} particles, rate {setting[2]:g} falling to zero"
+        title = f"{setting[0]} steps of {setting[1]} particles, rate {setting[2]:g} decaying to 0"
         title += f", {setting[3]} hidden units"
         table = markdown_table(["method", *potentials, "seconds"], [*rows, floors])
         parts.append(f"{title}, {seeds}:\n\n{table}")

@@ -353,22 +353,24 @@ def report(args: argparse.Namespace) -> str:
         steps, particles, lr = setting
         seeds = len({line["seed"] for line in lines})
         title = (
-            f"{steps} steps of {particles} particles, rate {lr:g} falling to zero, {seeds} seeds"
+            f"{steps} steps of {particles} particles, "
+            f"learning rate {lr:g} decaying to zero, {seeds} seeds"
         )
         parts.append(f"{title}:\n\n{markdown_table([*header, 'seconds', 'failed'], rows)}")
     return "\n".join([*parts, NOTE])
 
 
-NOTE = """Relative errors, mean ± standard deviation over seeds; each seed has a target of its own.
-Full batches (the paper: 50,000 steps of batches of 10 at the constant rate 1e-3). Moments of
-guides have no Monte Carlo error: with 10 Gauss-Hermite nodes for each noise dimension they are
-exact for linear generators, and for networks to far more digits than are shown. Those of particles
-are the particles' own; "exact draws" has as many independent draws of the posterior. Particles
-start uniformly between -2 and 2, guides with standard deviation 1 around zero. SIVI and UIVI have a
-conditional noise of 0.5 of the frame, LIVI of 0.02. The two rows with networks, GPVI with its
-helper and amortised KSD have a tenth of the rate, helper and critic 1e-2; these rates were chosen
-on seed 0. KSD descends the kernel Stein discrepancy (the paper's trains a critic). A fit that
-raised an error failed, and is in no mean. Seconds are CPU time.
+NOTE = """Relative errors, mean ± standard deviation over seeds; each seed has its own target. Full
+batches (the paper: 50,000 steps with batches of 10 at a constant learning rate of 1e-3). Moments of
+guides have no Monte Carlo error: Gauss-Hermite quadrature with 10 nodes per noise dimension is
+exact for linear generators, and accurate to far more digits than shown for networks. Moments of
+particles are those of the particles; the row "exact draws" has as many independent draws of the
+posterior. Particles start uniformly between -2 and 2, guides with standard deviation 1 around zero.
+SIVI and UIVI have a conditional noise of 0.5 in units of the frame, LIVI of 0.02. The two rows with
+networks, GPVI with its helper and amortised KSD have a tenth of the learning rate, helper and
+critic 1e-2; these rates were chosen on seed 0. KSD descends the kernel Stein discrepancy (the
+paper's trains a critic). Fits that raised an error are excluded from the means. Seconds are CPU
+time.
 """
 
 

@@ -149,7 +149,7 @@ def main(args: argparse.Namespace) -> None:
             continue
         append_record(args.out, record | environment("cpu"))
     command = "python -m benchmarks.hard_geometries --data-dir DATA --seeds 0 1 2 3 4"
-    title = f"# Hard geometries, nothing set\n\n`{command}`\n\n"
+    title = f"# Hard geometries, default settings\n\n`{command}`\n\n"
     write_page(args.out, title + report(args.out))
 
 

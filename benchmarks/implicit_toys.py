@@ -278,10 +278,10 @@ COLUMNS = {
 
 #: by quadrature over a grid
 LOGISTIC_CORRELATION = 0.111
-NOTE = f"""Mean (least to greatest) over seeds. "exact draws" show the floor of each column.
+NOTE = f"""Mean (range) over seeds. The row "exact draws" shows the sampling floor of each column.
 
-The exact correlation of the logistic posterior is {LOGISTIC_CORRELATION}, by quadrature. What NUTS
-misses of it is its own sampling error, which the floor (that of independent draws) leaves out.
+The exact correlation of the logistic posterior is {LOGISTIC_CORRELATION}, by quadrature. The
+difference of NUTS is its own sampling error, which the floor of independent draws does not include.
 """
 
 

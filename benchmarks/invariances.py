@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What invariances of the likelihood do to variational guides.
+"""Effect of invariances of the likelihood on variational guides.
 
 A linear model of which only the sum of the weights is seen, in closed form: the terms of the ELBO
 of the mean-field guide and of the one that knows that shifts do not show, against the number of

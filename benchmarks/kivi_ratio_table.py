@@ -153,8 +153,8 @@ def main() -> None:
     )
     text = (
         f"{args.num_samples} draws of each distribution, RBF kernel, ridge 1e-3, mean over "
-        f"{args.num_seeds} seeds: estimate, gradient for one log-scale (sd of the gradient).\n\n"
-        "KL of q = N(μ, s²) from p = N(0, 1) in each of d dimensions, clip 1e-8. The paper's are "
+        f"{args.num_seeds} seeds: estimate, gradient of one log-scale (sd of the gradient).\n\n"
+        "KL of q = N(μ, s²) from p = N(0, 1) in each of d dimensions, clip 1e-8. The paper uses "
         '"prior, reverse" and "adaptive, constant moments, reverse".\n\n'
         f"{gaussian}\n"
         "E_q[log q] of q = ½N(-a, s²) + ½N(a, s²) by adaptive contrast. `KIVI_ELBO` uses forward, "

@@ -233,8 +233,8 @@ COLUMNS = {
     "SW2": ("sw2", 3),
 }
 NOTE = """
-Mean (least to greatest) over seeds, of one chain each; seconds are CPU seconds of one thread.
-Errors are against the reference draws of posteriordb, in its standard deviations.
+Mean (range) over seeds, one chain each; CPU seconds of one thread. Errors are relative to the
+reference draws of posteriordb, in their standard deviations.
 """
 
 

@@ -94,9 +94,9 @@ def report(records: list[dict[str, Any]]) -> str:
         rows.append(cells)
     header = ["model", "frame", "path", "plain", '"auto"']
     return markdown_table(header, rows) + (
-        "\nNegative ELBOs, means over seeds (and ranges); eight particles, the learning rate a "
-        "cosine from 0.01.\nAutoregressiveGenerator, of toy and counts ResidualGenerator.\n\n"
-        "`python -m benchmarks.path_share` makes it anew.\n"
+        "\nNegative ELBOs, means over seeds (and ranges); eight particles, cosine learning rate "
+        "from 0.01.\nToy and counts use ResidualGenerator, the others AutoregressiveGenerator.\n\n"
+        "To reproduce: `python -m benchmarks.path_share`.\n"
     )
 
 

@@ -165,15 +165,16 @@ def report(path: Path) -> str:
     return markdown_table(header, rows) + "\n" + NOTE
 
 
-NOTE = """Effective sample size of the mean of the worst latent (of the toy, of the worst of 100
-predicted probabilities), by `pyro.ops.stats`, over CPU seconds, warm-up included. `refine`: an
-`AutoNormal` of 500 steps of 8 particles, which counts, and 256 chains that stop by themselves or
-after 1,000 gradients. NUTS: one chain of 300 + 500; NumPyro's in brackets without its compilation.
-The toy has several modes: that 256 chains differ by them counts against `refine`, and one chain of
-NUTS does not see it. The machine had several times as many jobs as cores, which makes all CPU
-seconds longer; but for refine's toy.
+NOTE = """Effective sample size of the mean of the worst latent variable (for the toy, of the worst
+of 100 predicted probabilities), by `pyro.ops.stats`, per CPU second, including warm-up. `refine`:
+an `AutoNormal` trained for 500 steps with 8 particles, whose time is included, and 256 chains that
+stop at convergence or after 1,000 gradients. NUTS: one chain of 300 + 500 transitions; for NumPyro,
+the value in brackets excludes compilation. The toy has several modes: differences between the modes
+of 256 chains count against `refine`, while one chain of NUTS does not see them. The machine ran
+several times as many jobs as it has cores, which increases all CPU times except that of `refine` on
+the toy.
 
-`python -m benchmarks.refine_ess --numpyro PYTHON` makes it anew.
+To reproduce: `python -m benchmarks.refine_ess --numpyro PYTHON`.
 """
 
 

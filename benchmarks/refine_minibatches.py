@@ -225,15 +225,16 @@ def report(path: Path) -> str:
     header += ["worst sd", "temperature", "relaxations", "CPU s"]
     tables = markdown_table(header, first) + "\n"
     tables += (
-        "Variances: by how much they are too large, mean over directions in which the posterior is "
-        "round; means and sds: the worst of the\nten, in posterior sds. The step found is in bold, "
+        "Variances: relative excess, mean over the directions of the standardised posterior. Means "
+        "and sds: the largest\nerror of the ten, in posterior sds. The automatic step is in bold; "
         "the others are multiples of it.\n\n"
     )
     header = ["start", "refined by", "bounded by", "accuracy", "NLL", "step", "heat"]
     tables += markdown_table([*header, "relaxations", "CPU s"], second) + "\n"
     return tables + (
-        "Priors of weights: N(0, 0.25). A chain takes 1,200 steps; no step size is set.\n\n"
-        "`python -m benchmarks.refine_minibatches --seeds 1` makes it anew.\n"
+        "The weights have the prior N(0, 0.25). Each chain takes 1,200 steps with an automatic "
+        "step size.\n\n"
+        "To reproduce: `python -m benchmarks.refine_minibatches --seeds 1`.\n"
     )
 
 

@@ -223,13 +223,13 @@ def report(path: Path) -> str:
     return markdown_table(header, rows) + "\n" + NOTE
 
 
-NOTE = """Of the worst latent: the error of the mean, in posterior sds, and the range of the ratios
-of sds, in unconstrained space, before and after `refine`. Noise is the greatest Monte Carlo
-standard error of the difference of two means, from the spread of the independent chains; of 150
-to 200 means the worst is off by about three of them. The reference is a longer run of `refine`,
-from draws of a mean-field guide of another seed, twice as far from their mean.
+NOTE = """The largest error of a mean, in posterior sds, and the range of the sd ratios, in
+unconstrained space, before and after `refine`. Noise is the largest Monte Carlo standard error of
+the difference of two means, estimated from independent chains; among 150 to 200 means, the largest
+error is about three standard errors. The reference is a longer run of `refine` from draws of a
+mean-field guide with another seed, moved to twice their distance from the mean.
 
-`python -m benchmarks.refine_models` makes it anew.
+To reproduce: `python -m benchmarks.refine_models`.
 """
 
 

@@ -123,8 +123,8 @@ def report(path: Path) -> str:
         row.append(f"{record['num_gradients']}, {record['stopped']}")
         row.append(f"{record['guide_seconds']:.0f} + {record['refine_seconds']:.0f}")
         rows.append(row)
-    header = ["posterior", "start", "before: floors", "mean error", "sds"]
-    header += ["after: floors", "mean error", "sds", "gradients", "CPU s: guide + refine"]
+    header = ["posterior", "start", "before: ratio", "mean error", "sds"]
+    header += ["after: ratio", "mean error", "sds", "gradients", "CPU s: guide + refine"]
     lines = []
     for kind in STARTS:
         some = [record for record in records if record["start"] == kind]
@@ -132,17 +132,17 @@ def report(path: Path) -> str:
             good = [
                 sum(record[when]["ratio"] <= 1.5 for record in some) for when in ("before", "after")
             ]
-            lines.append(f"From {kind}, within 1.5 floors: {good[0]} before and {good[1]} after")
+            lines.append(f"From {kind}, ratio at most 1.5: {good[0]} before and {good[1]} after")
             lines[-1] += f" of {len(some)}."
     return markdown_table(header, rows) + "\n" + "\n".join(lines) + "\n" + NOTE
 
 
 NOTE = f"""
-Distance in floors, see `posteriordb.md`; of the worst latent the error of the mean, in posterior
-sds, and the range of the ratios of sds. Mean field is Pyro's `AutoNormal`, {STEPS} steps from the
-mode.
+`posteriordb.md` defines the ratio to the sampling floor. The table gives the largest error of a
+mean, in posterior sds, and the range of the sd ratios. Mean field is Pyro's `AutoNormal`, {STEPS}
+steps from the mode.
 
-`python -m benchmarks.refine_posteriordb --data-dir DIR` makes it anew.
+To reproduce: `python -m benchmarks.refine_posteriordb --data-dir DIR`.
 """
 
 

@@ -207,10 +207,10 @@ def report(path: Path) -> str:
     return (
         markdown_table(header, rows)
         + f"\n{early} of {total} runs stopped too early: a mean off by more than .1 sd or an sd by "
-        "more than 10 %,\nbeyond three Monte Carlo errors. Without that allowance they are "
-        f"{raw}. {finished} of {total} converged, the others\nran to the budget. Worst mean and sd "
-        "are errors in posterior sds, of all runs, budgets included.\n\n"
-        "`python -m benchmarks.refine_stopping --seeds 20` makes it anew.\n"
+        "more than 10 %,\nbeyond three Monte Carlo standard errors; without this allowance, "
+        f"{raw} runs. {finished} of {total} runs converged, the\nothers used their budget. Worst "
+        "mean and sd are the largest errors of all runs, in posterior sds.\n\n"
+        "To reproduce: `python -m benchmarks.refine_stopping --seeds 20`.\n"
     )
 
 

@@ -151,14 +151,14 @@ def report(path: Path) -> str:
     return markdown_table(header, rows) + "\n" + NOTE
 
 
-NOTE = """The guide's distance from the truth (sliced Wasserstein-2 in the truth's sds; of the toy,
-of its uncertainty map from that of NUTS) before and after `refine(..., teach=True)`, and the
-gradients of that refinement and of the next, from the taught guide: at most about 1,000 for each of
-128 chains. Guides by an ELBO of 16 particles for 300 steps. Seconds are wall time.
-The toy's mean field covers what lies between a network's modes once it is taught, and predicts
-worse.
+NOTE = """Distance of the guide from the reference (sliced 2-Wasserstein distance in sds of the
+reference; for the toy, difference of its uncertainty map from that of NUTS) before and after
+`refine(..., teach=True)`, and the gradients of this refinement and of a second one from the taught
+guide: at most about 1,000 in each of 128 chains. Guides are trained for 300 steps with 16
+particles. Seconds are wall time. After teaching, the toy's mean field covers the region between the
+modes of the network, and its predictions become worse.
 
-`python -m benchmarks.refine_teach --data-dir DATA` makes it anew.
+To reproduce: `python -m benchmarks.refine_teach --data-dir DATA`.
 """
 
 

@@ -190,14 +190,14 @@ def report(path: Path, nuts: dict[str, Any]) -> str:
     header = ["guide", "before", "after", "gradients", "CPU s: guide", "refine", "converged"]
     first = next(iter(groups.values()))[0]
     return (
-        markdown_table(header, rows) + f"\nMean absolute difference of the uncertainty map "
-        f"(`toy_classification.py`) to that of NUTS, before and\nafter `refine`; mean (least to "
-        f"greatest) over seeds. Two chains of NUTS differ by {nuts['floor']:.3f} and took\n"
-        f"{nuts['cpu_seconds']:.0f} CPU s, in a run of their own, with a density written by hand. "
-        f"Guides: {first['steps']} steps of {first['particles']}\nparticles (LIVI: half of "
-        f"them). Refined by {first['chains']} chains of at most about "
+        markdown_table(header, rows) + f"\nMean absolute difference between the uncertainty map "
+        f"(`toy_classification.py`) and that of NUTS, before\nand after `refine`; mean (range) "
+        f"over seeds. Two NUTS chains differ by {nuts['floor']:.3f} and took\n"
+        f"{nuts['cpu_seconds']:.0f} CPU s, in a separate run with a density written by hand. "
+        f"Guides: {first['steps']} steps with {first['particles']}\nparticles (LIVI: half as "
+        f"many). Refined by {first['chains']} chains of at most about "
         f"{first['max_gradients']} gradients each.\n\n"
-        "`python -m benchmarks.refine_toy` makes it anew.\n"
+        "To reproduce: `python -m benchmarks.refine_toy`.\n"
     )
 
 

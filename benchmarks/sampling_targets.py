@@ -143,9 +143,9 @@ def report(args: argparse.Namespace) -> str:
     header = ["target", "method", "steps x particles, rate, device", "floor", "SW2", "ratio"]
     header += ["seconds", "sd ratio of v", "succeeded"]
     note = (
-        "\nMedian (min to max) over seeds. Success: a distance of at most 1.5 x the floor, 2 x on "
-        "banana; on the\nfunnels an sd ratio of v of at least 0.95. A run that raised an error "
-        "failed.\n"
+        "\nMedian (range) over seeds. A run succeeds if its distance is at most 1.5 times the "
+        "sampling floor,\n2 times on banana; on the funnels, if the sd ratio of v is at least 0.95."
+        " Errors count as failures.\n"
     )
     return markdown_table(header, rows) + note
 
@@ -164,10 +164,10 @@ def comparison(args: argparse.Namespace) -> str:
             row = [cell(cells.get((method, name), []), common_steps) for name in targets]
             rows.append([method, METHODS[method].settings, *row])
     note = (
-        "\nSW2 as a multiple of the floor and seconds of CPU time of one fit, medians over seeds. "
-        f"Bold: all seeds\nsucceeded. Fits of other than {common_steps} steps say so. Settings: "
-        "the defaults of each method but for\nwhat its row says, the same on all targets; Adam "
-        "with clipped gradients and a cosine schedule.\n"
+        "\nRatio of SW2 to the sampling floor, and CPU seconds of one fit; medians over seeds. "
+        f"Bold: all seeds\nsucceeded. Fits with other than {common_steps} steps are marked. Each "
+        "method has its default settings, except those\nin its row, on all targets; Adam with "
+        "clipped gradients and a cosine schedule.\n"
     )
     return markdown_table(["method", "guide and settings", *targets], rows) + note
 

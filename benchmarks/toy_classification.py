@@ -284,10 +284,10 @@ COLUMNS = {
     "test log-likelihood": "log_likelihood",
     "CPU seconds": "cpu_seconds",
 }
-NOTE = """Mean (least to greatest) over seeds. The map is the standard deviation over networks of
-the class probabilities, summed over classes, on a grid on [-10, 10]²; the difference is absolute,
-and a mean over the grid. The first row compares the two chains of NUTS with each other; the other
-methods are compared with their union, which knows the map better than either.
+NOTE = """Mean (range) over seeds. The map is the standard deviation over networks of the class
+probabilities, summed over classes, on a grid on [-10, 10]²; the difference is the mean absolute
+difference over the grid. The first row compares two NUTS chains with each other; the other methods
+are compared with the union of both chains, which is more accurate than either.
 """
 
 

@@ -157,9 +157,9 @@ def report(args: argparse.Namespace) -> str:
     header = ["set", "method", "settings", "splits", "RMSE", "log-likelihood", "seconds"]
     header += ["papers: RMSE / log-likelihood"]
     note = (
-        "\nMean +- standard error over splits; a split that raised an error is not counted. Time: "
-        "the median of one fit\nand its draws, on a busy machine. The papers' numbers are of the "
-        "same method; KIVI's of 20 splits.\n"
+        "\nMean +- standard error over splits, without splits that raised an error. Time: median "
+        "of one fit\nand its draws, on a busy machine. The papers' numbers are for the same "
+        "method; KIVI's for 20 splits.\n"
     )
     return markdown_table(header, rows) + note
 

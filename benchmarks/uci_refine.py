@@ -225,20 +225,21 @@ def _row(name: str, gain: float, method: str, records: list[dict], references: d
 
 NOTE = f"""
 Mean +- standard error over splits, test RMSE and log-likelihood in the units of the data. Guides:
-{STEPS["mean_field"]} steps of mean field and {STEPS["kivi"]} of the others, three times as many for
-kin8nm and protein, fifteen times for naval and protein of the wider prior, on minibatches of 256
-rows there; small initial weights, else the settings of `uci.py`; their draws are moved by
-`refine(frame="{FRAME}", quantities=...)`. The reference of a split, where a difference is given, is
-a longer run of `refine` from small draws of the prior, one for each chain. On the
-large sets each draw is first brought to a mode of its own by Adam, on 1,024 rows at a time, in
-{", ".join(f"{steps:,} steps ({name})" for name, steps in ADAM_STEPS.items())}: their "before" is
-an ensemble, of as many networks as there are chains. Weights have the prior N(0, 1 / fan-in), with
-"prior x 3" N(0, 9 / fan-in), the default of `to_bayesian_`. The frame was chosen on split 0 of
-Boston, naval's steps on split 0 of naval, Adam's and the wider prior on split 2 of protein, the
-budget by the time there was. The papers' numbers are RMSE / log-likelihood over their own splits
-and with their own priors: KIVI's over 20, LIVI's and its HMC's over three seeds.
+{STEPS["mean_field"]} steps of mean field and {STEPS["kivi"]} of the others; three times as many for
+kin8nm and protein, fifteen times for naval and for protein with the wider prior, on minibatches of
+256 rows; small initial weights, otherwise the settings of `uci.py`. `refine(frame="{FRAME}",
+quantities=...)` moves their draws. The reference of a split, where a difference is given, is a
+longer run of `refine` from small prior draws, one for each chain. On the large sets Adam first
+moves each draw to a separate mode, on 1,024 rows at a time, in
+{", ".join(f"{steps:,} steps ({name})" for name, steps in ADAM_STEPS.items())}: the values "before"
+are those of an ensemble with one network per chain. Weights have the prior N(0, 1 / fan-in), or
+N(0, 9 / fan-in) with "prior x 3", the default of `to_bayesian_`. The frame was chosen on split 0 of
+Boston, the steps for naval on split 0 of naval, Adam's steps and the wider prior on split 2 of
+protein, and the budget by the available time. The papers' numbers are RMSE / log-likelihood over
+their own splits and with their own priors: KIVI's over 20 splits, LIVI's and its HMC's over three
+seeds.
 
-`python -m benchmarks.uci_refine --data-dir DIR` makes it anew.
+To reproduce: `python -m benchmarks.uci_refine --data-dir DIR`.
 """
 
 

@@ -27,7 +27,7 @@ VERDICTS = ("trust", "check", "do not trust")
 FORMS = {
     "density": "guides with their exact density",
     "implicit": "guides without a density",
-    "chains": "draws said to be of settled chains",
+    "chains": "draws declared as converged chains",
 }
 TITLES = {
     "shift": "shifted, in sds",
@@ -35,15 +35,15 @@ TITLES = {
     "direction": "sd of a direction times",
     "tail": "one tail cut, mass",
     "tails": "all tails cut, mass",
-    "correlation": "correlation lost, share",
+    "correlation": "correlation removed, share",
     "mode": "a mode's weight times",
 }
 COLOURS = ("C3", "0.85", "C0")
-NOTE = """Bad: by 10,000 draws of the guide and of the reference, a standard deviation off by more
-than a factor of 1.25 or a mean by more than a quarter of one, of a coordinate or along the
-direction of the fault, where standard deviations may differ by as much again as those of two
-halves of the reference do. Good: within 1.5 floors, a factor of 1.1 and a tenth. Between: the rest.
-A guide without a density is never trusted.
+NOTE = """Bad: a standard deviation off by more than a factor of 1.25, or a mean by more than 0.25
+sd, of a coordinate or along the direction of the fault, measured with 10,000 draws of the guide and
+of the reference; the limits for standard deviations are widened by the difference between two
+halves of the reference. Good: ratio to the sampling floor at most 1.5, factor at most 1.1, means
+within 0.1 sd. Between: the rest. A guide without a density is never trusted.
 """
 
 
@@ -55,14 +55,14 @@ def is_false_trust(record: dict[str, Any]) -> bool:
 def split_table(records: Records) -> str:
     """Of the posteriors that may be looked at, and of the others."""
     rows = []
-    for part, names in {"looked at": LOOK, "only scored": SCORE}.items():
+    for part, names in {"developed on": LOOK, "only scored": SCORE}.items():
         for form, words in FORMS.items():
             mine = [r for r in records if r["posterior"] in names and r["form"] == form]
             bad = [r for r in mine if true_class(r) == "bad"]
             trusted = sum(map(is_false_trust, mine))
             numbers = len({r["posterior"] for r in mine}), len(mine), len(bad), trusted
             rows.append([f"{part}: {words}", *map(str, numbers)])
-    return markdown_table(["", "posteriors", "guides", "bad ones", "bad ones trusted"], rows)
+    return markdown_table(["", "posteriors", "guides", "bad", "bad, trusted"], rows)
 
 
 def shares(records: Records, kind: str, size: float, form: str = "density") -> Records:
@@ -82,7 +82,7 @@ def power_table(records: Records, form: str) -> str:
             bad = sum(true_class(r) == "bad" for r in mine)
             missed = sum(map(is_false_trust, mine))
             numbers = len(mine), bad, *(counts[verdict] for verdict in VERDICTS), missed
-            title = f"{TITLES[kind]} {size:g}" if kind in TITLES else "as good as it was"
+            title = f"{TITLES[kind]} {size:g}" if kind in TITLES else "unchanged"
             rows.append([title, *map(str, numbers)])
     return markdown_table(["fault", "guides", "bad", *VERDICTS, "bad and trusted"], rows)
 
@@ -122,8 +122,8 @@ def page(records: Records) -> str:
     minutes = sum(record["cpu_seconds"] for record in records) / 60
     parts = [
         "# Verdicts on broken guides\n",
-        f"{len(broken)} guides broken in known ways, and {len(judged) - len(broken)} left as they "
-        f"were, of {len(names)} posteriors; {minutes:.0f} CPU minutes.\n",
+        f"{len(broken)} guides broken in known ways and {len(judged) - len(broken)} unchanged "
+        f"guides, of {len(names)} posteriors; {minutes:.0f} CPU minutes.\n",
         "## Bad guides that were trusted\n",
         split_table(judged),
         NOTE,

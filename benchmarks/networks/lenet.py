@@ -156,7 +156,8 @@ def table(records: list[dict[str, Any]]) -> str:
 def report(args: argparse.Namespace) -> str:
     """The table of ``--out``, and what it says."""
     paper = (
-        "LIVI's paper, on 60,000 images (accuracy, confidence and AUROC on three foreign sets): "
+        "LIVI's paper, on 60,000 images (accuracy, confidence and AUROC on three "
+        "out-of-distribution sets): "
     )
     paper += "; ".join(f"{name} {numbers}" for name, numbers in PAPER.items())
     if args.network == "pooled":
@@ -164,10 +165,10 @@ def report(args: argparse.Namespace) -> str:
     elif args.network != "lenet":
         paper = f"KIVI's paper, on 60,000 images: accuracy {100 - KIVI_PAPER[args.network]:.2f} %"
     return table(read_records(args.out)) + (
-        "\nForeign images: AUROC by greatest probability, and mean confidence there, in %. "
-        "Medians\nover seeds (and ranges); seconds are those of the CPU, to train what the row "
-        "is made of. No\ntempering. A refined row is SGHMC from the row of that name. Runs on "
-        f"fewer than 60,000 images are\nreduced ones.\n\n{paper}.\n\n"
+        "\nThe columns of other image sets give the AUROC of the largest probability, and the mean"
+        "\nconfidence on these images, in %. Medians over seeds (and ranges); CPU seconds of all"
+        "\ntrainings of the row. No tempering. A refined row is SGHMC from the row of that name."
+        f"\nRuns on fewer than 60,000 images are reduced.\n\n{paper}.\n\n"
         + commands(f"lenet --network {args.network}", read_records(args.out))
     )
 

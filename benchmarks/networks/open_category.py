@@ -141,12 +141,11 @@ def report(args: argparse.Namespace) -> str:
         "{} {:.1f}, {:.3f}, {:.3f}".format(name, *paper[name]) for name in paper if name not in ROWS
     )
     return markdown_table(header, rows) + (
-        "\nThe classes 0 to 5 are learnt, 6 to 9 are to be told from them. Medians over seeds; "
-        "seconds are those of the CPU. The paper's AUC is by the variance of the predictions over "
-        "draws;\nmutual information is the score nearest to it. The paper has\n"
-        f"{others} as well, after 100 epochs on all images "
-        "of six classes; runs on fewer are reduced ones.\n\n"
-        + commands(f"open_category --data {args.data}", read_records(args.out))
+        "\nThe networks learn the classes 0 to 5; the AUROC measures how well they separate 6 to 9 "
+        "from them. Medians\nover seeds; CPU seconds. The paper's AUC uses the variance of the "
+        "predictions over draws; mutual\ninformation is the closest score. The paper also reports, "
+        f"after 100 epochs on all images of six classes,\n{others}. Runs on fewer images are "
+        "reduced.\n\n" + commands(f"open_category --data {args.data}", read_records(args.out))
     )
 
 

@@ -135,10 +135,10 @@ def report(path: Path) -> str:
     header = ["network", "row", "weights", "parameters", "batch", "seconds of a step", "over MAP"]
     header += ["MB at the peak", "over MAP", "device"]
     return markdown_table(header, rows) + (
-        "\nOne particle; seconds are those of one core; the peak is that of the process, library "
-        "and images included.\nA smoke run: nothing is trained to the end.\n\n"
-        "`python -m benchmarks.networks.wide_resnet --data-dir D --width 4` makes it anew, with "
-        "`--width 1` the others.\n"
+        "\nOne particle; seconds of one core; the peak memory is that of the process, including "
+        "library and images.\nThese are test runs: no network is trained to convergence.\n\n"
+        "To reproduce: `python -m benchmarks.networks.wide_resnet --data-dir D --width 4`, and "
+        "`--width 1` for the other rows.\n"
     )
 
 

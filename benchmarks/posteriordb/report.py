@@ -146,7 +146,7 @@ def summary(cells: Cells, posteriors: list[str]) -> str:
         for label, values in (("median", fitted), ("worst", worst)):
             over = [name for name in fitted if not values[name] <= limit]
             share = f"{count - len(over)} of {count} ({1 - len(over) / count:.0%})"
-            lines.append(f"{label} over seeds at most {limit:g} floors: {share}; over{names(over)}")
+            lines.append(f"{label} over seeds at most {limit:g}: {share}; above{names(over)}")
     curved = [name for name in fitted if not near_gaussian(cells, name)]
     lines.append(f"not near-Gaussian: {len(curved)} of {count}{names(curved)}")
     for rival in RIVALS:
@@ -166,14 +166,15 @@ def summary(cells: Cells, posteriors: list[str]) -> str:
     return "".join(f"* {line}\n" for line in lines)
 
 
-NOTE = f"""Ratios: sliced 1-Wasserstein distance, whitened, 200 directions, 10,000 draws, as a
-multiple of the floor, the distance of two halves of the reference (a perfect guide comes out at
-about 0.7); for NUTS of that of 1,000 reference draws from the others. Median over seeds, in
-brackets the worst. Best Gaussian: the one with the moments of the reference, a yardstick and no
-method. Near-Gaussian: it, AutoMultivariateNormal or AutoLaplaceApproximation within {GOOD:g}
-floors. Equalled: not above the other, or not above 1. Seconds are CPU time, start included; a run
-stopped by the time limit counts with it. Posteriors that posteriordb does not have are in the
-tables and not in the summary.
+NOTE = f"""The ratio to the sampling floor is the sliced 1-Wasserstein distance to the reference
+(whitened, 200 directions, 10,000 draws), divided by the distance between two halves of the
+reference; a perfect guide has about 0.7. For NUTS the floor is the distance of 1,000 reference
+draws from the others. Median over seeds, in brackets the largest. Best Gaussian: the Gaussian with
+the moments of the reference, a yardstick rather than a method. Near-Gaussian: the best Gaussian,
+AutoMultivariateNormal or AutoLaplaceApproximation has a ratio of at most {GOOD:g}. Equalled: not
+above the other method, or not above 1. Seconds are CPU time, including the start; a run stopped by
+the time limit counts with it. Posteriors that are not part of posteriordb are in the tables, but
+not in the summary.
 """
 
 
@@ -185,7 +186,7 @@ def report(records: list[Record]) -> str:
     official = [name for name in posteriors if name in data.NAMES]
     parts = {
         "Summary": summary(cells, official),
-        "Distance in floors": ratio_table(cells, posteriors, methods) + "\n" + NOTE,
+        "Ratio to the sampling floor": ratio_table(cells, posteriors, methods) + "\n" + NOTE,
         f"Moments of `{OURS}`, worst over seeds": moments_table(cells, posteriors, OURS),
         "Seconds": time_table(cells, posteriors, methods),
         "Failures": failures(cells),

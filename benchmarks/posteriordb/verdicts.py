@@ -212,11 +212,12 @@ def table(records: list[Record]) -> str:
     return markdown_table([*header, "truth", "verdict", "findings", "seconds"], rows)
 
 
-NOTE = """Good: within 1.5 floors, standard deviations within a factor of 1.1, means within a tenth
-of one. Bad: a standard deviation off by more than a factor of 1.25, or a mean by more than a
-quarter of one. Both by 10,000 draws of the guide and of the reference, in unconstrained space,
-where standard deviations may differ by as much again as those of two halves of the reference do.
-Findings with "!" say "do not trust", the others "check". Seconds are those of the diagnosis.
+NOTE = """Good: ratio to the sampling floor at most 1.5, standard deviations within a factor of 1.1,
+means within 0.1 sd. Bad: a standard deviation off by more than a factor of 1.25, or a mean by more
+than 0.25 sd. Both are measured with 10,000 draws of the guide and of the reference, in
+unconstrained space; the limits for standard deviations are widened by the difference between two
+halves of the reference. Findings with "!" lead to "do not trust", the others to "check". Seconds
+are those of the diagnosis.
 """
 
 

@@ -153,7 +153,7 @@ def report(path: Path) -> str:
     return "\n".join(parts)
 
 
-HEADER = ["method", "CPU s", "of these to compile", "wall s", "floors", "within 1.5"]
+HEADER = ["method", "CPU s", "of these to compile", "wall s", "ratio", "at most 1.5"]
 
 
 def _short(record: Record) -> str:
@@ -172,21 +172,23 @@ def _cells(record: Record) -> list[str]:
     return [*cells, f"{record['floors']:.2f}", "yes" if record["floors"] <= NEAR else "no"]
 
 
-NOTE = """# Against the field
+NOTE = """# Comparison with Pyro and NumPyro
 
-`python -m benchmarks.speed.field`. Floors: the sliced 1-Wasserstein distance from the reference,
-whitened, in multiples of that between two halves of the reference. CPU seconds without imports, one
-thread, a limit for each cell, on a machine that other jobs share (wall seconds suffer). `fit`: with
-nothing set. SVI: 3,000 steps of one particle, Adam from .01 to 0. Pyro NUTS: one chain of 1,000 +
-1,000; NumPyro NUTS: four of them, vectorised. Compilation: of `fit` its recordings, of Pyro's jit
-the first three steps, of NumPyro what jax says. Double precision throughout.
+`python -m benchmarks.speed.field`. The ratio to the sampling floor is the sliced 1-Wasserstein
+distance from the reference, whitened, divided by the distance between two halves of the reference.
+CPU seconds of one thread without imports, with a limit for each cell, on a machine shared with
+other jobs (which increases wall seconds). `fit`: default settings. SVI: 3,000 steps of one
+particle, Adam from .01 to 0. Pyro NUTS: one chain of 1,000 + 1,000 transitions; NumPyro NUTS: four
+such chains, vectorised. Compilation: the recordings of `fit`, the first three steps of Pyro's jit,
+the time that jax reports for NumPyro. Double precision.
 
-References: exact draws of funnel, regression (ten weights, correlation .999) and GP (100 latents);
-posteriordb's of the centred eight schools; long NUTS runs for GARCH (`benchmarks/zoo`) and the
-network (50 units, 151 latents, 20 rows; compared are its predictions), whose floors are of fewer
-draws. The GARCH model is a Python loop over 200 steps in Pyro, and a `scan` in NumPyro.
+References: exact draws for funnel, regression (ten weights, correlation .999) and GP (100 latent
+variables); posteriordb's draws for the centred eight schools; long NUTS runs for GARCH
+(`benchmarks/zoo`) and the network (50 units, 151 latent variables, 20 rows; compared by its
+predictions), whose floors have fewer draws. The GARCH model is a Python loop over 200 steps in Pyro
+and a `scan` in NumPyro.
 
-CPU seconds and floors, bold within 1.5 floors:
+CPU seconds and ratio to the floor, in bold if at most 1.5:
 """
 #: An assertion in ``pyro.ops.jit`` fails: the guide's flows make their parameters while it traces.
 REFUSED = {"Pyro AutoIAFNormal, jit": "refused by Pyro's jit"}

@@ -218,12 +218,12 @@ def report(args: argparse.Namespace) -> None:
     (RESULTS / "speed_scaling.md").write_text(NOTE + markdown_table(header, rows))
 
 
-NOTE = """# How the time of a step grows
+NOTE = """# Scaling of a training step
 
 `python -m benchmarks.speed.scaling`: milliseconds of one CPU thread for a recorded step
-(`compile="trace"`) of a regression whose weights are the latents, by 100 rows and 10 latents unless
-the table says otherwise; float32, the optimiser included. Slopes are those of log seconds against
-log size: a slope of 1 is linear growth.
+(`compile="trace"`) of a regression, with 100 rows and 10 latent variables (the weights) unless the
+table says otherwise; float32, including the optimiser. Slopes are those of log seconds against log
+size; a slope of 1 is linear growth.
 
 """
 

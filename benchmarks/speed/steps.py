@@ -181,13 +181,13 @@ def measure(case: tuple, mode: str | bool, num_steps: int) -> dict[str, float | 
     }
 
 
-NOTE = """On a machine whose cores are shared with other jobs CPU seconds are up to twice as long.
+NOTE = """CPU seconds are up to twice as long if other jobs share the cores.
 
-Where a compilation goes, LIVI with 8 particles on a quieter core, 12 CPU seconds in all (58 when
-each kernel was a file of its own and instruction sets were tried with the compiler): 1.7 imports of
-inductor; 5.9 inductor's Python, of which a fifth retraces the graph, a quarter lowers and schedules
-it, and two fifths write C++; 4.2 g++, of which 2.5 are headers. Vector instructions, for steps that
-compute more (the injective one, SIVI, networks), add three seconds of Python and three of g++.
+Profile of a compilation, LIVI with 8 particles on a quieter core, 12 CPU seconds in total (58 with
+one file per kernel and a compiler test of instruction sets): 1.7 for imports of inductor; 5.9 for
+inductor's Python, of which a fifth retraces the graph, a quarter lowers and schedules it, and two
+fifths write C++; 4.2 for g++, of which 2.5 are headers. Vector instructions, used for steps with
+more computation (injective, SIVI, networks), add three seconds of Python and three of g++.
 """
 
 
@@ -211,11 +211,11 @@ def line(row: dict) -> str:
 def table(rows: list[dict], device: str) -> str:
     clock = "one CPU thread" if device == "cpu" else f"wall time on {device}"
     lines = [
-        "# What a training step costs",
+        "# Time of a training step",
         "",
-        f"`benchmarks/speed/steps.py`: milliseconds of {clock} for `SVI.step`, median, the "
-        f"optimiser's included; torch {torch.__version__}. Recording and compilation in CPU "
-        "seconds; the first compilation has two of imports.",
+        f"`benchmarks/speed/steps.py`: median milliseconds of {clock} for `SVI.step`, "
+        f"including the optimiser; torch {torch.__version__}. Recording and compilation in CPU "
+        "seconds; the first compilation includes two seconds of imports.",
         "",
         "| step | by Pyro | recorded | ratio | inductor | ratio | recording | compilation "
         "| by g++ |",

@@ -19,14 +19,14 @@ from benchmarks.zoo.references.make import CHECKS
 from benchmarks.zoo.run import OUT
 
 GOOD, ACCEPTABLE = 1.5, 4.0
-NOTE = f"""Ratio: sliced 1-Wasserstein distance of the draws from the reference, as a multiple of
-that of two halves of the reference (a perfect guide comes out at about 0.7). Worst: the
-1-Wasserstein distance of the worst single coordinate, likewise. Mean: the worst error of a mean, in
-sds; sds: the smallest and the largest ratio of standard deviations. Models marked * have symmetries
-and are compared by invariants. Good is at most {GOOD:g} floors. Seconds are CPU time of the method
-and of `diagnose` after it; MB is the peak of the process less what it had after its imports.
-NumPyro: CPU seconds of the reference's four chains, compilation included; in brackets how many
-draws are kept.
+NOTE = f"""Ratio to the sampling floor: the sliced 1-Wasserstein distance of the draws from the
+reference, divided by the distance between two halves of the reference (a perfect guide has about
+0.7). Worst: the same ratio for the 1-Wasserstein distance of the worst single coordinate. Mean: the
+largest error of a mean, in sds; sds: the smallest and the largest ratio of standard deviations.
+Models marked * have symmetries and are compared by invariants. A ratio of at most {GOOD:g} is good.
+Seconds are CPU time of the method and of `diagnose`; MB is the peak memory of the process minus its
+memory after the imports. NumPyro: CPU seconds of the reference's four chains, including
+compilation; in brackets the number of draws kept.
 """
 
 
@@ -88,16 +88,16 @@ def summary(records: list[Record]) -> str:
     measured = [r for r in records if "ratio" in r and "error" not in r]
     lines = [
         f"failed or stopped: {share(len(failed), len(records))}{listed(failed)}",
-        f"measured against a reference: {share(len(measured), len(records))}",
+        f"compared with a reference: {share(len(measured), len(records))}",
     ]
     for limit in (GOOD, ACCEPTABLE):
         over = [r for r in measured if not r["ratio"] <= limit]
         within = share(len(measured) - len(over), len(measured))
-        lines.append(f"of these at most {limit:g} floors: {within}; over{listed(over)}")
+        lines.append(f"of these with a ratio of at most {limit:g}: {within}; above{listed(over)}")
     wrong = [r for r in measured if r["ratio"] > GOOD and r.get("verdict") == "trust"]
-    lines.append(f"silently wrong (trusted, over {GOOD:g} floors): {len(wrong)}{listed(wrong)}")
+    lines.append(f"wrongly trusted (ratio above {GOOD:g}): {len(wrong)}{listed(wrong)}")
     times = [r.get("cpu_seconds", math.inf) for r in records]
-    lines.append(f"median CPU seconds, stopped ones as they stand: {median(times):.0f}")
+    lines.append(f"median CPU seconds, including stopped runs: {median(times):.0f}")
     return "".join(f"* {line}\n" for line in lines)
 
 
@@ -122,8 +122,8 @@ def beside(records: list[Record], fits: dict[str, Record]) -> str:
     ratios = [own["ratio"] / other["ratio"] for own, other in both]
     lines = [
         f"fit takes less CPU time: {share(len(faster), len(pairs))}; more{listed(slower)}; "
-        f"undecided, as this was stopped before{listed(undecided)}",
-        f"distance of fit over that of this, median of {len(both)}: "
+        f"undecided, because the other run was stopped{listed(undecided)}",
+        f"distance of fit divided by that of this method, median of {len(both)}: "
         + (f"{median(ratios):.2f}" if ratios else ""),
     ]
     return "".join(f"* {line}\n" for line in lines)
@@ -152,11 +152,11 @@ def report(records: list[Record]) -> str:
         rows = [row(record, checks.get(record["model"])) for record in own]
         parts += [f"## {method}\n", summary(own), markdown_table(HEADER, rows)]
         if method != "fit":
-            parts.append(f"Beside `fit`:\n\n{beside(own, fits)}")
-        for half, names in (("look", split.LOOK), ("score", split.SCORE)):
+            parts.append(f"Compared with `fit`:\n\n{beside(own, fits)}")
+        for half, names in (("used in development", split.LOOK), ("only scored", split.SCORE)):
             some = [record for record in own if record["model"] in names]
             if some:
-                parts += [f"Those to {half} at:\n", summary(some)]
+                parts += [f"Models {half}:\n", summary(some)]
         parts += [f"### Failures of {method}\n", failures(own)]
     return "\n".join(parts)
 

@@ -90,10 +90,10 @@ def test_equals() -> None:
 def test_summary() -> None:
     text = lines(report.summary(report.group(RECORDS), [A, B, C]))
     assert text == [
-        f"* median over seeds at most 1.5 floors: 2 of 3 (67%); over ({B})",
-        f"* worst over seeds at most 1.5 floors: 0 of 3 (0%); over ({A}, {B}, {C})",
-        "* median over seeds at most 4 floors: 3 of 3 (100%); over",
-        f"* worst over seeds at most 4 floors: 1 of 3 (33%); over ({B}, {C})",
+        f"* median over seeds at most 1.5: 2 of 3 (67%); above ({B})",
+        f"* worst over seeds at most 1.5: 0 of 3 (0%); above ({A}, {B}, {C})",
+        "* median over seeds at most 4: 3 of 3 (100%); above",
+        f"* worst over seeds at most 4: 1 of 3 (33%); above ({B}, {C})",
         f"* not near-Gaussian: 2 of 3 ({B}, {C})",
         "* on these, AutoMultivariateNormal beaten or equalled: 2 of 2; lost",
         f"* on these, AutoIAFNormal beaten or equalled: 1 of 2; lost ({B})",
@@ -142,7 +142,7 @@ def test_page(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     report.main(report.parser().parse_args(["--out", str(out)]))
     text = out.with_suffix(".md").read_text(encoding="utf-8")
     assert text in capsys.readouterr().out
-    summary, table = text.split("## Distance in floors")
+    summary, table = text.split("## Ratio to the sampling floor")
     assert "2 of 3 (67%)" in summary and EXTRA[0] not in summary
     assert f"| {EXTRA[0]} | 3 | 0.020 |" in table
     names = [line.split(" |")[0][2:] for line in lines(table) if line.startswith("| ")]

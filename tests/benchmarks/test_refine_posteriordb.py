@@ -58,7 +58,7 @@ def test_counts_by_hand(tmp_path):
         for ratio in (1.5, 1.6)
     ]
     out.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert "From fit, within 1.5 floors: 0 before and 1 after of 2." in script.report(out)
+    assert "From fit, ratio at most 1.5: 0 before and 1 after of 2." in script.report(out)
 
 
 @pytest.mark.parametrize("name", script.NAMES)

@@ -165,5 +165,5 @@ def test_report():
         "frames": [],
     }
     text = report([good, wrong, failed])
-    assert "* silently wrong (trusted, over 1.5 floors): 1 (ordinal)" in text
+    assert "* wrongly trusted (ratio above 1.5): 1 (ordinal)" in text
     assert "* failed or stopped: 1 of 3 (33%) (topics)" in text
