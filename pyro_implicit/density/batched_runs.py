@@ -51,8 +51,8 @@ class BatchedRuns:
         self.mode = mode
         self.refuses_random = refuses_random
         self.checked = mode is False
+        #: The last error that the model raised at impossible values.
         self.error: Exception | None = None
-        """The last error that the model raised at impossible values."""
         # Functions are replaced until a whole batch did not need it, and again after an error.
         self._replaces = True
         self._must_replace = False

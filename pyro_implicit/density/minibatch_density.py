@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pyro.infer.autoguide import init_to_median
-
 from pyro_implicit.density.target import Target
 
 __all__ = ["MinibatchDensity"]
@@ -26,7 +24,8 @@ class MinibatchDensity(Target):
         **kwargs: Any,
     ) -> None:
         kwargs = {**kwargs, **(model_kwargs or {})}
-        self._build(model, (*args, *batch), kwargs, init_to_median, allow_local)
+        self._allow_local = allow_local
+        super().__init__(model, *args, *batch, model_kwargs=kwargs)
 
     def use(self, batch: tuple, seed: int | None = None) -> None:
         """Change to another minibatch, as :meth:`Target.on` does."""

@@ -28,7 +28,7 @@ from torch.distributions import (
     constraints,
 )
 
-from pyro_implicit.density.run_mode import RunMode, log_prob_in_each_run
+from pyro_implicit.density.run_mode import active_mode, log_prob_in_each_run
 from pyro_implicit.runtime.sites import Site, innermost, is_discrete_latent
 
 __all__ = [
@@ -48,8 +48,8 @@ __all__ = [
 
 Values = dict[str, Tensor]
 
+#: The errors that a model raises where the values of its latent variables are impossible.
 IMPOSSIBLE = (ValueError, ArithmeticError, RuntimeError, AssertionError)
-"""The errors that a model raises where the values of its latent variables are impossible."""
 
 
 class SubsampledError(ValueError):
@@ -80,9 +80,8 @@ class Model:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.replayed = latents
         self.discrete = discrete
+        #: The last site that a run came to, or ``_RETURN`` if it came to its end.
         self.last_site: str | None = None
-        """The last site that a run came to, or ``_RETURN`` if it came to its end."""
-        self._unchanged: set[tuple] = set()
 
     def on(self, args: tuple, names: Iterable[str]) -> Model:
         """Return the same model with other arguments, which draws its subsampled indices anew.
@@ -107,28 +106,31 @@ class Model:
             trace = tracer.get_trace(*self.args, **self.kwargs)
         finally:
             self.last_site = next(reversed(tracer.trace.nodes), None)
-        checks, mode = is_validation_enabled(), RunMode.active()
-        for name, site in trace.nodes.items():
+        checks, mode = is_validation_enabled(), active_mode.get()
+        for site in trace.nodes.values():
             if site["type"] != "sample":
                 continue
-            # Inline, as this is the inner loop of every training: wrappers and what they do.
-            fn = part = site["fn"]
-            kind: list[Any] = [name]
-            has_mask = isinstance(site["mask"], Tensor)
-            while part is not None:
-                kind += (type(part), getattr(part, "_validate_args", False))
-                has_mask = has_mask or isinstance(part, dist.MaskedDistribution)
-                part = getattr(part, "base_dist", None)
-            if has_mask and site["is_observed"]:
+            # Inline, as this is the inner loop of every training: most sites need no change.
+            fn, masks, validates = site["fn"], isinstance(site["mask"], Tensor), False
+            parts = [fn]
+            for part in parts:
+                masks = masks or isinstance(part, dist.MaskedDistribution)
+                validates = validates or getattr(part, "_validate_args", False)
+                if isinstance(part, TransformedDistribution):
+                    validates = validates or not isinstance(
+                        part.base_dist, torch.distributions.Normal
+                    )
+                for inner in vars(part).values():
+                    if isinstance(inner, Distribution):
+                        parts.append(inner)
+            if masks and site["is_observed"]:
                 site["value"] = replace_masked(fn, site["value"], site["mask"])
             if checks:
                 continue
-            if tuple(kind) not in self._unchanged:
-                site["fn"] = without_validation(fn)
-                if site["fn"] is fn:
-                    self._unchanged.add(tuple(kind))
+            if validates:
+                fn = site["fn"] = without_validation(fn)
             if mode is not None or isinstance(fn, dist.DiscreteHMM):
-                fn, site["fn"] = site["fn"], copy.copy(site["fn"])
+                site["fn"] = copy.copy(fn)
                 site["fn"].log_prob = functools.partial(log_prob_in_each_run, fn)
         return trace if self.discrete is None else self.discrete.collapse(trace)
 

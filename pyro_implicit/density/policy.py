@@ -23,60 +23,61 @@ __all__ = [
     "SearchPolicy",
 ]
 
+#: Latent variables up to which dense matrices over all of them (covariances, Hessians) are used.
 MAX_DENSE_DIM = 100
-"""Latent variables up to which dense matrices over all of them (covariances, Hessians) are used."""
 
 
 @dataclass(frozen=True)
 class RunPolicy:
     """How a model is run for many values of its latent variables."""
 
+    #: Draws of the prior, or of a guide, at which a model may raise an error before its first error
+    #: is raised. As Pyro's ``initialize_model``, which tries 100 points.
     max_retries: int = 10
-    """Draws of the prior, or of a guide, at which a model may raise an error before its first error
-    is raised. As Pyro's ``initialize_model``, which tries 100 points."""
 
+    #: Groups of runs that take the same branches. With more groups, if they are more than half as
+    #: many as the runs, vectorisation gains nothing.
     max_groups: int = 8
-    """Groups of runs that take the same branches. With more groups, if they are more than half as
-    many as the runs, vectorisation gains nothing."""
 
+    #: Absolute and relative difference of log-densities that counts as equal (float32).
     tolerance: float = 1e-3
-    """Absolute and relative difference of log-densities that counts as equal (float32)."""
 
+    #: Differences up to this multiple of the effect of the latents' last bits are rounding.
     rounding: float = 10.0
-    """Differences up to this multiple of the effect of the latents' last bits are rounding."""
 
+    #: Runs that measure the effect of the last bits.
     num_rounded: int = 4
-    """Runs that measure the effect of the last bits."""
 
+    #: Numbers of vectors for which a score stays recorded; the oldest recording is dropped.
     max_recordings: int = 8
-    """Numbers of vectors for which a score stays recorded; the oldest recording is dropped."""
 
+    #: Draws in one vectorised run where each leaves a number per observation; bounds memory.
     draws_at_once: int = 250
-    """Draws in one vectorised run where each leaves a number per observation; bounds memory."""
 
 
 @dataclass(frozen=True)
 class CostPolicy:
     """Seconds of one core, by the operations of an evaluation. Measured within a factor of two."""
 
+    #: Seconds: Pyro's handlers, for each run of the model.
     per_run: float = 3e-3
-    """Seconds: Pyro's handlers, for each run of the model."""
 
+    #: Seconds: dispatch, for each call of a kernel.
     per_operation: float = 8e-6
-    """Seconds: dispatch, for each call of a kernel."""
 
+    #: Seconds, for each element of a result.
     per_element: float = 2e-9
-    """Seconds, for each element of a result."""
 
+    #: Seconds, for each floating-point operation of matrix products and convolutions.
     per_flop: float = 1e-10
-    """Seconds, for each floating-point operation of matrix products and convolutions."""
 
+    #: Seconds to record one operation.
     per_recorded: float = 2.5e-4
-    """Seconds to record one operation."""
 
+    #: Seconds that a replay of a recorded operation saves: autograd and ``vmap``.
     saved_per_operation: float = 6e-6
-    """Seconds that a replay of a recorded operation saves: autograd and ``vmap``."""
 
+    #: Elements of a sum that take as long as one element of this function.
     functions: dict[str, int] = field(
         default_factory=lambda: {
             "lgamma": 15,
@@ -85,8 +86,8 @@ class CostPolicy:
             "special_log_ndtr": 15,
         }
     )
-    """Elements of a sum that take as long as one element of this function."""
 
+    #: The same for small matrices; it grows by ``1 + rows / large_matrix``.
     factorisations: dict[str, int] = field(
         default_factory=lambda: {
             "linalg_cholesky_ex": 4,
@@ -104,99 +105,98 @@ class CostPolicy:
             "_linalg_svd": 100,
         }
     )
-    """The same for small matrices; it grows by ``1 + rows / large_matrix``."""
 
+    #: Rows above which the cubic term of a factorisation dominates.
     large_matrix: int = 100
-    """Rows above which the cubic term of a factorisation dominates."""
 
+    #: Distance of the points at which an evaluation is counted, in unconstrained coordinates.
     spread: float = 0.1
-    """Distance of the points at which an evaluation is counted, in unconstrained coordinates."""
 
 
 @dataclass(frozen=True)
 class GradientPolicy:
     """Comparison of a log-density's gradient with difference quotients."""
 
+    #: Two widths of central differences, in unconstrained coordinates; rows where they disagree are
+    #: not judged. Wide enough for float32.
     steps: tuple[float, float] = (1e-2, 2.5e-3)
-    """Two widths of central differences, in unconstrained coordinates; rows where they disagree are
-    not judged. Wide enough for float32."""
 
+    #: Distance of the points from ``init_loc``, where priors may have kinks.
     distance: float = 0.1
-    """Distance of the points from ``init_loc``, where priors may have kinks."""
 
+    #: Points; a gradient must be wrong at half of them, and at two.
     num_points: int = 4
-    """Points; a gradient must be wrong at half of them, and at two."""
 
+    #: Groups of sites that are moved together; bounds the evaluations to 4 per group and point.
     max_groups: int = 6
-    """Groups of sites that are moved together; bounds the evaluations to 4 per group and point."""
 
+    #: Relative difference of the two quotients up to which the function counts as smooth.
     agree: float = 0.005
-    """Relative difference of the two quotients up to which the function counts as smooth."""
 
+    #: Relative difference of quotient and gradient from which the gradient is wrong.
     differ: float = 0.05
-    """Relative difference of quotient and gradient from which the gradient is wrong."""
 
+    #: Allowed error of a quotient, in units of the dtype's resolution over the narrow step.
     rounding: float = 100.0
-    """Allowed error of a quotient, in units of the dtype's resolution over the narrow step."""
 
+    #: Share of the narrow step that the points' own resolution may take.
     resolution: float = 0.02
-    """Share of the narrow step that the points' own resolution may take."""
 
 
 @dataclass(frozen=True)
 class SearchPolicy:
     """The search for modes by :func:`~pyro_implicit.density.find_modes`."""
 
+    #: Paths per round. A mode with a tenth of the prior's mass is missed in 1 of 200 rounds.
     num_starts: int = 50
-    """Paths per round. A mode with a tenth of the prior's mass is missed in 1 of 200 rounds."""
 
+    #: Draws for the ELBO of a Gaussian on a path; Pathfinder (Zhang et al., 2022) has 5 to 25.
     num_draws: int = 16
-    """Draws for the ELBO of a Gaussian on a path; Pathfinder (Zhang et al., 2022) has 5 to 25."""
 
+    #: Rounds; ends searches in which new modes appear again and again.
     max_rounds: int = 16
-    """Rounds; ends searches in which new modes appear again and again."""
 
+    #: Newton steps of a path; funnels need tens (posteriordb).
     max_iterations: int = 100
-    """Newton steps of a path; funnels need tens (posteriordb)."""
 
+    #: Nats of ELBO below the best mode from which a mode is dropped: its weight is below 1e-4.
     max_gap: float = 10.0
-    """Nats of ELBO below the best mode from which a mode is dropped: its weight is below 1e-4."""
 
+    #: Shares of a Newton step that are tried; the best one is taken.
     step_sizes: tuple[float, ...] = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01, 1e-3)
-    """Shares of a Newton step that are tried; the best one is taken."""
 
+    #: Squared Newton decrement (nats) below which a path has arrived.
     at_top: float = 1e-2
-    """Squared Newton decrement (nats) below which a path has arrived."""
 
+    #: Nats by which the log-density must dip between two separate modes.
     min_dip: float = 1.0
-    """Nats by which the log-density must dip between two separate modes."""
 
+    #: Distance in standard deviations up to which two path ends are one mode; paths to one mode end
+    #: 0.1 apart (``at_top``).
     same: float = 0.3
-    """Distance in standard deviations up to which two path ends are one mode; paths to one mode end
-    0.1 apart (``at_top``)."""
 
+    #: Points on the line between two modes at which a dip is looked for.
     num_between: int = 11
-    """Points on the line between two modes at which a dip is looked for."""
 
+    #: Draws for the final ELBO of each mode; the best of many paths is partly the luckiest.
     num_final_draws: int = 256
-    """Draws for the final ELBO of each mode; the best of many paths is partly the luckiest."""
 
+    #: Nats between dropped and kept modes from which a warning about rounding is issued.
     rounding_gap: float = 1e4
-    """Nats between dropped and kept modes from which a warning about rounding is issued."""
 
 
 @dataclass(frozen=True)
 class RoundingPolicy:
     """When a log-density consists of rounding errors (Vignes, 2004)."""
 
+    #: Perturbed evaluations, as in the discrete stochastic arithmetic of Vignes (2004; 2 to 3).
     num_runs: int = 4
-    """Perturbed evaluations, as in the discrete stochastic arithmetic of Vignes (2004; 2 to 3)."""
 
+    #: Change relative to the log-density, beside one nat, that counts as rounding.
     relative: float = 1e-3
-    """Change relative to the log-density, beside one nat, that counts as rounding."""
 
+    #: Factor by which perturbing every operation may exceed it.
     inexact: float = 10.0
-    """Factor by which perturbing every operation may exceed it."""
 
 
 RUNS = RunPolicy()

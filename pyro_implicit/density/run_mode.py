@@ -23,13 +23,15 @@ __all__ = [
     "BranchError",
     "RunMode",
     "VmapError",
+    "active_mode",
     "all_runs",
     "in_each_run",
     "log_prob_in_each_run",
     "writes_to_unbatched",
 ]
 
-_active: ContextVar[RunMode | None] = ContextVar("_active", default=None)
+#: The innermost mode of this context.
+active_mode: ContextVar[RunMode | None] = ContextVar("active_mode", default=None)
 
 
 class VmapError(RuntimeError):
@@ -82,21 +84,16 @@ class RunMode(TorchFunctionMode):
         if fresh_are_batched:
             self.replacements.update(dict.fromkeys(_FRESH, self._fresh))
             self.replacements.update(dict.fromkeys(_AUGMENTED, _augment))
+        #: Whether any function was replaced.
         self.was_needed = False
-        """Whether any function was replaced."""
 
     def __enter__(self) -> RunMode:
-        self._outer = _active.set(self)
+        self._outer = active_mode.set(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _active.reset(self._outer)
-
-    @staticmethod
-    def active() -> RunMode | None:
-        """Return the innermost mode of this context."""
-        return _active.get()
+        active_mode.reset(self._outer)
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -182,7 +179,7 @@ def log_prob_in_each_run(fn: Any, *args: Any, **kwargs: Any) -> Tensor:
             args[0].unsqueeze(-1 - fn.observation_dist.event_dim)
         )
         return log_forward(fn.initial_logits, fn.transition_logits, observed)
-    mode = RunMode.active()
+    mode = active_mode.get()
     try:
         return type(fn).log_prob(fn, *args, **kwargs)
     except Exception as error:

@@ -93,6 +93,9 @@ class Target:
         seem to be missing.
     """
 
+    #: Whether a minibatch may have latents of single rows; None refuses minibatches.
+    _allow_local: bool | None = None
+
     def __init__(
         self,
         model: Callable[..., Any],
@@ -101,7 +104,46 @@ class Target:
         model_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._build(model, args, {**kwargs, **(model_kwargs or {})}, init_loc_fn, None)
+        kwargs = {**kwargs, **(model_kwargs or {})}
+        self.model, self.args, self.kwargs = model, args, kwargs
+        #: Name, rows in the first minibatch, and rows in total of the subsampled plate, if any.
+        self.subsampled: tuple[str, int, int] | None = None
+        #: Whether the model scales the likelihood of its minibatch.
+        self.scaled = False
+        #: Whether the model draws the rows of its minibatch itself.
+        self.draws_rows = False
+        self._seed = 0
+        self._like = example_tensor(model, args, kwargs)
+        trace = self._first_run(init_loc_fn)
+        if self._allow_local is None:
+            refuse_subsampling(trace, "the log-density")
+        else:
+            self._read_subsampling(trace, self._allow_local)
+        refuse_unfit_sites(trace)
+        warn_of_missing_data(model, trace, args, kwargs)
+        latents, parts = Trace(), []
+        #: By site, the shape of its unconstrained coordinates.
+        self.shapes: dict[str, torch.Size] = {}
+        #: By site, the bijection from unconstrained coordinates to values.
+        self.transforms: dict[str, Any] = {}
+        for name, site in trace.nodes.items():
+            if is_latent(site) and not is_discrete_latent(site):
+                latents.add_node(name, **site)
+                self.transforms[name] = biject_to(site["fn"].support)
+                part = self.transforms[name].inv(site["value"].detach())
+                self.shapes[name] = part.shape
+                parts.append(part.reshape(-1))
+        self.init_loc: Tensor = torch.cat(parts)
+        self.latent_dim: int = len(self.init_loc)
+        discrete = DiscreteSum.of(trace)
+        #: Whether discrete latent variables are summed out.
+        self.is_enumerated = discrete is not None
+        self._model = Model(model, args, kwargs, latents, discrete)
+        self._runs = BatchedRuns(type(self).__name__, refuses_random=self._allow_local is None)
+        self._hessian_at_once = True
+        if discrete is not None:
+            self._try(discrete)
+        refuse_moving_supports(model, args, kwargs, latents)
 
     @classmethod
     def of_minibatches(
@@ -148,61 +190,10 @@ class Target:
             ``allow_local``. Other errors are those of the constructor.
         """
         target = cls.__new__(cls)
+        target._allow_local = allow_local
         kwargs = {**kwargs, **(model_kwargs or {})}
-        target._build(model, (*args, *batch), kwargs, init_loc_fn, allow_local)
+        cls.__init__(target, model, *args, *batch, init_loc_fn=init_loc_fn, model_kwargs=kwargs)
         return target
-
-    def _build(
-        self,
-        model: Callable[..., Any],
-        args: tuple,
-        kwargs: dict[str, Any],
-        init_loc_fn: Callable[[dict[str, Any]], Tensor],
-        allow_local: bool | None,
-    ) -> None:
-        """Run the model, check it, and read the shapes of its sites.
-
-        :param allow_local: None refuses subsampled data.
-        """
-        self.model, self.args, self.kwargs = model, args, kwargs
-        self.subsampled: tuple[str, int, int] | None = None
-        """Name, rows in the first minibatch, and rows in total of the subsampled plate, if any."""
-        self.scaled = False
-        """Whether the model scales the likelihood of its minibatch."""
-        self.draws_rows = False
-        """Whether the model draws the rows of its minibatch itself."""
-        self._seed = 0
-        self._like = example_tensor(model, args, kwargs)
-        trace = self._first_run(init_loc_fn)
-        if allow_local is None:
-            refuse_subsampling(trace, "the log-density")
-        else:
-            self._read_subsampling(trace, allow_local)
-        refuse_unfit_sites(trace)
-        warn_of_missing_data(model, trace, args, kwargs)
-        latents, parts = Trace(), []
-        self.shapes: dict[str, torch.Size] = {}
-        """By site, the shape of its unconstrained coordinates."""
-        self.transforms: dict[str, Any] = {}
-        """By site, the bijection from unconstrained coordinates to values."""
-        for name, site in trace.nodes.items():
-            if is_latent(site) and not is_discrete_latent(site):
-                latents.add_node(name, **site)
-                self.transforms[name] = biject_to(site["fn"].support)
-                part = self.transforms[name].inv(site["value"].detach())
-                self.shapes[name] = part.shape
-                parts.append(part.reshape(-1))
-        self.init_loc: Tensor = torch.cat(parts)
-        self.latent_dim: int = len(self.init_loc)
-        discrete = DiscreteSum.of(trace)
-        self.is_enumerated = discrete is not None
-        """Whether discrete latent variables are summed out."""
-        self._model = Model(model, args, kwargs, latents, discrete)
-        self._runs = BatchedRuns(type(self).__name__, refuses_random=allow_local is None)
-        self._hessian_at_once = True
-        if discrete is not None:
-            self._try(discrete)
-        refuse_moving_supports(model, args, kwargs, latents)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.latent_dim} latents of {', '.join(self.shapes)})"

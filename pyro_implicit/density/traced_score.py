@@ -59,8 +59,8 @@ class TracedScore:
     ) -> None:
         self.plain, self.num_calls = score, num_calls
         self.compile: CompileMode = compile
+        #: Why it is not recorded, if it is not.
         self.refusal: str | None = None
-        """Why it is not recorded, if it is not."""
         self._programs: dict[Any, _Program | None] = {}
 
     def __call__(self, latent: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,14 +20,13 @@ from pyro_implicit.density.initialisation import (
     without_sequential_plates,
 )
 from pyro_implicit.density.model import IMPOSSIBLE
+from pyro_implicit.density.policy import RUNS
 from pyro_implicit.guides.row_data import trace_model
 from pyro_implicit.guides.summaries import DrawSummaries
 from pyro_implicit.ops.site_parts import site_parts
 from pyro_implicit.runtime.sites import is_discrete_latent
 
 __all__ = ["AutoDraws"]
-
-MAX_RETRIES = 10
 
 
 class AutoDraws(DrawSummaries, AutoContinuous):
@@ -85,7 +84,7 @@ class AutoDraws(DrawSummaries, AutoContinuous):
         """Run the model at its start, or at draws of the prior if it raises an error there."""
         given = self._start.init_loc_fn
         try:
-            for retries_left in reversed(range(MAX_RETRIES)):
+            for retries_left in reversed(range(RUNS.max_retries)):
                 try:
                     return super()._setup_prototype(*args, **kwargs)
                 except IMPOSSIBLE:

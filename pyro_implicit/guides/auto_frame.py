@@ -14,7 +14,6 @@ from pyro.infer.autoguide import init_to_median
 from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
-from pyro_implicit.density.cost import nearby, seconds_near
 from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
@@ -91,7 +90,7 @@ def find_frame(
 
 
 def _gaussian(target: Target, has_start: bool) -> Frame:
-    num_evaluations = round(BUDGET / _seconds(target))
+    num_evaluations = round(BUDGET / target.seconds(NUM_PARTICLES))
     if target.latent_dim <= MAX_DENSE_DIM:
         frame = _climb(target, num_evaluations, has_start)
         if frame is not None:
@@ -139,13 +138,6 @@ def _mean_field(target: Target, num_steps: int) -> Frame:
     frame = Frame(loc, scale=log_scale.exp())
     frame.check(target.latent_dim)
     return frame
-
-
-def _seconds(target: Target) -> float:
-    """About how long gradients at a few points take."""
-    point = target.init_loc
-    target.log_prob(nearby(point, NUM_PARTICLES))  # learns how the model runs
-    return seconds_near(target.score, point, NUM_PARTICLES, not target.is_vectorized)
 
 
 def _hides_sites(model: Callable[..., Any]) -> bool:

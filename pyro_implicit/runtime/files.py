@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and random streams from which a killed run goes on to the same last bit."""
+"""Files and random states from which a killed run resumes with bit-identical results."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ __all__ = [
     "write_file",
 ]
 
-#: Raised by one whenever an older version's files cannot be read any more.
-FORMAT = 1
-#: What the random state of numpy is made of.
+#: The types that numpy's random state consists of.
 NUMPY_STATES: list[Any] = [
     np.empty(0).__reduce__()[0],
     np.ndarray,
@@ -42,21 +40,21 @@ CURE = (
 
 
 def write_file(path: Path, content: Any, kind: str) -> None:
-    """Write anything that pickles, as :func:`save_file` does.
+    """Write anything that can be pickled, as :func:`save_file` does.
 
-    :param kind: of what it is, in words; only a file of the same is read.
+    :param kind: the kind of content, in words; :func:`read_file` needs the same.
     """
-    save_file(path, {"pyro_implicit": kind, "format": FORMAT, "content": content})
+    save_file(path, {"pyro_implicit": kind, "format": _version(), "content": content})
 
 
 def read_file(
     path: Path, device: torch.device | str, kind: str, classes: Iterable[type] | None = None
 ) -> Any:
-    """What :func:`write_file` wrote, on a device.
+    """Read a file of :func:`write_file` to a device.
 
-    :param classes: that may be in it beside tensors and numbers. With None any may be, and code
-        may be run: only read such files that you have written.
-    :raises ValueError: for a file that is damaged, or not of this kind, or of another format.
+    :param classes: the classes that may be in it beside tensors and numbers. With None, it may hold
+        any class and run code: only read such files that you have written.
+    :raises ValueError: for a file that is damaged, of another kind or of another format.
     """
     if classes is None:
         found = load_file(path, weights_only=False, map_location=device)
@@ -64,21 +62,26 @@ def read_file(
         with torch.serialization.safe_globals([*NUMPY_STATES, *classes]):
             found = load_file(path, weights_only=True, map_location=device)
     if not isinstance(found, dict) or "pyro_implicit" not in found:
-        raise ValueError(f"{path} is a file of something else than {kind}. {CURE}")
+        raise ValueError(f"{path} is no file of {kind}. {CURE}")
     if found["pyro_implicit"] != kind:
         raise ValueError(f"{path} is a file of {found['pyro_implicit']}, not of {kind}. {CURE}")
-    if found["format"] != FORMAT:
+    if found["format"] != _version():
         raise ValueError(
             f"{path} has the format {found['format']} of another version, and this one reads "
-            f"{FORMAT}. {CURE}"
+            f"{_version()}. {CURE}"
         )
     return found["content"]
 
 
-def save_file(path: Path, content: Any) -> None:
-    """``torch.save`` of a file that is complete or not there at all, whenever the process dies.
+def _version() -> int:
+    """Version of the file format; raise it whenever older files cannot be read any more."""
+    return 1
 
-    :raises OSError: if it cannot be written, as on a full disk; what was there is as it was.
+
+def save_file(path: Path, content: Any) -> None:
+    """Call ``torch.save`` so that the file is complete or absent, whenever the process dies.
+
+    :raises OSError: if it cannot be written, as on a full disk; an older file is unchanged.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -90,11 +93,11 @@ def save_file(path: Path, content: Any) -> None:
         os.replace(partial, path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
-        # Torch puts an error of its own in the place of the system's.
+        # Torch replaces the system's error by its own.
         cause = error.__context__ if isinstance(error, RuntimeError) else error
         if not isinstance(cause, OSError):
             raise
-        before = "the file that was there is as it was" if path.exists() else "there is no file"
+        before = "the older file is unchanged" if path.exists() else "there is no file"
         raise OSError(
             cause.errno,
             f"could not be written ({cause.strerror or cause}), and {before}. Cure: room on the "
@@ -105,10 +108,10 @@ def save_file(path: Path, content: Any) -> None:
 
 
 def load_file(path: Path, **options: Any) -> Any:
-    """``torch.load`` of a file that must be whole: torch does not see bits that are flipped.
+    """Call ``torch.load``, and check that no bit is flipped, which torch does not.
 
-    :param options: of ``torch.load``; with ``mmap=True`` such bits are not looked for.
-    :raises ValueError: for a file that is empty, cut off, changed or no file of torch's.
+    :param options: of ``torch.load``; with ``mmap=True`` there is no check for flipped bits.
+    :raises ValueError: for a file that is empty, truncated, changed or no file of torch's.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -120,8 +123,8 @@ def load_file(path: Path, **options: Any) -> Any:
         raise
     except (AttributeError, ImportError) as error:
         raise ValueError(
-            f"{path} holds what cannot be imported here ({error}). Cure: define or import it where "
-            "it was when the file was written; or a file that this version wrote"
+            f"{path} holds objects that cannot be imported here ({error}). Cure: define or import them "
+            "where they were when the file was written; or a file that this version wrote"
         ) from error
     except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, LookupError) as error:
         reason = str(error).split("\n")[0]
@@ -132,7 +135,7 @@ def load_file(path: Path, **options: Any) -> Any:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Let the new name, too, outlast a loss of power."""
+    """Write the new name to disk, too, in case of a loss of power."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -143,14 +146,14 @@ def _sync_folder(folder: Path) -> None:
 
 
 def random_streams() -> dict[str, Any]:
-    """The states of all random number generators."""
+    """Return the states of all random number generators."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"cpu": get_rng_state(), "cuda": cuda}
 
 
 def restore_random_streams(states: dict[str, Any]) -> None:
-    """Put back what :func:`random_streams` gave."""
-    # Wherever the file was read to: random states are tensors on the CPU.
+    """Restore the states that :func:`random_streams` returned."""
+    # Random states are tensors on the CPU, whatever device the file was read to.
     to_cpu = functools.partial(pytree.tree_map_only, Tensor, Tensor.cpu)
     set_rng_state(to_cpu(states["cpu"]))
     if len(states["cuda"]) == torch.cuda.device_count():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where functions that run models may be called: by one thread at a time, outside of plates."""
+"""Functions that run models: called by one thread at a time, and outside of plates."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _lock = threading.RLock()
 
 
 def in_turn(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """A function that waits until no other thread is in one of these, and refuses plates around it.
+    """Let one thread at a time run such functions, and refuse calls inside of plates.
 
-    Pyro's handlers and parameters, and random numbers, are the process's: else sites of one
-    thread's model are seen by the handlers of another's. Inside ``torch.inference_mode`` it leaves
-    that mode, which has no gradients.
+    Pyro's handlers, parameters and random numbers belong to the process: without the lock, the
+    handlers of one thread would process the sites of another's model. The function runs outside of
+    ``torch.inference_mode``, which has no gradients.
 
     **Example:**
 
@@ -39,8 +39,8 @@ def in_turn(function: Callable[Given, Result]) -> Callable[Given, Result]:
     >>> half(3.0)
     1.5
 
-    :param function: that runs models.
-    :raises ValueError: by the function, where it is called inside a plate.
+    :param function: a function that runs models.
+    :raises ValueError: by the function, if it is called inside a plate.
     """
 
     @functools.wraps(function)
@@ -59,7 +59,7 @@ def in_turn(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
 
 def misspelt(function: Callable[..., Any], kwargs: Mapping[str, Any], error: TypeError) -> str:
-    """The parameter that a keyword argument may have meant, if the model refused that argument.
+    """Suggest the parameter that a keyword argument may have meant, if the model refused it.
 
     **Example:**
 
@@ -69,10 +69,10 @@ def misspelt(function: Callable[..., Any], kwargs: Mapping[str, Any], error: Typ
     >>> print(misspelt(fit, {"num_step": 5}, error))
     model() got an unexpected keyword argument 'num_step', which ... Cure: num_steps=
 
-    :param function: that was called.
+    :param function: the function that was called.
     :param kwargs: of the call.
-    :param error: that it raised.
-    :returns: the whole message with its cure; nothing if the argument is not to blame.
+    :param error: the error that it raised.
+    :returns: the whole message with its cure; empty if the argument is not to blame.
     """
     found = re.search(r"\S+\(\) got an unexpected keyword argument '(\w+)'", str(error))
     known = inspect.signature(function).parameters
@@ -85,9 +85,9 @@ def misspelt(function: Callable[..., Any], kwargs: Mapping[str, Any], error: Typ
 
 
 def refuse_outer_plates(who: str) -> None:
-    """Check that no plate is open, which would make copies of all that a model samples.
+    """Check that no plate is open, which would copy all sites of a model.
 
-    :param who: is called, for the message.
+    :param who: the function that is called, for the message.
     :raises ValueError: naming plate and cure.
     """
     for handler in _PYRO_STACK:
@@ -103,5 +103,5 @@ def _renew() -> None:
     _lock = threading.RLock()
 
 
-if hasattr(os, "fork"):  # a thread that is no more in the child may have held it
+if hasattr(os, "fork"):  # a thread that does not exist in the child may hold the lock
     os.register_at_fork(after_in_child=_renew)

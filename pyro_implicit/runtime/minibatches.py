@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Minibatches, epoch after epoch, in an order that a resumed run meets again."""
+"""Endless minibatches in an order that a resumed run repeats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 __all__ = ["BatchStream", "num_rows"]
 
-NUM_PROBED = 16
 END = object()
 SPENT = (
     "{} is empty, or exhausted after one pass. Cure: a DataLoader, a list, or an object whose "
@@ -22,10 +21,10 @@ SPENT = (
 
 
 class BatchStream:
-    """Endless minibatches of an iterable that can be passed over many times.
+    """Endless minibatches of an iterable that can be iterated many times.
 
-    The iterable draws from random streams of its own, so that its order neither depends on what
-    else is drawn meanwhile nor changes it.
+    The iterable draws from random streams of its own, so that its order and other random draws do
+    not affect each other.
 
     **Example:**
 
@@ -33,15 +32,14 @@ class BatchStream:
     >>> stream.epoch_length, [len(stream.next()) for _ in range(3)]
     (2, [1, 2, 1])
 
-    :param batches: tuples of a model's arguments, or single arguments. Without ``len`` they are
-        counted, by one pass.
-    :param name: what they are called, for messages.
+    :param batches: tuples of a model's arguments, or single arguments. Without ``len``, one pass
+        counts them.
+    :param name: the name of the argument, for messages.
     :ivar batches: the iterable.
-    :ivar probed: the first sixteen, from several passes if need be.
-    :ivar epoch_length: how many there are in a pass.
-    :raises TypeError: for what is no iterable of them.
-    :raises ValueError: if there are none, if they can be passed over only once, or if one has no
-        rows.
+    :ivar probed: the first sixteen minibatches, from several passes if necessary.
+    :ivar epoch_length: the number of minibatches in a pass.
+    :raises TypeError: if ``batches`` is no iterable of minibatches.
+    :raises ValueError: if it is empty, can be iterated only once, or has a minibatch without rows.
     """
 
     def __init__(self, batches: Iterable[Any], name: str = "batches") -> None:
@@ -62,12 +60,12 @@ class BatchStream:
         self._place = 0
         self._streams = self._epoch_start = self._own_streams()
         start = self.state()
-        self.probed = [self.next() for _ in range(NUM_PROBED)]
+        self.probed = [self.next() for _ in range(16)]
         self.restore(start)
         self.epoch_length = self._count()
 
     def next(self) -> tuple:
-        """The next minibatch."""
+        """Return the next minibatch."""
         with self._inside():
             batch = next(self._iterator, END)
             if batch is END:
@@ -91,16 +89,16 @@ class BatchStream:
 
     @property
     def where(self) -> str:
-        """Which minibatch was the last, for messages."""
+        """Name the last minibatch, for messages."""
         return f"minibatch {self._place} of a pass over {self._name}"
 
     def state(self) -> dict[str, Any]:
-        """Where the stream is, for a checkpoint."""
+        """Return the position in the stream, for a checkpoint."""
         epoch = self._next_epoch - bool(self._place)
         return {"place": self._place, "epoch_start": self._epoch_start, "epoch": epoch}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go to where another stream was; the epoch's minibatches before are read again."""
+        """Go to a position; the epoch's minibatches before it are read again."""
         self._streams = self._epoch_start = state["epoch_start"]
         self._iterator, self._place, self._next_epoch = iter(()), 0, state["epoch"]
         for _ in range(state["place"]):
@@ -115,7 +113,7 @@ class BatchStream:
         return count
 
     def _own_streams(self) -> list[Any]:
-        """Those outside, but for torch's, from which the chains' noise comes."""
+        """Return the current streams, with another seed of torch's, from which the noise is drawn."""
         seed, outside = int(torch.randint(2**31, ())), get_rng_state()
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would touch GPUs, too
         streams = self._read_streams()
@@ -124,7 +122,7 @@ class BatchStream:
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """In the iterable's own random streams."""
+        """Use the iterable's own random streams."""
         outside = get_rng_state()
         set_rng_state(self._streams[0])
         for generator, state in zip(self._generators, self._streams[1:], strict=True):
@@ -140,7 +138,7 @@ class BatchStream:
 
 
 def num_rows(part: Any) -> int | None:
-    """Of one part of a minibatch; None of what has none."""
+    """Return the rows of one part of a minibatch; None for a part without rows."""
     shape: Any = getattr(part, "shape", ())
     return int(shape[0]) if len(shape) else None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How results print: tensors as shapes, on one line; reports as their table."""
+"""Output: one-line representations, tables of reports, progress bars."""
 
 from __future__ import annotations
 
@@ -27,16 +27,29 @@ __all__ = [
 ]
 
 
-MANY_ITEMS = 4
 COLOURS = {"trust": "green", "uniform": "green", "check": "#b58900", "do not trust": "red"}
 VERDICT = re.compile(rf"^Verdict: (?:({'|'.join(COLOURS)})\b)?", re.MULTILINE)
 
 
-class Printed:
-    """Shows its ``__str__`` wherever it is shown, with a coloured verdict where there are colours.
+@dataclasses.dataclass(frozen=True)
+class DisplayPolicy:
+    """When progress is shown."""
 
-    The string itself stays plain, as it may go to a file or a log from a terminal, too. Notebooks
-    ask for ``_repr_html_``, and rich's ``print`` for ``__rich__``, if it prints on a terminal.
+    #: Seconds before a bar appears; shorter parts show none.
+    delay: float = 1.0
+
+    #: Estimated seconds of a part from which they are announced.
+    worth_saying: float = 5.0
+
+
+DISPLAY = DisplayPolicy()
+
+
+class Printed:
+    """A report that shows its ``__str__`` everywhere, with a coloured verdict where possible.
+
+    The string has no colours, as it may be written to a file or a log. Notebooks call
+    ``_repr_html_``, and rich's ``print`` calls ``__rich__``.
 
     **Example:**
 
@@ -57,12 +70,12 @@ class Printed:
         return f"<pre>{text}</pre>"
 
     def __rich__(self) -> str:
-        text = re.sub(r"(\\*)(\[[a-z#/@])", r"\1\1\\\2", str(self))  # no markup of rich's
+        text = re.sub(r"(\\*)(\[[a-z#/@])", r"\1\1\\\2", str(self))  # escapes rich's markup
         return _coloured(text, "[bold {}]{}[/]")
 
 
 def aligned(rows: Mapping[str, str]) -> str:
-    """A line for each row: its name, and what it says in a column of its own.
+    """Return a table of two columns, names and values.
 
     **Example:**
 
@@ -75,7 +88,7 @@ def aligned(rows: Mapping[str, str]) -> str:
 
 
 def short_repr(self: Any) -> str:
-    """The ``__repr__`` of a dataclass or named tuple.
+    """Return the ``__repr__`` of a dataclass or named tuple, with tensors as shapes.
 
     **Example:**
 
@@ -99,9 +112,9 @@ def _short(value: Any) -> str:
     if isinstance(value, nn.Module):
         return type(value).__name__
     if isinstance(value, Mapping):
-        found = [f"{key!r}: {_short(one)}" for key, one in list(value.items())[:MANY_ITEMS]]
-        return f"{{{', '.join(found)}{', ...' * (len(value) > MANY_ITEMS)}}}"
-    if isinstance(value, list) and len(value) > MANY_ITEMS:
+        found = [f"{key!r}: {_short(one)}" for key, one in list(value.items())[:4]]
+        return f"{{{', '.join(found)}{', ...' * (len(value) > 4)}}}"
+    if isinstance(value, list) and len(value) > 4:
         return f"[{len(value)} values]"
     return getattr(value, "__name__", None) or repr(value)
 
@@ -116,15 +129,12 @@ def _coloured(text: str, style: str) -> str:
 
 Item = TypeVar("Item")
 
-DELAY = 1.0  # seconds, before which no bar appears
-WORTH_SAYING = 5.0  # seconds
-
 _wanted: ContextVar[bool] = ContextVar("progress", default=False)
 
 
 @contextmanager
 def showing_progress(wanted: bool) -> Iterator[None]:
-    """Whether what is called in here shows bars."""
+    """Set whether functions that are called inside show progress bars."""
     token = _wanted.set(wanted)
     try:
         yield
@@ -133,33 +143,33 @@ def showing_progress(wanted: bool) -> Iterator[None]:
 
 
 def progress_bar(total: float, name: str, progress: bool, **options: Any) -> Any:
-    """A tqdm bar, if it is wanted and someone may be watching: in a terminal or a notebook.
+    """Return a tqdm bar, shown after a second in a terminal or a notebook.
 
     **Example:**
 
     >>> with progress_bar(10, "refine", progress=False) as bar:
     ...     _ = bar.update(3)
 
-    :param total: of its units.
-    :param name: of what is going on.
-    :param progress: whether it is wanted.
+    :param total: the number of its units.
+    :param name: its label.
+    :param progress: whether to show it.
     :param options: of tqdm.
     """
     disable = not (progress and _is_watched())
-    return tqdm(total=total, desc=name, disable=disable, delay=DELAY, **options)
+    return tqdm(total=total, desc=name, disable=disable, delay=DISPLAY.delay, **options)
 
 
 def steps_of(steps: Iterable[Item], total: int, name: str) -> Iterator[Item]:
-    """Steps with a bar that goes away, inside of a function that shows its progress.
+    """Iterate with a bar that disappears at the end, inside of :func:`showing_progress`.
 
     **Example:**
 
     >>> list(steps_of(range(3), 3, "search"))
     [0, 1, 2]
 
-    :param steps: to be taken one after the other.
-    :param total: how many these are at most.
-    :param name: of what is going on.
+    :param steps: an iterable.
+    :param total: the maximal number of its items.
+    :param name: the label of the bar.
     """
     with progress_bar(total, name, _wanted.get(), leave=False) as bar:
         for step in steps:
@@ -168,12 +178,12 @@ def steps_of(steps: Iterable[Item], total: int, name: str) -> Iterator[Item]:
 
 
 def announce(name: str, seconds: float) -> None:
-    """Say how long something is going to take, if that is long and someone watches.
+    """Print the estimated time of a part that takes more than five seconds.
 
-    :param name: of what is going to happen.
-    :param seconds: as estimated.
+    :param name: of the part.
+    :param seconds: of one core.
     """
-    if progress_is_shown() and seconds > WORTH_SAYING:
+    if progress_is_shown() and seconds > DISPLAY.worth_saying:
         tqdm.write(f"{name}: about {seconds:.0f} s of one core", file=sys.stderr)
 
 

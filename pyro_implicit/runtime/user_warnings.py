@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users are told: warnings at their own line, however deep they arise; errors in one line."""
+"""Messages to users: warnings at their own line, errors in one line, checks of counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 __all__ = ["LIBRARIES", "first_line", "refuse_counts", "warn_user"]
 
 
-#: Where a line is not the user's: this package, what calls it back, and the decorators of both.
+#: Paths whose lines are not the user's: this package, Pyro, torch, and decorators.
 LIBRARIES = (
     str(Path(__file__).parents[1]) + os.sep,
     *(str(Path(file).parent) + os.sep for file in (pyro.__file__, torch.__file__)),
@@ -29,7 +29,7 @@ LIBRARIES = (
 def warn_user(message: str | Warning, category: type[Warning] = UserWarning) -> None:
     """Warn at the nearest line outside of this package, Pyro and torch.
 
-    Python 3.12 has ``skip_file_prefixes`` for this; 3.11 is supported, too.
+    Python 3.12 has ``skip_file_prefixes`` for it, but 3.11 is supported, too.
     """
     frame: FrameType | None = sys._getframe(1)
     level = 2
@@ -39,7 +39,7 @@ def warn_user(message: str | Warning, category: type[Warning] = UserWarning) -> 
 
 
 def first_line(error: BaseException) -> str:
-    """An error's kind and the first line of what it says: Pyro adds the shapes of all sites.
+    """Return an error's kind and the first line of its message. Pyro adds the shapes of all sites.
 
     **Example:**
 
@@ -51,14 +51,14 @@ def first_line(error: BaseException) -> str:
 
 
 def refuse_counts(least: int = 1, **counts: int) -> None:
-    """Check that there are enough of each.
+    """Check that every count has a minimum.
 
     **Example:**
 
     >>> refuse_counts(num_steps=100, num_particles=8)
 
-    :param least: of each.
-    :param counts: by the argument's name.
+    :param least: the minimum.
+    :param counts: by the name of the argument.
     :raises ValueError: naming the argument.
     """
     for name, count in counts.items():

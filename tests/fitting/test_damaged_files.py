@@ -89,7 +89,7 @@ def test_damaged_files_are_refused_by_name(kind, tmp_path):
 def test_files_of_another_kind_are_refused_by_name(kind, tmp_path):
     path, (_, read) = tmp_path / "file.pt", KINDS[kind]
     torch.save({"x": torch.zeros(3)}, path)
-    with pytest.raises(ValueError, match=rf"file\.pt is a file of something else than {kind}"):
+    with pytest.raises(ValueError, match=rf"file\.pt is no file of {kind}"):
         read(path)
     run_files.write_file(path, {}, "a cake")
     with pytest.raises(ValueError, match=rf"file\.pt is a file of a cake, not of {kind}"):
@@ -125,7 +125,9 @@ def test_a_class_that_is_gone(tmp_path, monkeypatch):
     lost.__module__, lost.__qualname__ = AutoNormal.__module__, "Lost"
     Fit(guide=lost()).save(tmp_path / "file.pt")
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="holds what cannot be imported here .*Lost.*Cure: define"):
+    with pytest.raises(
+        ValueError, match="holds objects that cannot be imported here .*Lost.*Cure: define"
+    ):
         read(tmp_path / "file.pt")
 
 
@@ -168,7 +170,7 @@ def test_a_full_disk_leaves_the_old_file(room, existed, tmp_path, monkeypatch):
         with plain(self, *args) as file:
             yield FullDisk(file, room)
 
-    what = "the file that was there is as it was" if existed else "there is no file"
+    what = "the older file is unchanged" if existed else "there is no file"
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", small)
         message = rf"No space left on device\), and {what}. Cure: room on the disk.*file\.pt"

@@ -26,8 +26,7 @@ def model():
 
 def watch(monkeypatch, stream):
     """Not in a fixture: between setup and call pytest puts its own stream there again."""
-    monkeypatch.setattr(progress, "DELAY", 0.0)
-    monkeypatch.setattr(progress, "WORTH_SAYING", 0.0)
+    monkeypatch.setattr(progress, "DISPLAY", progress.DisplayPolicy(0.0, 0.0))
     monkeypatch.setattr("sys.stderr", stream)
     return stream
 
