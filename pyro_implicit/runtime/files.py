@@ -123,8 +123,8 @@ def load_file(path: Path, **options: Any) -> Any:
         raise
     except (AttributeError, ImportError) as error:
         raise ValueError(
-            f"{path} holds objects that cannot be imported here ({error}). Cure: define or import them "
-            "where they were when the file was written; or a file that this version wrote"
+            f"{path} holds objects that cannot be imported here ({error}). Cure: define or import "
+            "them where they were when the file was written; or a file that this version wrote"
         ) from error
     except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, LookupError) as error:
         reason = str(error).split("\n")[0]

@@ -113,7 +113,7 @@ class BatchStream:
         return count
 
     def _own_streams(self) -> list[Any]:
-        """Return the current streams, with another seed of torch's, from which the noise is drawn."""
+        """Return the current streams, with another seed for torch."""
         seed, outside = int(torch.randint(2**31, ())), get_rng_state()
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would touch GPUs, too
         streams = self._read_streams()

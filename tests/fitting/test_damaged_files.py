@@ -126,7 +126,7 @@ def test_a_class_that_is_gone(tmp_path, monkeypatch):
     Fit(guide=lost()).save(tmp_path / "file.pt")
     monkeypatch.undo()
     with pytest.raises(
-        ValueError, match="holds objects that cannot be imported here .*Lost.*Cure: define"
+        ValueError, match="objects that cannot be imported here .*Lost.*Cure: define"
     ):
         read(tmp_path / "file.pt")
 
