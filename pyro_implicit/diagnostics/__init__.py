@@ -12,6 +12,7 @@ from pyro_implicit.diagnostics.distances import (
     maximum_mean_discrepancy,
     sliced_wasserstein,
     sliced_wasserstein_floor,
+    sliced_wasserstein_interval,
     whiten,
 )
 from pyro_implicit.diagnostics.plots import plot_posteriors
@@ -31,6 +32,7 @@ __all__ = [
     "simulation_based_calibration",
     "sliced_wasserstein",
     "sliced_wasserstein_floor",
+    "sliced_wasserstein_interval",
     "uncovered_modes",
     "whiten",
 ]

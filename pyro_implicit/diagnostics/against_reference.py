@@ -16,6 +16,7 @@ from pyro_implicit.diagnostics.distances import (
     maximum_mean_discrepancy,
     sliced_wasserstein,
     sliced_wasserstein_floor,
+    sliced_wasserstein_interval,
 )
 from pyro_implicit.diagnostics.function_space import (
     Quantities,
@@ -56,9 +57,11 @@ def compare(
     difference of means in units of the reference's standard deviation, the ratio of standard
     deviations, and the errors of the 5, 25, 50, 75 and 95 % quantiles in the same units. All
     coordinates together get a sliced 2-Wasserstein distance with its sampling floor, what a
-    perfect guide would show at these numbers of draws, and a maximum mean discrepancy. The
-    headline is the distance after dividing each coordinate by the reference's standard
-    deviation; where the reference is constant, errors stay in the coordinate's own units.
+    perfect guide would show at these numbers of draws, and a maximum mean discrepancy. The floor
+    counts as many draws of the reference as its effective sample size, and the verdict has a 95 %
+    interval of the ratio to the floor. The headline is the distance after dividing each coordinate
+    by the reference's standard deviation; where the reference is constant, errors stay in the
+    coordinate's own units.
 
     The reference is judged as well: by its effective sample size, by R-hat where its chains are
     known, and by the mass of places where the guide has draws and the reference has none. Where it
@@ -147,7 +150,9 @@ def compare(
     return Comparison(
         sites={name: _compare_site(*pair) for name, pair in pairs.items()},
         sliced_wasserstein=sliced_wasserstein(x_standard, y_standard).item(),
-        sampling_floor=sliced_wasserstein_floor(y_standard, num_samples).item(),
+        sampling_floor=sliced_wasserstein_floor(
+            y_standard, num_samples, effective_size=check.independent_draws
+        ).item(),
         sliced_wasserstein_constrained=sliced_wasserstein(x, y).item(),
         squared_mmd=maximum_mean_discrepancy(x_standard, y_standard).item(),
         only_in_guide=tuple(sorted(set(guide_draws) - set(names))),
@@ -156,6 +161,9 @@ def compare(
         reference_draws={name: pair[1] for name, pair in pairs.items()},
         reference=check,
         compared="" if function is None else describe(function),
+        distance_interval=sliced_wasserstein_interval(
+            x_standard, y_standard, check.independent_draws
+        ),
     )
 
 

@@ -63,7 +63,8 @@ class Comparison(Printed):
     :ivar sites: the marginals of every compared site.
     :ivar sliced_wasserstein: sliced 2-Wasserstein distance of all coordinates jointly, each in
         reference standard deviations: the headline.
-    :ivar sampling_floor: what that distance would be for a perfect guide.
+    :ivar sampling_floor: the distance that as many exact draws as the guide's would show: both sets
+        have sampling noise, the reference that of its effective sample size.
     :ivar sliced_wasserstein_constrained: the distance in the sites' own units.
     :ivar squared_mmd: unbiased squared maximum mean discrepancy of the standardised draws.
     :ivar only_in_guide: sites not compared, as the reference lacks them.
@@ -72,6 +73,8 @@ class Comparison(Printed):
     :ivar reference_draws: the compared draws of the reference.
     :ivar reference: whether these are good enough to judge by.
     :ivar compared: what was, in place of the sites; empty for these.
+    :ivar distance_interval: 95 % interval of the distance of the distributions, without sampling
+        noise (:func:`~pyro_implicit.diagnostics.sliced_wasserstein_interval`).
     """
 
     sites: dict[str, SiteComparison]
@@ -85,6 +88,7 @@ class Comparison(Printed):
     reference_draws: dict[str, Tensor]
     reference: ReferenceCheck = ReferenceCheck()
     compared: str = ""
+    distance_interval: tuple[float, float] = (0.0, math.inf)
 
     @property
     def verdict(self) -> str:
@@ -94,14 +98,28 @@ class Comparison(Printed):
             return f"the reference is the worse one: {faults}"
         if faults:
             return f"the reference is too poor to judge by: {faults}"
-        if self.floor_ratio <= AT_FLOOR:
-            return "the guide is as near as exact draws would be"
-        return f"the guide is {self.floor_ratio:.1f} times as far off as exact draws would be"
+        ratio, (low, high) = self.floor_ratio, self.floor_ratio_interval
+        if high <= AT_FLOOR or (low <= 1 and ratio <= AT_FLOOR):
+            return (
+                f"the guide is as near as exact draws would be, at most {high:.1f} times as far off"
+            )
+        far = f"{ratio:.1f} times as far off as exact draws would be"
+        if low > 1:
+            return f"the guide is {far} (95 % interval {low:.1f} to {high:.1f})"
+        return f"cannot tell: {far}, but noise alone may do that (95 % interval 1 to {high:.1f})"
 
     @property
     def floor_ratio(self) -> float:
         """The headline distance in units of its sampling floor: 1 is perfect."""
         return self.sliced_wasserstein / self.sampling_floor if self.sampling_floor else math.inf
+
+    @property
+    def floor_ratio_interval(self) -> tuple[float, float]:
+        """95 % interval of the ratio that guides of this quality have on average: from 1."""
+        if not self.sampling_floor:
+            return 1.0, math.inf
+        low, high = (math.hypot(1.0, end / self.sampling_floor) for end in self.distance_interval)
+        return low, high
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [_HEADER]
@@ -148,6 +166,7 @@ class Comparison(Printed):
             "sliced_wasserstein": _plain(self.sliced_wasserstein),
             "sampling_floor": _plain(self.sampling_floor),
             "floor_ratio": _plain(self.floor_ratio),
+            "floor_ratio_interval": [_plain(end) for end in self.floor_ratio_interval],
             "sliced_wasserstein_constrained": _plain(self.sliced_wasserstein_constrained),
             "squared_mmd": _plain(self.squared_mmd),
             "compared": self.compared,

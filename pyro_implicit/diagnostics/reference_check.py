@@ -41,6 +41,8 @@ class ReferenceCheck:
     :ivar effective_sample_size: the smallest of any coordinate; None of fewer than 4 draws in a
         chain.
     :ivar worst_ess: which coordinate that is.
+    :ivar independent_draws: how many independent draws the reference is worth on average over
+        coordinates, at most its number of draws.
     :ivar r_hat: the largest split R-hat of any coordinate; None where chains are not told apart.
     :ivar worst_r_hat: which coordinate that is.
     :ivar settled: whether a stopping rule of their own has seen that many short chains forgot where
@@ -55,6 +57,7 @@ class ReferenceCheck:
     worst_r_hat: str = ""
     settled: bool = False
     missing: float | None = None
+    independent_draws: float | None = None
 
     @property
     def is_worse(self) -> bool:
@@ -112,6 +115,7 @@ def check_mixing(
     ess, worst_ess = math.inf, ""
     r_hat, worst_r_hat = 0.0, ""
     length = math.inf
+    inverse_sizes = []
     for name in draws:
         value = (one_chain if chains is None else chains)[name]
         if not value.is_floating_point() or value.shape[1] < LEAST_DRAWS:
@@ -123,6 +127,7 @@ def check_mixing(
         if not moves.any():
             continue
         found = effective_sample_size(value[..., moves])
+        inverse_sizes.append(1 / found.nan_to_num(math.inf).clamp(1, len(draws[name])))
         index = int(found.nan_to_num(math.inf).argmin())
         if found[index] < ess:
             ess, worst_ess = found[index].item(), _label(name, shape, moves, index)
@@ -137,6 +142,8 @@ def check_mixing(
         r_hat=r_hat if r_hat > 0 and length >= LEAST_DRAWS else None,
         worst_r_hat=worst_r_hat,
         settled=isinstance(source, Refined) and source.settled,
+        # Variances add up over coordinates, and the variance of a mean goes as 1 / size.
+        independent_draws=1 / torch.cat(inverse_sizes).mean().item() if inverse_sizes else None,
     )
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyro
@@ -18,6 +19,7 @@ from pyro_implicit.diagnostics import (
     sliced_wasserstein,
     sliced_wasserstein_floor,
 )
+from pyro_implicit.diagnostics.reference_check import ReferenceCheck
 
 
 def made_draws():
@@ -60,7 +62,9 @@ def test_joint_distances():
     assert report.sliced_wasserstein_constrained == pytest.approx(sliced_wasserstein(x, y).item())
     standardised = sliced_wasserstein(x_standard, y_standard).item()
     assert report.sliced_wasserstein == pytest.approx(standardised)
-    floor = sliced_wasserstein_floor(y_standard, 300).item()
+    size = report.reference.independent_draws
+    assert 150 < size <= 200  # of 200 independent ones
+    floor = sliced_wasserstein_floor(y_standard, 300, effective_size=size).item()
     assert report.sampling_floor == pytest.approx(floor)
     assert report.floor_ratio == pytest.approx(standardised / floor)
     mmd = maximum_mean_discrepancy(x_standard, y_standard).item()
@@ -79,6 +83,49 @@ def test_a_perfect_guide_is_at_the_floor():
     )
 
 
+def autoregression(num_chains, length, dim=2, memory=0.7):
+    """Chains of standard normal draws, of which (1 + memory) / (1 - memory) are worth one."""
+    x = [torch.randn(num_chains, dim)]
+    for _ in range(length - 1):
+        x.append(memory * x[-1] + (1 - memory**2) ** 0.5 * torch.randn(num_chains, dim))
+    return {"x": torch.stack(x, 1)}
+
+
+def test_the_noise_of_the_reference_is_not_the_guides():
+    """Exact draws against chains of 2,000 draws that are worth 353 independent ones."""
+    reports = [compare(None, {"x": torch.randn(2000, 2)}, autoregression(4, 500)) for _ in range(8)]
+    sizes = [report.reference.independent_draws for report in reports]
+    assert np.mean(sizes) == pytest.approx(2000 * 0.3 / 1.7, rel=0.1)
+    # The root mean square, which the floor is, of so many has a standard error of about 0.1.
+    ratios = np.array([report.floor_ratio for report in reports])
+    assert np.sqrt(np.square(ratios).mean()) == pytest.approx(1.0, abs=0.3)
+    for report in reports:
+        low, high = report.floor_ratio_interval
+        assert low == 1 and high > report.floor_ratio
+        assert report.verdict == (
+            f"the guide is as near as exact draws would be, at most {high:.1f} times as far off"
+            if report.floor_ratio <= 1.5
+            else f"cannot tell: {report.floor_ratio:.1f} times as far off as exact draws would be, "
+            f"but noise alone may do that (95 % interval 1 to {high:.1f})"
+        )
+
+
+def test_verdicts_by_interval():
+    report = compare(None, {"x": torch.randn(50, 2)}, {"x": torch.randn(50, 2)})
+    report = replace(report, reference=ReferenceCheck(), sampling_floor=1.0)
+
+    def verdict(distance, low, high):
+        return replace(report, sliced_wasserstein=distance, distance_interval=(low, high)).verdict
+
+    near = "the guide is as near as exact draws would be, at most {} times as far off"
+    far = "the guide is {} times as far off as exact draws would be (95 % interval {} to {})"
+    assert verdict(1.4, 0.0, 3**0.5) == near.format("2.0")
+    assert verdict(1.2, 0.75, 1.05) == near.format("1.4")  # small, though no chance
+    assert verdict(1.4, 0.75, 3**0.5) == far.format("1.4", "1.2", "2.0")
+    assert verdict(9.0, 8.0, 10.0) == far.format("9.0", "8.1", "10.0")
+    assert verdict(1.7, 0.0, 3**0.5).startswith("cannot tell: 1.7 times as far off as exact draws")
+
+
 def test_to_dict_is_json():
     report = compare(None, *made_draws())
     loaded = json.loads(json.dumps(report.to_dict(), allow_nan=False))
@@ -86,6 +133,7 @@ def test_to_dict_is_json():
     assert np.shape(loaded["sites"]["b"]["quantile_errors"]) == (5, 2, 3)
     assert loaded["num_samples"] == 300 and loaded["num_reference_samples"] == 200
     assert loaded["floor_ratio"] == pytest.approx(report.floor_ratio)
+    assert loaded["floor_ratio_interval"] == pytest.approx(report.floor_ratio_interval)
 
 
 def test_printed_table():
@@ -365,5 +413,5 @@ def test_good_chains_are_good():
     for reference in (chains, Chains(chains)):
         found = compare(None, guide, reference)
         assert 0.9 < found.reference.r_hat < 1.03 and found.reference.effective_sample_size > 400
-        assert found.verdict == "the guide is as near as exact draws would be"
+        assert found.verdict.startswith("the guide is as near as exact draws would be, at most ")
         assert found.only_in_reference == ("extra",)

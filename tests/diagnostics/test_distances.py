@@ -10,6 +10,7 @@ from pyro_implicit.diagnostics import (
     maximum_mean_discrepancy,
     sliced_wasserstein,
     sliced_wasserstein_floor,
+    sliced_wasserstein_interval,
     whiten,
 )
 from pyro_implicit.diagnostics.distances import pairwise_distances
@@ -133,6 +134,42 @@ def test_distances_far_from_the_origin():
     for function in (sliced_wasserstein, maximum_mean_discrepancy):
         near, far = function(x, y), function(x + 20_000, y + 20_000)
         torch.testing.assert_close(far, near, rtol=1e-4, atol=1e-6)
+
+
+def test_floor_of_correlated_draws():
+    """By the effective size, which is known: that of as many independent draws."""
+    reference = torch.randn(1600, 3)
+    whole, some = (
+        sliced_wasserstein_floor(reference, 400, effective_size=size) for size in (None, 400)
+    )
+    torch.testing.assert_close(some / whole, torch.tensor((2 / 400) / (1 / 400 + 1 / 1600)).sqrt())
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.4])
+def test_interval_covers_the_distance_of_the_distributions(shift):
+    """Of a shift s along one of d coordinates it is s / sqrt(d); the second set is worth half."""
+    dim, inside, above = 3, 0, 0
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(600, dim, generator=generator)
+        x[:, 0] += shift
+        y = torch.randn(300, dim, generator=generator).repeat(2, 1)
+        low, high = sliced_wasserstein_interval(x, y, effective_size=300)
+        inside += low <= shift / dim**0.5 <= high
+        above += low > 0
+        assert low <= sliced_wasserstein(x, y) and high < 1
+    assert inside >= 17  # a binomial(20, 0.95) is below with a probability of 0.02
+    assert above <= 1 if shift == 0 else above >= 10
+
+
+def test_interval_of_equal_sets():
+    x = torch.randn(100, 2)
+    low, high = sliced_wasserstein_interval(x, x)
+    assert low == 0 and 0 < high < 0.5
+    assert sliced_wasserstein_interval(torch.ones(9, 2), torch.ones(9, 2)) == (0.0, 0.0)
+    # A point mass and another one: no noise.
+    low, high = sliced_wasserstein_interval(torch.ones(9, 1), torch.zeros(9, 1))
+    assert low == pytest.approx(1, abs=2e-3) and high == pytest.approx(1, abs=2e-3)
 
 
 def test_mmd_against_a_double_loop():
