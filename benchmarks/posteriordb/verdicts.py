@@ -47,7 +47,7 @@ from pyro_implicit.diagnostics import draw
 from pyro_implicit.diagnostics.checkup import diagnose
 from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.fitting import fit
-from pyro_implicit.fitting.gaussian import gaussian_guide
+from pyro_implicit.fitting.candidates import gaussian_guide
 from pyro_implicit.guides.auto_mixture import AutoMixture
 
 OUT = RESULTS / "verdicts.jsonl"

@@ -4,22 +4,20 @@
 from pyro_implicit.fitting.auto import fit
 from pyro_implicit.fitting.candidates import (
     Candidate,
+    MixtureWeights,
     choose,
     exact_guide,
     exact_log_weights,
     frame_of_draws,
+    gaussian_guide,
+    mixture_weights,
     semi_implicit_guide,
     set_weights,
     weigh,
 )
-from pyro_implicit.fitting.gaussian import gaussian_guide
-from pyro_implicit.fitting.held_out import HeldOut
-from pyro_implicit.fitting.losses import default_loss
 from pyro_implicit.fitting.result import Fit, Stage
-from pyro_implicit.fitting.schedule import Schedule
 from pyro_implicit.fitting.stages import Stages
-from pyro_implicit.fitting.training import train
-from pyro_implicit.fitting.weights import MixtureWeights, mixture_weights
+from pyro_implicit.fitting.training import HeldOut, Schedule, default_loss, train
 
 __all__ = [
     "Candidate",

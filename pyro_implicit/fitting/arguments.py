@@ -4,26 +4,33 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import pyro
 import torch
 from pyro import poutine
 from pyro.infer import ELBO
 from pyro.infer.autoguide import AutoGuide
+from torch import Tensor, distributed
 
-from pyro_implicit.density.checks import explain, refuse_unfit_data
+from pyro_implicit.density.checks.observations import explain, refuse_unfit_data
+from pyro_implicit.fitting.checkpoint import num_processes
 from pyro_implicit.guides.posterior_draws import refuse_other_guide, refuse_swapped, trace_guide
 from pyro_implicit.runtime.random_stream import seeded
 from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = [
+    "Amortize",
+    "refuse_amortizing",
     "refuse_misplaced",
+    "refuse_processes",
     "refuse_unfit_guide",
     "refuse_validation",
     "warn_of_stored_values",
 ]
+
+Amortize = Literal["auto"] | Mapping[str, Callable[..., Any]]
 
 
 def refuse_misplaced(model: Any, guide: Any, loss: Any) -> None:
@@ -100,6 +107,47 @@ def _refuse_unfit_guide(
         return  # a model may fail at a draw of its prior
     refuse_other_guide(guide, model_trace, guide_trace)
     refuse_unfit_data(model_trace)
+
+
+def refuse_amortizing(guide: Any, refine: Any) -> None:
+    """Check that nothing else is asked for at the same time.
+
+    :raises ValueError: for a given guide, or chains.
+    """
+    if not isinstance(guide, str):
+        raise ValueError(
+            "amortize= makes a guide, but another was given. Cure: guide='auto', or leave it out"
+        )
+    if refine is True:
+        raise ValueError(
+            "refine moves the draws of all latents, and with amortize= some belong to rows that "
+            "come and go. Cure: refine=False"
+        )
+
+
+def refuse_processes(batch: tuple, refine: bool) -> None:
+    """What several processes do not do better than one.
+
+    :param batch: the first minibatch.
+    :param refine: whether chains follow.
+    :raises ValueError: if the minibatch is the same in all of them, or for chains.
+    """
+    if num_processes() == 1:
+        return
+    if refine:
+        raise ValueError(
+            "chains see the minibatches of one process alone. Cure: fit with refine=False, then "
+            "in one process refine(model, result.guide, kernel='sghmc', batches=all_rows)"
+        )
+    tensors = [part.double() for part in batch if isinstance(part, Tensor)]
+    own = [(tuple(part.shape), part.sum().item(), part.square().sum().item()) for part in tensors]
+    found: list[Any] = [None] * num_processes()
+    distributed.all_gather_object(found, own)
+    if own and all(one == own for one in found):
+        raise ValueError(
+            f"all {len(found)} processes have the same minibatches. Cure: a DataLoader with "
+            "sampler=torch.utils.data.DistributedSampler(dataset), and a batch_size for each"
+        )
 
 
 def refuse_validation(validation: Any, batches: Any, amortize: Any) -> None:

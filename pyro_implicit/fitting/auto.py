@@ -16,30 +16,36 @@ from pyro_implicit.density.checks.numerics import warn_of_lost_gradients
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
-from pyro_implicit.fitting.amortized import Amortize, fit_amortized, refuse_amortizing
 from pyro_implicit.fitting.arguments import (
+    Amortize,
+    refuse_amortizing,
     refuse_misplaced,
+    refuse_processes,
     refuse_unfit_guide,
     refuse_validation,
     warn_of_stored_values,
 )
-from pyro_implicit.fitting.checkpoint import same_start
-from pyro_implicit.fitting.guide_stages import is_near, train_exact, train_semi_implicit
-from pyro_implicit.fitting.held_out import HeldOut
-from pyro_implicit.fitting.losses import default_loss
-from pyro_implicit.fitting.minibatch_stages import fit_batches, refine_batches
-from pyro_implicit.fitting.plan import (
+from pyro_implicit.fitting.checkpoint import own_file, same_start
+from pyro_implicit.fitting.minibatch_fit import fit_amortized, fit_batches, refine_batches
+from pyro_implicit.fitting.refinement import (
     MOST_CHAINS,
     MOST_GRADIENTS,
     TRAINING_SECONDS,
     ChainPlan,
-    TimeLimit,
+    correct,
     make_plan,
+    move_draws,
+    train_mean_field,
 )
-from pyro_implicit.fitting.processes import own_file, refuse_processes
-from pyro_implicit.fitting.refinement_stages import correct, move_draws, train_mean_field
 from pyro_implicit.fitting.result import Fit
-from pyro_implicit.fitting.stages import Stages
+from pyro_implicit.fitting.stages import (
+    Stages,
+    TimeLimit,
+    is_near,
+    train_exact,
+    train_semi_implicit,
+)
+from pyro_implicit.fitting.training import HeldOut, default_loss
 from pyro_implicit.guides import AutoSemiImplicit
 from pyro_implicit.guides.names import own_names
 from pyro_implicit.runtime.locks import in_turn

@@ -20,7 +20,7 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
 from pyro_implicit.export.arviz import as_datatree, as_inferencedata, model_groups
 from pyro_implicit.fitting.arguments import refuse_unfit_guide
-from pyro_implicit.fitting.correction import corrected_draws
+from pyro_implicit.fitting.candidates import corrected_draws
 from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.guides.posterior_draws import draw

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,24 +15,36 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoGuideList
+from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
-from pyro_implicit.density.checks import refuse_missing_data
-from pyro_implicit.density.model import IMPOSSIBLE
-from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
-from pyro_implicit.fitting.held_out import HeldOut
-from pyro_implicit.fitting.processes import is_first, loss_function, mean_over_processes, own_file
-from pyro_implicit.fitting.schedule import Schedule
-from pyro_implicit.fitting.trained_parameters import are_all_of_guide, trained_parameters
-from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
+from pyro_implicit.density.batched_runs import IMPOSSIBLE
+from pyro_implicit.density.checks.observations import refuse_missing_data
+from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.density.model import SubsampledError, compute_log_prob, refuse_subsampling
+from pyro_implicit.fitting.checkpoint import (
+    is_first,
+    load_checkpoint,
+    loss_function,
+    mean_over_processes,
+    own_file,
+    save_checkpoint,
+)
+from pyro_implicit.fitting.parameters import are_all_of_guide, trained_parameters
+from pyro_implicit.guides import AutoAmortized, AutoEnsemble, AutoImplicit, AutoSemiImplicit
+from pyro_implicit.guides.exactness import has_exact_density
+from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.infer import KIVI_ELBO, LIVI_ELBO, ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.networks import NetworkELBO
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.printing import progress_bar
 from pyro_implicit.runtime.random_stream import seeded
+from pyro_implicit.runtime.sites import is_counted, is_data
 
-__all__ = ["TrainingInterrupted", "train"]
+__all__ = ["HeldOut", "Schedule", "TrainingInterrupted", "default_loss", "train"]
 
 
 class TrainingInterrupted(KeyboardInterrupt):
@@ -99,7 +111,7 @@ def train(
     :param held_out: rows that are scored after each pass over ``batches``. Training ends when five
         passes brought nothing, or when it is over anyway, with the best parameters of all passes.
     :param schedule: number of steps and learning rates; by default those of
-        :class:`~pyro_implicit.fitting.schedule.Schedule`.
+        :class:`~pyro_implicit.fitting.training.Schedule`.
     :param checkpoint: a folder with a file of this ``name``, from which a killed run goes on, to
         the same last bit.
     :param checkpoint_every: steps between two writings.
@@ -266,3 +278,259 @@ def _check_finite(losses: list[float], finished: bool) -> None:
             'Cure: run the ELBO with nonfinite="raise", which names the term; a lower lr, or '
             "another init_loc_fn"
         )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When to slow down and when to stop.
+
+    **Example:**
+
+    >>> schedule = Schedule(num_steps=100, lr=0.1)
+    >>> [round(schedule.rate(step, decay_start=50), 3) for step in (0, 50, 75, 100)]
+    [0.1, 0.1, 0.05, 0.0]
+
+    :param num_steps: at most.
+    :param lr: Adam's learning rate, until the smoothed loss stands still; then it falls to zero
+        along a cosine in ``num_steps * decay`` steps.
+    :param plateau: whether that begins it, else it begins so many steps before the end.
+    :param decay: that share. With 1 the rate falls from the first step on.
+    :param window: steps whose mean is one smoothed loss. It stands still when the last two did
+        not fall below the lowest before them by more than their standard error.
+    :param max_gap: an exact density's loss may stop at once when the guide is so near, in nats:
+        half the variance of the log-weights, by the spread of the last 25 losses.
+    :param clip_norm: gradients are cut to this norm.
+    """
+
+    num_steps: int = 3000
+    lr: float = 0.01
+    decay: float = 0.5
+    plateau: bool = True
+    window: int = 100
+    max_gap: float = 0.0005
+    clip_norm: float = 10.0
+
+    def rate(self, step: int, decay_start: int) -> float:
+        """The learning rate of a step whose decay began, or will not have begun, at another."""
+        return self._fall((step - decay_start) / max(1, round(self.num_steps * self.decay)))
+
+    def rate_by_clock(self, share: float) -> float:
+        """The highest learning rate when this share of the time is over."""
+        return self._fall(2 * share - 1)
+
+    def _fall(self, progress: float) -> float:
+        return self.lr * 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+
+    def stands_still(self, losses: list[float]) -> bool:
+        """Whether the smoothed loss has stopped falling; asked at the end of a window."""
+        if not self.plateau or len(losses) % self.window or len(losses) < 4 * self.window:
+            return False
+        windows = torch.tensor(losses, dtype=torch.float64).reshape(-1, self.window)
+        means = windows.nanmean(-1)
+        latest = windows[-2:].flatten()
+        error = latest[latest.isfinite()].std() / math.sqrt(2 * self.window)
+        return bool(means[-2:].mean() > means[:-2].min() - error)
+
+    def is_exact(self, losses: list[float], num_particles: int) -> bool:
+        """Whether an exact density's loss shows the guide to be the posterior."""
+        if len(losses) % 25 or not losses:
+            return False
+        spread = torch.tensor(losses[-25:], dtype=torch.float64).var()
+        return bool(0.5 * num_particles * spread < self.max_gap)
+
+
+def default_loss(
+    guide: Callable[..., Any],
+    num_particles: int,
+    *args: Any,
+    model_kwargs: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Trace_ELBO:
+    """The ELBO for a guide: by its kind, and Pyro's own for guides with a density.
+
+    An :class:`AutoImplicit` gets the exact :class:`InjectiveELBO` if its generator is injective
+    with as many values as noise, with coverage where the model sees all of its data. Of any other
+    the exact density is unknown, and the formula would take folds for entropy: it gets
+    :class:`KIVI_ELBO`, which asks of a generator that it can be drawn from and nothing else, and
+    follows the moments of the guide exactly. So does an ``AutoGuideList`` with such a part. An
+    ``AutoDelta``, whose draws are all the same, has one particle, and an :class:`AutoEnsemble` one
+    for each member.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> def model():
+    ...     pyro.sample("x", dist.Normal(0.0, 1.0))
+    >>> type(default_loss(AutoSemiImplicit(model), 8)).__name__
+    'LIVI_ELBO'
+    >>> type(default_loss(AutoImplicit(model), 8)).__name__
+    'KIVI_ELBO'
+
+    :param guide: a guide; an :class:`AutoImplicit` that was never called is called once.
+    :param num_particles: of the ELBO.
+    :param args: of the model, as ``kwargs``.
+    :param model_kwargs: more keyword arguments of the model: those with a name of ours.
+    """
+    if isinstance(guide, AutoSemiImplicit):
+        return LIVI_ELBO(num_particles, nonfinite="skip")
+    if isinstance(guide, AutoDelta):
+        return ImplicitELBO(1, nonfinite="skip")
+    if isinstance(guide, AutoEnsemble):
+        return ImplicitELBO(guide.num_members, nonfinite="skip")
+    if isinstance(guide, AutoGuideList):
+        implicit = [part for part in guide if isinstance(part, AutoImplicit)]
+        semi = all(isinstance(part, AutoSemiImplicit) for part in implicit)
+        several = LIVI_ELBO if semi else KIVI_ELBO
+        return (several if implicit else ImplicitELBO)(num_particles, nonfinite="skip")
+    kwargs = {**kwargs, **(model_kwargs or {})}
+    if isinstance(guide, AutoAmortized):
+        if guide.prototype_trace is None:
+            with poutine.block():
+                guide(*args, **kwargs)
+        kind = LIVI_ELBO if guide.is_semi_implicit else ImplicitELBO
+        return kind(num_particles, nonfinite="skip")
+    if not isinstance(guide, AutoImplicit):
+        return ImplicitELBO(num_particles, nonfinite="skip")
+    if guide.prototype_trace is None:
+        with poutine.block():
+            guide(*args, **kwargs)
+    if has_exact_density(guide):
+        coverage = 0.0 if _subsamples(guide.model, args, kwargs) else 1.0
+        return InjectiveELBO(num_particles, coverage=coverage, nonfinite="skip")
+    return KIVI_ELBO(num_particles, nonfinite="skip")
+
+
+def _subsamples(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a model sees a part of its data at a time, which no coverage can be known from."""
+    with poutine.block():
+        trace = poutine.trace(model).get_trace(*args, **kwargs)
+    try:
+        refuse_subsampling(trace, "coverage")
+    except SubsampledError:
+        return True
+    return False
+
+
+PATIENCE = 5  # epochs
+NUM_DRAWS, SEED = 8, 0
+
+
+class HeldOut:
+    r"""The negative log-likelihood of held-out rows under a guide,
+
+    .. math:: -\frac1N \sum_i \log \frac1S \sum_s p(y_i | x_i, \theta_s),
+
+    by eight draws, always from the same seed, so that two values differ by the guide alone; without
+    the weight that a minibatch or a temperature gives a row, and without masked rows, which N does
+    not count. A training asks after each epoch, ends
+    when five brought nothing, and keeps the parameters of the best.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> from pyro.infer.autoguide import AutoDelta, init_to_mean
+    >>> def model(y):
+    ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    ...     with pyro.plate("rows", 100, subsample_size=len(y)):
+    ...         pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+    >>> guide = AutoDelta(model, init_loc_fn=init_to_mean)
+    >>> print(f"{HeldOut(model, torch.zeros(20).split(5))(guide):.4f}")
+    0.9189
+
+    :param model: with its ``args`` and ``kwargs``.
+    :param rows: minibatches, as for training.
+    :param width: so many parts has one of those for training.
+    :raises TypeError: for what is no iterable of them.
+    :raises ValueError: if there are none, if they can be passed over only once, or if they have
+        more or fewer parts; when it is called, if all rows are masked.
+    :ivar scores: one for each epoch.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        rows: Iterable[Any],
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
+        width: int | None = None,
+    ) -> None:
+        self._stream = BatchStream(rows, "validation")
+        first = self._stream.probed[0]
+        if width is not None and len(first) != width:
+            raise ValueError(
+                f"a minibatch of validation has {len(first)} parts, but one of batches {width}. "
+                "Cure: a DataLoader as for batches, or [(x, y)] for a single minibatch"
+            )
+        self._density = MinibatchDensity(model, *args, batch=first, model_kwargs=kwargs)
+        self.scores: list[float] = []
+        self._best: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def __call__(self, guide: Callable[..., Any]) -> float:
+        """Goes through all rows; no random stream is touched."""
+        with seeded(SEED):
+            return self._score(guide)
+
+    def _score(self, guide: Callable[..., Any]) -> float:
+        density, total, count = self._density, 0.0, 0
+        draws = draw(guide, NUM_DRAWS, *density.args, **density.kwargs)
+        for _ in range(self._stream.epoch_length):
+            density.use(self._stream.next())
+            for log_prob, counted in density.read_at(draws, _log_likelihood).values():
+                rows = log_prob.double().logsumexp(0) - math.log(NUM_DRAWS)
+                total, count = total - rows.sum().item(), count + int((counted != 0).any(0).sum())
+        if not count:
+            raise ValueError(
+                "validation has no row that counts: every observation is masked. Cure: rows with "
+                "observed targets"
+            )
+        return total / count
+
+    def __str__(self) -> str:
+        epoch = self.best_epoch
+        score = self.scores[epoch - 1]
+        return f"held-out NLL {score:.4g} at epoch {epoch}, the best of {len(self.scores)}"
+
+    @property
+    def best_epoch(self) -> int:
+        """Counted from 1."""
+        return 1 + min(range(len(self.scores)), key=self.scores.__getitem__)
+
+    def judge(self, guide: Callable[..., Any], parameters: Mapping[str, Tensor]) -> bool:
+        """Score an epoch.
+
+        :param parameters: of guide and model, by name.
+        :returns: whether the last five were no better than one before them.
+        """
+        device = next(iter(parameters.values())).device
+        score = mean_over_processes(self(guide), device)
+        self.scores.append(score if math.isfinite(score) else math.inf)
+        if self.best_epoch == len(self.scores):
+            self._best = {name: value.detach().clone() for name, value in parameters.items()}
+        return len(self.scores) - self.best_epoch >= PATIENCE
+
+    @torch.no_grad()
+    def take_best(self, parameters: Mapping[str, Tensor]) -> None:
+        """Put the best epoch's values into them."""
+        for name, value in self._best.items():
+            parameters[name].copy_(value)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed training must know, for a checkpoint."""
+        return {"scores": self.scores, "best": self._best}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from another's state."""
+        self.scores, self._best = state["scores"], state["best"]
+
+
+def _log_likelihood(trace: Trace) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of each observation, by site, and whether it counts."""
+    compute_log_prob(trace)
+    return {
+        name: (site["log_prob"] / site["scale"], is_counted(site).to(site["log_prob"]))
+        for name, site in trace.nodes.items()
+        if is_data(site)
+    }

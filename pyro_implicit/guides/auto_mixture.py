@@ -32,7 +32,7 @@ class AutoMixture(AutoDraws):
     the ELBO gives it no reason to leave; then set the weights. If all components have a generator
     with an ``inverse``, such as
     :class:`~pyro_implicit.generators.autoregressive.AutoregressiveGenerator`, the mixture has an
-    exact density: any ELBO evaluates it, and :func:`~pyro_implicit.fitting.weights.mixture_weights`
+    exact density: any ELBO evaluates it, and :func:`~pyro_implicit.fitting.mixture_weights`
     finds the best weights. Otherwise it can only be sampled; then give the components' certified
     bounds (:func:`~pyro_implicit.evidence_bound`) as ``log_weights``: for modes that do not overlap
     the best weights are softmax(bounds), up to their looseness.
@@ -55,7 +55,7 @@ class AutoMixture(AutoDraws):
 
     To train, run ``SVI(model, guide.components[k], ...)`` for each k, and then
 
-    >>> from pyro_implicit.fitting.weights import mixture_weights
+    >>> from pyro_implicit.fitting.candidates import mixture_weights
     >>> from pyro_implicit.density.target import Target
     >>> parts = guide.get_posterior().components
     >>> guide.log_weights = mixture_weights(Target(model), parts).log_weights

@@ -61,7 +61,7 @@ def test_fit_and_refine(monkeypatch):
     refined = refine(in_a_plate, results[0].guide, seed=0, progress=False, max_gradients=300)
     assert refined.get_samples()["effect_1"].mean() == pytest.approx(-0.8, abs=0.3)
     # Many latents begin with a mean field of Pyro's.
-    monkeypatch.setattr("pyro_implicit.fitting.plan.MAX_DENSE_DIM", 1)
+    monkeypatch.setattr("pyro_implicit.fitting.refinement.MAX_DENSE_DIM", 1)
     many = fit(in_a_plate, seed=0, progress=False)
     assert "mean-field" in [stage.name for stage in many.stages]
     assert many.refined is not None and many.diagnose(progress=False).verdict != "do not trust"

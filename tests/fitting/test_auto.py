@@ -125,7 +125,7 @@ def rigged(monkeypatch, bounds):
         spread = torch.tensor([-1.0, 1.0])
         return Candidate(name, guide, bounds[name] + spread, torch.randn(50, size), losses, state)
 
-    monkeypatch.setattr("pyro_implicit.fitting.guide_stages.weigh", weigh)
+    monkeypatch.setattr("pyro_implicit.fitting.stages.weigh", weigh)
 
 
 @pytest.mark.parametrize("kept", ["gaussian", "injective", "semi-implicit"])
@@ -271,7 +271,7 @@ def test_modes_whose_trainings_would_take_minutes_stay_gaussians(monkeypatch):
         parts = [dist.StudentT(1.5, loc, 0.05).log_prob(x) for loc in (-1.5, 1.0)]
         pyro.factor("modes", torch.stack(parts).logsumexp(0))
 
-    monkeypatch.setattr("pyro_implicit.fitting.guide_stages.MOST_SECONDS", 0.0)
+    monkeypatch.setattr("pyro_implicit.fitting.stages.MOST_SECONDS", 0.0)
     result = quick(heavy_modes, refine="auto", max_seconds=2.0)
     outcomes = {stage.name: stage.outcome for stage in result.stages}
     assert outcomes["gaussian"].endswith("; 2 trainings would take minutes")

@@ -13,8 +13,7 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit.fitting import checkpoint as checkpoint_module
-from pyro_implicit.fitting.schedule import Schedule
-from pyro_implicit.fitting.training import train
+from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.generators import GatedMLP, ResidualGenerator
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit

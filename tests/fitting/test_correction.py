@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pyro_implicit.density import Modes, Target
-from pyro_implicit.fitting import correction, exact_guide
+from pyro_implicit.fitting import candidates as correction
+from pyro_implicit.fitting import exact_guide
 
 
 def two_modes():

@@ -65,7 +65,7 @@ def test_a_candidate_that_fails_leaves_the_others(monkeypatch):
     def fails(*args, **kwargs):
         raise ZeroDivisionError("of the second")
 
-    monkeypatch.setattr("pyro_implicit.fitting.guide_stages.semi_implicit_guide", fails)
+    monkeypatch.setattr("pyro_implicit.fitting.stages.semi_implicit_guide", fails)
     result = quick(funnel, num_steps=8)
     assert result.chosen in ("gaussian", "injective")
     failed = {stage.name: stage for stage in result.stages if stage.error}
@@ -102,7 +102,7 @@ def test_a_component_that_fails_stays_a_gaussian(monkeypatch):
         return trained(*args, name=name, **kwargs)
 
     monkeypatch.setattr("pyro_implicit.fitting.stages.train", fails)
-    monkeypatch.setattr("pyro_implicit.fitting.guide_stages.AT_ONCE", 0.0)
+    monkeypatch.setattr("pyro_implicit.fitting.stages.AT_ONCE", 0.0)
     result = quick(two_modes, num_steps=40)
     assert "mode-1 stays a Gaussian (RuntimeError: of one mode)" in str(result)
     x = result.guide.sample_posterior(4000)["x"]
@@ -193,8 +193,8 @@ def test_candidates_and_components_leave_parameters_alone(monkeypatch):
         return losses
 
     monkeypatch.setattr("pyro_implicit.fitting.stages.train", spy)
-    monkeypatch.setattr("pyro_implicit.fitting.guide_stages.NEAR_ENOUGH", 0.0)
-    monkeypatch.setattr("pyro_implicit.fitting.guide_stages.AT_ONCE", 0.0)
+    monkeypatch.setattr("pyro_implicit.fitting.stages.NEAR_ENOUGH", 0.0)
+    monkeypatch.setattr("pyro_implicit.fitting.stages.AT_ONCE", 0.0)
     result = quick(shifted_modes, num_steps=60, lr=0.02)
     assert set(seen) >= {"parameters", "mode-0", "mode-1", "semi-implicit"}
     assert len(set(seen.values())) == 1 and seen["parameters"] == pytest.approx(0.5, abs=0.03)

@@ -12,7 +12,7 @@ from pyro.distributions import constraints
 from pyro.infer import SVI, Trace_ELBO
 from pyro.optim import ClippedAdam
 
-from pyro_implicit.fitting.gaussian import gaussian_guide
+from pyro_implicit.fitting.candidates import gaussian_guide
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.affine_frame import gaussian_frame
 

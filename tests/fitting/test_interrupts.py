@@ -29,9 +29,9 @@ def press(*args, **kwargs):
 #: What is running, what else is asked of ``fit``, and the guide that is left.
 STAGES = {
     "search": ("stages.find_modes", {}, None),
-    "gaussian": ("guide_stages.set_weights", {}, None),
-    "weights of the gaussian": ("guide_stages.reliability", {}, "gaussian"),
-    "refine": ("refinement_stages.refine", {"refine": True}, "gaussian injective"),
+    "gaussian": ("stages.set_weights", {}, None),
+    "weights of the gaussian": ("stages.reliability", {}, "gaussian"),
+    "refine": ("refinement.refine", {"refine": True}, "gaussian injective"),
 }
 
 
@@ -58,7 +58,7 @@ def data(x, y):
 @pytest.mark.parametrize("batches", [False, True])
 def test_a_given_guide_is_kept_when_its_chains_are_interrupted(batches, monkeypatch):
     x, y = torch.linspace(-1, 1, 8), torch.linspace(-1, 1, 8)
-    module = "minibatch_stages" if batches else "refinement_stages"
+    module = "minibatch_fit" if batches else "refinement"
     monkeypatch.setattr(f"pyro_implicit.fitting.{module}.refine", press)
     guide = AutoNormal(data)
     rows = [(x[:4], y[:4]), (x[4:], y[4:])]

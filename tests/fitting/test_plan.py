@@ -17,14 +17,14 @@ from pyro_implicit import fit
 from pyro_implicit.density import Target, find_modes
 from pyro_implicit.diagnostics.effort import plan_effort
 from pyro_implicit.fitting import Schedule, train
-from pyro_implicit.fitting.plan import (
+from pyro_implicit.fitting.refinement import (
     LEAST_GRADIENTS,
     MOST_CHAINS,
     MOST_GRADIENTS,
-    TimeLimit,
     affordable_chains,
     make_plan,
 )
+from pyro_implicit.fitting.stages import TimeLimit
 from pyro_implicit.infer import ImplicitELBO
 
 QUIET = {"seed": 0, "progress": False}
@@ -181,7 +181,7 @@ def test_a_given_guide_is_kept_as_it_is():
 
 
 def test_without_chains_a_dear_model_is_still_searched(monkeypatch):
-    monkeypatch.setattr("pyro_implicit.fitting.plan.SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr("pyro_implicit.fitting.refinement.SEARCH_SECONDS", 0.0)
     result = fit(funnel, "auto", refine=False, num_steps=2, num_particles=4, **QUIET)
     assert result.stages[0].name == "search" and result.correction is None
     assert not any(stage.name == "correct" for stage in result.stages)

@@ -13,9 +13,8 @@ from pyro.distributions import constraints
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 
-from pyro_implicit.fitting.gaussian import gaussian_guide
-from pyro_implicit.fitting.schedule import Schedule
-from pyro_implicit.fitting.training import train
+from pyro_implicit.fitting.candidates import gaussian_guide
+from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO

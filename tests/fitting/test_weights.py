@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pyro_implicit.density.target import Target
-from pyro_implicit.fitting.weights import mixture_weights
+from pyro_implicit.fitting.candidates import mixture_weights
 
 
 @pytest.fixture(autouse=True)

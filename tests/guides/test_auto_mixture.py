@@ -25,10 +25,9 @@ from pyro_implicit import (
 from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.distributions import IntractableDensityError
-from pyro_implicit.fitting.gaussian import gaussian_guide
-from pyro_implicit.fitting.schedule import Schedule
+from pyro_implicit.fitting.candidates import gaussian_guide, mixture_weights
+from pyro_implicit.fitting.training import Schedule
 from pyro_implicit.fitting.training import train as fit
-from pyro_implicit.fitting.weights import mixture_weights
 from pyro_implicit.generators import Generator
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
 from pyro_implicit.guides.auto_mixture import AutoMixture

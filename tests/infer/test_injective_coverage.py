@@ -13,7 +13,7 @@ import torch
 from pyro import poutine
 
 from pyro_implicit.distributions import Implicit
-from pyro_implicit.fitting.gaussian import gaussian_guide
+from pyro_implicit.fitting.candidates import gaussian_guide
 from pyro_implicit.generators import ResidualGenerator
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit

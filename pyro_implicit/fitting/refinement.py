@@ -4,19 +4,22 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from pyro.infer.autoguide import AutoNormal, init_to_value
 from torch import Tensor, nn
 
 from pyro_implicit.density.checks.numerics import finite_log_prob, rounding_error
+from pyro_implicit.density.cost import nearby, seconds_near
 from pyro_implicit.density.initialisation import FlatPriorStart, without_sequential_plates
+from pyro_implicit.density.mode_search import seconds_of_climb
+from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
-from pyro_implicit.fitting.correction import reliability
-from pyro_implicit.fitting.plan import TRAINING_SECONDS, ChainPlan, affordable_chains
+from pyro_implicit.fitting.candidates import reliability
 from pyro_implicit.fitting.result import Fit
-from pyro_implicit.fitting.stages import Stages
+from pyro_implicit.fitting.stages import LEAST_ITERATIONS, Stages
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.guides.names import own_names
@@ -27,13 +30,86 @@ from pyro_implicit.mcmc.conditional_space import conditional_density
 from pyro_implicit.nn import start_values
 from pyro_implicit.runtime.user_warnings import first_line
 
-__all__ = ["between", "correct", "move_draws", "train_mean_field"]
+__all__ = [
+    "ChainPlan",
+    "Plan",
+    "affordable_chains",
+    "between",
+    "correct",
+    "make_plan",
+    "move_draws",
+    "train_mean_field",
+]
 
 ROUGH_STEPS, ROUGH_PARTICLES, ROUGH_SPREAD = 1000, 8, 0.3
 HASTE = 5.0  # times the learning rate
 NEARER = (1.0, 0.5, 0.2, 0.05, 0.0)  # of the way from the origin to a start
 MAX_ROUNDING, NUM_LOOKED_AT = 0.5, 64  # nats, beyond which chains go astray; draws
 HOPELESS = 10.0  # nats a latent, which another start is better
+
+
+SEARCH_SECONDS, MOST_ITERATIONS = 20.0, 1600
+TRAINING_SECONDS = 10.0
+CHAIN_SECONDS, LEAST_CHAINS, MOST_CHAINS = 40.0, 32, 256
+LEAST_GRADIENTS, LONG_ENOUGH, MOST_GRADIENTS = 800, 1200, 4000
+WORTH = 0.7  # of the gradients of the fewest chains
+PATIENCE = 2  # times as long, for chains that have not settled
+
+
+class ChainPlan(NamedTuple):
+    """How many chains, and ``max_gradients`` of each."""
+
+    num_chains: int
+    max_gradients: int
+
+
+class Plan(NamedTuple):
+    """``search_iterations`` of Newton's in all, 0 for none, and the chains."""
+
+    search_iterations: int
+    chains: ChainPlan
+
+
+def affordable_chains(
+    score: Callable[[Tensor], Any], point: Tensor, one_by_one: bool = False
+) -> ChainPlan:
+    """Chains that can be had: fewer of them where they would else be too short, and fewer make a
+    gradient cheaper, as they hardly do in a Python loop. Most settle long before the gradients that
+    those that do not are given.
+
+    :param score: of points ``(num_chains, dim)``.
+    :param point: one of them, ``(dim,)``.
+    :param one_by_one: whether the model runs once for each chain.
+    """
+
+    def affordable_gradients(num_chains: int) -> int:
+        seconds = seconds_near(score, point, num_chains, one_by_one)
+        return max(1, min(MOST_GRADIENTS, int(CHAIN_SECONDS / seconds)))
+
+    num_chains, gradients = MOST_CHAINS, affordable_gradients(MOST_CHAINS)
+    if gradients < LONG_ENOUGH:
+        wanted = min(LONG_ENOUGH, WORTH * affordable_gradients(LEAST_CHAINS))
+        while gradients < wanted and num_chains > LEAST_CHAINS:
+            num_chains //= 2
+            gradients = affordable_gradients(num_chains)
+    return ChainPlan(num_chains, max(LEAST_GRADIENTS, min(MOST_GRADIENTS, PATIENCE * gradients)))
+
+
+def make_plan(density: Target) -> Plan:
+    """The plan for a model that sees all its data.
+
+    :param density: of the model; it is evaluated a few times at its start.
+    """
+    point = density.init_loc
+    try:
+        density.log_prob(nearby(point, 2))  # how the model can be run is found out here
+        chains = affordable_chains(density.score, point, not density.is_vectorized)
+        if density.latent_dim > MAX_DENSE_DIM:
+            return Plan(0, chains)
+        iterations = min(MOST_ITERATIONS, int(SEARCH_SECONDS / seconds_of_climb(density)))
+    except Exception:  # the model's own, at its start: the search has others
+        return Plan(MOST_ITERATIONS, ChainPlan(MOST_CHAINS, MOST_GRADIENTS))
+    return Plan(iterations if iterations >= LEAST_ITERATIONS else 0, chains)
 
 
 def correct(stages: Stages, density: Target) -> float:

@@ -4,29 +4,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide, AutoNormal, init_to_value
+from pyro.poutine.util import site_is_subsample
 
 from pyro_implicit.density.initialisation import FlatPriorStart, without_sequential_plates
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.density.policy import MAX_DENSE_DIM
-from pyro_implicit.fitting.amortized import Amortize, fit_amortized
-from pyro_implicit.fitting.arguments import refuse_unfit_guide
-from pyro_implicit.fitting.losses import default_loss
-from pyro_implicit.fitting.processes import num_processes
-from pyro_implicit.fitting.refinement_stages import between
+from pyro_implicit.fitting.arguments import Amortize, refuse_unfit_guide
+from pyro_implicit.fitting.checkpoint import num_processes
+from pyro_implicit.fitting.refinement import between
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
+from pyro_implicit.fitting.training import default_loss
 from pyro_implicit.guides import AutoAmortized, AutoSemiImplicit
 from pyro_implicit.guides.names import own_names
+from pyro_implicit.guides.row_data import trace_model
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine
 from pyro_implicit.mcmc.minibatch_start import check_scaling
 from pyro_implicit.runtime.user_warnings import first_line
 
-__all__ = ["fit_batches", "refine_batches"]
+__all__ = ["fit_amortized", "fit_batches", "refine_batches"]
+
 
 FEW_PARTICLES, PARTICLES, INIT_SCALE = 2, 8, 0.05
 
@@ -115,3 +118,26 @@ def refine_batches(stages: Stages, epochs: int) -> Fit:
     if line.error is not None:
         stages.warn(f"fit did not refine its draws: {first_line(line.error)}")
     return result
+
+
+def fit_amortized(stages: Stages, amortize: Amortize) -> Fit:
+    """Train encoders of the local latents, and a guide of the others beside.
+
+    That is an :class:`AutoSemiImplicit` of at most 100 latents, and else an ``AutoNormal``.
+
+    :param amortize: ``"auto"``, or encoders by site.
+    """
+    batch = () if stages.batches is None else stages.batches.probed[0]
+    everything = (*stages.args, *batch)
+
+    def rest(hidden: Callable[..., Any]) -> AutoGuide:
+        nodes = trace_model(hidden, everything, stages.kwargs).iter_stochastic_nodes()
+        latents = [site for _, site in nodes if not site_is_subsample(site)]
+        if sum(site["value"].numel() for site in latents) <= MAX_DENSE_DIM:
+            return AutoSemiImplicit(hidden, frame=None, init_scale=INIT_SCALE)
+        return AutoNormal(hidden, init_scale=INIT_SCALE)
+
+    guide = own_names(AutoAmortized(stages.model, amortize, rest))
+    particles = min(stages.num_particles, PARTICLES)
+    loss = default_loss(guide, particles, *everything, model_kwargs=stages.kwargs)
+    return stages.train_alone("amortised", guide, loss)

@@ -12,8 +12,8 @@ from pyro.infer.autoguide import AutoNormal, init_to_value
 from pyro_implicit import fit
 from pyro_implicit.compiled import RecordedFunction
 from pyro_implicit.density import Target, traced_score
-from pyro_implicit.fitting.correction import Reliability
-from pyro_implicit.fitting.refinement_stages import between
+from pyro_implicit.fitting.candidates import Reliability
+from pyro_implicit.fitting.refinement import between
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.infer.engine import recording as step_call
 
@@ -80,7 +80,7 @@ def test_uneven_new_weights_overrule_a_bound_that_is_near(efficiency, moves, mon
     def found(guide, density):
         return Reliability(khat=2.0, efficiency=efficiency)
 
-    monkeypatch.setattr("pyro_implicit.fitting.refinement_stages.reliability", found)
+    monkeypatch.setattr("pyro_implicit.fitting.refinement.reliability", found)
     result = fit(correlated, "auto", torch.tensor(1.5), max_seconds=20.0, **QUIET)
     assert result.correction is None and (result.refined is not None) is moves
 
@@ -113,7 +113,7 @@ def test_failure_is_said_and_the_guide_kept(monkeypatch):
     def fails(*args, **kwargs):
         raise ValueError("no start")
 
-    monkeypatch.setattr("pyro_implicit.fitting.refinement_stages.refine", fails)
+    monkeypatch.setattr("pyro_implicit.fitting.refinement.refine", fails)
     guide = AutoNormal(correlated)
     with pytest.warns(UserWarning, match="did not refine its draws: ValueError: no start"):
         result = fit(correlated, guide, torch.tensor(1.0), refine=True, num_steps=2, **QUIET)
@@ -132,7 +132,7 @@ def test_what_fails_before_the_chains_start_leaves_the_guide_too(monkeypatch):
     def fails(*args):
         raise NotImplementedError("no cost")
 
-    monkeypatch.setattr("pyro_implicit.fitting.refinement_stages._score_of_chains", fails)
+    monkeypatch.setattr("pyro_implicit.fitting.refinement._score_of_chains", fails)
     guide = AutoNormal(correlated)
     with pytest.warns(UserWarning, match="not refine its draws: NotImplementedError: no cost"):
         result = fit(correlated, guide, torch.tensor(1.0), refine=True, num_steps=2, **QUIET)
@@ -165,7 +165,7 @@ def test_the_rough_guide_trains_in_haste(monkeypatch):
         rates.append(schedule.lr)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pyro_implicit.fitting.plan.MAX_DENSE_DIM", 1)
+    monkeypatch.setattr("pyro_implicit.fitting.refinement.MAX_DENSE_DIM", 1)
     monkeypatch.setattr("pyro_implicit.fitting.stages.train", train)
     fit(correlated, "auto", torch.tensor(1.5), lr=0.02, **QUIET)
     assert rates == [pytest.approx(0.1)]
