@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks share: fits under a clock, one line of JSON for each run, and the page of all."""
+"""Functions of all benchmarks: timed fits, one line of JSON for each run, and the report pages."""
 
 from __future__ import annotations
 

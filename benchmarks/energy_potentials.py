@@ -13,7 +13,7 @@ have no end; here the energy grows beyond x = ±4. About a quarter of an hour of
 
 ``--paper`` sets the steps, particles, width and initial rate of the paper: some 8 CPU hours for the
 last line, which continue from their checkpoints in ``--runs`` after a kill. Each run adds one line
-to ``--out``, and a run whose line is there already is not repeated; the table and the picture of
+to ``--out``, and a run whose line is there already is not repeated; the table and the figure of
 the first seed are made anew.
 
 **References:**

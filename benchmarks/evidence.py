@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the tables of ``results/*.md`` into the csv files that the documentation shows.
+"""Convert the tables of ``results/*.md`` into the csv files of the documentation.
 
 ::
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fit costs by number of latents, from ``results``: the tables of docs/howto/expected_times.
+"""Write the tables of docs/howto/expected_times from ``results``.
 
 ::
 

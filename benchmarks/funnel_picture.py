@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's picture: Neal's funnel by two Gaussian guides and by ``fit``, beside exact draws.
+"""Draw the README's figure: Neal's funnel by two Gaussian guides and ``fit``, and exact draws.
 
 ::
 
     python -m benchmarks.funnel_picture      # a minute or two on one core
 
-The funnel [1] is :math:`v \\sim N(0, 3)`, :math:`x_i | v \\sim N(0, e^{v/2})`, with nine of the
-latter. Its draws are exact: the model is its own sampler.
+The funnel [1] is :math:`v \\sim N(0, 3)`, :math:`x_i | v \\sim N(0, e^{v/2})`, with nine
+:math:`x_i`. The model itself samples exact draws.
 
 **References:**
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fit`` with nothing set, on funnels, crossed and separated modes, from several seeds.
+"""``fit`` with default settings on funnels, crossed and separated modes, for several seeds.
 
 ::
 
     python -m benchmarks.hard_geometries --data-dir /path/to/data --seeds 0 1 2 3 4
     python -m benchmarks.hard_geometries --report
 
-The targets are those of ``targets.py`` and, where ``--data-dir`` holds it, posteriordb's centred
-eight schools. Each run adds one line to ``--out`` and is not repeated when its line is there.
+The targets are those of ``targets.py`` and, if ``--data-dir`` has it, posteriordb's centred eight
+schools. Each run adds one line to ``--out``; runs that have a line are skipped.
 """
 
 from __future__ import annotations

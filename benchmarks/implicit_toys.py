@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two toys of the KIVI paper: a mixture of two modes, and a logistic regression.
 
-``mixture`` (section 6.1, Fig. 1): the density ½N(-3, 1) + ½N(3, 1), from whose exact bin masses
-each guide's histogram is told apart by its total variation. ``logistic`` (appendix F.1):
-w ~ N(0, I) in two dimensions and 200 labels, against NUTS through ``compare``. About five minutes
+``mixture`` (section 6.1, Fig. 1): the density ½N(-3, 1) + ½N(3, 1); the error is the total
+variation between the histogram of a guide and the exact bin masses. ``logistic`` (appendix F.1):
+w ~ N(0, I) in two dimensions and 200 labels, compared with NUTS by ``compare``. About five minutes
 for both on one CPU thread::
 
     python -m benchmarks.implicit_toys
     python -m benchmarks.implicit_toys --toys mixture --seeds 1
 
-Each run replaces the toy's lines in ``--out``, and the tables and pictures beside it.
+Each run replaces the lines of its toy in ``--out``, and the tables and figures next to it.
 
 **References:**
 

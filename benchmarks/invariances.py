@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Effect of invariances of the likelihood on variational guides.
 
-A linear model of which only the sum of the weights is seen, in closed form: the terms of the ELBO
-of the mean-field guide and of the one that knows that shifts do not show, against the number of
-weights. And networks of one hidden layer, whose units have no order and whose output weights may
-shift where the data do not see it: the certified bounds of three guides, alone and symmetrised::
+The linear model depends on the sum of its weights only. In closed form: the terms of the ELBO of
+the mean-field guide and of the guide that represents shifts, by number of weights. The networks
+have one hidden layer with exchangeable units and output weights that may shift in directions that
+the data do not detect: the certified bounds of three guides, alone and symmetrised::
 
     python -m benchmarks.invariances                     # the figure, a second
     python -m benchmarks.invariances --networks          # some minutes, resumable

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a training that was killed again and again end where an uninterrupted one ends?
+"""Is a training that is killed repeatedly bit-identical to an uninterrupted one?
 
-Trains ``fit(model, checkpoint=...)`` in a process of its own, kills it with SIGKILL at ten random
-moments, starts it again each time, and compares the final parameters and losses bit by bit with
-those of a run that nothing disturbed. Some minutes on one CPU thread::
+Run ``fit(model, checkpoint=...)`` in a separate process, kill it with SIGKILL at ten random
+moments, restart it each time, and compare the final parameters and losses bit by bit with those of
+an uninterrupted run. Some minutes on one CPU thread::
 
     python -m benchmarks.kill_test
     python -m benchmarks.kill_test --target funnel --steps 3000 --kills 10 --seed 1
 
-A checkpoint every few steps makes it likely that some kills hit one that is being written.
+With a checkpoint every few steps, some kills are likely to occur during a write.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well kernel density ratios know the KL of two Gaussians and its gradient.
+"""Accuracy of kernel density ratios for the KL divergence of two Gaussians and its gradient.
 
 A few seconds; the table is printed and written to ``results/``::
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does a step of KIVI cost beside one of mean-field with the same likelihood particles?
+"""How long is a KIVI step compared with a mean-field step with the same likelihood particles?
 
 The network and the clock are those of ``vectorization_speed.py``; KIVI has one implicit guide per
 layer, with the generators of its paper for sets like Boston, and 100 posterior and 100 contrast
-draws. All cases take turns in one process, a minute or two::
+draws. All cases alternate in one process, a minute or two::
 
     python -m benchmarks.kivi_speed
     python -m benchmarks.kivi_speed --device cuda

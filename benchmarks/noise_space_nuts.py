@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NUTS on the eight schools, centred: over the latents, and over the noise of a fitted guide.
+"""NUTS on the centred eight schools: in the latent variables and in the noise of a fitted guide.
 
-The centred model is a funnel, where plain NUTS diverges and mixes slowly. Each method draws one
-chain, after it has fitted its guide if it has one:
+The centred model is a funnel, where plain NUTS diverges and mixes slowly. Each method fits its
+guide if it has one, and then draws one chain:
 
-* ``NUTS``, and ``NUTS, non-centred``: the latter on effects that a person has decoupled from their
-  scale (``LocScaleReparam``), which is the cure where one knows it
+* ``NUTS``, and ``NUTS, non-centred``: the latter with effects that were decoupled from their scale
+  by hand (``LocScaleReparam``)
 * ``noise space, residual`` and ``noise space, gated``: ``NoiseSpaceReparam`` of ``AutoImplicit``
   fitted by ``InjectiveELBO``, with ``ResidualGenerator`` (all noise in its core) or
   ``GatedResidualGenerator`` (the two parents in its core)
 * ``NeuTra, IAF``: Pyro's ``NeuTraReparam`` of its ``AutoIAFNormal``, fitted by ``Trace_ELBO``
 
-It prints divergences, effective sample sizes (rank-normalised, the least over mu, log tau and the
-effects; Vehtari et al., 2021), split R-hat, gradients and CPU seconds, and with ``--data-dir`` how
-far the draws are from the reference draws of posteriordb
+The script prints divergences, effective sample sizes (rank-normalised, the smallest of mu, log tau
+and the effects; Vehtari et al., 2021), split R-hat, gradients and CPU seconds, and with
+``--data-dir`` the distance to the reference draws of posteriordb
 (``posteriordb/eight_schools-eight_schools_centered.npz``). Two to five minutes per run and CPU
 thread; resumable::
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``InjectiveELBO(path_derivative=...)`` brings: "auto" beside all and nothing of the path.
+"""Gain from ``InjectiveELBO(path_derivative=...)``: "auto" compared with all and none of the path.
 
-Each line is the ELBO of 2,000 draws after a short training on one model from one seed, in a frame
-and without one, where guides begin far too narrow or wide::
+Each line is the ELBO of 2,000 draws after a short training on one model with one seed, with a frame
+and without; without a frame, initial guides are far too narrow or wide::
 
     python -m benchmarks.path_share
     python -m benchmarks.path_share --report

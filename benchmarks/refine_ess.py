@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Effective draws by CPU second: ``refine`` beside the NUTS of Pyro and of NumPyro.
+"""Effective draws per CPU second: ``refine`` compared with NUTS of Pyro and of NumPyro.
 
 Eight schools (non-centred), a hierarchical Poisson regression of 203 latents (``refine_models.py``)
 and the four-class toy network of 184 weights (``toy_classification.py``)::
@@ -7,9 +7,9 @@ and the four-class toy network of 184 weights (``toy_classification.py``)::
     python -m benchmarks.refine_ess --numpyro /path/to/venv/bin/python
     python -m benchmarks.refine_ess --report
 
-NumPyro runs in an environment of its own (``pip install numpyro 'jax<0.8' 'jaxlib<0.8'``), twice in
-one process: with its compilation and without. Each run adds one line to ``--out`` and is not
-repeated when its line is there.
+NumPyro runs in a separate environment (``pip install numpyro 'jax<0.8' 'jaxlib<0.8'``), twice in
+one process: with its compilation and without. Each run adds one line to ``--out``; runs that have a
+line are skipped.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NumPyro's side of ``refine_ess.py``, which runs it in an environment of NumPyro's own.
+"""NumPyro's part of ``refine_ess.py``, run in an environment with NumPyro.
 
 ::
 
     python refine_ess_numpyro.py MODEL SEED WARMUP DRAWS FOLDER
 
-reads ``data.npz`` in the folder and leaves ``draws.npz`` and ``record.json``.
+Reads ``data.npz`` in the folder and writes ``draws.npz`` and ``record.json``.
 """
 
 from __future__ import annotations

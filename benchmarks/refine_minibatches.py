@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What minibatch chains of ``refine`` are worth, and whether they find the right step size.
+"""Accuracy of minibatch chains of ``refine``, and of their automatic step size.
 
 ``regression``: a conjugate regression of 1,000 rows and 10 correlated columns, in minibatches of
-50; 256 chains of 1,000 steps from a mean-field Gaussian (half a posterior sd off) against the
-closed form, at the step size found and at multiples of it. ``digits``: a network of 2,410 weights
-on scikit-learn's digits, 1,200 images in minibatches of 100; guides and what 8 chains of 1,200
-steps make of them, on 597 other images::
+50; 256 chains of 1,000 steps from a mean-field Gaussian (half a posterior sd off) compared with the
+closed form, at the automatic step size and at multiples of it. ``digits``: a network of 2,410
+weights on scikit-learn's digits, 1,200 images in minibatches of 100; guides before and after 8
+chains of 1,200 steps, on 597 other images::
 
     python -m benchmarks.refine_minibatches --seeds 1
     python -m benchmarks.refine_minibatches --parts regression
     python -m benchmarks.refine_minibatches --report
 
-Each part and seed adds its lines to ``--out`` when it is done; one whose lines are there already is
-not repeated.
+Each part and seed adds its lines to ``--out`` when it is done; parts that have lines are skipped.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``refine`` on models of 150 to 200 latents, as users write them.
+"""``refine`` on typical models of 150 to 200 latent variables.
 
-A hierarchical Poisson regression, a spatial Poisson model and an item-response model, on data of
-their own. A mean-field guide of 1,000 steps is refined by a few hundred gradients, and the moments
-of both are compared, in unconstrained space, with those of a *reference*: a much longer run of
-``refine``, from draws of a mean-field guide of another seed, twice as far from their mean. It has
-the kernel of what it judges, not the start nor the adaptation::
+A hierarchical Poisson regression, a spatial Poisson model and an item-response model, on simulated
+data. A mean-field guide of 1,000 steps is refined by a few hundred gradients, and the moments of
+both are compared, in unconstrained space, with those of a *reference*: a much longer run of
+``refine`` from draws of a mean-field guide with another seed, at twice their distance from the
+mean. The reference has the same kernel, but other initial values and another adaptation::
 
     python -m benchmarks.refine_models
     python -m benchmarks.refine_models --models items --seeds 2
     python -m benchmarks.refine_models --report
 
-Each run, and each reference, adds one line to ``--out``; a run of the same settings whose line is
-there already is not repeated.
+Each run, and each reference, adds one line to ``--out``; runs that have a line with the same
+settings are skipped.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``refine`` on posteriors of posteriordb, against their reference draws.
+"""``refine`` on posteriors of posteriordb, compared with their reference draws.
 
-From two starts: Pyro's ``AutoNormal`` at the mode, after 1,000 steps, and the guide of ``fit``.
+From two guides: Pyro's ``AutoNormal`` at the mode, after 1,000 steps, and the guide of ``fit``.
 Distances, before and after, are those of ``posteriordb/run.py``::
 
     python -m benchmarks.refine_posteriordb --data-dir /path/to/data
     python -m benchmarks.refine_posteriordb --report
 
-Each run adds one line to ``--out``; a run of the same settings whose line is there already is not
-repeated.
+Each run adds one line to ``--out``; runs that have a line with
+the same settings are skipped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does ``refine`` stop too early?
 
-Runs it from poor starts, a mean-field Gaussian in unconstrained space, of half the width and half
-a standard deviation off, on targets whose truth is known, and counts how often it says
+Run ``refine`` from poor initial draws (a mean-field Gaussian in unconstrained space with half the
+width, half a standard deviation off) on targets with known moments, and count how often it reports
 "converged" while a mean is off by more than .1 posterior sd or an sd by more than 10 %, beyond
 three Monte Carlo standard errors (of the independent chains)::
 
@@ -10,7 +10,7 @@ three Monte Carlo standard errors (of the independent chains)::
     python -m benchmarks.refine_stopping --targets funnel-centred --seeds 2
     python -m benchmarks.refine_stopping --report
 
-Each run adds one line to ``--out``; a run whose line is there already is not repeated.
+Each run adds one line to ``--out``; runs that have a line are skipped.
 """
 
 from __future__ import annotations

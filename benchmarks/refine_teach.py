@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guide before and after ``refine(..., teach=True)``, and what the next ``refine`` then costs.
+"""A guide before and after ``refine(..., teach=True)``, and the cost of the next ``refine``.
 
-Each guide is trained by an ELBO for few steps, refined and taught, and refined once more. Compared
-are the gradients of the two refinements, and the guide's distance from the truth before and after::
+Each guide is trained by an ELBO for few steps, refined and taught, and refined once more. The table
+compares the gradients of both refinements, and the distance of the guide before and after::
 
     python -m benchmarks.refine_teach --data-dir /path/to/data
     python -m benchmarks.refine_teach --report
 
 Eight schools (centred), a funnel and a conditioned diffusion of 100 dimensions are those of
 ``hard_geometries.py``, whose distance is the sliced Wasserstein-2 in units of the truth's sds; the
-four-class toy is that of ``refine_toy.py``, whose distance is that of the uncertainty map to that
-of NUTS. Each run adds one line to ``--out`` and is not repeated when its line is there.
+four-class toy is that of ``refine_toy.py``, whose distance is the difference of the uncertainty map
+from that of NUTS. Each run adds one line to ``--out``; runs that have a line are skipped.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The four-class toy, before and after ``refine``.
 
-Data, network, map and NUTS map are those of ``toy_classification.py``. Four guides are trained,
-their draws are moved by ``refine``, and the maps of both are compared with that of NUTS, whose line
-``--reference`` holds. The chains stop by the probabilities on a coarse grid, or at the budget::
+Data, network, map and NUTS map are those of ``toy_classification.py``. ``refine`` moves the
+draws of four trained guides, and the maps before and after are compared with that of NUTS in
+``--reference``. The chains stop by the probabilities on a coarse grid, or at the budget::
 
     python -m benchmarks.refine_toy
     python -m benchmarks.refine_toy --guides "mean field" --seeds 1
     python -m benchmarks.refine_toy --report
 
-Each run adds one line to ``--out``, with both maps; a run of the same settings whose line is there
-already is not repeated. ``--report`` writes the table and the picture.
+Each run adds one line to ``--out``, with both maps; runs that have a line with
+the same settings are skipped. ``--report`` writes the table and the figure.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The guides and objectives that ``sampling_targets.py`` compares.
 
-Every method has its own defaults, the same ones on all targets; what differs from them is said in
-:attr:`Method.settings`. Steps, particles, optimiser and learning rate are the same for all.
+Every method has its default settings on all targets; :attr:`Method.settings` lists the exceptions.
+Steps, particles, optimiser and learning rate are the same for all methods.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How close do guides come to posteriors whose exact draws are known?
+"""How accurate are guides on posteriors with known exact draws?
 
-Fits each method to each target from several seeds and measures the sliced 2-Wasserstein distance
-between 10,000 draws of the guide and 10,000 fresh draws of the truth (5,000 where a file has the
-truth), beside its *floor*: the same distance between two independent sets of the truth. About half
+Fit each method to each target with several seeds and measure the sliced 2-Wasserstein distance
+between 10,000 draws of the guide and 10,000 exact draws (5,000 if they come from a file), and its
+*floor*: the same distance between two independent sets of exact draws. About half
 a minute per run on one CPU thread::
 
     python -m benchmarks.sampling_targets --data-dir /path/to/data
@@ -16,8 +16,8 @@ Without ``--methods`` the explicit guides and LIVI run. The comparison of all me
         --targets banana x_shape multimodal waveform conditioned_diffusion \\
         --out benchmarks/results/all_methods.jsonl --data-dir /path/to/data
 
-Each run adds one line to ``--out``; a run of the same settings whose line is there already is not
-repeated. After a change of the library, name another file.
+Each run adds one line to ``--out``; runs that have a line with
+the same settings are skipped. After a change of the library, use another file.
 """
 
 from __future__ import annotations

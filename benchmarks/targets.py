@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Posteriors whose exact draws are known: what a guide is measured against.
+"""Posteriors with known exact draws, as references for guides.
 
 Every :class:`KnownPosterior` holds an ordinary Pyro model and ``truth(num_draws, seed)``, which
 returns fresh draws of shape ``(num_draws, dim)``. All models broadcast over Pyro's particle plate.

@@ -14,8 +14,8 @@ and that of NUTS::
 
 ``--paper`` sets the steps and the rate of the paper: two hours per method, which continue from
 their checkpoints in ``--runs`` after a kill. A quarter of an hour of one CPU thread for one seed.
-Each run adds one line to ``--out``, with its map; a run of the same settings whose line is there
-already is not repeated. ``--report`` writes the table and the picture.
+Each run adds one line to ``--out``, with its map; runs that have a line with
+the same settings are skipped. ``--report`` writes the table and the figure.
 
 **References:**
 

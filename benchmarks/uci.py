@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well do Bayesian neural networks predict, by the standard UCI regression protocol?
+"""How accurate are Bayesian neural networks in the standard UCI regression protocol?
 
 One hidden layer of 50 ReLU units (protein: 100), the standard random 90/10 splits, test RMSE and
-log-likelihood in the units of the data, beside what the papers report::
+log-likelihood in the units of the data, compared with the papers::
 
     python -m benchmarks.uci --data-dir /path/to/data --sets boston energy --splits 0 1 2 3 4
     python -m benchmarks.uci --data-dir /path/to/data --methods livi --set-option livi.lr=0.01
     python -m benchmarks.uci --report
 
-Each run adds one line to ``--out``; a run of the same settings whose line is there already is not
-repeated. After a change of the library, name another file.
+Each run adds one line to ``--out``; runs that have a line with
+the same settings are skipped. After a change of the library, use another file.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The UCI networks of ``uci.py``, before and after ``refine``.
 
-Guides are trained from small weights, on minibatches where ``uci.py`` takes them; their draws are
-moved by ``refine`` on all rows, which looks at the predictions of some test rows; both are scored.
-The *reference* of a split is a longer run of ``refine`` from small draws of the prior, one for each
-chain: it has the kernel of what it judges, not the start nor the adaptation. On the large sets
-chains from there do not arrive, and Adam brings each draw to a mode of its own first::
+Guides are trained from small weights, on minibatches where ``uci.py`` uses them. ``refine`` moves
+their draws on all rows and monitors the predictions of some test rows; both are scored. The
+*reference* of a split is a longer run of ``refine`` from small prior draws, one for each chain: it
+has the same kernel, but other initial values and another adaptation. On the large sets such chains
+do not converge, so Adam first moves each draw to a separate mode::
 
     python -m benchmarks.uci_refine --data-dir /path/to/data --sets boston energy --splits 0 1 2 3 4
     python -m benchmarks.uci_refine --data-dir /path/to/data --methods reference --splits 1
     python -m benchmarks.uci_refine --report
 
-Each run adds one line to ``--out``; a run of the same settings whose line is there already is not
-repeated. Large sets are twice as fast if freed memory is kept, see ``benchmarks/README.md``.
+Each run adds one line to ``--out``; runs that have a line with the same settings are skipped. Large
+sets are twice as fast if freed memory is kept, see ``benchmarks/README.md``.
 """
 
 from __future__ import annotations

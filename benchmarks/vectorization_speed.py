@@ -4,7 +4,7 @@
 A network of 50 hidden units, written with ``PyroModule[nn.Linear]``, does not broadcast: Pyro's
 ``vectorize_particles=True`` fails on it, so ``Trace_ELBO`` runs it once per particle.
 ``ImplicitELBO`` runs it once, inside ``torch.func.vmap``. The script times both with two explicit
-guides, and next to them what LIVI's implicit guides cost. All cases take turns in one process::
+guides, and LIVI's implicit guides. All cases alternate in one process::
 
     python -m benchmarks.vectorization_speed
     python -m benchmarks.vectorization_speed --device cuda

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Good guides broken in known ways and sizes, and what ``diagnose`` says of them."""
+"""Guides broken in known ways and sizes, and the verdicts of ``diagnose`` on them."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Posteriors whose draws are known, with a good guide of each to break.
+"""Posteriors with known draws, and a good guide of each.
 
-Those of ``benchmarks.targets`` (``target:``) are their own guides, as exact draws of them are known
-and their models' densities are normalised. Of posteriordb's and the zoo's (``zoo:``) the good guide
-is what ``fit`` finds.
+The targets of ``benchmarks.targets`` (``target:``) are their own guides, because exact draws are
+known and the densities of their models are normalised. For posteriordb and the zoo (``zoo:``) the
+good guide is the result of ``fit``.
 """
 
 from __future__ import annotations

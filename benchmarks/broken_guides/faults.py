@@ -8,8 +8,8 @@
 * ``correlation``: all correlations times 1 - ``size``.
 * ``mode``: one of several modes, or a third of many, has ``size`` times its weight; 0 drops it.
 
-Directions are random in the frame in which the good draws have covariance I. The faults keep an
-exact density where the good guide has one.
+Directions are random in the frame in which the good draws have covariance I. A broken guide has an
+exact density if the good guide has one.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the verdicts on broken guides, and a picture of the power against the fault's size.
+"""Write the tables of verdicts on broken guides, and the figure of the power by size of the fault.
 
 ::
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What :func:`~pyro_implicit.diagnostics.diagnose` says of guides that were broken on purpose.
+"""Run :func:`~pyro_implicit.diagnostics.diagnose` on guides that were broken on purpose.
 
 ::
 
     python -m benchmarks.broken_guides.run --data-dir /path/to/data
     python -m benchmarks.broken_guides.report
 
-Of each posterior a good guide (``cases.py``) is broken in all ways and sizes (``faults.py``), and
-handed over in three forms: ``density``, a guide with its exact density; and, of some sizes,
-``implicit``, the same guide without one, and ``chains``, draws said to be of chains that had
-settled, which need no density to be trusted. Each adds one line to ``--out``, and none is repeated.
+For each posterior a good guide (``cases.py``) is broken in all ways and sizes (``faults.py``).
+``diagnose`` gets it in three forms: ``density``, a guide with its exact density; and, for some
+sizes, ``implicit``, the same guide without a density, and ``chains``, draws declared as those of
+converged chains, which need no density. Each run adds one line to ``--out``; runs that have a line
+are skipped.
 """
 
 from __future__ import annotations

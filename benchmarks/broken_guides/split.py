@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which posteriors may be looked at while ``diagnose`` is changed, and which are only scored.
+"""The posteriors for the development of ``diagnose``, and those that are only scored.
 
-Written before the first result. Of a posterior in ``SCORE`` only the totals of a finished version
-are read; what raises an error may be mended.
+Written before the first result. For posteriors in ``SCORE`` only the totals of a finished version
+are read; errors may be fixed.
 """
 
 from __future__ import annotations

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random models against densities written from what was drawn."""
+"""Random models, compared with independently written densities."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of a drawn model: each check raises :class:`Wrong` where it does not."""
+"""Checks of a random model; each raises :class:`Wrong` if it fails."""
 
 from __future__ import annotations
 

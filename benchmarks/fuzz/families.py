@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The distributions that models are drawn from, each with a log-density that is not Pyro's."""
+"""The distributions of random models, each with a log-density independent of Pyro."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a random model is, as drawn: plates, sites and what their arguments are made of."""
+"""The grammar of random models: plates, sites and their arguments."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft as a Pyro model, as a plain function of its latents, and as that function in Pyro."""
+"""A draft as a Pyro model, as a plain function of its latents, and as this function in Pyro."""
 
 from __future__ import annotations
 

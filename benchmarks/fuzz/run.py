@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws random models and checks what the library makes of them.
+"""Draw random models and check the results of the library on them.
 
 ::
 
@@ -7,9 +7,9 @@
     python -m benchmarks.fuzz.run --seeds 17 18 --checks elbos     # one of them again
     python -m benchmarks.fuzz.run --report                         # results/fuzz.md
 
-Each seed is a model with its data (:mod:`benchmarks.fuzz.grammar`), and each check of it one line
-in ``--out``, which is not repeated. What is ``WRONG`` or a ``crash`` prints the smallest model, by
-leaving out sites, that fails in the same way.
+Each seed is a model with its data (:mod:`benchmarks.fuzz.grammar`). Each check adds one line to
+``--out``; checks that have a line are skipped. For ``WRONG`` and ``crash`` the script removes sites
+and prints the smallest model that fails in the same way.
 """
 
 from __future__ import annotations

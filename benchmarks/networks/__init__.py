@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks of the papers' kinds, on images."""
+"""Image networks, as in the papers."""

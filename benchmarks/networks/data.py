@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and labels for the benchmarks of networks, from files that were published."""
+"""Images and labels for the benchmarks of networks, from published files."""
 
 from __future__ import annotations
 

@@ -2,14 +2,14 @@
 """Why does a small network underfit scikit-learn's digits: prior, likelihood or training?
 
 A network 64-32-10 with ReLU, pixels between 0 and 1, trained on 1,200 images and tested on 597.
-Each prior has its lines for MAP, for a mean-field Gaussian, and for what ``refine`` by minibatches
-makes of the MAP. ``longer`` trains the MAP five times as long and ``tempered`` counts each image
+Each prior has rows for MAP, for a mean-field Gaussian, and for the MAP after ``refine`` with
+minibatches. ``longer`` trains the MAP five times as long and ``tempered`` counts each image
 ten times, with the narrowest prior; ``scaled`` standardises the pixels::
 
     python -m benchmarks.networks.digits --seeds 1
     python -m benchmarks.networks.digits --report
 
-A run whose line is in ``--out`` already is not repeated. Each takes 10 to 30 s of CPU time.
+Runs that have a line in ``--out`` are skipped. Each takes 10 to 30 s of CPU time.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands for a network's posterior, by name: the rows of the tables."""
+"""Approximations of a network's posterior, by name: the rows of the tables."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings of one network from one seed, each done once and with its seconds."""
+"""Trainings of one network with one seed, each run once and timed."""
 
 from __future__ import annotations
 

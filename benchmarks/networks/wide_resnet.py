@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WideResNets on CIFAR-10: what a step of LIVI costs beside one of a MAP, by particle.
+"""WideResNets on CIFAR-10: time of a LIVI step compared with a MAP step, per particle.
 
-Each line of the table is a process of its own: seconds of a step (the median of ``--steps``) and
-the memory at its peak, without what the process had before. Normalisation is by groups. WRN-16-4
-wants a GPU (``--width 4 --batch-size 128 --device cuda``); on a CPU take ``--width 1``::
+Each row of the table is a separate process: seconds of a step (the median of ``--steps``) and the
+peak memory in excess of the memory before. Normalisation is by groups. WRN-16-4 needs a GPU
+(``--width 4 --batch-size 128 --device cuda``); on a CPU take ``--width 1``::
 
     python -m benchmarks.networks.wide_resnet --data-dir /path/to/data --width 1 --batch-size 32
     python -m benchmarks.networks.wide_resnet --report

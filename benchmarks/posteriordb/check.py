@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks every model against its reference draws by Stein's identities, and times it.
+"""Check every model against its reference draws by Stein's identities, and time it.
 
 Draws u of a density p satisfy :math:`E[s] = 0` and :math:`E[s (u - E u)^T] = -I` with the score
 :math:`s = \\nabla \\log p(u)`: a wrong prior, column or Jacobian breaks them. Here u are a thousand

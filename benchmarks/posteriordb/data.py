@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thirty-five posteriors of posteriordb: their models, their data and 10,000 reference draws each.
+"""Thirty-five posteriors of posteriordb: models, data and 10,000 reference draws each.
 
-The files come from https://github.com/stan-dev/posteriordb (BSD-3-Clause): ``<name>.json`` holds
+The files come from https://github.com/stan-dev/posteriordb (BSD-3-Clause): ``<name>.json`` has
 the data, ``<name>.npz`` the draws (``draws``, one column for each of ``names``), both in the folder
 ``posteriordb/`` of the data folder.
 

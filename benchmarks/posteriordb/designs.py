@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the data of a posterior to the arguments of its model: which columns a regression has."""
+"""Arguments of the models from the data of a posterior: the columns of the regressions."""
 
 from __future__ import annotations
 

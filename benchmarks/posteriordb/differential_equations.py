@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of differential equations, which are solved with fixed steps.
+"""Parameters of differential equations, solved with fixed steps.
 
-The steps are as few as leave the logarithm of every solution exact to a thousandth of the noise
-over the whole posterior.
+The number of steps is the smallest for which the logarithm of every solution is accurate to a
+thousandth of the noise over the whole posterior.
 """
 
 from __future__ import annotations

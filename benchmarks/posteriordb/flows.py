@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pyro's normalising flows over all latents, started where the other baselines start.
+"""Pyro's normalising flows over all latents, with the initial values of the other baselines.
 
 Pyro's own ``AutoIAFNormal`` starts from a standard normal at 0, far from most posteriors in their
-own units. Here the flow works in a diagonal affine frame with learnt location and scale.
+units. Here the flow works in a diagonal affine frame with learnt location and scale.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods that the benchmark compares: functions ``(posterior, seed, budget)`` of one result.
+"""The methods of the benchmark: functions ``(posterior, seed, budget)`` that return one result.
 
 One setting for all posteriors. Every baseline starts at the same point (:func:`good_start`), with
-32 particles, and Adam with clipped gradients and a rate of 1e-2 that falls to zero over 5,000
-steps; Pyro's defaults in all else.
+32 particles, and Adam with clipped gradients and a rate of 1e-2 that decays to zero over 5,000
+steps, and otherwise Pyro's defaults.
 """
 
 from __future__ import annotations

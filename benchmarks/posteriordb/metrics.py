@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a guide's draws are from the reference draws: tensors ``(num_draws, dim)``.
+"""Distance of a guide's draws from reference draws: tensors ``(num_draws, dim)``.
 
 All draws are in unconstrained space. The distance is the sliced 1-Wasserstein distance in the frame
-in which the reference has mean 0 and covariance I; its *floor* is what two halves of the reference
-show. A guide is measured with twice as many draws as a half has, so a perfect one comes out at
-about 0.7 of the floor.
+in which the reference has mean 0 and covariance I; its *floor* is the distance between two halves
+of the reference. A guide has twice as many draws as a half, so the ratio of a perfect guide is
+about 0.7.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of the runs of ``benchmarks.posteriordb.run``, and what they say in a few lines.
+"""Write the tables and the summary of the runs of ``benchmarks.posteriordb.run``.
 
 ::
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs methods on posteriors of posteriordb from several seeds, and measures each result.
+"""Run methods on posteriors of posteriordb with several seeds, and measure each result.
 
 ::
 

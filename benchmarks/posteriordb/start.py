@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A good place for every baseline to start: the mode, where the posterior has one."""
+"""The initial value of every baseline: the mode, if the posterior has one."""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether :func:`~pyro_implicit.diagnostics.diagnose` says of a guide what its reference says.
+"""Compare verdicts of :func:`~pyro_implicit.diagnostics.diagnose` with reference draws.
 
 ::
 
     python -m benchmarks.posteriordb.verdicts --data-dir /path/to/data
     python -m benchmarks.posteriordb.verdicts --report
 
-Of each posterior, good guides and bad ones: ``laplace``, the best Gaussian of
-:func:`~pyro_implicit.density.find_modes`; ``mean-field``, the best one without correlations
-in its place; ``fit``, what :func:`~pyro_implicit.fitting.fit` gives; and, where that is a mixture,
-its first component as ``one mode``. Besides posteriordb's, the ``target:`` ones of
-``benchmarks.targets`` that need no data. Each adds one line to ``--out``, and none is repeated.
+Good and bad guides of each posterior: ``laplace``, the best Gaussian of
+:func:`~pyro_implicit.density.find_modes`; ``mean-field``, the best Gaussian without correlations at
+the same point; ``fit``, the result of :func:`~pyro_implicit.fitting.fit`; and, if this is a
+mixture, its first component as ``one mode``. The posteriors are those of posteriordb and the
+``target:`` posteriors of ``benchmarks.targets`` that need no data. Each run adds one line to
+``--out``; runs that have a line are skipped.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models with sane priors: called without data they draw them, as site ``y``."""
+"""Small models with realistic priors; without data they sample the site ``y``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table and picture of the ranks: each statistic's distribution function in its 99 % band.
+"""Write the table and the figure of the ranks: distribution functions with 99 % bands.
 
 ::
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of true values among draws of ``fit`` and of ``refine``, over data of the models' own.
+"""Rank true values among draws of ``fit`` and of ``refine``, on data simulated from the models.
 
 ::
 
     python -m benchmarks.sbc.run --data-sets 200     # resumable: run it again to go on
     python -m benchmarks.sbc.report               # results/sbc.md and sbc.png
 
-Of each data set, the latents are drawn from the prior and the data given these. ``fit`` has nothing
-set; ``refine`` starts at draws of a mean field that was hardly trained. Statistics are the latents,
-one by one, and the log-likelihood. Each run adds one line to ``--out``, and none is repeated.
+For each data set, the latent variables are drawn from the prior, and the data given these. ``fit``
+has default settings; ``refine`` starts at draws of a barely trained mean field. The statistics are
+the latent variables, one by one, and the log-likelihood. Each run adds one line to ``--out``; runs
+that have a line are skipped.
 """
 
 from __future__ import annotations

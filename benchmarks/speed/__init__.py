@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps, posteriors and growing models cost."""
+"""Times of steps, fits and growing models."""

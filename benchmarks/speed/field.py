@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fit`` against what else a user would take: seconds, and how near the draws come, on six
-posteriors::
+"""``fit`` compared with methods of Pyro and NumPyro: seconds and accuracy on six posteriors::
 
     python -m benchmarks.speed.field --data-dir DIR --numpyro /path/to/venv/bin/python
     python -m benchmarks.speed.field --report
 
-Without ``--numpyro`` a throw-away environment is made for it. Each cell is a process of its own
-with a limit of CPU time, adds one line to ``--out``, and is not repeated when its line is there.
+Without ``--numpyro`` the script makes a temporary environment. Each cell is a separate process with
+a limit of CPU time and adds one line to ``--out``; cells that have a line are skipped.
 """
 
 from __future__ import annotations

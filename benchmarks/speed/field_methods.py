@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ours and Pyro's side of ``field.py``, in a process of its own::
+"""The methods of this library and of Pyro in ``field.py``, in a separate process::
 
     python -m benchmarks.speed.field_methods PROBLEM METHOD SEED FOLDER [DATA_DIR]
 
-leaves ``draws.npz`` and ``record.json`` in the folder.
+writes ``draws.npz`` and ``record.json`` in the folder.
 """
 
 from __future__ import annotations

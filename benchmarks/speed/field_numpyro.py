@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NumPyro's side of ``field.py``, which runs it in an environment of NumPyro's own::
+"""NumPyro's part of ``field.py``, run in an environment with NumPyro::
 
     python field_numpyro.py PROBLEM METHOD SEED FOLDER
 
-reads ``data.npz`` in the folder and leaves ``draws.npz`` and ``record.json``. ``reference`` is a
-method too: NUTS at length.
+reads ``data.npz`` in the folder and writes ``draws.npz`` and ``record.json``. The method
+``reference`` is a long NUTS run.
 """
 
 from __future__ import annotations

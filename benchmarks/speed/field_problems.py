@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The six posteriors of ``field.py``, as Pyro models with what their draws are compared with."""
+"""The six posteriors of ``field.py``: Pyro models and references."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the time of a step grows with latents, particles and rows of data::
+"""Scaling of the time of a step with latents, particles and rows of data::
 
     python -m benchmarks.speed.scaling
-    python -m benchmarks.speed.scaling --plot  # what is already measured
+    python -m benchmarks.speed.scaling --plot  # existing measurements
 
 Seconds of one CPU thread (``time.thread_time``), of a regression whose weights are the latents;
-steps are recorded (``compile="trace"``), as in ``fit``. Each point adds one line to ``--out``, and
-is not repeated when its line is there; a curve ends before a step that would take ``--longest``.
+steps are recorded (``compile="trace"``), as in ``fit``. Each point adds one line to ``--out``;
+points that have a line are skipped. A curve ends before a step that would take ``--longest``.
 """
 
 from __future__ import annotations

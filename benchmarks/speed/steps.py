@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step costs: by Pyro, recorded, and compiled by inductor.
+"""Time of a training step by Pyro, recorded, and compiled by inductor.
 
-Times are seconds of one CPU thread (``time.thread_time``), so that a busy machine does not count::
+Times are seconds of one CPU thread (``time.thread_time``), to exclude other jobs::
 
     python -m benchmarks.speed.steps
     python -m benchmarks.speed.steps --inductor  # fifteen seconds of compilation for each line
     python -m benchmarks.speed.steps --inductor --methods  # all ELBOs, 16 particles
-    python -m benchmarks.speed.steps --device cuda --large  # there they are seconds of wall time
+    python -m benchmarks.speed.steps --device cuda --large  # seconds of wall time
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods: ``fit`` with nothing set, and what Pyro offers, with its defaults."""
+"""The methods: ``fit`` with default settings, and methods of Pyro with their defaults."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far draws are from the reference, as for posteriordb, and in the worst single coordinate."""
+"""Distance of draws from the reference, as for posteriordb and for the worst coordinate."""
 
 from __future__ import annotations
 

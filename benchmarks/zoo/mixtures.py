@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtures of 2 to 4 components, a hidden Markov model and a change point.
 
-Some sum their discrete latents out by hand, others leave that to Pyro's enumeration. Labels may be
-permuted: draws are compared after sorting the components by their first location.
+Some marginalise their discrete latents by hand, others by Pyro's enumeration. Labels may be
+permuted; draws are compared after sorting the components by their first location.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bayesian networks of Pyro's modules. Their units may be permuted: compared are predictions."""
+"""Bayesian networks of Pyro's modules, compared by predictions, as units may be permuted."""
 
 from __future__ import annotations
 

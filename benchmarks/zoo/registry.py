@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of the zoo's models: a decorator adds one, :func:`load` finds it by its name."""
+"""The registry of the zoo's models: a decorator adds a model, :func:`load` finds it by name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regressions of every response that users have: numbers, counts, classes, ranks and times."""
+"""Regressions of numbers, counts, classes, ranks and times."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of the runs of ``benchmarks.zoo.run``.
+"""Write the tables of the runs of ``benchmarks.zoo.run``.
 
 ::
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs methods on the zoo's models, each in a process of its own, and measures what comes out.
+"""Run methods on the zoo's models, each in a separate process, and measure the results.
 
 ::
 
@@ -7,8 +7,8 @@
     python -m benchmarks.zoo.run --split look --time-limit 120 --out results/zoo_look.jsonl
     python -m benchmarks.zoo.report --out results/zoo.jsonl
 
-Each run adds one line to ``--out``; a run whose line is there already is not repeated, failed ones
-included: delete a line to repeat it.
+Each run adds one line to ``--out``; runs that have a line are skipped, failed ones included: delete
+a line to repeat it.
 """
 
 from __future__ import annotations

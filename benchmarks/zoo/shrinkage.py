@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regressions in which most coefficients are nought: horseshoes, and a spike and a slab."""
+"""Sparse regressions: horseshoes, and a spike and slab."""
 
 from __future__ import annotations
 

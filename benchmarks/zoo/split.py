@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models may be looked at while ``fit`` is tuned, and which are only scored.
+"""The models for the development of ``fit``, and those that are only scored.
 
-Written before the first result, kind by kind, half and half. Of a model in ``SCORE`` only the
-totals of a finished version are read; one that crashes may be mended, without tuning on it.
+Written before the first result, one half of each kind. For models in ``SCORE`` only the totals of a
+finished version are read; crashes may be fixed, without tuning on these models.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gibbs sampling of the horseshoes, whose geometry NUTS does not manage.
+"""Gibbs sampling of the horseshoes, on which NUTS does not converge.
 
 With :math:`\\beta = z \\lambda \\tau` the local scales have inverse-gamma conditionals given the
 coefficients, each with an auxiliary variable (Makalic and Schmidt 2016, *A Simple Sampler for the
-Horseshoe Estimator*). The common scale and that of the noise walk with the coefficients integrated
-out, which are then drawn at once (Johndrow, Orenstein and Bhattacharya 2020, *Scalable Approximate
-MCMC Algorithms for the Horseshoe Prior*); one eigendecomposition serves all of this. As a small
-coefficient and its local scale hold one another, the latter also walks with :math:`z` held.
+Horseshoe Estimator*). The common scale and the noise scale are sampled with the coefficients
+marginalised, which are then drawn jointly (Johndrow, Orenstein and Bhattacharya 2020, *Scalable
+Approximate MCMC Algorithms for the Horseshoe Prior*); one eigendecomposition serves all of this.
+Because a small coefficient and its local scale are strongly dependent, the scale is also sampled
+given :math:`z`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the reference draws: runs the twins, checks them against the Pyro models, thins and writes.
+"""Make the reference draws: run the twins, check them against the Pyro models, thin and write.
 
 ::
 
     python3 -m venv /tmp/numpyro && /tmp/numpyro/bin/pip install numpyro 'jax<0.8' 'jaxlib<0.8'
     python -m benchmarks.zoo.references.make --python /tmp/numpyro/bin/python
 
-A model whose line in ``checks.jsonl`` is there already is not made again.
+Models that have a line in ``checks.jsonl`` are skipped.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NumPyro's NUTS on one twin; run by ``make`` in NumPyro's own environment."""
+"""NumPyro's NUTS on one twin; run by ``make`` in an environment with NumPyro."""
 
 from __future__ import annotations
 

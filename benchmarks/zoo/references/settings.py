@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the reference runs of some models need beside the defaults of ``sample``."""
+"""Settings of the reference runs of some models, in addition to the defaults of ``sample``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of the mixtures, with the discrete latents summed out."""
+"""Twins of the mixtures, with the discrete latents marginalised."""
 
 import jax
 import jax.numpy as jnp
