@@ -16,7 +16,9 @@ from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.sites import is_data, is_flat
 
-__all__ = ["ArvizExport", "as_datatree", "as_inferencedata", "model_groups"]
+__all__ = ["NUM_CHAINS", "ArvizExport", "as_datatree", "as_inferencedata", "joined", "model_groups"]
+
+NUM_CHAINS = 4  # as samplers export; ArviZ's plots draw each chain
 
 Draws = Mapping[str, Tensor]
 Groups = dict[str, Draws]
@@ -36,14 +38,19 @@ class ArvizExport:
         log_likelihood: bool = False,
         posterior_predictive: bool = False,
         prior: int | None = None,
+        num_chains: int | None = NUM_CHAINS,
         coords: Mapping[str, Any] | None = None,
         dims: Mapping[str, Any] | None = None,
         model_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The draws as an xarray ``DataTree`` in ArviZ's layout, chains apart.
+        """The draws as an xarray ``DataTree`` in ArviZ's layout.
 
         Of ArviZ 1.x all functions take it; those of 0.x take :meth:`to_inferencedata`.
+
+        More than ``num_chains`` chains are joined, one after the other, into that many long ones.
+        ArviZ's effective sample size is then right; of hundreds of short chains apart it is not,
+        and its R-hat measures their length, not their convergence (``drift`` and ``settled`` do).
 
         :param model: with its ``args`` and ``kwargs``, for any of the groups that follow; with one
             of them ``observed_data`` comes as well.
@@ -52,6 +59,8 @@ class ArvizExport:
         :param posterior_predictive: a replica of the data for each draw, by Pyro's ``Predictive``,
             one draw at a time; discrete latents are drawn anew.
         :param prior: so many draws of the prior, with the data that they predict.
+        :param num_chains: at most so many chains, with all draws but fewer than ``num_chains``;
+            None for all chains apart.
         :param coords: of dimensions, as ArviZ's ``from_dict`` takes them.
         :param dims: names of the dimensions of sites, as there.
         :param model_kwargs: more keyword arguments of the model, whatever their names.
@@ -61,7 +70,7 @@ class ArvizExport:
         :raises SubsampledError: for these groups of a model that subsamples its data.
         """
         source = (model, args, {**kwargs, **(model_kwargs or {})})
-        posterior = self.get_samples(group_by_chain=True)
+        posterior = joined(self.get_samples(group_by_chain=True), num_chains)
         groups = model_groups(posterior, source, log_likelihood, posterior_predictive, prior)
         return as_datatree(groups, coords, dims)
 
@@ -72,6 +81,37 @@ class ArvizExport:
         :raises ImportError: without ArviZ 0.x.
         """
         return as_inferencedata(self.to_datatree(*args, **kwargs))
+
+
+def joined(draws: Draws, num_chains: int | None) -> Draws:
+    """Join chains, one after the other, into fewer long ones.
+
+    Each long chain takes every ``num_chains``-th chain, as neighbours may have come from one mode.
+
+    **Example:**
+
+    >>> joined({"x": torch.arange(6.0).view(3, 2)}, 2)["x"]
+    tensor([[0., 1., 4.],
+            [5., 2., 3.]])
+
+    :param draws: by site, ``(num_chains, num_draws, *site_shape)``.
+    :param num_chains: at most so many; None for all.
+    :raises ValueError: for a number of chains that is not positive.
+    """
+    if num_chains is None:
+        return draws
+    if num_chains < 1:
+        raise ValueError(f"num_chains must be at least 1, or None for all, but got {num_chains}")
+    count = len(next(iter(draws.values())))
+    if count <= num_chains:
+        return draws
+    order = torch.cat([torch.arange(first, count, num_chains) for first in range(num_chains)])
+
+    def join(value: Tensor) -> Tensor:
+        flat = value[order.to(value.device)].flatten(0, 1)
+        return flat[: len(flat) // num_chains * num_chains].unflatten(0, (num_chains, -1))
+
+    return {name: join(value) for name, value in draws.items()}
 
 
 @torch.no_grad()

@@ -18,7 +18,13 @@ from torch import Tensor
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
-from pyro_implicit.export.arviz import as_datatree, as_inferencedata, model_groups
+from pyro_implicit.export.arviz import (
+    NUM_CHAINS,
+    as_datatree,
+    as_inferencedata,
+    joined,
+    model_groups,
+)
 from pyro_implicit.fitting.arguments import refuse_unfit_guide
 from pyro_implicit.fitting.candidates import corrected_draws
 from pyro_implicit.fitting.parameters import Learnt, put_back
@@ -164,6 +170,7 @@ class Fit(Printed):
         log_likelihood: bool = False,
         posterior_predictive: bool = False,
         prior: int | None = None,
+        num_chains: int | None = NUM_CHAINS,
         coords: Mapping[str, Any] | None = None,
         dims: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -171,13 +178,13 @@ class Fit(Printed):
 
         Of ArviZ 1.x all functions take it; those of 0.x take :meth:`to_inferencedata`.
 
-        :param num_samples: so many of :meth:`sample`, as one chain; by default all refined draws,
-            their chains apart, or 2,000 draws where nothing was refined.
+        :param num_samples: so many of :meth:`sample`, as one chain; by default all refined draws in
+            ``num_chains`` long chains, or 2,000 draws where nothing was refined.
         :param log_likelihood: as for :meth:`Refined.to_datatree
             <pyro_implicit.mcmc.Refined.to_datatree>`, as are the others, and what is raised.
         """
         if num_samples is None and self.refined is not None:
-            posterior = self.refined.get_samples(group_by_chain=True)
+            posterior = joined(self.refined.get_samples(group_by_chain=True), num_chains)
         else:
             draws = self.sample(num_samples or NUM_EXPORTED, *self.source[1], **self.source[2])
             posterior = {name: value.unsqueeze(0) for name, value in draws.items()}

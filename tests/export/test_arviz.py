@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pyro_implicit.density import SubsampledError
+from pyro_implicit.export.arviz import joined
 from pyro_implicit.fitting import Fit
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import Refined
@@ -115,15 +116,57 @@ def refined():
 
 def test_refined_draws_keep_their_chains(refined):
     shape = (32, 5)
-    found = refined.to_datatree(normal, Y, log_likelihood=True)
+    found = refined.to_datatree(normal, Y, log_likelihood=True, num_chains=None)
     assert found["posterior"]["mean"].shape == shape
     assert found["log_likelihood"]["y"].shape == (*shape, 6)
     mean = torch.as_tensor(found["posterior"]["mean"].values).unsqueeze(-1)
     expected = dist.Normal(mean, SD).log_prob(Y)
     assert torch.allclose(torch.as_tensor(found["log_likelihood"]["y"].values), expected)
     whole = Fit(guide=None, refined=refined, source=(normal, (Y,), {}))
-    assert whole.to_datatree()["posterior"]["mean"].shape == shape
+    assert whole.to_datatree(num_chains=None)["posterior"]["mean"].shape == shape
+    assert whole.to_datatree()["posterior"]["mean"].shape == (4, 40)
     assert whole.to_datatree(9)["posterior"]["mean"].shape == (1, 9)
+
+
+def autoregression(num_chains, length, memory=0.95):
+    x = [torch.randn(num_chains, dtype=torch.float64)]
+    for _ in range(length - 1):
+        x.append(memory * x[-1] + (1 - memory**2) ** 0.5 * torch.randn_like(x[-1]))
+    return torch.stack(x, 1)
+
+
+@pytest.mark.skipif(not IS_OLD, reason="ess and rhat of 1.x take no arrays by default")
+def test_joined_chains_have_the_right_effective_sample_size():
+    """256 chains of 8 draws with autocorrelation 0.95^k: known, and far off with chains apart."""
+    memory, length = 0.95, 8
+    k = torch.arange(1, length)
+    expected = 256 * length / (1 + 2 * ((1 - k / length) * memory**k).sum().item())
+    found = []
+    for _ in range(8):
+        draws = {"x": autoregression(256, length, memory)}
+        few = joined(draws, 4)["x"]
+        assert arviz.rhat(few.numpy()) < 1.05 < arviz.rhat(draws["x"].numpy())
+        found.append(arviz.ess(few.numpy()))
+        assert arviz.ess(draws["x"].numpy()) > 5 * expected
+    assert sum(found) / len(found) == pytest.approx(expected, rel=0.15)
+
+
+def test_joined_chains_keep_their_draws(refined):
+    draws = {"x": torch.arange(15.0).view(5, 3), "y": torch.arange(30.0).view(5, 3, 2)}
+    few = joined(draws, 2)
+    assert few["x"].tolist() == [[0, 1, 2, 6, 7, 8, 12], [13, 14, 3, 4, 5, 9, 10]]
+    assert torch.equal(few["y"][..., 0], 2 * few["x"])
+    for number in (None, 5, 9):
+        assert torch.equal(joined(draws, number)["x"], draws["x"])
+    with pytest.raises(ValueError, match="num_chains must be at least 1, or None for all"):
+        refined.to_datatree(num_chains=0)
+    found = refined.to_datatree(normal, Y, log_likelihood=True)
+    mean = torch.as_tensor(found["posterior"]["mean"].values)
+    assert mean.shape == (4, 40) and set(mean.flatten().tolist()) == set(
+        refined.samples["mean"].flatten().tolist()
+    )
+    expected = dist.Normal(mean.unsqueeze(-1), SD).log_prob(Y)
+    assert torch.allclose(torch.as_tensor(found["log_likelihood"]["y"].values), expected)
 
 
 @pytest.mark.parametrize("option", ["log_likelihood", "posterior_predictive", "prior"])
