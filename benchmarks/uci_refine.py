@@ -43,7 +43,6 @@ from benchmarks.uci import NUM_DRAWS, PAPERS, PRECISION_PRIOR, mean_and_error
 from benchmarks.uci_data import SETS, Data, load
 from benchmarks.uci_methods import METHODS, SETTINGS, make_model, scores
 from pyro_implicit.density import Target
-from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.mcmc import refine
 
 # Chains, and gradients of each. What a gradient costs grows with the rows, what it can move does
@@ -92,12 +91,12 @@ def modes(
     batched: Callable, data: Data, starts: dict[str, Tensor], steps: int
 ) -> dict[str, Tensor]:
     """From each start its own mode, all side by side, by Adam on minibatches."""
-    density = MinibatchDensity(batched, data.x_train, data.y_train, batch=())
+    density = Target.of_minibatches(batched, data.x_train, data.y_train, batch=())
     latent = density.unconstrain(starts).requires_grad_()
     optimizer = torch.optim.Adam([latent], lr=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
-        density.use(())
+        density = density.on(())
         latent.grad = -density.score(latent.detach())[1] / len(data.x_train)
         optimizer.step()
         schedule.step()

@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import pyro
 import torch
@@ -28,6 +28,16 @@ __all__ = ["BatchedRuns"]
 
 Values = dict[str, Tensor]
 T = TypeVar("T")
+#: Rows of a batch with their result, None if the model raised an error.
+Part = tuple[Tensor, Any]
+
+
+class _Task(NamedTuple):
+    """What to run, at which values, and what to read of each run."""
+
+    model: Model
+    values: Values
+    read: Callable[[Trace], Any]
 
 
 class BatchedRuns:
@@ -76,56 +86,42 @@ class BatchedRuns:
         :raises UnfitModelError: if runs have different sites in dicts by site, or for a random
             model that is refused.
         """
-        if is_tracing():
-            return self._recorded(model, values, read)
+        task = _Task(model, values, read)
+        if is_tracing():  # all runs at once; an error means that the model cannot be recorded
+            if self.mode is False or not self.checked:
+                raise Untraceable("the model runs one particle at a time, outside torch.func.vmap")
+            return self._vmap(task)[0]
         rows = torch.arange(len(next(iter(values.values()))))
         if self.mode == "vmap":
             try:
                 if self.checked:
-                    return self._join(self._batches(model, values, read, rows), otherwise)
-                return self._compared(model, values, read, rows, otherwise)
+                    return self._join(self._batches(task, rows), otherwise)
+                return self._compared(task, rows, otherwise)
             except VmapError as error:
-                self._give_up_vmap(error, model, values)
-        return self._join([self._one(model, values, read, row) for row in rows], otherwise)
+                self._give_up_vmap(error, task)
+        return self._join([self._one(task, row) for row in rows], otherwise)
 
-    def _recorded(self, model: Model, values: Values, read: Callable[[Trace], T]) -> T:
-        """All runs at once; an error means that the model cannot be recorded.
-
-        :raises Untraceable: unless ``vmap`` is known to run the model.
-        """
-        if self.mode is False or not self.checked:
-            raise Untraceable("the model runs one particle at a time, outside torch.func.vmap")
-        return self._vmap(model, values, read)[0]
-
-    def _compared(
-        self,
-        model: Model,
-        values: Values,
-        read: Callable[[Trace], T],
-        rows: Tensor,
-        otherwise: T | None,
-    ) -> T:
+    def _compared(self, task: _Task, rows: Tensor, otherwise: Any) -> Any:
         """As :meth:`_batches`, compared with a plain run at the first possible values.
 
         :raises VmapError: if ``vmap`` cannot run the model, or the two disagree.
         :raises UnfitModelError: for a random model that is refused.
         """
         for row in rows:
-            _, expected = self._one(model, values, read, row, _refuse_unknown_latents)
+            _, expected = self._one(task, row, knows_latents=False)
             if expected is not None:
                 break
         else:
-            nothing: list[tuple[Tensor, T | None]] = [(rows, None)]
-            return self._join(nothing, otherwise)
-        result = self._join(self._batches(model, values, read, rows), otherwise)
+            return self._join([(rows, None)], otherwise)
+        result = self._join(self._batches(task, rows), otherwise)
         found = pytree.tree_map(lambda leaf: leaf[row : row + 1], result)
         one, other = _total(found), _total(expected)
         if math.isfinite(other) and not _is_close(one, other):
-            _, again = self._one(model, values, read, row)
+            _, again = self._one(task, row)
             if again is not None and not _is_close(_total(again), other):
                 self._meet_random(other, _total(again))
             rounded = (
-                self._one(model, _perturbed(values, k), read, row)[1]
+                self._one(task._replace(values=_perturbed(task.values, k)), row)[1]
                 for k in range(RUNS.num_rounded)
             )
             errors = [abs(_total(run) - other) for run in rounded if run is not None]
@@ -151,22 +147,21 @@ class BatchedRuns:
             raise UnfitModelError(f"{fault}. Cure: {cure}")
         raise VmapError(fault, cure)
 
-    def _batches(
-        self, model: Model, values: Values, read: Callable[[Trace], T], rows: Tensor
-    ) -> list[tuple[Tensor, T | None]]:
+    def _batches(self, task: _Task, rows: Tensor) -> list[Part]:
         """Run groups of runs that take the same branches; None for runs that raise an error.
 
         :raises VmapError: if ``vmap`` cannot run the model, or in too many groups.
         """
         todo: list[Tensor] = [rows]
-        done: list[tuple[Tensor, T | None]] = []
+        done: list[Part] = []
         replaced = False
         while todo:
-            group, some = todo.pop(), values
+            group, some = todo.pop(), task
             if len(group) < len(rows):
-                some = {name: value[group.to(value.device)] for name, value in values.items()}
+                picked = {name: v[group.to(v.device)] for name, v in task.values.items()}
+                some = task._replace(values=picked)
             try:
-                part, needed = self._vmap(model, some, read)
+                part, needed = self._vmap(some)
                 done.append((group, part))
                 replaced |= needed
             except BranchError as branch:
@@ -174,7 +169,7 @@ class BatchedRuns:
                     raise VmapError("its runs take too many different branches") from branch
                 if len(todo) + len(done) == 0:
                     # All groups see the same data: their indices are drawn in a plain run.
-                    self._one(model, values, read, group[0])
+                    self._one(task, group[0])
                 is_true = branch.is_true.cpu()
                 todo += [group[is_true], group[~is_true]]
             except (VmapError, UnfitModelError):
@@ -187,7 +182,7 @@ class BatchedRuns:
                     self._fresh_are_batched = True
                     todo.append(group)
                 else:
-                    parts = [self._one(model, values, read, row) for row in group]
+                    parts = [self._one(task, row) for row in group]
                     if all(part is not None for _, part in parts):
                         raise VmapError(first_line(error), _cure(error)) from error
                     done += parts  # the error was the model's own, at some of these values
@@ -196,18 +191,18 @@ class BatchedRuns:
         self._replaces = self._must_replace
         return done
 
-    def _vmap(self, model: Model, values: Values, read: Callable[[Trace], T]) -> tuple[T, bool]:
+    def _vmap(self, task: _Task) -> tuple[Any, bool]:
         """Return the result of all runs, and whether functions of torch had to be replaced."""
         modes: list[RunMode] = []
 
-        def read_one(tag: Tensor, values: Values) -> T:
+        def read_one(tag: Tensor, values: Values) -> Any:
             if self._replaces:
                 modes.append(RunMode(tag, self._fresh_are_batched))
             # The plain run made Pyro's checks; in here they would branch on batched values.
             with modes[0] if modes else contextlib.nullcontext(), pyro.validation_enabled(False):
-                return read(prune_subsample_sites(model.run(values)))
+                return task.read(prune_subsample_sites(task.model.run(values)))
 
-        first = next(iter(values.values()))
+        first = next(iter(task.values.values()))
         tag = torch.ones(len(first), dtype=torch.bool, device=first.device)
         # Torch's attention for inference is used inside vmap, too, and cannot be differentiated.
         mha, was_enabled = torch.backends.mha, torch.backends.mha.get_fastpath_enabled()
@@ -215,28 +210,21 @@ class BatchedRuns:
             warnings.filterwarnings("ignore", "There is a performance drop")  # missing vmap rules
             mha.set_fastpath_enabled(False)
             try:
-                result = torch.func.vmap(read_one, randomness="same")(tag, values)
+                result = torch.func.vmap(read_one, randomness="same")(tag, task.values)
             finally:
                 mha.set_fastpath_enabled(was_enabled)
         return result, bool(modes) and modes[0].was_needed
 
-    def _one(
-        self,
-        model: Model,
-        values: Values,
-        read: Callable[[Trace], T],
-        row: Tensor,
-        check: Callable[[Model, Trace], None] | None = None,
-    ) -> tuple[Tensor, T | None]:
+    def _one(self, task: _Task, row: Tensor, knows_latents: bool = True) -> Part:
         """Return the result of a plain run, as a batch of one; None if it raises an error."""
         try:
             with RunMode() if self._replaces else contextlib.nullcontext():
-                trace = model.run({name: value[row] for name, value in values.items()})
-                model.share_minibatch(trace)
+                trace = task.model.run({name: v[row] for name, v in task.values.items()})
+                task.model.share_minibatch(trace)
                 trace = prune_subsample_sites(trace)
-                found = read(trace)
-                if check is not None:
-                    check(model, trace)
+                found = task.read(trace)
+                if not knows_latents:
+                    _refuse_unknown_latents(task.model, trace)
         except (VmapError, UnfitModelError):
             raise
         except IMPOSSIBLE as error:
@@ -244,7 +232,7 @@ class BatchedRuns:
             return row.reshape(1), None
         return row.reshape(1), pytree.tree_map(lambda leaf: leaf.unsqueeze(0), found)
 
-    def _join(self, parts: list[tuple[Tensor, T | None]], otherwise: T | None) -> T:
+    def _join(self, parts: list[Part], otherwise: Any) -> Any:
         """Return the results of all runs in their order.
 
         :raises UnfitModelError: naming a site that only some runs have.
@@ -261,7 +249,7 @@ class BatchedRuns:
                 raise self.error
             otherwise = pytree.tree_map(lambda leaf: torch.full_like(leaf[0], math.nan), good[0])
 
-        def fill(rows: Tensor) -> T:
+        def fill(rows: Tensor) -> Any:
             return pytree.tree_map(lambda leaf: leaf.expand((len(rows),) + leaf.shape), otherwise)
 
         whole = [fill(rows) if part is None else part for rows, part in parts]
@@ -270,7 +258,8 @@ class BatchedRuns:
             lambda *leaves: torch.cat(leaves)[order.to(leaves[0].device)], *whole
         )
 
-    def _give_up_vmap(self, error: VmapError, model: Model, values: Values) -> None:
+    def _give_up_vmap(self, error: VmapError, task: _Task) -> None:
+        model, values = task.model, task.values
         cause = str(error).splitlines()[0]  # Pyro adds the shapes of all sites
         if model.last_site not in (None, "_INPUT", "_RETURN"):
             cause += f", behind site '{model.last_site}'"

@@ -31,20 +31,7 @@ from torch.distributions import (
 from pyro_implicit.density.run_mode import active_mode, log_prob_in_each_run
 from pyro_implicit.runtime.sites import Site, innermost, is_discrete_latent
 
-__all__ = [
-    "IMPOSSIBLE",
-    "DiscreteSum",
-    "Model",
-    "SubsampledError",
-    "UnfitModelError",
-    "compute_log_prob",
-    "leave_out_masked",
-    "refuse_infinite",
-    "refuse_subsampling",
-    "replace_masked",
-    "varying_site",
-    "without_validation",
-]
+__all__ = ["DiscreteSum", "Model", "SubsampledError", "UnfitModelError", "compute_log_prob"]
 
 Values = dict[str, Tensor]
 

@@ -7,21 +7,10 @@ Each field gives unit, role and source. "Measured" means: on one core of a CPU, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = [
-    "COST",
-    "GRADIENTS",
-    "MAX_DENSE_DIM",
-    "ROUNDING",
-    "RUNS",
-    "SEARCH",
-    "CostPolicy",
-    "GradientPolicy",
-    "RoundingPolicy",
-    "RunPolicy",
-    "SearchPolicy",
-]
+__all__ = ["COST", "GRADIENTS", "MAX_DENSE_DIM", "ROUNDING", "RUNS", "SEARCH", "SearchPolicy"]
 
 #: Latent variables up to which dense matrices over all of them (covariances, Hessians) are used.
 MAX_DENSE_DIM = 100
@@ -78,33 +67,18 @@ class CostPolicy:
     saved_per_operation: float = 6e-6
 
     #: Elements of a sum that take as long as one element of this function.
-    functions: dict[str, int] = field(
-        default_factory=lambda: {
-            "lgamma": 15,
-            "digamma": 15,
-            "polygamma": 30,
-            "special_log_ndtr": 15,
-        }
-    )
+    functions: Mapping[str, int] = field(default_factory=lambda: {
+        "lgamma": 15, "digamma": 15, "polygamma": 30, "special_log_ndtr": 15,
+    })  # fmt: skip
 
     #: The same for small matrices; it grows by ``1 + rows / large_matrix``.
-    factorisations: dict[str, int] = field(
-        default_factory=lambda: {
-            "linalg_cholesky_ex": 4,
-            "linalg_solve_triangular": 4,
-            "triangular_solve": 4,
-            "cholesky_inverse": 8,
-            "cholesky_solve": 8,
-            "linalg_lu_factor_ex": 5,
-            "_linalg_slogdet": 5,
-            "_linalg_det": 5,
-            "_linalg_solve_ex": 15,
-            "linalg_inv_ex": 15,
-            "linalg_qr": 15,
-            "_linalg_eigh": 50,
-            "_linalg_svd": 100,
-        }
-    )
+    factorisations: Mapping[str, int] = field(default_factory=lambda: {
+        **dict.fromkeys(("cholesky_inverse", "cholesky_solve"), 8),
+        **dict.fromkeys(("linalg_cholesky_ex", "linalg_solve_triangular", "triangular_solve"), 4),
+        **dict.fromkeys(("linalg_lu_factor_ex", "_linalg_slogdet", "_linalg_det"), 5),
+        **dict.fromkeys(("_linalg_solve_ex", "linalg_inv_ex", "linalg_qr"), 15),
+        **{"_linalg_eigh": 50, "_linalg_svd": 100},
+    })  # fmt: skip
 
     #: Rows above which the cubic term of a factorisation dominates.
     large_matrix: int = 100

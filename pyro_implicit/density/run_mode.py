@@ -19,16 +19,7 @@ from pyro_implicit.compiled import is_tracing
 from pyro_implicit.ops.hidden_markov import log_forward
 from pyro_implicit.ops.log_ndtr import log_ndtr
 
-__all__ = [
-    "BranchError",
-    "RunMode",
-    "VmapError",
-    "active_mode",
-    "all_runs",
-    "in_each_run",
-    "log_prob_in_each_run",
-    "writes_to_unbatched",
-]
+__all__ = ["BranchError", "RunMode", "VmapError", "all_runs", "in_each_run"]
 
 #: The innermost mode of this context.
 active_mode: ContextVar[RunMode | None] = ContextVar("active_mode", default=None)

@@ -11,7 +11,7 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoDelta, init_to_mean
 from pyro.infer.reparam import LocScaleReparam
 
-from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.fitting import HeldOut
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.runtime.sites import is_data
@@ -55,7 +55,7 @@ def test_a_scaled_site_that_is_no_data_scales_none():
             pyro.deterministic("thrice", x.expand(3))
         pyro.sample("y", dist.Normal(x, 1.0).expand(y.shape).to_event(1), obs=y)
 
-    density = MinibatchDensity(model, batch=(torch.zeros(2),))
+    density = Target.of_minibatches(model, batch=(torch.zeros(2),))
     assert not density.scaled and density.subsampled is None
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from pyro_implicit.density import SubsampledError, Target
-from pyro_implicit.density.minibatch_density import MinibatchDensity
 
 Y = torch.tensor([[0.1, 0.9], [2.0, -1.0], [3.0, 0.5]], dtype=torch.float64)
 
@@ -23,10 +22,10 @@ def model(y):
 
 def test_mean_over_minibatches_is_the_whole():
     latent = torch.randn(5, 2, dtype=torch.float64)
-    density = MinibatchDensity(model, batch=(Y[0],))
+    density = Target.of_minibatches(model, batch=(Y[0],))
     total, gradient = 0.0, 0.0
     for part in Y:
-        density.use((part,))
+        density = density.on((part,))
         log_density, score = density.score(latent)
         total, gradient = total + log_density / 3, gradient + score / 3
     expected = Target(model, Y.flatten()).score(latent)
@@ -35,10 +34,10 @@ def test_mean_over_minibatches_is_the_whole():
 
 
 def test_the_last_minibatch_may_be_smaller():
-    density = MinibatchDensity(model, batch=(Y[0],))
+    density = Target.of_minibatches(model, batch=(Y[0],))
     latent = torch.randn(2, 2, dtype=torch.float64)
     density.score(latent)
-    density.use((Y[0, :1],))
+    density = density.on((Y[0, :1],))
     expected = Target(model, Y[0, :1].expand(6)).log_prob(latent)
     assert torch.allclose(density.log_prob(latent), expected)
 
@@ -50,10 +49,10 @@ def drawing(y):
 
 
 def test_rows_that_the_model_draws_are_kept_until_the_next_minibatch():
-    density = MinibatchDensity(drawing, torch.arange(50.0), batch=())
+    density = Target.of_minibatches(drawing, torch.arange(50.0), batch=())
     latent, found = torch.zeros(3, 1), []
     for seed in (None, None, 1, 1):
-        density.use((), seed)
+        density = density.on((), seed)
         before = torch.get_rng_state()
         first, again = density.log_prob(latent), density.log_prob(latent)
         assert before.equal(torch.get_rng_state())
@@ -69,7 +68,7 @@ def test_rows_may_be_drawn_by_the_model_without_a_plate():
         with pyro.poutine.scale(scale=len(y) / 2):
             pyro.sample("y", dist.Normal(loc, 1.0).expand([2]).to_event(1), obs=y[rows])
 
-    density = MinibatchDensity(by_hand, torch.arange(50.0), batch=())
+    density = Target.of_minibatches(by_hand, torch.arange(50.0), batch=())
     with pytest.warns(UserWarning, match="one particle at a time.*random beyond its latents.*Cure"):
         assert density.log_prob(torch.zeros(3, 1)).isfinite().all()
 
@@ -82,10 +81,10 @@ def test_discrete_latents_are_summed_out_of_every_minibatch():
             pyro.sample("y", dist.Normal(sign * loc, 1.0), obs=y)
 
     latent = torch.randn(5, 1, dtype=torch.float64)
-    density = MinibatchDensity(mixture, batch=(Y[0],), allow_local=True)
+    density = Target.of_minibatches(mixture, batch=(Y[0],), allow_local=True)
     for part in Y[1:]:
-        density.use((part,))
-        expected = MinibatchDensity(mixture, batch=(part,), allow_local=True)
+        density = density.on((part,))
+        expected = Target.of_minibatches(mixture, batch=(part,), allow_local=True)
         assert torch.allclose(density.log_prob(latent), expected.log_prob(latent))
 
 
@@ -96,7 +95,7 @@ def test_refuses_latents_of_rows():
             pyro.sample("y", dist.Normal(z, 1.0), obs=y)
 
     with pytest.raises(SubsampledError, match="latent 'z' lies in plate 'rows'.*2 of 6.*Cure"):
-        MinibatchDensity(local, batch=(Y[0],))
+        Target.of_minibatches(local, batch=(Y[0],))
 
 
 def test_knows_whether_the_model_scales():
@@ -114,9 +113,9 @@ def test_knows_whether_the_model_scales():
             plain(y)
 
     y = Y[0].float()
-    assert not MinibatchDensity(plain, batch=(y,)).scaled
-    assert MinibatchDensity(by_hand, batch=(y,)).scaled
-    assert MinibatchDensity(handled, batch=(y,)).scaled
+    assert not Target.of_minibatches(plain, batch=(y,)).scaled
+    assert Target.of_minibatches(by_hand, batch=(y,)).scaled
+    assert Target.of_minibatches(handled, batch=(y,)).scaled
 
 
 def test_on_leaves_the_first_target_as_it_was():

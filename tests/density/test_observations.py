@@ -17,7 +17,6 @@ from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import diagnose, refine
 from pyro_implicit.density import Target
-from pyro_implicit.density.minibatch_density import MinibatchDensity
 
 ROW, COLUMN = torch.linspace(-1, 1, 4), torch.linspace(-1, 1, 4)[:, None]
 
@@ -138,10 +137,10 @@ def test_minibatches():
         with pyro.plate("rows", 100, subsample_size=len(y)):
             pyro.sample("y", dist.Normal(x, 1.0), obs=y)
 
-    assert MinibatchDensity(model, batch=(ROW,)).scaled
-    assert math.isfinite(MinibatchDensity(model, batch=(ROW[:1],)).init_loc)
+    assert Target.of_minibatches(model, batch=(ROW,)).scaled
+    assert math.isfinite(Target.of_minibatches(model, batch=(ROW[:1],)).init_loc)
     with pytest.raises(ValueError, match=r"shape \(4, 1\).*where plate 'rows' has 4"):
-        MinibatchDensity(model, batch=(COLUMN,))
+        Target.of_minibatches(model, batch=(COLUMN,))
 
 
 def observing(fn, y):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_implicit import fit
-from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.nn import classifier, regressor, start_values, to_bayesian_
 
@@ -109,13 +109,13 @@ def test_minibatches_add_up(kind):
         else regressor(net(), 6, noise=dist.Gamma(2.0, 1.0))
     )
     y = LABELS if kind == "labels" else NUMBERS
-    whole = MinibatchDensity(model, batch=(X, y))
+    whole = Target.of_minibatches(model, batch=(X, y))
     assert whole.subsampled is None
     latent = whole.sample_prior(4)
     expected = whole.log_prob(latent)
     found = []
     for rows in ([0, 1], [2, 3], [4, 5]):
-        part = MinibatchDensity(model, batch=(X[rows], y[rows]))
+        part = Target.of_minibatches(model, batch=(X[rows], y[rows]))
         assert part.subsampled == ("data", 2, 6)
         found.append(part.log_prob(latent))
     torch.testing.assert_close(torch.stack(found).mean(0), expected)

@@ -24,14 +24,7 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.sites import Site, innermost
 from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
-__all__ = [
-    "InexactArithmetic",
-    "blame",
-    "finite_log_prob",
-    "is_rounding",
-    "rounding_error",
-    "warn_of_lost_gradients",
-]
+__all__ = ["InexactArithmetic", "blame", "is_rounding", "warn_of_lost_gradients"]
 
 
 # Log-densities that are not finite

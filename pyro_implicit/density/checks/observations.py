@@ -21,16 +21,7 @@ from pyro_implicit.density.model import without_validation
 from pyro_implicit.runtime.sites import Site, innermost, is_data, is_latent
 from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
-__all__ = [
-    "describe_arrays",
-    "describe_nan",
-    "explain",
-    "refuse_missing_data",
-    "refuse_unfit_data",
-    "site_log_prob",
-    "support_bounds",
-    "warn_of_missing_data",
-]
+__all__ = ["describe_arrays", "explain", "refuse_missing_data", "refuse_unfit_data"]
 
 Shape = tuple[int, ...]
 
