@@ -12,8 +12,8 @@ from pyro.infer.autoguide import AutoGuide, AutoNormal, init_to_value
 from pyro.poutine.util import site_is_subsample
 
 from pyro_implicit.density.initialisation import FlatPriorStart, without_sequential_plates
-from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.density.policy import MAX_DENSE_DIM
+from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.arguments import Amortize, refuse_unfit_guide
 from pyro_implicit.fitting.checkpoint import num_processes
 from pyro_implicit.fitting.refinement import between
@@ -54,7 +54,7 @@ def fit_batches(
     """
     assert stages.batches is not None
     first = stages.batches.probed[0]
-    density = MinibatchDensity(
+    density = Target.of_minibatches(
         stages.model,
         *stages.args,
         batch=first,

@@ -20,10 +20,14 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
-from pyro_implicit.density.batched_runs import IMPOSSIBLE
 from pyro_implicit.density.checks.observations import refuse_missing_data
-from pyro_implicit.density.minibatch_density import MinibatchDensity
-from pyro_implicit.density.model import SubsampledError, compute_log_prob, refuse_subsampling
+from pyro_implicit.density.model import (
+    IMPOSSIBLE,
+    SubsampledError,
+    compute_log_prob,
+    refuse_subsampling,
+)
+from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.checkpoint import (
     is_first,
     load_checkpoint,
@@ -463,7 +467,7 @@ class HeldOut:
                 f"a minibatch of validation has {len(first)} parts, but one of batches {width}. "
                 "Cure: a DataLoader as for batches, or [(x, y)] for a single minibatch"
             )
-        self._density = MinibatchDensity(model, *args, batch=first, model_kwargs=kwargs)
+        self._target = Target.of_minibatches(model, *args, batch=first, model_kwargs=kwargs)
         self.scores: list[float] = []
         self._best: dict[str, Tensor] = {}
 
@@ -474,11 +478,11 @@ class HeldOut:
             return self._score(guide)
 
     def _score(self, guide: Callable[..., Any]) -> float:
-        density, total, count = self._density, 0.0, 0
-        draws = draw(guide, NUM_DRAWS, *density.args, **density.kwargs)
+        target, total, count = self._target, 0.0, 0
+        draws = draw(guide, NUM_DRAWS, *target.args, **target.kwargs)
         for _ in range(self._stream.epoch_length):
-            density.use(self._stream.next())
-            for log_prob, counted in density.read_at(draws, _log_likelihood).values():
+            target = target.on(self._stream.next())
+            for log_prob, counted in target.read_at(draws, _log_likelihood).values():
                 rows = log_prob.double().logsumexp(0) - math.log(NUM_DRAWS)
                 total, count = total - rows.sum().item(), count + int((counted != 0).any(0).sum())
         if not count:
