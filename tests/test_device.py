@@ -30,7 +30,7 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.guides import auto_implicit
 from pyro_implicit.mcmc import AutoConditional
-from pyro_implicit.mcmc.conditional_space import ConditionalDensity
+from pyro_implicit.mcmc.spaces.conditional import ConditionalNoise
 from tests import test_contract as contract
 from tests.devices import ELSEWHERE, Elsewhere
 from tests.test_contract import ELBOS, GUIDES, Model
@@ -252,7 +252,7 @@ def test_noise_that_parents_and_data_leave(device):
             pyro.sample("other", dist.Normal(x, 0.5), obs=y)
 
     density = Target(model)
-    walked = ConditionalDensity(density, density.init_loc + 0.1)
+    walked = ConditionalNoise(density, density.init_loc + 0.1)
     assert set(walked.reparams) == {"x", "z"}
     points = torch.linspace(-1, 1, 18).reshape(2, 9).to(device)
     log_prob, score = walked.score(points)

@@ -27,7 +27,7 @@ from benchmarks.fuzz.models import Drawn, Oracle, Rewritten
 from pyro_implicit import AutoSemiImplicit, diagnose, fit, refine
 from pyro_implicit.density import Target
 from pyro_implicit.fitting import Fit
-from pyro_implicit.mcmc.conditional_space import ConditionalDensity
+from pyro_implicit.mcmc.spaces.conditional import ConditionalNoise
 from tests.test_contract import ELBOS, GUIDES, refusal
 
 __all__ = ["CHECKS", "Wrong"]
@@ -98,7 +98,7 @@ def conditional(draft: Draft) -> str:
         return "skipped"
     middle = 0.3 * _points(model, draft.seed, 1)[0]
     try:
-        walked = ConditionalDensity(model, middle)
+        walked = ConditionalNoise(model, middle)
     except torch.linalg.LinAlgError:  # then refine walks among the latents
         return "no curvature"
     if not walked.reparams:

@@ -25,8 +25,8 @@ from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import AutoConditional, Refined, refine, teach
-from pyro_implicit.mcmc.chain_density import NoiseDensity
-from pyro_implicit.mcmc.conditional_space import conditional_density
+from pyro_implicit.mcmc.spaces.conditional import conditional_noise
+from pyro_implicit.mcmc.spaces.space import GuideNoise
 from pyro_implicit.nn import start_values
 from pyro_implicit.runtime.user_warnings import first_line
 
@@ -205,10 +205,10 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
 def _score_of_chains(result: Fit) -> Any:
     """What chains will walk on if not on the latents, to see what a gradient costs."""
     density, guide = result.density, result.guide
-    if walked := conditional_density(density, density.init_loc):
+    if walked := conditional_noise(density, density.init_loc):
         return walked.score
     if isinstance(guide, AutoImplicit) and has_exact_density(guide):
-        return NoiseDensity(density, guide).score
+        return GuideNoise(density, guide).score
     return None
 
 

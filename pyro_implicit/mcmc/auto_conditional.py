@@ -23,8 +23,8 @@ from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.summaries import DrawSummaries
-from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
-from pyro_implicit.mcmc.noise_map import NoiseMap
+from pyro_implicit.mcmc.spaces.conditional import NoiseMap
+from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.teaching import Taught, teach
 
 __all__ = ["AutoConditional"]

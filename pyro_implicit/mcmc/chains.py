@@ -1,206 +1,369 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains side by side: they warm up, learn their frame, and leave draws."""
+"""The driver of all chains, and the warm-up of chains that see all data."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from pyro_implicit.mcmc.chain_density import ChainDensity
-from pyro_implicit.mcmc.chees import HOPELESS, ChEES
 from pyro_implicit.mcmc.draws import History
 from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, estimate_frame
-from pyro_implicit.mcmc.stopping import Drift, Tracked
-from pyro_implicit.ops.ensemble_hmc import ChainState
+from pyro_implicit.mcmc.kernels import KERNELS
+from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
+from pyro_implicit.mcmc.spaces.space import Space
+from pyro_implicit.mcmc.stopping import Drift, Tracked, tracked
+from pyro_implicit.runtime.files import (
+    random_streams,
+    read_file,
+    restore_random_streams,
+    write_file,
+)
+from pyro_implicit.runtime.printing import progress_bar
 
-__all__ = ["Chains"]
+__all__ = ["Chains", "Checkpoint", "WindowedChains", "run"]
 
-FIRST_WINDOW = 8  # transitions; each window is twice as long as the one before
-LEAST_WINDOWS = 3
-TUNING = 16  # transitions in the last frame, before the kernel is frozen
-MAX_POOL = 4096  # draws from which a frame is estimated
-MAX_FAILED = 0.002
-MAX_STRETCH = 3.0  # of sds, in a frame that is to stay
-FAR, LEAST_FAR, MAX_LOST = 6.0, 15.0, 0.02  # interquartile ranges, nats, and the share of chains
-SPREAD = 8.0  # of step sizes, where more trajectories fail
-STRICT_R_HAT = 1.05
-ENOUGH, LEAST_SHARE = 4_000, 0.5  # effective draws, or gradients of the warm-up's
+KIND = "chains of refine"
+Tracks = Callable[[Tensor, Tensor], Tracked]
 
 
-@dataclass
-class Chains:
-    """All that the chains are at one moment; a checkpoint keeps it whole.
+class Checkpoint:
+    """A file from which killed chains resume, with the random streams.
 
-    :param state: in white coordinates of ``frame``.
-    :param kernel: adapting, until warm-up ends.
-    :param frame_kind: re-estimated at the end of each window of the warm-up.
-    :param history: of the frozen chains.
-    :param space: ``"latent"``, ``"noise"`` or ``"conditional"``, made from ``middle``, and
-        ``space_note`` says why it is the one where others were possible.
-    :param replaced_starts: chains put elsewhere, as their start had no finite log-density, no way
-        out or next to no mass.
+    The file is complete or absent, whenever the process dies.
+
+    :param path: the file; None for no checkpoint.
+    :param settings: the settings of the run; a resumed run must have the same.
+    :param every: transitions between two writings.
     """
 
-    state: ChainState
-    kernel: ChEES
+    def __init__(self, path: str | Path | None, settings: dict[str, Any], every: int) -> None:
+        self.path = None if path is None else Path(path)
+        self.settings, self.every = settings, every
+
+    def save(self, chains: Any) -> None:
+        """Write chains and random streams."""
+        if self.path is not None:
+            content = {"settings": self.settings, "chains": chains, "random": random_streams()}
+            write_file(self.path, content, KIND)
+
+    def load(self, device: torch.device) -> Any:
+        """Read chains, and restore the random streams; None without a file.
+
+        :param device: the device of the chains.
+        :raises ValueError: if the file is damaged, foreign, or of a run with other settings.
+        """
+        if self.path is None or not self.path.exists():
+            return None
+        content = read_file(self.path, device, KIND)
+        if content["settings"] != self.settings:
+            raise ValueError(
+                f"the checkpoint {self.path} is of a run with {content['settings']}, but this one "
+                f"has {self.settings}. Cure: another file, or the same settings"
+            )
+        restore_random_streams(content["random"])
+        return content["chains"]
+
+
+@dataclass(kw_only=True)
+class Chains:
+    """The state of all chains at one moment; a checkpoint stores it whole.
+
+    :param kernel: a name in :data:`~pyro_implicit.mcmc.kernels.KERNELS`.
+    :param state: the kernel's state, in white coordinates of ``frame``.
+    :param policy: the numbers that decide.
+    :param replaced: chains that were put elsewhere.
+    :param gradients: gradients of each chain.
+    :param stopped: the reason why the chains stopped; None while they walk.
+    """
+
+    kernel: str
+    state: Any
     frame: WhiteningFrame
-    frame_kind: FrameKind
-    history: History
-    phase: Literal["warm-up", "tuning", "sampling"] = "warm-up"
-    space: str = "latent"
-    space_note: str = ""
-    middle: Tensor | None = None
-    replaced_starts: int = 0
+    policy: ChainPolicy = DEFAULT
+    replaced: int = 0
     gradients: int = 0
     warmup_gradients: int = 0
     seconds: float = 0.0
     transitions: int = 0
+    stopped: str | None = None
+    max_seconds: float | None = None
+
+    def advance(self) -> None:
+        """Make one transition of all chains, and learn from it."""
+        raise NotImplementedError
+
+    def check(self) -> str | None:
+        """Return the reason why the chains stop now, or None."""
+        raise NotImplementedError
+
+    @property
+    def has_draws(self) -> bool:
+        """Whether there are enough draws for a result."""
+        raise NotImplementedError
+
+    @property
+    def progress(self) -> tuple[int, int, str]:
+        """Work done, work in all, and a note."""
+        raise NotImplementedError
+
+
+def run(chains: Chains, checkpoint: Checkpoint, progress: bool) -> None:
+    """Walk until the chains stop.
+
+    After Ctrl-C they stop as ``"interrupted"``, if there are draws.
+    """
+    began = time.perf_counter() - chains.seconds
+    done, total, _ = chains.progress
+    with progress_bar(total, "refine", progress, initial=done) as bar:
+        try:
+            while chains.stopped is None:
+                chains.advance()
+                chains.seconds = time.perf_counter() - began
+                chains.stopped = chains.check()
+                if chains.stopped or chains.transitions % checkpoint.every == 0:
+                    checkpoint.save(chains)
+                done, _, note = chains.progress
+                bar.update(done - bar.n)
+                bar.set_postfix_str(note, refresh=False)
+        except KeyboardInterrupt:
+            if not chains.has_draws:
+                raise
+            chains.stopped = "interrupted"
+
+
+def _track_nothing(latent: Tensor, log_density: Tensor) -> Tracked:
+    return tracked([], log_density)
+
+
+@dataclass(kw_only=True)
+class WindowedChains(Chains):
+    """Chains with all data. They warm up in windows that double, then walk a frozen kernel.
+
+    :param adaptation: the kernel's adaptation, until the warm-up ends.
+    :param frame_kind: the kind of frame that is estimated at the end of each window.
+    :param history: draws of the frozen chains.
+    :param max_gradients: the budget of each chain.
+    :param space: the name of the space, made from ``middle``; ``space_note`` says why it was
+        chosen.
+    """
+
+    adaptation: Any
+    frame_kind: FrameKind
+    history: History
+    max_gradients: float = math.inf
+    phase: Literal["warm-up", "tuning", "sampling"] = "warm-up"
+    space: str = "latent"
+    space_note: str = ""
+    middle: Tensor | None = None
     acceptance: float = 0.0
     failed: float = 0.0
     last_failed: float = 0.0
-    stopped: str | None = None
     settled: str | None = None
-    """In what way; they go on while draws are few and cheap."""
+    """How the chains settled, while they go on because draws are few and cheap."""
     last_drift: Drift | None = None
     _window: int = 0
     _positions: list[Tensor] = field(default_factory=list)
     _log_densities: list[Tensor] = field(default_factory=list)
     _failed: list[float] = field(default_factory=list)
     _left: int = 0
-    _next_check: int = 16
+    _next_check: int = DEFAULT.stopping.first_check
+    _walked: Space | None = field(default=None, repr=False)
+    _track: Tracks = field(default=_track_nothing, repr=False)
+    _labels: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
+    _has_quantities: bool = False
 
-    def start(self, density: ChainDensity) -> None:
-        """Find the first step size."""
-        self.state, gradients = self.kernel.find_step(self._score(density), self.state)
-        self.gradients += gradients
-
-    def advance(
-        self, density: ChainDensity, track: Callable[[Tensor, Tensor], Tracked], hurry: bool
+    def attach(
+        self,
+        space: Space,
+        track: Tracks = _track_nothing,
+        labels: Callable[[Tensor], Tensor] | None = None,
+        has_quantities: bool = False,
     ) -> None:
-        """One transition of all chains, and what it teaches.
+        """Give the chains what a checkpoint does not store.
 
-        :param track: the tracked quantities of latents and log-densities.
-        :param hurry: whether the warm-up has had its share of the budget.
+        :param space: the space of ``frame``.
+        :param track: maps latents and log-densities to the tracked quantities.
+        :param labels: maps latents ``(num_chains, d)`` to the components of a mixture.
+        :param has_quantities: whether the user named the tracked quantities.
         """
-        move, gradients = self.kernel.transition(self._score(density), self.state)
-        self.state = move.state
+        self._walked, self._track = space, track
+        self._labels, self._has_quantities = labels, has_quantities
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = {"_walked": None, "_track": _track_nothing, "_labels": None}
+        return vars(self) | left_out
+
+    @property
+    def has_draws(self) -> bool:
+        """Whether there are enough draws for a result."""
+        return self.history.seen >= self.policy.stopping.least_draws
+
+    @property
+    def progress(self) -> tuple[int, int, str]:
+        """Gradients done, gradients in all, and a note."""
+        total = int(self.max_gradients)
+        note = f"{self.phase}, step {self.adaptation.step_size:.2g}"
+        return min(self.gradients, total), total, note
+
+    @property
+    def points(self) -> Tensor:
+        """Where the chains are in their space, ``(num_chains, d)``."""
+        return self.frame.to_points(self.state.position)
+
+    def start(self) -> None:
+        """Find the first step size."""
+        self.state, self.adaptation, gradients = self.adaptation.restart(self._score, self.state)
         self.gradients += gradients
+
+    def advance(self) -> None:
+        """Make one transition of all chains, and learn from it."""
+        hurry = self._hurries()
+        settings = self.adaptation.settings(self.state)
+        before = self.state
+        self.state, info = KERNELS[self.kernel].step(before, self._score, settings)
+        self.adaptation = self.adaptation.update(before, info, settings)
+        self.gradients += info.num_gradients
         self.transitions += 1
-        self.last_failed = failed = (move.acceptance < HOPELESS).double().mean().item()
+        hopeless = info.acceptance < self.policy.hmc.failed_acceptance
+        self.last_failed = failed = hopeless.double().mean().item()
         if self.phase == "sampling":
             count = self.history.seen
-            self.acceptance += (move.acceptance.mean().item() - self.acceptance) / (count + 1)
+            self.acceptance += (info.acceptance.mean().item() - self.acceptance) / (count + 1)
             self.failed += (failed - self.failed) / (count + 1)
-            latent = density.to_latent(self.frame.to_points(self.state.position))
-            self.history.append(latent, track(latent, self.state.log_density))
+            assert self._walked is not None
+            latent = self._walked.to_latent(self.points)
+            self.history.append(latent, self._track(latent, self.state.log_density))
         elif self.phase == "tuning":
             self._left -= 1
             if self._left <= 0:
-                self.kernel.freeze()
+                self.adaptation = self.adaptation.frozen()
                 self.phase, self.warmup_gradients = "sampling", self.gradients
         else:
             self._positions.append(self.state.position)
             self._log_densities.append(self.state.log_density)
             self._failed.append(failed)
-            if hurry or len(self._positions) >= FIRST_WINDOW << self._window:
-                self._end_window(density, hurry)
+            if hurry or len(self._positions) >= self.policy.warmup.first_window << self._window:
+                self._end_window(hurry)
 
-    def check(
-        self, has_quantities: bool, labels: Callable[[Tensor], Tensor] | None = None
-    ) -> str | None:
-        """Why the chains may stop, or None. Asked ever more rarely.
+    def check(self) -> str | None:
+        """Return the reason why the chains stop now, or None. The drift is computed ever more rarely.
 
-        :param has_quantities: whether what is tracked are functions that the user named.
-        :param labels: of latents ``(num_chains, d)``, the component of a mixture that each is in.
+        Where trajectories fail, there are places that the chains seldom enter, and rare events
+        hardly show as drift. The chains must then be much longer than their memory.
 
-        Where trajectories fail there are places that the chains seldom enter, and what happens
-        seldom hardly shows as drift: the chains must then be much longer than their memory.
-
-        Draws are cheap beside the warm-up that went before. So chains that have converged go on
-        until there are four thousand effective ones, by R-hat, or half of its gradients are spent.
+        Draws are cheap compared with the warm-up. So chains that have converged go on until they
+        have ``enough`` effective draws, by R-hat, or have spent a share of the warm-up's gradients.
         """
+        if (found := self._settled()) is not None or not self.has_draws:
+            return found
+        if self.gradients >= self.max_gradients:
+            return self.settled or "max_gradients"
+        if self.max_seconds is not None and self.seconds >= self.max_seconds:
+            return self.settled or "max_seconds"
+        return None
+
+    def _settled(self) -> str | None:
         if self.phase != "sampling" or self.history.seen < self._next_check:
             return None
-        self._next_check = math.ceil(1.2 * self.history.seen)
-        self.last_drift = found = self.history.drift(self.history.label(labels))
-        is_stiff = self.kernel.spread > 1 or self.failed > MAX_FAILED
-        self.settled = None  # what shows later counts against what was said before
-        if has_quantities and found.steady and not is_stiff:
+        limits = self.policy.stopping
+        self._next_check = math.ceil(limits.between_checks * self.history.seen)
+        label = self.history.label(self._labels, limits.max_crossed)
+        self.last_drift = found = self.history.drift(label, limits)
+        is_stiff = self.adaptation.is_stiff or self.failed > self.policy.warmup.max_failed
+        self.settled = None  # later evidence counts against earlier
+        if self._has_quantities and found.is_steady(limits) and not is_stiff:
             self.settled = "steady"
-        if found.settled and not (is_stiff and found.r_hat > STRICT_R_HAT):
+        if found.is_settled(limits) and not (is_stiff and found.r_hat > limits.strict_r_hat):
             self.settled = "converged"
         if self.settled != "converged":
             return self.settled
-        is_enough = (found.r_hat**2 - 1) * ENOUGH <= len(self.state.position)
+        is_enough = (found.r_hat**2 - 1) * limits.enough <= len(self.state.position)
         spent = self.gradients - self.warmup_gradients
-        return "converged" if is_enough or spent >= LEAST_SHARE * self.warmup_gradients else None
+        is_spent = spent >= limits.least_share * self.warmup_gradients
+        return "converged" if is_enough or is_spent else None
 
-    def _end_window(self, density: ChainDensity, hurry: bool) -> None:
-        """A new frame from the window's second half; on to the tuning once nothing moves."""
+    def _hurries(self) -> bool:
+        """Whether the warm-up has had its share of the budget; shorten trajectories if so."""
+        share = self.gradients / self.max_gradients
+        if self.max_seconds is not None:
+            share = max(share, self.seconds / max(self.max_seconds, 1e-9))
+        hurry = share >= self.policy.warmup.share
+        if hurry and self.max_seconds is not None and self.phase == "warm-up":
+            left = max(0.0, self.max_seconds / max(self.seconds, 1e-9) - 1) * self.gradients
+            # The last window, the tuning and the fewest draws must end in time.
+            least = 1 + self.policy.warmup.tuning + self.policy.stopping.least_draws
+            longest = max(1, min(self.adaptation.max_gradients, int(left / least)))
+            self.adaptation = self.adaptation.limited(longest)
+        return hurry
+
+    def _end_window(self, hurry: bool) -> None:
+        """Estimate the frame from the window's second half; start tuning once nothing moves."""
+        limits = self.policy.warmup
         half = len(self._positions) // 2
         path = torch.stack(self._positions)
         log_densities = torch.stack(self._log_densities)
-        lively = (path.amax(0) > path.amin(0)).any(-1) & ~_are_lost(log_densities[half:])
-        points = self.frame.to_points(self.state.position)
-        if len(path) >= FIRST_WINDOW and lively.any():
+        lively = (path.amax(0) > path.amin(0)).any(-1) & ~self._lost(log_densities[half:])
+        points = self.points
+        if len(path) >= limits.first_window and lively.any():
             points = self._revived(points, lively)
             self._positions = [position[lively] for position in self._positions]
-        stride = max(1, -(-(len(self._positions) - half) * len(points) // MAX_POOL))
+        stride = max(1, -(-(len(self._positions) - half) * len(points) // limits.max_pool))
         recent = torch.stack(self._positions[half:][::-1][::stride]).flatten(0, 1)
         # Draws on a thin sheet make a frame in which chains leave it slowly, and do not show it.
-        is_right = bool(estimate_frame(recent, "diagonal").scale.max() < MAX_STRETCH)
+        spread = estimate_frame(recent, "diagonal", self.policy.frame).scale.max()
+        is_right = bool(spread < limits.max_stretch)
         kind: FrameKind = self.frame_kind if is_right else "diagonal"
-        self.frame = estimate_frame(self.frame.to_points(recent), kind)
-        settled = _is_settled(log_densities, half)
-        is_stiff = fmean(self._failed[half:]) > MAX_FAILED
-        is_new = is_stiff and self.kernel.spread == 1  # a bad frame fails too, for one window
-        self.kernel.spread = SPREAD if is_stiff else 1.0
+        self.frame = estimate_frame(self.frame.to_points(recent), kind, self.policy.frame)
+        settled = self._is_stationary(log_densities, half)
+        is_stiff = fmean(self._failed[half:]) > limits.max_failed
+        is_new = is_stiff and not self.adaptation.is_stiff  # a bad frame fails for one window, too
+        self.adaptation = self.adaptation.stiffened(is_stiff)
         self._positions, self._log_densities, self._failed = [], [], []
         self._window += is_right
-        score = self._score(density)
-        position = self.frame.to_white(points)
-        self.state, gradients = self.kernel.find_step(score, ChainState(position, *score(position)))
-        self.gradients += gradients + 1
-        if hurry or (settled and is_right and not is_new and self._window >= LEAST_WINDOWS):
-            self.phase, self._left = "tuning", TUNING
+        self.state = KERNELS[self.kernel].init(self.frame.to_white(points), self._score)
+        self.gradients += 1
+        self.start()
+        is_done = settled and is_right and not is_new and self._window >= limits.least_windows
+        if hurry or is_done:
+            self.phase, self._left = "tuning", limits.tuning
 
     def _revived(self, points: Tensor, lively: Tensor) -> Tensor:
-        """Chains that stood still for a window of the warm-up, or are lost, go on from others."""
+        """Restart chains that stood still for a window, or are lost, from other chains."""
         stuck, good = (~lively).nonzero().squeeze(-1), lively.nonzero().squeeze(-1)
-        self.replaced_starts += len(stuck)
+        self.replaced += len(stuck)
         if len(stuck) == 0:
             return points
         chosen = good[torch.randint(len(good), (len(stuck),), device=points.device)]
         return points.index_copy(0, stuck, points[chosen])
 
-    def _score(self, density: ChainDensity) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        frame = self.frame
+    def _lost(self, log_densities: Tensor) -> Tensor:
+        """Return which chains stay where there is next to no mass: too few to be another mode,
+        with log-densities ``(num_transitions, num_chains)`` far below all others."""
+        ordered = log_densities.flatten().sort().values
+        low, middle, high = (ordered[len(ordered) * quarter // 4] for quarter in (1, 2, 3))
+        reach = (self.policy.frame.outlier_ranges * (high - low)).clamp(
+            min=self.policy.warmup.least_lost
+        )
+        lost = log_densities.amax(0) < middle - reach
+        return lost & (lost.double().mean() <= self.policy.warmup.max_lost)
 
-        def score(white: Tensor) -> tuple[Tensor, Tensor]:
-            log_density, gradient = density.score(frame.to_points(white))
-            return log_density, frame.pull_back(gradient)
+    def _is_stationary(self, log_densities: Tensor, half: int) -> bool:
+        early, late = log_densities[:half].mean(0), log_densities[half:].mean(0)
+        error = (late - early).std() / math.sqrt(len(late))
+        limits = self.policy.warmup
+        allowed = torch.maximum(
+            limits.drift_errors * error, limits.drift_sd * log_densities[half:].std()
+        )
+        return bool((late - early).mean().abs() <= allowed)
 
-        return score
-
-
-def _are_lost(log_densities: Tensor) -> Tensor:
-    """Which chains stay where there is next to no mass: too few to be another mode, with
-    log-densities ``(num_transitions, num_chains)`` far below all others'."""
-    ordered = log_densities.flatten().sort().values
-    low, middle, high = (ordered[len(ordered) * quarter // 4] for quarter in (1, 2, 3))
-    lost = log_densities.amax(0) < middle - (FAR * (high - low)).clamp(min=LEAST_FAR)
-    return lost & (lost.double().mean() <= MAX_LOST)
-
-
-def _is_settled(log_densities: Tensor, half: int) -> bool:
-    """Whether the chains' log-density ``(num_transitions, num_chains)`` has stopped to drift."""
-    early, late = log_densities[:half].mean(0), log_densities[half:].mean(0)
-    error = (late - early).std() / math.sqrt(len(late))
-    allowed = torch.maximum(3 * error, 0.1 * log_densities[half:].std())
-    return bool((late - early).mean().abs() <= allowed)
+    def _score(self, white: Tensor) -> tuple[Tensor, Tensor]:
+        assert self._walked is not None
+        return self._walked.white_score(self.frame, white)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pyro_implicit.mcmc.policy import DEFAULT, StoppingPolicy
 from pyro_implicit.mcmc.stopping import Drift, Tracked, drift, pooled
 from pyro_implicit.runtime.files import load_file, save_file
 
@@ -106,9 +107,6 @@ class DrawStore:
         return self.folder / f"draws-{index:06d}.pt"
 
 
-MAX_CROSSED = 0.01
-
-
 @dataclass
 class History:
     """What frozen chains leave, in memory that does not grow.
@@ -152,21 +150,23 @@ class History:
         """Those of the last two thirds of the batches, ``(num_batches, num_chains, d)``."""
         return torch.stack(self.latents[self._first() :])
 
-    def drift(self, label: Tensor | None = None) -> Drift:
-        """Between the halves of the same, within the modes that ``label`` tells."""
+    def drift(
+        self, label: Tensor | None = None, policy: StoppingPolicy = DEFAULT.stopping
+    ) -> Drift:
+        """Return the drift between the halves of these batches, within the modes of ``label``."""
         assert self._group is not None
-        return drift(torch.stack(self.powers[self._first() :], 1), self._group, label)
+        return drift(torch.stack(self.powers[self._first() :], 1), self._group, label, policy)
 
-    def label(self, labels: Callable[[Tensor], Tensor] | None) -> Tensor | None:
-        """The mode of each chain in the same, ``(num_chains,)``, or None if there are no modes, or
-        if more than a hundredth of the chains is in another at the end than at the beginning.
+    def label(self, labels: Callable[[Tensor], Tensor] | None, max_crossed: float) -> Tensor | None:
+        """Return the mode of each chain, ``(num_chains,)``, or None if modes are not separate.
 
-        :param labels: of latents ``(num_chains, d)``.
+        :param labels: maps latents ``(num_chains, d)`` to modes.
+        :param max_crossed: share of chains that may change modes between the first and last batch.
         """
         if labels is None:
             return None
         first, last = labels(self.latents[self._first()]), labels(self.latents[-1])
-        return None if (first != last).double().mean() > MAX_CROSSED else first
+        return None if (first != last).double().mean() > max_crossed else first
 
     def _first(self) -> int:
         return len(self.latents) // 3

@@ -9,15 +9,17 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_implicit.density.cost import MAX_DENSE_DIM
 from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.guides.sampler import Sampler
+from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy, FramePolicy
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.random_stream import seeded
 
-__all__ = ["FrameKind", "WhiteningFrame", "estimate_frame", "widened_frame"]
+__all__ = ["FrameKind", "WhiteningFrame", "estimate_frame", "minibatch_frame", "widened_frame"]
 
 
 FrameKind = Literal["diagonal", "low-rank", "full"]
-MAX_RANK = 32
 
 
 class WhiteningFrame(NamedTuple):
@@ -70,7 +72,9 @@ class WhiteningFrame(NamedTuple):
 
 
 @torch.no_grad()
-def estimate_frame(draws: Tensor, kind: FrameKind) -> WhiteningFrame:
+def estimate_frame(
+    draws: Tensor, kind: FrameKind, policy: FramePolicy = DEFAULT.frame
+) -> WhiteningFrame:
     r"""The frame of draws' moments.
 
     ``"full"`` takes their covariance; with fewer than ten draws for each dimension its correlations
@@ -96,7 +100,7 @@ def estimate_frame(draws: Tensor, kind: FrameKind) -> WhiteningFrame:
     if not draws.isfinite().all():
         raise ValueError("a frame wants finite draws. Cure: leave out those with NaN or infinities")
     count, dim = draws.shape
-    draws = _without_outliers(draws)
+    draws = _without_outliers(draws, policy.outlier_ranges)
     loc, scale = draws.mean(0), draws.std(0)
     info = torch.finfo(draws.dtype)
     rounding = info.eps * draws.abs().amax(0) + math.sqrt(info.tiny)  # dead weights decay to 1e-40
@@ -106,12 +110,13 @@ def estimate_frame(draws: Tensor, kind: FrameKind) -> WhiteningFrame:
         return WhiteningFrame(loc, scale)
     standard = torch.where(varies, (draws - loc) / scale, 0.0)
     if kind == "full":
-        return WhiteningFrame(loc, scale, scale_tril=_factor(standard).to(draws.dtype))
+        factor = _factor(standard, policy.draws_per_dim).to(draws.dtype)
+        return WhiteningFrame(loc, scale, scale_tril=factor)
     noise = dim / count
-    rank = min(MAX_RANK, dim, count - 1)
+    rank = min(policy.max_rank, dim, count - 1)
     _, singular, directions = torch.svd_lowrank(standard, q=rank, niter=4)
     variance = singular.square() / (count - 1)
-    kept = variance > 1.05 * (1 + math.sqrt(noise)) ** 2
+    kept = variance > policy.axis_margin * (1 + math.sqrt(noise)) ** 2
     if not kept.any():
         return WhiteningFrame(loc, scale)
     variance = variance[kept]
@@ -123,22 +128,22 @@ def estimate_frame(draws: Tensor, kind: FrameKind) -> WhiteningFrame:
     return WhiteningFrame(loc, scale, directions[:, kept], ratio.clamp(min=1).sqrt())
 
 
-def _without_outliers(draws: Tensor) -> Tensor:
+def _without_outliers(draws: Tensor, ranges: float) -> Tensor:
     """One lost chain must not set the unit of all."""
     ordered = draws.sort(0).values
     low, middle, high = (ordered[len(draws) * quarter // 4] for quarter in (1, 2, 3))
-    reach = 6 * (high - low)
+    reach = ranges * (high - low)
     reach = torch.where(reach > 0, reach, torch.full_like(reach, torch.inf))
     return draws.clamp(middle - reach, middle + reach)
 
 
-def _factor(standard: Tensor) -> Tensor:
+def _factor(standard: Tensor, draws_per_dim: int) -> Tensor:
     """The Cholesky factor of standardised draws' correlations, in double precision."""
     count, dim = standard.shape
     identity = torch.eye(dim, dtype=torch.double, device=standard.device)
     standard = standard.double()
     correlation = standard.mT @ standard / (count - 1)
-    weight = 0.0 if count >= 10 * dim else dim / (count + dim)
+    weight = 0.0 if count >= draws_per_dim * dim else dim / (count + dim)
     correlation = (1 - weight) * correlation + weight * identity
     correlation.diagonal().masked_fill_((standard == 0).all(0), 1.0)
     ridge = 1e-10
@@ -149,13 +154,13 @@ def _factor(standard: Tensor) -> Tensor:
         ridge *= 10
 
 
-FAR = 10.0  # as sixteen minibatches know curvatures but roughly
-AT_ONCE = 16  # points, each of which costs a pass
-PRIOR_DRAWS = 64
-
-
 @torch.no_grad()
-def widened_frame(density: MinibatchDensity, draws: Tensor, stream: BatchStream) -> WhiteningFrame:
+def widened_frame(
+    target: MinibatchDensity,
+    draws: Tensor,
+    stream: BatchStream,
+    policy: FramePolicy = DEFAULT.frame,
+) -> WhiteningFrame:
     r"""The full frame of draws, but for coordinates in which they are far too narrow.
 
     A coordinate's sd, given those before it, is at least :math:`E[h]^{-1/2}` of the posterior, with
@@ -165,62 +170,152 @@ def widened_frame(density: MinibatchDensity, draws: Tensor, stream: BatchStream)
 
     :param draws: unconstrained, finite, ``(num_draws, latent_dim)``.
     """
-    frame = estimate_frame(draws, "full")
+    frame = estimate_frame(draws, "full", policy)
     sd = draws.std(0)
     if frame.scale_tril is not None:
         sd = sd * frame.scale_tril.diagonal()
-    width = _allowed_width(density, draws, sd, stream)
+    width = _allowed_width(target, draws, sd, stream, policy)
     wider = width > sd
     if not wider.any():
         return frame
-    frame = estimate_frame(torch.where(wider, draws.mean(0), draws), "full")
+    frame = estimate_frame(torch.where(wider, draws.mean(0), draws), "full", policy)
     return frame._replace(scale=torch.where(wider, width, frame.scale))
 
 
 def _allowed_width(
-    density: MinibatchDensity, draws: Tensor, sd: Tensor, stream: BatchStream
+    target: MinibatchDensity,
+    draws: Tensor,
+    sd: Tensor,
+    stream: BatchStream,
+    policy: FramePolicy,
 ) -> Tensor:
     """How wide the log-density lets coordinates be; the sd itself where that is not far more."""
     with seeded(0, draws.device):
-        prior = density.sample_prior(PRIOR_DRAWS)
+        prior = target.sample_prior(policy.num_draws)
     most = prior[prior.isfinite().all(-1)].std(0)
-    width, reach = sd.clone(), FAR * sd.clamp(min=1e-30)
+    width, reach = sd.clone(), policy.too_narrow * sd.clamp(min=1e-30)
     free = (reach < most).nonzero().squeeze(-1)
     while len(free):
         step = torch.minimum(reach, most)[free]
-        drop = _drop(density, draws, free, step, stream)
+        drop = _drop(target, draws, free, step, stream)
         allowed = drop < 1
         has_grown = width[free] > sd[free]
         # Where it stops: as wide as the curvature over the last step says.
         found = torch.maximum(width[free], step * drop.clamp(min=1).rsqrt())
         width[free] = torch.where(allowed | has_grown, found, width[free])
         free = free[allowed & (step < most[free])]
-        reach = FAR * reach
+        reach = policy.too_narrow * reach
     return width
 
 
 def _drop(
-    density: MinibatchDensity, draws: Tensor, which: Tensor, step: Tensor, stream: BatchStream
+    target: MinibatchDensity, draws: Tensor, which: Tensor, step: Tensor, stream: BatchStream
 ) -> Tensor:
     """Curvature along some coordinates times the squared step, mean over draws and minibatches."""
     drops = []
     for seed, batch in enumerate(stream.probed):
-        density.use(batch, seed)
+        target.use(batch, seed)
         start = draws[seed * len(draws) // len(stream.probed)]
         signed = step if seed % 2 else -step
-        before = _finite_gradient(density, start.unsqueeze(0))[0]
+        before = _finite_gradient(target, start.unsqueeze(0))[0]
         after = []
-        for part, sizes in zip(which.split(AT_ONCE), signed.split(AT_ONCE), strict=True):
+        # Sixteen points a pass, so that many coordinates do not fill the memory.
+        for part, sizes in zip(which.split(16), signed.split(16), strict=True):
             points = start.repeat(len(part), 1)
             rows = torch.arange(len(part), device=draws.device)
             points[rows, part] += sizes
-            after.append(_finite_gradient(density, points)[rows, part])
+            after.append(_finite_gradient(target, points)[rows, part])
         drops.append((before[which] - torch.cat(after)) * signed)
     drop = torch.stack(drops).mean(0)
     return torch.where(drop.isfinite(), drop, torch.inf)
 
 
-def _finite_gradient(density: MinibatchDensity, points: Tensor) -> Tensor:
+def _finite_gradient(target: MinibatchDensity, points: Tensor) -> Tensor:
     """NaN where the log-density is not finite."""
-    log_density, gradient = density.score(points)
+    log_density, gradient = target.score(points)
     return torch.where(log_density.isfinite().unsqueeze(-1), gradient, torch.nan)
+
+
+@torch.no_grad()
+def minibatch_frame(
+    target: MinibatchDensity,
+    sampler: Sampler,
+    stream: BatchStream,
+    policy: ChainPolicy = DEFAULT,
+) -> WhiteningFrame:
+    r"""Return the frame of a guide's draws: full up to 100 dimensions, diagonal above.
+
+    A full frame is widened in coordinates in which the draws are far narrower than the posterior,
+    see :func:`widened_frame`. Coordinates that do not vary, and all coordinates if fewer than
+    ``policy.frame.least_draws`` are given, have the scales :math:`(s^{-2} + F)^{-1/2}`, where s is
+    the scale of the prior and F the information of the data: with E minibatches in an epoch, the
+    variance of their gradients over E - 1, which is the diagonal of Fisher's information if the
+    model is right. F is the mean over given draws, because the region between the members of an
+    ensemble has no mass.
+    """
+    limits = policy.frame
+    dim, given = target.latent_dim, sampler.num_given
+    count = given or (limits.draws_per_dim * dim if dim <= MAX_DENSE_DIM else limits.num_draws)
+    if dim <= MAX_DENSE_DIM and count >= limits.least_draws:
+        draws = sampler.draw(max(count, limits.num_draws))
+        draws = draws[draws.isfinite().all(-1)]
+        if len(draws) >= limits.least_draws and bool((draws != draws[:1]).any(0).all()):
+            return widened_frame(target, draws, stream, limits)
+    chunk = max(1, min(count, policy.langevin.max_values // dim))
+    moments = _Moments(dim, target.init_loc)
+    points = None
+    if given:
+        points = sampler.draw(count)
+        moments.add(points)
+        points = points[points.isfinite().all(-1)][: limits.num_points]
+    else:
+        for start in range(0, count, chunk):
+            size = min(chunk, count - start)
+            moments.add(sampler.draw(size))
+    scale = moments.sd()
+    fixed = scale == 0 if count >= limits.least_draws else torch.ones_like(scale, dtype=torch.bool)
+    if fixed.any():
+        prior = _Moments(dim, target.init_loc)
+        for start in range(0, limits.num_draws, chunk):
+            prior.add(target.sample_prior(min(chunk, limits.num_draws - start)))
+        spread = prior.sd()
+        spread = torch.where(spread > 0, spread, 1.0)
+        if points is None or not len(points):
+            points = moments.mean.unsqueeze(0)
+        spread = (spread**-2 + _information(target, points, stream)).rsqrt()
+        scale = torch.where(fixed, spread, scale)
+    return WhiteningFrame(moments.mean.clone(), scale)
+
+
+def _information(target: MinibatchDensity, points: Tensor, stream: BatchStream) -> Tensor:
+    """The diagonal of Fisher's information, mean over points, 0 where gradients are not
+    finite."""
+    if stream.epoch_length == 1:
+        return torch.zeros_like(points[0])
+    each = [_Moments(points.shape[-1], points) for _ in points]
+    for seed, batch in enumerate(stream.probed):
+        target.use(batch, seed)
+        for moments, gradient in zip(each, target.score(points)[1], strict=True):
+            moments.add(gradient.unsqueeze(0))
+    information = torch.stack([moments.sd().square() for moments in each]).mean(0)
+    return information / (stream.epoch_length - 1)
+
+
+class _Moments:
+    """Means and standard deviations of draws, some at a time."""
+
+    def __init__(self, dim: int, like: Tensor) -> None:
+        self.count = 0
+        self.mean = like.new_zeros(dim)
+        self._squares = like.new_zeros(dim)
+
+    def add(self, draws: Tensor) -> None:
+        draws = draws[draws.isfinite().all(-1)]
+        for draw in draws:  # Welford's recursion: exact zeros for coordinates that do not vary
+            self.count += 1
+            change = draw - self.mean
+            self.mean = self.mean + change / self.count
+            self._squares = self._squares + change * (draw - self.mean)
+
+    def sd(self) -> Tensor:
+        return (self._squares / max(1, self.count - 1)).clamp(min=0).sqrt()

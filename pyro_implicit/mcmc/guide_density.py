@@ -20,6 +20,7 @@ from pyro_implicit.density.model import Model, compute_log_prob, refuse_subsampl
 from pyro_implicit.distributions import find_implicit
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.exactness import why_inexact
+from pyro_implicit.mcmc.policy import DEFAULT
 
 __all__ = [
     "DensityAtDraws",
@@ -30,9 +31,6 @@ __all__ = [
 ]
 
 
-FEW_STEPS, MANY_STEPS = 1, 30
-NEAR = 1e-4  # relative; the last step of Newton's method squares it
-LEAST_SHARE = 1e-3
 
 
 class DensityAtDraws:
@@ -109,7 +107,7 @@ class InjectiveDensity(DensityAtDraws):
         noise = self._noise[rows]
         found = ~noise.isnan().any(-1)
         if found.any():
-            noise[found], near = _newton(generator, value[found], noise[found], FEW_STEPS)
+            noise[found], near = _newton(generator, value[found], noise[found], 1)
             found = found.masked_scatter(found, near)
         if not found.all():
             noise[~found], near = _from_scratch(generator, value[~found])
@@ -141,7 +139,7 @@ class MixtureDensity(DensityAtDraws):
             self._shares = log_q.softmax(-1).nan_to_num()
         total = self.latent.new_zeros(())
         for k, part in enumerate(self._parts):
-            own = rows[self._shares[rows, k] > LEAST_SHARE]
+            own = rows[self._shares[rows, k] > DEFAULT.teach.least_share]
             if len(own):
                 log_q = part.log_prob(own)
                 share = self._shares[own, k].masked_fill(log_q == -math.inf, 0.0)
@@ -159,7 +157,7 @@ def _from_scratch(generator: Any, value: Tensor) -> tuple[Tensor, Tensor]:
     try:
         noise = generator.inverse(value)
     except NotImplementedError:
-        return _newton(generator, value, torch.zeros_like(value), MANY_STEPS)
+        return _newton(generator, value, torch.zeros_like(value), DEFAULT.teach.newton_steps)
     return noise, noise.isfinite().all(-1)
 
 
@@ -168,7 +166,7 @@ def _newton(generator: Any, value: Tensor, noise: Tensor, num_steps: int) -> tup
 
     :returns: noise, and where it gives the value but for a ten-thousandth.
     """
-    allowed = NEAR * (1 + value.abs().amax(-1))
+    allowed = DEFAULT.teach.near * (1 + value.abs().amax(-1))
     error = (generator(noise) - value).abs().amax(-1)
     noise, size = noise.clone(), torch.ones_like(allowed)
     for _ in range(num_steps):

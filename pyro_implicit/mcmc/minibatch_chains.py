@@ -1,209 +1,350 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains side by side that see one minibatch at a time: they find their step, and leave draws."""
+"""Chains that see one minibatch at a time: their schedule, and the choice of their step size."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_implicit.density.minibatch_density import MinibatchDensity
-from pyro_implicit.mcmc.frame import WhiteningFrame
-from pyro_implicit.mcmc.minibatch_schedule import Schedule
-from pyro_implicit.mcmc.step_choice import (
-    FRICTION,
-    MinibatchKernel,
+from pyro_implicit.mcmc.chains import Chains
+from pyro_implicit.mcmc.draws import DrawStore
+from pyro_implicit.mcmc.kernels import KERNELS
+from pyro_implicit.mcmc.kernels.step_choice import (
+    Score,
     StepChoice,
+    StepLaw,
     choose_step,
     judge,
     probe,
-    stable_step,
 )
-from pyro_implicit.ops.sghmc import sghmc_step, sgld_step
-from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.mcmc.policy import DEFAULT
+from pyro_implicit.runtime.minibatches import BatchStream, num_rows
+from pyro_implicit.runtime.user_warnings import warn_user
 
-__all__ = ["MinibatchChains"]
-
-MAX_GROWTH = 2.0  # of the step, from one window of the warm-up to the next
-MAX_TEMPERATURE = 3.0  # that of short runs varies, as all chains see the same noise
-LEAST_STEPS = 10  # after the warm-up
+__all__ = ["MinibatchChains", "Schedule", "check_scaling"]
 
 
-@dataclass
-class MinibatchChains:
-    """All that the chains are at one moment; a checkpoint keeps it whole.
+@dataclass(frozen=True)
+class Schedule:
+    """When the step size is chosen, how it varies, and which draws are kept.
 
-    :param position: in white coordinates of ``frame``, ``(num_chains, d)``, as ``velocity``.
-    :param choice: the step size, until the next window ends.
-    :param given_step: the user's, which is then kept.
-    :param replaced: chains put elsewhere, as their start had no finite log-density, or as they left
-        the finite numbers.
+    :param steps: all steps.
+    :param warmup: steps of the warm-up; the step size is chosen anew after a quarter, a half and
+        all of them.
+    :param cycles: cycles after the warm-up in which the step size falls along a cosine; 0 for a
+        constant step size.
+    :param max_draws: kept draws of each chain.
+    :param peak: ratio of the largest to the chosen step size in a cycle; in the last third of a
+        cycle, the ratio is below one.
     """
 
-    position: Tensor
-    velocity: Tensor
-    frame: WhiteningFrame
-    kernel: MinibatchKernel
+    steps: int
+    warmup: int
+    cycles: int
+    max_draws: int
+    peak: float = DEFAULT.langevin.peak
+
+    @property
+    def sampling(self) -> int:
+        """Steps after the warm-up."""
+        return self.steps - self.warmup
+
+    @property
+    def windows(self) -> set[int]:
+        """Ends of the windows of the warm-up."""
+        return {max(1, self.warmup >> shift) for shift in (2, 1, 0)}
+
+    def __post_init__(self) -> None:
+        most = min(self.max_draws, self.sampling // 3)
+        if self.cycles > most:
+            raise ValueError(
+                f"cycles must be at most {most}, with {self.sampling} steps after the warm-up and "
+                f"{self.max_draws} draws, but got {self.cycles}. Cure: more max_epochs or max_draws"
+            )
+
+    def factor(self, step: int) -> float:
+        """Return the factor of the chosen step size, before it is made stable."""
+        if step < self.warmup:
+            return min(1.0, 4 * (step + 1) / self.warmup)
+        if not self.cycles:
+            return 1.0
+        place, length = self._place(step)
+        return self.peak * 0.5 * (math.cos(math.pi * place / length) + 1)
+
+    def keeps(self, step: int) -> bool:
+        """Return whether positions after this step are draws."""
+        if step < self.warmup:
+            return False
+        if not self.cycles:
+            return (self.steps - 1 - step) % -(-self.sampling // self.max_draws) == 0
+        place, length = self._place(step)
+        interval = -(-length // (3 * (self.max_draws // self.cycles)))
+        return 3 * place >= 2 * length and (length - 1 - place) % interval == 0
+
+    def _place(self, step: int) -> tuple[int, int]:
+        """How far a step is from the start of its cycle, and the cycle's length."""
+        cycle = ((step - self.warmup) * self.cycles) // self.sampling
+        start, end = (-(-(cycle + k) * self.sampling // self.cycles) for k in (0, 1))
+        return step - self.warmup - start, end - start
+
+
+@dataclass(kw_only=True)
+class MinibatchChains(Chains):
+    """Chains whose score comes from minibatches.
+
+    :param schedule: see :class:`Schedule`; ``planned`` are its steps before time ran short.
+    :param given_step: the user's step size, which is kept.
+    :param replaced_late: chains that left the finite numbers after the warm-up.
+    :param choice: the step size until the window ends.
+    :param num_draws: snapshots in the store, and ``stream_state`` the place in the minibatches,
+        at the last checkpoint.
+    """
+
     schedule: Schedule
+    planned: int
     given_step: float | None = None
-    replaced: int = 0
     replaced_late: int = 0
     choice: StepChoice | None = None
-    step: int = 0
-    gradients: int = 0
-    warmup_gradients: int = 0
-    seconds: float = 0.0
-    stopped: str | None = None
+    num_draws: int = 0
+    stream_state: Any = None
     _cap: float = math.inf
     _heat: float = 0.0
     _count: int = 0
     _anchor: Tensor | None = None
+    _is_plain: bool = True
+    _took: float = 0.0
+    _target: Any = field(default=None, repr=False)
+    _stream: Any = field(default=None, repr=False)
+    _store: Any = field(default=None, repr=False)
+
+    def attach(self, target: MinibatchDensity, stream: BatchStream, store: DrawStore) -> None:
+        """Give the chains what a checkpoint does not store."""
+        self._target, self._stream, self._store = target, stream, store
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {
+            "_target": None,
+            "_stream": None,
+            "_store": None,
+            "stream_state": self._stream.state(),
+            "num_draws": len(self._store),
+        }
 
     @property
     def temperature(self) -> float | None:
-        """Mean square of the velocities since the last window ended."""
-        return 1 + self._heat / max(1, self._count) if self.kernel == "sghmc" else None
+        """Mean square of the velocities since the last window; None without velocities."""
+        if not hasattr(self.state, "velocity"):
+            return None
+        return 1 + self._heat / max(1, self._count)
 
-    def advance(self, density: MinibatchDensity, stream: BatchStream) -> Tensor | None:
-        """One step of all chains; unconstrained draws ``(num_chains, d)`` where they are kept."""
+    @property
+    def has_draws(self) -> bool:
+        """Whether there are enough draws for a result."""
+        return len(self._store) > 0
+
+    @property
+    def progress(self) -> tuple[int, int, str]:
+        """Steps done, steps in all, and a note."""
+        return self.transitions, self.planned, ""
+
+    def advance(self) -> None:
+        """Make one step of all chains, and store the draws that are due."""
+        began, gradients = time.perf_counter(), self.gradients
         if self.choice is None:
-            self._choose(density, stream)
-        density.use(stream.next())
-        gradient, size = self._gradient(density), self._size()
-        if self.kernel == "sghmc":
-            moved = sghmc_step(gradient, self.position, self.velocity, size, FRICTION)
-        else:
-            moved = sgld_step(gradient, self.position, size), self.velocity
-        self.gradients += 1
-        if not all(part.isfinite().all(-1).any() for part in moved):
-            density.refuse_missing_data(stream.where)
-        self._take(*moved)
-        self.step += 1
-        if self.step in self.schedule.windows:
-            self._choose(density, stream)
+            self._choose()
+        self._target.use(self._stream.next())
+        settings = self._law.settings(self._size())
+        state, info = KERNELS[self.kernel].step(self.state, self._score, settings)
+        self.gradients += info.num_gradients
+        if not all(part.isfinite().all(-1).any() for part in state):
+            self._target.refuse_missing_data(self._stream.where)
+        self._take(state)
+        self.transitions += 1
+        if self.transitions in self.schedule.windows:
+            self._choose()
             self.warmup_gradients = self.gradients
-        if self.schedule.keeps(self.step - 1):
-            return self.frame.to_points(self.position)
+        if self.schedule.keeps(self.transitions - 1):
+            self._store.append(self.frame.to_points(self.state.position))
+        self._is_plain = self.gradients == gradients + info.num_gradients  # without probes
+        self._took = time.perf_counter() - began
+
+    def check(self) -> str | None:
+        """Return the reason why the chains stop now, or None; end the warm-up if time is short."""
+        limit = self.max_seconds
+        limits = self.policy.langevin
+        if limit is not None and self._is_plain and self.seconds > limits.warmup_share * limit:
+            self._hurry(round((limit - self.seconds) / self._took))
+        if self.transitions == self.schedule.steps:
+            return "max_epochs" if self.transitions == self.planned else "max_seconds"
+        if limit is not None and self.seconds >= limit and self.has_draws:
+            return "max_seconds"
         return None
 
-    def hurry(self, left: int) -> None:
-        """End the warm-up with the next step, where time rather than steps is short.
-
-        :param left: steps for which there is time.
-        """
-        if self.step < self.schedule.warmup - 1:
-            warmup = self.step + 1
-            least = max(LEAST_STEPS, 3 * self.schedule.cycles)
+    def _hurry(self, left: int) -> None:
+        """End the warm-up with the next step; there is time for ``left`` steps."""
+        if self.transitions < self.schedule.warmup - 1:
+            warmup = self.transitions + 1
+            least = max(self.policy.langevin.least_steps, 3 * self.schedule.cycles)
             steps = min(self.schedule.steps, warmup + max(left, least))
             self.schedule = replace(self.schedule, warmup=warmup, steps=steps)
 
+    @property
+    def _law(self) -> StepLaw:
+        law = KERNELS[self.kernel].law
+        assert law is not None
+        return law(self.policy.langevin)
+
     def _size(self) -> float:
-        """Of the next step."""
+        """The size of the next step."""
         assert self.choice is not None
-        size = self.choice.step_size * self.schedule.factor(self.step)
+        size = self.choice.step_size * self.schedule.factor(self.transitions)
         if self.given_step is None:
-            size = min(size, stable_step(self.kernel, self.choice.curvature), self._cap)
+            size = min(size, self._law.stable(self.choice.curvature), self._cap)
         return size
 
-    def _choose(self, density: MinibatchDensity, stream: BatchStream) -> None:
-        """The step size of the next window, from what the chains see where they are."""
-        steps, before = self.schedule.sampling, self.choice
+    def _choose(self) -> None:
+        """Choose the step size of the next window, from what the chains see where they are."""
+        limits, steps, before = self.policy.langevin, self.schedule.sampling, self.choice
         if self.given_step is None and before is not None:
-            is_hot = self._heat > (MAX_TEMPERATURE - 1) * self._count
-            if is_hot and not self._climbed(density, stream):
+            is_hot = self._heat > (limits.max_temperature - 1) * self._count
+            if is_hot and not self._climbed():
                 self._retreat(before.step_size)
-        gradients = [self._gradient(density, *probed) for probed in enumerate(stream.probed)]
+        scores: list[Score] = [
+            partial(self._probe_score, seed, batch)
+            for seed, batch in enumerate(self._stream.probed)
+        ]
         try:
-            found = probe(gradients, self.position)
+            found = probe(scores, self.state.position, self.policy)
         except RuntimeError:
-            for seed, batch in enumerate(stream.probed):
-                density.use(batch, seed)
-                density.refuse_missing_data(f"minibatch {seed + 1} of those looked at first")
+            for seed, batch in enumerate(self._stream.probed):
+                self._target.use(batch, seed)
+                self._target.refuse_missing_data(f"minibatch {seed + 1} of those looked at first")
             raise
         self.gradients += found.gradients
-        choice = choose_step(self.kernel, found, steps)
+        law = self._law
+        choice = choose_step(law, found, steps, limits)
         if self.given_step is not None:
-            choice = judge(self.kernel, found, steps, self.given_step, "user")
+            choice = judge(law, found, steps, self.given_step, "user")
         else:
-            growth = math.inf if before is None else MAX_GROWTH * before.step_size
+            growth = math.inf if before is None else limits.max_growth * before.step_size
             if self._cap < min(choice.step_size, growth):
-                choice = judge(self.kernel, found, steps, self._cap, "stability")
+                choice = judge(law, found, steps, self._cap, "stability")
             elif growth < choice.step_size:
-                choice = judge(self.kernel, found, steps, growth, choice.limit)
+                choice = judge(law, found, steps, growth, choice.limit)
         self.choice = choice
         self._heat, self._count = 0.0, 0
-        self._anchor = self.position if self.step < self.schedule.warmup else None
-        self.velocity = torch.randn_like(self.position)  # the heat of a fall from far is gone
+        is_warm = self.transitions >= self.schedule.warmup
+        self._anchor = None if is_warm else self.state.position
+        self._restart(self.state.position)  # without the heat of a fall from far away
 
     @torch.no_grad()
-    def _climbed(self, density: MinibatchDensity, stream: BatchStream) -> bool:
-        """Whether the log-density has risen since the window began: chains that fall towards the
-        posterior from far away are hot, too."""
+    def _climbed(self) -> bool:
+        """Return whether the log-density has risen in this window: chains that fall towards the
+        posterior are hot, too."""
         assert self._anchor is not None
         rise = 0.0
-        for seed, batch in enumerate(stream.probed[:4]):
-            density.use(batch, seed)
+        for seed, batch in enumerate(self._stream.probed[:4]):
+            self._target.use(batch, seed)
             before, after = (
-                density.log_prob(self.frame.to_points(white)).mean().item()
-                for white in (self._anchor, self.position)
+                self._target.log_prob(self.frame.to_points(white)).mean().item()
+                for white in (self._anchor, self.state.position)
             )
             rise += after - before
         return rise > 0
 
     def _retreat(self, step_size: float) -> None:
-        """To where the window began, whose step was too long."""
+        """Return to where the window began, whose step was too long."""
         assert self._anchor is not None
-        self.position, self.velocity = self._anchor, torch.randn_like(self._anchor)
+        self._restart(self._anchor)
         self._cap = min(self._cap, step_size / 2)
 
-    def _take(self, position: Tensor, velocity: Tensor) -> None:
-        """Go on from there; lost chains go on from others, and in the warm-up with a shorter
+    def _restart(self, position: Tensor) -> None:
+        self.state = KERNELS[self.kernel].init(position, self._score)
+
+    def _take(self, state: Any) -> None:
+        """Move to a state; lost chains restart from other chains, in the warm-up with a shorter
         step."""
-        lost = ~(position.isfinite() & velocity.isfinite()).all(-1)
+        lost = ~torch.stack([part.isfinite().all(-1) for part in state]).all(0)
         num_lost = int(lost.sum())
-        is_warm = self.step >= self.schedule.warmup
+        is_warm = self.transitions >= self.schedule.warmup
         if num_lost == len(lost) and not is_warm and self.given_step is None:
             self.replaced += num_lost
             self._retreat(self._size())
             return
         if num_lost == len(lost):
             raise RuntimeError(
-                f"all {num_lost} chains left the finite numbers at step {self.step}, of size "
-                f"{self._size():.3g} in the frame. Cure: a better start, a shorter step_size, or "
-                "float64"
+                f"all {num_lost} chains left the finite numbers at step {self.transitions}, of "
+                f"size {self._size():.3g} in the frame. Cure: a better start, a shorter step_size, "
+                "or float64"
             )
         if num_lost:
             good = (~lost).nonzero().squeeze(-1)
             chosen = good[torch.randint(len(good), (num_lost,), device=good.device)]
-            position, velocity = position.clone(), velocity.clone()
-            position[lost] = position[chosen]
-            velocity[lost] = torch.randn_like(velocity[lost])
+            fresh = KERNELS[self.kernel].init(state.position[chosen], self._score)
+            state = type(state)(
+                *(old.index_put((lost,), new) for old, new in zip(state, fresh, strict=True))
+            )
             self.replaced += num_lost
             if is_warm:
                 self.replaced_late += num_lost
             else:
                 self._cap = self._size() / 2
-        self.position, self.velocity = position, velocity
-        self._heat += velocity.square().mean().item() - 1
+        self.state = state
+        if hasattr(state, "velocity"):
+            self._heat += state.velocity.square().mean().item() - 1
         self._count += 1
 
-    def _gradient(
-        self, density: MinibatchDensity, seed: int | None = None, batch: tuple | None = None
-    ) -> Callable[[Tensor], Tensor]:
-        """In white coordinates; NaN where the log-density is not finite.
+    def _score(self, white: Tensor) -> tuple[Tensor, Tensor]:
+        """The score of the current minibatch in white coordinates."""
+        log_density, gradient = self._target.score(self.frame.to_points(white))
+        return log_density, self.frame.pull_back(gradient)
 
-        :param batch: by default the one that the density has; ``seed`` is for the rows that a model
-            draws itself.
-        """
+    def _probe_score(self, seed: int, batch: tuple, white: Tensor) -> tuple[Tensor, Tensor]:
+        """The score of another minibatch; ``seed`` is for rows that a model draws itself."""
+        self._target.use(batch, seed)
+        return self._score(white)
 
-        def gradient(white: Tensor) -> Tensor:
-            if batch is not None:
-                density.use(batch, seed)
-            log_density, found = density.score(self.frame.to_points(white))
-            found = torch.where(log_density.isfinite().unsqueeze(-1), found, torch.nan)
-            return self.frame.pull_back(found)
 
-        return gradient
+def check_scaling(target: MinibatchDensity, stream: BatchStream, num_shares: int = 1) -> None:
+    """Check that the model scales a minibatch to all data.
+
+    :param num_shares: processes that have their own minibatches.
+    :raises ValueError: if no observed site is scaled.
+    :warns UserWarning: if plate and minibatches disagree about the number of rows.
+    """
+    batches = stream.epoch_length * num_shares
+    if batches > 1 and not target.scaled:
+        raise ValueError(
+            f"the model takes each of {batches} minibatches for all data: no observed site is "
+            "scaled. Cure: with pyro.plate('rows', number_of_all_rows, subsample_size=len(x)), or "
+            "poutine.scale; of classifier and regressor, the number of all rows as num_data"
+        )
+    if target.subsampled is None or not any(stream.probed):
+        return
+    name, first_size, full_size = target.subsampled
+    size = _mean_size(stream.probed[: stream.epoch_length], first_size)
+    if not (batches - 1) * size < full_size < (batches + 1) * size:
+        share = full_size / size / batches
+        warn_user(
+            f"plate '{name}' has {full_size} rows in all, but {batches} minibatches of {size:.4g} "
+            f"make about {round(batches * size)}, so that the likelihood counts {share:.3g} times. "
+            "Cure: the number of all rows as the plate's size",
+        )
+
+
+def _mean_size(batches: list[tuple], first_size: int) -> float:
+    """Mean number of rows, by the part that has as many in the first minibatch as the plate."""
+    rows = [num_rows(part) for part in batches[0]]
+    if first_size not in rows:
+        return first_size
+    place = rows.index(first_size)
+    return sum(num_rows(batch[place]) or 0 for batch in batches) / len(batches)
+
+

@@ -99,10 +99,6 @@ def _supports(
     }
 
 
-# Numbers held at a time by the check of the Jacobians (32 MB in float64).
-_CHUNK_NUMEL = 2**22
-
-
 class NoiseSpaceReparam(NeuTraReparam):
     r"""Lets NUTS walk over the noise of a fitted guide instead of the model's latents.
 
@@ -215,7 +211,8 @@ def count_folds(guide: AutoImplicit, noise: Tensor) -> int:
     :param noise: ``(num_draws, noise_dim)``.
     """
     generator = as_generator(guide.generator)
-    rows = max(1, _CHUNK_NUMEL // noise.shape[-1] ** 2)
+    # Jacobians of 32 MB at a time in float64.
+    rows = max(1, 2**22 // noise.shape[-1] ** 2)
     jacobians = (generator.linearise(part).jacobian() for part in noise.split(rows))
     signs = torch.cat([jacobian.slogdet().sign for jacobian in jacobians])
     return min(int((signs > 0).sum()), int((signs < 0).sum()))

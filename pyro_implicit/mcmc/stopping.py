@@ -15,16 +15,10 @@ from torch.utils import _pytree as pytree
 
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.target import Target
+from pyro_implicit.mcmc.policy import DEFAULT, StoppingPolicy
 from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["Drift", "Quantities", "Tracked", "Tracker", "drift", "pooled", "tracked"]
-
-
-MAX_MEAN_ERROR = 0.05  # sds
-MAX_SD_ERROR = 0.05  # as a share
-MAX_ALLOWANCE = 2.0
-MAX_R_HAT, MAX_STEADY_R_HAT = 1.1, 2.0
-ERRORS = 2.0
 
 
 class Tracked(NamedTuple):
@@ -68,19 +62,22 @@ class Drift(NamedTuple):
     sd: float
     r_hat: float
 
-    @property
-    def settled(self) -> bool:
-        """Whether all three are small enough to stop."""
-        return self.r_hat <= MAX_R_HAT and self.steady
+    def is_settled(self, policy: StoppingPolicy = DEFAULT.stopping) -> bool:
+        """Return whether all three numbers are small enough to stop."""
+        return self.r_hat <= policy.max_r_hat and self.is_steady(policy)
 
-    @property
-    def steady(self) -> bool:
-        """Whether nothing drifts, though the chains may still remember where they began."""
-        is_still = self.mean <= MAX_MEAN_ERROR and self.sd <= MAX_SD_ERROR
-        return is_still and self.r_hat <= MAX_STEADY_R_HAT
+    def is_steady(self, policy: StoppingPolicy = DEFAULT.stopping) -> bool:
+        """Return whether nothing drifts, even if chains still depend on their starts."""
+        is_still = max(self.mean, self.sd) <= policy.max_error
+        return is_still and self.r_hat <= policy.max_steady_r_hat
 
 
-def drift(powers: Tensor, group: Tensor, label: Tensor | None = None) -> Drift:
+def drift(
+    powers: Tensor,
+    group: Tensor,
+    label: Tensor | None = None,
+    policy: StoppingPolicy = DEFAULT.stopping,
+) -> Drift:
     r"""Compare the second half of a stretch with the first, chain by chain.
 
     Each chain gives the difference of its two means. They are independent of the other chains', so
@@ -111,10 +108,10 @@ def drift(powers: Tensor, group: Tensor, label: Tensor | None = None) -> Drift:
 
     >>> _ = torch.manual_seed(0)
     >>> x = torch.randn(200, 256, 3)
-    >>> drift(torch.stack([x, x**2, x**4]), torch.arange(3)).settled
+    >>> drift(torch.stack([x, x**2, x**4]), torch.arange(3)).is_settled()
     True
     >>> x = x + torch.linspace(0, 0.5, 200)[:, None, None]
-    >>> drift(torch.stack([x, x**2, x**4]), torch.arange(3)).settled
+    >>> drift(torch.stack([x, x**2, x**4]), torch.arange(3)).is_settled()
     False
 
     :param powers: means over successive batches of transitions of the quantities, their squares
@@ -123,6 +120,7 @@ def drift(powers: Tensor, group: Tensor, label: Tensor | None = None) -> Drift:
     :param group: see :class:`Tracked`.
     :param label: for chains of separate modes, the mode of each, ``(num_chains,)``: means,
         variances and R-hat are then those within modes.
+    :param policy: the limits.
     :returns: that of the worst quantity.
 
     **References:**
@@ -139,10 +137,14 @@ def drift(powers: Tensor, group: Tensor, label: Tensor | None = None) -> Drift:
     unit = pooled(variance, group)
     r_hat = _r_hat(values.mean(0), squares.mean(0), group, members)
     r_hat_of_squares = _r_hat(squares.mean(0), fourths.mean(0), group, members)
-    mean_error = _memory(r_hat) * _bound(values, half) / unit.sqrt()
-    sd_error = 0.5 * _memory(torch.maximum(r_hat, r_hat_of_squares)) * _bound(about_mean, half)
+    mean_error = _memory(r_hat) * _bound(values, half, policy.errors) / unit.sqrt()
+    sd_error = (
+        0.5
+        * _memory(torch.maximum(r_hat, r_hat_of_squares))
+        * _bound(about_mean, half, policy.errors)
+    )
     kurtosis = fourths.mean((0, 1)) / squares.mean((0, 1)).square().clamp(min=1e-12)
-    sd_error = sd_error / ((kurtosis - 1) / 2).clamp(1, MAX_ALLOWANCE**2).sqrt()
+    sd_error = sd_error / ((kurtosis - 1) / 2).clamp(1, policy.max_allowance**2).sqrt()
     return Drift(
         mean_error.max().item(),
         (sd_error / unit)[:-1].max().item(),
@@ -182,12 +184,12 @@ def pooled(values: Tensor, group: Tensor) -> Tensor:
     return torch.where(mean > 0, mean, torch.ones_like(mean))
 
 
-def _bound(values: Tensor, half: int) -> Tensor:
+def _bound(values: Tensor, half: int, errors: float) -> Tensor:
     """The drift of each quantity's mean, plus its errors: ``(num_quantities,)``."""
     differences = values[half:].mean(0) - values[:half].mean(0)
     error = differences.std(0) / math.sqrt(len(differences))
     by_noise = _largest(differences.shape[-1]) - _largest(1)
-    return (differences.mean(0).abs() - by_noise * error).clamp(min=0) + ERRORS * error
+    return (differences.mean(0).abs() - by_noise * error).clamp(min=0) + errors * error
 
 
 def _largest(count: int) -> float:

@@ -17,17 +17,15 @@ from torch import Tensor
 
 from pyro_implicit.mcmc.frame import estimate_frame
 from pyro_implicit.mcmc.guide_density import DensityAtDraws, density_at_draws
+from pyro_implicit.mcmc.policy import DEFAULT
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.printing import progress_bar
 from pyro_implicit.runtime.sites import unconstrained
 
-__all__ = ["Best", "HeldOut", "Taught", "check_teachable", "teach"]
+__all__ = ["Taught", "check_teachable", "teach"]
 
 
-LEAST_DRAWS = 20
-MAX_LEARNT, MAX_HELD_OUT = 4096, 1024
-EVERY, PATIENCE = 25, 6
-CLIP_NORM = 10.0
+LIMITS = DEFAULT.teach
 
 
 @dataclass(frozen=True)
@@ -102,8 +100,8 @@ def teach(
     parameters = _parameters(guide, args, kwargs)
     learnt, held_out = _parts(dict(draws))
     density = density_at_draws(guide, learnt, args, kwargs)
-    score = HeldOut(density_at_draws(guide, held_out, args, kwargs))
-    best = Best(parameters, score())
+    score = _HeldOutScore(density_at_draws(guide, held_out, args, kwargs))
+    best = _Best(parameters, score())
     before, steps = best.score, 0
     try:
         if _take_moments(guide, density):
@@ -118,10 +116,10 @@ def teach(
                 rows = torch.randint(density.num_draws, (size,), device=density.device)
                 _step(optimiser, parameters, -density.objective(rows))
                 steps = step + 1
-                if steps % EVERY == 0 or steps == num_steps:
+                if steps % LIMITS.every == 0 or steps == num_steps:
                     best.update(score())
                     bar.set_postfix_str(f"log q {best.score:.3f}", refresh=False)
-                    if best.age >= PATIENCE:
+                    if best.age >= LIMITS.patience:
                         break
             bar.close()
             optimiser.zero_grad()
@@ -157,12 +155,12 @@ def _parameters(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]
 def _parts(draws: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The draws to learn from and the held-out ones, evenly thinned."""
     count = min((len(value) for value in draws.values()), default=0)
-    if count < LEAST_DRAWS:
-        raise ValueError(f"teach wants at least {LEAST_DRAWS} draws, but got {count}")
+    if count < LIMITS.least_draws:
+        raise ValueError(f"teach wants at least {LIMITS.least_draws} draws, but got {count}")
     device = next(iter(draws.values())).device
     rows = torch.arange(count, device=device)
     parts = []
-    for part, most in ((rows[: -(count // 5)], MAX_LEARNT), (rows[-(count // 5) :], MAX_HELD_OUT)):
+    for part, most in ((rows[: -(count // LIMITS.held_out_part)], LIMITS.max_learnt), (rows[-(count // LIMITS.held_out_part) :], LIMITS.max_held_out)):
         chosen = part[torch.linspace(0, len(part) - 1, min(len(part), most)).round().long()]
         parts.append({name: value[chosen].detach() for name, value in draws.items()})
     return parts[0], parts[1]
@@ -174,7 +172,7 @@ def _step(optimiser: torch.optim.Optimizer, parameters: list[Tensor], loss: Tens
     optimiser.zero_grad()
     # Nothing is left behind in parameters of others that the guide reads.
     loss.backward(inputs=parameters)
-    norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, LIMITS.clip_norm)
     if norm.isfinite():
         optimiser.step()
 
@@ -206,10 +204,7 @@ def _take_moments(guide: Any, density: DensityAtDraws) -> bool:
     return True
 
 
-CHUNK = 256
-
-
-class Best:
+class _Best:
     """The likeliest parameters so far."""
 
     def __init__(self, parameters: list[Tensor], score: float) -> None:
@@ -228,7 +223,7 @@ class Best:
             parameter.copy_(value)
 
 
-class HeldOut:
+class _HeldOutScore:
     """The mean log-density of held-out draws; those where it is not finite at first do not count,
     unless that is all of them."""
 
@@ -244,4 +239,4 @@ class HeldOut:
 
     @torch.no_grad()
     def _log_q(self) -> Tensor:
-        return torch.cat([self._density.log_prob(rows) for rows in self._rows.split(CHUNK)])
+        return torch.cat([self._density.log_prob(rows) for rows in self._rows.split(256)])

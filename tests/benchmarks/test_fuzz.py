@@ -10,7 +10,7 @@ from benchmarks.fuzz import checks, run
 from benchmarks.fuzz.grammar import draw_model
 from benchmarks.fuzz.models import with_data
 from pyro_implicit.density import Target
-from pyro_implicit.mcmc.conditional_reparam import _Scalar
+from pyro_implicit.mcmc.spaces.conditional_reparam import _Scalar
 
 
 @pytest.mark.parametrize("seed", range(100, 106))

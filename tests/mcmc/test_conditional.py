@@ -29,8 +29,7 @@ from pyro_implicit.mcmc import (
     scaled_sites,
 )
 from pyro_implicit.mcmc.chains import Chains
-from pyro_implicit.mcmc.conditional_space import ConditionalDensity, dependent_sites
-from pyro_implicit.mcmc.noise_map import NoiseMap
+from pyro_implicit.mcmc.spaces.conditional import ConditionalNoise, NoiseMap, dependent_sites
 
 Y = torch.tensor([2.0, -1.0, 0.5, 1.5], dtype=torch.float64)
 SIGMA = torch.tensor([0.3, 0.5, 1.0, 2.0], dtype=torch.float64)
@@ -177,7 +176,7 @@ def conditional(name):
     density = Target(model)
     torch.manual_seed(0)
     points = 0.5 * torch.randn(3, density.latent_dim)
-    return ConditionalDensity(density, points[0]), points
+    return ConditionalNoise(density, points[0]), points
 
 
 def by_change_of_variables(walked, noise):
@@ -277,7 +276,7 @@ def scaled():
 @pytest.mark.parametrize("model", [walk_of_volatility, noisy, masked, scaled])
 def test_latents_without_such_a_law_are_left_alone(model):
     density = Target(model)
-    assert ConditionalDensity(density, density.init_loc + 0.1).reparams == {}
+    assert ConditionalNoise(density, density.init_loc + 0.1).reparams == {}
 
 
 def test_chains_settle_in_a_horseshoe_written_by_hand():
@@ -409,7 +408,7 @@ def test_steps_of_which_the_data_see_sums_are_not_taken_for_known():
 
     density = Target(model)
     middle = torch.full((7,), 0.3)
-    found = ConditionalDensity(density, middle).reparams["steps"]
+    found = ConditionalNoise(density, middle).reparams["steps"]
     sums, prior = torch.ones(6, 6).tril(), math.exp(-0.6)
     covariance = torch.linalg.inv(4 * sums.mT @ sums + prior * torch.eye(6))
     mean = covariance @ (4 * sums.mT @ torch.arange(6.0) + prior * 0.5)

@@ -12,8 +12,9 @@ from pyro_implicit import AutoImplicit, AutoregressiveGenerator
 from pyro_implicit.density import Target
 from pyro_implicit.guides import Frame
 from pyro_implicit.guides.sampler import Sampler
-from pyro_implicit.mcmc import refine, space_choice
-from pyro_implicit.mcmc.space_choice import Plan, start_chains
+from pyro_implicit.mcmc import refine
+from pyro_implicit.mcmc.spaces import choice as space_choice
+from pyro_implicit.mcmc.spaces.choice import Plan, start_chains
 
 
 def gaussian():
@@ -100,19 +101,19 @@ def test_what_a_gradient_costs_decides_too(monkeypatch):
     guide()
     costs = {"latent": 1000.0, "noise": 1.0}
     monkeypatch.setattr(
-        "pyro_implicit.mcmc.space_choice._cost", lambda density, chains: costs[density.space]
+        "pyro_implicit.mcmc.spaces.choice._cost", lambda density, chains: costs[density.space]
     )
     chains = begin(gaussian, guide)
     assert chains.space == "noise" and "times as fast" in chains.space_note
 
 
 def test_the_latents_where_the_noise_has_no_finite_density(monkeypatch):
-    from pyro_implicit.mcmc.chain_density import NoiseDensity
+    from pyro_implicit.mcmc.spaces.space import GuideNoise
 
     def nothing(self, points):
         return torch.full_like(points[:, 0], torch.nan), torch.zeros_like(points)
 
-    monkeypatch.setattr(NoiseDensity, "score", nothing)
+    monkeypatch.setattr(GuideNoise, "score", nothing)
     result = refine(
         gaussian, injective(gaussian, 3), num_chains=16, max_gradients=30, seed=0, progress=False
     )

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The density that chains walk on, over the latents or over a guide's noise."""
+"""A target in the coordinates in which chains walk."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
 
 import torch
 from pyro import poutine
@@ -16,14 +15,17 @@ from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.target import Target
 from pyro_implicit.density.traced_score import TracedScore
 from pyro_implicit.guides import AutoImplicit
-from pyro_implicit.mcmc.conditional_reparam import ConditionalReparam
+from pyro_implicit.mcmc.frame import WhiteningFrame
 from pyro_implicit.mcmc.nuts import NoiseSpaceReparam
+from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 
-__all__ = ["ChainDensity", "NoiseDensity"]
+__all__ = ["GuideNoise", "Space"]
 
 
-class ChainDensity:
-    """A model's log-density over its unconstrained latents, for chains.
+class Space:
+    """The latents themselves; subclasses map other points to latents, one to one.
+
+    A kernel only sees :meth:`white_score`. It does not know in which space it walks.
 
     **Example:**
 
@@ -31,65 +33,74 @@ class ChainDensity:
     >>> import pyro.distributions as dist
     >>> def model():
     ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
-    >>> density = ChainDensity(Target(model))
-    >>> density.score(torch.ones(2, 1))[1]
+    >>> Space(Target(model)).score(torch.ones(2, 1))[1]
     tensor([[-1.],
             [-1.]])
 
-    :param density: of the model.
-    :param num_calls: of :meth:`score` that are to come, by which it is recorded or not.
+    :param target: the posterior of the latents.
+    :param num_calls: expected calls of :meth:`score`, which decide whether it is recorded.
+    :param compile: how the score is run, as a step of an ELBO.
     """
 
-    space = "latent"
+    name = "latent"
     middle: Tensor | None = None
-    """Of the posterior, ``(latent_dim,)``, where the space was made from it."""
+    """The middle of the posterior, ``(latent_dim,)``, if the space was made from it."""
     reparams: dict[str, ConditionalReparam] = {}
-    """By site, those of the space."""
+    """The maps of the space by site."""
 
-    def __init__(self, density: Target, num_calls: float = math.inf) -> None:
-        self.density = density
-        self._traced = TracedScore(self._score, num_calls)
-
-    def compiled(self, mode: CompileMode) -> Self:
-        """This, with scores that are run so, as the steps of an ELBO."""
-        self._traced.compile = mode
-        return self
+    def __init__(
+        self, target: Target, num_calls: float = math.inf, compile: CompileMode = "auto"
+    ) -> None:
+        self.target = target
+        self._traced = TracedScore(self._score, num_calls, compile)
 
     def score(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """Log-density ``(num_chains,)`` and gradient ``(num_chains, d)`` at ``(num_chains, d)``."""
         return self._traced(points)
 
+    def white_score(self, frame: WhiteningFrame, white: Tensor) -> tuple[Tensor, Tensor]:
+        """The same at white coordinates of a frame."""
+        log_density, gradient = self.score(frame.to_points(white))
+        return log_density, frame.pull_back(gradient)
+
     def _score(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        return self.density.score(points)
+        return self.target.score(points)
 
     def to_latent(self, points: Tensor) -> Tensor:
-        """Unconstrained latents ``(num_chains, latent_dim)`` of points."""
+        """Map points to unconstrained latents, ``(num_chains, latent_dim)``."""
         return points
 
     def to_points(self, latent: Tensor) -> Tensor:
-        """The points ``(num_chains, d)`` of unconstrained latents ``(num_chains, latent_dim)``."""
+        """Map unconstrained latents to points, ``(num_chains, d)``."""
         return latent
 
     def check(self, points: Tensor) -> None:
-        """Warn of what makes draws wrong; here nothing does."""
+        """Warn if the map is not one to one at some points."""
 
 
-class NoiseDensity(ChainDensity):
-    r"""The same over the noise of an injective guide,
+class GuideNoise(Space):
+    r"""The noise of an injective guide,
 
     .. math:: \log p(x, f(z)) + \log |\det J_f(z)|,
 
     which is the standard normal if the guide is the posterior.
 
-    :param density: of the model.
-    :param guide: an :class:`~pyro_implicit.AutoImplicit` whose ``get_transform`` knows f.
-    :param num_calls: as of a :class:`ChainDensity`.
+    :param target: the posterior of the latents.
+    :param guide: an :class:`~pyro_implicit.AutoImplicit` whose ``get_transform`` is f.
+    :param num_calls: see :class:`Space`.
+    :param compile: see :class:`Space`.
     """
 
-    space = "noise"
+    name = "noise"
 
-    def __init__(self, density: Target, guide: AutoImplicit, num_calls: float = math.inf) -> None:
-        super().__init__(density, num_calls)
+    def __init__(
+        self,
+        target: Target,
+        guide: AutoImplicit,
+        num_calls: float = math.inf,
+        compile: CompileMode = "auto",
+    ) -> None:
+        super().__init__(target, num_calls, compile)
         self.guide = guide
 
     def _score(self, points: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,23 +109,23 @@ class NoiseDensity(ChainDensity):
             transform = self.guide.get_transform()
             latent = transform(noise)
             log_det = transform.log_abs_det_jacobian(noise, latent)
-            log_prob = self.density.log_prob(latent) + log_det
+            log_prob = self.target.log_prob(latent) + log_det
             (gradient,) = torch.autograd.grad(log_prob.sum(), noise)
         return log_prob.detach(), gradient
 
     @torch.no_grad()
     def to_latent(self, points: Tensor) -> Tensor:
-        """The generator's values, in the guide's frame, ``(num_chains, latent_dim)``."""
+        """Map noise to latents in the guide's frame, ``(num_chains, latent_dim)``."""
         return self.guide.get_transform()(points)
 
     def check(self, points: Tensor) -> None:
-        """Warn if the generator folds the noise among these points."""
+        """Warn if the generator folds the noise at some points."""
         NoiseSpaceReparam(self.guide).transform_sample(points)
 
 
 @contextmanager
 def _frozen(guide: AutoImplicit) -> Iterator[None]:
-    """Without gradients of the guide's parameters, which nobody wants here."""
+    """Without gradients by the guide's parameters."""
     wanted = [parameter for parameter in guide.parameters() if parameter.requires_grad]
     with poutine.block():
         for parameter in wanted:

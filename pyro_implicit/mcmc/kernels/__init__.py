@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Markov kernels: pure functions whose states, settings and adaptations are values.
+
+A kernel is one file with
+
+- ``init(position, score) -> state``: start at positions ``(num_chains, d)``;
+- ``step(state, score, settings) -> (state, info)``: one transition of all chains;
+- an adaptation, a frozen value that gives the ``settings`` of the next step.
+
+``score`` maps points to their log-densities and gradients. A state has ``position``, and an info
+``num_gradients``. To add a kernel, write its file and add a line to ``KERNELS``.
+
+Kernels with all data adapt like :class:`~pyro_implicit.mcmc.kernels.hmc.ChEES`:
+``settings(state)``, ``update(state, info, settings)``, ``restart(score, state)``, ``frozen()``.
+Kernels of minibatches adapt by a :class:`~pyro_implicit.mcmc.kernels.step_choice.StepLaw`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pyro_implicit.mcmc.kernels import hmc, sghmc, sgld
+from pyro_implicit.mcmc.kernels.step_choice import StepLaw
+
+__all__ = ["KERNELS", "Kernel"]
+
+
+class Kernel(NamedTuple):
+    """A kernel's functions.
+
+    ``adaptation`` makes the first adaptation from a policy and the most gradients of a step;
+    ``law`` makes the step law of a kernel of minibatches. The other one is None.
+    """
+
+    init: Callable[..., Any]
+    step: Callable[..., Any]
+    adaptation: Callable[..., Any] | None = None
+    law: Callable[..., StepLaw] | None = None
+
+
+KERNELS = {
+    "hmc": Kernel(hmc.init, hmc.step, adaptation=hmc.ChEES),
+    "sghmc": Kernel(sghmc.init, sghmc.step, law=sghmc.law),
+    "sgld": Kernel(sgld.init, sgld.step, law=sgld.law),
+}

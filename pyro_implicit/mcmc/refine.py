@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a guide to the posterior by many chains."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from pyro_implicit.compiled import CompileMode, check_mode
+from pyro_implicit.density.batched_runs import IMPOSSIBLE
+from pyro_implicit.density.blame import blame
+from pyro_implicit.density.cost import MAX_DENSE_DIM
+from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.density.target import Target
+from pyro_implicit.guides.auto_draws import AutoDraws
+from pyro_implicit.guides.posterior_draws import guide_of
+from pyro_implicit.guides.sampler import Sampler
+from pyro_implicit.mcmc.chains import Checkpoint, WindowedChains, run
+from pyro_implicit.mcmc.draws import DrawStore
+from pyro_implicit.mcmc.frame import FrameKind, minibatch_frame
+from pyro_implicit.mcmc.kernels import KERNELS
+from pyro_implicit.mcmc.minibatch_chains import MinibatchChains, Schedule, check_scaling
+from pyro_implicit.mcmc.modes import Modes
+from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
+from pyro_implicit.mcmc.result import Refined, collect, collect_minibatches
+from pyro_implicit.mcmc.spaces.choice import Plan, finite_starts, space_of, start_chains
+from pyro_implicit.mcmc.stopping import Quantities, Tracker
+from pyro_implicit.mcmc.teaching import check_teachable
+from pyro_implicit.mcmc.teaching import teach as teach_guide
+from pyro_implicit.runtime.files import random_streams, restore_random_streams
+from pyro_implicit.runtime.locks import in_turn
+from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.runtime.random_stream import with_seed
+from pyro_implicit.runtime.user_warnings import first_line, refuse_counts, warn_user
+
+__all__ = ["refine"]
+
+FRAMES = ("auto", "diagonal", "low-rank", "full", "noise", "conditional")
+OF_ALL_DATA = ("frame", "quantities", "max_gradients", "max_leapfrogs", "teach", "compile")
+OF_MINIBATCHES = ("step_size", "cycles", "max_epochs", "store")
+
+
+@in_turn
+@with_seed
+def refine(
+    model: Callable[..., Any],
+    guide: Callable[..., Any] | Mapping[str, Tensor],
+    *args: Any,
+    kernel: Literal["hmc", "sghmc", "sgld"] | None = None,
+    batches: Iterable[Any] | None = None,
+    num_chains: int | None = None,
+    frame: Literal["auto", "diagonal", "low-rank", "full", "noise", "conditional"] = "auto",
+    quantities: Quantities | None = None,
+    max_gradients: int = 4000,
+    max_leapfrogs: int = 64,
+    max_epochs: int | None = None,
+    max_seconds: float | None = None,
+    max_draws: int = 100,
+    step_size: float | None = None,
+    cycles: int = 0,
+    store: str | Path | None = None,
+    seed: int | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = 50,
+    teach: bool = False,
+    compile: CompileMode = "auto",
+    progress: bool = True,
+    policy: ChainPolicy | None = None,
+    model_kwargs: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Refined:
+    r"""Move draws of a guide to the posterior by many chains.
+
+    Each draw starts a chain. All chains move together, in one vectorised density, in a common
+    frame in which posterior standard deviations are near one.
+
+    **With all data** the chains run Hamiltonian Monte Carlo. In the warm-up, the frame is estimated
+    from the chains in windows that double, and :class:`~pyro_implicit.mcmc.ChEES` finds step size
+    and trajectory length. The warm-up ends when the log-density no longer drifts. Then the kernel
+    is frozen and leaves the posterior exactly invariant.
+
+    The chains stop once the drift of every mean, every standard deviation (of latents, in
+    unconstrained space) and the mean log-density, in the last two thirds of the draws, is below a
+    twentieth of a standard deviation with two standard errors, and each chain has forgotten its
+    start (:func:`~pyro_implicit.mcmc.stopping.drift`). Because draws are cheap then, they go on
+    until there are four thousand effective draws or half of the warm-up's gradients have been
+    spent. A budget may stop them earlier; the result says which.
+
+    Chains that start in separate modes stay there. Each mode keeps the weight that the guide gave
+    it, and R-hat sees the modes, so the chains run until the budget ends. The components of an
+    :class:`~pyro_implicit.AutoMixture` of exact density are known: if at most a hundredth of the
+    chains moves between them, R-hat is computed within components, and at the end chains are
+    dropped or repeated until each component has its share, by bridge sampling.
+
+    **With minibatches** (``batches``), for models that have no full pass, such as networks, the
+    chains run stochastic gradient dynamics (:mod:`~pyro_implicit.mcmc.kernels.sghmc`,
+    :mod:`~pyro_implicit.mcmc.kernels.sgld`). There is no Metropolis step, so the draws are not
+    exact: gradient noise widens the posterior, and more so with longer steps, while short steps
+    stay near the guide. The warm-up, three tenths of the run, finds the step size from curvature
+    and gradient noise (:func:`~pyro_implicit.mcmc.kernels.step_choice.choose_step`). The result
+    names the active bound and the expected excess of variances.
+
+    **Examples:**
+
+    >>> import pyro, pyro.distributions as dist
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> def model(y):
+    ...     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    ...     with pyro.plate("data", len(y)):
+    ...         pyro.sample("y", dist.Normal(0.0, scale), obs=y)
+    >>> y = torch.tensor([1.0, -2.0, 3.0])
+    >>> guide = AutoNormal(model)  # better trained, but any will do
+    >>> result = refine(model, guide, y, seed=0, progress=False)
+    >>> result.stopped, f"{result.get_samples()['scale'].mean():.0f}"
+    ('converged', '2')
+
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> def model(x, y):
+    ...     slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    ...     with pyro.plate("rows", 100, subsample_size=len(x)):
+    ...         pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
+    >>> x = torch.linspace(-1, 1, 100)
+    >>> loader = DataLoader(TensorDataset(x, 0.3 * x), batch_size=20, shuffle=True)
+    >>> guide = AutoNormal(model)
+    >>> result = refine(model, guide, batches=loader, max_epochs=40, seed=0, progress=False)
+    >>> result.choice.limit, result.get_samples()["slope"].shape
+    ('balance', torch.Size([560]))
+
+    :param model: a Pyro model of continuous latents, with all its data and nothing subsampled.
+        With ``batches`` it scales the minibatch to all data, by
+        ``pyro.plate(name, number_of_all_rows, subsample_size=len(x))`` or ``poutine.scale``.
+    :param guide: any guide of this model, trained or not; or draws: a dict of constrained values by
+        site, ``(num_draws, *site_shape)``, such as particles, or an object with ``get_samples``,
+        such as :class:`AutoEnsemble` and ``MCMC``. If there are fewer draws than chains, some
+        draws start several chains. A result of :func:`~pyro_implicit.fit` stands for its ``guide``.
+    :param args: the arguments of model and guide; with ``batches``, the first arguments, which are
+        the same for all minibatches.
+    :param kernel: ``"hmc"``, the default; with minibatches ``"sghmc"``, their default, or
+        ``"sgld"``.
+    :param batches: a ``DataLoader`` or another iterable of tuples of the model's further arguments,
+        or of single arguments, that can be passed over many times. For a model that draws its own
+        rows, ``[()] * batches_per_epoch``.
+    :param num_chains: at least 8; by default 256, and 8 with minibatches, where each chain costs a
+        network's pass in every step.
+    :param frame: ``"full"`` for the covariance, ``"low-rank"`` for its significant principal axes
+        on a diagonal, ``"diagonal"``; or a space other than the latents, for funnels: ``"noise"``
+        of an injective :class:`~pyro_implicit.AutoImplicit`, or ``"conditional"``, the noise of
+        latents given their parents and the data (:class:`~pyro_implicit.mcmc.ConditionalReparam`),
+        if priors depend on other latents. By default the conditional space if there are such
+        priors, otherwise the noise if the guide allows it, unless a short walk shows the latents
+        to be faster. The frame in the space is full up to 100 dimensions and low-rank above.
+    :param quantities: a function of a dict of constrained draws by site,
+        ``(num_chains, *site_shape)``, to a tensor or a dict of tensors ``(num_chains, *shape)``,
+        for instance predictions. If given, these and the log-density replace the latents in the
+        stopping rule, which may then stop before the chains have forgotten their starts:
+        ``stopped="steady"``. All values of one tensor have one unit, their root mean square sd.
+    :param max_gradients: gradients of each chain, warm-up included. The chains may exceed it by one
+        transition, and for twelve draws.
+    :param max_leapfrogs: leapfrog steps of one transition.
+    :param max_epochs: passes over the minibatches; by default ten, or as many as make 2,000 steps.
+    :param max_seconds: wall time. A run that it stops is not reproducible.
+    :param max_draws: kept draws of each chain; longer chains are thinned.
+    :param step_size: with minibatches, the step size in the frame, instead of the automatic one.
+    :param cycles: with minibatches, the number of cosine cycles along which the step size falls,
+        from up to four times the chosen one. Draws are from the last third of each cycle, so the
+        chains see more modes (Zhang et al.). By default the step size is constant.
+    :param store: with minibatches, a folder for the draws, one file for each kept step, so that
+        the draws need not fit into memory; see :meth:`Refined.stream`.
+    :param seed: by default the current random streams are used.
+    :param checkpoint: a file. A killed run resumes from it when it is called again with the same
+        arguments, and ends with bit-identical draws. With minibatches and without ``store``, the
+        draws are beside the file, in a folder with ".draws" added to its name.
+    :param checkpoint_every: transitions between two writings of the checkpoint.
+    :param teach: whether the guide then learns from the draws, in place
+        (:func:`~pyro_implicit.mcmc.teach`), so that the next ``refine`` begins nearer.
+    :param compile: how the log-density and its gradient are run, like the steps of an ELBO: see
+        :class:`~pyro_implicit.infer.ImplicitELBO` and :doc:`/howto/compile`.
+    :param progress: whether to show a bar.
+    :param policy: all further numbers; see :class:`~pyro_implicit.mcmc.ChainPolicy`.
+    :param model_kwargs: keyword arguments of model and guide whose names are also names here.
+    :param kwargs: further keyword arguments of model and guide.
+    :raises SubsampledError: for a model that subsamples its data; with minibatches, for a latent of
+        each row.
+    :raises ValueError: for a guide of another model, an unknown frame or kernel, an option that the
+        kernel does not have, too few chains, steps or kept draws (fewer than 4 with all data),
+        quantities that are not one of each chain, starts of which none has a finite log-density,
+        empty ``batches``, a model that does not scale a minibatch, NaN among a minibatch's
+        observations, or a checkpoint of other settings; with ``teach`` for a guide without a
+        density.
+    :raises RuntimeError: if all chains of minibatches leave the finite numbers.
+    :warns UserWarning: for quantities that are not finite.
+
+    **References:**
+
+    1. Hoffman, Radul and Sountsov (2021), *An Adaptive-MCMC Scheme for Setting Trajectory Lengths
+       in Hamiltonian Monte Carlo*.
+    2. Margossian, Hoffman, Sountsov, Riou-Durand, Vehtari and Gelman (2022), *Nested R-hat:
+       Assessing the Convergence of Markov Chain Monte Carlo When Running Many Short Chains*.
+    3. Chen, Fox and Guestrin (2014), *Stochastic Gradient Hamiltonian Monte Carlo*.
+    4. Welling and Teh (2011), *Bayesian Learning via Stochastic Gradient Langevin Dynamics*.
+    5. Zhang, Li, Zhang, Chen and Wilson (2020), *Cyclical Stochastic Gradient MCMC for Bayesian
+       Deep Learning*.
+    """
+    kernel = kernel or ("hmc" if batches is None else "sghmc")
+    _check_kernel(kernel, batches, locals())
+    policy = policy or DEFAULT
+    refuse_counts(checkpoint_every=checkpoint_every)
+    kwargs = {**kwargs, **(model_kwargs or {})}
+    settings = {"kernel": kernel, "seed": seed, "policy": policy}
+    if batches is not None:
+        num_chains = policy.num_minibatch_chains if num_chains is None else num_chains
+        _check_positive(num_chains, max_epochs, max_draws, step_size, cycles)
+        guide = guide_of("refine", guide, or_draws=True)
+        stream = BatchStream(batches)
+        target = MinibatchDensity(model, *args, batch=stream.probed[0], model_kwargs=kwargs)
+        check_scaling(target, stream)
+        schedule = _schedule(max_epochs, stream.epoch_length, cycles, max_draws, policy)
+        settings |= {
+            "latent_dim": target.latent_dim,
+            "num_chains": num_chains,
+            "schedule": schedule,
+            "step_size": step_size,
+        }
+        file = Checkpoint(checkpoint, settings, checkpoint_every)
+        if store is None and file.path is not None:
+            store = file.path.with_name(file.path.name + ".draws")
+        draws = DrawStore(store)
+        walkers: MinibatchChains | None = file.load(target.init_loc.device)
+        if walkers is not None:
+            stream.restore(walkers.stream_state)
+            draws.go_on(walkers.num_draws)
+        else:
+            draws.begin()
+            sampler = Sampler(target, guide)
+            walkers = _start(sampler, stream, kernel, num_chains, schedule, step_size, policy)
+        walkers.attach(target, stream, draws)
+        walkers.max_seconds = max_seconds
+        if walkers.transitions == 0:
+            file.save(walkers)
+        run(walkers, file, progress)
+        return collect_minibatches(target, walkers, draws, stream.epoch_length)
+
+    num_chains = policy.num_chains if num_chains is None else num_chains
+    _check_all_data(num_chains, frame, policy)
+    refuse_counts(max_gradients=max_gradients, max_leapfrogs=max_leapfrogs)
+    refuse_counts(policy.least_kept, max_draws=max_draws)
+    check_mode(compile)
+    guide = guide_of("refine", guide, or_draws=True)
+    target = Target(model, *args, model_kwargs=kwargs)
+    if isinstance(guide, AutoDraws) and guide.prototype_trace is None:
+        with torch.no_grad(), poutine.block():
+            guide(*args, **kwargs)
+    kind: FrameKind = "full" if target.latent_dim <= MAX_DENSE_DIM else "low-rank"
+    if frame not in ("auto", "noise", "conditional"):
+        kind = frame  # type: ignore[assignment]
+    longest = max(1, min(max_leapfrogs, max_gradients // policy.warmup.chunks))
+    plan = Plan(
+        Sampler(target, guide), num_chains, frame, kind, max_gradients, longest, max_draws,
+        compile, kernel, policy,
+    )  # fmt: skip
+    settings |= {
+        "latent_dim": target.latent_dim,
+        "num_chains": num_chains,
+        "frame": (frame, kind),
+        "max_gradients": max_gradients,
+        "max_leapfrogs": max_leapfrogs,
+        "max_draws": max_draws,
+    }
+    if teach:
+        if isinstance(guide, Mapping):
+            raise ValueError("teach wants a guide, and these are draws. Cure: teach=False")
+        example = target.constrain(target.init_loc.expand(2, -1))
+        check_teachable(guide, example, target.args, target.kwargs)
+    modes, track = Modes.of(target, guide), Tracker(target, quantities)
+    file = Checkpoint(checkpoint, settings, checkpoint_every)
+    chains: WindowedChains | None = file.load(target.init_loc.device)
+    if chains is not None:
+        streams = random_streams()  # those of the chains
+        space = space_of(plan, chains.space, chains.middle)
+        restore_random_streams(streams)
+    else:
+        space, chains = start_chains(plan)
+        chains.max_gradients = max_gradients
+        track.try_at(space.to_latent(chains.points))
+    chains.attach(space, track, None if modes is None else modes.label, quantities is not None)
+    chains.max_seconds = max_seconds
+    run(chains, file, progress)
+    result = collect(space, modes, chains)
+    if not teach or isinstance(guide, Mapping):
+        return result
+    try:
+        taught = teach_guide(guide, result.moving(), *args, progress=progress, model_kwargs=kwargs)
+    except (KeyboardInterrupt, *IMPOSSIBLE) as error:
+        warn_user(
+            "the chains are done, but the guide learnt nothing from them "
+            f"({first_line(error)}). Cure: teach(guide, result.get_samples(), ...)"
+        )
+        return result
+    return replace(result, taught=taught)
+
+
+def _start(
+    sampler: Sampler,
+    stream: BatchStream,
+    kernel: str,
+    num_chains: int,
+    schedule: Schedule,
+    step_size: float | None,
+    policy: ChainPolicy,
+) -> MinibatchChains:
+    """Start chains of minibatches at draws of the guide."""
+    target: Any = sampler.target
+    frame = minibatch_frame(target, sampler, stream, policy)
+    points = sampler.draw(num_chains)
+    starts = finite_starts(target.score, points, sampler, lambda: blame(target, points))
+    return MinibatchChains(
+        kernel=kernel,
+        state=KERNELS[kernel].init(frame.to_white(starts.points), target.score),
+        frame=frame,
+        policy=policy,
+        replaced=starts.replaced,
+        schedule=schedule,
+        planned=schedule.steps,
+        given_step=step_size,
+    )
+
+
+def _schedule(
+    max_epochs: int | None, epoch_length: int, cycles: int, max_draws: int, policy: ChainPolicy
+) -> Schedule:
+    limits = policy.langevin
+    epochs = max_epochs or max(limits.default_epochs, -(-limits.default_steps // epoch_length))
+    steps = epochs * epoch_length
+    if steps < limits.least_in_all:
+        raise ValueError(
+            f"{epochs} epochs of {epoch_length} minibatches are {steps} steps, but the warm-up "
+            f"and a draw take at least {limits.least_in_all}. Cure: more max_epochs"
+        )
+    warmup = round(limits.warmup_share * steps)
+    return Schedule(steps, warmup, cycles, max_draws, limits.peak)
+
+
+def _check_kernel(kernel: str, batches: Any, options: dict[str, Any]) -> None:
+    """Check that kernel, batches and options fit."""
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel must be one of {tuple(KERNELS)}, but got {kernel!r}")
+    by_minibatches = KERNELS[kernel].law is not None
+    parameters = inspect.signature(refine).parameters
+    foreign = OF_ALL_DATA if by_minibatches or batches is not None else OF_MINIBATCHES
+    for name in foreign:
+        if options[name] == parameters[name].default:
+            continue
+        if foreign is OF_MINIBATCHES:
+            raise ValueError(
+                f"{name} is for minibatches. Cure: leave it out, or give batches; the length of a "
+                "run with all data is max_gradients"
+            )
+        raise ValueError(
+            f"{name} is for kernel='hmc' and all data. Cure: leave it out, or leave out "
+            "kernel and batches; the length of a run with minibatches is max_epochs"
+        )
+    if batches is not None and not by_minibatches:
+        fitting = tuple(name for name, one in KERNELS.items() if one.law is not None)
+        raise ValueError(
+            f"with batches kernel must be one of {fitting}, but got {kernel!r}: Metropolis' rule "
+            "wants all data"
+        )
+    if batches is None and by_minibatches:
+        raise ValueError(
+            f"kernel={kernel!r} wants batches. Cure: batches=loader, where the loader gives tuples "
+            "of the model's arguments"
+        )
+
+
+def _check_positive(
+    num_chains: int, max_epochs: int | None, max_draws: int, step_size: float | None, cycles: int
+) -> None:
+    positive = {
+        "num_chains": num_chains,
+        "max_epochs": 1 if max_epochs is None else max_epochs,
+        "max_draws": max_draws,
+        "step_size": 1.0 if step_size is None else step_size,
+        "cycles + 1": cycles + 1,
+    }
+    for name, value in positive.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be positive, but got {value}")
+
+
+def _check_all_data(num_chains: int, frame: str, policy: ChainPolicy) -> None:
+    if num_chains < policy.least_chains:
+        raise ValueError(
+            f"num_chains must be at least {policy.least_chains}, but got {num_chains}: frame, step "
+            "size and stopping rule are learnt by comparing chains. Cure: many chains cost little "
+            "more than one; for one long chain take Pyro's NUTS"
+        )
+    if frame not in FRAMES:
+        raise ValueError(f"frame must be one of {FRAMES}, but got {frame!r}")

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The result of :func:`~pyro_implicit.mcmc.refine`: draws, and how they came about."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from pyro.infer.mcmc.util import diagnostics, print_summary
+from torch import Tensor
+
+from pyro_implicit.density.target import Target
+from pyro_implicit.export.arviz import ArvizExport
+from pyro_implicit.guides.stored_draws import StoredDraws
+from pyro_implicit.mcmc.chains import WindowedChains
+from pyro_implicit.mcmc.draws import DrawStore
+from pyro_implicit.mcmc.kernels.step_choice import StepChoice
+from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
+from pyro_implicit.mcmc.modes import KEPT, Modes
+from pyro_implicit.mcmc.policy import DEFAULT, StoppingPolicy
+from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
+from pyro_implicit.mcmc.spaces.space import Space
+from pyro_implicit.mcmc.stopping import Drift
+from pyro_implicit.mcmc.teaching import Taught
+from pyro_implicit.ops.site_parts import site_parts
+from pyro_implicit.runtime.printing import Printed, aligned
+from pyro_implicit.runtime.user_warnings import warn_user
+
+__all__ = ["Refined", "SitesOf", "collect", "collect_minibatches"]
+
+
+@dataclass(frozen=True, eq=False)
+class SitesOf:
+    """From unconstrained vectors to values by site, without the model.
+
+    :param shapes: shapes of the sites' parts of a vector.
+    :param transforms: maps from these parts to values.
+    :param like: a tensor of the values' dtype and device.
+    """
+
+    shapes: dict[str, torch.Size]
+    transforms: dict[str, Any]
+    like: Tensor
+
+    @staticmethod
+    def of(target: Target) -> SitesOf:
+        """The maps of a target."""
+        return SitesOf(target.shapes, target._transforms, target.init_loc.new_empty(0))
+
+    def __call__(self, latent: Tensor) -> dict[str, Tensor]:
+        parts = site_parts(latent.to(self.like), self.shapes)
+        return {name: self.transforms[name](part) for name, part in parts.items()}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Refined(Printed, ArvizExport):
+    """Draws of many chains. ``print`` shows how they came about, ``summary()`` their moments.
+
+    With all data, the draws are those after the warm-up, without the first third, thinned. With
+    minibatches they are spaced evenly after the warm-up.
+
+    :ivar stopped: Why the chains stopped: ``"converged"``, ``"steady"``, ``"max_gradients"``,
+        ``"max_seconds"``, ``"max_epochs"``, or ``"interrupted"`` by Ctrl-C. ``"steady"`` means that
+        ``quantities`` do not drift while the chains still depend on their starts (R-hat from 1.1
+        to 2): right as far as the guide's weights of places are between which no chain passes.
+    :ivar kernel: ``"hmc"``, ``"sghmc"`` or ``"sgld"``.
+    :ivar store: The unconstrained draws, in memory or on disk.
+    :ivar constrain: The map from unconstrained draws to values by site.
+    :ivar num_chains: Number of chains.
+    :ivar frame: ``"diagonal"``, ``"low-rank"`` or ``"full"``.
+    :ivar step_size: Step size of the kernel in the frame.
+    :ivar num_gradients: Gradients that each chain took, warm-up and probes included.
+    :ivar warmup_gradients: Gradients of the warm-up.
+    :ivar seconds: Wall time.
+    :ivar replaced: Chains that restarted from other chains, because their start had no finite
+        log-density, because they stood still for a whole window of the warm-up, because the
+        log-density of a few chains stayed far below that of all others, or because they left the
+        finite numbers. With minibatches there should be none after the warm-up.
+    :ivar space: ``"latent"``; ``"noise"`` if the chains walked on a guide's noise; ``"conditional"``
+        if they walked on noise given parents and data
+        (:class:`~pyro_implicit.mcmc.ConditionalReparam`).
+    :ivar space_note: Why that space was chosen, if others were possible.
+    :ivar reparams: The maps of the conditional space, by site.
+    :ivar drift: The last input of the stopping rule; None if it was never asked.
+    :ivar acceptance: Mean probability of acceptance after the warm-up; None with minibatches.
+    :ivar failed: Share of trajectories after the warm-up with an acceptance probability below 1 %,
+        which others count as divergences. Above .002 there are narrow places, which may still fill.
+    :ivar trajectory_length: The longest trajectory in the frame; None with minibatches.
+    :ivar stuck: Chains whose draws are all one point: no trajectory from there was accepted.
+        Their draws are wrong, and widen every standard deviation.
+    :ivar modes: A note on separate modes.
+    :ivar modes_weighed: Whether bridge sampling gave each mode its share of the chains.
+    :ivar taught: What the guide learnt, with ``teach=True``.
+    :ivar choice: With minibatches, the step size, its active bound, and its expected errors.
+    :ivar temperature: With minibatches, the temperature of velocities after the warm-up: 1, plus
+        the heat of gradient noise. None without velocities.
+    :ivar epochs: Passes over the minibatches; None with all data.
+    :ivar policy: The limits of ``doubts``.
+    """
+
+    stopped: Literal[
+        "converged", "steady", "max_gradients", "max_seconds", "max_epochs", "interrupted"
+    ]
+    kernel: str
+    store: DrawStore = field(repr=False)
+    constrain: Callable[[Tensor], dict[str, Tensor]] = field(repr=False)
+    num_chains: int
+    frame: str
+    step_size: float
+    num_gradients: int
+    warmup_gradients: int
+    seconds: float
+    replaced: int
+    space: str = "latent"
+    space_note: str = ""
+    reparams: dict[str, ConditionalReparam] = field(default_factory=dict)
+    drift: Drift | None = None
+    acceptance: float | None = None
+    failed: float = 0.0
+    trajectory_length: float | None = None
+    stuck: int = 0
+    modes: str = ""
+    modes_weighed: bool = False
+    taught: Taught | None = None
+    choice: StepChoice | None = None
+    temperature: float | None = None
+    epochs: float | None = None
+    policy: StoppingPolicy = field(default=DEFAULT.stopping, repr=False)
+
+    @property
+    def num_draws(self) -> int:
+        """Number of draws of each chain."""
+        return len(self.store)
+
+    @cached_property
+    def samples(self) -> dict[str, Tensor]:
+        """Constrained draws by site, ``(num_chains, num_draws, *site_shape)``, in memory."""
+        return self.get_samples(group_by_chain=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "samples"}
+
+    @torch.no_grad()
+    def get_samples(
+        self, num_samples: int | None = None, group_by_chain: bool = False
+    ) -> dict[str, Tensor]:
+        """Return constrained draws by site, as Pyro's ``MCMC`` does, in memory; see :meth:`stream`.
+
+        :param num_samples: the number of draws, with replacement; by default all draws once.
+        :param group_by_chain: whether the chains are a dimension of their own.
+        :returns: ``(num_samples, *site_shape)`` or ``(num_chains, num_samples, *site_shape)``.
+        """
+        snapshots = torch.arange(self.num_draws)
+        if num_samples is not None and group_by_chain:
+            snapshots = torch.randint(self.num_draws, (num_samples,))
+        shape = (self.num_chains, len(snapshots))
+        index = torch.arange(self.num_chains).unsqueeze(-1) + self.num_chains * snapshots
+        rows = index.flatten()
+        if num_samples is not None and not group_by_chain:
+            rows = rows[torch.randint(len(rows), (num_samples,))]
+        latents = self.store.take(rows)
+        return self.constrain(latents.unflatten(0, shape) if group_by_chain else latents)
+
+    @torch.no_grad()
+    def stream(self, batch_size: int) -> Iterator[dict[str, Tensor]]:
+        """Yield all draws in batches, for predictions in memory that does not grow.
+
+        :param batch_size: draws of a batch; the last batch may be smaller.
+        :returns: an iterator over dicts by site, ``(batch_size, *site_shape)``. All chains of one
+            snapshot come before those of the next.
+        """
+        total = self.num_chains * self.num_draws
+        for start in range(0, total, batch_size):
+            yield self.take(torch.arange(start, min(start + batch_size, total)))
+
+    @torch.no_grad()
+    def take(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return some draws.
+
+        :param rows: their places in the order of :meth:`stream`, ``(num_rows,)``.
+        :returns: by site, ``(num_rows, *site_shape)``.
+        """
+        return self.constrain(self.store.take(rows))
+
+    @property
+    def settled(self) -> bool:
+        """Whether the chains stopped because nothing drifted any more, and not at a budget."""
+        return self.stopped in ("converged", "steady")
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Reasons to doubt the draws, for which ``diagnose`` says "check"; none with minibatches."""
+        found: list[str] = []
+        if self.choice is not None:
+            return ()
+        if not self.settled:
+            how = "interrupted" if self.stopped == "interrupted" else f"stopped by {self.stopped}"
+            found.append(f"the chains were {how}, before they settled")
+        is_converged, limits = self.stopped == "converged", self.policy
+        if self.failed > (limits.max_converged_failed if is_converged else limits.max_end_failed):
+            share = f"{self.failed:.1%} of the chains' trajectories failed"
+            found.append(f"{share}: narrow places may not have filled")
+        if self.stuck:
+            found.append(f"{self.stuck} of {self.num_chains} chains never moved")
+        return tuple(found)
+
+    def as_guide(self) -> StoredDraws:
+        """Return the draws as a guide, for ``Predictive``."""
+        return StoredDraws(self.get_samples(), self.settled, self.modes_weighed, self.doubts)
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Return effective sample size and split R-hat by site, as Pyro's ``MCMC`` does.
+
+        R-hat of many short chains exceeds that of few long ones with as many draws in all: 1.05
+        means ten effective draws of each chain.
+        """
+        return diagnostics(self.samples)
+
+    def summary(self, prob: float = 0.9) -> None:
+        """Print means, standard deviations, intervals, effective sample sizes and R-hats.
+
+        :param prob: mass of the intervals.
+        """
+        print_summary(self.samples, prob=prob)
+
+    def moving(self) -> dict[str, Tensor]:
+        """Return constrained draws by site of the chains that moved, chain after chain."""
+        is_stuck = torch.stack(
+            [(v == v[:, :1]).flatten(1).all(-1) for v in self.samples.values()]
+        ).all(0)
+        return {name: value[~is_stuck].flatten(0, 1) for name, value in self.samples.items()}
+
+    def __str__(self) -> str:
+        rows = {
+            "stopped": self.stopped,
+            "draws": f"{self.num_chains} chains x {self.num_draws}",
+            "gradients of each chain": f"{self.num_gradients} ({self.warmup_gradients} to warm up)",
+        }
+        if self.epochs is None:
+            rows["seconds"] = f"{self.seconds:.1f}"
+        else:
+            rows["epochs, seconds"] = f"{self.epochs:.3g}, {self.seconds:.1f}"
+        if self.acceptance is not None:
+            rows["acceptance"] = f"{self.acceptance:.2f}, failed {self.failed:.2%}"
+        if self.trajectory_length is not None:
+            lengths = f"{self.step_size:.3g}, {self.trajectory_length:.3g}"
+            rows["step, longest trajectory"] = lengths
+        if self.choice is None:
+            rows["frame"] = f"{self.frame}, of the {self.space}"
+        else:
+            rows |= {"kernel, frame": f"{self.kernel}, {self.frame}", **self.choice.rows()}
+        if self.temperature is not None:
+            rows["temperature of velocities"] = f"{self.temperature:.3f}"
+        if self.drift is not None:
+            rows["off by drift, at most"] = (
+                f"means {self.drift.mean:.3f} sd, sds {self.drift.sd:.1%}, "
+                f"R-hat {self.drift.r_hat:.3f}"
+            )
+        if self.space_note:
+            rows["why there"] = self.space_note
+        if self.replaced:
+            rows["chains replaced"] = str(self.replaced)
+        if self.stuck:
+            rows["chains that never moved"] = str(self.stuck)
+        if self.taught is not None:
+            rows["guide taught"] = str(self.taught)
+        return "\n".join([aligned(rows), self.modes]).rstrip("\n")
+
+
+def collect(space: Space, modes: Modes | None, chains: WindowedChains) -> Refined:
+    """Return the result of chains with all data.
+
+    :param space: the space in which they walked.
+    :param modes: the modes of the guide.
+    """
+    space.check(chains.points)
+    latents = chains.history.draws().transpose(0, 1).contiguous()
+    stuck = int((latents == latents[:, :1]).flatten(1).all(-1).sum())
+    if stuck:
+        warn_user(
+            f"{stuck} of {len(latents)} chains never moved after the warm-up, so their draws are "
+            "wrong: they began where every trajectory is rejected, far out or in a narrow place. "
+            "Cure: a better guide, more max_gradients, or leave out those chains of "
+            "get_samples(group_by_chain=True) whose draws are all the same",
+        )
+    rows, note = None, KEPT
+    if modes is not None:
+        rows, note = modes.chosen(latents, chains.policy.stopping)
+        latents = latents if rows is None else latents[rows]
+    store = DrawStore()
+    for snapshot in latents.unbind(1):
+        store.append(snapshot)
+    return Refined(
+        stopped=chains.stopped,  # type: ignore[arg-type]
+        kernel=chains.kernel,
+        store=store,
+        constrain=SitesOf.of(space.target),
+        num_chains=len(latents),
+        frame=chains.frame.kind,
+        step_size=chains.adaptation.step_size,
+        num_gradients=chains.gradients,
+        warmup_gradients=chains.warmup_gradients,
+        seconds=chains.seconds,
+        replaced=chains.replaced,
+        space=chains.space,
+        space_note=chains.space_note,
+        reparams=space.reparams,
+        drift=chains.last_drift,
+        acceptance=chains.acceptance,
+        failed=chains.failed,
+        trajectory_length=chains.adaptation.trajectory_length,
+        stuck=stuck,
+        modes=note,
+        modes_weighed=rows is not None,
+        policy=chains.policy.stopping,
+    )
+
+
+def collect_minibatches(
+    target: Target, chains: MinibatchChains, store: DrawStore, epoch_length: int
+) -> Refined:
+    """Return the result of chains that saw minibatches, and warn of faults."""
+    assert chains.choice is not None
+    limits, steps = chains.policy.langevin, chains.transitions
+    sampled = (steps - chains.schedule.warmup) / chains.schedule.sampling
+    choice = chains.choice._replace(relaxations=sampled * chains.choice.relaxations)
+    if chains.replaced_late:
+        warn_user(
+            f"{chains.replaced_late} times a chain left the finite numbers after the warm-up, and "
+            "went on from another: draws before that are suspect. Cure: a shorter step_size, or "
+            "float64",
+        )
+    if chains.temperature is not None and chains.temperature > limits.max_temperature:
+        warn_user(
+            f"the velocities' temperature is {chains.temperature:.3g} and should be 1, so that "
+            "draws are wrong: the chains began far from the posterior, or their steps of "
+            f"{choice.step_size:.3g} in the frame are too long. Cure: a better guide and "
+            "more max_epochs, or a shorter step_size",
+        )
+    if choice.relaxations < 1 and chains.stopped != "interrupted":
+        # Steps are too few to relax, so relaxation times grow as the steps do.
+        factor = limits.enough / max(choice.relaxations, 1e-9)
+        more = f"max_epochs (about {math.ceil(factor * steps / epoch_length)})"
+        if chains.stopped == "max_seconds":
+            more = f"max_seconds (about {math.ceil(factor * chains.seconds)})"
+        warn_user(
+            f"the chains forgot their start only {choice.relaxations:.2g} of a relaxation time "
+            f"long: draws are still near those of the guide. Cure: more {more}, larger "
+            "minibatches, or a better guide",
+        )
+    return Refined(
+        stopped=chains.stopped,  # type: ignore[arg-type]
+        kernel=chains.kernel,
+        store=store,
+        constrain=SitesOf.of(target),
+        num_chains=len(chains.state.position),
+        frame=chains.frame.kind,
+        step_size=choice.step_size,
+        num_gradients=chains.gradients,
+        warmup_gradients=chains.warmup_gradients,
+        seconds=chains.seconds,
+        replaced=chains.replaced,
+        choice=choice,
+        temperature=chains.temperature,
+        epochs=steps / epoch_length,
+    )

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of the space in which chains walk, by short trial walks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.compiled import CompileMode
+from pyro_implicit.density.blame import blame
+from pyro_implicit.density.cost import estimated_seconds
+from pyro_implicit.guides import AutoImplicit
+from pyro_implicit.guides.exactness import why_inexact
+from pyro_implicit.guides.sampler import NOWHERE, Sampler
+from pyro_implicit.mcmc.chains import WindowedChains
+from pyro_implicit.mcmc.draws import History
+from pyro_implicit.mcmc.frame import FrameKind, estimate_frame
+from pyro_implicit.mcmc.kernels import KERNELS
+from pyro_implicit.mcmc.nuts import count_folds
+from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
+from pyro_implicit.mcmc.spaces.conditional import ConditionalNoise, middle_of
+from pyro_implicit.mcmc.spaces.space import GuideNoise, Space
+from pyro_implicit.runtime.user_warnings import first_line, warn_user
+
+__all__ = ["Plan", "Starts", "finite_starts", "space_of", "start_chains"]
+
+Score = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings of chains that see all data, before there are any.
+
+    :param sampler: gives their starts.
+    :param frame: the frame or space that the user wants.
+    :param kind: the kind of frame in the space.
+    :param max_leapfrogs: gradients of a transition.
+    """
+
+    sampler: Sampler
+    num_chains: int
+    frame: str
+    kind: FrameKind
+    max_gradients: int
+    max_leapfrogs: int
+    max_draws: int
+    compile: CompileMode = "auto"
+    kernel: str = "hmc"
+    policy: ChainPolicy = DEFAULT
+
+
+class Starts(NamedTuple):
+    """Finite starts ``(num_chains, d)``, and how many were replaced."""
+
+    points: Tensor
+    replaced: int
+
+
+def start_chains(plan: Plan) -> tuple[Space, WindowedChains]:
+    """Start chains at draws of the guide, in the space that suits them.
+
+    With ``frame="auto"``, chains walk in the conditional space if priors of latents depend on
+    other latents. Otherwise the chains of an injective guide begin in its noise. They stay there if
+    the generator does not fold and the walk is easy: few gradients for a transition, and no failed
+    trajectory. If the walk is not easy and the budget allows it, the latents are tried for as many
+    transitions from the same guide. The chains go there if the slowest latent, or its square, moves
+    further in the same time: by the squared distance of a transition over the variance, the larger
+    of both walks, and by the cost of a gradient, counted in operations. A space in which the
+    log-density is not finite is left.
+
+    :returns: the space, and the chains; the trials' gradients are counted.
+    """
+    if plan.frame != "auto":
+        space = space_of(plan, plan.frame if plan.frame in ("noise", "conditional") else "latent")
+        return space, _begin(space, plan)
+    latent = space_of(plan, "latent")
+    notes = []
+    for name in ("conditional", "noise"):
+        with suppress(ValueError):
+            space = space_of(plan, name)
+            chains, note = _begin_if_sound(space, plan)
+            if chains is not None and name == "noise":
+                return _the_better(space, chains, latent, plan)
+            if chains is not None:
+                return space, chains
+            notes.append(note)
+    others = _begin(latent, plan)
+    others.space_note = "; ".join(notes)
+    return latent, others
+
+
+def space_of(plan: Plan, name: str, middle: Tensor | None = None) -> Space:
+    """Return a space by name.
+
+    :param name: ``"latent"``, ``"noise"`` of the guide, or ``"conditional"``.
+    :param middle: the middle of the posterior, ``(latent_dim,)``, from which the conditional space
+        is made; by default the median of the guide's draws.
+    :raises ValueError: for the noise of a guide that is not injective, or if no latent's prior
+        changes with others.
+    """
+    target, guide = plan.sampler.target, plan.sampler.guide
+    if name == "conditional":
+        return _conditional(plan, middle)
+    if name == "latent":
+        return Space(target, plan.max_gradients, plan.compile)
+    reason = f"it is a {type(guide).__name__}, and not an AutoImplicit"
+    if isinstance(guide, AutoImplicit):
+        reason = why_inexact(guide)
+        if not reason:
+            return GuideNoise(target, guide, plan.max_gradients, plan.compile)
+    raise ValueError(f'frame="noise" wants an injective guide: {reason}')
+
+
+def _conditional(plan: Plan, middle: Tensor | None) -> ConditionalNoise:
+    policy = plan.policy.space
+    if middle is None:
+        middle = middle_of(plan.sampler, policy)
+    target = plan.sampler.target
+    try:
+        space = ConditionalNoise(target, middle, plan.max_gradients, plan.compile, policy)
+    except RuntimeError as error:
+        raise ValueError(
+            'frame="conditional" wants second derivatives of the log-density, but the model raises '
+            f'{first_line(error)}. Cure: frame="auto"'
+        ) from error
+    if not space.reparams:
+        raise ValueError(
+            'frame="conditional" wants latents of location and scale that depend on other latents, '
+            "or are multiplied by functions of them, and this model has none. Cure: "
+            'frame="auto"'
+        )
+    return space
+
+
+def finite_starts(
+    score: Score, points: Tensor, sampler: Sampler, blamed: Callable[[], str]
+) -> Starts:
+    """Replace starts at which the density or its gradient is not finite by other starts.
+
+    :param sampler: the source of the points.
+    :param blamed: describes which sites are to blame if all are, and the cure.
+    :raises ValueError: if the density is finite at none.
+    """
+    log_prob, gradient = score(torch.where(points.isfinite(), points, torch.zeros_like(points)))
+    finite = points.isfinite().all(-1) & log_prob.isfinite() & gradient.isfinite().all(-1)
+    lost = int((~finite).sum())
+    if lost == len(points):
+        raise ValueError(
+            f"{NOWHERE} {lost} {sampler.source}: {blamed()}; or train the guide first, or start "
+            "from draws of the prior"
+        )
+    if lost:
+        warn_user(
+            f"the model's log-density is not finite at {lost} of {len(points)} {sampler.source}: "
+            "these chains start from others of the draws",
+        )
+        good = finite.nonzero().squeeze(-1)
+        points = points.clone()
+        points[~finite] = points[good[torch.randint(len(good), (lost,), device=good.device)]]
+    return Starts(points, lost)
+
+
+def _the_better(
+    noise: Space, chains: WindowedChains, latent: Space, plan: Plan
+) -> tuple[Space, WindowedChains]:
+    policy = plan.policy.space
+    # Two trial walks take half of the budget at most.
+    if plan.max_gradients < 4 * policy.probe_leapfrogs * policy.probe:
+        return noise, chains
+    walk = _Walk(chains, noise, plan.policy)
+    if walk.is_easy:
+        return noise, chains
+    others = _begin(latent, plan)
+    other = _Walk(others, latent, plan.policy)
+    gain = _cost(noise, chains) / _cost(latent, others)
+    gain *= other.speed(walk) / max(walk.speed(other), 1e-12)
+    chains.gradients = others.gradients = chains.gradients + others.gradients
+    said = f"{gain:.1f} times as fast as in its noise"
+    if gain > policy.faster and other.failed <= walk.failed + plan.policy.warmup.max_failed:
+        others.space_note = f"in the latents chains move {said}"
+        return latent, others
+    chains.space_note = f"in the latents they would move {said}"
+    return noise, chains
+
+
+def _begin_if_sound(space: Space, plan: Plan) -> tuple[WindowedChains | None, str]:
+    """Return chains, or the reason why there are none."""
+    policy = plan.policy.space
+    name = "the guide's noise" if space.name == "noise" else "the latents' own noise"
+    if isinstance(space, GuideNoise):
+        shape = min(plan.num_chains, policy.fold_draws), space.target.latent_dim
+        if count_folds(space.guide, torch.randn(shape).to(space.target.init_loc)):
+            return None, "the guide's generator folds its noise"
+    chains, note = None, f"the log-density is finite nowhere in {name}"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with suppress(ValueError):
+            chains = _begin(space, plan)
+    if chains is not None and chains.replaced > policy.max_replaced * plan.num_chains:
+        chains, note = None, f"the log-density is seldom finite in {name}"
+    for one in caught:
+        if chains is not None or "not finite at" not in str(one.message):
+            warn_user(one.message, one.category)
+    return chains, note
+
+
+class _Walk:
+    """A short trial walk, the beginning of the chains' warm-up."""
+
+    def __init__(self, chains: WindowedChains, space: Space, policy: ChainPolicy) -> None:
+        self._policy, limits = policy, policy.space
+        began, jumps, counted = chains.transitions, [], 0
+        usual = chains.adaptation.max_gradients
+        chains.adaptation = chains.adaptation.limited(min(usual, limits.probe_leapfrogs))
+        self._centre = space.to_latent(chains.points).median(0).values
+        values, failed = self._values(chains, space), []
+        while chains.transitions < began + limits.probe:
+            before, gradients = values, chains.gradients
+            chains.advance()
+            values = self._values(chains, space)
+            if chains.transitions > began + limits.probe // 3:
+                jumps.append((values - before).square().mean(0))
+                counted += chains.gradients - gradients
+                failed.append(chains.last_failed)
+        chains.adaptation = chains.adaptation.limited(usual)
+        self._jump = torch.stack(jumps).mean(0)
+        self._spread = values.var(0)
+        self.gradients = counted / len(jumps)
+        self.failed = sum(failed) / len(failed)
+
+    @property
+    def is_easy(self) -> bool:
+        """Whether the space needs no comparison."""
+        is_sound = self.failed <= self._policy.warmup.max_failed
+        return self.gradients <= self._policy.space.easy and is_sound
+
+    def speed(self, other: _Walk) -> float:
+        """Return the speed of the slowest quantity."""
+        spread = torch.maximum(self._spread, other._spread)
+        moves = self._jump / (2 * torch.where(spread > 0, spread, torch.ones_like(spread)))
+        return moves.min().item() / self.gradients
+
+    def _values(self, chains: WindowedChains, space: Space) -> Tensor:
+        """Latents and squares of their distances from the middle, ``(num_chains, 2 d)``."""
+        offset = space.to_latent(chains.points) - self._centre
+        return torch.cat([offset, offset.square()], -1)
+
+
+def _cost(space: Space, chains: WindowedChains) -> float:
+    return estimated_seconds(lambda: space.score(chains.points))
+
+
+def _begin(space: Space, plan: Plan) -> WindowedChains:
+    """Start chains at draws of the guide, in the frame of more of its draws."""
+    sampler, num_chains, policy = plan.sampler, plan.num_chains, plan.policy
+    latent_dim = space.target.latent_dim
+    num_draws = num_chains
+    if not isinstance(sampler.guide, Mapping) and plan.kind == "full":
+        num_draws = max(num_chains, policy.frame.draws_per_dim * latent_dim)
+    if isinstance(space, GuideNoise):
+        points = torch.randn(num_draws, latent_dim).to(space.target.init_loc)
+        sampler.draw(1)  # refuses a guide of another model
+    else:
+        points = space.to_points(sampler.draw(num_draws))
+    first = points[:num_chains]
+    starts = finite_starts(
+        space.score, first, sampler, lambda: blame(space.target, space.to_latent(first))
+    )
+    is_sound = starts.replaced == 0 and bool(points.isfinite().all())
+    frame = estimate_frame(points if is_sound else starts.points, plan.kind, policy.frame)
+    kernel: Any = KERNELS[plan.kernel]
+    position = frame.to_white(starts.points)
+    chains = WindowedChains(
+        kernel=plan.kernel,
+        state=kernel.init(position, lambda white: space.white_score(frame, white)),
+        frame=frame,
+        policy=policy,
+        replaced=starts.replaced,
+        adaptation=kernel.adaptation(policy.hmc, plan.max_leapfrogs),
+        frame_kind=plan.kind,
+        history=History(2 * (3 * plan.max_draws // 4)),
+        space=space.name,
+        middle=space.middle,
+        _next_check=policy.stopping.first_check,
+    )
+    chains.attach(space)
+    chains.start()
+    return chains

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latents that the model multiplies by functions of others, written as noise."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from pyro_implicit.density.batched_runs import IMPOSSIBLE
+from pyro_implicit.density.target import Target
+from pyro_implicit.mcmc.policy import DEFAULT, SpacePolicy
+from pyro_implicit.mcmc.spaces.conditional_reparam import (
+    SUFFIX,
+    ConditionalReparam,
+    base_distribution,
+    own_hessian,
+    score_of_rest,
+    told,
+    unused_suffix,
+)
+from pyro_implicit.ops.conditional_normal import from_standard, to_standard
+from pyro_implicit.ops.site_parts import site_parts
+
+__all__ = ["ScaledBlock", "ScaledReparam", "scaled_reparams"]
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledBlock:
+    r"""What parents and data leave open of latents that were written as noise by hand.
+
+    In :math:`\mu + \tau z` the prior of z is that of noise already, but the more :math:`\tau` makes
+    of it, the more the data say of it. With W and h those of
+    :class:`~pyro_implicit.mcmc.ConditionalReparam` at a middle, they are taken to be elsewhere
+
+    .. math::
+        D W D \text{ and } D R h, \quad \log D = \tfrac12 \sum_k b_k (u_k - u_{k,0}),
+
+    where the u are logarithms of such factors: the unconstrained coordinates of positive latents. A
+    factor of the latent has :math:`b = 2`, a scale of the data's noise :math:`b = -2`; h grows with
+    the first power of the one, and the second of the other, whose part of D is R. With
+    :math:`C^\top C = I + D W D`, the noise of a latent :math:`z = l + s \epsilon` is
+
+    .. math:: \epsilon = C^{-1} (x + C^{-\top} (D R h - D W D s^{-1} l))
+
+    of what is left, x: a standard normal, whatever the factors are, where the data are linear in z
+    and their noise is normal. The density is exact in any case.
+
+    :param powers: b, by the name of the latent and that of the other latent.
+    :param middle: the unconstrained values of the others, whose shapes broadcast with the latent's.
+    :param shapes: of the latents.
+    :param precision: W in units of the priors' scales, ``(n, n)`` for the n elements of all
+        latents, or ``(n,)`` if diagonal.
+    :param information: h in these units, ``(n,)``.
+    :param locs: of the priors, l, in these units, ``(n,)``.
+    :param suffix: suffix of the names of noise.
+    :param factor_power: power above which a latent is a factor.
+    """
+
+    powers: Mapping[str, Mapping[str, float]]
+    middle: Mapping[str, Tensor]
+    shapes: Mapping[str, torch.Size]
+    precision: Tensor
+    information: Tensor
+    locs: Tensor
+    suffix: str = SUFFIX
+    factor_power: float = DEFAULT.space.factor_power
+
+    def to_noise(self, parts: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The priors' noise of what is left.
+
+        :param parts: unconstrained, by site, ``(num_points, *shape)``; those of the block are
+            called ``"{name}{suffix}"``.
+        :returns: noise, and the log-determinant of each element, by the same names.
+        """
+        values, log_det = self._map(parts, back=False)
+        return self._split(values), self._split(log_det)
+
+    def to_points(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is left of noise, in the same way."""
+        return self._split(self._map(parts, back=True)[0])
+
+    def _map(self, parts: Mapping[str, Tensor], back: bool) -> tuple[Tensor, Tensor]:
+        given = [parts[f"{name}{self.suffix}"] for name in self.shapes]
+        values = torch.cat([one.reshape(len(one), -1) for one in given], -1)
+        scale, told = self._scales(parts, len(values))
+        if self.precision.dim() == 1:
+            stretch = (1 + self.precision * scale.square()).sqrt()
+            pull = told / stretch
+            found = stretch * values - pull if back else (values + pull) / stretch
+            return found, -stretch.log()
+        identity = torch.eye(scale.shape[-1], dtype=scale.dtype, device=scale.device)
+        precision = identity + self.precision * (scale.unsqueeze(-1) * scale.unsqueeze(-2))
+        if back:
+            return to_standard(values, precision, told), values
+        return from_standard(values, precision, told)
+
+    def _scales(self, parts: Mapping[str, Tensor], num_points: int) -> tuple[Tensor, Tensor]:
+        """D and what the data say of the noise, ``(num_points, n)``."""
+        log_scales, log_rests = [], []
+        for name, shape in self.shapes.items():
+            log_scale = log_rest = self.information.new_zeros(num_points, *shape)
+            for other, power in self.powers[name].items():
+                moved = parts[other] - self.middle[other]
+                lacking = (1,) * (len(shape) + 1 - moved.dim())
+                moved = power / 2 * moved.reshape(num_points, *lacking, *moved.shape[1:])
+                log_scale = log_scale + moved
+                log_rest = log_rest + (moved if power < self.factor_power else 0 * moved)
+            log_scales.append(log_scale.reshape(num_points, -1))
+            log_rests.append(log_rest.reshape(num_points, -1))
+        scale = torch.cat(log_scales, -1).exp()
+        at_locs = scale * self.locs
+        known = at_locs * self.precision if self.precision.dim() == 1 else at_locs @ self.precision
+        return scale, scale * (torch.cat(log_rests, -1).exp() * self.information - known)
+
+    def _split(self, values: Tensor) -> dict[str, Tensor]:
+        parts = site_parts(values, self.shapes)
+        return {f"{name}{self.suffix}": part for name, part in parts.items()}
+
+
+class ScaledReparam(ConditionalReparam):
+    """One latent of a :class:`ScaledBlock`.
+
+    For ``poutine.reparam`` this is the non-centred form alone: factors may not be known yet where
+    the latent is sampled. :class:`~pyro_implicit.mcmc.spaces.conditional.NoiseMap` does the rest.
+
+    :param block: to which the latent belongs.
+    :param shape: of the latent.
+    """
+
+    def __init__(self, block: ScaledBlock, shape: torch.Size) -> None:
+        nothing = block.information.new_zeros(shape)
+        super().__init__(precision=nothing, information=nothing, suffix=block.suffix)
+        self.block = block
+
+
+Powers = dict[str, float]
+
+
+def scaled_reparams(
+    target: Target,
+    middle: Tensor,
+    known: Collection[str] = (),
+    policy: SpacePolicy = DEFAULT.space,
+) -> dict[str, ScaledReparam]:
+    """Find latents with a fixed prior of which the data say more the larger other latents are.
+
+    The second derivatives of the log-density without a latent's own prior are computed at points
+    at which other latents are moved. Their logarithms are fitted by a linear function of the other
+    latents. A latent is scaled if the fit is good and one of the others has the power of a factor.
+    Latents with such a law but without a factor, for instance an intercept, join its block.
+
+    :param target: the posterior.
+    :param middle: the middle of the posterior, ``(latent_dim,)``.
+    :param known: sites that are noise already.
+    :param policy: limits of the analysis.
+    """
+    if target.is_enumerated:
+        return {}
+    try:
+        nodes = target.trace_at(middle).nodes
+    except IMPOSSIBLE:
+        return {}
+    names = [name for name in target.shapes if name not in known and _is_plain(nodes[name])]
+    names = sorted(names, key=lambda name: -target.shapes[name].numel())[: policy.max_sites]
+    if not names or len(target.shapes) == 1:
+        return {}
+    found = _blocks(target, _laws(target, middle, names, nodes, policy), policy)
+    return {
+        name: ScaledReparam(block, target.shapes[name])
+        for block in (_block(target, middle, powers, nodes, policy) for powers in found)
+        for name in block.shapes
+    }
+
+
+def _is_plain(site: dict[str, Any]) -> bool:
+    is_other = ConditionalReparam.is_vector, ConditionalReparam.is_log_normal
+    return ConditionalReparam.suits_site(site) and not any(one(site["fn"]) for one in is_other)
+
+
+def _laws(
+    target: Target, middle: Tensor, names: list[str], nodes: dict[str, Any], policy: SpacePolicy
+) -> dict[str, Powers]:
+    """By what powers of others the data say more of a site, where such a law holds."""
+    generator = torch.Generator().manual_seed(0)
+    moves = policy.point_spread * torch.randn(
+        policy.num_points, len(middle), generator=generator
+    ).to(middle)
+    places = target.split(torch.arange(len(middle), device=middle.device))
+    laws = {}
+    for name in names:
+        place, shape = places[name], target.shapes[name]
+        watched = torch.linspace(
+            0, place.numel() - 1, min(place.numel(), policy.max_watched)
+        ).long()
+        others = [one for one in target.shapes if one != name]
+        others = [one for one in others if _broadcasts(target.shapes[one], shape)]
+        if not others or len(others) > policy.num_points * len(watched) // 3:
+            continue
+        still = moves.clone()
+        still[:, place.flatten()] = 0.0
+        scale = base_distribution(nodes[name]["fn"]).scale.expand(shape).flatten()[watched]
+        columns = place.flatten()[watched]
+        told_at = scale.square() * _curvatures(target, middle + still, name, columns)
+        moved = [still[:, places[other].expand(shape).flatten()[watched]] for other in others]
+        powers = _law(told_at, torch.stack(moved, -1), policy)
+        if powers is not None:
+            kept = zip(others, powers.tolist(), strict=True)
+            laws[name] = {other: power for other, power in kept if abs(power) > policy.least_power}
+    return laws
+
+
+def _law(told_at: Tensor, moved: Tensor, policy: SpacePolicy) -> Tensor | None:
+    """The powers by which others scale what the data say, if that explains it.
+
+    :param told_at: ``(num_points, num_elements)``, in units of what the prior says.
+    :param moved: ``(num_points, num_elements, num_others)``.
+    """
+    sound = (told_at.isfinite() & (told_at > 0)).all(0) & (told_at.mean(0) > policy.least_told)
+    if not sound.any():
+        return None
+    told_at, moved = told_at[:, sound], moved[:, sound]
+    weight = (told_at / (1 + told_at)).mean(0)
+    response = (weight * (told_at.log() - told_at.log().mean(0))).flatten()
+    factors = (weight.unsqueeze(-1) * (moved - moved.mean(0))).flatten(0, 1)
+    powers = torch.linalg.lstsq(factors, response.unsqueeze(-1)).solution.squeeze(-1)
+    rest = (response - factors @ powers).square().mean()
+    is_explained = rest < max((1 - policy.explained) * response.square().mean(), policy.constant**2)
+    return powers if is_explained else None
+
+
+def _blocks(
+    target: Target, laws: dict[str, Powers], policy: SpacePolicy
+) -> list[dict[str, Powers]]:
+    """Sites that go together: those with a factor, and beside them others of which there is a law.
+
+    A site that scales another stays as it is.
+    """
+
+    def factors(name: str) -> set[str]:
+        return {other for other, power in laws[name].items() if power > policy.factor_power}
+
+    chosen: list[str] = []
+    kept: set[str] = set()
+    for name in sorted(laws, key=lambda name: not factors(name)):
+        is_needed = bool(factors(name)) or bool(chosen)
+        if is_needed and name not in kept and not factors(name) & set(chosen):
+            chosen.append(name)
+            kept |= set(laws[name]) - set(chosen)
+    blocks: list[dict[str, Powers]] = [{}]
+    size = 0
+    for name in chosen:
+        powers = {one: power for one, power in laws[name].items() if one not in chosen}
+        number = target.shapes[name].numel()
+        if size + number <= policy.max_dense:
+            blocks[0][name], size = powers, size + number
+        elif factors(name):
+            blocks.append({name: powers})
+    return [block for block in blocks if any(factors(name) for name in block)]
+
+
+def _block(
+    target: Target,
+    middle: Tensor,
+    powers: dict[str, Powers],
+    nodes: dict[str, Any],
+    policy: SpacePolicy,
+) -> ScaledBlock:
+    """With W and h of the middle, in units of the priors."""
+    places = target.split(torch.arange(len(middle), device=middle.device))
+    shapes = {name: target.shapes[name] for name in powers}
+    columns = torch.cat([places[name].flatten() for name in powers])
+    moments = [_moments(nodes[name]["fn"], shape) for name, shape in shapes.items()]
+    loc, scale = (torch.cat(one) for one in zip(*moments, strict=True))
+    is_dense = len(columns) <= policy.max_dense
+    rows, size = (1, len(columns)) if is_dense else (len(columns), 1)
+    columns, loc, scale = (one.reshape(rows, size) for one in (columns, loc, scale))
+    with torch.enable_grad():
+        point = middle.unsqueeze(0).requires_grad_()
+        score = score_of_rest(target, point, list(powers))
+        curvature = -own_hessian(target, point, score, columns, policy)
+    others = scale if curvature.dim() == 4 else scale.unsqueeze(-2)
+    curvature = curvature * scale.reshape(*scale.shape, *(1,) * (curvature.dim() - 2)) * others
+    value, loc = middle[columns] / scale, loc / scale
+    prior = dist.MultivariateNormal(loc, torch.eye(size).to(value))
+    said = told(prior, curvature, score[0, columns].detach() * scale, value)
+    precision, information = (one[0] if is_dense else one.flatten() for one in said)
+    at, known = target.split(middle), {one for own in powers.values() for one in own}
+    parents = {one: at[one] for one in known}
+    suffix = unused_suffix(target.shapes, nodes)
+    return ScaledBlock(
+        powers,
+        parents,
+        shapes,
+        precision,
+        information,
+        loc.flatten(),
+        suffix,
+        policy.factor_power,
+    )
+
+
+def _moments(fn: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    fn = base_distribution(fn)
+    return fn.loc.expand(shape).flatten(), fn.scale.expand(shape).flatten()
+
+
+def _curvatures(target: Target, points: Tensor, name: str, columns: Tensor) -> Tensor:
+    """Minus the second derivatives ``(num_points, num_columns)`` without a site's own prior."""
+    with torch.enable_grad():
+        points = points.requires_grad_()
+        score = score_of_rest(target, points, [name])
+        directions = points.new_zeros(len(columns), points.shape[-1])
+        directions[torch.arange(len(columns)), columns] = 1.0
+        products = target.hessian_products(points, score, directions)
+    return -torch.stack([one[:, c] for one, c in zip(products, columns, strict=True)], -1)
+
+
+def _broadcasts(shape: torch.Size, other: torch.Size) -> bool:
+    """Whether one shape broadcasts to another."""
+    try:
+        return torch.broadcast_shapes(shape, other) == other
+    except RuntimeError:
+        return False
