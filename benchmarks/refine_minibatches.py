@@ -45,7 +45,7 @@ from benchmarks.common import (
     write_page,
 )
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.mcmc import MinibatchRefined, refine
+from pyro_implicit.mcmc import Refined, refine
 from pyro_implicit.nn import to_bayesian_
 
 ROWS, COLUMNS, BATCH = 1000, 10, 50
@@ -110,7 +110,7 @@ def regression(seed: int) -> Iterator[dict[str, Any]]:
             )
 
 
-def describe(result: MinibatchRefined) -> dict[str, Any]:
+def describe(result: Refined) -> dict[str, Any]:
     """How the chains went."""
     choice = result.choice
     return {

@@ -25,7 +25,7 @@ from pyro_implicit.guides.names import own_names
 from pyro_implicit.guides.row_data import trace_model
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine
-from pyro_implicit.mcmc.minibatch_start import check_scaling
+from pyro_implicit.mcmc.minibatch_chains import check_scaling
 from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = ["fit_amortized", "fit_batches", "refine_batches"]

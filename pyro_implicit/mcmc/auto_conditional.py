@@ -170,7 +170,7 @@ class AutoConditional(DrawSummaries, AutoGuide):
         noise = draw(self.noise, num_samples, *args, **kwargs)
         noise_map = self._map(args, kwargs)
         points = noise_map.noise.unconstrain(noise)
-        return noise_map.density.constrain(noise_map.to_latent(points))
+        return noise_map.target.constrain(noise_map.to_latent(points))
 
     def take_moments(
         self, draws: Mapping[str, Tensor], *args: Any, model_kwargs: dict[str, Any] | None = None
@@ -183,7 +183,7 @@ class AutoConditional(DrawSummaries, AutoGuide):
         kwargs = model_kwargs or {}
         self._prepared_plates(args, kwargs)
         noise_map = self._map(args, kwargs)
-        points = noise_map.to_points(noise_map.density.unconstrain(dict(draws)))
+        points = noise_map.to_points(noise_map.target.unconstrain(dict(draws)))
         noise = noise_map.noise.constrain(points)
         return teach(self.noise, noise, *args, progress=False, model_kwargs=kwargs)
 

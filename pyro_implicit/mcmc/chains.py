@@ -254,7 +254,9 @@ class WindowedChains(Chains):
                 self._end_window(hurry)
 
     def check(self) -> str | None:
-        """Return the reason why the chains stop now, or None. The drift is computed ever more rarely.
+        """Return the reason why the chains stop now, or None.
+
+        The drift is computed ever more rarely.
 
         Where trajectories fail, there are places that the chains seldom enter, and rare events
         hardly show as drift. The chains must then be much longer than their memory.

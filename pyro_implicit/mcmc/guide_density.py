@@ -31,8 +31,6 @@ __all__ = [
 ]
 
 
-
-
 class DensityAtDraws:
     """Log q at draws ``(num_draws, latent_dim)`` in unconstrained space.
 

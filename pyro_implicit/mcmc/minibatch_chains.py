@@ -346,5 +346,3 @@ def _mean_size(batches: list[tuple], first_size: int) -> float:
         return first_size
     place = rows.index(first_size)
     return sum(num_rows(batch[place]) or 0 for batch in batches) / len(batches)
-
-

@@ -24,7 +24,7 @@ class FramePolicy:
 
     :ivar outlier_ranges: Interquartile ranges from the median beyond which a draw is an outlier.
     :ivar max_rank: Principal axes of a low-rank frame; memory is ``d * max_rank`` numbers.
-    :ivar axis_margin: Factor over Marchenko and Pastur's edge above which a variance is significant.
+    :ivar axis_margin: Factor over Marchenko and Pastur's edge from which a variance is significant.
     :ivar draws_per_dim: Draws for each dimension below which correlations are shrunk.
     :ivar too_narrow: Ratio of the allowed width to the sd of draws above which a coordinate is
         widened; large, because sixteen minibatches give curvatures only roughly.
@@ -55,7 +55,7 @@ class HMCPolicy:
     :ivar gamma: Shrinkage of dual averaging, in a frame whose step size is nearly right.
     :ivar spread: Ratio of the largest to the smallest step size where trajectories fail.
     :ivar harmonic_target: Harmonic mean of acceptance probabilities where trajectories fail.
-    :ivar least_acceptance: Least probability in that mean, so that one chain in fifty does not rule.
+    :ivar least_acceptance: Least probability in that mean, so that one chain does not dominate.
     :ivar failed_acceptance: Acceptance probability below which a trajectory counts as failed.
     """
 

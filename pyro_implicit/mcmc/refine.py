@@ -213,17 +213,17 @@ def refine(
     policy = policy or DEFAULT
     refuse_counts(checkpoint_every=checkpoint_every)
     kwargs = {**kwargs, **(model_kwargs or {})}
-    settings = {"kernel": kernel, "seed": seed, "policy": policy}
+    settings: dict[str, Any] = {"kernel": kernel, "seed": seed, "policy": policy}
     if batches is not None:
         num_chains = policy.num_minibatch_chains if num_chains is None else num_chains
         _check_positive(num_chains, max_epochs, max_draws, step_size, cycles)
         guide = guide_of("refine", guide, or_draws=True)
         stream = BatchStream(batches)
-        target = MinibatchDensity(model, *args, batch=stream.probed[0], model_kwargs=kwargs)
-        check_scaling(target, stream)
+        batched = MinibatchDensity(model, *args, batch=stream.probed[0], model_kwargs=kwargs)
+        check_scaling(batched, stream)
         schedule = _schedule(max_epochs, stream.epoch_length, cycles, max_draws, policy)
         settings |= {
-            "latent_dim": target.latent_dim,
+            "latent_dim": batched.latent_dim,
             "num_chains": num_chains,
             "schedule": schedule,
             "step_size": step_size,
@@ -232,20 +232,20 @@ def refine(
         if store is None and file.path is not None:
             store = file.path.with_name(file.path.name + ".draws")
         draws = DrawStore(store)
-        walkers: MinibatchChains | None = file.load(target.init_loc.device)
+        walkers: MinibatchChains | None = file.load(batched.init_loc.device)
         if walkers is not None:
             stream.restore(walkers.stream_state)
             draws.go_on(walkers.num_draws)
         else:
             draws.begin()
-            sampler = Sampler(target, guide)
+            sampler = Sampler(batched, guide)
             walkers = _start(sampler, stream, kernel, num_chains, schedule, step_size, policy)
-        walkers.attach(target, stream, draws)
+        walkers.attach(batched, stream, draws)
         walkers.max_seconds = max_seconds
         if walkers.transitions == 0:
             file.save(walkers)
         run(walkers, file, progress)
-        return collect_minibatches(target, walkers, draws, stream.epoch_length)
+        return collect_minibatches(batched, walkers, draws, stream.epoch_length)
 
     num_chains = policy.num_chains if num_chains is None else num_chains
     _check_all_data(num_chains, frame, policy)

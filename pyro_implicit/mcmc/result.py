@@ -80,8 +80,8 @@ class Refined(Printed, ArvizExport):
         log-density, because they stood still for a whole window of the warm-up, because the
         log-density of a few chains stayed far below that of all others, or because they left the
         finite numbers. With minibatches there should be none after the warm-up.
-    :ivar space: ``"latent"``; ``"noise"`` if the chains walked on a guide's noise; ``"conditional"``
-        if they walked on noise given parents and data
+    :ivar space: ``"latent"``; ``"noise"`` if the chains walked on a guide's noise;
+        ``"conditional"`` if they walked on noise given parents and data
         (:class:`~pyro_implicit.mcmc.ConditionalReparam`).
     :ivar space_note: Why that space was chosen, if others were possible.
     :ivar reparams: The maps of the conditional space, by site.
@@ -193,7 +193,7 @@ class Refined(Printed, ArvizExport):
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Reasons to doubt the draws, for which ``diagnose`` says "check"; none with minibatches."""
+        """Reasons to doubt draws of all data, for which ``diagnose`` says "check"."""
         found: list[str] = []
         if self.choice is not None:
             return ()

@@ -160,7 +160,8 @@ def _parts(draws: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tenso
     device = next(iter(draws.values())).device
     rows = torch.arange(count, device=device)
     parts = []
-    for part, most in ((rows[: -(count // LIMITS.held_out_part)], LIMITS.max_learnt), (rows[-(count // LIMITS.held_out_part) :], LIMITS.max_held_out)):
+    last = count // LIMITS.held_out_part
+    for part, most in ((rows[:-last], LIMITS.max_learnt), (rows[-last:], LIMITS.max_held_out)):
         chosen = part[torch.linspace(0, len(part) - 1, min(len(part), most)).round().long()]
         parts.append({name: value[chosen].detach() for name, value in draws.items()})
     return parts[0], parts[1]

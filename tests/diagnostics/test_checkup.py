@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributions import constraints
 
 from pyro_implicit import LIVI_ELBO, MLP, AutoImplicit, AutoSemiImplicit
+from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import preparation
 from pyro_implicit.diagnostics.checkup import diagnose
 from pyro_implicit.diagnostics.moments import MomentErrors, Resolution
@@ -32,6 +33,8 @@ from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.fitting import Fit
 from pyro_implicit.infer.bound import EvidenceBound
 from pyro_implicit.mcmc import Refined
+from pyro_implicit.mcmc.draws import DrawStore
+from pyro_implicit.mcmc.result import SitesOf
 from pyro_implicit.ops.stein_discrepancy import SteinTest
 
 
@@ -219,14 +222,19 @@ def test_even_weights_tell_whatever_a_test_resolves(efficiency, tells, judged):
 
 def test_doubts_of_chains():
     """Those that had settled are trusted, if their trajectories did not fail."""
-    done = {"samples": {"x": torch.randn(100, 5)}, "drift": None, "frame": "full", "modes": ""}
-    numbers = ("acceptance", "step_size", "trajectory_length", "seconds")
-    counts = ("num_gradients", "warmup_gradients", "replaced_starts", "stuck")
-    done |= {"space": "latent", "space_note": "", "stopped": "converged", "failed": 0.001}
-    refined = Refined(**done, **dict.fromkeys(numbers, 1.0), **dict.fromkeys(counts, 0))
 
     def model():
         pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    store = DrawStore()
+    for snapshot in torch.randn(5, 100, 1):
+        store.append(snapshot)
+    done = {"store": store, "constrain": SitesOf.of(Target(model)), "num_chains": 100}
+    done |= {"kernel": "hmc", "frame": "full"}
+    numbers = ("acceptance", "step_size", "trajectory_length", "seconds")
+    counts = ("num_gradients", "warmup_gradients", "replaced", "stuck")
+    done |= {"stopped": "converged", "failed": 0.001}
+    refined = Refined(**done, **dict.fromkeys(numbers, 1.0), **dict.fromkeys(counts, 0))
 
     def found(**changes):
         result = Fit(refined=dataclasses.replace(refined, **changes), source=(model, (), {}))

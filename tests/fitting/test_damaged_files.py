@@ -19,7 +19,7 @@ from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit.fitting import Fit, Schedule, checkpoint, train
 from pyro_implicit.infer import ImplicitELBO
-from pyro_implicit.mcmc.chain_files import load_chains, save_chains
+from pyro_implicit.mcmc.chains import Checkpoint
 from pyro_implicit.mcmc.draws import DrawStore
 from pyro_implicit.runtime import files as run_files
 
@@ -48,8 +48,8 @@ KINDS = {
     "a training": (read_training, read_training),  # the first writes it
     "the start of a fit": (lambda path: checkpoint.same_start(path, SETTINGS),) * 2,
     "chains of refine": (
-        lambda path: save_chains(path, SETTINGS, torch.zeros(3)),
-        lambda path: load_chains(path, SETTINGS, torch.device("cpu")),
+        lambda path: Checkpoint(path, SETTINGS, 1).save(torch.zeros(3)),
+        lambda path: Checkpoint(path, SETTINGS, 1).load(torch.device("cpu")),
     ),
 }
 

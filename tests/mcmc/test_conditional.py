@@ -24,11 +24,10 @@ from pyro_implicit.mcmc import (
     AutoConditional,
     ConditionalReparam,
     conditional_reparams,
-    pseudo_data,
     refine,
-    scaled_sites,
 )
-from pyro_implicit.mcmc.chains import Chains
+from pyro_implicit.mcmc.chains import WindowedChains
+from pyro_implicit.mcmc.policy import SpacePolicy
 from pyro_implicit.mcmc.spaces.conditional import ConditionalNoise, NoiseMap, dependent_sites
 
 Y = torch.tensor([2.0, -1.0, 0.5, 1.5], dtype=torch.float64)
@@ -171,12 +170,12 @@ MODELS = {
 }
 
 
-def conditional(name):
+def conditional(name, **limits):
     model, sites = MODELS[name]
     density = Target(model)
     torch.manual_seed(0)
     points = 0.5 * torch.randn(3, density.latent_dim)
-    return ConditionalNoise(density, points[0]), points
+    return ConditionalNoise(density, points[0], policy=SpacePolicy(**limits)), points
 
 
 def by_change_of_variables(walked, noise):
@@ -186,7 +185,7 @@ def by_change_of_variables(walked, noise):
         jacobian(lambda at: to_latent(walked._map, at.unsqueeze(0))[0], one).slogdet()[1]
         for one in noise
     ]
-    return walked.density.log_prob(walked.to_latent(noise)) + torch.stack(log_dets)
+    return walked.target.log_prob(walked.to_latent(noise)) + torch.stack(log_dets)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -231,10 +230,9 @@ def test_noise_of_normals_is_so_at_every_scale(name):
         assert torch.allclose(walked.score(noise)[1][:, own], -noise[:, own], atol=1e-8)
 
 
-def test_more_latents_than_a_matrix_is_made_of_are_taken_one_by_one(monkeypatch):
+def test_more_latents_than_a_matrix_is_made_of_are_taken_one_by_one():
     """Exactly, where the data see each by itself."""
-    monkeypatch.setattr(scaled_sites, "MOST_DENSE", 3)
-    walked, points = conditional("both")
+    walked, points = conditional("both", max_dense=3)
     assert walked.reparams["z"].block.precision.shape == (4,)
     noise = walked.to_points(points)
     assert torch.allclose(walked.to_latent(noise), points, atol=1e-10)
@@ -420,11 +418,10 @@ def test_steps_of_which_the_data_see_sums_are_not_taken_for_known():
 
 
 @pytest.mark.parametrize("name", ["normal", "vectors"])
-def test_very_many_latents_are_probed_by_random_signs(name, monkeypatch):
+def test_very_many_latents_are_probed_by_random_signs(name):
     """Exactly, where groups are independent."""
     exact, _ = conditional(name)
-    monkeypatch.setattr(pseudo_data, "MOST_COLUMNS", 0)
-    probed, _ = conditional(name)
+    probed, _ = conditional(name, max_columns=0)
     one, other = exact.reparams["x"], probed.reparams["x"]
     assert torch.allclose(one.precision, other.precision)
     assert torch.allclose(one.information, other.information)
@@ -452,13 +449,13 @@ def test_the_density_of_the_guide_is_that_of_its_noise(name):
     guide = AutoConditional(model, walked.reparams)
     to_latent = NoiseMap.to_latent.__wrapped__
     trace = poutine.trace(guide).get_trace()
-    values = {site: trace.nodes[site]["value"] for site in walked.density.shapes}
-    latent = walked.density.unconstrain({n: value.unsqueeze(0) for n, value in values.items()})
+    values = {site: trace.nodes[site]["value"] for site in walked.target.shapes}
+    latent = walked.target.unconstrain({n: value.unsqueeze(0) for n, value in values.items()})
     noise = walked.to_points(latent)[0]
     log_det = jacobian(lambda one: to_latent(walked._map, one.unsqueeze(0))[0], noise).slogdet()[1]
     by_guide = guide.noise.get_posterior().log_prob(noise) - log_det
     by_model = poutine.trace(poutine.condition(model, values)).get_trace().log_prob_sum()
-    to_constrained = walked.density.log_prob(latent)[0] - by_model
+    to_constrained = walked.target.log_prob(latent)[0] - by_model
     assert torch.allclose(trace.log_prob_sum() + to_constrained, by_guide, atol=1e-8)
 
 
@@ -558,17 +555,17 @@ def test_killed_chains_go_on(tmp_path, monkeypatch):
 
     whole = run()
     assert whole.space == "conditional"
-    advance, calls = Chains.advance, iter(range(12))
+    advance, calls = WindowedChains.advance, iter(range(12))
 
     def killed(self, *args, **kwargs):
         if next(calls, None) is None:
             raise KeyboardInterrupt
         return advance(self, *args, **kwargs)
 
-    monkeypatch.setattr(Chains, "advance", killed)
+    monkeypatch.setattr(WindowedChains, "advance", killed)
     with pytest.raises(KeyboardInterrupt):
         run(checkpoint=file, checkpoint_every=5)
-    monkeypatch.setattr(Chains, "advance", advance)
+    monkeypatch.setattr(WindowedChains, "advance", advance)
     again = run(checkpoint=file, checkpoint_every=5)
     assert torch.equal(again.get_samples()["x"], whole.get_samples()["x"])
 

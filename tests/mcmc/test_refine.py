@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from types import SimpleNamespace
 
 import pyro
@@ -17,8 +18,10 @@ from pyro.infer.autoguide import AutoNormal
 from pyro_implicit import AutoImplicit, AutoregressiveGenerator, AutoSemiImplicit, compare, fit
 from pyro_implicit.density import SubsampledError
 from pyro_implicit.generators import Generator
-from pyro_implicit.mcmc import chains, refine
-from pyro_implicit.mcmc import refinement as module
+from pyro_implicit.mcmc import ChainPolicy, ChEES, refine
+from pyro_implicit.mcmc.chains import WindowedChains
+from pyro_implicit.mcmc.draws import History
+from pyro_implicit.mcmc.policy import StoppingPolicy
 from pyro_implicit.mcmc.stopping import Drift
 
 X = torch.tensor([[1.0, -2.0], [1.0, 0.5], [1.0, 1.0], [1.0, 3.0]])
@@ -60,11 +63,11 @@ def test_moments_of_a_conjugate_posterior(dtype):
     assert abs(draws["rate"].var() / 0.75 - 1) < 0.1
 
 
-def test_draws_go_on_while_they_are_cheap(monkeypatch):
+def test_draws_go_on_while_they_are_cheap():
     def run(enough, share):
-        monkeypatch.setattr(chains, "ENOUGH", enough)
-        monkeypatch.setattr(chains, "LEAST_SHARE", share)
-        return refine(normal, AutoNormal(normal), seed=0, max_gradients=300, progress=False)
+        policy = ChainPolicy(stopping=StoppingPolicy(enough=enough, least_share=share))
+        options = {"seed": 0, "max_gradients": 300, "progress": False, "policy": policy}
+        return refine(normal, AutoNormal(normal), **options)
 
     def normal():
         pyro.sample("x", dist.Normal(0.0, 1.0))
@@ -187,14 +190,14 @@ def test_killed_and_resumed_gives_equal_bits(tmp_path, monkeypatch, kill_at):
     file = tmp_path / "run" / "chains.pt"
     options = {"checkpoint_every": 2, "max_gradients": 200}
     whole = short(AutoNormal(regression), **options)
-    advance = module.Chains.advance
+    advance = WindowedChains.advance
 
     def dying(self, *args, **kwargs):
         if self.transitions == kill_at:
             raise Killed
         advance(self, *args, **kwargs)
 
-    monkeypatch.setattr(module.Chains, "advance", dying)
+    monkeypatch.setattr(WindowedChains, "advance", dying)
     with pytest.raises(Killed):
         short(AutoNormal(regression), checkpoint=file, **options)
     monkeypatch.undo()
@@ -210,14 +213,14 @@ def test_killed_and_resumed_gives_equal_bits(tmp_path, monkeypatch, kill_at):
 @pytest.mark.parametrize("phase", ["warm-up", "sampling"])
 def test_interrupted_it_keeps_the_draws_so_far(monkeypatch, phase):
     """All of ``fit`` too, which then has them in place of the guide's."""
-    advance = module.Chains.advance
+    advance = WindowedChains.advance
 
     def pressed(self, *args, **kwargs):
         if self.phase == phase and (phase == "warm-up" or self.history.seen == 20):
             raise KeyboardInterrupt
         advance(self, *args, **kwargs)
 
-    monkeypatch.setattr(module.Chains, "advance", pressed)
+    monkeypatch.setattr(WindowedChains, "advance", pressed)
     if phase == "warm-up":
         with pytest.raises(KeyboardInterrupt):
             short(AutoNormal(regression))
@@ -236,12 +239,18 @@ def test_budgets():
     assert result.stopped == "max_seconds" and result.num_gradients < 500
 
 
+def standing_chains(**changes):
+    state = SimpleNamespace(position=torch.zeros(64, 2))
+    options = {"kernel": "hmc", "frame": None, "frame_kind": "full", "history": History(10)}
+    return WindowedChains(state=state, adaptation=ChEES(), **(options | changes))
+
+
 @pytest.mark.parametrize("max_seconds, longest", [(1000.0, 64), (60.0, 17), (40.0, 1), (9.0, 1)])
 def test_trajectories_are_as_long_as_the_time_that_is_left(max_seconds, longest):
     """Of 29 transitions that are to come, at 25 gradients a second."""
-    kernel = SimpleNamespace(max_leapfrogs=64)
-    now = SimpleNamespace(seconds=40.0, gradients=1000, kernel=kernel)
-    assert module._longest_in_time(now, max_seconds) == longest
+    done = {"seconds": 40.0, "gradients": 1000, "max_gradients": 2000}
+    now = standing_chains(max_seconds=max_seconds, **done)
+    assert now._hurries() and now.adaptation.max_leapfrogs == longest
 
 
 def test_memory_is_bounded():
@@ -279,7 +288,7 @@ def test_quantities_decide_when_to_stop():
     ],
 )
 def test_quantities_of_other_shapes(quantities, message, monkeypatch):
-    monkeypatch.setattr(chains.Chains, "advance", lambda *args: pytest.fail("they walk"))
+    monkeypatch.setattr(WindowedChains, "advance", lambda *args: pytest.fail("they walk"))
     with pytest.raises(ValueError, match=message):
         short(particles(8), quantities=quantities)
 
@@ -307,7 +316,7 @@ def test_starts_without_a_finite_density_are_replaced():
     with pytest.warns(UserWarning, match="not finite at 6 of 64") as caught:
         result = short(draws, num_chains=64)
     assert caught[0].filename == __file__
-    assert result.replaced_starts == 6 and result.get_samples()["weight"].abs().max() < 100
+    assert result.replaced == 6 and result.get_samples()["weight"].abs().max() < 100
     with pytest.raises(ValueError, match="observation of site 'y' is NaN in 4 of 4.*Cure"):
         short(AutoNormal(regression), X, torch.full_like(Y, torch.nan))
     draws["weight"][:] = torch.nan
@@ -348,9 +357,9 @@ def test_some_draws_outside_of_a_support_are_replaced():
     """Also where torch's transform would clamp them."""
     draws = {"share": torch.linspace(0.1, 1.5, 64), "rate": torch.ones(64, 2)}
     with pytest.warns(UserWarning, match="not finite at 23 of 64 given draws"):
-        assert short_walk(draws).replaced_starts == 23
+        assert short_walk(draws).replaced == 23
     inside = {"share": torch.tensor([0.0, 1.0] * 32), "rate": torch.ones(64, 2)}
-    assert short_walk(inside).replaced_starts == 0
+    assert short_walk(inside).replaced == 0
 
 
 def short_walk(draws):
@@ -501,7 +510,7 @@ def spike():
 def test_a_chain_without_a_way_out_goes_on_from_others():
     start = {"x": torch.cat([torch.randn(63), torch.full((1,), 4.0)])}
     result = refine(spike, start, num_chains=64, max_gradients=300, seed=0, progress=False)
-    assert result.replaced_starts == 1 and abs(result.get_samples()["x"].std() - 1) < 0.15
+    assert result.replaced == 1 and abs(result.get_samples()["x"].std() - 1) < 0.15
     assert result.stuck == 0 and "never moved" not in str(result)
 
 
@@ -511,7 +520,7 @@ def test_a_chain_where_there_is_no_mass_goes_on_from_others():
 
     start = {"x": torch.cat([torch.randn(63), torch.full((1,), 1e5)])}  # months away
     result = refine(model, start, num_chains=64, seed=0, progress=False)
-    assert result.stopped == "converged" and result.replaced_starts == 1
+    assert result.stopped == "converged" and result.replaced == 1
     assert abs(result.get_samples()["x"].std() - 2**0.5) < 0.15
 
 
@@ -535,21 +544,19 @@ def test_chains_that_start_on_a_thin_sheet_leave_it():
 def test_what_a_later_check_sees_counts_against_an_earlier_one():
     """Chains that had settled, and went on because draws are cheap, drift after all."""
     looks = [Drift(0.01, 0.01, 1.09), Drift(0.3, 0.3, 1.8)]
-    kernel = SimpleNamespace(spread=1.0)
-    state = SimpleNamespace(position=torch.zeros(64, 2))
-    walked = chains.Chains(state, kernel, None, "full", SimpleNamespace(seen=1000), "sampling")
-    walked.history.label, walked.history.drift = lambda _: None, lambda _: looks.pop(0)
+    walked = standing_chains(history=SimpleNamespace(seen=1000), phase="sampling")
+    walked.history.label, walked.history.drift = lambda *_: None, lambda *_: looks.pop(0)
     walked.warmup_gradients, walked.gradients = 1000, 1100
-    assert walked.check(False) is None and walked.settled == "converged"
+    assert walked.check() is None and walked.settled == "converged"
     walked.history.seen = 5000
-    assert walked.check(False) is None and walked.settled is None
+    assert walked.check() is None and walked.settled is None
 
 
 def test_the_draws_survive_a_failure_of_teach(monkeypatch):
     def teach(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "teach_guide", teach)
+    monkeypatch.setattr(sys.modules[refine.__module__], "teach_guide", teach)
     with pytest.warns(
         UserWarning, match="the guide learnt nothing .*KeyboardInterrupt.*Cure: teach"
     ):

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from pyro_implicit.density.minibatch_density import MinibatchDensity
 from pyro_implicit.guides.sampler import Sampler
-from pyro_implicit.mcmc import MinibatchRefined, refine
-from pyro_implicit.mcmc import minibatch_chains as chains_module
-from pyro_implicit.mcmc import minibatch_refinement as module
-from pyro_implicit.mcmc.frame import estimate_frame
-from pyro_implicit.mcmc.minibatch_start import minibatch_frame
+from pyro_implicit.mcmc import ChainPolicy, Refined, refine
+from pyro_implicit.mcmc import minibatch_chains as module
+from pyro_implicit.mcmc.frame import estimate_frame, minibatch_frame
+from pyro_implicit.mcmc.kernels import KERNELS
+from pyro_implicit.mcmc.policy import LangevinPolicy
 from pyro_implicit.runtime.minibatches import BatchStream
 
 ROWS = 100
@@ -85,7 +85,7 @@ def test_long_steps_heat_by_as_much_as_is_said():
 def test_what_is_returned():
     result = short(max_draws=10)
     grouped, flat = result.get_samples(group_by_chain=True), result.get_samples()
-    assert isinstance(result, MinibatchRefined)
+    assert isinstance(result, Refined)
     assert result.num_chains == 8 and grouped["weight"].shape == (8, result.num_draws, 2)
     assert 6 <= result.num_draws <= 10
     assert flat["weight"].equal(grouped["weight"].flatten(0, 1))
@@ -137,7 +137,7 @@ def test_killed_and_resumed_gives_equal_bits(tmp_path, monkeypatch, kill_at, ker
     advance = module.MinibatchChains.advance
 
     def dying(self, *args):
-        if self.step == kill_at:
+        if self.transitions == kill_at:
             raise Killed
         return advance(self, *args)
 
@@ -175,7 +175,7 @@ def test_interrupted_it_keeps_the_draws_so_far(monkeypatch):
     advance = module.MinibatchChains.advance
 
     def pressed(self, *args, **kwargs):
-        if self.step == self.schedule.steps - 1:
+        if self.transitions == self.schedule.steps - 1:
             raise KeyboardInterrupt
         return advance(self, *args, **kwargs)
 
@@ -209,7 +209,7 @@ def test_a_run_cut_short_tells_of_its_own_relaxations(monkeypatch):
     advance = module.MinibatchChains.advance
 
     def pressed(self, *args):
-        if self.step == 65:  # half-way after the warm-up
+        if self.transitions == 65:  # half-way after the warm-up
             raise KeyboardInterrupt
         return advance(self, *args)
 
@@ -362,7 +362,7 @@ def test_chains_from_far_away_arrive():
 @pytest.mark.parametrize("too_long", [4.0, 1e30])
 def test_a_step_that_is_too_long_at_first_is_taken_back(monkeypatch, too_long):
     """Too hot at the end of a window, or out of the finite numbers before."""
-    choose, count = chains_module.choose_step, 0
+    choose, count = module.choose_step, 0
 
     def misled(*args):
         nonlocal count
@@ -370,8 +370,10 @@ def test_a_step_that_is_too_long_at_first_is_taken_back(monkeypatch, too_long):
         choice = choose(*args)
         return choice._replace(step_size=too_long) if count == 1 else choice
 
-    monkeypatch.setattr(chains_module, "choose_step", misled)
-    monkeypatch.setattr(chains_module, "stable_step", lambda *_: math.inf)
+    monkeypatch.setattr(module, "choose_step", misled)
+    sghmc = KERNELS["sghmc"]
+    unstable = sghmc.law()._replace(stable=lambda curvature: math.inf)
+    monkeypatch.setitem(KERNELS, "sghmc", sghmc._replace(law=lambda policy: unstable))
     result = short(num_chains=16, max_epochs=40)
     standard = (result.get_samples()["weight"] - MEAN) / SD
     assert standard.abs().max() < 8 and result.temperature < 1.5
@@ -424,7 +426,7 @@ def test_nan_in_a_minibatch(place):
         ({"max_epochs": 0}, "max_epochs must be positive"),
         ({"step_size": -1.0}, "step_size must be positive"),
         ({"cycles": -1}, "cycles"),
-        ({"checkpoint_every": 0}, "checkpoint_every must be positive"),
+        ({"checkpoint_every": 0}, "checkpoint_every"),
         ({"max_gradients": 100}, "max_gradients is for kernel='hmc'.*Cure.*max_epochs"),
         ({"frame": "full"}, "frame is for kernel='hmc'"),
     ],
@@ -432,6 +434,25 @@ def test_nan_in_a_minibatch(place):
 def test_refuses_settings(change, message):
     with pytest.raises(ValueError, match=message):
         short(**change)
+
+
+@pytest.mark.parametrize("name", ["step_size", "cycles", "max_epochs", "store"])
+def test_refuses_options_of_minibatches_with_all_data(name):
+    with pytest.raises(ValueError, match=f"{name} is for minibatches. Cure"):
+        refine(regression, exact(8), X, Y, progress=False, **{name: 2})
+
+
+def test_minibatches_alone_choose_their_kernel():
+    assert short(kernel=None).kernel == "sghmc"
+
+
+def test_the_policy_reaches_the_kernel():
+    policy = ChainPolicy(langevin=LangevinPolicy(friction=4.0), num_minibatch_chains=3)
+    result = short(policy=policy, max_epochs=20)
+    assert result.num_chains == 3
+    # Heat is noise times step size over twice the friction.
+    choice = result.choice
+    assert choice.heat == pytest.approx(choice.noise * choice.step_size / 8)
 
 
 def test_refuses_missing_batches():

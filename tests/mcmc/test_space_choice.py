@@ -12,8 +12,8 @@ from pyro_implicit import AutoImplicit, AutoregressiveGenerator
 from pyro_implicit.density import Target
 from pyro_implicit.guides import Frame
 from pyro_implicit.guides.sampler import Sampler
-from pyro_implicit.mcmc import refine
-from pyro_implicit.mcmc.spaces import choice as space_choice
+from pyro_implicit.mcmc import ChainPolicy, refine
+from pyro_implicit.mcmc.policy import SpacePolicy
 from pyro_implicit.mcmc.spaces.choice import Plan, start_chains
 
 
@@ -61,7 +61,7 @@ def begin(model, guide, frame="auto", max_gradients=4000):
     target = Target(model)
     sampler = Sampler(target, guide)
     plan = Plan(sampler, 64, frame, "full", max_gradients, max_leapfrogs=64, max_draws=100)
-    return start_chains(target, plan)[1]
+    return start_chains(plan)[1]
 
 
 def test_a_good_guide_keeps_its_noise_at_no_cost():
@@ -101,7 +101,7 @@ def test_what_a_gradient_costs_decides_too(monkeypatch):
     guide()
     costs = {"latent": 1000.0, "noise": 1.0}
     monkeypatch.setattr(
-        "pyro_implicit.mcmc.spaces.choice._cost", lambda density, chains: costs[density.space]
+        "pyro_implicit.mcmc.spaces.choice._cost", lambda space, chains: costs[space.name]
     )
     chains = begin(gaussian, guide)
     assert chains.space == "noise" and "times as fast" in chains.space_note
@@ -120,17 +120,15 @@ def test_the_latents_where_the_noise_has_no_finite_density(monkeypatch):
     assert result.space == "latent" and "finite nowhere" in str(result)
 
 
-def test_the_space_survives_a_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(space_choice, "LEAST_BUDGET", 0)
-    monkeypatch.setattr(space_choice, "LONGEST", 4)
-    monkeypatch.setattr(space_choice, "EASY", 1.0)
+def test_the_space_survives_a_checkpoint(tmp_path):
+    policy = ChainPolicy(space=SpacePolicy(probe=6, probe_leapfrogs=2, easy=1.0))
 
     def run(**options):
         pyro.clear_param_store()
         torch.manual_seed(0)
         guide = AutoImplicit(gaussian, bent, frame=Frame(torch.zeros(3), torch.ones(3)))
         options |= {"num_chains": 16, "max_gradients": 60, "seed": 0, "progress": False}
-        return refine(gaussian, guide, **options)
+        return refine(gaussian, guide, policy=policy, **options)
 
     whole = run()
     file = tmp_path / "chains.pt"

@@ -24,7 +24,7 @@ def drift_of(values):
 @pytest.mark.parametrize("seed", range(5))
 def test_independent_draws_are_settled(seed):
     torch.manual_seed(seed)
-    assert drift_of(torch.randn(200, 256, 5)).settled
+    assert drift_of(torch.randn(200, 256, 5)).is_settled()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -32,16 +32,16 @@ def test_a_mean_or_an_sd_that_moves_is_not(seed):
     torch.manual_seed(seed)
     ramp = torch.linspace(0, 1, 200)[:, None, None]
     mean = drift_of(torch.randn(200, 256, 1) + 0.3 * ramp)
-    assert not mean.settled and 0.055 < mean.mean < 0.1
+    assert not mean.is_settled() and 0.055 < mean.mean < 0.1
     spread = drift_of(torch.randn(200, 256, 1) * (1 + 0.3 * ramp))
-    assert not spread.settled and 0.05 < spread.sd < 0.1 and spread.mean < 0.05
+    assert not spread.is_settled() and 0.05 < spread.sd < 0.1 and spread.mean < 0.05
 
 
 def test_chains_that_do_not_move_are_not_settled_though_nothing_drifts():
     torch.manual_seed(0)
     fixed = torch.randn(1, 256, 1)
     stuck = drift_of(fixed.expand(60, -1, -1) + 0.01 * torch.randn(60, 256, 1))
-    assert stuck.r_hat > 5 and not stuck.settled and not stuck.steady
+    assert stuck.r_hat > 5 and not stuck.is_settled() and not stuck.is_steady()
     assert drift_of(fixed.expand(60, -1, -1)).r_hat > 1.3
     scale = drift_of(torch.randn(60, 256, 1) * (0.2 + fixed.abs()))
     assert scale.r_hat > 1.1
@@ -59,7 +59,7 @@ def test_the_error_of_chains_that_forget_slowly(memory):
     found = drift_of(torch.stack(values))
     # At most: two standard errors of the drift are in it.
     assert 0.7 * bias < found.mean < 1.5 * bias + 0.05
-    assert found.settled == (memory == 5.0)
+    assert found.is_settled() == (memory == 5.0)
 
 
 def test_r_hat_within_modes():
@@ -68,19 +68,19 @@ def test_r_hat_within_modes():
     values = torch.randn(200, 256, 1) + 20 * label[:, None]
     group = torch.arange(2)
     apart, within = drift(powers(values), group), drift(powers(values), group, label)
-    assert apart.r_hat > 5 and not apart.settled
-    assert within.r_hat < 1.01 and within.settled
+    assert apart.r_hat > 5 and not apart.is_settled()
+    assert within.r_hat < 1.01 and within.is_settled()
     ramp = torch.linspace(0, 1, 200)[:, None, None]
     moving = drift(powers(values + 0.4 * ramp), group, label)
-    assert moving.mean > 0.06 and not moving.settled  # in sds of a mode
+    assert moving.mean > 0.06 and not moving.is_settled()  # in sds of a mode
 
 
 def test_steady_is_what_does_not_drift_though_it_remembers():
     torch.manual_seed(0)
     fixed = torch.randn(1, 256, 1)
     found = drift_of(fixed + torch.randn(400, 256, 1))
-    assert found.steady and not found.settled and 1.3 < found.r_hat < 1.6
-    assert not drift_of(3 * fixed + torch.randn(400, 256, 1)).steady
+    assert found.is_steady() and not found.is_settled() and 1.3 < found.r_hat < 1.6
+    assert not drift_of(3 * fixed + torch.randn(400, 256, 1)).is_steady()
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -104,11 +104,11 @@ def test_a_heavy_tail_may_be_off_by_more_but_not_by_any(seed):
 
 def test_few_draws_are_noise():
     torch.manual_seed(0)
-    assert not drift_of(torch.randn(8, 16, 1)).settled
+    assert not drift_of(torch.randn(8, 16, 1)).is_settled()
 
 
 def test_constants_are_settled():
-    assert drift_of(torch.zeros(60, 256, 2)).settled
+    assert drift_of(torch.zeros(60, 256, 2)).is_settled()
 
 
 def test_quantities_of_one_tensor_share_their_unit():
@@ -116,8 +116,8 @@ def test_quantities_of_one_tensor_share_their_unit():
     wide = torch.randn(200, 256, 1)
     tiny = 1e-3 * (torch.randn(200, 256, 1) + torch.linspace(0, 1, 200)[:, None, None])
     values = powers(torch.cat([wide, tiny], -1))
-    assert drift(values, torch.tensor([0, 0, 1])).settled
-    assert not drift(values, torch.tensor([0, 1, 2])).settled
+    assert drift(values, torch.tensor([0, 0, 1])).is_settled()
+    assert not drift(values, torch.tensor([0, 1, 2])).is_settled()
 
 
 def test_history_thins_draws_but_averages_all():

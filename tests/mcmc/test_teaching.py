@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pyro
 import pyro.distributions as dist
@@ -27,7 +28,7 @@ from pyro_implicit import (
     ResidualGenerator,
 )
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.mcmc import refine, refinement, teach
+from pyro_implicit.mcmc import refine, teach
 from pyro_implicit.mcmc.guide_density import density_at_draws, unconstrained_draws
 
 
@@ -280,15 +281,16 @@ def test_killed_and_resumed_teaches_equal_bits(tmp_path, monkeypatch):
         return result, torch.cat([p.detach().flatten() for p in guide.parameters()])
 
     whole, taught = run()
-    kept = refinement.teach_guide
+    module = sys.modules[refine.__module__]
+    kept = module.teach_guide
 
     def die(*args, **kwargs):
         raise Killed
 
-    monkeypatch.setattr(refinement, "teach_guide", die)
+    monkeypatch.setattr(module, "teach_guide", die)
     with pytest.raises(Killed):
         run(checkpoint=tmp_path / "chains.pt")
-    monkeypatch.setattr(refinement, "teach_guide", kept)
+    monkeypatch.setattr(module, "teach_guide", kept)
     resumed, again = run(checkpoint=tmp_path / "chains.pt")
     assert whole.get_samples()["v"].equal(resumed.get_samples()["v"])
     assert taught.equal(again) and whole.taught.after == resumed.taught.after

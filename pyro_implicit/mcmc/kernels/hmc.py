@@ -61,19 +61,19 @@ class _Averaging(NamedTuple):
 
     centre: float = 0.0
     gamma: float = 0.05
-    count: int = 0
+    steps: int = 0
     gradient: float = 0.0
     value: float = 0.0
     average: float = 0.0
 
     def update(self, gradient: float) -> _Averaging:
-        # The paper's constants: ten earlier steps, and weights that fall as count ** -0.75.
-        count = self.count + 1
-        mean = (1 - 1 / (count + 10)) * self.gradient + gradient / (count + 10)
-        value = self.centre - (count**0.5) / self.gamma * mean
-        weight = count ** (-0.75)
+        # The paper's constants: ten earlier steps, and weights that fall as steps ** -0.75.
+        steps = self.steps + 1
+        mean = (1 - 1 / (steps + 10)) * self.gradient + gradient / (steps + 10)
+        value = self.centre - (steps**0.5) / self.gamma * mean
+        weight = steps ** (-0.75)
         average = (1 - weight) * self.average + weight * value
-        return self._replace(count=count, gradient=mean, value=value, average=average)
+        return self._replace(steps=steps, gradient=mean, value=value, average=average)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from pyro_implicit.ops.sghmc import gradient_noise, largest_curvature, sghmc_step, sgld_step
+from pyro_implicit.mcmc.kernels import KERNELS, sghmc
+from pyro_implicit.mcmc.kernels.step_choice import gradient_noise, largest_curvature
 
 
 def stationary(kernel, precision, noise, step, friction):
@@ -34,16 +35,16 @@ def stationary(kernel, precision, noise, step, friction):
 def test_stationary_variance(kernel, precision, noise):
     torch.manual_seed(0)
     step, friction = 0.4, 1.0
-    z, v = torch.randn(2, 20_000, 1, dtype=torch.float64)
 
-    def gradient(z):
-        return -precision * z + math.sqrt(noise) * torch.randn_like(z)
+    def score(z):
+        return 0 * z.sum(-1), -precision * z + math.sqrt(noise) * torch.randn_like(z)
 
+    init, advance, law = KERNELS[kernel].init, KERNELS[kernel].step, KERNELS[kernel].law()
+    state = init(torch.randn(20_000, 1, dtype=torch.float64), score)
     for _ in range(80):
-        if kernel == "sghmc":
-            z, v = sghmc_step(gradient, z, v, step, friction)
-        else:
-            z = sgld_step(gradient, z, step)
+        state, info = advance(state, score, law.settings(step))
+    z = state.position
+    assert info.num_gradients == 1
     expected = stationary(kernel, precision, noise, step, friction)
     assert abs(z.var() / expected - 1) < 4 * math.sqrt(2 / len(z))
     if kernel == "sgld":
@@ -54,14 +55,14 @@ def test_stationary_variance(kernel, precision, noise):
         assert noise or math.isclose(expected, 1 / precision, rel_tol=1e-9)
         temperature = 1 + step**2 * noise / (1 - keep**2)
         if precision == 1.0:  # the kinetic error of the splitting is of second order
-            assert abs(v.var() / temperature - 1) < 0.06
+            assert abs(state.velocity.var() / temperature - 1) < 0.06
 
 
 def test_steps_beyond_the_limit_of_stability_diverge():
-    z, v = torch.ones(2, 1, 1, dtype=torch.float64)
+    state = sghmc.State(*torch.ones(2, 1, 1, dtype=torch.float64))
     for _ in range(200):
-        z, v = sghmc_step(lambda z: -25 * z, z, v, 0.41, 0.1)
-    assert z.abs() > 1e3
+        state, _ = sghmc.step(state, lambda z: (z.sum(-1), -25 * z), sghmc.Settings(0.41, 0.1))
+    assert state.position.abs() > 1e3
 
 
 def test_noise_is_unbiased_with_fewer_minibatches_than_dimensions():

@@ -8,31 +8,34 @@ import math
 import pytest
 import torch
 
-from pyro_implicit.mcmc.minibatch_schedule import Schedule
-from pyro_implicit.mcmc.step_choice import Probe, choose_step, judge, probe
+from pyro_implicit.mcmc.kernels import KERNELS
+from pyro_implicit.mcmc.kernels.step_choice import Probe, choose_step, judge, probe
+from pyro_implicit.mcmc.minibatch_chains import Schedule
 
 
 @pytest.mark.parametrize("kernel", ["sghmc", "sgld"])
 def test_heat_balances_what_is_left_of_the_start(kernel):
-    choice = choose_step(kernel, Probe(2.0, 20.0, 0), 4000)
+    choice = choose_step(KERNELS[kernel].law(), Probe(2.0, 20.0, 0), 4000)
     assert choice.limit == "balance" and math.isclose(choice.heat * choice.relaxations, 1.0)
-    longer = choose_step(kernel, Probe(2.0, 20.0, 0), 16_000)
+    longer = choose_step(KERNELS[kernel].law(), Probe(2.0, 20.0, 0), 16_000)
     assert math.isclose(longer.heat, choice.heat / 2)
 
 
 @pytest.mark.parametrize("kernel", ["sghmc", "sgld"])
 def test_short_runs_stay_cool(kernel):
-    choice = choose_step(kernel, Probe(2.0, 1e4, 0), 1000)
+    choice = choose_step(KERNELS[kernel].law(), Probe(2.0, 1e4, 0), 1000)
     assert choice.limit == "heat" and math.isclose(choice.heat, 0.5) and choice.relaxations < 2
 
 
 def test_stable_steps():
-    sghmc, sgld = (choose_step(kernel, Probe(100.0, 0.0, 0), 10) for kernel in ("sghmc", "sgld"))
+    sghmc, sgld = (
+        choose_step(KERNELS[kernel].law(), Probe(100.0, 0.0, 0), 10) for kernel in ("sghmc", "sgld")
+    )
     assert sghmc.limit == sgld.limit == "stability"
     assert math.isclose(sghmc.step_size, 0.1)
     # the variance of the narrowest direction, too large by 1 / (1 - h^2 lambda / 4)
     assert math.isclose(sgld.step_size**2 * 100 / 4, 0.05)
-    assert judge("sghmc", Probe(100.0, 2.0, 0), 10, 0.5, "user").heat == 0.5
+    assert judge(KERNELS["sghmc"].law(), Probe(100.0, 2.0, 0), 10, 0.5, "user").heat == 0.5
 
 
 @pytest.mark.parametrize("dim", [5, 3_000_000])
@@ -43,7 +46,8 @@ def test_probe(dim):
         2.0 * torch.randn(dim) if dim < 10 else torch.tensor(2.0 * (-1) ** k) for k in range(4)
     ]
     position = torch.zeros(10, 1).expand(10, dim)
-    found = probe([lambda z, noise=noise: noise - 3 * z for noise in noises], position)
+    scores = [lambda z, noise=noise: (torch.zeros(len(z)), noise - 3 * z) for noise in noises]
+    found = probe(scores, position)
     assert abs(found.curvature - 3) < 1e-3 and found.noise > 0
     assert found.gradients == 4 + 2 * 7
 
