@@ -151,7 +151,7 @@ def fit(
         ``args``, or single ones. The model scales each to all data, by
         ``pyro.plate(name, number_of_all_rows, subsample_size=len(x))``. Of at most 100 latents an
         :class:`AutoSemiImplicit` is trained, of more an ``AutoNormal``, and ``refine=True`` moves
-        its draws by stochastic gradients (:func:`~pyro_implicit.mcmc.refine_by_minibatches`). After
+        its draws by stochastic gradients (:func:`~pyro_implicit.mcmc.refine`). After
         ``torch.distributed.init_process_group`` each process brings minibatches of its own, by a
         ``DistributedSampler``, and all train one guide.
     :param epochs: passes over ``batches``, of the training, and of the chains; in place of

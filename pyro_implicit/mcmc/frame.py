@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.cost import MAX_DENSE_DIM
-from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.density.policy import MAX_DENSE_DIM
+from pyro_implicit.density.target import Target
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy, FramePolicy
 from pyro_implicit.runtime.minibatches import BatchStream
@@ -156,7 +156,7 @@ def _factor(standard: Tensor, draws_per_dim: int) -> Tensor:
 
 @torch.no_grad()
 def widened_frame(
-    target: MinibatchDensity,
+    target: Target,
     draws: Tensor,
     stream: BatchStream,
     policy: FramePolicy = DEFAULT.frame,
@@ -183,7 +183,7 @@ def widened_frame(
 
 
 def _allowed_width(
-    target: MinibatchDensity,
+    target: Target,
     draws: Tensor,
     sd: Tensor,
     stream: BatchStream,
@@ -209,28 +209,28 @@ def _allowed_width(
 
 
 def _drop(
-    target: MinibatchDensity, draws: Tensor, which: Tensor, step: Tensor, stream: BatchStream
+    target: Target, draws: Tensor, which: Tensor, step: Tensor, stream: BatchStream
 ) -> Tensor:
     """Curvature along some coordinates times the squared step, mean over draws and minibatches."""
     drops = []
     for seed, batch in enumerate(stream.probed):
-        target.use(batch, seed)
+        by_batch = target.on(batch, seed)
         start = draws[seed * len(draws) // len(stream.probed)]
         signed = step if seed % 2 else -step
-        before = _finite_gradient(target, start.unsqueeze(0))[0]
+        before = _finite_gradient(by_batch, start.unsqueeze(0))[0]
         after = []
         # Sixteen points a pass, so that many coordinates do not fill the memory.
         for part, sizes in zip(which.split(16), signed.split(16), strict=True):
             points = start.repeat(len(part), 1)
             rows = torch.arange(len(part), device=draws.device)
             points[rows, part] += sizes
-            after.append(_finite_gradient(target, points)[rows, part])
+            after.append(_finite_gradient(by_batch, points)[rows, part])
         drops.append((before[which] - torch.cat(after)) * signed)
     drop = torch.stack(drops).mean(0)
     return torch.where(drop.isfinite(), drop, torch.inf)
 
 
-def _finite_gradient(target: MinibatchDensity, points: Tensor) -> Tensor:
+def _finite_gradient(target: Target, points: Tensor) -> Tensor:
     """NaN where the log-density is not finite."""
     log_density, gradient = target.score(points)
     return torch.where(log_density.isfinite().unsqueeze(-1), gradient, torch.nan)
@@ -238,7 +238,7 @@ def _finite_gradient(target: MinibatchDensity, points: Tensor) -> Tensor:
 
 @torch.no_grad()
 def minibatch_frame(
-    target: MinibatchDensity,
+    target: Target,
     sampler: Sampler,
     stream: BatchStream,
     policy: ChainPolicy = DEFAULT,
@@ -287,15 +287,15 @@ def minibatch_frame(
     return WhiteningFrame(moments.mean.clone(), scale)
 
 
-def _information(target: MinibatchDensity, points: Tensor, stream: BatchStream) -> Tensor:
+def _information(target: Target, points: Tensor, stream: BatchStream) -> Tensor:
     """The diagonal of Fisher's information, mean over points, 0 where gradients are not
     finite."""
     if stream.epoch_length == 1:
         return torch.zeros_like(points[0])
     each = [_Moments(points.shape[-1], points) for _ in points]
     for seed, batch in enumerate(stream.probed):
-        target.use(batch, seed)
-        for moments, gradient in zip(each, target.score(points)[1], strict=True):
+        found = target.on(batch, seed).score(points)[1]
+        for moments, gradient in zip(each, found, strict=True):
             moments.add(gradient.unsqueeze(0))
     information = torch.stack([moments.sd().square() for moments in each]).mean(0)
     return information / (stream.epoch_length - 1)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.chains import Chains
 from pyro_implicit.mcmc.draws import DrawStore
 from pyro_implicit.mcmc.kernels import KERNELS
@@ -124,7 +124,7 @@ class MinibatchChains(Chains):
     _stream: Any = field(default=None, repr=False)
     _store: Any = field(default=None, repr=False)
 
-    def attach(self, target: MinibatchDensity, stream: BatchStream, store: DrawStore) -> None:
+    def attach(self, target: Target, stream: BatchStream, store: DrawStore) -> None:
         """Give the chains what a checkpoint does not store."""
         self._target, self._stream, self._store = target, stream, store
 
@@ -159,7 +159,7 @@ class MinibatchChains(Chains):
         began, gradients = time.perf_counter(), self.gradients
         if self.choice is None:
             self._choose()
-        self._target.use(self._stream.next())
+        self._target = self._target.on(self._stream.next())
         settings = self._law.settings(self._size())
         state, info = KERNELS[self.kernel].step(self.state, self._score, settings)
         self.gradients += info.num_gradients
@@ -224,8 +224,8 @@ class MinibatchChains(Chains):
             found = probe(scores, self.state.position, self.policy)
         except RuntimeError:
             for seed, batch in enumerate(self._stream.probed):
-                self._target.use(batch, seed)
-                self._target.refuse_missing_data(f"minibatch {seed + 1} of those looked at first")
+                where = f"minibatch {seed + 1} of those looked at first"
+                self._target.on(batch, seed).refuse_missing_data(where)
             raise
         self.gradients += found.gradients
         law = self._law
@@ -251,9 +251,9 @@ class MinibatchChains(Chains):
         assert self._anchor is not None
         rise = 0.0
         for seed, batch in enumerate(self._stream.probed[:4]):
-            self._target.use(batch, seed)
+            target = self._target.on(batch, seed)
             before, after = (
-                self._target.log_prob(self.frame.to_points(white)).mean().item()
+                target.log_prob(self.frame.to_points(white)).mean().item()
                 for white in (self._anchor, self.state.position)
             )
             rise += after - before
@@ -303,16 +303,18 @@ class MinibatchChains(Chains):
 
     def _score(self, white: Tensor) -> tuple[Tensor, Tensor]:
         """The score of the current minibatch in white coordinates."""
-        log_density, gradient = self._target.score(self.frame.to_points(white))
-        return log_density, self.frame.pull_back(gradient)
+        return self._score_of(self._target, white)
 
     def _probe_score(self, seed: int, batch: tuple, white: Tensor) -> tuple[Tensor, Tensor]:
         """The score of another minibatch; ``seed`` is for rows that a model draws itself."""
-        self._target.use(batch, seed)
-        return self._score(white)
+        return self._score_of(self._target.on(batch, seed), white)
+
+    def _score_of(self, target: Target, white: Tensor) -> tuple[Tensor, Tensor]:
+        log_density, gradient = target.score(self.frame.to_points(white))
+        return log_density, self.frame.pull_back(gradient)
 
 
-def check_scaling(target: MinibatchDensity, stream: BatchStream, num_shares: int = 1) -> None:
+def check_scaling(target: Target, stream: BatchStream, num_shares: int = 1) -> None:
     """Check that the model scales a minibatch to all data.
 
     :param num_shares: processes that have their own minibatches.

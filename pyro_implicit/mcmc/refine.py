@@ -14,10 +14,9 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode, check_mode
-from pyro_implicit.density.batched_runs import IMPOSSIBLE
-from pyro_implicit.density.blame import blame
-from pyro_implicit.density.cost import MAX_DENSE_DIM
-from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.density.checks.numerics import blame
+from pyro_implicit.density.model import IMPOSSIBLE
+from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.guides.posterior_draws import guide_of
@@ -219,7 +218,7 @@ def refine(
         _check_positive(num_chains, max_epochs, max_draws, step_size, cycles)
         guide = guide_of("refine", guide, or_draws=True)
         stream = BatchStream(batches)
-        batched = MinibatchDensity(model, *args, batch=stream.probed[0], model_kwargs=kwargs)
+        batched = Target.of_minibatches(model, *args, batch=stream.probed[0], model_kwargs=kwargs)
         check_scaling(batched, stream)
         schedule = _schedule(max_epochs, stream.epoch_length, cycles, max_draws, policy)
         settings |= {
@@ -316,7 +315,7 @@ def _start(
     policy: ChainPolicy,
 ) -> MinibatchChains:
     """Start chains of minibatches at draws of the guide."""
-    target: Any = sampler.target
+    target = sampler.target
     frame = minibatch_frame(target, sampler, stream, policy)
     points = sampler.draw(num_chains)
     starts = finite_starts(target.score, points, sampler, lambda: blame(target, points))

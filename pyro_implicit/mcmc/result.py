@@ -21,7 +21,7 @@ from pyro_implicit.mcmc.draws import DrawStore
 from pyro_implicit.mcmc.kernels.step_choice import StepChoice
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
 from pyro_implicit.mcmc.modes import KEPT, Modes
-from pyro_implicit.mcmc.policy import DEFAULT, StoppingPolicy
+from pyro_implicit.mcmc.policy import StoppingPolicy
 from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Drift
@@ -49,7 +49,7 @@ class SitesOf:
     @staticmethod
     def of(target: Target) -> SitesOf:
         """The maps of a target."""
-        return SitesOf(target.shapes, target._transforms, target.init_loc.new_empty(0))
+        return SitesOf(target.shapes, target.transforms, target.init_loc.new_empty(0))
 
     def __call__(self, latent: Tensor) -> dict[str, Tensor]:
         parts = site_parts(latent.to(self.like), self.shapes)
@@ -129,7 +129,7 @@ class Refined(Printed, ArvizExport):
     choice: StepChoice | None = None
     temperature: float | None = None
     epochs: float | None = None
-    policy: StoppingPolicy = field(default=DEFAULT.stopping, repr=False)
+    policy: StoppingPolicy = field(default_factory=StoppingPolicy, repr=False)
 
     @property
     def num_draws(self) -> int:

@@ -71,4 +71,7 @@ def test_a_component_without_chains_has_no_mass():
     latents = torch.randn(16, 5, 1) - 9
     masses = modes.log_masses(latents, modes.label(latents[:, 0]), num_draws=500)
     assert masses[1] == -torch.inf and masses[0].isfinite()
-    assert modes.chosen(latents, DEFAULT.stopping) == (None, "All chains are in one component of the mixture.")
+    assert modes.chosen(latents, DEFAULT.stopping) == (
+        None,
+        "All chains are in one component of the mixture.",
+    )

@@ -13,7 +13,7 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from pyro_implicit.density.minibatch_density import MinibatchDensity
+from pyro_implicit.density import Target
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc import ChainPolicy, Refined, refine
 from pyro_implicit.mcmc import minibatch_chains as module
@@ -226,7 +226,7 @@ def test_no_seconds_at_all_leave_a_few_steps():
 def test_a_point_has_scales_of_prior_and_information():
     """The posterior's precision, by how much the gradients of sixteen minibatches differ."""
     stream = BatchStream(loader())
-    density = MinibatchDensity(regression, batch=stream.probed[0])
+    density = Target.of_minibatches(regression, batch=stream.probed[0])
     point = {"weight": MEAN.unsqueeze(0)}
     frame = minibatch_frame(density, Sampler(density, point), stream)
     torch.testing.assert_close(frame.scale, PRECISION.diagonal().rsqrt(), rtol=0.4, atol=0)
@@ -237,7 +237,7 @@ def test_a_point_has_scales_of_prior_and_information():
     assert 0.5 < result.choice.curvature / largest < 3  # of minibatches
 
     all_rows = BatchStream([(X, Y)])  # one minibatch tells nothing: the prior's
-    density = MinibatchDensity(regression, batch=(X, Y))
+    density = Target.of_minibatches(regression, batch=(X, Y))
     frame = minibatch_frame(density, Sampler(density, point), all_rows)
     torch.testing.assert_close(frame.scale, torch.full_like(frame.scale, 2.0), rtol=0.3, atol=0)
 
@@ -265,7 +265,7 @@ def test_draws_far_too_narrow_in_one_direction(narrow):
 def test_draws_that_are_near_keep_their_covariance(num_batches, spread):
     """Though they are far narrower than the prior, and correlated."""
     stream = BatchStream(loader(ROWS // num_batches))
-    density = MinibatchDensity(regression, batch=stream.probed[0])
+    density = Target.of_minibatches(regression, batch=stream.probed[0])
     start = exact(64, spread)
     outside = torch.get_rng_state()
     frame = minibatch_frame(density, Sampler(density, start), stream)
@@ -284,7 +284,7 @@ def test_information_is_that_at_the_members_and_not_between_them():
 
     y = X[:, 0] + 0.5 * torch.randn(ROWS, generator=GENERATOR, dtype=torch.float64)
     stream = BatchStream(DataLoader(TensorDataset(X, y), 20, shuffle=True))
-    density = MinibatchDensity(product, batch=stream.probed[0])
+    density = Target.of_minibatches(product, batch=stream.probed[0])
     members = {"factors": torch.tensor([[1.0, 1.0], [-1.0, -1.0]], dtype=torch.float64)}
     frame = minibatch_frame(density, Sampler(density, members), stream)
     ratio = frame.scale * (1 + X[:, 0].square().sum() / 0.25).sqrt()

@@ -76,6 +76,22 @@ class _Averaging(NamedTuple):
         return self._replace(steps=steps, gradient=mean, value=value, average=average)
 
 
+class _Learnt(NamedTuple):
+    """Running values of the adaptation."""
+
+    averaging: _Averaging
+    log_length: float
+    mean_log_length: float
+    criterion: float = 0.0
+    slope: float = 0.0
+
+    @staticmethod
+    def nothing(step_size: float, policy: HMCPolicy) -> _Learnt:
+        averaging = _Averaging(math.log(step_size), policy.gamma)
+        log_length = math.log(policy.start_length)
+        return _Learnt(averaging, log_length, log_length)
+
+
 @dataclass(frozen=True)
 class ChEES:
     r"""Adaptive step size and trajectory length (ChEES), as a value.
@@ -122,18 +138,14 @@ class ChEES:
     2. Hoffman and Gelman (2014), *The No-U-Turn Sampler*, section 3.2.
     """
 
-    policy: HMCPolicy = DEFAULT.hmc
+    policy: HMCPolicy = field(default_factory=HMCPolicy)
     max_leapfrogs: int = 64
     step_size: float = 1.0
     trajectory_length: float = DEFAULT.hmc.start_length
     spread: float = 1.0
     adapting: bool = True
     count: int = 0
-    _log_length: float = field(default=math.log(DEFAULT.hmc.start_length), repr=False)
-    _mean_log_length: float = field(default=math.log(DEFAULT.hmc.start_length), repr=False)
-    _averaging: _Averaging = field(default=_Averaging(), repr=False)
-    _criterion: float = field(default=0.0, repr=False)
-    _slope: float = field(default=0.0, repr=False)
+    _learnt: _Learnt = field(default_factory=lambda: _Learnt.nothing(1.0, DEFAULT.hmc), repr=False)
 
     def settings(self, state: ChainState) -> Settings:
         """Return the settings of the next transition."""
@@ -173,16 +185,11 @@ class ChEES:
                 size, shrunk = size / 2, True
                 if grown:
                     break
-        length = self.policy.start_length
         found = replace(
             self,
             step_size=size,
-            trajectory_length=length,
-            _log_length=math.log(length),
-            _mean_log_length=math.log(length),
-            _averaging=_Averaging(math.log(size), self.policy.gamma),
-            _criterion=0.0,
-            _slope=0.0,
+            trajectory_length=self.policy.start_length,
+            _learnt=_Learnt.nothing(size, self.policy),
         )
         return state, found, gradients
 
@@ -191,8 +198,8 @@ class ChEES:
         return replace(
             self,
             adapting=False,
-            step_size=math.exp(self._averaging.average),
-            trajectory_length=math.exp(self._mean_log_length),
+            step_size=math.exp(self._learnt.averaging.average),
+            trajectory_length=math.exp(self._learnt.mean_log_length),
         )
 
     def stiffened(self, is_stiff: bool) -> ChEES:
@@ -214,32 +221,27 @@ class ChEES:
         return self.max_leapfrogs
 
     def _adapted(self, state: ChainState, move: Move, settings: Settings) -> ChEES:
-        policy = self.policy
+        policy, learnt = self.policy, self._learnt
         if self.is_stiff:
             harmonic = 1 / (1 / move.acceptance.clamp(min=policy.least_acceptance)).mean().item()
-            averaging = self._averaging.update(policy.harmonic_target - harmonic)
+            averaging = learnt.averaging.update(policy.harmonic_target - harmonic)
         else:
             acceptance = move.acceptance.mean().item()
-            averaging = self._averaging.update(policy.target_acceptance - acceptance)
+            averaging = learnt.averaging.update(policy.target_acceptance - acceptance)
         size = math.exp(averaging.value)
-        after = replace(self, _averaging=averaging, step_size=size)
+        learnt = learnt._replace(averaging=averaging)
         length = settings.num_steps * settings.step_size
         found, slope = (value.item() for value in chees(state.position, move, length))
         if not (math.isfinite(found) and math.isfinite(slope)):
-            return after
-        criterion = policy.memory * self._criterion + found
-        slope = policy.memory * self._slope + slope
-        log_length = self._log_length
+            return replace(self, step_size=size, _learnt=learnt)
+        criterion = policy.memory * learnt.criterion + found
+        slope = policy.memory * learnt.slope + slope
+        log_length = learnt.log_length
         if criterion > 0:
             ascent = slope / criterion - policy.cost
             log_length += policy.rate * min(max(ascent, -1.0), 1.0)
         log_length = min(max(log_length, math.log(size)), math.log(self.max_leapfrogs * size))
-        mean = self._mean_log_length
-        return replace(
-            after,
-            trajectory_length=math.exp(log_length),
-            _log_length=log_length,
-            _criterion=criterion,
-            _slope=slope,
-            _mean_log_length=mean + (1 - policy.memory) * (log_length - mean),
-        )
+        mean = learnt.mean_log_length
+        mean += (1 - policy.memory) * (log_length - mean)
+        learnt = _Learnt(averaging, log_length, mean, criterion, slope)
+        return replace(self, step_size=size, trajectory_length=math.exp(log_length), _learnt=learnt)

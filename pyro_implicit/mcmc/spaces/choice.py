@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
-from pyro_implicit.density.blame import blame
+from pyro_implicit.density.checks.numerics import blame
 from pyro_implicit.density.cost import estimated_seconds
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.exactness import why_inexact

@@ -14,7 +14,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
-from pyro_implicit.density.batched_runs import IMPOSSIBLE
+from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.sampler import Guide, Sampler
 from pyro_implicit.mcmc.policy import DEFAULT, SpacePolicy

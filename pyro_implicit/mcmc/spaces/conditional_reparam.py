@@ -16,7 +16,7 @@ from pyro.ops.tensor_utils import matvecmul
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_implicit.density.engine import compute_log_prob
+from pyro_implicit.density.model import compute_log_prob
 from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.policy import SpacePolicy
 from pyro_implicit.ops.conditional_normal import from_standard, to_standard

@@ -11,7 +11,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_implicit.density.batched_runs import IMPOSSIBLE
+from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.policy import DEFAULT, SpacePolicy
 from pyro_implicit.mcmc.spaces.conditional_reparam import (
