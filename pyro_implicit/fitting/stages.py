@@ -47,7 +47,7 @@ from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.names import forget
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.infer import InjectiveELBO
-from pyro_implicit.mcmc.conditional_space import conditional_density
+from pyro_implicit.mcmc.spaces.conditional import conditional_noise
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.printing import showing_progress
 from pyro_implicit.runtime.random_stream import seeded
@@ -442,7 +442,7 @@ def train_exact(stages: Stages, density: Target, modes: Modes, seconds: float) -
             if found.suffices:
                 stages.reliability = found
                 return stages.candidates[-1]
-            if len(modes.loc) == 1 and conditional_density(density, modes.loc[0]):
+            if len(modes.loc) == 1 and conditional_noise(density, modes.loc[0]):
                 line.outcome += "; chains have a better space than a trained guide's"
                 return stages.candidates[-1]
             if not _can_train_all(stages, guide):

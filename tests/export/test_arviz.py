@@ -18,6 +18,7 @@ from pyro_implicit.export.arviz import joined
 from pyro_implicit.fitting import Fit
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import Refined
+from pyro_implicit.mcmc.draws import DrawStore
 
 Y = torch.tensor([0.3, -1.2, 2.9, 0.8, 1.4, 0.1], dtype=torch.float64)
 SD = 0.9
@@ -108,10 +109,15 @@ def test_leave_one_out_of_arviz_is_that_of_brute_force():
 def refined():
     """Draws of 32 chains, more than there are draws of each, as if chains had made them."""
     mean, variance = posterior(Y)
-    samples = {"mean": mean + variance**0.5 * torch.randn(32, 5, dtype=Y.dtype)}
-    samples["free"] = torch.randn(32, 5, 2, dtype=Y.dtype)
+    store = DrawStore()
+    for means, free in zip(
+        torch.randn(5, 32, 1, dtype=Y.dtype), torch.randn(5, 32, 2, dtype=Y.dtype), strict=True
+    ):
+        store.append(torch.cat([mean + variance**0.5 * means, free], -1))
     others = dict.fromkeys((field.name for field in fields(Refined)), 0)
-    return Refined(**{**others, "samples": samples})
+    found = {"store": store, "num_chains": 32}
+    found["constrain"] = lambda rows: {"mean": rows[..., 0], "free": rows[..., 1:]}
+    return Refined(**{**others, **found})
 
 
 def test_refined_draws_keep_their_chains(refined):
