@@ -130,6 +130,7 @@ class ChEES:
     :param spread: ratio of the largest to the smallest step size of chains.
     :param adapting: whether updates change step size and length.
     :param count: transitions so far.
+    :param learnt: running values of the adaptation.
 
     **References:**
 
@@ -145,7 +146,7 @@ class ChEES:
     spread: float = 1.0
     adapting: bool = True
     count: int = 0
-    _learnt: _Learnt = field(default_factory=lambda: _Learnt.nothing(1.0, DEFAULT.hmc), repr=False)
+    learnt: _Learnt = field(default_factory=lambda: _Learnt.nothing(1.0, DEFAULT.hmc), repr=False)
 
     def settings(self, state: ChainState) -> Settings:
         """Return the settings of the next transition."""
@@ -189,7 +190,7 @@ class ChEES:
             self,
             step_size=size,
             trajectory_length=self.policy.start_length,
-            _learnt=_Learnt.nothing(size, self.policy),
+            learnt=_Learnt.nothing(size, self.policy),
         )
         return state, found, gradients
 
@@ -198,8 +199,8 @@ class ChEES:
         return replace(
             self,
             adapting=False,
-            step_size=math.exp(self._learnt.averaging.average),
-            trajectory_length=math.exp(self._learnt.mean_log_length),
+            step_size=math.exp(self.learnt.averaging.average),
+            trajectory_length=math.exp(self.learnt.mean_log_length),
         )
 
     def stiffened(self, is_stiff: bool) -> ChEES:
@@ -221,7 +222,7 @@ class ChEES:
         return self.max_leapfrogs
 
     def _adapted(self, state: ChainState, move: Move, settings: Settings) -> ChEES:
-        policy, learnt = self.policy, self._learnt
+        policy, learnt = self.policy, self.learnt
         if self.is_stiff:
             harmonic = 1 / (1 / move.acceptance.clamp(min=policy.least_acceptance)).mean().item()
             averaging = learnt.averaging.update(policy.harmonic_target - harmonic)
@@ -233,7 +234,7 @@ class ChEES:
         length = settings.num_steps * settings.step_size
         found, slope = (value.item() for value in chees(state.position, move, length))
         if not (math.isfinite(found) and math.isfinite(slope)):
-            return replace(self, step_size=size, _learnt=learnt)
+            return replace(self, step_size=size, learnt=learnt)
         criterion = policy.memory * learnt.criterion + found
         slope = policy.memory * learnt.slope + slope
         log_length = learnt.log_length
@@ -244,4 +245,4 @@ class ChEES:
         mean = learnt.mean_log_length
         mean += (1 - policy.memory) * (log_length - mean)
         learnt = _Learnt(averaging, log_length, mean, criterion, slope)
-        return replace(self, step_size=size, trajectory_length=math.exp(log_length), _learnt=learnt)
+        return replace(self, step_size=size, trajectory_length=math.exp(log_length), learnt=learnt)
