@@ -280,7 +280,7 @@ def test_the_same_minibatch_for_all_branches():
         if x > 0:
             pyro.factor("f", x)
 
-    from tests.density.test_engine import prepare
+    from tests.density.test_batched_runs import prepare
 
     prepared, _ = prepare(model)
     runs = BatchedRuns("Test")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import pyro
@@ -15,7 +16,12 @@ from pyro.poutine.util import site_is_subsample
 from torch import nn
 
 from pyro_implicit.density.batched_runs import BatchedRuns
-from pyro_implicit.density.model import Model, SubsampledError, refuse_subsampling
+from pyro_implicit.density.model import (
+    Model,
+    SubsampledError,
+    compute_log_prob,
+    refuse_subsampling,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -213,3 +219,31 @@ def test_subsampling_is_refused_by_name():
     message = "The test needs all data, but plate 'data' of site 'x' subsamples 5 of 20.*Cure"
     with pytest.raises(SubsampledError, match=message):
         refuse_subsampling(poutine.trace(model).get_trace(5), "The test")
+
+
+def test_a_warm_batch_makes_few_calls():
+    """Models are prepared once, and not at each step: the inner loop of every training."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(x.sum(-1), scale), obs=torch.tensor(1.0))
+
+    def note(frame, event, arg):
+        if event == "call" and "/pyro_implicit/" in frame.f_code.co_filename:
+            calls.append((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    def read(trace):
+        compute_log_prob(trace)
+        return trace.nodes["y"]["log_prob"]
+
+    runner, values = prepare(model)
+    runs, calls = BatchedRuns("test"), []
+    for _ in range(3):
+        runs.map(runner, values, read)
+    sys.setprofile(note)
+    try:
+        runs.map(runner, values, read)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) <= 9 and len({file for file, _ in calls}) <= 3
