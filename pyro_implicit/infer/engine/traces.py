@@ -29,6 +29,7 @@ from pyro_implicit.density.model import (
     leave_out_masked,
     refuse_subsampling,
 )
+from pyro_implicit.density.policy import RUNS
 from pyro_implicit.distributions import find_implicit
 from pyro_implicit.guides.posterior_draws import refuse_other_guide
 from pyro_implicit.infer.engine.sites import PARTICLE_PLATE
@@ -280,9 +281,6 @@ def check_gradients(params: Trace, elbo: str, step: int) -> None:
 Site = dict[str, Any]
 
 
-MAX_RETRIES = 10
-
-
 class FirstRun(NamedTuple):
     """The deepest nesting of plates, the guide's sample sites by name, and the model's discrete
     latents that the guide leaves to be summed out."""
@@ -307,7 +305,7 @@ def first_run(
         guide that the model lacks, or an observation that is NaN.
     """
     validates = is_validation_enabled()
-    for retries_left in reversed(range(MAX_RETRIES)):
+    for retries_left in reversed(range(RUNS.max_retries)):
         forgiving = contextlib.suppress(*(IMPOSSIBLE if retries_left else ()))
         has_run = False
         with forgiving, poutine.block():
