@@ -11,7 +11,8 @@ unfinished row with the most value per remaining CPU hour, waits for it, and tak
 
 SIGTERM, Ctrl-C and ``--max-seconds`` stop the queue after the next checkpoint of its row; a second
 signal stops it at once. A killed row continues from its last checkpoint when the queue is started
-again, and ends with the same result. The output of a row is in ``RUNS/queue/NAME.log``.
+again, and ends with the same result. The output of a row is in ``RUNS/queue/NAME.log``, and
+``--hours`` gets a line with its CPU hours, all its processes included, when it is done.
 """
 
 from __future__ import annotations
@@ -160,6 +161,10 @@ class Queue:
         end = f"exit status {process.returncode} without a result, see {log.name}"
         if row.is_done():
             end = "done"
+            with self.args.hours.open("a") as file:
+                file.write(
+                    json.dumps({"row": row.name, "cpu_hours": round(before + cpu, 3)}) + "\n"
+                )
         elif killed:
             end = "stopped; the next queue continues"
         else:
@@ -202,6 +207,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", type=Path, help="data of the benchmarks")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="checkpoints and logs")
+    hours = ROOT / "benchmarks/results/long_runs.jsonl"
+    parser.add_argument("--hours", type=Path, default=hours, help="file of the CPU hours")
     parser.add_argument("--list", action="store_true", help="only print the table of the rows")
     parser.add_argument("--once", metavar="NAME", help="run only this row")
     parser.add_argument("--max-seconds", type=float, default=math.inf, help="wall time, then stop")

@@ -6,17 +6,22 @@ pixel is drawn with its grey value as probability. All encoders are networks wit
 
 - ``gaussian``: the outputs are the mean and the standard deviations of q(z | x);
 - ``kivi``, ``avb``: the noise enters at the first hidden layer, so q(z | x) is implicit;
-- ``livi``, ``sivi``: the same with Gaussian noise of a small, learnt scale at the output.
+- ``livi``, ``sivi``, ``uivi``: the same with Gaussian noise of a small, learnt scale at the output;
+- ``injective``: a network of the image gives the context of an autoregressive generator.
 
 For each encoder the script prints the method's own bound on training and test images, and the test
-log-likelihood of the decoder. The bounds of ``gaussian`` and ``sivi`` are bounds on average; the
-others are estimates, and that of ``kivi`` is too low with few ``--bound-particles``.
+log-likelihood of the decoder. The bounds of ``gaussian``, ``injective`` and ``sivi`` are bounds on
+average; the others are estimates, and that of ``kivi`` is too low with few ``--bound-particles``.
 
 Importance sampling estimates the log-likelihood, in the same way for all encoders: a multivariate t
 distribution with five degrees of freedom is fitted to draws of q(z | x), fitted again to its own
 weighted draws, and then provides ``--importance-samples`` draws for every image. The estimate is
 reliable if the effective sample size (ESS, of the median image) is large. "Monte Carlo" is its
 standard error, "s.e." the standard error from the choice of test images.
+
+``--held-out`` scores so many training images after each epoch. Training ends when their bound has
+not risen for ``--patience`` epochs, and keeps the parameters of the best epoch. With
+``--checkpoint`` a killed training continues from the last epoch, to the same result.
 
 Each encoder takes up to a minute. The second command has the sizes of the KIVI paper::
 
@@ -39,8 +44,7 @@ import numpy as np
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.infer import SVI, Trace_ELBO
-from pyro.optim import ClippedAdam
+from pyro.infer import Trace_ELBO
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from tqdm import trange
@@ -50,10 +54,14 @@ from pyro_implicit import (
     KIVI_ELBO,
     LIVI_ELBO,
     SIVI_ELBO,
+    UIVI_ELBO,
+    AutoregressiveGenerator,
     Implicit,
+    InjectiveELBO,
     NoisyEncoder,
     SemiImplicit,
 )
+from pyro_implicit.fitting.checkpoint import load_checkpoint, save_checkpoint
 from pyro_implicit.infer import ImplicitELBO
 
 
@@ -84,6 +92,17 @@ class ImplicitEncoder(nn.Module):
         if self.log_scale is None:
             return Implicit(self.network, noise_dim, context=x)
         return SemiImplicit(self.network, noise_dim, self.log_scale.exp(), context=x)
+
+
+class InjectiveEncoder(nn.Module):
+    """q(z | x) is what an injective generator makes of noise, given features of the image."""
+
+    def __init__(self, network: nn.Module, generator: AutoregressiveGenerator) -> None:
+        super().__init__()
+        self.network, self.generator = network, generator
+
+    def forward(self, x: Tensor) -> Implicit:
+        return Implicit(self.generator, self.generator.noise_dim, context=self.network(x))
 
 
 class VAE(nn.Module):
@@ -128,9 +147,14 @@ def build(name: str, num_pixels: int, args: argparse.Namespace) -> tuple[VAE, Tr
         elbo = AVB_ELBO(1, args.entropy_particles, covariance="full")
     elif name == "livi":
         encoder, elbo = ImplicitEncoder(noisy, scale=0.05), LIVI_ELBO(1)
+    elif name == "injective":
+        features = mlp(num_pixels, args.hidden, args.hidden)
+        generator = AutoregressiveGenerator(args.latent_dim, context_dim=args.hidden)
+        encoder, elbo = InjectiveEncoder(features, generator), InjectiveELBO(1)
     else:
         encoder = ImplicitEncoder(noisy, scale=0.3)
-        elbo = SIVI_ELBO(1, num_mixing=args.entropy_particles)
+        mixing = {"num_mixing": args.entropy_particles}
+        elbo = SIVI_ELBO(1, **mixing) if name == "sivi" else UIVI_ELBO(1, **mixing)
     return VAE(decoder, encoder, args.latent_dim).to(args.device), elbo
 
 
@@ -156,19 +180,77 @@ def read_images(path: Path) -> Tensor:
     return torch.tensor(pixels).float() / 255
 
 
-def fit(svi: SVI, images: Tensor, args: argparse.Namespace, name: str) -> None:
-    for _ in (bar := trange(args.epochs, desc=name)):
-        order = torch.randperm(len(images)).split(args.batch_size)
-        loss = sum(svi.step(images[batch]) for batch in order)
-        bar.set_postfix(bound=f"{-loss / len(images):.2f}", refresh=False)
+class Progress:
+    """What a resumed training must know besides parameters, optimisers and random streams."""
+
+    def __init__(self) -> None:
+        self.epochs, self.seconds = 0, 0.0
+        self.bounds: list[float] = []  # of the held-out images, by epoch
+        self.best: dict[str, Tensor] = {}  # parameters of the best epoch
+
+    @property
+    def best_epoch(self) -> int:
+        return 1 + max(range(len(self.bounds)), key=self.bounds.__getitem__)
+
+
+def fit(
+    vae: VAE,
+    elbo: Trace_ELBO,
+    images: Tensor,
+    held_out: Tensor,
+    args: argparse.Namespace,
+    name: str,
+) -> Progress:
+    """Train an autoencoder, from its checkpoint if there is one."""
+    optimiser = torch.optim.Adam(vae.parameters())
+    # AVB makes a network and its optimiser in the first step.
+    elbo.differentiable_loss(vae.model, vae.guide, images[: args.batch_size]).backward()
+    parameters = dict(vae.named_parameters())
+    if isinstance(elbo, nn.Module):
+        parameters |= elbo.named_parameters(prefix="elbo")
+    optimisers = {"": optimiser} | getattr(elbo, "optimisers", {})
+    progress = Progress()
+    file = None if args.checkpoint is None else args.checkpoint / f"{name}-{args.seed}.pt"
+    if file is not None and file.exists():
+        load_checkpoint(file, progress, parameters, optimisers, elbo)
+    for epoch in (bar := trange(progress.epochs, args.epochs, desc=name)):
+        if progress.bounds and epoch - progress.best_epoch >= args.patience:
+            break
+        start = time.process_time()
+        for group in optimiser.param_groups:
+            group["lr"] = rate(epoch, args)
+        total = 0.0
+        for batch in torch.randperm(len(images)).split(args.batch_size):
+            optimiser.zero_grad()
+            loss = elbo.differentiable_loss(vae.model, vae.guide, images[batch])
+            loss.backward()
+            optimiser.step()
+            total += loss.item()
+        if len(held_out):
+            progress.bounds.append(mean_bound(elbo, vae, held_out, args))
+            if progress.best_epoch == epoch + 1:
+                progress.best = {k: value.detach().clone() for k, value in parameters.items()}
+        progress.epochs = epoch + 1
+        progress.seconds += time.process_time() - start
+        if file is not None:
+            save_checkpoint(file, progress, parameters, optimisers, elbo)
+        bar.set_postfix(bound=f"{-total / len(images):.2f}", refresh=False)
+    with torch.no_grad():
+        for key, value in progress.best.items():
+            parameters[key].copy_(value)
+    return progress
+
+
+def rate(epoch: int, args: argparse.Namespace) -> float:
+    """Fall to a tenth over the run, or to a half every ``--halve-every`` epochs."""
+    if args.halve_every is None:
+        return args.lr * 0.1 ** (epoch / args.epochs)
+    return args.lr * 0.5 ** (epoch // args.halve_every)
 
 
 @torch.no_grad()
 def mean_bound(elbo: Trace_ELBO, vae: VAE, images: Tensor, args: argparse.Namespace) -> float:
-    """Return the bound per image, with more draws of q(z | x) per image than in training."""
-    for option in ("num_entropy_particles", "num_mixing"):
-        if hasattr(elbo, option):
-            setattr(elbo, option, args.bound_particles)
+    """Return the bound per image."""
     rounds = max(1, 1000 // len(images))
     batches = images.split(args.batch_size)
     losses = [elbo.loss(vae.model, vae.guide, x) for x in batches for _ in range(rounds)]
@@ -251,6 +333,30 @@ def plot(rows: dict[str, list[Tensor]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def run(
+    name: str, train: Tensor, test: Tensor, args: argparse.Namespace
+) -> tuple[VAE, dict[str, float]]:
+    """Train and measure one autoencoder."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(args.seed)
+    vae, elbo = build(name, train.shape[1], args)
+    train, held_out = train.split([len(train) - args.held_out, args.held_out])
+    progress = fit(vae, elbo, train, held_out, args, name)
+    for option in ("num_entropy_particles", "num_mixing"):  # more than training could afford
+        if hasattr(elbo, option):
+            setattr(elbo, option, args.bound_particles)
+    bounds = [mean_bound(elbo, vae, x[: len(test)], args) for x in (train, test)]
+    value, ess = evaluate(vae, test[: args.num_eval], args.importance_samples)
+    # The relative variance of a mean weight is, to first order, the variance of its logarithm.
+    noise = (1 / ess - 1 / args.importance_samples).clamp(min=0).sum().sqrt() / len(value)
+    numbers = {"train_bound": bounds[0], "test_bound": bounds[1], "num_eval": len(value)}
+    numbers |= {"log_likelihood": value.mean().item(), "monte_carlo": noise.item()}
+    numbers |= {"standard_error": (value.std() / len(value) ** 0.5).item()}
+    numbers |= {"ess": ess.median().item(), "epochs_taken": progress.epochs}
+    numbers |= {"best_epoch": progress.best_epoch if progress.bounds else progress.epochs}
+    return vae, numbers | {"seconds": progress.seconds}
+
+
 def main(args: argparse.Namespace) -> None:
     train, test = (x.to(args.device) for x in load(args.data_dir, args.num_train, args.num_test))
     titles = ["train bound", "test bound", "gap", "log p(test)", "s.e.", "Monte Carlo", "ESS"]
@@ -258,27 +364,19 @@ def main(args: argparse.Namespace) -> None:
     table = [row("encoder", *titles, "s/epoch")]
     grids = {}
     for name in args.encoders:
-        pyro.clear_param_store()
-        pyro.set_rng_seed(args.seed)
-        vae, elbo = build(name, train.shape[1], args)
-        steps = args.epochs * math.ceil(len(train) / args.batch_size)
-        optimizer = ClippedAdam({"lr": args.lr, "lrd": 0.1 ** (1 / steps)})
-        svi = SVI(vae.model, vae.guide, optimizer, loss=elbo)
-        start = time.perf_counter()
-        fit(svi, train, args, name)
-        seconds = (time.perf_counter() - start) / args.epochs
-        bounds = [mean_bound(elbo, vae, x[: len(test)], args) for x in (train, test)]
-        value, ess = evaluate(vae, test[: args.num_eval], args.importance_samples)
-        error = value.std() / len(value) ** 0.5
-        # The relative variance of a mean weight is, to first order, the variance of its logarithm.
-        noise = (1 / ess - 1 / args.importance_samples).clamp(min=0).sum().sqrt() / len(value)
-        numbers = [*bounds, bounds[0] - bounds[1], value.mean(), error]
-        cells = [*(f"{x:.2f}" for x in numbers), f"{noise:.3f}", f"{ess.median():.0f}"]
-        table.append(row(name, *cells, f"{seconds:.2f}"))
+        vae, found = run(name, train, test, args)
+        found["gap"] = found["train_bound"] - found["test_bound"]
+        keys = ["train_bound", "test_bound", "gap", "log_likelihood", "standard_error"]
+        cells = [*(f"{found[key]:.2f}" for key in keys), f"{found['monte_carlo']:.3f}"]
+        seconds = found["seconds"] / found["epochs_taken"]
+        table.append(row(name, *cells, f"{found['ess']:.0f}", f"{seconds:.2f}"))
         print(table[-1])
         grids[name] = pictures(vae, test)
     print(f"\n{len(train)} training and {len(test)} test images of {train.shape[1]} pixels")
-    print(f"log p(test): {len(value)} images, {args.importance_samples} importance samples each")
+    print(
+        f"log p(test): {found['num_eval']} images, "
+        f"{args.importance_samples} importance samples each"
+    )
     print("\n".join(table))
     args.out.mkdir(parents=True, exist_ok=True)
     picture = args.out / "vae.png"
@@ -286,14 +384,15 @@ def main(args: argparse.Namespace) -> None:
     print(f"Figure: {picture}")
 
 
-ENCODERS = ["gaussian", "kivi", "avb", "livi", "sivi"]
+ENCODERS = ["gaussian", "kivi", "avb", "livi", "sivi", "uivi", "injective"]
 
-if __name__ == "__main__":
+
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", type=Path, help="folder of MNIST's *-images-idx3-ubyte.gz")
     parser.add_argument("--num-train", type=int, help="training images; all by default")
     parser.add_argument("--num-test", type=int, help="test images; all by default")
-    parser.add_argument("--encoders", nargs="+", choices=ENCODERS, default=ENCODERS)
+    parser.add_argument("--encoders", nargs="+", choices=ENCODERS, default=ENCODERS[:5])
     parser.add_argument("--latent-dim", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=100, help="units of each hidden layer")
     parser.add_argument(
@@ -302,12 +401,20 @@ if __name__ == "__main__":
     parser.add_argument(
         "--bound-particles", type=int, default=200, help="draws per image for the bounds"
     )
-    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--epochs", type=int, default=100, help="at most")
+    parser.add_argument("--held-out", type=int, default=0, help="training images that end it")
+    parser.add_argument("--patience", type=int, default=10, help="epochs without a better bound")
+    parser.add_argument("--checkpoint", type=Path, help="folder from which training continues")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate, decays to a tenth")
+    parser.add_argument("--halve-every", type=int, help="or to a half after so many epochs")
     parser.add_argument("--importance-samples", type=int, default=5000, help="per image")
     parser.add_argument("--num-eval", type=int, default=200, help="test images of log p(test)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the figure")
-    main(parser.parse_args())
+    return parser
+
+
+if __name__ == "__main__":
+    main(parser().parse_args())

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import long_runs
+from benchmarks import energy_potentials, gpvi_tables, long_runs, toy_classification, vae_mnist
 from benchmarks.long_runs import ROOT, Queue, Row, main, parser
+from benchmarks.networks import lenet, open_category
+from benchmarks.paper_rows import ROWS
 
 STEPS = 60
 # Adds random numbers, with a checkpoint in each step.
@@ -58,7 +60,8 @@ def exact(steps: int = STEPS) -> float:
 
 
 def arguments(folder: Path, *words: str):
-    return parser().parse_args(["--runs", str(folder / "runs"), "--poll", "0.01", *words])
+    files = ["--runs", str(folder / "runs"), "--hours", str(folder / "hours.jsonl")]
+    return parser().parse_args([*files, "--poll", "0.01", *words])
 
 
 def results(folder: Path) -> list[dict]:
@@ -134,7 +137,8 @@ def start(folder: Path, *words: str) -> subprocess.Popen:
         f"from benchmarks.long_runs import Row\nROWS = [{row!r}]\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", QUEUE, "--runs", str(folder / "runs"), "--poll", "0.01", *words],
+        [sys.executable, "-c", QUEUE, "--runs", str(folder / "runs"), "--poll", "0.01",
+         "--hours", str(folder / "hours.jsonl"), *words],
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{folder}"}, stdout=subprocess.PIPE, text=True,
         stderr=subprocess.STDOUT,
     )  # fmt: skip
@@ -168,6 +172,7 @@ def test_a_killed_queue_continues_to_the_same_result(tmp_path):
     assert 0 < reached < STEPS and results(tmp_path) == []
     main(arguments(tmp_path), [counter(tmp_path)])
     assert results(tmp_path) == [{"name": "count", "total": exact()}]
+    assert json.loads((tmp_path / "hours.jsonl").read_text())["row"] == "count"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -216,3 +221,26 @@ def test_the_folder_of_checkpoints_is_ignored():
     runs = long_runs.parser().parse_args([]).runs
     command = ["git", "check-ignore", "-q", str(runs / "x.pt")]
     assert subprocess.run(command, cwd=ROOT).returncode == 0
+
+
+def test_rows_of_the_papers():
+    """Names are unique, and each command is one that its script understands."""
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    vae = vae_mnist.example()
+    parsers = {
+        "energy_potentials": energy_potentials.parser,
+        "gpvi_tables": gpvi_tables.parser,
+        "networks.lenet": lenet.parser,
+        "networks.open_category": open_category.parser,
+        "toy_classification": toy_classification.parser,
+        "vae_mnist": lambda: vae_mnist.parser(vae),
+    }
+    for row in ROWS:
+        assert row.command[0] == "-m" and row.hours > 0 and row.value > 0
+        args = parsers[row.command[1].removeprefix("benchmarks.")]().parse_args(row.command[2:])
+        for line in row.lines:
+            seeds = range(args.first_seed, args.seeds)
+            assert line["seed"] in seeds and (len(seeds) == 1 or not args.paper)
+            for name in ("epochs", "hidden", "latent_dim", "entropy_particles"):
+                if name in line and f"--{name.replace('_', '-')}" in row.command:
+                    assert getattr(args, name) == line[name]
