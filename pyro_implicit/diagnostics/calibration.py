@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from pyro_implicit.diagnostics.labels import index_label
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.runtime.locks import in_turn
-from pyro_implicit.runtime.printing import Printed
+from pyro_implicit.runtime.printing import Printed, Table
 from pyro_implicit.runtime.sites import is_flat
 
 __all__ = ["Calibration", "simulation_based_calibration"]
@@ -72,20 +72,20 @@ class Calibration(Printed):
                 rows.append((label, count.tolist(), p_value.item(), _shape(scaled)))
         return sorted(rows, key=lambda row: row[2])
 
-    def __str__(self) -> str:
+    def _blocks(self) -> Iterator[str | Table]:
         rows, count = self._rows(), len(next(iter(self.ranks.values())))
-        lines = [f"Ranks of {count} true values among {self.num_draws} draws; uniform if right"]
-        width = max(len(row[0]) for row in rows)
+        yield f"Ranks of {count} true values among {self.num_draws} draws; uniform if right"
+        cells = []
         for label, counts, p_value, shape in rows[:_MAX_ROWS]:
             bars = " ".join(f"{number:3d}" for number in counts)
-            remark = f"  {shape}" if self._fails(p_value) else ""
-            lines.append(f"  {label:<{width}}  {bars}  p = {p_value:.2g}{remark}")
+            cells.append((label, bars, f"p = {p_value:.2g}", shape * self._fails(p_value)))
+        yield Table(cells, align="l", indent="  ")
         if len(rows) > _MAX_ROWS:
-            lines.append(f"  ... {len(rows) - _MAX_ROWS} more, all closer to uniform")
+            yield f"  ... {len(rows) - _MAX_ROWS} more, all closer to uniform"
         found = (
             f"{len(self.failures)} of {len(rows)} not calibrated" if self.failures else "uniform"
         )
-        return "\n".join([*lines, f"Verdict: {found}"])
+        yield f"Verdict: {found}"
 
 
 @in_turn

@@ -15,7 +15,7 @@ from torch import Tensor
 from pyro_implicit.diagnostics.labels import index_label
 from pyro_implicit.diagnostics.plots import plot_posteriors
 from pyro_implicit.diagnostics.reference_check import ReferenceCheck
-from pyro_implicit.runtime.printing import Printed, short_repr
+from pyro_implicit.runtime.printing import Printed, Table, short_repr
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -121,29 +121,27 @@ class Comparison(Printed):
         low, high = (math.hypot(1.0, end / self.sampling_floor) for end in self.distance_interval)
         return low, high
 
-    def __str__(self) -> str:
+    def _blocks(self) -> Iterator[str | Table]:
         rows: list[tuple[str, ...]] = [_HEADER]
         for name, site in self.sites.items():
             rows.extend(_site_rows(name, site))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-            for row in rows
-        ]
-        return "\n".join([*lines, "", *self._joint_lines()])
-
-    def _joint_lines(self) -> Iterator[str]:
+        yield Table(rows, header=True)
+        yield ""
         guide, reference = _count(self.guide_draws), _count(self.reference_draws)
         coordinates = sum(site.guide_mean.numel() for site in self.sites.values())
         if self.compared:
             yield f"Compared in place of the latents: {self.compared}"
         yield f"Joint, {guide} guide draws against {reference} of the reference, dim {coordinates}"
-        yield (
-            f"  sliced W2, standardised  {self.sliced_wasserstein:.4g}  = {self.floor_ratio:.1f} "
-            f"x its sampling floor {self.sampling_floor:.4g}"
+        ratio = f"= {self.floor_ratio:.1f} x its sampling floor {self.sampling_floor:.4g}"
+        yield Table(
+            [
+                ("sliced W2, standardised", f"{self.sliced_wasserstein:.4g}  {ratio}"),
+                ("sliced W2, constrained", f"{self.sliced_wasserstein_constrained:.4g}"),
+                ("squared MMD", f"{self.squared_mmd:.3g}"),
+            ],
+            align="l",
+            indent="  ",
         )
-        yield f"  sliced W2, constrained   {self.sliced_wasserstein_constrained:.4g}"
-        yield f"  squared MMD              {self.squared_mmd:.3g}"
         yield "Errors of means and quantiles are in reference sds; of the quantiles, the largest."
         for side, names in (("guide", self.only_in_guide), ("reference", self.only_in_reference)):
             if names:

@@ -185,8 +185,8 @@ def sliced_wasserstein_interval(
     share = torch.linalg.eigh(flat @ flat.mT).eigenvectors[:, -1]
     widest = (share @ flat).view_as(difference)
     for direction in (difference, widest):
-        size = direction.square().mean().sqrt().clamp(min=torch.finfo(x.dtype).tiny)
-        along = (noise * direction).mean((1, 2)) / size
+        norm = direction.square().mean().sqrt().clamp(min=torch.finfo(x.dtype).tiny)
+        along = (noise * direction).mean((1, 2)) / norm
         shown = candidates.square() + 2 * candidates * along + own
         is_low = (shown >= square).double().mean(-1) >= _TAIL
         is_high = (shown <= square).double().mean(-1) >= _TAIL

@@ -22,7 +22,7 @@ from pyro_implicit.diagnostics.moments import FALSE_ALARM, MomentErrors
 from pyro_implicit.diagnostics.stein import SteinCheck
 from pyro_implicit.infer.bound import EvidenceBound
 from pyro_implicit.ops.pareto import describe_weights
-from pyro_implicit.runtime.printing import Printed
+from pyro_implicit.runtime.printing import Printed, Table
 
 __all__ = ["Diagnosis"]
 
@@ -103,12 +103,13 @@ class Diagnosis(Printed):
         """The effective sample size of the importance weights, as a share of the draws."""
         return self.bound.effective_sample_size / self.num_samples if self.bound else 0.0
 
-    def __str__(self) -> str:
+    def _blocks(self) -> Iterator[str | Table]:
         head = f"Diagnosis of {self.num_samples} draws in {self.latent_dim} dimensions"
         if self.judged:
             head += f", by {self.judged}"
-        lines = [f"  {name:<20}{text}" for name, text in self._rows()]
-        return "\n".join([head, *lines, *self._verdict_lines()])
+        yield head
+        yield Table(list(self._rows()), align="l", widths=(18,), indent="  ")
+        yield from self._verdict_lines()
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         if self.bound is not None:

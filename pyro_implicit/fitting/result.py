@@ -34,7 +34,7 @@ from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc import AutoConditional, Refined
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.locks import in_turn
-from pyro_implicit.runtime.printing import Printed
+from pyro_implicit.runtime.printing import Printed, Table
 from pyro_implicit.runtime.random_stream import seeded
 from pyro_implicit.runtime.user_warnings import first_line
 
@@ -315,12 +315,12 @@ class Fit(Printed):
                 line.error = error
                 line.outcome = f"failed: {first_line(error)}"
 
-    def __str__(self) -> str:
-        lines = [f"{'stage':<20} {'seconds':>8}  outcome"]
-        lines += [f"{s.name:<20} {s.seconds:8.1f}  {s.outcome}" for s in self.stages]
+    def _blocks(self) -> Iterator[str | Table]:
+        rows = [(stage.name, f"{stage.seconds:.1f}", stage.outcome) for stage in self.stages]
+        head = ("stage", "seconds", "outcome")
+        yield Table([head, *rows], header=True, align="lrl", widths=(20, 7))
         if self.interrupted:
-            lines.append(
+            yield (
                 "interrupted by Ctrl-C: the best guide and draws so far; with checkpoint= the same "
                 "call goes on"
             )
-        return "\n".join(lines)

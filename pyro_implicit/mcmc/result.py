@@ -27,7 +27,7 @@ from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.mcmc.teaching import Taught
 from pyro_implicit.ops.site_parts import site_parts
-from pyro_implicit.runtime.printing import Printed, aligned
+from pyro_implicit.runtime.printing import Printed, Table
 from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["Refined", "SitesOf", "collect", "collect_minibatches"]
@@ -234,7 +234,7 @@ class Refined(Printed, ArvizExport):
         ).all(0)
         return {name: value[~is_stuck].flatten(0, 1) for name, value in self.samples.items()}
 
-    def __str__(self) -> str:
+    def _blocks(self) -> Iterator[str | Table]:
         rows = {
             "stopped": self.stopped,
             "draws": f"{self.num_chains} chains x {self.num_draws}",
@@ -268,7 +268,9 @@ class Refined(Printed, ArvizExport):
             rows["chains that never moved"] = str(self.stuck)
         if self.taught is not None:
             rows["guide taught"] = str(self.taught)
-        return "\n".join([aligned(rows), self.modes]).rstrip("\n")
+        yield Table(list(rows.items()), align="l")
+        if self.modes:
+            yield self.modes
 
 
 def collect(space: Space, modes: Modes | None, chains: WindowedChains) -> Refined:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.nn.detection import Detection
-from pyro_implicit.runtime.printing import Printed
+from pyro_implicit.runtime.printing import Printed, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,7 +71,7 @@ class _Report(Printed):
     def _columns(self) -> dict[str, dict[str, Tensor]]:
         return {"test": self.uncertainty} | {n: set_.uncertainty for n, set_ in self.ood.items()}
 
-    def _table(self, scores: dict[str, str], means: dict[str, list[str]]) -> str:
+    def _table(self, scores: dict[str, str], means: dict[str, list[str]]) -> Iterator[str | Table]:
         """:param scores: of the test set alone; ``means`` are those of all sets."""
         counts = [str(self.num_rows)] + [str(one.num_rows) for one in self.ood.values()]
         rows = {"rows": counts} | {name: [value] for name, value in scores.items()} | means
@@ -79,17 +80,12 @@ class _Report(Printed):
                 found = [getattr(one.detection[name], measure) for one in self.ood.values()]
                 label = ("AUROC", "AUPR", "FPR at 95 %")[index]
                 rows[f"{label} by {name}"] = [""] + [f"{100 * value:.1f}" for value in found]
-        names = ["test", *self.ood]
-        width, sizes = max(map(len, rows)), [max(8, len(name)) for name in names]
-        lines = [" " * width + "".join(f"  {n:>{s}}" for n, s in zip(names, sizes, strict=True))]
-        for name, cells in rows.items():
-            cells = cells + [""] * (len(names) - len(cells))
-            text = "".join(f"  {c:>{s}}" for c, s in zip(cells, sizes, strict=True))
-            lines.append((name.ljust(width) + text).rstrip())
-        lines.append(f"{self.num_samples} draws of the posterior")
+        head = ["", "test", *self.ood]
+        cells = [[name, *row] for name, row in rows.items()]
+        yield Table([head, *cells], header=True, widths=[0] + [8] * len(counts))
+        yield f"{self.num_samples} draws of the posterior"
         if self.temperature != 1:
-            lines.append(f"tempered: the likelihood to the power 1/{self.temperature:g}, not Bayes")
-        return "\n".join(lines)
+            yield f"tempered: the likelihood to the power 1/{self.temperature:g}, not Bayes"
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,7 +122,7 @@ class LabelReport(_Report):
             parts[name] = average(found["entropy"]) - epistemic, epistemic
         return parts
 
-    def __str__(self) -> str:
+    def _blocks(self) -> Iterator[str | Table]:
         scores = {
             "accuracy": f"{self.accuracy:.4f}",
             "negative log-likelihood": f"{self.nll:.4f}",
@@ -191,7 +187,7 @@ class NumberReport(_Report):
             parts[name] = max(0.0, total - epistemic) ** 0.5, epistemic**0.5
         return parts
 
-    def __str__(self) -> str:
+    def _blocks(self) -> Iterator[str | Table]:
         scores = {"RMSE": f"{self.rmse:.4g}", "log-likelihood": f"{self.log_likelihood:.4f}"}
         scores |= {f"{level:.0%} interval covers": f"{c:.1%}" for level, c in self.coverage.items()}
         sds = list(self.sd.values())

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import itertools
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from tqdm.auto import tqdm
 
 __all__ = [
     "Printed",
-    "aligned",
+    "Table",
     "announce",
     "progress_bar",
     "progress_is_shown",
@@ -45,46 +46,108 @@ class DisplayPolicy:
 DISPLAY = DisplayPolicy()
 
 
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of cells, as aligned text or as an HTML table.
+
+    **Example:**
+
+    >>> table = Table([("", "mean"), ("a", "0.5"), ("long name", "-10.0")], header=True)
+    >>> print(table)
+                mean
+    a            0.5
+    long name  -10.0
+    """
+
+    rows: Sequence[Sequence[str]]
+
+    #: Whether the first row names the columns.
+    header: bool = False
+
+    #: One letter for each column, ``l`` or ``r``; the last one is for all further columns.
+    align: str = "lr"
+
+    #: Characters that the first columns have at least, in text.
+    widths: Sequence[int] = ()
+
+    #: What stands before each line, in text.
+    indent: str = ""
+
+    def __str__(self) -> str:
+        columns = list(itertools.zip_longest(*self.rows, fillvalue=""))
+        least = itertools.chain(self.widths, itertools.repeat(0))
+        widths = [max(low, *map(len, column)) for low, column in zip(least, columns, strict=False)]
+        return "\n".join(self._line(row, widths).rstrip() for row in self.rows)
+
+    def _line(self, row: Sequence[str], widths: list[int]) -> str:
+        cells = zip(row, widths, self._sides(), strict=False)
+        padded = (cell.rjust(n) if side == "r" else cell.ljust(n) for cell, n, side in cells)
+        return self.indent + "  ".join(padded)
+
+    def _sides(self) -> Iterator[str]:
+        return itertools.chain(self.align, itertools.repeat(self.align[-1]))
+
+    def to_html(self) -> str:
+        """The same as a ``table`` element, in the style that notebooks give to data frames."""
+        rows = [
+            self._html_row(row, "th" if i < self.header else "td")
+            for i, row in enumerate(self.rows)
+        ]
+        return f'<table class="dataframe">{"".join(rows)}</table>'
+
+    def _html_row(self, row: Sequence[str], tag: str) -> str:
+        cells = ""
+        for cell, side in zip(row, self._sides(), strict=False):
+            text = html.escape(cell.lstrip())
+            depth = len(cell) - len(cell.lstrip())
+            where = "right" if side == "r" else "left"
+            cells += f'<{tag} style="text-align: {where}">{"&nbsp;" * depth}{text}</{tag}>'
+        return f"<tr>{cells}</tr>"
+
+
 class Printed:
     """A report that shows its ``__str__`` everywhere, with a coloured verdict where possible.
 
-    The string has no colours, as it may be written to a file or a log. Notebooks call
-    ``_repr_html_``, and rich's ``print`` calls ``__rich__``.
+    A report consists of the lines and tables that ``_blocks`` gives. The string has no colours, as
+    it may be written to a file or a log. Notebooks call ``_repr_html_``, which keeps the columns
+    of tables aligned in any font, and rich's ``print`` calls ``__rich__``.
 
     **Example:**
 
     >>> class Found(Printed):
-    ...     def __str__(self):
-    ...         return "Verdict: check: <a>"
+    ...     def _blocks(self):
+    ...         yield Table([("a", "1.0")])
+    ...         yield "Verdict: check: <a>"
     >>> Found()
+    a  1.0
     Verdict: check: <a>
-    >>> Found()._repr_html_()
-    '<pre>Verdict: <b style="color: #b58900">check</b>: &lt;a&gt;</pre>'
+    >>> print(Found()._repr_html_().split("</table>")[1])
+    <div style="white-space: pre-wrap">Verdict: <b style="color: #b58900">check</b>: &lt;a&gt;</div>
     """
+
+    def _blocks(self) -> Iterable[str | Table]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self._blocks()))
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        text = _coloured(html.escape(str(self)), '<b style="color: {}">{}</b>')
-        return f"<pre>{text}</pre>"
+        parts = []
+        for is_table, group in itertools.groupby(self._blocks(), lambda x: isinstance(x, Table)):
+            if is_table:
+                parts += [block.to_html() for block in group if isinstance(block, Table)]
+                continue
+            text = "\n".join(html.escape(str(line)) for line in group if line)
+            text = _coloured(text, '<b style="color: {}">{}</b>')
+            parts.append(f'<div style="white-space: pre-wrap">{text}</div>' if text else "")
+        return "".join(parts)
 
     def __rich__(self) -> str:
         text = re.sub(r"(\\*)(\[[a-z#/@])", r"\1\1\\\2", str(self))  # escapes rich's markup
         return _coloured(text, "[bold {}]{}[/]")
-
-
-def aligned(rows: Mapping[str, str]) -> str:
-    """Return a table of two columns, names and values.
-
-    **Example:**
-
-    >>> print(aligned({"draws": "8 chains x 100", "seconds": "0.3"}))
-    draws    8 chains x 100
-    seconds  0.3
-    """
-    width = max(map(len, rows))
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows.items())
 
 
 def short_repr(self: Any) -> str:

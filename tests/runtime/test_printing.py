@@ -2,6 +2,7 @@
 """What users see of results, guides and ELBOs that they print: short, and exact."""
 
 import io
+from xml.etree import ElementTree
 
 import pyro
 import pyro.distributions as dist
@@ -10,7 +11,7 @@ import torch
 
 from pyro_implicit import AVB_ELBO, LIVI_ELBO, MLP, AutoImplicit, Implicit
 from pyro_implicit.density import Modes, Target
-from pyro_implicit.diagnostics import Diagnosis
+from pyro_implicit.diagnostics import Diagnosis, compare
 from pyro_implicit.fitting import Candidate, Fit
 from pyro_implicit.guides import Frame, StoredDraws
 from pyro_implicit.infer import EvidenceBound, WeightedDraws
@@ -78,9 +79,35 @@ def judged(broken):
 
 def test_notebooks_show_the_verdict_in_colour():
     text = judged("<inf> & NaN")._repr_html_()
-    assert '\nVerdict: <b style="color: red">do not trust</b>: &lt;inf&gt; &amp; NaN\n' in text
+    assert '>Verdict: <b style="color: red">do not trust</b>: &lt;inf&gt; &amp; NaN\n' in text
     assert 'Verdict: <b style="color: #b58900">check</b>: no' in judged("")._repr_html_()
     assert "<b" not in Fit(None)._repr_html_()
+
+
+def parsed(report):
+    """Rows of the tables of a notebook's output, and its text outside of them."""
+    root = ElementTree.fromstring(f"<div>{report._repr_html_().replace('&nbsp;', ' ')}</div>")
+    tables = [[[cell.text or "" for cell in row] for row in table] for table in root.iter("table")]
+    return tables, ["".join(part.itertext()) for part in root if part.tag != "table"]
+
+
+def test_notebooks_align_tables_without_a_fixed_font():
+    """The cells of the printed table, in the cells of an HTML table; the rest as it is printed."""
+    torch.manual_seed(0)
+    report = compare(None, {"a<b": torch.randn(50, 2)}, {"a<b": torch.randn(50, 2)})
+    (sites, joint), text = parsed(report)
+    lines = str(report).splitlines()
+    assert sites[0][:3] == ["", "mean", "sd"] and sites[0][-1] == "quantile err"
+    assert [row[0] for row in sites[1:]] == ["a<b[0]", "a<b[1]"]
+    for row, line in zip(sites, lines, strict=False):
+        assert "".join(row).replace(" ", "") == line.replace(" ", "") and len(row) == 8
+    assert [row[0] for row in joint][0] == "sliced W2, standardised"
+    assert text[-1].splitlines()[-1] == lines[-1] == f"Verdict: {report.verdict}"
+
+    (rows,), (head, verdict) = parsed(judged("<inf> & NaN"))
+    assert head == "Diagnosis of 10 draws in 3 dimensions"
+    assert rows[0] == ["importance weights", "none: it folds"] and all(len(r) == 2 for r in rows)
+    assert verdict.startswith("Verdict: do not trust: <inf> & NaN\n  try: ")
 
 
 class Terminal(io.StringIO):
