@@ -49,17 +49,17 @@ __all__ = [
 
 RESULTS = Path(__file__).parent / "results"
 Record = dict[str, Any]
-LONG = 10_000  # steps of a training that is worth checkpoints, some minutes
+LONG = 10_000  # steps; longer trainings, which take minutes, write checkpoints
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, out: Path) -> None:
-    """Adds ``--out`` and ``--report``."""
+    """Add ``--out`` and ``--report``."""
     parser.add_argument("--out", type=Path, default=out, help="JSON lines; the page lies beside it")
     parser.add_argument("--report", action="store_true", help="only make the page of --out anew")
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--device`` and ``--threads``."""
+    """Add ``--device`` and ``--threads``."""
     parser.add_argument("--device", default="cpu", help="where the tensors live, e.g. cuda")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
 
@@ -79,7 +79,7 @@ def parse_arguments(
 ) -> argparse.Namespace:
     """Parse the command line, with other defaults if it has ``--paper``.
 
-    :param paper: from the arguments so far to these defaults.
+    :param paper: a function from the arguments so far to these defaults.
     """
     args = parser.parse_args(words)
     if args.paper:
@@ -89,7 +89,7 @@ def parse_arguments(
 
 
 def seconds(work: Callable[[], Any], device: str = "cpu") -> float:
-    """Wall time of ``work()``, the device's queue included."""
+    """Return the wall time of ``work()``, including the queue of the device."""
     start = time.perf_counter()
     work()
     if torch.device(device).type == "cuda":
@@ -98,16 +98,16 @@ def seconds(work: Callable[[], Any], device: str = "cpu") -> float:
 
 
 class TimeLimit(BaseException):
-    """A run took too long. Not an ``Exception``: libraries that try things catch those."""
+    """A run took too long. Not an ``Exception``, because libraries catch those."""
 
 
 @contextmanager
 def time_limit(seconds: float | None, cpu: bool = False) -> Iterator[None]:
-    """Interrupts what runs in it after ``seconds``; ``None`` is no limit.
+    """Interrupt the code inside after ``seconds``; ``None`` is no limit.
 
-    :param cpu: whether they are this process's CPU seconds, which other jobs on the machine do not
-        use up, or wall time.
-    :raises TimeLimit: then.
+    :param cpu: whether to measure the CPU seconds of this process instead of wall time; other jobs
+        on the machine do not affect them.
+    :raises TimeLimit: after this time.
     """
     if seconds is None:
         yield
@@ -129,7 +129,7 @@ def time_limit(seconds: float | None, cpu: bool = False) -> Iterator[None]:
 
 
 def cosine_adam(lr: float, steps: int) -> PyroLRScheduler:
-    """Adam with clipped gradients whose rate falls to zero along a cosine over ``steps``."""
+    """Adam with clipped gradients and a learning rate that decays to 0 along a cosine."""
     return CosineAnnealingLR(
         {"optimizer": torch.optim.Adam, "optim_args": {"lr": lr}, "T_max": steps},
         {"clip_norm": 10.0},
@@ -137,7 +137,7 @@ def cosine_adam(lr: float, steps: int) -> PyroLRScheduler:
 
 
 def fit(svi: SVI, steps: int, *args: Any) -> list[float]:
-    """Takes ``steps`` steps of ``svi`` and of its learning-rate schedule; returns the losses."""
+    """Take ``steps`` steps of ``svi`` and of its learning-rate schedule; return the losses."""
     losses = []
     for _ in range(steps):
         losses.append(svi.step(*args))
@@ -154,10 +154,10 @@ def train_resumably(
     *data: Any,
     rate: float = 1.0,
 ) -> list[float]:
-    """Take ``args.steps`` steps of Adam, at a rate that falls to zero along a cosine.
+    """Take ``args.steps`` steps of Adam, with a learning rate that decays to 0 along a cosine.
 
-    A killed training continues from its checkpoint in ``args.runs``, one of 40 on the way, and ends
-    with the same parameters. One by Pyro's own ELBO begins anew.
+    A killed training continues from its checkpoint in ``args.runs`` (40 during the training) and
+    ends with the same parameters. A training by Pyro's own ELBO starts again.
 
     :param key: the settings of the run, which name its folder.
     :param rate: a factor of ``args.lr``.
@@ -180,7 +180,7 @@ def train_resumably(
 
 
 def environment(device: str) -> Record:
-    """What a number depends on besides the settings: commit, versions, machine."""
+    """Return commit, versions and machine."""
 
     def git(*words: str) -> str:
         return subprocess.run(
@@ -198,7 +198,7 @@ def environment(device: str) -> Record:
 
 
 def attempt(work: Callable[..., Record], *args: Any) -> Record:
-    """``work(*args)``; a fit that diverges is a result, too."""
+    """Return ``work(*args)``, or the error as a record."""
     try:
         return work(*args)
     except (ArithmeticError, ValueError, RuntimeError) as error:
@@ -206,9 +206,9 @@ def attempt(work: Callable[..., Record], *args: Any) -> Record:
 
 
 def missing_runs(path: Path, keys: Iterable[Record]) -> Iterator[Record]:
-    """Those of ``keys`` that no record of the file has, behind a progress bar.
+    """Yield those of ``keys`` that have no record in the file, with a progress bar.
 
-    :param keys: of each run, in order, what tells it from the others, its settings included.
+    :param keys: the identifying fields of each run, including its settings.
     """
     done = read_records(path)
     todo = [key for key in keys if not any(key.items() <= record.items() for record in done)]
@@ -218,10 +218,10 @@ def missing_runs(path: Path, keys: Iterable[Record]) -> Iterator[Record]:
 
 
 def run_missing(path: Path, keys: Iterable[Record], work: Callable[[Record], Record]) -> None:
-    """Appends the records that are missing.
+    """Append the missing records.
 
     :param keys: as for :func:`missing_runs`.
-    :param work: what there is to say of one of them, besides its key and the machine.
+    :param work: returns the record of a key, without the key and the machine.
     """
     machine = environment("cpu")
     for key in missing_runs(path, keys):
@@ -229,25 +229,25 @@ def run_missing(path: Path, keys: Iterable[Record], work: Callable[[Record], Rec
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Appends one line of JSON, so that a run that is cut short loses nothing."""
+    """Append one line of JSON, so that an interrupted run loses nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:  # one write: a killed run leaves no half of a line
+    with path.open("ab", buffering=0) as file:  # one write, so that no partial line remains
         file.write(f"{json.dumps(record)}\n".encode())
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a file of JSON lines; none where there is no file."""
+    """Return the records of a file of JSON lines; none if the file does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table: the first column to the left, the others to the right."""
+    """Return a Markdown table with the first column aligned left, the others right."""
     rule = [":--"] + ["--:"] * (len(header) - 1)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *rows]) + "\n"
 
 
 def spread(values: list[float], digits: int, none: str = "failed") -> str:
-    """Mean (range); ``none`` where there are no values."""
+    """Return mean (range); ``none`` without values."""
     if not values:
         return none
     numbers = [f"{f(values):.{digits}f}" for f in (mean, min, max)]
@@ -255,6 +255,6 @@ def spread(values: list[float], digits: int, none: str = "failed") -> str:
 
 
 def write_page(out: Path, text: str) -> None:
-    """Prints a page and writes it beside its records, ``x.md`` beside ``x.jsonl``."""
+    """Print a page and write it next to its records, ``x.md`` next to ``x.jsonl``."""
     out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)

@@ -25,12 +25,12 @@ PAGES = (
     "uci_refine",
     "speed_field",
 )
-FIRST_ALONE = ("speed_field",)  # of several tables
+FIRST_ALONE = ("speed_field",)  # pages of which only the first table is used
 OURS, KEYS = "implicit", ("posterior", "dim", "floor")
 
 
 def tables(text: str) -> list[list[list[str]]]:
-    """The Markdown tables of a page, each a list of rows of cells, without their rules."""
+    """Return the Markdown tables of a page, each a list of rows of cells."""
     found: list[list[list[str]]] = []
     inside = False
     for line in text.splitlines():
@@ -47,7 +47,7 @@ def tables(text: str) -> list[list[list[str]]]:
 
 
 def for_a_page(rows: list[list[str]]) -> list[list[str]]:
-    """The column of ``fit`` where it is seen first."""
+    """Move the column of ``fit`` to the front."""
     head = rows[0]
     if OURS not in head:
         return rows

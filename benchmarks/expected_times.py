@@ -21,7 +21,7 @@ ROW = re.compile(r"^\| (\w+)\W* \| ([\d,]+) \|", re.MULTILINE)
 
 
 def fits() -> list[tuple[int, float, float | None]]:
-    """Latents and CPU seconds of each model, and those of ``diagnose``: medians over seeds."""
+    """Return latents, CPU seconds and those of ``diagnose`` by model: medians over seeds."""
     text = (RESULTS / "zoo.md").read_text().split("\n## ")[1]
     latents = {name: int(number.replace(",", "")) for name, number in ROW.findall(text)}
     found = [

@@ -81,7 +81,7 @@ def main() -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("v, log variance of x")
     figure.savefig(PICTURE, dpi=110)
-    # 64 colours are enough for dots, and a third of the bytes.
+    # 64 colours are sufficient for dots and need a third of the bytes.
     Image.open(PICTURE).convert("RGB").quantize(64).save(PICTURE, optimize=True)
 
 

@@ -50,20 +50,20 @@ ALL = (*NAMES, "multimodal", "waveform", "conditioned_diffusion")
 
 
 def problem(name: str, data_dir: Path | None) -> tuple[Any, tuple, Any, Tensor]:
-    """Model, arguments, how to flatten draws, and exact draws."""
+    """Return model, arguments, a function that flattens draws, and exact draws."""
     if name == EIGHT_SCHOOLS:
         posterior = data.load(name, data_dir)
         reference = posterior.unconstrain(posterior.reference())
         return posterior.model, posterior.args, posterior.unconstrain, reference
     target = make_target(name, data_dir=data_dir)
     reference = target.truth(10_000, 0).double()
-    if len(reference) < 10_000:  # of the diffusion, either seed has one half of all draws
+    if len(reference) < 10_000:  # the diffusion: each seed has one half of all draws
         reference = torch.cat([reference, target.truth(10_000, 1).double()])
     return target.model, (), target.flatten, reference
 
 
 def run(name: str, seed: int, data_dir: Path | None) -> dict[str, Any]:
-    """One fit, measured."""
+    """Run and measure one fit."""
     model, args, flatten, reference = problem(name, data_dir)
     pyro.clear_param_store()
     wall, cpu = time.perf_counter(), time.process_time()
@@ -93,7 +93,7 @@ def run(name: str, seed: int, data_dir: Path | None) -> dict[str, Any]:
 
 
 def report(path: Path) -> str:
-    """The table of all records: median and range over the seeds."""
+    """Return the table of all records: median and range over seeds."""
     rows = []
     records = read_records(path)
     for name in ALL:

@@ -61,9 +61,9 @@ PAPER_ELBO = partial(
 )
 
 
-# The KIVI guides start about as wide as the mixture: GatedMLP has unit spread under its noise, this
-# small MLP about 0.1, and from a narrower start it ends with most of its mass on one mode. Widths
-# and kernels were chosen in pilot runs of seed 0.
+# The initial KIVI guides are about as wide as the mixture: GatedMLP has unit spread under its
+# noise, this small MLP about 0.1, and narrower initial guides end with most of their mass in one
+# mode. Widths and kernels were chosen in pilot runs of seed 0.
 GATED = partial(AutoImplicit, frame=None, init_scale=3.0)
 SMALL_MLP = partial(
     AutoImplicit,
@@ -90,7 +90,7 @@ LOGISTIC_METHODS: dict[str, Method] = {
 
 
 class Mixture(dist.MixtureSameFamily):
-    """A mixture on R that says so: for a mixture's own support Pyro has no bijection."""
+    """A mixture on R with a real support, because Pyro has no bijection for mixture supports."""
 
     support = constraints.real
 
@@ -104,25 +104,25 @@ def mixture_model() -> None:
 
 
 def bin_masses(edges: Tensor) -> Tensor:
-    """The mixture's probabilities of the bins between ``edges`` and of the two outside."""
+    """Return the mixture's probabilities of the bins between ``edges`` and of the outer two."""
     components = dist.Normal(torch.tensor([[-3.0], [3.0]], dtype=edges.dtype), 1.0)
     cdf = components.cdf(edges).mean(0)
     return torch.cat([cdf[:1], cdf.diff(), 1 - cdf[-1:]])
 
 
 def total_variation(draws: Tensor, edges: Tensor, masses: Tensor) -> float:
-    """Half the absolute difference of the draws' histogram and the exact masses, summed.
+    """Return the total variation between the histogram of the draws and the exact masses.
 
     :param draws: ``(n,)``.
     :param edges: ``(num_edges,)``, increasing.
-    :param masses: ``(num_edges + 1,)``, those of the two unbounded bins first and last.
+    :param masses: ``(num_edges + 1,)``, with the two unbounded bins first and last.
     """
     counts = torch.bincount(torch.bucketize(draws.to(edges), edges), minlength=len(masses))
     return 0.5 * (counts / len(draws) - masses).abs().sum().item()
 
 
 def measure_mixture(draws: Tensor) -> dict[str, Any]:
-    """How close ``draws`` ``(n,)`` are to the mixture; a mode without draws has no spread."""
+    """Measure ``draws`` ``(n,)`` of the mixture; a mode without draws has no spread."""
     right = draws > 0
     sds = [draws[side].std().item() if side.sum() > 1 else None for side in (~right, right)]
     return {
@@ -141,7 +141,7 @@ def train(model: Model, method: Method, args: argparse.Namespace, *data: Tensor)
 
 
 def run_mixture(args: argparse.Namespace) -> None:
-    """Fits the methods, measures them, and pictures those of the first seed."""
+    """Fit and measure the methods, and draw the figure of the first seed."""
     shown: dict[str, Tensor] = {}
     for method, seed in progress("mixture", MIXTURE_METHODS, args):
         pyro.clear_param_store()
@@ -178,7 +178,7 @@ def plot_mixture(draws: dict[str, Tensor], path: Path) -> None:
 
 
 def logistic_data(num_rows: int = 200) -> tuple[Tensor, Tensor]:
-    """Inputs uniform on [-5, 5]² and labels of one draw of the model, always the same."""
+    """Inputs uniform on [-5, 5]² and labels from one draw of the model, with a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     x = 10 * torch.rand(num_rows, 2, generator=generator) - 5
     w = torch.randn(2, generator=generator)
@@ -192,7 +192,7 @@ def logistic_model(x: Tensor, y: Tensor) -> None:
 
 
 def run_logistic(args: argparse.Namespace) -> None:
-    """Fits the methods and compares them with NUTS; pictures those of the first seed."""
+    """Fit the methods, compare them with NUTS, and draw the figure of the first seed."""
     data = logistic_data()
     pyro.set_rng_seed(0)
     kernel = NUTS(logistic_model)
@@ -251,7 +251,7 @@ def record(
 
 
 def forget(path: Path, toy: str) -> None:
-    """Takes the lines of ``toy`` out of the records."""
+    """Remove the lines of ``toy`` from the records."""
     kept = [line for line in read_records(path) if line["toy"] != toy]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in kept))
@@ -286,7 +286,7 @@ difference of NUTS is its own sampling error, which the floor of independent dra
 
 
 def report(path: Path) -> str:
-    """The Markdown tables of the records."""
+    """Return the Markdown tables of the records."""
     parts = []
     for toy, columns in COLUMNS.items():
         lines = [line for line in read_records(path) if line["toy"] == toy]
@@ -307,7 +307,7 @@ def report(path: Path) -> str:
     return "\n".join([*parts, NOTE])
 
 
-#: what runs each toy, and for how many steps
+#: the function and the number of steps of each toy
 RUNS = {"mixture": (run_mixture, 1000), "logistic": (run_logistic, 500)}
 
 

@@ -56,12 +56,12 @@ from pyro_implicit.guides import Permutations, Symmetrized, Translations
 from pyro_implicit.infer import ImplicitELBO
 
 NUM_EVALUATED = 200
-NUM_OTHERS = 200  # draws that tell a symmetrised guide which map made one
+NUM_OTHERS = 200  # draws that estimate which map of a symmetrised guide made a draw
 RATES = {"mean field": 0.02, "LIVI": 0.01, "injective": 0.01}
 
 
 class Gaussian(NamedTuple):
-    """Of all weights: ``(dim,)`` and ``(dim, dim)``."""
+    """Moments of all weights: ``(dim,)`` and ``(dim, dim)``."""
 
     mean: Tensor
     covariance: Tensor
@@ -69,7 +69,7 @@ class Gaussian(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearModel:
-    """y_n ~ N(sum of the weights, noise), whose prior variance is the same for any number."""
+    """y_n ~ N(sum of the weights, noise), with a prior variance that does not depend on dim."""
 
     dim: int
     y: Tensor
@@ -85,48 +85,48 @@ class LinearModel:
 
     @property
     def prior_variance(self) -> float:
-        """Of a weight."""
+        """Prior variance of a weight."""
         return self.prior_sd**2 / self.dim
 
     def mean_field(self, loc: float, variance: float) -> Gaussian:
-        """Prior times a likelihood N(loc, variance) for each weight: eq 6a."""
+        """Prior times a likelihood N(loc, variance) for each weight: eq. 6a."""
         precision = 1 / self.prior_variance + 1 / variance
         ones = self.y.new_ones(self.dim)
         return Gaussian(ones * loc / variance / precision, torch.diag(ones) / precision)
 
     def abiding(self, loc: float, variance: float) -> Gaussian:
-        """The same, with the likelihood averaged over all shifts that keep the sum: eq 17."""
+        """The same, with the likelihood averaged over all shifts that keep the sum: eq. 17."""
         ones = self.y.new_ones(self.dim)
         shrunk = self.prior_variance**2 / (self.dim * (variance + self.prior_variance))
         covariance = torch.diag(ones) * self.prior_variance - shrunk
         return Gaussian(covariance @ ones * loc / variance, covariance)
 
     def best(self, is_abiding: bool) -> tuple[float, float]:
-        """The location and variance that the ELBO of either guide wants: eqs 20 and 21."""
+        """Location and variance that maximise the ELBO of either guide: eqs. 20 and 21."""
         variance = self.noise_sd**2 / len(self.y)
         if is_abiding:
             return self.y.mean().item() / self.dim, variance / self.dim
-        mean = self.abiding(*self.best(True)).mean[0].item()  # the posterior's
+        mean = self.abiding(*self.best(True)).mean[0].item()  # posterior mean
         return mean * (1 + variance / self.prior_variance), variance
 
     def log_likelihood(self, q: Gaussian) -> float:
-        """Expected under a guide."""
+        """Expected log-likelihood under a guide."""
         variance = self.noise_sd**2
         squares = (self.y - q.mean.sum()).square().sum() + len(self.y) * q.covariance.sum()
         constant = len(self.y) * math.log(2 * math.pi * variance)
         return -0.5 * (constant + squares.item() / variance)
 
     def divergence(self, q: Gaussian) -> float:
-        """From the prior, in nats."""
+        """KL divergence from the prior, in nats."""
         prior = torch.eye(self.dim).to(self.y) * self.prior_variance
         return divergence(q, Gaussian(torch.zeros_like(q.mean), prior))
 
     def elbo(self, q: Gaussian) -> float:
-        """Its lower bound on the log evidence."""
+        """Lower bound on the log evidence."""
         return self.log_likelihood(q) - self.divergence(q)
 
     def guide(self, loc: float, variance: float) -> Callable[[], Tensor]:
-        """The abiding guide as a semi-implicit one, whose generator makes the shifts."""
+        """The abiding guide as a semi-implicit guide, whose generator makes the shifts."""
         sd = math.sqrt(1 / (1 / self.prior_variance + 1 / variance))
         width = math.sqrt(self.prior_variance - sd**2)
         shifts = width * (torch.eye(self.dim).to(self.y) - 1 / self.dim)
@@ -152,8 +152,7 @@ def linear_data(num_data: int = 10, noise_sd: float = 0.3) -> Tensor:
 
 
 def linear_terms(dims: list[int]) -> dict[str, dict[str, list[float]]]:
-    """By guide and by whose optimum its likelihood's parameters are, the terms against the number
-    of weights."""
+    """Return the terms by number of weights, for each guide and each optimum of the parameters."""
     terms: dict[str, dict[str, list[float]]] = {}
     for dim in dims:
         model = LinearModel(dim, linear_data())
@@ -199,7 +198,7 @@ def draw_linear(dims: list[int], path: Path) -> None:
 
 
 class Network:
-    """One hidden layer of tanh, whose prior over functions does not depend on its width."""
+    """One hidden tanh layer, with a prior over functions that does not depend on its width."""
 
     def __init__(self, num_units: int, num_data: int = 40) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -222,7 +221,7 @@ class Network:
         return torch.tanh(self.x @ weights["w1"].mT + weights["b1"].unsqueeze(-2))
 
     def misfit(self, guide: Any) -> tuple[float, float]:
-        """The root mean square error of the mean prediction, and the mean predictive sd."""
+        """Return the RMSE of the mean prediction and the mean predictive sd."""
         draws = draw(guide, NUM_EVALUATED)
         means = (self.hidden(draws) @ draws["w2"].unsqueeze(-1)).squeeze(-1)
         return (means.mean(0) - self.y).square().mean().sqrt().item(), means.std(0).mean().item()
@@ -248,7 +247,7 @@ def make_guide(name: str, model: Network) -> tuple[Any, Any]:
 
 
 def run_network(num_units: int, name: str, training: str, steps: int) -> dict[str, Any]:
-    """Train and judge one guide, alone or with permutations and shifts around it."""
+    """Train and evaluate one guide, alone or with permutations and shifts."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     model = Network(num_units)
@@ -274,7 +273,7 @@ def run_network(num_units: int, name: str, training: str, steps: int) -> dict[st
 
 
 def report(records: list[Record]) -> str:
-    """The Markdown table of the networks."""
+    """Return the Markdown table of the networks."""
     header = [
         "units",
         "guide",

@@ -29,11 +29,11 @@ from benchmarks.common import RESULTS, append_record, environment
 from benchmarks.targets import TARGETS, make_target
 
 OUT = RESULTS / "kill_test.jsonl"
-STARTED = "training"  # printed by the child once its imports are done
+STARTED = "training"  # printed by the child after its imports
 
 
 def train(args: argparse.Namespace, folder: Path) -> None:
-    """What the child does: ends with the file ``final.pt``."""
+    """Run the training in the child process and write ``final.pt``."""
     from pyro_implicit.fitting import fit
 
     target = make_target(args.target)
@@ -57,7 +57,7 @@ def train(args: argparse.Namespace, folder: Path) -> None:
 
 
 def child(args: argparse.Namespace, folder: Path) -> subprocess.Popen[str]:
-    """Starts the training in ``folder``, from its checkpoint if there is one."""
+    """Start the training in ``folder``, from its checkpoint if there is one."""
     words = [sys.executable, "-m", "benchmarks.kill_test", "--train-in", str(folder)]
     for name in ("target", "steps", "every", "seed", "threads"):
         words += [f"--{name}", str(getattr(args, name))]
@@ -77,7 +77,7 @@ def finish(process: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
 
 
 def identical(a: Any, b: Any) -> bool:
-    """Whether two nested results are equal bit by bit; nan equals nan."""
+    """Check whether two nested results are equal bit by bit; nan equals nan."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(identical(a[key], b[key]) for key in a)
     return a.dtype == b.dtype and a.shape == b.shape and _bytes(a) == _bytes(b)
@@ -88,12 +88,12 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def kill_and_resume(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The whole experiment, in an empty folder."""
+    """Run the experiment in an empty folder."""
     folders = folder / "undisturbed", folder / "killed"
     for place in folders:
         place.mkdir()
     expected = finish(child(args, folders[0]), folders[0])
-    # Together at most the time of the undisturbed run, most likely half of it.
+    # In total at most the time of the uninterrupted run, most likely half of it.
     longest = expected["seconds"] / max(1, args.kills)
     generator = random.Random(args.seed)
     moments = [generator.uniform(0, longest) for _ in range(args.kills)]

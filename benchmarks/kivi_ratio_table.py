@@ -38,7 +38,7 @@ def adaptive(q: Tensor, contrast: Tensor, direction: Direction) -> Tensor:
 
 
 def adaptive_detached(q: Tensor, contrast: Tensor, direction: Direction) -> Tensor:
-    """With the moments of q as constants, as in appendix D of the paper."""
+    """KL with the moments of q as constants, as in appendix D of the paper."""
     loc, scale = q.detach().mean(0), q.detach().std(0, correction=0)
     ratio = log_density_ratio((q - loc) / scale, contrast, direction, clip=PAPER_CLIP)
     return (log_normal(q, loc, scale) + ratio - log_normal(q, 0.0, 1.0)).mean()
@@ -58,7 +58,7 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-#: half the distance of the two modes of q, and their scale
+#: half the distance between the two modes of q, and their scale
 BIMODAL = [(1.0, 1.0), (2.0, 1.0), (3.0, 1.0), (2.0, 0.5)]
 BIMODAL_ESTIMATORS: dict[str, tuple[Direction, float]] = {
     f"{direction}, clip {clip:g}": (direction, clip)
@@ -70,7 +70,7 @@ BIMODAL_ESTIMATORS: dict[str, tuple[Direction, float]] = {
 def gaussian_estimate(
     name: str, target: tuple[int, float, float], num_samples: int
 ) -> tuple[float, float]:
-    """One estimate of the KL and of its gradient for one coordinate's log-scale."""
+    """Return one estimate of the KL and of its gradient for one coordinate's log-scale."""
     dim, loc, scale = target
     log_scale = torch.full((dim,), math.log(scale), requires_grad=True)
     q = loc + log_scale.exp() * torch.randn(num_samples, dim)
@@ -87,7 +87,7 @@ def gaussian_truth(target: tuple[int, float, float]) -> tuple[float, float]:
 def bimodal_estimate(
     name: str, target: tuple[float, float], num_samples: int
 ) -> tuple[float, float]:
-    """One estimate of E_q[log q], by adaptive contrast, and of its gradient for the log-scale."""
+    """Return one estimate of E_q[log q], by adaptive contrast, and of its gradient."""
     loc, scale = target
     direction, clip = BIMODAL_ESTIMATORS[name]
     log_scale = torch.tensor(math.log(scale), requires_grad=True)
@@ -99,7 +99,7 @@ def bimodal_estimate(
 
 
 def bimodal_truth(target: tuple[float, float]) -> tuple[float, float]:
-    """By the trapezoidal rule."""
+    """Integrate by the trapezoidal rule."""
     log_scale = torch.tensor(math.log(target[1]), dtype=torch.float64, requires_grad=True)
     x = torch.linspace(-15, 15, 30_001, dtype=torch.float64)
     modes = [log_normal(x[:, None], side * target[0], log_scale.exp()) for side in (-1, 1)]
@@ -118,7 +118,7 @@ def tabulate(
     num_samples: int,
     num_seeds: int,
 ) -> str:
-    """The Markdown table of all estimators on all targets; each cell's runs go to the records."""
+    """Return the Markdown table of all estimators and targets, and collect the runs in records."""
     rows = []
     for target in targets:
         value, slope = truth(target)

@@ -25,7 +25,7 @@ from pyro_implicit.infer import ImplicitELBO
 
 NUM_DRAWS = 100
 PARTICLES, CONTRASTS = (1, 10, 100), ("adaptive", "prior")
-# Each case beside the one it is compared with.
+# Each case and its baseline.
 PAIRS = [
     (f"KIVI {contrast}, {particles}", f"mean-field, {particles}")
     for particles in PARTICLES

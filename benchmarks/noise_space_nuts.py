@@ -65,7 +65,7 @@ from pyro_implicit.diagnostics import compare
 from pyro_implicit.export.arviz import as_datatree
 
 Draws = dict[str, Tensor]
-#: the model to run NUTS on, and what turns its samples into those of the sites of ``model``
+#: the model for NUTS, and the function from its samples to the sites of ``model``
 Problem = tuple[Callable[..., Any], Callable[[Draws], Draws]]
 
 DATA = (STANDARD_ERROR, EFFECT)
@@ -88,7 +88,7 @@ def non_centred(args: argparse.Namespace) -> Problem:
 def over_noise(guide: AutoGuide, elbo: ELBO, kind: Callable[..., NeuTraReparam]) -> Callable:
     def problem(args: argparse.Namespace) -> Problem:
         fit(SVI(model, guide, cosine_adam(args.lr, args.steps), elbo), args.steps, *DATA)
-        guide.requires_grad_(False)  # NUTS wants the gradient of the noise alone
+        guide.requires_grad_(False)  # NUTS needs the gradient of the noise only
         reparam = kind(guide)
 
         @torch.no_grad()
@@ -129,7 +129,7 @@ METHODS: dict[str, Callable[[argparse.Namespace], Problem]] = {
 
 
 class Counted:
-    """A model that counts its runs: NUTS takes one per gradient."""
+    """A model that counts its runs: NUTS needs one per gradient."""
 
     def __init__(self, inner: Callable[..., Any]) -> None:
         self.inner = inner
@@ -141,7 +141,7 @@ class Counted:
 
 
 class Clock:
-    """CPU and wall seconds since it was made: other jobs on the machine inflate the latter."""
+    """CPU and wall seconds since its creation; other jobs on the machine inflate the latter."""
 
     def __init__(self) -> None:
         self._cpu, self._wall = time.process_time(), time.perf_counter()
@@ -178,7 +178,7 @@ def run(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def chain_statistics(draws: Draws) -> dict[str, float]:
-    """Effective sample sizes, in the bulk and the tails, and R-hat: the worst coordinate."""
+    """Return bulk and tail effective sample sizes and R-hat of the worst coordinate."""
     chain = {name: value.unsqueeze(0) for name, value in draws.items()}
     data = as_datatree({"posterior": chain})["posterior"].to_dataset()
     worst: dict[str, float] = {}
@@ -191,7 +191,7 @@ def chain_statistics(draws: Draws) -> dict[str, float]:
 
 
 def errors(draws: Draws, data_dir: Path | None) -> dict[str, float]:
-    """Distances from the reference draws, if there are any."""
+    """Return distances from the reference draws, if available."""
     if data_dir is None:
         return {}
     columns = np.load(data_dir / REFERENCE)
@@ -208,7 +208,7 @@ def errors(draws: Draws, data_dir: Path | None) -> dict[str, float]:
 
 
 def derived(line: dict[str, Any]) -> dict[str, Any]:
-    """A record with the ratios of the table."""
+    """Return a record with the ratios of the table."""
     ess, sampling = line["ess_bulk"], line["sampling_cpu_seconds"]
     return line | {
         "per_gradient": 1000 * ess / line["gradients"],
@@ -239,7 +239,7 @@ reference draws of posteriordb, in their standard deviations.
 
 
 def report(path: Path) -> str:
-    """The Markdown table of the records, turned so that the methods are the columns."""
+    """Return the Markdown table of the records, with the methods as columns."""
     lines = [derived(line) for line in read_records(path)]
     methods = [name for name in METHODS if any(line["method"] == name for line in lines)]
     rows = []

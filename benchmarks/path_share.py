@@ -40,7 +40,7 @@ SHARES: tuple[Any, ...] = (True, False, "auto")
 
 
 def gaussian() -> tuple[Callable[[], None], dict[str, Any]]:
-    """Twenty correlated latents."""
+    """Twenty correlated latent variables."""
     generator = torch.Generator().manual_seed(0)
     root = torch.randn(20, 20, generator=generator)
     covariance = root @ root.T / 20 + 0.1 * torch.eye(20)
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Callable, Callable]] = {
 
 
 def run(name: str, frame: str | None, path: Any, seed: int, steps: int) -> dict[str, Any]:
-    """The negative ELBO at the end, and the last share."""
+    """Return the final negative ELBO and the last share."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     make, generator = CASES[name]
@@ -77,7 +77,7 @@ def run(name: str, frame: str | None, path: Any, seed: int, steps: int) -> dict[
 
 
 def report(records: list[dict[str, Any]]) -> str:
-    """One row for each model and frame."""
+    """Return one row for each model and frame."""
     rows = []
     present = {(r["model"], r["frame"]) for r in records}
     for name, frame in product(CASES, ("auto", None)):

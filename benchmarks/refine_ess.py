@@ -68,7 +68,7 @@ def schools() -> tuple[Callable[..., None], Data]:
 
 
 def counts(num_groups: int = 200, rows: int = 5) -> tuple[Callable[..., None], Data]:
-    """As in ``refine_models.py``, whose data it has."""
+    """The model of ``refine_models.py``, with its data."""
     generator = torch.Generator().manual_seed(1)
     intercept = 1.0 + 0.6 * torch.randn(num_groups, 1, generator=generator)
     x = torch.randn(num_groups, rows, generator=generator)
@@ -98,8 +98,8 @@ MODELS: dict[str, Callable[[], tuple[Callable[..., None], Data]]] = {
 
 
 def smallest(name: str, draws: dict[str, Any]) -> float:
-    """The least effective sample size of a mean, of draws ``(num_chains, num_draws, *shape)``: of
-    the toy, whose weights have many names, of a predicted probability."""
+    """Return the smallest effective sample size of a mean, for draws ``(num_chains, num_draws,
+    *shape)``; for the toy, whose weights are not identified, that of a predicted probability."""
     draws = {key: torch.as_tensor(np.asarray(value)) for key, value in draws.items()}
     if name == "toy":
         grid = toy_classification.make_grid(5)

@@ -44,7 +44,7 @@ def counts(x: Any, y: Any) -> None:
 
 
 def toy(x: Any, y: Any) -> None:
-    """As ``toy_classification.py`` has it."""
+    """The network of ``toy_classification.py``."""
     size = sum((rows + 1) * columns for rows, columns in itertools.pairwise(WIDTHS))
     theta = numpyro.sample("theta", dist.Normal(jnp.zeros(size), 1.0).to_event(1))
     hidden, used = x, 0

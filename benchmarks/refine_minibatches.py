@@ -56,7 +56,7 @@ PRIOR = 0.5
 
 
 def regression(seed: int) -> Iterator[dict[str, Any]]:
-    """Both kernels at all step sizes."""
+    """Run both kernels at all step sizes."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -111,7 +111,7 @@ def regression(seed: int) -> Iterator[dict[str, Any]]:
 
 
 def describe(result: Refined) -> dict[str, Any]:
-    """How the chains went."""
+    """Return the statistics of the chains."""
     choice = result.choice
     return {
         "step": choice.step_size,
@@ -123,7 +123,7 @@ def describe(result: Refined) -> dict[str, Any]:
 
 
 def digits(seed: int) -> Iterator[dict[str, Any]]:
-    """Guides, and what they are refined to."""
+    """Evaluate guides before and after refinement."""
     pyro.set_rng_seed(seed)
     data = load_digits()
     order = torch.randperm(len(data.target))
@@ -165,7 +165,7 @@ def digits(seed: int) -> Iterator[dict[str, Any]]:
 
 
 def draws_of(guide: Any, model: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """A hundred draws of a guide that is trained on minibatches first; of a point, one."""
+    """A hundred draws of a guide after training on minibatches; one draw of a point estimate."""
     pyro.clear_param_store()
     steps = 1500
     loss = Trace_ELBO()
@@ -177,7 +177,7 @@ def draws_of(guide: Any, model: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 
 
 def score(stream: Any, x: Tensor, y: Tensor) -> dict[str, float]:
-    """Accuracy and negative log-likelihood of the mean of draws' predictions, on held-out rows."""
+    """Accuracy and negative log-likelihood of the mean prediction on held-out rows."""
     x, y, total, count = x[IMAGES:], y[IMAGES:], torch.zeros(()), 0
     for draws in stream:
         hidden = (x @ draws["0.weight"].mT + draws["0.bias"].unsqueeze(-2)).relu()
@@ -189,7 +189,7 @@ def score(stream: Any, x: Tensor, y: Tensor) -> dict[str, float]:
 
 
 def report(path: Path) -> str:
-    """The Markdown tables of the records."""
+    """Return the Markdown tables of the records."""
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for run in read_records(path):
         names = ("part", "kernel", "factor") if run["part"] == "regression" else ()

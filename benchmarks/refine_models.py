@@ -115,7 +115,7 @@ MODELS: dict[str, Callable[[], Model]] = {"counts": counts, "lattice": lattice, 
 
 
 def moments(latent: Tensor) -> dict[str, list[float]]:
-    """Of each latent, from independent chains ``(num_chains, num_draws, latent_dim)``."""
+    """Moments of each latent, from independent chains ``(num_chains, num_draws, latent_dim)``."""
     error = latent.mean(1).std(0) / math.sqrt(len(latent))
     flat = latent.flatten(0, 1).double()
     found = {"mean": flat.mean(0), "sd": flat.std(0), "error": error}
@@ -160,7 +160,7 @@ def run(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     model = MODELS[name]()
-    began = time.process_time()  # other jobs on the machine do not count
+    began = time.process_time()  # excludes other jobs on the machine
     guide = mean_field(model, args)
     taken = time.process_time() - began
     latent = Target(model).unconstrain(draw(guide, GUIDE_DRAWS))
@@ -185,7 +185,7 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def against(found: dict[str, list[float]], truth: dict[str, list[float]]) -> tuple[str, ...]:
-    """The worst mean error, in reference sds, and its noise; the range of sd ratios."""
+    """Return the largest mean error, in reference sds, its noise, and the range of sd ratios."""
     mean, sd, error = (torch.tensor(found[key]) for key in ("mean", "sd", "error"))
     true_mean, true_sd, true_error = (torch.tensor(truth[key]) for key in ("mean", "sd", "error"))
     off = ((mean - true_mean) / true_sd).abs().max().item()
@@ -195,7 +195,7 @@ def against(found: dict[str, list[float]], truth: dict[str, list[float]]) -> tup
 
 
 def report(path: Path) -> str:
-    """The Markdown table of the records."""
+    """Return the Markdown table of the records."""
     records = read_records(path)
     references = {record["model"]: record for record in records if record["seed"] is None}
     rows = []

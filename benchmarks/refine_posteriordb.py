@@ -43,7 +43,7 @@ from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine
 
 STARTS = ("mean field", "fit")
-# One of each family of regressions, and all that is no regression.
+# One of each family of regressions, and all other models.
 NAMES = (
     "arK-arK",
     "bball_drive_event_0-hmm_drive_0",
@@ -69,13 +69,13 @@ def mean_field(posterior: Any) -> AutoNormal:
 
 
 def run(name: str, kind: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One posterior from one start, before and after."""
+    """Measure one posterior from one guide, before and after."""
     posterior = data.load(name, args.data_dir)
     reference = reference_of(posterior)
     model = posterior.model
     pyro.clear_param_store()
     pyro.set_rng_seed(args.seed)
-    began = time.process_time()  # other jobs on the machine do not count
+    began = time.process_time()  # excludes other jobs on the machine
     if kind == "fit":
         guide = fitting.fit(model, "auto", *posterior.args, seed=args.seed, progress=False).guide
     else:
@@ -111,7 +111,7 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def report(path: Path) -> str:
-    """The Markdown table of the records."""
+    """Return the Markdown table of the records."""
     records = read_records(path)
     rows = []
     for record in records:

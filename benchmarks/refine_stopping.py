@@ -45,14 +45,14 @@ NUM_TRUTH = 200_000
 
 
 class Case(NamedTuple):
-    """A model, and its exact draws, ``(num_draws, *site_shape)`` by site."""
+    """A model and its exact draws, ``(num_draws, *site_shape)`` by site."""
 
     model: Callable[[], None]
     truth: Callable[[int], Draws]
 
 
 def gaussian(dim: int, condition: float) -> Case:
-    """Of random axes; ``condition`` is that of the covariance."""
+    """A Gaussian with random axes and a covariance of condition number ``condition``."""
     generator = torch.Generator().manual_seed(dim)
     axes = torch.linalg.qr(torch.randn(dim, dim, generator=generator)).Q
     factor = axes * torch.logspace(0, -0.5 * math.log10(condition), dim)
@@ -89,7 +89,7 @@ def banana() -> Case:
 
 
 def regression(rows: int = 40, dim: int = 5) -> Case:
-    """Conjugate, with correlated columns."""
+    """A conjugate regression with correlated columns."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(rows, dim, generator=generator).cumsum(-1)
     y = x.sum(-1) + torch.randn(rows, generator=generator)
@@ -136,7 +136,7 @@ TARGETS: dict[str, Callable[[], Case]] = {
 
 
 def poor_start(density: Target, truth: Draws, num_chains: int) -> Draws:
-    """Independent normals in unconstrained space, too narrow and off."""
+    """Independent normals in unconstrained space, too narrow and shifted."""
     latent = density.unconstrain({name: value[:10_000] for name, value in truth.items()})
     sd = latent.std(0)
     noise = torch.randn(num_chains, latent.shape[-1])
@@ -181,7 +181,7 @@ def run(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(path: Path) -> str:
-    """The Markdown table of the records."""
+    """Return the Markdown table of the records."""
     groups = defaultdict(list)
     for record in read_records(path):
         groups[record["target"]].append(record)

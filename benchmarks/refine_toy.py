@@ -60,7 +60,7 @@ from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine
 
 NUM_MEMBERS = 5
-COARSE = 9  # points on a side of the grid whose probabilities say when to stop
+COARSE = 9  # points per side of the grid whose probabilities determine convergence
 
 
 def train(guide: Any, elbo: Any, args: argparse.Namespace) -> Any:
@@ -76,7 +76,7 @@ def mean_field(args: argparse.Namespace) -> Any:
 
 def livi(args: argparse.Namespace) -> Any:
     guide = AutoSemiImplicit(model, noise_dim=50, init_loc_fn=init_to_sample, frame="mode")
-    # Its determinants are as large as the noise: half of the particles, for about equal time.
+    # LIVI's determinants are as large as the noise: half the particles give about equal time.
     elbo = LIVI_ELBO(max(1, args.particles // 2), vectorize_particles="plate")
     return train(guide, elbo, args)
 
@@ -93,7 +93,7 @@ def injective(args: argparse.Namespace) -> Any:
 
 
 def ensemble(args: argparse.Namespace) -> dict[str, Tensor]:
-    """Draws of five mean-field fits, one of each in turn."""
+    """Draws of five mean-field fits in turn."""
     members = []
     for _ in range(NUM_MEMBERS):
         pyro.clear_param_store()
@@ -128,7 +128,7 @@ def rounded(values: Tensor) -> list[float]:
 def run(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
-    start = time.process_time()  # other jobs on the machine do not count
+    start = time.process_time()  # excludes other jobs on the machine
     guide = GUIDES[name](args)
     trained = time.process_time()
     result = refine(
@@ -156,7 +156,7 @@ def run(name: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def reference(path: Path) -> dict[str, Any]:
-    """The line of NUTS."""
+    """Return the record of NUTS."""
     return next(record for record in read_records(path) if record["method"] == "NUTS")
 
 
@@ -173,7 +173,7 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def report(path: Path, nuts: dict[str, Any]) -> str:
-    """The Markdown table of the records."""
+    """Return the Markdown table of the records."""
     groups = defaultdict(list)
     for record in read_records(path):
         groups[record["guide"]].append(record)
@@ -202,7 +202,7 @@ def report(path: Path, nuts: dict[str, Any]) -> str:
 
 
 def plot(path: Path, nuts: dict[str, Any]) -> None:
-    """The maps of the first seed before (above) and after, beside NUTS's."""
+    """Draw the maps of the first seed before (above) and after, and that of NUTS."""
     import matplotlib.pyplot as plt
 
     first = {record["guide"]: record for record in reversed(read_records(path))}

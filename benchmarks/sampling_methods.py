@@ -40,11 +40,11 @@ __all__ = ["EXPLICIT_AND_LIVI", "METHODS", "Method"]
 
 @dataclass(frozen=True)
 class Method:
-    """A guide and the objective that trains it.
+    """A guide and its objective.
 
     :param make_guide: makes a guide of a model.
     :param make_elbo: makes the objective from the number of particles.
-    :param settings: guide and options, for the reader of the table.
+    :param settings: guide and options, as shown in the table.
     """
 
     make_guide: Callable[[Callable[..., Any]], AutoGuide]
@@ -56,9 +56,9 @@ def _injective_guide(model: Callable[..., Any]) -> AutoImplicit:
     return AutoImplicit(model, lambda size: ResidualGenerator(size, core_dim=size))
 
 
-# All targets broadcast: Pyro's own guides are vectorised Pyro's own way.
+# All targets broadcast, so Pyro's own guides use Pyro's vectorisation.
 _PYRO_ELBO = partial(Trace_ELBO, vectorize_particles=True)
-# SIVI and UIVI see a mixture of conditionals, which must be wide enough to overlap.
+# SIVI and UIVI need conditionals that are wide enough to overlap.
 _WIDE_GUIDE = partial(AutoSemiImplicit, noise_scale=0.5)
 
 METHODS = {
@@ -83,5 +83,5 @@ METHODS = {
     "Injective": Method(_injective_guide, InjectiveELBO, "ResidualGenerator(size, core_dim=size)"),
 }
 
-#: What a run without ``--methods`` fits.
+#: The methods without ``--methods``.
 EXPLICIT_AND_LIVI = ["AutoNormal", "AutoMultivariateNormal", "AutoIAFNormal", "implicit"]

@@ -56,7 +56,7 @@ from pyro_implicit.diagnostics import draw, sliced_wasserstein
 
 NUM_DRAWS = 10_000
 NUM_FLOOR_PAIRS = 10
-TRUTH_SEED = 1_000_000  # far from the seeds of the guides
+TRUTH_SEED = 1_000_000  # distinct from the seeds of the guides
 
 
 def truth(target: KnownPosterior, seed: int) -> Tensor:
@@ -64,7 +64,7 @@ def truth(target: KnownPosterior, seed: int) -> Tensor:
 
 
 def floor(target: KnownPosterior) -> float:
-    """The distance of two sets of the truth: a median over pairs, as heavy tails make one noisy."""
+    """Distance between two sets of exact draws: a median over pairs, because of heavy tails."""
     pairs = [2 * pair for pair in range(NUM_FLOOR_PAIRS)]
     return median(
         sliced_wasserstein(truth(target, 1000 + pair), truth(target, 1001 + pair)).item()
@@ -73,7 +73,7 @@ def floor(target: KnownPosterior) -> float:
 
 
 def run(target: KnownPosterior, method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Fits one method to one target from one seed and measures the result."""
+    """Fit one method to one target with one seed and measure the result."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     guide = METHODS[method].make_guide(target.model)
@@ -121,7 +121,7 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def report(args: argparse.Namespace) -> str:
-    """The Markdown table of ``--out``: one row for each target, method and setting."""
+    """Return the Markdown table of ``--out``: one row for each target, method and setting."""
     groups = defaultdict(list)
     for record in read_records(args.out):
         keys = ("target", "method", "steps", "particles", "lr", "device")
@@ -151,7 +151,7 @@ def report(args: argparse.Namespace) -> str:
 
 
 def comparison(args: argparse.Namespace) -> str:
-    """One row for each method, one column for each target: distance in floors, and time."""
+    """Return one row for each method, one column for each target: ratio to the floor, and time."""
     cells, floors = defaultdict(list), {}
     for record in read_records(args.out):
         cells[record["method"], record["target"]].append(record)

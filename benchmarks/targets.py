@@ -51,19 +51,19 @@ __all__ = [
 
 
 class MissingData(Exception):
-    """A target's data files are not where ``--data-dir`` points."""
+    """The data files of a target are missing in ``--data-dir``."""
 
 
 @dataclass(frozen=True)
 class KnownPosterior:
-    """A model, its exact sampler, and what counts as success.
+    """A model, its exact sampler, and the criterion of success.
 
     :param name: the key in :data:`TARGETS`.
     :param sites: the latent sites, in the order of the columns of ``truth``.
     :param model: a Pyro model without arguments.
-    :param truth: ``(num_draws, seed) -> Tensor`` of shape ``(num_draws, dim)``; of fewer draws
-        where only so many exist.
-    :param threshold: the multiple of the floor up to which a distance counts as success.
+    :param truth: ``(num_draws, seed) -> Tensor`` of shape ``(num_draws, dim)``; fewer draws if a
+        file has fewer.
+    :param threshold: the largest ratio to the floor that counts as success.
     """
 
     name: str
@@ -73,7 +73,7 @@ class KnownPosterior:
     threshold: float = 1.5
 
     def flatten(self, draws: dict[str, Tensor]) -> Tensor:
-        """Lays the draws of all sites side by side: shape ``(num_draws, dim)``."""
+        """Concatenate the draws of all sites: shape ``(num_draws, dim)``."""
         return torch.cat(
             [
                 draws[site].flatten(1) if draws[site].dim() > 1 else draws[site][:, None]
@@ -110,7 +110,7 @@ def _banana(device: str, data_dir: Path | None) -> KnownPosterior:
 
 
 class _Mixture(dist.MixtureSameFamily):
-    """A mixture on R^d that says so: for a mixture's own support Pyro has no bijection."""
+    """A mixture on R^d with a real support: Pyro has no bijection for mixture supports."""
 
     support = constraints.real_vector
 
@@ -120,8 +120,8 @@ def _gaussian_mixture(
 ) -> KnownPosterior:
     """An equal mixture of Gaussians.
 
-    :param search_scale: where given, the latent's prior has no density, and its draws, which have
-        this scale, say no more than where to search.
+    :param search_scale: if given, the prior of the latent has no density, and its draws, which
+        have this scale, only determine the search region.
     """
     scale_trils = torch.linalg.cholesky(covariances)
     mixture = _Mixture(
@@ -162,7 +162,7 @@ def _x_shape_gap(device: str, data_dir: Path | None) -> KnownPosterior:
 
 
 def gmm40_centers(device: str = "cpu") -> Tensor:
-    """The centres of ``gmm40``, shape ``(40, 2)``: the same ones on all devices."""
+    """The centres of ``gmm40``, shape ``(40, 2)``: equal on all devices."""
     uniform = torch.rand(40, 2, dtype=torch.float64, generator=_generator(0, "cpu"))
     return (80 * uniform - 40).to(device, torch.get_default_dtype())
 
@@ -173,11 +173,11 @@ def _gmm40(device: str, data_dir: Path | None) -> KnownPosterior:
 
 
 def modes_found(draws: Tensor, centers: Tensor, radius: float = 4.0) -> int:
-    """Number of modes with at least a tenth of their due share of draws near them.
+    """Count the modes with at least a tenth of their expected share of draws.
 
     :param draws: shape ``(num_draws, dim)``.
-    :param centers: of unit Gaussians of equal weight, shape ``(num_modes, dim)``.
-    :param radius: how far a draw may be from its nearest centre.
+    :param centers: of unit Gaussians with equal weights, shape ``(num_modes, dim)``.
+    :param radius: largest distance of a draw from its nearest centre.
     """
     distances, nearest = torch.cdist(draws, centers).min(-1)
     counts = nearest[distances <= radius].bincount(minlength=len(centers))
@@ -185,7 +185,7 @@ def modes_found(draws: Tensor, centers: Tensor, radius: float = 4.0) -> int:
 
 
 def weight_total_variation(draws: Tensor, centers: Tensor) -> float:
-    """Total variation between the shares of draws by nearest centre and equal shares, in [0, 1].
+    """Return the total variation between the shares of draws by nearest centre and equal shares.
 
     :param draws: shape ``(num_draws, dim)``.
     :param centers: shape ``(num_modes, dim)``.
@@ -248,12 +248,12 @@ def _waveform(device: str, data_dir: Path | None) -> KnownPosterior:
 def _conditioned_diffusion(device: str, data_dir: Path | None) -> KnownPosterior:
     data = _load(data_dir, "conditioned_diffusion/100.npz")
     reference, y = (torch.tensor(data[key], device=device) for key in ("draws", "observations"))
-    observed = torch.tensor(data["observed_steps"], device=device) - 1  # the first step is no. 1
+    observed = torch.tensor(data["observed_steps"], device=device) - 1  # steps count from 1
     noise_sd = float(data["observation_sd"])
     dt = 1 / reference.shape[-1]
 
     def model() -> None:
-        # All density stands in the Euler steps, so that they are evaluated at once.
+        # The Euler steps carry the whole density, so they are evaluated jointly.
         anywhere = dist.Normal(torch.zeros_like(reference[0]), 0.1).to_event(1).mask(False)
         u = pyro.sample("u", anywhere)
         before = torch.nn.functional.pad(u[..., :-1], (1, 0))  # the path starts at 0
@@ -281,14 +281,14 @@ def _hmc(
     num_leapfrogs: int = 8,
     step_size: float = 0.2,
 ) -> Tensor:
-    """Renews draws of a posterior: one short, whitened HMC chain from each of them.
+    """Replace draws of a posterior by the ends of short, whitened HMC chains.
 
-    The chains start in equilibrium, so they need no warm-up; a trajectory of about a quarter turn
-    (1.6) makes near-Gaussian draws forget where they came from.
+    The chains start in equilibrium and need no warm-up. A trajectory of about a quarter turn (1.6)
+    makes near-Gaussian draws independent of their initial points.
 
     :param start: draws of the posterior, shape ``(num_chains, dim)``.
     :param frame: Cholesky factor of the posterior covariance, shape ``(dim, dim)``.
-    :returns: the renewed draws, shape ``(num_chains, dim)``.
+    :returns: the new draws, shape ``(num_chains, dim)``.
     """
     position = start
     for _ in range(num_transitions):
@@ -319,8 +319,8 @@ TARGETS: dict[str, Callable[[str, Path | None], KnownPosterior]] = {
 
 
 def make_target(name: str, device: str = "cpu", data_dir: Path | None = None) -> KnownPosterior:
-    """Builds a target with its tensors on ``device``.
+    """Build a target with its tensors on ``device``.
 
-    :raises MissingData: when the target's data files are not in ``data_dir``.
+    :raises MissingData: if the target's data files are not in ``data_dir``.
     """
     return TARGETS[name](device, data_dir)

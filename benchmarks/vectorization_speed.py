@@ -44,7 +44,7 @@ from pyro_implicit import LIVI_ELBO, AutoSemiImplicit
 from pyro_implicit.infer import ImplicitELBO
 
 NUM_FEATURES, NUM_HIDDEN, NUM_ROWS = 13, 50, 100
-# Each case beside the one it is compared with.
+# Each case and its baseline.
 PAIRS = [
     ("AutoNormal, loop", "AutoNormal, vmap"),
     ("AutoMultivariateNormal, loop", "AutoMultivariateNormal, vmap"),
@@ -72,7 +72,7 @@ class BNN(PyroModule):
 
 
 class Case:
-    """One guide and one ELBO, with a parameter store of their own, and what they took."""
+    """One guide and one ELBO, with a separate parameter store, and their times."""
 
     def __init__(self, guide: AutoGuide, elbo: Trace_ELBO) -> None:
         self.svi = SVI(guide.model, guide, Adam({"lr": 0.0}), elbo)
@@ -82,7 +82,7 @@ class Case:
         self.losses: list[float] = []
 
     def take_turn(self, data: tuple[Tensor, Tensor], budget: float) -> None:
-        """Times single steps until ``budget`` seconds are spent: at least one."""
+        """Time single steps for ``budget`` seconds, at least one step."""
         with pyro.get_param_store().scope(self.params) as self.params:
             spent = 0.0
             while spent < budget:
@@ -91,7 +91,7 @@ class Case:
                 spent += step
 
     def forget(self) -> None:
-        """Drops the first turn, in which guides and optimisers are set up."""
+        """Drop the first round, which sets up guides and optimisers."""
         self.milliseconds.clear()
         self.losses.clear()
 
@@ -110,7 +110,7 @@ def make_cases(device: str, num_particles: int) -> dict[str, Case]:
     loop = partial(Trace_ELBO, num_particles, vectorize_particles=False)
     vmap = partial(ImplicitELBO, num_particles=num_particles, vectorize_particles="vmap")
     livi = partial(LIVI_ELBO, num_particles=num_particles)
-    # Both ways to run a guide must start it at the same place.
+    # Both ways to run a guide must have the same initial value.
     model, at_zero = BNN(device), {"init_loc_fn": init_to_mean}
     return {
         "AutoNormal, loop": Case(AutoNormal(model, **at_zero), loop()),
@@ -130,10 +130,10 @@ def measure(
     pairs: Iterable[tuple[str, str]],
     settings: dict[str, Any],
 ) -> None:
-    """Lets all cases take turns, and writes and prints what their steps took.
+    """Alternate between all cases, and write and print the times of their steps.
 
-    :param pairs: of cases whose medians are to be compared.
-    :param settings: to be written along with turns and seed.
+    :param pairs: cases whose medians are compared.
+    :param settings: written together with rounds and seed.
     """
     torch.set_num_threads(args.threads)
     pyro.set_rng_seed(args.seed)

@@ -35,7 +35,7 @@ CENTERS = {"x_shape_gap": 5.0, "multimodal": 2.0}
 
 
 def load(name: str, data_dir: Path | None) -> Case:
-    """A posterior by its name."""
+    """A posterior, by name."""
     if not name.startswith(ZOO):
         return verdicts.load(name, data_dir)
     zoo = registry.load(name.removeprefix(ZOO))
@@ -61,7 +61,7 @@ def modes_of(name: str) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Exact:
-    """A target with exact draws, and the model's log-density, which is normalised."""
+    """A target with exact draws and its normalised log-density."""
 
     truth: Callable[[int, int], Tensor]
     density: Target
@@ -76,7 +76,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The latent vector's distribution of a guide of ``fit``."""
+    """The distribution of the latent vector of a guide from ``fit``."""
 
     posterior: Any
 

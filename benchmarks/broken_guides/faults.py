@@ -44,7 +44,7 @@ NUM_DRAWS = 20_000
 
 
 class Good(Protocol):
-    """A good approximation: of ``num`` draws ``(num, dim)``, and its log-density ``(n,)``."""
+    """A good approximation: draws ``(num, dim)`` and their log-density ``(num,)``."""
 
     def sample(self, num: int) -> Tensor: ...
 
@@ -91,24 +91,23 @@ class Reweighted:
 
 @dataclass(frozen=True)
 class Fault:
-    """A broken distribution, and the directions ``(dim, k)`` in whose scalar products with the
-    latents the fault is largest."""
+    """A broken distribution, and the directions ``(dim, k)`` along which the fault is largest."""
 
     broken: Good
     directions: Tensor
 
 
 def break_it(good: Good, kind: str, size: float, modes: Tensor | None = None) -> Fault | None:
-    """The fault of a kind and size; None where there is nothing of that kind to break.
+    """Return the fault of a kind and size; ``None`` if it does not apply.
 
-    :param good: what is broken.
+    :param good: the distribution to break.
     :param modes: centres of separate modes, ``(num_modes, dim)``.
     """
     draws = good.sample(NUM_DRAWS)
     loc, covariance = draws.mean(0), draws.mT.cov().reshape(draws.shape[1], -1)
     factor = torch.linalg.cholesky(covariance)
     dim = len(loc)
-    # The coordinate whose sd is 1, and the step along it that leaves all others uncorrelated.
+    # The coordinate with sd 1, and the step along it that leaves all others uncorrelated.
     unit = torch.nn.functional.normalize(torch.randn(dim), dim=0)
     covector = torch.linalg.solve_triangular(factor.T, unit[:, None], upper=True)[:, 0]
     step, no_shift, same = factor @ unit, torch.zeros(dim), torch.eye(dim)
@@ -158,7 +157,7 @@ def _uncorrelated(good: Good, size: float, loc: Tensor, covariance: Tensor) -> F
         return None
     before, after = (torch.linalg.cholesky(c) for c in (covariance, covariance - size * off))
     matrix = torch.linalg.solve_triangular(before, after, upper=False, left=False)
-    # Directions in which the variance has changed most.
+    # Directions with the largest change of the variance.
     relative = torch.linalg.solve_triangular(before, after, upper=False)
     extremes = torch.linalg.eigh(relative @ relative.T).eigenvectors[:, [0, -1]]
     directions = torch.linalg.solve_triangular(before.T, extremes, upper=True)
@@ -166,7 +165,7 @@ def _uncorrelated(good: Good, size: float, loc: Tensor, covariance: Tensor) -> F
 
 
 class Broken(TorchDistribution):
-    """A :class:`Good` one as a distribution of Pyro's, with a density or without."""
+    """A :class:`Good` distribution as a Pyro distribution, with or without a density."""
 
     arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
     support = constraints.real_vector
@@ -193,7 +192,7 @@ class Broken(TorchDistribution):
 
 
 class BrokenGuide(AutoDraws):
-    """One of Pyro's autoguides whose latent vector has a given distribution."""
+    """A Pyro autoguide whose latent vector has a given distribution."""
 
     def __init__(self, model: Callable[..., Any], broken: Good, has_density: bool) -> None:
         super().__init__(model)

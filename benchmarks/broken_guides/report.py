@@ -48,12 +48,12 @@ within 0.1 sd. Between: the rest. A guide without a density is never trusted.
 
 
 def is_false_trust(record: dict[str, Any]) -> bool:
-    """Whether something bad was trusted."""
+    """Check whether a bad guide was trusted."""
     return record["verdict"] == "trust" and true_class(record) == "bad"
 
 
 def split_table(records: Records) -> str:
-    """Of the posteriors that may be looked at, and of the others."""
+    """Return the table by development and scored posteriors."""
     rows = []
     for part, names in {"developed on": LOOK, "only scored": SCORE}.items():
         for form, words in FORMS.items():
@@ -66,12 +66,12 @@ def split_table(records: Records) -> str:
 
 
 def shares(records: Records, kind: str, size: float, form: str = "density") -> Records:
-    """The records of one fault."""
+    """Return the records of one fault."""
     return [r for r in records if (r["kind"], r["size"], r["form"]) == (kind, size, form)]
 
 
 def power_table(records: Records, form: str) -> str:
-    """A line for each kind and size: how many there are, how many bad, and their verdicts."""
+    """Return the table by kind and size: numbers of guides, of bad guides, and of verdicts."""
     rows = []
     for kind, sizes in SIZES.items():
         for size in sizes:
@@ -88,7 +88,7 @@ def power_table(records: Records, form: str) -> str:
 
 
 def picture(records: Records, path: Path) -> None:
-    """A panel for each kind: the shares of the verdicts by size."""
+    """Draw one panel for each kind: shares of the verdicts by size."""
     figure, axes = plt.subplots(2, 4, figsize=(11, 4.6), sharey=True, layout="constrained")
     for axis, (kind, title) in zip(axes.flat, TITLES.items(), strict=False):
         sizes = sorted(size for size in SIZES[kind] if shares(records, kind, size))
@@ -115,7 +115,7 @@ def picture(records: Records, path: Path) -> None:
 
 
 def page(records: Records) -> str:
-    """The Markdown page of all records."""
+    """Return the Markdown page of all records."""
     judged = [record for record in records if "error" not in record]
     broken = [record for record in judged if record["kind"] != "none"]
     names = {record["posterior"] for record in judged}

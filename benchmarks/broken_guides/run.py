@@ -36,7 +36,7 @@ from pyro_implicit.guides.stored_draws import StoredDraws
 
 OUT = RESULTS / "broken_guides.jsonl"
 KEY = ("posterior", "kind", "size", "form")
-#: Of which faults there are other forms.
+#: The faults with other forms.
 OTHER_FORMS = {
     ("none", 0.0): ("implicit", "chains"),
     ("shift", 0.3): ("implicit", "chains"),
@@ -58,12 +58,12 @@ class Plan(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """The same for all forms."""
+        """Return the fields that all forms share."""
         return zlib.crc32(f"{self.posterior} {self.kind} {self.size}".encode()) % 2**31
 
 
 def plans(posterior: str) -> Iterator[Plan]:
-    """All of a posterior."""
+    """All cases of a posterior."""
     for kind, sizes in SIZES.items():
         for size in sizes:
             for form in ("density", *OTHER_FORMS.get((kind, size), ())):
@@ -71,7 +71,7 @@ def plans(posterior: str) -> Iterator[Plan]:
 
 
 def as_guide(case: Case, fault: Fault, form: str) -> Any:
-    """The broken distribution in one of the forms."""
+    """Return the broken distribution in one of the forms."""
     guide = BrokenGuide(case.model, fault.broken, form == "density")
     guide(*case.args)
     if form == "chains":

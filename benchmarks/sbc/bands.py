@@ -18,14 +18,14 @@ NUM_SIMULATIONS = 10_000
 
 
 def _least(counts: np.ndarray, num_ranks: int, grid: np.ndarray) -> np.ndarray:
-    """The least two-sided probability of a count on the grid, for each row of counts."""
+    """Return the smallest two-sided probability of a count on the grid, for each row of counts."""
     below = binom.cdf(counts, num_ranks, grid)
     above = 1 - binom.cdf(counts - 1, num_ranks, grid)
     return 2 * np.minimum(below, above).min(-1)
 
 
 def _counts(ranks: np.ndarray, num_draws: int) -> np.ndarray:
-    """How many of the ranks, from 0 to ``num_draws``, are at most 0, 1, ..., ``num_draws`` - 1."""
+    """Count the ranks, from 0 to ``num_draws``, that are at most 0, 1, ..., ``num_draws`` - 1."""
     shape = (*ranks.shape[:-1], num_draws + 1)
     counts = np.zeros(shape, dtype=int)
     for index in np.ndindex(ranks.shape[:-1]):
@@ -35,7 +35,7 @@ def _counts(ranks: np.ndarray, num_draws: int) -> np.ndarray:
 
 @functools.cache
 def _simulated(num_ranks: int, num_draws: int) -> np.ndarray:
-    """The statistic of uniform ranks, sorted."""
+    """Return the statistic of uniform ranks, sorted."""
     rng = np.random.default_rng(0)
     ranks = rng.integers(num_draws + 1, size=(NUM_SIMULATIONS, num_ranks))
     return np.sort(_least(_counts(ranks, num_draws), num_ranks, _grid(num_draws)))
@@ -46,7 +46,7 @@ def _grid(num_draws: int) -> np.ndarray:
 
 
 def p_value(ranks: np.ndarray, num_draws: int) -> float:
-    """Of the hypothesis that ranks are uniform; below 0.01 the 99 % band is left somewhere.
+    """Return the p-value of uniform ranks; below 0.01 the ranks leave the 99 % band.
 
     :param ranks: ``(num_ranks,)``, from 0 to ``num_draws``.
     """
@@ -56,7 +56,7 @@ def p_value(ranks: np.ndarray, num_draws: int) -> float:
 
 
 def band(num_ranks: int, num_draws: int, level: float = 0.99) -> tuple[np.ndarray, np.ndarray]:
-    """Lower and upper ends of the distribution function less its expectation, ``(num_draws,)``."""
+    """Return the band of the distribution function minus its expectation, ``(num_draws,)``."""
     grid = _grid(num_draws)
     tail = np.quantile(_simulated(num_ranks, num_draws), 1 - level) / 2
     low = binom.ppf(tail, num_ranks, grid) / num_ranks

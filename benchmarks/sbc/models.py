@@ -29,7 +29,7 @@ def normal(y: Data = None) -> None:
 
 
 def line(y: Data = None) -> None:
-    """A regression with Student's errors."""
+    """A regression with Student-t errors."""
     weight = pyro.sample("weight", dist.Normal(X.new_zeros(2), 1.0).to_event(1))
     scale = pyro.sample("scale", dist.LogNormal(_zero() - 1.0, 0.5))
     with pyro.plate("rows", len(X)):
@@ -55,7 +55,7 @@ def poisson(y: Data = None) -> None:
 
 
 def schools(y: Data = None) -> None:
-    """A centred hierarchy of six, whose scale the data hardly know."""
+    """A centred hierarchy of six groups, with little information on its scale."""
     mean = pyro.sample("mean", dist.Normal(_zero(), 2.0))
     scale = pyro.sample("scale", dist.HalfNormal(_zero() + 2.0))
     with pyro.plate("schools", 6):
@@ -64,7 +64,7 @@ def schools(y: Data = None) -> None:
 
 
 def funnel(y: Data = None) -> None:
-    """A log-normal scale of four children, each seen once through noise."""
+    """A log-normal scale of four values, each observed once with noise."""
     log_scale = pyro.sample("log_scale", dist.Normal(_zero(), 1.5))
     with pyro.plate("rows", 4):
         child = pyro.sample("child", dist.Normal(0.0, (log_scale / 2).exp()))
@@ -72,7 +72,7 @@ def funnel(y: Data = None) -> None:
 
 
 def mixture(y: Data = None) -> None:
-    """Two ordered components, whose choices are summed out."""
+    """Two ordered components with marginalised assignments."""
     share = pyro.sample("share", dist.Beta(_zero() + 3.0, 3.0))
     low = pyro.sample("low", dist.Normal(_zero() - 1.0, 1.0))
     gap = pyro.sample("gap", dist.Gamma(_zero() + 4.0, 2.0))
@@ -93,7 +93,7 @@ def autoregression(y: Data = None) -> None:
 
 
 def gaussian_process(y: Data = None) -> None:
-    """Counts under a latent function at eight points, of unknown amplitude and length."""
+    """Counts of a latent function at eight points, with unknown amplitude and length scale."""
     length = pyro.sample("length", dist.InverseGamma(_zero() + 5.0, 5.0))
     amplitude = pyro.sample("amplitude", dist.HalfNormal(_zero() + 1.0))
     x = X[2:10]
@@ -105,13 +105,13 @@ def gaussian_process(y: Data = None) -> None:
 
 
 def proportions(y: Data = None) -> None:
-    """A Dirichlet's shares of forty, and one seen through a binomial."""
+    """Shares of a Dirichlet with forty observations, and one share observed by a binomial."""
     share = pyro.sample("share", dist.Dirichlet(X.new_tensor([1.0, 2.0, 3.0])))
     pyro.sample("y", dist.Multinomial(40, share), obs=y)
 
 
 def rates(y: Data = None) -> None:
-    """Gamma rates of five machines, whose shape and rate are not known."""
+    """Gamma rates of five machines with unknown shape and rate."""
     shape = pyro.sample("shape", dist.Gamma(_zero() + 4.0, 2.0))
     rate = pyro.sample("rate", dist.Gamma(_zero() + 3.0, 3.0))
     with pyro.plate("machines", 5):
@@ -120,7 +120,7 @@ def rates(y: Data = None) -> None:
 
 
 def horseshoe(y: Data = None) -> None:
-    """Four weights under half-t scales of three degrees of freedom, of a regression on noise."""
+    """Four weights with half-t scales of three degrees of freedom, in a regression on noise."""
     common = pyro.sample("common", dist.HalfNormal(_zero() + 0.5))
     local = pyro.sample("local", dist.HalfNormal(X.new_ones(4)).to_event(1))
     weight = pyro.sample("weight", dist.Normal(X.new_zeros(4), common * local).to_event(1))

@@ -23,14 +23,14 @@ from benchmarks.sbc.run import METHODS, NUM_DRAWS, OUT
 
 __all__ = ["ranks_of", "table"]
 
-LEAST = 20  # data sets for a band that says something
+LEAST = 20  # data sets required for a useful band
 FALSE_ALARM = 0.01
 
 Records = list[dict[str, Any]]
 
 
 def ranks_of(records: Records) -> dict[str, dict[tuple[str, str], np.ndarray]]:
-    """By method, those of each model and statistic."""
+    """Group the records of each model and statistic by method."""
     found: dict[str, Any] = {method: defaultdict(list) for method in METHODS}
     for record in records:
         for name, rank in record["ranks"].items():
@@ -42,7 +42,7 @@ def ranks_of(records: Records) -> dict[str, dict[tuple[str, str], np.ndarray]]:
 
 
 def table(records: Records) -> str:
-    """A line for each model and method: how many statistics leave their band, and the worst."""
+    """Return one row for each model and method: statistics outside their band, and the worst."""
     rows, all_ranks = [], ranks_of(records)
     for name in MODELS:
         for method in METHODS:
@@ -66,7 +66,7 @@ def table(records: Records) -> str:
 
 
 def picture(records: Records, path: Path) -> None:
-    """A panel for each model with enough data sets, both methods, all statistics."""
+    """Draw one panel for each model with enough data sets, both methods, all statistics."""
     all_ranks = ranks_of(records)
     counts = Counter((r["model"], r["method"]) for r in records)
     names = [name for name in MODELS if any(counts[name, m] >= LEAST for m in METHODS)]
@@ -97,7 +97,7 @@ def picture(records: Records, path: Path) -> None:
 
 
 def main() -> None:
-    """Write both beside the runs."""
+    """Write table and figure next to the runs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()

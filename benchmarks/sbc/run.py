@@ -53,7 +53,7 @@ def streams(seed: int) -> tuple[int, int]:
 
 
 def simulate(model: Callable[..., Any], seed: int) -> tuple[Draws, Tensor]:
-    """Latents of the prior and data of these."""
+    """Draw latent variables from the prior and data given these."""
     pyro.set_rng_seed(seed)
     nodes = poutine.trace(model).get_trace().nodes
     y = nodes["y"]["value"]
@@ -62,7 +62,7 @@ def simulate(model: Callable[..., Any], seed: int) -> tuple[Draws, Tensor]:
 
 
 def by_fit(model: Callable[..., Any], y: Tensor, seed: int) -> tuple[Draws, str]:
-    """Draws of ``fit``, and what they are."""
+    """Return draws of ``fit``, and their description."""
     pyro.set_rng_seed(seed)
     result = fit(model, "auto", y, progress=False)
     if result.refined is not None:
@@ -72,10 +72,10 @@ def by_fit(model: Callable[..., Any], y: Tensor, seed: int) -> tuple[Draws, str]
 
 
 def by_refine(model: Callable[..., Any], y: Tensor, seed: int) -> tuple[Draws, str]:
-    """Draws of ``refine``, the last of each of many chains."""
+    """Return draws of ``refine``, the last draw of each chain."""
     pyro.set_rng_seed(seed)
     pyro.clear_param_store()
-    continuous = poutine.block(model, hide=["choice"])  # a discrete latent stays a prior's draw
+    continuous = poutine.block(model, hide=["choice"])  # the discrete latent keeps its prior draw
     guide = AutoNormal(continuous, init_scale=0.3)
     svi = SVI(continuous, guide, pyro.optim.Adam({"lr": 0.03}), Trace_ELBO())
     for _ in range(100):
@@ -96,7 +96,7 @@ def statistics(density: Target, draws: Draws) -> dict[str, Tensor]:
     def log_likelihood(trace: Any) -> Tensor:
         compute_log_prob(trace)
         sites = [site for name, site in trace.nodes.items() if site["type"] == "sample"]
-        # A sum over discrete latents is observed, too.
+        # The sum over discrete latents is an observed site, too.
         return torch.as_tensor(sum(s["log_prob_sum"] for s in sites if s["is_observed"]))
 
     found["log_likelihood"] = density.read_at(draws, log_likelihood)
@@ -104,7 +104,7 @@ def statistics(density: Target, draws: Draws) -> dict[str, Tensor]:
 
 
 def run(name: str, method: str, seed: int) -> dict[str, Any]:
-    """The ranks of one data set."""
+    """Return the ranks of one data set."""
     model = MODELS[name]
     of_truth, of_fit = streams(seed)
     truth, y = simulate(model, of_truth)
@@ -123,7 +123,7 @@ def run(name: str, method: str, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """One line for each model, method and data set that has none."""
+    """Run each model, method and data set that has no line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)

@@ -39,14 +39,14 @@ from benchmarks.speed.field_problems import NAMES, NETWORK_REFERENCE, Problem, l
 OUT = RESULTS / "speed_field.jsonl"
 KEY = ("problem", "method", "seed")
 NEAR = 1.5
-IMPORTS = 20  # CPU seconds of imports that do not count, at most
+IMPORTS = 20  # CPU seconds of imports that are excluded, at most
 NUMPYRO_METHODS = ("NumPyro NUTS", "NumPyro AutoMultivariateNormal", "NumPyro AutoBNAFNormal")
 METHODS = ("fit", *NUMPYRO_METHODS, *(name for name in TORCH_METHODS if name != "fit"))
 
 
 @cache
 def numpyro_python(given: Path | None) -> Path:
-    """NumPyro's Python; in an environment that is made here if none is given."""
+    """Return the Python of NumPyro; create an environment if none is given."""
     if given is not None:
         return given
     folder = Path(tempfile.mkdtemp()) / "numpyro"
@@ -60,7 +60,7 @@ def numpyro_python(given: Path | None) -> Path:
 def run_apart(
     name: str, problem: Problem, method: str, seed: int, args: argparse.Namespace
 ) -> tuple[Record, dict[str, torch.Tensor]]:
-    """One cell in a process of its own: its record, and the draws by site."""
+    """Run one cell in a separate process; return its record and the draws by site."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         if method in TORCH_METHODS:
@@ -94,7 +94,7 @@ def run_apart(
 
 
 def measured(draws: dict[str, torch.Tensor], problem: Problem) -> Record:
-    """The sliced distance from the reference, in floors."""
+    """Return the ratio of the sliced distance to the sampling floor."""
     assert problem.reference is not None
     reference = problem.reference.double()
     features = problem.features(draws)
@@ -132,14 +132,14 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def summary(records: list[Record]) -> str:
-    """CPU seconds and floors of all methods on all posteriors."""
+    """Return CPU seconds and ratios of all methods on all posteriors."""
     cells = {(one["problem"], one["method"]): _short(one) for one in records if one["seed"] == 0}
     rows = [[method, *(cells.get((name, method), "") for name in NAMES)] for method in METHODS]
     return markdown_table(["method", *NAMES], [row for row in rows if any(row[1:])])
 
 
 def report(path: Path) -> str:
-    """One table of all, and one for each posterior."""
+    """Return one table of all posteriors, and one for each."""
     records = read_records(path)
     parts = [NOTE, summary(records)]
     for name in NAMES:
@@ -189,7 +189,7 @@ and a `scan` in NumPyro.
 
 CPU seconds and ratio to the floor, in bold if at most 1.5:
 """
-#: An assertion in ``pyro.ops.jit`` fails: the guide's flows make their parameters while it traces.
+#: An assertion in ``pyro.ops.jit`` fails: the guide's flows create parameters during tracing.
 REFUSED = {"Pyro AutoIAFNormal, jit": "refused by Pyro's jit"}
 
 

@@ -36,7 +36,7 @@ Outcome = tuple[Draws, float]
 
 
 def ours(problem: Problem, seed: int) -> Outcome:
-    """``fit`` with nothing set; its recordings are what compiles there."""
+    """``fit`` with default settings; its recordings count as compilation."""
     record, recording = RecordedFunction.__init__, [0.0]
 
     def timed(*args: Any, **kwargs: Any) -> None:
@@ -50,7 +50,7 @@ def ours(problem: Problem, seed: int) -> Outcome:
 
 
 def svi(guide_type: Any, jit: bool) -> Callable[[Problem, int], Outcome]:
-    """3,000 steps of one particle by Adam, whose rate falls from .01 to 0 along a cosine."""
+    """3,000 steps of one particle by Adam, with a rate that decays from .01 to 0."""
 
     def run(problem: Problem, seed: int) -> Outcome:
         guide = guide_type(problem.model)
@@ -70,7 +70,7 @@ def svi(guide_type: Any, jit: bool) -> Callable[[Problem, int], Outcome]:
 
 
 def nuts(problem: Problem, seed: int) -> Outcome:
-    """One chain of 1,000 draws after as many of warm-up."""
+    """One chain of 1,000 draws after 1,000 steps of warm-up."""
     mcmc = MCMC(NUTS(problem.model), num_samples=1000, warmup_steps=1000, disable_progbar=True)
     mcmc.run(*problem.args)
     return mcmc.get_samples(), 0.0

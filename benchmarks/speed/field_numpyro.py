@@ -59,7 +59,7 @@ def network(x: Any, y: Any) -> None:
 
 
 def garch_loop(y: Any) -> None:
-    """By ``scan``, as a user of NumPyro would write it."""
+    """The model by ``scan``, as usual in NumPyro."""
     mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
     omega = numpyro.sample("omega", dist.HalfNormal(1.0))
     alpha = numpyro.sample("alpha", dist.Uniform(0.0, 1.0))
@@ -126,7 +126,7 @@ def main(problem: str, method: str, seed: str, folder: str) -> None:
     draws = METHODS[method](globals()[problem], data, jax.random.PRNGKey(int(seed)))
     draws = {name: np.asarray(value) for name, value in draws.items()}
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    # Where the machine is busy, this process has that share of a core.
+    # The share of a core that this process gets on a busy machine.
     compiled = sum(compiling) * min(1.0, cpu / wall)
     record = {"cpu_seconds": cpu, "seconds": wall, "compile_seconds": compiled}
     np.savez(Path(folder) / "draws.npz", **draws)

@@ -30,10 +30,10 @@ NOISE, UNITS = 0.2, 50
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, the arrays it is given, and its posterior.
+    """A model, its arguments, and its posterior.
 
-    ``features`` lays draws by site as ``(num_draws, num_features)`` side by side; ``reference`` has
-    draws of these.
+    ``features`` maps draws by site to ``(num_draws, num_features)``; ``reference`` has draws of
+    these features.
     """
 
     model: Callable[..., Any]
@@ -43,9 +43,9 @@ class Problem:
 
 
 def load(name: str, data_dir: Path | None) -> Problem:
-    """One of :data:`NAMES`.
+    """Return one of :data:`NAMES`.
 
-    :param data_dir: the folder that holds the folder ``posteriordb``.
+    :param data_dir: the folder that contains ``posteriordb``.
     """
     return _MAKERS[name](data_dir)
 
@@ -76,7 +76,7 @@ def _gaussian(mean: Tensor, precision: Tensor) -> Tensor:
 
 
 def regression(x: Tensor, y: Tensor) -> None:
-    """Ten predictors whose correlations are .999."""
+    """Ten predictors with correlations of .999."""
     weight = pyro.sample("weight", dist.Normal(x.new_zeros(x.shape[-1]), 1.0).to_event(1))
     with pyro.plate("rows", len(y)):
         pyro.sample("y", dist.Normal((x @ weight.unsqueeze(-1)).squeeze(-1), 0.5), obs=y)
@@ -92,7 +92,7 @@ def _regression(data_dir: Path | None) -> Problem:
 
 
 def gp(factor: Tensor, y: Tensor) -> None:
-    """The function at a hundred points, under a Gaussian process of known kernel."""
+    """A function at a hundred points with a Gaussian process prior of known kernel."""
     prior = dist.MultivariateNormal(torch.zeros_like(y), scale_tril=factor)
     f = pyro.sample("f", prior)
     with pyro.plate("rows", len(y)):
@@ -123,7 +123,7 @@ def network(x: Tensor, y: Tensor) -> None:
 
 
 def _predictions(draws: Draws) -> Tensor:
-    """Of the network, whose units may be permuted."""
+    """Features of the network that do not depend on the order of units."""
     grid = torch.linspace(-2.5, 2.5, 11, dtype=draws["bias"].dtype)
     slope, bias, weight = (draws[site].unsqueeze(-1) for site in ("slope", "bias", "weight"))
     return ((slope * grid + bias).tanh() * weight).sum(-2) + draws["offset"].reshape(-1, 1)

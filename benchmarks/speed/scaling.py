@@ -47,7 +47,7 @@ STEPS = 7
 
 
 def regression(x: Tensor, y: Tensor, num_rows: int) -> None:
-    """Rows of standard normal predictors; ``num_rows`` of them in all."""
+    """Rows of standard normal predictors, ``num_rows`` in total."""
     weight = pyro.sample("weight", dist.Normal(x.new_zeros(x.shape[-1]), 1.0).to_event(1))
     with pyro.plate("rows", num_rows, subsample_size=len(x)):
         pyro.sample("y", dist.Normal((x @ weight.unsqueeze(-1)).squeeze(-1), 1.0), obs=y)
@@ -87,7 +87,7 @@ def mean_field(particles: int, *args: Any) -> Callable[[], Any]:
 
 
 def chains(number: int, *args: Any) -> Callable[[], Any]:
-    """One gradient of so many chains."""
+    """One gradient of the given number of chains."""
     density = Target(regression, *args)
     score = TracedScore(density.score, compile="trace")
     points = density.init_loc + 0.1 * torch.randn(number, density.latent_dim)
@@ -95,7 +95,7 @@ def chains(number: int, *args: Any) -> Callable[[], Any]:
 
 
 def minibatches(model: Callable, rows: int) -> Callable[[], Any]:
-    """LIVI on random minibatches, whose drawing counts."""
+    """LIVI on random minibatches, including the time to draw them."""
     x, y = data(rows, 10)
     guide = AutoSemiImplicit(model, frame=None)
     svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 1e-3}), LIVI_ELBO(FEW, compile="trace"))
@@ -135,7 +135,7 @@ PANELS: dict[str, dict[str, Curve]] = {
 
 
 def seconds(make: Callable[[], Callable[[], Any]]) -> float:
-    """Of one step, a median; the first two, and comparisons with plain steps, do not count."""
+    """Median time of a step, without the first two and without comparisons with plain steps."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     step = make()
@@ -176,12 +176,12 @@ def _expected(points: list[tuple[int, float]], size: int) -> float:
 
 
 def slope(sizes: list[int], times: list[float]) -> float:
-    """Of the last three points, where fixed costs weigh least."""
+    """Slope of the last three points, where fixed costs matter least."""
     return float(np.polyfit(np.log(sizes[-3:]), np.log(times[-3:]), 1)[0])
 
 
 def report(args: argparse.Namespace) -> None:
-    """The picture, and a table of the slopes."""
+    """Write the figure and a table of the slopes."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -107,7 +107,7 @@ def residual(model: Callable) -> AutoImplicit:
     return AutoImplicit(model, lambda dim: ResidualGenerator(dim, core_dim=4))
 
 
-#: All methods, with the guides that they train.
+#: All methods, with their guides.
 METHODS: dict[str, tuple[Callable, Callable, Callable]] = {
     name: (eight_schools, guide, elbo)
     for name, guide, elbo in (
@@ -137,7 +137,7 @@ LARGE = {
 
 
 def seconds() -> float:
-    """Of this thread; of the wall clock where kernels run elsewhere."""
+    """Seconds of this thread; wall time if kernels run on another device."""
     if torch.get_default_device().type != "cuda":
         return time.thread_time()
     torch.cuda.synchronize()
@@ -145,7 +145,7 @@ def seconds() -> float:
 
 
 def cpu_seconds(who: int) -> float:
-    """Of this process, or of the compilers that it waited for."""
+    """CPU seconds of this process, or of the compilers that it waited for."""
     used = resource.getrusage(who)
     return used.ru_utime + used.ru_stime
 
@@ -192,7 +192,7 @@ more computation (injective, SIVI, networks), add three seconds of Python and th
 
 
 def line(row: dict) -> str:
-    """Of the table."""
+    """Rows of the table."""
     pyro_ms, traced = 1e3 * row["pyro"]["step"], 1e3 * row["trace"]["step"]
     if row["trace"]["refusal"]:
         return f"| {row['case']} | {pyro_ms:.1f} | by Pyro alone | | | | | | |"
@@ -253,6 +253,6 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     chosen = METHODS if arguments.methods else {**CASES, **(LARGE if arguments.large else {})}
     name = "speed_methods" if arguments.methods else "speed_steps"
-    if arguments.methods:  # where recordings are held against plain steps to 1e-8
+    if arguments.methods:  # recordings are compared with plain steps to 1e-8
         torch.set_default_dtype(torch.float64)
     main(arguments.num_steps, arguments.inductor, arguments.device, chosen, name)
