@@ -34,12 +34,12 @@ __all__ = ["CHECKS", "Wrong"]
 
 NUM_PARTICLES = 4
 STEP = 1e-5
-#: These want draws of the prior, which the rewritten model has not.
+#: These need draws of the prior, which the rewritten model does not have.
 OF_PRIOR = {"AVB-prior", "KIVI-prior"}
 
 
 class Wrong(AssertionError):
-    """A silent fault."""
+    """A wrong result without an error."""
 
 
 def _tolerance(draft: Draft) -> float:
@@ -47,7 +47,7 @@ def _tolerance(draft: Draft) -> float:
 
 
 def _compare(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Where the expected is a number; the library may have none only where that has none."""
+    """Compare values; the library may be non-finite only if the expected value is."""
     found, expected = found.double(), expected.double()
     known = expected.isfinite()
     size = 1 + expected[known].abs().max().item() if known.any() else 1.0
@@ -67,14 +67,14 @@ def _oracle(draft: Draft, points: Tensor) -> Tensor:
 
 
 def _differences(function: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
-    """Derivatives of each value by its point, ``(count, *value_shape, dim)``."""
+    """Derivatives of each value with respect to its point, ``(count, *value_shape, dim)``."""
     steps = STEP * torch.eye(points.shape[-1], dtype=points.dtype)
     columns = [(function(points + h) - function(points - h)) / (2 * STEP) for h in steps]
     return torch.stack(columns, -1)
 
 
 def density(draft: Draft) -> str:
-    """Log-density and gradient, against the oracle and its differences."""
+    """Compare log-density and gradient with the oracle and its finite differences."""
     found = Target(Drawn(draft), draft.data)
     points = _points(found, draft.seed)
     log_prob, score = found.score(points)
@@ -85,21 +85,21 @@ def density(draft: Draft) -> str:
     differences = _differences(lambda at: _oracle(draft, at), points.double())
     at = points.double().requires_grad_()
     (derivative,) = torch.autograd.grad(_oracle(draft, at).sum(), at)
-    # Far out derivatives of torch's own densities overflow.
+    # In distant regions, derivatives of torch's own densities overflow.
     differences = differences.masked_fill(~derivative.isfinite(), math.nan)
     _compare("gradient", score, differences, max(_tolerance(draft), 1e-5))
     return "right"
 
 
 def conditional(draft: Draft) -> str:
-    """The same over the noise of latents, with the determinant of the map."""
+    """The same in the noise of latents, with the determinant of the map."""
     model = Target(Drawn(draft), draft.data)
     if draft.dtype != torch.float64:
         return "skipped"
     middle = 0.3 * _points(model, draft.seed, 1)[0]
     try:
         walked = ConditionalNoise(model, middle)
-    except torch.linalg.LinAlgError:  # then refine walks among the latents
+    except torch.linalg.LinAlgError:  # refine then samples the latents
         return "no curvature"
     if not walked.reparams:
         return "nothing depends"
@@ -127,7 +127,7 @@ def _guide(name: str, model: Callable[..., Any], draft: Draft) -> Any:
 
 
 def _step(draft: Draft, model: Any, guide_name: str, elbo_name: str) -> tuple[Tensor, dict]:
-    """The loss of a first step and all gradients."""
+    """Return the loss of a first step and all gradients."""
     pyro.clear_param_store()
     pyro.set_rng_seed(draft.seed)
     guide = _guide(guide_name, Drawn(draft), draft)
@@ -144,13 +144,13 @@ def _start(draft: Draft) -> Tensor:
 
 
 def _fits(guide: str, elbo: str, size: int) -> bool:
-    """Whether a guide of the contract test, whose sizes are fixed, can have so many latents."""
+    """Check whether a guide of the contract test, with fixed sizes, fits the number of latents."""
     least = 4 if "residual" in guide or elbo == "LIVI-smallest" else 1
     return least <= size and (size <= 9 or "MMNN" not in guide)
 
 
 def pairs(draft: Draft, count: int = 2) -> list[tuple[str, str]]:
-    """Some of the guides and ELBOs that can be trained, others for each seed."""
+    """Select guides and ELBOs that can be trained, by seed."""
     size = len(_start(draft))
     some = [
         (guide, elbo)
@@ -160,13 +160,13 @@ def pairs(draft: Draft, count: int = 2) -> list[tuple[str, str]]:
         and refusal(guide, elbo) is None
         and not (guide == "AutoGuideList" and len(draft.latents) < 2)
         and _fits(guide, elbo, size)
-        and not (guide == "AutoSemiImplicit-frame" and draft.discrete)  # Pyro's own cannot
+        and not (guide == "AutoSemiImplicit-frame" and draft.discrete)  # not supported by Pyro
     ]
     return random.Random(draft.seed).sample(some, count)
 
 
 def elbos(draft: Draft) -> str:
-    """Loss and gradients of a step, those of the model whose density is the oracle's."""
+    """Compare loss and gradients of a step with those of the oracle's density."""
     outcomes = [_pair(draft, guide, elbo) for guide, elbo in pairs(draft)]
     return next((one for one in outcomes if one != "right"), "right")
 
@@ -174,7 +174,7 @@ def elbos(draft: Draft) -> str:
 def _pair(draft: Draft, guide: str, elbo: str) -> str:
     try:
         loss, gradients = _step(draft, Drawn(draft), guide, elbo)
-        if elbo in OF_PRIOR or draft.discrete:  # whose first run draws them
+        if elbo in OF_PRIOR or draft.discrete:  # the first run draws from the prior
             return "right" if loss.isfinite() else "not finite"
         if not _oracle(draft, _start(draft).unsqueeze(0)).isfinite().all():
             return "no density at the start"
@@ -194,7 +194,7 @@ def _pair(draft: Draft, guide: str, elbo: str) -> str:
 
 
 def _stein(draft: Draft, draws: dict[str, Tensor], model: Target) -> None:
-    """The oracle's score has mean 0 under draws of the posterior."""
+    """Check that the oracle's score has mean 0 under draws of the posterior."""
     latent = model.unconstrain(draws)[:150].double().requires_grad_()
     (score,) = torch.autograd.grad(_oracle(draft, latent).sum(), latent)
     error = score.std(0) / math.sqrt(len(score))
@@ -204,13 +204,13 @@ def _stein(draft: Draft, draws: dict[str, Tensor], model: Target) -> None:
 
 
 def _is_improper(draft: Draft) -> bool:
-    """Whether elements of a latent are masked, so that they have no density."""
+    """Check whether elements of a latent are masked, so that they have no density."""
     masks = (torch.as_tensor(s.mask) for s in draft.latents if s.mask is not None)
     return not all(mask.all() for mask in masks)
 
 
 def _is_in_support(site: Any, value: Tensor) -> bool:
-    """Up to rounding: what underflows or overflows is at the border."""
+    """Support check up to rounding: underflow and overflow count as the boundary."""
     support = site.kind.support
     is_number = support in (dist.constraints.real, dist.constraints.positive)
     border = (value == 0) | value.isinf() if is_number else torch.tensor(False)
@@ -218,7 +218,7 @@ def _is_in_support(site: Any, value: Tensor) -> bool:
 
 
 def fits(draft: Draft) -> str:
-    """A short fit: its draws, its file, its predictions, its verdict."""
+    """Check a short fit: its draws, its file, its predictions, its verdict."""
     pyro.clear_param_store()
     model = Drawn(draft)
     short = partial(fit, model, "auto", draft.data, num_steps=50, seed=draft.seed, progress=False,
@@ -265,12 +265,12 @@ def fits(draft: Draft) -> str:
 
 
 def _same_shape(name: str, value: Tensor, draft: Draft) -> None:
-    if value[0].numel() != draft.data[name].numel():  # Pyro's has a dimension for each plate
+    if value[0].numel() != draft.data[name].numel():  # Pyro's has one dimension per plate
         raise Wrong(f"predictions of {name} have shape {tuple(value.shape)}")
 
 
 def refines(draft: Draft) -> str:
-    """Chains from a mean field that was not trained, on latents or their noise."""
+    """Check chains from an untrained mean field, in the latents or their noise."""
     pyro.clear_param_store()
     pyro.set_rng_seed(draft.seed)
     model = Drawn(draft)

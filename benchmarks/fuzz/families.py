@@ -25,12 +25,12 @@ LogProb = Callable[..., Tensor]
 class Family:
     """A kind of site.
 
-    :ivar kinds: of its arguments: real, positive, vector, tril.
-    :ivar make: Pyro's distribution of arguments in the batch's shape.
-    :ivar log_prob: of one value and the arguments of one element.
-    :ivar support: of one value.
-    :ivar event: its shape.
-    :ivar latent: whether it can be one.
+    :ivar kinds: kinds of its arguments: real, positive, vector, tril.
+    :ivar make: Pyro's distribution for arguments in the batch's shape.
+    :ivar log_prob: log-density of one value given the arguments of one element.
+    :ivar support: support check of one value.
+    :ivar event: event shape.
+    :ivar latent: whether a latent site may have this family.
     """
 
     kinds: tuple[str, ...]
@@ -42,12 +42,12 @@ class Family:
 
     @property
     def is_discrete(self) -> bool:
-        """Whether its values are counts or choices."""
+        """Whether its values are counts or categories."""
         return self.support.is_discrete
 
 
 def _same(name: str, kinds: str, support: Any = constraints.real, **rest: Any) -> Family:
-    """One that torch has by the same name, with scalar arguments."""
+    """A family that torch has by the same name, with scalar arguments."""
 
     def log_prob(value: Tensor, *args: Tensor) -> Tensor:
         return getattr(plain, name)(*args, validate_args=False).log_prob(value)
@@ -125,7 +125,7 @@ def _low_rank(value: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
 
 
 def _lkj(value: Tensor, concentration: Tensor) -> Tensor:
-    """Of Lewandowski, Kurowicka and Joe, the density of the factor L of a correlation matrix."""
+    """LKJ density of the Cholesky factor L of a correlation matrix."""
     powers = [SIZE - row - 1 + 2 * (concentration - 1) for row in range(1, SIZE)]
     total = sum(power * value[row, row].log() for row, power in enumerate(powers, start=1))
     alpha = concentration + (SIZE - 1) / 2

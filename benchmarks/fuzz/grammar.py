@@ -22,14 +22,14 @@ MAX_LATENTS, MAX_CHOICES = 14, 81
 
 @dataclass(frozen=True)
 class Argument:
-    """Of a distribution: ``link(constant + sum of weight * parent)``, or times a parent.
+    """An argument of a distribution: ``link(constant + sum of weight * parent)``.
 
     :ivar kind: real, positive, vector or tril.
     :ivar constant: in the shape of the site's plates.
-    :ivar parents: by name, with weights.
-    :ivar scale_parent: a positive one, which the whole is multiplied by.
-    :ivar extra: the vector or triangle that makes an event of it.
-    :ivar param: that is added, by name.
+    :ivar parents: weights by name.
+    :ivar scale_parent: a positive latent that multiplies the result.
+    :ivar extra: the vector or triangle that makes it an event.
+    :ivar param: name of an added parameter.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Argument:
     param: str | None = None
 
     def value(self, constant: Tensor, parents: dict[str, Tensor], params: dict[str, Any]) -> Any:
-        """In a batch or of one element, as constant and parents are."""
+        """Evaluate for a batch or one element, like constant and parents."""
         total = constant
         for name, weight in self.parents:
             total = total + weight * parents[name]
@@ -68,8 +68,8 @@ class Argument:
 class Site:
     """A sample statement.
 
-    :ivar family: of :data:`~benchmarks.fuzz.families.FAMILIES`, or ``factor`` or ``deterministic``.
-    :ivar plates: numbers of the plates it is in.
+    :ivar family: of :data:`~benchmarks.fuzz.families.FAMILIES`, ``factor`` or ``deterministic``.
+    :ivar plates: numbers of its plates.
     :ivar mask: in the plates' shape, or one for all.
     :ivar mask_how: ``handler`` or ``method``.
     :ivar scale: one number, or a tensor in the plates' shape.
@@ -86,17 +86,17 @@ class Site:
 
     @property
     def kind(self) -> Family:
-        """Its distribution's."""
+        """Event shape of its distribution."""
         return FAMILIES[self.family]
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A model as drawn.
+    """A random model.
 
-    :ivar sizes: of the plates, whose dimensions are -1, -2, ...
+    :ivar sizes: sizes of the plates, whose dimensions are -1, -2, ...
     :ivar subsample: indices of plate 0, if it is subsampled.
-    :ivar is_mixed: whether observed sites are of float64, as arrays of numpy's are.
+    :ivar is_mixed: whether observed sites are in float64, like NumPy arrays.
     """
 
     seed: int
@@ -115,12 +115,12 @@ class Draft:
 
     @property
     def latents(self) -> list[Site]:
-        """Continuous ones."""
+        """Continuous latent sites."""
         return [s for s in self.sites if self._is_latent(s) and not s.kind.is_discrete]
 
     @property
     def discrete(self) -> list[Site]:
-        """Those to be summed out."""
+        """Sites to be marginalised."""
         return [s for s in self.sites if self._is_latent(s) and s.kind.is_discrete]
 
     @staticmethod
@@ -128,7 +128,7 @@ class Draft:
         return site.family in FAMILIES and not site.is_observed
 
     def without(self, name: str) -> Draft:
-        """All but one site."""
+        """The model without one site."""
         return replace(self, sites=tuple(s for s in self.sites if s.name != name))
 
     def __str__(self) -> str:
@@ -156,7 +156,7 @@ class Draft:
 
 
 def draw_model(seed: int) -> Draft:
-    """A model without data."""
+    """Draw a model without data."""
     return _Grammar(seed).draw()
 
 

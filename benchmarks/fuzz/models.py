@@ -20,11 +20,11 @@ from benchmarks.fuzz.grammar import Argument, Draft, Site
 __all__ = ["Drawn", "Oracle", "Rewritten", "with_data"]
 
 Values = dict[str, Tensor]
-MOST = 1e5  # heavy tails, and the derivatives of torch's own densities, go further
+MOST = 1e5  # limit of drawn values: heavy tails and torch's derivatives exceed it
 
 
 def summary(value: Tensor, event_dim: int) -> Tensor:
-    """The one number that children see of a value."""
+    """The single number of a value that its children use."""
     if event_dim == 2:
         return value[..., 1, 0]
     return value.sum(-1) if event_dim else value
@@ -77,7 +77,7 @@ class Drawn:
                 seen[site.name] = summary(value, len(site.kind.event))
 
     def _part(self, whole: Any, site: Site) -> Any:
-        """That of the subsampled rows."""
+        """Value of the subsampled rows."""
         rows = self.draft.subsample
         if not isinstance(whole, Tensor) or rows is None or 0 not in site.plates:
             return whole
@@ -86,7 +86,7 @@ class Drawn:
 
 
 def with_data(draft: Draft) -> Draft:
-    """The draft with data drawn from it."""
+    """Draw data for a draft."""
     with torch.random.fork_rng(), poutine.block(), pyro.validation_enabled(False):
         torch.manual_seed(draft.seed)
         trace = poutine.trace(Drawn(replace(draft, subsample=None))).get_trace({})
@@ -96,13 +96,13 @@ def with_data(draft: Draft) -> Draft:
 
 
 class Oracle:
-    """The log-density of a draft, element by element, by no code of Pyro's."""
+    """The log-density of a draft, element by element, without code of Pyro."""
 
     def __init__(self, draft: Draft) -> None:
         self.draft = draft
 
     def joint(self, values: Values, params: dict[str, Any]) -> Tensor:
-        """Of constrained latents, in their shape in Pyro."""
+        """Log-density of constrained latents, in their shape in Pyro."""
         choices = [
             (site.name, index, range(2 if site.family == "Bernoulli" else 3))
             for site in self.draft.discrete
@@ -118,7 +118,7 @@ class Oracle:
         return torch.stack(totals).logsumexp(0)
 
     def unconstrained(self, latent: Tensor) -> Tensor:
-        """Of a vector, in the order of the sites, with the Jacobian."""
+        """Log-density of a vector, in the order of the sites, with the Jacobian."""
         values, total, start = {}, latent.new_zeros(()), 0
         for site in self.draft.latents:
             transform = biject_to(site.kind.support)
@@ -132,7 +132,7 @@ class Oracle:
         return total + self.joint(values, self.draft.params)
 
     def _indices(self, site: Site) -> list[tuple[int, ...]]:
-        """Of all elements of a site, as many numbers as its batch has dimensions."""
+        """Indices of all elements of a site, one per dimension of its batch."""
         rows = self.draft.subsample
         sizes = self.draft.shape(site.plates)
         ranges = [range(size) for size in sizes]
@@ -185,7 +185,7 @@ class Oracle:
 
 
 class Rewritten:
-    """A model of the same latents, in the same plates, whose density is the oracle's one number."""
+    """A model with the same latents and plates, whose density is the oracle's single number."""
 
     def __init__(self, draft: Draft) -> None:
         self.draft, self.oracle = draft, Oracle(draft)

@@ -42,9 +42,9 @@ FAULTS = ("WRONG", "crash")
 
 
 def check(draft: Draft, name: str) -> tuple[str, str]:
-    """What became of a check: ``right`` and the like, ``refused``, ``WRONG`` or ``crash``.
+    """Classify a check: ``right`` and similar, ``refused``, ``WRONG`` or ``crash``.
 
-    :returns: that, and the error's message.
+    :returns: the outcome and the error's message.
     """
     pyro.clear_param_store()
     with warnings.catch_warnings():
@@ -61,7 +61,7 @@ def check(draft: Draft, name: str) -> tuple[str, str]:
 
 
 def smallest(draft: Draft, name: str, outcome: str) -> Draft:
-    """The draft without all sites that are not needed to fail."""
+    """Remove all sites that are not needed for the failure."""
     for site in reversed(draft.sites):
         used = {parent for one in draft.sites for arg in one.args for parent in arg.names}
         if site.name in used or len(draft.latents) == 1 == len(draft.sites):
@@ -73,7 +73,7 @@ def smallest(draft: Draft, name: str, outcome: str) -> Draft:
 
 
 def run(seed: int, name: str) -> dict[str, Any]:
-    """One check of one model."""
+    """Run one check of one model."""
     start = time.perf_counter()
     draft = with_data(draw_model(seed))
     outcome, message = check(draft, name)
@@ -85,7 +85,7 @@ def run(seed: int, name: str) -> dict[str, Any]:
 
 
 def report(records: list[dict[str, Any]]) -> str:
-    """Outcomes by check."""
+    """Return the outcomes by check."""
     counts = {name: Counter(r["outcome"] for r in records if r["check"] == name) for name in CHECKS}
     outcomes = sorted({outcome for count in counts.values() for outcome in count})
     rows = [[name, str(count.total()), *(str(count[o] or "") for o in outcomes)]
@@ -94,7 +94,7 @@ def report(records: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Check what is left to check."""
+    """Run the missing checks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 500), metavar=("FROM", "TO"))
     parser.add_argument("--checks", nargs="+", default=list(CHECKS), choices=CHECKS)

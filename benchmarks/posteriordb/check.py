@@ -28,7 +28,7 @@ THRESHOLD = 4.5
 
 
 def stein_z_scores(draws: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
-    """How far means over the draws are from Stein's identities, in standard errors.
+    """Return the deviations from Stein's identities, in standard errors.
 
     :param draws: shape ``(num_draws, dim)``.
     :param score: of the density at the draws, same shape.

@@ -32,7 +32,7 @@ Draws = dict[str, Tensor]
 
 
 class MissingData(Exception):
-    """A posterior's files are not where ``--data-dir`` points."""
+    """The files of a posterior are missing in ``--data-dir``."""
 
 
 class _Entry(NamedTuple):
@@ -41,7 +41,7 @@ class _Entry(NamedTuple):
     model: Callable[..., None]
     design: Callable[[designs.Data], tuple[Tensor, ...]]
     sites: tuple[str, ...] = ("beta", "sigma")  # as in the reference, in the model's order
-    adapt: Callable[[Draws], Draws] = lambda draws: draws  # from the reference's sites to ours
+    adapt: Callable[[Draws], Draws] = lambda draws: draws  # from sites of the reference to ours
 
 
 def _standardise(draws: Draws) -> Draws:
@@ -50,13 +50,13 @@ def _standardise(draws: Draws) -> Draws:
 
 
 def _normalise(draws: Draws) -> Draws:
-    """Rows of probabilities were saved in single precision: makes their sums 1 again."""
+    """Normalise rows of probabilities that were saved in single precision."""
     rows = {name: draws[name] / draws[name].sum(-1, keepdim=True) for name in ("theta1", "theta2")}
     return draws | rows
 
 
 def _both_orders(draws: Draws) -> Draws:
-    """Swaps the components of every second draw: either order is as probable."""
+    """Swap the components of every second draw: both orders are equally probable."""
     swap = torch.arange(len(draws["theta"])) % 2 == 1
     mu, sigma = (
         torch.where(swap[:, None], draws[name].flip(-1), draws[name]) for name in ("mu", "sigma")
@@ -175,7 +175,7 @@ class Posterior:
         return self.adapt({site: self.saved[:, columns] for site, columns in self.sites.items()})
 
     def unconstrain(self, draws: Draws) -> Tensor:
-        """Draws of all latent sites as vectors in unconstrained space, as guides see them.
+        """Convert draws of all latent sites to vectors in unconstrained space.
 
         :param draws: by site, ``(num_draws, *site_shape)``.
         :returns: shape ``(num_draws, dim)``, float64, in the order in which the model samples.
@@ -191,11 +191,11 @@ def _columns(names: list[str], site: str) -> int | list[int]:
 
 
 def load(name: str, data_dir: Path | None = None) -> Posterior:
-    """Reads a posterior.
+    """Read a posterior.
 
     :param name: one of :data:`NAMES` or :data:`EXTRA`.
-    :param data_dir: the folder that holds the folder ``posteriordb``.
-    :raises MissingData: when the posterior's files are not there.
+    :param data_dir: the folder that contains ``posteriordb``.
+    :raises MissingData: if the posterior's files are missing.
     """
     entry = {**_ENTRIES, **_EXTRA_ENTRIES}[name]
     stem = Path(data_dir or ".") / "posteriordb" / _FILES.get(name, name)

@@ -34,12 +34,12 @@ def _with_intercept(*predictors: Tensor) -> Tensor:
 
 
 def _levels(values: list[int], levels: range) -> list[Tensor]:
-    """One indicator for each of the levels."""
+    """One indicator for each level."""
     return [_tensor([float(value == level) for value in values]) for level in levels]
 
 
 def tensors(*names: str) -> Callable[[Data], Arguments]:
-    """The named entries of the data as they are."""
+    """The named entries of the data, unchanged."""
     return lambda data: tuple(_tensor(data[name]) for name in names)
 
 
@@ -59,7 +59,7 @@ def autoregression(data: Data) -> Arguments:
 
 
 def earnings(kind: str) -> Callable[[Data], Arguments]:
-    """Log earnings on height and more, ``kind`` as in the name of the posterior."""
+    """Log earnings on height and other columns, ``kind`` as in the name of the posterior."""
 
     def design(data: Data) -> Arguments:
         earn, height, male = (_tensor(data[name]) for name in ("earn", "height", "male"))

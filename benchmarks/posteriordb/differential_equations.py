@@ -21,8 +21,8 @@ __all__ = [
     "one_compartment",
 ]
 
-# Where a parameter is far off, solutions outgrow the numbers; the likelihood of such a solution is
-# zero for all purposes, but it has to be a number.
+# For extreme parameters the solutions overflow. Their likelihood is practically zero, but must be
+# finite.
 _MAX_LOG = 15.0
 
 
@@ -43,11 +43,11 @@ class PositiveNormal(dist.Normal):
         return self.rsample(sample_shape).detach()
 
     def _mass(self) -> Tensor:
-        """How much of the unrestricted distribution is positive."""
+        """Probability of a positive value under the unrestricted distribution."""
         return torch.special.ndtr(self.loc / self.scale)
 
 
-# The first half of a symmetric step: by which fractions of it the prey and the predators move.
+# The first half of a symmetric step: the fractions by which prey and predators move.
 _PREY = (0.0792036964311957, 0.353172906049774, -0.0420650803577195)
 _PREDATORS = (0.209515106613362, -0.143851773179818)
 
@@ -58,8 +58,9 @@ def log_populations(theta: Tensor, log_start: Tensor, times: Tensor, steps: int 
     .. math::
         \dot u = \theta_1 - \theta_2 e^v, \qquad \dot v = -\theta_3 + \theta_4 e^u
 
-    Each right-hand side holds only the other unknown, so either moves exactly while the other
-    waits: the symmetric fourth-order splitting S6 of Blanes and Moan takes thirteen moves a step.
+    Each right-hand side contains only the other unknown, so each can be moved exactly while the
+    other is fixed: the symmetric fourth-order splitting S6 of Blanes and Moan takes thirteen moves
+    per step.
 
     :param theta: shape ``(..., 4)``.
     :param log_start: shape ``(..., 2)``.
@@ -80,7 +81,7 @@ def log_populations(theta: Tensor, log_start: Tensor, times: Tensor, steps: int 
     dt = torch.diff(times, prepend=torch.zeros_like(times[:1])) / steps
     signed = theta * theta.new_tensor([1.0, -1.0, -1.0, 1.0])
     spans = dt[:, None] * dt.new_tensor(fractions)
-    # By time and move: the mover's own growth and its response to the other.
+    # By time and move: the growth of the moving population and its response to the other.
     growth = torch.stack([signed[..., 0:4:2]] * 7, dim=-2).flatten(-2)[..., :13]
     response = torch.stack([signed[..., 1:4:2]] * 7, dim=-2).flatten(-2)[..., :13]
     growth = (growth.unsqueeze(-2) * spans).flatten(-2).unbind(-1)
@@ -118,13 +119,13 @@ def log_concentrations(
 
     .. math:: \dot C = k_a D e^{-k_a t} - \frac{V_m C}{K_m + C}, \qquad C(0) = 0
 
-    What was absorbed is known in closed form, so that only the eliminated amount is integrated, by
-    the classical Runge-Kutta method; while C rises past a small :math:`K_m` the steps are short.
+    The absorbed amount has a closed form, so only the eliminated amount is integrated, by the
+    classical Runge-Kutta method; the steps are short while C rises past a small :math:`K_m`.
 
     :param k_a: like ``K_m`` and ``V_m`` (per volume) of shape ``(...,)``.
     :param times: positive, increasing, shape ``(num_times,)``.
     :param dose: D, per volume.
-    :param steps: before the first time; from then on one from each time to the next.
+    :param steps: before the first time; after it one step from each time to the next.
     :returns: shape ``(..., num_times)``.
     """
     early = times[0] * torch.linspace(0, 1, steps + 1, dtype=times.dtype, device=times.device) ** 3

@@ -18,7 +18,7 @@ from torch.distributions import constraints
 
 __all__ = ["framed_iaf", "framed_splines"]
 
-INIT_SCALE = 0.1  # of Pyro's Gaussian autoguides
+INIT_SCALE = 0.1  # initial scale of Pyro's Gaussian autoguides
 
 
 class Frame(TransformModule):
@@ -43,12 +43,12 @@ class Frame(TransformModule):
 
 
 def framed_iaf(loc: Tensor, num_transforms: int = 1) -> Callable[[int], ComposeTransformModule]:
-    """``AutoIAFNormal``'s flow, Pyro's ``affine_autoregressive``, in a frame at ``loc``."""
+    """The flow of ``AutoIAFNormal``, Pyro's ``affine_autoregressive``, in a frame at ``loc``."""
     return partial(_compose, transforms.affine_autoregressive, loc, num_transforms)
 
 
 def framed_splines(loc: Tensor, num_transforms: int = 2) -> Callable[[int], ComposeTransformModule]:
-    """Rational splines in coupling layers, the order of the coordinates reversed in between."""
+    """Rational splines in coupling layers, with reversed coordinates between layers."""
     return partial(_compose, transforms.spline_coupling, loc, num_transforms)
 
 

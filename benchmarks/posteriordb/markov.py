@@ -10,17 +10,17 @@ __all__ = ["hmm_log_likelihood"]
 
 
 def hmm_log_likelihood(transition: Tensor, emissions: Tensor) -> Tensor:
-    """Sums a hidden Markov chain over all paths of its states; all start weights are 1.
+    """Sum a hidden Markov chain over all paths of its states; all initial weights are 1.
 
     The matrices of the steps are multiplied in pairs, then the products in pairs, and so on. Every
-    product is divided by its largest entry, whose logarithm is kept: plain sums and products where
-    the textbook's recursion has logarithms and exponentials.
+    product is divided by its largest entry, whose logarithm is added up: plain sums and products
+    instead of the logarithms and exponentials of the textbook recursion.
 
     :param transition: probabilities from state (row) to state, shape ``(..., states, states)``.
     :param emissions: log densities of the observations, shape ``(..., steps, states)``.
     :returns: the log likelihood, shape ``(...,)``.
     """
-    # The scales are constants to autograd: the value, hence the gradient, is the same for all.
+    # The scales are constants for autograd: the value does not depend on them.
     scale = emissions.detach().amax(-1, keepdim=True)
     weights = torch.exp(emissions - scale)
     total = scale.sum((-2, -1))

@@ -45,7 +45,7 @@ Info = dict[str, Any]
 
 
 class PosteriorLike(Protocol):
-    """What the methods ask of a posterior."""
+    """The parts of a posterior that methods need."""
 
     model: Callable[..., object]
     args: tuple
@@ -53,7 +53,7 @@ class PosteriorLike(Protocol):
 
 @dataclass(frozen=True)
 class Budget:
-    """What each method may spend; smaller only to try the machinery."""
+    """The budget of each method; smaller only in tests."""
 
     steps: int = 5000
     particles: int = 32
@@ -68,7 +68,7 @@ Method = Callable[[PosteriorLike, int, Budget], tuple[Draws, Info]]
 
 @dataclass(frozen=True)
 class Start:
-    """Where a baseline starts: the vector, its sites, and what finding it cost."""
+    """The initial value of a baseline: the vector, its sites, and the cost of finding it."""
 
     loc: Tensor
     values: Draws
@@ -112,7 +112,7 @@ def _gaussian(guide: Callable[..., AutoGuide]) -> Callable[[Callable, Start], Au
 
 def _flow(make_transform: Callable[[Tensor], Any]) -> Callable[[Callable, Start], AutoGuide]:
     def make_guide(model: Callable, begin: Start) -> AutoGuide:
-        # Pyro's flows take no init_loc_fn, but need values for sites without a prior to draw from.
+        # Pyro's flows take no init_loc_fn, but need values for sites without a proper prior.
         model = InitMessenger(init_to_value(values=begin.values))(model)
         return AutoNormalizingFlow(model, make_transform(begin.loc))
 
@@ -121,7 +121,7 @@ def _flow(make_transform: Callable[[Tensor], Any]) -> Callable[[Callable, Start]
 
 def nuts(posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws, Info]:
     begin = start(posterior)
-    # To guess the nesting, which only enumeration reads, Pyro would draw from flat priors.
+    # To guess the nesting, which only enumeration uses, Pyro would draw from flat priors.
     kernel = NUTS(
         posterior.model, init_strategy=init_to_value(values=begin.values), max_plate_nesting=4
     )
@@ -141,7 +141,7 @@ def nuts(posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws, In
 
 
 def implicit(posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws, Info]:
-    """Ours, with nothing set: it finds its own start and its own number of steps."""
+    """``fit`` with default settings: it finds its initial value and number of steps."""
     result = fitting.fit(posterior.model, "auto", *posterior.args, seed=seed, progress=False)
     info = {
         "steps": len(result.losses),
@@ -156,7 +156,7 @@ def implicit(posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws
 
 
 def loop(posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws, Info]:
-    """The README's loop: the guide swapped, and plain SVI with its settings, rate and all."""
+    """The README's loop: plain SVI with another guide, and the settings of the README."""
     guide = AutoSemiImplicit(posterior.model)
     optim = ClippedAdam({"lr": 5e-3, "lrd": 0.998})
     svi = SVI(posterior.model, guide, optim, LIVI_ELBO(num_particles=8))
@@ -166,7 +166,7 @@ def loop(posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws, In
 
 
 def best_gaussian(posterior: Any, seed: int, budget: Budget) -> tuple[Draws, Info]:
-    """No method but a yardstick: the Gaussian with the reference's own mean and covariance."""
+    """A yardstick rather than a method: the Gaussian with mean and covariance of the reference."""
     density = Target(posterior.model, *posterior.args)
     reference = density.unconstrain(posterior.reference())
     gaussian = torch.distributions.MultivariateNormal(reference.mean(0), reference.mT.cov())
@@ -188,7 +188,7 @@ METHODS: dict[str, Method] = {
 
 
 def seeded(method: str, posterior: PosteriorLike, seed: int, budget: Budget) -> tuple[Draws, Info]:
-    """One run from a fresh parameter store."""
+    """Run once with an empty parameter store."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     return METHODS[method](posterior, seed, budget)

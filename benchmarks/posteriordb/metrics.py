@@ -31,11 +31,11 @@ def distance(draws: Tensor, reference: Tensor) -> float:
 
 
 def floor(reference: Tensor, num_draws: int | None = None, seed: int = 0) -> float:
-    """The distance of ``num_draws`` of the reference draws from all others, a mean over splits.
+    """Return the distance of ``num_draws`` of the reference draws from all others.
 
     :param reference: ``(m, dim)``.
-    :param num_draws: default a half of them.
-    :param seed: of the splits.
+    :param num_draws: default: half of them.
+    :param seed: of the splits, over which the distance is averaged.
     """
     white = whiten(reference, reference)
     size = num_draws or len(white) // 2
@@ -49,12 +49,12 @@ def floor(reference: Tensor, num_draws: int | None = None, seed: int = 0) -> flo
 
 
 def measure(draws: Tensor, reference: Tensor, directions: Tensor | None = None) -> dict[str, float]:
-    """The distance and the errors of the moments of single coordinates.
+    """Return the distance and the errors of the moments of single coordinates.
 
     :param draws: ``(n, dim)``.
     :param reference: ``(m, dim)``.
-    :param directions: ``(dim, k)``, whose scalar products with the latents count as coordinates.
-    :returns: ``distance``; ``mean_error``, the worst absolute difference of means in sds of the
+    :param directions: ``(dim, k)``, additional directions that count as coordinates.
+    :returns: ``distance``; ``mean_error``, the largest absolute difference of means in sds of the
         reference; ``sd_ratio_min`` and ``sd_ratio_max`` over coordinates.
     :raises ValueError: for draws that are not finite.
     """

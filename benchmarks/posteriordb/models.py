@@ -22,7 +22,7 @@ __all__ = [
 
 
 def eight_schools_centered(y: Tensor, sigma: Tensor) -> None:
-    """The schools' effects around a common mean: a funnel in tau."""
+    """Effects of the schools around a common mean: a funnel in tau."""
     mu = pyro.sample("mu", dist.Normal(y.new_tensor(0.0), 5.0))
     tau = pyro.sample("tau", dist.HalfCauchy(y.new_tensor(5.0)))
     with pyro.plate("schools", len(y)):
@@ -40,7 +40,7 @@ def eight_schools_noncentered(y: Tensor, sigma: Tensor) -> None:
 
 
 def _two_normals(mu: Tensor, y: Tensor) -> None:
-    """The mixture's remaining sites; its components are the last dimension."""
+    """The other sites of the mixture; its components are the last dimension."""
     two = torch.ones_like(y[:2])
     sigma = pyro.sample("sigma", dist.HalfNormal(2.0 * two).to_event(1))
     theta = pyro.sample("theta", dist.Beta(y.new_tensor(5.0), y.new_tensor(5.0)))
@@ -63,14 +63,14 @@ def gauss_mix_unordered(y: Tensor) -> None:
 
 
 def gp_regression(x: Tensor, y: Tensor) -> None:
-    """A Gaussian process with a squared-exponential kernel; ``sigma`` is the noise's variance."""
+    """A Gaussian process with a squared-exponential kernel; ``sigma`` is the noise variance."""
     rho = pyro.sample("rho", dist.Gamma(x.new_tensor(25.0), x.new_tensor(4.0)))
     alpha = pyro.sample("alpha", dist.HalfNormal(x.new_tensor(2.0)))
     sigma = pyro.sample("sigma", dist.HalfNormal(x.new_tensor(1.0)))
     rho, alpha, sigma = (site[..., None, None] for site in (rho, alpha, sigma))
     identity = torch.eye(len(x), dtype=x.dtype, device=x.device)
     kernel = torch.exp(-0.5 * ((x[:, None] - x) / rho).square())
-    # The sliver keeps the Cholesky factor of far-off parameters finite.
+    # The jitter keeps the Cholesky factor finite for extreme parameters.
     covariance = alpha.square() * (kernel + 1e-10 * identity) + sigma * identity
     scale_tril = torch.linalg.cholesky(covariance)
     loc = torch.zeros_like(y)
@@ -78,7 +78,7 @@ def gp_regression(x: Tensor, y: Tensor) -> None:
 
 
 def hmm_drive(u: Tensor, v: Tensor, alpha: Tensor) -> None:
-    """Two hidden states, two exponential observations each; the states are summed out."""
+    """Two marginalised hidden states with two exponential observations each."""
     theta = [pyro.sample(f"theta{k + 1}", dist.Dirichlet(alpha[k])) for k in range(2)]
     prior = dist.Normal(u.new_tensor([0.0, 3.0]), 1.0).to_event(1)
     rates = []

@@ -21,7 +21,7 @@ def _rows(loc: Tensor, sigma: Tensor, y: Tensor) -> None:
 
 
 def flat_regression(X: Tensor, y: Tensor) -> None:
-    """Flat priors on the coefficients and on the noise's sd (not on its logarithm)."""
+    """Flat priors on the coefficients and on the noise sd (not on its logarithm)."""
     beta = pyro.sample("beta", dist.ImproperUniform(constraints.real_vector, (), X.shape[-1:]))
     sigma = pyro.sample("sigma", dist.ImproperUniform(constraints.positive, (), ()))
     _rows(beta @ X.T, sigma, y)
@@ -42,7 +42,7 @@ def blr(X: Tensor, y: Tensor) -> None:
 
 
 def autoregression(X: Tensor, y: Tensor) -> None:
-    """A value on the values before it: row t of ``X`` holds lags 1, 2, ... of ``y[t]``."""
+    """An autoregression: row t of ``X`` contains lags 1, 2, ... of ``y[t]``."""
     alpha = pyro.sample("alpha", dist.Normal(X.new_tensor(0.0), 10.0))
     beta = pyro.sample("beta", dist.Normal(torch.zeros_like(X[0]), 10.0).to_event(1))
     sigma = pyro.sample("sigma", dist.HalfCauchy(X.new_tensor(2.5)))

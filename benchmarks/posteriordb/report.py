@@ -29,14 +29,14 @@ Cells = dict[tuple[str, str], list[Record]]
 
 
 def ratio(record: Record) -> float:
-    """The distance in floors: for NUTS in that of as few exact draws; infinite for a failed run."""
+    """Ratio to the floor: for NUTS the floor of equally many exact draws; infinite if failed."""
     if "error" in record:
         return math.inf
     return record["distance"] / record["nuts_floor" if record["method"] == "NUTS" else "floor"]
 
 
 def group(records: Iterable[Record]) -> Cells:
-    """The runs of each posterior and method."""
+    """Group the runs by posterior and method."""
     cells: Cells = defaultdict(list)
     for record in records:
         cells[record["posterior"], record["method"]].append(record)
@@ -44,13 +44,13 @@ def group(records: Iterable[Record]) -> Cells:
 
 
 def middle(cells: Cells, posterior: str, method: str) -> float | None:
-    """The median ratio over seeds, None without runs."""
+    """Return the median ratio over seeds, ``None`` without runs."""
     records = cells.get((posterior, method))
     return median(map(ratio, records)) if records else None
 
 
 def present(cells: Cells, index: int, order: Iterable[str]) -> list[str]:
-    """The posteriors (index 0) or methods (index 1) of the runs, in ``order``."""
+    """Return the posteriors (index 0) or methods (index 1) of the runs, in ``order``."""
     found = {key[index] for key in cells}
     return [name for name in order if name in found]
 
@@ -76,7 +76,7 @@ def ratio_table(cells: Cells, posteriors: list[str], methods: list[str]) -> str:
 
 
 def moments_table(cells: Cells, posteriors: list[str], method: str) -> str:
-    """The worst over seeds of the errors of one method's moments."""
+    """Return the largest errors over seeds of one method's moments."""
     columns: list[tuple[str, Callable]] = [
         ("sd_ratio_min", min),
         ("sd_ratio_max", max),
@@ -93,7 +93,7 @@ def moments_table(cells: Cells, posteriors: list[str], method: str) -> str:
 
 
 def seconds(cells: Cells, posterior: str, method: str) -> float | None:
-    """Median CPU time of the runs that did not fail; one that was stopped counts as it stands."""
+    """Median CPU time of the runs that did not fail; stopped runs count with their time."""
     records = cells.get((posterior, method), [])
     times = [
         r["cpu_seconds"] for r in records if r.get("error", "TimeLimit").startswith("TimeLimit")
@@ -119,13 +119,13 @@ def failures(cells: Cells) -> str:
 
 
 def near_gaussian(cells: Cells, posterior: str) -> bool:
-    """Whether a full-rank Gaussian is good enough."""
+    """Check whether a full-rank Gaussian is sufficient."""
     ratios = [middle(cells, posterior, method) for method in GAUSSIANS]
     return any(value is not None and value <= GOOD for value in ratios)
 
 
 def equals(ours: float, theirs: float) -> bool:
-    """Not worse, or within the floor, where no difference can be seen."""
+    """Check whether it is not worse, or below the floor, where differences are not visible."""
     return ours <= max(theirs, 1.0)
 
 
@@ -134,7 +134,7 @@ def names(posteriors: list[str]) -> str:
 
 
 def summary(cells: Cells, posteriors: list[str]) -> str:
-    """How ``implicit`` stands: one line for each claim."""
+    """Summarise ``implicit``, one line for each claim."""
     own = {name: middle(cells, name, OURS) for name in posteriors}
     fitted = {name: value for name, value in own.items() if value is not None}
     if not fitted:
@@ -179,7 +179,7 @@ not in the summary.
 
 
 def report(records: list[Record]) -> str:
-    """The Markdown page of all runs."""
+    """Return the Markdown page of all runs."""
     cells = group(records)
     posteriors = present(cells, 0, [*data.NAMES, *data.EXTRA])
     methods = present(cells, 1, METHODS)

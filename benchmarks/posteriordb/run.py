@@ -47,7 +47,7 @@ def run(
     budget: Budget,
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Runs one method from one seed; a run that raises an error is a result, too."""
+    """Run one method with one seed; a run that raises an error is a result, too."""
     wall, cpu = time.perf_counter(), time.process_time()
     try:
         with time_limit(seconds):

@@ -10,12 +10,12 @@ from pyro_implicit.density.target import Target
 
 __all__ = ["find_mode", "good_start"]
 
-# Half the squared length of the last Newton step, in posterior sds.
+# Largest length of the last Newton step, as half its square in posterior sds.
 TOLERANCE = 1e-4
 
 
 def good_start(density: Target) -> tuple[Tensor, bool]:
-    """The best mode reached from the prior's median and from 0, else the better of the two.
+    """Return the best mode reached from the prior's median and from 0, or the better point.
 
     :returns: a vector ``(latent_dim,)``, and whether it is a mode.
     """
@@ -28,10 +28,10 @@ def good_start(density: Target) -> tuple[Tensor, bool]:
 
 
 def find_mode(density: Target, start: Tensor) -> Tensor | None:
-    """L-BFGS from ``start``, then Newton steps, whose length tells a mode in any units.
+    """Run L-BFGS from ``start``, then Newton steps, whose length identifies a mode in any units.
 
     :param start: ``(latent_dim,)``.
-    :returns: ``(latent_dim,)``, or None where no mode was found.
+    :returns: ``(latent_dim,)``, or ``None`` without a mode.
     """
     point = _lbfgs(density, start)
     for _ in range(20):
@@ -63,7 +63,7 @@ def _lbfgs(density: Target, start: Tensor, max_iter: int = 500) -> Tensor:
         value, score = density.score(point[None])
         loss = -value[0]
         if not (loss.isfinite() and score.isfinite().all()):
-            # A wall for the line search.
+            # A barrier for the line search.
             point.grad = torch.zeros_like(point)
             return torch.full_like(loss, 1e100)
         point.grad = -score[0]

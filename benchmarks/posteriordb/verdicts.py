@@ -56,7 +56,7 @@ KEY = ("posterior", "guide", "seed")
 PREFIX = "target:"
 TARGETS = ("banana", "x_shape", "multimodal", "funnel", "funnel_wide", "x_shape_gap", "gmm40")
 NUM_DRAWS = 10_000
-#: What tells the findings apart, by what it is called in the tables.
+#: Names of the findings in the tables, by their distinctive words.
 FINDINGS = {
     "cannot tell": "no power",
     "k-hat": "k-hat",
@@ -73,7 +73,7 @@ FINDINGS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A posterior: how to lay out its draws as vectors, and exact ones ``(num_draws, dim)``."""
+    """A posterior: a function that flattens draws, and exact draws ``(num_draws, dim)``."""
 
     model: Callable[..., object]
     args: tuple
@@ -90,7 +90,7 @@ def load(name: str, data_dir: Path | None) -> Case:
 
 
 def guides(case: Case, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Names of guides and what makes them; None where there is no such guide."""
+    """Return functions that make guides, by name; ``None`` if there is no such guide."""
     model, args = case.model, case.args
 
     @cache
@@ -119,11 +119,11 @@ def guides(case: Case, seed: int) -> Iterator[tuple[str, Callable[[], Any]]]:
 def judge(
     case: Case, make_guide: Callable[[], Any], seed: int, directions: Tensor | None = None
 ) -> Record | None:
-    """The verdict on a guide and its true errors; a guide that raises an error is a result, too.
+    """Return the verdict on a guide and its true errors; errors are recorded, too.
 
-    :param directions: ``(dim, k)``, along which there may be errors that no coordinate shows.
+    :param directions: ``(dim, k)``, additional directions with possible errors.
     """
-    # All Gaussian guides share their names there: the first would replace the others.
+    # All Gaussian guides share their names in the store: the first would replace the others.
     pyro.clear_param_store()
     try:
         guide = make_guide()
@@ -141,7 +141,7 @@ def judge(
 
 
 def summary(diagnosis: Diagnosis) -> Record:
-    """What a diagnosis says, in numbers and short names."""
+    """Return a diagnosis as numbers and short names."""
     bound, coverage = diagnosis.bound, diagnosis.coverage
     return {
         "verdict": diagnosis.verdict,
@@ -158,18 +158,18 @@ def short_name(reason: str) -> str:
 
 
 def sd_error(moments: Record) -> float:
-    """The worst factor between standard deviations, at least 1."""
+    """Return the largest factor between standard deviations, at least 1."""
     return max(moments["sd_ratio_max"], 1 / max(moments["sd_ratio_min"], 1e-12))
 
 
 def sd_noise(reference: Tensor, directions: Tensor | None = None) -> float:
-    """That of two halves of the reference: heavy tails have no standard deviation to speak of."""
+    """Return the factor between two halves of the reference, which is large for heavy tails."""
     first, second = reference[::2], reference[1::2]
     return sd_error(measure(first, second, directions))
 
 
 def true_class(record: Record) -> str:
-    """``"good"``, ``"bad"`` or ``"between"``, by the reference."""
+    """Return ``"good"``, ``"bad"`` or ``"between"``, by the reference."""
     error = sd_error(record) / record["sd_noise"]
     if error > 1.25 or record["mean_error"] > 0.25:
         return "bad"
@@ -179,7 +179,7 @@ def true_class(record: Record) -> str:
 
 
 def confusion(records: list[Record]) -> str:
-    """How often which verdict met which truth, and the names of what should not be."""
+    """Count verdicts by truth, and name the wrong ones."""
     counts = Counter((true_class(record), record["verdict"]) for record in records)
     verdicts = ("trust", "check", "do not trust")
     classes = ("good", "between", "bad")
@@ -223,14 +223,14 @@ are those of the diagnosis.
 
 
 def failures(records: list[Record]) -> str:
-    """A line for each record of an error."""
+    """Return one line for each record with an error."""
     failed = [record for record in records if "error" in record]
     lines = [f"* {r['posterior']} {r['guide']}: {r['error']}".split("\n")[0] for r in failed]
     return "\n".join(lines or ["None."]) + "\n"
 
 
 def report(records: list[Record]) -> str:
-    """The Markdown page of all records."""
+    """Return the Markdown page of all records."""
     judged = [record for record in records if "error" not in record]
     parts = {
         "Truth and verdict": confusion(judged) + "\n" + NOTE,
@@ -244,7 +244,7 @@ def run_all(args: argparse.Namespace) -> None:
     machine = environment("cpu")
     done = {tuple(record[key] for key in KEY) for record in read_records(args.out)}
     for name in args.posteriors:
-        # The last guide's line ends a posterior: others may not exist.
+        # The last guide's line ends a posterior, as other guides may not exist.
         for seed in (s for s in args.seeds if (name, "fit", s) not in done):
             case = load(name, args.data_dir)
             size = {"dim": case.reference.shape[1], "floor": floor(case.reference)}

@@ -51,7 +51,7 @@ def _predators_data() -> tuple:
 
 @add(_predators_data)
 def lotka_volterra(y):
-    """Runge-Kutta of fixed steps, written out."""
+    """Runge-Kutta method with fixed steps."""
     theta = pyro.sample(
         "theta",
         dist.LogNormal(torch.tensor([-0.6, -3.5, -0.2, -3.7]), torch.tensor(0.5)).to_event(1),

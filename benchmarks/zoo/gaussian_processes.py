@@ -57,7 +57,7 @@ def _bernoulli_data() -> tuple:
 
 @add(_bernoulli_data)
 def gp_bernoulli(x, y):
-    """Centred: the function's values are drawn from the process itself."""
+    """Centred: the values of the function are sampled from the process."""
     lengthscale = pyro.sample("lengthscale", dist.Gamma(3.0, 3.0))
     variance = pyro.sample("variance", dist.Gamma(2.0, 1.0))
     K = rbf(x, variance, lengthscale, jitter=1e-3)

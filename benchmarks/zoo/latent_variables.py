@@ -30,7 +30,7 @@ def _factors_invariant(draws, y):
 
 @add(_factors_data, _factors_invariant)
 def factor_analysis(y):
-    """The factors are integrated out; the loadings may rotate and change sign."""
+    """The factors are marginalised; the loadings may rotate and change sign."""
     num_variables = y.shape[1]
     loadings = pyro.sample("loadings", dist.Normal(0.0, 1.0).expand([num_variables, 2]).to_event(2))
     noise = pyro.sample("noise", dist.HalfNormal(1.0).expand([num_variables]).to_event(1))
@@ -72,7 +72,7 @@ def _words_data() -> tuple:
 
 def _topics_invariant(draws, counts):
     topics, words = draws["topics"], draws["words"]
-    # Words that tell the two topics of this data apart, whatever their order.
+    # Words that identify the two topics of these data in either order.
     order = words[..., _TELLING].argsort(-1)
     words = words.gather(1, order.unsqueeze(-1).expand_as(words))
     topics = topics.gather(2, order.unsqueeze(1).expand_as(topics))
@@ -84,7 +84,7 @@ _TELLING = 1
 
 @add(_words_data, _topics_invariant)
 def topics(counts):
-    """A topic model whose words' topics are summed out."""
+    """A topic model with marginalised topics of words."""
     num_documents, num_words = counts.shape
     with pyro.plate("num_topics", 2):
         words = pyro.sample("words", dist.Dirichlet(0.5 * torch.ones(num_words)))

@@ -28,7 +28,7 @@ Draws = dict[str, Tensor]
 
 
 class Fitted:
-    """What a method returns: how to draw, a guide to be diagnosed or None, and notes."""
+    """The result of a method: how to draw, a guide for the diagnosis or ``None``, and notes."""
 
     def __init__(self, sample: Callable[[], Draws], guide: Any = None, **notes: Any) -> None:
         self.sample, self.guide, self.notes = sample, guide, notes
@@ -48,7 +48,7 @@ def ours(zoo: ZooModel, model: Any, args: tuple, seed: int) -> Fitted:
 
 
 def gaussian(zoo: ZooModel, model: Any, args: tuple, seed: int) -> Fitted:
-    """A full-rank Gaussian, or one of low rank above 100 latents, by 5,000 steps of Pyro's SVI."""
+    """A full-rank Gaussian, or low-rank above 100 latents, by 5,000 steps of Pyro's SVI."""
     _, start, _ = zoo.potential(args)
     is_dense = sum(value.numel() for value in start.values()) <= MAX_DENSE_DIM
     make = AutoMultivariateNormal if is_dense else AutoLowRankMultivariateNormal
@@ -62,7 +62,7 @@ def gaussian(zoo: ZooModel, model: Any, args: tuple, seed: int) -> Fitted:
 
 
 def nuts(zoo: ZooModel, model: Any, args: tuple, seed: int) -> Fitted:
-    """One chain of 1,000 draws after as many of warm-up, each drawn ten times."""
+    """One chain of 1,000 draws after 1,000 steps of warm-up, each draw repeated ten times."""
     kernel = NUTS(model, max_plate_nesting=zoo.max_plate_nesting)
     mcmc = MCMC(kernel, num_samples=1000, warmup_steps=1000, disable_progbar=True)
     mcmc.run(*args)
@@ -72,7 +72,7 @@ def nuts(zoo: ZooModel, model: Any, args: tuple, seed: int) -> Fitted:
 
 
 def loop(zoo: ZooModel, model: Any, args: tuple, seed: int) -> Fitted:
-    """The README's loop: the guide swapped, and plain SVI with its settings."""
+    """The README's loop: plain SVI with another guide, and the settings of the README."""
     guide = AutoSemiImplicit(model)
     optim = ClippedAdam({"lr": 5e-3, "lrd": 0.998})
     svi = SVI(model, guide, optim, LIVI_ELBO(num_particles=8))

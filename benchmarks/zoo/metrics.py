@@ -33,7 +33,7 @@ class Reference:
 
 
 def read_reference(name: str) -> Reference | None:
-    """The committed reference of a model, None where there is none."""
+    """Return the committed reference of a model, ``None`` if there is none."""
     path = DRAWS / f"{name}.npz"
     if not path.exists():
         return None
@@ -45,7 +45,7 @@ def read_reference(name: str) -> Reference | None:
 
 
 def _marginal(first: Tensor, second: Tensor) -> float:
-    """The largest 1-Wasserstein distance of single columns, of equally many draws."""
+    """Largest 1-Wasserstein distance of single columns, for equal numbers of draws."""
     return (first.sort(0).values - second.sort(0).values).abs().mean(0).max().item()
 
 
@@ -58,13 +58,13 @@ def _marginal_floor(values: Tensor) -> float:
 
 
 def measure(draws: Tensor, reference: Reference) -> dict[str, float]:
-    """Distances in floors, and the errors of moments.
+    """Return ratios to the floor and the errors of moments.
 
     :param draws: of all features, ``(num_draws, num_features)``, at least as many as the reference.
     :returns: ``distance`` and its ``floor``, ``ratio`` (sliced, as for posteriordb), and
-        ``worst_ratio`` (of the worst column, in the floor of the worst column), by as many draws as
-        the reference has; ``mean_error``, ``sd_ratio_min`` and ``sd_ratio_max`` of all features by
-        all draws.
+        ``worst_ratio`` (of the worst column, relative to the floor of the worst column), with as
+        many draws as the reference; ``mean_error``, ``sd_ratio_min`` and ``sd_ratio_max`` of all
+        features with all draws.
     :raises ValueError: for draws that are not finite.
     """
     bad = int((~draws.isfinite()).any(-1).sum())

@@ -21,7 +21,7 @@ def _missing_data() -> tuple:
 
 @add(_missing_data)
 def missing_covariates(x, y):
-    """Missing covariates are latents, written into their places."""
+    """Missing covariates are latent variables, inserted in their places."""
     mu = pyro.sample("mu", dist.Normal(0.0, 2.0).expand([2]).to_event(1))
     sd = pyro.sample("sd", dist.HalfNormal(2.0).expand([2]).to_event(1))
     missing = torch.isnan(x)
@@ -69,7 +69,7 @@ def _dose_data() -> tuple:
 
 @add(_dose_data)
 def deterministic_sites(dose, response):
-    """A dose and its effect, not centred, with everything of interest a deterministic site."""
+    """A dose and its effect, not centred, with deterministic sites for all results."""
     log_top = pyro.sample("log_top", dist.Normal(2.0, 1.0))
     log_half = pyro.sample("log_half", dist.Normal(0.0, 1.0))
     spread = pyro.sample("spread", dist.HalfNormal(0.5))
@@ -85,7 +85,7 @@ def deterministic_sites(dose, response):
 
 @add(lambda: ())
 def factor_energy():
-    """An energy function of one's own: a bent ridge."""
+    """A user-defined energy function: a curved ridge."""
     x = pyro.sample("x", dist.Normal(0.0, 10.0).expand([3]).to_event(1))
     bend = 2.0 * (x[1] - 0.5 * x[0] ** 2) ** 2
     energy = 0.5 * x[0] ** 2 + bend + 0.5 * (x[2] - torch.sin(2 * x[0])) ** 2 / 0.25

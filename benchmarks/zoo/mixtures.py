@@ -17,12 +17,12 @@ from benchmarks.zoo.registry import add, floats
 
 
 def log_ratios(simplex):
-    """Unconstrained coordinates of points of a simplex that treat the parts by their order."""
+    """Unconstrained coordinates of simplex points, by the order of their parts."""
     return simplex[..., :-1].log() - simplex[..., -1:].log()
 
 
 def _sorted(weights, locs, *others):
-    """Weights and further arrays ``(num_draws, components, ...)``, by the first location."""
+    """Weights and further arrays ``(num_draws, components, ...)``, sorted by the first location."""
     first = locs.reshape(*locs.shape[:2], -1)[..., 0]
     order = first.argsort(-1)
 
@@ -90,7 +90,7 @@ def _four_invariant(draws, y):
 
 @add(_four_data, _four_invariant)
 def mixture_4(y):
-    """In the plane, with the sum over components written out."""
+    """A mixture in the plane, with an explicit sum over components."""
     weights = pyro.sample("weights", dist.Dirichlet(5.0 * torch.ones(4)))
     centres = pyro.sample("centres", dist.Normal(0.0, 4.0).expand([4, 2]).to_event(2))
     scale = pyro.sample("scale", dist.HalfNormal(2.0))

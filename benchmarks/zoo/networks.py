@@ -20,7 +20,7 @@ def _layer(inputs: int, outputs: int):
 
 
 def _outputs(draws, x, layers):
-    """The network's values at the rows of ``x``, ``(num_draws, rows)``."""
+    """Outputs of the network at the rows of ``x``, ``(num_draws, rows)``."""
     value = x.expand(len(draws[f"{layers[0]}.bias"]), *x.shape)
     for i, layer in enumerate(layers):
         value = value @ draws[f"{layer}.weight"].mT + draws[f"{layer}.bias"].unsqueeze(-2)

@@ -37,11 +37,11 @@ _MODELS: dict[str, ZooModel] = {}
 
 @dataclass(frozen=True)
 class ZooModel:
-    """One of the models.
+    """A model of the zoo.
 
     ``model`` is a function, or the class of a module; ``data`` makes its arguments; ``invariant``
-    maps draws by site to matrices, for models whose latents have symmetries (labels, rotations):
-    without it the draws are compared in unconstrained space.
+    maps draws by site to matrices, for models whose latents have symmetries (labels, rotations).
+    Without it, draws are compared in unconstrained space.
     """
 
     name: str
@@ -52,14 +52,14 @@ class ZooModel:
     max_plate_nesting: int | None = None
 
     def model(self) -> Callable[..., Any]:
-        """What a user passes to ``fit``: a module is made anew."""
+        """Return the model that a user passes to ``fit``; a module is created anew."""
         return self.source() if inspect.isclass(self.source) else self.source
 
     def potential(self, args: tuple) -> tuple[Callable[[Draws], Tensor], Draws, dict[str, Any]]:
-        """Pyro's own view, by which references are checked and draws unconstrained: the potential
-        energy of the unconstrained latents with discrete ones summed out, an example of these
-        latents, and the transforms to unconstrained space."""
-        with pyro.validation_enabled(False):  # far points may be impossible
+        """Return Pyro's potential energy of the unconstrained latents with discrete latents
+        marginalised, an example of these latents, and the transforms to unconstrained space.
+        It serves to check references and to unconstrain draws."""
+        with pyro.validation_enabled(False):  # distant points may be impossible
             start, potential, transforms, _ = initialize_model(
                 self.model(),
                 args,
@@ -69,7 +69,7 @@ class ZooModel:
         return potential, start, transforms
 
     def unconstrain(self, draws: Draws, args: tuple) -> Tensor:
-        """``(num_draws, dim)`` from draws by site."""
+        """Convert draws by site to ``(num_draws, dim)``."""
         _, start, transforms = self.potential(args)
         parts = []
         for name, value in start.items():
@@ -78,7 +78,7 @@ class ZooModel:
         return torch.cat(parts, -1)
 
     def features(self, draws: Draws, args: tuple) -> tuple[Tensor, list[int]]:
-        """What is compared, ``(num_draws, num_features)``, and the columns that each part has.
+        """Return the compared features, ``(num_draws, num_features)``, and columns by part.
 
         :param draws: by site, ``(num_draws, *site_shape)``.
         """
@@ -95,12 +95,12 @@ def add(
     name: str | None = None,
     max_plate_nesting: int | None = None,
 ) -> Callable[[Any], Any]:
-    """Adds a function or a module's class to the zoo.
+    """Add a function or a module's class to the zoo.
 
     :param data: makes the arguments, in the default dtype.
-    :param invariant: of ``(draws, *args)``, what is compared in place of the latents.
-    :param name: default that of the function.
-    :param max_plate_nesting: of models with discrete latents.
+    :param invariant: function of ``(draws, *args)`` that returns the compared features.
+    :param name: default: that of the function.
+    :param max_plate_nesting: for models with discrete latents.
     """
 
     def register(source: Any) -> Any:
@@ -119,22 +119,22 @@ def _read_all() -> None:
 
 
 def names() -> list[str]:
-    """Of all models, file by file."""
+    """Names of all models, file by file."""
     _read_all()
     return list(_MODELS)
 
 
 def load(name: str) -> ZooModel:
-    """One model."""
+    """Return one model."""
     _read_all()
     return _MODELS[name]
 
 
 def floats(*arrays: Any) -> tuple[Tensor, ...]:
-    """Arrays as tensors of the default dtype."""
+    """Convert arrays to tensors of the default dtype."""
     return tuple(torch.as_tensor(np.asarray(a), dtype=torch.get_default_dtype()) for a in arrays)
 
 
 def integers(array: Any) -> Tensor:
-    """An array of indices as a tensor."""
+    """Convert an array of indices to a tensor."""
     return torch.as_tensor(np.asarray(array), dtype=torch.long)

@@ -174,7 +174,7 @@ def weibull_survival(x, time, censored):
     with pyro.plate("seen", int(seen.sum())):
         pyro.sample("time", dist.Weibull(scale[seen], shape), obs=time[seen])
     with pyro.plate("censored", int(censored.sum())):
-        # Such a time is later than the end of the study.
+        # Such a time is after the end of the study.
         pyro.factor("survives", -((time[censored] / scale[censored]) ** shape))
 
 

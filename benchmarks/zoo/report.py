@@ -36,7 +36,7 @@ def number(record: Record, key: str, digits: int = 2) -> str:
 
 
 def outcome(record: Record) -> str:
-    """What went wrong, in a few words."""
+    """Describe the failure in a few words."""
     if "error" in record:
         return record["error"].split("\n")[0][:60].replace("|", "/")
     if "diagnosis_error" in record:
@@ -83,7 +83,7 @@ def listed(records: list[Record]) -> str:
 
 
 def summary(records: list[Record]) -> str:
-    """The claims, each in one line."""
+    """Return the claims, one line each."""
     failed = [r for r in records if "error" in r]
     measured = [r for r in records if "ratio" in r and "error" not in r]
     lines = [
@@ -102,7 +102,7 @@ def summary(records: list[Record]) -> str:
 
 
 def beside(records: list[Record], fits: dict[str, Record]) -> str:
-    """Where ``fit`` is faster, and where it is closer to the reference."""
+    """Compare the times and distances of ``fit`` with those of another method."""
     pairs = [(fits[r["model"]], r) for r in records if r["model"] in fits]
     pairs = [
         (own, other) for own, other in pairs if "cpu_seconds" in own and "cpu_seconds" in other
@@ -143,7 +143,7 @@ def failures(records: list[Record]) -> str:
 
 
 def report(records: list[Record]) -> str:
-    """The Markdown page of all runs."""
+    """Return the Markdown page of all runs."""
     checks = {record["model"]: record for record in read_records(CHECKS)}
     parts = ["# The zoo\n", NOTE]
     fits = {record["model"]: record for record in records if record["method"] == "fit"}

@@ -46,7 +46,7 @@ def _peak_mb() -> float:
 
 
 def _failure(error: BaseException) -> Record:
-    """An error's kind and words, and where it arose."""
+    """Return kind, message and origin of an error."""
     frames = [
         f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
         for frame in traceback.extract_tb(error.__traceback__)
@@ -55,10 +55,10 @@ def _failure(error: BaseException) -> Record:
 
 
 def run(name: str, method: str, seed: int, limits: tuple[float, float], draws: Path) -> Record:
-    """One run in this process.
+    """Run one method in this process.
 
-    :param limits: CPU seconds of the method, and of the diagnosis after it.
-    :param draws: where the draws go, ``(num_draws, num_features)``.
+    :param limits: CPU seconds of the method, and of the diagnosis.
+    :param draws: file of the draws, ``(num_draws, num_features)``.
     """
     import numpy as np
     import pyro
@@ -67,7 +67,7 @@ def run(name: str, method: str, seed: int, limits: tuple[float, float], draws: P
     from benchmarks.zoo import registry
     from benchmarks.zoo.methods import METHODS
 
-    # For what no signal interrupts: the kernel ends such a process.
+    # For code that no signal interrupts: the kernel ends such a process.
     hard = int(2 * sum(limits) + 120)
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
     torch.set_default_dtype(torch.float64)
@@ -103,7 +103,7 @@ def run(name: str, method: str, seed: int, limits: tuple[float, float], draws: P
 
 
 def _diagnosis(model: Any, guide: Any, args: tuple, limit: float) -> Record:
-    """``diagnose``'s verdict and what it cost."""
+    """Return the verdict of ``diagnose`` and its cost."""
     from benchmarks.posteriordb.verdicts import summary
     from pyro_implicit import diagnose
 
@@ -119,7 +119,7 @@ def _diagnosis(model: Any, guide: Any, args: tuple, limit: float) -> Record:
 
 
 def run_apart(name: str, method: str, seed: int, args: argparse.Namespace) -> Record:
-    """One run in a process of its own, measured."""
+    """Run and measure one method in a separate process."""
     limits = (args.time_limit, args.diagnosis_limit)
     args.draws.mkdir(parents=True, exist_ok=True)
     draws = args.draws / f"{name}-{method}-{seed}.npy"
@@ -140,7 +140,7 @@ def run_apart(name: str, method: str, seed: int, args: argparse.Namespace) -> Re
 
 
 def measured(name: str, draws: Path) -> Record:
-    """How far kept draws are from the reference; empty where either is missing."""
+    """Measure saved draws against the reference; empty if either is missing."""
     import numpy as np
     import torch
 
@@ -172,7 +172,7 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def measure_again(args: argparse.Namespace) -> None:
-    """Measures the kept draws of all lines against the references of today."""
+    """Measure the saved draws of all lines against the current references."""
     records = read_records(args.out)
     for record in records:
         name = "-".join(str(record[key]) for key in KEY)

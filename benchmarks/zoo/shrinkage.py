@@ -39,7 +39,7 @@ for _rows, _columns in ((60, 30), (80, 50), (200, 300)):
 
 @add(lambda: _sparse_data(50, 20, 27))
 def spike_slab(x, y):
-    """The indicator of each coefficient is summed out: a narrow and a wide normal."""
+    """The indicator of each coefficient is marginalised: a narrow and a wide normal."""
     inclusion = pyro.sample("inclusion", dist.Beta(1.0, 4.0))
     sigma = pyro.sample("sigma", dist.HalfNormal(2.0))
     with pyro.plate("features", x.shape[1]):

@@ -104,7 +104,7 @@ def local_level(y):
 
 @add(_level_data)
 def local_level_loop(y):
-    """Centred, a site for each step: 102 latents in a Python loop."""
+    """Centred, with one site per step: 102 latents in a Python loop."""
     sd_level = pyro.sample("sd_level", dist.HalfNormal(1.0))
     sd_noise = pyro.sample("sd_noise", dist.HalfNormal(1.0))
     level = torch.tensor(0.0)
@@ -124,7 +124,7 @@ def _volatility_data(steps: int) -> tuple:
 
 @add(lambda: _volatility_data(1000))
 def stochastic_volatility_1000(y):
-    """Vectorised: a random walk of the log-variance, as the sum of its steps."""
+    """Vectorised: the log-variance is a random walk, the cumulative sum of its steps."""
     sigma = pyro.sample("sigma", dist.HalfNormal(0.5))
     start = pyro.sample("start", dist.Normal(-1.0, 2.0))
     steps = pyro.sample("steps", dist.Normal(0.0, sigma).expand([len(y)]).to_event(1))

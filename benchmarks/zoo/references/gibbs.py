@@ -25,8 +25,8 @@ __all__ = ["horseshoe", "walk_local"]
 
 NUM_CHAINS, NUM_POINTS = 8, 6
 NOISE_PRIOR = 2.0
-NUM_WALKS, STEP = 10, 0.3  # in each sweep, of the logarithms of the two common scales
-LOCAL_STEP, NUM_LOCAL = 3.0, 4  # of the logarithms of the local scales; Gibbs steps of these
+NUM_WALKS, STEP = 10, 0.3  # per sweep; step of the logarithms of the two common scales
+LOCAL_STEP, NUM_LOCAL = 3.0, 4  # step of the logarithms of the local scales; their Gibbs steps
 
 
 def _inverse_gamma(rng: np.random.Generator, shape: float, scale: Any) -> Any:
@@ -34,7 +34,7 @@ def _inverse_gamma(rng: np.random.Generator, shape: float, scale: Any) -> Any:
 
 
 def _log_marginal(log_scales: Any, eigenvalues: Any, rotated: Any) -> Any:
-    """Of ``log(tau), log(sigma)``, ``(num_chains, 2)``, given the local scales."""
+    """Log-density of ``log(tau), log(sigma)``, ``(num_chains, 2)``, given the local scales."""
     tau, sigma = np.exp(log_scales).T
     variance = sigma[:, None] ** 2 + tau[:, None] ** 2 * eigenvalues
     total = -0.5 * (np.log(variance) + rotated**2 / variance).sum(-1)
@@ -45,9 +45,9 @@ def _log_marginal(log_scales: Any, eigenvalues: Any, rotated: Any) -> Any:
 def walk_local(
     rng: np.random.Generator, x: Any, residual: Any, local: Any, coefficients: Any, noise: Any
 ) -> Any:
-    """Local scales after a step of each with its ``z`` held, so that its coefficient moves along.
+    """Update each local scale with its ``z`` fixed, so that its coefficient moves along.
 
-    :param residual: what the coefficients leave of ``y``.
+    :param residual: ``y`` minus the contribution of the coefficients.
     :param noise: variances.
     """
     local, residual = local.copy(), residual.copy()
@@ -64,7 +64,7 @@ def walk_local(
 
 
 def _exchange(rng: np.random.Generator, log_tau: Any, log_local: Any) -> tuple[Any, Any]:
-    """Moves scale between the common and the local ones, whose products stay."""
+    """Move scale between the common and the local scales with fixed products."""
 
     def log_prior(log_scales: Any) -> Any:  # half-Cauchy
         return (log_scales - np.logaddexp(0, 2 * log_scales)).sum(-1)
@@ -80,7 +80,7 @@ def _exchange(rng: np.random.Generator, log_tau: Any, log_local: Any) -> tuple[A
 
 
 def _log_prob(x: Any, y: Any, draw: dict[str, Any]) -> float:
-    """The joint density, by the model's own distributions."""
+    """The joint density by the model's distributions."""
     cauchy, normal = stats.halfcauchy.logpdf, stats.norm.logpdf
     mean = x @ (draw["z"] * draw["lam"] * draw["tau"])
     total = cauchy(draw["tau"]) + cauchy(draw["lam"]).sum() + normal(draw["z"]).sum()
@@ -89,11 +89,11 @@ def _log_prob(x: Any, y: Any, draw: dict[str, Any]) -> float:
 
 
 def horseshoe(folder: Path, num_draws: int, thin: int, seed: int = 0) -> None:
-    """Writes draws and what they cost, as ``sample`` does for NUTS.
+    """Write draws and their cost, as ``sample`` does for NUTS.
 
-    :param folder: has the data and gets the draws.
-    :param num_draws: that each of 8 chains keeps, after a third of all sweeps to warm up.
-    :param thin: sweeps between two of them.
+    :param folder: contains the data and receives the draws.
+    :param num_draws: draws kept from each of 8 chains, after a third of all sweeps as warm-up.
+    :param thin: sweeps between two draws.
     """
     with np.load(folder / "data.npz") as file:
         x, y = file["argument_0"], file["argument_1"]
@@ -116,7 +116,7 @@ def horseshoe(folder: Path, num_draws: int, thin: int, seed: int = 0) -> None:
             log_scales = np.where(accepted[:, None], proposal, log_scales)
             before = np.where(accepted, after, before)
         tau, sigma = np.exp(log_scales).T[..., None]
-        # A draw of the prior, corrected by how far its noisy observations are from ``y``.
+        # A prior draw, corrected by the difference of its noisy observations from ``y``.
         z = rng.normal(size=local.shape)
         seen = (scaled @ (tau * z)[..., None])[..., 0] + sigma * rng.normal(size=(NUM_CHAINS, rows))
         weights = ((y - seen)[:, None] @ vectors)[:, 0] / (sigma**2 + tau**2 * eigenvalues)

@@ -32,7 +32,7 @@ from benchmarks.zoo.registry import ZooModel
 
 CHECKS = Path(__file__).parent / "checks.jsonl"
 MAX_DRAWS, MIN_DRAWS, MAX_COLUMNS, MAX_VALUES = 10_000, 1000, 75, 150_000
-# Sites of at most so many values are kept whole, of others a random part where there are too many.
+# Sites with at most this number of values are kept completely, of others a random part.
 SMALL_SITE = 12
 MAX_RHAT, MAX_DIVERGENCES, MAX_SPREAD = 1.01, 0.01, 1e-6
 
@@ -61,9 +61,9 @@ def read(folder: Path) -> tuple[Draws, Record]:
 
 
 def log_prob_spread(zoo: ZooModel, args: tuple, draws: Draws, log_probs: list[float]) -> float:
-    """How much the two log-densities differ from one point to the next, relative to their size.
+    """Return the largest relative change of the difference of both log-densities between points.
 
-    Compared are joint densities of the constrained latents, at the first draws of the first chain.
+    Compares joint densities of the constrained latents at the first draws of the first chain.
     """
     potential, start, transforms = zoo.potential(args)
     shapes = {name: transforms[name].inv(value).shape for name, value in start.items()}
@@ -87,10 +87,10 @@ def shape_of(zoo: ZooModel, args: tuple) -> dict[str, torch.Size]:
 
 
 def kept_columns(sizes: list[int]) -> Tensor:
-    """Small parts whole, of the large ones as many columns at random as there is room for."""
+    """Select small parts completely, and random columns of the large parts up to the limit."""
     total, parts, first = sum(sizes), [], 0
     small = sum(size for size in sizes if size <= SMALL_SITE)
-    if total <= MAX_COLUMNS or small > MAX_COLUMNS:  # many small sites: all alike
+    if total <= MAX_COLUMNS or small > MAX_COLUMNS:  # many small sites: all columns are alike
         rows = torch.randperm(total, generator=torch.Generator().manual_seed(0))[:MAX_COLUMNS]
         return rows.sort().values
     share = (MAX_COLUMNS - small) / (total - small)
@@ -103,7 +103,7 @@ def kept_columns(sizes: list[int]) -> Tensor:
 
 
 def make(name: str, args: argparse.Namespace) -> Record:
-    """Makes, checks and writes one reference."""
+    """Make, check and write one reference."""
     zoo = registry.load(name)
     data = zoo.data()
     draws, run, settings = sample(zoo, data, args.work / name, args.python)

@@ -31,7 +31,7 @@ def twin(kind: str, name: str) -> Callable[..., Any]:
 
 
 class Noncentred(Reparam):
-    """Draws a normal site as its location plus its scale, or Cholesky factor, times white noise."""
+    """Sample a normal site as its location plus its scale, or Cholesky factor, times noise."""
 
     def __call__(self, name: str, fn: Any, obs: Any) -> tuple[None, Any]:
         normal, _, _ = self._unwrap(fn)
@@ -44,7 +44,7 @@ class Noncentred(Reparam):
 
 
 def main(args: argparse.Namespace) -> None:
-    # Read at the first computation. Of most twins compilation takes longer than sampling.
+    # Read at the first computation. For most twins compilation takes longer than sampling.
     os.environ["XLA_FLAGS"] = COMMON_FLAGS + ("" if args.optimise else QUICK_FLAGS)
     jax.config.update("jax_enable_x64", True)
     wall, cpu = time.perf_counter(), time.process_time()

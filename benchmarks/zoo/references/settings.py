@@ -33,5 +33,5 @@ SETTINGS = {
     "deterministic_sites": "--target-accept 0.95",
 }
 
-# Of models that NUTS does not manage: draws of each chain, and sweeps between two of them.
+# Models on which NUTS does not converge: draws of each chain, and sweeps between two draws.
 GIBBS = {"horseshoe_30": (800, 5), "horseshoe_50": (800, 5), "horseshoe_300": (400, 10)}
