@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test and every doctest starts from the same state of Pyro and torch."""
+"""Fixture that resets Pyro and torch before every test and every doctest."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 os.environ.setdefault("MPLBACKEND", "Agg")
-# The tests' tensors are small: a second thread costs more than it saves, much more on a busy
-# machine. The variable is for the processes that tests start.
+# Tensors in tests are small: a second thread slows them down, especially on a busy machine. The
+# variable is for processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packaging metadata. The version has one home, pyro_implicit/__init__.py, and is read as text."""
+"""Packaging metadata. The version is read as text from pyro_implicit/__init__.py."""
 
 import re
 from pathlib import Path
@@ -28,8 +28,8 @@ setup(
     packages=find_packages(include=["pyro_implicit", "pyro_implicit.*"]),
     package_data={"pyro_implicit": ["py.typed"]},
     python_requires=">=3.11",
-    # matplotlib is imported by the first plot only: tests/test_package.py.
-    # torch: the oldest that was tested (CONTRIBUTING.md, "Release").
+    # matplotlib is imported lazily, by the first plot: tests/test_package.py.
+    # torch: the oldest tested version (CONTRIBUTING.md, "Release").
     install_requires=["pyro-ppl>=1.9.2", "torch>=2.9.1", "numpy", "matplotlib"],
     extras_require={
         "networks": NETWORKS,  # evaluate(ood=...)

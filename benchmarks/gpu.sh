@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# All that wants a GPU, in pieces of less than ten minutes each: benchmarks/gpu.sh [PIECE...]
+# Everything that needs a GPU, in pieces of less than ten minutes each: benchmarks/gpu.sh [PIECE...]
 #
-#   tests    the contract and what else has tensors of its own, on "cuda"
+#   tests    the contract tests and other tests that create tensors, on "cuda"
 #   steps    a training step on CPU and GPU: eight schools, networks of 16 to 1,024 particles
-#   kivi     kernels of KIVI's ratio; particles in one go against one by one
-#   vae      the autoencoder of examples/vae.py, all of MNIST (wants DATA, a folder with mnist/)
-#   lenet    MNIST by LeNet: MAP, mean field, LIVI (wants DATA)
+#   kivi     kernels of KIVI's ratio; vectorised particles compared with a loop
+#   vae      the autoencoder of examples/vae.py, all of MNIST (needs DATA, a folder with mnist/)
+#   lenet    MNIST by LeNet: MAP, mean field, LIVI (needs DATA)
 #
-# Results go to benchmarks/results and, of the examples, to OUT (default: gpu_results).
+# Results go to benchmarks/results, those of the examples to OUT (default: gpu_results).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT="${OUT:-gpu_results}"
