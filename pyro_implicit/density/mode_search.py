@@ -8,13 +8,14 @@ import time
 from typing import NamedTuple
 
 import torch
+from pyro.ops.tensor_utils import matvecmul
 from torch import Tensor
 
 from pyro_implicit.density.checks.numerics import blame, finite_log_prob, is_rounding
 from pyro_implicit.density.cost import estimated_seconds, nearby
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
-from pyro_implicit.ops.factors import lower_factor, matvec, root_of_inverse
+from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
 from pyro_implicit.runtime.printing import short_repr, steps_of
 from pyro_implicit.runtime.user_warnings import warn_user
 
@@ -191,11 +192,11 @@ def _climb(
             part[finite] for part in (point, log_prob, score, hessian)
         )
         factor, is_concave = root_of_inverse(hessian)
-        whitened = matvec(factor.mT, score)
-        step = matvec(factor, whitened)
+        whitened = matvecmul(factor.mT, score)
+        step = matvecmul(factor, whitened)
         proposals = point + point.new_tensor(SEARCH.step_sizes)[:, None, None] * step
         noise = antithetic_noise(point, num_draws)
-        draws = point + matvec(factor, noise)
+        draws = point + matvecmul(factor, noise)
         values = finite_log_prob(target, torch.cat([draws, proposals]))
         here = Modes(point, factor, gaussian_elbo(values[: len(draws)], noise, factor))
         highest = _highest(draws, values[: len(draws)])
@@ -255,7 +256,7 @@ def _separate(target: Target, found: Modes, max_gap: float) -> tuple[Modes, Tens
     whiten = torch.linalg.inv_ex(found.scale_tril[:1]).inverse
     for candidate in order.tolist():
         start, end = found.loc[kept], found.loc[candidate]
-        apart = matvec(whiten, end - start).norm(dim=-1).nan_to_num(math.inf)
+        apart = matvecmul(whiten, end - start).norm(dim=-1).nan_to_num(math.inf)
         if apart.min() < SEARCH.same:
             num_met[int(apart.argmin())] += 1
             continue
@@ -272,7 +273,7 @@ def _separate(target: Target, found: Modes, max_gap: float) -> tuple[Modes, Tens
     # Judged again with many draws: the best of many paths is partly the luckiest.
     loc, root, elbo = (part[kept] for part in found)
     noise = antithetic_noise(loc, SEARCH.num_final_draws)
-    draws = loc + matvec(root, noise)
+    draws = loc + matvecmul(root, noise)
     values = finite_log_prob(target, draws)
     is_sound = ~is_rounding(target, _highest(draws, values))
     elbo = torch.where(is_sound, gaussian_elbo(values, noise, root), elbo)

@@ -382,7 +382,7 @@ class DiscreteSum:
 class _Ring(LogRing):
     """Pyro's ring, with a sum that ``vmap`` can run."""
 
-    _backend = "pyro_implicit.ops.log_einsum"
+    _backend = "pyro_implicit.ops.log_space"
 
 
 def _common(scales: dict[str, Any]) -> Any:

@@ -16,8 +16,7 @@ from torch.distributions import Distribution, Transform
 from torch.overrides import TorchFunctionMode
 
 from pyro_implicit.compiled import is_tracing
-from pyro_implicit.ops.hidden_markov import log_forward
-from pyro_implicit.ops.log_ndtr import log_ndtr
+from pyro_implicit.ops.log_space import log_forward, log_ndtr
 
 __all__ = ["BranchError", "RunMode", "VmapError", "all_runs", "in_each_run"]
 

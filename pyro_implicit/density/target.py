@@ -45,8 +45,7 @@ from pyro_implicit.density.model import (
     varying_site,
 )
 from pyro_implicit.density.policy import RUNS
-from pyro_implicit.ops.site_parts import site_parts
-from pyro_implicit.runtime.sites import Site, is_data, is_discrete_latent, is_latent
+from pyro_implicit.runtime.sites import Site, is_data, is_discrete_latent, is_latent, site_parts
 from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = ["Target"]

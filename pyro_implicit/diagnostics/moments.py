@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal
 
-from pyro_implicit.ops.krylov import lanczos
+from pyro_implicit.ops.logdet import lanczos
 
 __all__ = [
     "FALSE_ALARM",

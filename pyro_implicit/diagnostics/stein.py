@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_implicit.diagnostics.moments import FALSE_ALARM, Fault, Resolution, moment_errors
 from pyro_implicit.diagnostics.whitening import CollapsedError, Whitened, whiten_draws
-from pyro_implicit.ops.stein_discrepancy import SteinTest, stein_test
+from pyro_implicit.ops.score_estimators import SteinTest, stein_test
 
 __all__ = ["SteinCheck", "stein_by_site", "stein_check"]
 
@@ -50,7 +50,7 @@ def stein_check(draws: Whitened, scores: Tensor) -> SteinCheck:
     For Gaussians the first is the error of the mean, and along any direction the second is the
     squared ratio of the guide's standard deviation to the posterior's given all other directions:
     the largest one, of the direction that a guide overestimates most, and the smallest one are
-    reported, with those of the coordinates. :func:`~pyro_implicit.ops.stein_discrepancy.stein_test`
+    reported, with those of the coordinates. :func:`~pyro_implicit.ops.score_estimators.stein_test`
     asks the same of all functions of a reproducing kernel Hilbert space.
 
     A guide that has converged fulfils the identities that belong to its own parameters, whatever

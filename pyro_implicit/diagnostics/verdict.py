@@ -21,7 +21,7 @@ from pyro_implicit.diagnostics.findings import (
 from pyro_implicit.diagnostics.moments import FALSE_ALARM, MomentErrors
 from pyro_implicit.diagnostics.stein import SteinCheck
 from pyro_implicit.infer.bound import EvidenceBound
-from pyro_implicit.ops.pareto import describe_weights
+from pyro_implicit.ops.importance_weights import describe_weights
 from pyro_implicit.runtime.printing import Printed, Table
 
 __all__ = ["Diagnosis"]

@@ -33,8 +33,8 @@ from pyro_implicit.guides.affine_frame import Frame
 from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer.bound import FoldWarning, weighted_draws
-from pyro_implicit.ops.factors import lower_factor
-from pyro_implicit.ops.pareto import describe_weights, pareto_smoothed
+from pyro_implicit.ops.importance_weights import describe_weights, pareto_smoothed
+from pyro_implicit.ops.matrices import lower_factor
 from pyro_implicit.runtime.printing import short_repr
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pyro_implicit.ops.functional_gradient import InverseTransposed
 from pyro_implicit.ops.jacobian import batch_jacobian
+from pyro_implicit.ops.kernels import InverseTransposed
 
 __all__ = [
     "ACTIVATIONS",

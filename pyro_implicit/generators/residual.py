@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pyro_implicit.generators.base import Generator, Linearisation, check_positive
 from pyro_implicit.generators.mlp import MLP
 from pyro_implicit.generators.policy import NEAR_ZERO
-from pyro_implicit.ops.functional_gradient import InverseTransposed
+from pyro_implicit.ops.kernels import InverseTransposed
 
 __all__ = ["GatedResidualGenerator", "ResidualGenerator"]
 

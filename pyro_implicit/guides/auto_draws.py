@@ -23,8 +23,7 @@ from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import RUNS
 from pyro_implicit.guides.row_data import trace_model
 from pyro_implicit.guides.summaries import DrawSummaries
-from pyro_implicit.ops.site_parts import site_parts
-from pyro_implicit.runtime.sites import is_discrete_latent
+from pyro_implicit.runtime.sites import is_discrete_latent, site_parts
 
 __all__ = ["AutoDraws"]
 

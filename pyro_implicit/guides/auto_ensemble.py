@@ -16,7 +16,7 @@ from torch.distributions import biject_to
 
 from pyro_implicit.guides.auto_draws import AutoDraws
 from pyro_implicit.guides.names import refuse_stored
-from pyro_implicit.ops.site_parts import site_parts
+from pyro_implicit.runtime.sites import site_parts
 from pyro_implicit.runtime.user_warnings import refuse_counts
 
 __all__ = ["AutoEnsemble", "init_to_shuffled"]

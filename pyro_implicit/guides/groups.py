@@ -12,8 +12,12 @@ from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_implicit.ops.assignment import permutation_log_prob
-from pyro_implicit.ops.hidden_units import check_units, permute_units, unit_vectors
+from pyro_implicit.ops.permutations import (
+    check_units,
+    permutation_log_prob,
+    permute_units,
+    unit_vectors,
+)
 
 __all__ = ["Group", "Permutations", "Translations"]
 

@@ -21,7 +21,7 @@ from pyro_implicit.infer.engine.sites import (
     send_gradient,
 )
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
-from pyro_implicit.ops.functional_gradient import (
+from pyro_implicit.ops.kernels import (
     RadialKernel,
     kernel_and_slopes,
     particle_bandwidth,

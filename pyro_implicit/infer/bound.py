@@ -38,9 +38,9 @@ from pyro_implicit.infer.engine.traces import (
     nonfinite_terms,
 )
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
-from pyro_implicit.ops.pareto import RELIABLE_KHAT, describe_weights, pareto_smoothed
+from pyro_implicit.ops.importance_weights import describe_weights, pareto_smoothed
+from pyro_implicit.ops.policy import MAX_ENTRIES, RELIABLE_KHAT
 from pyro_implicit.ops.semi_implicit import (
-    MAX_ENTRIES,
     conditional_log_density,
     linearised_reverse_conditional,
     mixture_log_density,

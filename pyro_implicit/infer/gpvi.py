@@ -28,7 +28,7 @@ from pyro_implicit.infer.engine.sites import (
 )
 from pyro_implicit.infer.networks import NetworkELBO
 from pyro_implicit.ops import jacobian_products
-from pyro_implicit.ops.functional_gradient import (
+from pyro_implicit.ops.kernels import (
     RadialKernel,
     kernel_and_slopes,
     particle_bandwidth,

@@ -13,7 +13,7 @@ from pyro_implicit.guides import AutoMixture
 from pyro_implicit.guides.exactness import why_inexact
 from pyro_implicit.mcmc.guide_density import MixtureDensity, unconstrained_draws
 from pyro_implicit.mcmc.policy import StoppingPolicy
-from pyro_implicit.ops.bridge import bridge
+from pyro_implicit.ops.importance_weights import bridge
 
 __all__ = ["KEPT", "Modes"]
 

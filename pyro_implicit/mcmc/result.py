@@ -26,8 +26,8 @@ from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.mcmc.teaching import Taught
-from pyro_implicit.ops.site_parts import site_parts
 from pyro_implicit.runtime.printing import Printed, Table
+from pyro_implicit.runtime.sites import site_parts
 from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["Refined", "SitesOf", "collect", "collect_minibatches"]

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mathematics: pure functions on tensors, of any device and floating dtype."""
+"""Pure functions on tensors of any device and floating dtype: the mathematics of all methods."""
 
 from __future__ import annotations
 
-from pyro_implicit.ops.assignment import linear_assignment, permutation_log_prob
-from pyro_implicit.ops.bridge import bridge
 from pyro_implicit.ops.density_ratio import (
     Covariance,
     DensityRatio,
@@ -12,40 +10,47 @@ from pyro_implicit.ops.density_ratio import (
     adaptive_log_density,
     fit_density_ratio,
     log_density_ratio,
+    logistic_ratio_loss,
     standardize,
 )
 from pyro_implicit.ops.ensemble_hmc import ChainState, Move, ensemble_move, score_of
-from pyro_implicit.ops.functional_gradient import (
-    InverseTransposed,
-    RadialKernel,
-    kernel_and_slopes,
-    particle_bandwidth,
-    repulsion,
-)
-from pyro_implicit.ops.hidden_units import align_hidden_units
+from pyro_implicit.ops.importance_weights import SmoothedWeights, bridge, pareto_smoothed
 from pyro_implicit.ops.jacobian import batch_jacobian, jacobian_products
 from pyro_implicit.ops.kernels import (
+    InverseTransposed,
     Kernel,
+    RadialKernel,
     imq_kernel,
+    kernel_and_slopes,
     median_bandwidth,
     multiscale_rbf_kernel,
+    particle_bandwidth,
     rbf_kernel,
+    repulsion,
     squared_distances,
 )
-from pyro_implicit.ops.krylov import lanczos, log_quadratic_and_solve, smallest_eigenpair
 from pyro_implicit.ops.logdet import (
     covariance_log_det,
+    lanczos,
     linearised_log_density,
+    log_quadratic_and_solve,
+    smallest_eigenpair,
     smallest_singular_log_det,
     stochastic_log_det,
 )
-from pyro_implicit.ops.logistic_ratio import logistic_ratio_loss
-from pyro_implicit.ops.pareto import SmoothedWeights, pareto_smoothed
+from pyro_implicit.ops.permutations import (
+    align_hidden_units,
+    linear_assignment,
+    permutation_log_prob,
+)
 from pyro_implicit.ops.score_estimators import (
+    SteinTest,
     gaussian_entropy,
     kernel_stein_discrepancy,
     spectral_score,
+    stein_gram,
     stein_score,
+    stein_test,
 )
 from pyro_implicit.ops.semi_implicit import (
     conditional_log_density,
@@ -58,7 +63,6 @@ from pyro_implicit.ops.sinh_arcsinh import (
     sinh_arcsinh_log_derivative,
     sinh_arcsinh_slopes,
 )
-from pyro_implicit.ops.stein_discrepancy import SteinTest, stein_gram, stein_test
 
 __all__ = [
     "ChainState",

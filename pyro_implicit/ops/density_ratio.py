@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from pyro_implicit.ops.kernels import Kernel, median_bandwidth, rbf_kernel
 from pyro_implicit.runtime.printing import short_repr
@@ -19,8 +20,10 @@ __all__ = [
     "adaptive_log_density",
     "fit_density_ratio",
     "log_density_ratio",
+    "logistic_ratio_loss",
     "standardize",
 ]
+
 
 Covariance = Literal["diagonal", "full"]
 Direction = Literal["forward", "reverse"]
@@ -42,7 +45,7 @@ class DensityRatio(NamedTuple):
         return short_repr(self)
 
     def __call__(self, points: Tensor) -> Tensor:
-        """The ratio at ``points`` ``(*batch, n, m)``, differentiable in them: ``(*batch, n)``."""
+        """Evaluate the ratio at ``points`` ``(*batch, n, m)``, differentiably: ``(*batch, n)``."""
         gram = self.kernel(points, self.centers, self.bandwidth)
         return (gram @ self.weights.unsqueeze(-1)).squeeze(-1)
 
@@ -51,7 +54,7 @@ class DensityRatio(NamedTuple):
 def fit_density_ratio(
     numerator: Tensor, denominator: Tensor, ridge: float = 1e-3, kernel: Kernel = rbf_kernel
 ) -> DensityRatio:
-    r"""Least-squares fit of the ratio of the densities behind two sets of samples.
+    r"""Fit the ratio of the densities of two sets of samples by least squares.
 
     It minimises :math:`\tfrac12 E_d[\hat r^2] - E_n[\hat r] + \tfrac\lambda2 \|\hat r\|^2`, whose
     first part is the squared distance to :math:`r = n/d` under d, up to a constant, over the
@@ -61,7 +64,7 @@ def fit_density_ratio(
     .. math::
         \alpha = -\frac{1}{\lambda n_n n_d} (K_{dd} / n_d + \lambda I)^{-1} K_{dn} 1
 
-    at those of d. So :math:`E_d[r^2]` should be finite: d should not be the narrower one.
+    at the samples of d. :math:`E_d[r^2]` should be finite: d should not be narrower than n.
 
     **Example:**
 
@@ -120,11 +123,11 @@ def log_density_ratio(
     :param q_samples: ``(*batch, num_q, m)``.
     :param p_samples: ``(*batch, num_p, m)``.
     :param direction: which ratio is fitted. ``"forward"``: q/p, for which q should not be wider
-        than :math:`\sqrt2` times p; ``"reverse"``: p/q, for which it should not be narrower than
+        than :math:`\sqrt2` times p; ``"reverse"``: p/q, for which q should not be narrower than
         :math:`1/\sqrt2` times p.
     :param ridge: see :func:`fit_density_ratio`.
-    :param clip: lower limit of the fitted ratio, which may be negative. The gradient of the
-        logarithm of a tiny ratio is huge and mostly noise, so it is far above the paper's 1e-8.
+    :param clip: lower limit of the fitted ratio, which may be negative. It is far above the paper's
+        1e-8, because the gradient of the logarithm of a tiny ratio is mostly noise.
     :param kernel: see :func:`fit_density_ratio`.
     :returns: ``(*batch, num_q)``.
     :raises ValueError: for a direction, ridge or clip out of range.
@@ -143,7 +146,7 @@ def log_density_ratio(
 
 
 def standardize(samples: Tensor, covariance: Covariance = "diagonal") -> tuple[Tensor, Tensor]:
-    r"""Samples with their own mean and spread taken out, differentiably.
+    r"""Standardise samples by their own mean and spread, differentiably.
 
     **Example:**
 
@@ -153,7 +156,7 @@ def standardize(samples: Tensor, covariance: Covariance = "diagonal") -> tuple[T
 
     :param samples: x, ``(*batch, n, m)``.
     :param covariance: ``"diagonal"``: divide by standard deviations; ``"full"``: by the Cholesky
-        factor of the covariance, which wants more samples than dimensions.
+        factor of the covariance, which needs more samples than dimensions.
     :returns: :math:`L^{-1}(x - \mu)`, ``(*batch, n, m)``, and :math:`\log\det L`, ``(*batch)``.
     :raises ValueError: for another covariance, or too few samples.
     """
@@ -163,7 +166,7 @@ def standardize(samples: Tensor, covariance: Covariance = "diagonal") -> tuple[T
     needed = 2 if covariance == "diagonal" else dim + 1
     if num_samples < needed:
         raise ValueError(
-            f'covariance="{covariance}" of {dim} dimensions wants at least {needed} samples, but '
+            f'covariance="{covariance}" of {dim} dimensions needs at least {needed} samples, but '
             f"got {num_samples}: draw more" + (', or use "diagonal"' if needed > 2 else "")
         )
     centered = samples - samples.mean(-2, keepdim=True)
@@ -185,10 +188,10 @@ def adaptive_log_density(
     clip: float = 0.01,
     kernel: Kernel = rbf_kernel,
 ) -> Tensor:
-    r"""Estimate :math:`\log q(x)` at the samples of q, by contrast with a Gaussian of q's moments.
+    r"""Estimate :math:`\log q(x)` at the samples of q, by its ratio to a Gaussian of q's moments.
 
-    :math:`\log q(x) = \log N(x \mid \mu, L L^\top) + \log \hat r(L^{-1} (x - \mu))`, r the ratio of
-    the standardised q and N(0, I).
+    :math:`\log q(x) = \log N(x \mid \mu, L L^\top) + \log \hat r(L^{-1} (x - \mu))`, where r is the
+    ratio of the standardised q and N(0, I).
 
     **Example:**
 
@@ -213,3 +216,28 @@ def adaptive_log_density(
     log_normal = -0.5 * (white.square() + math.log(2 * math.pi)).sum(-1) - log_det.unsqueeze(-1)
     ratio = log_density_ratio(white, normal_samples, direction, ridge, clip, kernel)
     return log_normal + ratio
+
+
+def logistic_ratio_loss(q_logits: Tensor, p_logits: Tensor) -> Tensor:
+    r"""Logistic loss of a discriminator T between samples of q and samples of p,
+
+    .. math:: E_q[-\log \sigma(T(x))] + E_p[-\log(1 - \sigma(T(x)))].
+
+    The minimiser is :math:`T = \log q / p`, the minimum twice the difference of :math:`\log 2` and
+    the Jensen-Shannon divergence of q and p. The two numbers of samples may differ.
+
+    **Example:**
+
+    >>> import torch
+    >>> logistic_ratio_loss(torch.zeros(5), torch.zeros(3))  # an uninformative T: 2 log 2
+    tensor(1.3863)
+
+    :param q_logits: T at the samples of q, ``(*batch, num_q)``.
+    :param p_logits: T at the samples of p, ``(*batch, num_p)``.
+    :returns: ``(*batch)``, one loss for each pair of sets.
+
+    **References:**
+
+    1. Mescheder, Nowozin and Geiger (2017), *Adversarial Variational Bayes*, eq 3.3.
+    """
+    return softplus(-q_logits).mean(-1) + softplus(p_logits).mean(-1)

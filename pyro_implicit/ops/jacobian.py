@@ -18,7 +18,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 def batch_jacobian(function: Function, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """The value and the dense Jacobian of each row, by forward mode for all rows at once.
+    """Compute the value and the dense Jacobian of each row, by forward mode for all rows at once.
 
     Works under ``torch.no_grad`` and is differentiable by reverse mode.
 
@@ -28,7 +28,7 @@ def batch_jacobian(function: Function, inputs: Tensor) -> tuple[Tensor, Tensor]:
     >>> jacobian[0].equal(torch.eye(3))
     True
 
-    :param function: from ``(*batch, d)`` to ``(*batch, m)``, each row on its own.
+    :param function: from ``(*batch, d)`` to ``(*batch, m)``, each row independently.
     :param inputs: ``(*batch, d)``.
     :returns: the value ``(*batch, m)`` and its Jacobian ``(*batch, m, d)``.
     """
@@ -37,13 +37,13 @@ def batch_jacobian(function: Function, inputs: Tensor) -> tuple[Tensor, Tensor]:
         return forward_product(function, inputs, direction.expand_as(inputs))
 
     basis = torch.eye(inputs.shape[-1], dtype=inputs.dtype, device=inputs.device)
-    # Of a random function (dropout) it is the Jacobian of one outcome.
+    # For a random function (dropout), this is the Jacobian of one outcome.
     values, columns = vmap(push, out_dims=(0, 0), randomness="same")(basis)
     return values[0], columns.movedim(0, -1)
 
 
 def jacobian_products(function: Function, inputs: Tensor) -> tuple[Function, Function]:
-    """Products with each row's Jacobian :math:`J` that never store it.
+    """Return products with each row's Jacobian :math:`J`, which is never stored.
 
     **Example:**
 
@@ -51,7 +51,7 @@ def jacobian_products(function: Function, inputs: Tensor) -> tuple[Function, Fun
     >>> times(torch.ones(2, 3)).equal(torch.ones(2, 3))
     True
 
-    :param function: from ``(*batch, d)`` to ``(*batch, m)``, each row on its own.
+    :param function: from ``(*batch, d)`` to ``(*batch, m)``, each row independently.
     :param inputs: ``(*batch, d)``.
     :returns: ``v -> J v``, from ``(*batch, d)`` to ``(*batch, m)``, and ``u -> J^T u`` back.
     """
@@ -59,15 +59,15 @@ def jacobian_products(function: Function, inputs: Tensor) -> tuple[Function, Fun
 
     @functools.cache  # for all vectors, once as a constant and once differentiable
     def push(differentiable: bool) -> Callable[[Tensor], tuple[Tensor]]:
-        # The pullback is linear, and its own pullback is the product. Forward mode would run the
-        # function again for each vector, and its rules are slow where parameters are constant.
+        # The pullback is linear, and its own pullback is the product. Forward mode would evaluate
+        # the function again for each vector.
         return vjp(lambda u: pull(u)[0], torch.zeros_like(value))[1]
 
     return lambda v: push(torch.is_grad_enabled())(v)[0], lambda u: pull(u)[0]
 
 
 def forward_product(function: Function, inputs: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
-    """The value and the derivative in one direction, by forward mode.
+    """Compute the value and the derivative in one direction, by forward mode.
 
     **Example:**
 
@@ -83,8 +83,7 @@ def forward_product(function: Function, inputs: Tensor, direction: Tensor) -> tu
 
 @functools.cache
 def _prepare_forward_mode() -> None:
-    """Torch scripts a few of its own functions the first time, and warns that it does so: visibly
-    from 2.15 on."""
+    """Trigger torch's own scripting on first use, which warns from torch 2.15 on."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with forward_ad.dual_level():

@@ -1,28 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positive definite kernels on sets of samples, and their bandwidth."""
+r"""Positive definite kernels on sets of samples, and gradients in their function space.
+
+A velocity field v in the space of a kernel k changes KL(q || p) fastest along
+
+.. math::
+    v(y_i) = \frac1n \sum_j \left[ g_j\, k(x_j, y_i) - J_j^{-\top} \nabla_{x_j} k(x_j, y_i)
+    \right],
+
+where :math:`g_j` is the gradient of :math:`-\log p` at the value made of :math:`x_j`, and
+:math:`J_j` the Jacobian of that value in :math:`x_j`. In Stein variational gradient descent x are
+the values themselves and J is the identity; in generative particle VI x is noise.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
+from pyro.ops.tensor_utils import matvecmul
 from torch import Tensor
 
+from pyro_implicit.ops.policy import MAX_MEDIAN_SAMPLES
+
 __all__ = [
+    "InverseTransposed",
     "Kernel",
+    "RadialKernel",
     "imq_kernel",
+    "kernel_and_slopes",
     "median_bandwidth",
     "multiscale_rbf_kernel",
+    "particle_bandwidth",
     "rbf_kernel",
+    "repulsion",
     "squared_distances",
 ]
+
 
 #: ``(x, y, bandwidth) -> Gram matrix``, as :func:`rbf_kernel`.
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def squared_distances(x: Tensor, y: Tensor) -> Tensor:
-    """Squared Euclidean distances between all pairs, without a tensor of all differences.
+    """Return squared Euclidean distances of all pairs, without a tensor of all differences.
 
     **Example:**
 
@@ -33,20 +55,19 @@ def squared_distances(x: Tensor, y: Tensor) -> Tensor:
     :param y: ``(*batch, k, m)``.
     :returns: ``(*batch, n, k)``, at least 0.
     """
-    # Rounding grows with the distance to the origin, so the origin moves to the points.
+    # Centre the points: rounding errors grow with the distance to the origin.
     center = y.detach().mean(-2, keepdim=True)
     x, y = x - center, y - center
     squares = x.square().sum(-1).unsqueeze(-1) + y.square().sum(-1).unsqueeze(-2)
     squares = squares - 2 * x @ y.mT
-    # From torch 2.15 on ``clamp`` has no gradient at its bound, where second derivatives want it.
+    # Not clamp: from torch 2.15 on it has no gradient at its bound.
     return squares.masked_fill(squares < 0, 0.0)
 
 
 def median_bandwidth(samples: Tensor) -> Tensor:
-    """The median distance between two different samples, without gradient.
+    """Return the median distance between two different samples, without gradient.
 
-    Of more than 128 samples it takes every second (third, ...): sorting the distances of all would
-    cost more than the kernel itself.
+    More than 128 samples are thinned evenly to at most 128.
 
     **Example:**
 
@@ -63,9 +84,9 @@ def median_bandwidth(samples: Tensor) -> Tensor:
     """
     num_samples = samples.shape[-2]
     if num_samples < 2:
-        raise ValueError(f"a median distance wants at least 2 samples, but got {num_samples}")
+        raise ValueError(f"a median distance needs at least 2 samples, but got {num_samples}")
     with torch.no_grad():
-        samples = samples[..., :: -(-num_samples // 128), :]
+        samples = samples[..., :: -(-num_samples // MAX_MEDIAN_SAMPLES), :]
         size = samples.shape[-2]
         rows, columns = torch.triu_indices(size, size, offset=1, device=samples.device)
         distances = squared_distances(samples, samples)[..., rows, columns]
@@ -74,7 +95,7 @@ def median_bandwidth(samples: Tensor) -> Tensor:
 
 
 def rbf_kernel(x: Tensor, y: Tensor, bandwidth: Tensor) -> Tensor:
-    r"""The Gaussian kernel :math:`k(x, y) = \exp(-\|x - y\|^2 / 2 h^2)`.
+    r"""Evaluate the Gaussian kernel :math:`k(x, y) = \exp(-\|x - y\|^2 / 2 h^2)`.
 
     **Example:**
 
@@ -90,10 +111,10 @@ def rbf_kernel(x: Tensor, y: Tensor, bandwidth: Tensor) -> Tensor:
 
 
 def multiscale_rbf_kernel(x: Tensor, y: Tensor, bandwidth: Tensor) -> Tensor:
-    """The average of :func:`rbf_kernel` at the bandwidth, a half, a quarter and an eighth of it.
+    """Average :func:`rbf_kernel` at the bandwidth, a half, a quarter and an eighth of it.
 
-    Where modes are far apart, the median distance is that between the modes, and a kernel that wide
-    sees nothing of the shape of one of them. This one does; in return it fits more of the noise.
+    If modes are far apart, the median distance is the distance between modes, and a kernel of this
+    width cannot resolve the shape of a single mode. This kernel can, but it fits more of the noise.
 
     **Example:**
 
@@ -110,9 +131,8 @@ def multiscale_rbf_kernel(x: Tensor, y: Tensor, bandwidth: Tensor) -> Tensor:
 
 
 def imq_kernel(x: Tensor, y: Tensor, bandwidth: Tensor) -> Tensor:
-    r"""The inverse multiquadric kernel :math:`k(x, y) = (1 + \|x - y\|^2 / h^2)^{-1/2}`.
-
-    Its tails are heavy: far points still see each other.
+    r"""Evaluate the inverse multiquadric kernel
+    :math:`k(x, y) = (1 + \|x - y\|^2 / h^2)^{-1/2}`, which has heavy tails.
 
     **Example:**
 
@@ -130,3 +150,119 @@ def imq_kernel(x: Tensor, y: Tensor, bandwidth: Tensor) -> Tensor:
 def _square(bandwidth: Tensor) -> Tensor:
     tiny = torch.finfo(bandwidth.dtype).tiny
     return bandwidth.square().clamp(min=tiny)[..., None, None]
+
+
+RadialKernel = Literal["rbf", "imq"]
+
+
+class InverseTransposed(NamedTuple):
+    r"""Matrices :math:`J_j^{-\top}` of m rows, whose last m - r rows are a common diagonal.
+
+    The product with a vector y is ``rows @ compress(y)`` above ``diagonal * y[r:]``. A dense matrix
+    has r = m and an empty diagonal.
+
+    ``rows`` are ``(*batch, n, r, s)``, ``diagonal`` is ``(m - r,)``. ``compress``, a linear map
+    common to all matrices, turns ``(*batch, k, m)`` into ``(*batch, k, s)`` and keeps the first r
+    numbers; None is the identity.
+    """
+
+    rows: Tensor
+    diagonal: Tensor
+    compress: Callable[[Tensor], Tensor] | None = None
+
+    def log_abs_det(self) -> Tensor:
+        r""":math:`\log |\det J_j^{-\top}|`, ``(*batch, n)``."""
+        corner = self.rows[..., : self.rows.shape[-2]]
+        return torch.linalg.slogdet(corner).logabsdet + self.diagonal.abs().log().sum()
+
+
+def particle_bandwidth(samples: Tensor) -> Tensor:
+    r"""Return the bandwidth :math:`\mathrm{med} / \sqrt{2 \log n}` for the median distance med.
+
+    The kernel values between one sample and all others then sum to about 1.
+
+    **Example:**
+
+    >>> particle_bandwidth(torch.tensor([[0.0], [1.0], [3.0]]))
+    tensor(1.3493)
+
+    :param samples: ``(*batch, n, m)`` with n at least 2.
+    :returns: ``(*batch)``, without gradient, as :func:`~pyro_implicit.ops.rbf_kernel` takes it.
+    :raises ValueError: for fewer than 2 samples.
+
+    **References:**
+
+    1. Liu and Wang (2016), *Stein Variational Gradient Descent*, section 5. There the kernel is
+       :math:`\exp(-\|x - y\|^2 / h')` with :math:`h' = 2 h^2`.
+    """
+    return median_bandwidth(samples) / math.sqrt(2 * math.log(samples.shape[-2]))
+
+
+@torch.no_grad()
+def kernel_and_slopes(
+    x: Tensor, y: Tensor, bandwidth: Tensor, kernel: RadialKernel = "rbf"
+) -> tuple[Tensor, Tensor]:
+    r"""Evaluate a kernel k between two sets of points, and the factor c of its gradient
+    :math:`\nabla_x k(x, y) = -c\, (x - y)`, by one matrix product.
+
+    **Example:**
+
+    >>> gram, slopes = kernel_and_slopes(torch.randn(4, 2), torch.randn(3, 2), torch.tensor(1.0))
+    >>> gram.shape, slopes.shape
+    (torch.Size([4, 3]), torch.Size([4, 3]))
+
+    :param x: ``(*batch, n, m)``.
+    :param y: ``(*batch, k, m)``.
+    :param bandwidth: ``(*batch)``, in the units of the points.
+    :param kernel: ``"rbf"`` or ``"imq"``, see :func:`~pyro_implicit.ops.rbf_kernel` and
+        :func:`~pyro_implicit.ops.imq_kernel`.
+    :returns: k and c, each ``(*batch, n, k)``, without gradient.
+    """
+    gram = (rbf_kernel if kernel == "rbf" else imq_kernel)(x, y, bandwidth)
+    variance = bandwidth.square().clamp(min=torch.finfo(gram.dtype).tiny)[..., None, None]
+    return gram, (gram if kernel == "rbf" else gram**3) / variance
+
+
+@torch.no_grad()
+def repulsion(
+    slopes: Tensor, x: Tensor, y: Tensor, inverse_transposed: InverseTransposed | None = None
+) -> Tensor:
+    r"""Return the sums :math:`\sum_j J_j^{-\top} \nabla_{x_j} k(x_j, y_i)`, for each i.
+
+    As :math:`\nabla_{x_j} k = -c_{ji} (x_j - y_i)`, the sums are
+
+    .. math::
+        \Big(\sum_j c_{ji} J_j^{-\top}\Big)\, y_i - \sum_j c_{ji}\, J_j^{-\top} x_j,
+
+    which need no vector for each pair.
+
+    **Example:**
+
+    >>> x, y = torch.zeros(1, 2), torch.tensor([[3.0, 4.0]])
+    >>> repulsion(torch.ones(1, 1), x, y)  # the gradient in x points from x to y
+    tensor([[3., 4.]])
+
+    :param slopes: c, ``(*batch, n, k)``, see :func:`kernel_and_slopes`.
+    :param x: ``(*batch, n, m)``.
+    :param y: ``(*batch, k, m)``.
+    :param inverse_transposed: :math:`J_j^{-\top}` for each j; None is the identity.
+    :returns: ``(*batch, k, m)``, without gradient.
+    """
+    # Only differences matter: centre the points to reduce rounding errors.
+    center = y.mean(-2, keepdim=True)
+    points = torch.cat([x - center, y - center], -2)
+    sizes = [x.shape[-2], y.shape[-2]]
+    if inverse_transposed is None:
+        return _differences(slopes, *points.split(sizes, -2))
+    rows, diagonal, compress = inverse_transposed
+    # Compress all points at once, as the compression may be a large matrix.
+    x, y = (points if compress is None else compress(points)).split(sizes, -2)
+    summed = (slopes.mT @ rows.flatten(-2)).unflatten(-1, rows.shape[-2:])
+    upper = matvecmul(summed, y) - slopes.mT @ matvecmul(rows, x)
+    lower = _differences(slopes, *points[..., rows.shape[-2] :].split(sizes, -2))
+    return torch.cat([upper, diagonal * lower], -1)
+
+
+def _differences(slopes: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """The sums over j of c_ji (y_i - x_j)."""
+    return slopes.sum(-2).unsqueeze(-1) * y - slopes.mT @ x

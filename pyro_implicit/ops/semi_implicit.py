@@ -2,8 +2,8 @@
 r"""Densities of semi-implicit distributions, and the noise behind a value.
 
 :math:`\theta = g(z) + s \odot \eta` has the explicit conditional :math:`N(g(z),
-\mathrm{diag}(s^2))`; its marginal is a mixture over the noise z, and :math:`q(z \mid \theta)`, the
-reverse conditional, is known up to a constant.
+\mathrm{diag}(s^2))`. Its marginal is a mixture over the noise z; the reverse conditional
+:math:`q(z \mid \theta)` is known up to a constant.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from pyro_implicit.ops.policy import MAX_ENTRIES
+
 __all__ = [
     "conditional_log_density",
     "linearised_reverse_conditional",
@@ -22,11 +24,10 @@ __all__ = [
 ]
 
 Generate = Callable[[Tensor], Tensor]
-MAX_ENTRIES = 2**24
 
 
 def conditional_log_density(value: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    r""":math:`\log N(\theta \mid g, \mathrm{diag}(s^2))`.
+    r"""Return :math:`\log N(\theta \mid g, \mathrm{diag}(s^2))`.
 
     **Example:**
 
@@ -50,10 +51,10 @@ def mixture_log_density(
     log_weights: Sequence[Tensor] | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    r""":math:`\log \frac1S \sum_s w_s\, N(\theta \mid g(z_s), \mathrm{diag}(s^2))`, in log space.
+    r"""Return :math:`\log \frac1S \sum_s w_s\, N(\theta \mid g(z_s), \mathrm{diag}(s^2))`.
 
-    The values of the generator are made in chunks of the S noises and, where there are several,
-    made again for the gradient, so that they never exist for all S at once.
+    The values of the generator are computed in chunks of the S noises and, if there are several
+    chunks, recomputed for the gradient, to bound the memory.
 
     **Example:**
 
@@ -62,13 +63,13 @@ def mixture_log_density(
     tensor([-1.8379, -1.8379, -1.8379])
 
     :param value: ``(*batch, m)``.
-    :param generate: from ``(*any, d)`` to ``(*any, m)``, each row on its own.
+    :param generate: from ``(*any, d)`` to ``(*any, m)``, each row independently.
     :param scale: positive, broadcastable to ``(*batch, m)``.
     :param noises: one or more sets of noise, each ``(num_noises, *batch, d)``, with size 1 in the
-        batch dimensions whose elements share it; S is the sum of their sizes.
+        batch dimensions whose elements share noise; S is the sum of their sizes.
     :param log_weights: :math:`\log w`, one tensor for each set, ``(num_noises, *batch)`` or with
-        size 1 where all elements share it; by default 0.
-    :param chunk_size: noises at a time; by default as many as make at most 2^24 numbers.
+        size 1 in shared dimensions; by default 0.
+    :param chunk_size: noises at a time; by default limited to 2^24 numbers.
     :returns: ``(*batch,)``.
     """
     chunk_size = chunk_size or max(1, MAX_ENTRIES // value.numel())
@@ -96,9 +97,11 @@ def linearised_reverse_conditional(
     start: Tensor,
     num_steps: int,
 ) -> tuple[Tensor, Tensor]:
-    r"""A Gaussian near :math:`q(z \mid \theta)` that depends on :math:`\theta` and a start alone.
+    r"""Approximate :math:`q(z \mid \theta)` by a Gaussian.
 
-    At most ``num_steps`` damped Gauss-Newton (Levenberg-Marquardt) steps from the start lower
+    It depends only on :math:`\theta` and the initial value ``start``.
+
+    At most ``num_steps`` damped Gauss-Newton (Levenberg-Marquardt) steps from ``start`` minimise
     :math:`\|(\theta - g(z)) / s\|^2 + \|z\|^2`. At the z found, with Jacobian J, the precision is
     :math:`I + A^\top A` with :math:`A = \mathrm{diag}(s)^{-1} J`. Exact for linear generators and
     standard normal noise. Without gradient. A step costs :math:`O(\min(m, d)^2 \max(m, d))`.
@@ -124,7 +127,7 @@ def linearised_reverse_conditional(
     identity = torch.eye(min(m, d), dtype=torch.double, device=value.device)
 
     def evaluate(noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Half the sum of squares, its negative gradient, and A."""
+        """Return half the sum of squares, its negative gradient, and A."""
         mean, jacobian = value_and_jacobian(noise)
         residual = ((value - mean) / scale).double()
         rows = jacobian / scale.unsqueeze(-1)
@@ -133,7 +136,7 @@ def linearised_reverse_conditional(
         return loss, descent, rows
 
     def newton(rows: Tensor, descent: Tensor, damping: Tensor) -> Tensor:
-        """The solution x of (I + A^T A + damping I) x = descent, by the smaller of two matrices."""
+        """Solve (I + A^T A + damping I) x = descent by the smaller Gram matrix."""
         rows, right, damping = rows.double(), descent.unsqueeze(-1), damping[..., None, None]
         if d <= m:
             factor = torch.linalg.cholesky_ex(rows.mT @ rows + identity + damping * identity)[0]

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The sinh-arcsinh transformation: an increasing function of the line that skews and bends tails.
+r"""The sinh-arcsinh transformation: an increasing function of a real number for skew and tails.
 
-Shifted and scaled so that it is 0 at 0, with slope 1 there, whatever its two parameters:
+It is shifted and scaled to have value 0 and slope 1 at 0 for all parameters:
 
 .. math:: h(z; \epsilon, \delta) = \frac{\sinh(e^\delta \operatorname{arsinh} z + \epsilon)
     - \sinh \epsilon}{e^\delta \cosh \epsilon}.
 
-The skew :math:`\epsilon` makes the right side the steeper one where it is positive, by a factor
-:math:`e^{2 \epsilon}` in the end; the tail parameter :math:`\delta` thickens the tails where it is
-positive, as h grows like :math:`z^{e^\delta}`. At 0 and 0 h is the identity.
+A positive skew :math:`\epsilon` makes the right side steeper, asymptotically by a factor
+:math:`e^{2 \epsilon}`. A positive tail parameter :math:`\delta` makes the tails heavier: h grows
+like :math:`z^{e^\delta}`. If both parameters are 0, h is the identity.
 
 **References:**
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def sinh_arcsinh(z: Tensor, skew: Tensor, tail: Tensor) -> Tensor:
-    r"""The transformation :math:`h(z; \epsilon, \delta)`.
+    r"""Evaluate the transformation :math:`h(z; \epsilon, \delta)`.
 
     **Example:**
 
@@ -45,12 +45,12 @@ def sinh_arcsinh(z: Tensor, skew: Tensor, tail: Tensor) -> Tensor:
     :returns: :math:`h(z; \epsilon, \delta)`.
     """
     angle = tail.exp() * z.asinh()
-    # By the addition theorem, so that no large sines cancel.
+    # By the addition theorem, which avoids cancellation.
     return (angle.sinh() + skew.tanh() * (angle.cosh() - 1)) / tail.exp()
 
 
 def sinh_arcsinh_inverse(value: Tensor, skew: Tensor, tail: Tensor) -> Tensor:
-    r"""The z at which the transformation has a value.
+    r"""Invert the transformation.
 
     **Example:**
 
@@ -70,7 +70,7 @@ def sinh_arcsinh_inverse(value: Tensor, skew: Tensor, tail: Tensor) -> Tensor:
 
 
 def sinh_arcsinh_log_derivative(z: Tensor, skew: Tensor, tail: Tensor) -> Tensor:
-    r"""The logarithm of the slope in z.
+    r"""Return the logarithm of the slope in z.
 
     **Example:**
 
@@ -89,7 +89,7 @@ def sinh_arcsinh_log_derivative(z: Tensor, skew: Tensor, tail: Tensor) -> Tensor
 
 
 def sinh_arcsinh_slopes(z: Tensor, skew: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    r"""The slopes in z and in both parameters.
+    r"""Return the slopes in z and in both parameters.
 
     **Example:**
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import pyro
@@ -26,6 +26,7 @@ __all__ = [
     "is_flat",
     "is_latent",
     "owned_by",
+    "site_parts",
     "unconstrained",
     "unmasked_elements",
     "without_event",
@@ -256,3 +257,24 @@ def graph_leaves(output: Tensor) -> Iterator[Tensor]:
         if type(function).__name__ == "AccumulateGrad":
             yield function.variable
         todo += [parent for parent, _ in function.next_functions]
+
+
+def site_parts(latent: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """The part of each site, in the order of the shapes.
+
+    **Example:**
+
+    >>> parts = site_parts(torch.arange(5), {"x": torch.Size([2, 2]), "y": torch.Size([])})
+    >>> parts["x"], parts["y"]
+    (tensor([[0, 1],
+            [2, 3]]), tensor(4))
+
+    :param latent: ``(*batch, latent_dim)``.
+    :param shapes: of the sites.
+    :returns: by site, ``(*batch, *shape)``.
+    """
+    parts = latent.split([shape.numel() for shape in shapes.values()], dim=-1)
+    return {
+        name: part.reshape(part.shape[:-1] + shape)
+        for (name, shape), part in zip(shapes.items(), parts, strict=True)
+    }

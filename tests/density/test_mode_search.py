@@ -10,12 +10,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.distributions import constraints
+from pyro.ops.tensor_utils import matvecmul
 from torch import Tensor
 
 from pyro_implicit.density.checks.numerics import finite_log_prob
 from pyro_implicit.density.mode_search import antithetic_noise, find_modes, gaussian_elbo
 from pyro_implicit.density.target import Target
-from pyro_implicit.ops.factors import matvec
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_a_gaussian_of_any_scale_and_correlation():
 
 def elbo_by_draws(density, loc, root, num_draws):
     noise = antithetic_noise(loc, num_draws)
-    draws = loc + matvec(root, noise)
+    draws = loc + matvecmul(root, noise)
     return gaussian_elbo(finite_log_prob(density, draws), noise, root)
 
 

@@ -35,7 +35,7 @@ from pyro_implicit.infer.bound import EvidenceBound
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.mcmc.draws import DrawStore
 from pyro_implicit.mcmc.result import SitesOf
-from pyro_implicit.ops.stein_discrepancy import SteinTest
+from pyro_implicit.ops.score_estimators import SteinTest
 
 
 @pytest.fixture(autouse=True)

@@ -275,7 +275,7 @@ def test_gaussian_entropy_is_unbiased(covariance):
         (lambda x: spectral_score(x, num_eigen=5), "num_eigen must be from 1 to 4, but got 5"),
         (lambda x: spectral_score(x, threshold=0.0), "threshold must be above 0"),
         (lambda x: spectral_score(x[:1]), "at least 2 samples"),
-        (lambda x: gaussian_entropy(x, "full"), "wants at least 6 samples"),
+        (lambda x: gaussian_entropy(x, "full"), "needs at least 6 samples"),
     ],
 )
 def test_bad_arguments(call, match):

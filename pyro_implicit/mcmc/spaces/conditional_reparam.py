@@ -19,8 +19,13 @@ from torch import Tensor
 from pyro_implicit.density.model import compute_log_prob
 from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.policy import SpacePolicy
-from pyro_implicit.ops.conditional_normal import from_standard, to_standard
-from pyro_implicit.ops.small_matrices import matvec, product, solve_triangular
+from pyro_implicit.ops.matrices import (
+    from_standard,
+    product,
+    small_matvec,
+    solve_triangular,
+    to_standard,
+)
 from pyro_implicit.runtime.sites import without_event
 
 __all__ = [
@@ -196,7 +201,7 @@ class _Vector:
         weighed = product(precision, self.factor)
         identity = torch.eye(weighed.shape[-1], dtype=weighed.dtype, device=weighed.device)
         self.precision = identity + product(self.factor.mT, weighed)
-        self.told = matvec(self.factor.mT, information - matvec(precision, fn.loc))
+        self.told = small_matvec(self.factor.mT, information - small_matvec(precision, fn.loc))
 
     def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As that of :class:`_Scalar`."""
@@ -204,7 +209,7 @@ class _Vector:
         log_det = log_det.sum(-1)
         scale = self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         log_density = dist.Normal(0.0, 1.0).log_prob(white).sum(-1) + log_det
-        return self.loc + matvec(self.factor, white), log_density, scale + log_det
+        return self.loc + small_matvec(self.factor, white), log_density, scale + log_det
 
     def to_noise(self, value: Tensor) -> Tensor:
         white = solve_triangular(self.factor, value - self.loc, upper=False)
@@ -219,7 +224,7 @@ class _VectorOfPrecision:
     def __init__(self, fn: Any, precision: Tensor, information: Tensor) -> None:
         self.loc, self.prior = fn.loc, fn.precision_matrix
         self.precision = self.prior + precision
-        self.told = information + matvec(self.prior, fn.loc)
+        self.told = information + small_matvec(self.prior, fn.loc)
 
     def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As that of :class:`_Scalar`."""
@@ -227,7 +232,7 @@ class _VectorOfPrecision:
         log_det, offset = log_det.sum(-1), value - self.loc
         zero = torch.zeros_like(noise)
         log_scale = from_standard(zero, self.prior, zero)[1].sum(-1)
-        white = (offset * matvec(self.prior, offset)).sum(-1) + noise.shape[-1] * math.log(
+        white = (offset * small_matvec(self.prior, offset)).sum(-1) + noise.shape[-1] * math.log(
             2 * math.pi
         )
         return value, log_det - log_scale - white / 2, log_det

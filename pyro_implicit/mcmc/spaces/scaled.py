@@ -23,8 +23,8 @@ from pyro_implicit.mcmc.spaces.conditional_reparam import (
     told,
     unused_suffix,
 )
-from pyro_implicit.ops.conditional_normal import from_standard, to_standard
-from pyro_implicit.ops.site_parts import site_parts
+from pyro_implicit.ops.matrices import from_standard, to_standard
+from pyro_implicit.runtime.sites import site_parts
 
 __all__ = ["ScaledBlock", "ScaledReparam", "scaled_reparams"]
 

@@ -65,7 +65,7 @@ def test_draws_without_a_density_and_few_draws():
     ],
 )
 def test_bad_weights(bad):
-    with pytest.raises(ValueError, match="pareto_smoothed wants log-weights"):
+    with pytest.raises(ValueError, match="pareto_smoothed needs log-weights"):
         pareto_smoothed(bad)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyro_implicit.density import Target
-from pyro_implicit.ops.log_ndtr import log_ndtr
+from pyro_implicit.ops.log_space import log_ndtr
 
 
 def derivatives(function, points):

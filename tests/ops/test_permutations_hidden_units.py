@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pyro_implicit.ops import align_hidden_units
-from pyro_implicit.ops.hidden_units import permute_units
+from pyro_implicit.ops.permutations import permute_units
 
 UNITS = {"0.weight": -2, "0.bias": -1, "2.weight": -1}
 

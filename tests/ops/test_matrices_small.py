@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyro_implicit.ops import small_matrices
+from pyro_implicit.ops import matrices as small_matrices
 
 
 @pytest.mark.parametrize("size", [1, 3, 6, 9])

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from pyro_implicit.ops.hidden_markov import log_forward
+from pyro_implicit.ops.log_space import log_forward
 
 
 def sum_over_paths(initial, transition, observed):

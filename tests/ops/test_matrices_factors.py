@@ -3,7 +3,7 @@
 
 import torch
 
-from pyro_implicit.ops.factors import root_of_inverse
+from pyro_implicit.ops.matrices import root_of_inverse
 
 
 def test_a_root_is_found_where_float32_does_not_converge(monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_implicit.generators import ResidualGenerator
-from pyro_implicit.ops.functional_gradient import (
+from pyro_implicit.ops.kernels import (
     InverseTransposed,
     kernel_and_slopes,
     particle_bandwidth,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributions import Normal
 
-from pyro_implicit.ops.logistic_ratio import logistic_ratio_loss
+from pyro_implicit.ops.density_ratio import logistic_ratio_loss
 
 
 @pytest.fixture(autouse=True)

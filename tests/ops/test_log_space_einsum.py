@@ -9,9 +9,9 @@ import pytest
 import torch
 from opt_einsum import contract
 
-from pyro_implicit.ops.log_einsum import einsum
+from pyro_implicit.ops.log_space import einsum
 
-BACKEND = "pyro_implicit.ops.log_einsum"
+BACKEND = "pyro_implicit.ops.log_space"
 
 
 @pytest.mark.parametrize("equation", ["ij,jk->ik", "ij,jk,k->", "bi,bij->jb", "i,j->ji", "ij->j"])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyro_implicit.ops.conditional_normal import from_standard, to_standard
+from pyro_implicit.ops.matrices import from_standard, to_standard
 
 
 @pytest.fixture(params=[3, 6], ids=["written out", "by LAPACK"])

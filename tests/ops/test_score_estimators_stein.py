@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.func import grad, jacrev
 
-from pyro_implicit.ops.stein_discrepancy import stein_gram, stein_test
+from pyro_implicit.ops.score_estimators import stein_gram, stein_test
 
 
 @pytest.fixture(autouse=True)

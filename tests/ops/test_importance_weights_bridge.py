@@ -8,7 +8,7 @@ import math
 import pyro.distributions as dist
 import torch
 
-from pyro_implicit.ops.bridge import bridge
+from pyro_implicit.ops.importance_weights import bridge
 
 
 def test_bridge_sampling_finds_a_normalising_constant():

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Factors and products of batches of matrices, and normal draws by their precision.
+
+Matrices of up to :data:`~pyro_implicit.ops.policy.SMALL_MATRIX` rows are factored elementwise: one
+kernel for all matrices of the batch instead of a LAPACK call for each.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.ops.policy import SMALL_MATRIX
+
+__all__ = [
+    "cholesky",
+    "from_standard",
+    "lower_factor",
+    "product",
+    "root_of_inverse",
+    "small_matvec",
+    "solve_triangular",
+    "to_standard",
+]
+
+
+def root_of_inverse(hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """Return F with F F^T = |H|^-1, by eigenvalues at unit diagonal, and whether H < 0."""
+    hessian = torch.nan_to_num(hessian)
+    # A coordinate without curvature keeps its scale.
+    is_flat = (hessian == 0).all(-1)
+    hessian = hessian - torch.diag_embed(is_flat.to(hessian))
+    scale = hessian.diagonal(dim1=-2, dim2=-1).abs().clamp(min=1e-20).rsqrt()
+    scaled = scale.unsqueeze(-1) * hessian * scale.unsqueeze(-2)
+    values, vectors = _eigh(scaled)
+    is_concave = (values < 0).all(-1)
+    values = values.abs().clamp(min=10 * torch.finfo(values.dtype).eps)
+    return scale.unsqueeze(-1) * vectors * values.rsqrt().unsqueeze(-2), is_concave
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Decompose in float64 if float32 does not converge, for entries of very different sizes."""
+    try:
+        return tuple(torch.linalg.eigh(matrix))
+    except torch.linalg.LinAlgError:
+        largest = torch.finfo(matrix.dtype).max ** 0.5
+        values, vectors = torch.linalg.eigh(matrix.double().clamp(-largest, largest))
+        return values.to(matrix), vectors.to(matrix)
+
+
+def lower_factor(root: Tensor) -> Tensor:
+    """Return the Cholesky factor of R R^T by a QR decomposition, which also exists for singular R.
+
+    :param root: ``(*batch, dim, num_columns)``, with at least as many columns as rows.
+    :returns: ``(*batch, dim, dim)``.
+    """
+    factor = torch.linalg.qr(root.mT).R.mT
+    sign = torch.where(factor.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(factor)
+    return (factor * sign.unsqueeze(-2)).tril()
+
+
+def cholesky(matrix: Tensor) -> Tensor:
+    """Return the lower triangular factor of symmetric positive definite matrices.
+
+    **Example:**
+
+    >>> cholesky(torch.tensor([[4.0, 2.0], [2.0, 5.0]]))
+    tensor([[2., 0.],
+            [1., 2.]])
+
+    :param matrix: ``(*batch, n, n)``.
+    """
+    size = matrix.shape[-1]
+    if size > SMALL_MATRIX:
+        return torch.linalg.cholesky(matrix)
+    given = _elements(matrix)
+    factor: list[list[Tensor]] = []
+    for i in range(size):
+        row: list[Tensor] = []
+        for j in range(i):
+            row.append(_less(given[i][j], row, factor[j][:j]) / factor[j][j])
+        factor.append([*row, _less(given[i][i], row, row).sqrt()])
+    zero = torch.zeros_like(factor[0][0])
+    return _matrix([row + [zero] * (size - len(row)) for row in factor])
+
+
+def solve_triangular(matrix: Tensor, vector: Tensor, upper: bool) -> Tensor:
+    """Solve a triangular system for one vector.
+
+    **Example:**
+
+    >>> solve_triangular(torch.tensor([[2.0, 0.0], [1.0, 2.0]]), torch.tensor([2.0, 5.0]), False)
+    tensor([1., 2.])
+
+    :param matrix: ``(*batch, n, n)``.
+    :param vector: ``(*batch, n)``.
+    """
+    size = matrix.shape[-1]
+    if size > SMALL_MATRIX:
+        column = torch.linalg.solve_triangular(matrix, vector.unsqueeze(-1), upper=upper)
+        return column.squeeze(-1)
+    given, right = _elements(matrix), vector.unbind(-1)
+    order = list(range(size))[:: -1 if upper else 1]
+    found: list[Tensor] = []
+    for count, i in enumerate(order):
+        known = [given[i][j] for j in order[:count]]
+        found.append(_less(right[i], known, found) / given[i][i])
+    return torch.stack(found[:: -1 if upper else 1], -1)
+
+
+def product(matrix: Tensor, other: Tensor) -> Tensor:
+    """Multiply matrices by matrices.
+
+    **Example:**
+
+    >>> product(torch.tensor([[2.0, 0.0], [1.0, 2.0]]), torch.tensor([[1.0], [3.0]])).mT
+    tensor([[2., 7.]])
+
+    :param matrix: ``(*batch, n, m)``.
+    :param other: ``(*batch, m, k)``.
+    :returns: ``(*batch, n, k)``.
+    """
+    if max(*matrix.shape[-2:], other.shape[-1]) > SMALL_MATRIX:
+        return matrix @ other
+    columns = _elements(other.mT)
+    return _matrix([[_dot(row, column) for column in columns] for row in _elements(matrix)])
+
+
+def small_matvec(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Multiply matrices by vectors.
+
+    **Example:**
+
+    >>> small_matvec(torch.tensor([[2.0, 0.0], [1.0, 2.0]]), torch.tensor([1.0, 3.0]))
+    tensor([2., 7.])
+
+    :param matrix: ``(*batch, n, m)``.
+    :param vector: ``(*batch, m)``.
+    :returns: ``(*batch, n)``.
+    """
+    return product(matrix, vector.unsqueeze(-1)).squeeze(-1)
+
+
+def _elements(matrix: Tensor) -> list[tuple[Tensor, ...]]:
+    return [row.unbind(-1) for row in matrix.unbind(-2)]
+
+
+def _matrix(elements: list[list[Tensor]]) -> Tensor:
+    return torch.stack([torch.stack(row, -1) for row in elements], -2)
+
+
+def _dot(one: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(operator.add, map(operator.mul, one, other))
+
+
+def _less(value: Tensor, one: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
+    """Subtract the product of two vectors from a value."""
+    return functools.reduce(operator.sub, map(operator.mul, one, other), value)
+
+
+def from_standard(standard: Tensor, precision: Tensor, told: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Transform standard normals to draws of :math:`N(A^{-1} t, A^{-1})`, :math:`A = L L^\top`.
+
+    .. math:: z = L^{-\top} (x + L^{-1} t)
+
+    The gradient is that of the Cholesky factor (Murray 2016, "Differentiation of the Cholesky
+    decomposition") with one matrix product less than by autograd. With
+    :math:`y = L^{-1} \partial z`, the gradient of L is the lower triangle of
+    :math:`-(z y^\top + L^{-\top} y (L^{-1} t)^\top)`, and the backward pass needs the lower
+    triangle of its product with :math:`L^\top`: that of
+    :math:`-((x + L^{-1} t) y^\top + y (L^{-1} t)^\top)`.
+
+    **Example:**
+
+    >>> from_standard(torch.zeros(1, 1), torch.full((1, 1, 1), 9.0), torch.full((1, 1), 18.0))
+    (tensor([[2.]]), tensor([[-1.0986]]))
+
+    :param standard: x, ``(*batch, n)``.
+    :param precision: A, ``(*batch, n, n)``, symmetric.
+    :param told: t, ``(*batch, n)``.
+    :returns: z, and the logarithm of the diagonal of :math:`L^{-1}`, whose sum is the
+        log-determinant, both ``(*batch, n)``; NaN if A has no factor.
+    """
+    if standard.shape[-1] <= SMALL_MATRIX:
+        factor = cholesky(precision)
+        pull = solve_triangular(factor, told, upper=False)
+        values = solve_triangular(factor.mT, standard + pull, upper=True)
+        return values, -factor.diagonal(dim1=-2, dim2=-1).log()
+    batch = torch.broadcast_shapes(standard.shape[:-1], precision.shape[:-2], told.shape[:-1])
+    size = standard.shape[-1:]
+    given = standard.expand(batch + size), precision.expand(batch + size + size)
+    values, log_diagonal, _ = _FromStandard.apply(*given, told.expand(batch + size))
+    return values, log_diagonal
+
+
+def to_standard(values: Tensor, precision: Tensor, told: Tensor) -> Tensor:
+    """Invert :func:`from_standard`: x of z."""
+    factor = _factor(precision)
+    return small_matvec(factor.mT, values) - solve_triangular(factor, told, upper=False)
+
+
+class _FromStandard(torch.autograd.Function):
+    """Returns the factor only for second derivatives."""
+
+    @staticmethod
+    def forward(standard: Tensor, precision: Tensor, told: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        factor = _factor(precision)
+        pull = solve_triangular(factor, told, upper=False)
+        values = solve_triangular(factor.mT, standard + pull, upper=True)
+        return values, -factor.diagonal(dim1=-2, dim2=-1).log(), factor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        standard, _, told = inputs
+        ctx.save_for_backward(standard, told, output[-1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], *given: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        batched = [
+            one.expand(info.batch_size, *one.shape) if dim is None else one.movedim(dim, 0)
+            for one, dim in zip(given, in_dims, strict=True)
+        ]
+        return _FromStandard.apply(*batched), (0, 0, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *by: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        by_values, by_log_diagonal, by_factor = by
+        standard, told, factor = ctx.saved_tensors
+        if by_values is None:
+            by_values = torch.zeros_like(standard)
+        pull = solve_triangular(factor, told, upper=False)
+        by_standard = solve_triangular(factor, by_values, upper=False)
+        by_told = solve_triangular(factor.mT, by_standard, upper=True)
+        sides = [standard + pull, by_standard], [by_standard, pull]
+        middle = -torch.stack(sides[0], -1) @ torch.stack(sides[1], -2)
+        if by_factor is not None:
+            middle = middle + factor.mT @ by_factor
+        middle = middle.tril()
+        diagonal = middle.diagonal(dim1=-2, dim2=-1).mul_(0.5)
+        if by_log_diagonal is not None:
+            diagonal.sub_(by_log_diagonal / 2)
+        left = torch.linalg.solve_triangular(factor.mT, middle, upper=True)
+        by_precision = torch.linalg.solve_triangular(factor, left, upper=False, left=False)
+        return by_standard, by_precision, by_told  # the symmetric part of A's counts
+
+
+def _factor(precision: Tensor) -> Tensor:
+    factor, failed = torch.linalg.cholesky_ex(precision)
+    return factor.masked_fill((failed != 0)[..., None, None], torch.nan)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that the mathematical functions' accuracy, speed or memory depend on."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BRIDGE_TOLERANCE",
+    "EVEN_EFFICIENCY",
+    "MAX_ALIGNMENTS",
+    "MAX_BRIDGE_STEPS",
+    "MAX_ENTRIES",
+    "MAX_MEDIAN_SAMPLES",
+    "NUM_BALANCINGS",
+    "PERMUTATION_POWERS",
+    "RELIABLE_KHAT",
+    "SMALL_MATRIX",
+]
+
+#: Entries of the largest tensor that a chunked computation makes (64 MiB in float32).
+MAX_ENTRIES = 2**24
+#: Rows up to which batches of matrices are factored elementwise, faster than by LAPACK (measured
+#: on batches of 1,000).
+SMALL_MATRIX = 4
+#: Samples whose distances enter a median bandwidth: sorting more costs more than the kernel.
+MAX_MEDIAN_SAMPLES = 128
+#: Pareto k-hat above which importance weights are unreliable; Vehtari et al. (2024), section 3.
+RELIABLE_KHAT = 0.7
+#: Effective sample size per draw above which weights count as equal and need no k-hat.
+EVEN_EFFICIENCY = 0.99
+#: Change of a log normalising constant, in nats, at which bridge sampling stops, and the most
+#: steps; it takes about ten (Meng and Wong, 1996).
+BRIDGE_TOLERANCE = 1e-6
+MAX_BRIDGE_STEPS = 200
+#: Powers of the balanced weights and their shares in the mixture of ``permutation_log_prob``. The
+#: first non-zero power is best if many rows compete for a column, the next for single pairs; power
+#: zero bounds the loss. Chosen by the information lost on random weights.
+PERMUTATION_POWERS = ((0.0, 0.01), (1.0, 0.33), (1.5, 0.33), (2.0, 0.33))
+#: Sinkhorn iterations before it.
+NUM_BALANCINGS = 5
+#: Rounds of aligning hidden units to their mean, which ends when no unit moves, usually after five.
+MAX_ALIGNMENTS = 20
