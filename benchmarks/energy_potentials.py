@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The four energy potentials of Rezende and Mohamed, as in the appendix of the GPVI paper.
 
-Two moons, a sinusoid, a sinusoid that is bisected and one that is split, as models with a flat
-prior on the plane. Each method's draws are measured by the sliced 2-Wasserstein distance to draws
-from a fine grid, beside its *floor*, the same distance of two sets from the grid. The sinusoids
-have no end; here the energy grows beyond x = ±4. About a quarter of an hour of CPU time for all::
+Two moons, a sinusoid, a bisected sinusoid and a split sinusoid, as models with a flat prior on the
+plane. The error of a method is the sliced 2-Wasserstein distance to draws from a fine grid; its
+*floor* is the same distance between two sets from the grid. The sinusoids are infinite; here the
+energy grows beyond x = ±4. About a quarter of an hour of CPU time for all::
 
     python -m benchmarks.energy_potentials
     python -m benchmarks.energy_potentials --potentials "two moons" --methods GPVI
@@ -66,10 +66,10 @@ Model = Callable[[], object]
 Energy = Callable[[Tensor, Tensor], Tensor]
 
 EDGE = 4.0
-HALF_WIDTH = 5.0  # of the picture
+HALF_WIDTH = 5.0  # of the figure
 NUM_BINS = 60
 NUM_DRAWS = 10_000
-TRUTH_SEED = 1_000_000  # far from the seeds of the guides
+TRUTH_SEED = 1_000_000  # distinct from the seeds of the guides
 
 
 def bump(x: Tensor, sd: float) -> Tensor:
@@ -83,7 +83,7 @@ def two_moons(x: Tensor, y: Tensor) -> Tensor:
 
 
 def end(x: Tensor) -> Tensor:
-    """Nothing between -4 and 4, and beyond the energy of a Gaussian of standard deviation 0.4."""
+    """Zero between -4 and 4; outside, the energy of a Gaussian of standard deviation 0.4."""
     return -bump((x.abs() - EDGE).relu(), 0.4)
 
 
@@ -116,7 +116,7 @@ POTENTIALS: dict[str, Energy] = {
 
 
 def make_model(energy: Energy) -> Model:
-    # Masked, a prior is flat, and guides that draw their start from it find one.
+    # A masked prior is flat, and guides that draw their initial value from it can do so.
     flat = dist.Normal(torch.zeros(2), 1.0).to_event(1).mask(False)
 
     def model() -> None:
@@ -160,7 +160,7 @@ SETTINGS = ("steps", "particles", "lr", "hidden")
 
 
 def floor(energy: Energy) -> float:
-    """The distance of two sets of the truth: the median of five pairs."""
+    """Distance between two sets of exact draws: the median of five pairs."""
     pairs = [TRUTH_SEED + 1000 + 2 * pair for pair in range(5)]
     return median(
         sliced_wasserstein(
@@ -171,7 +171,7 @@ def floor(energy: Energy) -> float:
 
 
 def histogram(draws: Tensor) -> list[list[int]]:
-    """Counts of draws on the picture's square, ``NUM_BINS`` each way; rows are x."""
+    """Counts of draws in the figure's square, ``NUM_BINS`` each way; rows are x."""
     cells = ((draws + HALF_WIDTH) * NUM_BINS / (2 * HALF_WIDTH)).floor().long()
     cells = cells[((cells >= 0) & (cells < NUM_BINS)).all(-1)]
     flat = torch.bincount(cells[:, 0] * NUM_BINS + cells[:, 1], minlength=NUM_BINS**2)
@@ -179,7 +179,7 @@ def histogram(draws: Tensor) -> list[list[int]]:
 
 
 def run(key: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Fit one method to one potential from one seed and measure it."""
+    """Fit one method to one potential with one seed and measure it."""
     energy, seed = POTENTIALS[key["potential"]], key["seed"]
     model = make_model(energy)
     pyro.clear_param_store()
@@ -216,7 +216,7 @@ the last process of a run.
 
 
 def report(records: list[dict[str, Any]]) -> str:
-    """The Markdown table of the runs, one for each setting."""
+    """Return the Markdown table of the runs, one for each setting."""
     parts = []
     potentials = [name for name in POTENTIALS if any(r["potential"] == name for r in records)]
     floors = ["floor", *(f"{floor(POTENTIALS[name]):.3f}" for name in potentials), ""]
@@ -242,7 +242,7 @@ def report(records: list[dict[str, Any]]) -> str:
 
 
 def plot(records: list[dict[str, Any]], path: Path) -> None:
-    """The grid's draws and those of every method, as densities; the newest run of seed 0."""
+    """Draw the densities of the grid and of every method; the newest run of seed 0."""
     import matplotlib.pyplot as plt
 
     shown = {(r["potential"], r["method"]): r["histogram"] for r in records if "histogram" in r}

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does a step of GPVI cost beside one of amortised SVGD, at 60,000 latents?
+"""How long is a GPVI step compared with amortised SVGD, at 60,000 latents?
 
 The guide is the same, an injective generator of all weights of a classifier, and so are the data;
 only the ELBO differs. The paper reports 1.28 times the cost for its helper network on MNIST and
-1.78 on CIFAR. All cases take turns in one process; some ten minutes on one CPU thread::
+1.78 on CIFAR. All cases alternate in one process; about ten minutes on one CPU thread::
 
     python -m benchmarks.gpvi_speed
 
-The classifier is 790-75-10 without biases on made data. ``default`` is the default network of
+The classifier is 790-75-10 without biases on simulated data. ``default`` is the default network of
 :class:`ResidualGenerator`, ``paper`` that of the paper's experiments on MNIST, and ``wide`` is
 ``paper`` with a core of 16 in the place of 256 dimensions. The learning rate is zero, so that every
 step of a case sees the same guide.
@@ -54,7 +54,7 @@ PAPER = 1.28
 
 
 def logits(theta: Tensor, x: Tensor, layers: list[tuple[int, int]]) -> Tensor:
-    """The networks of weights ``(*batch, m)`` at points ``(n, inputs)``."""
+    """Evaluate networks with weights ``(*batch, m)`` at points ``(n, inputs)``."""
     weights = theta.split([inputs * outputs for inputs, outputs in layers], -1)
     for position, (weight, shape) in enumerate(zip(weights, layers, strict=True)):
         x = (x if position == 0 else x.relu()) @ weight.unflatten(-1, shape)
@@ -62,7 +62,7 @@ def logits(theta: Tensor, x: Tensor, layers: list[tuple[int, int]]) -> Tensor:
 
 
 class CPUCase(Case):
-    """A case under a clock that other jobs on the machine do not move: that of this process."""
+    """A case, timed by the CPU clock of this process, which other jobs do not affect."""
 
     def take_turn(self, data: tuple[Tensor, Tensor], budget: float) -> None:
         with pyro.get_param_store().scope(self.params) as self.params:
@@ -104,7 +104,7 @@ def make_cases(
             init_scale=0.01,
         )
 
-    # The model broadcasts: Pyro's own way to run the particles is the fastest, and favours no case.
+    # The model broadcasts: Pyro's vectorisation is the fastest and favours no case.
     return {
         name: CPUCase(make_guide(), elbo(num_particles, vectorize_particles="plate"))
         for name, elbo in elbos.items()
@@ -112,12 +112,12 @@ def make_cases(
 
 
 def peak_megabytes(work: Callable[[], Any]) -> float | None:
-    """By how much the memory of the process grows during ``work()``; None where there is no
+    """Return by how much the memory of the process grows during ``work()``; ``None`` without
     Linux."""
     gc.collect()
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # else the memory freed before is not seen to grow
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        ctypes.CDLL(None).malloc_trim(0)  # otherwise memory freed before hides the growth
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = _status("VmRSS")
         work()
         return (_status("VmHWM") - before) / 1024
@@ -126,7 +126,7 @@ def peak_megabytes(work: Callable[[], Any]) -> float | None:
 
 
 def _status(key: str) -> int:
-    """A line of the kernel's account of this process, in kB."""
+    """Return a line of the kernel's account of this process, in kB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(key + ":"))
 
@@ -134,12 +134,12 @@ def _status(key: str) -> int:
 def time_generator(
     generator: dict[str, Any], data: tuple[Tensor, Tensor], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Summaries of all cases, and the ratios of their medians to amortised SVGD's."""
+    """Return summaries of all cases, and the ratios of their medians to amortised SVGD's."""
     cases = make_cases(make_model(args.layers), generator, args.particles)
     for turn in trange(args.turns + 1, unit="turn"):
         for name, case in cases.items():
             if name == HELPER and turn > 1 and turn % 5:
-                continue  # a slow one, of which a few steps will do
+                continue  # a slow case, for which a few steps are sufficient
             case.take_turn(data, args.seconds)
             if turn == 0:
                 case.forget()
@@ -158,11 +158,11 @@ def main(args: argparse.Namespace) -> None:
     data = torch.randn(args.rows, inputs), torch.randint(outputs, (args.rows,))
     settings = {key: getattr(args, key) for key in ("particles", "rows", "layers", "turns", "seed")}
     settings["latents"] = sum(i * o for i, o in args.layers)
-    settings = json.loads(json.dumps(settings))  # as they are read again
+    settings = json.loads(json.dumps(settings))  # as they will be read
     result = json.loads(args.out.read_text()) if args.out.exists() else {}
     if result.get("settings") != settings:
         result = {"settings": settings, "generators": {}}
-    for name in args.generators:  # the others' results stay
+    for name in args.generators:  # keep the results of other generators
         timed = time_generator(GENERATORS[name], data, args)
         result["generators"][name] = timed | environment("cpu")
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables 1 and 2 of the GPVI paper: how well do methods know a Gaussian posterior?
+"""Tables 1 and 2 of the GPVI paper: accuracy of methods on Gaussian posteriors.
 
 ``gaussian2``, ``gaussian5`` (Table 1): N(0, A Aᵀ) with the entries of A standard normal.
 ``regression`` (Table 2): y = X beta + noise with three coefficients from U(5, 6), 100 rows, X and
@@ -191,7 +191,7 @@ def by_particles(make: Callable[..., SVGD]) -> Method:
 
 
 def exact_draws(problem: Problem, args: argparse.Namespace, key: dict[str, Any]) -> Moments:
-    """What as many independent draws of the posterior as there are particles would show."""
+    """Errors of as many independent draws of the posterior as there are particles."""
     posterior = dist.MultivariateNormal(problem.mean, problem.covariance)
     return draw_moments(posterior.sample((args.particles,)))
 
@@ -228,7 +228,7 @@ HELPED = partial(
     helper=partial(GPVIHelper, width=10),
     helper_optim={"lr": 1e-2},
 )
-SLOW = 0.1  # so that a helper or critic keeps up with its guide, which else collapses
+SLOW = 0.1  # factor of the rate, so that helper or critic follow the guide, which else collapses
 NETWORK_RATE = 0.1
 WIDE: dict[str, Any] = {"init_scale": 1.0}
 LINEAR = partial(AutoImplicit, generator=linear, frame=None, **WIDE)
@@ -293,7 +293,7 @@ PAPER_SETTINGS = {"steps": 50_000, "particles": 100, "lr": 1e-3}
 
 
 def run(key: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Fit one method to one problem, both of the seed, and measure it."""
+    """Fit one method to one problem with the same seed, and measure it."""
     seed = key["seed"]
     problem = PROBLEMS[key["table"]](seed)
     pyro.clear_param_store()
@@ -320,7 +320,7 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def spread(values: list[float]) -> str:
-    """Mean ± standard deviation."""
+    """Return mean ± standard deviation."""
     if not values:
         return ""
     center = mean(values)
@@ -330,7 +330,7 @@ def spread(values: list[float]) -> str:
 
 
 def report(args: argparse.Namespace) -> str:
-    """The Markdown tables of ``--out``, one for each setting, the paper's figures beside ours."""
+    """Return the Markdown tables of ``--out``, one for each setting, with the paper's numbers."""
     records = read_records(args.out)
     parts = []
     for setting in dict.fromkeys(tuple(record[key] for key in SETTINGS) for record in records):

@@ -28,7 +28,7 @@ def row(
     seed: int | None,
     *lines: dict[str, Any],
 ) -> Row:
-    """One row, of one seed unless that is None."""
+    """One row, of one seed unless that is ``None``."""
     command = ["-m", f"benchmarks.{script}", "--runs", "{runs}", *words]
     if seed is not None:
         command += ["--first-seed", str(seed), "--seeds", str(seed + 1)]

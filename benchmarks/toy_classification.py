@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The four-class toy of the GPVI paper: what do networks say where there are no data?
+"""The four-class toy of the GPVI paper: predictive uncertainty far from the data.
 
 Four Gaussian blobs in the plane, 100 points, and a network 2-10-10-4 with a standard normal prior
 on its 184 weights (section 4.3 and Figs 2 and 8 of the paper; it names no prior). Each method draws
 networks; the *map* is the standard deviation of their class probabilities, summed over the four
-classes, at each point of a grid on [-10, 10]². The number is the mean absolute difference of a map
-and that of NUTS::
+classes, at each point of a grid on [-10, 10]². The error is the mean absolute difference between a
+map and that of NUTS::
 
     python -m benchmarks.toy_classification
     python -m benchmarks.toy_classification --methods GPVI NUTS --seeds 1
@@ -82,7 +82,7 @@ Data = tuple[Tensor, Tensor]
 
 
 def make_data(num_points: int, seed: int) -> Data:
-    """Points ``(n, 2)`` around the four centres, as many of each, and their classes ``(n,)``."""
+    """Points ``(n, 2)`` around the four centres, equally many each, and their classes ``(n,)``."""
     generator = torch.Generator().manual_seed(seed)
     label = torch.arange(num_points) % len(CENTERS)
     return CENTERS[label] + BLOB_SD * torch.randn(num_points, 2, generator=generator), label
@@ -95,7 +95,7 @@ def make_grid(points_per_side: int) -> Tensor:
 
 
 def logits(theta: Tensor, x: Tensor) -> Tensor:
-    """The networks of weights ``(*batch, 184)`` at points ``(n, 2)``: ``(*batch, n, 4)``."""
+    """Evaluate networks with weights ``(*batch, 184)`` at points ``(n, 2)``: ``(*batch, n, 4)``."""
     hidden, used = x, 0
     for position, (rows, columns) in enumerate(LAYERS):
         weight, bias = theta[..., used : used + rows * (columns + 1)].split(
@@ -117,7 +117,7 @@ def model(x: Tensor, y: Tensor) -> None:
 def potential(theta: Tensor, data: Data) -> Tensor:
     """Minus the log-density of the model, up to a constant: ``(*batch)``.
 
-    What NUTS and the ensemble need of it, at a fifth of the time.
+    For NUTS and the ensemble, at a fifth of the model's time.
     """
     x, y = data
     log_likelihood = logits(theta, x).log_softmax(-1)[..., torch.arange(len(y)), y].sum(-1)
@@ -130,11 +130,11 @@ PAPER = {"steps": 500_000, "particles": 100, "lr": 1e-3}
 
 
 def by_guide(make_guide: Callable, make_elbo: Callable, particles: int | None = None) -> Method:
-    """A guide started at a network of the prior, trained by an ELBO."""
+    """A guide initialised at a network of the prior, trained by an ELBO."""
 
     def run(data: Data, args: argparse.Namespace, key: dict[str, Any]) -> Tensor:
         guide = make_guide(model, init_loc_fn=init_to_sample)
-        # The model broadcasts: Pyro's own way to run the particles is the fastest here.
+        # The model broadcasts: Pyro's vectorisation is the fastest here.
         elbo = make_elbo(particles or args.particles, vectorize_particles="plate")
         train_resumably(model, guide, elbo, args, key, *data)
         return draw(guide, args.draws, *data)["theta"]
@@ -143,10 +143,10 @@ def by_guide(make_guide: Callable, make_elbo: Callable, particles: int | None = 
 
 
 def svgd(data: Data, args: argparse.Namespace, key: dict[str, Any]) -> Tensor:
-    """Pyro's SVGD, its kernel on whole networks, as the paper's."""
+    """Pyro's SVGD with a kernel on whole networks, as in the paper."""
     optim = cosine_adam(args.lr, args.steps)
-    # Pyro multiplies kernels of one coordinate each, as if the others were not: of 184 the product
-    # vanishes. This is the bandwidth of the median distance between whole networks.
+    # Pyro multiplies kernels of single coordinates, and the product of 184 vanishes. This bandwidth
+    # corresponds to the median distance between whole networks.
     kernel = RBFSteinKernel(bandwidth_factor=NUM_WEIGHTS / CHI_SQUARE_MEDIAN)
     method = SVGD(model, kernel, optim, args.particles, 0, mode="multivariate")
     fit(method, args.steps, *data)
@@ -154,7 +154,7 @@ def svgd(data: Data, args: argparse.Namespace, key: dict[str, Any]) -> Tensor:
 
 
 def ensemble(data: Data, args: argparse.Namespace, key: dict[str, Any]) -> Tensor:
-    """Modes of the posterior: a network of the prior for each, and gradient descent."""
+    """Modes of the posterior, by gradient descent from networks of the prior."""
     theta = torch.randn(args.particles, NUM_WEIGHTS).requires_grad_()
     optim = torch.optim.Adam([theta], args.lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optim, args.steps)
@@ -167,7 +167,7 @@ def ensemble(data: Data, args: argparse.Namespace, key: dict[str, Any]) -> Tenso
 
 
 def nuts(data: Data, args: argparse.Namespace, key: dict[str, Any]) -> Tensor:
-    """Two chains from networks of the prior, one after the other: ``(2, nuts_draws, 184)``."""
+    """Two chains from networks of the prior, in sequence: ``(2, nuts_draws, 184)``."""
     chains = []
     for _ in range(2):
         kernel = NUTS(
@@ -205,14 +205,14 @@ METHODS: dict[str, Method] = {
 
 @torch.no_grad()
 def uncertainty(theta: Tensor, grid: Tensor) -> Tensor:
-    """The map ``(len(grid),)`` of networks ``(n, 184)``: sd of the probabilities, summed."""
+    """Return the map ``(len(grid),)`` of networks ``(n, 184)``: sd of the probabilities, summed."""
     probabilities = torch.cat([logits(part, grid).softmax(-1) for part in theta.split(100)])
     return probabilities.std(0, correction=0).sum(-1)
 
 
 @torch.no_grad()
 def scores(theta: Tensor, data: Data) -> dict[str, float]:
-    """Of the mixture of networks ``(n, 184)``: how well it predicts classes."""
+    """Return the accuracy and likelihood of the mixture of networks ``(n, 184)``."""
     x, y = data
     probability = logits(theta, x).softmax(-1).mean(0)
     return {
@@ -225,7 +225,7 @@ def run(key: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     method = key["method"]
     pyro.clear_param_store()
     pyro.set_rng_seed(key["seed"])
-    start = time.process_time()  # other jobs on the machine do not count
+    start = time.process_time()  # excludes other jobs on the machine
     theta = METHODS[method](make_data(NUM_TRAIN, seed=0), args, key)
     result: dict[str, Any] = {"cpu_seconds": time.process_time() - start}
     grid = make_grid(args.grid)
@@ -242,7 +242,7 @@ def run_all(args: argparse.Namespace) -> None:
     for method in args.methods:
         names = ["grid", "steps", "lr", "particles", "draws"]
         seeds = range(args.first_seed, args.seeds)
-        if method == "NUTS":  # the reference is one, for all seeds
+        if method == "NUTS":  # one reference for all seeds
             names = ["grid", "nuts_draws", "nuts_warmup", "nuts_tree_depth"]
             seeds = range(1)
         settings = {name: getattr(args, name) for name in names}
@@ -251,13 +251,13 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def difference(left: dict[str, Any], right: dict[str, Any]) -> float:
-    """The mean absolute difference of two maps."""
+    """Return the mean absolute difference of two maps."""
     pairs = zip(left["map"], right["map"], strict=True)
     return mean(abs(a - b) for a, b in pairs)
 
 
 def report(path: Path) -> str:
-    """The Markdown table of the records, closest to NUTS first."""
+    """Return the Markdown table of the records, closest to NUTS first."""
     records = read_records(path)
     reference = next(record for record in records if record["method"] == "NUTS")
     groups = defaultdict(list)
@@ -292,7 +292,7 @@ are compared with the union of both chains, which is more accurate than either.
 
 
 def plot(path: Path) -> None:
-    """The maps of the first seed of each method beside NUTS, with the training points."""
+    """Draw the maps of the first seed of each method and of NUTS, with the training points."""
     import matplotlib.pyplot as plt
 
     records = [record for record in read_records(path) if "error" not in record]

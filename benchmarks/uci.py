@@ -87,10 +87,10 @@ KEYS = ("set", "method", "seed", "settings", "device")
 
 
 def complete_settings(method: str, num_rows: int, args: argparse.Namespace) -> dict[str, Any]:
-    """All that a run depends on besides its set, split and seed."""
+    """Settings that identify a run, besides its set, split and seed."""
     settings = SETTINGS[method] | {"batch_size": args.batch_size, "num_draws": args.num_draws}
     if method == "nuts":
-        settings["batch_size"] = None  # all rows, as a chain needs them
+        settings["batch_size"] = None  # all rows, as chains need them
     elif args.batch_size is None and num_rows > 1000:
         settings["batch_size"] = 256
     settings["precision_prior"] = args.precision_prior
@@ -98,7 +98,7 @@ def complete_settings(method: str, num_rows: int, args: argparse.Namespace) -> d
 
 
 def run(name: str, split: int, method: str, args: argparse.Namespace, done: list[dict]) -> None:
-    """One split of one set by one method, unless it is among those ``done``."""
+    """Run one split of one set by one method, unless it is among those ``done``."""
     data = load(name, split, args.data_dir, args.device)
     settings = complete_settings(method, len(data.x_train), args)
     if settings.get("generators", ()) is None:
@@ -138,7 +138,7 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def report(args: argparse.Namespace) -> str:
-    """The Markdown table of ``--out``: one row for each set, method and settings."""
+    """Return the Markdown table of ``--out``: one row for each set, method and settings."""
     groups = defaultdict(list)
     for record in read_records(args.out):
         groups[json.dumps([record[key] for key in KEYS])].append(record)
@@ -165,7 +165,7 @@ def report(args: argparse.Namespace) -> str:
 
 
 def describe(name: str, method: str, settings: dict[str, Any]) -> str:
-    """What of ``settings`` is not the default; steps and rate in any case."""
+    """Describe the ``settings`` that differ from the defaults, and always steps and rate."""
     defaults = SETTINGS[method] | {"num_draws": NUM_DRAWS, "precision_prior": PRECISION_PRIOR}
     if "generators" in defaults:
         defaults["generators"] = [list(sizes) for sizes in SETS[name].kivi_generators]
@@ -181,7 +181,7 @@ def mean_and_error(values: list[float], digits: int) -> str:
 
 
 class SetOption(argparse.Action):
-    """``livi.lr=0.01 kivi.steps=100`` as ``{"livi": {"lr": 0.01}, "kivi": {"steps": 100}}``."""
+    """Parse ``livi.lr=1 kivi.steps=2`` to ``{"livi": {"lr": 1}, "kivi": {"steps": 2}}``."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         options: dict[str, dict[str, Any]] = defaultdict(dict)

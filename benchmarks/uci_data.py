@@ -15,14 +15,14 @@ __all__ = ["SETS", "Data", "MissingData", "UCISet", "load"]
 
 
 class UCISet(NamedTuple):
-    """A set of the benchmark: the name of its file, and what the papers did with it."""
+    """A set of the benchmark: the name of its file, and its treatment in the papers."""
 
     file: str
     num_splits: int = 20
     hidden: int = 50
     # KIVI, Table 3: (noise, hidden units) of the generators of the two layers' weights.
     kivi_generators: tuple[tuple[int, int], tuple[int, int]] = ((100, 500), (50, 100))
-    # Where the repository has it as text: the file, how numpy reads it, and the target's column.
+    # If the repository has it as text: the file, how NumPy reads it, and the target's column.
     source: tuple[str, dict[str, Any], int] | None = None
     shape: tuple[int, int] | None = None
 
@@ -52,11 +52,11 @@ REPOSITORY = "https://archive.ics.uci.edu/ml/machine-learning-databases/"
 
 
 class MissingData(Exception):
-    """A set whose file is not there."""
+    """The file of a set is missing."""
 
 
 class Data(NamedTuple):
-    """Training and test rows, standardised by the training rows; ``y`` keeps the way back."""
+    """Training and test rows, standardised by the training rows, and the scale of ``y``."""
 
     x_train: Tensor
     y_train: Tensor
@@ -67,7 +67,7 @@ class Data(NamedTuple):
 
 
 def load(name: str, split: int, data_dir: Path | None, device: str = "cpu") -> Data:
-    """Reads one split of a set from ``data_dir/uci/<file>.npz``.
+    """Read one split of a set from ``data_dir/uci/<file>.npz``.
 
     :raises MissingData: if there is no such file.
     :raises ValueError: if the file has no such split.
@@ -94,7 +94,7 @@ def load(name: str, split: int, data_dir: Path | None, device: str = "cpu") -> D
 
 
 def _download(uci_set: UCISet, path: Path) -> bool:
-    """Makes the file of a set from the repository's table; whether that was possible."""
+    """Make the file of a set from the repository's table; return whether this was possible."""
     if uci_set.source is None:
         return False
     file, options, target = uci_set.source
@@ -108,7 +108,7 @@ def _download(uci_set: UCISet, path: Path) -> bool:
         print(f"{REPOSITORY + file} has the shape {table.shape}, not {uci_set.shape}")
         return False
     num_rows = len(table)
-    random = np.random.RandomState(1)  # the splits that all papers share
+    random = np.random.RandomState(1)  # the splits of all papers
     rows = np.stack([random.permutation(num_rows) for _ in range(uci_set.num_splits)])
     cut = round(0.9 * num_rows)
     path.parent.mkdir(parents=True, exist_ok=True)

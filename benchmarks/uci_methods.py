@@ -31,7 +31,7 @@ __all__ = ["METHODS", "SETTINGS", "log_likelihood", "make_model", "scores"]
 Draws = dict[str, Tensor]
 Settings = dict[str, Any]
 
-# Everything that a method can be told; `--set-option livi.lr=0.01` changes it.
+# The settings of all methods; `--set-option livi.lr=0.01` changes one.
 SETTINGS: dict[str, Settings] = {
     "livi": {
         "steps": 3000,
@@ -55,7 +55,7 @@ SETTINGS: dict[str, Settings] = {
         "particles": 10,
         "entropy_particles": 100,
         "init_scale": 0.1,
-        "generators": None,  # as kivi's
+        "generators": None,  # as for kivi
         "contrast": "adaptive",
         "discriminator_steps": 1,
     },
@@ -73,7 +73,7 @@ def make_model(
     precision_prior: list[float],
     gain: float = 1.0,
 ) -> Callable:
-    """One hidden layer of ReLU units and noise of unknown precision, on minibatches if asked.
+    """One hidden layer of ReLU units and noise of unknown precision, with optional minibatches.
 
     :param gain: weights have the prior N(0, gain² / fan-in).
     """
@@ -84,11 +84,11 @@ def make_model(
 
     def model(x: Tensor, y: Tensor | None = None) -> None:
         # Not the Gamma(6, 6) of the KIVI paper: y is standardised here, and 6 pseudo-observations
-        # of variance 1 hold the precision under about (6 + N / 2) / 6, a noise of 0.16 for the
-        # 455 rows of boston and 0.13 for energy, whose true noise is under 0.05.
+        # of variance 1 keep the precision below about (6 + N / 2) / 6, a noise of 0.16 for the
+        # 455 rows of boston and 0.13 for energy, whose true noise is below 0.05.
         precision = pyro.sample("precision", dist.Gamma(*x.new_tensor(precision_prior)))
         rows = pyro.plate("rows", len(x), subsample_size=None if y is None else batch_size)
-        # Before the plate is entered: the weights belong to no row.
+        # Outside the plate: the weights belong to no row.
         mean = pyro.deterministic("mean", net(x[rows.indices]).squeeze(-1))
         with rows:
             y = None if y is None else y[rows.indices]
@@ -98,7 +98,7 @@ def make_model(
 
 
 def start(settings: Settings) -> Callable[[dict[str, Any]], Tensor]:
-    """Where every method starts: a network of the prior, or weights smaller by the setting
+    """Initial values of every method: a network of the prior, or weights scaled by the setting
     ``weight_scale``, and a moderate noise."""
 
     def init_loc_fn(site: dict[str, Any]) -> Tensor:
@@ -131,7 +131,7 @@ def livi(model: Callable, data: Data, settings: Settings, num_draws: int) -> Dra
 
 
 class GammaPosterior(PyroModule):
-    """Of the noise precision: started where it would be, were the noise variance 0.1."""
+    """Guide of the noise precision, initialised at a noise variance of 0.1."""
 
     def __init__(self, data: Data) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class GammaPosterior(PyroModule):
 
 
 def _layerwise(model: Callable, data: Data, settings: Settings) -> AutoGuideList:
-    """One implicit guide per layer and an explicit one of the precision."""
+    """One implicit guide per layer and an explicit guide of the precision."""
     guide = AutoGuideList(model)
     for layer, (noise_dim, hidden) in zip(("0", "2"), settings["generators"], strict=True):
         part = poutine.block(model, expose=[f"{layer}.weight", f"{layer}.bias"])
@@ -215,7 +215,7 @@ METHODS: dict[str, Callable[[Callable, Data, Settings, int], Draws]] = {
 
 
 def scores(model: Callable, draws: Draws, data: Data) -> dict[str, float]:
-    """How well the mixture of all draws predicts the test rows, in the data's own units."""
+    """Return the accuracy of the mixture of all draws on the test rows, in units of the data."""
     prediction = Predictive(model, draws, return_sites=["mean"])(data.x_test)
     mean = data.y_mean + data.y_sd * prediction["mean"].reshape(-1, len(data.x_test))
     sd = data.y_sd * draws["precision"].reshape(-1, 1) ** -0.5

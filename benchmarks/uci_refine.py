@@ -45,8 +45,8 @@ from benchmarks.uci_methods import METHODS, SETTINGS, make_model, scores
 from pyro_implicit.density import Target
 from pyro_implicit.mcmc import refine
 
-# Chains, and gradients of each. What a gradient costs grows with the rows, what it can move does
-# not shrink: the budget is what the machine had.
+# Chains, and gradients of each. The cost of a gradient grows with the number of rows; the budget is
+# that of the machine.
 BUDGETS = {
     "boston": (16, 4000),
     "concrete": (16, 4000),
@@ -55,22 +55,22 @@ BUDGETS = {
     "naval": (16, 600),
     "protein": (8, 300),
 }
-# How many times STEPS. Naval's noise is a thousandth of its spread, and Adam on minibatches comes
-# down to it far sooner than chains on all rows.
+# Factors of STEPS. Naval's noise is a thousandth of its spread, and Adam on minibatches reaches it
+# far sooner than chains on all rows.
 LONGER = {"kin8nm": 3, "naval": 15, "protein": 15}
-# Priors of weights are N(0, gain² / fan-in). With protein's 41,157 rows a gain of 1 holds weights
-# back: on split 2 an ensemble has -2.886 with it, and -2.85 with 3, the default of `to_bayesian_`.
+# Priors of weights are N(0, gain² / fan-in). With protein's 41,157 rows a gain of 1 is too narrow:
+# on split 2 an ensemble has -2.886 with it, and -2.85 with 3, the default of `to_bayesian_`.
 GAINS = {"protein": 3.0}
 STEPS = {"mean_field": 600, "kivi": 1000, "livi": 1000}
-# Of Adam, on minibatches of 1,024 rows, for the references of large sets.
+# Adam steps on minibatches of 1,024 rows, for the references of large sets.
 ADAM_STEPS = {"kin8nm": 5000, "naval": 20_000, "protein": 32_000}
 WEIGHT_SCALE, FRAME = 0.3, "diagonal"
 NUM_WATCHED = 50
-LARGE = 1000  # rows, above which guides take minibatches
+LARGE = 1000  # rows, above which guides use minibatches
 
 
 def guide_settings(method: str, name: str, data: Data) -> dict[str, Any]:
-    """Those of ``uci.py``, but for the start and the steps."""
+    """Settings of ``uci.py`` with other initial weights and steps."""
     is_large = len(data.x_train) > LARGE
     settings = SETTINGS[method] | {"weight_scale": WEIGHT_SCALE}
     settings |= {"steps": STEPS[method] * LONGER.get(name, 1)}
@@ -81,7 +81,7 @@ def guide_settings(method: str, name: str, data: Data) -> dict[str, Any]:
 
 
 def small_draws(density: Target, num_draws: int) -> dict[str, Tensor]:
-    """Draws of the prior with small weights and a moderate noise."""
+    """Prior draws with small weights and a moderate noise."""
     draws = density.constrain(density.sample_prior(num_draws))
     weights = {site: WEIGHT_SCALE * value for site, value in draws.items()}
     return weights | {"precision": torch.full_like(draws["precision"], 10.0)}
@@ -90,7 +90,7 @@ def small_draws(density: Target, num_draws: int) -> dict[str, Tensor]:
 def modes(
     batched: Callable, data: Data, starts: dict[str, Tensor], steps: int
 ) -> dict[str, Tensor]:
-    """From each start its own mode, all side by side, by Adam on minibatches."""
+    """Move each draw to a separate mode by Adam on minibatches, in parallel."""
     density = Target.of_minibatches(batched, data.x_train, data.y_train, batch=())
     latent = density.unconstrain(starts).requires_grad_()
     optimizer = torch.optim.Adam([latent], lr=0.05)
@@ -104,13 +104,13 @@ def modes(
 
 
 def predictions(draws: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Of the networks ``(num_draws, len(x))``."""
+    """Outputs of the networks ``(num_draws, len(x))``."""
     hidden = (x @ draws["0.weight"].mT + draws["0.bias"].unsqueeze(-2)).relu()
     return (hidden @ draws["2.weight"].mT).squeeze(-1) + draws["2.bias"]
 
 
 def run(name: str, split: int, method: str, args: argparse.Namespace, done: list[dict]) -> None:
-    """One split of one set from one start, unless it is among those ``done``."""
+    """Run one split of one set from one guide, unless it is among those ``done``."""
     data = load(name, split, args.data_dir)
     chains, gradients = BUDGETS[name]
     budget = {"chains": chains, "gradients": gradients, "frame": FRAME, "watched": NUM_WATCHED}
@@ -127,7 +127,7 @@ def run(name: str, split: int, method: str, args: argparse.Namespace, done: list
     prior = PRECISION_PRIOR, GAINS.get(name, 1.0)
     pyro.clear_param_store()
     pyro.set_rng_seed(split if method != "reference" else 1000 + split)
-    began = time.process_time()  # other jobs on the machine do not count
+    began = time.process_time()  # excludes other jobs on the machine
     result: dict[str, Any] = {}
     model = make_model(data, SETS[name].hidden, None, *prior)
     if method == "reference":
@@ -181,7 +181,7 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def report(path: Path) -> str:
-    """The Markdown table of the records: one row for each set, method and budget."""
+    """Return the Markdown table of the records: one row for each set, method and budget."""
     groups = defaultdict(list)
     references: dict[tuple[str, float, int], dict[str, Any]] = {}
     for record in read_records(path):

@@ -15,7 +15,7 @@ __all__ = ["cifar", "digits", "of_classes"]
 
 
 def digits(folder: Path, part: str) -> tuple[Tensor, Tensor]:
-    """MNIST and what has its format: images of mean 0 and standard deviation 1 over MNIST.
+    """MNIST, or data in its format: images standardised by the moments of MNIST.
 
     :param folder: with the idx files.
     :param part: ``"train"`` or ``"t10k"``.
@@ -35,7 +35,7 @@ def cifar(folder: Path, part: str, number: int | None = None) -> tuple[Tensor, T
 
     :param folder: with ``train.npz`` and ``test.npz``.
     :param part: ``"train"`` or ``"test"``.
-    :param number: the first so many.
+    :param number: number of images, from the first on.
     """
     from PIL import Image
 
@@ -52,10 +52,10 @@ def cifar(folder: Path, part: str, number: int | None = None) -> tuple[Tensor, T
 
 
 def of_classes(x: Tensor, y: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """The rows of some classes, counted from 0.
+    """Select the rows of some classes, counted from 0.
 
-    :param first: class.
-    :param last: class, the last of them.
+    :param first: first class.
+    :param last: last class.
     """
     rows = (y >= first) & (y <= last)
     return x[rows], y[rows] - first

@@ -65,7 +65,7 @@ def scaled_fan_in(gain: float) -> Callable[[str, Tensor], dist.TorchDistribution
     return prior
 
 
-#: prior, temperature of the likelihood, whether pixels are standardised, how much longer.
+#: prior, temperature of the likelihood, whether pixels are standardised, factor of the epochs.
 CASES: dict[str, tuple[Any, float, bool, int]] = {
     "N(0, 1/fan-in)": (scaled_fan_in(1.0), 1.0, False, 1),
     "N(0, 2/fan-in)": (scaled_fan_in(2**0.5), 1.0, False, 1),
@@ -91,7 +91,7 @@ def images(scaled: bool, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor
 
 
 def run(case: str, method: str, seed: int) -> dict[str, Any]:
-    """One line."""
+    """Return one line."""
     prior, temperature, scaled, longer = CASES[case]
     train, test = images(scaled, seed)
     pyro.clear_param_store()
@@ -118,7 +118,7 @@ def run(case: str, method: str, seed: int) -> dict[str, Any]:
 def fit_by(
     model: NetworkModel, method: str, train: tuple[Tensor, Tensor], seed: int, longer: int
 ) -> Any:
-    """What stands for the posterior: a fit, or draws."""
+    """Return the approximation of the posterior: a fit, or draws."""
     start = init_to_value(values=start_values(model))
     loader = DataLoader(TensorDataset(*train), BATCH, shuffle=True)
     options: dict[str, Any] = {"seed": seed, "progress": False}
@@ -133,14 +133,14 @@ def fit_by(
 
 
 def prior_confidence(model: NetworkModel, x: Tensor) -> float:
-    """Mean greatest probability under single draws of the prior."""
+    """Mean largest probability under single draws of the prior."""
     with torch.no_grad():
         draws = [model.net(x).softmax(-1).max(-1).values.mean().item() for _ in range(30)]
     return sum(draws) / len(draws)
 
 
 def report(path: Path) -> str:
-    """The table of the records, means over seeds."""
+    """Return the table of the records, means over seeds."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in read_records(path):
         groups.setdefault((record["case"], record["method"]), []).append(record)

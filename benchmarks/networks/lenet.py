@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks on MNIST: accuracy, calibration, and uncertainty on images that are no digits.
+"""Networks on MNIST: accuracy, calibration and out-of-distribution detection.
 
-Each row and seed leaves a line in ``--out``; one whose line is there already is not repeated, and a
-row that was killed goes on from its checkpoints in ``--runs``, which rows share (the ensemble's
-first member is the MAP). ``--data-dir`` has ``mnist``, ``fashion_mnist`` and ``notmnist``::
+Each row and seed adds one line to ``--out``; rows that have a line are skipped, and a killed row
+continues from its checkpoints in ``--runs``, which rows share (the first member of the ensemble is
+the MAP). ``--data-dir`` has ``mnist``, ``fashion_mnist`` and ``notmnist``::
 
     python -m benchmarks.networks.lenet --data-dir /path/to/data --seeds 3 --device cuda
     python -m benchmarks.networks.lenet --data-dir D --subset 6000 --epochs 4 --rows MAP ensemble
     python -m benchmarks.networks.lenet --data-dir D --paper --network mlp-400 --rows KIVI
     python -m benchmarks.networks.lenet --report
 
-Out of distribution are the first ``--test`` images of the test files of Fashion-MNIST, notMNIST
-and, if ``--foreign`` names it, CIFAR-10 (in grey, the middle 28x28 pixels). ``--network mlp-400``
-is the perceptron of KIVI's classification experiment, in a table of its own, and ``--network
-pooled`` a small one for a CPU. ``--paper`` sets the epochs, batches, rate and generators of LIVI's
-paper, or of KIVI's for the perceptrons; KIVI's take days on a CPU.
+Out-of-distribution images are the first ``--test`` images of the test files of Fashion-MNIST,
+notMNIST and, if ``--foreign`` names it, CIFAR-10 (in grey, the middle 28x28 pixels). ``--network
+mlp-400`` is the perceptron of KIVI's classification experiment, in a table of its own, and
+``--network pooled`` a small one for a CPU. ``--paper`` sets the epochs, batches, rate and
+generators of LIVI's paper, or of KIVI's for the perceptrons; KIVI's take days on a CPU.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from pyro_implicit.nn import LabelReport, evaluate
 FOREIGN = {"fashion": "fashion_mnist", "notmnist": "notmnist", "cifar10": "cifar10"}
 TITLES = {"fashion": "Fashion-MNIST", "notmnist": "notMNIST", "cifar10": "CIFAR-10"}
 ROWS = [*METHODS, *(f"{name}{REFINED}" for name in METHODS)]
-#: Accuracy in %, mean confidence and AUROC on foreign images in %, means over three sets of these.
+#: Accuracy, mean confidence and AUROC, in %, means over three out-of-distribution sets.
 PAPER = {"MAP": (99.1, 72.1, 96.3), "ensemble": (99.1, 63.1, 97.5), "LIVI": (99.1, 55.0, 97.9)}
 
 
-#: Test errors in %, of two hidden layers of so many units.
+#: Test errors in %, by units of the two hidden layers.
 KIVI_PAPER = {"mlp-400": 1.29, "mlp-800": 1.22, "mlp-1200": 1.27}
 
 
@@ -59,10 +59,10 @@ def paper_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def foreign_images(folder: Path, name: str, number: int) -> Tensor:
-    """Test images that are no digits."""
+    """Test images that are not digits."""
     if name != "cifar10":
         return digits(folder / FOREIGN[name], "t10k")[0][:number]
-    colours = cifar(folder / name, "test", number)[0].mul(0.251).add(0.473)  # as the file has them
+    colours = cifar(folder / name, "test", number)[0].mul(0.251).add(0.473)  # as in the file
     weights = colours.new_tensor([0.299, 0.587, 0.114])  # of luma, ITU-R BT.601
     grey = (weights[:, None, None] * colours).sum(1, keepdim=True)[..., 2:30, 2:30]
     return grey.sub(0.1307).div(0.3081)
@@ -87,7 +87,7 @@ def perceptron(units: int) -> nn.Sequential:
 
 
 def pooled() -> nn.Sequential:
-    """32 units that see means of 4x4 pixels, 1,930 weights: every row in seconds."""
+    """32 units on means of 4x4 pixels, 1,930 weights; fast rows."""
     first = (nn.AvgPool2d(4), nn.Flatten(), nn.Linear(49, 32), nn.ReLU())
     return nn.Sequential(*first, nn.Linear(32, 10))
 
@@ -98,7 +98,7 @@ NETWORKS = {"lenet": lenet, "pooled": pooled} | {
 
 
 def work(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
-    """The numbers of one row from one seed."""
+    """Return the numbers of one row with one seed."""
     train = digits(args.data_dir / "mnist", "train")
     train = train[0][: args.subset], train[1][: args.subset]
     run = Run(NETWORKS[args.network], train, args, seed)
@@ -127,7 +127,7 @@ def work(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Medians over seeds."""
+    """Return medians over seeds."""
     groups: dict[tuple, list[dict[str, Any]]] = {}
     foreign = [name for name in FOREIGN if any(name in record["auroc"] for record in records)]
     for record in records:
@@ -154,7 +154,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def report(args: argparse.Namespace) -> str:
-    """The table of ``--out``, and what it says."""
+    """Return the table of ``--out`` and its description."""
     paper = (
         "LIVI's paper, on 60,000 images (accuracy, confidence and AUROC on three "
         "out-of-distribution sets): "

@@ -53,7 +53,7 @@ def ensemble(run: Run) -> Posterior:
 
 
 def last_layer_laplace(run: Run) -> Posterior:
-    """Around a mode, the Gaussian of the last layer's curvature."""
+    """A Gaussian around a mode, with the curvature of the last layer."""
     model, weights = run.member()
     with run.clock("laplace"):
         *body, head = run.network().to(run.args.device).named_children()
@@ -109,7 +109,7 @@ def livi(run: Run, log_det: Any) -> Posterior:
 
 
 def kivi(run: Run) -> Posterior:
-    """A guide for each layer."""
+    """One guide for each layer."""
     model = run.model(run.seed)
     guide, start = AutoGuideList(model), start_of(model)
     layers: dict[str, list[str]] = {}
@@ -127,7 +127,7 @@ def kivi(run: Run) -> Posterior:
 
 
 def residual(run: Run, loss: Any, name: str) -> Posterior:
-    """All weights together, by an injective generator."""
+    """One guide for all weights, by an injective generator."""
     model = run.model(run.seed)
     guide = AutoImplicit(
         model,
@@ -141,7 +141,7 @@ def residual(run: Run, loss: Any, name: str) -> Posterior:
 
 
 def mixture(run: Run) -> Posterior:
-    """A guide of LIVI at each member of the ensemble, trained for a third as long."""
+    """A LIVI guide at each member of the ensemble, trained for a third as long."""
     members = [run.member(index)[1] for index in range(MEMBERS)]
     model = run.model(run.seed)
     parts = [
@@ -155,7 +155,7 @@ def mixture(run: Run) -> Posterior:
     loss = linearised(run, "stochastic")
     for index, part in enumerate(guide.components):
         run.fit(model, part, loss, f"mixture-{index}", share=1 / 3)
-    guide(*run.train)  # which of the model's sites are latent
+    guide(*run.train)  # determines which sites of the model are latent
     return model, guide
 
 
@@ -175,9 +175,9 @@ METHODS: dict[str, Callable[[Run], Posterior]] = {
 
 
 def posterior_of(run: Run, row: str) -> Posterior:
-    """A row's model and posterior; ``run.seconds`` is what they took.
+    """Return the model and the posterior of a row; ``run.seconds`` is their cost.
 
-    :param row: a name of ``METHODS``, and ``", refined"`` behind it where chains go on from there.
+    :param row: a name of ``METHODS``, with ``", refined"`` appended for chains from there.
     """
     run.seconds = 0.0
     name = row.removesuffix(REFINED)

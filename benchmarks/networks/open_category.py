@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open category: a network that learnt six classes, and images of the four others.
+"""Open category: a network learns six classes; images of four other classes are detected.
 
 The classes 0 to 5 are trained on, 6 to 9 are out of distribution; as in table 3 (MNIST, LeNet-5)
-and table 4 (CIFAR-10, three convolutions and two linear layers) of the GPVI paper. Runs are kept
-and resumed as by ``lenet.py``::
+and table 4 (CIFAR-10, three convolutions and two linear layers) of the GPVI paper. Runs are saved
+and resumed as in ``lenet.py``::
 
     python -m benchmarks.networks.open_category --data-dir /path/to/data --epochs 100 --device cuda
     python -m benchmarks.networks.open_category --data-dir D --subset 4000 --rows MAP GPVI
@@ -89,7 +89,7 @@ def sets(data: str, folder: Path, number: int | None) -> tuple[Any, Any, Tensor]
 
 
 def work(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
-    """The numbers of one row from one seed."""
+    """Return the numbers of one row with one seed."""
     train, test, others = sets(args.data, args.data_dir, args.subset)
     network = partial(convolutional, args.sizes) if args.data == "cifar10" else partial(lenet, 6)
     run = Run(network, train, args, seed)
@@ -111,7 +111,7 @@ def work(args: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
 
 
 def report(args: argparse.Namespace) -> str:
-    """The table of the records, medians over seeds, beside the paper's."""
+    """Return the table of the records, medians over seeds, with the paper's numbers."""
     paper, groups = PAPER[args.data], {}
     for record in read_records(args.out):
         key = (str(record["subset"]), record["epochs"], ROWS.index(record["row"]))

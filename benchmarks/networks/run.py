@@ -42,12 +42,12 @@ __all__ = [
 ]
 
 REFINED = ", refined"
-#: What a number depends on beside row and seed.
+#: The settings that identify a number, besides row and seed.
 SETTINGS = ("subset", "epochs", "batch_size", "lr", "chains", "noise", "hidden", "solver")
 
 
 def add_arguments(parser: argparse.ArgumentParser, out: Path, rows: list[str]) -> None:
-    """Adds what :class:`Run` reads, and what all the scripts here take."""
+    """Add the arguments of :class:`Run` and of all scripts of this folder."""
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--rows", nargs="+", default=rows, choices=rows)
     add_paper_arguments(parser, seeds=1)
@@ -71,10 +71,10 @@ def run_rows(
     work: Callable[[argparse.Namespace, str, int], dict[str, Any]],
     report: Callable[[argparse.Namespace], str],
 ) -> None:
-    """Appends the lines that are missing, then writes and prints the table.
+    """Append the missing lines, then write and print the table.
 
-    :param work: the numbers of one row from one seed.
-    :param report: the table.
+    :param work: returns the numbers of one row with one seed.
+    :param report: returns the table.
     """
     torch.set_num_threads(args.threads)
     keys = [
@@ -89,7 +89,7 @@ def run_rows(
 
 
 def commands(script: str, records: list[dict[str, Any]]) -> str:
-    """What makes the records anew, one line for each setting."""
+    """Return the commands that reproduce the records, one line for each setting."""
     lines: dict[tuple, int] = {}
     for record in records:
         key = tuple((name, record[name]) for name in SETTINGS if record[name] is not None)
@@ -111,15 +111,15 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Run:
-    """Networks of one kind, trained on one set of images from one seed.
+    """Networks of one kind, trained on one set of images with one seed.
 
-    Trainings that are done are not repeated, whichever row wants them, and others go on from their
-    checkpoints. What they took is kept beside them.
+    Finished trainings are shared by all rows, and others continue from their checkpoints. Their
+    times are stored next to them.
 
     :param network: makes a network.
     :param train: images and labels.
     :param args: of :func:`add_arguments`.
-    :param seed: of all that is random.
+    :param seed: of all random numbers.
     """
 
     def __init__(
@@ -134,17 +134,17 @@ class Run:
         self.folder = args.runs / args.out.stem / "-".join(settings) / str(seed)
         self.train = tuple(part.to(args.device) for part in train)
         self.loader = DataLoader(TensorDataset(*self.train), args.batch_size, shuffle=True)
-        #: CPU seconds of what the row in hand is made of.
+        #: CPU seconds of all parts of the current row.
         self.seconds = 0.0
 
     def model(self, seed: int) -> NetworkModel:
-        """A network of its own start."""
+        """Return a network with its own initial weights."""
         pyro.clear_param_store()
         pyro.set_rng_seed(seed)
         return classifier(to_bayesian_(self.network().to(self.args.device)), len(self.train[0]))
 
     def fit(self, model: NetworkModel, guide: Any, loss: Any, name: str, share: float = 1) -> None:
-        """Trains a guide for a share of the epochs."""
+        """Train a guide for a share of the epochs."""
         with self.clock(name):
             fit(
                 model, guide, batches=self.loader, epochs=max(1, round(share * self.args.epochs)),
@@ -153,7 +153,7 @@ class Run:
             )  # fmt: skip
 
     def refine(self, model: NetworkModel, guide: Any, name: str) -> Any:
-        """Draws of SGHMC from there, for as many epochs."""
+        """Return draws of SGHMC from there, for as many epochs."""
         with self.clock(f"{name}{REFINED}"):
             return refine(
                 model, guide, kernel="sghmc", batches=self.loader, num_chains=self.args.chains,
@@ -163,9 +163,9 @@ class Run:
 
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:
-        """Adds up what a training took, in this process or one before.
+        """Add the time of a training, in this process or an earlier one.
 
-        Of one that was killed and went on, only the last part counts.
+        For a training that was killed and continued, only the last part counts.
         """
         file = self.folder / "seconds.json"
         began = time.process_time()
@@ -185,7 +185,7 @@ class Run:
         return model, {name: value.detach() for name, value in guide.median().items()}
 
     def matrices(self, dim: int) -> MMNN:
-        """A generator by matrices, of no more noise than values."""
+        """A matrix generator with at most as many noise dimensions as values."""
         sides = near_square_shape(dim)
         noise = (min(self.args.noise, sides[0]), min(self.args.noise, max(1, sides[1] - 1)))
         hidden = (self.args.hidden,) * 2

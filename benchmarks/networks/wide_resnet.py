@@ -45,7 +45,7 @@ ROWS = ("MAP", "LIVI L'", "LIVI L''")
 
 
 class Block(nn.Module):
-    """Two convolutions, and the way around them."""
+    """A residual block of two convolutions."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def wide_resnet(width: int) -> nn.Sequential:
 
 
 def work(args: argparse.Namespace, row: str) -> dict[str, Any]:
-    """Seconds and memory of one particle."""
+    """Return seconds and memory of one particle."""
     torch.set_num_threads(args.threads)
     x, y = (part.to(args.device) for part in cifar(args.data_dir / "cifar10", "train", IMAGES))
     pyro.set_rng_seed(0)
@@ -94,7 +94,7 @@ def work(args: argparse.Namespace, row: str) -> dict[str, Any]:
         log_det: Any = "stochastic" if row == "LIVI L'" else "smallest"
         loss = LIVI_ELBO(1, log_det=log_det, num_probes=1, max_iterations=args.solver)
     batches = list(zip(x.split(args.batch_size), y.split(args.batch_size), strict=True))
-    loss.differentiable_loss(model, guide, *batches[0])  # makes the guide's parameters
+    loss.differentiable_loss(model, guide, *batches[0])  # creates the guide's parameters
     optimiser = torch.optim.Adam(guide.parameters(), 1e-3)
     before, taken, losses = peak(args.device, reset=True), [], []
     for step in range(args.steps):
@@ -112,7 +112,7 @@ def work(args: argparse.Namespace, row: str) -> dict[str, Any]:
 
 
 def peak(device: str, reset: bool = False) -> float:
-    """Megabytes at most, so far."""
+    """Return the peak memory in megabytes."""
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if reset:
@@ -121,7 +121,7 @@ def peak(device: str, reset: bool = False) -> float:
 
 
 def report(path: Path) -> str:
-    """The table, with ratios to the MAP of the same setting."""
+    """Return the table, with ratios to the MAP of the same setting."""
     records, rows = read_records(path), []
     for one in records:
         setting = ("width", "batch_size", "device")
