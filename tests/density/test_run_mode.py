@@ -370,6 +370,37 @@ def test_hidden_markov_models_do_not_loop(monkeypatch):
     torch.testing.assert_close(density.log_prob(alone), torch.stack(one_by_one))
 
 
+class Branching(dist.Normal):
+    def log_prob(self, value):
+        log_prob = super().log_prob(value)
+        return log_prob[log_prob < 1]
+
+
+def hidden(x):
+    step = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()
+    return dist.DiscreteHMM(torch.zeros(2), step, dist.Normal(x * torch.ones(2), 1.0))
+
+
+@pytest.mark.parametrize(
+    "make, y, replaces",
+    [(lambda x: Branching(x, 1.0), torch.zeros(1), True), (hidden, torch.zeros(5), False)],
+)
+def test_a_warm_call_runs_the_model_once(make, y, replaces):
+    """The way in which a model can be run is remembered, and not found by an error each time."""
+    modes = []
+
+    def model():
+        modes.append(run_mode.active_mode.get())
+        pyro.sample("y", make(pyro.sample("x", dist.Normal(0, 1))), obs=y)
+
+    target = Target(model)
+    for _ in range(2):
+        target.log_prob(torch.randn(3, 1))
+    modes.clear()
+    target.log_prob(torch.randn(3, 1))
+    assert [mode is not None for mode in modes] == [replaces]
+
+
 def test_a_distribution_that_vmap_refuses_leaves_no_garbage():
     """What it had computed by then would else be kept until Python looks for cycles."""
 
