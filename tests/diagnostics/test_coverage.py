@@ -60,6 +60,16 @@ def test_a_guide_on_all_modes_covers_them():
     assert found.uncovered.tolist() == [False, True]
 
 
+@pytest.mark.parametrize(("number", "lost"), [(22, True), (24, False)])
+def test_a_tenth_of_the_draws_that_a_mode_is_due_covers_it(number, lost):
+    """The second mode has the mass 0.3 / 1.3 of itself and the whole: a tenth are 23 of 1,000."""
+    torch.manual_seed(0)
+    few = torch.cat([draws(0, 1000 - number), LOCS[1].expand(number, 2)])
+    found = uncovered_modes(LOCS[:2], few, density([0.5, 0.3, 0.2]), log_evidence=0.0)
+    assert found.draws[1].item() == pytest.approx(number / 1000)
+    assert found.uncovered.tolist() == [False, lost]
+
+
 def test_small_modes_do_not_count():
     torch.manual_seed(0)
     u = torch.cat([draws(0, 500), draws(1, 500)])

@@ -63,6 +63,22 @@ def bent(guide):
     return guide
 
 
+def test_the_last_fifth_is_held_out():
+    """A Gaussian takes the moments of the first 400 draws, and is scored by the last 100."""
+    generator = torch.Generator().manual_seed(0)
+    first, last = (torch.randn(n, generator=generator) for n in (400, 100))
+    last = 2 + 0.5 * last
+
+    def one():
+        pyro.sample("v", dist.Normal(0.0, 1.0))
+
+    guide = AutoNormal(one)
+    taught = teach(guide, {"v": torch.cat([first, last])}, progress=False)
+    fitted = dist.Normal(first.mean(), first.std())
+    assert guide.median()["v"].item() == pytest.approx(first.mean().item(), abs=1e-5)
+    assert taught.after == pytest.approx(fitted.log_prob(last).mean().item(), rel=1e-5)
+
+
 @pytest.fixture
 def double():
     torch.set_default_dtype(torch.float64)
