@@ -113,8 +113,8 @@ def bridge(log_target: Tensor, log_proposal: Tensor) -> Tensor:
 
     **Example:**
 
-    >>> bridge(torch.full((5,), 2.0), torch.full((5,), 2.0))
-    tensor(2.)
+    >>> print(f"{bridge(torch.full((5,), 2.0), torch.full((5,), 2.0)):.3f}")
+    2.000
 
     :param log_target: log-ratio of density to proposal at draws of the target, ``(n,)``.
     :param log_proposal: log-ratio at draws of the proposal, -inf for density 0.

@@ -25,7 +25,7 @@ def batch_jacobian(function: Function, inputs: Tensor) -> tuple[Tensor, Tensor]:
     **Example:**
 
     >>> value, jacobian = batch_jacobian(torch.sin, torch.zeros(2, 3))
-    >>> jacobian[0].equal(torch.eye(3))
+    >>> torch.allclose(jacobian[0], torch.eye(3))
     True
 
     :param function: from ``(*batch, d)`` to ``(*batch, m)``, each row independently.
@@ -48,7 +48,7 @@ def jacobian_products(function: Function, inputs: Tensor) -> tuple[Function, Fun
     **Example:**
 
     >>> times, transposed_times = jacobian_products(torch.sin, torch.zeros(2, 3))
-    >>> times(torch.ones(2, 3)).equal(torch.ones(2, 3))
+    >>> torch.allclose(times(torch.ones(2, 3)), torch.ones(2, 3))
     True
 
     :param function: from ``(*batch, d)`` to ``(*batch, m)``, each row independently.

@@ -135,8 +135,8 @@ def log_forward(initial: Tensor, transition: Tensor, observed: Tensor) -> Tensor
     **Example:**
 
     >>> half = torch.full((2,), 0.5).log()
-    >>> log_forward(half, half.expand(2, 2), torch.zeros(3, 2)).abs()
-    tensor(0.)
+    >>> print(f"{log_forward(half, half.expand(2, 2), torch.zeros(3, 2)).abs():.3f}")
+    0.000
 
     :param initial: log-probabilities of the state before the first, ``(*batch, num_states)``.
     :param transition: of the next state, ``(*batch, T or 1, num_states, num_states)``, or for all

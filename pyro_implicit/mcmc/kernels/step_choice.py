@@ -219,7 +219,8 @@ def largest_curvature(
     **Example:**
 
     >>> _ = torch.manual_seed(0)
-    >>> largest_curvature(lambda z: -z * torch.tensor([1.0, 9.0]), torch.zeros(1, 2))
+    >>> curvature = largest_curvature(lambda z: -z * torch.tensor([1.0, 9.0]), torch.zeros(1, 2))
+    >>> curvature.round(decimals=2)
     tensor([9.])
 
     :param gradient: of points ``(num_points, d)``; the same function in every call.
