@@ -341,7 +341,7 @@ def test_recorded_steps_are_plain_ones(elbo_name):
             steps("trace")
         return
     others, other_gradients, elbo = steps("trace")
-    assert elbo.state.traced.num_run == 3
+    assert elbo.state.traced.programs.num_run == 3
     torch.testing.assert_close(others, losses, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(other_gradients, gradients, rtol=1e-8, atol=1e-10)
 

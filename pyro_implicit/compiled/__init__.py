@@ -1,24 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of tensors, recorded once and run without Python's and Pyro's share of the time."""
+"""Recorded functions of tensors, which run without the overhead of Python and Pyro."""
 
 from __future__ import annotations
 
-from pyro_implicit.compiled.function import RandomState, RecordedFunction, rounding
+from pyro_implicit.compiled.cache import (
+    Arguments,
+    CompileMode,
+    ProgramCache,
+    Same,
+    check_mode,
+    disagreement,
+    flatten_arguments,
+)
 from pyro_implicit.compiled.inductor import CompilerError
-from pyro_implicit.compiled.mode import CompileMode, check_mode
-from pyro_implicit.compiled.recorder import Untraceable, is_tracing
-from pyro_implicit.compiled.signature import Arguments, Same, flatten_arguments
+from pyro_implicit.compiled.policy import RECORDINGS
+from pyro_implicit.compiled.program import RandomState, RecordedFunction
+from pyro_implicit.compiled.recorder import ACTIVE, Untraceable, is_tracing
 
 __all__ = [
+    "ACTIVE",
     "Arguments",
     "CompileMode",
     "CompilerError",
+    "ProgramCache",
+    "RECORDINGS",
     "RandomState",
     "RecordedFunction",
     "Same",
     "Untraceable",
     "check_mode",
+    "disagreement",
     "flatten_arguments",
     "is_tracing",
-    "rounding",
 ]

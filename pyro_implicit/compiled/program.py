@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded graph as one plain function."""
+"""A recorded function: its graph, simplified and written as one plain function."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-__all__ = ["as_function"]
+from pyro_implicit.compiled.inductor import compile_graph
+from pyro_implicit.compiled.recorder import record
+
+__all__ = ["Guard", "RandomState", "RecordedFunction", "as_function", "simplify"]
+
 
 Function = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 def as_function(graph: fx.Graph, constants: dict[str, Tensor]) -> Function:
-    """Straight-line Python that calls one kernel after the other and forgets each value at once.
+    """Write straight-line Python that calls one kernel after the other and frees values early.
 
-    :param graph: of a :class:`~pyro_implicit.compiled.recorder.Recorder`.
-    :param constants: by its ``get_attr`` nodes.
-    :returns: a function of the list of inputs, which autograd does not see.
+    :param graph: the graph of a :class:`~pyro_implicit.compiled.recorder.Recorder`.
+    :param constants: its constants, by its ``get_attr`` nodes.
+    :returns: a function of the list of inputs, without autograd.
     """
     writer = _Writer(constants)
     last_use = {arg: node for node in graph.nodes for arg in node.all_input_nodes}
@@ -50,7 +54,7 @@ class _Writer:
         elif isinstance(node.target, torch._ops.OpOverload):
             arguments = [self._show(arg) for arg in node.args]
             arguments += [f"{key}={self._show(value)}" for key, value in node.kwargs.items()]
-            # The kernel itself, without the Python around it.
+            # The kernel itself, without torch's Python wrapper.
             self.scope[f"f{name}"] = node.target._op
             self.lines.append(f"{name} = f{name}({', '.join(arguments)})")
         else:
@@ -87,3 +91,192 @@ class _Writer:
         name = f"value{len(self.scope)}"
         self.scope[name] = value
         return name
+
+
+aten = torch.ops.aten
+_ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+_SAME_SHAPE = {
+    *(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default),
+    *(aten.squeeze.dim, aten.squeeze.default, aten.squeeze.dims, aten.slice.Tensor),
+    *(aten.permute.default, aten.transpose.int, aten.t.default, aten.as_strided.default),
+}
+_COPIES = {aten._to_copy.default, aten.clone.default}
+_RESHAPES = {aten.view.default, aten._unsafe_view.default}
+
+
+def simplify(graph: fx.Graph, mutated: set[int]) -> None:
+    """Remove, in place, operations without effect, repeated operations and unused ones.
+
+    Results stay bit-identical. Unused random draws stay, as they move the generator's state.
+
+    :param graph: the graph of a :class:`~pyro_implicit.compiled.recorder.Recorder`.
+    :param mutated: storages that its operations write to; operations on them stay as they are.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and not _touches(node, mutated):
+            _shorten(node)
+    seen: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or _touches(node, mutated) or _is_random(node):
+            continue
+        same = seen.setdefault(_key(node), node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users and not _must_run(node):
+            graph.erase_node(node)
+
+
+def _shorten(node: fx.Node) -> None:
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return
+    source, target = node.args[0], node.target
+    if target in _ALIASES:
+        node.replace_all_uses_with(source)
+    elif (target in _SAME_SHAPE or target in _COPIES) and _is_alike(node, source):
+        node.replace_all_uses_with(source)
+    elif target in _RESHAPES and source.target in _RESHAPES:
+        root = source.args[0]
+        assert isinstance(root, fx.Node)
+        if root.meta["stride"] == _contiguous(root.meta["shape"]):
+            node.args = (root, *node.args[1:])
+            if _is_alike(node, root):
+                node.replace_all_uses_with(root)
+
+
+def _is_alike(node: fx.Node, source: fx.Node) -> bool:
+    return all(node.meta[k] == source.meta[k] for k in ("shape", "stride", "dtype", "device")) and (
+        node.target is not aten.as_strided.default
+    )
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def _touches(node: fx.Node, mutated: set[int]) -> bool:
+    return any(n.meta.get("storage") in mutated for n in (node, *node.all_input_nodes)) or any(
+        user.meta.get("storage") in mutated for user in node.users if _is_part(user)
+    )
+
+
+def _is_part(node: fx.Node) -> bool:
+    return not isinstance(node.target, torch._ops.OpOverload)
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _must_run(node: fx.Node) -> bool:
+    return _is_random(node) or (
+        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    )
+
+
+def _key(node: fx.Node) -> Any:
+    def freeze(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return (type(value).__name__, *map(freeze, value))
+        return (type(value), value) if not isinstance(value, float) else ("float", value.hex())
+
+    return node.target, freeze(node.args), tuple((k, freeze(v)) for k, v in node.kwargs.items())
+
+
+class Guard:
+    """Notices changes of what a recording holds constant: tensors, and the contents of modules.
+
+    :param captured: constant tensors, with their versions.
+    :param modules: modules whose parameters, buffers, submodules and modes must stay the same.
+    """
+
+    def __init__(
+        self, captured: Iterable[tuple[Tensor, int]], modules: Iterable[nn.Module]
+    ) -> None:
+        self._captured = list(captured)
+        self._entries: list[tuple[dict[str, Any], str, Any]] = []
+        self._modes: list[tuple[nn.Module, bool]] = []
+        for module in modules:
+            for part in module.modules():
+                self._modes.append((part, part.training))
+                for entries in (part._parameters, part._buffers, part._modules):
+                    self._entries += [(entries, name, value) for name, value in entries.items()]
+
+    def holds(self) -> bool:
+        """Tell whether nothing was replaced or written to."""
+        return (
+            all(tensor._version == version for tensor, version in self._captured)
+            and all(entries.get(name) is value for entries, name, value in self._entries)
+            and all(module.training == mode for module, mode in self._modes)
+        )
+
+
+class RecordedFunction:
+    """A recorded function of tensors, without the overhead of Python, Pyro and autograd.
+
+    Results and random draws are bit-identical to those of the function until :meth:`compile`.
+
+    **Example:**
+
+    >>> x, y = torch.ones(2, requires_grad=True), torch.full((2,), 3.0)
+    >>> recorded = RecordedFunction(lambda: torch.autograd.grad(x.square().sum(), x), [x])
+    >>> recorded([y])
+    [tensor([6., 6.])]
+
+    :param function: a function without arguments, which reads the very objects ``inputs``.
+    :param inputs: the tensors that may differ between calls.
+    :param modules: modules that it reads, whose parameters and buffers stay the same objects.
+    :param writable: the inputs that it may change in place.
+    :raises Untraceable: naming the cause.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], Sequence[Tensor]],
+        inputs: Sequence[Tensor],
+        modules: Iterable[nn.Module] = (),
+        writable: Sequence[Tensor] = (),
+    ) -> None:
+        recorder = record(function, inputs, writable)
+        simplify(recorder.graph, recorder.mutated)
+        self.graph, self._constants = recorder.graph, recorder.constants
+        self._guard = Guard(recorder.captured, modules)
+        self._run = as_function(self.graph, self._constants)
+
+    def holds(self) -> bool:
+        """Tell whether the tensors that it holds constant are unchanged."""
+        return self._guard.holds()
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the function's results for other inputs of the same shapes, without autograd."""
+        return self._run(inputs)
+
+    def compile(self, inputs: Sequence[Tensor]) -> None:
+        """Compile the recording with inductor, which takes seconds to a minute.
+
+        :param inputs: example inputs.
+        :raises CompilerError: if there is no compiler, or it fails.
+        """
+        self._run = compile_graph(self.graph, self._constants, inputs)
+
+
+class RandomState:
+    """The states of torch's generators of the CPU and of the devices of some tensors.
+
+    :param tensors: tensors on those devices.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        self._cpu = torch.get_rng_state()
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
+
+    def restore(self) -> None:
+        """Set the generators back to these states."""
+        torch.set_rng_state(self._cpu)
+        for device, state in self._cuda.items():
+            torch.cuda.set_rng_state(state, device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records what a function does to tensors, operation by operation, as a graph."""
+"""Record the operations of a function on tensors as a graph."""
 
 from __future__ import annotations
 
@@ -16,27 +16,41 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pyro_implicit.compiled.dispatch import DispatchMode
 from pyro_implicit.runtime.user_warnings import LIBRARIES
 
-__all__ = ["Recorder", "Untraceable", "is_tracing", "record"]
+__all__ = ["ACTIVE", "DispatchMode", "Recorder", "Untraceable", "is_tracing", "record"]
 
-_active = threading.local()
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that does not load torch's compiler when it is entered."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would load the compiler, which takes seconds
+
+
+class _Active(threading.local):
+    recorder: Recorder | None = None
+
+
+ACTIVE = _Active()
+"""The recorder of this thread, if it records: then no value may be read from a tensor."""
 
 
 class Untraceable(RuntimeError):
-    """A function cannot be traced, for the cause that the message names."""
+    """A function cannot be recorded; the message names the cause."""
 
 
 class _AliasedConstant(Untraceable):
-    """A constant that was computed once is written to through one of its views."""
+    """A constant is written to through one of its views."""
 
 
 def is_tracing() -> bool:
-    """Whether this thread records a function: then no value may be read from a tensor."""
-    return getattr(_active, "recorder", None) is not None
+    """Tell whether this thread records a function, so that no value may be read from a tensor."""
+    return ACTIVE.recorder is not None
 
 
 def record(
@@ -44,10 +58,15 @@ def record(
     inputs: Sequence[Tensor],
     writable: Sequence[Tensor] = (),
 ) -> Recorder:
-    """Run a function once, and record what it does to tensors.
+    """Run a function once, and record its operations on tensors.
 
-    Whatever depends on the inputs is recorded, random draws and gradients too. What depends on
-    other tensors alone is computed once; ``captured`` tells whether such a tensor has changed.
+    Operations that depend on the inputs are recorded, random draws and gradients included. Values
+    that depend on other tensors only are computed once; ``captured`` has the versions of these.
+
+    torch's own tracers are not used, for three reasons. ``make_fx`` runs the function under a mode
+    in Python for autograd and ``vmap``, too; its constants are not guarded; and it decomposes or
+    copies operations, so that results are not bit-identical. ``torch.export`` and ``torch.compile``
+    refuse Pyro's handlers, and load the compiler, which takes seconds.
 
     **Example:**
 
@@ -56,12 +75,12 @@ def record(
     >>> [node.target.__name__ for node in recorder.graph.nodes if node.op == "call_function"]
     ['mul.Tensor', 'add.Tensor']
 
-    :param function: without arguments; it finds the inputs by itself, as these very objects.
-    :param inputs: no two of them the same.
-    :param writable: those that it may change in place.
-    :returns: with the graph of a function of the inputs.
-    :raises Untraceable: if it reads a value that depends on an input, or writes to a tensor that
-        outlives it.
+    :param function: a function without arguments, which reads the very objects ``inputs``.
+    :param inputs: tensors, each once.
+    :param writable: the inputs that it may change in place.
+    :returns: a recorder with the graph of a function of the inputs.
+    :raises Untraceable: if the function reads a value that depends on an input, or writes to a
+        tensor that outlives the call.
     """
     try:
         return _record(function, inputs, writable, True)
@@ -73,7 +92,7 @@ def _record(
     function: Callable, inputs: Sequence[Tensor], writable: Sequence[Tensor], folds: bool
 ) -> Recorder:
     recorder = Recorder(inputs, writable, folds)
-    _active.recorder = recorder
+    ACTIVE.recorder = recorder
     try:
         with pyro.validation_enabled(False), _NoEscape(recorder), recorder:
             outputs = function()
@@ -82,15 +101,15 @@ def _record(
             raise recorder.refusal from error
         raise
     finally:
-        _active.recorder = None
-    if recorder.refusal is not None:  # somebody caught it
+        ACTIVE.recorder = None
+    if recorder.refusal is not None:  # the function caught it
         raise recorder.refusal
     recorder.finish(outputs)
     return recorder
 
 
 class Recorder(DispatchMode):
-    """Sees each operation below autograd and vmap, where it is one call of a kernel.
+    """Records each operation below autograd and ``vmap``, where it is one call of a kernel.
 
     ``graph`` has a placeholder for each input and a ``get_attr`` for each of ``constants``.
     """
@@ -100,7 +119,7 @@ class Recorder(DispatchMode):
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}
         self.captured: list[tuple[Tensor, int]] = []
-        """Tensors that are no inputs, and their versions."""
+        """Tensors other than inputs, and their versions."""
         self.mutated: set[int] = set()
         """Storages that the graph writes to, as in its nodes' ``meta["storage"]``."""
         self.refusal: Untraceable | None = None
@@ -156,16 +175,16 @@ class Recorder(DispatchMode):
         return out
 
     def refuse(self, cause: str) -> Untraceable:
-        """The error to be raised; the recording is lost even if somebody catches it."""
+        """Return the error to raise. The recording fails even if the function catches it."""
         self.refusal = Untraceable(cause + _place())
         return self.refusal
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Whether a tensor depends on an input."""
+        """Tell whether a tensor depends on an input."""
         return tensor in self._nodes and self._nodes[tensor].op != "get_attr"
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
-        """End the graph with its outputs."""
+        """Add the outputs to the graph."""
         nodes = []
         for tensor in outputs:
             if tensor not in self._nodes:
@@ -175,7 +194,7 @@ class Recorder(DispatchMode):
         self._nodes, self._computed = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
     def _compute(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
-        """A value that depends on no input, computed once."""
+        """Compute a value that depends on no input."""
         for tensor in tensors:
             self._capture(tensor)
         out = func(*args, **kwargs)
@@ -250,7 +269,7 @@ class Recorder(DispatchMode):
 
 
 class _NoEscape(TorchFunctionMode):
-    """Refuses what takes values out of tensors without an operation."""
+    """Refuses functions that read values of tensors without an operation."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -280,7 +299,7 @@ def _describe(node: fx.Node, tensor: Tensor, storage: int) -> None:
 
 
 def _place() -> str:
-    """The innermost line that is neither torch's, Pyro's nor ours."""
+    """Return the innermost line outside of torch, Pyro and this package."""
     for frame in _frames():
         file = frame.f_code.co_filename
         if not file.startswith(LIBRARIES) and not file.startswith("<"):
@@ -290,7 +309,7 @@ def _place() -> str:
 
 
 def _frames() -> Iterator[Any]:
-    """From here out to the recording's begin."""
+    """Walk from here out to the start of the recording."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not _record.__code__:
         yield frame

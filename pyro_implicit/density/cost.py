@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from pyro_implicit.compiled.dispatch import DispatchMode
+from pyro_implicit.compiled.recorder import DispatchMode
 from pyro_implicit.density.policy import COST
 
 __all__ = ["count_operations", "estimated_seconds", "nearby", "seconds_near"]

@@ -37,9 +37,6 @@ class RunPolicy:
     #: Runs that measure the effect of the last bits.
     num_rounded: int = 4
 
-    #: Numbers of vectors for which a score stays recorded; the oldest recording is dropped.
-    max_recordings: int = 8
-
     #: Draws in one vectorised run where each leaves a number per observation; bounds memory.
     draws_at_once: int = 250
 

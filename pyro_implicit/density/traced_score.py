@@ -12,14 +12,12 @@ from torch import Tensor
 
 from pyro_implicit.compiled import (
     CompileMode,
-    CompilerError,
+    ProgramCache,
     RecordedFunction,
-    Untraceable,
-    rounding,
+    disagreement,
 )
 from pyro_implicit.density.cost import count_operations
-from pyro_implicit.density.policy import COST, RUNS
-from pyro_implicit.runtime.user_warnings import first_line, warn_user
+from pyro_implicit.density.policy import COST
 
 __all__ = ["TracedScore"]
 
@@ -58,10 +56,22 @@ class TracedScore:
         self, score: Score, num_calls: float = math.inf, compile: CompileMode = "auto"
     ) -> None:
         self.plain, self.num_calls = score, num_calls
-        self.compile: CompileMode = compile
-        #: Why it is not recorded, if it is not.
-        self.refusal: str | None = None
-        self._programs: dict[Any, _Program | None] = {}
+        self._programs: ProgramCache[RecordedFunction] = ProgramCache(compile)
+        self._seen: set[Any] = set()
+
+    @property
+    def compile(self) -> CompileMode:
+        """How it runs; may be changed between calls."""
+        return self._programs.compile
+
+    @compile.setter
+    def compile(self, mode: CompileMode) -> None:
+        self._programs.compile = mode
+
+    @property
+    def refusal(self) -> str | None:
+        """Why it is not recorded; None if it is."""
+        return self._programs.refusal
 
     def __call__(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-density and its gradient, constants.
@@ -69,24 +79,32 @@ class TracedScore:
         :param latent: ``(num_draws, latent_dim)``.
         :returns: ``(num_draws,)`` and ``(num_draws, latent_dim)``.
         """
-        if self.compile is False or self.refusal is not None or len(latent) == 0:
+        programs = self._programs
+        if programs.compile is False or programs.refusal is not None or len(latent) == 0:
             return self.plain(latent)
         latent = latent.detach().contiguous()
         key = (latent.shape, latent.dtype, latent.device)
-        is_new = key not in self._programs
-        program = self._programs.pop(key, None)  # put back as the latest
-        if program is None or not program.function.holds():
-            if len(self._programs) == RUNS.max_recordings:
-                del self._programs[next(iter(self._programs))]
-            self._programs[key] = None
-            # Sizes that occur once, as when chains are started anew, are not worth a recording.
-            return self._first(latent) if is_new else self._record(key, latent)
-        self._programs[key] = program
-        program.num_calls += 1
-        if program.num_calls & (program.num_calls - 1):
-            log_prob, score = program.function([latent])
+        program, is_due = programs.find(key)
+        if program is not None and not is_due:
+            log_prob, score = program([latent])
             return log_prob, score
-        return self._checked(program, latent)
+        if program is None and key not in self._seen:
+            # Sizes that occur once, as when chains are started anew, are not worth a recording.
+            self._seen.add(key)
+            return self._first(latent)
+        found = self.plain(latent)
+        if program is None:
+            inputs = latent.clone()
+            programs.record(
+                "the log-density",
+                key,
+                lambda: RecordedFunction(lambda: self.plain(inputs), [inputs]),
+                lambda _: [inputs],
+            )
+        elif difference := disagreement(program([latent]), found):
+            cause = f"a recording disagrees with it: {difference}"
+            programs.give_up("the log-density", cause, is_wrong=True)
+        return found
 
     def log_prob(self, latent: Tensor) -> Tensor:
         """Return the log-density, differentiable once, ``(num_draws,)``."""
@@ -95,63 +113,15 @@ class TracedScore:
         return log_prob + ((latent - latent.detach()) * score).sum(-1)
 
     def _first(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        if self.compile != "auto" or not math.isfinite(self.num_calls):
+        """Evaluate it, and decide whether the expected calls repay a recording."""
+        if self._programs.compile != "auto" or not math.isfinite(self.num_calls):
             return self.plain(latent)
         found: list[tuple[Tensor, Tensor]] = []
         operations = count_operations(lambda: found.append(self.plain(latent)))
         saved = self.num_calls * (COST.per_run + COST.saved_per_operation * operations)
         if saved < 2 * COST.per_recorded * operations:
-            self.refusal = (
-                f"{self.num_calls:g} calls do not repay the recording of {operations} operations"
+            self._programs.give_up(
+                "the log-density",
+                f"{self.num_calls:g} calls do not repay the recording of {operations} operations",
             )
         return found[0]
-
-    def _record(self, key: Any, latent: Tensor) -> tuple[Tensor, Tensor]:
-        found = self.plain(latent)
-        inputs = latent.clone()
-        try:
-            function = RecordedFunction(lambda: self.plain(inputs), [inputs])
-        except Untraceable as error:
-            self._refuse(str(error))
-        except Exception as error:  # of the model, which a plain call did not raise
-            self._refuse(first_line(error))
-        else:
-            self._programs[key] = _Program(function)
-            if self.compile is True:
-                self._compile(function, inputs)
-        return found
-
-    def _compile(self, function: RecordedFunction, inputs: Tensor) -> None:
-        try:
-            function.compile([inputs])
-        except CompilerError as error:
-            warn_user(
-                f"the log-density runs recorded, but not compiled: {error}. Cure: a C++ compiler, "
-                'or compile="trace"'
-            )
-
-    def _refuse(self, cause: str) -> None:
-        """Never record from now on; warn if recording was asked for."""
-        self.refusal = cause
-        self._programs.clear()
-        if self.compile != "auto":
-            warn_user(f"the log-density runs without compilation: {cause}. Cure: compile=False")
-
-    def _checked(self, program: _Program, latent: Tensor) -> tuple[Tensor, Tensor]:
-        found = self.plain(latent)
-        for part, expected in zip(program.function([latent]), found, strict=True):
-            finite = expected.isfinite()
-            scale = expected.where(finite, 0).abs().max()
-            tolerance = rounding(part.dtype) * (1 + scale)
-            same = (part == expected) | (part.isnan() & expected.isnan())
-            difference = torch.where(same, 0.0, (part - expected).abs())
-            if not (difference <= tolerance).all():
-                self._refuse("the recording disagrees with the density itself")
-                break
-        return found
-
-
-class _Program:
-    def __init__(self, function: RecordedFunction) -> None:
-        self.function = function
-        self.num_calls = 0

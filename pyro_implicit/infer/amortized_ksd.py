@@ -69,6 +69,7 @@ class AmortizedKSD_ELBO(NetworkELBO):
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
+    needs_prior = False
 
     def __init__(
         self,
@@ -85,7 +86,6 @@ class AmortizedKSD_ELBO(NetworkELBO):
         super().__init__(num_particles, {"lr": 1e-3} | (critic_optim or {}), **kwargs)
         self.critic_steps = critic_steps
         self._make_critic = critic or _default_critic
-        self._weights: dict[str, Tensor] = {}
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """The draws, whose gradients are the critic's."""
@@ -94,7 +94,7 @@ class AmortizedKSD_ELBO(NetworkELBO):
             return None
         network = self._network(site)
         weights = draw.new_zeros(site.batch_shape)
-        sent, self._weights[site.name] = send_gradients(
+        sent, self.state.step["weights", site.name] = send_gradients(
             draw, weights, lambda *gradients: self._criticise(site, network, *gradients)
         )
         return sent
@@ -102,7 +102,7 @@ class AmortizedKSD_ELBO(NetworkELBO):
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """The Gaussian's log q, and zeros whose gradient tells what a unit of entropy weighs."""
         log_q = moments_log_q(site)
-        weights = self._weights.pop(site.name, None)
+        weights = self.state.step.get(("weights", site.name))
         if weights is None:
             return ScoreParts(log_q, 0, log_q)
         return ScoreParts(log_q, 0, weights + site.log_abs_det)

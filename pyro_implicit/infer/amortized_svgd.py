@@ -78,6 +78,7 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
+    needs_prior = False
 
     def __init__(
         self, num_particles: int = 10, kernel: RadialKernel = "rbf", **kwargs: Any
@@ -88,7 +89,6 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
             raise ValueError(f'kernel must be "rbf" or "imq", but got {kernel!r}')
         super().__init__(num_particles, **kwargs)
         self.kernel: RadialKernel = kernel
-        self._repulsion: dict[str, Tensor] = {}
 
     def check_site(self, site: ImplicitSite) -> None:
         """Refuse a site whose particles differ in distribution."""
@@ -112,7 +112,7 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
         gram, slopes = kernel_and_slopes(source, target, bandwidth, self.kernel)
         repelled = particles_first(repulsion(slopes, source, target)) / self.num_particles
         path = (repelled * draw.reshape(repelled.shape)).sum(-1)
-        self._repulsion[site.name] = path
+        self.state.step["repulsion", site.name] = path
 
         def share(gradient: Tensor) -> Tensor:
             inside = particles_inside(gradient.reshape(shape))
@@ -124,7 +124,7 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """The Gaussian's log q, and the kernel's repulsion at the second batch."""
         log_q = moments_log_q(site)
-        path = self._repulsion.pop(site.name, None)
+        path = self.state.step.get(("repulsion", site.name))
         if path is None:
             return ScoreParts(log_q, 0, log_q)
         # At the draw itself, where the log-determinant of the site's transforms is no term.

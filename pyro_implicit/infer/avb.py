@@ -115,6 +115,7 @@ class AVB_ELBO(NetworkELBO):
         self.num_entropy_particles = num_entropy_particles
         self.discriminator_steps = discriminator_steps
         self.contrast = contrast
+        self.needs_prior = contrast == "prior"
         self.covariance: Covariance = covariance
         self.log_prior_logit = log_prior_logit
         self._make_discriminator = discriminator or _default_discriminator

@@ -213,14 +213,12 @@ class HierarchicalELBO(ImplicitELBO):
         self.folds: dict[str, list[Tensor]] = {}
         #: The guide's sites that have a value in place of a density.
         self.deltas: set[str] = set()
-        self._orientations: dict[str, Tensor] = {}
-        self._latents: dict[str, Tensor] = {}
 
     def _check_trainable(self, name: str, site: dict[str, Any]) -> None:
         implicit = find_implicit(site["fn"])
         if implicit is None:
             return
-        self.state.has_implicit_sites = True
+        self.state.implicit_sites.add(name)
         exact = as_generator(implicit.generator).injective
         if not (exact or isinstance(implicit, SemiImplicit)):
             raise ValueError(
@@ -233,7 +231,6 @@ class HierarchicalELBO(ImplicitELBO):
         self, model: Callable[..., Any], guide: Callable[..., Any], args: tuple, kwargs: dict
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Log p(x, theta) - log q(theta) of each particle, ``(num_particles,)``, and its draws."""
-        self._latents = {}
         traces = list(self._get_traces(model, guide, args, kwargs))
         size = self.num_particles // len(traces)
         for trace in (trace for pair in traces for trace in pair):
@@ -251,8 +248,10 @@ class HierarchicalELBO(ImplicitELBO):
             raise NonFiniteError(  # nothing is trained: no step, and no cure of a training
                 f"evidence_bound: {terms}. Cure: data without nan, float64, or another guide"
             )
-        if self._latents:
-            return weights, self._latents
+        latents = self.state.step.pop(("latents", ""), None)
+        self.state.step.clear()
+        if latents:
+            return weights, latents
         # Pyro's own loop ran, which keeps the values in one trace for each particle.
         sites = [n for n, site in traces[0][1].nodes.items() if site["type"] == "sample"]
         return weights, {n: torch.stack([q.nodes[n]["value"] for _, q in traces]) for n in sites}
@@ -261,7 +260,7 @@ class HierarchicalELBO(ImplicitELBO):
         latents = particles.latents
         if self.num_particles == 1:
             latents = {name: value.unsqueeze(0) for name, value in latents.items()}
-        self._latents = latents
+        self.state.step["latents", ""] = latents
         return super()._run_model(particles)
 
     def check_site(self, site: ImplicitSite) -> None:
@@ -339,7 +338,7 @@ class HierarchicalELBO(ImplicitELBO):
         """The exact density, of a generator that folds at no draw."""
         sign = torch.linalg.slogdet(site_linearisation(site).jacobian()).sign
         first = sign[0] if self.num_particles > 1 else sign
-        if (sign != self._orientations.setdefault(site.name, first)).any():
+        if (sign != self.remember("orientation", site.name, lambda: first)).any():
             raise ValueError(
                 f"the generator of site '{site.name}' folds: the determinant of its Jacobian has "
                 "both signs among the draws, so it is not injective and its density is unknown. "

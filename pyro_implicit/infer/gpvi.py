@@ -160,6 +160,7 @@ class GPVI_ELBO(NetworkELBO):
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit,)
+    needs_prior = False
 
     def __init__(
         self,
@@ -180,7 +181,6 @@ class GPVI_ELBO(NetworkELBO):
         self.jacobian = jacobian
         self.kernel: RadialKernel = kernel
         self._make_helper = helper
-        self._batches: dict[str, _Batches] = {}
 
     def draw(self, q: Implicit) -> Draw:
         """With the generator's derivative."""
@@ -190,12 +190,12 @@ class GPVI_ELBO(NetworkELBO):
         """The draws of the model's batch, whose gradient goes to those of the second batch."""
         if not (torch.is_grad_enabled() and site.draw.requires_grad):
             return None
-        batches = self._batches[site.name] = _draw_batches(site, self.kernel)
+        batches = self.state.step["batches", site.name] = _draw_batches(site, self.kernel)
         return send_gradient(site.draw, batches.second_draw, batches.share)
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Log q, exact, and the kernel's gradient of the entropy at the second batch."""
-        batches = self._batches.pop(site.name, None)
+        batches = self.state.step.get(("batches", site.name))
         if batches is None:
             log_q = exact_log_density(site)
             return ScoreParts(log_q, 0, log_q)

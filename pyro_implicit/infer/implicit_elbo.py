@@ -14,11 +14,17 @@ from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
+from pyro_implicit.density.model import DiscreteSum
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit, find_implicit
 from pyro_implicit.infer.engine.prior import PriorMemory, SitePrior
-from pyro_implicit.infer.engine.sites import DrawMessenger, ImplicitSite
-from pyro_implicit.infer.engine.steps import SIMPLE, StepELBO
-from pyro_implicit.infer.engine.traces import Particles, set_score_parts
+from pyro_implicit.infer.engine.sites import ImplicitSite
+from pyro_implicit.infer.engine.steps import StepELBO
+from pyro_implicit.infer.engine.traces import (
+    DrawMessenger,
+    Particles,
+    apply_weights,
+    set_score_parts,
+)
 
 __all__ = ["ImplicitELBO", "ImplicitSite"]
 
@@ -82,6 +88,8 @@ class ImplicitELBO(StepELBO):
 
     #: The implicit distributions that the subclass can train.
     site_types: ClassVar[tuple[type[Implicit], ...]] = ()
+    #: Whether :meth:`score_parts` reads the prior; if not, it gets None.
+    needs_prior: bool = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -118,38 +126,38 @@ class ImplicitELBO(StepELBO):
         )
 
     def __repr__(self) -> str:
-        """With the number of particles and the settings that are not the defaults."""
+        """Return the number of particles and the settings that differ from the defaults."""
         own, common = inspect.signature(type(self)), inspect.signature(ImplicitELBO)
         parameters = {**common.parameters, **own.parameters}
         given = [(n, getattr(self, n)) for n in parameters if hasattr(self, n)]
-        simple = [(n, v) for n, v in given if isinstance(v, SIMPLE)]
+        simple = [(n, v) for n, v in given if v is None or isinstance(v, (bool, int, float, str))]
         shown = [(n, v) for n, v in simple if n == "num_particles" or v != parameters[n].default]
         changed = [f"{name}={value!r}" for name, value in shown]
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def draw(self, q: Implicit) -> Draw:
-        """How a site is drawn: a method that needs the generator's derivative asks for it here."""
+        """Draw a site. A method that needs the generator's derivative overrides this."""
         return q.draw()
 
     def check_site(self, site: ImplicitSite) -> None:
-        """Refuse a site that the method cannot train; called once for each.
+        """Refuse a site that the method cannot train. Called once for each site.
 
         :raises ValueError: naming site and cure.
         """
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
-        """A value to be seen in place of the site's draw, for methods that bend its gradient.
+        """Return a value in place of the site's draw, for methods that change its gradient.
 
-        :param site: as drawn.
-        :returns: of the shape of ``site.draw``, or None to leave it.
+        :param site: the site with its draw.
+        :returns: a tensor of the shape of ``site.draw``, or None to keep the draw.
         """
         return None
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
-        """The surrogate density of one implicit site: the one method of a subclass.
+        """Return the surrogate density of one implicit site: the one method of a subclass.
 
         :param site: all particles of the site.
-        :param prior: what the model says of its latents, for methods that ask.
+        :param prior: the prior of its latent variables; None unless ``needs_prior``.
         :returns: the value of log q, the score function term (0 for none), and the term whose
             gradient is the entropy's, each of ``site.distribution.batch_shape``.
         """
@@ -159,7 +167,7 @@ class ImplicitELBO(StepELBO):
         implicit = find_implicit(site["fn"])
         if implicit is None:
             return
-        self.state.has_implicit_sites = True
+        self.state.implicit_sites.add(name)
         kind = SemiImplicit if isinstance(implicit, SemiImplicit) else Implicit
         if kind not in self.site_types:
             raise ValueError(
@@ -172,54 +180,55 @@ class ImplicitELBO(StepELBO):
     def _get_traces(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> Iterator[tuple[Trace, Trace]]:
-        # A GuideMessenger runs the model itself, so only Pyro's own loop knows how.
+        # A GuideMessenger runs the model itself, so only Pyro's own loop can run it.
         is_messenger = isinstance(poutine.unwrap(guide), poutine.messenger.Messenger)
         if not is_messenger:
             self._meet(model, guide, args, kwargs)
-        one_by_one = not (self.vectorize_particles or self.state.has_implicit_sites)
-        self._check_sum(one_by_one)
-        if is_messenger or one_by_one or not self.state.value_ndims:
+        state, weights = self.state, None
+        for weight in (self.prior_weight, self.entropy_weight, self.inverse_temperature):
+            if isinstance(weight, Tensor) or weight != 1.0:
+                weights = self.weights()
+        one_by_one = not (self.vectorize_particles or state.implicit_sites)
+        if is_messenger or one_by_one or not state.value_ndims:
             for _ in range(self.num_particles):
-                yield self._weighed(*self._get_trace(model, guide, args, kwargs))
+                pair = self._get_trace(model, guide, args, kwargs)
+                if weights is not None:
+                    apply_weights(*pair, **weights)
+                yield pair
             return
-        with DrawMessenger(self.draw, self._transport) as drawn:
+        with DrawMessenger(
+            self.draw, self._transport, state.value_ndims.keys() - state.implicit_sites
+        ) as drawn:
             guide_trace = poutine.trace(self._vectorized_num_particles(guide)).get_trace(
                 *args, **kwargs
             )
-        particles = Particles(
+        self._particles = particles = Particles(
             model,
             guide_trace,
             self.num_particles,
-            self.state.value_ndims,
+            state.value_ndims,
             int(self.max_plate_nesting),
             args,
             kwargs,
-            self.state.discrete,
+            state.discrete,
+            state.unchanged,
         )
-        model_trace = self._run_model(particles)
-        guide_trace = prune_subsample_sites(guide_trace)
-        for name, site in drawn.sites.items():
-            memory = self.remember("prior", name, PriorMemory)
-            prior = SitePrior(site, particles, model_trace, memory)
-            parts = self.score_parts(site, prior)
-            set_score_parts(guide_trace.nodes[name], parts, site.log_abs_det)
-        guide_trace.compute_score_parts()
-        self._particles = particles
         try:
-            yield self._weighed(model_trace, guide_trace)
+            model_trace = self._run_model(particles)
+            guide_trace = prune_subsample_sites(guide_trace)
+            for name, site in drawn.sites.items():
+                prior: Any = None
+                if self.needs_prior:
+                    memory = self.remember("prior", name, PriorMemory)
+                    prior = SitePrior(site, particles, model_trace, memory)
+                parts = self.score_parts(site, prior)
+                set_score_parts(guide_trace.nodes[name], parts, site.log_abs_det)
+            guide_trace.compute_score_parts()
+            if weights is not None:
+                apply_weights(model_trace, guide_trace, **weights)
+            yield model_trace, guide_trace
         finally:
             self._particles = None
-
-    def _check_sum(self, one_by_one: bool) -> None:
-        """Refuse to sum out discrete latents where Pyro's own loop or plate runs the model."""
-        discrete, is_plate = self.state.discrete, self.vectorize_particles == "plate"
-        if discrete is not None and (one_by_one or (is_plate and self.num_particles > 1)):
-            names = ", ".join(f"'{name}'" for name in sorted(discrete.names))
-            raise ValueError(
-                f"the discrete latents {names} of the model are summed out, which "
-                f"vectorize_particles={self.vectorize_particles!r} does not do. Cure: "
-                'vectorize_particles="vmap", or Pyro\'s TraceEnum_ELBO for a guide with a density'
-            )
 
     def _transport(self, site: ImplicitSite) -> Tensor | None:
         if site.name not in self.state.checked_sites:
@@ -228,7 +237,18 @@ class ImplicitELBO(StepELBO):
         return self.transport(site)
 
     def _run_model(self, particles: Particles) -> Trace:
-        """The model's trace for all particles, in the chosen way."""
+        """Run the model for all particles, in the chosen way."""
         if self.num_particles == 1 or self.vectorize_particles == "plate":
             return particles.run_plate(self._vectorized_num_particles)
         return particles.run_all(self.state.runs)
+
+    def _check_sum(self, discrete: DiscreteSum | None) -> None:
+        is_plate = self.vectorize_particles == "plate" and self.num_particles > 1
+        one_by_one = not (self.vectorize_particles or self.state.implicit_sites)
+        if discrete is not None and (one_by_one or is_plate):
+            names = ", ".join(f"'{name}'" for name in sorted(discrete.names))
+            raise ValueError(
+                f"the discrete latents {names} of the model are summed out, but "
+                f"vectorize_particles={self.vectorize_particles!r} cannot do this. Cure: "
+                'vectorize_particles="vmap", or Pyro\'s TraceEnum_ELBO for a guide with a density'
+            )

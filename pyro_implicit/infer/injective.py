@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
@@ -24,11 +23,90 @@ from pyro_implicit.infer.engine.sites import (
     path_term,
     send_gradient,
 )
-from pyro_implicit.infer.engine.steps import CarriedMemory
 from pyro_implicit.infer.engine.traces import coverage_log_weights
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
+from pyro_implicit.infer.policy import ELBOS
 
 __all__ = ["InjectiveELBO", "Landing", "Scores"]
+
+
+class Landing(NamedTuple):
+    r"""The share c of the score function that an entropy's gradient leaves out.
+
+    With the scores :math:`u = \nabla_\theta \log q` of the guide and :math:`s = \nabla_\theta \log
+    p` of the model, the gradient at a draw is :math:`c\, u - s`: plain with c = 0, along the path
+    only with c = 1. As E[u] = 0, every c gives the same expectation if it does not depend on the
+    draws. In units of each coordinate's :math:`E[s^2]`, which are those of Adam, the variance is
+    least for
+
+    .. math:: c = \frac{\sum_i E[s_i u_i] / E[s_i^2]}{\sum_i E[u_i^2] / E[s_i^2]},
+
+    which is 1 if q is the posterior, and near 0 if q is much narrower. The expectations are
+    moving averages over steps.
+
+    ``both``, ``guide`` and ``model`` are those of :math:`s u`, :math:`u^2` and :math:`s^2`, by
+    coordinate.
+    """
+
+    both: Tensor
+    guide: Tensor
+    model: Tensor
+
+    @classmethod
+    def start(cls, like: Tensor) -> Landing:
+        """Return the value before the first step, with c = 0.
+
+        :param like: a tensor of the shape, dtype and device of one draw.
+        """
+        return cls(*(torch.zeros_like(like) for _ in range(3)))
+
+    def share(self) -> Tensor:
+        """Return c, between 0 and 1, without dimensions."""
+        units = self.model.clamp(min=torch.finfo(self.model.dtype).tiny)
+        known = (self.guide / units).sum()
+        share = (self.both / units).sum() / known
+        return torch.where(known.isfinite() & (known > 0), share.clamp(0, 1), 0.0)
+
+    @torch.no_grad()
+    def after(self, guide: Tensor, model: Tensor) -> Landing:
+        """Return the averages after a step with these scores, ``(num_draws, *shape)`` each.
+
+        Scores that are not finite count as 0.
+        """
+        finite = guide.isfinite() & model.isfinite()
+        guide, model = torch.where(finite, guide, 0.0), torch.where(finite, model, 0.0)
+        decay = ELBOS.landing_decay
+        return Landing(
+            decay * self.both + (model * guide).mean(0),
+            decay * self.guide + guide.square().mean(0),
+            decay * self.model + model.square().mean(0),
+        )
+
+
+class Scores:
+    """The scores of a step's draws: first of the guide, then of the model.
+
+    They do not know the draws: their hooks know it, and would keep them in memory.
+
+    :param memory: the ELBO's memory, which keeps the :class:`Landing` of a site.
+    :param site: the name of that site.
+    :param num_particles: the number of particles whose mean the loss is.
+    """
+
+    def __init__(self, memory: dict[tuple[str, str], Any], site: str, num_particles: int) -> None:
+        self._memory, self._key, self._num_particles = memory, ("landing", site), num_particles
+        #: Of the guide, ``(*batch, *shape)``; None until it is known.
+        self.guide: Tensor | None = None
+
+    def see(self, gradient: Tensor) -> Tensor:
+        """Note the gradient of the loss at the model's draws, and return it."""
+        if self.guide is not None:
+            landing = self._memory[self._key]
+            shape = (-1, *landing.guide.shape)
+            model = -self._num_particles * gradient.to(self.guide)
+            scores = self.guide.reshape(shape), model.reshape(shape)
+            self._memory[self._key] = landing.after(*scores)
+        return gradient
 
 
 class InjectiveELBO(ImplicitELBO):
@@ -97,6 +175,7 @@ class InjectiveELBO(ImplicitELBO):
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit,)
+    needs_prior = False
 
     def __init__(
         self,
@@ -121,11 +200,9 @@ class InjectiveELBO(ImplicitELBO):
         super().__init__(num_particles, **kwargs)
         self.path_derivative = path_derivative
         self.coverage = coverage
-        self._weighing, self._paths = LaterWeights(), dict[str, Tensor]()
-        self._scores: dict[str, Scores] = {}
 
     def draw(self, q: Implicit) -> Draw:
-        """With the generator's derivative, and that of its log-determinant where it is wanted."""
+        """Draw with the generator's derivative, and that of its log-determinant if needed."""
         return q.draw(linearise=True, noise_gradient=self._takes_path())
 
     def check_site(self, site: ImplicitSite) -> None:
@@ -133,51 +210,52 @@ class InjectiveELBO(ImplicitELBO):
         check_square(site, type(self).__name__)
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
-        """The draw itself, whose gradient is weighted particle by particle, or looked at."""
+        """Return the draw itself; its gradient is weighted particle by particle, or noted."""
         if not (self._takes_path() and site.draw.requires_grad):
             return None
+        step = self.state.step
         if self.coverage:
-            self._paths[site.name] = send_gradient(site.draw, site.draw, self._weighing.weigh)
-            return self._paths[site.name]
+            weights = step.setdefault(("weights", ""), LaterWeights())
+            path = step["path", site.name] = send_gradient(site.draw, site.draw, weights.weigh)
+            return path
         if self.path_derivative != "auto":
             return None
         one = site.draw[(0,) * len(site.batch_shape)]
-        landing = self.remember("landing", site.name, lambda: Landing.start(one))
-        self._scores[site.name] = scores = Scores(landing, self.num_particles)
+        self.remember("landing", site.name, lambda: Landing.start(one))
+        scores = Scores(self.state.memory, site.name, self.num_particles)
+        step["scores", site.name] = scores
         return send_gradient(site.draw, site.draw, scores.see)
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
-        """Log q, exact, and the term with the chosen gradient."""
+        """Return log q, exact, and the term with the chosen gradient."""
         if not self._takes_path():
             log_q = exact_log_density(site)
             return ScoreParts(log_q, 0, log_q)
         log_q, score = exact_score(site)
-        path = path_term(site, score, self._paths.get(site.name, site.draw))
-        scores = self._scores.pop(site.name, None)
+        step = self.state.step
+        path = path_term(site, score, step.get(("path", site.name), site.draw))
+        scores = step.get(("scores", site.name))
         if scores is not None:
-            share, scores.guide = self.remembered(Landing)[site.name].share(), score
+            share, scores.guide = self.state.memory["landing", site.name].share(), score
             path = share * path + (1 - share) * log_q
         return ScoreParts(log_q.detach(), 0, path)
 
     @property
     def shares(self) -> dict[str, float]:
         """By site, the share of the path in the next step's gradient, if that is ``"auto"``."""
-        return {name: float(landing.share()) for name, landing in self.remembered(Landing).items()}
+        return {name: float(kept.share()) for name, kept in self.remembered("landing").items()}
 
     def _takes_path(self) -> bool:
         return bool(self.path_derivative) and torch.is_grad_enabled()
 
     def _get_traces(self, *args: Any) -> Iterator[tuple[Trace, Trace]]:
-        self._weighing, self._paths, self._scores = LaterWeights(), {}, {}
-        try:
-            for model_trace, guide_trace in super()._get_traces(*args):
-                covers = self.coverage and torch.is_grad_enabled()
-                if covers and self.state.value_ndims:  # else nothing was drawn
-                    log_w = coverage_log_weights(model_trace, guide_trace, self.num_particles)
-                    self._weighing.weights = 1 + self.coverage * _truncated(log_w)
-                yield model_trace, guide_trace
-        finally:
-            self._paths, self._scores = {}, {}  # tensors of a graph cannot be copied
+        for model_trace, guide_trace in super()._get_traces(*args):
+            weights = self.state.step.get(("weights", ""))
+            if self.coverage and torch.is_grad_enabled() and self.state.value_ndims:
+                log_w = coverage_log_weights(model_trace, guide_trace, self.num_particles)
+                if weights is not None:
+                    weights.weights = 1 + self.coverage * _truncated(log_w)
+            yield model_trace, guide_trace
 
 
 def _truncated(log_weights: Tensor) -> Tensor:
@@ -185,77 +263,3 @@ def _truncated(log_weights: Tensor) -> Tensor:
     weights = len(log_weights) * log_weights.nan_to_num(nan=-math.inf).softmax(0)
     weights = weights.clamp(max=len(weights) ** 0.5)
     return weights / weights.mean()
-
-
-DECAY = 0.95
-
-
-@dataclass
-class Landing(CarriedMemory):
-    r"""The share c of the score function that an entropy's gradient leaves out.
-
-    With the scores :math:`u = \nabla_\theta \log q` of the guide and :math:`s = \nabla_\theta \log
-    p` of the model, the gradient at a draw is :math:`c\, u - s`: plain with c = 0, along the path
-    alone with c = 1. As E[u] = 0, any c has the same expectation, if it does not know the draws.
-    In the units of each coordinate's :math:`E[s^2]`, which are those of Adam, the variance is least
-    for
-
-    .. math:: c = \frac{\sum_i E[s_i u_i] / E[s_i^2]}{\sum_i E[u_i^2] / E[s_i^2]},
-
-    which is 1 where q is the posterior and near 0 where it is much narrower. The expectations are
-    moving averages over steps.
-
-    ``both``, ``guide`` and ``model`` are those of :math:`s u`, :math:`u^2` and :math:`s^2`, by
-    coordinate.
-    """
-
-    both: Tensor
-    guide: Tensor
-    model: Tensor
-
-    @classmethod
-    def start(cls, like: Tensor) -> Landing:
-        """Of a guide that has not taken a step: c is 0.
-
-        :param like: of a coordinate's dtype and device, and of the shape of one draw.
-        """
-        return cls(*(torch.zeros_like(like) for _ in range(3)))
-
-    def share(self) -> Tensor:
-        """c, between 0 and 1, without dimensions."""
-        units = self.model.clamp(min=torch.finfo(self.model.dtype).tiny)
-        known = (self.guide / units).sum()
-        share = (self.both / units).sum() / known
-        return torch.where(known.isfinite() & (known > 0), share.clamp(0, 1), 0.0)
-
-    @torch.no_grad()
-    def note(self, guide: Tensor, model: Tensor) -> None:
-        """Take the scores of a step, ``(num_draws, *shape)`` each; 0 where they are no numbers."""
-        finite = guide.isfinite() & model.isfinite()
-        guide, model = torch.where(finite, guide, 0.0), torch.where(finite, model, 0.0)
-        self.both = DECAY * self.both + (model * guide).mean(0)
-        self.guide = DECAY * self.guide + guide.square().mean(0)
-        self.model = DECAY * self.model + model.square().mean(0)
-
-
-class Scores:
-    """Those of a step's draws: the guide's first, then the model's.
-
-    They do not know the draws, whose hooks know them and would keep them for ever.
-
-    :param landing: takes them.
-    :param num_particles: of which the step's loss is the mean.
-    """
-
-    def __init__(self, landing: Landing, num_particles: int) -> None:
-        self._landing, self._num_particles = landing, num_particles
-        #: Of the guide, ``(*batch, *shape)``; None until it is known.
-        self.guide: Tensor | None = None
-
-    def see(self, gradient: Tensor) -> Tensor:
-        """The gradient of the loss at the draws that the model has; the same comes out."""
-        if self.guide is not None:
-            shape = (-1, *self._landing.guide.shape)
-            model = -self._num_particles * gradient.to(self.guide)
-            self._landing.note(self.guide.reshape(shape), model.reshape(shape))
-        return gradient

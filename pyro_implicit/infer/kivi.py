@@ -148,6 +148,7 @@ class KIVI_ELBO(ImplicitELBO):
         self.clip = clip
         self.kernel: Kernel = kernel if callable(kernel) else KERNELS[kernel]
         self.contrast = contrast
+        self.needs_prior = contrast == "prior"
         self.direction: Direction = direction
         self.covariance: Literal["auto"] | Covariance = covariance
 

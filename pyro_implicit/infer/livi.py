@@ -83,6 +83,7 @@ class LIVI_ELBO(ImplicitELBO):
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
+    needs_prior = False
     max_exact_dim = 800
     max_exact_entries = 200_000_000
 
@@ -108,12 +109,11 @@ class LIVI_ELBO(ImplicitELBO):
         self.entropy = entropy
         self.num_probes = num_probes
         self.max_iterations = max_iterations
-        self._residuals: dict[str, Tensor] = {}
         self._warned = False
 
     @property
     def _memory_cure(self) -> str:
-        """Of the exact log-determinant, the one that takes less."""
+        """Suggest the log-determinant that needs less memory."""
         cheaper = 'log_det="stochastic", which stores no Jacobian; '
         return ("" if self.log_det == "stochastic" else cheaper) + super()._memory_cure
 
@@ -124,7 +124,7 @@ class LIVI_ELBO(ImplicitELBO):
         if site.linearisation is None:
             estimate = self._smallest if self._method(q) == "smallest" else self._stochastic
             log_det, residual = estimate(q, noise, scale)
-            self._residuals[site.name] = residual.max()
+            self.state.memory["residual", site.name] = residual.max().detach()
         elif self.entropy == "quadratic":
             jacobian = site.linearisation.jacobian()
             shift = (jacobian @ noise.unsqueeze(-1)).squeeze(-1)
@@ -136,16 +136,8 @@ class LIVI_ELBO(ImplicitELBO):
         log_q = -0.5 * log_det - 0.5 * scale.shape[-1] * (1 + math.log(2 * math.pi))
         return ScoreParts(log_q, 0, log_q)
 
-    def carried(self) -> dict[Any, Tensor]:
-        """The residuals."""
-        return dict(self._residuals)
-
-    def carry(self, tensors: dict[Any, Tensor]) -> None:
-        """Take others for them."""
-        self._residuals = dict(tensors)
-
     def draw(self, q: Implicit) -> Draw:
-        """With the generator's Jacobian, where it is wanted whole."""
+        """Draw from ``q``; include the full Jacobian if the log-determinant is exact."""
         return q.draw(linearise=self._method(q) == "exact")
 
     def check_site(self, site: ImplicitSite) -> None:
@@ -156,7 +148,7 @@ class LIVI_ELBO(ImplicitELBO):
     @property
     def residuals(self) -> dict[str, float]:
         """By site, the largest relative residual of the last step's iterative solver."""
-        return {name: float(residual) for name, residual in self._residuals.items()}
+        return {name: float(value) for name, value in self.remembered("residual").items()}
 
     def _method(self, q: Implicit) -> LogDet:
         if self.entropy == "quadratic":

@@ -11,7 +11,7 @@ import pyro
 import torch
 from torch import Tensor, nn
 
-from pyro_implicit.compiled import Untraceable, is_tracing
+from pyro_implicit.compiled import ACTIVE, Untraceable
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 
 __all__ = ["NetworkELBO", "adam_step"]
@@ -38,7 +38,11 @@ class NetworkELBO(ImplicitELBO, nn.Module):  # type: ignore[misc]  # both have `
         self.networks = nn.ModuleDict()
         self.store_name = self._new_name()
         self._optim = optim
-        self.optimisers: dict[str, torch.optim.Optimizer] = {}
+
+    @property
+    def optimisers(self) -> dict[str, torch.optim.Optimizer]:
+        """The optimisers of the networks, by site."""
+        return self.state.optimisers
 
     def __getstate__(self) -> dict[str, Any]:
         for parameter in self.parameters():
@@ -69,27 +73,9 @@ class NetworkELBO(ImplicitELBO, nn.Module):  # type: ignore[misc]  # both have `
 
     def _forget_guide(self) -> None:
         self.networks.clear()
-        self.optimisers.clear()
         store = pyro.get_param_store()  # else the new networks would take the old ones' values
         for name in [name for name in store if name.startswith(f"{self.store_name}.")]:
             del store[name]
-
-    def carried(self) -> dict[Any, Tensor]:
-        """The networks' parameters and what their optimisers keep, which change in place."""
-        found = {}
-        for name, optimiser in self.optimisers.items():
-            for i, parameter in enumerate(optimiser.param_groups[0]["params"]):
-                found[name, i, "parameter"] = parameter
-                for part, value in optimiser.state[parameter].items():
-                    found[name, i, part] = value
-        return found
-
-    @torch.no_grad()
-    def carry(self, tensors: dict[Any, Tensor]) -> None:
-        """Write others into them."""
-        for name, tensor in self.carried().items():
-            if tensors[name] is not tensor:
-                tensor.copy_(tensors[name])
 
     def descend(self, name: str, network: nn.Module, loss: Tensor) -> None:
         """One step of the site's network; nothing of it is left to the guide's optimiser."""
@@ -99,7 +85,7 @@ class NetworkELBO(ImplicitELBO, nn.Module):  # type: ignore[misc]  # both have `
             optimiser = torch.optim.Adam(parameters, **self._optim)
             self.optimisers[name] = optimiser
         gradients = torch.autograd.grad(loss, parameters)
-        if is_tracing():
+        if ACTIVE.recorder is not None:
             adam_step(optimiser, gradients)
             return
         for parameter, gradient in zip(parameters, gradients, strict=True):

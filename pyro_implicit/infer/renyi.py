@@ -14,7 +14,7 @@ from pyro.infer.util import get_dependent_plate_dims
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_implicit.compiled import is_tracing
+from pyro_implicit.compiled import ACTIVE
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit
 from pyro_implicit.infer.bound import HierarchicalELBO, Proposal
 from pyro_implicit.infer.engine.prior import SitePrior
@@ -114,8 +114,6 @@ class ImplicitRenyiELBO(HierarchicalELBO):
             )
         super().__init__(num_particles, num_mixing, proposal, num_steps, 1, **kwargs)
         self.alpha = alpha
-        self._paths: dict[str, Tensor] = {}
-        self._weighing = LaterWeights()
 
     def draw(self, q: Implicit) -> Draw:
         """With the derivative of an exact generator, and of its log-determinant if need be."""
@@ -127,15 +125,18 @@ class ImplicitRenyiELBO(HierarchicalELBO):
         """The draw itself, whose gradient is weighted particle by particle."""
         if not (torch.is_grad_enabled() and site.draw.requires_grad):
             return None
-        self._paths[site.name] = send_gradient(site.draw, site.draw, self._weighing.weigh)
-        return self._paths[site.name]
+        step = self.state.step
+        weights = step.setdefault(("weights", ""), LaterWeights())
+        path = step["path", site.name] = send_gradient(site.draw, site.draw, weights.weigh)
+        return path
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Log q or its estimate, and the term with the gradient."""
-        if site.name not in self._paths or len(self._paths) > 1:
+        paths = self._paths()
+        if site.name not in paths or len(paths) > 1:
             log_q = self.log_density(site)
             return ScoreParts(log_q, 0, log_q)
-        draw = self._paths[site.name]
+        draw = paths[site.name]
         if not isinstance(site.distribution, SemiImplicit):
             log_q, score = exact_score(site)
         else:
@@ -155,13 +156,16 @@ class ImplicitRenyiELBO(HierarchicalELBO):
         try:
             yield self._loss(model, guide, args, kwargs)
         finally:
-            self._paths, self._latents = {}, {}  # tensors of a graph cannot be copied
+            self.state.step.clear()
+
+    def _paths(self) -> dict[str, Tensor]:
+        step = self.state.step
+        return {site: path for (kind, site), path in step.items() if kind == "path"}
 
     def _loss(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> tuple[float, Tensor, Tensor]:
         """The loss as a number and as a constant, and the surrogate."""
-        self._paths, self._weighing = {}, LaterWeights()
         pairs = list(self._get_traces(model, guide, args, kwargs))
         is_one_trace = self.num_particles > 1 and len(pairs) == 1
         parts = [self._log_weights(*pair, is_one_trace) for pair in pairs]
@@ -171,15 +175,15 @@ class ImplicitRenyiELBO(HierarchicalELBO):
         power = (1 - self.alpha) * log_w
         log_means = power.logsumexp(0) - math.log(self.num_particles)
         loss = -log_means.sum() / (1 - self.alpha)
-        value = 0.0 if is_tracing() else float(loss)
+        value = 0.0 if ACTIVE.recorder is not None else float(loss)
         if not math.isfinite(value):
             lost = (
                 i for i, (term, _) in enumerate(parts) if (term.isnan() | term.isposinf()).any()
             )
             refuse_nonfinite(*pairs[next(lost, 0)], type(self).__name__, self.num_steps_taken)
         weights = power.softmax(0)
-        if is_one_trace and len(self._paths) == 1:
-            self._weighing.weights = self.alpha + (1 - self.alpha) * weights
+        if is_one_trace and len(self._paths()) == 1:
+            self.state.step["weights", ""].weights = self.alpha + (1 - self.alpha) * weights
         return value, loss, -(weights * surrogate).sum()
 
     def _log_weights(

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pyro.distributions.score_parts import ScoreParts
@@ -20,7 +19,6 @@ from pyro_implicit.infer.engine.sites import (
     flatten_site,
     mixing_noise,
 )
-from pyro_implicit.infer.engine.steps import CarriedMemory
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
 from pyro_implicit.ops.semi_implicit import conditional_log_density, mixture_log_density
@@ -84,6 +82,7 @@ class UIVI_ELBO(ImplicitELBO):
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
+    needs_prior = False
     initial_step_size = 0.1
     adaptation_rate = 0.5
 
@@ -123,16 +122,12 @@ class UIVI_ELBO(ImplicitELBO):
     @property
     def acceptance(self) -> dict[str, float]:
         """By site, the mean acceptance probability of the last step's draws."""
-        return {
-            name: float(chain.acceptance) for name, chain in self.remembered(_Adaptation).items()
-        }
+        return {name: float(chain.acceptance) for name, chain in self.remembered("chain").items()}
 
     @property
     def step_sizes(self) -> dict[str, float]:
         """By site, the step size."""
-        return {
-            name: float(chain.step_size) for name, chain in self.remembered(_Adaptation).items()
-        }
+        return {name: float(chain.step_size) for name, chain in self.remembered("chain").items()}
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """The value of the mixture with the gradient of the score's path."""
@@ -155,33 +150,29 @@ class UIVI_ELBO(ImplicitELBO):
             return flat.generate(noise.unsqueeze(0)).squeeze(0)
 
         start, like = self.initial_step_size, flat.noise
-        chain = self.remember("chain", name, lambda: _Adaptation.start(start, like))
+        step_size, total = self.remember(
+            "chain", name, lambda: _Adaptation(like.new_tensor(start), like.new_zeros(()))
+        )
         score_of_noise = score_of(log_density)
         state = ChainState(flat.noise.detach(), *score_of_noise(flat.noise))
         score = torch.zeros_like(flat.value)
-        total = torch.zeros_like(chain.acceptance)
+        total = torch.zeros_like(total)
         for i in range(self.num_burnin + self.num_samples):
             # Trajectories of one length return to their start in some directions of a Gaussian.
             jitter = 0.5 + torch.rand_like(flat.noise[..., :1])
-            step_size = chain.step_size * jitter
-            move = ensemble_move(score_of_noise, state, step_size, self.num_leapfrog)
+            move = ensemble_move(score_of_noise, state, step_size * jitter, self.num_leapfrog)
             state, acceptance = move.state, move.acceptance.mean()
             change = self.adaptation_rate * (acceptance - self.target_accept)
-            chain.step_size = chain.step_size * change.exp()
+            step_size = step_size * change.exp()
             if i >= self.num_burnin:
                 score += (generate(state.position) - flat.value) / flat.scale.square()
                 total += acceptance
-        chain.acceptance = total / self.num_samples
+        self.state.memory["chain", name] = _Adaptation(step_size, total / self.num_samples)
         return score / self.num_samples
 
 
-@dataclass
-class _Adaptation(CarriedMemory):
-    """Of the chains of one site: their step size and the mean acceptance of the last draws."""
+class _Adaptation(NamedTuple):
+    """Step size and mean acceptance of the last draws, for the chains of one site."""
 
     step_size: Tensor
     acceptance: Tensor
-
-    @classmethod
-    def start(cls, step_size: float, like: Tensor) -> _Adaptation:
-        return cls(like.new_tensor(step_size), like.new_zeros(()))

@@ -15,7 +15,7 @@ from pyro_implicit.density import Target, traced_score
 from pyro_implicit.fitting.candidates import Reliability
 from pyro_implicit.fitting.refinement import between
 from pyro_implicit.guides import AutoImplicit
-from pyro_implicit.infer.engine import recording as step_call
+from pyro_implicit.infer.engine import recording
 
 QUIET = {"seed": 0, "progress": False}
 
@@ -50,10 +50,10 @@ def test_compile_reaches_trainings_and_chains(monkeypatch):
         return fit(correlated, guide, y, refine=True, num_steps=30, compile=compile, **QUIET)
 
     recorded = []
-    for module in (step_call, traced_score):
+    for module in (recording, traced_score):
         monkeypatch.setattr(module, "RecordedFunction", counting(module, recorded))
     traced = run("trace")
-    assert set(recorded) == {step_call, traced_score}
+    assert set(recorded) == {recording, traced_score}
     plain = run(False)
     assert not recorded
     assert traced.losses == plain.losses

@@ -28,7 +28,7 @@ from torch import nn
 
 from pyro_implicit import LIVI_ELBO, MLP, MMNN, AutoImplicit, AutoSemiImplicit, GatedMLP
 from pyro_implicit.distributions import draw_through
-from pyro_implicit.infer.engine.sites import DrawMessenger
+from pyro_implicit.infer.engine.traces import DrawMessenger
 
 both = pytest.mark.parametrize("make_guide", [AutoImplicit, AutoSemiImplicit])
 

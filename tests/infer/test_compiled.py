@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pyro
@@ -15,9 +16,9 @@ from pyro.infer import SVI
 from torch import nn
 
 from pyro_implicit import KIVI_ELBO, LIVI_ELBO, UIVI_ELBO, AutoSemiImplicit, ScoreELBO
-from pyro_implicit.compiled import CompilerError
+from pyro_implicit.compiled import RECORDINGS, CompilerError, cache
 from pyro_implicit.infer import ImplicitELBO
-from pyro_implicit.infer.engine import recording as traced_steps
+from pyro_implicit.infer.engine import recording
 from pyro_implicit.ops import imq_kernel, stein_score
 
 DATA = torch.tensor([1.0, 0.5, -0.3, 2.0, 0.1, -1.0])
@@ -47,7 +48,7 @@ class Run:
         store = pyro.get_param_store().named_parameters()
         self.params = {name: param.detach().clone() for name, param in store}
         self.random = torch.get_rng_state()
-        self.traced = elbo.state.traced
+        self.traced = elbo.state.traced.programs
 
     def is_as(self, other):
         return (
@@ -181,7 +182,7 @@ def test_elbo_module_and_differentiable_loss():
         return values, [param.detach() for param in guide.parameters()], pair.elbo
 
     (plain, params, _), (traced, others, elbo) = losses(False), losses("trace")
-    assert elbo.state.traced.num_run == 3
+    assert elbo.state.traced.programs.num_run == 3
     assert plain == traced
     assert all(one.equal(other) for one, other in zip(params, others, strict=True))
 
@@ -196,7 +197,7 @@ def test_gradients_reach_arguments():
         pyro.set_rng_seed(1)
         elbo.differentiable_loss(model, guide, 2 * y).backward()
         gradients.append(y.grad)
-    assert elbo.state.traced.num_run == 3
+    assert elbo.state.traced.programs.num_run == 3
     assert all(gradient.equal(gradients[0]) and gradient.any() for gradient in gradients)
 
 
@@ -215,7 +216,7 @@ def test_impossible_particles_are_left_out_by_a_plain_step():
 
 def test_a_compiled_elbo_can_be_pickled():
     run = Run(model, LIVI_ELBO(4, compile="trace"), steps=3)
-    assert pickle.loads(pickle.dumps(run.elbo)).state.traced.num_run == 0
+    assert pickle.loads(pickle.dumps(run.elbo)).state.traced.programs.num_run == 0
 
 
 # What cannot be recorded runs by Pyro, with one warning.
@@ -263,7 +264,7 @@ def has_own_generator():
     ],
 )
 def test_what_cannot_be_recorded_runs_by_pyro(model, cause):
-    with pytest.warns(UserWarning, match=f"LIVI_ELBO runs without.*{cause}") as warned:
+    with pytest.warns(UserWarning, match=f"LIVI_ELBO .step 2. runs without.*{cause}") as warned:
         traced = Run(model, LIVI_ELBO(4, compile="trace"))
     assert len(warned) == 1 and warned[0].filename == __file__
     assert traced.is_as(Run(model, LIVI_ELBO(4)))
@@ -278,13 +279,13 @@ def test_a_recording_that_has_become_wrong_is_told():
     def change(i, run):
         settings["mean"] = float(i > 3)
 
-    with pytest.warns(UserWarning, match="disagrees with a plain one: the loss is"):
+    with pytest.warns(UserWarning, match="disagrees with a plain one: its value is"):
         run = Run(model, LIVI_ELBO(4, compile="trace"), change=change)
     assert run.traced.num_run == 4
 
 
 def test_auto_records_after_some_steps_and_says_nothing(monkeypatch):
-    monkeypatch.setattr(traced_steps, "AUTO_STEPS", 3)
+    monkeypatch.setattr(recording, "RECORDINGS", replace(RECORDINGS, auto_steps=3))
     assert Run(model, LIVI_ELBO(4, compile="auto")).traced.num_run == 2
     run = Run(branches, LIVI_ELBO(4, compile="auto"))
     assert "if x > 0" in run.traced.refusal
@@ -312,13 +313,13 @@ def test_a_parameter_that_comes_later_is_trained():
 
 
 def test_arguments_that_change_by_value_or_cannot_be_known_are_told(monkeypatch):
-    monkeypatch.setattr(traced_steps, "MAX_RECORDINGS", 2)
+    monkeypatch.setattr(cache, "RECORDINGS", replace(RECORDINGS, max_recordings=2))
 
     def scaled(number):
         pyro.sample("x", dist.Normal(0.0, 1.0 + np.asarray(number).item()))
 
     elbo = LIVI_ELBO(4, compile="trace")
-    with pytest.warns(UserWarning, match="recorded 2 times.*Cure: pass tensors"):
+    with pytest.warns(UserWarning, match="recorded 2 times.*Cure: pass what changes as a tensor"):
         Run(scaled, elbo, steps=4, args=lambda i: (float(i),))
     elbo = LIVI_ELBO(4, compile="trace")
     with pytest.warns(UserWarning, match="an argument is a ndarray. Cure: pass a tensor"):
@@ -359,7 +360,7 @@ def test_without_a_compiler_steps_run_recorded(monkeypatch):
     def fails(*args):
         raise CompilerError("no g++")
 
-    monkeypatch.setattr("pyro_implicit.compiled.function.compile_graph", fails)
+    monkeypatch.setattr("pyro_implicit.compiled.program.compile_graph", fails)
     with pytest.warns(UserWarning, match="recorded, but not compiled: no g") as warned:
         run = Run(model, LIVI_ELBO(4, compile=True))
     assert len(warned) == 1 and warned[0].filename == __file__

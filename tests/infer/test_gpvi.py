@@ -48,8 +48,8 @@ class Spy(GPVI_ELBO):
     """Keeps the two batches of the last step."""
 
     def score_parts(self, site, prior):
-        if site.name in self._batches:
-            self.seen = self._batches[site.name]
+        if ("batches", site.name) in self.state.step:
+            self.seen = self.state.step["batches", site.name]
         return super().score_parts(site, prior)
 
 

@@ -140,7 +140,7 @@ def test_vmap_runs_the_model_once_and_any_network():
     vmapped = loss_and_gradients(elbo, model, guide)
     assert model.runs == 2  # the warm-up and the step, nine particles each
     assert elbo.state.runs.mode == "vmap"
-    elbo.state.runs.mode, elbo.state.has_implicit_sites = False, True  # the guide in a plate still
+    elbo.state.runs.mode, elbo.state.implicit_sites = False, {"x"}  # the guide in a plate still
     assert_same(loss_and_gradients(elbo, model, guide), vmapped)
 
 

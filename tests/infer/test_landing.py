@@ -18,9 +18,7 @@ def _double():
 
 
 def learnt(guide: torch.Tensor, model: torch.Tensor) -> Landing:
-    landing = Landing.start(guide[0])
-    landing.note(guide, model)
-    return landing
+    return Landing.start(guide[0]).after(guide, model)
 
 
 def test_share_has_the_least_variance():
@@ -54,15 +52,15 @@ def test_share_of_what_says_nothing_is_none():
 
 def test_scores_of_rows_and_particles():
     """The loss is a mean over particles, not over a plate's rows."""
-    landing, model = Landing.start(torch.zeros(2)), torch.randn(5, 3, 2)
-    scores = Scores(landing, num_particles=5)
+    memory, model = {("landing", "x"): Landing.start(torch.zeros(2))}, torch.randn(5, 3, 2)
+    scores = Scores(memory, "x", num_particles=5)
     assert scores.see(torch.ones(5, 3, 2)).equal(torch.ones(5, 3, 2))  # none is known yet
-    assert landing.model.equal(torch.zeros(2))
+    assert memory["landing", "x"].model.equal(torch.zeros(2))
     scores.guide = 2 * model
     gradient = -model / 5
     assert scores.see(gradient) is gradient
-    torch.testing.assert_close(landing.model, model.square().mean((0, 1)))
-    torch.testing.assert_close(landing.both, 2 * model.square().mean((0, 1)))
+    torch.testing.assert_close(memory["landing", "x"].model, model.square().mean((0, 1)))
+    torch.testing.assert_close(memory["landing", "x"].both, 2 * model.square().mean((0, 1)))
 
 
 def narrow(sd: float):
@@ -141,7 +139,7 @@ def test_a_recorded_step_takes_them_over():
         both = [gradients(elbo, model, guide, seed) for elbo in (plain, recorded)]
         for one, other in zip(*both, strict=True):
             torch.testing.assert_close(one, other)
-    assert recorded.state.traced.num_run > 2
+    assert recorded.state.traced.programs.num_run > 2
     assert recorded.shares == pytest.approx(plain.shares)
 
 

@@ -13,7 +13,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_implicit.compiled.dispatch import DispatchMode
+from pyro_implicit.compiled.recorder import DispatchMode
 from pyro_implicit.density.checks.observations import (
     describe_arrays,
     describe_nan,

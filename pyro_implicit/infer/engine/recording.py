@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import pyro
 import torch
@@ -14,21 +14,36 @@ from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor, nn
 
 from pyro_implicit.compiled import (
-    CompilerError,
+    RECORDINGS,
+    CompileMode,
+    ProgramCache,
     RandomState,
     RecordedFunction,
     Untraceable,
+    disagreement,
     flatten_arguments,
-    rounding,
 )
 from pyro_implicit.infer.engine.traces import NonFiniteError
 from pyro_implicit.runtime.sites import graph_leaves, unconstrained
-from pyro_implicit.runtime.user_warnings import warn_user
 
-if TYPE_CHECKING:
-    from pyro_implicit.infer.implicit_elbo import ImplicitELBO
+__all__ = ["Evaluation", "TracedSteps"]
 
-__all__ = ["Evaluation", "Program", "StepCall", "TracedSteps"]
+
+class _ELBO(Protocol):
+    compile: CompileMode
+    records_to_the_bit: Any
+    num_steps_taken: int
+    state: Any
+
+    def total(
+        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def weights(self) -> dict[str, float]: ...
+
+    def weighed_by(self, weights: dict[str, Tensor]) -> Any: ...
+
+    def settings(self) -> Hashable: ...
 
 
 class Evaluation(NamedTuple):
@@ -39,34 +54,22 @@ class Evaluation(NamedTuple):
     gradients: list[Tensor]
 
     def backward(self) -> float:
-        """Add the gradients to the targets' own; the loss as a number."""
+        """Add the gradients to those of the targets, and return the loss as a number."""
         if self.targets:
             torch.autograd.backward(self.targets, self.gradients)
         return self.loss.item()
 
     def differentiable(self) -> Tensor:
-        """The loss as a function of the targets."""
+        """Return the loss as a function of the targets."""
         return _Known.apply(self.loss, self.gradients, *self.targets)
 
     def differs_from(self, other: Evaluation) -> str | None:
-        """In what it differs by more than rounding errors, in words.
-
-        :param other: may have further targets, which were made in the step (noise, say).
-        """
-        tolerance = rounding(self.loss.dtype)
-        loss, other_loss = self.loss.item(), other.loss.item()
-        if not abs(loss - other_loss) <= tolerance * (1 + abs(other_loss)):
-            return f"the loss is {loss:.6g} and {other_loss:.6g}"
+        """Compare with a plain step, which may have further targets (noise, for instance)."""
         known = {id(t): g for t, g in zip(other.targets, other.gradients, strict=True)}
         if not known.keys() >= {id(target) for target in self.targets}:
             return "other parameters have a gradient"
-        norm = torch.nn.utils.get_total_norm(other.gradients)
-        for target, gradient in zip(self.targets, self.gradients, strict=True):
-            expected = known[id(target)]
-            scale = expected.norm() + 0.01 * norm
-            if not (gradient - expected).norm() <= tolerance * scale:
-                return f"a gradient of shape {tuple(gradient.shape)} differs"
-        return None
+        expected = [known[id(target)] for target in self.targets]
+        return disagreement([self.loss, *self.gradients], [other.loss, *expected])
 
 
 class _Known(torch.autograd.Function):
@@ -81,44 +84,35 @@ class _Known(torch.autograd.Function):
         return (None, None, *torch._foreach_mul(ctx.gradients, factor))
 
 
-class Plain(NamedTuple):
-    """A step by Pyro: the outcome, all parameters in it, and by name those of Pyro's store."""
+class _Plain(NamedTuple):
+    """A plain step: its result, all parameters in it, and by name those of Pyro's store."""
 
     evaluation: Evaluation
     leaves: list[Tensor]
     params: dict[str, Tensor]
 
 
-class Outcome(NamedTuple):
-    """``check`` is finite if loss and gradients are."""
-
-    evaluation: Evaluation
-    check: Tensor
-    carried: dict[Any, Tensor]
-
-
-class StepCall:
-    """A step to be taken.
-
-    ``key`` tells which recording it can use.
-
-    :raises Untraceable: for arguments that a recording cannot have.
-    """
+class _StepCall:
+    """The function that is recorded: one step, with the ELBO's memory as inputs and outputs."""
 
     def __init__(
-        self, elbo: ImplicitELBO, model: Callable, guide: Callable, args: tuple, kwargs: dict
+        self, elbo: _ELBO, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> None:
         self.elbo, self.model, self.guide = elbo, model, guide
         self.arguments = flatten_arguments(args, kwargs)
-        self.carried = elbo.carried()
-        """What it takes over from the step before."""
-        carried = tuple((k, t.shape, t.dtype) for k, t in self.carried.items())
-        self.key = (self.arguments.key, elbo.settings(), carried)
+        self.memory = elbo.state.tensors()
+        self.key = (
+            self.arguments.key,
+            elbo.settings(),
+            tuple((k, t.shape, t.dtype) for k, t in self.memory.items()),
+            pyro.settings.get("module_local_params"),
+            torch.get_default_dtype(),
+        )
 
-    def plain(self) -> Plain:
-        """Take it by Pyro.
+    def plain(self) -> _Plain:
+        """Take the step without a recording.
 
-        :raises NonFiniteError: as the ELBO; for a gradient, a plain step names the parameter.
+        :raises NonFiniteError: if loss or gradients are not finite.
         """
         tensors, with_gradient = self._own_tensors()
         args, kwargs = self.arguments.rebuild(tensors)
@@ -126,24 +120,27 @@ class StepCall:
             loss, surrogate = self.elbo.total(self.model, self.guide, args, kwargs)
         own = {id(tensor) for tensor in with_gradient}
         leaves = [leaf for leaf in graph_leaves(surrogate) if id(leaf) not in own]
-        targets = leaves + self._differentiable()
         gradients = _gradients(surrogate, leaves + with_gradient)
-        _refuse_nonfinite(gradients)
+        norm = torch.nn.utils.get_total_norm([one for one in gradients if one is not None])
+        if not norm.isfinite():
+            raise NonFiniteError("a gradient is not finite")
+        targets = zip(leaves + self.differentiable(), gradients, strict=True)
+        pairs = [(target, one) for target, one in targets if one is not None]
+        evaluation = Evaluation(loss, [t for t, _ in pairs], [g for _, g in pairs])
         store = pyro.get_param_store()  # without those of modules with module_local_params
         params = {
             name: unconstrained(site)
             for name, site in capture.trace.nodes.items()
             if site["type"] == "param" and name in store
         }
-        return Plain(_evaluation(loss, targets, gradients), leaves, params)
+        return _Plain(evaluation, leaves, params)
 
-    def record(self, plain: Plain) -> Program:
-        """Record it.
+    def record(self, plain: _Plain) -> _StepProgram:
+        """Record the step.
 
-        :param plain: the same, taken by Pyro.
         :raises Untraceable: naming the cause.
         """
-        elbo, leaves, carried = self.elbo, plain.leaves, list(self.elbo.carried().values())
+        elbo, leaves, memory = self.elbo, plain.leaves, list(self.elbo.state.tensors().values())
         tensors, with_gradient = self._own_tensors()
         args, kwargs = self.arguments.rebuild(tensors)
         weights = self._weights(leaves)
@@ -156,31 +153,31 @@ class StepCall:
             has_gradient[:] = [gradient is not None for gradient in found]
             gradients = [gradient for gradient in found if gradient is not None]
             check = 0 * torch.nn.utils.get_total_norm(gradients) + loss
-            return [loss, check, *gradients, *elbo.carried().values()]
+            return [loss, check, *gradients, *elbo.state.tensors().values()]
 
-        inputs = [*leaves, *tensors, *weights.values(), *carried]
+        inputs = [*leaves, *tensors, *weights.values(), *memory]
         candidates = (self.model, self.guide, elbo, *vars(elbo).values())
         modules = [part for part in candidates if isinstance(part, nn.Module)]
-        recorded = RecordedFunction(function, inputs, modules, carried)
-        return Program(recorded, leaves, plain.params, has_gradient)
+        recorded = RecordedFunction(function, inputs, modules, memory)
+        return _StepProgram(recorded, leaves, plain.params, has_gradient)
 
     def inputs(self, leaves: list[Tensor]) -> list[Tensor]:
-        """What a recording wants."""
+        """Return the inputs of a recording."""
         weights = self._weights(leaves).values()
-        return [*leaves, *self.arguments.tensors, *weights, *self.carried.values()]
+        return [*leaves, *self.arguments.tensors, *weights, *self.memory.values()]
+
+    def differentiable(self) -> list[Tensor]:
+        """Return the arguments that have a gradient."""
+        return [tensor for tensor in self.arguments.tensors if tensor.requires_grad]
 
     def _weights(self, leaves: list[Tensor]) -> dict[str, Tensor]:
-        """Those that are not 1, which a recording knows, as tensors like the parameters."""
+        """Return the weights other than 1 as tensors; a recording holds those of 1 constant."""
         like = leaves[0] if leaves else torch.zeros(())
         values = self.elbo.weights().items()
         return {name: like.new_tensor(value) for name, value in values if value != 1.0}
 
-    def _differentiable(self) -> list[Tensor]:
-        return [tensor for tensor in self.arguments.tensors if tensor.requires_grad]
-
     def _own_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Others for the arguments' tensors, which may be known to the model by another way too;
-        and those that have a gradient."""
+        """Return copies of the arguments, which the model may also reach in other ways."""
         tensors = [
             tensor.detach().requires_grad_(tensor.requires_grad)
             for tensor in self.arguments.tensors
@@ -188,8 +185,8 @@ class StepCall:
         return tensors, [tensor for tensor in tensors if tensor.requires_grad]
 
 
-class Program:
-    """A recorded step, whose inputs are parameters, arguments, weights and what is carried."""
+class _StepProgram:
+    """A recorded step, whose inputs are parameters, arguments, weights and the ELBO's memory."""
 
     def __init__(
         self,
@@ -200,71 +197,40 @@ class Program:
     ) -> None:
         self.function, self.leaves, self.params = function, leaves, params
         self.has_gradient = has_gradient
-        self.num_run = 0
 
     def holds(self) -> bool:
-        """Whether its parameters are still those of store and modules."""
+        """Tell whether its parameters are still those of store and modules."""
         known = pyro.get_param_store()._params
         return self.function.holds() and all(
             known.get(name) is value for name, value in self.params.items()
         )
 
     def show_params(self) -> None:
-        """Let handlers around the step, like that of ``SVI``, see its parameters."""
+        """Show its parameters to the handlers around the step, such as that of ``SVI``."""
         if _PYRO_STACK:
             with torch.no_grad():
                 for name in self.params:
                     pyro.param(name)
 
-    def run(self, call: StepCall) -> Outcome:
-        """The step."""
+    def run(self, call: _StepCall) -> tuple[Evaluation, bool, dict[Any, Tensor]]:
+        """Return the step's result, whether it is finite, and the ELBO's memory after it."""
         loss, check, *others = self.function(call.inputs(self.leaves))
-        targets = self.leaves + call._differentiable()
+        targets = self.leaves + call.differentiable()
         targets = [t for t, has in zip(targets, self.has_gradient, strict=True) if has]
-        gradients, carried = others[: len(targets)], others[len(targets) :]
-        return Outcome(
-            Evaluation(loss, targets, gradients),
-            check,
-            dict(zip(call.carried, carried, strict=True)),
-        )
+        gradients, memory = others[: len(targets)], others[len(targets) :]
+        evaluation = Evaluation(loss, targets, gradients)
+        return evaluation, math.isfinite(check.item()), dict(zip(call.memory, memory, strict=True))
 
-    def compile(self, call: StepCall) -> None:
-        """Let inductor make kernels of it.
-
-        :raises CompilerError: if it cannot.
-        """
-        self.function.compile(call.inputs(self.leaves))
-
-
-def _gradients(surrogate: Tensor, wanted: list[Tensor]) -> tuple[Tensor | None, ...]:
-    return torch.autograd.grad(surrogate, wanted, allow_unused=True) if wanted else ()
-
-
-def _refuse_nonfinite(gradients: tuple[Tensor | None, ...]) -> None:
-    norm = torch.nn.utils.get_total_norm([one for one in gradients if one is not None])
-    if not norm.isfinite():
-        raise NonFiniteError("a gradient is not finite")
-
-
-def _evaluation(loss: Tensor, targets: list[Tensor], gradients: Any) -> Evaluation:
-    pairs = [(t, g) for t, g in zip(targets, gradients, strict=True) if g is not None]
-    return Evaluation(loss, [t for t, _ in pairs], [g for _, g in pairs])
-
-
-MAX_PROGRAMS = 8
-MAX_RECORDINGS = 24
-#: Steps before ``compile="auto"`` records one, which takes as long as some tens of them.
-AUTO_STEPS = 20
+    def compile(self, inputs: Sequence[Tensor]) -> None:
+        """Compile it with inductor."""
+        self.function.compile(inputs)
 
 
 class TracedSteps:
     """The recorded steps of an ELBO with one model and guide."""
 
     def __init__(self) -> None:
-        self.num_recorded = self.num_run = 0
-        self.refusal: str | None = None
-        """Why steps are not recorded."""
-        self._programs: dict[Hashable, Program] = {}
+        self.programs: ProgramCache[_StepProgram] = ProgramCache("auto")
         self._num_plain = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -274,61 +240,43 @@ class TracedSteps:
         self.__init__()  # type: ignore[misc]
 
     def step(
-        self, elbo: ImplicitELBO, model: Callable, guide: Callable, args: tuple, kwargs: dict
+        self, elbo: _ELBO, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> Evaluation | None:
-        """A step of the ELBO; None if a plain one is to be taken.
+        """Take a step from a recording, with the random numbers of a plain one.
 
-        It draws the same random numbers as that. The first, second, fourth, eighth ... call of each
-        recording is compared with a plain step.
+        :returns: its result; None if a plain step is to be taken.
         """
-        if elbo.compile is False or self.refusal is not None:
+        programs, is_auto = self.programs, elbo.compile == "auto"
+        if programs.refusal is not None or (is_auto and not elbo.records_to_the_bit):
             return None
-        if elbo.compile == "auto" and not elbo.records_to_the_bit:
-            return None
-        if self._num_plain < (AUTO_STEPS if elbo.compile == "auto" else 1):
-            # The first has all checks, and finds out how the model can be run.
+        if self._num_plain < (RECORDINGS.auto_steps if is_auto else 1):
+            # The first step has all checks, and finds out how the model can be run.
             self._num_plain += 1
             return None
+        programs.compile = elbo.compile
+        who = f"{type(elbo).__name__} (step {elbo.num_steps_taken})"
         try:
-            call = StepCall(elbo, model, guide, args, kwargs)
+            call = _StepCall(elbo, model, guide, args, kwargs)
         except Untraceable as error:
-            self._give_up(elbo, str(error))
+            programs.give_up(who, str(error))
             return None
-        key = (call.key, pyro.settings.get("module_local_params"), torch.get_default_dtype())
-        program = self._programs.pop(key, None)  # put back as the latest
-        if program is not None and not program.holds():
-            program = None
+        program, is_due = programs.find(call.key)
+        before = _Before(call)
         if program is None:
-            return self._record(key, call)
-        self._programs[key] = program
+            return self._record(who, call, before)
         program.show_params()
-        program.num_run += 1
-        self.num_run += 1
-        if program.num_run & (program.num_run - 1) == 0:
-            return self._compare(program, call)
-        return self._run(program, call)
+        evaluation, is_finite, memory = program.run(call)
+        if is_due:
+            before.restore()
+            return self._compare(who, call, before, program, evaluation if is_finite else None)
+        if is_finite:
+            elbo.state.put(memory)
+            return evaluation
+        before.restore()  # a plain step finds out why, or leaves particles out
+        return None
 
-    def _run(self, program: Program, call: StepCall) -> Evaluation | None:
-        before = _Before(call)
-        outcome = program.run(call)
-        if not math.isfinite(outcome.check.item()):
-            before.restore()  # a plain step finds out why, or leaves particles out
-            return None
-        call.elbo.carry(outcome.carried)
-        return outcome.evaluation
-
-    def _record(self, key: Hashable, call: StepCall) -> Evaluation | None:
-        """A plain step, and a recording of it for later ones."""
-        elbo = call.elbo
-        if self.num_recorded == MAX_RECORDINGS:
-            self._give_up(
-                elbo,
-                f"it was recorded {MAX_RECORDINGS} times, as arguments other than the values of "
-                "tensors, or parameters, change from step to step. Cure: pass tensors of one shape",
-            )
-            return None
-        self.num_recorded += 1
-        before = _Before(call)
+    def _record(self, who: str, call: _StepCall, before: _Before) -> Evaluation | None:
+        """Take a plain step, and record it for later ones."""
         try:
             plain = call.plain()
         except NonFiniteError:
@@ -337,81 +285,54 @@ class TracedSteps:
         after = _Before(call)
         before.restore()
         try:
-            program = call.record(plain)
-        except Exception as error:
-            self._give_up(elbo, _first_line(error))
-        else:
-            if len(self._programs) == MAX_PROGRAMS:
-                del self._programs[next(iter(self._programs))]
-            self._programs[key] = program
-            if elbo.compile is True:
-                self._compile(program, call)
+            self.programs.record(
+                who,
+                call.key,
+                lambda: call.record(plain),
+                lambda program: call.inputs(program.leaves),
+            )
         finally:
             after.restore()
         return plain.evaluation
 
-    def _compare(self, program: Program, call: StepCall) -> Evaluation | None:
-        """A plain step, which the recording must agree with."""
-        before = _Before(call)
-        outcome = program.run(call)
-        before.restore()
-        agrees = math.isfinite(outcome.check.item())
+    def _compare(
+        self,
+        who: str,
+        call: _StepCall,
+        before: _Before,
+        program: _StepProgram,
+        found: Evaluation | None,
+    ) -> Evaluation | None:
+        """Take a plain step, and compare the recording with it."""
         try:
             plain = call.plain()
         except NonFiniteError:
             before.restore()
-            if agrees:
-                self._tell(call.elbo, "a recorded step is finite where a plain one is not")
+            if found is not None:
+                cause = "a recorded step is finite where a plain one is not"
+                self.programs.give_up(who, cause, is_wrong=True)
             return None
         if any(value is not program.params.get(name) for name, value in plain.params.items()):
-            self._programs.clear()  # a new parameter: record again
-        elif agrees:
-            difference = outcome.evaluation.differs_from(plain.evaluation)
-            if difference:
-                self._tell(call.elbo, f"a recorded step disagrees with a plain one: {difference}")
+            self.programs.clear()  # a new parameter: record again
+        elif found is not None and (difference := found.differs_from(plain.evaluation)):
+            cause = f"a recorded step disagrees with a plain one: {difference}"
+            self.programs.give_up(who, cause, is_wrong=True)
         return plain.evaluation
-
-    def _compile(self, program: Program, call: StepCall) -> None:
-        try:
-            program.compile(call)
-        except CompilerError as error:
-            warn_user(
-                f"{type(call.elbo).__name__} runs recorded, but not compiled: {error}. Cure: a C++ "
-                'compiler, or compile="trace"',
-            )
-
-    def _give_up(self, elbo: ImplicitELBO, cause: str) -> None:
-        """Take plain steps from now on; who did not ask for others need not know."""
-        if elbo.compile == "auto":
-            self.refusal = cause
-            self._programs.clear()
-        else:
-            self._tell(elbo, cause)
-
-    def _tell(self, elbo: ImplicitELBO, cause: str) -> None:
-        self.refusal = cause
-        self._programs.clear()
-        warn_user(
-            f"{type(elbo).__name__} runs without compilation from step {elbo.num_steps_taken} on: "
-            f"{cause}. A step is recorded once, so what it reads beside the tensors of its "
-            "arguments must stay the same. Cure: pass what changes as a tensor argument, or "
-            "compile=False",
-        )
 
 
 class _Before:
-    """What a step draws and takes over, to take it again."""
+    """The random state and the ELBO's memory, to take a step again."""
 
-    def __init__(self, call: StepCall) -> None:
+    def __init__(self, call: _StepCall) -> None:
         self.elbo = call.elbo
         self.random = RandomState(call.arguments.tensors)
-        self.carried = {name: tensor.clone() for name, tensor in self.elbo.carried().items()}
+        self.memory = {name: tensor.clone() for name, tensor in self.elbo.state.tensors().items()}
 
     def restore(self) -> None:
+        """Set both back."""
         self.random.restore()
-        self.elbo.carry(self.carried)
+        self.elbo.state.put(self.memory)
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().split("\n")[0]
-    return text if isinstance(error, Untraceable) else f"{type(error).__name__}: {text}"
+def _gradients(surrogate: Tensor, wanted: list[Tensor]) -> tuple[Tensor | None, ...]:
+    return torch.autograd.grad(surrogate, wanted, allow_unused=True) if wanted else ()

@@ -10,15 +10,13 @@ from typing import Any, Literal, NamedTuple
 import pyro.distributions as dist
 import torch
 from pyro.distributions.util import sum_rightmost
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_implicit.distributions import Draw, Implicit, SemiImplicit, draw_through, find_implicit
+from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import Linearisation, as_generator
 from pyro_implicit.ops import Covariance, gaussian_entropy
 
 __all__ = [
-    "DrawMessenger",
     "FlatSite",
     "ImplicitSite",
     "LaterWeights",
@@ -120,54 +118,6 @@ class ImplicitSite:
             for transform in reversed(self.transforms):
                 value = transform.inv(value)
             return torch.autograd.grad(value, draw, gradient)[0]
-
-
-class DrawMessenger(Messenger):
-    """Draws all implicit sites of a guide, and lets the model see another value.
-
-    :param draw: draws from an implicit distribution.
-    :param transport: called with each site; its result, if any, takes the place of the draw for
-        the rest of the guide and for the model.
-    """
-
-    def __init__(
-        self,
-        draw: Callable[[Implicit], Draw],
-        transport: Callable[[ImplicitSite], Tensor | None],
-    ) -> None:
-        super().__init__()
-        self.draw, self.transport = draw, transport
-        self.sites: dict[str, ImplicitSite] = {}
-
-    def _pyro_sample(self, msg: Any) -> None:
-        # The outermost handler: plates have expanded the distribution already.
-        if find_implicit(msg["fn"]) is None:
-            return
-        name = msg["name"]
-        if msg["value"] is not None:
-            raise ValueError(
-                f"the value of implicit site '{name}' of the guide was given, so that nobody knows "
-                "the noise behind it. Cure: let the guide draw it, without replaying or "
-                "conditioning"
-            )
-        through = draw_through(msg["fn"], self.draw)
-        site = ImplicitSite(
-            name,
-            through.distribution,
-            through.draw.noise,
-            through.draw.value,
-            through.value,
-            through.transforms,
-            through.log_abs_det,
-            through.draw.linearisation,
-            msg["fn"].batch_shape,
-            frozenset(frame.name for frame in msg["cond_indep_stack"]) - {PARTICLE_PLATE},
-            tuple(msg["infer"].get("latents", (name,))),
-        )
-        self.sites[name] = site
-        transported = self.transport(site)
-        msg["value"] = through.value if transported is None else transported
-        msg["done"] = True
 
 
 class FlatSite(NamedTuple):

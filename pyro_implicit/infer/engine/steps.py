@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses and gradients from traces: where they are no numbers, and by a recording of a step."""
+"""Steps of an ELBO: losses, gradients and memory, for traces that a subclass makes."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
+from pyro.poutine.indep_messenger import IndepMessenger
+from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_implicit.compiled import CompileMode, Same, check_mode, is_tracing
+from pyro_implicit.compiled import ACTIVE, CompileMode, Same, check_mode
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.model import DiscreteSum
 from pyro_implicit.infer.engine.recording import Evaluation, TracedSteps
 from pyro_implicit.infer.engine.traces import (
+    CURE,
     NonFiniteError,
     Particles,
-    apply_weights,
-    check_gradients,
     first_run,
     leave_out_impossible,
     loss_and_surrogate,
@@ -38,104 +38,86 @@ from pyro_implicit.runtime.locks import refuse_outer_plates
 from pyro_implicit.runtime.sites import graph_leaves, unconstrained
 from pyro_implicit.runtime.user_warnings import warn_user
 
-__all__ = [
-    "CarriedMemory",
-    "ElboState",
-    "Pair",
-    "SIMPLE",
-    "StatefulELBO",
-    "StepELBO",
-    "noting_memory",
-]
+__all__ = ["ElboState", "Pair", "StepELBO"]
 
-
-SIMPLE = (bool, int, float, str, type(None))
+T = TypeVar("T")
 
 _WEIGHTS = ("prior_weight", "entropy_weight", "inverse_temperature")
 _COUNTERS = ("num_steps_taken", "num_skipped", "num_left_out")
 
 
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
-
-
-class _ELBO(Protocol):
-    num_particles: int
-    _memory_cure: Any
-
-
-Owner = TypeVar("Owner", bound=_ELBO)
-
-
-def noting_memory(
-    method: Callable[Concatenate[Owner, Given], Result],
-) -> Callable[Concatenate[Owner, Given], Result]:
-    """A step whose errors for want of memory, of whatever kind, have a note with the cure.
-
-    :param method: of an ELBO.
-    """
-
-    @functools.wraps(method)
-    def noting(self: Owner, *args: Given.args, **kwargs: Given.kwargs) -> Result:
-        try:
-            return method(self, *args, **kwargs)
-        except (RuntimeError, MemoryError) as error:
-            if _is_of_memory(error):
-                error.add_note(
-                    f"{type(self).__name__} ran out of memory in a step of {self.num_particles} "
-                    f"particles. Cure: {self._memory_cure}"
-                )
-            raise
-
-    return noting
-
-
-def _is_of_memory(error: Exception) -> bool:
-    """On the CPU torch raises a plain ``RuntimeError``."""
-    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return known or "can't allocate memory" in str(error)
-
-
-T = TypeVar("T")
-
-
-class CarriedMemory:
-    """What is remembered of a site in attributes that are tensors, and changes from step to step by
-    others in their place: a recorded step takes and gives them."""
-
-
 @dataclass
 class ElboState:
-    """What was found out about one model and guide, and what an estimator keeps.
+    """The memory of an ELBO about one model and guide.
 
-    ``runs`` knows how the model can be run, and ``discrete`` which of its latents are summed out;
-    ``value_ndims`` are the dimensions of each of the
-    guide's values outside the particle plate, None before the first run; ``has_implicit_sites`` and
-    ``checked_sites`` tell what the guide draws and which sites have passed a method's checks;
-    ``memory`` is what a method keeps, by purpose and site, and ``traced`` are recorded steps.
+    ``runs`` knows how the model can be run, ``discrete`` which latent variables are summed out, and
+    ``unchanged`` which distributions need no changes. ``value_ndims`` are the dimensions of each of
+    the guide's values outside the particle plate, None before the first run; ``implicit_sites`` and
+    ``checked_sites`` name its implicit sites, and those that have passed a method's checks.
+
+    ``memory`` is what a method keeps from step to step, by purpose and site: tensors, named tuples
+    of tensors, or other values that a recorded step does not change. ``optimisers`` train a
+    method's own networks. ``step`` is what a method keeps within a step; it is cleared after it.
     """
 
     runs: BatchedRuns
     discrete: DiscreteSum | None = None
     value_ndims: dict[str, int] | None = None
-    has_implicit_sites: bool = False
+    implicit_sites: set[str] = field(default_factory=set)
     checked_sites: set[str] = field(default_factory=set)
+    unchanged: set[tuple] = field(default_factory=set)
     memory: dict[tuple[str, str], Any] = field(default_factory=dict)
+    optimisers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    step: dict[tuple[str, str], Any] = field(default_factory=dict)
     traced: TracedSteps = field(default_factory=TracedSteps)
+
+    def tensors(self) -> dict[Any, Tensor]:
+        """Return the tensors that a step takes from the step before and leaves to the next one."""
+        found = {}
+        for key, kept in self.memory.items():
+            if isinstance(kept, Tensor):
+                found[key] = kept
+            elif isinstance(kept, tuple):
+                found |= {(*key, i): tensor for i, tensor in enumerate(kept)}
+        return found | self._in_place()
+
+    @torch.no_grad()
+    def put(self, tensors: dict[Any, Tensor]) -> None:
+        """Replace the tensors of :meth:`tensors`; write into those that a network has."""
+        for key, kept in self.memory.items():
+            if isinstance(kept, Tensor):
+                self.memory[key] = tensors[key]
+            elif isinstance(kept, tuple):
+                self.memory[key] = type(kept)(*(tensors[*key, i] for i in range(len(kept))))
+        for key, tensor in self._in_place().items():
+            if tensors[key] is not tensor:
+                tensor.copy_(tensors[key])
+
+    def _in_place(self) -> dict[Any, Tensor]:
+        """Return the parameters of a method's networks, and the state of their optimisers."""
+        found = {}
+        for name, optimiser in self.optimisers.items():
+            for i, parameter in enumerate(optimiser.param_groups[0]["params"]):
+                found["parameter", name, i] = parameter
+                for part, value in optimiser.state[parameter].items():
+                    found[part, name, i] = value
+        return found
 
 
 class Pair:
-    """The model and guide that a state belongs to, without keeping them alive."""
+    """Weak references to the model and guide of a state."""
 
     def __init__(self, model: Callable[..., Any], guide: Callable[..., Any]) -> None:
         self._model, self._guide = _reference(model), _reference(guide)
 
     def has(self, model: Callable[..., Any], guide: Callable[..., Any]) -> bool:
-        """Whether it is of these two."""
+        """Tell whether it consists of these two."""
+        if self._model() is model and self._guide() is guide:
+            return True
         return _is(self._model(), model) and self.has_guide(guide)
 
     def has_guide(self, guide: Callable[..., Any]) -> bool:
-        """Whether it is of this guide."""
+        """Tell whether it has this guide."""
         return _is(self._guide(), guide)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pair:
@@ -149,7 +131,7 @@ class Pair:
 
 
 def _is(known: Any, target: Callable[..., Any]) -> bool:
-    # Not by ==, which models may define; but methods are made anew at each access.
+    # Models may define ==, but methods are made anew at each access.
     return known is target or (inspect.ismethod(target) and known == target)
 
 
@@ -162,105 +144,13 @@ def _reference(target: Callable[..., Any]) -> Callable[[], Any]:
         return lambda: target
 
 
-class StatefulELBO(Trace_ELBO):
-    """A ``Trace_ELBO`` that remembers, for as long as model and guide stay the same.
-
-    :param num_particles: draws of the guide per step.
-    :param vectorize_particles: how the model runs for all of them; the guide runs under Pyro's
-        particle plate in any case.
-    :param kwargs: all others of :class:`pyro.infer.Trace_ELBO`.
-    """
-
-    def __init__(
-        self,
-        num_particles: int,
-        vectorize_particles: Literal["vmap", "plate", False],
-        **kwargs: Any,
-    ) -> None:
-        self.max_plate_nesting: float
-        # Pyro counts the guide's particle plate in max_plate_nesting.
-        super().__init__(num_particles, vectorize_particles=True, **kwargs)
-        self.vectorize_particles = vectorize_particles
-        self.num_steps_taken = 0  # not num_steps, which subclasses have as a setting
-        self.num_skipped = 0
-        self._given_nesting = self.max_plate_nesting
-        self._pair: Pair | None = None
-        self.state = self._new_state()
-
-    def remember(self, purpose: str, site: str, make: Callable[[], T]) -> T:
-        """What is kept of a site from step to step; made the first time."""
-        memory = self.state.memory
-        if (purpose, site) not in memory:
-            memory[purpose, site] = make()
-        return memory[purpose, site]
-
-    def remembered(self, kind: type[T]) -> dict[str, T]:
-        """By site, what of one kind is kept."""
-        memory = self.state.memory
-        return {site: kept for (_, site), kept in memory.items() if isinstance(kept, kind)}
-
-    def get_state(self) -> dict[str, Any]:
-        """All that the next step depends on beside parameters and random streams, for a file."""
-        return {
-            "memory": copy.deepcopy(self.state.memory),
-            "num_steps": self.num_steps_taken,
-            "num_skipped": self.num_skipped,
-        }
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Put back what :meth:`get_state` gave; the next step goes on from there."""
-        self.state.memory.update(copy.deepcopy(state["memory"]))
-        self.num_steps_taken, self.num_skipped = state["num_steps"], state["num_skipped"]
-
-    def _new_state(self) -> ElboState:
-        mode: Literal["vmap", False] = "vmap" if self.vectorize_particles == "vmap" else False
-        return ElboState(BatchedRuns(type(self).__name__, mode))
-
-    def _meet(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
-        """Forget what belonged to another model or guide, and run a new pair once.
-
-        :raises ValueError: inside a plate.
-        """
-        refuse_outer_plates(type(self).__name__)
-        self._forget_others(model, guide)
-        if self.state.value_ndims is None:
-            self._guess_max_plate_nesting(model, guide, args, kwargs)
-            self._pair = Pair(model, guide)
-
-    def _forget_others(self, model: Callable, guide: Callable) -> None:
-        """Forget what belonged to another model or guide."""
-        if self._pair is not None and not self._pair.has(model, guide):
-            self.state = self._new_state()
-            self.max_plate_nesting = self._given_nesting
-            if not self._pair.has_guide(guide):
-                self._forget_guide()
-            self._pair = None
-
-    def _forget_guide(self) -> None:
-        """Drop what was trained beside another guide."""
-
-    def _guess_max_plate_nesting(
-        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
-    ) -> None:
-        found = first_run(model, guide, args, kwargs, self.max_plate_nesting)
-        self.state.value_ndims = {n: s["value"].dim() for n, s in found.guide_sites.items()}
-        self.state.discrete = found.discrete
-        for name, site in found.guide_sites.items():
-            self._check_trainable(name, site)
-        if math.isinf(self.max_plate_nesting):
-            self.max_plate_nesting = found.plate_nesting + (self.num_particles > 1)
-
-    def _check_trainable(self, name: str, site: dict[str, Any]) -> None:
-        """Refuse a site of a new guide that cannot be trained, and note an implicit one."""
-
-
-class StepELBO(StatefulELBO):
-    """Steps of an ELBO whose traces a subclass makes, in ``_get_traces``.
+class StepELBO(Trace_ELBO):
+    """A ``Trace_ELBO`` whose traces a subclass makes, with a memory of its model and guide.
 
     Its parameters are those of :class:`~pyro_implicit.infer.ImplicitELBO`.
     """
 
-    #: Whether a recorded step gives the numbers of a plain one to the last bit.
+    #: Whether recorded steps are bit-identical to plain ones.
     records_to_the_bit: ClassVar[bool] = True
 
     def __init__(
@@ -277,87 +167,154 @@ class StepELBO(StatefulELBO):
         if nonfinite not in ("raise", "skip"):
             raise ValueError(f'nonfinite must be "raise" or "skip", but got {nonfinite!r}')
         check_mode(compile)
-        super().__init__(num_particles, vectorize_particles, **kwargs)
+        self.max_plate_nesting: float
+        # Pyro counts the guide's particle plate in max_plate_nesting.
+        super().__init__(num_particles, vectorize_particles=True, **kwargs)
+        self.vectorize_particles = vectorize_particles
         self.prior_weight = prior_weight
         self.entropy_weight = entropy_weight
         self.inverse_temperature = inverse_temperature
         self.nonfinite = nonfinite
         self.compile: CompileMode = compile
+        self.num_steps_taken = 0  # subclasses have a setting num_steps
+        self.num_skipped = 0
         self.num_left_out = 0
+        self._given_nesting = self.max_plate_nesting
+        self._pair: Pair | None = None
         self._particles: Particles | None = None
+        self.state = self._new_state()
 
-    @property
-    def _memory_cure(self) -> str:
-        """What to try when a step has run out of memory."""
-        return "a smaller num_particles, or minibatches"
+    # The memory
 
-    def carried(self) -> dict[Any, Tensor]:
-        """Tensors that a step takes over from the last and leaves to the next, by some name."""
+    def remember(self, purpose: str, site: str, make: Callable[[], T]) -> T:
+        """Return what is kept of a site from step to step; make it the first time."""
+        memory = self.state.memory
+        if (purpose, site) not in memory:
+            memory[purpose, site] = make()
+        return memory[purpose, site]
+
+    def remembered(self, purpose: str) -> dict[str, Any]:
+        """Return what is kept for a purpose, by site."""
+        memory = self.state.memory
+        return {site: kept for (kind, site), kept in memory.items() if kind == purpose}
+
+    def get_state(self) -> dict[str, Any]:
+        """Return all that the next step depends on, without parameters and random streams."""
         return {
-            (*key, part): tensor
-            for key, kept in self.state.memory.items()
-            if isinstance(kept, CarriedMemory)
-            for part, tensor in vars(kept).items()
+            "memory": copy.deepcopy(self.state.memory),
+            "num_steps": self.num_steps_taken,
+            "num_skipped": self.num_skipped,
         }
 
-    def carry(self, tensors: dict[Any, Tensor]) -> None:
-        """Put others in the place of those of :meth:`carried`."""
-        for (*key, part), tensor in tensors.items():
-            setattr(self.state.memory[tuple(key)], part, tensor)
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Set what :meth:`get_state` returned; the next step goes on from there."""
+        self.state.memory.update(copy.deepcopy(state["memory"]))
+        self.num_steps_taken, self.num_skipped = state["num_steps"], state["num_skipped"]
 
-    @noting_memory
+    def _new_state(self) -> ElboState:
+        mode: Literal["vmap", False] = "vmap" if self.vectorize_particles == "vmap" else False
+        return ElboState(BatchedRuns(type(self).__name__, mode))
+
+    def _meet(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
+        """Forget another model or guide, and run a new pair once.
+
+        :raises ValueError: inside a plate, or for a pair that cannot be trained.
+        """
+        for handler in _PYRO_STACK:
+            if isinstance(handler, IndepMessenger):
+                refuse_outer_plates(type(self).__name__)
+        if self._pair is not None and not self._pair.has(model, guide):
+            self._forget(guide)
+        if self.state.value_ndims is not None:
+            return
+        found = first_run(model, guide, args, kwargs, self.max_plate_nesting)
+        for name, site in found.guide_sites.items():
+            self._check_trainable(name, site)
+        self._check_sum(found.discrete)
+        self.state.discrete = found.discrete
+        if math.isinf(self.max_plate_nesting):
+            self.max_plate_nesting = found.plate_nesting + (self.num_particles > 1)
+        self.state.value_ndims = {n: s["value"].dim() for n, s in found.guide_sites.items()}
+        self._pair = Pair(model, guide)
+
+    def _forget(self, guide: Callable) -> None:
+        """Drop the memory of another model, and of another guide."""
+        assert self._pair is not None
+        optimisers = self.state.optimisers
+        self.state = self._new_state()
+        self.max_plate_nesting = self._given_nesting
+        if self._pair.has_guide(guide):
+            self.state.optimisers = optimisers
+        else:
+            self._forget_guide()
+        self._pair = None
+
+    def _forget_guide(self) -> None:
+        """Drop networks that were trained together with another guide."""
+
+    def _check_trainable(self, name: str, site: dict[str, Any]) -> None:
+        """Refuse a site of a new guide that cannot be trained, and note an implicit one."""
+
+    def _check_sum(self, discrete: DiscreteSum | None) -> None:
+        """Refuse discrete latent variables if Pyro's own loop or plate runs the model."""
+
+    # The loss
+
     def loss(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """:returns: an estimate of the negative ELBO (nan for a skipped one)."""
-        try:
-            with torch.no_grad():
+        """Return an estimate of the negative ELBO (nan for a skipped step)."""
+        with self._explaining_memory(), torch.no_grad():
+            try:
                 return sum(value for value, _, _ in self._losses(model, guide, args, kwargs))
-        except NonFiniteError as error:
-            self._skip(error)
-            return math.nan
+            except NonFiniteError as error:
+                self._skip(error)
+                return math.nan
 
-    @noting_memory
     def differentiable_loss(
         self, model: Callable, guide: Callable, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """:returns: a surrogate of the negative ELBO whose gradient is the estimator's.
+        """Return a surrogate of the negative ELBO whose gradient is the estimator's.
 
-        A skipped step returns a nan that no parameter hangs on.
+        A skipped step returns a nan that depends on no parameter.
         """
         self.num_steps_taken += 1
-        known = self._traced_step(model, guide, args, kwargs)
-        if known is not None:
-            return known.differentiable()
-        try:
-            loss, surrogate = self.total(model, guide, args, kwargs)
-            return loss + (surrogate - surrogate.detach())
-        except NonFiniteError as error:
-            self._skip(error)
-            return torch.full((), math.nan, requires_grad=True)
+        with self._explaining_memory():
+            known = self._traced_step(model, guide, args, kwargs)
+            if known is not None:
+                return known.differentiable()
+            try:
+                loss, surrogate = self.total(model, guide, args, kwargs)
+                return loss + (surrogate - surrogate.detach())
+            except NonFiniteError as error:
+                self._skip(error)
+                return torch.full((), math.nan, requires_grad=True)
 
-    @noting_memory
     def loss_and_grads(self, model: Callable, guide: Callable, *args: Any, **kwargs: Any) -> float:
-        """Adds the gradients of the negative ELBO to the parameters.
+        """Add the gradients of the negative ELBO to the parameters.
 
         :returns: an estimate of the negative ELBO (nan for a skipped step).
         """
         self.num_steps_taken += 1
-        known = self._traced_step(model, guide, args, kwargs)
-        if known is not None:
-            return known.backward()
         total = 0.0
         before: dict[Tensor, Tensor | None] = {}
-        with poutine.trace(param_only=True) as capture:
-            try:
+        try:
+            if self.compile is not False:
+                known = self._traced_step(model, guide, args, kwargs)
+                if known is not None:
+                    return known.backward()
+            with poutine.trace(param_only=True) as capture:
                 for value, _, surrogate in self._losses(model, guide, args, kwargs):
                     total += value
                     if surrogate.requires_grad:
                         if self.nonfinite == "skip":
                             _keep_gradients(surrogate, before)
                         surrogate.backward(retain_graph=self.retain_graph)
-                check_gradients(capture.trace, type(self).__name__, self.num_steps_taken)
-                return total
-            except NonFiniteError as error:
-                self._skip(error)
+            self._check_gradients(capture.trace)
+            return total
+        except NonFiniteError as error:
+            self._skip(error)
+        except (RuntimeError, MemoryError) as error:
+            self._explain_memory(error)
+            raise
         for site in capture.trace.nodes.values():
             before.setdefault(unconstrained(site), unconstrained(site).grad)
         for parameter, gradient in before.items():
@@ -368,7 +325,7 @@ class StepELBO(StatefulELBO):
     def total(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> tuple[Tensor, Tensor]:
-        """The loss, a constant, and a surrogate that has its gradient.
+        """Return the loss, a constant, and a surrogate that has its gradient.
 
         :raises NonFiniteError: as :meth:`loss_and_grads`.
         """
@@ -379,12 +336,12 @@ class StepELBO(StatefulELBO):
         return total, total_surrogate
 
     def weights(self) -> dict[str, float]:
-        """The settings that may differ from step to step."""
+        """Return the settings that may change from step to step."""
         return {name: getattr(self, name) for name in _WEIGHTS}
 
     @contextlib.contextmanager
     def weighed_by(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """With tensors in the place of some of :meth:`weights`."""
+        """Use tensors in place of some of :meth:`weights`."""
         before = self.weights()
         self.__dict__.update(weights)
         try:
@@ -393,53 +350,44 @@ class StepELBO(StatefulELBO):
             self.__dict__.update(before)
 
     def settings(self) -> tuple[Any, ...]:
-        """All other settings, functions and modules by identity, and which weights are 1."""
+        """Return all other settings, functions and modules by identity, and which weights are 1."""
         varying = (*_WEIGHTS, *_COUNTERS, "state")
         values = [(n, v) for n, v in vars(self).items() if n[0] != "_" and n not in varying]
+        simple = (bool, int, float, str, type(None))
         return (
-            *((n, v if isinstance(v, SIMPLE) else Same(v)) for n, v in values),
+            *((n, v if isinstance(v, simple) else Same(v)) for n, v in values),
             *(weight == 1.0 for weight in self.weights().values()),
         )
 
-    def _weighed(self, model_trace: Trace, guide_trace: Trace) -> tuple[Trace, Trace]:
-        apply_weights(
-            model_trace,
-            guide_trace,
-            self.prior_weight,
-            self.entropy_weight,
-            self.inverse_temperature,
-        )
-        return model_trace, guide_trace
+    def _get_traces(
+        self, model: Callable, guide: Callable, args: tuple, kwargs: dict
+    ) -> Iterator[tuple[Trace, Trace]]:
+        """Make traces of model and guide, for all particles or one after the other."""
+        raise NotImplementedError
 
     def _losses(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> Iterator[tuple[float, Tensor, Tensor]]:
-        """Shares of the loss, as numbers and as constants, each with a surrogate that has its
-        gradient.
+        """Give shares of the loss, as numbers and as constants, each with its surrogate.
 
-        :raises NonFiniteError: if a share is not a number, naming the sites to blame.
+        The number is the only value in a step that is read from the device.
+
+        :raises NonFiniteError: if a share is not finite, naming the sites.
         """
-        for pair in self._get_traces(model, guide, args, kwargs):
-            shares = (part / self.num_particles for part in self._evaluate(*pair))
-            yield tuple(shares)
-
-    def _evaluate(self, model_trace: Trace, guide_trace: Trace) -> tuple[float, Tensor, Tensor]:
-        """The loss as a number, the one thing in a step that is read from the device, and as a
-        tensor, and the surrogate.
-
-        :raises NonFiniteError: if it is none for all particles, naming the sites to blame.
-        """
-        loss, surrogate = loss_and_surrogate(model_trace, guide_trace)
-        if is_tracing():
-            return 0.0, loss, surrogate
-        value = float(loss)
-        if not math.isfinite(value):
-            loss, surrogate = self._of_possible(model_trace, guide_trace)
-            value = float(loss)
-        return value, loss, surrogate
+        count = self.num_particles
+        try:
+            for model_trace, guide_trace in self._get_traces(model, guide, args, kwargs):
+                loss, surrogate = loss_and_surrogate(model_trace, guide_trace)
+                value = 0.0 if ACTIVE.recorder is not None else float(loss)
+                if not math.isfinite(value):
+                    loss, surrogate = self._of_possible(model_trace, guide_trace)
+                    value = float(loss)
+                yield value / count, loss / count, surrogate / count
+        finally:
+            self.state.step.clear()
 
     def _of_possible(self, model_trace: Trace, guide_trace: Trace) -> tuple[Tensor, Tensor]:
-        """Loss and surrogate without the particles at which the model has no density."""
+        """Return loss and surrogate without the particles at which the model has no density."""
         terms = nonfinite_terms(model_trace, guide_trace)
         impossible = None
         if self._particles is not None and self.num_particles > 1:
@@ -453,9 +401,9 @@ class StepELBO(StatefulELBO):
         if not self.num_left_out:
             warn_user(
                 f"{type(self).__name__}, step {self.num_steps_taken}: the model has no density at "
-                f"{number} of {self.num_particles} particles, which are left out ({terms}). Said "
-                "once; see num_left_out. Cure, if they are many: a smaller init_scale, or priors "
-                "in whose range the data are possible",
+                f"{number} of {self.num_particles} particles, which are left out ({terms}). This "
+                "warning is issued once; num_left_out counts them. Cure, if they are many: a "
+                "smaller init_scale, or priors in whose range the data are possible",
             )
         self.num_left_out += number
         return loss, surrogate
@@ -463,16 +411,59 @@ class StepELBO(StatefulELBO):
     def _traced_step(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> Evaluation | None:
-        """The step by a recording; None where a plain one is to be taken."""
+        """Take the step from a recording; None if a plain step is to be taken."""
         if self.compile is False or not torch.is_grad_enabled():
             return None
-        self._forget_others(model, guide)
+        if self._pair is not None and not self._pair.has(model, guide):
+            self._forget(guide)
         return self.state.traced.step(self, model, guide, args, kwargs)
+
+    def _check_gradients(self, params: Trace) -> None:
+        """Check the gradients of all parameters in a trace of ``pyro.param`` sites.
+
+        :raises NonFiniteError: naming the parameters.
+        """
+        gradients = {}
+        for name, site in params.nodes.items():
+            value = site["value"]
+            # With module_local_params a module announces its parameters as they are.
+            tensor = value.unconstrained() if hasattr(value, "unconstrained") else value
+            if tensor.grad is not None:
+                gradients[name] = tensor.grad
+        norm = torch.nn.utils.get_total_norm(list(gradients.values())) if gradients else None
+        if norm is not None and not norm.isfinite().item():
+            bad = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+            if bad:
+                raise NonFiniteError(
+                    f"{type(self).__name__}, step {self.num_steps_taken}: the gradient of "
+                    f"{', '.join(bad)} is not finite. {CURE}"
+                )
 
     def _skip(self, error: NonFiniteError) -> None:
         if self.nonfinite == "raise":
             raise error
         self.num_skipped += 1
+
+    @property
+    def _memory_cure(self) -> str:
+        return "a smaller num_particles, or minibatches"
+
+    @contextlib.contextmanager
+    def _explaining_memory(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            self._explain_memory(error)
+            raise
+
+    def _explain_memory(self, error: Exception) -> None:
+        """Add the cure to an error that says that memory is exhausted."""
+        known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if known or "can't allocate memory" in str(error):  # a plain RuntimeError on the CPU
+            error.add_note(
+                f"{type(self).__name__} ran out of memory in a step of {self.num_particles} "
+                f"particles. Cure: {self._memory_cure}"
+            )
 
 
 def _keep_gradients(surrogate: Tensor, kept: dict[Tensor, Tensor | None]) -> None:

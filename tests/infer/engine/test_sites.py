@@ -11,7 +11,7 @@ from pyro import poutine
 from torch import nn
 
 from pyro_implicit import LIVI_ELBO, MLP, Implicit, InjectiveELBO, SemiImplicit
-from pyro_implicit.infer.engine.sites import DrawMessenger
+from pyro_implicit.infer.engine.traces import DrawMessenger
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled recordings compute what the function does, and are found on disk by other processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import torch
+from torch._dynamo.utils import counters
+from pyro_implicit.compiled import RecordedFunction
+
+torch.set_num_threads(1)
+
+def function():
+    wave = x.sin()
+    return [(wave @ wave).cos(), wave.sum(0) + torch.randn(8)]  # a product between two kernels
+
+x = torch.randn(8, 8, dtype=torch.float64)
+recorded = RecordedFunction(function, [x])
+recorded.compile([x])
+x = torch.randn(8, 8, dtype=torch.float64)
+torch.manual_seed(0)
+found = recorded([x])
+torch.manual_seed(0)
+for one, other in zip(found, function(), strict=True):
+    torch.testing.assert_close(one, other)
+print(counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_another_process_finds_compiled_programs_on_disk(tmp_path):
+    hits = [
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", PROGRAM],
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        for _ in range(2)
+    ]
+    assert hits == ["0", "1"]
