@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -169,9 +170,9 @@ def disagreement(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str | N
     tolerance = RECORDINGS.tolerance(found[0].dtype)
     if not errors[0].abs().max() <= tolerance * (1 + sizes[0]):
         worst = errors[0].abs().nan_to_num(torch.inf).argmax()
-        one, other = (part[0].flatten()[worst].item() for part in (found, expected))
-        return f"its value is {one:.6g} and not {other:.6g}"
-    floor = RECORDINGS.small_gradient * sum(size.square() for size in sizes[1:]) ** 0.5
+        values = [part[0].flatten()[worst].item() for part in (found, expected)]
+        return f"its value is {values[0]:.6g} and not {values[1]:.6g}"
+    floor = RECORDINGS.small_gradient * math.hypot(*map(float, sizes[1:]))
     for error, size in zip(errors[1:], sizes[1:], strict=True):
         if not error.norm() <= tolerance * (size + floor):
             return f"a gradient of shape {tuple(error.shape)} differs"

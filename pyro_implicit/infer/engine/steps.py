@@ -73,7 +73,7 @@ class ElboState:
 
     def tensors(self) -> dict[Any, Tensor]:
         """Return the tensors that a step takes from the step before and leaves to the next one."""
-        found = {}
+        found: dict[Any, Tensor] = {}
         for key, kept in self.memory.items():
             if isinstance(kept, Tensor):
                 found[key] = kept
