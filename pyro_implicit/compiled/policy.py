@@ -14,28 +14,28 @@ __all__ = ["RECORDINGS", "RecordingPolicy"]
 class RecordingPolicy:
     """When functions are recorded, how many recordings are kept, and when one counts as wrong."""
 
+    #: Recordings of one function that are kept, one for each kind of arguments; the least recently
+    #: used one is dropped. Bounds memory.
     max_programs: int = 8
-    """Recordings of one function that are kept, one for each kind of arguments; the least recently
-    used one is dropped. Bounds memory."""
 
+    #: Recordings of one function after which it runs without. A recording takes as long as some
+    #: tens of plain calls (``benchmarks/speed``).
     max_recordings: int = 24
-    """Recordings of one function after which it runs without. A recording takes as long as some
-    tens of plain calls (``benchmarks/speed``)."""
 
+    #: Plain steps before ``compile="auto"`` records one: the cost of a recording in steps
+    #: (``benchmarks/speed``).
     auto_steps: int = 20
-    """Plain steps before ``compile="auto"`` records one: the cost of a recording in steps
-    (``benchmarks/speed``)."""
 
+    #: Relative error of a recorded value in float32. Recordings are bit-identical; kernels of
+    #: inductor sum in another order.
     rounding: float = 1e-3
-    """Relative error of a recorded value in float32. Recordings are bit-identical; kernels of
-    inductor sum in another order."""
 
+    #: The same in float64.
     rounding_double: float = 1e-8
-    """The same in float64."""
 
+    #: Share of the norm of all gradients that each gradient's own norm is raised by, so that a
+    #: gradient of zero may differ by rounding.
     small_gradient: float = 0.01
-    """Share of the norm of all gradients that each gradient's own norm is raised by, so that a
-    gradient of zero may differ by rounding."""
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """Return the relative error that counts as rounding."""

@@ -12,8 +12,8 @@ __all__ = ["ELBOS", "ElboPolicy"]
 class ElboPolicy:
     """Limits and rates within the methods."""
 
+    #: Weight of the past in the moving averages of scores, per step (:class:`Landing`).
     landing_decay: float = 0.95
-    """Weight of the past in the moving averages of scores, per step (:class:`Landing`)."""
 
 
 ELBOS = ElboPolicy()
