@@ -140,7 +140,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen:
         [sys.executable, "-c", QUEUE, "--runs", str(folder / "runs"), "--poll", "0.01",
          "--hours", str(folder / "hours.jsonl"), *words],
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{folder}"}, stdout=subprocess.PIPE, text=True,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     wait_for(lambda: steps(folder) > 5 or process.poll() is not None)
     return process
@@ -179,7 +179,7 @@ def test_a_killed_queue_continues_to_the_same_result(tmp_path):
 def test_stops_on_request_after_a_checkpoint(tmp_path, number):
     queue = start(tmp_path)
     asked = time.time()
-    queue.send_signal(number)
+    os.killpg(queue.pid, number)  # as a terminal does; the row must not see it
     printed, _ = queue.communicate()
     assert queue.returncode == 0
     assert "stopped; the next queue continues" in printed and "| count | started |" in printed
