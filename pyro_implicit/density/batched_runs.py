@@ -33,7 +33,7 @@ Part = tuple[Tensor, Any]
 
 
 class _Task(NamedTuple):
-    """What to run, at which values, and what to read of each run."""
+    """A model, the values to run it at, and the function that reads each run."""
 
     model: Model
     values: Values
@@ -140,8 +140,8 @@ class BatchedRuns:
             f"at one point is {one:.6g}, and then {other:.6g}"
         )
         cure = (
-            "make what is random a latent, by pyro.sample, or fix it before; networks with dropout "
-            "in .eval() mode"
+            "make the random quantity a latent, by pyro.sample, or fix it before; networks with "
+            "dropout in .eval() mode"
         )
         if self.refuses_random:
             raise UnfitModelError(f"{fault}. Cure: {cure}")

@@ -157,13 +157,21 @@ def refuse_subsampling(trace: Trace, what: str) -> None:
     :raises SubsampledError: naming plate, site and cure.
     """
     for name, site in trace.nodes.items():
-        for frame in site.get("cond_indep_stack", ()):
-            if frame.full_size is not None and frame.full_size != frame.size:
-                raise SubsampledError(
-                    f"{what} needs all data, but plate '{frame.name}' of site '{name}' subsamples "
-                    f"{frame.size} of {frame.full_size} elements. Cure: run the model without "
-                    "subsample_size"
-                )
+        frame = subsampled_plate(site)
+        if frame is not None:
+            raise SubsampledError(
+                f"{what} needs all data, but plate '{frame.name}' of site '{name}' subsamples "
+                f"{frame.size} of {frame.full_size} elements. Cure: run the model without "
+                "subsample_size"
+            )
+
+
+def subsampled_plate(site: Site) -> Any:
+    """Return a plate of a site that subsamples; None if there is none."""
+    for frame in site.get("cond_indep_stack", ()):
+        if frame.full_size is not None and frame.full_size != frame.size:
+            return frame
+    return None
 
 
 # Distributions without validation, and what it leaves to be done

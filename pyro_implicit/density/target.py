@@ -42,6 +42,7 @@ from pyro_implicit.density.model import (
     SubsampledError,
     compute_log_prob,
     refuse_subsampling,
+    subsampled_plate,
     varying_site,
 )
 from pyro_implicit.density.policy import RUNS
@@ -230,9 +231,9 @@ class Target:
                 scale = torch.as_tensor(site["scale"])
                 # A factor may scale itself.
                 self.scaled |= isinstance(site["fn"], Unit) or bool((scale != 1).any())
-                for frame in site["cond_indep_stack"]:
-                    if frame.full_size is not None and frame.full_size != frame.size:
-                        self.subsampled = (frame.name, frame.size, frame.full_size)
+                frame = subsampled_plate(site)
+                if frame is not None:
+                    self.subsampled = (frame.name, frame.size, frame.full_size)
 
     def _try(self, discrete: DiscreteSum) -> None:
         """Enumerate the discrete latents once, where a plain run of the model is known to work."""
@@ -367,7 +368,7 @@ class Target:
 
     @property
     def is_vectorized(self) -> bool:
-        """Whether ``torch.func.vmap`` runs the model, as tried near ``init_loc``."""
+        """True if ``torch.func.vmap`` runs the model, as tried near ``init_loc``."""
         if not self._runs.checked:
             with torch.no_grad():  # at two points, as a single one has a truth value
                 self.log_prob(torch.stack([self.init_loc, self.init_loc + 0.01]))
@@ -375,7 +376,7 @@ class Target:
 
     @property
     def error(self) -> Exception | None:
-        """The last error that the model raised where the log-density is -inf."""
+        """Last error that the model raised where the log-density is -inf."""
         return self._runs.error
 
     def derivatives(self, latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -566,7 +567,7 @@ class Target:
         varying = found.difference(self.shapes)
         if self._model.discrete is None:
             varying |= self.shapes.keys() - found
-        else:  # a sum may have taken the place of those that depend on it
+        else:  # a sum may have replaced those that depend on it
             varying -= self._model.discrete.names
         for name in sorted(varying):
             raise varying_site(name)
@@ -578,11 +579,11 @@ def _total(trace: Trace) -> Tensor:
 
 
 def _refuse_local(name: str, site: Site) -> None:
-    for frame in site["cond_indep_stack"]:
-        if frame.full_size is not None and frame.full_size != frame.size:
-            raise SubsampledError(
-                f"latent '{name}' lies in plate '{frame.name}', of which a minibatch has "
-                f"{frame.size} of {frame.full_size} elements: the others could not move. Cure: "
-                "fit(..., amortize='auto'), which trains an encoder of the rows; or sum the latent "
-                "out of the model, or give all data at once"
-            )
+    frame = subsampled_plate(site)
+    if frame is not None:
+        raise SubsampledError(
+            f"latent '{name}' lies in plate '{frame.name}', and a minibatch has {frame.size} of "
+            f"{frame.full_size} elements: the others could not move. Cure: fit(..., "
+            "amortize='auto'), which trains an encoder of the rows; or sum the latent out of the "
+            "model, or give all data at once"
+        )

@@ -70,7 +70,7 @@ class Table:
     #: Characters that the first columns have at least, in text.
     widths: Sequence[int] = ()
 
-    #: What stands before each line, in text.
+    #: Text before each line.
     indent: str = ""
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class Table:
         return itertools.chain(self.align, itertools.repeat(self.align[-1]))
 
     def to_html(self) -> str:
-        """The same as a ``table`` element, in the style that notebooks give to data frames."""
+        """Return a ``table`` element, in the style of data frames in notebooks."""
         rows = [
             self._html_row(row, "th" if i < self.header else "td")
             for i, row in enumerate(self.rows)
@@ -251,7 +251,7 @@ def announce(name: str, seconds: float) -> None:
 
 
 def progress_is_shown() -> bool:
-    """Whether progress is wanted and someone may be watching."""
+    """Tell whether progress is wanted, and shown in a terminal or a notebook."""
     return _wanted.get() and _is_watched()
 
 

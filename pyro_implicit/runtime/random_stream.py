@@ -99,7 +99,7 @@ def same_streams(device: torch.device | None = None) -> Iterator[None]:
 
 
 def _gpus(device: torch.device | None) -> list[int]:
-    """The GPUs whose streams are kept: the device, or all of them once CUDA is initialised."""
+    """Return the GPUs whose streams are kept: the device, or all if CUDA is initialised."""
     if device is None:
         return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     if device.type != "cuda":

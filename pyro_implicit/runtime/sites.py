@@ -184,31 +184,31 @@ def unmasked_elements(site: Site) -> Tensor:
 
 
 def unconstrained(site: dict[str, Any]) -> Tensor:
-    """The tensor that is trained.
+    """Return the unconstrained tensor of a parameter, which is trained.
 
-    :param site: of a parameter.
+    :param site: the site of the parameter.
     """
     value = site["value"]
-    # With module_local_params a module announces its parameters as they are.
+    # With module_local_params, the value is the module's parameter itself.
     return value.unconstrained() if hasattr(value, "unconstrained") else value
 
 
 class Owned(NamedTuple):
-    """A module's own parameter: its unconstrained ``value``, and what it is constrained to."""
+    """A parameter of a module: its unconstrained ``value`` and its constraint."""
 
     value: nn.Parameter
     constraint: constraints.Constraint = constraints.real
 
 
 def owned_by(module: nn.Module) -> Iterator[tuple[str, Owned]]:
-    """The parameters of Pyro's modules in one, by their names in Pyro's store.
+    """Yield the parameters of all Pyro modules in a module, by their names in Pyro's store.
 
     **Example:**
 
     >>> [name for name, _ in owned_by(nn.Sequential(PyroModule[nn.Linear](3, 1)))]
     ['weight', 'bias']
 
-    :param module: any.
+    :param module: any module.
     """
     for part in module.modules():
         if not isinstance(part, PyroModule):
@@ -221,11 +221,13 @@ def owned_by(module: nn.Module) -> Iterator[tuple[str, Owned]]:
 
 
 def announce(name: str, own: Owned) -> None:
-    """Let Pyro's store have a module's own tensor by its name, and no other's.
+    """Make the tensor of Pyro's store that of the module.
 
-    A module goes on with its own, whatever the store has: then training would train the other.
+    A module computes with its own tensor; with another one in the store, training would change
+    only the latter.
 
-    :param name: in the store.
+    :param name: of the parameter in the store.
+    :param own: the parameter of the module.
     """
     store = pyro.get_param_store()
     if name in store and store[name].unconstrained() is not own.value:
@@ -236,7 +238,7 @@ def announce(name: str, own: Owned) -> None:
 
 
 def graph_leaves(output: Tensor) -> Iterator[Tensor]:
-    """The leaves that have a gradient of an output.
+    """Yield the leaf tensors to which the gradient of an output flows.
 
     **Example:**
 
@@ -245,7 +247,7 @@ def graph_leaves(output: Tensor) -> Iterator[Tensor]:
     >>> [leaf is x for leaf in graph_leaves((2 * x).sum())]
     [True]
 
-    :param output: with a gradient.
+    :param output: a tensor with a gradient function.
     """
     seen: set[Any] = set()
     todo: list[Any] = [output.grad_fn]
@@ -260,7 +262,7 @@ def graph_leaves(output: Tensor) -> Iterator[Tensor]:
 
 
 def site_parts(latent: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """The part of each site, in the order of the shapes.
+    """Split vectors of all latent variables into the parts of the sites.
 
     **Example:**
 
@@ -270,7 +272,7 @@ def site_parts(latent: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Te
             [2, 3]]), tensor(4))
 
     :param latent: ``(*batch, latent_dim)``.
-    :param shapes: of the sites.
+    :param shapes: by site, in the order of the vector.
     :returns: by site, ``(*batch, *shape)``.
     """
     parts = latent.split([shape.numel() for shape in shapes.values()], dim=-1)
