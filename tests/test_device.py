@@ -30,7 +30,7 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.guides import auto_implicit
 from pyro_implicit.mcmc import AutoConditional
-from pyro_implicit.mcmc.spaces.conditional import ConditionalNoise
+from pyro_implicit.mcmc.spaces.space import ConditionalNoise
 from tests import test_contract as contract
 from tests.devices import ELSEWHERE, Elsewhere
 from tests.test_contract import ELBOS, GUIDES, Model

@@ -25,8 +25,7 @@ from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import AutoConditional, Refined, refine, teach
-from pyro_implicit.mcmc.spaces.conditional import conditional_noise
-from pyro_implicit.mcmc.spaces.space import GuideNoise
+from pyro_implicit.mcmc.spaces.space import GuideNoise, conditional_noise
 from pyro_implicit.nn import start_values
 from pyro_implicit.runtime.user_warnings import first_line
 

@@ -47,7 +47,7 @@ from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.names import forget
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.infer import InjectiveELBO
-from pyro_implicit.mcmc.spaces.conditional import conditional_noise
+from pyro_implicit.mcmc.spaces.space import conditional_noise
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.printing import showing_progress
 from pyro_implicit.runtime.random_stream import seeded

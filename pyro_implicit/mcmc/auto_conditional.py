@@ -23,8 +23,8 @@ from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.summaries import DrawSummaries
-from pyro_implicit.mcmc.spaces.conditional import NoiseMap
 from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
+from pyro_implicit.mcmc.spaces.space import NoiseMap
 from pyro_implicit.mcmc.teaching import Taught, teach
 
 __all__ = ["AutoConditional"]
@@ -203,7 +203,7 @@ class AutoConditional(DrawSummaries, AutoGuide):
         before, found = self._last
         if found is None or len(before) != len(given) or any(map(operator.is_not, before, given)):
             try:
-                density = Target(self.model, *args, model_kwargs=kwargs)
+                target = Target(self.model, *args, model_kwargs=kwargs)
             except TypeError as error:
                 if given:
                     raise
@@ -211,6 +211,6 @@ class AutoConditional(DrawSummaries, AutoGuide):
                     f"AutoConditional reads the model's arguments, which are missing ({error}). "
                     "Cure: guide.sample_posterior(num_samples, x, y), of a model (x, y)"
                 ) from error
-            found = NoiseMap(density, self.reparams)
+            found = NoiseMap(target, self.reparams)
             self._last = given, found
         return found

@@ -13,6 +13,7 @@ __all__ = [
     "LangevinPolicy",
     "SpacePolicy",
     "StoppingPolicy",
+    "TEACHING",
     "TeachPolicy",
     "WarmupPolicy",
 ]
@@ -281,7 +282,7 @@ class ChainPolicy:
     stopping: StoppingPolicy = field(default_factory=StoppingPolicy)
     space: SpacePolicy = field(default_factory=SpacePolicy)
     langevin: LangevinPolicy = field(default_factory=LangevinPolicy)
-    teach: TeachPolicy = field(default_factory=TeachPolicy)
 
 
 DEFAULT = ChainPolicy()
+TEACHING = TeachPolicy()

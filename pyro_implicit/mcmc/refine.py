@@ -24,9 +24,9 @@ from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc.chains import Checkpoint, WindowedChains, run
 from pyro_implicit.mcmc.draws import DrawStore
 from pyro_implicit.mcmc.frame import FrameKind, minibatch_frame
+from pyro_implicit.mcmc.guide_density import Modes
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains, Schedule, check_scaling
-from pyro_implicit.mcmc.modes import Modes
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
 from pyro_implicit.mcmc.result import Refined, collect, collect_minibatches
 from pyro_implicit.mcmc.spaces.choice import Plan, finite_starts, space_of, start_chains
@@ -215,7 +215,11 @@ def refine(
     settings: dict[str, Any] = {"kernel": kernel, "seed": seed, "policy": policy}
     if batches is not None:
         num_chains = policy.num_minibatch_chains if num_chains is None else num_chains
-        _check_positive(num_chains, max_epochs, max_draws, step_size, cycles)
+        epochs = 1 if max_epochs is None else max_epochs
+        refuse_counts(num_chains=num_chains, max_epochs=epochs, max_draws=max_draws)
+        refuse_counts(0, cycles=cycles)
+        if step_size is not None and not step_size > 0:
+            raise ValueError(f"step_size must be positive, but got {step_size}")
         guide = guide_of("refine", guide, or_draws=True)
         stream = BatchStream(batches)
         batched = Target.of_minibatches(model, *args, batch=stream.probed[0], model_kwargs=kwargs)
@@ -376,21 +380,6 @@ def _check_kernel(kernel: str, batches: Any, options: dict[str, Any]) -> None:
             f"kernel={kernel!r} wants batches. Cure: batches=loader, where the loader gives tuples "
             "of the model's arguments"
         )
-
-
-def _check_positive(
-    num_chains: int, max_epochs: int | None, max_draws: int, step_size: float | None, cycles: int
-) -> None:
-    positive = {
-        "num_chains": num_chains,
-        "max_epochs": 1 if max_epochs is None else max_epochs,
-        "max_draws": max_draws,
-        "step_size": 1.0 if step_size is None else step_size,
-        "cycles + 1": cycles + 1,
-    }
-    for name, value in positive.items():
-        if not value > 0:
-            raise ValueError(f"{name} must be positive, but got {value}")
 
 
 def _check_all_data(num_chains: int, frame: str, policy: ChainPolicy) -> None:

@@ -18,9 +18,9 @@ from pyro_implicit.export.arviz import ArvizExport
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.draws import DrawStore
+from pyro_implicit.mcmc.guide_density import KEPT, Modes
 from pyro_implicit.mcmc.kernels.step_choice import StepChoice
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
-from pyro_implicit.mcmc.modes import KEPT, Modes
 from pyro_implicit.mcmc.policy import StoppingPolicy
 from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.spaces.space import Space

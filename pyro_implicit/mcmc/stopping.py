@@ -220,24 +220,24 @@ class Tracker:
 
     >>> import pyro, torch
     >>> import pyro.distributions as dist
-    >>> density = Target(lambda: pyro.sample("x", dist.LogNormal(0.0, 1.0)))
-    >>> tracker = Tracker(density, lambda draws: draws["x"].log())
+    >>> target = Target(lambda: pyro.sample("x", dist.LogNormal(0.0, 1.0)))
+    >>> tracker = Tracker(target, lambda draws: draws["x"].log())
     >>> tracker(torch.ones(2, 1), torch.zeros(2)).values.round(decimals=3)
     tensor([[1., 0.],
             [1., 0.]])
 
-    :param density: of the model.
+    :param target: the posterior of the latents.
     :param quantities: of constrained draws by site; by default the latents.
     """
 
-    def __init__(self, density: Target, quantities: Quantities | None) -> None:
-        self._density, self._quantities = density, quantities
+    def __init__(self, target: Target, quantities: Quantities | None) -> None:
+        self._target, self._quantities = target, quantities
         self._warned = False
 
     def __call__(self, latent: Tensor, log_density: Tensor) -> Tracked:
         if self._quantities is None:
             return tracked(list(latent.unbind(-1)), log_density)
-        found = self._quantities(self._density.constrain(latent))
+        found = self._quantities(self._target.constrain(latent))
         _check_shapes(found, len(latent))
         result = tracked(pytree.tree_leaves(found), log_density)
         lost = ~result.values[:, :-1].isfinite().all(-1)
@@ -259,7 +259,7 @@ class Tracker:
             return
         found: Any = ()
         with suppress(*IMPOSSIBLE):  # of starts that are far from the posterior
-            found = self._quantities(self._density.constrain(latent))
+            found = self._quantities(self._target.constrain(latent))
         _check_shapes(found, len(latent))
 
 

@@ -17,15 +17,12 @@ from torch import Tensor
 
 from pyro_implicit.mcmc.frame import estimate_frame
 from pyro_implicit.mcmc.guide_density import DensityAtDraws, density_at_draws
-from pyro_implicit.mcmc.policy import DEFAULT
+from pyro_implicit.mcmc.policy import TEACHING
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.printing import progress_bar
 from pyro_implicit.runtime.sites import unconstrained
 
 __all__ = ["Taught", "check_teachable", "teach"]
-
-
-LIMITS = DEFAULT.teach
 
 
 @dataclass(frozen=True)
@@ -116,10 +113,10 @@ def teach(
                 rows = torch.randint(density.num_draws, (size,), device=density.device)
                 _step(optimiser, parameters, -density.objective(rows))
                 steps = step + 1
-                if steps % LIMITS.every == 0 or steps == num_steps:
+                if steps % TEACHING.every == 0 or steps == num_steps:
                     best.update(score())
                     bar.set_postfix_str(f"log q {best.score:.3f}", refresh=False)
-                    if best.age >= LIMITS.patience:
+                    if best.age >= TEACHING.patience:
                         break
             bar.close()
             optimiser.zero_grad()
@@ -155,13 +152,13 @@ def _parameters(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]
 def _parts(draws: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The draws to learn from and the held-out ones, evenly thinned."""
     count = min((len(value) for value in draws.values()), default=0)
-    if count < LIMITS.least_draws:
-        raise ValueError(f"teach wants at least {LIMITS.least_draws} draws, but got {count}")
+    if count < TEACHING.least_draws:
+        raise ValueError(f"teach wants at least {TEACHING.least_draws} draws, but got {count}")
     device = next(iter(draws.values())).device
     rows = torch.arange(count, device=device)
     parts = []
-    last = count // LIMITS.held_out_part
-    for part, most in ((rows[:-last], LIMITS.max_learnt), (rows[-last:], LIMITS.max_held_out)):
+    last = count // TEACHING.held_out_part
+    for part, most in ((rows[:-last], TEACHING.max_learnt), (rows[-last:], TEACHING.max_held_out)):
         chosen = part[torch.linspace(0, len(part) - 1, min(len(part), most)).round().long()]
         parts.append({name: value[chosen].detach() for name, value in draws.items()})
     return parts[0], parts[1]
@@ -173,7 +170,7 @@ def _step(optimiser: torch.optim.Optimizer, parameters: list[Tensor], loss: Tens
     optimiser.zero_grad()
     # Nothing is left behind in parameters of others that the guide reads.
     loss.backward(inputs=parameters)
-    norm = torch.nn.utils.clip_grad_norm_(parameters, LIMITS.clip_norm)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, TEACHING.clip_norm)
     if norm.isfinite():
         optimiser.step()
 

@@ -28,7 +28,7 @@ from pyro_implicit.mcmc import (
 )
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.policy import SpacePolicy
-from pyro_implicit.mcmc.spaces.conditional import ConditionalNoise, NoiseMap, dependent_sites
+from pyro_implicit.mcmc.spaces.space import ConditionalNoise, NoiseMap, dependent_sites
 
 Y = torch.tensor([2.0, -1.0, 0.5, 1.5], dtype=torch.float64)
 SIGMA = torch.tensor([0.3, 0.5, 1.0, 2.0], dtype=torch.float64)

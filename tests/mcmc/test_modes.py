@@ -13,7 +13,7 @@ from pyro_implicit import AutoImplicit, AutoMixture, AutoregressiveGenerator, Au
 from pyro_implicit.density import Target
 from pyro_implicit.guides import Frame
 from pyro_implicit.mcmc import refine
-from pyro_implicit.mcmc.modes import Modes
+from pyro_implicit.mcmc.guide_density import Modes
 from pyro_implicit.mcmc.policy import DEFAULT
 
 

@@ -422,10 +422,10 @@ def test_nan_in_a_minibatch(place):
     [
         ({"kernel": "hmc"}, "kernel must be one of .*Metropolis"),
         ({"batches": []}, "batches is empty.*Cure"),
-        ({"num_chains": 0}, "num_chains must be positive"),
-        ({"max_epochs": 0}, "max_epochs must be positive"),
+        ({"num_chains": 0}, "num_chains must be at least 1"),
+        ({"max_epochs": 0}, "max_epochs must be at least 1"),
         ({"step_size": -1.0}, "step_size must be positive"),
-        ({"cycles": -1}, "cycles"),
+        ({"cycles": -1}, "cycles must be at least 0"),
         ({"checkpoint_every": 0}, "checkpoint_every"),
         ({"max_gradients": 100}, "max_gradients is for kernel='hmc'.*Cure.*max_epochs"),
         ({"frame": "full"}, "frame is for kernel='hmc'"),

@@ -24,8 +24,7 @@ from pyro_implicit.mcmc.frame import FrameKind, estimate_frame
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.nuts import count_folds
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
-from pyro_implicit.mcmc.spaces.conditional import ConditionalNoise, middle_of
-from pyro_implicit.mcmc.spaces.space import GuideNoise, Space
+from pyro_implicit.mcmc.spaces.space import ConditionalNoise, GuideNoise, Space, middle_of
 from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
 __all__ = ["Plan", "Starts", "finite_starts", "space_of", "start_chains"]

@@ -126,7 +126,7 @@ class ScaledReparam(ConditionalReparam):
     """One latent of a :class:`ScaledBlock`.
 
     For ``poutine.reparam`` this is the non-centred form alone: factors may not be known yet where
-    the latent is sampled. :class:`~pyro_implicit.mcmc.spaces.conditional.NoiseMap` does the rest.
+    the latent is sampled. :class:`~pyro_implicit.mcmc.spaces.space.NoiseMap` does the rest.
 
     :param block: to which the latent belongs.
     :param shape: of the latent.

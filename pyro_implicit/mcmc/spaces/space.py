@@ -4,22 +4,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
+from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.target import Target
 from pyro_implicit.density.traced_score import TracedScore
 from pyro_implicit.guides import AutoImplicit
+from pyro_implicit.guides.sampler import Guide, Sampler
 from pyro_implicit.mcmc.frame import WhiteningFrame
 from pyro_implicit.mcmc.nuts import NoiseSpaceReparam
-from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
+from pyro_implicit.mcmc.policy import DEFAULT, SpacePolicy
+from pyro_implicit.mcmc.spaces.conditional_reparam import (
+    ConditionalReparam,
+    base_distribution,
+    own_hessian,
+    score_of_rest,
+    told,
+    unused_suffix,
+)
+from pyro_implicit.mcmc.spaces.scaled import ScaledReparam, scaled_reparams
 
-__all__ = ["GuideNoise", "Space"]
+__all__ = [
+    "ConditionalNoise",
+    "GuideNoise",
+    "NoiseMap",
+    "Space",
+    "conditional_noise",
+    "conditional_reparams",
+    "dependent_sites",
+    "middle_of",
+]
 
 
 class Space:
@@ -135,3 +158,285 @@ def _frozen(guide: AutoImplicit) -> Iterator[None]:
         finally:
             for parameter in wanted:
                 parameter.requires_grad_(True)
+
+
+_NONE: Mapping[str, ConditionalReparam] = MappingProxyType({})
+
+
+class NoiseMap:
+    """The bijection between latents and their noise given parents and data.
+
+    :param target: the posterior of the latents.
+    :param reparams: the map of each site.
+    """
+
+    def __init__(self, target: Target, reparams: Mapping[str, ConditionalReparam] = _NONE) -> None:
+        self.target, self.reparams = target, dict(reparams)
+        #: The posterior of the reparameterised model.
+        self.noise = target
+        if reparams:
+            model = poutine.reparam(target.model, self.reparams)
+            self.noise = Target(model, *target.args, model_kwargs=target.kwargs)
+        scaled = (one for one in self.reparams.values() if isinstance(one, ScaledReparam))
+        self._blocks = {id(one.block): one.block for one in scaled}.values()
+
+    def log_prob(self, points: Tensor) -> Tensor:
+        """The log-density of points, ``(num_points,)``, differentiable; -inf where it has none."""
+        noise, log_dets = self.to_noise(points)
+        log_prob = self.noise.log_prob(noise)
+        for log_det in log_dets.values():
+            log_prob = log_prob + log_det.reshape(len(log_det), -1).sum(-1)
+        return log_prob.masked_fill(log_prob.isnan(), -math.inf)
+
+    def score(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """The log-density and its gradient, constants; 0 where there is none."""
+        with torch.enable_grad():
+            points = points.detach().requires_grad_()
+            log_prob = self.log_prob(points)
+            (score,) = torch.autograd.grad(log_prob.sum(), points)
+        log_prob = log_prob.detach()
+        return log_prob, score.masked_fill(~log_prob.isfinite().unsqueeze(-1), 0.0)
+
+    def to_noise(self, points: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The reparameterised model's latents, ``(num_points, latent_dim)``.
+
+        :returns: and the log-determinant of each element of those that are scaled, by site.
+        """
+        if not self._blocks:
+            return points, {}
+        parts = self.noise.split(points)
+        log_dets: dict[str, Tensor] = {}
+        for block in self._blocks:
+            noise, more = block.to_noise(parts)
+            parts, log_dets = parts | noise, log_dets | more
+        return _joined(parts), log_dets
+
+    @torch.no_grad()
+    def to_latent(self, points: Tensor) -> Tensor:
+        """Latents of points, ``(num_points, latent_dim)``."""
+        noise, _ = self.to_noise(points)
+        moved = self.noise.read(
+            noise, lambda trace: {name: trace.nodes[name]["value"] for name in self.reparams}
+        )
+        values = self.noise.constrain(noise) | moved
+        return self.target.unconstrain({name: values[name] for name in self.target.shapes})
+
+    @torch.no_grad()
+    def to_points(self, latent: Tensor) -> Tensor:
+        """Points of latents, ``(num_points, latent_dim)``."""
+
+        def read(trace: Trace) -> dict[str, Tensor]:
+            sites = {name: trace.nodes[name] for name in self.reparams}
+            return {
+                reparam.noise_name(name): reparam.to_noise(sites[name]["fn"], sites[name]["value"])
+                for name, reparam in self.reparams.items()
+            }
+
+        values = self.target.constrain(latent) | self.target.read(latent, read)
+        parts = self.noise.split(self.noise.unconstrain(values))
+        for block in self._blocks:
+            parts |= block.to_points(parts)
+        return _joined(parts)
+
+
+def _joined(parts: dict[str, Tensor]) -> Tensor:
+    return torch.cat([part.reshape(len(part), -1) for part in parts.values()], -1)
+
+
+def dependent_sites(target: Target, point: Tensor) -> list[str]:
+    """Return the location-scale latents whose priors change with other latents, in model order.
+
+    :param point: a point near which the change is measured, ``(latent_dim,)``. If the model raises
+        an error there, no sites are found.
+    """
+    if target.is_enumerated:
+        return []
+    # Distinct steps, so that differences of latents change as well.
+    step = torch.linspace(0.1, 0.2, len(point)).to(point)
+    try:
+        one, other = (target.trace_at(at).nodes for at in (point, point + step))
+    except IMPOSSIBLE:
+        return []
+    return [
+        name
+        for name in target.shapes
+        if ConditionalReparam.suits_site(one[name]) and _differ(one[name]["fn"], other[name]["fn"])
+    ]
+
+
+def conditional_reparams(
+    model: Callable[..., Any],
+    guide: Guide,
+    *args: Any,
+    model_kwargs: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> dict[str, ConditionalReparam]:
+    """Return the maps that write a model over the noise of its latents, for ``poutine.reparam``.
+
+    Any guide of the reparameterised model, even a mean field, is a structured guide of the
+    original model: latents depend on their parents as prior and data imply, and are independent
+    given them. NUTS meets no funnel. :func:`~pyro_implicit.mcmc.refine` applies the maps itself.
+
+    **Example:**
+
+    >>> import pyro, pyro.distributions as dist
+    >>> from pyro import poutine
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> def model(y):
+    ...     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    ...     with pyro.plate("groups", len(y)):
+    ...         x = pyro.sample("x", dist.Normal(0.0, scale))
+    ...         pyro.sample("y", dist.Normal(x, 0.5), obs=y)
+    >>> y = torch.tensor([1.0, -2.0, 0.5])
+    >>> reparams = conditional_reparams(model, AutoNormal(model), y)
+    >>> guide = AutoNormal(poutine.reparam(model, reparams))
+    >>> sorted(guide(y))
+    ['scale', 'x_noise']
+
+    :param model: a Pyro model of continuous latents, with all its data.
+    :param guide: a guide of the model, trained or not, or draws by site. The data's information is
+        computed at the median of its draws; a rough median suffices.
+    :param args: arguments of the model.
+    :param model_kwargs: keyword arguments of the model whose names this function has too.
+    :param kwargs: further keyword arguments of the model.
+    :returns: a map for each site whose prior depends on other latents, and for each site that the
+        model multiplies by other latents. For the latter, ``poutine.reparam`` applies the
+        non-centred form, and :class:`~pyro_implicit.mcmc.AutoConditional` and chains apply the
+        map. Other sites have no map.
+    """
+    target = Target(model, *args, model_kwargs={**kwargs, **(model_kwargs or {})})
+    return ConditionalNoise(target, middle_of(Sampler(target, guide))).reparams
+
+
+def middle_of(sampler: Sampler, policy: SpacePolicy = DEFAULT.space) -> Tensor:
+    """Return the median of a guide's draws, ``(latent_dim,)``."""
+    return sampler.draw(policy.middle_draws).median(0).values
+
+
+class ConditionalNoise(Space):
+    """The noise of latents, given their parents and the data.
+
+    Latents whose priors depend on other latents are mapped by
+    :class:`~pyro_implicit.mcmc.ConditionalReparam`. W and h are the second and the first derivative
+    of the log-density without the latent's own prior, at a point of the posterior. Latents are
+    processed from the last to the first, so that later latents have been replaced by noise.
+
+    Latents whose prior is noise already, but which the model multiplies by functions of other
+    latents, follow: see :class:`~pyro_implicit.mcmc.spaces.scaled.ScaledReparam`.
+
+    :param target: the posterior of the latents.
+    :param middle: the middle of the posterior, ``(latent_dim,)``.
+    :param num_calls: expected calls of :meth:`score`, see :class:`Space`.
+    :param compile: see :class:`Space`.
+    :param policy: limits of the analysis.
+    """
+
+    name = "conditional"
+
+    def __init__(
+        self,
+        target: Target,
+        middle: Tensor,
+        num_calls: float = math.inf,
+        compile: CompileMode = "auto",
+        policy: SpacePolicy = DEFAULT.space,
+    ) -> None:
+        super().__init__(target, num_calls, compile)
+        self.middle = middle
+        sites = dependent_sites(target, middle)
+        groups = [[site] for site in reversed(sites)]
+        if len(groups) > policy.max_sites:
+            groups = [sites]
+        self._map = NoiseMap(target)
+        for group in groups:
+            found = self._reparams_of(group, policy)
+            self._map = NoiseMap(target, {**self._map.reparams, **found})
+        known = [one.noise_name(name) for name, one in self._map.reparams.items()]
+        point = self.to_points(middle.unsqueeze(0))[0]
+        if scaled := scaled_reparams(self._map.noise, point, known, policy):
+            with_scaled = NoiseMap(target, {**self._map.reparams, **scaled})
+            if are_round(with_scaled, middle, scaled, policy):
+                self._map = with_scaled
+        self.reparams = self._map.reparams
+
+    def _score(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        return self._map.score(points)
+
+    def to_latent(self, points: Tensor) -> Tensor:
+        """Map noise to latents, ``(num_chains, latent_dim)``."""
+        return self._map.to_latent(points)
+
+    def to_points(self, latent: Tensor) -> Tensor:
+        """Map latents to noise, ``(num_chains, latent_dim)``."""
+        return self._map.to_points(latent)
+
+    def _reparams_of(self, sites: list[str], policy: SpacePolicy) -> dict[str, ConditionalReparam]:
+        assert self.middle is not None
+        noise, point = self._map.noise, self.to_points(self.middle.unsqueeze(0)).detach()
+        nodes, made = self.target.trace_at(self.middle).nodes, {}
+        suffix = unused_suffix(self.target.shapes, nodes)
+        places = noise.split(torch.arange(point.shape[-1], device=point.device))
+        with torch.enable_grad():
+            point.requires_grad_()
+            score = score_of_rest(noise, point, sites)
+            for name in sites:
+                fn, place = nodes[name]["fn"], places[name]
+                is_vector = ConditionalReparam.is_vector(fn)
+                size = place.shape[-1] if is_vector else 1
+                columns = place.reshape(-1, size)
+                curvature = -own_hessian(noise, point, score, columns, policy)
+                gradient, value = score[0, columns].detach(), point[0, columns].detach()
+                said = told(fn, *(one.double() for one in (curvature, gradient, value)))
+                precision, information = (one.to(value) for one in said)
+                shape = (*place.shape, size) if is_vector else place.shape
+                made[name] = ConditionalReparam(
+                    precision.reshape(shape), information.reshape(place.shape), suffix
+                )
+        return made
+
+
+def are_round(
+    noise_map: NoiseMap, middle: Tensor, names: Collection[str], policy: SpacePolicy
+) -> bool:
+    """Return whether noise is nearly standard normal while other latents vary widely.
+
+    If not, the law of a :class:`ScaledReparam` holds for W at most, and not for h, for instance
+    because a mean moves as well.
+
+    :param noise_map: the map that writes the latents as noise.
+    :param middle: the middle of the posterior, ``(latent_dim,)``.
+    :param names: the latents.
+    """
+    centre = noise_map.to_points(middle.unsqueeze(0))
+    places = noise_map.noise.split(torch.arange(centre.shape[-1], device=centre.device))
+    own = torch.cat([places[noise_map.reparams[n].noise_name(n)].flatten() for n in names])
+    is_other = torch.ones_like(centre[0], dtype=torch.bool)
+    is_other[own] = False
+    others = is_other.nonzero().flatten()
+    steps = policy.difference * torch.eye(centre.shape[-1]).to(centre)[others]
+    ahead, behind = (noise_map.score(centre + one)[1] for one in (steps, -steps))
+    bends = (behind - ahead)[torch.arange(len(others)), others] / (2 * policy.difference)
+    spread = bends.clamp(min=policy.point_spread**-2).nan_to_num(policy.point_spread**-2).rsqrt()
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(policy.num_points, centre.shape[-1], generator=generator).to(centre)
+    points = centre.repeat(policy.num_points, 1)
+    points[:, others] += policy.far * spread * drawn[:, others]
+    points[:, own] = drawn[:, own]
+    rest = (noise_map.score(points)[1] + points)[:, own].square().mean()
+    return bool(rest < policy.max_rest)
+
+
+def conditional_noise(target: Target, middle: Tensor) -> ConditionalNoise | None:
+    """Return the conditional space, or None if it equals the latents or cannot be made."""
+    try:
+        space = ConditionalNoise(target, middle)
+    except RuntimeError:  # no second derivatives
+        return None
+    return space if space.reparams else None
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two distributions of a site are not the same."""
+    one, other = base_distribution(one), base_distribution(other)
+    names = ("loc", "scale_tril") if ConditionalReparam.is_vector(one) else ("loc", "scale")
+    return any(not torch.equal(getattr(one, name), getattr(other, name)) for name in names)
