@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guide in which latents depend on their parents as prior and data have it."""
+"""A guide in which latents depend on their parents as prior and data imply."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = ["AutoConditional"]
 
 
 class AutoConditional(DrawSummaries, AutoGuide):
-    r"""A Gaussian over the noise of latents, and the latents that it gives.
+    r"""Gaussian noise, mapped to latents given their parents and the data.
 
     .. math:: z \sim N(m, S), \quad x_i = T_i(z_i; \mathrm{parents}(x_i))
 
     with the maps of :class:`~pyro_implicit.mcmc.ConditionalReparam`: parents before children, each
-    latent about what its parents and the data say of it, a funnel where the model has one. The
-    covariance is full up to 100 latents and diagonal above: then the latents of a plate are
-    independent given their parents, and memory grows as their number.
+    latent centred on what its parents and the data imply, with a funnel where the model has one.
+    The covariance is full up to 100 latents and diagonal above. With a diagonal covariance, the
+    latents of a plate are independent given their parents, and memory is linear in their number.
 
-    It runs the model for its priors, and so wants the model's arguments.
+    The guide runs the model for its priors, so it needs the model's arguments.
 
     **Example:**
 
@@ -57,7 +57,7 @@ class AutoConditional(DrawSummaries, AutoGuide):
     {'scale': (), 'x': (3,)}
 
     :param model: a Pyro model.
-    :param reparams: by site, of :func:`~pyro_implicit.mcmc.conditional_reparams`.
+    :param reparams: the maps by site, see :func:`~pyro_implicit.mcmc.conditional_reparams`.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class AutoConditional(DrawSummaries, AutoGuide):
         self.noise = kind(poutine.reparam(self.model, self.reparams))
 
     def _check_prototype(self, part_trace: Trace) -> None:
-        """Pyro's guides of guides compare their sites: the noise has its own."""
+        """Skip the check of ``AutoGuideList``: the noise has its own sites."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the model, which this guide keeps: give it to :meth:`attach` after loading."""
+        """Leave out the model; :meth:`attach` restores it after loading."""
         guides = [self] if self.noise is None else [self, self.noise]
         kept = [(guide, guide.__dict__["_model"], guide.__dict__["master"]) for guide in guides]
         try:  # Pyro takes both from the guide itself
@@ -105,11 +105,11 @@ class AutoConditional(DrawSummaries, AutoGuide):
         return self._model[0]
 
     def attach(self, model: Callable[..., Any]) -> None:
-        """Take the model of a guide that was copied or unpickled."""
+        """Restore the model after copying or unpickling."""
         self._model = (without_sequential_plates(model),)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Samples all latents, and their noise as auxiliary sites.
+        """Sample all latents, and their noise as auxiliary sites.
 
         :returns: values by site.
         """
@@ -131,11 +131,7 @@ class AutoConditional(DrawSummaries, AutoGuide):
     def _given_noise(
         self, values: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """The latents that noise makes, and their log-densities given it.
-
-        :param values: of the guide of the noise, whose particles, if any, are a dimension left of
-            the plates.
-        """
+        """Map noise to latents with their log-densities; particles are left of the plates."""
         noise_map = self._map(args, kwargs)
         noise = noise_map.noise
         shapes = noise.constrain(noise.init_loc)
@@ -162,7 +158,7 @@ class AutoConditional(DrawSummaries, AutoGuide):
 
     @torch.no_grad()
     def sample_posterior(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Draws, all at once.
+        """Return draws, vectorised.
 
         :returns: by site, ``(num_samples, *site_shape)``.
         """
@@ -175,10 +171,11 @@ class AutoConditional(DrawSummaries, AutoGuide):
     def take_moments(
         self, draws: Mapping[str, Tensor], *args: Any, model_kwargs: dict[str, Any] | None = None
     ) -> Taught:
-        """Give the noise the moments of that of draws.
+        """Give the Gaussian the moments of the noise of draws.
 
-        :param draws: of the posterior, by site, ``(num_draws, *site_shape)``.
-        :param args: of the model, as ``model_kwargs``.
+        :param draws: posterior draws by site, ``(num_draws, *site_shape)``.
+        :param args: arguments of the model.
+        :param model_kwargs: keyword arguments of the model.
         """
         kwargs = model_kwargs or {}
         self._prepared_plates(args, kwargs)
@@ -188,17 +185,13 @@ class AutoConditional(DrawSummaries, AutoGuide):
         return teach(self.noise, noise, *args, progress=False, model_kwargs=kwargs)
 
     def _prepared_plates(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The plates, which the guide of the noise asks for, too."""
         if self.prototype_trace is None:
             self._map(args, kwargs)  # first, as it says what is missing
             self._setup_prototype(*args, **kwargs)
         return self._create_plates(*args, **kwargs)
 
     def _map(self, args: tuple, kwargs: dict[str, Any]) -> NoiseMap:
-        """That of these arguments, the last of which are kept.
-
-        :raises TypeError: if they are missing.
-        """
+        """Return the map for these arguments; the last map is kept."""
         given = (*args, *kwargs.values())
         before, found = self._last
         if found is None or len(before) != len(given) or any(map(operator.is_not, before, given)):

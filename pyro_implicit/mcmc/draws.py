@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where many large draws are kept: in memory, or in one file for each snapshot of the chains."""
+"""Stores of draws, in memory or on disk, and the history of the stopping rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["DrawStore", "History"]
 
 
 class DrawStore:
-    """Snapshots of all chains, one after the other.
+    """Snapshots of all chains in order.
 
     **Example:**
 
@@ -29,8 +29,8 @@ class DrawStore:
     >>> len(store), store.take(torch.tensor([3, 4, 0])).sum(-1)
     (2, tensor([0., 3., 0.]))
 
-    :param folder: for the files; without it they stay in memory. Files are complete or not there at
-        all, and are mapped into memory when they are read.
+    :param folder: the folder of one file for each snapshot; without it they stay in memory. Files
+        are complete or absent, and are mapped into memory when they are read.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -43,9 +43,9 @@ class DrawStore:
         return self._count
 
     def begin(self) -> None:
-        """Check that no other run has left snapshots there.
+        """Check that the folder has no snapshots of another run.
 
-        :raises ValueError: if one has.
+        :raises ValueError: if it has.
         """
         there = self._there()
         if there:
@@ -55,7 +55,7 @@ class DrawStore:
             )
 
     def go_on(self, count: int) -> None:
-        """Go on after ``count`` snapshots; a killed run may have left more, which are replaced.
+        """Resume after ``count`` snapshots; a killed run may have written more, which are replaced.
 
         :raises ValueError: if there are fewer.
         """
@@ -73,7 +73,7 @@ class DrawStore:
         return 0 if self.folder is None else len(list(self.folder.glob("draws-*.pt")))
 
     def append(self, draws: Tensor) -> None:
-        """One snapshot, ``(num_chains, d)``."""
+        """Append a snapshot, ``(num_chains, d)``."""
         self._num_chains = len(draws)
         if self.folder is None:
             self._kept.append(draws.cpu())
@@ -82,9 +82,9 @@ class DrawStore:
         self._count += 1
 
     def take(self, rows: Tensor) -> Tensor:
-        """Draws ``(num_rows, d)``.
+        """Return draws ``(num_rows, d)``.
 
-        :param rows: counted over snapshots and, in each, over chains, ``(num_rows,)``.
+        :param rows: indices over snapshots and, within each, over chains, ``(num_rows,)``.
         """
         snapshot, chain = rows // self._num_chains, rows % self._num_chains
         taken: Tensor | None = None
@@ -109,10 +109,10 @@ class DrawStore:
 
 @dataclass
 class History:
-    """What frozen chains leave, in memory that does not grow.
+    """Draws and tracked quantities of frozen chains, in memory that does not grow.
 
-    :param capacity: batches of successive transitions. When so many are full, neighbours are
-        joined. Of each batch the last draw is kept, and the means of the tracked quantities.
+    :param capacity: number of batches of successive transitions. When all are full, neighbours are
+        joined. Each batch keeps its last draw and the means of the tracked quantities.
     """
 
     capacity: int
@@ -125,7 +125,7 @@ class History:
     _unit: tuple[Tensor, Tensor] | None = None
 
     def append(self, latent: Tensor, tracked: Tracked) -> None:
-        """Draws ``(num_chains, d)`` and tracked quantities of a transition."""
+        """Append the draws ``(num_chains, d)`` and tracked quantities of a transition."""
         values = tracked.values.double()
         if self._unit is None or self._group is None:
             self._group = tracked.group
@@ -147,7 +147,7 @@ class History:
             ]
 
     def draws(self) -> Tensor:
-        """Those of the last two thirds of the batches, ``(num_batches, num_chains, d)``."""
+        """Return draws of the last two thirds of the batches, ``(num_batches, num_chains, d)``."""
         return torch.stack(self.latents[self._first() :])
 
     def drift(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The affine frame in which chains move: where posterior sds are near one."""
+"""The affine frame of chains, in which posterior sds are near one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WhiteningFrame(NamedTuple):
 
     ``loc`` is :math:`\mu` and ``scale`` the diagonal of :math:`D`, both ``(d,)``; ``directions`` is
     :math:`V`, ``(d, rank)`` with orthonormal columns, and ``stretch`` the diagonal of
-    :math:`\Lambda`, ``(rank,)``; ``scale_tril`` is the lower triangular :math:`L`, ``(d, d)``. Of a
+    :math:`\Lambda`, ``(rank,)``; ``scale_tril`` is the lower triangular :math:`L`, ``(d, d)``. In a
     diagonal frame the last three are None.
     """
 
@@ -41,26 +41,26 @@ class WhiteningFrame(NamedTuple):
 
     @property
     def kind(self) -> FrameKind:
-        """What it knows of correlations."""
+        """The kind of correlations."""
         if self.scale_tril is not None:
             return "full"
         return "diagonal" if self.directions is None else "low-rank"
 
     def to_points(self, white: Tensor) -> Tensor:
-        """Points of white coordinates ``(*batch, d)``."""
+        """Map white coordinates ``(*batch, d)`` to points."""
         if self.scale_tril is not None:
             white = white @ self.scale_tril.mT
         return self.loc + self.scale * self._stretched(white, inverse=False)
 
     def to_white(self, points: Tensor) -> Tensor:
-        """White coordinates of points ``(*batch, d)``."""
+        """Map points ``(*batch, d)`` to white coordinates."""
         white = self._stretched((points - self.loc) / self.scale, inverse=True)
         if self.scale_tril is not None:
             white = torch.linalg.solve_triangular(self.scale_tril, white.mT, upper=False).mT
         return white
 
     def pull_back(self, gradient: Tensor) -> Tensor:
-        """The gradient by white coordinates of one by points, ``(*batch, d)``."""
+        """Map a gradient by points to one by white coordinates, ``(*batch, d)``."""
         gradient = self._stretched(gradient * self.scale, inverse=False)
         return gradient if self.scale_tril is None else gradient @ self.scale_tril
 
@@ -75,13 +75,13 @@ class WhiteningFrame(NamedTuple):
 def estimate_frame(
     draws: Tensor, kind: FrameKind, policy: FramePolicy = DEFAULT.frame
 ) -> WhiteningFrame:
-    r"""The frame of draws' moments.
+    r"""Estimate a frame from the moments of draws.
 
     ``"full"`` takes their covariance; with fewer than ten draws for each dimension its correlations
-    are shrunk towards 0. ``"low-rank"`` takes those principal axes of the standardised draws whose
-    variance noise alone would not give (above :math:`(1 + \sqrt{d/n})^2`, Marchenko and Pastur), at
-    most 32, their variances freed of what noise added (Baik and Silverstein). Coordinates further
-    than six interquartile ranges from their median are moved there first.
+    are shrunk towards 0. ``"low-rank"`` takes at most 32 principal axes of the standardised draws:
+    those whose variance exceeds that of noise (:math:`(1 + \sqrt{d/n})^2`, Marchenko and Pastur),
+    without the variance that noise added (Baik and Silverstein). Coordinates further than six
+    interquartile ranges from their median are clamped first.
 
     **Example:**
 
@@ -93,8 +93,9 @@ def estimate_frame(
             [0., 1.]])
 
     :param draws: ``(n, d)``, finite. A coordinate that does not vary keeps its unit.
-    :param kind: ``"diagonal"``, ``"low-rank"`` or ``"full"``; a low-rank one without such axes is
-        diagonal.
+    :param kind: ``"diagonal"``, ``"low-rank"`` or ``"full"``; a low-rank frame without significant
+        axes is diagonal.
+    :param policy: the limits.
     :raises ValueError: for draws that are not finite.
     """
     if not draws.isfinite().all():
@@ -129,7 +130,7 @@ def estimate_frame(
 
 
 def _without_outliers(draws: Tensor, ranges: float) -> Tensor:
-    """One lost chain must not set the unit of all."""
+    """Clamp outliers, so that one lost chain does not set the scale."""
     ordered = draws.sort(0).values
     low, middle, high = (ordered[len(draws) * quarter // 4] for quarter in (1, 2, 3))
     reach = ranges * (high - low)
@@ -138,7 +139,7 @@ def _without_outliers(draws: Tensor, ranges: float) -> Tensor:
 
 
 def _factor(standard: Tensor, draws_per_dim: int) -> Tensor:
-    """The Cholesky factor of standardised draws' correlations, in double precision."""
+    """Factor the correlations of standardised draws in double precision."""
     count, dim = standard.shape
     identity = torch.eye(dim, dtype=torch.double, device=standard.device)
     standard = standard.double()
@@ -161,14 +162,15 @@ def widened_frame(
     stream: BatchStream,
     policy: FramePolicy = DEFAULT.frame,
 ) -> WhiteningFrame:
-    r"""The full frame of draws, but for coordinates in which they are far too narrow.
+    r"""Return the full frame of draws, widened in coordinates in which they are far too narrow.
 
-    A coordinate's sd, given those before it, is at least :math:`E[h]^{-1/2}` of the posterior, with
-    h the curvature of the log-density along it. Where the mean of h over draws and minibatches
-    allows ten times the sd of these draws, the coordinate gets the width :math:`E[h]^{-1/2}`, at
-    most the prior's sd, and no correlations.
+    The posterior's sd of a coordinate, given the coordinates before it, is at least
+    :math:`E[h]^{-1/2}`, with h the curvature of the log-density along it. If the mean of h over
+    draws and minibatches allows ten times the sd of these draws, the coordinate gets the width
+    :math:`E[h]^{-1/2}`, at most the prior's sd, and no correlations.
 
-    :param draws: unconstrained, finite, ``(num_draws, latent_dim)``.
+    :param draws: unconstrained, finite draws, ``(num_draws, latent_dim)``.
+    :param policy: the limits.
     """
     frame = estimate_frame(draws, "full", policy)
     sd = draws.std(0)
@@ -189,7 +191,7 @@ def _allowed_width(
     stream: BatchStream,
     policy: FramePolicy,
 ) -> Tensor:
-    """How wide the log-density lets coordinates be; the sd itself where that is not far more."""
+    """Return the widths that the log-density allows; the sd itself if they are not far larger."""
     with seeded(0, draws.device):
         prior = target.sample_prior(policy.num_draws)
     most = prior[prior.isfinite().all(-1)].std(0)
@@ -200,7 +202,7 @@ def _allowed_width(
         drop = _drop(target, draws, free, step, stream)
         allowed = drop < 1
         has_grown = width[free] > sd[free]
-        # Where it stops: as wide as the curvature over the last step says.
+        # At the end, the width that the curvature over the last step implies.
         found = torch.maximum(width[free], step * drop.clamp(min=1).rsqrt())
         width[free] = torch.where(allowed | has_grown, found, width[free])
         free = free[allowed & (step < most[free])]
@@ -211,7 +213,7 @@ def _allowed_width(
 def _drop(
     target: Target, draws: Tensor, which: Tensor, step: Tensor, stream: BatchStream
 ) -> Tensor:
-    """Curvature along some coordinates times the squared step, mean over draws and minibatches."""
+    """Average curvature times squared step over draws and minibatches, for some coordinates."""
     drops = []
     for seed, batch in enumerate(stream.probed):
         by_batch = target.on(batch, seed)
@@ -231,7 +233,6 @@ def _drop(
 
 
 def _finite_gradient(target: Target, points: Tensor) -> Tensor:
-    """NaN where the log-density is not finite."""
     log_density, gradient = target.score(points)
     return torch.where(log_density.isfinite().unsqueeze(-1), gradient, torch.nan)
 
@@ -288,8 +289,7 @@ def minibatch_frame(
 
 
 def _information(target: Target, points: Tensor, stream: BatchStream) -> Tensor:
-    """The diagonal of Fisher's information, mean over points, 0 where gradients are not
-    finite."""
+    """Average the diagonal of Fisher's information over points; 0 for non-finite gradients."""
     if stream.epoch_length == 1:
         return torch.zeros_like(points[0])
     each = [_Moments(points.shape[-1], points) for _ in points]
@@ -302,7 +302,7 @@ def _information(target: Target, points: Tensor, stream: BatchStream) -> Tensor:
 
 
 class _Moments:
-    """Means and standard deviations of draws, some at a time."""
+    """Running means and standard deviations of draws."""
 
     def __init__(self, dim: int, like: Tensor) -> None:
         self.count = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guide's exact log-density at draws that are not its own, differentiable in its parameters."""
+"""Exact log-densities of guides at given draws, and the modes of mixtures."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ __all__ = [
     "InjectiveDensity",
     "KEPT",
     "MixtureDensity",
-    "Modes",
+    "MixtureModes",
     "density_at_draws",
     "unconstrained_draws",
 ]
 
 
 class DensityAtDraws:
-    """Log q at draws ``(num_draws, latent_dim)`` in unconstrained space.
+    """The log-density of a guide at unconstrained draws ``(num_draws, latent_dim)``.
 
-    :param guide: one of Pyro's autoguides with a density over the latent vector.
-    :param latent: in the guide's order of its sites.
+    :param guide: an autoguide of Pyro with a density over the latent vector.
+    :param latent: the draws, in the guide's order of sites.
     """
 
     def __init__(self, guide: Any, latent: Tensor) -> None:
@@ -47,29 +47,28 @@ class DensityAtDraws:
         self.num_draws, self.device = len(latent), latent.device
 
     def log_prob(self, rows: Tensor) -> Tensor:
-        """The log-density of some of the draws.
+        """Return the log-density at some of the draws.
 
-        :param rows: their indices, ``(n,)``.
+        :param rows: the indices of the draws, ``(n,)``.
         :returns: ``(n,)``.
         """
         return self.guide.get_posterior().log_prob(self.latent[rows])
 
     def objective(self, rows: Tensor) -> Tensor:
-        """What training maximises, ``()``: the mean log-density."""
+        """Return the objective of training, ``()``: the mean log-density."""
         return self.log_prob(rows).mean()
 
 
 class InjectiveDensity(DensityAtDraws):
-    r"""Of an injective generator, :math:`\log q(f(z)) = \log N(z; 0, I) - \log |\det J_f(z)|`.
+    r"""Injective generators, :math:`\log q(f(z)) = \log N(z; 0, I) - \log |\det J_f(z)|`.
 
-    The noise of each draw is found by Newton's method, from where it was the last time, and its
-    gradient by the parameters of f by the implicit function theorem: with h the right-hand side as
-    a function of z,
+    Newton's method finds the noise of each draw from its last value. The implicit function theorem
+    gives the gradient by the parameters of f: with h the right-hand side as a function of z,
 
     .. math:: \log q(\theta) = h(z) - (f(z) - \theta)^\top J_f^{-\top} \nabla h(z),
 
-    whose last factor is a constant, has the right gradient where :math:`f(z) = \theta`, and near
-    there the right value, but for the square of the distance.
+    whose last factor is a constant, has the exact gradient at :math:`f(z) = \theta`, and an error
+    of second order near it.
     """
 
     def __init__(self, guide: AutoImplicit, latent: Tensor) -> None:
@@ -77,7 +76,7 @@ class InjectiveDensity(DensityAtDraws):
         self._noise = torch.full_like(latent, torch.nan)
 
     def log_prob(self, rows: Tensor) -> Tensor:
-        """As above; -inf at a draw whose noise is not found."""
+        """As above; -inf at draws whose noise is not found."""
         transform, *frame = self.guide.get_transform().parts
         value = self.latent[rows]
         log_det = value.new_zeros(len(rows))
@@ -105,7 +104,7 @@ class InjectiveDensity(DensityAtDraws):
 
     @torch.no_grad()
     def _solve(self, generator: Any, value: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The noise of generator values, nearly, and where it was found."""
+        """Return the approximate noise of values, and where it was found."""
         noise = self._noise[rows]
         found = ~noise.isnan().any(-1)
         if found.any():
@@ -119,10 +118,9 @@ class InjectiveDensity(DensityAtDraws):
 
 
 class MixtureDensity(DensityAtDraws):
-    """Of a mixture, each of whose components learns from the draws that it is responsible for.
+    """Mixtures, whose components learn from the draws by their initial responsibilities.
 
-    The responsibilities are those at the start, as in one round of expectation maximisation; the
-    weights stay.
+    This is one round of expectation maximisation with fixed weights.
     """
 
     def __init__(self, guide: AutoMixture, latent: Tensor) -> None:
@@ -149,13 +147,12 @@ class MixtureDensity(DensityAtDraws):
         return total / len(rows)
 
     def log_joint(self, rows: Tensor) -> Tensor:
-        """Of each component, its weight included, ``(n, num_components)``."""
+        """Return the log-density of each component with its weight, ``(n, num_components)``."""
         parts = torch.stack([part.log_prob(rows) for part in self._parts], -1)
         return parts + self.guide.log_weights.detach().log_softmax(0)
 
 
 def _from_scratch(generator: Any, value: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`_newton`, without a start."""
     try:
         noise = generator.inverse(value)
     except NotImplementedError:
@@ -164,10 +161,7 @@ def _from_scratch(generator: Any, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _newton(generator: Any, value: Tensor, noise: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
-    """Newton's method from a start, damped, each row by itself.
-
-    :returns: noise, and where it gives the value but for a ten-thousandth.
-    """
+    """Run a damped Newton method for each row; return noise, and where it converged."""
     allowed = TEACHING.near * (1 + value.abs().amax(-1))
     error = (generator(noise) - value).abs().amax(-1)
     noise, size = noise.clone(), torch.ones_like(allowed)
@@ -191,7 +185,7 @@ CURE = "Cure: AutoImplicit(model, AutoregressiveGenerator), or one of Pyro's Gau
 
 
 class _NormalDensity(DensityAtDraws):
-    """Of ``AutoNormal``, which keeps its sites apart."""
+    """``AutoNormal``, which keeps its sites separate."""
 
     def log_prob(self, rows: Tensor) -> Tensor:
         pairs = [self.guide._get_loc_and_scale(name) for name in _sites(self.guide)]
@@ -202,7 +196,7 @@ class _NormalDensity(DensityAtDraws):
 
 
 class _TracedDensity(DensityAtDraws):
-    """Of a guide written by hand, run at the draws by :class:`BatchedRuns`."""
+    """A guide written by hand, run at the draws by :class:`BatchedRuns`."""
 
     def __init__(self, guide: Any, draws: Draws, args: tuple, kwargs: dict[str, Any]) -> None:
         self.draws = draws
@@ -229,7 +223,7 @@ class _TracedDensity(DensityAtDraws):
 def density_at_draws(
     guide: Any, draws: Draws, args: tuple = (), kwargs: dict[str, Any] | None = None
 ) -> DensityAtDraws:
-    """What knows a guide's log-density at draws.
+    """Return the log-density of a guide at draws.
 
     **Example:**
 
@@ -245,10 +239,10 @@ def density_at_draws(
     >>> found.log_prob(torch.tensor([0, 1]))
     tensor([-0.9189, -1.4189], grad_fn=<SumBackward1>)
 
-    :param guide: that was called once.
+    :param guide: a guide that was called before.
     :param draws: constrained values by site, ``(num_draws, *site_shape)``.
-    :param args: of the guide, as ``kwargs``.
-    :raises ValueError: for a guide without a density there, naming the cure.
+    :param args: arguments of the guide, as ``kwargs``.
+    :raises ValueError: for a guide without a density at these draws.
     """
     who = type(guide).__name__
     if not isinstance(guide, AutoGuide):
@@ -292,7 +286,7 @@ def _sites(guide: AutoGuide) -> list[str]:
 
 
 def unconstrained_draws(guide: AutoGuide, draws: Draws) -> Tensor:
-    """Unconstrained, in the guide's order, dtype and device, ``(num_draws, latent_dim)``.
+    """Return unconstrained draws in the guide's order and dtype, ``(num_draws, latent_dim)``.
 
     :raises ValueError: for draws of other sites.
     """
@@ -319,44 +313,44 @@ KEPT = (
 )
 
 
-class Modes:
-    """The components of a mixture of exact density, as places where chains may be.
+class MixtureModes:
+    """The components of a mixture of exact density, as modes of chains.
 
     :param target: the posterior.
-    :param guide: the mixture, called once before.
+    :param guide: the mixture, which was called before.
     """
 
     def __init__(self, target: Target, guide: AutoMixture) -> None:
         self.target, self.guide = target, guide
 
     @staticmethod
-    def of(target: Target, guide: Any) -> Modes | None:
-        """Those of a guide, or None for any that is not a mixture of exact density."""
+    def of(target: Target, guide: Any) -> MixtureModes | None:
+        """Return the modes of a guide; None unless it is a mixture of exact density."""
         if not isinstance(guide, AutoMixture) or len(guide.components) < 2:
             return None
         if any(why_inexact(part) for part in guide.components):
             return None
-        return Modes(target, guide)
+        return MixtureModes(target, guide)
 
     @torch.no_grad()
     def log_joint(self, latent: Tensor) -> Tensor:
-        """Of each component, its weight included, ``(n, num_components)``."""
+        """Return the log-density of each component with its weight, ``(n, num_components)``."""
         vectors = unconstrained_draws(self.guide, self.target.constrain(latent))
         density = MixtureDensity(self.guide, vectors)
         return density.log_joint(torch.arange(len(vectors), device=vectors.device))
 
     def label(self, latent: Tensor) -> Tensor:
-        """The likeliest component of each latent ``(n, d)``, ``(n,)``."""
+        """Return the likeliest component at latents ``(n, d)``, ``(n,)``."""
         return self.log_joint(latent).nan_to_num(nan=-torch.inf).argmax(-1)
 
     @torch.no_grad()
     def log_masses(self, latents: Tensor, label: Tensor, num_draws: int) -> Tensor:
-        """The log of the posterior mass, not normalised, where each component is the likeliest.
+        """Return the unnormalised log posterior mass of the region of each component.
 
         :param latents: refined ones, ``(num_chains, num_draws, d)``.
         :param label: of the chains, ``(num_chains,)``.
         :param num_draws: draws of each component, at most.
-        :returns: ``(num_components,)``, -inf for those that no chain is in.
+        :returns: ``(num_components,)``, -inf for components without chains.
         """
         masses = []
         for index, part in enumerate(self.guide.components):
@@ -378,12 +372,11 @@ class Modes:
         return torch.stack(masses)
 
     def chosen(self, latents: Tensor, policy: StoppingPolicy) -> tuple[Tensor | None, str]:
-        """Which chains to keep, and how often, so that each mode has its due number of them.
+        """Choose chains, with repetitions, so that each mode has its share of them.
 
         :param latents: refined ones, ``(num_chains, num_draws, d)``.
         :param policy: limits.
-        :returns: the indices of chains, ``(num_chains,)``, None for all as they are; and in words
-            what was done.
+        :returns: the indices of chains, ``(num_chains,)``, or None to keep them; and a note.
         """
         label = self.label(latents[:, 0])
         crossed = (label != self.label(latents[:, -1])).double().mean().item()
@@ -406,13 +399,13 @@ class Modes:
 
 
 def _rounded(shares: Tensor) -> list[int]:
-    """Integers of the same sum, none further than one from its share."""
+    """Round shares to integers of the same sum, each within one of its share."""
     edges = shares.double().cumsum(0).round().long()
     return torch.diff(edges, prepend=edges.new_zeros(1)).tolist()
 
 
 def _taken(rows: Tensor, number: int) -> Tensor:
-    """So many of the rows, in random order, each about as often as the others."""
+    """Draw rows in random order, each about as often as the others."""
     rounds = -(-number // max(1, len(rows)))
     orders = [rows[torch.randperm(len(rows))] for _ in range(rounds)]
     return torch.cat([rows[:0], *orders])[:number]

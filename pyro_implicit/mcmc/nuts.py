@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting points for NUTS from a fitted guide."""
+"""Initial values and noise space of a guide for Pyro's NUTS."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ def warm_start(
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> dict[str, Tensor]:
-    """One independent draw of the guide for each chain, for ``MCMC``.
+    """Return one independent draw of the guide for each chain, for ``MCMC``.
 
-    They are in the unconstrained space and the layout that ``MCMC(kernel, initial_params=...,
-    num_chains=num_chains)`` expects. Chains then start where the guide puts the posterior, spread
-    out as the guide is.
+    The draws are unconstrained and have the layout of ``MCMC(kernel, initial_params=...,
+    num_chains=num_chains)``. Chains then start in the bulk of the guide, as dispersed as the guide.
 
-    Pyro wants a leading dimension for the chains only if there are several, so for one chain the
-    values have the site's own unconstrained shape. Discrete sites are left out, as NUTS sums
+    Pyro expects a leading dimension for the chains only if there are several. So for one chain the
+    values have the site's own unconstrained shape. Discrete sites are left out, because NUTS sums
     over them.
 
     **Example:**
@@ -51,11 +50,12 @@ def warm_start(
     >>> warm_start(model, AutoNormal(model), 4)["scale"].shape
     torch.Size([4, 3])
 
-    :param model: that NUTS runs; it tells the supports of the sites.
-    :param guide: a fitted one.
-    :param num_chains: as given to :class:`~pyro.infer.mcmc.api.MCMC`.
-    :param args: of model and guide, as ``kwargs``.
-    :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
+    :param model: the model that NUTS runs.
+    :param guide: a fitted guide.
+    :param num_chains: the same number as for :class:`~pyro.infer.mcmc.api.MCMC`.
+    :param args: arguments of model and guide.
+    :param model_kwargs: keyword arguments of model and guide whose names this function has too.
+    :param kwargs: further keyword arguments of model and guide.
     :returns: unconstrained values by site, ``(num_chains, *shape)`` for several chains and
         ``shape`` for one.
     :raises TypeError: for a guide in place of the model.
@@ -87,8 +87,7 @@ def warm_start(
 def _supports(
     model: Callable[..., Any], guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The supports of the continuous latent sites."""
-    # At a draw of the guide, as flat priors cannot be drawn from.
+    # At a draw of the guide, because flat priors have no draws.
     replayed = poutine.replay(model, trace=trace_guide(guide, args, kwargs))
     with poutine.block():
         trace: Any = poutine.trace(replayed).get_trace(*args, **kwargs)
@@ -100,25 +99,24 @@ def _supports(
 
 
 class NoiseSpaceReparam(NeuTraReparam):
-    r"""Lets NUTS walk over the noise of a fitted guide instead of the model's latents.
+    r"""Reparameterise a model by the noise of a fitted guide, for NUTS.
 
-    The guide is an :class:`~pyro_implicit.AutoImplicit`; this is Pyro's
-    :class:`~pyro.infer.reparam.neutra.NeuTraReparam` with an injective generator in place of a
-    normalising flow.
+    This is Pyro's :class:`~pyro.infer.reparam.neutra.NeuTraReparam` for an
+    :class:`~pyro_implicit.AutoImplicit` with an injective generator instead of a normalising flow.
 
     For latents :math:`\theta = f(z)`, the generator's values in the guide's frame, the density over
     the noise is
 
     .. math:: \log p(x, f(z)) + \log |\det J_f(z)|.
 
-    If the guide were the posterior this would be the standard normal, the easiest density there is;
-    so far as the guide follows the posterior's funnels and bends, NUTS no longer meets them.
-    What the guide misses NUTS puts right: a guide that fits badly costs time, not truth. Far out in
-    the tails, where the guide was never trained, the old geometry may remain: if NUTS still
-    diverges there, raise its ``target_accept_prob``.
+    If the guide were the posterior, this would be the standard normal, the easiest density. Where
+    the guide follows the posterior's funnels and bends, NUTS no longer meets them. NUTS corrects
+    the errors of the guide: a guide that fits badly costs time, but the draws remain exact. In the
+    far tails, where the guide was never trained, the original geometry may remain. If NUTS diverges
+    there, raise its ``target_accept_prob``.
 
-    The guide must be trained first, best by :class:`~pyro_implicit.infer.InjectiveELBO`; NUTS
-    leaves it as it is. ``guide.requires_grad_(False)`` spares NUTS about a sixth of its time.
+    Train the guide first, preferably by :class:`~pyro_implicit.infer.InjectiveELBO`; NUTS does not
+    change it. ``guide.requires_grad_(False)`` saves about a sixth of NUTS's time.
 
     **Example:**
 
@@ -173,7 +171,7 @@ class NoiseSpaceReparam(NeuTraReparam):
 
     @torch.no_grad()
     def transform_sample(self, latent: Tensor) -> dict[str, Tensor]:
-        """The model's latents of noise that NUTS drew.
+        """Map noise drawn by NUTS to the model's latents.
 
         Warns if the determinant of the generator's Jacobian has both signs among the draws: then
         the generator folds the noise, and posterior mass in the fold counts more than once.
@@ -184,7 +182,7 @@ class NoiseSpaceReparam(NeuTraReparam):
         """
         self._warn_of_folds(latent.reshape(-1, latent.shape[-1]))
         batch = latent.shape[:-1]
-        # Sites in plates want the draws to the left of all plates.
+        # Sites in plates need the draws to the left of all plates.
         depth = max((-frame.dim for frame in self.guide._prototype_frames.values()), default=0)
         vectors = self.guide.get_transform()(latent).reshape(batch + (1,) * depth + (-1,))
         return {
@@ -205,9 +203,9 @@ class NoiseSpaceReparam(NeuTraReparam):
 
 @torch.no_grad()
 def count_folds(guide: AutoImplicit, noise: Tensor) -> int:
-    """At how many noises the Jacobian's determinant has another sign than at most.
+    """Count the noise draws at which the Jacobian's determinant has the rarer sign.
 
-    :param guide: with as many noise dimensions as latents.
+    :param guide: a guide with as many noise dimensions as latents.
     :param noise: ``(num_draws, noise_dim)``.
     """
     generator = as_generator(guide.generator)

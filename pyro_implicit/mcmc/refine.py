@@ -24,7 +24,7 @@ from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc.chains import Checkpoint, WindowedChains, run
 from pyro_implicit.mcmc.draws import DrawStore
 from pyro_implicit.mcmc.frame import FrameKind, minibatch_frame
-from pyro_implicit.mcmc.guide_density import Modes
+from pyro_implicit.mcmc.guide_density import MixtureModes
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains, Schedule, check_scaling
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
@@ -281,7 +281,7 @@ def refine(
             raise ValueError("teach wants a guide, and these are draws. Cure: teach=False")
         example = target.constrain(target.init_loc.expand(2, -1))
         check_teachable(guide, example, target.args, target.kwargs)
-    modes, track = Modes.of(target, guide), Tracker(target, quantities)
+    modes, track = MixtureModes.of(target, guide), Tracker(target, quantities)
     file = Checkpoint(checkpoint, settings, checkpoint_every)
     chains: WindowedChains | None = file.load(target.init_loc.device)
     if chains is not None:

@@ -18,7 +18,7 @@ from pyro_implicit.export.arviz import ArvizExport
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.draws import DrawStore
-from pyro_implicit.mcmc.guide_density import KEPT, Modes
+from pyro_implicit.mcmc.guide_density import KEPT, MixtureModes
 from pyro_implicit.mcmc.kernels.step_choice import StepChoice
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
 from pyro_implicit.mcmc.policy import StoppingPolicy
@@ -273,7 +273,7 @@ class Refined(Printed, ArvizExport):
             yield self.modes
 
 
-def collect(space: Space, modes: Modes | None, chains: WindowedChains) -> Refined:
+def collect(space: Space, modes: MixtureModes | None, chains: WindowedChains) -> Refined:
     """Return the result of chains with all data.
 
     :param space: the space in which they walked.

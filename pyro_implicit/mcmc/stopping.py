@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When chains may stop: nothing drifts, and every chain has forgotten where it began."""
+"""The stopping rule: nothing drifts, and every chain has forgotten its start."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ __all__ = ["Drift", "Quantities", "Tracked", "Tracker", "drift", "pooled", "trac
 
 
 class Tracked(NamedTuple):
-    """What the rule looks at: ``values``, ``(num_chains, num_quantities)``, the log-density last.
+    """The input of the rule: ``values``, ``(num_chains, num_quantities)``, the log-density last.
 
-    ``group``, ``(num_quantities,)``, numbers the quantities of one unit from 0 on: the root mean
-    square of their sds, so that of many predictions those that hardly vary do not matter.
+    ``group``, ``(num_quantities,)``, numbers groups of quantities from 0 on. All quantities of a
+    group have one unit, the root mean square of their sds, so that predictions that hardly vary do
+    not matter.
     """
 
     values: Tensor
@@ -33,14 +34,14 @@ class Tracked(NamedTuple):
 
 
 def tracked(parts: list[Tensor], log_density: Tensor) -> Tracked:
-    """Quantities and the log-density side by side.
+    """Join quantities and the log-density.
 
     **Example:**
 
     >>> tracked([torch.zeros(5, 1), torch.zeros(5, 2, 1)], torch.zeros(5)).group
     tensor([0, 1, 1, 2])
 
-    :param parts: each of one unit, ``(num_chains, *shape)``.
+    :param parts: groups of quantities, ``(num_chains, *shape)``.
     :param log_density: ``(num_chains,)``.
     """
     rows = [part.reshape(len(log_density), -1).to(log_density) for part in (*parts, log_density)]
@@ -50,12 +51,12 @@ def tracked(parts: list[Tensor], log_density: Tensor) -> Tracked:
 
 
 class Drift(NamedTuple):
-    """What a stretch of chains says; each number is of the worst quantity.
+    """The errors of a stretch of chains, for the worst quantity.
 
-    ``mean`` is how far a mean may be off, in sds, as its drift says; ``sd`` the same of standard
-    deviations, as a share; both with two standard errors of the drift. Of heavy tails, whose
-    standard deviation varies more than a normal's in as many draws, the share is divided by how
-    much, at most by 2. ``r_hat`` is the greatest R-hat of values and squares.
+    ``mean`` is the error of a mean in sds, as estimated from its drift; ``sd`` is the error of a
+    standard deviation as a share. Both include two standard errors of the drift. The standard
+    deviation of a heavy-tailed quantity varies more than that of a normal one; its error is divided
+    by that ratio, at most by 2. ``r_hat`` is the largest R-hat of values and squares.
     """
 
     mean: float
@@ -80,29 +81,29 @@ def drift(
 ) -> Drift:
     r"""Compare the second half of a stretch with the first, chain by chain.
 
-    Each chain gives the difference of its two means. They are independent of the other chains', so
-    that their standard error needs no autocorrelations. The variance about the common mean does
-    the same for standard deviations.
+    Each chain gives the difference of its two means. The differences of chains are independent, so
+    their standard error needs no autocorrelations. The variance about the common mean gives the
+    same for standard deviations.
 
-    What a drift says of the error depends on how fast the chains forget. If as :math:`e^{-t}`, and
-    the stretch is x long, a bias b at its beginning shifts the mean of the stretch by
-    :math:`b (1 - e^{-x}) / x`, and the second half differs from the first by
-    :math:`2 b (1 - e^{-x/2})^2 / x`. So the mean is off by
+    The error that a drift implies depends on how fast the chains forget. If they forget as
+    :math:`e^{-t}` and the stretch has length x, a bias b at its beginning shifts the mean of the
+    stretch by :math:`b (1 - e^{-x}) / x`, and the second half differs from the first by
+    :math:`2 b (1 - e^{-x/2})^2 / x`. So the error of the mean is
 
     .. math:: \frac{1 + e^{-x/2}}{2 (1 - e^{-x/2})}
 
-    such differences: a half once the start is forgotten, more before. R-hat tells x:
-    :math:`1 - \hat R^{-2}` is the share of the chains' means in the variance, and of a process that
-    forgets in this way it is :math:`2 (x - 1 + e^{-x}) / x^2`.
+    such differences: a half once the start is forgotten, more before. R-hat gives x:
+    :math:`1 - \hat R^{-2}` is the share of the chains' means in the variance, and for a process
+    that forgets in this way it is :math:`2 (x - 1 + e^{-x}) / x^2`.
 
     A slow drift hides in noise, and a chain that has not moved does not drift at all. So the chains
-    must also have forgotten their starts: R-hat of the stretch, of values and of squares, asks each
-    chain for five effective draws at least (:math:`\hat R^2 - 1 \approx 1 / n`), after which the
-    memory of the start is gone. It is not asked for more, as of long chains, because noise is
-    averaged over chains. Of many quantities one drifts far by noise alone: what the largest of so
-    many normal variables is expected to have more than a single one, in standard errors, is taken
-    off each drift. R-hat is the nested R-hat of reference 1 with a superchain for each chain:
-    larger ones want common starts, which a guide's draws are not.
+    must also have forgotten their starts: R-hat of the stretch, for values and for squares,
+    requires at least five effective draws of each chain (:math:`\hat R^2 - 1 \approx 1 / n`), after
+    which the memory of the start is gone. Long chains need a stricter limit; here noise is averaged
+    over chains. Among many quantities, one drifts far by noise alone. So each drift is reduced by
+    the excess of the expected maximum of as many normal variables over that of one, in standard
+    errors. R-hat is the nested R-hat of reference 1 with a superchain for each chain, because
+    larger superchains need common starts, which a guide's draws are not.
 
     **Example:**
 
@@ -115,13 +116,13 @@ def drift(
     False
 
     :param powers: means over successive batches of transitions of the quantities, their squares
-        and their fourth powers, ``(3, num_batches, num_chains, num_quantities)``. Of the last of
-        them, the log-density, the mean alone counts.
+        and their fourth powers, ``(3, num_batches, num_chains, num_quantities)``. For the last
+        quantity, the log-density, only the mean counts.
     :param group: see :class:`Tracked`.
-    :param label: for chains of separate modes, the mode of each, ``(num_chains,)``: means,
-        variances and R-hat are then those within modes.
+    :param label: the mode of each chain, ``(num_chains,)``, if modes are separate. Means,
+        variances and R-hat are then computed within modes.
     :param policy: the limits.
-    :returns: that of the worst quantity.
+    :returns: the errors of the worst quantity.
 
     **References:**
 
@@ -153,22 +154,22 @@ def drift(
 
 
 def _members(label: Tensor | None, values: Tensor) -> Tensor:
-    """Which chain is of which mode, ``(num_modes, num_chains)``."""
+    """Return the chains of each mode, ``(num_modes, num_chains)``."""
     if label is None:
         return values.new_ones(1, values.shape[1])
     return (label.unique().unsqueeze(-1) == label).to(values)
 
 
 def _within(values: Tensor, members: Tensor) -> Tensor:
-    """Each chain's mean over all chains of its mode, ``(num_chains, num_quantities)``."""
+    """Average over the chains of each chain's mode, ``(num_chains, num_quantities)``."""
     return members.mT @ (members @ values / members.sum(-1, keepdim=True))
 
 
 def _memory(r_hat: Tensor) -> Tensor:
-    """How many differences of its halves the mean of a stretch may be off."""
+    """Return the error of the mean of a stretch, in differences of its halves."""
     share = (1 - r_hat**-2).clamp(1e-6, 1 - 1e-6)
     low, high = torch.full_like(share, 1e-6), torch.full_like(share, 1e7)
-    for _ in range(60):  # bisection of what falls from 1 to 0
+    for _ in range(60):  # bisection of a function that falls from 1 to 0
         x = (low * high).sqrt()
         is_low = 2 * (x + torch.expm1(-x)) / x.square() > share
         low, high = torch.where(is_low, x, low), torch.where(is_low, high, x)
@@ -177,7 +178,7 @@ def _memory(r_hat: Tensor) -> Tensor:
 
 
 def pooled(values: Tensor, group: Tensor) -> Tensor:
-    """Each quantity's mean over its group, ``(num_quantities,)``, and 1 instead of 0."""
+    """Average over the group of each quantity, ``(num_quantities,)``; 1 instead of 0."""
     zeros = values.new_zeros(len(values))
     total = zeros.index_add(0, group, values)
     mean = (total / zeros.index_add(0, group, torch.ones_like(values)).clamp(min=1))[group]
@@ -185,7 +186,6 @@ def pooled(values: Tensor, group: Tensor) -> Tensor:
 
 
 def _bound(values: Tensor, half: int, errors: float) -> Tensor:
-    """The drift of each quantity's mean, plus its errors: ``(num_quantities,)``."""
     differences = values[half:].mean(0) - values[:half].mean(0)
     error = differences.std(0) / math.sqrt(len(differences))
     by_noise = _largest(differences.shape[-1]) - _largest(1)
@@ -193,15 +193,11 @@ def _bound(values: Tensor, half: int, errors: float) -> Tensor:
 
 
 def _largest(count: int) -> float:
-    """What the largest of so many standard normal variables is expected to be, about, unsigned."""
+    """Approximate the expected maximum of the moduli of standard normal variables."""
     return NormalDist().inv_cdf(1 - 0.2125 / count)
 
 
 def _r_hat(means: Tensor, mean_squares: Tensor, group: Tensor, members: Tensor) -> Tensor:
-    """Of chains that are not split, because their halves are compared already.
-
-    :param means: of each chain, as ``mean_squares``, ``(num_chains, num_quantities)``.
-    """
     within = (mean_squares - means.square()).mean(0)
     freedom = max(1, members.shape[1] - len(members))
     between = (means - _within(means, members)).square().sum(0) / freedom
@@ -214,7 +210,7 @@ Quantities = Callable[[dict[str, Tensor]], Tensor | dict[str, Tensor]]
 
 
 class Tracker:
-    """The tracked quantities of latents ``(num_chains, d)`` and log-densities ``(num_chains,)``.
+    """A map from latents ``(num_chains, d)`` and log-densities to the tracked quantities.
 
     **Example:**
 
@@ -227,7 +223,7 @@ class Tracker:
             [1., 0.]])
 
     :param target: the posterior of the latents.
-    :param quantities: of constrained draws by site; by default the latents.
+    :param quantities: a function of constrained draws by site; by default the latents.
     """
 
     def __init__(self, target: Target, quantities: Quantities | None) -> None:
@@ -251,14 +247,14 @@ class Tracker:
         return result
 
     def try_at(self, latent: Tensor) -> None:
-        """Check the quantities' shapes, before the chains walk.
+        """Check the shapes of quantities before the chains walk.
 
         :raises ValueError: for values that are not one of each chain.
         """
         if self._quantities is None:
             return
         found: Any = ()
-        with suppress(*IMPOSSIBLE):  # of starts that are far from the posterior
+        with suppress(*IMPOSSIBLE):  # starts may be far from the posterior
             found = self._quantities(self._target.constrain(latent))
         _check_shapes(found, len(latent))
 

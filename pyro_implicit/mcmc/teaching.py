@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guide that learns from posterior draws."""
+"""Training of a guide on posterior draws."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = ["Taught", "check_teachable", "teach"]
 
 @dataclass(frozen=True)
 class Taught:
-    """What a guide learnt.
+    """The gain of a training on draws.
 
-    ``before`` and ``after`` are its mean log-densities, in nats, at draws that it did not learn
-    from; where they are equal it was left as it was. It took ``num_steps`` steps and ``seconds``.
+    ``before`` and ``after`` are the guide's mean log-densities, in nats, at held-out draws; if they
+    are equal, the guide did not change. The training took ``num_steps`` steps and ``seconds``.
     """
 
     before: float
@@ -54,17 +54,17 @@ def teach(
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Taught:
-    r"""Trains a guide on posterior draws, in place.
+    r"""Train a guide on posterior draws, in place.
 
-    It maximises the mean of :math:`\log q(\theta)` over the draws, which minimises the forward
-    divergence :math:`KL(p \| q)`: the guide comes to cover all of the posterior, where an ELBO
-    draws it to the bulk; with several modes and a guide of one, all that lies between them, too.
-    The Gaussian guides ``AutoNormal``, ``AutoDiagonalNormal`` and ``AutoMultivariateNormal`` take
-    the draws' moments, which is the maximum. Any other guide is trained by Adam, whose rate falls
-    to zero along a cosine. The last fifth of the draws is held out, and the guide ends as it was
-    when these were likeliest: never less likely than it came.
+    The training maximises the mean of :math:`\log q(\theta)` over the draws, which minimises the
+    forward divergence :math:`KL(p \| q)`: the guide covers the whole posterior, while an ELBO
+    concentrates it on the bulk. A unimodal guide of several modes also covers the region between
+    them. The Gaussian guides ``AutoNormal``, ``AutoDiagonalNormal`` and ``AutoMultivariateNormal``
+    take the moments of the draws, which is the maximum. Any other guide is trained by Adam, whose
+    rate falls to zero along a cosine. The last fifth of the draws is held out, and the guide ends
+    with the parameters at which they were likeliest, never below its initial log-density.
 
-    The weights of an :class:`~pyro_implicit.AutoMixture` stay as they are.
+    The weights of an :class:`~pyro_implicit.AutoMixture` do not change.
 
     **Example:**
 
@@ -78,18 +78,19 @@ def teach(
     >>> taught.after > taught.before, f"{guide.median()['x']:.0f}"
     (True, '4')
 
-    :param guide: with a density at any point: Gaussian autoguides and flows,
-        :class:`~pyro_implicit.AutoImplicit` with an injective generator,
-        :class:`~pyro_implicit.AutoMixture` of such, or one written by hand.
-    :param draws: constrained values by site, ``(num_draws, *site_shape)``, those of one chain side
-        by side, as :meth:`Refined.get_samples` gives them, so that whole chains are held out.
-    :param args: of the guide, as ``kwargs``.
-    :param num_steps: of Adam, at most: it ends when the held-out draws have not become likelier
-        for 150.
+    :param guide: a guide with a density at any point: Gaussian autoguides and flows,
+        :class:`~pyro_implicit.AutoImplicit` with an injective generator, an
+        :class:`~pyro_implicit.AutoMixture` of such guides, or a guide written by hand.
+    :param draws: constrained values by site, ``(num_draws, *site_shape)``, chain after chain, as
+        :meth:`Refined.get_samples` returns them, so that whole chains are held out.
+    :param args: arguments of the guide.
+    :param num_steps: maximum number of Adam steps. The training ends earlier if the held-out draws
+        have not become likelier for 150 steps.
     :param lr: Adam's learning rate, which suits a guide of unit scale.
     :param batch_size: draws at each step.
     :param progress: whether to show a bar.
-    :param model_kwargs: more keyword arguments of the guide, those with a name of ours.
+    :param model_kwargs: keyword arguments of the guide whose names this function has too.
+    :param kwargs: further keyword arguments of the guide.
     :raises ValueError: for a guide without a density, or without parameters, or too few draws.
     """
     kwargs = {**kwargs, **(model_kwargs or {})}
@@ -126,7 +127,7 @@ def teach(
 
 
 def check_teachable(guide: Any, example: Mapping[str, Tensor], args: tuple, kwargs: dict) -> None:
-    """Refuse a guide that :func:`teach` would refuse, before anything is done.
+    """Refuse a guide that :func:`teach` would refuse.
 
     :param example: some draws.
     :raises ValueError: naming the cure.
@@ -150,7 +151,7 @@ def _parameters(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]
 
 
 def _parts(draws: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The draws to learn from and the held-out ones, evenly thinned."""
+    """Split draws into a training and a validation set, evenly thinned."""
     count = min((len(value) for value in draws.values()), default=0)
     if count < TEACHING.least_draws:
         raise ValueError(f"teach wants at least {TEACHING.least_draws} draws, but got {count}")
@@ -168,7 +169,7 @@ def _step(optimiser: torch.optim.Optimizer, parameters: list[Tensor], loss: Tens
     if not loss.requires_grad:  # the guide has a density at none of these draws
         return
     optimiser.zero_grad()
-    # Nothing is left behind in parameters of others that the guide reads.
+    # Parameters that the guide reads but does not own get no gradients.
     loss.backward(inputs=parameters)
     norm = torch.nn.utils.clip_grad_norm_(parameters, TEACHING.clip_norm)
     if norm.isfinite():
@@ -176,10 +177,7 @@ def _step(optimiser: torch.optim.Optimizer, parameters: list[Tensor], loss: Tens
 
 
 def _take_moments(guide: Any, density: DensityAtDraws) -> bool:
-    """Give a Gaussian guide the draws' moments, and leave any other alone.
-
-    :returns: whether it is Gaussian.
-    """
+    """Give a Gaussian guide the moments of the draws; return whether it is Gaussian."""
     if not isinstance(guide, (AutoMultivariateNormal, AutoDiagonalNormal, AutoNormal)):
         return False
     is_full = isinstance(guide, AutoMultivariateNormal)
@@ -203,7 +201,7 @@ def _take_moments(guide: Any, density: DensityAtDraws) -> bool:
 
 
 class _Best:
-    """The likeliest parameters so far."""
+    """The best parameters so far."""
 
     def __init__(self, parameters: list[Tensor], score: float) -> None:
         self.parameters, self.score, self.age = parameters, score, 0
@@ -222,8 +220,7 @@ class _Best:
 
 
 class _HeldOutScore:
-    """The mean log-density of held-out draws; those where it is not finite at first do not count,
-    unless that is all of them."""
+    """Mean log-density of the validation set, without draws at which it is not finite at first."""
 
     def __init__(self, density: DensityAtDraws) -> None:
         self._density = density

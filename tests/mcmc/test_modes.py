@@ -13,7 +13,7 @@ from pyro_implicit import AutoImplicit, AutoMixture, AutoregressiveGenerator, Au
 from pyro_implicit.density import Target
 from pyro_implicit.guides import Frame
 from pyro_implicit.mcmc import refine
-from pyro_implicit.mcmc.guide_density import Modes
+from pyro_implicit.mcmc.guide_density import MixtureModes
 from pyro_implicit.mcmc.policy import DEFAULT
 
 
@@ -61,13 +61,13 @@ def test_other_guides_keep_their_weights():
     result = refine(bimodal, mixture(bimodal, kind=AutoSemiImplicit), seed=0, **OPTIONS)
     assert result.stopped == "max_gradients" and "keeps the weight" in result.modes
     assert not result.modes_weighed
-    assert Modes.of(Target(bimodal), {"x": torch.zeros(8, 1)}) is None
+    assert MixtureModes.of(Target(bimodal), {"x": torch.zeros(8, 1)}) is None
 
 
 def test_a_component_without_chains_has_no_mass():
     guide = mixture(bimodal)
     guide()
-    modes = Modes(Target(bimodal), guide)
+    modes = MixtureModes(Target(bimodal), guide)
     latents = torch.randn(16, 5, 1) - 9
     masses = modes.log_masses(latents, modes.label(latents[:, 0]), num_draws=500)
     assert masses[1] == -torch.inf and masses[0].isfinite()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A latent written as noise in what its parents and the data say of it."""
+"""Latents written as noise, given their parents and the information of the data."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ LOC_SCALE = (dist.Normal, dist.StudentT, dist.Cauchy, dist.Laplace, dist.Logisti
 
 
 class ConditionalReparam(Reparam):
-    r"""Writes a latent as noise: what is left of it once its parents and the data are known.
+    r"""Write a latent as the noise that remains given its parents and the data.
 
-    Of a latent :math:`x = \mu + L \epsilon`, whose mean and scale depend on other latents, let the
-    rest of the model say :math:`\exp(h^\top x - \frac12 x^\top W x)`. Then
+    For a latent :math:`x = \mu + L \epsilon`, whose mean and scale depend on other latents, let the
+    rest of the model be :math:`\exp(h^\top x - \frac12 x^\top W x)`. Then
 
     .. math::
         z = C (\epsilon - m), \quad C^\top C = I + L^\top W L, \quad
         m = (C^\top C)^{-1} L^\top (h - W \mu)
 
-    is standard normal a posteriori, whatever the other latents are. Where the data say nothing
-    (:math:`W = 0`) this is the non-centred form, where they say all, the centred one, and between
-    the two, unlike a fixed partly centred form
-    (:class:`~pyro.infer.reparam.loc_scale.LocScaleReparam`), it changes with the scale: at the
-    mouth of a funnel it is centred, in its neck not. The density is exact in any case; W and h only
-    decide how round it is. A vector that is given by its precision P, a Gaussian Markov field, is
-    written in the same way without factors of P: :math:`z = C (x - m)`, :math:`C^\top C = P + W`.
-    Of a log-normal latent x is the logarithm.
+    is standard normal a posteriori for all values of the other latents. Without information of the
+    data (:math:`W = 0`) this is the non-centred form, and with much information the centred form.
+    In between it changes with the scale, unlike a fixed partly centred form
+    (:class:`~pyro.infer.reparam.loc_scale.LocScaleReparam`): it is centred at the mouth of a funnel
+    and non-centred in its neck. The density is exact in any case; W and h only affect its geometry.
+    A vector with a precision matrix P, a Gaussian Markov field, is written in the same way without
+    factors of P: :math:`z = C (x - m)`, :math:`C^\top C = P + W`. For a log-normal latent, x is the
+    logarithm.
 
     **Example:**
 
@@ -74,10 +74,10 @@ class ConditionalReparam(Reparam):
     >>> list(trace.stochastic_nodes)
     ['scale', 'x_noise']
 
-    :param precision: W, ``(*batch_shape, *event_shape)``, not negative; of a
+    :param precision: W, ``(*batch_shape, *event_shape)``, not negative; for a
         :class:`~pyro.distributions.MultivariateNormal` ``(*batch_shape, n, n)``.
     :param information: h, in the latent's shape.
-    :param suffix: what makes the noise's name of the latent's.
+    :param suffix: suffix of the name of the noise.
     """
 
     def __init__(self, precision: Tensor, information: Tensor, suffix: str = SUFFIX) -> None:
@@ -85,23 +85,23 @@ class ConditionalReparam(Reparam):
 
     @staticmethod
     def suits(fn: Any) -> bool:
-        """Whether a site's distribution is one of location and scale."""
+        """Return whether a distribution is a location-scale family."""
         return isinstance(base_distribution(fn), (*LOC_SCALE, dist.MultivariateNormal))
 
     @classmethod
     def suits_site(cls, site: dict[str, Any]) -> bool:
-        """Whether a latent of a trace has such a distribution, neither scaled nor masked."""
+        """Return whether a site has such a distribution, neither scaled nor masked."""
         unscaled = bool((torch.as_tensor(site["scale"]) == 1).all())
         return site["mask"] is None and unscaled and cls.suits(site["fn"])
 
     @staticmethod
     def is_vector(fn: Any) -> bool:
-        """Whether its precision is a matrix."""
+        """Return whether its precision is a matrix."""
         return isinstance(base_distribution(fn), dist.MultivariateNormal)
 
     @staticmethod
     def is_log_normal(fn: Any) -> bool:
-        """Whether it is the logarithm that has location and scale."""
+        """Return whether the logarithm has location and scale."""
         return isinstance(without_event(fn), torch.distributions.LogNormal)
 
     def apply(self, msg: ReparamMessage) -> ReparamResult:
@@ -117,16 +117,16 @@ class ConditionalReparam(Reparam):
         log_density, log_det = (sum_rightmost(one, event_dim - form.event_dim) for one in parts)
         pyro.factor(f"{name}_factor", log_density - standard.log_prob(noise))
         value = value if msg["value"] is None else msg["value"]
-        # Its density given the noise, for whoever has a density of that.
+        # The density given the noise, for guides with a density of the noise.
         delta = dist.Delta(value, -log_det, event_dim=event_dim).mask(False)
         return {"fn": delta, "value": value, "is_observed": True}
 
     def noise_name(self, site: str) -> str:
-        """The name of a site's noise."""
+        """Return the name of a site's noise."""
         return f"{site}{self.suffix}"
 
     def to_noise(self, fn: Any, value: Tensor) -> Tensor:
-        """The noise that gives a value of the site."""
+        """Map a value of the site to its noise."""
         return self._form(fn).to_noise(value)
 
     def _form(self, fn: Any) -> _Scalar | _Vector | _VectorOfPrecision:
@@ -141,9 +141,9 @@ class ConditionalReparam(Reparam):
 
 
 def unused_suffix(latents: Collection[str], sites: Collection[str]) -> str:
-    """``"_noise"``, or so many more underscores that no name is the model's already.
+    """Return ``"_noise"``, with underscores appended until no name is taken.
 
-    :param latents: that may be written as noise.
+    :param latents: latents that may be written as noise.
     :param sites: all names of the model.
     """
     suffix = SUFFIX
@@ -153,7 +153,7 @@ def unused_suffix(latents: Collection[str], sites: Collection[str]) -> str:
 
 
 def base_distribution(fn: Any) -> Any:
-    """A site's distribution without ``to_event``, and that of its logarithm if log-normal."""
+    """Strip ``to_event``, and take the logarithm of a log-normal distribution."""
     fn = without_event(fn)
     return fn.base_dist if isinstance(fn, torch.distributions.LogNormal) else fn
 
@@ -169,8 +169,7 @@ class _Scalar:
         self.shift = fn.scale * (information - precision * fn.loc) / self.stretch.square()
 
     def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The value, the log-density of the noise, and the log-determinant of the one by the
-        other."""
+        """Return the value, the log-density of the noise, and the log-determinant."""
         value = self.fn.loc + self.fn.scale * (self.shift + noise / self.stretch)
         log_det = (self.fn.scale / self.stretch).log()
         return value, self.fn.log_prob(value) + log_det, log_det
@@ -183,7 +182,6 @@ class _LogScalar(_Scalar):
     """The logarithm of each element by itself."""
 
     def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As that of :class:`_Scalar`."""
         value, log_density, log_det = super().to_value(noise)
         return value.exp(), log_density, log_det + value
 
@@ -204,7 +202,6 @@ class _Vector:
         self.told = small_matvec(self.factor.mT, information - small_matvec(precision, fn.loc))
 
     def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As that of :class:`_Scalar`."""
         white, log_det = from_standard(noise, self.precision, self.told)
         log_det = log_det.sum(-1)
         scale = self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -217,7 +214,7 @@ class _Vector:
 
 
 class _VectorOfPrecision:
-    """The same of a prior that is given by its precision, which needs no factor."""
+    """A vector with a precision matrix, which needs no factor."""
 
     event_dim = 1
 
@@ -227,7 +224,6 @@ class _VectorOfPrecision:
         self.told = information + small_matvec(self.prior, fn.loc)
 
     def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As that of :class:`_Scalar`."""
         value, log_det = from_standard(noise, self.precision, self.told)
         log_det, offset = log_det.sum(-1), value - self.loc
         zero = torch.zeros_like(noise)
@@ -242,9 +238,9 @@ class _VectorOfPrecision:
 
 
 def score_of_rest(target: Target, points: Tensor, sites: list[str]) -> Tensor:
-    """The derivative of the log-density without the priors of sites, with its graph.
+    """Differentiate the log-density without the priors of some sites, with its graph.
 
-    :param points: ``(num_points, latent_dim)``, of which derivatives are recorded.
+    :param points: ``(num_points, latent_dim)``, which require gradients.
     """
 
     def rest(trace: Trace) -> Tensor:
@@ -259,10 +255,13 @@ def score_of_rest(target: Target, points: Tensor, sites: list[str]) -> Tensor:
 def own_hessian(
     target: Target, point: Tensor, score: Tensor, columns: Tensor, policy: SpacePolicy
 ) -> Tensor:
-    """The Hessian of a site, ``(count, size, count, size)``, at its ``columns`` ``(count, size)``.
+    """Return the Hessian of a site, ``(count, size, count, size)``.
 
-    Of very many, its blocks on the diagonal alone, ``(count, size, size)``, as estimated by
-    random signs (Hutchinson): what lies beside them cancels.
+    For many columns, return estimates of its diagonal blocks, ``(count, size, size)``, by random
+    signs (Hutchinson): the other blocks cancel.
+
+    :param columns: places of the site in the latent vector, ``(count, size)``.
+    :param policy: the limits.
     """
     count, size = columns.shape
     is_small = columns.numel() <= policy.max_columns
@@ -281,15 +280,18 @@ def own_hessian(
 
 
 def told(fn: Any, curvature: Tensor, gradient: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    r"""W and h of a second-order expansion, in the directions in which it bends down.
+    r"""Return W and h of a second-order expansion, in directions of negative curvature.
 
-    What the data say of a latent beside others of its site is what they leave of its variance: with
-    the prior's precision P, that of the block b is :math:`W_b = ((P + W)^{-1}_{bb})^{-1} - P_b`, so
-    that of steps of which the data see sums alone none is taken for known.
+    The information on one latent among others of its site is the reduction of its variance: with
+    the prior's precision P, the information of block b is
+    :math:`W_b = ((P + W)^{-1}_{bb})^{-1} - P_b`. So if the data see only sums of steps, no step
+    counts as known.
 
-    :param curvature: minus a Hessian, ``(count, size, count, size)``, or its blocks on the
-        diagonal, ``(count, size, size)``.
-    :param gradient: as ``value``, ``(count, size)``.
+    :param fn: the prior.
+    :param curvature: the negative Hessian, ``(count, size, count, size)``, or its diagonal blocks,
+        ``(count, size, size)``.
+    :param gradient: ``(count, size)``.
+    :param value: where the Hessian was computed, ``(count, size)``.
     """
     loc, prior = _moments(fn, value)
     count, size = value.shape
@@ -310,7 +312,7 @@ def told(fn: Any, curvature: Tensor, gradient: Tensor, value: Tensor) -> tuple[T
 
 
 def _moments(fn: Any, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Location ``(count, size)`` and precision ``(count, size, size)`` of a site's prior."""
+    """Return location ``(count, size)`` and precision ``(count, size, size)`` of a prior."""
     fn = base_distribution(fn)
     loc = fn.loc.expand(fn.batch_shape + fn.event_shape).reshape(value.shape)
     if ConditionalReparam.is_vector(fn):
@@ -321,6 +323,6 @@ def _moments(fn: Any, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bent_down(curvature: Tensor) -> Tensor:
-    """Without the directions in which it bends up."""
+    """Drop directions of positive curvature."""
     values, vectors = torch.linalg.eigh((curvature + curvature.mT) / 2)
     return (vectors * values.clamp(min=0).unsqueeze(-2)) @ vectors.mT

@@ -31,32 +31,33 @@ __all__ = ["ScaledBlock", "ScaledReparam", "scaled_reparams"]
 
 @dataclass(frozen=True, eq=False)
 class ScaledBlock:
-    r"""What parents and data leave open of latents that were written as noise by hand.
+    r"""The noise of latents that were written in non-centred form, given parents and data.
 
-    In :math:`\mu + \tau z` the prior of z is that of noise already, but the more :math:`\tau` makes
-    of it, the more the data say of it. With W and h those of
-    :class:`~pyro_implicit.mcmc.ConditionalReparam` at a middle, they are taken to be elsewhere
+    In :math:`\mu + \tau z` the prior of z is that of noise already, but the information of the data
+    on z grows with :math:`\tau`. With W and h of :class:`~pyro_implicit.mcmc.ConditionalReparam` at
+    a middle point, they are modelled elsewhere as
 
     .. math::
         D W D \text{ and } D R h, \quad \log D = \tfrac12 \sum_k b_k (u_k - u_{k,0}),
 
     where the u are logarithms of such factors: the unconstrained coordinates of positive latents. A
     factor of the latent has :math:`b = 2`, a scale of the data's noise :math:`b = -2`; h grows with
-    the first power of the one, and the second of the other, whose part of D is R. With
+    the first power of a factor and the second power of a noise scale, whose part of D is R. With
     :math:`C^\top C = I + D W D`, the noise of a latent :math:`z = l + s \epsilon` is
 
     .. math:: \epsilon = C^{-1} (x + C^{-\top} (D R h - D W D s^{-1} l))
 
-    of what is left, x: a standard normal, whatever the factors are, where the data are linear in z
-    and their noise is normal. The density is exact in any case.
+    given the remaining noise x, which is standard normal for all values of the factors if the data
+    are linear in z and have normal noise. The density is exact in any case.
 
-    :param powers: b, by the name of the latent and that of the other latent.
-    :param middle: the unconstrained values of the others, whose shapes broadcast with the latent's.
-    :param shapes: of the latents.
+    :param powers: b, by the name of the latent and of the other latent.
+    :param middle: unconstrained values of the other latents, whose shapes broadcast with the
+        latent's.
+    :param shapes: shapes of the latents.
     :param precision: W in units of the priors' scales, ``(n, n)`` for the n elements of all
         latents, or ``(n,)`` if diagonal.
     :param information: h in these units, ``(n,)``.
-    :param locs: of the priors, l, in these units, ``(n,)``.
+    :param locs: locations l of the priors in these units, ``(n,)``.
     :param suffix: suffix of the names of noise.
     :param factor_power: power above which a latent is a factor.
     """
@@ -71,9 +72,9 @@ class ScaledBlock:
     factor_power: float = DEFAULT.space.factor_power
 
     def to_noise(self, parts: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The priors' noise of what is left.
+        """Map the remaining noise to the priors' noise.
 
-        :param parts: unconstrained, by site, ``(num_points, *shape)``; those of the block are
+        :param parts: unconstrained values by site, ``(num_points, *shape)``; the block's sites are
             called ``"{name}{suffix}"``.
         :returns: noise, and the log-determinant of each element, by the same names.
         """
@@ -81,7 +82,7 @@ class ScaledBlock:
         return self._split(values), self._split(log_det)
 
     def to_points(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What is left of noise, in the same way."""
+        """Map the priors' noise to the remaining noise."""
         return self._split(self._map(parts, back=True)[0])
 
     def _map(self, parts: Mapping[str, Tensor], back: bool) -> tuple[Tensor, Tensor]:
@@ -100,7 +101,7 @@ class ScaledBlock:
         return from_standard(values, precision, told)
 
     def _scales(self, parts: Mapping[str, Tensor], num_points: int) -> tuple[Tensor, Tensor]:
-        """D and what the data say of the noise, ``(num_points, n)``."""
+        """Return D and the information on the noise, ``(num_points, n)``."""
         log_scales, log_rests = [], []
         for name, shape in self.shapes.items():
             log_scale = log_rest = self.information.new_zeros(num_points, *shape)
@@ -125,11 +126,11 @@ class ScaledBlock:
 class ScaledReparam(ConditionalReparam):
     """One latent of a :class:`ScaledBlock`.
 
-    For ``poutine.reparam`` this is the non-centred form alone: factors may not be known yet where
+    ``poutine.reparam`` only applies the non-centred form, because factors may not be known yet when
     the latent is sampled. :class:`~pyro_implicit.mcmc.spaces.space.NoiseMap` does the rest.
 
-    :param block: to which the latent belongs.
-    :param shape: of the latent.
+    :param block: the block of the latent.
+    :param shape: the shape of the latent.
     """
 
     def __init__(self, block: ScaledBlock, shape: torch.Size) -> None:
@@ -185,7 +186,7 @@ def _is_plain(site: dict[str, Any]) -> bool:
 def _laws(
     target: Target, middle: Tensor, names: list[str], nodes: dict[str, Any], policy: SpacePolicy
 ) -> dict[str, Powers]:
-    """By what powers of others the data say more of a site, where such a law holds."""
+    """Fit the powers of other latents by which the information on each site grows."""
     generator = torch.Generator().manual_seed(0)
     moves = policy.point_spread * torch.randn(
         policy.num_points, len(middle), generator=generator
@@ -215,11 +216,8 @@ def _laws(
 
 
 def _law(told_at: Tensor, moved: Tensor, policy: SpacePolicy) -> Tensor | None:
-    """The powers by which others scale what the data say, if that explains it.
-
-    :param told_at: ``(num_points, num_elements)``, in units of what the prior says.
-    :param moved: ``(num_points, num_elements, num_others)``.
-    """
+    """Fit powers to information ``(num_points, num_elements)``, in units of the prior's, and moves
+    of others ``(num_points, num_elements, num_others)``; None for a poor fit."""
     sound = (told_at.isfinite() & (told_at > 0)).all(0) & (told_at.mean(0) > policy.least_told)
     if not sound.any():
         return None
@@ -236,10 +234,7 @@ def _law(told_at: Tensor, moved: Tensor, policy: SpacePolicy) -> Tensor | None:
 def _blocks(
     target: Target, laws: dict[str, Powers], policy: SpacePolicy
 ) -> list[dict[str, Powers]]:
-    """Sites that go together: those with a factor, and beside them others of which there is a law.
-
-    A site that scales another stays as it is.
-    """
+    """Group sites with a factor, and sites with a law beside them; a factor stays as it is."""
 
     def factors(name: str) -> set[str]:
         return {other for other, power in laws[name].items() if power > policy.factor_power}
@@ -270,7 +265,6 @@ def _block(
     nodes: dict[str, Any],
     policy: SpacePolicy,
 ) -> ScaledBlock:
-    """With W and h of the middle, in units of the priors."""
     places = target.split(torch.arange(len(middle), device=middle.device))
     shapes = {name: target.shapes[name] for name in powers}
     columns = torch.cat([places[name].flatten() for name in powers])
@@ -310,7 +304,7 @@ def _moments(fn: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
 
 
 def _curvatures(target: Target, points: Tensor, name: str, columns: Tensor) -> Tensor:
-    """Minus the second derivatives ``(num_points, num_columns)`` without a site's own prior."""
+    """Return negative second derivatives ``(num_points, num_columns)`` without a site's prior."""
     with torch.enable_grad():
         points = points.requires_grad_()
         score = score_of_rest(target, points, [name])
@@ -321,7 +315,6 @@ def _curvatures(target: Target, points: Tensor, name: str, columns: Tensor) -> T
 
 
 def _broadcasts(shape: torch.Size, other: torch.Size) -> bool:
-    """Whether one shape broadcasts to another."""
     try:
         return torch.broadcast_shapes(shape, other) == other
     except RuntimeError:

@@ -181,7 +181,7 @@ class NoiseMap:
         self._blocks = {id(one.block): one.block for one in scaled}.values()
 
     def log_prob(self, points: Tensor) -> Tensor:
-        """The log-density of points, ``(num_points,)``, differentiable; -inf where it has none."""
+        """Return the log-density of points, ``(num_points,)``, differentiable; -inf for NaN."""
         noise, log_dets = self.to_noise(points)
         log_prob = self.noise.log_prob(noise)
         for log_det in log_dets.values():
@@ -189,7 +189,7 @@ class NoiseMap:
         return log_prob.masked_fill(log_prob.isnan(), -math.inf)
 
     def score(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """The log-density and its gradient, constants; 0 where there is none."""
+        """Return the log-density and its gradient, 0 where the former is not finite."""
         with torch.enable_grad():
             points = points.detach().requires_grad_()
             log_prob = self.log_prob(points)
@@ -198,9 +198,9 @@ class NoiseMap:
         return log_prob, score.masked_fill(~log_prob.isfinite().unsqueeze(-1), 0.0)
 
     def to_noise(self, points: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The reparameterised model's latents, ``(num_points, latent_dim)``.
+        """Map points to the latents of the reparameterised model, ``(num_points, latent_dim)``.
 
-        :returns: and the log-determinant of each element of those that are scaled, by site.
+        :returns: the latents, and the log-determinant of each element of scaled sites, by site.
         """
         if not self._blocks:
             return points, {}
@@ -213,7 +213,7 @@ class NoiseMap:
 
     @torch.no_grad()
     def to_latent(self, points: Tensor) -> Tensor:
-        """Latents of points, ``(num_points, latent_dim)``."""
+        """Map points to latents, ``(num_points, latent_dim)``."""
         noise, _ = self.to_noise(points)
         moved = self.noise.read(
             noise, lambda trace: {name: trace.nodes[name]["value"] for name in self.reparams}
@@ -223,7 +223,7 @@ class NoiseMap:
 
     @torch.no_grad()
     def to_points(self, latent: Tensor) -> Tensor:
-        """Points of latents, ``(num_points, latent_dim)``."""
+        """Map latents to points, ``(num_points, latent_dim)``."""
 
         def read(trace: Trace) -> dict[str, Tensor]:
             sites = {name: trace.nodes[name] for name in self.reparams}
@@ -436,7 +436,7 @@ def conditional_noise(target: Target, middle: Tensor) -> ConditionalNoise | None
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Whether two distributions of a site are not the same."""
+    """Return whether two distributions of a site differ."""
     one, other = base_distribution(one), base_distribution(other)
     names = ("loc", "scale_tril") if ConditionalReparam.is_vector(one) else ("loc", "scale")
     return any(not torch.equal(getattr(one, name), getattr(other, name)) for name in names)
