@@ -22,7 +22,7 @@ from pyro_implicit.distributions import find_implicit
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.exactness import why_inexact
 from pyro_implicit.mcmc.policy import TEACHING, StoppingPolicy
-from pyro_implicit.ops.bridge import bridge
+from pyro_implicit.ops.importance_weights import bridge
 
 __all__ = [
     "DensityAtDraws",
