@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+from pyro_implicit.density.cost import TracedScore
 from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.target import Target
-from pyro_implicit.density.traced_score import TracedScore
 
 __all__ = ["Target", "Modes", "SubsampledError", "TracedScore", "find_modes"]

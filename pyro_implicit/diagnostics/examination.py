@@ -12,8 +12,8 @@ import torch
 from pyro.infer import ELBO
 from torch import Tensor
 
+from pyro_implicit.density.cost import TracedScore
 from pyro_implicit.density.target import Target
-from pyro_implicit.density.traced_score import TracedScore
 from pyro_implicit.diagnostics.coverage import uncovered_modes
 from pyro_implicit.diagnostics.drift import NUM_LEAPFROG, drift_check
 from pyro_implicit.diagnostics.effort import NUM_CHAINS, NUM_OBSERVED_CHAINS, Effort

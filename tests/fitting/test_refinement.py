@@ -11,7 +11,7 @@ from pyro.infer.autoguide import AutoNormal, init_to_value
 
 from pyro_implicit import fit
 from pyro_implicit.compiled import RecordedFunction
-from pyro_implicit.density import Target, traced_score
+from pyro_implicit.density import Target, cost
 from pyro_implicit.fitting.candidates import Reliability
 from pyro_implicit.fitting.refinement import between
 from pyro_implicit.guides import AutoImplicit
@@ -50,10 +50,10 @@ def test_compile_reaches_trainings_and_chains(monkeypatch):
         return fit(correlated, guide, y, refine=True, num_steps=30, compile=compile, **QUIET)
 
     recorded = []
-    for module in (recording, traced_score):
+    for module in (recording, cost):
         monkeypatch.setattr(module, "RecordedFunction", counting(module, recorded))
     traced = run("trace")
-    assert set(recorded) == {recording, traced_score}
+    assert set(recorded) == {recording, cost}
     plain = run(False)
     assert not recorded
     assert traced.losses == plain.losses

@@ -15,9 +15,9 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode
+from pyro_implicit.density.cost import TracedScore
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.target import Target
-from pyro_implicit.density.traced_score import TracedScore
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.sampler import Guide, Sampler
 from pyro_implicit.mcmc.frame import WhiteningFrame

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pyro_implicit.compiled import CompilerError
+from pyro_implicit.density.cost import TracedScore
 from pyro_implicit.density.target import Target
-from pyro_implicit.density.traced_score import TracedScore
 
 DATA = torch.tensor([1.0, 2.0, -0.5])
 
