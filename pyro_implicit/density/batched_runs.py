@@ -17,7 +17,7 @@ from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_implicit.compiled import Untraceable, is_tracing
+from pyro_implicit.compiled import ACTIVE, Untraceable
 from pyro_implicit.density.model import IMPOSSIBLE, Model, UnfitModelError, varying_site
 from pyro_implicit.density.policy import RUNS
 from pyro_implicit.density.run_mode import BranchError, RunMode, VmapError, writes_to_unbatched
@@ -87,7 +87,9 @@ class BatchedRuns:
             model that is refused.
         """
         task = _Task(model, values, read)
-        if is_tracing():  # all runs at once; an error means that the model cannot be recorded
+        if (
+            ACTIVE.recorder is not None
+        ):  # all runs at once; an error means that the model cannot be recorded
             if self.mode is False or not self.checked:
                 raise Untraceable("the model runs one particle at a time, outside torch.func.vmap")
             return self._vmap(task)[0]

@@ -31,7 +31,7 @@ from pyro_implicit.diagnostics.preparation import (
 from pyro_implicit.diagnostics.stein import stein_by_site, stein_check
 from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.diagnostics.whitening import CollapsedError, Whitened, whiten_draws
-from pyro_implicit.guides.auto_semi_implicit import AutoSemiImplicit
+from pyro_implicit.guides.auto_implicit import AutoSemiImplicit
 from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.runtime.printing import steps_of

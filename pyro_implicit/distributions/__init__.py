@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
-from pyro_implicit.distributions.implicit import Draw, Implicit, IntractableDensityError
+from pyro_implicit.distributions.implicit import (
+    Draw,
+    Implicit,
+    IntractableDensityError,
+    TransformedDraw,
+    draw_through,
+    find_implicit,
+)
 from pyro_implicit.distributions.mixture import Mixture
 from pyro_implicit.distributions.semi_implicit import SemiImplicit
-from pyro_implicit.distributions.unwrap import TransformedDraw, draw_through, find_implicit
 
 __all__ = [
     "Draw",

@@ -9,12 +9,21 @@ from typing import Any, ClassVar, NamedTuple
 import pyro.distributions as dist
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
+from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_implicit.generators.base import Linearisation, as_generator
+from pyro_implicit.generators.base import Differentiable, Linearisation, as_generator
 
-__all__ = ["Draw", "Implicit", "IntractableDensityError"]
+__all__ = [
+    "Draw",
+    "Implicit",
+    "IntractableDensityError",
+    "TransformedDraw",
+    "draw_through",
+    "find_implicit",
+]
+
 
 Generator = Callable[..., Tensor]
 
@@ -92,8 +101,13 @@ class Implicit(TorchDistribution):
         self.generator = generator
         self.context = context
         self.noise_distribution = noise.expand(batch_shape)
-        self._like = _example(noise).new_empty(())
-        event_shape = self._find_event_shape()
+        try:
+            like = noise.mean  # without a draw
+        except NotImplementedError:
+            like = noise.sample()
+        self._like = like.new_empty(())
+        output_dim = getattr(generator, "output_dim", None)
+        event_shape = torch.Size((output_dim,)) if output_dim else self._find_event_shape()
         super().__init__(batch_shape, event_shape, validate_args=validate_args)
 
     def __repr__(self) -> str:
@@ -102,10 +116,7 @@ class Implicit(TorchDistribution):
         return f"{type(self).__name__}({name}, noise_dim={noise_dim}, {shapes})"
 
     def _find_event_shape(self) -> torch.Size:
-        """The shape of one draw: the generator's ``output_dim``, else found by a run of two."""
-        output_dim = getattr(self.generator, "output_dim", None)
-        if output_dim is not None:
-            return torch.Size((output_dim,))
+        """Run the generator for the shape of one draw."""
         arguments = [self._like.new_zeros((2,) + self.noise_distribution.event_shape)]
         if self.context is not None:
             context = self.context.reshape(-1, self.context.shape[-1])
@@ -157,7 +168,10 @@ class Implicit(TorchDistribution):
         context = self.context
         if context is not None:
             context = context.expand(noise.shape[:-1] + (-1,))
-        return as_generator(self.generator).linearise(noise, context)
+        generator: Any = self.generator
+        if not isinstance(generator, Differentiable):
+            generator = as_generator(generator)
+        return generator.linearise(noise, context)
 
     def draw(
         self,
@@ -209,14 +223,6 @@ class Implicit(TorchDistribution):
         )
 
 
-def _example(noise: dist.TorchDistribution) -> Tensor:
-    """Some tensor of the noise's dtype and device, without a draw where that can be had."""
-    try:
-        return noise.mean
-    except NotImplementedError:
-        return noise.sample()
-
-
 def _standard_normal(
     noise_dim: int, generator: Generator, context: Tensor | None
 ) -> dist.TorchDistribution:
@@ -229,3 +235,76 @@ def _standard_normal(
     like = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     zeros = torch.zeros(noise_dim) if like is None else like.new_zeros(noise_dim)
     return dist.Normal(zeros, torch.ones_like(zeros)).to_event(1)
+
+
+class TransformedDraw(NamedTuple):
+    """A draw of an implicit distribution, and what the transforms around it made of it.
+
+    ``draw`` belongs to ``distribution``; ``transforms``, in their order, turn its value into
+    ``value``, and ``log_abs_det`` is their log-determinant, of the whole distribution's batch shape
+    (or 0).
+    """
+
+    distribution: Implicit
+    draw: Draw
+    value: Tensor
+    log_abs_det: Tensor | float
+    transforms: tuple[torch.distributions.Transform, ...]
+
+
+def find_implicit(fn: torch.distributions.Distribution) -> Implicit | None:
+    """The implicit distribution inside ``fn``, or ``None`` if ``fn`` has a density.
+
+    **Example:**
+
+    >>> import pyro.distributions as dist
+    >>> find_implicit(dist.Normal(0.0, 1.0)) is None
+    True
+
+    :param fn: a distribution, possibly inside ``to_event``, transforms or a mask.
+    """
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return fn if isinstance(fn, Implicit) else None
+
+
+def draw_through(
+    fn: torch.distributions.Distribution, draw: Callable[[Implicit], Draw]
+) -> TransformedDraw:
+    """Draw from the implicit distribution at the root of ``fn``, and apply its transforms.
+
+    **Example:**
+
+    >>> import pyro.distributions as dist
+    >>> from pyro_implicit import MLP
+    >>> q = Implicit(MLP(noise_dim=4, output_dim=3), 4).expand([5])
+    >>> positive = dist.TransformedDistribution(q, dist.transforms.ExpTransform())
+    >>> found = draw_through(positive, Implicit.draw)
+    >>> bool((found.value > 0).all()), found.log_abs_det.shape
+    (True, torch.Size([5]))
+
+    :param fn: an implicit distribution, possibly inside ``Independent`` (``to_event``) or
+        ``TransformedDistribution``.
+    :param draw: draws from that at the root, once, without a sample shape.
+    :returns: the draw, and what the transforms made of it.
+    :raises ValueError: if ``fn`` wraps the implicit distribution in another way
+        (``MaskedDistribution``: use ``pyro.poutine.mask``).
+    """
+    batch_ndim = len(fn.batch_shape)
+    transforms: list[torch.distributions.Transform] = []
+    while not isinstance(fn, Implicit):
+        if isinstance(fn, torch.distributions.TransformedDistribution):
+            transforms = [*fn.transforms, *transforms]
+        elif not isinstance(fn, torch.distributions.Independent):
+            raise ValueError(
+                f"cannot train an implicit distribution inside {type(fn).__name__}; wrap it only "
+                "by to_event or TransformedDistribution (and mask by pyro.poutine.mask)"
+            )
+        fn = fn.base_dist
+    drawn = draw(fn)
+    value, log_abs_det = drawn.value, 0.0
+    for transform in transforms:
+        base, value = value, transform(value)
+        term = transform.log_abs_det_jacobian(base, value)
+        log_abs_det = log_abs_det + sum_rightmost(term, term.dim() - batch_ndim)
+    return TransformedDraw(fn, drawn, value, log_abs_det, tuple(transforms))

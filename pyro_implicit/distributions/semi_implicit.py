@@ -56,7 +56,7 @@ class SemiImplicit(Implicit):
         if self._validate_args and not (self.scale > 0).all():
             raise ValueError(f"the scale of {type(self).__name__} must be positive, got {scale}")
         shape = self.batch_shape + self.event_shape
-        if not _broadcasts(self.scale.shape, shape):
+        if self.scale.dim() and not _broadcasts(self.scale.shape, shape):
             raise ValueError(
                 f"the scale of {type(self).__name__} has shape {tuple(self.scale.shape)}, which "
                 f"does not broadcast to the values' shape {tuple(shape)}; give the noise that "

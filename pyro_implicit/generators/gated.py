@@ -77,7 +77,7 @@ class _GatedLinearisation(Linearisation):
     def __init__(self, generator: GatedMLP, noise: Tensor, context: Tensor | None) -> None:
         generator._check_inputs(noise, context)
         self._affine = generator.affine
-        self._networks = generator.networks.linearise(noise, context)
+        self._networks = TwinLinearisation(generator.networks, noise, context)
         log_scale, shift = self._networks.value
         self._gate, self._base = log_scale.exp(), generator._base(noise, context)
         self.value = torch.addcmul(shift, self._base, self._gate)
@@ -125,8 +125,10 @@ class TwinMLP(nn.Module):
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
         """Return weights ``(2, rows, columns)`` and biases ``(2, rows)`` of all layers."""
-        indices = range(self.num_layers)
-        return [(getattr(self, f"weight_{i}"), getattr(self, f"bias_{i}")) for i in indices]
+        layers = []
+        for i in range(self.num_layers):
+            layers.append((getattr(self, f"weight_{i}"), getattr(self, f"bias_{i}")))
+        return layers
 
 
 class TwinLinearisation(Linearisation):
@@ -136,7 +138,7 @@ class TwinLinearisation(Linearisation):
         activation = ACTIVATIONS[networks.activation]
         self._noise_dim, self._derivative = networks.noise_dim, activation.derivative
         self._layers = networks.layers()
-        inputs = joined(noise, context)
+        inputs = noise if context is None else joined(noise, context)
         self._batch = inputs.shape[:-1]
         x = inputs.reshape(1, math.prod(self._batch), -1).expand(2, -1, -1)
         self._hidden: list[tuple[Tensor, Tensor]] = []

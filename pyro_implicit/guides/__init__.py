@@ -6,9 +6,8 @@ from __future__ import annotations
 from pyro_implicit.guides.affine_frame import Frame
 from pyro_implicit.guides.auto_amortized import AutoAmortized
 from pyro_implicit.guides.auto_ensemble import AutoEnsemble, init_to_shuffled
-from pyro_implicit.guides.auto_implicit import AutoImplicit
+from pyro_implicit.guides.auto_implicit import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.guides.auto_mixture import AutoMixture
-from pyro_implicit.guides.auto_semi_implicit import AutoSemiImplicit
 from pyro_implicit.guides.groups import Group, Permutations, Translations
 from pyro_implicit.guides.stored_draws import StoredDraws
 from pyro_implicit.guides.symmetrized import Symmetrized

@@ -19,7 +19,7 @@ from torch.distributions import biject_to
 
 from pyro_implicit.distributions import SemiImplicit
 from pyro_implicit.generators import Generator
-from pyro_implicit.guides.auto_semi_implicit import AutoSemiImplicit
+from pyro_implicit.guides.auto_implicit import AutoSemiImplicit
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.row_data import LocalSite, RowData, find_local_sites, trace_model
 from pyro_implicit.guides.summaries import DrawSummaries

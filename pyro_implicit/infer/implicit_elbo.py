@@ -17,7 +17,7 @@ from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.model import DiscreteSum
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit, find_implicit
 from pyro_implicit.infer.engine.prior import PriorMemory, SitePrior
-from pyro_implicit.infer.engine.sites import ImplicitSite
+from pyro_implicit.infer.engine.sites import PARTICLE_PLATE, ImplicitSite
 from pyro_implicit.infer.engine.steps import StepELBO
 from pyro_implicit.infer.engine.traces import (
     DrawMessenger,
@@ -196,9 +196,8 @@ class ImplicitELBO(StepELBO):
                     apply_weights(*pair, **weights)
                 yield pair
             return
-        with DrawMessenger(
-            self.draw, self._transport, state.value_ndims.keys() - state.implicit_sites
-        ) as drawn:
+        explicit = (state.value_ndims.keys() | {PARTICLE_PLATE}) - state.implicit_sites
+        with DrawMessenger(self.draw, self._transport, explicit) as drawn:
             guide_trace = poutine.trace(self._vectorized_num_particles(guide)).get_trace(
                 *args, **kwargs
             )

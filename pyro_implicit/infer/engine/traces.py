@@ -176,8 +176,7 @@ class _LeftOut:
     It does not know the latent variables: their hooks know it, and would keep them in memory.
     """
 
-    def __init__(self) -> None:
-        self.particles: Tensor | None = None
+    particles: Tensor | None = None
 
     def __call__(self, gradient: Tensor) -> Tensor:
         if self.particles is None:
