@@ -259,7 +259,7 @@ def fits(draft: Draft) -> str:
     result.diagnose(num_samples=100, num_transitions=2)
     if result.refined is not None and result.refined.stopped == "converged":
         learnt = {name: one.value.item() for name, one in result.parameters.items()}
-        _stein(replace(draft, params=learnt), result.sample(150), result.density)
+        _stein(replace(draft, params=learnt), result.sample(150), result.target)
         return "right, converged"
     return "right"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model to a fitted guide, without settings."""
+"""Automatic inference with ``fit``, and its parts."""
 
 from pyro_implicit.fitting.auto import fit
 from pyro_implicit.fitting.candidates import (
@@ -15,18 +15,37 @@ from pyro_implicit.fitting.candidates import (
     set_weights,
     weigh,
 )
+from pyro_implicit.fitting.policy import (
+    BudgetPolicy,
+    ChoicePolicy,
+    CorrectionPolicy,
+    FitPolicy,
+    HeldOutPolicy,
+    MixturePolicy,
+    Schedule,
+    StartPolicy,
+    TrainingPolicy,
+)
 from pyro_implicit.fitting.result import Fit, Stage
 from pyro_implicit.fitting.stages import Stages
-from pyro_implicit.fitting.training import HeldOut, Schedule, default_loss, train
+from pyro_implicit.fitting.training import HeldOut, default_loss, train
 
 __all__ = [
+    "BudgetPolicy",
     "Candidate",
+    "ChoicePolicy",
+    "CorrectionPolicy",
     "Fit",
+    "FitPolicy",
     "HeldOut",
+    "HeldOutPolicy",
+    "MixturePolicy",
     "MixtureWeights",
     "Schedule",
     "Stage",
     "Stages",
+    "StartPolicy",
+    "TrainingPolicy",
     "choose",
     "default_loss",
     "exact_guide",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of ``fit`` that stand in the wrong place."""
+"""Checks of the arguments of ``fit``."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Amortize = Literal["auto"] | Mapping[str, Callable[..., Any]]
 
 
 def refuse_misplaced(model: Any, guide: Any, loss: Any) -> None:
-    """Check what is given as model, guide and loss.
+    """Check model, guide and loss.
 
-    :raises TypeError: for a class in place of a guide, for data in place of a guide, for anything
-        but an ELBO as loss, or a model that cannot be called.
+    :raises TypeError: for a model that cannot be called, a class or data in place of a guide, or a
+        loss that is no ELBO.
     :raises ValueError: for an unknown word in place of a guide, or a loss without a guide.
     """
     refuse_swapped("fit", model, guide)
@@ -50,7 +50,7 @@ def refuse_misplaced(model: Any, guide: Any, loss: Any) -> None:
             raise ValueError('loss is for a given guide; guide="auto" chooses its own')
     elif inspect.isclass(guide):
         raise TypeError(
-            f"guide is the class {guide.__name__}, and a guide is wanted. Cure: "
+            f"guide must be a guide, but got the class {guide.__name__}. Cure: "
             f"fit(model, {guide.__name__}(model), ...)"
         )
     elif not callable(guide):
@@ -59,7 +59,7 @@ def refuse_misplaced(model: Any, guide: Any, loss: Any) -> None:
             "model's arguments come after the guide. Cure: "
             'fit(model, "auto", x, y) instead of fit(model, x, y)'
         )
-    # Pyro's RenyiELBO, for one, has none that can be differentiated.
+    # Pyro's RenyiELBO, for example, has no differentiable_loss.
     can_train = isinstance(loss, ELBO) and hasattr(loss, "differentiable_loss")
     if loss is not None and not can_train:
         wanted = f"{loss.__name__}()" if inspect.isclass(loss) else "LIVI_ELBO(8)"
@@ -73,19 +73,19 @@ def refuse_misplaced(model: Any, guide: Any, loss: Any) -> None:
 def refuse_unfit_guide(
     model: Callable[..., Any], guide: Any, args: tuple, kwargs: dict[str, Any]
 ) -> None:
-    """Check that a guide samples the model's latents, and that the observations have a density.
+    """Check that a guide samples the model's latent variables, and that the data have a density.
 
-    :param model: with its ``args`` and ``kwargs``, those of one minibatch among them.
-    :param guide: that is to be trained, or was.
+    :param model: a Pyro model with its ``args`` and ``kwargs``, including one minibatch.
+    :param guide: any guide.
     :raises ValueError: naming the sites.
-    :raises TypeError: for a guide that observes a site, as only a model does.
+    :raises TypeError: for a guide that observes a site.
     """
     store = pyro.get_param_store()
     before = set(store.keys())
     try:
         _refuse_unfit_guide(model, guide, args, kwargs)
     except Exception:
-        for name in set(store.keys()) - before:  # a refused guide leaves nothing behind
+        for name in set(store.keys()) - before:  # a refused guide leaves no parameters
             del store[name]
         raise
 
@@ -104,40 +104,41 @@ def _refuse_unfit_guide(
             raise found from error
         if guide_trace is None:
             raise
-        return  # a model may fail at a draw of its prior
+        return  # the model fails at this draw of its prior
     refuse_other_guide(guide, model_trace, guide_trace)
     refuse_unfit_data(model_trace)
 
 
 def refuse_amortizing(guide: Any, refine: Any) -> None:
-    """Check that nothing else is asked for at the same time.
+    """Check that ``amortize`` comes without a guide and without chains.
 
-    :raises ValueError: for a given guide, or chains.
+    :raises ValueError: otherwise.
     """
     if not isinstance(guide, str):
         raise ValueError(
-            "amortize= makes a guide, but another was given. Cure: guide='auto', or leave it out"
+            "amortize= builds its own guide, but a guide was given. Cure: guide='auto', or no "
+            "amortize="
         )
     if refine is True:
         raise ValueError(
-            "refine moves the draws of all latents, and with amortize= some belong to rows that "
-            "come and go. Cure: refine=False"
+            "refine moves draws of all latents, but with amortize= some latents belong to the rows "
+            "of one minibatch. Cure: refine=False"
         )
 
 
 def refuse_processes(batch: tuple, refine: bool) -> None:
-    """What several processes do not do better than one.
+    """Check that several processes have different minibatches and no chains.
 
     :param batch: the first minibatch.
     :param refine: whether chains follow.
-    :raises ValueError: if the minibatch is the same in all of them, or for chains.
+    :raises ValueError: otherwise.
     """
     if num_processes() == 1:
         return
     if refine:
         raise ValueError(
-            "chains see the minibatches of one process alone. Cure: fit with refine=False, then "
-            "in one process refine(model, result.guide, kernel='sghmc', batches=all_rows)"
+            "chains run in a single process. Cure: fit with refine=False, then in one process "
+            "refine(model, result.guide, kernel='sghmc', batches=all_rows)"
         )
     tensors = [part.double() for part in batch if isinstance(part, Tensor)]
     own = [(tuple(part.shape), part.sum().item(), part.square().sum().item()) for part in tensors]
@@ -151,23 +152,25 @@ def refuse_processes(batch: tuple, refine: bool) -> None:
 
 
 def refuse_validation(validation: Any, batches: Any, amortize: Any) -> None:
-    """Check that held-out rows are given where they can be judged.
+    """Check that ``validation`` comes with ``batches`` and without ``amortize``.
 
-    :raises ValueError: without ``batches``, as epochs are counted in these, or with ``amortize``.
+    :raises ValueError: otherwise.
     """
     if validation is None:
         return
     if batches is None:
-        raise ValueError("validation is for a training by epochs. Cure: batches=loader beside it")
+        raise ValueError(
+            "validation is scored after each epoch, which needs batches. Cure: batches=loader"
+        )
     if amortize is not None:
         raise ValueError(
-            "validation is the likelihood of rows given latents of the model, but with amortize "
-            "each row has latents of its own. Cure: leave out one of them"
+            "validation is the likelihood of rows given global latents, but with amortize each row "
+            "has latents of its own. Cure: only one of validation and amortize"
         )
 
 
 def warn_of_stored_values(guide: Any) -> None:
-    """Say that a new guide goes on from another's values, as all of a class share their names."""
+    """Warn if a new guide would start from the parameters of another guide of the same class."""
     if not isinstance(guide, AutoGuide) or guide.prototype_trace is not None:
         return
     stored = [
@@ -176,9 +179,9 @@ def warn_of_stored_values(guide: Any) -> None:
     if stored:
         warn_user(
             f"Pyro's parameter store has values for this new {type(guide).__name__} ('{stored[0]}' "
-            f"and {len(stored) - 1} more), of another one or loaded. It goes on from them, and the "
-            "other one changes with it. Cure: pyro.clear_param_store() before; if it "
-            "is meant to go on, call the guide once, guide(x, y)"
+            f"and {len(stored) - 1} more) from another guide, or loaded ones. Training starts from "
+            "them and changes the other guide, too. Cure: pyro.clear_param_store() first; if this "
+            "is intended, call the guide once, guide(x, y)"
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fitted guide from a model, with nothing to set."""
+"""Automatic inference: a fitted guide and posterior draws from a model."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ from pyro_implicit.fitting.arguments import (
 )
 from pyro_implicit.fitting.checkpoint import own_file, same_start
 from pyro_implicit.fitting.minibatch_fit import fit_amortized, fit_batches, refine_batches
+from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.fitting.refinement import (
-    MOST_CHAINS,
-    MOST_GRADIENTS,
-    TRAINING_SECONDS,
     ChainPlan,
     correct,
     make_plan,
@@ -38,13 +36,7 @@ from pyro_implicit.fitting.refinement import (
     train_mean_field,
 )
 from pyro_implicit.fitting.result import Fit
-from pyro_implicit.fitting.stages import (
-    Stages,
-    TimeLimit,
-    is_near,
-    train_exact,
-    train_semi_implicit,
-)
+from pyro_implicit.fitting.stages import Stages, TimeLimit, train_exact, train_semi_implicit
 from pyro_implicit.fitting.training import HeldOut, default_loss
 from pyro_implicit.guides import AutoSemiImplicit
 from pyro_implicit.guides.names import own_names
@@ -54,8 +46,6 @@ from pyro_implicit.runtime.random_stream import with_seed
 from pyro_implicit.runtime.user_warnings import refuse_counts
 
 __all__ = ["fit"]
-
-NEARLY = 0.9  # effective share of the draws
 
 
 @in_turn
@@ -79,57 +69,38 @@ def fit(
     checkpoint_every: int = 500,
     compile: CompileMode = "auto",
     progress: bool = True,
+    policy: FitPolicy | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Fit:
-    r"""Fits a guide to a model.
+    r"""Fit a guide to a model, and draw from the posterior.
 
-    With ``guide="auto"`` and at most 100 latents, by these stages, each of which leaves its line in
+    With ``guide="auto"`` and at most 100 latent variables, these stages run. Each adds a line to
     the result (``print(result)``):
 
-    1. **search**: :func:`~pyro_implicit.density.find_modes` climbs the log-density from many draws
-       of the prior, which gives a Gaussian for each separate mode;
-    2. **gaussian**: these Gaussians are the first candidate, so that no training can end below
-       where it began;
-    3. **injective**: from there an :class:`AutoImplicit` with an :class:`AutoregressiveGenerator`
-       is trained by :class:`InjectiveELBO`, whose exact density stops it as soon as guide and
-       posterior agree: for near-Gaussian posteriors, funnels, skew and heavy tails; or **mixture**:
-       several modes make an :class:`AutoMixture` of such guides, whose weights maximise its ELBO
-       (each is trained for ``num_steps`` over the square root of their number, and none where that
-       would take more than two minutes);
-    4. **choose**: the candidate of the highest bound is kept, of those that leave out no mode of
-       more than a hundredth of the mass that another covers;
-    5. **correct**: where its importance weights are reliable (k-hat below 0.5, effective sample
-       size above half of the draws), ``result.sample`` resamples its draws by them;
-    6. **refine**: if they are not, nor the guide within a hundredth of a nat of the posterior, its
-       draws are moved there by many short chains (:func:`~pyro_implicit.mcmc.refine`):
-       ``result.refined``, from which ``result.sample`` draws.
+    1. **search**: :func:`~pyro_implicit.density.find_modes` finds a Gaussian for each mode.
+    2. **parameters**: the model's own parameters (``pyro.param``), if any, are trained and fixed.
+       The search then runs again.
+    3. **gaussian**: the Gaussians are the first candidate.
+    4. **injective** or **mixture**: an :class:`AutoImplicit` with an exact density is trained by
+       :class:`InjectiveELBO`; for several modes an :class:`AutoMixture` of such guides. ``fit``
+       skips this stage if importance weights can correct the Gaussians, or if chains have better
+       coordinates (:class:`~pyro_implicit.mcmc.ConditionalReparam`).
+    5. **choose**: the candidate with the highest bound wins, among those that cover all modes.
+    6. **correct**: if the importance weights are reliable (k-hat below 0.5, effective sample size
+       above half of the draws), ``result.sample`` resamples draws by them.
+    7. **refine**: otherwise :func:`~pyro_implicit.mcmc.refine` moves the draws to the posterior by
+       many short chains, unless the guide is within 0.01 nats of it. ``result.sample`` then draws
+       from ``result.refined``.
 
-    Of more than 100 latents, or where a search would take minutes, an ``AutoNormal`` is trained for
-    1,000 steps (**mean-field**), and its draws are refined. Once the chains have settled, it takes
-    their moments (**teach**). Where priors of latents depend on other latents, the guide that is
-    left is then an :class:`~pyro_implicit.mcmc.AutoConditional`, of any number of latents.
+    With more than 100 latent variables, or if a search would take minutes, an ``AutoNormal`` is
+    trained (**mean-field**), chains refine its draws, and the guide learns their moments
+    (**teach**). With ``refine=False`` no chains run: an :class:`AutoSemiImplicit` is trained by
+    :class:`LIVI_ELBO` as a further candidate. :doc:`/fitting` describes all stages and cases.
 
-    With ``refine=False`` the guide is all there is: an :class:`AutoSemiImplicit` is trained by
-    :class:`LIVI_ELBO` as well, for every shape that is not injective, and is one more candidate. If
-    its loss promises half a nat more than its bound keeps, its generator has folded, which LIVI
-    does not see, and another is trained from another start. Of more than 100 latents it is the only
-    one, of diagonal frame, as it is where the model subsamples its data.
-
-    A model with parameters of its own (``pyro.param``) has one stage more, **parameters**, after
-    the search: a guide in the best Gaussian's frame is trained together with them, to the plateau
-    of the ELBO. Then they stay as they are, and the search begins anew.
-
-    Unless ``refine=False``, nothing is trained where importance weights can right the Gaussians of
-    the search, nor where priors of latents depend on other latents, as there chains have a better
-    space than a trained guide's (:class:`~pyro_implicit.mcmc.ConditionalReparam`); and trainings
-    are short, as chains are the cheaper way from there.
-
-    A candidate that fails leaves its reason in its line, and the others are kept. What a model can
-    afford of all this is planned by counting the operations of its log-density. Ctrl-C ends it with
-    the best guide so far (``result.interrupted``).
-
-    All of it is public: to set more, put the pieces together yourself.
+    If a stage fails, its line gives the reason and the other candidates remain. Ctrl-C returns the
+    best result so far (``result.interrupted``). The operation count of the log-density determines
+    what a model can afford.
 
     **Example:**
 
@@ -144,58 +115,61 @@ def fit(
     >>> [stage.name for stage in result.stages]
     ['search', 'gaussian', 'choose', 'correct']
 
-    :param model: a Pyro model with continuous latents.
-    :param guide: ``"auto"``, or a guide to be trained in place.
-    :param args: of the model, as ``kwargs``.
-    :param batches: minibatches, a ``DataLoader`` for instance: tuples of the arguments that follow
-        ``args``, or single ones. The model scales each to all data, by
-        ``pyro.plate(name, number_of_all_rows, subsample_size=len(x))``. Of at most 100 latents an
-        :class:`AutoSemiImplicit` is trained, of more an ``AutoNormal``, and ``refine=True`` moves
-        its draws by stochastic gradients (:func:`~pyro_implicit.mcmc.refine`). After
-        ``torch.distributed.init_process_group`` each process brings minibatches of its own, by a
-        ``DistributedSampler``, and all train one guide.
-    :param epochs: passes over ``batches``, of the training, and of the chains; in place of
-        ``num_steps``. All are taken, without ``max_seconds`` and ``validation``.
-    :param validation: minibatches of held-out rows. Their negative log-likelihood under the guide
-        is taken after each epoch: training ends when five epochs did not lower it, and the
-        parameters are those of the best (:class:`~pyro_implicit.fitting.HeldOut`).
-    :param amortize: for latents of single rows, in a plate that ``batches`` or the model subsample:
-        ``"auto"``, or encoders by site, see :class:`~pyro_implicit.guides.AutoAmortized`, which is
-        the guide then. ``result.sample(n, x)`` draws for new rows.
-    :param loss: by which a given guide is trained; by default that of
+    :param model: a Pyro model with continuous latent variables.
+    :param guide: ``"auto"``, or a guide that is trained in place.
+    :param args: arguments of the model; ``kwargs`` likewise.
+    :param batches: minibatches, for instance a ``DataLoader``: tuples of the arguments that follow
+        ``args``, or single arguments. The model scales each to all data by
+        ``pyro.plate(name, number_of_all_rows, subsample_size=len(x))``. The guide is an
+        :class:`AutoSemiImplicit` with at most 100 latent variables, and otherwise an
+        ``AutoNormal``; ``refine=True`` moves its draws by stochastic gradients
+        (:func:`~pyro_implicit.mcmc.refine`). After ``torch.distributed.init_process_group`` all
+        processes train one guide, each with its own minibatches (``DistributedSampler``).
+    :param epochs: the number of passes over ``batches`` in training, and again in chains. With
+        ``batches``, it replaces ``num_steps``.
+    :param validation: minibatches of held-out rows. Training ends after five epochs without a lower
+        negative log-likelihood of these rows, and restores the parameters of the best epoch
+        (:class:`~pyro_implicit.fitting.HeldOut`).
+    :param amortize: for latent variables of single rows, in a plate that ``batches`` or the model
+        subsamples: ``"auto"``, or encoders by site. The guide is then an
+        :class:`~pyro_implicit.guides.AutoAmortized`, and ``result.sample(n, x)`` draws for new
+        rows.
+    :param loss: the loss of a given guide, by default that of
         :func:`~pyro_implicit.fitting.default_loss`.
-    :param num_steps: of each training, at most: it is slowed down once the smoothed loss stands
-        still (:class:`~pyro_implicit.fitting.Schedule`).
-    :param lr: learning rate, which suits latents that are of unit scale in the guide's frame.
-    :param num_particles: of the default losses; with ``batches`` at most 8, and 2 of more than 100
-        latents, as a network runs once for each; 8 of a model that can run for one alone.
-    :param refine: ``"auto"`` as above, which leaves a guide that was given as it is; ``True``
-        refines in any case, ``False`` never.
-    :param max_seconds: of wall time, about. A run that it shortens does not repeat to the last bit.
-    :param seed: of all random numbers of this call. The caller's random streams stay as they were;
-        by default they are used, and advance.
-    :param checkpoint: a folder. A run that was killed goes on from there when it is called again
-        with the same arguments, and ends with the same parameters to the last bit.
-    :param checkpoint_every: steps between two writings.
-    :param compile: of the steps of all trainings, and of the chains' log-density: see
+    :param num_steps: the maximal number of steps of each training. The learning rate falls once the
+        smoothed loss stops falling (:class:`~pyro_implicit.fitting.Schedule`).
+    :param lr: the learning rate, for latent variables of unit scale in the guide's frame.
+    :param num_particles: the number of particles of default losses; at most 8 if the model cannot
+        be vectorised or with ``batches``, and 2 with ``batches`` and more than 100 latent
+        variables.
+    :param refine: ``"auto"`` runs chains as above, but never for a given guide; ``True`` always
+        runs them, ``False`` never.
+    :param max_seconds: the approximate limit of wall time. A run that it shortens is not
+        reproducible.
+    :param seed: the seed of all random numbers of this call. The caller's random streams do not
+        advance; without a seed they are used.
+    :param checkpoint: a folder. If a run was killed, the same call resumes it and ends with
+        bit-identical parameters.
+    :param checkpoint_every: the number of steps between two writes.
+    :param compile: how training steps and the chains' log-density are compiled; see
         :class:`~pyro_implicit.infer.ImplicitELBO` and :doc:`/howto/compile`.
-    :param progress: whether to show bars for search, trainings, bounds and chains, each with what
-        is left of its time: in a terminal or a notebook, never in a log.
-    :param model_kwargs: more keyword arguments of the model: those with a name of ours, such as
-        ``seed``, ``lr`` or ``loss``.
-    :returns: guide, losses, bounds, stages and the model's parameters. Its guides leave nothing in
-        Pyro's parameter store; a guide that was given, and parameters of the model, are there as
-        after ``SVI``.
-    :raises TypeError: for a class, or the model's data, in place of a guide; in several processes,
-        for ``pyro.param`` outside of modules.
-    :raises ValueError: for an unknown guide, steps, epochs or particles of none, a discrete latent,
-        an observation that is NaN, a model whose log-density is nowhere finite (naming the sites to
-        blame), or a checkpoint of a run with other settings (that its data were others goes
-        unnoticed); for ``refine`` of a model that subsamples its data; in several processes, for
-        the same minibatches in all, for ``refine=True``, and for a loss that trains networks of its
-        own.
-    :raises RuntimeError: for a model without latents.
-    :warns UserWarning: for a new guide that Pyro's parameter store has values for.
+    :param progress: whether to show progress bars in a terminal or a notebook.
+    :param policy: budgets, limits and thresholds; by default those of
+        :class:`~pyro_implicit.fitting.FitPolicy`.
+    :param model_kwargs: keyword arguments of the model that have the name of an argument here, such
+        as ``seed``, ``lr`` or ``loss``.
+    :returns: guide, draws, losses, bounds, stages and the model's parameters. Guides made by
+        ``fit`` leave nothing in Pyro's parameter store; a given guide, and parameters of the model,
+        are there as after ``SVI``.
+    :raises TypeError: for a class or data in place of a guide; in several processes, for
+        ``pyro.param`` outside of modules.
+    :raises ValueError: for an unknown guide; counts below 1; a discrete latent variable that cannot
+        be summed out; an observation that is NaN; a model whose log-density is finite nowhere; a
+        checkpoint of a run with other settings (changed data are not detected); ``refine=True`` for
+        a model that subsamples its data; in several processes, for identical minibatches,
+        ``refine=True``, and losses with networks of their own.
+    :raises RuntimeError: for a model without latent variables.
+    :warns UserWarning: for a new guide whose name has values in Pyro's parameter store.
     """
     refuse_misplaced(model, guide, loss)
     check_mode(compile)
@@ -206,7 +180,7 @@ def fit(
     refuse_validation(validation, batches, amortize)
     if checkpoint is None:
         warn_of_stored_values(guide)
-    kwargs = {**kwargs, **(model_kwargs or {})}
+    policy, kwargs = policy or DEFAULT, {**kwargs, **(model_kwargs or {})}
     folder = None if checkpoint is None else Path(checkpoint)
     if folder is not None:
         settings = {
@@ -219,8 +193,9 @@ def fit(
             "seed": seed,
         }
         same_start(own_file(folder, "start"), settings)
-    stages = Stages(model, args, kwargs, num_steps, lr, num_particles, limit=TimeLimit(max_seconds))
-    stages.files = {
+    limit = TimeLimit(max_seconds)
+    stages = Stages(model, args, kwargs, num_steps, lr, num_particles, limit, policy)
+    stages.options = {
         "checkpoint": folder,
         "checkpoint_every": checkpoint_every,
         "progress": progress,
@@ -232,83 +207,80 @@ def fit(
         stages.num_steps = epochs * stages.batches.epoch_length
         if validation is not None:
             width = len(stages.batches.probed[0])
-            stages.held_out = HeldOut(model, validation, args, kwargs, width)
+            stages.held_out = HeldOut(model, validation, args, kwargs, width, policy.held_out)
     with stages.kept_apart():
-        return _fit(stages, guide, loss, amortize, refine, epochs)
+        if batches is None and amortize is None and isinstance(guide, str):
+            return _fit_auto(stages, refine)
+        return _fit_one(stages, guide, loss, amortize, refine is True, epochs)
 
 
-def _fit(
+def _fit_one(
     stages: Stages,
     guide: Any,
     loss: Trace_ELBO | None,
     amortize: Amortize | None,
-    refine: Literal["auto"] | bool,
+    refine: bool,
     epochs: int,
 ) -> Fit:
-    model, args, kwargs = stages.model, stages.args, stages.kwargs
+    """Train one guide: a given one, or one for minibatches or for latent variables of rows."""
+    args, kwargs, budget = stages.args, stages.kwargs, stages.policy.budget
+    share = budget.training_share if refine else 1.0
     try:
         if stages.batches is not None:
-            fit_batches(stages, guide, loss, amortize, time_share=0.5 if refine is True else 1.0)
-            return refine_batches(stages, epochs) if refine is True else stages.result
+            fit_batches(stages, guide, loss, amortize, share)
+            return refine_batches(stages, epochs) if refine else stages.result
         if amortize is not None:
             return fit_amortized(stages, amortize)
-        if not isinstance(guide, str):
-            refuse_unfit_guide(model, guide, args, kwargs)
-            loss = loss or default_loss(guide, stages.num_particles, *args, model_kwargs=kwargs)
-            return _fit_given(stages, guide, loss, refine is True)
+        refuse_unfit_guide(stages.model, guide, args, kwargs)
+        loss = loss or default_loss(guide, stages.num_particles, *args, model_kwargs=kwargs)
+        result = stages.train_alone("guide", guide, loss, share)
+        chains = ChainPlan(budget.most_chains, budget.most_gradients)
+        return move_draws(stages, chains) if refine else result
     except KeyboardInterrupt:
         return stages.keep_the_best(None, None)
-    density = _density(model, args, kwargs)
-    if density is None and refine is True:
-        raise ValueError(
-            "refine moves draws by gradients of all data, but the model subsamples them. Cure: "
-            "refine=False, or the model without subsample_size"
-        )
-    return _fit_auto(stages, density, refine)
 
 
-def _fit_given(stages: Stages, guide: Any, loss: Trace_ELBO, refine: bool) -> Fit:
-    result = stages.train_alone("guide", guide, loss, time_share=0.5 if refine else 1.0)
-    return move_draws(stages, ChainPlan(MOST_CHAINS, MOST_GRADIENTS)) if refine else result
-
-
-def _fit_auto(stages: Stages, density: Target | None, refine: Literal["auto"] | bool) -> Fit:
-    modes = None
+def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
     try:
-        if density is None or (density.latent_dim > MAX_DENSE_DIM and refine is False):
-            guide = own_names(AutoSemiImplicit(stages.model, frame=None, init_scale=0.01))
-            loss = default_loss(guide, min(stages.num_particles, 8))
+        target = Target(stages.model, *stages.args, model_kwargs=stages.kwargs)
+    except SubsampledError as error:
+        if refine is True:
+            raise ValueError(
+                "refine moves draws by gradients of all data, but the model subsamples them. Cure: "
+                "refine=False, or the model without subsample_size"
+            ) from error
+        target = None
+    modes, policy = None, stages.policy
+    try:
+        if target is None or (target.latent_dim > MAX_DENSE_DIM and refine is False):
+            scale, few = policy.training.init_scale, policy.training.few_particles
+            guide = own_names(AutoSemiImplicit(stages.model, frame=None, init_scale=scale))
+            loss = default_loss(guide, min(stages.num_particles, few))
             return stages.train_alone("semi-implicit", guide, loss)
-        plan = make_plan(density)
-        if not density.is_vectorized:
-            stages.run_one_by_one()
-        warn_of_lost_gradients(density)
+        stages.result.target = target
+        plan = make_plan(target, policy.budget)
+        if not target.is_vectorized:
+            stages.one_by_one = True
+            stages.num_particles = min(stages.num_particles, policy.training.few_particles)
+        warn_of_lost_gradients(target)
         if plan.search_iterations == 0 and refine is not False:
-            train_mean_field(stages, density)
+            train_mean_field(stages, target)
             return move_draws(stages, plan.chains)
-        modes = stages.search(density, plan.search_iterations)
-        if stages.learn_parameters(density, modes):
-            modes = stages.search(density, plan.search_iterations)
-        seconds = math.inf if refine is False else TRAINING_SECONDS
-        exact = train_exact(stages, density, modes, seconds)
-        near = is_near(exact)
+        modes = stages.search(target, plan.search_iterations)
+        if stages.learn_parameters(target, modes):
+            modes = stages.search(target, plan.search_iterations)
+        seconds = math.inf if refine is False else policy.budget.training_seconds
+        exact = train_exact(stages, target, modes, seconds)
+        near = exact.gap < policy.choice.near
         if refine is False and not near:
-            train_semi_implicit(stages, density, exact)
-        stages.choose(density, modes)
+            train_semi_implicit(stages, target, exact)
+        stages.choose(target, modes)
         if refine is False:
             return stages.result
-        # The bound saw a thousand draws, and these are new ones.
-        near = correct(stages, density) > NEARLY and near
+        # These weights are of new draws; those of the bound may have missed a region.
+        near = correct(stages, target) > policy.correction.near and near
         if refine is True or not (near or stages.result.correction):
             move_draws(stages, plan.chains)
         return stages.result
     except KeyboardInterrupt:
-        return stages.keep_the_best(density, modes)
-
-
-def _density(model: Callable[..., Any], args: Any, kwargs: Any) -> Target | None:
-    """The log-density, if it is one of all data."""
-    try:
-        return Target(model, *args, model_kwargs=kwargs)
-    except SubsampledError:
-        return None
+        return stages.keep_the_best(target, modes)

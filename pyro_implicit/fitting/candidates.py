@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guides that ``fit`` chooses between: made, weighed, chosen."""
+"""Candidates of ``fit``: their construction, importance weights and choice."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from pyro_implicit.density.initialisation import (
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.coverage import uncovered_modes
+from pyro_implicit.fitting.policy import DEFAULT, ChoicePolicy, CorrectionPolicy, MixturePolicy
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
 from pyro_implicit.guides.affine_frame import Frame
@@ -55,18 +56,13 @@ __all__ = [
 ]
 
 
-LEAST_MASS = 0.01
-TIE = 0.001  # nats
-CHUNK_SIZE = 2000
-
-
 @dataclass(repr=False)
 class Candidate:
-    """A guide as it was when it was weighed.
+    """A guide in the state in which it was weighed.
 
-    ``log_weights`` are log p - log q at its draws, in increasing order, without the lowest
-    hundredth, and ``bound`` is their mean, -inf if it is not a number. ``draws`` are others, in
-    unconstrained space, ``(num_draws, latent_dim)``; ``losses`` those of its training.
+    ``log_weights`` are log p - log q at draws of the guide, in increasing order, without the lowest
+    one per cent. ``draws`` are other draws, unconstrained, ``(num_draws, latent_dim)``. ``losses``
+    are those of its training, and ``state`` is its ``state_dict``.
     """
 
     name: str
@@ -79,33 +75,37 @@ class Candidate:
 
     @property
     def bound(self) -> float:
-        """The mean of the log-weights."""
+        """The mean of the log-weights, -inf if it is not a number."""
         value = self.log_weights.mean().item()
         return -math.inf if math.isnan(value) else value
 
-    def falls_short(self, other: Candidate) -> bool:
-        """Whether its bound is lower than another's by more than a thousandth of a nat and two
-        standard errors of their difference."""
+    def falls_short(self, other: Candidate, tie: float = DEFAULT.choice.tie) -> bool:
+        """Whether the bound is lower than that of another candidate.
+
+        :param other: the other candidate.
+        :param tie: nats by which it must be lower; two standard errors of the difference, if these
+            are larger.
+        """
         error = 0.0
         for one in (self, other):
             error += one.log_weights.var().nan_to_num(0.0).item() / len(one.log_weights)
-        return self.bound < other.bound - max(TIE, 2 * math.sqrt(error))
+        return self.bound < other.bound - max(tie, 2 * math.sqrt(error))
 
     @property
     def gap(self) -> float:
-        """How far guide and posterior are from each other, in nats, if they are near."""
+        """An estimate of KL(guide || posterior) in nats: half the variance of the log-weights."""
         value = 0.5 * self.log_weights.var().item()
         return math.inf if math.isnan(value) else value
 
     def restore(self) -> None:
-        """Put the guide back to what it was."""
+        """Load the state in which the guide was weighed."""
         self.guide.load_state_dict(self.state)
 
 
 def exact_guide(
     model: Callable[..., Any], modes: Modes, *args: Any, **kwargs: Any
 ) -> AutoImplicit | AutoMixture:
-    """A guide with an exact density that starts as the Gaussian of each mode.
+    """Return a guide with an exact density that is initialised at the Gaussian of each mode.
 
     **Example:**
 
@@ -117,10 +117,11 @@ def exact_guide(
     >>> exact_guide(model, modes).sample_posterior(5)["x"].shape
     torch.Size([5])
 
-    :param model: of which it is to be a guide.
-    :param modes: as found by :func:`~pyro_implicit.density.find_modes`.
-    :param args: of the model, as ``kwargs``.
-    :returns: for several modes a mixture, whose weights are still equal.
+    :param model: a Pyro model.
+    :param modes: the result of :func:`~pyro_implicit.density.find_modes`.
+    :param args: arguments of the model; ``kwargs`` likewise.
+    :returns: an :class:`AutoImplicit`; for several modes an :class:`AutoMixture` with equal
+        weights.
     """
     guide: AutoImplicit | AutoMixture
     parts = [
@@ -134,7 +135,7 @@ def exact_guide(
 def semi_implicit_guide(
     model: Callable[..., Any], frame: Frame, *args: Any, **kwargs: Any
 ) -> AutoSemiImplicit:
-    """The guide for shapes that no injective generator makes.
+    """Return a guide for posteriors that no injective generator represents.
 
     **Example:**
 
@@ -146,15 +147,17 @@ def semi_implicit_guide(
     >>> guide.sample_posterior(5)["x"].shape
     torch.Size([5])
 
-    :param model: of which it is to be a guide.
-    :param frame: in which it starts.
-    :param args: of the model, as ``kwargs``.
+    :param model: a Pyro model.
+    :param frame: its initial location and scale.
+    :param args: arguments of the model; ``kwargs`` likewise.
     """
     return _set_up(AutoSemiImplicit(model, frame=frame), args, kwargs)
 
 
-def set_weights(density: Target, guide: AutoImplicit | AutoMixture) -> None:
-    """Give a mixture its best weights, by :func:`mixture_weights`.
+def set_weights(
+    target: Target, guide: AutoImplicit | AutoMixture, policy: MixturePolicy | None = None
+) -> None:
+    """Set the weights of a mixture to those of :func:`mixture_weights`.
 
     **Example:**
 
@@ -168,23 +171,24 @@ def set_weights(density: Target, guide: AutoImplicit | AutoMixture) -> None:
     >>> guide.log_weights.detach().diff().round(decimals=1)
     tensor([1.])
 
-    :param density: of the model.
-    :param guide: any other than an :class:`AutoMixture` stays as it is.
+    :param target: the posterior.
+    :param guide: a mixture; a guide of another class is not changed.
+    :param policy: the number of draws.
     """
     if isinstance(guide, AutoMixture):
         parts = guide.get_posterior().components
-        guide.log_weights = mixture_weights(density, parts).log_weights
+        guide.log_weights = mixture_weights(target, parts, policy=policy).log_weights
 
 
 def frame_of_draws(draws: Tensor) -> Frame:
-    """The Gaussian with the moments of draws.
+    """Return the Gaussian with the mean and covariance of draws.
 
     **Example:**
 
     >>> frame_of_draws(torch.tensor([[1.0], [3.0], [5.0]])).scale_tril.round(decimals=3)
     tensor([[2.]])
 
-    :param draws: ``(num_draws, latent_dim)``; those that are not finite are left out.
+    :param draws: ``(num_draws, latent_dim)``; rows that are not finite are ignored.
     """
     draws = draws[draws.isfinite().all(-1)]
     centered = (draws - draws.mean(0)) / (len(draws) - 1) ** 0.5
@@ -195,13 +199,14 @@ def frame_of_draws(draws: Tensor) -> Frame:
 def weigh(
     name: str,
     guide: AutoGuide,
-    density: Target,
+    target: Target,
     losses: list[float] | None = None,
-    num_draws: int = 10_000,
+    num_draws: int = DEFAULT.choice.num_kept,
+    policy: ChoicePolicy | None = None,
 ) -> Candidate:
-    """Judge a guide by log p - log q at a thousand of its draws, without the lowest ten.
+    """Compute log p - log q at 1,000 draws of a guide, and drop the lowest 10.
 
-    There lie the few draws of a guide that covers too much, which cost nothing but nats.
+    A guide that is too wide has a few very low log-weights, which affect its bound but not its use.
 
     **Example:**
 
@@ -214,25 +219,32 @@ def weigh(
     >>> f"{abs(found.bound):.3f}"
     '0.000'
 
-    :param name: of the candidate.
-    :param guide: an autoguide with a density or a semi-implicit one.
-    :param density: of the model.
-    :param losses: of its training.
-    :param num_draws: to be kept in the candidate.
+    :param name: the name of the candidate.
+    :param guide: an autoguide with a density, or a semi-implicit one.
+    :param target: the posterior.
+    :param losses: the losses of its training.
+    :param num_draws: the number of draws that the candidate keeps.
+    :param policy: the number of log-weights and the share that is dropped.
     """
-    args, kwargs = density.args, density.kwargs
-    log_weights = _log_weights(guide, density)
-    log_weights = log_weights.sort().values[len(log_weights) // 100 :]
+    policy = policy or DEFAULT.choice
+    log_weights = _log_weights(guide, target, policy.num_weighed)
+    log_weights = log_weights.sort().values[int(policy.trimmed * len(log_weights)) :]
     state = {name: value.clone() for name, value in guide.state_dict().items()}
-    draws = guide.get_posterior(*args, **kwargs).sample(torch.Size((num_draws,)))
+    posterior = guide.get_posterior(*target.args, **target.kwargs)
+    draws = posterior.sample(torch.Size((num_draws,)))
     return Candidate(name, guide, log_weights, draws, losses or [], state)
 
 
-def choose(candidates: list[Candidate], modes: Modes, density: Target) -> tuple[Candidate, str]:
-    """The candidate of the highest bound, of those that cover the modes that the best covers.
+def choose(
+    candidates: list[Candidate],
+    modes: Modes,
+    target: Target,
+    policy: ChoicePolicy | None = None,
+) -> tuple[Candidate, str]:
+    """Choose the candidate with the highest bound among those that cover all modes.
 
-    A guide that leaves out a mode of a tenth of the mass loses a tenth of a nat by it, and may
-    still be ahead of another: nothing in its bound tells of what it does not see.
+    A guide without a mode of a tenth of the mass loses only 0.1 nats of its bound, so the bound
+    alone may prefer it.
 
     **Example:**
 
@@ -241,62 +253,63 @@ def choose(candidates: list[Candidate], modes: Modes, density: Target) -> tuple[
     ...     x = pyro.sample("x", pyro.distributions.Normal(0.0, 5.0))
     ...     pyro.factor("modes", torch.logaddexp(-50 * (x - 3) ** 2, 1 - 50 * (x + 3) ** 2))
     >>> modes = Modes(torch.tensor([[3.0], [-3.0]]), torch.full((2, 1, 1), 0.1), torch.zeros(2))
-    >>> density, first = Target(model), Modes(*(part[1:] for part in modes))
+    >>> target, first = Target(model), Modes(*(part[1:] for part in modes))
     >>> guides = {"one": exact_guide(model, first), "both": exact_guide(model, modes)}
-    >>> candidates = [weigh(name, guide, density) for name, guide in guides.items()]
-    >>> choose(candidates, modes, density)[1]
+    >>> candidates = [weigh(name, guide, target) for name, guide in guides.items()]
+    >>> choose(candidates, modes, target)[1]
     'both: the highest bound'
 
     :param candidates: at least one.
-    :param modes: of the search.
-    :param density: of the model.
-    :returns: the chosen one, and why in words.
+    :param modes: the result of the search.
+    :param target: the posterior.
+    :param policy: when bounds are equal, and the mass that a guide may leave out.
+    :returns: the candidate, and the reason in words.
     """
-    # A tie goes to a guide that was trained.
+    policy = policy or DEFAULT.choice
     ranked = sorted(candidates, key=lambda one: -one.bound)
-    if math.isfinite(ranked[0].bound):
-        tied = [one for one in candidates if not one.falls_short(ranked[0])]
+    if math.isfinite(ranked[0].bound):  # a trained guide wins a tie
+        tied = [one for one in candidates if not one.falls_short(ranked[0], policy.tie)]
         best = max(tied, key=lambda one: (bool(one.losses), one.bound))
         ranked.sort(key=lambda one: one is not best)
     if len(modes.loc) == 1 or not math.isfinite(ranked[0].bound):
         return ranked[0], f"{ranked[0].name}: the highest bound"
-    left_out = [_left_out(one, modes, density, ranked[0].bound) for one in ranked]
-    fewest = min(left_out)
-    chosen = next(one for one, mass in zip(ranked, left_out, strict=True) if mass <= fewest)
+    missing = []
+    for one in ranked:
+        draws = one.draws[one.draws.isfinite().all(-1)]
+        found = uncovered_modes(modes.loc, draws, target, ranked[0].bound, policy.least_mass)
+        missing.append(found.mass[found.uncovered].sum().item())
+    chosen = ranked[missing.index(min(missing))]
     if chosen is ranked[0]:
         return chosen, f"{chosen.name}: the highest bound"
     return chosen, (
-        f"{chosen.name}: {ranked[0].name} has the higher bound, but leaves out modes of about "
-        f"{left_out[0]:.1%} of the mass"
+        f"{chosen.name}: {ranked[0].name} has a higher bound, but misses modes with about "
+        f"{missing[0]:.1%} of the mass"
     )
 
 
-def _left_out(one: Candidate, modes: Modes, density: Target, log_evidence: float) -> float:
-    """The mass of the modes that a guide has next to no draws of."""
-    draws = one.draws[one.draws.isfinite().all(-1)]
-    found = uncovered_modes(modes.loc, draws, density, log_evidence, LEAST_MASS)
-    return found.mass[found.uncovered].sum().item()
-
-
-def _log_weights(guide: AutoGuide, density: Target, num_draws: int = 1000) -> Tensor:
-    """Log p - log q at draws, -inf where the model has no density or raises an error."""
+def _log_weights(guide: AutoGuide, target: Target, num_draws: int) -> Tensor:
     if has_exact_density(guide):
-        return exact_log_weights(guide, density, num_draws)[1]
+        return exact_log_weights(guide, target, num_draws)[1]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FoldWarning)  # the stage sees it and trains another
+        warnings.simplefilter("ignore", FoldWarning)  # ``train_semi_implicit`` reports folds
         return weighted_draws(
-            density.model,
+            target.model,
             guide,
-            *density.args,
+            *target.args,
             num_samples=num_draws,
             num_starts=2,
-            model_kwargs=density.kwargs,
+            model_kwargs=target.kwargs,
         ).log_weights
 
 
 @torch.no_grad()
-def exact_log_weights(guide: AutoGuide, density: Target, num_draws: int) -> tuple[Tensor, Tensor]:
-    """Draws and log p - log q of a guide whose density is exact.
+def exact_log_weights(
+    guide: AutoGuide,
+    target: Target,
+    num_draws: int,
+    draws_at_once: int = DEFAULT.choice.draws_at_once,
+) -> tuple[Tensor, Tensor]:
+    """Draw from a guide with an exact density, and return the draws and log p - log q.
 
     **Example:**
 
@@ -309,37 +322,36 @@ def exact_log_weights(guide: AutoGuide, density: Target, num_draws: int) -> tupl
     >>> draws.shape, log_weights.shape
     (torch.Size([5, 1]), torch.Size([5]))
 
-    :param guide: of those that :func:`~pyro_implicit.guides.exactness.has_exact_density` tells.
-    :param density: of the model.
-    :param num_draws: of the guide.
-    :returns: ``(num_draws, latent_dim)`` in unconstrained space, and ``(num_draws,)``, -inf where
-        the model has no density.
+    :param guide: a guide for which :func:`~pyro_implicit.guides.exactness.has_exact_density` holds.
+    :param target: the posterior.
+    :param num_draws: the number of draws.
+    :param draws_at_once: the number of draws that are evaluated together.
+    :returns: unconstrained draws ``(num_draws, latent_dim)`` and log-weights ``(num_draws,)``, -inf
+        where the model has no density.
     """
-    q = guide.get_posterior(*density.args, **density.kwargs)
+    q = guide.get_posterior(*target.args, **target.kwargs)
     if not isinstance(guide, AutoMixture):
         q = TransformedDistribution(guide.get_base_dist(), guide.get_transform())
     parts, log_weights = [], []
-    for first in range(0, num_draws, CHUNK_SIZE):
-        part = q.sample(torch.Size((min(CHUNK_SIZE, num_draws - first),)))
+    for first in range(0, num_draws, draws_at_once):
+        part = q.sample(torch.Size((min(draws_at_once, num_draws - first),)))
         parts.append(part)
-        log_weights.append(density.log_prob(part) - q.log_prob(part))
+        log_weights.append(target.log_prob(part) - q.log_prob(part))
     found = torch.cat(log_weights)
     return torch.cat(parts), found.masked_fill(~found.isfinite(), -math.inf)
 
 
 def _set_up(guide: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     guide = own_names(guide)
-    # Outside a call of the guide, so that the parameters are its own and not yet in Pyro's store.
+    # Called outside of ``guide(...)``, the prototype adds no parameter to Pyro's store.
     guide._setup_prototype(*args, **kwargs)
     return guide
 
 
-LEAST_DRAWS, MOST_DRAWS, DRAWS_OF_ALL = 100, 1000, 8000
-
-
 class MixtureWeights(NamedTuple):
-    """Normalised ``log_weights`` ``(num_components,)``, -inf for a component without a finite
-    log-density, and the ``elbo`` ``()`` of the mixture with these weights.
+    """Normalised ``log_weights`` ``(num_components,)`` and the ``elbo`` ``()`` that they reach.
+
+    The log-weight of a component is -inf if the log-density is finite at none of its draws.
     """
 
     log_weights: Tensor
@@ -348,11 +360,12 @@ class MixtureWeights(NamedTuple):
 
 @torch.no_grad()
 def mixture_weights(
-    density: Target,
+    target: Target,
     components: Sequence[Distribution],
     num_draws: int | None = None,
     tolerance: float = 1e-4,
     max_iterations: int = 1000,
+    policy: MixturePolicy | None = None,
 ) -> MixtureWeights:
     r"""Maximise the exact ELBO of a mixture :math:`q_w = \sum_k w_k q_k` over its weights.
 
@@ -360,24 +373,24 @@ def mixture_weights(
 
     .. math:: F(w) = \sum_k w_k a_k(w), \qquad a_k(w) = E_{q_k}[\log p - \log q_w].
 
-    F is concave, as the entropy is, and :math:`\partial F / \partial w_k = a_k(w) - 1`. Since
+    F is concave, because the entropy is, and :math:`\partial F / \partial w_k = a_k(w) - 1`. Since
 
     .. math:: F(w) = F(v) + \sum_k (w_k - v_k)\, a_k(v) - KL(q_w \| q_v)
 
-    for any weights v, and :math:`KL(q_w \| q_v) \le KL(w \| v)`, a lower bound of F(w) that
-    touches it at v is largest at
+    for all weights v, and :math:`KL(q_w \| q_v) \le KL(w \| v)`, F(w) has a lower bound that
+    touches it at v. The maximum of this bound,
 
     .. math:: w_k \propto v_k \, e^{a_k(v)},
 
-    so no step of this iteration lowers F, and it leads to the maximum. Concavity also says how far
-    that is: :math:`\max_k a_k(w) - F(w)` at most. Components that do not overlap are done in one
-    step, with weights proportional to :math:`e^{ELBO_k}`; of two that are equal, only the sum of
-    the weights counts, and that is not counted twice.
+    is one iteration, which never lowers F. Concavity also bounds the distance to the maximum by
+    :math:`\max_k a_k(w) - F(w)`. Components that do not overlap need one iteration; their weights
+    are proportional to :math:`e^{ELBO_k}`. For two equal components only the sum of their weights
+    matters, so their mass is not counted twice.
 
-    The expectations are over the draws of all components, each with
-    :math:`q_k / \sum_j q_j` as its weight in that of component k: alike components then get alike
-    values. Draws at which the log-density is not finite are left out, and their component is
-    judged as cut to the others: a share s of good draws costs it :math:`-\log s`.
+    The expectation under component k is estimated at the draws of all components, with weights
+    :math:`q_k / \sum_j q_j`, so that similar components get similar values. Draws at which the
+    log-density is not finite are ignored; a component with a share s of finite draws is truncated
+    to them and loses :math:`-\log s`.
 
     **Example:**
 
@@ -391,13 +404,14 @@ def mixture_weights(
     >>> weights.log_weights.diff().round(decimals=1)
     tensor([1.])
 
-    :param density: of the model.
+    :param target: the posterior.
     :param components: distributions of the unconstrained latent vector with a density at any point,
         such as ``AutoMixture(...).get_posterior().components``.
-    :param num_draws: of each component; by default 1,000, or 8,000 of all if they are more than
-        eight, as each is judged at the draws of all.
-    :param tolerance: in nats, how near to the maximum to stop.
-    :param max_iterations: stops there in any case; overlapping components take many.
+    :param num_draws: the number of draws of each component. By default 1,000; with more than eight
+        components 8,000 in all, at least 100 of each.
+    :param tolerance: in nats, the distance from the maximum at which the iteration stops.
+    :param max_iterations: the maximal number of iterations; overlapping components need many.
+    :param policy: the default numbers of draws.
     :raises ValueError: for no components, or if the log-density is finite at no draw.
     :raises NotImplementedError: for a component without a density.
 
@@ -407,13 +421,15 @@ def mixture_weights(
        iteration, with :math:`-\log p` as the cost of a symbol.
     """
     if not components:
-        raise ValueError("mixture_weights wants at least one component")
+        raise ValueError("mixture_weights needs at least one component")
     if num_draws is None:
-        num_draws = max(LEAST_DRAWS, min(MOST_DRAWS, DRAWS_OF_ALL // len(components)))
+        policy = policy or DEFAULT.mixture
+        of_each = policy.all_draws // len(components)
+        num_draws = max(policy.least_draws, min(policy.most_draws, of_each))
     draws = [q.sample(torch.Size((num_draws,))) for q in components]
-    log_p = torch.stack([density.log_prob(points) for points in draws])
+    log_p = torch.stack([target.log_prob(points) for points in draws])
     points = torch.cat(draws)
-    # In float64, as the densities of one component at another's draws are many powers apart. A
+    # float64: the densities of one component at another's draws differ by many powers of ten. A
     # density that overflows does so far from all draws of its component.
     log_q = torch.stack([q.log_prob(points) for q in components], -1).double()
     log_q = log_q.masked_fill(log_q.isnan(), -math.inf)
@@ -423,7 +439,7 @@ def mixture_weights(
     if not is_good.any():
         raise ValueError(
             f"the model's log-density is finite at none of {len(points)} draws of the components. "
-            "Cure: train them first, each from a start in its mode"
+            "Cure: train the components first, each with an initial value in its mode"
         )
     kept = share > 0
     chosen = is_good.flatten()
@@ -441,11 +457,7 @@ def mixture_weights(
 def _maximise(
     log_p: Tensor, log_q: Tensor, tolerance: float, max_iterations: int
 ) -> MixtureWeights:
-    """The iteration.
-
-    :param log_p: ``(num_points,)``.
-    :param log_q: ``(num_points, num_components)``.
-    """
+    """``log_p`` is ``(num_points,)``, ``log_q`` is ``(num_points, num_components)``."""
     log_total = log_q.logsumexp(-1)
     shares = (log_q - log_total.unsqueeze(-1)).exp()
     expect = shares / shares.sum(0)  # column k takes the expectation under component k
@@ -470,9 +482,9 @@ def gaussian_guide(
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> AutoMultivariateNormal:
-    """Pyro's full-rank guide, started at a given Gaussian: for its own ELBOs.
+    """Return Pyro's full-rank guide, initialised at a given Gaussian.
 
-    As the frame of another guide, give ``frame=Frame(loc, scale_tril=scale_tril)``.
+    To initialise another guide there, pass ``frame=Frame(loc, scale_tril=scale_tril)`` to it.
 
     **Example:**
 
@@ -484,11 +496,11 @@ def gaussian_guide(
     tensor([[ 1.,  2.],
             [ 2., 13.]])
 
-    :param model: of which it is to be a guide.
-    :param loc: in unconstrained space, ``(latent_dim,)``.
-    :param scale_tril: ``(latent_dim, latent_dim)``.
-    :param args: of the model, as ``kwargs``.
-    :param model_kwargs: more keyword arguments of the model: those with a name of ours.
+    :param model: a Pyro model.
+    :param loc: the mean in unconstrained space, ``(latent_dim,)``.
+    :param scale_tril: the Cholesky factor of the covariance, ``(latent_dim, latent_dim)``.
+    :param args: arguments of the model; ``kwargs`` likewise.
+    :param model_kwargs: keyword arguments of the model that have the name of an argument here.
     """
     kwargs = {**kwargs, **(model_kwargs or {})}
     start = FlatPriorStart(init_to_median, like=example_tensor(model, args, kwargs))
@@ -502,59 +514,48 @@ def gaussian_guide(
     return guide
 
 
-OVERSAMPLING, LEAST_PROPOSALS = 4, 1000
-NUM_WEIGHED, NUM_WEIGHED_AGAIN = 2000, 8000
-NUM_TIMED, SECONDS_AGAIN = 100, 3.0
-MAX_KHAT, LEAST_EFFICIENCY, EVEN = 0.5, 0.5, 0.99
-AGREES = 0.75  # of the efficiency seen before: that of good weights hangs on their number less
-
-
 class Reliability(NamedTuple):
-    """``khat``, the tail index of a guide's importance weights, infinite where these have no tail,
-    and ``efficiency``, their effective sample size as a share of the draws.
+    """Reliability of importance weights.
+
+    ``khat`` is their Pareto tail index, infinite if they have no tail. ``efficiency`` is their
+    effective sample size as a share of the draws.
     """
 
     khat: float
     efficiency: float
 
-    @property
-    def suffices(self) -> bool:
-        """Whether draws can be resampled by such weights."""
-        # The tail of even weights is that of rounding.
-        return self.efficiency > EVEN or (
-            self.efficiency > LEAST_EFFICIENCY and self.khat < MAX_KHAT
+    def suffices(self, policy: CorrectionPolicy = DEFAULT.correction) -> bool:
+        """Whether draws can be resampled by these weights."""
+        return self.efficiency > policy.even or (
+            self.efficiency > policy.least_efficiency and self.khat < policy.max_khat
         )
 
     def __str__(self) -> str:
         return describe_weights(self.khat, self.efficiency)
 
 
-def reliability(guide: Any, density: Target) -> Reliability:
-    """Of the smoothed weights of 2,000 new draws.
+def reliability(
+    guide: Any, target: Target, policy: CorrectionPolicy = DEFAULT.correction
+) -> Reliability:
+    """Judge the importance weights of a guide with an exact density by 2,000 draws.
 
-    Where these are good, up to 8,000 more have to agree, as many as a few seconds allow: a mode
-    that the guide only touches is met by one draw in a thousand, and no weight tells of it before.
-
-    :param guide: with an exact density, see
-        :func:`~pyro_implicit.guides.exactness.has_exact_density`.
-    :param density: of the model.
+    If they suffice, up to 8,000 more draws must agree, as many as a few seconds allow: a mode that
+    the guide hardly covers has one draw in a thousand, and no other draw reveals it.
     """
-    log_weights = exact_log_weights(guide, density, NUM_WEIGHED)[1]
+    log_weights = exact_log_weights(guide, target, policy.num_weighed)[1]
     found = _judge(log_weights)
-    number = _affordable(density) if found.suffices else 0
-    if number > NUM_WEIGHED:
-        more = exact_log_weights(guide, density, number)[1]
-        again = _judge(torch.cat([log_weights, more]))
-        if again.efficiency < AGREES * found.efficiency:
-            return again
-    return found
-
-
-def _affordable(density: Target) -> int:
-    """How many more draws are weighed."""
-    one_by_one = not density.is_vectorized
-    seconds = seconds_near(density.log_prob, density.init_loc, NUM_TIMED, one_by_one)
-    return min(NUM_WEIGHED_AGAIN, int(SECONDS_AGAIN * NUM_TIMED / seconds))
+    if not found.suffices(policy):
+        return found
+    seconds = seconds_near(
+        target.log_prob, target.init_loc, policy.num_counted, not target.is_vectorized
+    )
+    affordable = int(policy.seconds * policy.num_counted / seconds)
+    number = min(policy.num_weighed_again, affordable)
+    if number <= policy.num_weighed:
+        return found
+    more = exact_log_weights(guide, target, number)[1]
+    again = _judge(torch.cat([log_weights, more]))
+    return again if again.efficiency < policy.agrees * found.efficiency else found
 
 
 def _judge(log_weights: Tensor) -> Reliability:
@@ -563,16 +564,17 @@ def _judge(log_weights: Tensor) -> Reliability:
     return Reliability(smoothed.khat, 1 / (len(log_weights) * squares))
 
 
-def corrected_draws(guide: Any, density: Target, num_samples: int) -> dict[str, Tensor]:
-    """Draws resampled by their smoothed weights, one out of four.
+def corrected_draws(
+    guide: Any, target: Target, num_samples: int, policy: CorrectionPolicy = DEFAULT.correction
+) -> dict[str, Tensor]:
+    """Resample draws of a guide with an exact density by their Pareto-smoothed weights.
 
-    :param guide: as for :func:`reliability`.
     :returns: constrained, by site, ``(num_samples, *site_shape)``, in random order.
     """
-    number = max(OVERSAMPLING * num_samples, LEAST_PROPOSALS)
-    draws, log_weights = exact_log_weights(guide, density, number)
+    number = max(policy.oversampling * num_samples, policy.least_proposals)
+    draws, log_weights = exact_log_weights(guide, target, number)
     weights = pareto_smoothed(log_weights.double()).log_weights.exp()
-    # Systematic resampling: as even as the weights allow.
+    # Systematic resampling: the numbers of copies have the least variance.
     ticks = (torch.arange(num_samples).to(weights) + torch.rand(()).to(weights)) / num_samples
     index = torch.searchsorted(weights.cumsum(0), ticks).clamp(max=number - 1)
-    return density.constrain(draws[index[torch.randperm(num_samples)]])
+    return target.constrain(draws[index[torch.randperm(num_samples)]])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files from which a killed run goes on."""
+"""Checkpoints of trainings, and trainings in several processes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ START, TRAINING = "the start of a fit", "a training"
 
 
 def same_start(path: Path, settings: dict[str, Any]) -> None:
-    """Let a resumed run begin with the random streams of the first, which are kept in a file.
+    """Write settings and random streams of a new run, or restore the streams of a resumed run.
 
-    :param settings: those of the run, which must be the same.
-    :raises ValueError: if they are not, or the file is damaged or foreign.
+    :param settings: the settings of the run.
+    :raises ValueError: if a resumed run has other settings, or the file is damaged or foreign.
     """
     if not path.exists():
         write_file(path, {"settings": settings, "random": random_streams()}, START)
@@ -47,7 +47,7 @@ def same_start(path: Path, settings: dict[str, Any]) -> None:
     content = read_file(path, "cpu", START, classes=())
     if content["settings"] != settings:
         raise ValueError(
-            f"the checkpoint in {path.parent} is of a run with {content['settings']}, but this one "
+            f"the checkpoint in {path.parent} is of a run with {content['settings']}, but this run "
             f"has {settings}. Cure: another folder, or the same settings"
         )
     restore_random_streams(content["random"])
@@ -61,15 +61,15 @@ def save_checkpoint(
     loss: Any = None,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write all that training depends on, the random streams too.
+    """Write the whole state of a training, including the random streams.
 
-    The file is complete or not there at all, whenever the process dies.
+    The file is complete or absent, whenever the process dies.
 
-    :param state: an object whose attributes are to be kept.
-    :param parameters: unconstrained, by name.
-    :param optimisers: all, by name.
-    :param loss: the ELBO, whose memory is kept if it has ``get_state``.
-    :param buffers: of the guide, by name: a frame that it found for itself is not trained.
+    :param state: an object whose attributes are written.
+    :param parameters: unconstrained parameters, by name.
+    :param optimisers: all optimisers, by name.
+    :param loss: the ELBO; its state is written if it has ``get_state``.
+    :param buffers: buffers of the guide, by name, such as a frame that it computed.
     """
     content = {
         "state": vars(state),
@@ -91,9 +91,7 @@ def load_checkpoint(
     loss: Any = None,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Put all back in place, as :func:`save_checkpoint` found it.
-
-    A file that was written on another device is read on that of ``parameters``.
+    """Restore the state that :func:`save_checkpoint` wrote, on the device of ``parameters``.
 
     :raises ValueError: if the file is of another model or guide, damaged or foreign.
     """
@@ -119,7 +117,7 @@ def load_checkpoint(
 
 
 def _classes(loss: Any) -> set[type]:
-    """Those of what an ELBO remembers, which was asked once before a file is read."""
+    """Return the classes in the state of an ELBO, which a file may contain."""
     found: set[type] = set()
 
     def visit(part: Any) -> None:
@@ -142,26 +140,26 @@ def _classes(loss: Any) -> set[type]:
 
 
 def num_processes() -> int:
-    """After ``torch.distributed.init_process_group``; 1 without."""
+    """Return the number of processes, 1 without ``torch.distributed.init_process_group``."""
     ready = distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size() if ready else 1
 
 
 def is_first() -> bool:
-    """Whether this process is the one that speaks for all."""
+    """Whether this process shows progress."""
     return num_processes() == 1 or distributed.get_rank() == 0
 
 
 def own_file(folder: str | Path, name: str) -> Path:
-    """Where this process keeps what it goes on from: each has random streams of its own."""
+    """Return the checkpoint of this process; each process has its own random streams."""
     number = f"-{distributed.get_rank()}" if num_processes() > 1 else ""
     return Path(folder) / f"{name}{number}.pt"
 
 
 def mean_over_processes(value: float, device: torch.device | str = "cpu") -> float:
-    """By which all of them decide alike; the value itself in a process that is alone.
+    """Return the mean of a value over processes, so that all of them decide alike.
 
-    :param device: one that the processes' backend can send from.
+    :param device: a device from which the backend can send.
     """
     if num_processes() == 1:
         return value
@@ -177,8 +175,8 @@ def loss_function(
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
 ) -> Callable[..., Tensor]:
-    """The differentiable loss of model and guide. Its gradient is the mean over processes, of which
-    each now has the first one's parameters and buffers.
+    """Return the differentiable loss. In several processes its gradient is the mean over them, and
+    parameters and buffers become those of the first process.
 
     :raises TypeError: in several processes, for ``pyro.param`` outside of modules, which
         ``DistributedDataParallel`` does not know.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``fit`` does with minibatches."""
+"""``fit`` with minibatches, and with latent variables of single rows."""
 
 from __future__ import annotations
 
@@ -26,12 +26,9 @@ from pyro_implicit.guides.row_data import trace_model
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine
 from pyro_implicit.mcmc.minibatch_chains import check_scaling
-from pyro_implicit.runtime.user_warnings import first_line
+from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
 __all__ = ["fit_amortized", "fit_batches", "refine_batches"]
-
-
-FEW_PARTICLES, PARTICLES, INIT_SCALE = 2, 8, 0.05
 
 
 def fit_batches(
@@ -41,58 +38,59 @@ def fit_batches(
     amortize: Amortize | None = None,
     time_share: float = 1.0,
 ) -> Fit:
-    """Train a guide on minibatches: one that was given, or one of this model's size.
+    """Train a guide on minibatches.
 
-    Of at most 100 latents that is an :class:`AutoSemiImplicit`, of more an ``AutoNormal``, which
-    starts narrow: at what a network's weights were, or between the prior's medians and one of its
-    draws, as a network needs small weights that differ.
+    For ``"auto"`` the guide is an :class:`AutoSemiImplicit` with at most 100 latent variables, and
+    otherwise an ``AutoNormal`` with small scales, see :func:`between`.
 
-    :param guide: or ``"auto"``.
-    :param loss: of a given guide.
-    :param amortize: the latents of single rows.
-    :param time_share: of the time that is left: less than all where chains follow.
+    :param guide: a guide, or ``"auto"``.
+    :param loss: the loss of a given guide.
+    :param amortize: encoders of the latent variables of single rows.
+    :param time_share: the share of the remaining time.
     """
     assert stages.batches is not None
-    first = stages.batches.probed[0]
-    density = Target.of_minibatches(
+    first, policy = stages.batches.probed[0], stages.policy.training
+    target = Target.of_minibatches(
         stages.model,
         *stages.args,
         batch=first,
         allow_local=amortize is not None or _knows_rows(guide),
         model_kwargs=stages.kwargs,
     )
-    check_scaling(density, stages.batches, num_processes())
+    check_scaling(target, stages.batches, num_processes())
     if amortize is not None:
         return fit_amortized(stages, amortize)
+    is_wide = target.latent_dim > MAX_DENSE_DIM
+    few = policy.network_particles if is_wide else policy.few_particles
+    particles = min(stages.num_particles, few)
     if not isinstance(guide, str):
-        # Each is one network's pass.
-        many = density.latent_dim > MAX_DENSE_DIM
-        particles = min(stages.num_particles, FEW_PARTICLES if many else PARTICLES)
         everything = (*stages.args, *first)
         refuse_unfit_guide(stages.model, guide, everything, stages.kwargs)
         loss = loss or default_loss(guide, particles, *everything, model_kwargs=stages.kwargs)
         return stages.train_alone("guide", guide, loss, time_share)
-    if density.latent_dim <= MAX_DENSE_DIM:
-        guide = own_names(AutoSemiImplicit(stages.model, frame=None, init_scale=INIT_SCALE))
-        loss = default_loss(guide, min(stages.num_particles, PARTICLES))
-        return stages.train_alone("semi-implicit", guide, loss, time_share)
-    start = FlatPriorStart(init_to_value(values=between(density)))
+    scale = policy.minibatch_init_scale
+    if not is_wide:
+        guide = own_names(AutoSemiImplicit(stages.model, frame=None, init_scale=scale))
+        return stages.train_alone(
+            "semi-implicit", guide, default_loss(guide, particles), time_share
+        )
+    start = FlatPriorStart(init_to_value(values=between(target, stages.policy.start)))
     model = without_sequential_plates(stages.model)
-    guide = own_names(AutoNormal(model, init_loc_fn=start, init_scale=INIT_SCALE))
-    loss = ImplicitELBO(min(stages.num_particles, FEW_PARTICLES), nonfinite="skip")
+    guide = own_names(AutoNormal(model, init_loc_fn=start, init_scale=scale))
+    loss = ImplicitELBO(particles, nonfinite="skip")
     return stages.train_alone("mean-field", guide, loss, time_share)
 
 
 def _knows_rows(guide: Any) -> bool:
-    """Whether latents of single rows are the guide's own affair: one written by hand has an encoder
-    for them, but most autoguides would have parameters for the first minibatch."""
+    """Whether a guide may have latent variables of single rows: one with an encoder, or written by
+    hand. Other autoguides would have parameters for the rows of the first minibatch."""
     return isinstance(guide, AutoAmortized) or not isinstance(guide, (str, AutoGuide))
 
 
 def refine_batches(stages: Stages, epochs: int) -> Fit:
     """Move draws of the guide by stochastic gradient Hamiltonian Monte Carlo.
 
-    :param epochs: passes over the data.
+    :param epochs: the number of passes over the data.
     """
     assert stages.batches is not None
     result, left = stages.result, stages.limit.left()
@@ -105,7 +103,7 @@ def refine_batches(stages: Stages, epochs: int) -> Fit:
             batches=stages.batches.batches,
             max_epochs=epochs,
             max_seconds=left if math.isfinite(left) else None,
-            progress=stages.files["progress"],
+            progress=stages.options["progress"],
             model_kwargs=stages.kwargs,
         )
         result.refined = refined
@@ -116,28 +114,30 @@ def refine_batches(stages: Stages, epochs: int) -> Fit:
         )
         result.interrupted = refined.stopped == "interrupted"
     if line.error is not None:
-        stages.warn(f"fit did not refine its draws: {first_line(line.error)}")
+        warn_user(f"fit did not refine its draws: {first_line(line.error)}")
     return result
 
 
 def fit_amortized(stages: Stages, amortize: Amortize) -> Fit:
-    """Train encoders of the local latents, and a guide of the others beside.
+    """Train encoders of the latent variables of rows, together with a guide of the others.
 
-    That is an :class:`AutoSemiImplicit` of at most 100 latents, and else an ``AutoNormal``.
+    The latter is an :class:`AutoSemiImplicit` with at most 100 latent variables, and otherwise an
+    ``AutoNormal``.
 
     :param amortize: ``"auto"``, or encoders by site.
     """
     batch = () if stages.batches is None else stages.batches.probed[0]
-    everything = (*stages.args, *batch)
+    everything, policy = (*stages.args, *batch), stages.policy.training
+    scale = policy.minibatch_init_scale
 
     def rest(hidden: Callable[..., Any]) -> AutoGuide:
         nodes = trace_model(hidden, everything, stages.kwargs).iter_stochastic_nodes()
         latents = [site for _, site in nodes if not site_is_subsample(site)]
         if sum(site["value"].numel() for site in latents) <= MAX_DENSE_DIM:
-            return AutoSemiImplicit(hidden, frame=None, init_scale=INIT_SCALE)
-        return AutoNormal(hidden, init_scale=INIT_SCALE)
+            return AutoSemiImplicit(hidden, frame=None, init_scale=scale)
+        return AutoNormal(hidden, init_scale=scale)
 
     guide = own_names(AutoAmortized(stages.model, amortize, rest))
-    particles = min(stages.num_particles, PARTICLES)
+    particles = min(stages.num_particles, policy.few_particles)
     loss = default_loss(guide, particles, *everything, model_kwargs=stages.kwargs)
     return stages.train_alone("amortised", guide, loss)

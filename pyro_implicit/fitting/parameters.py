@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of the model (``pyro.param``): learnt once, then fixed, and kept with the result."""
+"""Parameters of models and guides: found, trained, fixed, saved and restored."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ __all__ = [
 ]
 
 
-LIBRARIES = ("pyro", "pyro_implicit", "torch")  # whose functions hold no user's modules
+LIBRARIES = ("pyro", "pyro_implicit", "torch")  # their functions hold no modules of users
 
 
 class Learnt(NamedTuple):
-    """A parameter's unconstrained ``value``, and what it is constrained to."""
+    """A parameter: its unconstrained ``value`` and its ``constraint``."""
 
     value: Tensor
     constraint: constraints.Constraint
 
 
-def model_parameters(density: Target) -> dict[str, Tensor]:
-    """What a model learns beside its latents.
+def model_parameters(target: Target) -> dict[str, Tensor]:
+    """Return the trainable parameters of a model.
 
     **Example:**
 
@@ -54,10 +54,10 @@ def model_parameters(density: Target) -> dict[str, Tensor]:
     >>> list(model_parameters(Target(model)))
     ['loc']
 
-    :param density: of the model.
-    :returns: their values by name, as they change.
+    :param target: the posterior of the model.
+    :returns: their current values, by name.
     """
-    nodes = density.trace_at(density.init_loc).nodes.items()
+    nodes = target.trace_at(target.init_loc).nodes.items()
     return {
         name: site["value"]
         for name, site in nodes
@@ -66,12 +66,12 @@ def model_parameters(density: Target) -> dict[str, Tensor]:
 
 
 def with_fixed_parameters(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A model whose parameters no training sees."""
+    """Return a model whose parameters are not trained."""
     return poutine.block(model, hide_types=["param"])
 
 
 def learnt_parameters(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Learnt]:
-    """All parameters of a model, or of a guide that is a function, by name.
+    """Return all parameters of a model, or of a guide that is a function, by name.
 
     **Example:**
 
@@ -80,7 +80,7 @@ def learnt_parameters(function: Callable[..., Any], *args: Any, **kwargs: Any) -
     >>> learnt_parameters(model)
     {'scale': Learnt(value=tensor(0., requires_grad=True), constraint=GreaterThan(lower_bound=0.0))}
 
-    :param function: runs once.
+    :param function: a model or guide; it runs once.
     """
     with torch.no_grad(), poutine.block(), poutine.trace(param_only=True) as capture:
         function(*args, **kwargs)
@@ -94,13 +94,14 @@ def learnt_parameters(function: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 @torch.no_grad()
 def put_back(parameters: dict[str, Learnt], model: Callable[..., Any]) -> None:
-    """Give a model what it had learnt: the parameters of its modules, and those in Pyro's store,
-    each on the device and in the precision that it has there. What the store has not yet stays as
-    it was saved.
+    """Restore the learnt parameters of a model, in its modules and in Pyro's store.
 
-    :param parameters: by name.
-    :param model: is, holds or uses the modules.
-    :raises ValueError: for one of another shape.
+    Existing parameters keep their device and dtype. Parameters that the store lacks are added as
+    they were saved.
+
+    :param parameters: the parameters, by name.
+    :param model: a model that is, holds or uses the modules.
+    :raises ValueError: for a parameter of another shape.
     """
     owned: dict[str, Owned] = {}
     for module in _modules(model, set()):
@@ -111,23 +112,23 @@ def put_back(parameters: dict[str, Learnt], model: Callable[..., Any]) -> None:
         own = owned[name].value if name in owned else stored.get(name)
         if own is not None and own.shape != value.shape:
             raise ValueError(
-                f"the model's parameter '{name}' has shape {tuple(own.shape)}, but that of the "
-                f"file {tuple(value.shape)}. Cure: the model that was fitted, or "
-                "pyro.clear_param_store() if it is of another"
+                f"the model's parameter '{name}' has shape {tuple(own.shape)}, but the file has "
+                f"shape {tuple(value.shape)}. Cure: the model that was fitted, or "
+                "pyro.clear_param_store() if the parameter belongs to another model"
             )
         if name in owned:
             owned[name].value.copy_(value)
             announce(name, owned[name])
         else:
             value = value.detach().clone()
-            if own is not None:  # a file is read to the CPU, and the model may run elsewhere
+            if own is not None:  # the file's tensors are on the CPU
                 value = value.to(own)
             value = value.requires_grad_()
             store.set_state({"params": {name: value}, "constraints": {name: constraint}})
 
 
 def _modules(part: Any, seen: set[int]) -> Iterator[nn.Module]:
-    """Those that a model is, holds or uses."""
+    """Yield the modules that a model is, holds or uses."""
     if id(part) in seen:
         return
     seen.add(id(part))
@@ -146,7 +147,7 @@ def _modules(part: Any, seen: set[int]) -> Iterator[nn.Module]:
 
 
 def describe(parameters: dict[str, Tensor]) -> str:
-    """Numbers, or shapes of what is more than that; the first four."""
+    """Describe the first four parameters by value, or by shape."""
     parts = [
         f"{name} = {value.item():.4g}" if value.numel() == 1 else f"{name} {tuple(value.shape)}"
         for name, value in ((user_param_name(n), v) for n, v in parameters.items())
@@ -157,9 +158,9 @@ def describe(parameters: dict[str, Tensor]) -> str:
 def trained_parameters(
     model: Callable[..., Any], guide: Callable[..., Any], loss: Trace_ELBO, args: Any, kwargs: Any
 ) -> dict[str, Tensor]:
-    """All that one evaluation of the loss touches, by its name in Pyro's parameter store.
+    """Return all parameters that an evaluation of the loss uses, by name.
 
-    The names of guide and loss are replaced: they may be others when training is resumed.
+    Prefixes of guide and loss are replaced, because these may have other names in a resumed run.
 
     :raises ValueError: if neither model nor guide has a parameter.
     """
@@ -173,7 +174,7 @@ def trained_parameters(
             "neither model nor guide has a parameter to train. Cure: a guide with pyro.param or "
             "one of the autoguides"
         )
-    # Backwards too: some ELBOs make the optimisers of their networks on that way.
+    # Some ELBOs create the optimisers of their networks in the backward pass.
     value.backward(inputs=parameters)
     owners = {
         getattr(guide, "_pyro_name", ""): "<guide>.",
@@ -190,12 +191,10 @@ def trained_parameters(
 
 
 def _names_of_others(value: Tensor, sites: dict[str, dict[str, Any]]) -> bool:
-    """Replace in Pyro's store what has the name of a module's parameter, but is another's.
+    """Replace parameters of another module that Pyro's store has under the same name.
 
-    Of two networks in one process the layers without priors have the same names.
+    Layers without priors of two networks in one process have the same names.
 
-    :param value: of the loss.
-    :param sites: of parameters.
     :returns: whether there were any.
     """
     announced = {name: site["args"][-1] for name, site in sites.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of ``fit`` that come after its guides: weights, chains, and what chains start from."""
+"""Stages of ``fit`` after the choice of a guide: importance weights and chains; their budgets."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from pyro_implicit.density.mode_search import seconds_of_climb
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import reliability
+from pyro_implicit.fitting.policy import DEFAULT, BudgetPolicy, StartPolicy
 from pyro_implicit.fitting.result import Fit
-from pyro_implicit.fitting.stages import LEAST_ITERATIONS, Stages
+from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.guides.names import own_names
@@ -27,7 +28,7 @@ from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import AutoConditional, Refined, refine, teach
 from pyro_implicit.mcmc.spaces.space import GuideNoise, conditional_noise
 from pyro_implicit.nn import start_values
-from pyro_implicit.runtime.user_warnings import first_line
+from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
 __all__ = [
     "ChainPlan",
@@ -40,143 +41,138 @@ __all__ = [
     "train_mean_field",
 ]
 
-ROUGH_STEPS, ROUGH_PARTICLES, ROUGH_SPREAD = 1000, 8, 0.3
-HASTE = 5.0  # times the learning rate
-NEARER = (1.0, 0.5, 0.2, 0.05, 0.0)  # of the way from the origin to a start
-MAX_ROUNDING, NUM_LOOKED_AT = 0.5, 64  # nats, beyond which chains go astray; draws
-HOPELESS = 10.0  # nats a latent, which another start is better
-
-
-SEARCH_SECONDS, MOST_ITERATIONS = 20.0, 1600
-TRAINING_SECONDS = 10.0
-CHAIN_SECONDS, LEAST_CHAINS, MOST_CHAINS = 40.0, 32, 256
-LEAST_GRADIENTS, LONG_ENOUGH, MOST_GRADIENTS = 800, 1200, 4000
-WORTH = 0.7  # of the gradients of the fewest chains
-PATIENCE = 2  # times as long, for chains that have not settled
-
 
 class ChainPlan(NamedTuple):
-    """How many chains, and ``max_gradients`` of each."""
+    """``num_chains``, and ``max_gradients`` of each chain."""
 
     num_chains: int
     max_gradients: int
 
 
 class Plan(NamedTuple):
-    """``search_iterations`` of Newton's in all, 0 for none, and the chains."""
+    """``search_iterations`` of Newton's method in all, 0 for no search, and the chains."""
 
     search_iterations: int
     chains: ChainPlan
 
 
 def affordable_chains(
-    score: Callable[[Tensor], Any], point: Tensor, one_by_one: bool = False
+    score: Callable[[Tensor], Any],
+    point: Tensor,
+    one_by_one: bool = False,
+    budget: BudgetPolicy = DEFAULT.budget,
 ) -> ChainPlan:
-    """Chains that can be had: fewer of them where they would else be too short, and fewer make a
-    gradient cheaper, as they hardly do in a Python loop. Most settle long before the gradients that
-    those that do not are given.
+    """Return the number of chains and gradients that a budget allows.
 
-    :param score: of points ``(num_chains, dim)``.
-    :param point: one of them, ``(dim,)``.
+    The number of chains is halved while chains are too short and halving makes a gradient cheaper;
+    it does not if the model runs once for each chain.
+
+    :param score: a function of points ``(num_chains, dim)``.
+    :param point: one point, ``(dim,)``.
     :param one_by_one: whether the model runs once for each chain.
     """
 
     def affordable_gradients(num_chains: int) -> int:
         seconds = seconds_near(score, point, num_chains, one_by_one)
-        return max(1, min(MOST_GRADIENTS, int(CHAIN_SECONDS / seconds)))
+        return max(1, min(budget.most_gradients, int(budget.chain_seconds / seconds)))
 
-    num_chains, gradients = MOST_CHAINS, affordable_gradients(MOST_CHAINS)
-    if gradients < LONG_ENOUGH:
-        wanted = min(LONG_ENOUGH, WORTH * affordable_gradients(LEAST_CHAINS))
-        while gradients < wanted and num_chains > LEAST_CHAINS:
+    num_chains = budget.most_chains
+    gradients = affordable_gradients(num_chains)
+    if gradients < budget.usual_gradients:
+        most = budget.worthwhile * affordable_gradients(budget.least_chains)
+        while gradients < min(budget.usual_gradients, most) and num_chains > budget.least_chains:
             num_chains //= 2
             gradients = affordable_gradients(num_chains)
-    return ChainPlan(num_chains, max(LEAST_GRADIENTS, min(MOST_GRADIENTS, PATIENCE * gradients)))
+    patient = min(budget.most_gradients, budget.patience * gradients)
+    return ChainPlan(num_chains, max(budget.least_gradients, patient))
 
 
-def make_plan(density: Target) -> Plan:
-    """The plan for a model that sees all its data.
-
-    :param density: of the model; it is evaluated a few times at its start.
-    """
-    point = density.init_loc
+def make_plan(target: Target, budget: BudgetPolicy = DEFAULT.budget) -> Plan:
+    """Plan search and chains by the operation count of the log-density."""
+    point = target.init_loc
     try:
-        density.log_prob(nearby(point, 2))  # how the model can be run is found out here
-        chains = affordable_chains(density.score, point, not density.is_vectorized)
-        if density.latent_dim > MAX_DENSE_DIM:
+        target.log_prob(nearby(point, 2))  # determines whether the model can be vectorised
+        chains = affordable_chains(target.score, point, not target.is_vectorized, budget)
+        if target.latent_dim > MAX_DENSE_DIM:
             return Plan(0, chains)
-        iterations = min(MOST_ITERATIONS, int(SEARCH_SECONDS / seconds_of_climb(density)))
-    except Exception:  # the model's own, at its start: the search has others
-        return Plan(MOST_ITERATIONS, ChainPlan(MOST_CHAINS, MOST_GRADIENTS))
-    return Plan(iterations if iterations >= LEAST_ITERATIONS else 0, chains)
+        affordable = int(budget.search_seconds / seconds_of_climb(target))
+    except Exception:  # an error of the model at its initial point: the search has other points
+        chains = ChainPlan(budget.most_chains, budget.most_gradients)
+        return Plan(budget.most_iterations, chains)
+    iterations = min(budget.most_iterations, affordable)
+    return Plan(iterations if iterations >= budget.least_iterations else 0, chains)
 
 
-def correct(stages: Stages, density: Target) -> float:
-    """See whether importance weights can right the draws of the chosen guide.
+def correct(stages: Stages, target: Target) -> float:
+    """Judge the importance weights of the chosen guide, and set ``result.correction``.
 
-    :returns: their effective share, 1 of a guide that has none. ``result.correction`` is set if
-        they can, reliably.
+    :returns: their effective sample size as a share; 1 for a guide without an exact density.
     """
-    result = stages.result
+    result, policy = stages.result, stages.policy.correction
     if not has_exact_density(result.guide):
         return 1.0
     efficiency = 0.0
     with result.attempt("correct") as line:
-        found = stages.reliability or reliability(result.guide, density)
+        found = stages.reliability or reliability(result.guide, target, policy)
         line.outcome = str(found)
         efficiency = found.efficiency
-        if found.suffices:
+        if found.suffices(policy):
             result.correction = efficiency
     return efficiency
 
 
-def train_mean_field(stages: Stages, density: Target) -> Fit:
-    """A rough guide of many latents, for chains to start from.
+def train_mean_field(stages: Stages, target: Target) -> Fit:
+    """Train a mean-field guide of many latent variables, from which chains start."""
+    policy, budget = stages.policy.training, stages.policy.budget
+    start = FlatPriorStart(init_to_value(values=between(target, stages.policy.start)))
+    guide = own_names(AutoNormal(without_sequential_plates(stages.model), init_loc_fn=start))
+    loss = ImplicitELBO(min(stages.num_particles, policy.few_particles), nonfinite="skip")
+    steps = stages.steps_for(guide, loss, budget.training_seconds)
+    return stages.train_alone(
+        "mean-field",
+        guide,
+        loss,
+        time_share=budget.training_share,
+        num_steps=min(policy.mean_field_steps, steps),
+        haste=policy.mean_field_haste,
+    )
 
-    It has no frame, so latents may have to go many times the unit that ``lr`` is made for.
+
+def between(target: Target, policy: StartPolicy = DEFAULT.start) -> dict[str, Tensor]:
+    """Return initial values between the prior's medians and one of its draws.
+
+    Weights of a network that are equal stay equal, and a draw of their prior is much too large. The
+    values of a module's own weights are better, if the model has them. An extreme start (the median
+    of ``InverseGamma(0.001, 0.001)`` is about 1e35) is moved towards the origin of unconstrained
+    space.
     """
-    start = FlatPriorStart(init_to_value(values=between(density)))
-    model = without_sequential_plates(stages.model)
-    guide = own_names(AutoNormal(model, init_loc_fn=start))
-    loss = ImplicitELBO(min(stages.num_particles, ROUGH_PARTICLES), nonfinite="skip")
-    steps = min(ROUGH_STEPS, stages.steps_for(guide, loss, TRAINING_SECONDS))
-    options = {"time_share": 0.3, "num_steps": steps, "haste": HASTE}
-    return stages.train_alone("mean-field", guide, loss, **options)
-
-
-def between(density: Target) -> dict[str, Tensor]:
-    """A start between the prior's medians and one of its draws: weights of a network that are all
-    the same stay so, and those of its prior are far too large. What the weights were before they
-    became latents is better still, where the model is a module that knows them. A start out of
-    which no training would come (the median of ``InverseGamma(0.001, 0.001)`` is 1e35 or so) is
-    moved towards the origin of unconstrained space.
-    """
-    drawn = density.sample_prior(1)
-    step = ROUGH_SPREAD * (drawn[0] - density.init_loc) if len(drawn) else 0.0
-    starts = torch.tensor(NEARER).to(density.init_loc).unsqueeze(-1) * (density.init_loc + step)
-    heights = finite_log_prob(density, starts)
-    is_near_best = heights > heights.max() - HOPELESS * density.latent_dim
-    values = density.constrain(starts[int(is_near_best.to(torch.uint8).argmax())])
-    if isinstance(density.model, nn.Module):
-        known = start_values(density.model)
+    drawn = target.sample_prior(1)
+    step = policy.spread * (drawn[0] - target.init_loc) if len(drawn) else 0.0
+    shares = torch.tensor(policy.shares).to(target.init_loc).unsqueeze(-1)
+    starts = shares * (target.init_loc + step)
+    heights = finite_log_prob(target, starts)
+    accepted = heights > heights.max() - policy.max_fall * target.latent_dim
+    values = target.constrain(starts[int(accepted.to(torch.uint8).argmax())])
+    if isinstance(target.model, nn.Module):
+        known = start_values(target.model)
         values |= {name: known[name] for name in values.keys() & known.keys()}
     return values
 
 
 def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
-    """Move draws of the guide to the posterior, by many short chains."""
+    """Move draws of the guide to the posterior by chains."""
     result, left = stages.result, stages.limit.left()
     with result.attempt("refine") as line:
         score = _score_of_chains(result)
         if score is not None:
-            point = torch.zeros_like(result.density.init_loc)
-            chains = affordable_chains(score, point, stages.one_by_one)
+            point = torch.zeros_like(result.target.init_loc)
+            chains = affordable_chains(score, point, stages.one_by_one, stages.policy.budget)
         refined = result.refined = refine(
             stages.trained,
             result.guide,
             *stages.args,
-            progress=stages.files["progress"],
-            compile=stages.files["compile"],
+            progress=stages.options["progress"],
+            compile=stages.options["compile"],
             num_chains=chains.num_chains,
             max_gradients=chains.max_gradients,
             max_seconds=left if math.isfinite(left) else None,
@@ -184,15 +180,15 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
         )
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
     if line.error is not None:
-        stages.warn(f"fit did not refine its draws: {first_line(line.error)}")
+        warn_user(f"fit did not refine its draws: {first_line(line.error)}")
     elif refined.stopped == "interrupted":
         result.interrupted = True
     elif not refined.settled:
         drifts = _drifts(refined)
         line.outcome += f"; {drifts}"
-        stages.warn(
-            f"fit's chains stopped at {refined.stopped} before they had settled: {drifts}. "
-            + _cure(result.density, refined)
+        warn_user(
+            f"fit's chains stopped at {refined.stopped} before they converged: {drifts}. "
+            + _cure(result.target, refined, stages.policy.start)
         )
     elif refined.reparams:
         _teach_conditional(stages, refined)
@@ -202,30 +198,29 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
 
 
 def _score_of_chains(result: Fit) -> Any:
-    """What chains will walk on if not on the latents, to see what a gradient costs."""
-    density, guide = result.density, result.guide
-    if walked := conditional_noise(density, density.init_loc):
+    """Return the score in the coordinates of the chains, None for those of the target."""
+    target, guide = result.target, result.guide
+    if walked := conditional_noise(target, target.init_loc):
         return walked.score
     if isinstance(guide, AutoImplicit) and has_exact_density(guide):
-        return GuideNoise(density, guide).score
+        return GuideNoise(target, guide).score
     return None
 
 
 def _teach(stages: Stages, refined: Refined) -> None:
-    """Leave what the chains found in the rough guide: of a Gaussian, that is their moments."""
     with stages.result.attempt("teach") as line:
         taught = teach(
             stages.result.guide,
             refined.moving(),
             *stages.args,
-            progress=stages.files["progress"],
+            progress=stages.options["progress"],
             model_kwargs=stages.kwargs,
         )
         line.outcome = str(taught)
 
 
 def _teach_conditional(stages: Stages, refined: Refined) -> None:
-    """Leave a guide over the noise on which the chains walked, with the moments of their noise."""
+    """Make the result a guide over the noise of the priors, with the moments of the chains."""
     with stages.result.attempt("teach") as line:
         guide = own_names(AutoConditional(stages.trained, refined.reparams))
         stages.guides.append(guide)
@@ -235,17 +230,15 @@ def _teach_conditional(stages: Stages, refined: Refined) -> None:
 
 
 @torch.no_grad()
-def _cure(density: Target, refined: Refined) -> str:
-    """Of chains that have not settled."""
-    draws = refined.get_samples()
-    points = density.unconstrain(
-        {name: draws[name][:: max(1, len(draws[name]) // NUM_LOOKED_AT)] for name in density.shapes}
-    )
-    error = rounding_error(density, points).median().item()
-    if error > MAX_ROUNDING:
+def _cure(target: Target, refined: Refined, policy: StartPolicy) -> str:
+    draws, most = refined.get_samples(), policy.num_rounded
+    some = {name: draws[name][:: max(1, len(draws[name]) // most)] for name in target.shapes}
+    points = target.unconstrain(some)
+    error = rounding_error(target, points).median().item()
+    if error > policy.max_rounding:
         dtype = str(points.dtype).removeprefix("torch.")
         return (
-            f"In {dtype} the log-density is uncertain by {error:.2g} nats where they are. Cure: "
+            f"In {dtype} the log-density there has a rounding error of {error:.2g} nats. Cure: "
             "float64, or data and latents that are centred and scaled"
         )
     return (
@@ -256,5 +249,5 @@ def _cure(density: Target, refined: Refined) -> str:
 def _drifts(refined: Refined) -> str:
     found = refined.drift
     if found is None:
-        return "too few draws to tell how far they drift"
+        return "too few draws to estimate their drift"
     return f"means may drift by {found.mean:.2f} sd, sds by {found.sd:.0%}, R-hat {found.r_hat:.2f}"

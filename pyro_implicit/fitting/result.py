@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``fit`` returns, stage by stage."""
+"""The result of ``fit``."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from pyro_implicit.export.arviz import (
 from pyro_implicit.fitting.arguments import refuse_unfit_guide
 from pyro_implicit.fitting.candidates import corrected_draws
 from pyro_implicit.fitting.parameters import Learnt, put_back
+from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.stored_draws import StoredDraws
@@ -40,15 +41,15 @@ from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = ["Fit", "Stage"]
 
-NUM_CORRECTED = 10_000
-NUM_EXPORTED = 2000
 KIND = "a result of fit"
 
 
 @dataclass
 class Stage:
-    """One stage of :func:`fit`: its ``name``, the ``seconds`` it took, and in words its
-    ``outcome``: what it found, or why it failed; then ``error`` is the error.
+    """One stage of :func:`fit`.
+
+    ``name``, duration in ``seconds``, and ``outcome`` in words: the result, or the reason of a
+    failure. ``error`` is the error of a failed stage.
     """
 
     name: str
@@ -59,17 +60,24 @@ class Stage:
 
 @dataclass(repr=False)
 class Fit(Printed):
-    """What :func:`fit` returns; ``print`` it for a table of its stages.
+    """The result of :func:`fit`; ``print`` shows a table of its stages.
 
-    ``guide`` is the fitted guide, ``losses`` are those of its training, one for each step (of a
-    mixture's components one after the other). ``bounds`` are what decided between the candidates,
-    in nats: the mean of log p - log q without its lowest hundredth; ``chosen`` is the name of the
-    one that ``guide`` is. ``num_modes`` is the number of separate modes that the search found, None
-    where there was none. ``stages`` tells what was done, a failed candidate with its reason.
-    ``parameters`` are what the model learnt beside its latents, by name, unconstrained.
-    ``refined`` are the chains that moved the guide's draws on, None where none did; ``correction``
-    is the effective sample size, as a share, of importance weights that right them, None where
-    none do. If ``interrupted``, by Ctrl-C, this is the best there was by then.
+    :param guide: the fitted guide.
+    :param losses: the loss of each step of its training; of a mixture, for one component after the
+        other.
+    :param bounds: the bound of each candidate in nats: the mean of log p - log q without the lowest
+        one per cent.
+    :param num_modes: the number of separate modes that the search found, None without a search.
+    :param chosen: the name of the candidate that ``guide`` is.
+    :param stages: the stages, with the reason of each failure.
+    :param refined: the chains that moved draws of the guide to the posterior, if any.
+    :param correction: the effective sample size, as a share of the draws, of the importance weights
+        by which draws are resampled; None if they are not.
+    :param interrupted: whether Ctrl-C ended the call.
+    :param parameters: the learnt parameters of the model, by name, unconstrained.
+    :param minibatches: whether the data came in minibatches, which are not in ``source``.
+    :param source: the model, its arguments and its keyword arguments.
+    :param policy: the settings of the call.
     """
 
     guide: Any = None
@@ -83,28 +91,27 @@ class Fit(Printed):
     interrupted: bool = False
     parameters: dict[str, Learnt] = field(default_factory=dict, repr=False)
     minibatches: bool = False
-    """Whether the data came in minibatches, which are not in ``source``."""
     source: tuple[Any, tuple, dict[str, Any]] = field(default=(None, (), {}), repr=False)
-    """The model, its arguments and its keyword arguments."""
+    policy: FitPolicy = field(default=DEFAULT, repr=False)
 
     @cached_property
-    def density(self) -> Target:
-        """The model's log-density.
+    def target(self) -> Target:
+        """The posterior as a function of the unconstrained latent variables.
 
         :raises SubsampledError: if the model subsamples its data, or had them in minibatches.
         """
         model, args, kwargs = self._of_all_data()
         own: Iterable[Tensor] = getattr(self.guide, "parameters", tuple)()
         device = next((one.device for one in own), torch.device("cpu"))
-        with seeded(0, device):  # the first draws repeat by seed like all others
+        with seeded(0, device):  # a loaded result, too, repeats its draws
             return Target(model, *args, model_kwargs=kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without ``density``, which remembers runs that cannot be copied."""
+        """Return all fields; ``target`` has recorded runs, which cannot be copied."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """With the model back in a guide that runs it."""
+        """Set all fields, and give a guide that runs the model its model."""
         vars(self).update(state)
         self._attach()
 
@@ -116,14 +123,14 @@ class Fit(Printed):
     def sample(
         self, num_samples: int, *args: Any, corrected: bool | None = None, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Draws of the posterior: refined ones where there are, else the guide's.
+        """Draw from the posterior: refined or corrected draws if available, else from the guide.
 
-        :param num_samples: so many; of refined ones no draw comes twice before all have come once.
-        :param args: of the model, as ``kwargs``, for a guide written by hand that reads them.
-        :param corrected: whether draws of a guide with an exact density are resampled, four for
-            one, by Pareto-smoothed importance weights; by default where ``correction`` says so.
+        :param num_samples: the number of draws; refined draws repeat only after all were returned.
+        :param args: arguments of a hand-written guide; ``kwargs`` likewise.
+        :param corrected: whether to resample four draws of a guide with an exact density to one, by
+            Pareto-smoothed importance weights; by default if ``correction`` is set.
         :returns: by site, ``(num_samples, *site_shape)``.
-        :raises ValueError: for ``corrected=True`` of a guide without an exact density.
+        :raises ValueError: for ``corrected=True`` and a guide without an exact density.
         """
         if corrected is None:
             corrected = self.correction is not None
@@ -135,29 +142,31 @@ class Fit(Printed):
     @property
     @in_turn
     def posterior(self) -> Any:
-        """A guide for ``Predictive``: refined or corrected draws if there are, else ``guide``."""
+        """A guide for ``Predictive``: refined or corrected draws if available, else ``guide``."""
         if self.refined is not None:
             if isinstance(self.refined, Refined):
                 return self.refined.as_guide()
             return StoredDraws(self.refined.get_samples())
         if self.correction is not None:
-            return StoredDraws(self._corrected(NUM_CORRECTED), settled=True, modes_weighed=True)
+            return StoredDraws(
+                self._corrected(self.policy.choice.num_kept), settled=True, modes_weighed=True
+            )
         return self.guide
 
     def diagnose(self, **options: Any) -> Diagnosis:
-        """What :func:`~pyro_implicit.diagnose` says of refined or corrected draws, or of the guide.
+        """Return :func:`~pyro_implicit.diagnose` of the refined or corrected draws or the guide.
 
-        :param options: of that function.
+        :param options: options of that function.
         :raises SubsampledError: if the model subsamples its data, or had them in minibatches.
         """
         model, args, kwargs = self._of_all_data()
         return diagnose(model, self.posterior, *args, model_kwargs=kwargs, **options)
 
     def compare(self, reference: Any, **options: Any) -> Comparison:
-        """What :func:`~pyro_implicit.compare` says of these draws beside others, say of NUTS.
+        """Return :func:`~pyro_implicit.compare` of these draws with a reference, for instance NUTS.
 
         :param reference: an ``MCMC``, draws or another guide.
-        :param options: of that function.
+        :param options: options of that function.
         """
         model, args, kwargs = self.source
         return compare(model, self.posterior, reference, *args, model_kwargs=kwargs, **options)
@@ -176,37 +185,39 @@ class Fit(Printed):
     ) -> Any:
         """Draws of the posterior as an xarray ``DataTree`` in ArviZ's layout.
 
-        Of ArviZ 1.x all functions take it; those of 0.x take :meth:`to_inferencedata`.
+        All functions of ArviZ 1.x accept it; for ArviZ 0.x, call :meth:`to_inferencedata`.
 
-        :param num_samples: so many of :meth:`sample`, as one chain; by default all refined draws in
-            ``num_chains`` long chains, or 2,000 draws where nothing was refined.
-        :param log_likelihood: as for :meth:`Refined.to_datatree
-            <pyro_implicit.mcmc.Refined.to_datatree>`, as are the others, and what is raised.
+        :param num_samples: the number of draws of :meth:`sample`, as one chain; by default all
+            refined draws in ``num_chains`` long chains, or 2,000 draws without chains.
+        :param log_likelihood: as in :meth:`Refined.to_datatree
+            <pyro_implicit.mcmc.Refined.to_datatree>`, like the other arguments and errors.
         """
         if num_samples is None and self.refined is not None:
             posterior = joined(self.refined.get_samples(group_by_chain=True), num_chains)
         else:
-            draws = self.sample(num_samples or NUM_EXPORTED, *self.source[1], **self.source[2])
+            number = num_samples or self.policy.num_exported
+            draws = self.sample(number, *self.source[1], **self.source[2])
             posterior = {name: value.unsqueeze(0) for name, value in draws.items()}
         groups = model_groups(posterior, self.source, log_likelihood, posterior_predictive, prior)
         return as_datatree(groups, coords, dims)
 
     def to_inferencedata(self, *args: Any, **kwargs: Any) -> Any:
-        """The same as an ``InferenceData`` of ArviZ 0.x.
+        """Return draws of the posterior as an ``InferenceData`` of ArviZ 0.x.
 
-        :param args: of :meth:`to_datatree`, as ``kwargs``.
+        :param args: arguments of :meth:`to_datatree`; ``kwargs`` likewise.
         :raises ImportError: without ArviZ 0.x.
         """
         return as_inferencedata(self.to_datatree(*args, **kwargs))
 
     def save(self, path: str | Path) -> None:
-        """Write all but the model and its data into one file, complete or not there at all.
+        """Write everything except the model and its data to one file.
 
-        The model's parameters are in it, those without priors of a network's layers too.
+        The file is complete or absent. It includes the model's parameters, and those of network
+        layers without priors.
 
-        :param path: of the file. The guide is pickled, so that what it is made of, such as a
-            generator's class, must be importable when it is loaded.
-        :raises OSError: if it cannot be written; a file that was there is as it was.
+        :param path: the path of the file. The guide is pickled, so its parts, such as a generator's
+            class, must be importable when it is loaded.
+        :raises OSError: if the file cannot be written; an existing file does not change.
         """
         content = self.__getstate__()
         content["source"] = (None, (), {})
@@ -226,17 +237,18 @@ class Fit(Printed):
         model_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Fit:
-        """What :meth:`save` wrote. Only load files that you have written: pickles can do anything.
+        """Load a file of :meth:`save`. Only load files from sources you trust: unpickling can run
+        arbitrary code.
 
-        The model gets the parameters that it had learnt: in its modules, or in Pyro's store. All
-        that has no place yet is put on the CPU, the guide too.
+        The learnt parameters are put into the modules of the model, or into Pyro's store. Tensors
+        without a place there, and the guide, are on the CPU.
 
-        :param path: of the file.
-        :param model: that was fitted, with its ``args`` and ``kwargs``. Without these the result
-            can be drawn from, but nothing that runs the model works.
-        :param model_kwargs: more of these, whatever their names.
-        :raises ValueError: for a file that is damaged, or no result of ``fit``, or of another
-            version's format; for a model that has other latents or parameters of other shapes.
+        :param path: the path of the file.
+        :param model: the fitted model, with its ``args`` and ``kwargs``. Without these the result
+            can be sampled, but methods that run the model raise an error.
+        :param model_kwargs: keyword arguments of the model of any name.
+        :raises ValueError: for a damaged file, a file that is no result of ``fit`` or has another
+            version's format, or a model with other latent variables or parameter shapes.
         """
         content = read_file(Path(path), "cpu", KIND)
         result = cls(**{**content, "source": (model, args, {**kwargs, **(model_kwargs or {})})})
@@ -247,22 +259,22 @@ class Fit(Printed):
         return result
 
     def _misses_data(self) -> TypeError | None:
-        """Why the model cannot run on the arguments of :meth:`load`, if it cannot."""
+        """Return the error of calling the model with ``source``, or None."""
         model, args, kwargs = self.source
         try:
             inspect.signature(model).bind(*args, **kwargs)
         except TypeError as error:
             return error
-        except ValueError:  # of a function without a signature
+        except ValueError:  # a function without a signature
             pass
         return None
 
     def _of_all_data(self) -> tuple[Any, tuple, dict[str, Any]]:
         if self.minibatches:
             raise SubsampledError(
-                "the model was fitted by minibatches, but this wants all data. Cure: diagnose(model"
-                ", result.posterior, x, y) with all of them, if they fit in memory; of networks, "
-                "pyro_implicit.nn.evaluate on held-out rows"
+                "the model was fitted by minibatches, but this function needs all data. Cure: "
+                "diagnose(model, result.posterior, x, y) with all data, if they fit in memory; for "
+                "networks, pyro_implicit.nn.evaluate on held-out rows"
             )
         missing = self._misses_data()
         if missing is not None:
@@ -275,14 +287,14 @@ class Fit(Printed):
     def _corrected(self, num_samples: int) -> dict[str, Tensor]:
         if not has_exact_density(self.guide):
             raise ValueError(
-                "corrected=True wants an AutoMixture or an injective AutoImplicit, whose density "
-                f"is exact, but this {type(self.guide).__name__} has none. Cure: refine=True"
+                "corrected=True needs a guide with an exact density, an AutoMixture or an "
+                f"injective AutoImplicit, but got {type(self.guide).__name__}. Cure: refine=True"
             )
-        return corrected_draws(self.guide, self.density, num_samples)
+        return corrected_draws(self.guide, self.target, num_samples, self.policy.correction)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Stage]:
-        """Time a stage and leave its line in the result.
+        """Time a stage and add its line to the result.
 
         **Example:**
 
@@ -292,7 +304,7 @@ class Fit(Printed):
         >>> result.stages[0].name, result.stages[0].outcome
         ('search', '1 mode')
 
-        :param name: of the stage.
+        :param name: the name of the stage.
         """
         line = Stage(name)
         self.stages.append(line)
@@ -304,14 +316,14 @@ class Fit(Printed):
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[Stage]:
-        """A stage that may fail: what was found before is kept, and the line has the reason.
+        """As :meth:`stage`, for a stage that may fail: the line gets the reason.
 
-        :param name: of the stage.
+        :param name: the name of the stage.
         """
         with self.stage(name) as line:
             try:
                 yield line
-            except Exception as error:  # the model's own too, of any kind
+            except Exception as error:  # any error of the model
                 line.error = error
                 line.outcome = f"failed: {first_line(error)}"
 

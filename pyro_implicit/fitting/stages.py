@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the stages of ``fit`` share, and the first and the last of them."""
+"""State and stages of ``fit`` up to the choice of a guide."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from pyro.infer.autoguide import AutoGuide
 from pyro_implicit.density.cost import estimated_seconds
 from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.model import IMPOSSIBLE
+from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import (
     Candidate,
@@ -35,14 +37,9 @@ from pyro_implicit.fitting.parameters import (
     model_parameters,
     with_fixed_parameters,
 )
+from pyro_implicit.fitting.policy import DEFAULT, FitPolicy, Schedule
 from pyro_implicit.fitting.result import Fit, Stage
-from pyro_implicit.fitting.training import (
-    HeldOut,
-    Schedule,
-    TrainingInterrupted,
-    default_loss,
-    train,
-)
+from pyro_implicit.fitting.training import HeldOut, TrainingInterrupted, default_loss, train
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.names import forget
 from pyro_implicit.guides.posterior_draws import draw
@@ -53,41 +50,32 @@ from pyro_implicit.runtime.printing import showing_progress
 from pyro_implicit.runtime.random_stream import seeded
 from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
-__all__ = ["Stages", "TimeLimit", "is_near", "still_falls", "train_exact", "train_semi_implicit"]
-
-
-LEAST_ITERATIONS, LEAST_STEPS = 10, 200
-PARTICLES_ALONE = 8
-NUM_TRIED = 8
-MAX_SKIPPED = 0.01  # of the steps
-LEAST_COMPARED = 4  # steps; a median and its noise need a few
-PARAMETERS_DECAY = 1 / 6  # of their steps: they may lie far, and the guide is near
+__all__ = ["Stages", "TimeLimit", "still_falls", "train_exact", "train_semi_implicit"]
 
 
 class TimeLimit:
-    """Seconds of wall time that are left.
+    """Remaining wall time.
 
     **Example:**
 
     >>> TimeLimit(None).left()
     inf
 
-    :param max_seconds: from now on; None for any number.
+    :param max_seconds: the limit in seconds from now, or None for no limit.
     """
 
     def __init__(self, max_seconds: float | None) -> None:
         self.end = math.inf if max_seconds is None else time.perf_counter() + max_seconds
 
     def left(self, share: float = 1.0) -> float:
-        """So much of what is left, never negative."""
+        """Return a share of the remaining seconds, at least 0."""
         return max(0.0, share * (self.end - time.perf_counter()))
 
 
 class Stages:
-    """What :func:`~pyro_implicit.fitting.fit` does, stage by stage.
+    """State of one call of :func:`~pyro_implicit.fitting.fit`.
 
-    Each leaves its line in ``result.stages``, and candidates in ``candidates``, the last resort
-    first.
+    Each stage adds a line to ``result.stages``, and may add a candidate to ``candidates``.
 
     **Example:**
 
@@ -96,19 +84,20 @@ class Stages:
     >>> def model():
     ...     pyro.sample("x", dist.Normal(0.0, 1.0))
     >>> stages = Stages(model, (), {}, 100, lr=0.01, num_particles=8, limit=TimeLimit(None))
-    >>> density = Target(model)
+    >>> target = Target(model)
     >>> with stages.kept_apart():
-    ...     modes = stages.search(density, num_iterations=100)
-    ...     _ = stages.add(weigh("gaussian", stages.exact_guide(modes), density))
-    ...     result = stages.choose(density, modes)
+    ...     modes = stages.search(target, num_iterations=100)
+    ...     _ = stages.add(weigh("gaussian", stages.exact_guide(modes), target))
+    ...     result = stages.choose(target, modes)
     >>> [stage.name for stage in result.stages]
     ['search', 'choose']
 
-    :param model: with its ``args`` and ``kwargs``.
-    :param num_steps: of a training, at most.
-    :param lr: learning rate.
-    :param num_particles: of the losses.
-    :param limit: of the time for all.
+    :param model: a Pyro model with its ``args`` and ``kwargs``.
+    :param num_steps: the maximal number of steps of a training.
+    :param lr: the learning rate.
+    :param num_particles: the number of particles of the losses.
+    :param limit: the time limit of the call.
+    :param policy: budgets, limits and thresholds.
     """
 
     def __init__(
@@ -120,35 +109,34 @@ class Stages:
         lr: float,
         num_particles: int,
         limit: TimeLimit,
+        policy: FitPolicy | None = None,
     ) -> None:
-        self.limit = limit
         self.model, self.args, self.kwargs = model, args, kwargs
         self.num_steps, self.lr, self.num_particles = num_steps, lr, num_particles
-        self.files: dict[str, Any] = {"progress": False, "compile": "auto"}
-        """Arguments of :func:`~pyro_implicit.fitting.train`: checkpoint, progress and compile."""
-        self.result = Fit(source=(model, args, kwargs))
+        self.limit, self.policy = limit, policy or DEFAULT
+        #: Arguments of :func:`~pyro_implicit.fitting.train`: checkpoint, progress and compile.
+        self.options: dict[str, Any] = {"progress": False, "compile": "auto"}
+        self.result = Fit(source=(model, args, kwargs), policy=self.policy)
         self.candidates: list[Candidate] = []
+        #: Guides made by this call.
         self.guides: list[AutoGuide] = []
         self.batches: BatchStream | None = None
         self.held_out: HeldOut | None = None
+        #: Name and guide of the current training.
         self.in_training: tuple[str, Any] | None = None
+        #: Whether the model runs once for each particle.
         self.one_by_one = False
-        """Whether the model runs once for each particle."""
+        #: The model; its parameters are fixed once they are learnt.
         self.trained = model
-        """The model, of fixed parameters once they are learnt."""
+        #: Importance weights of the Gaussians, if they suffice.
         self.reliability: Reliability | None = None
-        """That of the Gaussians, where it suffices."""
-
-    def run_one_by_one(self) -> None:
-        """Take few particles, as the model runs once for each."""
-        self.one_by_one, self.num_particles = True, min(self.num_particles, PARTICLES_ALONE)
 
     @contextmanager
     def kept_apart(self) -> Iterator[None]:
-        """Take the guides made in here out of Pyro's parameter store at the end, and leave in the
-        result what the model learnt."""
+        """Remove the guides of this call from Pyro's parameter store at the end, and put the
+        model's learnt parameters into the result."""
         try:
-            with showing_progress(self.files["progress"]):
+            with showing_progress(self.options["progress"]):
                 yield
             self._keep_parameters()
         finally:
@@ -161,23 +149,27 @@ class Stages:
         guide: Any,
         loss: Trace_ELBO,
         num_steps: int | None = None,
-        time_share: float = 0.5,
-        decay: float = Schedule.decay,
+        time_share: float | None = None,
+        decay: float | None = None,
         haste: float = 1.0,
     ) -> list[float]:
-        """One training with the files and the settings of all.
+        """Train one guide with the options of the call.
 
-        :param time_share: of the time that is left.
-        :param decay: of :class:`~pyro_implicit.fitting.Schedule`.
-        :param haste: times the learning rate.
+        :param time_share: the share of the remaining time that the training may take.
+        :param decay: replaces that of the schedule.
+        :param haste: a factor on the learning rate.
         """
-        # The noise of minibatches hides what many epochs bring, and their number was asked for.
-        schedule = Schedule(
+        schedule = replace(
+            self.policy.schedule,
             num_steps=num_steps or self.num_steps,
             lr=haste * self.lr,
-            decay=decay,
-            plateau=self.batches is None,
+            # The noise of minibatches hides slow progress, and the user sets the epochs.
+            plateau=self.policy.schedule.plateau and self.batches is None,
         )
+        if decay is not None:
+            schedule = replace(schedule, decay=decay)
+        if time_share is None:
+            time_share = self.policy.budget.training_share
         self.in_training = name, guide
         losses = train(
             self.trained,
@@ -190,29 +182,21 @@ class Stages:
             name=name,
             max_seconds=self.limit.left(time_share),
             model_kwargs=self.kwargs,
-            **self.files,
+            **self.options,
         )
         self.in_training = None
         return losses
 
-    def default_loss(self, guide: Any) -> Trace_ELBO:
-        """The ELBO that suits a guide of this model."""
-        return default_loss(guide, self.num_particles, *self.args, model_kwargs=self.kwargs)
-
-    @property
-    def least_steps(self) -> int:
-        """Of a training that is of use."""
-        return min(LEAST_STEPS, self.num_steps)
-
     def steps_for(self, guide: Any, loss: Trace_ELBO, seconds: float) -> int:
-        """As many as can be had in so many seconds of one core, but no fewer than the least."""
+        """Return the number of steps that a budget in seconds allows, at least ``least_steps``."""
         if math.isinf(seconds):
             return self.num_steps
         steps = int(seconds / self.seconds_of_step(guide, loss))
-        return max(self.least_steps, min(self.num_steps, steps))
+        least = min(self.policy.budget.least_steps, self.num_steps)
+        return max(least, min(self.num_steps, steps))
 
     def seconds_of_step(self, guide: Any, loss: Trace_ELBO) -> float:
-        """Of one core, by its operations, and its runs of the model if these are single."""
+        """Estimate the seconds of one step on one core from its operation count."""
 
         def step() -> None:
             value = loss.differentiable_loss(self.trained, guide, *self.args, **self.kwargs)
@@ -223,77 +207,89 @@ class Stages:
     def train_alone(
         self, name: str, guide: Any, loss: Trace_ELBO, time_share: float = 1.0, **options: Any
     ) -> Fit:
-        """One guide and nothing else, with the model's parameters."""
+        """Train one guide, together with the model's parameters, and make it the result."""
         if name != "guide":
             self.guides.append(guide)
-        self.result.guide, self.result.chosen = guide, name
-        with self.result.stage(name) as line:
+        result = self.result
+        result.guide, result.chosen = guide, name
+        with result.stage(name) as line:
             try:
-                losses = self.train(name, guide, loss, time_share=time_share, **options)
-                self._report(line, losses, loss, self._unsettled(losses, options))
+                result.losses = self.train(name, guide, loss, time_share=time_share, **options)
+                end = self._unsettled(result.losses, options)
+                self._report(line, loss, end)
             except TrainingInterrupted as interrupt:
-                self._report(line, interrupt.losses, loss, "; interrupted")
+                result.losses = interrupt.losses
+                self._report(line, loss, "; interrupted")
                 raise
-        return self.result
+        return result
 
     def _unsettled(self, losses: list[float], options: dict[str, Any]) -> str:
-        """Say that a training ended too early, and what lengthens it."""
-        # Chains follow a shortened training; held-out rows decide by themselves.
+        # Chains follow a shortened training, and held-out rows end a training themselves.
         if "num_steps" in options or self.held_out is not None:
             return ""
-        if not still_falls(losses, self.num_steps):
+        if not still_falls(losses, self.num_steps, self.policy.schedule.decay):
             return ""
         cure = "num_steps" if self.batches is None else "epochs"
         if len(losses) < self.num_steps and math.isfinite(self.limit.end):
             cure = "max_seconds"
         return f"; not settled, as the loss was still falling: more {cure}, or a larger lr"
 
-    def _report(self, line: Stage, losses: list[float], loss: Trace_ELBO, end: str) -> None:
-        self.result.losses = losses
-        if _skipped(losses) > MAX_SKIPPED * len(losses):
+    def _report(self, line: Stage, loss: Trace_ELBO, end: str) -> None:
+        losses = self.result.losses
+        skipped = _skipped(losses)
+        if skipped > self.policy.training.max_skipped * len(losses):
             warn_user(
-                f"{_skipped(losses)} of {len(losses)} steps of '{line.name}' were skipped, as "
-                "their loss was not finite: what they would have taught is lost. Cure: run the "
+                f"{skipped} of {len(losses)} steps of '{line.name}' were skipped, because their "
+                "loss was not finite; the guide is not trained where that happens. Cure: run the "
                 'ELBO with nonfinite="raise", which names the term; priors or an init_loc_fn in '
-                "whose range the data are possible, or a lower lr"
+                "whose range the data are possible; or a lower lr"
             )
         line.outcome = f"{_steps(losses)} of {type(loss).__name__}{end}"
         if self.held_out is not None and self.held_out.scores:
             line.outcome += f"; {self.held_out}"
 
-    def search(self, density: Target, num_iterations: int) -> Modes:
-        """The Gaussians from which all begins.
+    def search(self, target: Target, num_iterations: int) -> Modes:
+        """Search for modes, each with its Gaussian.
 
-        :param num_iterations: of all rounds, about.
+        :param num_iterations: the approximate number of Newton iterations in all.
         """
+        budget = self.policy.budget
         with self.result.stage("search") as line:
             modes = find_modes(
-                density,
-                max_rounds=max(2, min(16, num_iterations // 50)),
-                max_iterations=max(LEAST_ITERATIONS, min(100, num_iterations)),
-                max_seconds=self.limit.left(0.25),
+                target,
+                # A path takes about half of its maximal number of iterations.
+                max_rounds=max(
+                    2, min(SEARCH.max_rounds, 2 * num_iterations // SEARCH.max_iterations)
+                ),
+                max_iterations=max(
+                    budget.least_iterations, min(SEARCH.max_iterations, num_iterations)
+                ),
+                max_seconds=self.limit.left(budget.search_share),
             )
             number = self.result.num_modes = len(modes.loc)
             best = modes.elbo.max().item()
             line.outcome = f"{number} mode{'s'[: number > 1]}, best ELBO {best:.2f}"
         return modes
 
-    def learn_parameters(self, density: Target, modes: Modes) -> bool:
-        """Train the model's parameters, if there are any, with a guide that starts at the best
-        Gaussian, to the plateau of the ELBO; then fix them.
+    def learn_parameters(self, target: Target, modes: Modes) -> bool:
+        """Train the model's parameters, if it has any, and fix them.
 
-        :returns: whether there are any.
+        A guide that is initialised at the best Gaussian trains with them until the ELBO stops
+        rising.
+
+        :returns: whether there are parameters.
         """
-        parameters = model_parameters(density)
+        parameters = model_parameters(target)
         if not parameters:
             return False
+        decay = self.policy.training.parameters_decay
         with self.result.stage("parameters") as line:
             best = int(modes.elbo.argmax())
             guide = self.exact_guide(Modes(*(part[best : best + 1] for part in modes)))
             loss = InjectiveELBO(self.num_particles, nonfinite="skip")
-            losses = self.train("parameters", guide, loss, decay=PARAMETERS_DECAY)
-            line.outcome = f"{_steps(losses)}; {describe(model_parameters(density))}"
-            if still_falls(losses, self.num_steps, PARAMETERS_DECAY):
+            losses = self.train("parameters", guide, loss, decay=decay)
+            line.outcome = f"{_steps(losses)}; {describe(model_parameters(target))}"
+            if still_falls(losses, self.num_steps, decay):
                 line.outcome += "; not settled"
                 warn_user(
                     "the ELBO was still rising when the training of the model's parameters "
@@ -304,77 +300,73 @@ class Stages:
         return True
 
     def _keep_parameters(self) -> None:
-        """Those of the model, and of a guide that is no module."""
+        """Put the parameters of the model, and of a guide that is no module, into the result."""
         guide, first = self.result.guide, () if self.batches is None else self.batches.probed[0]
         args, found = (*self.args, *first), self.result.parameters
+        number = self.policy.training.num_tried
         with seeded(0, torch.device("cpu")):
             if not isinstance(guide, torch.nn.Module):
                 found.update(learnt_parameters(guide, *args, **self.kwargs))
-            # Where the posterior is: a model may fail at draws of its prior, and at some of these.
-            draws = draw(guide, NUM_TRIED, *args, **self.kwargs)
-            for index in range(NUM_TRIED):
+            # A model may raise an error at draws of its prior; draws of the guide fail rarely.
+            draws = draw(guide, number, *args, **self.kwargs)
+            for index in range(number):
                 model = poutine.condition(self.model, {n: v[index] for n, v in draws.items()})
                 with suppress(*IMPOSSIBLE):
                     found.update(learnt_parameters(model, *args, **self.kwargs))
                     break
 
-    @staticmethod
-    def warn(message: str) -> None:
-        """On behalf of ``fit``'s caller."""
-        warn_user(message)
+    def keep_the_best(self, target: Target | None, modes: Modes | None) -> Fit:
+        """Return the best result so far after Ctrl-C.
 
-    def keep_the_best(self, density: Target | None, modes: Modes | None) -> Fit:
-        """What there is when the user interrupts.
-
-        :raises KeyboardInterrupt: if there is nothing yet.
+        :raises KeyboardInterrupt: if there is none.
         """
-        if self.candidates and density is not None and modes is not None:
+        if self.candidates and target is not None and modes is not None:
             if self.in_training is not None and isinstance(self.in_training[1], AutoGuide):
-                with suppress(Exception):  # it is half trained: of any kind
-                    self.add(weigh(*self.in_training, density))
-            self.choose(density, modes)
+                with suppress(Exception):  # any error of a half-trained guide
+                    self.add(weigh(*self.in_training, target))
+            self.choose(target, modes)
         elif self.result.guide is None:
             raise KeyboardInterrupt
         self.result.interrupted = True
         return self.result
 
-    def choose(self, density: Target, modes: Modes) -> Fit:
-        """Make the best of the candidates the result."""
+    def choose(self, target: Target, modes: Modes) -> Fit:
+        """Make the best candidate the result."""
         with self.result.stage("choose") as line:
-            chosen, line.outcome = choose(self.candidates, modes, density)
+            chosen, line.outcome = choose(self.candidates, modes, target, self.policy.choice)
             chosen.restore()
         result = self.result
         result.guide, result.losses, result.chosen = chosen.guide, chosen.losses, chosen.name
         result.bounds = {one.name: one.bound for one in self.candidates}
         errors = "; ".join(stage.outcome for stage in result.stages if stage.error)
         if errors and {one.name for one in self.candidates} == {"gaussian"}:
-            warn_user(
-                f"fit kept the Gaussian that it started from, because no training ended ({errors})",
-            )
+            warn_user(f"fit returns its initial Gaussian, because every training failed ({errors})")
         return result
 
     def exact_guide(self, modes: Modes) -> AutoImplicit | AutoMixture:
-        """A guide with an exact density that starts as the Gaussian of each mode."""
+        """Return :func:`exact_guide`, and note it as a guide of this call."""
         guide = exact_guide(self.model, modes, *self.args, **self.kwargs)
         self.guides.append(guide)
         return guide
 
     def add(self, candidate: Candidate) -> str:
-        """Take a candidate in.
-
-        :returns: what its stage's line is to say.
-        """
+        """Add a candidate, and return the outcome of its stage."""
         self.candidates.append(candidate)
         steps = f"{_steps(candidate.losses)}; " if candidate.losses else ""
         return f"{steps}bound {candidate.bound:.3f}"
 
 
-def still_falls(losses: list[float], num_steps: int, decay: float = Schedule.decay) -> bool:
+def still_falls(
+    losses: list[float],
+    num_steps: int,
+    decay: float = Schedule.decay,
+    least_fall: float = DEFAULT.training.least_fall,
+) -> bool:
     """Whether the loss was falling when the learning rate began to fall.
 
-    The last quarter of the steps at the full rate is compared with the quarter before: while the
-    rate falls, the loss falls with it, settled or not. The difference of their medians must exceed
-    three standard errors, a tenth of the noise of one step, and a tenth of a nat.
+    Compares the last quarter of the steps at the full rate with the quarter before; later steps say
+    nothing, because the loss falls with the rate. The difference of the medians must exceed three
+    standard errors, a tenth of the standard deviation of one step, and a tenth of a nat.
 
     **Example:**
 
@@ -383,24 +375,25 @@ def still_falls(losses: list[float], num_steps: int, decay: float = Schedule.dec
     >>> still_falls([10.0] * 50 + [10.0 - 0.1 * step for step in range(50)], num_steps=100)
     False
 
-    :param losses: of all steps.
-    :param num_steps: that were planned.
-    :param decay: of :class:`~pyro_implicit.fitting.Schedule`.
+    :param losses: the losses of all steps.
+    :param num_steps: the planned number of steps.
+    :param decay: that of :class:`~pyro_implicit.fitting.Schedule`.
+    :param least_fall: the least fall in nats and in standard deviations.
     """
     values = torch.tensor(losses, dtype=torch.float64)
     values = values[values.isfinite()]
     full_rate = len(values) - round(decay * num_steps)
-    if full_rate <= 0:  # the time was over before: then the rate fell for half of it
+    if full_rate <= 0:  # a time limit ended the training: the rate fell in its second half
         full_rate = len(values) // 2
     size = full_rate // 4
-    if size < LEAST_COMPARED:
+    if size < 2:
         return False
     before, last = values[full_rate - 2 * size : full_rate].split(size)
-    # Of two normal values, the absolute difference has the median 0.954 sd; trends hardly count.
+    # The absolute difference of two normal values has the median 0.954 sd; trends hardly matter.
     noise = torch.cat([before, last]).diff().abs().median() / 0.954
-    error = 1.253 * noise * math.sqrt(2 / size)  # 1.253 sd / sqrt(n), of the median of n values
+    error = 1.253 * noise * math.sqrt(2 / size)  # 1.253 sd / sqrt(n): error of a median
     fall = before.median() - last.median()
-    return bool(fall > max(0.1, 3 * error, 0.1 * noise))
+    return bool(fall > max(least_fall, 3 * error, least_fall * noise))
 
 
 def _skipped(losses: list[float]) -> int:
@@ -412,117 +405,105 @@ def _steps(losses: list[float]) -> str:
     return f"{len(losses)} steps" + (f" ({skipped} skipped)" if skipped else "")
 
 
-NEAR_ENOUGH = 0.01  # nats
-FOLDED = 0.5  # nats: two folds are log 2
-AT_ONCE = 0.0005  # nats
-MOST_SECONDS = 120.0  # of all components
+def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) -> Candidate:
+    """Add the Gaussians of the modes as a candidate, then train them and add the result.
 
-
-def is_near(candidate: Candidate) -> bool:
-    """Whether a candidate needs no other beside it."""
-    return candidate.gap < NEAR_ENOUGH
-
-
-def train_exact(stages: Stages, density: Target, modes: Modes, seconds: float) -> Candidate:
-    """The Gaussians as a candidate, and what training makes of them.
-
-    :param seconds: of one core that the training may take, as estimated. If not infinite, chains or
-        weights follow, and there is no training where these can right the Gaussians.
-    :returns: the trained one, or the Gaussians if that failed.
+    :param seconds: the budget of the training. If it is finite, chains follow, and nothing is
+        trained if importance weights suffice or chains have better coordinates than the guide's.
+    :returns: the trained guide, or the Gaussians if training failed.
     """
-    guide = stages.exact_guide(modes)
+    policy, guide = stages.policy, stages.exact_guide(modes)
     start = {name: value.clone() for name, value in guide.state_dict().items()}
     with stages.result.attempt("gaussian") as line:
-        set_weights(density, guide)
-        line.outcome = stages.add(weigh("gaussian", guide, density))
-        if stages.candidates[-1].gap < AT_ONCE:
-            return stages.candidates[-1]
+        set_weights(target, guide, policy.mixture)
+        gaussian = weigh("gaussian", guide, target, policy=policy.choice)
+        line.outcome = stages.add(gaussian)
+        if gaussian.gap < policy.schedule.max_gap:
+            return gaussian
         if math.isfinite(seconds):
-            found = reliability(guide, density)
-            if found.suffices:
+            found = reliability(guide, target, policy.correction)
+            if found.suffices(policy.correction):
                 stages.reliability = found
-                return stages.candidates[-1]
-            if len(modes.loc) == 1 and conditional_noise(density, modes.loc[0]):
-                line.outcome += "; chains have a better space than a trained guide's"
-                return stages.candidates[-1]
-            if not _can_train_all(stages, guide):
-                line.outcome += f"; {len(modes.loc)} trainings would take minutes"
-                return stages.candidates[-1]
-    is_mixture = isinstance(guide, AutoMixture)
-    with stages.result.attempt("mixture" if is_mixture else "injective") as line:
+                return gaussian
+            if len(modes.loc) == 1 and conditional_noise(target, modes.loc[0]):
+                line.outcome += "; chains use the noise of the priors instead of a trained guide"
+                return gaussian
+            if isinstance(guide, AutoMixture) and not _can_train_all(stages, guide):
+                line.outcome += f"; training {len(modes.loc)} components would take minutes"
+                return gaussian
+    name = "mixture" if isinstance(guide, AutoMixture) else "injective"
+    with stages.result.attempt(name) as line:
         losses: list[float] = []
         notes = ""
         if isinstance(guide, AutoMixture):
             seconds /= len(guide.components) ** 0.5
             for index, part in enumerate(guide.components):
-                more, note = _train_part(stages, density, part, index, len(modes.loc), seconds)
+                more, note = _train_part(stages, target, part, index, len(modes.loc), seconds)
                 losses, notes = losses + more, notes + note
-            set_weights(density, guide)
+            set_weights(target, guide, policy.mixture)
         else:
-            loss = stages.default_loss(guide)
-            losses = stages.train(line.name, guide, loss, stages.steps_for(guide, loss, seconds))
-        line.outcome = stages.add(weigh(line.name, guide, density, losses)) + notes
+            loss = default_loss(
+                guide, stages.num_particles, *stages.args, model_kwargs=stages.kwargs
+            )
+            losses = stages.train(name, guide, loss, stages.steps_for(guide, loss, seconds))
+        line.outcome = stages.add(weigh(name, guide, target, losses, policy=policy.choice)) + notes
     if line.error is not None:
         guide.load_state_dict(start)
-    if not stages.candidates and line.error is not None:
-        raise line.error
+        if not stages.candidates:
+            raise line.error
     return stages.candidates[-1]
 
 
-def train_semi_implicit(stages: Stages, density: Target, before: Candidate) -> None:
-    """A guide of another shape, in the frame of another candidate's draws.
+def train_semi_implicit(stages: Stages, target: Target, before: Candidate) -> None:
+    """Train a semi-implicit guide and add it as a candidate.
 
-    :param before: that candidate.
+    :param before: the candidate whose draws give the frame.
     """
+    policy = stages.policy.choice
     for name in ("semi-implicit", "semi-implicit-again"):
         with stages.result.attempt(name) as line:
             frame = frame_of_draws(before.draws)
             guide = semi_implicit_guide(stages.model, frame, *stages.args, **stages.kwargs)
             stages.guides.append(guide)
-            losses = stages.train(name, guide, stages.default_loss(guide))
-            found = weigh(name, guide, density, losses)
+            losses = stages.train(name, guide, default_loss(guide, stages.num_particles))
+            found = weigh(name, guide, target, losses, policy=policy)
             line.outcome = stages.add(found)
-            # LIVI takes a generator that covers one place twice for one of more entropy.
+            # LIVI counts the entropy of a generator that covers one place twice as larger.
             promised = -torch.tensor(losses[-100:]).nanmean().item() - found.bound
-            if not promised < FOLDED:
-                line.outcome += f", {promised:.1f} below what its loss promised: it folds"
+            if not promised < policy.folded:
+                line.outcome += f", {promised:.1f} below its loss: the generator folds"
                 continue
         return
 
 
-def _can_train_all(stages: Stages, guide: AutoImplicit | AutoMixture) -> bool:
-    """Whether there is time for the least training of each component."""
-    if not isinstance(guide, AutoMixture):
-        return True
-    seconds = stages.seconds_of_step(guide.components[0], _loss_of_part(stages))
-    return seconds * stages.least_steps * len(guide.components) < MOST_SECONDS
-
-
 def _loss_of_part(stages: Stages) -> InjectiveELBO:
-    """Without coverage: a component is to stay in its mode."""
-    return InjectiveELBO(stages.num_particles, nonfinite="skip")
+    return InjectiveELBO(stages.num_particles, nonfinite="skip")  # coverage would leave the mode
+
+
+def _can_train_all(stages: Stages, guide: AutoMixture) -> bool:
+    budget = stages.policy.budget
+    seconds = stages.seconds_of_step(guide.components[0], _loss_of_part(stages))
+    least = min(budget.least_steps, stages.num_steps)
+    return seconds * least * len(guide.components) < budget.mixture_seconds
 
 
 def _train_part(
-    stages: Stages,
-    density: Target,
-    part: AutoImplicit,
-    index: int,
-    number: int,
-    seconds: float,
+    stages: Stages, target: Target, part: AutoImplicit, index: int, number: int, seconds: float
 ) -> tuple[list[float], str]:
-    """Train a component of a mixture, which stays the Gaussian it was if that is better."""
-    start = weigh("start", part, density, num_draws=1)
+    """Train a component of a mixture; restore its Gaussian if the bound fell."""
+    choice, share = stages.policy.choice, stages.policy.budget.training_share
+    start = weigh("start", part, target, num_draws=1, policy=choice)
     loss = _loss_of_part(stages)
     name, note = f"mode-{index}", ""
     try:
         most = math.ceil(stages.num_steps * number**-0.5)
         steps = min(most, stages.steps_for(part, loss, seconds))
-        losses = stages.train(name, part, loss, steps, time_share=0.5 / (number - index))
-        if not weigh(name, part, density, num_draws=1).falls_short(start):
+        losses = stages.train(name, part, loss, steps, time_share=share / (number - index))
+        trained = weigh(name, part, target, num_draws=1, policy=choice)
+        if not trained.falls_short(start, choice.tie):
             return losses, ""
         note = "its bound fell"
-    except Exception as error:  # the model's own too, of any kind
+    except Exception as error:  # any error of the model
         losses, note = [], first_line(error)
     start.restore()
     return losses, f"; {name} stays a Gaussian ({note})"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training one guide: plateau, decay, stop; and going on after a kill as if nothing had been."""
+"""Training of one guide, with minibatches, validation rows and checkpoints."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from pyro_implicit.fitting.checkpoint import (
     save_checkpoint,
 )
 from pyro_implicit.fitting.parameters import are_all_of_guide, trained_parameters
+from pyro_implicit.fitting.policy import DEFAULT, HeldOutPolicy, Schedule
 from pyro_implicit.guides import AutoAmortized, AutoEnsemble, AutoImplicit, AutoSemiImplicit
 from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.guides.posterior_draws import draw
@@ -48,13 +49,13 @@ from pyro_implicit.runtime.printing import progress_bar
 from pyro_implicit.runtime.random_stream import seeded
 from pyro_implicit.runtime.sites import is_counted, is_data
 
-__all__ = ["HeldOut", "Schedule", "TrainingInterrupted", "default_loss", "train"]
+__all__ = ["HeldOut", "TrainingInterrupted", "default_loss", "train"]
 
 
 class TrainingInterrupted(KeyboardInterrupt):
     """Ctrl-C during a training.
 
-    :param losses: of its steps so far.
+    :param losses: the losses of the steps so far.
     """
 
     def __init__(self, losses: list[float]) -> None:
@@ -64,7 +65,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 @dataclass
 class _State:
-    """All that a resumed run needs beside the parameters and the optimiser."""
+    """The state of a training that a checkpoint stores beside parameters and optimiser."""
 
     losses: list[float] = field(default_factory=list)
     decay_start: int | None = None
@@ -91,14 +92,14 @@ def train(
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> list[float]:
-    """Takes steps of Adam until the schedule ends; the guide is trained in place, and with it the
-    parameters of the model (``pyro.param``).
+    """Train a guide in place by Adam, together with the parameters of the model (``pyro.param``).
 
     **Example:**
 
     >>> import pyro
     >>> import pyro.distributions as dist
     >>> from pyro.infer.autoguide import AutoNormal
+    >>> from pyro_implicit.fitting import Schedule
     >>> from pyro_implicit.infer import ImplicitELBO
     >>> def model(seed):
     ...     pyro.sample("x", dist.Normal(seed, 1.0))
@@ -108,29 +109,30 @@ def train(
     5
 
     :param model: a Pyro model.
-    :param guide: any guide of it.
-    :param loss: any of Pyro's or this library's ELBOs.
-    :param args: of model and guide, as ``kwargs``.
-    :param batches: minibatches, each the arguments that follow ``args`` in one step.
-    :param held_out: rows that are scored after each pass over ``batches``. Training ends when five
-        passes brought nothing, or when it is over anyway, with the best parameters of all passes.
-    :param schedule: number of steps and learning rates; by default those of
-        :class:`~pyro_implicit.fitting.training.Schedule`.
-    :param checkpoint: a folder with a file of this ``name``, from which a killed run goes on, to
-        the same last bit.
-    :param checkpoint_every: steps between two writings.
-    :param progress: whether to show a bar.
-    :param name: of the bar and the file.
-    :param max_seconds: of wall time, in the second half of which the rate falls. A training that
-        they end does not repeat to the last bit.
-    :param compile: of the steps, for a loss of this library whose own ``compile`` is False; see
+    :param guide: any guide of the model.
+    :param loss: an ELBO of Pyro or of this library.
+    :param args: arguments of model and guide; ``kwargs`` likewise.
+    :param batches: minibatches; each is the arguments that follow ``args`` in one step.
+    :param held_out: rows that are scored after each epoch. Training ends after five epochs without
+        a better score, and restores the parameters of the best epoch.
+    :param schedule: the number of steps and the learning rates; by default a
+        :class:`~pyro_implicit.fitting.Schedule` without arguments.
+    :param checkpoint: a folder for a file of this ``name``. A run that was killed resumes from it
+        and ends with bit-identical parameters.
+    :param checkpoint_every: the number of steps between two writes.
+    :param progress: whether to show a progress bar.
+    :param name: the name of bar and file.
+    :param max_seconds: the limit of wall time; in its second half the learning rate falls. A
+        training that it ends is not reproducible.
+    :param compile: how steps are compiled, for a loss of this library with ``compile=False``; see
         :class:`~pyro_implicit.infer.ImplicitELBO`.
-    :param model_kwargs: more keyword arguments of model and guide: those with a name of ours.
-    :returns: the losses of all steps.
+    :param model_kwargs: keyword arguments of model and guide that have the name of an argument
+        here.
+    :returns: the loss of each step.
     :raises ValueError: if neither model nor guide has a parameter, and for a minibatch with an
         observation that is NaN.
-    :raises RuntimeError: when fifty steps in a row, or all, have no finite loss.
-    :raises TrainingInterrupted: by Ctrl-C, with the best parameters of ``held_out`` if it is given.
+    :raises RuntimeError: if 50 steps in a row, or all, have no finite loss.
+    :raises TrainingInterrupted: for Ctrl-C, with the best parameters of ``held_out``, if given.
     """
     kwargs = {**kwargs, **(model_kwargs or {})}
     with _compiled(loss, compile):
@@ -165,7 +167,7 @@ def _train(
     if isinstance(loss, NetworkELBO):
         optimisers |= loss.optimisers
     buffers = dict(guide.named_buffers()) if isinstance(guide, torch.nn.Module) else {}
-    # While parameters of the model move, an exact guide is exact for a posterior of today.
+    # While parameters of the model change, so does the posterior.
     may_stop = isinstance(loss, InjectiveELBO) and are_all_of_guide(guide, parameters, args, kwargs)
     evaluate = loss_function(loss, model, guide, parameters, buffers)
     device = next(iter(parameters.values())).device
@@ -227,7 +229,6 @@ def _train(
 
 @contextlib.contextmanager
 def _compiled(loss: Trace_ELBO, compile: CompileMode) -> Iterator[None]:
-    """With the steps of a loss compiled, unless it has its own way."""
     if not isinstance(loss, ImplicitELBO) or loss.compile is not False:
         yield
         return
@@ -251,7 +252,7 @@ def _step(
         return math.nan
     optimiser.zero_grad()
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
-    value.backward(inputs=parameters)  # nothing is left behind in parameters that stay as they are
+    value.backward(inputs=parameters)  # fixed parameters get no gradient
     norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
     if norm.isfinite():
         optimiser.step()
@@ -261,86 +262,24 @@ def _step(
 def _refuse_missing_data(
     model: Callable[..., Any], args: tuple, kwargs: dict[str, Any], batches: BatchStream
 ) -> None:
-    """Look at the minibatch of a skipped step.
-
-    :raises ValueError: if an observation is NaN, naming the site and the minibatch.
-    """
+    """Check that the minibatch of a skipped step has no NaN."""
     try:
         with seeded(0), poutine.block(), pyro.validation_enabled(False):
             trace = poutine.trace(model).get_trace(*args, **kwargs)
-    except IMPOSSIBLE:  # at this draw of the prior
+    except IMPOSSIBLE:  # the model fails at this draw of its prior
         return
     refuse_missing_data(trace, f" in {batches.where}")
 
 
 def _check_finite(losses: list[float], finished: bool) -> None:
-    number = min(50, len(losses))
-    if (finished or number == 50) and all(math.isnan(loss) for loss in losses[-number:]):
+    most = DEFAULT.training.max_nonfinite
+    number = min(most, len(losses))
+    if (finished or number == most) and all(math.isnan(loss) for loss in losses[-number:]):
         raise RuntimeError(
-            f"the loss was not finite for {number} steps in a row, the last of them step "
-            f"{len(losses)}. "
+            f"the loss was not finite for {number} steps in a row, up to step {len(losses)}. "
             'Cure: run the ELBO with nonfinite="raise", which names the term; a lower lr, or '
             "another init_loc_fn"
         )
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When to slow down and when to stop.
-
-    **Example:**
-
-    >>> schedule = Schedule(num_steps=100, lr=0.1)
-    >>> [round(schedule.rate(step, decay_start=50), 3) for step in (0, 50, 75, 100)]
-    [0.1, 0.1, 0.05, 0.0]
-
-    :param num_steps: at most.
-    :param lr: Adam's learning rate, until the smoothed loss stands still; then it falls to zero
-        along a cosine in ``num_steps * decay`` steps.
-    :param plateau: whether that begins it, else it begins so many steps before the end.
-    :param decay: that share. With 1 the rate falls from the first step on.
-    :param window: steps whose mean is one smoothed loss. It stands still when the last two did
-        not fall below the lowest before them by more than their standard error.
-    :param max_gap: an exact density's loss may stop at once when the guide is so near, in nats:
-        half the variance of the log-weights, by the spread of the last 25 losses.
-    :param clip_norm: gradients are cut to this norm.
-    """
-
-    num_steps: int = 3000
-    lr: float = 0.01
-    decay: float = 0.5
-    plateau: bool = True
-    window: int = 100
-    max_gap: float = 0.0005
-    clip_norm: float = 10.0
-
-    def rate(self, step: int, decay_start: int) -> float:
-        """The learning rate of a step whose decay began, or will not have begun, at another."""
-        return self._fall((step - decay_start) / max(1, round(self.num_steps * self.decay)))
-
-    def rate_by_clock(self, share: float) -> float:
-        """The highest learning rate when this share of the time is over."""
-        return self._fall(2 * share - 1)
-
-    def _fall(self, progress: float) -> float:
-        return self.lr * 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
-
-    def stands_still(self, losses: list[float]) -> bool:
-        """Whether the smoothed loss has stopped falling; asked at the end of a window."""
-        if not self.plateau or len(losses) % self.window or len(losses) < 4 * self.window:
-            return False
-        windows = torch.tensor(losses, dtype=torch.float64).reshape(-1, self.window)
-        means = windows.nanmean(-1)
-        latest = windows[-2:].flatten()
-        error = latest[latest.isfinite()].std() / math.sqrt(2 * self.window)
-        return bool(means[-2:].mean() > means[:-2].min() - error)
-
-    def is_exact(self, losses: list[float], num_particles: int) -> bool:
-        """Whether an exact density's loss shows the guide to be the posterior."""
-        if len(losses) % 25 or not losses:
-            return False
-        spread = torch.tensor(losses[-25:], dtype=torch.float64).var()
-        return bool(0.5 * num_particles * spread < self.max_gap)
 
 
 def default_loss(
@@ -350,15 +289,24 @@ def default_loss(
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Trace_ELBO:
-    """The ELBO for a guide: by its kind, and Pyro's own for guides with a density.
+    """Return the ELBO that ``fit`` uses for a guide.
 
-    An :class:`AutoImplicit` gets the exact :class:`InjectiveELBO` if its generator is injective
-    with as many values as noise, with coverage where the model sees all of its data. Of any other
-    the exact density is unknown, and the formula would take folds for entropy: it gets
-    :class:`KIVI_ELBO`, which asks of a generator that it can be drawn from and nothing else, and
-    follows the moments of the guide exactly. So does an ``AutoGuideList`` with such a part. An
-    ``AutoDelta``, whose draws are all the same, has one particle, and an :class:`AutoEnsemble` one
-    for each member.
+    ============================================== ==================================
+    guide                                          ELBO
+    ============================================== ==================================
+    :class:`AutoSemiImplicit`                      :class:`LIVI_ELBO`
+    :class:`AutoImplicit` with an exact density    :class:`InjectiveELBO`
+    another :class:`AutoImplicit`                  :class:`KIVI_ELBO`
+    ``AutoGuideList`` with an implicit part        ``LIVI_ELBO`` if all implicit parts are
+                                                   semi-implicit, else ``KIVI_ELBO``
+    :class:`AutoAmortized`                         ``LIVI_ELBO`` if semi-implicit
+    every other guide                              :class:`ImplicitELBO`
+    ============================================== ==================================
+
+    The exact density has coverage if the model has all data. ``KIVI_ELBO`` only needs draws of the
+    generator: without an exact density, a Jacobian would count folds as entropy. An ``AutoDelta``
+    has one particle, because its draws are equal, and an :class:`AutoEnsemble` has one for each
+    member.
 
     **Example:**
 
@@ -372,9 +320,9 @@ def default_loss(
     'KIVI_ELBO'
 
     :param guide: a guide; an :class:`AutoImplicit` that was never called is called once.
-    :param num_particles: of the ELBO.
-    :param args: of the model, as ``kwargs``.
-    :param model_kwargs: more keyword arguments of the model: those with a name of ours.
+    :param num_particles: the number of particles of the ELBO.
+    :param args: arguments of the model; ``kwargs`` likewise.
+    :param model_kwargs: keyword arguments of the model that have the name of an argument here.
     """
     if isinstance(guide, AutoSemiImplicit):
         return LIVI_ELBO(num_particles, nonfinite="skip")
@@ -406,7 +354,6 @@ def default_loss(
 
 
 def _subsamples(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a model sees a part of its data at a time, which no coverage can be known from."""
     with poutine.block():
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     try:
@@ -416,19 +363,13 @@ def _subsamples(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) 
     return False
 
 
-PATIENCE = 5  # epochs
-NUM_DRAWS, SEED = 8, 0
-
-
 class HeldOut:
-    r"""The negative log-likelihood of held-out rows under a guide,
+    r"""The negative log-likelihood of held-out rows under a guide.
 
-    .. math:: -\frac1N \sum_i \log \frac1S \sum_s p(y_i | x_i, \theta_s),
+    .. math:: -\frac1N \sum_i \log \frac1S \sum_s p(y_i | x_i, \theta_s)
 
-    by eight draws, always from the same seed, so that two values differ by the guide alone; without
-    the weight that a minibatch or a temperature gives a row, and without masked rows, which N does
-    not count. A training asks after each epoch, ends
-    when five brought nothing, and keeps the parameters of the best.
+    The S draws (eight) always come from the same seed, so that two scores differ only by the guide.
+    The weights of minibatches and temperatures are ignored, and masked rows do not count.
 
     **Example:**
 
@@ -443,13 +384,14 @@ class HeldOut:
     >>> print(f"{HeldOut(model, torch.zeros(20).split(5))(guide):.4f}")
     0.9189
 
-    :param model: with its ``args`` and ``kwargs``.
+    :param model: a Pyro model with its ``args`` and ``kwargs``.
     :param rows: minibatches, as for training.
-    :param width: so many parts has one of those for training.
-    :raises TypeError: for what is no iterable of them.
-    :raises ValueError: if there are none, if they can be passed over only once, or if they have
-        more or fewer parts; when it is called, if all rows are masked.
-    :ivar scores: one for each epoch.
+    :param width: the number of parts of a training minibatch.
+    :param policy: the number of draws and the patience.
+    :raises TypeError: if ``rows`` is not iterable.
+    :raises ValueError: for no rows, rows that can be iterated over only once, or minibatches with
+        another number of parts; when called, if all rows are masked.
+    :ivar scores: the score of each epoch.
     """
 
     def __init__(
@@ -459,31 +401,34 @@ class HeldOut:
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
         width: int | None = None,
+        policy: HeldOutPolicy | None = None,
     ) -> None:
         self._stream = BatchStream(rows, "validation")
         first = self._stream.probed[0]
         if width is not None and len(first) != width:
             raise ValueError(
-                f"a minibatch of validation has {len(first)} parts, but one of batches {width}. "
-                "Cure: a DataLoader as for batches, or [(x, y)] for a single minibatch"
+                f"a minibatch of validation has {len(first)} parts, but one of batches has {width}."
+                " Cure: a DataLoader as for batches, or [(x, y)] for a single minibatch"
             )
         self._target = Target.of_minibatches(model, *args, batch=first, model_kwargs=kwargs)
+        self._policy = policy or DEFAULT.held_out
         self.scores: list[float] = []
         self._best: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, guide: Callable[..., Any]) -> float:
-        """Goes through all rows; no random stream is touched."""
-        with seeded(SEED):
+        """Score a guide on all rows; the caller's random streams do not advance."""
+        with seeded(0):
             return self._score(guide)
 
     def _score(self, guide: Callable[..., Any]) -> float:
         target, total, count = self._target, 0.0, 0
-        draws = draw(guide, NUM_DRAWS, *target.args, **target.kwargs)
+        number = self._policy.num_draws
+        draws = draw(guide, number, *target.args, **target.kwargs)
         for _ in range(self._stream.epoch_length):
             target = target.on(self._stream.next())
             for log_prob, counted in target.read_at(draws, _log_likelihood).values():
-                rows = log_prob.double().logsumexp(0) - math.log(NUM_DRAWS)
+                rows = log_prob.double().logsumexp(0) - math.log(number)
                 total, count = total - rows.sum().item(), count + int((counted != 0).any(0).sum())
         if not count:
             raise ValueError(
@@ -499,39 +444,39 @@ class HeldOut:
 
     @property
     def best_epoch(self) -> int:
-        """Counted from 1."""
+        """The epoch with the best score, counted from 1."""
         return 1 + min(range(len(self.scores)), key=self.scores.__getitem__)
 
     def judge(self, guide: Callable[..., Any], parameters: Mapping[str, Tensor]) -> bool:
         """Score an epoch.
 
-        :param parameters: of guide and model, by name.
-        :returns: whether the last five were no better than one before them.
+        :param parameters: the parameters of guide and model, by name.
+        :returns: whether training should end.
         """
         device = next(iter(parameters.values())).device
         score = mean_over_processes(self(guide), device)
         self.scores.append(score if math.isfinite(score) else math.inf)
         if self.best_epoch == len(self.scores):
             self._best = {name: value.detach().clone() for name, value in parameters.items()}
-        return len(self.scores) - self.best_epoch >= PATIENCE
+        return len(self.scores) - self.best_epoch >= self._policy.patience
 
     @torch.no_grad()
     def take_best(self, parameters: Mapping[str, Tensor]) -> None:
-        """Put the best epoch's values into them."""
+        """Set parameters to the values of the best epoch."""
         for name, value in self._best.items():
             parameters[name].copy_(value)
 
     def state(self) -> dict[str, Any]:
-        """What a resumed training must know, for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"scores": self.scores, "best": self._best}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from another's state."""
+        """Load a state."""
         self.scores, self._best = state["scores"], state["best"]
 
 
 def _log_likelihood(trace: Trace) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of each observation, by site, and whether it counts."""
+    """Return the unscaled log-density of each observation, by site, and whether it counts."""
     compute_log_prob(trace)
     return {
         name: (site["log_prob"] / site["scale"], is_counted(site).to(site["log_prob"]))

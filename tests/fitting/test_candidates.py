@@ -43,7 +43,7 @@ def test_the_lowest_hundredth_is_left_out(monkeypatch):
     kept = values[values >= 0]
     assert len(kept) == 990
 
-    def log_weights(guide, density):
+    def log_weights(guide, target, num_draws):
         return values[torch.randperm(1000)]
 
     monkeypatch.setattr("pyro_implicit.fitting.candidates._log_weights", log_weights)
@@ -103,7 +103,7 @@ def test_a_guide_that_lost_a_mode_does_not_win(seed):
     covers = candidate("mixture", 1.70, draws)
     loses = candidate("semi-implicit", 1.79, draws[~is_lost])
     chosen, why = choose([covers, loses], modes, density)
-    assert chosen is covers and "semi-implicit has the higher bound, but leaves out modes" in why
+    assert chosen is covers and "semi-implicit has a higher bound, but misses modes" in why
     # Of two that cover all, the bound decides, and the order does not.
     also = candidate("semi-implicit", 1.79, draws[::2])
     assert choose([covers, also], modes, density)[0] is also

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pyro_implicit.density import Modes, Target
+from pyro_implicit.fitting import CorrectionPolicy, exact_guide
 from pyro_implicit.fitting import candidates as correction
-from pyro_implicit.fitting import exact_guide
 
 
 def two_modes():
@@ -43,14 +43,14 @@ def test_weights_without_a_tail_are_said_in_words(log_weights, told):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_mode_that_few_draws_reach_is_seen(seed, monkeypatch):
+def test_a_mode_that_few_draws_reach_is_seen(seed):
     torch.set_default_dtype(torch.float64)
     pyro.set_rng_seed(seed)
-    monkeypatch.setattr(correction, "NUM_WEIGHED", 20)
+    policy = CorrectionPolicy(num_weighed=20)
     found = Modes(loc=torch.zeros(1, 1), scale_tril=torch.ones(1, 1, 1), elbo=torch.zeros(1))
     guide, density = exact_guide(two_modes, found), Target(two_modes)
-    assert not correction.reliability(guide, density).suffices
-    # Where a draw takes long no more are asked for.
-    monkeypatch.setattr(correction, "SECONDS_AGAIN", 1e-5)
+    assert not correction.reliability(guide, density, policy).suffices(policy)
+    # An expensive log-density is not evaluated again.
+    policy = CorrectionPolicy(num_weighed=20, seconds=1e-5)
     pyro.set_rng_seed(seed)
-    assert correction.reliability(guide, density).suffices
+    assert correction.reliability(guide, density, policy).suffices(policy)

@@ -14,7 +14,7 @@ from pyro.distributions import constraints
 from pyro.infer.autoguide import AutoNormal, init_to_value
 
 from pyro_implicit.diagnostics import diagnose
-from pyro_implicit.fitting import Schedule, fit, train
+from pyro_implicit.fitting import ChoicePolicy, FitPolicy, Schedule, fit, train
 from pyro_implicit.fitting.stages import still_falls
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
@@ -80,7 +80,7 @@ def test_a_training_that_fails_leaves_the_gaussian(monkeypatch):
 
     monkeypatch.setattr("pyro_implicit.fitting.stages.train", fails)
     with pytest.warns(
-        UserWarning, match="kept the Gaussian.*failed: RuntimeError: no injective"
+        UserWarning, match="initial Gaussian.*failed: RuntimeError: no injective"
     ) as caught:
         result = quick(funnel)
     assert caught[0].filename == __file__
@@ -102,14 +102,14 @@ def test_a_component_that_fails_stays_a_gaussian(monkeypatch):
         return trained(*args, name=name, **kwargs)
 
     monkeypatch.setattr("pyro_implicit.fitting.stages.train", fails)
-    monkeypatch.setattr("pyro_implicit.fitting.stages.AT_ONCE", 0.0)
-    result = quick(two_modes, num_steps=40)
+    policy = FitPolicy(schedule=Schedule(max_gap=0.0))
+    result = quick(two_modes, num_steps=40, policy=policy)
     assert "mode-1 stays a Gaussian (RuntimeError: of one mode)" in str(result)
     x = result.guide.sample_posterior(4000)["x"]
     assert (x < 0).float().mean().item() == pytest.approx(0.3, abs=0.04)
 
 
-@pytest.mark.filterwarnings("ignore:fit kept the Gaussian")
+@pytest.mark.filterwarnings("ignore:fit returns its initial Gaussian")
 @pytest.mark.parametrize("model", [funnel, two_modes])
 def test_no_training_ends_below_its_start(model):
     """Steps so large that they lead away."""
@@ -193,9 +193,8 @@ def test_candidates_and_components_leave_parameters_alone(monkeypatch):
         return losses
 
     monkeypatch.setattr("pyro_implicit.fitting.stages.train", spy)
-    monkeypatch.setattr("pyro_implicit.fitting.stages.NEAR_ENOUGH", 0.0)
-    monkeypatch.setattr("pyro_implicit.fitting.stages.AT_ONCE", 0.0)
-    result = quick(shifted_modes, num_steps=60, lr=0.02)
+    policy = FitPolicy(schedule=Schedule(max_gap=0.0), choice=ChoicePolicy(near=0.0))
+    result = quick(shifted_modes, num_steps=60, lr=0.02, policy=policy)
     assert set(seen) >= {"parameters", "mode-0", "mode-1", "semi-implicit"}
     assert len(set(seen.values())) == 1 and seen["parameters"] == pytest.approx(0.5, abs=0.03)
     assert pyro.param("shift").unconstrained().grad is None

@@ -146,7 +146,7 @@ def test_rows_that_cannot_be_scored_are_never_the_best(monkeypatch):
 
 
 def test_refused():
-    with pytest.raises(ValueError, match="validation is for a training by epochs. Cure: batches"):
+    with pytest.raises(ValueError, match="validation is scored after each epoch.*Cure: batches"):
         fit(model, at_zero(), TRAIN, validation=[HELD_OUT], **QUIET)
     with pytest.raises(ValueError, match="with amortize each row has latents of its own"):
         fit(model, batches=[TRAIN], validation=[HELD_OUT], amortize="auto", **QUIET)

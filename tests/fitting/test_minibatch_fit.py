@@ -317,14 +317,14 @@ def test_minibatches_of_arrays_that_the_model_cannot_multiply():
 def test_held_out_rows_of_other_parts():
     x, y = rows()
     with pytest.raises(
-        ValueError, match=r"validation has 1 parts, but one of batches 2. Cure: a Da"
+        ValueError, match=r"validation has 1 parts, but one of batches has 2. Cure: a Da"
     ):
         fit(line, "auto", batches=loader(x, y), validation=(x, y), **QUIET)
 
 
 def test_all_data_are_wanted_of_a_fit_by_minibatches():
     result = fit(line, "auto", batches=loader(*rows()), epochs=1, **QUIET)
-    for ask in (result.diagnose, lambda: result.density):
+    for ask in (result.diagnose, lambda: result.target):
         with pytest.raises(SubsampledError, match="fitted by minibatches.*Cure: diagnose"):
             ask()
 

@@ -16,18 +16,13 @@ from pyro.infer.autoguide import AutoNormal
 from pyro_implicit import fit
 from pyro_implicit.density import Target, find_modes
 from pyro_implicit.diagnostics.effort import plan_effort
-from pyro_implicit.fitting import Schedule, train
-from pyro_implicit.fitting.refinement import (
-    LEAST_GRADIENTS,
-    MOST_CHAINS,
-    MOST_GRADIENTS,
-    affordable_chains,
-    make_plan,
-)
+from pyro_implicit.fitting import BudgetPolicy, FitPolicy, Schedule, train
+from pyro_implicit.fitting.refinement import affordable_chains, make_plan
 from pyro_implicit.fitting.stages import TimeLimit
 from pyro_implicit.infer import ImplicitELBO
 
 QUIET = {"seed": 0, "progress": False}
+BUDGET = BudgetPolicy()
 
 
 def funnel():
@@ -49,13 +44,16 @@ def long_loop():
 
 def test_plans():
     cheap = make_plan(Target(funnel))
-    assert cheap.search_iterations > 500 and cheap.chains == (MOST_CHAINS, MOST_GRADIENTS)
-    assert make_plan(Target(many)) == (0, (MOST_CHAINS, MOST_GRADIENTS))
+    assert cheap.search_iterations > 500 and cheap.chains == (
+        BUDGET.most_chains,
+        BUDGET.most_gradients,
+    )
+    assert make_plan(Target(many)) == (0, (BUDGET.most_chains, BUDGET.most_gradients))
     dear = make_plan(Target(long_loop))
     assert dear.search_iterations < 100
     # A loop costs fewer chains the same.
-    assert dear.chains.num_chains == MOST_CHAINS
-    assert LEAST_GRADIENTS <= dear.chains.max_gradients < MOST_GRADIENTS
+    assert dear.chains.num_chains == BUDGET.most_chains
+    assert BUDGET.least_gradients <= dear.chains.max_gradients < BUDGET.most_gradients
 
 
 def read_number():
@@ -69,18 +67,18 @@ def test_a_model_that_reads_a_number_has_the_plan_of_single_runs():
     density = Target(read_number)
     plan = make_plan(density)
     assert not density.is_vectorized
-    assert plan.chains.num_chains < MOST_CHAINS and plan.search_iterations < 50
+    assert plan.chains.num_chains < BUDGET.most_chains and plan.search_iterations < 50
     effort = plan_effort(density, 2000, 100, 20, True, 500, 10.0)
     assert effort.num_samples < 2000 and effort.seconds < 30
 
 
-@pytest.mark.parametrize("size, chains", [(2, MOST_CHAINS), (300, 64)])
+@pytest.mark.parametrize("size, chains", [(2, BUDGET.most_chains), (300, 64)])
 def test_fewer_chains_where_a_gradient_is_dear(size, chains):
     def score(points):
         return torch.ones(len(points), 3, size) @ torch.ones(size, 400 * size)
 
     found, gradients = affordable_chains(score, torch.zeros(1))
-    assert found == pytest.approx(chains, rel=0.5) and gradients >= LEAST_GRADIENTS
+    assert found == pytest.approx(chains, rel=0.5) and gradients >= BUDGET.least_gradients
 
 
 def test_a_model_that_fails_at_its_start_gets_a_plan(monkeypatch):
@@ -90,7 +88,7 @@ def test_a_model_that_fails_at_its_start_gets_a_plan(monkeypatch):
         raise RuntimeError("at the start")
 
     monkeypatch.setattr(density, "score", fails)
-    assert make_plan(density).chains.max_gradients == MOST_GRADIENTS
+    assert make_plan(density).chains.max_gradients == BUDGET.most_gradients
 
 
 def test_time_limits():
@@ -180,15 +178,15 @@ def test_a_given_guide_is_kept_as_it_is():
     assert result.sample(5)["v"].shape == (5,)
 
 
-def test_without_chains_a_dear_model_is_still_searched(monkeypatch):
-    monkeypatch.setattr("pyro_implicit.fitting.refinement.SEARCH_SECONDS", 0.0)
-    result = fit(funnel, "auto", refine=False, num_steps=2, num_particles=4, **QUIET)
+def test_without_chains_an_expensive_model_is_still_searched():
+    options = {**QUIET, "policy": FitPolicy(budget=BudgetPolicy(search_seconds=0.0))}
+    result = fit(funnel, "auto", refine=False, num_steps=2, num_particles=4, **options)
     assert result.stages[0].name == "search" and result.correction is None
     assert not any(stage.name == "correct" for stage in result.stages)
     # With them it is left out.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        rough = fit(funnel, "auto", num_steps=2, max_seconds=1.0, **QUIET)
+        rough = fit(funnel, "auto", num_steps=2, max_seconds=1.0, **options)
     assert rough.stages[0].name == "mean-field" and rough.refined is not None
 
 

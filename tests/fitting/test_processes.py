@@ -118,7 +118,7 @@ def test_refuses_what_processes_cannot_share(folder):
     same, chains, store, networks = load(folder, 1)[1]
     assert "same minibatches" in same
     assert "DistributedSampler" in same
-    assert "chains see the minibatches of one process" in chains
+    assert "chains run in a single process" in chains
     assert "'noise'" in store
     assert "PyroParam" in store
     assert "AVB_ELBO trains networks" in networks

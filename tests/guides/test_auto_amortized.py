@@ -233,7 +233,7 @@ def test_what_is_refused():
     short = AutoAmortized(conjugate, {"z": lambda x: (x[:3], x[:3].exp())})
     with pytest.raises(ValueError, match=r"encoder of 'z' gave .* \(3,\) for 20 rows of 1"):
         short(x)
-    with pytest.raises(ValueError, match="refine moves the draws of all latents"):
+    with pytest.raises(ValueError, match="refine moves draws of all latents"):
         fit(conjugate, "auto", x, amortize="auto", refine=True)
-    with pytest.raises(ValueError, match="amortize= makes a guide, but another was given"):
+    with pytest.raises(ValueError, match="amortize= builds its own guide, but a guide was given"):
         fit(conjugate, AutoNormal(conjugate), x, amortize="auto")

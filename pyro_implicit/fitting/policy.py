@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of :func:`~pyro_implicit.fitting.fit`: budgets, limits and thresholds.
+
+Each field gives unit, role and source. "Budget" means: a limit of seconds on one core, estimated
+from operation counts. "posteriordb" and "zoo" mean ``benchmarks/posteriordb`` and
+``benchmarks/hard_geometries.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = [
+    "DEFAULT",
+    "BudgetPolicy",
+    "ChoicePolicy",
+    "CorrectionPolicy",
+    "FitPolicy",
+    "HeldOutPolicy",
+    "MixturePolicy",
+    "Schedule",
+    "StartPolicy",
+    "TrainingPolicy",
+]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a training slows down and when it ends.
+
+    **Example:**
+
+    >>> schedule = Schedule(num_steps=100, lr=0.1)
+    >>> [round(schedule.rate(step, decay_start=50), 3) for step in (0, 50, 75, 100)]
+    [0.1, 0.1, 0.05, 0.0]
+
+    :param num_steps: the maximal number of steps.
+    :param lr: Adam's learning rate. When the smoothed loss stops falling, the rate falls to zero
+        along a cosine, in ``decay * num_steps`` steps.
+    :param decay: the share of steps in which the rate falls; with 1 it falls from the first step.
+    :param plateau: if False, the rate starts to fall ``decay * num_steps`` steps before the end.
+    :param window: the number of steps whose mean is one smoothed loss. The loss has stopped falling
+        if the last two means are not below the lowest earlier mean by more than their standard
+        error.
+    :param max_gap: nats between an exact guide and the posterior below which training stops: half
+        the variance of the log-weights, from the spread of ``gap_window`` losses.
+    :param clip_norm: the maximal norm of gradients.
+    :param gap_window: the number of losses whose spread gives the gap.
+    """
+
+    num_steps: int = 3000
+    lr: float = 0.01
+    decay: float = 0.5
+    plateau: bool = True
+    window: int = 100
+    max_gap: float = 0.0005
+    clip_norm: float = 10.0
+    gap_window: int = 25
+
+    def rate(self, step: int, decay_start: int) -> float:
+        """Return the learning rate of a step if the decay starts at ``decay_start``."""
+        return self._fall((step - decay_start) / max(1, round(self.num_steps * self.decay)))
+
+    def rate_by_clock(self, share: float) -> float:
+        """Return the highest learning rate after a share of the time limit."""
+        return self._fall(2 * share - 1)
+
+    def _fall(self, progress: float) -> float:
+        return self.lr * 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+
+    def stands_still(self, losses: list[float]) -> bool:
+        """Whether the smoothed loss has stopped falling; False except at the end of a window."""
+        if not self.plateau or len(losses) % self.window or len(losses) < 4 * self.window:
+            return False
+        windows = torch.tensor(losses, dtype=torch.float64).reshape(-1, self.window)
+        means = windows.nanmean(-1)
+        latest = windows[-2:].flatten()
+        error = latest[latest.isfinite()].std() / math.sqrt(2 * self.window)
+        return bool(means[-2:].mean() > means[:-2].min() - error)
+
+    def is_exact(self, losses: list[float], num_particles: int) -> bool:
+        """Whether the loss of an exact guide shows that it agrees with the posterior."""
+        if len(losses) % self.gap_window or not losses:
+            return False
+        spread = torch.tensor(losses[-self.gap_window :], dtype=torch.float64).var()
+        return bool(0.5 * num_particles * spread < self.max_gap)
+
+
+@dataclass(frozen=True)
+class BudgetPolicy:
+    """What a model can afford."""
+
+    #: Seconds: budget of the mode search.
+    search_seconds: float = 20.0
+
+    #: Newton iterations of the search in all, at least; with fewer, the search is skipped.
+    least_iterations: int = 10
+
+    #: Newton iterations in all, at most: 16 rounds of 100, the defaults of ``find_modes``.
+    most_iterations: int = 1600
+
+    #: Share of ``max_seconds`` that the search may take.
+    search_share: float = 0.25
+
+    #: Share of the remaining ``max_seconds`` that a training may take if other stages follow.
+    training_share: float = 0.5
+
+    #: Seconds: budget of a training before chains; chains are the cheaper way to the posterior.
+    training_seconds: float = 10.0
+
+    #: Steps below which a training does not improve its guide.
+    least_steps: int = 200
+
+    #: Seconds: budget for the components of a mixture; if it is exceeded, none is trained.
+    mixture_seconds: float = 120.0
+
+    #: Seconds: budget of the chains.
+    chain_seconds: float = 40.0
+
+    #: Chains, at least; below 32, moments of the ensemble are too noisy for adaptation.
+    least_chains: int = 32
+
+    #: Chains, at most, as in :func:`~pyro_implicit.mcmc.refine`.
+    most_chains: int = 256
+
+    #: Gradients per chain, at least, whatever they cost.
+    least_gradients: int = 800
+
+    #: Gradients per chain, at most, as in :func:`~pyro_implicit.mcmc.refine`.
+    most_gradients: int = 4000
+
+    #: Gradients per chain that most posteriordb models need; with fewer, chains are halved.
+    usual_gradients: int = 1200
+
+    #: Share of the gradients of ``least_chains`` at which halving the chains ends.
+    worthwhile: float = 0.7
+
+    #: Factor on the budget for chains that have not converged; most stop long before.
+    patience: int = 2
+
+
+@dataclass(frozen=True)
+class TrainingPolicy:
+    """Particles, initial scales and reports of trainings."""
+
+    #: Particles if each costs a run of a model that cannot be vectorised, a minibatch or a wide
+    #: guide.
+    few_particles: int = 8
+
+    #: Particles if each is a forward pass of a network (more than 100 latent variables).
+    network_particles: int = 2
+
+    #: Initial standard deviation of a guide of many latent variables, for all data.
+    init_scale: float = 0.01
+
+    #: The same for minibatches, whose gradients are noisy.
+    minibatch_init_scale: float = 0.05
+
+    #: Steps of a mean-field guide from which chains start.
+    mean_field_steps: int = 1000
+
+    #: Factor on ``lr`` in that training: without a frame, latents move many units.
+    mean_field_haste: float = 5.0
+
+    #: Share of the steps in which the learning rate falls while the model's parameters train: they
+    #: may be far from their optimum, but the guide is near.
+    parameters_decay: float = 1 / 6
+
+    #: Share of skipped steps (non-finite loss) above which a warning is issued.
+    max_skipped: float = 0.01
+
+    #: Steps in a row without a finite loss after which training raises ``RuntimeError``.
+    max_nonfinite: int = 50
+
+    #: Nats, and standard deviations of one step's loss: smallest fall of a loss that is reported as
+    #: "not settled"; the fall must also exceed three standard errors.
+    least_fall: float = 0.1
+
+    #: Draws of the guide at which the model is tried, to find its parameters.
+    num_tried: int = 8
+
+
+@dataclass(frozen=True)
+class StartPolicy:
+    """Initial values for many latent variables, and checks of where chains stopped."""
+
+    #: Distance from the prior's medians, as a share of the way to a draw of the prior: equal
+    #: weights of a network stay equal, and weights of the prior's size are too large.
+    spread: float = 0.3
+
+    #: Shares of the way from the origin that are tried as start, the first acceptable one is taken.
+    shares: tuple[float, ...] = (1.0, 0.5, 0.2, 0.05, 0.0)
+
+    #: Nats per latent variable below the best start at which a start is rejected.
+    max_fall: float = 10.0
+
+    #: Nats of rounding error of the log-density above which chains fail.
+    max_rounding: float = 0.5
+
+    #: Draws at which the rounding error is measured.
+    num_rounded: int = 64
+
+
+@dataclass(frozen=True)
+class ChoicePolicy:
+    """The choice between candidates. Set by posteriordb and the zoo."""
+
+    #: Draws that give a candidate's bound.
+    num_weighed: int = 1000
+
+    #: Draws that are evaluated together; bounds memory.
+    draws_at_once: int = 2000
+
+    #: Share of the lowest log-weights that a bound leaves out: draws of a guide that is too wide.
+    trimmed: float = 0.01
+
+    #: Draws that a candidate keeps, as many as a corrected result stores.
+    num_kept: int = 10_000
+
+    #: Nats by which bounds must differ, beside two standard errors.
+    tie: float = 0.001
+
+    #: Nats from guide to posterior below which a guide needs neither another candidate nor chains.
+    near: float = 0.01
+
+    #: Nats between a LIVI loss and its bound above which the generator folds; two folds are log 2.
+    folded: float = 0.5
+
+    #: Share of the posterior mass of a mode that a candidate must not leave out.
+    least_mass: float = 0.01
+
+
+@dataclass(frozen=True)
+class CorrectionPolicy:
+    """Importance weights of a guide with an exact density."""
+
+    #: Draws of the first judgement.
+    num_weighed: int = 2000
+
+    #: Draws of the second judgement, at most: it sees modes with a thousandth of the guide's draws.
+    num_weighed_again: int = 8000
+
+    #: Seconds: budget of the second judgement.
+    seconds: float = 3.0
+
+    #: Points at which one evaluation is counted for that budget.
+    num_counted: int = 100
+
+    #: Pareto k-hat below which weights are used; Vehtari et al. (2024), Pareto smoothed importance
+    #: sampling, section 3: the variance of the weights is finite.
+    max_khat: float = 0.5
+
+    #: Effective sample size, as a share of the draws, above which weights are used.
+    least_efficiency: float = 0.5
+
+    #: The same above which k-hat is ignored: the tail of nearly even weights is rounding.
+    even: float = 0.99
+
+    #: The same above which a guide near the posterior needs no chains.
+    near: float = 0.9
+
+    #: Ratio of second to first effective sample size below which the second one counts; it changes
+    #: little for reliable weights.
+    agrees: float = 0.75
+
+    #: Draws of the guide for each resampled draw.
+    oversampling: int = 4
+
+    #: Draws of the guide, at least, for any number of resampled ones.
+    least_proposals: int = 1000
+
+
+@dataclass(frozen=True)
+class MixturePolicy:
+    """Weights of a mixture (:func:`~pyro_implicit.fitting.mixture_weights`)."""
+
+    #: Draws of each component, at least.
+    least_draws: int = 100
+
+    #: Draws of each component, at most; the standard error of a weight is 3 %.
+    most_draws: int = 1000
+
+    #: Draws of all components; every component's density is evaluated at each.
+    all_draws: int = 8000
+
+
+@dataclass(frozen=True)
+class HeldOutPolicy:
+    """Scores of held-out rows."""
+
+    #: Epochs without a better score after which training ends.
+    patience: int = 5
+
+    #: Draws of the guide for each score.
+    num_draws: int = 8
+
+
+@dataclass(frozen=True)
+class FitPolicy:
+    """All settings of :func:`~pyro_implicit.fitting.fit` that are not its arguments.
+
+    The defaults suit models of posteriordb on one to four cores. Replace single fields by
+    ``dataclasses.replace``.
+
+    **Example:**
+
+    >>> patient = FitPolicy(budget=BudgetPolicy(chain_seconds=400.0))
+    >>> patient.budget.chain_seconds, patient.correction.max_khat
+    (400.0, 0.5)
+    """
+
+    #: What a model can afford.
+    budget: BudgetPolicy = field(default_factory=BudgetPolicy)
+
+    #: Steps and learning rates; ``num_steps`` and ``lr`` are arguments of ``fit``.
+    schedule: Schedule = field(default_factory=Schedule)
+
+    #: Trainings of guides.
+    training: TrainingPolicy = field(default_factory=TrainingPolicy)
+
+    #: Initial values for many latent variables.
+    start: StartPolicy = field(default_factory=StartPolicy)
+
+    #: The choice between candidates.
+    choice: ChoicePolicy = field(default_factory=ChoicePolicy)
+
+    #: Importance weights.
+    correction: CorrectionPolicy = field(default_factory=CorrectionPolicy)
+
+    #: Weights of a mixture.
+    mixture: MixturePolicy = field(default_factory=MixturePolicy)
+
+    #: Scores of held-out rows.
+    held_out: HeldOutPolicy = field(default_factory=HeldOutPolicy)
+
+    #: Draws that ``to_datatree`` exports if no chains ran.
+    num_exported: int = 2000
+
+
+DEFAULT = FitPolicy()
