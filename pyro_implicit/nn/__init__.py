@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 from pyro_implicit.nn.bayesian import start_values, to_bayesian_
-from pyro_implicit.nn.detection import Detection
 from pyro_implicit.nn.evaluation import evaluate
-from pyro_implicit.nn.function_space import FunctionValues
 from pyro_implicit.nn.models import NetworkModel, classifier, regressor
-from pyro_implicit.nn.prediction import predict
+from pyro_implicit.nn.prediction import FunctionValues, predict
 from pyro_implicit.nn.predictive_means import Prediction
-from pyro_implicit.nn.reports import Foreign, LabelReport, NumberReport, Reliability
+from pyro_implicit.nn.reports import Detection, Foreign, LabelReport, NumberReport, Reliability
 
 __all__ = [
     "Detection",

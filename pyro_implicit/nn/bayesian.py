@@ -3,24 +3,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, cast
 
 import pyro.distributions as dist
+import torch
 from pyro.nn import PyroModule, PyroSample
 from pyro.nn.module import to_pyro_module_
+from pyro.poutine.indep_messenger import IndepMessenger
+from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pyro_implicit.nn.moving_prior import START, MovingPrior
-from pyro_implicit.nn.priors import (
-    NORMALIZATION,
-    Prior,
-    find_key,
-    make_prior,
-    refuse_unknown_keys,
-)
+from pyro_implicit.nn.policy import FAN_IN_GAIN
 
-__all__ = ["has_priors", "start_values", "to_bayesian_"]
+__all__ = [
+    "MovingPrior",
+    "NORMALIZATION",
+    "Prior",
+    "START",
+    "find_key",
+    "has_priors",
+    "make_prior",
+    "moved",
+    "refuse_unknown_keys",
+    "start_values",
+    "to_bayesian_",
+]
 
 
 def to_bayesian_(
@@ -29,15 +39,15 @@ def to_bayesian_(
     *,
     normalization: bool = False,
 ) -> PyroModule:
-    r"""Puts priors on the parameters of any network, in place.
+    r"""Put priors on the parameters of any network, in place.
 
-    Each becomes a latent, a sample site with the parameter's name, such as ``"0.weight"``. The
-    network is then called as before, in a Pyro model: once, and before the plate of its data, as in
-    :func:`~pyro_implicit.nn.classifier`. What the parameters were, trained or not, are
-    :func:`start_values` for guides.
+    Each parameter becomes a latent variable, a sample site with the parameter's name, such as
+    ``"0.weight"``. The network is then called as before, in a Pyro model: once, and before the
+    plate of its data, as in :func:`~pyro_implicit.nn.classifier`. :func:`start_values` returns the
+    previous values of the parameters, as initial values of guides.
 
-    Parameters without a prior are learnt by maximum likelihood, as Pyro parameters. Frozen ones
-    (``requires_grad=False``) keep their values; they turn into buffers, as Pyro would train them.
+    Parameters without a prior are learnt by maximum likelihood, as Pyro parameters. Frozen
+    parameters (``requires_grad=False``) become buffers, because Pyro would train them.
 
     **Example:**
 
@@ -53,29 +63,29 @@ def to_bayesian_(
     >>> [name for name in trace.stochastic_nodes if name != "rows"]
     ['0.weight', '0.bias', '2.weight', '2.bias', 'y']
 
-    :param module: a network, changed in place. For batch normalisation call ``module.eval()``
-        before training, as its running moments would depend on the order of the particles.
-    :param prior: what each parameter is drawn from. ``"fan_in"``: weights from
-        :math:`N(0, 9/\text{fan-in})`, wide enough for a classifier to be sure,
-        the scales of normalisation layers from N(1, 1), and biases, embeddings and all else from
-        N(0, 1). ``"moped"``: the same, but around what the parameters are, for networks that were
-        trained on other data (Krishnan et al., whose standard deviation is 1). A number: the
-        standard deviation of a normal distribution around zero. A distribution of scalars, from
-        which all entries are drawn. A function ``(name, parameter) -> distribution``, of scalars or
-        of the parameter's shape, or None; it is called once, and its distribution must not depend
-        on other latents. None: no prior. A dict of these, by the names of layers or parameters: the
-        longest name counts, ``""`` stands for all, and what it leaves out has ``"fan_in"``. So
-        ``{"": None, "head": "fan_in"}`` is a network whose last layer alone is Bayesian.
-    :param normalization: whether batch, layer, group, instance and RMS normalisation layers get
-        priors, too; a dict that names one gives it one in any case.
+    :param module: a network, changed in place. With batch normalisation, call ``module.eval()``
+        before training: its running moments would depend on the order of the particles.
+    :param prior: the prior of each parameter. ``"fan_in"``: :math:`N(0, 9/\text{fan-in})` for
+        weights, wide enough for confident classifiers, N(1, 1) for the scales of normalisation
+        layers, and N(0, 1) for biases, embeddings and all other parameters. ``"moped"``: the same,
+        centred at the present values, for networks trained on other data (Krishnan et al., whose
+        standard deviation is 1). A number: the standard deviation of a normal distribution around
+        zero. A distribution of scalars for all entries. A function ``(name, parameter) ->
+        distribution``, of scalars or of the parameter's shape, or None; it is called once, and its
+        distribution must not depend on other latents. None: no prior. A dict of these by the names
+        of layers or parameters: the longest name applies, ``""`` applies to all, and the default is
+        ``"fan_in"``. For example, in ``{"": None, "head": "fan_in"}`` only the last layer is
+        Bayesian.
+    :param normalization: whether batch, layer, group, instance and RMS normalisation layers have
+        priors, too. A dict that names one gives it a prior in any case.
     :returns: ``module`` itself, now a :class:`~pyro.nn.module.PyroModule`.
     :raises TypeError: for a prior of another kind.
-    :raises ValueError: for a prior whose shape does not fit, a name that is none, parameters that
-        several modules share, lazy ones that have no shape yet, and a module that has Pyro's sites
-        already. The module is unchanged then.
+    :raises ValueError: for a prior of another shape, an unknown name, parameters that several
+        modules share, lazy parameters without a shape, and a module that has Pyro's sites already.
+        The module is then unchanged.
 
-    The priors follow the module's dtype and device: ``module.to(...)`` moves them, at the next
-    call. A call inside a plate, which would draw weights for each of its elements, is refused.
+    The priors follow the module's dtype and device after ``module.to(...)``. A call inside a plate
+    raises ``ValueError``, because it would draw weights for each element of the plate.
 
     **References:**
 
@@ -125,11 +135,11 @@ def to_bayesian_(
 
 
 def start_values(module: nn.Module) -> dict[str, Tensor]:
-    """What the parameters of a network were before it became Bayesian.
+    """Return the parameters of a network before it became Bayesian.
 
-    Weights of a pretrained network, or those that torch drew, where a guide starts better than at
-    the prior's medians, all of which are 0. Load a trained network's weights, and freeze what is to
-    stay, before :func:`to_bayesian_`:
+    The pretrained or random weights are better initial values of a guide than the prior's medians,
+    which are all 0. Load pretrained weights, and freeze constant ones, before
+    :func:`to_bayesian_`:
 
     **Example:**
 
@@ -157,9 +167,166 @@ def start_values(module: nn.Module) -> dict[str, Tensor]:
 
 
 def has_priors(module: nn.Module) -> bool:
-    """Whether any parameter of a network is a latent."""
+    """Check whether any parameter of a network is a latent variable."""
     return any(bool(getattr(part, "_pyro_samples", ())) for part in module.modules())
 
 
 def _describe(prefix: str, owner: nn.Module) -> str:
     return f"submodule '{prefix}'" if prefix else f"the module ({type(owner).__name__})"
+
+
+PriorFunction = Callable[[str, nn.Parameter], dist.TorchDistribution | None]
+OnePrior: TypeAlias = float | str | dist.TorchDistribution | PriorFunction | None
+Prior: TypeAlias = OnePrior | Mapping[str, OnePrior]
+
+NORMALIZATION = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def make_prior(
+    prior: Prior, owner: nn.Module, name: str, parameter: nn.Parameter
+) -> dist.TorchDistribution | None:
+    """Make the prior of one parameter, with the parameter's shape as event shape; None if none."""
+    if isinstance(prior, Mapping):
+        key = find_key(prior, name)
+        prior = "fan_in" if key is None else prior[key]
+    if prior is None:
+        return None
+    if prior in ("fan_in", "moped"):
+        mean, sd = _default_moments(owner, name.rpartition(".")[-1], parameter)
+        loc = parameter.detach().clone() if prior == "moped" else parameter.new_tensor(mean)
+        distribution = dist.Normal(loc, parameter.new_tensor(sd))
+    elif isinstance(prior, str):
+        raise ValueError(f'prior must be "fan_in" or "moped" if it is a word, but got {prior!r}')
+    elif isinstance(prior, (int, float)):
+        if not prior > 0:
+            raise ValueError(f"a number as prior is a standard deviation above 0, but got {prior}")
+        distribution = dist.Normal(parameter.new_tensor(0.0), parameter.new_tensor(prior))
+    elif isinstance(prior, torch.distributions.Distribution):
+        distribution = prior
+    elif callable(prior):
+        distribution = prior(name, parameter)
+        if distribution is None:
+            return None
+    else:
+        raise TypeError(
+            'prior must be a number, "fan_in", "moped", a Pyro distribution, a function (name, '
+            "parameter) -> distribution, a dict of these by layer or None, but got "
+            f"{type(prior).__name__}"
+        )
+    return _of_shape(distribution, name, parameter.shape)
+
+
+def find_key(prior: Mapping[str, Any], name: str) -> str | None:
+    """Return the longest key that names a parameter or a module that contains it.
+
+    **Example:**
+
+    >>> find_key({"": 1.0, "conv": 0.1, "conv.bias": 2.0}, "conv.weight")
+    'conv'
+    """
+    keys = [key for key in prior if not key or f"{name}.".startswith(f"{key}.")]
+    return max(keys, key=len, default=None)
+
+
+def refuse_unknown_keys(prior: Prior, names: list[str]) -> None:
+    """Check that each key of a dict of priors names a parameter or a layer."""
+    for key in prior if isinstance(prior, Mapping) else ():
+        if key and not any(find_key({key: None}, name) for name in names):
+            layers = sorted({name.rpartition(".")[0] for name in names})
+            raise ValueError(
+                f"prior names '{key}', which is no layer or parameter of the network that is "
+                f"trained. It has the layers {', '.join(map(repr, layers))}"
+            )
+
+
+def _of_shape(distribution: Any, name: str, shape: torch.Size) -> dist.TorchDistribution:
+    if not hasattr(distribution, "to_event"):
+        raise TypeError(
+            f"the prior of parameter '{name}' must be a distribution of pyro.distributions, but "
+            f"got {type(distribution).__module__}.{type(distribution).__name__}"
+        )
+    num_batch = len(shape) - len(distribution.event_shape)
+    try:
+        if num_batch < 0 or distribution.event_shape != shape[num_batch:]:
+            raise ValueError("event shape")
+        distribution = distribution.expand(shape[:num_batch])
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"the prior of parameter '{name}' has batch shape {tuple(distribution.batch_shape)} "
+            f"and event shape {tuple(distribution.event_shape)}, but the parameter has shape "
+            f"{tuple(shape)}. Cure: a distribution of scalars, or a function (name, parameter) -> "
+            "distribution"
+        ) from error
+    return distribution.to_event(num_batch)
+
+
+def _default_moments(owner: nn.Module, name: str, parameter: Tensor) -> tuple[float, float]:
+    """Return mean and standard deviation of the prior ``"fan_in"``."""
+    if isinstance(owner, NORMALIZATION):
+        return (1.0 if name == "weight" else 0.0), 1.0
+    embedding = isinstance(owner, (nn.Embedding, nn.EmbeddingBag))  # one row is one output
+    if "bias" in name or parameter.dim() < 2 or embedding:
+        return 0.0, 1.0
+    fan_in = parameter[0].numel()
+    if isinstance(owner, nn.modules.conv._ConvTransposeNd):  # the inputs come first
+        fan_in = parameter[:, 0].numel() // owner.groups
+    return 0.0, FAN_IN_GAIN / math.sqrt(fan_in)
+
+
+START = "_start_"  # prefix of the buffer with a parameter's previous value
+
+
+class MovingPrior:
+    """A prior that follows the dtype and device of its module, as a picklable function."""
+
+    def __init__(self, distribution: dist.TorchDistribution, name: str) -> None:
+        self.distribution = distribution
+        self.name = name
+        self.place: tuple[torch.dtype, torch.device] | None = None
+
+    def __call__(self, module: PyroModule) -> dist.TorchDistribution:
+        _refuse_plates(module, self.name)
+        like = cast(Tensor, getattr(module, START + self.name))
+        if self.place != (like.dtype, like.device):
+            self.distribution = moved(self.distribution, like)
+            self.place = like.dtype, like.device
+        return self.distribution
+
+
+def _refuse_plates(module: PyroModule, name: str) -> None:
+    """Check that a layer of torch is not called inside a plate: each element would have its own
+    weights. Layers of users may support plates."""
+    if not type(module).forward.__module__.startswith("torch.nn"):
+        return
+    for plate in _PYRO_STACK:
+        if isinstance(plate, IndepMessenger) and plate._vectorized:
+            if plate.name.startswith(("num_particles", "_num_predictive")):
+                cure = (
+                    "vectorize_particles=False, an ELBO of this library (ImplicitELBO), or "
+                    "parallel=False"
+                )
+            else:
+                cure = "call the network before the plate: logits = net(x), then with pyro.plate"
+            raise ValueError(
+                f"latent '{module._pyro_get_fullname(name)}' of the network is drawn inside plate "
+                f"'{plate.name}': one set of weights for each element. Cure: {cure}"
+            )
+
+
+def moved(part: Any, like: Tensor, copies: dict[int, Any] | None = None) -> Any:
+    """Copy a distribution, or a part of one, to ``like``'s dtype and device.
+
+    ``copies`` avoids endless recursion, because a transform and its inverse hold each other.
+    """
+    copies = {} if copies is None else copies
+    if isinstance(part, Tensor):
+        return part.to(like) if part.is_floating_point() else part.to(like.device)
+    if isinstance(part, (list, tuple)):
+        return type(part)([moved(item, like, copies) for item in part])
+    if isinstance(part, (torch.distributions.Distribution, torch.distributions.Transform)):
+        if id(part) not in copies:
+            copies[id(part)] = result = object.__new__(type(part))
+            for name, value in vars(part).items():
+                setattr(result, name, moved(value, like, copies))
+        return copies[id(part)]
+    return part

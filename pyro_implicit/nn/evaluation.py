@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good a network's predictions are, and whether it knows where they are not."""
+"""Scores of a network's predictions, calibration, and detection of out-of-distribution inputs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_implicit.nn.detection import detect
+from pyro_implicit.nn.policy import COVERAGE_LEVELS
 from pyro_implicit.nn.prediction import model_and_posterior, predictions
 from pyro_implicit.nn.predictive_means import Prediction
-from pyro_implicit.nn.reports import Foreign, LabelReport, NumberReport, Reliability, average
+from pyro_implicit.nn.reports import (
+    Foreign,
+    LabelReport,
+    NumberReport,
+    Reliability,
+    average,
+    detect,
+)
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.random_stream import with_seed
 
 __all__ = ["evaluate"]
 
-LEVELS = (0.5, 0.9, 0.95)
 UNCERTAINTIES = (
     "max-probability", "entropy", "mutual information", "variance", "epistemic variance"
 )  # fmt: skip
@@ -37,11 +43,10 @@ def evaluate(
     model: Callable[..., Any] | None = None,
     seed: int | None = None,
 ) -> LabelReport | NumberReport:
-    r"""Scores predictions on held-out data, and uncertainty on foreign data.
+    r"""Score predictions on held-out data, and uncertainties on out-of-distribution data.
 
-    Predictions are those of :func:`~pyro_implicit.nn.predict`: means over draws of the posterior,
-    of which only a few are in memory at a time. A few numbers are kept for each row. Rows whose
-    targets the model masks are not scored and not counted.
+    Predictions are those of :func:`~pyro_implicit.nn.predict`. Memory grows by a few numbers for
+    each row. Rows whose targets the model masks are neither scored nor counted.
 
     **Example:**
 
@@ -67,16 +72,17 @@ def evaluate(
     :param result: what :func:`~pyro_implicit.fit` returned, or anything that
         :func:`~pyro_implicit.nn.predict` takes, with its ``model``.
     :param loader: minibatches ``(inputs, targets)``.
-    :param ood: by name, loaders of inputs from elsewhere (of tuples the first is read), to be told
-        from those of ``loader`` by uncertainty. Needs scikit-learn, the extra ``networks``.
-    :param num_samples: draws of the posterior, as for :func:`~pyro_implicit.nn.predict`.
+    :param ood: loaders of out-of-distribution inputs by name (of tuples the first part is read).
+        The report says how well uncertainties separate these inputs from those of ``loader``.
+        Requires scikit-learn, the extra ``networks``.
+    :param num_samples: posterior draws, as for :func:`~pyro_implicit.nn.predict`.
     :param num_bins: equally wide bins of confidence for the expected calibration error,
         :math:`\sum_b \frac{n_b}{n} |\text{accuracy}_b - \text{confidence}_b|`.
-    :param model: of a ``result`` that does not know it.
+    :param model: the model, if ``result`` does not know it.
     :param seed: of all random numbers, as for :func:`~pyro_implicit.nn.predict`.
-    :returns: a report for ``print`` and ``plot()``: a :class:`LabelReport` of labels, a
-        :class:`NumberReport` of numbers.
-    :raises TypeError: for what is no loader, or ``ood`` without names.
+    :returns: a report for ``print`` and ``plot()``: a :class:`LabelReport` or a
+        :class:`NumberReport`.
+    :raises TypeError: for an invalid loader, or ``ood`` without names.
     :raises ValueError: for an empty loader, tuples of other lengths, several labels a row, or masks
         of all targets or of a part of a row's.
     :raises ImportError: for ``ood`` without scikit-learn.
@@ -129,7 +135,7 @@ def _counted_rows(unmasked: Tensor) -> Tensor:
 
 
 def _uncertainties(found: Prediction) -> dict[str, Tensor]:
-    """By row, each higher where less is known."""
+    """Return uncertainties by row, larger for less certain predictions."""
     if found.probability is not None:
         assert found.entropy is not None and found.mutual_information is not None
         return {
@@ -166,7 +172,7 @@ def _number_rows(found: Prediction, target: Tensor) -> dict[str, Tensor]:
 
 
 def _foreign(columns: dict[str, Tensor], found: Any) -> Foreign:
-    """How foreign inputs look beside those of the test set."""
+    """Compare the uncertainties of out-of-distribution inputs with those of the test set."""
     rows: dict[str, list[Tensor]] = {}
     for prediction, *_ in found:
         for name, value in _uncertainties(prediction).items():
@@ -205,7 +211,7 @@ def _label_report(columns: dict[str, Tensor], num_bins: int, common: dict) -> La
 def _number_report(columns: dict[str, Tensor], common: dict) -> NumberReport:
     pit = columns.get("pit")
     coverage = {}
-    for level in LEVELS if pit is not None else ():
+    for level in COVERAGE_LEVELS if pit is not None else ():
         assert pit is not None
         coverage[level] = average(((pit - 0.5).abs() <= level / 2).float())
     return NumberReport(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A network as a Pyro model of labels or of numbers."""
+"""Pyro models of labels or numbers by a network."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from pyro_implicit.nn.bayesian import has_priors
-from pyro_implicit.nn.moving_prior import moved
+from pyro_implicit.nn.bayesian import has_priors, moved
+from pyro_implicit.nn.policy import FAR_FROM_UNIT, INITIAL_NOISE, LEAST_NOISE
 from pyro_implicit.runtime.sites import announce, owned_by
 from pyro_implicit.runtime.user_warnings import warn_user
 
@@ -22,15 +22,11 @@ __all__ = ["NetworkModel", "classifier", "regressor"]
 
 Noise: TypeAlias = float | Literal["learn", "heteroscedastic"] | dist.TorchDistribution
 
-LEAST_NOISE = 1e-6  # where softplus underflows
-START_NOISE = 0.5
-FAR = 30.0  # from unit scale
-
 
 def classifier(net: nn.Module, num_data: int, *, temperature: float = 1.0) -> NetworkModel:
-    r"""A network as a Pyro model of labels, one logit for each class.
+    r"""Make a Pyro model of labels by a network, with one logit for each class.
 
-    The same by hand is
+    The equivalent model by hand is
 
     .. code-block:: python
 
@@ -52,15 +48,15 @@ def classifier(net: nn.Module, num_data: int, *, temperature: float = 1.0) -> Ne
     :param net: from rows ``(batch, ...)`` to logits ``(batch, num_classes)``, after
         :func:`~pyro_implicit.nn.to_bayesian_`.
     :param num_data: number of all rows, by which the likelihood of a minibatch is scaled.
-    :param temperature: the likelihood is raised to ``1 / temperature``. Only 1 is Bayes; a
-        lower one counts each row more than once. :func:`~pyro_implicit.nn.evaluate` reports it.
+    :param temperature: the likelihood is raised to ``1 / temperature``. Only 1 is Bayesian; a lower
+        temperature counts each row more than once. :func:`~pyro_implicit.nn.evaluate` reports it.
     :returns: the model ``(x, y=None)``, whose sites are the network's parameters by their names,
         and ``"y"``. It is a module, for ``.to(device)`` and
         :class:`~pyro.infer.elbo.ELBOModule`.
-    :raises ValueError: for a network without priors, or numbers that are not positive; when it is
-        called, for layers that make rows depend on each other or on chance (batch normalisation,
-        dropout) in training mode, shapes that do not fit, or more rows than ``num_data``.
-    :raises TypeError: when it is called, for a network that returns no tensor.
+    :raises ValueError: for a network without priors, or numbers that are not positive. When called,
+        for batch normalisation or dropout in training mode, wrong shapes, or more rows than
+        ``num_data``.
+    :raises TypeError: when called, for a network that does not return a tensor.
     """
     return NetworkModel(net, num_data, _Labels(), temperature)
 
@@ -72,9 +68,9 @@ def regressor(
     noise: Noise,
     temperature: float = 1.0,
 ) -> NetworkModel:
-    r"""A network as a Pyro model of numbers with Gaussian noise.
+    r"""Make a Pyro model of numbers with Gaussian noise by a network.
 
-    The same by hand, with a learnt noise, is
+    The equivalent model by hand, with a learnt noise, is
 
     .. code-block:: python
 
@@ -96,23 +92,22 @@ def regressor(
     :param net: from rows ``(batch, ...)`` to means ``(batch,)``, ``(batch, 1)`` or, for several
         targets, ``(batch, num_targets)``, after :func:`~pyro_implicit.nn.to_bayesian_`.
     :param num_data: number of all rows, by which the likelihood of a minibatch is scaled.
-    :param noise: a number: the standard deviation. ``"learn"``: the same as a parameter, which
-        starts at 0.5, for targets of unit scale. A distribution of scalars: the
-        prior of the *precision*, one over the variance, such as ``Gamma(1.0, 0.1)``.
-        ``"heteroscedastic"``: the network has twice as many outputs, the second half of which
-        softplus makes standard deviations.
-    :param temperature: the likelihood is raised to ``1 / temperature``. Only 1 is Bayes.
+    :param noise: a number: the standard deviation. ``"learn"``: a parameter with initial value 0.5,
+        for targets of unit scale. A distribution of scalars: the prior of the *precision* (inverse
+        variance), such as ``Gamma(1.0, 0.1)``. ``"heteroscedastic"``: the network has twice as many
+        outputs, and softplus turns the second half into standard deviations.
+    :param temperature: the likelihood is raised to ``1 / temperature``. Only 1 is Bayesian.
     :returns: the model ``(x, y=None)``, whose sites are the network's parameters by their names,
-        ``"precision"`` where it has a prior, and ``"y"``.
+        ``"precision"`` if it has a prior, and ``"y"``.
     :raises TypeError: for a noise of another kind.
     :raises ValueError: as :func:`classifier`.
-    :warns UserWarning: at the first call with targets, if these are far from unit scale.
+    :warns UserWarning: at the first call with targets far from unit scale.
     """
     return NetworkModel(net, num_data, _Numbers(noise), temperature)
 
 
 class NetworkModel(nn.Module):
-    """What :func:`classifier` and :func:`regressor` return.
+    """The model that :func:`classifier` and :func:`regressor` return.
 
     :param net: with priors on its parameters.
     :param num_data: number of all rows.
@@ -136,11 +131,11 @@ class NetworkModel(nn.Module):
         self._has_seen_targets = False
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        """Runs the model.
+        """Run the model.
 
         :param x: rows, ``(batch, ...)``.
         :param y: their targets, ``(batch,)``, or ``(batch, num_targets)``.
-        :returns: the targets, drawn if they are not given.
+        :returns: the targets, drawn unless given.
         """
         _refuse_modes(self.net)
         for name, own in owned_by(self):
@@ -193,12 +188,12 @@ class _Numbers(PyroModule):
             raise ValueError(f"noise must be positive, but got {noise}")
         self.kind = noise
         if noise == "learn":
-            # Not a PyroParam, which takes the value of the last one of its name.
-            self.log_noise = nn.Parameter(torch.tensor(START_NOISE).log())
+            # Not a PyroParam, which would take the stored value of another model of the same name.
+            self.log_noise = nn.Parameter(torch.tensor(INITIAL_NOISE).log())
 
     @property
     def noise(self) -> Tensor:
-        """The learnt standard deviation."""
+        """Learnt standard deviation."""
         return self.log_noise.exp()
 
     def forward(self, output: Tensor) -> dist.TorchDistribution:
@@ -222,12 +217,12 @@ class _Numbers(PyroModule):
 
 
 def _fitting(y: Tensor, distribution: dist.TorchDistribution, rows: int, num_data: int) -> Tensor:
-    """The targets, if they are what the distribution gives."""
+    """Check the targets' shape against the distribution."""
     if y.dim() == 2 and y.shape[-1] == 1:
         y = y.squeeze(-1)
     if y.shape != distribution.shape():
         raise ValueError(
-            f"the targets have shape {tuple(y.shape)}, but the network's output wants "
+            f"the targets have shape {tuple(y.shape)}, but the network's output has shape "
             f"{tuple(distribution.shape())}"
         )
     if rows > num_data:
@@ -239,13 +234,13 @@ def _fitting(y: Tensor, distribution: dist.TorchDistribution, rows: int, num_dat
 
 
 def _warn_of_units(y: Tensor) -> None:
-    """Say so if targets are far from the unit scale that networks begin at."""
+    """Warn of targets far from the unit scale of the initial values."""
     size = y.detach().double().square().mean().sqrt().item()
-    if y.numel() > 1 and size > 0 and not 1 / FAR < size < FAR:
+    if y.numel() > 1 and size > 0 and not 1 / FAR_FROM_UNIT < size < FAR_FROM_UNIT:
         warn_user(
             f"the root mean square of the targets is {size:.3g}, but networks, their priors and "
-            'noise="learn" begin at unit scale, and would be long on their way. Cure: (y - '
-            "y_train.mean()) / y_train.std(), and predictions turned back",
+            'noise="learn" are initialised for unit scale, so that training takes long. Cure: (y - '
+            "y_train.mean()) / y_train.std(), and predictions scaled back",
         )
 
 
@@ -253,38 +248,38 @@ def _refuse_output(output: object, rows: int) -> None:
     """Check that there is one output for each row."""
     if not isinstance(output, Tensor):
         raise TypeError(
-            f"the network returns a {type(output).__name__}, but one tensor is wanted. Cure: a "
-            "module around it that returns what the targets depend on"
+            f"the network returns a {type(output).__name__}, but must return one tensor. Cure: a "
+            "module around it that returns the tensor that the targets depend on"
         )
     if output.shape[:1] != (rows,):
         raise ValueError(
             f"the network's output for {rows} rows has shape {tuple(output.shape)}, but its first "
-            "dimension must be that of the rows. Cure: squeeze(-1) in place of squeeze(), which "
-            "drops the rows, too, if there is one alone"
+            "dimension must be that of the rows. Cure: squeeze(-1) instead of squeeze(), which "
+            "also removes the rows' dimension of a single row"
         )
 
 
 def _refuse_modes(net: nn.Module) -> None:
-    """Check that each row's output is a function of the row and the weights."""
+    """Check that each row's output depends only on the row and the weights."""
     for name, layer in net.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             if layer.training or layer.running_mean is None:
                 raise ValueError(
                     f"layer '{name}', a {type(layer).__name__.removeprefix('Pyro')}, normalises by "
-                    "the minibatch's own moments, so that rows depend on each other and the "
-                    "likelihood is no product. Cure: net.eval() after pretraining, which keeps its "
-                    "running moments, or GroupNorm in its place"
+                    "the moments of the minibatch, so that rows depend on each other and the "
+                    "likelihood is not a product. Cure: net.eval() after pretraining, which keeps "
+                    "its running moments, or GroupNorm instead"
                 )
         elif layer.training and _dropout(layer) > 0:
             raise ValueError(
                 f"layer '{name}', a {type(layer).__name__.removeprefix('Pyro')}, draws noise that "
-                "is no part of the model. Cure: net.eval(), or leave it out: the weights are "
-                "random already"
+                "is not part of the model. Cure: net.eval(), or remove it: the weights are random "
+                "already"
             )
 
 
 def _dropout(layer: nn.Module) -> float:
-    """The share that a layer leaves out: one for that, or one of attention or recurrence."""
+    """Return the dropout probability of a layer, including attention and recurrent layers."""
     share = getattr(
         layer, "p" if isinstance(layer, nn.modules.dropout._DropoutNd) else "dropout", 0
     )

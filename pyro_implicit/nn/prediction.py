@@ -10,7 +10,7 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro import poutine
-from pyro.poutine.messenger import Messenger
+from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from pyro.util import get_rng_state, set_rng_state
@@ -18,16 +18,21 @@ from torch import Tensor
 
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.model import Model
-from pyro_implicit.nn.posterior import PosteriorDraws
+from pyro_implicit.guides.posterior_draws import draw
+from pyro_implicit.guides.stored_draws import StoredDraws
+from pyro_implicit.nn.policy import ACTIVATIONS_PER_INPUT, DRAWS_AT_ONCE
 from pyro_implicit.nn.predictive_means import LabelMean, NumberMean, Prediction, fitting_target
+from pyro_implicit.ops.policy import MAX_ENTRIES
 from pyro_implicit.runtime.random_stream import seeded
 from pyro_implicit.runtime.sites import unmasked_elements, without_mask
 
-__all__ = ["model_and_posterior", "predict", "predictions", "target_runner"]
-
-LEAST_AT_ONCE = 8  # draws
-NUMBERS_AT_ONCE = 2**24  # of inputs and weights, from which on the draws in one run are few
-WIDTH = 32  # of a network's layers, per number of its input, about
+__all__ = [
+    "FunctionValues",
+    "PosteriorDraws",
+    "model_and_posterior",
+    "predict",
+    "predictions",
+]
 
 
 def predict(
@@ -68,25 +73,24 @@ def predict(
     tensor([[0.0200, 0.0200],
             [1.9800, 1.9800]])
 
-    :param result: what :func:`~pyro_implicit.fit` returned. Or, with its ``model``: a guide, what
-        :func:`~pyro_implicit.refine` or an ``MCMC`` gave, or draws by site
+    :param result: what :func:`~pyro_implicit.fit` returned. Or, together with ``model``: a guide,
+        the result of :func:`~pyro_implicit.refine`, an ``MCMC``, or draws by site
         ``(num_draws, *site_shape)``, such as the members of an ensemble.
-    :param loader: minibatches of inputs; of tuples the first is the input, and no other is read.
-    :param num_samples: draws of the posterior; of stored ones at most as many as there are, evenly
-        spaced.
-    :param model: of a ``result`` that does not know it: of
-        :func:`~pyro_implicit.nn.classifier` or :func:`~pyro_implicit.nn.regressor`, or one of your
-        own ``(x, y=None)`` with one observed site, of labels (``Categorical``, ``Bernoulli``) or of
+    :param loader: minibatches of inputs, or tuples whose first part is the input.
+    :param num_samples: posterior draws; stored draws are thinned evenly to at most this number.
+    :param model: the model, if ``result`` does not know it: from
+        :func:`~pyro_implicit.nn.classifier` or :func:`~pyro_implicit.nn.regressor`, or any model
+        ``(x, y=None)`` with one observed site of labels (``Categorical``, ``Bernoulli``) or
         numbers.
     :param seed: of all random numbers, which leaves the caller's random streams as they are. With
         ``None`` the caller's streams are used: the draws of a guide differ between calls.
     :param interval: probability of the central interval of numbers; ``None`` for no interval.
     :param draws: whether to draw one target for each posterior draw.
-    :returns: an iterator, one prediction for each minibatch, on the posterior's device.
-    :raises TypeError: for a posterior that is none, no model, or what is no loader.
-    :raises ValueError: for an autoguide that was never called, a model in which not one site alone
-        is neither latent nor observed, an ``interval`` outside of (0, 1), or ``draws`` of a
-        distribution that its parameters do not determine.
+    :returns: an iterator over one prediction for each minibatch, on the posterior's device.
+    :raises TypeError: for an invalid posterior or loader, or a missing model.
+    :raises ValueError: for an autoguide that was never called, a model without exactly one site of
+        targets, an ``interval`` outside of (0, 1), or ``draws`` of a distribution that its
+        parameters do not determine.
     """
     if interval is not None and not 0 < interval < 1:
         raise ValueError(f"interval must be a probability between 0 and 1, but got {interval}")
@@ -94,7 +98,7 @@ def predict(
     found = predictions(model, posterior, loader, num_samples, False, interval, draws)
     streams = None
     for index in itertools.count():
-        # A generator runs in turn with its caller: each step goes on in the streams of the last.
+        # The caller draws between two steps: continue in the streams of the last step.
         with seeded(None if seed is None else seed + index):
             if seed is not None and streams is not None:
                 set_rng_state(streams)
@@ -106,10 +110,10 @@ def predict(
 
 
 def model_and_posterior(result: Any, model: Callable[..., Any] | None) -> tuple[Callable, Any]:
-    """Both, from a fit, or as they are."""
+    """Return model and posterior of a fit, or the arguments."""
     if hasattr(result, "source"):
         model = model or result.source[0]
-        is_streamed = hasattr(result.refined, "stream")  # from files, perhaps
+        is_streamed = hasattr(result.refined, "stream")  # possibly from files
         result = result.refined if is_streamed else result.posterior
     if model is None:
         raise TypeError(
@@ -117,6 +121,39 @@ def model_and_posterior(result: Any, model: Callable[..., Any] | None) -> tuple[
             "predict(guide, loader, model=model)"
         )
     return model, result
+
+
+def _target_runner(
+    model: Callable[..., Any], values: dict[str, Tensor], x: Tensor
+) -> tuple[Model, str, dict[str, Any]]:
+    """Return the model as a function of its latents, and the name and site of its targets."""
+    with poutine.block():
+        trace = poutine.trace(poutine.condition(model, values)).get_trace(x)
+    latents, drawn = Trace(), []
+    for name, site in trace.nodes.items():
+        if site["type"] != "sample" or site_is_subsample(site):
+            continue
+        if name in values:
+            latents.add_node(name, **{**site, "is_observed": False})
+        elif not site["is_observed"]:
+            drawn.append(name)
+    if len(drawn) != 1:
+        raise ValueError(
+            f"the model has the sites {drawn} beside the sites of the posterior, but needs exactly "
+            "one, the targets. Cure: a model (x, y=None) with all of its latents in the posterior, "
+            "such as classifier(net, num_data)"
+        )
+    (name,) = drawn
+    site = trace.nodes[name]
+    # Sampling inside vmap fails, and only the targets' distribution is used: fix their value.
+    fixed = poutine.condition(model, {name: site["value"]})
+    return Model(fixed, (x,), {}, latents), name, site
+
+
+def _draws_at_once(x: Tensor, draw_size: int) -> int:
+    """Limit the draws in one vectorised run by the memory of weights and activations."""
+    numbers = len(x) * draw_size + ACTIVATIONS_PER_INPUT * x.numel()
+    return max(DRAWS_AT_ONCE, MAX_ENTRIES // max(1, numbers))
 
 
 @torch.no_grad()
@@ -129,7 +166,7 @@ def predictions(
     interval: float | None = None,
     draws: bool = False,
 ) -> Iterator[tuple[Prediction, Tensor | None, Tensor]]:
-    """Predictions, targets if they are wanted, and which elements of these no mask leaves out."""
+    """Yield predictions, targets if given, and a mask of the targets that the model counts."""
     runs = BatchedRuns("predict")
     latents, device = None, None
     for x, y in _rows(loader, with_targets):
@@ -142,11 +179,11 @@ def predictions(
 
 
 def _rows(loader: Iterable[Any], with_targets: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Inputs, and targets if they are wanted."""
+    """Yield inputs, and targets if needed."""
     single = "[(x, y)]" if with_targets else "[x]"
     if isinstance(loader, (Tensor, Mapping, str)) or not isinstance(loader, Iterable):
         raise TypeError(
-            f"a loader of minibatches is wanted, but this is a {type(loader).__name__}. Cure: a "
+            f"the loader must yield minibatches, but this is a {type(loader).__name__}. Cure: a "
             f"DataLoader, or {single} for a single one"
         )
     for batch in loader:
@@ -173,8 +210,8 @@ def _predict(
     interval: float | None,
     draws: bool,
 ) -> tuple[Prediction, Tensor]:
-    """One minibatch."""
-    runner, name, site = target_runner(model, latents.example, x)
+    """Predict one minibatch."""
+    runner, name, site = _target_runner(model, latents.example, x)
     fn = site["fn"]
     is_label = isinstance(without_mask(fn), (dist.Categorical, dist.Bernoulli))
     mean = LabelMean(None, draws) if is_label else NumberMean(interval, draws)
@@ -183,50 +220,158 @@ def _predict(
     def read(trace: Trace) -> dict[str, Tensor]:
         return mean.read(trace.nodes[name]["fn"], target)
 
-    numbers = len(x) * latents.draw_size + WIDTH * x.numel()
-    for values in latents.chunks(max(LEAST_AT_ONCE, NUMBERS_AT_ONCE // max(1, numbers))):
+    for values in latents.chunks(_draws_at_once(x, latents.draw_size)):
         known = {key: value for key, value in values.items() if key in runner.replayed}
         mean.add(runs.map(runner, known, read))
     return mean.prediction(), unmasked_elements(site)
 
 
-def target_runner(
-    model: Callable[..., Any], values: dict[str, Tensor], x: Tensor
-) -> tuple[Model, str, dict[str, Any]]:
-    """The model with its latents to be given, the name of the site that is predicted, and it."""
-    with poutine.block():
-        trace = poutine.trace(poutine.condition(model, values)).get_trace(x)
-    latents, drawn = Trace(), []
-    for name, site in trace.nodes.items():
-        if site["type"] != "sample" or site_is_subsample(site):
-            continue
-        if name in values:
-            latents.add_node(name, **{**site, "is_observed": False})
-        elif not site["is_observed"]:
-            drawn.append(name)
-    if len(drawn) != 1:
-        raise ValueError(
-            f"the model's sites beside those of the posterior are {drawn}, but one is wanted, the "
-            "targets. Cure: a model (x, y=None) with all of its latents in the posterior, such as "
-            "classifier(net, num_data)"
-        )
-    (name,) = drawn
-    site = trace.nodes[name]
-    return Model(_Undrawn(name, site["value"])(model), (x,), {}, latents), name, site
+Draws = dict[str, Tensor]
 
 
-class _Undrawn(Messenger):
-    """Leaves the targets undrawn, of which only the distribution is wanted.
+class PosteriorDraws:
+    """Posterior draws that repeat in each pass, with only a few in memory at a time.
 
-    :param name: of their site.
-    :param value: that they have in its place, as a model may go on with them.
+    Draws of a guide are repeated from one seed, or kept in memory if they are small; stored draws
+    are thinned evenly.
+
+    **Example:**
+
+    >>> members = {"weight": torch.arange(5.0).reshape(5, 1)}
+    >>> draws = PosteriorDraws(members, 4, ())
+    >>> [part["weight"].flatten().tolist() for part in draws.chunks(3)]
+    [[0.0, 1.0, 3.0], [4.0]]
+
+    :param posterior: a guide, draws by site ``(num_draws, *site_shape)``, or what has
+        ``get_samples``: an ``MCMC`` and what :func:`~pyro_implicit.refine` returns.
+    :param num_samples: number of draws; fewer if fewer are stored.
+    :param args: arguments of the guide.
+    :raises TypeError: for anything else.
+    :raises ValueError: for an autoguide that was never called.
     """
 
-    def __init__(self, name: str, value: Tensor) -> None:
-        super().__init__()
-        self.name, self.value = name, value
+    def __init__(self, posterior: Any, num_samples: int, args: tuple) -> None:
+        if num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, but got {num_samples}")
+        if isinstance(posterior, StoredDraws):
+            posterior = posterior.samples
+        is_streamed = hasattr(posterior, "stream")  # possibly from files
+        if hasattr(posterior, "get_samples") and not is_streamed:
+            posterior = posterior.get_samples()
+        self._take: Callable[[Tensor], Draws] | None = None
+        stored = num_samples
+        if is_streamed:
+            stored = posterior.num_chains * posterior.num_draws
+            self._take = posterior.take
+        elif isinstance(posterior, Mapping):
+            stored = len(StoredDraws(posterior).samples[next(iter(posterior))])
+            self._take = lambda rows: {name: value[rows] for name, value in posterior.items()}
+        elif not callable(posterior):
+            raise TypeError(
+                "a posterior must be a guide, a dict of draws by site, or what fit, refine or MCMC "
+                f"made, but got {type(posterior).__name__}"
+            )
+        if isinstance(posterior, AutoGuide) and posterior.prototype_trace is None:
+            raise ValueError(
+                f"the guide {type(posterior).__name__} was never called, and would take the "
+                "targets for latents. Cure: train it first; if all of its parts are trained, call "
+                "it once, guide(x, y)"
+            )
+        self.num_samples = min(num_samples, stored)
+        self._rows = torch.linspace(0, stored - 1, self.num_samples).round().long()
+        self._guide, self._args = posterior, args
+        self._seed = int(torch.randint(2**31, ()))
+        first = next(self._made())
+        #: One draw, by site.
+        self.example = {name: value[0] for name, value in first.items()}
+        self._kept: Draws | None = None
+        if self._take is None and self.num_samples * self.draw_size <= MAX_ENTRIES:
+            parts = list(self._made())
+            self._kept = {name: torch.cat([part[name] for part in parts]) for name in first}
 
-    def _pyro_sample(self, msg: Any) -> None:
-        if msg["name"] == self.name:
-            msg["value"] = self.value
-            msg["is_observed"] = True
+    @property
+    def draw_size(self) -> int:
+        """Number of entries of one draw."""
+        return sum(value.numel() for value in self.example.values())
+
+    @torch.no_grad()
+    def chunks(self, size: int) -> Iterator[Draws]:
+        """Yield all draws by site, ``(n, *site_shape)`` with at most ``size`` draws at a time."""
+        if self._take is not None:
+            yield from map(self._take, self._rows.split(size))
+        else:
+            for made in [self._kept] if self._kept is not None else self._made():
+                parts = {name: value.split(size) for name, value in made.items()}
+                for index in range(len(next(iter(parts.values())))):
+                    yield {name: part[index] for name, part in parts.items()}
+
+    def _made(self) -> Iterator[Draws]:
+        """Yield a few draws at a time, the same in each pass."""
+        for index, rows in enumerate(self._rows.split(DRAWS_AT_ONCE)):
+            if self._take is not None:
+                yield self._take(rows)
+                continue
+            with seeded(self._seed + index):
+                found = draw(self._guide, len(rows), *self._args)
+            yield found
+
+
+class FunctionValues:
+    """A network's predictions at given inputs, as a function of draws of its weights.
+
+    Single weights have no meaning: hidden units are exchangeable, and many weights represent one
+    function. Guides and chains should therefore be compared by their predictions. Pass an instance
+    as ``quantities`` to :func:`~pyro_implicit.compare`, :func:`~pyro_implicit.diagnose` or
+    :func:`~pyro_implicit.refine`.
+
+    **Example:**
+
+    >>> from torch import nn
+    >>> from pyro_implicit.nn import regressor, to_bayesian_
+    >>> model = regressor(to_bayesian_(nn.Linear(2, 1)), num_data=150, noise=0.1)
+    >>> values = FunctionValues(model, torch.randn(5, 2))
+    >>> values({"weight": torch.randn(7, 1, 2), "bias": torch.randn(7, 1)})["mean"].shape
+    torch.Size([7, 5])
+
+    :param model: of :func:`~pyro_implicit.nn.classifier` or :func:`~pyro_implicit.nn.regressor`, or
+        one of your own ``(x, y=None)``, as :func:`~pyro_implicit.nn.predict` takes it.
+    :param x: inputs, ``(num_inputs, ...)``.
+    :param max_inputs: most inputs; more are thinned evenly.
+    """
+
+    def __init__(self, model: Callable[..., Any], x: Tensor, max_inputs: int = 50) -> None:
+        self.model, self.num_given = model, len(x)
+        self.x = x[:: -(-len(x) // max_inputs)]
+        self._runs = BatchedRuns("FunctionValues")
+
+    @torch.no_grad()
+    def __call__(self, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Compute the predictions of each draw.
+
+        :param draws: by site, ``(num_draws, *site_shape)``.
+        :returns: for labels ``"probability"`` of all classes but the first, ``(num_draws,
+            num_inputs, num_classes - 1)``; for numbers their ``"mean"``, ``(num_draws,
+            num_inputs)`` or ``(num_draws, num_inputs, num_targets)``.
+        """
+        example = {name: value[0] for name, value in draws.items()}
+        runner, site, _ = _target_runner(self.model, example, self.x)
+        known = {name: value for name, value in draws.items() if name in runner.replayed}
+        size = _draws_at_once(self.x, sum(value.numel() for value in example.values()))
+        parts = []
+        for start in range(0, len(next(iter(draws.values()))), size):
+            some = {name: value[start : start + size] for name, value in known.items()}
+            parts.append(self._runs.map(runner, some, lambda trace: _value(trace, site)))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def __str__(self) -> str:
+        number = f"{len(self.x)}" + (
+            f" of {self.num_given}" if len(self.x) < self.num_given else ""
+        )
+        return f"predictions at {number} inputs"
+
+
+def _value(trace: Trace, site: str) -> dict[str, Tensor]:
+    fn = trace.nodes[site]["fn"]
+    if isinstance(without_mask(fn), dist.Categorical):
+        return {"probability": without_mask(fn).probs[..., 1:]}
+    return {"probability" if isinstance(without_mask(fn), dist.Bernoulli) else "mean": fn.mean}

@@ -84,10 +84,7 @@ class _Mean:
         self.log_sum: Tensor | None = None
 
     def add(self, found: dict[str, Tensor]) -> None:
-        """More draws.
-
-        :param found: what :meth:`read` gave for each, ``(num_draws, ...)``.
-        """
+        """Add the values that :meth:`read` returned for some draws, ``(num_draws, ...)``."""
         self.count += len(next(iter(found.values())))
         kept = {name: found.pop(name) for name in list(found) if name.startswith(PARAMETER)}
         self.parameters.append({name.removeprefix(PARAMETER): kept[name] for name in kept})
@@ -99,7 +96,7 @@ class _Mean:
             self.sums[name] = self.sums[name] + value.sum(0) if name in self.sums else value.sum(0)
 
     def _kept(self, fn: dist.TorchDistribution) -> dict[str, Tensor]:
-        """The parameters of the targets' distribution, if :meth:`_distribution` is wanted."""
+        """Return the parameters of the targets' distribution if draws or intervals need them."""
         if not self.draws and self.interval is None:
             return {}
         base = without_mask(fn)
@@ -111,7 +108,7 @@ class _Mean:
         return {f"{PARAMETER}{name}": getattr(base, name) for name in names}
 
     def _distribution(self) -> Any:
-        """The targets' distribution given each draw, of batch shape ``(num_draws, batch, ...)``."""
+        """Return the targets' distribution given each draw, ``(num_draws, batch, ...)``."""
         if self.kind is None:
             return None
         parts = {name: [p[name] for p in self.parameters] for name in self.parameters[0]}
@@ -134,11 +131,7 @@ class LabelMean(_Mean):
     """Probabilities and entropies of labels."""
 
     def read(self, fn: dist.TorchDistribution, target: Tensor | None) -> dict[str, Tensor]:
-        """What one draw predicts.
-
-        :param fn: its ``Categorical`` or ``Bernoulli``.
-        :param target: labels, or None.
-        """
+        """Read the prediction of one draw from its ``Categorical`` or ``Bernoulli``."""
         probability = without_mask(fn).probs
         if isinstance(without_mask(fn), dist.Bernoulli):
             probability = torch.stack([1 - probability, probability], dim=-1)
@@ -146,7 +139,7 @@ class LabelMean(_Mean):
         return found if target is None else found | {"log_prob": fn.log_prob(target)}
 
     def prediction(self) -> Prediction:
-        """That of all draws."""
+        """Return the prediction of all draws."""
         means, log_prob = self._means()
         entropy = _entropy(means["probability"])
         information = (entropy - means["entropy"]).clamp(min=0.0)
@@ -161,16 +154,12 @@ class LabelMean(_Mean):
 
 
 class NumberMean(_Mean):
-    """Means and variances of numbers. Squares are of differences to the first draw."""
+    """Means and variances of numbers, by squared differences to the first draw."""
 
     origin: Tensor | None = None
 
     def read(self, fn: dist.TorchDistribution, target: Tensor | None) -> dict[str, Tensor]:
-        """What one draw predicts.
-
-        :param fn: any distribution with a mean and a variance.
-        :param target: numbers, or None.
-        """
+        """Read the prediction of one draw from a distribution with mean and variance."""
         found = {"mean": fn.mean, "variance": fn.variance} | self._kept(fn)
         if target is not None:
             found["log_prob"] = fn.log_prob(target)
@@ -186,7 +175,7 @@ class NumberMean(_Mean):
         super().add(found | {"shift": shift, "square": shift.square()})
 
     def prediction(self) -> Prediction:
-        """That of all draws."""
+        """Return the prediction of all draws."""
         means, log_prob = self._means()
         assert self.origin is not None
         fn = self._distribution()
@@ -205,13 +194,10 @@ class NumberMean(_Mean):
 
 
 def fitting_target(y: Tensor, fn: dist.TorchDistribution) -> Tensor:
-    """Targets in the shape of a distribution of them, without or with a last dimension of one.
-
-    :raises ValueError: if they are of another shape.
-    """
+    """Reshape targets to their distribution's shape, which may differ by dimensions of size one."""
     if y.numel() != fn.shape().numel() or len(y) != fn.shape()[0]:
         raise ValueError(
-            f"the targets have shape {tuple(y.shape)}, but what the model draws has shape "
+            f"the targets have shape {tuple(y.shape)}, but the model draws targets of shape "
             f"{tuple(fn.shape())}"
         )
     return (
@@ -222,9 +208,9 @@ def fitting_target(y: Tensor, fn: dist.TorchDistribution) -> Tensor:
 
 
 def _central_interval(fn: Any, found: Prediction, probability: float) -> Tensor | None:
-    """Quantiles of the mixture over draws, ``(2, ...)``, by bisection of its distribution function.
+    """Find the quantiles of the mixture over draws, ``(2, ...)``, by bisection.
 
-    Cantelli's inequality brackets them: a quantile of level a lies at most ``sqrt((1 - a) / a)``
+    Cantelli's inequality brackets them: a quantile of level a is at most ``sqrt((1 - a) / a)``
     standard deviations below the mean, and ``sqrt(a / (1 - a))`` above it.
     """
     assert found.mean is not None and found.variance is not None

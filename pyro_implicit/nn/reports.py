@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``evaluate`` returns: numbers by name, a table and a figure."""
+"""Reports of ``evaluate``: scores, a table and a figure."""
 
 from __future__ import annotations
 
@@ -11,25 +11,30 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pyro_implicit.nn.detection import Detection
 from pyro_implicit.runtime.printing import Printed, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Foreign", "LabelReport", "NumberReport", "Reliability", "average"]
-
-NUM_BINS = 30
+__all__ = [
+    "Detection",
+    "Foreign",
+    "LabelReport",
+    "NumberReport",
+    "Reliability",
+    "average",
+    "detect",
+]
 
 
 @dataclass(frozen=True)
 class Reliability:
-    """Labels in bins of confidence, each ``(num_bins,)``; of empty ones all is 0.
+    """Calibration of labels by bins of confidence, each ``(num_bins,)``; 0 for empty bins.
 
-    :ivar share: Of the rows.
-    :ivar confidence: Mean of the greatest probabilities.
-    :ivar accuracy: Share of labels that are right.
+    :ivar share: Share of the rows.
+    :ivar confidence: Mean of the largest probabilities.
+    :ivar accuracy: Share of correct labels.
     """
 
     share: Tensor
@@ -39,10 +44,10 @@ class Reliability:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A set of inputs from elsewhere.
+    """Results on a set of out-of-distribution inputs.
 
-    :ivar num_rows: How many.
-    :ivar detection: How well each uncertainty finds them, by its name.
+    :ivar num_rows: Number of inputs.
+    :ivar detection: Detection of the inputs by each uncertainty.
     :ivar uncertainty: By name, for each row.
     """
 
@@ -53,13 +58,13 @@ class Foreign:
 
 @dataclass(frozen=True, repr=False)
 class _Report(Printed):
-    """What both reports have.
+    """The common part of both reports.
 
-    :ivar num_rows: Of the test set.
-    :ivar num_samples: Draws of the posterior.
-    :ivar temperature: Of the likelihood; only 1 is Bayes.
-    :ivar ood: Sets of inputs from elsewhere, by name.
-    :ivar uncertainty: Of the test set, by name, for each row.
+    :ivar num_rows: Rows of the test set.
+    :ivar num_samples: Posterior draws.
+    :ivar temperature: Temperature of the likelihood; only 1 is Bayesian.
+    :ivar ood: Results on out-of-distribution sets, by name.
+    :ivar uncertainty: Uncertainties of the test set, by name, for each row.
     """
 
     num_rows: int
@@ -72,7 +77,7 @@ class _Report(Printed):
         return {"test": self.uncertainty} | {n: set_.uncertainty for n, set_ in self.ood.items()}
 
     def _table(self, scores: dict[str, str], means: dict[str, list[str]]) -> Iterator[str | Table]:
-        """:param scores: of the test set alone; ``means`` are those of all sets."""
+        """Format the scores of the test set and the ``means`` of all sets."""
         counts = [str(self.num_rows)] + [str(one.num_rows) for one in self.ood.values()]
         rows = {"rows": counts} | {name: [value] for name, value in scores.items()} | means
         for index, measure in enumerate(("auroc", "aupr", "fpr95") if self.ood else ()):
@@ -90,14 +95,14 @@ class _Report(Printed):
 
 @dataclass(frozen=True, repr=False)
 class LabelReport(_Report):
-    """How good predicted labels are; ``print`` it for a table.
+    """Scores of predicted labels; ``print`` shows a table.
 
-    :ivar accuracy: Share of labels that are right.
+    :ivar accuracy: Share of correct labels.
     :ivar nll: Mean negative log-probability of the labels.
-    :ivar brier: Mean of the squared distance of probabilities and label, summed over classes: from
-        0 to 2.
+    :ivar brier: Brier score: mean squared distance of probabilities and label, summed over classes,
+        from 0 to 2.
     :ivar ece: Expected calibration error.
-    :ivar reliability: The bins that it is of.
+    :ivar reliability: The bins of the expected calibration error.
     """
 
     accuracy: float
@@ -108,7 +113,7 @@ class LabelReport(_Report):
 
     @property
     def confidence(self) -> dict[str, float]:
-        """Mean greatest probability in each set."""
+        """Mean largest probability in each set."""
         return {
             name: 1 - average(found["max-probability"]) for name, found in self._columns().items()
         }
@@ -139,10 +144,10 @@ class LabelReport(_Report):
         return self._table(scores, means)
 
     def plot(self, path: str | PathLike[str] | None = None) -> Figure:
-        """Reliability, and the entropies of all sets.
+        """Plot the reliability and the entropies of all sets.
 
-        :param path: where to save the picture, if anywhere.
-        :returns: the matplotlib figure, which belongs to no window.
+        :param path: file to save the figure to, or None.
+        :returns: a matplotlib figure without a window.
         """
         figure, (left, right) = _figure()
         full = self.reliability.share > 0
@@ -162,14 +167,14 @@ class LabelReport(_Report):
 
 @dataclass(frozen=True, repr=False)
 class NumberReport(_Report):
-    """How good predicted numbers are, in the targets' units; ``print`` it for a table.
+    """Scores of predicted numbers, in the targets' units; ``print`` shows a table.
 
     :ivar rmse: Root mean squared error of the mean.
     :ivar log_likelihood: Mean log-density of the targets.
     :ivar coverage: Share of targets inside the central interval, by its probability; empty for
-        distributions without a distribution function.
-    :ivar pit: The predictive distribution function at each target, uniform if predictions are
-        right; None without one.
+        distributions without ``cdf``.
+    :ivar pit: Predictive distribution function at each target, uniform if predictions are
+        calibrated; None without ``cdf``.
     """
 
     rmse: float
@@ -198,10 +203,10 @@ class NumberReport(_Report):
         return self._table(scores, means)
 
     def plot(self, path: str | PathLike[str] | None = None) -> Figure:
-        """Coverage of all central intervals, and the predictive sds of all sets.
+        """Plot the coverage of all central intervals, and the predictive sds of all sets.
 
-        :param path: where to save the picture, if anywhere.
-        :returns: the matplotlib figure, which belongs to no window.
+        :param path: file to save the figure to, or None.
+        :returns: a matplotlib figure without a window.
         """
         figure, (left, right) = _figure()
         left.plot([0, 1], [0, 1], color="0.5", linewidth=1)
@@ -219,7 +224,7 @@ class NumberReport(_Report):
 
 
 def average(values: Tensor) -> float:
-    """The mean, in float64."""
+    """Return the mean in float64."""
     return values.double().mean().item()
 
 
@@ -234,9 +239,9 @@ def _figure() -> tuple[Figure, list[Axes]]:
 
 
 def _histograms(axes: Axes, sets: dict[str, Tensor]) -> None:
-    """One line for each set, of equal area."""
+    """Draw one outline of unit area for each set."""
     highest = max(values.max().item() for values in sets.values()) or 1.0
-    edges = torch.linspace(0, highest, NUM_BINS + 1)
+    edges = torch.linspace(0, highest, 31)
     for name, values in sets.items():
         heights = torch.histogram(values.float(), edges, density=True).hist
         axes.stairs(heights.tolist(), edges.tolist(), label=name)
@@ -248,3 +253,48 @@ def _saved(figure: Figure, path: str | PathLike[str] | None) -> Figure:
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
+
+
+@dataclass(frozen=True)
+class Detection:
+    """Detection of out-of-distribution inputs by an uncertainty.
+
+    :ivar auroc: Probability that an out-of-distribution input is more uncertain than a familiar
+        one; ties count half.
+    :ivar aupr: Average precision, with out-of-distribution inputs as positives.
+    :ivar fpr95: Share of out-of-distribution inputs below the threshold that accepts 95 % of the
+        familiar inputs.
+    """
+
+    auroc: float
+    aupr: float
+    fpr95: float
+
+
+def detect(familiar: Tensor, foreign: Tensor) -> Detection:
+    """Compare the uncertainties of two sets of inputs.
+
+    **Example:**
+
+    >>> found = detect(torch.tensor([0.1, 0.2, 0.3, 0.6]), torch.tensor([0.5, 0.9]))
+    >>> found.auroc, round(found.aupr, 3), found.fpr95
+    (0.875, 0.833, 0.5)
+
+    :param familiar: uncertainties of inputs like the training data, ``(num_familiar,)``.
+    :param foreign: uncertainties of out-of-distribution inputs, ``(num_foreign,)``.
+    :raises ImportError: without scikit-learn.
+    """
+    try:
+        from sklearn import metrics
+    except ImportError as error:
+        raise ImportError(
+            'ood= needs scikit-learn. Cure: pip install "pyro-implicit[networks]"'
+        ) from error
+    score = torch.cat([familiar, foreign]).double().cpu().numpy()
+    is_foreign = torch.cat([torch.zeros(len(familiar)), torch.ones(len(foreign))]).numpy()
+    passed, kept, _ = metrics.roc_curve(1 - is_foreign, -score, drop_intermediate=False)
+    return Detection(
+        auroc=float(metrics.roc_auc_score(is_foreign, score)),
+        aupr=float(metrics.average_precision_score(is_foreign, score)),
+        fpr95=float(passed[kept >= 0.95][0]),
+    )

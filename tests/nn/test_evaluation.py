@@ -13,7 +13,7 @@ from pyro import poutine
 from torch import nn
 
 from pyro_implicit.nn import classifier, evaluate, regressor, to_bayesian_
-from pyro_implicit.nn.detection import detect
+from pyro_implicit.nn.reports import detect
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -177,5 +177,5 @@ def test_errors():
         evaluate(WEIGHTS, (X, LABELS), model=model)
     with pytest.raises(TypeError, match="ood must be a dict of loaders by name, but got a list"):
         evaluate(WEIGHTS, [(X, LABELS)], ood=[[X]], model=model)
-    with pytest.raises(ValueError, match=r"targets have shape \(4,\), but .* has shape \(40,\)"):
+    with pytest.raises(ValueError, match=r"targets have shape \(4,\), but .* of shape \(40,\)"):
         evaluate(WEIGHTS, [(X, LABELS[:4])], model=model)

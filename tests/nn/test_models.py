@@ -207,12 +207,12 @@ CALLS = [
     (lambda: regressor(net(), 60, noise=dist.Gamma(torch.ones(2), 1.0)), "must be of scalars"),
     (lambda: classifier(net(3), 5)(X, LABELS), "6 rows, but num_data is 5, .*Cure"),
     (lambda: classifier(net(1), 60)(X, LABELS), r"shape \(6, 1\). Cure: one output for each"),
-    (lambda: classifier(net(3), 60)(X, LABELS[:4]), r"targets have shape \(4,\).*wants \(6,\)"),
+    (lambda: classifier(net(3), 60)(X, LABELS[:4]), r"targets have shape \(4,\).*has shape \(6,\)"),
     (lambda: regressor(net(3), 60, noise="heteroscedastic")(X), "a mean and a scale for each"),
     (lambda: classifier(with_layer(nn.BatchNorm1d(5)), 60)(X), "'1', a BatchNorm1d, .*net.eval()"),
     (
         lambda: classifier(with_layer(nn.BatchNorm1d(5, track_running_stats=False), False), 60)(X),
-        "'1', a BatchNorm1d, normalises by the minibatch",
+        "'1', a BatchNorm1d, normalises by the moments of the minibatch",
     ),
     (lambda: classifier(with_layer(nn.Dropout(0.1)), 60)(X), "'1', a Dropout, draws noise"),
 ]
@@ -230,8 +230,8 @@ class Returning(nn.Module):
 
 
 OUTPUTS = [
-    (lambda out: (out, out), TypeError, "the network returns a tuple, but one tensor is wanted"),
-    (lambda out: out.squeeze(), ValueError, r"for 1 rows has shape \(\), .*squeeze\(-1\) in place"),
+    (lambda out: (out, out), TypeError, "the network returns a tuple, but must return one tensor"),
+    (lambda out: out.squeeze(), ValueError, r"for 1 rows has shape \(\), .*squeeze\(-1\) instead"),
     (lambda out: out.mean(0), ValueError, r"for 6 rows has shape \(1,\)"),
 ]
 

@@ -183,8 +183,7 @@ def test_several_labels_a_row():
 def test_a_guide_gives_all_minibatches_the_same_draws(kept, monkeypatch):
     """Whether they are kept, or made anew, a few at a time, for each."""
     if not kept:
-        monkeypatch.setattr("pyro_implicit.nn.posterior.MOST_KEPT", 0)
-        monkeypatch.setattr("pyro_implicit.nn.prediction.NUMBERS_AT_ONCE", 0)
+        monkeypatch.setattr("pyro_implicit.nn.prediction.MAX_ENTRIES", 0)
     model = labels_model()
     guide = AutoNormal(model, init_scale=1.0)
     guide(X, LABELS)
@@ -340,9 +339,9 @@ def test_errors():
     with pytest.raises(ValueError, match="interval must be a probability between 0 and 1, but got"):
         next(predict(WEIGHTS, [X], model=model, interval=90))
     only = {"weight": WEIGHTS["weight"]}
-    with pytest.raises(ValueError, match=r"are \['bias', 'y'\], but one is wanted.*Cure"):
+    with pytest.raises(ValueError, match=r"sites \['bias', 'y'\] beside .*exactly one.*Cure"):
         next(predict(only, [X], model=model))
-    with pytest.raises(ValueError, match=r"are \[\], but one is wanted"):
+    with pytest.raises(ValueError, match=r"sites \[\] beside .*exactly one"):
         next(predict(WEIGHTS, [X], model=NET))
     with pytest.raises(ValueError, match="AutoNormal was never called.*Cure: train it first"):
         next(predict(AutoNormal(model), [X], model=model))
