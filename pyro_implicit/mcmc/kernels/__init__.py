@@ -10,9 +10,9 @@ A kernel is one file with
 ``score`` maps points to their log-densities and gradients. A state has ``position``, and an info
 ``num_gradients``. To add a kernel, write its file and add a line to ``KERNELS``.
 
-Kernels with all data adapt like :class:`~pyro_implicit.mcmc.kernels.hmc.ChEES`:
-``settings(state)``, ``update(state, info, settings)``, ``restart(score, state)``, ``frozen()``.
-Kernels of minibatches adapt by a :class:`~pyro_implicit.mcmc.kernels.step_choice.StepLaw`.
+Kernels with all data adapt like :class:`~pyro_implicit.mcmc.kernels.hmc.ChEES`, by its methods;
+their states have ``log_density`` and their infos ``acceptance``, too. Kernels of minibatches adapt
+by a :class:`~pyro_implicit.mcmc.kernels.step_choice.StepLaw`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = ["KERNELS", "Kernel"]
 class Kernel(NamedTuple):
     """A kernel's functions.
 
-    ``adaptation`` makes the first adaptation from a policy and the most gradients of a step;
-    ``law`` makes the step law of a kernel of minibatches. The other one is None.
+    ``adaptation(policy, max_gradients)`` makes the first adaptation of a kernel with all data, and
+    ``law(policy.langevin)`` the step law of a kernel of minibatches. The other one is None.
     """
 
     init: Callable[..., Any]
@@ -40,7 +40,7 @@ class Kernel(NamedTuple):
 
 
 KERNELS = {
-    "hmc": Kernel(hmc.init, hmc.step, adaptation=hmc.ChEES),
+    "hmc": Kernel(hmc.init, hmc.step, adaptation=hmc.adaptation),
     "sghmc": Kernel(sghmc.init, sghmc.step, law=sghmc.law),
     "sgld": Kernel(sgld.init, sgld.step, law=sgld.law),
 }

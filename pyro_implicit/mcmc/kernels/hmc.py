@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_implicit.mcmc.policy import DEFAULT, HMCPolicy
+from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy, HMCPolicy
 from pyro_implicit.ops.ensemble_hmc import (
     ChainState,
     Move,
@@ -20,7 +20,7 @@ from pyro_implicit.ops.ensemble_hmc import (
     van_der_corput,
 )
 
-__all__ = ["ChEES", "Info", "Settings", "init", "step"]
+__all__ = ["ChEES", "Info", "Settings", "adaptation", "init", "step"]
 
 
 class Settings(NamedTuple):
@@ -246,3 +246,8 @@ class ChEES:
         mean += (1 - policy.memory) * (log_length - mean)
         learnt = _Learnt(averaging, log_length, mean, criterion, slope)
         return replace(self, step_size=size, trajectory_length=math.exp(log_length), learnt=learnt)
+
+
+def adaptation(policy: ChainPolicy = DEFAULT, max_gradients: int = 64) -> ChEES:
+    """Return the first adaptation of a run."""
+    return ChEES(policy.hmc, max_gradients)

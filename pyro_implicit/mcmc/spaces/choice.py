@@ -281,7 +281,7 @@ def _begin(space: Space, plan: Plan) -> WindowedChains:
         frame=frame,
         policy=policy,
         replaced=starts.replaced,
-        adaptation=kernel.adaptation(policy.hmc, plan.max_leapfrogs),
+        adaptation=kernel.adaptation(policy, plan.max_leapfrogs),
         frame_kind=plan.kind,
         history=History(2 * (3 * plan.max_draws // 4)),
         space=space.name,
