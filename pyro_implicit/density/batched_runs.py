@@ -97,7 +97,7 @@ class BatchedRuns:
         if self.mode == "vmap":
             try:
                 if self.checked:
-                    return self._join(self._batches(task, rows), otherwise)
+                    return self._batches(task, rows, otherwise)
                 return self._compared(task, rows, otherwise)
             except VmapError as error:
                 self._give_up_vmap(error, task)
@@ -115,7 +115,7 @@ class BatchedRuns:
                 break
         else:
             return self._join([(rows, None)], otherwise)
-        result = self._join(self._batches(task, rows), otherwise)
+        result = self._batches(task, rows, otherwise)
         found = pytree.tree_map(lambda leaf: leaf[row : row + 1], result)
         one, other = _total(found), _total(expected)
         if math.isfinite(other) and not _is_close(one, other):
@@ -149,8 +149,8 @@ class BatchedRuns:
             raise UnfitModelError(f"{fault}. Cure: {cure}")
         raise VmapError(fault, cure)
 
-    def _batches(self, task: _Task, rows: Tensor) -> list[Part]:
-        """Run groups of runs that take the same branches; None for runs that raise an error.
+    def _batches(self, task: _Task, rows: Tensor, otherwise: Any) -> Any:
+        """Return the results of all runs, in groups of runs that take the same branches.
 
         :raises VmapError: if ``vmap`` cannot run the model, or in too many groups.
         """
@@ -191,7 +191,9 @@ class BatchedRuns:
         # Another `read` may not need it: once needed, it is kept.
         self._must_replace |= replaced
         self._replaces = self._must_replace
-        return done
+        if len(done) == 1 and done[0][1] is not None:
+            return done[0][1]
+        return self._join(done, otherwise)
 
     def _vmap(self, task: _Task) -> tuple[Any, bool]:
         """Return the result of all runs, and whether functions of torch had to be replaced."""
@@ -239,8 +241,6 @@ class BatchedRuns:
 
         :raises UnfitModelError: naming a site that only some runs have.
         """
-        if len(parts) == 1 and parts[0][1] is not None:
-            return parts[0][1]
         good = [part for _, part in parts if part is not None]
         for part in good[1:]:
             if pytree.tree_structure(part) != pytree.tree_structure(good[0]):
