@@ -38,6 +38,7 @@ from pyro_implicit.infer.engine.traces import (
     nonfinite_terms,
 )
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
+from pyro_implicit.infer.policy import BOUNDS
 from pyro_implicit.ops.importance_weights import describe_weights, pareto_smoothed
 from pyro_implicit.ops.policy import MAX_ENTRIES, RELIABLE_KHAT
 from pyro_implicit.ops.semi_implicit import (
@@ -69,8 +70,7 @@ __all__ = [
 ]
 
 
-FEW = 2  # draws that are timed for an estimate; the fewest of a standard error
-NUM_CHUNKS = 5  # chunks within max_seconds, so that the last one overruns it by little
+Proposal = Literal["linearized", "prior"]
 
 
 class FoldWarning(UserWarning):
@@ -137,7 +137,7 @@ class NoiseProposal:
     """
 
     def __init__(self, gaussians: Sequence[NoiseGaussian], num_noises: int) -> None:
-        num_prior = max(1, round(PRIOR_SHARE * num_noises))
+        num_prior = max(1, round(BOUNDS.prior_share * num_noises))
         num_left = num_noises - num_prior
         self.gaussians = list(gaussians[:num_left])
         num_parts = len(self.gaussians)
@@ -387,8 +387,8 @@ class HierarchicalELBO(ImplicitELBO):
         log_mass = log_mass - torch.stack([gaussian.half_log_det for gaussian in gaussians])
         folded = torch.zeros_like(log_mass[0], dtype=torch.bool)
         for index, gaussian in enumerate(gaussians):
-            is_apart = gaussian.squares(means) > APART**2
-            is_even = (log_mass - log_mass[index]).abs() < EVEN
+            is_apart = gaussian.squares(means) > BOUNDS.fold_distance**2
+            is_even = (log_mass - log_mass[index]).abs() < BOUNDS.fold_balance
             folded |= (is_apart & is_even).any(0)
         self.folds.setdefault(name, []).append(folded.to(flat.value).flatten())
 
@@ -563,8 +563,8 @@ def evidence_bound(
             with same_streams(), showing_progress(False), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # all draws are going to show them
                 began = time.perf_counter()
-                weighted_draws(model, guide, *args, num_samples=FEW, **options)
-            seconds = (time.perf_counter() - began) * num_samples / FEW
+                weighted_draws(model, guide, *args, num_samples=BOUNDS.timed_draws, **options)
+            seconds = (time.perf_counter() - began) * num_samples / BOUNDS.timed_draws
             announce(f"evidence_bound of {num_samples} draws", seconds)
         options |= {"num_samples": num_samples, "max_seconds": max_seconds}
         return weighted_draws(model, guide, *args, **options).bound()
@@ -614,9 +614,11 @@ def weighted_draws(
     begin = time.perf_counter()
     if max_seconds is not None:
         with same_streams():  # the draws are the same as without a limit
-            HierarchicalELBO(FEW, *settings).weighted_draws(model, guide, args, kwargs)
-        most = max_seconds / NUM_CHUNKS * FEW / (time.perf_counter() - begin)
-        chunk_size = min(chunk_size, max(FEW, int(most)))
+            HierarchicalELBO(BOUNDS.timed_draws, *settings).weighted_draws(
+                model, guide, args, kwargs
+            )
+        most = max_seconds / BOUNDS.num_chunks * BOUNDS.timed_draws / (time.perf_counter() - begin)
+        chunk_size = min(chunk_size, max(BOUNDS.timed_draws, int(most)))
         elbo = HierarchicalELBO(chunk_size, *settings)
     chunks = []
     number = -(-num_samples // chunk_size)
@@ -632,7 +634,7 @@ def weighted_draws(
         chunks.append(elbo.weighted_draws(model, guide, args, kwargs))
     for name, shares in elbo.folds.items():
         share = torch.cat(shares).mean().item()
-        if share > 0.05:
+        if share > BOUNDS.max_folded:
             warn_user(
                 f"the generator of site '{name}' folds: {share:.0%} of its draws could have been "
                 "made in two places. The bound holds, but LIVI_ELBO, which counts both, reported "
@@ -653,12 +655,3 @@ def _refuse_points(draws: dict[str, Tensor], deltas: set[str]) -> None:
                 f"site '{name}' of the guide is a point (Delta), which has no density, so there is "
                 "no bound. Cure: AutoNormal or another guide with a density in place of AutoDelta"
             )
-
-
-PRIOR_SHARE = 0.1
-
-
-Proposal = Literal["linearized", "prior"]
-
-#: Standard deviations between two places of the noise, and nats between their masses.
-APART, EVEN = 6.0, 5.0

@@ -20,6 +20,7 @@ from pyro_implicit.infer.engine.sites import (
     flatten_site,
 )
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
+from pyro_implicit.infer.policy import ELBOS
 from pyro_implicit.ops import (
     covariance_log_det,
     jacobian_products,
@@ -84,8 +85,6 @@ class LIVI_ELBO(ImplicitELBO):
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
     needs_prior = False
-    max_exact_dim = 800
-    max_exact_entries = 200_000_000
 
     def __init__(
         self,
@@ -157,8 +156,8 @@ class LIVI_ELBO(ImplicitELBO):
             return self.log_det
         event_size, noise_dim = q.event_shape.numel(), q.noise_distribution.event_shape.numel()
         num_entries = q.batch_shape.numel() * event_size * noise_dim
-        small = min(event_size, noise_dim) <= self.max_exact_dim
-        return "exact" if small and num_entries <= self.max_exact_entries else "stochastic"
+        small = min(event_size, noise_dim) <= ELBOS.max_exact_dim
+        return "exact" if small and num_entries <= ELBOS.max_exact_entries else "stochastic"
 
     def _smallest(self, q: SemiImplicit, noise: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         if scale.shape[-1] < noise.shape[-1]:
@@ -169,7 +168,7 @@ class LIVI_ELBO(ImplicitELBO):
         products = jacobian_products(_flat_generator(q), noise)
         start = torch.randn_like(noise)
         log_det, residual = smallest_singular_log_det(*products, scale, start, self.max_iterations)
-        if not self._warned and residual.max() > 0.1:
+        if not self._warned and residual.max() > ELBOS.max_residual:
             self._warned = True
             warn_user(
                 f"LOBPCG left a relative residual of {residual.max():.2g} after "

@@ -1,19 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the ELBOs and bounds that users do not set."""
+"""Settings of the ELBOs and bounds that are not arguments."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ELBOS", "ElboPolicy"]
+__all__ = ["BOUNDS", "ELBOS", "BoundPolicy", "ElboPolicy"]
 
 
 @dataclass(frozen=True)
 class ElboPolicy:
-    """Limits and rates within the methods."""
+    """Limits and rates within the methods that train guides."""
 
-    #: Weight of the past in the moving averages of scores, per step (:class:`Landing`).
+    #: ``LIVI_ELBO(log_det="auto")``: the smaller one of noise and value dimensions up to which the
+    #: log-determinant is exact. A step then takes seconds on one core (``benchmarks/speed``).
+    max_exact_dim: int = 800
+
+    #: The same for the entries of all Jacobians of a step together: 0.8 GB in float32.
+    max_exact_entries: int = 200_000_000
+
+    #: ``LIVI_ELBO``: relative residual of an iterative solver from which a warning is issued.
+    max_residual: float = 0.1
+
+    #: ``UIVI_ELBO``: the first step size of its chains, in standard deviations of the noise.
+    initial_step_size: float = 0.1
+
+    #: ``UIVI_ELBO``: change of the step size's logarithm per unit of excess acceptance, for each
+    #: transition (Robbins and Monro, 1951).
+    adaptation_rate: float = 0.5
+
+    #: ``InjectiveELBO``: weight of the past in the moving averages of scores, for each step.
     landing_decay: float = 0.95
+
+    #: Relative change of a value, by other rows of its batch or another call, from which a
+    #: generator counts as mixing rows or as random. Far above rounding in float32.
+    row_tolerance: float = 1e-3
+
+    #: Distance in unconstrained space by which latent variables are moved, at least, to find out
+    #: whether a prior depends on them; any change of its density counts.
+    prior_shift: float = 0.1
+
+    #: Relative difference of log-densities in and outside a plate that counts as equal (float32).
+    prior_tolerance: float = 1e-4
+
+    #: Share of the prior draws of a model that draws one at a time which is renewed at each step.
+    renewed_prior_draws: float = 0.1
+
+
+@dataclass(frozen=True)
+class BoundPolicy:
+    """Settings of :func:`~pyro_implicit.evidence_bound`."""
+
+    #: Share of the noise that is drawn from the prior, as a defence against values that a Gaussian
+    #: proposal misses (Hesterberg, 1995).
+    prior_share: float = 0.1
+
+    #: Standard deviations between two places of the noise from which they count as separate.
+    fold_distance: float = 6.0
+
+    #: Nats between the masses of two places up to which neither is negligible.
+    fold_balance: float = 5.0
+
+    #: Share of draws from two places from which a warning is issued.
+    max_folded: float = 0.05
+
+    #: Draws that are timed for an estimate; the fewest of a standard error.
+    timed_draws: int = 2
+
+    #: Chunks within ``max_seconds``, so that the last one overruns it by a fifth at most.
+    num_chunks: int = 5
 
 
 ELBOS = ElboPolicy()
+BOUNDS = BoundPolicy()

@@ -20,6 +20,7 @@ from pyro_implicit.infer.engine.sites import (
     mixing_noise,
 )
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
+from pyro_implicit.infer.policy import ELBOS
 from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
 from pyro_implicit.ops.semi_implicit import conditional_log_density, mixture_log_density
 
@@ -83,8 +84,6 @@ class UIVI_ELBO(ImplicitELBO):
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
     needs_prior = False
-    initial_step_size = 0.1
-    adaptation_rate = 0.5
 
     def __init__(
         self,
@@ -149,7 +148,7 @@ class UIVI_ELBO(ImplicitELBO):
         def generate(noise: Tensor) -> Tensor:
             return flat.generate(noise.unsqueeze(0)).squeeze(0)
 
-        start, like = self.initial_step_size, flat.noise
+        start, like = ELBOS.initial_step_size, flat.noise
         step_size, total = self.remember(
             "chain", name, lambda: _Adaptation(like.new_tensor(start), like.new_zeros(()))
         )
@@ -162,7 +161,7 @@ class UIVI_ELBO(ImplicitELBO):
             jitter = 0.5 + torch.rand_like(flat.noise[..., :1])
             move = ensemble_move(score_of_noise, state, step_size * jitter, self.num_leapfrog)
             state, acceptance = move.state, move.acceptance.mean()
-            change = self.adaptation_rate * (acceptance - self.target_accept)
+            change = ELBOS.adaptation_rate * (acceptance - self.target_accept)
             step_size = step_size * change.exp()
             if i >= self.num_burnin:
                 score += (generate(state.position) - flat.value) / flat.scale.square()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_implicit import LIVI_ELBO, MLP, GatedMLP, SemiImplicit
+from pyro_implicit.infer import livi
 from pyro_implicit.infer.engine.sites import ImplicitSite
 from tests.infer.livi_sites import draw, linearised
 
@@ -125,11 +126,12 @@ def test_works_without_gradients(log_det):
         (9, 3, 9, "stochastic"),  # 243
     ],
 )
-def test_auto_chooses_by_size(m, d, batch, method):
+def test_auto_chooses_by_size(m, d, batch, method, monkeypatch):
     elbo = LIVI_ELBO()
     assert elbo.log_det == "auto"
-    assert (elbo.max_exact_dim, elbo.max_exact_entries) == (800, 200_000_000)
-    elbo.max_exact_dim, elbo.max_exact_entries = 3, 216
+    assert (livi.ELBOS.max_exact_dim, livi.ELBOS.max_exact_entries) == (800, 200_000_000)
+    limits = replace(livi.ELBOS, max_exact_dim=3, max_exact_entries=216)
+    monkeypatch.setattr(livi, "ELBOS", limits)
     site = draw(SemiImplicit(nn.Linear(d, m), d, 0.1).expand((batch,)))
     elbo.score_parts(linearised(elbo, site), None)
     assert bool(elbo.residuals) == (method == "stochastic")  # exact log-determinants have none

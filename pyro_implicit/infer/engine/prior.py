@@ -19,6 +19,7 @@ from torch.distributions import biject_to
 
 from pyro_implicit.infer.engine.sites import PARTICLE_PLATE, ImplicitSite
 from pyro_implicit.infer.engine.traces import Particles
+from pyro_implicit.infer.policy import ELBOS
 from pyro_implicit.runtime.sites import is_flat
 
 __all__ = ["PriorDraws", "PriorMemory", "SitePrior"]
@@ -314,7 +315,7 @@ class PriorDraws:
             if site["type"] == "sample" and name in values:
                 transform = biject_to(site["fn"].support)
                 free = transform.inv(values[name])
-                moved[name] = transform(free + 0.1 + 0.1 * torch.rand_like(free))
+                moved[name] = transform(free + ELBOS.prior_shift * (1 + torch.rand_like(free)))
 
         def moves_with(names: set[str]) -> bool:
             other = self.up_to_latents({n: (moved if n in names else values)[n] for n in moved})
@@ -358,7 +359,7 @@ class PriorDraws:
         for name, node in nodes.items():
             together = node["fn"].log_prob(node["value"])[-1].sum()
             by_itself = alone.nodes[name]["fn"].log_prob(last[name]).sum()
-            if not torch.isclose(together, by_itself, rtol=1e-4):
+            if not torch.isclose(together, by_itself, rtol=ELBOS.prior_tolerance):
                 return False
         return True
 
@@ -369,7 +370,8 @@ class PriorDraws:
         pool = memory.pool if is_same and not memory.on_others else {}
         if pool and len(pool[self.latents[0]]) != num:
             pool = {}
-        traces = [self.up_to_latents(fixed) for _ in range(max(1, num // 10) if pool else num)]
+        renewed = max(1, int(num * ELBOS.renewed_prior_draws))
+        traces = [self.up_to_latents(fixed) for _ in range(renewed if pool else num)]
         draws = {}
         for name in self.latents:
             new = torch.stack([trace.nodes[name]["value"] for trace in traces])

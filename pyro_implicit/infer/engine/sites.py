@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import Linearisation, as_generator
+from pyro_implicit.infer.policy import ELBOS
 from pyro_implicit.ops import Covariance, gaussian_entropy
 
 __all__ = [
@@ -211,7 +212,7 @@ def check_generator(name: str, flat: FlatSite) -> None:
     values, again, among_others = (flat.generate(z) for z in (noise, noise, others))
     size = flat.value.shape[-1]
     first, first_among_others = (v.reshape(-1, size)[0] for v in (values, among_others))
-    tolerance = 1e-3 * (1 + values.abs().max())
+    tolerance = ELBOS.row_tolerance * (1 + values.abs().max())
     if (values - again).abs().max() > tolerance:
         cause = "draws randomness of its own (dropout?)"
     elif (first - first_among_others).abs().max() > tolerance:
