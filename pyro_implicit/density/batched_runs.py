@@ -104,11 +104,7 @@ class BatchedRuns:
         return self._join([self._one(task, row) for row in rows], otherwise)
 
     def _compared(self, task: _Task, rows: Tensor, otherwise: Any) -> Any:
-        """As :meth:`_batches`, compared with a plain run at the first possible values.
-
-        :raises VmapError: if ``vmap`` cannot run the model, or the two disagree.
-        :raises UnfitModelError: for a random model that is refused.
-        """
+        """As :meth:`_batches`, compared with a plain run at the first possible values."""
         for row in rows:
             _, expected = self._one(task, row, knows_latents=False)
             if expected is not None:
@@ -136,7 +132,6 @@ class BatchedRuns:
         return result
 
     def _meet_random(self, one: float, other: float) -> NoReturn:
-        """Raise an error for two log-densities at the same values."""
         fault = (
             "the model is random beyond its latents, or changes from run to run: its log-density "
             f"at one point is {one:.6g}, and then {other:.6g}"
@@ -150,10 +145,7 @@ class BatchedRuns:
         raise VmapError(fault, cure)
 
     def _batches(self, task: _Task, rows: Tensor, otherwise: Any) -> Any:
-        """Return the results of all runs, in groups of runs that take the same branches.
-
-        :raises VmapError: if ``vmap`` cannot run the model, or in too many groups.
-        """
+        """Return the results of all runs, in groups of runs that take the same branches."""
         todo: list[Tensor] = [rows]
         done: list[Part] = []
         replaced = False
@@ -237,10 +229,7 @@ class BatchedRuns:
         return row.reshape(1), pytree.tree_map(lambda leaf: leaf.unsqueeze(0), found)
 
     def _join(self, parts: list[Part], otherwise: Any) -> Any:
-        """Return the results of all runs in their order.
-
-        :raises UnfitModelError: naming a site that only some runs have.
-        """
+        """Return the results of all runs in their order."""
         good = [part for _, part in parts if part is not None]
         for part in good[1:]:
             if pytree.tree_structure(part) != pytree.tree_structure(good[0]):
@@ -289,7 +278,6 @@ def _refuse_unknown_latents(model: Model, trace: Trace) -> None:
 
 
 def _keys(tree: Any) -> set[str]:
-    """Return the keys of all dicts in a tree."""
     paths = [path for path, _ in pytree.tree_leaves_with_path(tree)]
     return {key.key for path in paths for key in path if isinstance(key, pytree.MappingKey)}
 
@@ -299,7 +287,6 @@ def _is_close(one: float, other: float) -> bool:
 
 
 def _perturbed(values: Values, seed: int) -> Values:
-    """Return the values with other last bits."""
     random = torch.Generator().manual_seed(seed)
     moved = {}
     for name, value in values.items():

@@ -120,7 +120,6 @@ class _Counter(DispatchMode):
 
 
 def _weight(name: str, args: tuple) -> float:
-    """Return the cost of an element of a result, in elements of a sum."""
     if name in COST.factorisations:
         return COST.factorisations[name] * (1 + args[0].shape[-1] / COST.large_matrix)
     return COST.functions.get(name, 1)
@@ -218,7 +217,6 @@ class TracedScore:
         return log_prob + ((latent - latent.detach()) * score).sum(-1)
 
     def _first(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Evaluate it, and decide whether the expected calls repay a recording."""
         if self._programs.compile != "auto" or not math.isfinite(self.num_calls):
             return self.plain(latent)
         found: list[tuple[Tensor, Tensor]] = []

@@ -55,7 +55,6 @@ class FlatPriorStart:
             return transform(start.uniform_(-self.spread, self.spread))
 
     def _in_its_plates(self, site: Site) -> Site:
-        """Apply the plates that have not processed the site yet."""
         seen = {frame.name for frame in site["cond_indep_stack"]}
         site = site.copy()
         for handler in reversed(_PYRO_STACK):
@@ -87,7 +86,6 @@ def example_tensor(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any
 
 
 def _variables(model: Callable[..., Any]) -> Iterator[Any]:
-    """Yield what a function, a module or another callable object holds."""
     if isinstance(model, torch.nn.Module):
         yield list(model.parameters())
         yield list(model.buffers())

@@ -166,10 +166,6 @@ def gaussian_elbo(log_prob: Tensor, noise: Tensor, factor: Tensor) -> Tensor:
 
 
 def _highest(draws: Tensor, values: Tensor) -> Tensor:
-    """Return the draw of the highest log-density of each Gaussian.
-
-    :param draws: ``(num_draws, num_gaussians, latent_dim)``.
-    """
     return draws[values.argmax(0), torch.arange(draws.shape[1])]
 
 
@@ -219,7 +215,6 @@ def _climb(
 
 
 def _warn_of_rounding(dropped: Tensor, best: Modes) -> None:
-    """Warn if modes that floating point cannot resolve are far above all others."""
     gap = (dropped - best.elbo).amax().item() if len(dropped) else 0.0
     if gap > SEARCH.rounding_gap:
         dtype = str(best.loc.dtype).removeprefix("torch.")
@@ -231,10 +226,7 @@ def _warn_of_rounding(dropped: Tensor, best: Modes) -> None:
 
 
 def _better(target: Target, here: Modes, highest: Tensor, best: Modes | None) -> Modes | None:
-    """Return the better of the best Gaussian so far and those at the current points.
-
-    :param highest: for each point, the draw of the highest log-density.
-    """
+    """Return the better of the best Gaussian so far and those at the current points."""
     for index in here.elbo.argsort(descending=True).tolist():
         if best is not None and not here.elbo[index] > best.elbo[0]:
             break
@@ -245,10 +237,7 @@ def _better(target: Target, here: Modes, highest: Tensor, best: Modes | None) ->
 
 
 def _separate(target: Target, found: Modes, max_gap: float) -> tuple[Modes, Tensor]:
-    """Return the Gaussians between which the log-density dips, and how often each was found.
-
-    :param found: the best Gaussian, then those at the ends of paths.
-    """
+    """Return the Gaussians between which the log-density dips, and how often each was found."""
     order = 1 + found.elbo[1:].argsort(descending=True)
     order = order[found.elbo[order] > found.elbo[0] - max_gap]
     fractions = torch.linspace(0, 1, SEARCH.num_between).to(found.loc)[:, None, None]

@@ -213,7 +213,6 @@ def without_validation(fn: Any) -> Any:
 
 
 def _is_bounded(base: Any) -> bool:
-    """Tell whether a distribution's support is not all of the real numbers."""
     try:
         inner: Any = base.support
     except (AttributeError, NotImplementedError):
@@ -394,7 +393,6 @@ class _Ring(LogRing):
 
 
 def _common(scales: dict[str, Any]) -> Any:
-    """Return the one scale of all sites."""
     if len({float(scale) for scale in scales.values()}) > 1:
         raise ValueError(
             f"sites {sorted(scales)} are summed over discrete latents, but have different scales "

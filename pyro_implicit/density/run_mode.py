@@ -200,8 +200,6 @@ def log_prob_in_each_run(fn: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class _Next:
-    """Returns tensors one after the other, whatever it is called with."""
-
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.tensors = iter(tensors)
 

@@ -405,10 +405,7 @@ class Target:
         return log_prob.detach(), score.detach(), hessian
 
     def _differences(self, latent: Tensor, directions: Tensor) -> Tensor:
-        """Return second derivatives by central differences, ``(num_draws, latent_dim, n)``.
-
-        :param directions: unit vectors ``(n, latent_dim)``.
-        """
+        """Return second derivatives by central differences along unit vectors."""
         size = torch.finfo(latent.dtype).eps ** (1 / 3) * latent.abs().clamp(min=1.0)
         steps = directions.unsqueeze(1) * size
         points = torch.stack([latent + steps, latent - steps])
@@ -550,8 +547,6 @@ class Target:
         return {name: torch.cat([part[name] for part in parts]) for name in sites}
 
     def _map(self, values: dict[str, Tensor], read: Callable[[Trace], T], **kwargs: T) -> T:
-        """Return what is read in all runs, which must have the same latent variables."""
-
         def checked(trace: Trace) -> T:
             self._refuse_varying(trace)
             return read(trace)
@@ -559,10 +554,6 @@ class Target:
         return self._runs.map(self._model, values, checked, **kwargs)
 
     def _refuse_varying(self, trace: Trace) -> None:
-        """Check that a run has the latent variables of the log-density.
-
-        :raises UnfitModelError: naming one that only some runs have.
-        """
         found = {name for name, site in trace.nodes.items() if is_latent(site)}
         varying = found.difference(self.shapes)
         if self._model.discrete is None:

@@ -113,7 +113,6 @@ class BatchStream:
         return count
 
     def _own_streams(self) -> list[Any]:
-        """Return the current streams, with another seed for torch."""
         seed, outside = int(torch.randint(2**31, ())), get_rng_state()
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would touch GPUs, too
         streams = self._read_streams()
@@ -122,7 +121,6 @@ class BatchStream:
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """Use the iterable's own random streams."""
         outside = get_rng_state()
         set_rng_state(self._streams[0])
         for generator, state in zip(self._generators, self._streams[1:], strict=True):

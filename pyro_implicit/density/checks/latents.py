@@ -187,7 +187,6 @@ def _shifted(site: Site, shift: float) -> Tensor:
 
 
 def _has_bounds(fn: Any) -> bool:
-    """Tell whether a distribution's support has tensors for bounds, which may change."""
     try:
         return any(True for _ in support_bounds(fn.support))
     except (AttributeError, NotImplementedError):

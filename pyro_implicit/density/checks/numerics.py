@@ -75,7 +75,6 @@ def blame(target: Target, points: Tensor) -> str:
 
 
 def _blame_gradient(target: Target, points: Tensor) -> str:
-    """Name the latent variables by which the gradient is not finite."""
     log_prob, score = target.score(points)
     if target.error is not None and not log_prob.isfinite().any():
         found, cure = describe_arrays(target.args, target.kwargs)

@@ -92,7 +92,6 @@ def _named(args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _array_kind(value: Any) -> str:
-    """Return the name of an array's or a list's type; nothing for other values."""
     if isinstance(value, np.ndarray):
         return "NumPy array"
     if isinstance(value, list) or (hasattr(value, "to_numpy") and not isinstance(value, Tensor)):
@@ -158,7 +157,6 @@ def site_log_prob(site: Site) -> Tensor:
 
 
 def _missing(site: Site) -> Tensor:
-    """Tell which events contain NaN."""
     missing: Tensor = site["value"].isnan()
     event_dim = site["fn"].event_dim
     return missing.flatten(-event_dim).any(-1) if event_dim else missing
@@ -166,7 +164,6 @@ def _missing(site: Site) -> Tensor:
 
 @torch.no_grad()
 def _has_density(site: Site, value: Any) -> bool:
-    """Tell whether the distribution computes a density of a value."""
     try:
         site_log_prob({**site, "value": value})
     except Exception:  # of any kind, as distributions do not check types
@@ -211,11 +208,7 @@ def _mistyped(name: str, site: Site) -> str:
 
 
 def _repeated(name: str, site: Site) -> str:
-    """Describe an observation that broadcasting repeats, or that does not broadcast.
-
-    It may be repeated to the shape of the distribution, in declared plates or outside of all. The
-    first dimension of a hidden Markov model may be of any length.
-    """
+    """Describe an observation that broadcasting repeats, but not to the distribution's shape."""
     fn, value = site["fn"], site["value"]
     if not isinstance(value, Tensor) or isinstance(innermost(fn), (Unit, HiddenMarkovModel)):
         return ""
@@ -265,7 +258,6 @@ def _repeated(name: str, site: Site) -> str:
 
 
 def _simulated(name: str, site: Site) -> str:
-    """Describe data observed from a point mass: other values have no density."""
     if not isinstance(innermost(site["fn"]), Delta) or site_log_prob(site).isfinite().all():
         return ""
     return (
@@ -358,7 +350,6 @@ def warn_of_missing_data(
 
 
 def _misses_argument(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Tell whether an argument of the model is None, such as observations that are not given."""
     try:
         bound = inspect.signature(model).bind(*args, **kwargs)
     except (TypeError, ValueError):
