@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distributions without a density, for the ``pyro.sample`` statements of a guide."""
+"""Distributions without a tractable density, for the ``pyro.sample`` statements of guides."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pyro_implicit.distributions.implicit import (
     Draw,
     Implicit,
     IntractableDensityError,
+    SemiImplicit,
     TransformedDraw,
     draw_through,
     find_implicit,
 )
 from pyro_implicit.distributions.mixture import Mixture
-from pyro_implicit.distributions.semi_implicit import SemiImplicit
 
 __all__ = [
     "Draw",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distributions that can be sampled but whose density is intractable."""
+"""Distributions whose density is intractable: a generator fed with noise."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ __all__ = [
     "Draw",
     "Implicit",
     "IntractableDensityError",
+    "SemiImplicit",
     "TransformedDraw",
     "draw_through",
     "find_implicit",
@@ -31,16 +32,16 @@ Generator = Callable[..., Tensor]
 class IntractableDensityError(NotImplementedError, ValueError):
     """Raised by ``log_prob`` of a distribution without a density.
 
-    It is a :class:`ValueError` too because Pyro's traces add the site's name to those.
+    It is also a :class:`ValueError`, to which Pyro's traces add the name of the site.
     """
 
 
 class Draw(NamedTuple):
-    """A draw of an implicit distribution and what made it.
+    """A draw of an implicit distribution, with its noise.
 
-    ``noise`` is ``(*batch, noise_dim)`` and ``value`` ``(*batch, *event_shape)``; the
-    ``linearisation``, where it was wanted, is that of the generator at the noise, whose values are
-    flat, ``(*batch, m)``.
+    ``noise`` is ``(*batch, noise_dim)``, ``value`` is ``(*batch, *event_shape)``, and
+    ``linearisation``, if requested, is that of the generator at the noise, with flat values
+    ``(*batch, m)``.
     """
 
     noise: Tensor
@@ -51,10 +52,10 @@ class Draw(NamedTuple):
 class Implicit(TorchDistribution):
     r"""The distribution of :math:`\theta = g(z)`, a generator fed with noise.
 
-    It draws by pushing noise through the generator (:meth:`draw` tells the noise too), and refuses
-    :meth:`log_prob`. The ELBOs of :mod:`pyro_implicit.infer` train it at any ``pyro.sample``
-    statement of a guide; it composes with ``to_event`` and, through
-    :class:`~pyro.distributions.TransformedDistribution`, reaches constrained supports.
+    :meth:`draw` returns the value and its noise; :meth:`log_prob` raises an error. The ELBOs of
+    :mod:`pyro_implicit.infer` train the distribution at any ``pyro.sample`` statement of a guide.
+    It composes with ``to_event`` and, for constrained supports, with
+    :class:`~pyro.distributions.TransformedDistribution`.
 
     **Example:**
 
@@ -64,19 +65,19 @@ class Implicit(TorchDistribution):
     (torch.Size([3]), torch.Size([5, 3]))
 
     :param generator: a callable ``generator(noise)``, or ``generator(noise, context)`` if a context
-        is given, from ``(*batch, noise_dim)`` to ``(*batch, *event_shape)``, which treats the rows
-        of any leading batch shape independently of each other.
+        is given, from ``(*batch, noise_dim)`` to ``(*batch, *event_shape)``, with independent rows
+        for any leading batch shape.
     :param noise: the size of standard normal noise, or a distribution of the noise with
         ``event_dim`` 1.
-    :param context: what the generator is conditioned on, of shape ``(*batch, context_dim)``; its
-        batch shape broadcasts with that of the noise.
+    :param context: input of the generator, of shape ``(*batch, context_dim)``; its batch shape
+        broadcasts with that of the noise.
     :param validate_args: whether torch checks parameters and values; None for torch's default.
-    :raises ValueError: if the noise is no vector, or the generator loses its batch shape.
+    :raises ValueError: if the noise is not a vector, or the generator loses its batch shape.
     """
 
     arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
     has_rsample = True
-    #: Names of the ELBOs that can train this kind of distribution; they add themselves.
+    #: Names of the ELBOs that can train this kind of distribution; each ELBO adds its name.
     trained_by: ClassVar[list[str]] = []
 
     def __init__(
@@ -90,7 +91,7 @@ class Implicit(TorchDistribution):
             noise = _standard_normal(noise, generator, context)
         if len(noise.event_shape) != 1:
             raise ValueError(
-                f"{type(self).__name__} wants a noise distribution over vectors, but got batch "
+                f"{type(self).__name__} needs a noise distribution over vectors, but got batch "
                 f"shape {tuple(noise.batch_shape)} and event shape {tuple(noise.event_shape)}: "
                 "declare its rightmost dimension as the event with noise.to_event(1)"
             )
@@ -133,11 +134,11 @@ class Implicit(TorchDistribution):
 
     @property
     def support(self) -> constraints.Constraint:
-        """All of :math:`R^m`."""
+        """The support, :math:`R^m`."""
         return constraints.independent(constraints.real, len(self.event_shape))
 
     def expand(self, batch_shape: torch.Size, _instance: Any = None) -> Implicit:
-        """The same generator with independent noise for each element of ``batch_shape``."""
+        """Expand to independent noise for each element of ``batch_shape``."""
         new = self._get_checked_instance(Implicit, _instance)
         batch_shape = torch.Size(batch_shape)
         new.generator = self.generator
@@ -151,7 +152,7 @@ class Implicit(TorchDistribution):
         return new
 
     def generate(self, noise: Tensor) -> Tensor:
-        """Push noise through the generator, in this distribution's context.
+        """Apply the generator to noise, in this distribution's context.
 
         :param noise: ``(*sample_shape, *batch_shape, noise_dim)``.
         :returns: ``(*sample_shape, *batch_shape, *event_shape)``.
@@ -161,7 +162,7 @@ class Implicit(TorchDistribution):
         return self.generator(noise, self.context.expand(noise.shape[:-1] + (-1,)))
 
     def linearise(self, noise: Tensor) -> Linearisation:
-        """The generator around some noise, in this distribution's context, with flat values.
+        """Linearise the generator at some noise, in this distribution's context, with flat values.
 
         :param noise: ``(*batch, *batch_shape, noise_dim)``.
         """
@@ -179,12 +180,12 @@ class Implicit(TorchDistribution):
         linearise: bool = False,
         noise_gradient: bool = False,
     ) -> Draw:
-        """Draw, and keep what made the value.
+        """Draw a value with its noise.
 
-        :param linearise: whether to get the generator's derivative from the same pass.
-        :param noise_gradient: whether the noise shall be a leaf that value and derivative can be
-            differentiated in.
-        :returns: of batch shape ``(*sample_shape, *batch_shape)``, differentiable in the
+        :param sample_shape: of independent draws.
+        :param linearise: whether to compute the generator's derivative in the same pass.
+        :param noise_gradient: whether value and derivative can be differentiated in the noise.
+        :returns: a draw of batch shape ``(*sample_shape, *batch_shape)``, differentiable in the
             generator's parameters and the context.
         """
         noise = self.noise_distribution.rsample(sample_shape)
@@ -195,8 +196,8 @@ class Implicit(TorchDistribution):
         shape = noise.shape[:-1] + self.event_shape
         if value.numel() != shape.numel() or (linearisation is None and value.shape != shape):
             raise ValueError(
-                f"the generator of {type(self).__name__} returned shape {tuple(value.shape)} where "
-                f"{tuple(shape)} was expected, for noise of shape {tuple(noise.shape)}"
+                f"the generator of {type(self).__name__} returned shape {tuple(value.shape)} for "
+                f"noise of shape {tuple(noise.shape)}, but must return {tuple(shape)}"
             )
         return Draw(noise, self._around(value.reshape(shape)), linearisation)
 
@@ -208,11 +209,11 @@ class Implicit(TorchDistribution):
         return self.draw(sample_shape).value
 
     def _around(self, value: Tensor) -> Tensor:
-        """What is drawn around the generator's value."""
+        """Draw around the generator's value."""
         return value
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Refuses: the density is intractable.
+        """Raise an error, because the density is intractable.
 
         :raises IntractableDensityError: always, naming the ELBOs that can train the distribution.
         """
@@ -226,7 +227,7 @@ class Implicit(TorchDistribution):
 def _standard_normal(
     noise_dim: int, generator: Generator, context: Tensor | None
 ) -> dist.TorchDistribution:
-    """Standard normal noise on the device and in the precision of the context or generator."""
+    """Make standard normal noise with the device and dtype of the context or generator."""
     if isinstance(noise_dim, bool) or not isinstance(noise_dim, int) or noise_dim < 1:
         raise ValueError(f"noise must be a positive size or a distribution, but got {noise_dim!r}")
     tensors = [] if context is None else [context]
@@ -238,11 +239,10 @@ def _standard_normal(
 
 
 class TransformedDraw(NamedTuple):
-    """A draw of an implicit distribution, and what the transforms around it made of it.
+    """A draw of an implicit distribution, and its value after the transforms.
 
-    ``draw`` belongs to ``distribution``; ``transforms``, in their order, turn its value into
-    ``value``, and ``log_abs_det`` is their log-determinant, of the whole distribution's batch shape
-    (or 0).
+    ``draw`` belongs to ``distribution``; ``transforms`` turn its value into ``value``;
+    ``log_abs_det`` is their log-determinant, of the whole distribution's batch shape, or 0.
     """
 
     distribution: Implicit
@@ -253,7 +253,7 @@ class TransformedDraw(NamedTuple):
 
 
 def find_implicit(fn: torch.distributions.Distribution) -> Implicit | None:
-    """The implicit distribution inside ``fn``, or ``None`` if ``fn`` has a density.
+    """Return the implicit distribution inside ``fn``, or ``None`` if ``fn`` has a density.
 
     **Example:**
 
@@ -285,8 +285,8 @@ def draw_through(
 
     :param fn: an implicit distribution, possibly inside ``Independent`` (``to_event``) or
         ``TransformedDistribution``.
-    :param draw: draws from that at the root, once, without a sample shape.
-    :returns: the draw, and what the transforms made of it.
+    :param draw: draws from the implicit distribution once, without a sample shape.
+    :returns: the draw and its transformed value.
     :raises ValueError: if ``fn`` wraps the implicit distribution in another way
         (``MaskedDistribution``: use ``pyro.poutine.mask``).
     """
@@ -308,3 +308,75 @@ def draw_through(
         term = transform.log_abs_det_jacobian(base, value)
         log_abs_det = log_abs_det + sum_rightmost(term, term.dim() - batch_ndim)
     return TransformedDraw(fn, drawn, value, log_abs_det, tuple(transforms))
+
+
+class SemiImplicit(Implicit):
+    r"""The distribution of :math:`\theta = g(z) + s \odot \eta`, :math:`\eta \sim N(0, I)`.
+
+    The conditional :math:`q(\theta | z) = N(g(z), \mathrm{diag}(s^2))` is explicit
+    (:meth:`conditional`); the marginal over the noise :math:`z` is implicit.
+
+    **Example:**
+
+    >>> from pyro_implicit import MLP
+    >>> q = SemiImplicit(MLP(noise_dim=4, output_dim=3), 4, scale=0.05)
+    >>> draw = q.draw((7,))
+    >>> q.conditional(draw.noise).log_prob(draw.value).shape
+    torch.Size([7])
+
+    :param generator: see :class:`~pyro_implicit.distributions.Implicit`.
+    :param noise: the size of standard normal noise, or a distribution with ``event_dim`` 1.
+    :param scale: standard deviation :math:`s` of the conditional, in the units of the value: a
+        positive number, or a tensor that broadcasts to ``(*batch_shape, *event_shape)``.
+    :param context: see :class:`~pyro_implicit.distributions.Implicit`.
+    :param validate_args: whether torch checks scale and values; None for torch's default.
+    :raises ValueError: if the scale is not positive or does not broadcast.
+
+    **References:**
+
+    1. Yin and Zhou (2018), *Semi-Implicit Variational Inference*.
+    """
+
+    trained_by: ClassVar[list[str]] = []
+
+    def __init__(
+        self,
+        generator: Generator,
+        noise: int | dist.TorchDistribution,
+        scale: float | Tensor,
+        context: Tensor | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        super().__init__(generator, noise, context, validate_args=validate_args)
+        self.scale = torch.as_tensor(scale, dtype=self._like.dtype, device=self._like.device)
+        if self._validate_args and not (self.scale > 0).all():
+            raise ValueError(f"the scale of {type(self).__name__} must be positive, got {scale}")
+        shape = self.batch_shape + self.event_shape
+        if self.scale.dim() and not _broadcasts(self.scale.shape, shape):
+            raise ValueError(
+                f"the scale of {type(self).__name__} has shape {tuple(self.scale.shape)}, which "
+                f"does not broadcast to the values' shape {tuple(shape)}; give the noise that "
+                "batch shape too: noise=dist.Normal(...).expand([...]).to_event(1)"
+            )
+
+    def expand(self, batch_shape: torch.Size, _instance: Any = None) -> SemiImplicit:
+        """Expand to independent noise for each element of ``batch_shape``."""
+        new = self._get_checked_instance(SemiImplicit, _instance)
+        new.scale = self.scale
+        return super().expand(batch_shape, _instance=new)
+
+    def _around(self, value: Tensor) -> Tensor:
+        return value + self.scale * torch.randn_like(value)
+
+    def conditional(self, noise: Tensor) -> dist.TorchDistribution:
+        r"""Return the explicit :math:`q(\theta | z)`.
+
+        :param noise: ``(*sample_shape, *batch_shape, noise_dim)``.
+        :returns: an independent normal distribution of batch shape ``noise.shape[:-1]``.
+        """
+        return dist.Normal(self.generate(noise), self.scale).to_event(len(self.event_shape))
+
+
+def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+    sizes = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(a in (1, b) for a, b in sizes)

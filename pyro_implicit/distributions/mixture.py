@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of any distributions over vectors."""
+"""A mixture of different distributions over vectors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Mixture"]
 
 
 class Mixture(TorchDistribution):
-    r"""The mixture :math:`\sum_k w_k q_k` of distributions of any kinds, implicit ones too.
+    r"""The mixture :math:`\sum_k w_k q_k` of explicit or implicit distributions.
 
-    Unlike torch's ``MixtureSameFamily``, the components may differ in kind, and each draws only as
-    often as it is chosen. There is no ``rsample``: the choice has no gradient.
+    Unlike in torch's ``MixtureSameFamily``, the components may be of different classes, and each
+    draws only as often as it is selected. There is no ``rsample``: the selection has no gradient.
 
     **Example:**
 
@@ -31,11 +31,10 @@ class Mixture(TorchDistribution):
     >>> q.sample((5,)).shape, q.log_prob(torch.zeros(5, 2)).shape
     (torch.Size([5, 2]), torch.Size([5]))
 
-    :param log_weights: of the components, ``(num_components,)``, up to a common constant; -inf for
-        none.
+    :param log_weights: ``(num_components,)``, up to a common constant; -inf for weight 0.
     :param components: each of ``event_shape`` (m,) and no batch shape.
     :param validate_args: whether torch checks parameters and values; None for torch's default.
-    :raises ValueError: for weights and components that do not fit together.
+    :raises ValueError: for weights that do not match the components.
     """
 
     arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
@@ -66,7 +65,7 @@ class Mixture(TorchDistribution):
         super().__init__(torch.Size(), torch.Size(shapes[0][1]), validate_args=validate_args)
 
     def expand(self, batch_shape: torch.Size, _instance: Any = None) -> Mixture:
-        """The same mixture, with a choice of its own for each element of ``batch_shape``."""
+        """Expand to an independent selection for each element of ``batch_shape``."""
         new = self._get_checked_instance(Mixture, _instance)
         new.log_weights = self.log_weights
         new.components = self.components
@@ -90,11 +89,11 @@ class Mixture(TorchDistribution):
             for q, count in zip(self.components, counts, strict=True)
             if count
         ]
-        # The draws are sorted by component; the choice says where each belongs.
+        # The draws are sorted by component: restore the order of the selection.
         return torch.cat(draws)[choice.argsort(stable=True).argsort()].reshape(shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """The log-density. Where that of a component overflows, far from all its draws, it is 0.
+        """Return the log-density; a component that overflows far from its draws has density 0.
 
         :param value: ``(*sample_shape, *batch_shape, *event_shape)``.
         :returns: ``(*sample_shape, *batch_shape)``.
@@ -116,5 +115,5 @@ class Mixture(TorchDistribution):
                 f"component {index} of the mixture, {type(self.components[index]).__name__}, has "
                 "no density at the draws of the others, so the mixture has none; it can only be "
                 "sampled. Cure: components with a generator that has an inverse, as in "
-                "AutoImplicit(model, AutoregressiveGenerator), or train and judge each by itself"
+                "AutoImplicit(model, AutoregressiveGenerator), or train each component separately"
             ) from error
