@@ -95,7 +95,7 @@ def regression(seed: int) -> Iterator[dict[str, Any]]:
             except RuntimeError:
                 yield key | {"step": factor * found, "diverged": True}
                 continue
-            found = found or result.choice.step_size
+            found = found or result.step_size
             weight = result.get_samples()["weight"]
             standard = (weight - center) @ torch.linalg.cholesky(precision)
             yield (
@@ -113,6 +113,7 @@ def regression(seed: int) -> Iterator[dict[str, Any]]:
 def describe(result: Refined) -> dict[str, Any]:
     """Return the statistics of the chains."""
     choice = result.choice
+    assert choice is not None
     return {
         "step": choice.step_size,
         "limit": choice.limit,

@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_implicit.density.target import Target
 from pyro_implicit.export.arviz import ArvizExport
 from pyro_implicit.guides.stored_draws import StoredDraws
-from pyro_implicit.mcmc.chains import WindowedChains
+from pyro_implicit.mcmc.chains import Chains, WindowedChains
 from pyro_implicit.mcmc.draws import DrawStore
 from pyro_implicit.mcmc.guide_density import KEPT, MixtureModes
 from pyro_implicit.mcmc.kernels.step_choice import StepChoice
@@ -297,17 +297,8 @@ def collect(space: Space, modes: MixtureModes | None, chains: WindowedChains) ->
     for snapshot in latents.unbind(1):
         store.append(snapshot)
     return Refined(
-        stopped=chains.stopped,  # type: ignore[arg-type]
-        kernel=chains.kernel,
-        store=store,
-        constrain=SitesOf.of(space.target),
-        num_chains=len(latents),
-        frame=chains.frame.kind,
+        **_common(space.target, chains, store),
         step_size=chains.adaptation.step_size,
-        num_gradients=chains.gradients,
-        warmup_gradients=chains.warmup_gradients,
-        seconds=chains.seconds,
-        replaced=chains.replaced,
         space=chains.space,
         space_note=chains.space_note,
         reparams=space.reparams,
@@ -355,18 +346,24 @@ def collect_minibatches(
             "minibatches, or a better guide",
         )
     return Refined(
-        stopped=chains.stopped,  # type: ignore[arg-type]
-        kernel=chains.kernel,
-        store=store,
-        constrain=SitesOf.of(target),
-        num_chains=len(chains.state.position),
-        frame=chains.frame.kind,
+        **_common(target, chains, store),
         step_size=choice.step_size,
-        num_gradients=chains.gradients,
-        warmup_gradients=chains.warmup_gradients,
-        seconds=chains.seconds,
-        replaced=chains.replaced,
         choice=choice,
         temperature=chains.temperature,
         epochs=steps / epoch_length,
     )
+
+
+def _common(target: Target, chains: Chains, store: DrawStore) -> dict[str, Any]:
+    return {
+        "stopped": chains.stopped,
+        "kernel": chains.kernel,
+        "store": store,
+        "constrain": SitesOf.of(target),
+        "num_chains": len(chains.state.position),
+        "frame": chains.frame.kind,
+        "num_gradients": chains.gradients,
+        "warmup_gradients": chains.warmup_gradients,
+        "seconds": chains.seconds,
+        "replaced": chains.replaced,
+    }
