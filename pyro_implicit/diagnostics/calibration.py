@@ -153,8 +153,9 @@ def simulation_based_calibration(
         )
     kwargs = {**kwargs, **(model_kwargs or {})}
     all_ranks: dict[str, list[Tensor]] = {}
-    for _ in range(num_simulations):
-        truth, data = _simulate(model, args, kwargs)
+    # Before any fit, which may reset the random stream (``pyro.set_rng_seed``).
+    simulations = [_simulate(model, args, kwargs) for _ in range(num_simulations)]
+    for truth, data in simulations:
         conditioned = _Conditioned(model, data, args, kwargs)
         with pyro.get_param_store().scope():
             fitted = fit(conditioned)

@@ -24,8 +24,10 @@ from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.guides.names import own_names
+from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.infer import ImplicitELBO
-from pyro_implicit.mcmc import AutoConditional, Refined, refine, teach
+from pyro_implicit.mcmc import AutoConditional, Refined, teach
+from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.spaces.space import GuideNoise, conditional_noise
 from pyro_implicit.nn import start_values
 from pyro_implicit.runtime.user_warnings import first_line, warn_user
@@ -163,20 +165,18 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
     """Move draws of the guide to the posterior by chains."""
     result, left = stages.result, stages.limit.left()
     with result.attempt("refine") as line:
-        score = _score_of_chains(result)
+        target = result.target
+        score = _score_of_chains(stages)
         if score is not None:
-            point = torch.zeros_like(result.target.init_loc)
+            point = torch.zeros_like(target.init_loc)
             chains = affordable_chains(score, point, stages.one_by_one, stages.policy.budget)
-        refined = result.refined = refine(
-            stages.trained,
-            result.guide,
-            *stages.args,
-            progress=stages.options["progress"],
-            compile=stages.options["compile"],
-            num_chains=chains.num_chains,
-            max_gradients=chains.max_gradients,
+        refined = result.refined = refine_target(
+            Sampler(target, result.guide),
+            chains.num_chains,
+            chains.max_gradients,
             max_seconds=left if math.isfinite(left) else None,
-            model_kwargs=stages.kwargs,
+            compile=stages.options["compile"],
+            progress=stages.options["progress"],
         )
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
     if line.error is not None:
@@ -197,11 +197,11 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
     return result
 
 
-def _score_of_chains(result: Fit) -> Any:
+def _score_of_chains(stages: Stages) -> Any:
     """Return the score in the coordinates of the chains, None for those of the target."""
-    target, guide = result.target, result.guide
-    if walked := conditional_noise(target, target.init_loc):
-        return walked.score
+    target, guide = stages.result.target, stages.result.guide
+    if noise := stages.noise or conditional_noise(target, target.init_loc):
+        return noise.score
     if isinstance(guide, AutoImplicit) and has_exact_density(guide):
         return GuideNoise(target, guide).score
     return None
@@ -224,6 +224,7 @@ def _teach_conditional(stages: Stages, refined: Refined) -> None:
     with stages.result.attempt("teach") as line:
         guide = own_names(AutoConditional(stages.trained, refined.reparams))
         stages.guides.append(guide)
+        guide.share(stages.result.target)
         taught = guide.take_moments(refined.moving(), *stages.args, model_kwargs=stages.kwargs)
         line.outcome = f"conditional: {taught}"
         stages.result.guide, stages.result.chosen = guide, "conditional"

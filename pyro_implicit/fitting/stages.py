@@ -44,7 +44,7 @@ from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.names import forget
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.infer import InjectiveELBO
-from pyro_implicit.mcmc.spaces.space import conditional_noise
+from pyro_implicit.mcmc.spaces.space import ConditionalNoise, conditional_noise
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.printing import showing_progress
 from pyro_implicit.runtime.random_stream import seeded
@@ -128,6 +128,8 @@ class Stages:
         self.one_by_one = False
         #: The model; its parameters are fixed once they are learnt.
         self.trained = model
+        #: The noise of the priors as coordinates of the chains, if the model has any.
+        self.noise: ConditionalNoise | None = None
         #: Importance weights of the Gaussians, if they suffice.
         self.reliability: Reliability | None = None
 
@@ -425,7 +427,9 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
             if found.suffices(policy.correction):
                 stages.reliability = found
                 return gaussian
-            if len(modes.loc) == 1 and conditional_noise(target, modes.loc[0]):
+            if len(modes.loc) == 1:
+                stages.noise = conditional_noise(target, modes.loc[0])
+            if stages.noise is not None:
                 line.outcome += "; chains use the noise of the priors instead of a trained guide"
                 return gaussian
             if isinstance(guide, AutoMixture) and not _can_train_all(stages, guide):

@@ -108,6 +108,11 @@ class AutoConditional(DrawSummaries, AutoGuide):
         """Restore the model after copying or unpickling."""
         self._model = (without_sequential_plates(model),)
 
+    def share(self, target: Target) -> None:
+        """Use an existing target of the model instead of one that is built from the arguments."""
+        given = (*target.args, *target.kwargs.values())
+        self._last = given, NoiseMap(target, self.reparams)
+
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Sample all latents, and their noise as auxiliary sites.
 

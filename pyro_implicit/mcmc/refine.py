@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -39,7 +40,7 @@ from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.random_stream import with_seed
 from pyro_implicit.runtime.user_warnings import first_line, refuse_counts, warn_user
 
-__all__ = ["refine"]
+__all__ = ["refine", "refine_target"]
 
 FRAMES = ("auto", "diagonal", "low-rank", "full", "noise", "conditional")
 OF_ALL_DATA = ("frame", "quantities", "max_gradients", "max_leapfrogs", "teach", "compile")
@@ -256,19 +257,60 @@ def refine(
     refuse_counts(policy.least_kept, max_draws=max_draws)
     check_mode(compile)
     guide = guide_of("refine", guide, or_draws=True)
+    if teach and isinstance(guide, Mapping):
+        raise ValueError("teach needs a guide, but got draws. Cure: teach=False")
     target = Target(model, *args, model_kwargs=kwargs)
-    if isinstance(guide, AutoDraws) and guide.prototype_trace is None:
-        with torch.no_grad(), poutine.block():
-            guide(*args, **kwargs)
+    sampler = Sampler(target, guide)
+    if teach:
+        _call_once(sampler)
+        example = target.constrain(target.init_loc.expand(2, -1))
+        check_teachable(guide, example, target.args, target.kwargs)
+    result = refine_target(
+        sampler, num_chains, max_gradients, frame, max_leapfrogs, max_draws, max_seconds, kernel,
+        quantities, compile, progress, policy, checkpoint, checkpoint_every, settings,
+    )  # fmt: skip
+    if not teach or isinstance(guide, Mapping):
+        return result
+    try:
+        taught = teach_guide(guide, result.moving(), *args, progress=progress, model_kwargs=kwargs)
+    except (KeyboardInterrupt, *IMPOSSIBLE) as error:
+        warn_user(
+            "the chains are done, but the guide learnt nothing from them "
+            f"({first_line(error)}). Cure: teach(guide, result.get_samples(), ...)"
+        )
+        return result
+    return replace(result, taught=taught)
+
+
+def refine_target(
+    sampler: Sampler,
+    num_chains: int,
+    max_gradients: int,
+    frame: str = "auto",
+    max_leapfrogs: int = 64,
+    max_draws: int = 100,
+    max_seconds: float | None = None,
+    kernel: str = "hmc",
+    quantities: Quantities | None = None,
+    compile: CompileMode = "auto",
+    progress: bool = True,
+    policy: ChainPolicy = DEFAULT,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = 50,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> Refined:
+    """Run chains with all data on an existing target; the arguments are those of :func:`refine`."""
+    target, guide = sampler.target, sampler.guide
+    _call_once(sampler)
     kind: FrameKind = "full" if target.latent_dim <= MAX_DENSE_DIM else "low-rank"
     if frame not in ("auto", "noise", "conditional"):
         kind = frame  # type: ignore[assignment]
     longest = max(1, min(max_leapfrogs, max_gradients // policy.warmup.chunks))
     plan = Plan(
-        Sampler(target, guide), num_chains, frame, kind, max_gradients, longest, max_draws,
-        compile, kernel, policy,
-    )  # fmt: skip
-    settings |= {
+        sampler, num_chains, frame, kind, max_gradients, longest, max_draws, compile, kernel, policy
+    )
+    settings = {
+        **settings,
         "latent_dim": target.latent_dim,
         "num_chains": num_chains,
         "frame": (frame, kind),
@@ -276,11 +318,6 @@ def refine(
         "max_leapfrogs": max_leapfrogs,
         "max_draws": max_draws,
     }
-    if teach:
-        if isinstance(guide, Mapping):
-            raise ValueError("teach wants a guide, and these are draws. Cure: teach=False")
-        example = target.constrain(target.init_loc.expand(2, -1))
-        check_teachable(guide, example, target.args, target.kwargs)
     modes, track = MixtureModes.of(target, guide), Tracker(target, quantities)
     file = Checkpoint(checkpoint, settings, checkpoint_every)
     chains: WindowedChains | None = file.load(target.init_loc.device)
@@ -295,18 +332,15 @@ def refine(
     chains.attach(space, track, None if modes is None else modes.label, quantities is not None)
     chains.max_seconds = max_seconds
     run(chains, file, progress)
-    result = collect(space, modes, chains)
-    if not teach or isinstance(guide, Mapping):
-        return result
-    try:
-        taught = teach_guide(guide, result.moving(), *args, progress=progress, model_kwargs=kwargs)
-    except (KeyboardInterrupt, *IMPOSSIBLE) as error:
-        warn_user(
-            "the chains are done, but the guide learnt nothing from them "
-            f"({first_line(error)}). Cure: teach(guide, result.get_samples(), ...)"
-        )
-        return result
-    return replace(result, taught=taught)
+    return collect(space, modes, chains)
+
+
+def _call_once(sampler: Sampler) -> None:
+    """Create the parameters of a guide that was never called."""
+    guide, target = sampler.guide, sampler.target
+    if isinstance(guide, AutoDraws) and guide.prototype_trace is None:
+        with torch.no_grad(), poutine.block():
+            guide(*target.args, **target.kwargs)
 
 
 def _start(

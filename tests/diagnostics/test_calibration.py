@@ -54,6 +54,18 @@ def test_the_posterior_is_calibrated(seed):
     assert "Verdict: uniform" in str(found)
 
 
+def test_a_fit_that_resets_the_seed_gets_new_truths():
+    seen = []
+
+    def fit(conditioned):
+        pyro.set_rng_seed(0)
+        seen.append(poutine.trace(conditioned).get_trace().nodes["y"]["value"].sum().item())
+        return exact()(conditioned)
+
+    simulation_based_calibration(model, fit, DATA, num_simulations=20, num_bins=4)
+    assert len(set(seen)) == 20
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("scale", "shift", "word"),

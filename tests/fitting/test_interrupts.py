@@ -31,7 +31,7 @@ STAGES = {
     "search": ("stages.find_modes", {}, None),
     "gaussian": ("stages.set_weights", {}, None),
     "weights of the gaussian": ("stages.reliability", {}, "gaussian"),
-    "refine": ("refinement.refine", {"refine": True}, "gaussian injective"),
+    "refine": ("refinement.refine_target", {"refine": True}, "gaussian injective"),
 }
 
 
@@ -58,8 +58,8 @@ def data(x, y):
 @pytest.mark.parametrize("batches", [False, True])
 def test_a_given_guide_is_kept_when_its_chains_are_interrupted(batches, monkeypatch):
     x, y = torch.linspace(-1, 1, 8), torch.linspace(-1, 1, 8)
-    module = "minibatch_fit" if batches else "refinement"
-    monkeypatch.setattr(f"pyro_implicit.fitting.{module}.refine", press)
+    where = "minibatch_fit.refine" if batches else "refinement.refine_target"
+    monkeypatch.setattr(f"pyro_implicit.fitting.{where}", press)
     guide = AutoNormal(data)
     rows = [(x[:4], y[:4]), (x[4:], y[4:])]
     more = {"batches": rows, "epochs": 1} if batches else {}

@@ -113,7 +113,7 @@ def test_failure_is_said_and_the_guide_kept(monkeypatch):
     def fails(*args, **kwargs):
         raise ValueError("no start")
 
-    monkeypatch.setattr("pyro_implicit.fitting.refinement.refine", fails)
+    monkeypatch.setattr("pyro_implicit.fitting.refinement.refine_target", fails)
     guide = AutoNormal(correlated)
     with pytest.warns(UserWarning, match="did not refine its draws: ValueError: no start"):
         result = fit(correlated, guide, torch.tensor(1.0), refine=True, num_steps=2, **QUIET)
@@ -184,3 +184,31 @@ def test_chains_that_rounding_keeps_from_settling_have_float64_as_cure():
         UserWarning, match="In float32 the log-density .*rounding error.*Cure: float64"
     ):
         fit(model, guide, num_steps=200, lr=1e-4, refine=True, seed=0, progress=False)
+
+
+def schools(y, scales):
+    mean = pyro.sample("mean", dist.Normal(0.0, 5.0))
+    spread = pyro.sample("spread", dist.HalfCauchy(5.0))
+    with pyro.plate("schools", len(y)):
+        effect = pyro.sample("effect", dist.Normal(mean, spread))
+        pyro.sample("y", dist.Normal(effect, scales), obs=y)
+
+
+def test_one_target_of_the_model_from_search_to_chains(monkeypatch):
+    """Chains, their plan and the taught guide add targets of reparameterised models only."""
+    built = []
+    init = Target.__init__
+
+    def counting(self, model, *args, **kwargs):
+        built.append(model)
+        init(self, model, *args, **kwargs)
+
+    monkeypatch.setattr(Target, "__init__", counting)
+    y = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
+    scales = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
+    result = fit(schools, "auto", y, scales, **QUIET)
+    assert result.refined is not None and result.chosen == "conditional"
+    assert built.count(schools) == 1 and len(built) == 4
+    assert result.target.model is schools
+    result.sample(3, y, scales)
+    assert len(built) == 4

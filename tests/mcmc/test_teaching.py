@@ -265,7 +265,7 @@ def test_refuses_few_draws_and_draws_of_others():
         teach(AutoNormal(model), posterior(5))
     with pytest.raises(ValueError, match="'x', of which there are no draws.*Cure"):
         teach(AutoNormal(model), {"v": torch.zeros(50), "s": torch.ones(50)})
-    with pytest.raises(ValueError, match="these are draws. Cure"):
+    with pytest.raises(ValueError, match="got draws. Cure"):
         refine(model, posterior(8), teach=True, num_chains=8, progress=False)
 
 
