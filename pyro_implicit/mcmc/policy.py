@@ -21,124 +21,157 @@ __all__ = [
 
 @dataclass(frozen=True)
 class FramePolicy:
-    """How draws become an affine frame. Set by ``benchmarks/refine_posteriordb.py``.
+    """How draws become an affine frame. Set by ``benchmarks/refine_posteriordb.py``."""
 
-    :ivar outlier_ranges: Interquartile ranges from the median beyond which a draw is an outlier.
-    :ivar max_rank: Principal axes of a low-rank frame; memory is ``d * max_rank`` numbers.
-    :ivar axis_margin: Factor over Marchenko and Pastur's edge from which a variance is significant.
-    :ivar draws_per_dim: Draws for each dimension below which correlations are shrunk.
-    :ivar too_narrow: Ratio of the allowed width to the sd of draws above which a coordinate is
-        widened; large, because sixteen minibatches give curvatures only roughly.
-    :ivar num_draws: Draws that estimate a scale of a guide or of the prior.
-    :ivar least_draws: Draws below which their covariance is not used.
-    :ivar num_points: Points at which information, curvature and gradient noise are measured.
-    """
-
+    #: Interquartile ranges from the median beyond which a draw is an outlier.
     outlier_ranges: float = 6.0
+
+    #: Principal axes of a low-rank frame; memory is ``d * max_rank`` numbers.
     max_rank: int = 32
+
+    #: Factor over Marchenko and Pastur's edge from which a variance is significant.
     axis_margin: float = 1.05
+
+    #: Draws for each dimension below which correlations are shrunk.
     draws_per_dim: int = 10
+
+    #: Ratio of the allowed width to the sd of draws above which a coordinate is widened; large,
+    #: because sixteen minibatches give curvatures only roughly.
     too_narrow: float = 10.0
+
+    #: Draws that estimate a scale of a guide or of the prior.
     num_draws: int = 64
+
+    #: Draws below which their covariance is not used.
     least_draws: int = 20
+
+    #: Points at which information, curvature and gradient noise are measured.
     num_points: int = 8
 
 
 @dataclass(frozen=True)
 class HMCPolicy:
-    """ChEES adaptation of step size and trajectory length.
+    """ChEES adaptation of step size and trajectory length."""
 
-    :ivar target_acceptance: Mean acceptance probability; Hoffman and Gelman (2014).
-    :ivar rate: Step of the ascent of the log trajectory length; ``benchmarks/refine_ess.py``.
-    :ivar memory: Weight of older transitions in the criterion and in the mean length.
-    :ivar cost: Power of the length by which the criterion is divided, a cost of long trajectories.
-    :ivar start_length: First trajectory length, about a quarter turn of a unit Gaussian (pi / 2).
-    :ivar gamma: Shrinkage of dual averaging, in a frame whose step size is nearly right.
-    :ivar spread: Ratio of the largest to the smallest step size where trajectories fail.
-    :ivar harmonic_target: Harmonic mean of acceptance probabilities where trajectories fail.
-    :ivar least_acceptance: Least probability in that mean, so that one chain does not dominate.
-    :ivar failed_acceptance: Acceptance probability below which a trajectory counts as failed.
-    """
-
+    #: Mean acceptance probability; Hoffman and Gelman (2014).
     target_acceptance: float = 0.8
+
+    #: Step of the ascent of the log trajectory length; ``benchmarks/refine_ess.py``.
     rate: float = 0.2
+
+    #: Weight of older transitions in the criterion and in the mean length.
     memory: float = 0.8
+
+    #: Power of the length by which the criterion is divided, a cost of long trajectories.
     cost: float = 0.25
+
+    #: First trajectory length, about a quarter turn of a unit Gaussian (pi / 2).
     start_length: float = 1.5
+
+    #: Shrinkage of dual averaging, in a frame whose step size is nearly right.
     gamma: float = 0.2
+
+    #: Ratio of the largest to the smallest step size where trajectories fail.
     spread: float = 8.0
+
+    #: Harmonic mean of acceptance probabilities where trajectories fail.
     harmonic_target: float = 0.7
+
+    #: Least probability in that mean, so that one chain does not dominate.
     least_acceptance: float = 0.05
+
+    #: Acceptance probability below which a trajectory counts as failed.
     failed_acceptance: float = 0.01
 
 
 @dataclass(frozen=True)
 class WarmupPolicy:
-    """Windows of the warm-up of chains with all data. Set by ``benchmarks/refine_posteriordb.py``.
+    """Warm-up of chains with all data. Set by ``benchmarks/refine_posteriordb.py``."""
 
-    :ivar first_window: Transitions of the first window; each window is twice as long as the last.
-    :ivar least_windows: Windows before the warm-up may end.
-    :ivar tuning: Transitions in the last frame before the kernel is frozen.
-    :ivar share: Share of the budget after which the warm-up ends.
-    :ivar max_pool: Draws from which a frame is estimated; a limit of time.
-    :ivar max_stretch: White sds above which the frame must be estimated again.
-    :ivar max_failed: Share of failed trajectories above which a density counts as stiff.
-    :ivar least_lost: Nats below the median log-density at which a chain counts as lost.
-    :ivar max_lost: Share of chains that may be lost; more of them are a mode.
-    :ivar drift_errors: Standard errors within which the log-density counts as stationary.
-    :ivar drift_sd: The same in standard deviations of the log-density.
-    :ivar chunks: The longest trajectory takes this part of ``max_gradients``.
-    """
-
+    #: Transitions of the first window; each window is twice as long as the last.
     first_window: int = 8
+
+    #: Windows before the warm-up may end.
     least_windows: int = 3
+
+    #: Transitions in the last frame before the kernel is frozen.
     tuning: int = 16
+
+    #: Share of the budget after which the warm-up ends.
     share: float = 0.4
+
+    #: Draws from which a frame is estimated; a limit of time.
     max_pool: int = 4096
+
+    #: White sds above which the frame must be estimated again.
     max_stretch: float = 3.0
+
+    #: Share of failed trajectories above which a density counts as stiff.
     max_failed: float = 0.002
+
+    #: Nats below the median log-density at which a chain counts as lost.
     least_lost: float = 15.0
+
+    #: Share of chains that may be lost; more of them are a mode.
     max_lost: float = 0.02
+
+    #: Standard errors within which the log-density counts as stationary.
     drift_errors: float = 3.0
+
+    #: The same in standard deviations of the log-density.
     drift_sd: float = 0.1
+
+    #: The longest trajectory takes this part of ``max_gradients``.
     chunks: int = 40
 
 
 @dataclass(frozen=True)
 class StoppingPolicy:
-    """When chains with all data stop. Set by ``benchmarks/refine_stopping.py`` (200 runs).
+    """When chains with all data stop. Set by ``benchmarks/refine_stopping.py`` (200 runs)."""
 
-    :ivar max_error: Drift of a mean in sds, or of an sd as a share, at which it is small enough.
-    :ivar errors: Standard errors of the drift that count as drift.
-    :ivar max_allowance: Allowance for heavy tails, a factor on the drift of standard deviations.
-    :ivar max_r_hat: Nested R-hat of converged chains; five effective draws of each chain.
-    :ivar max_steady_r_hat: Nested R-hat up to which named quantities may be steady.
-    :ivar strict_r_hat: Nested R-hat of converged chains where trajectories fail.
-    :ivar enough: Effective draws after which converged chains stop.
-    :ivar least_share: Gradients, as a share of the warm-up's, after which converged chains stop.
-    :ivar first_check: Draws of each chain before the first check.
-    :ivar between_checks: Ratio of the numbers of draws of successive checks.
-    :ivar least_draws: Draws of each chain before a budget may stop the run.
-    :ivar max_crossed: Share of chains that may change modes and still count as separate.
-    :ivar max_end_failed: Share of failed trajectories above which draws are doubtful.
-    :ivar max_converged_failed: The same of converged chains, whose R-hat shows a filling neck.
-    :ivar num_weighed: Draws of each mode for bridge sampling.
-    """
-
+    #: Drift of a mean in sds, or of an sd as a share, at which it is small enough.
     max_error: float = 0.05
+
+    #: Standard errors of the drift that count as drift.
     errors: float = 2.0
+
+    #: Allowance for heavy tails, a factor on the drift of standard deviations.
     max_allowance: float = 2.0
+
+    #: Nested R-hat of converged chains; five effective draws of each chain.
     max_r_hat: float = 1.1
+
+    #: Nested R-hat up to which named quantities may be steady.
     max_steady_r_hat: float = 2.0
+
+    #: Nested R-hat of converged chains where trajectories fail.
     strict_r_hat: float = 1.05
+
+    #: Effective draws after which converged chains stop.
     enough: int = 4000
+
+    #: Gradients, as a share of the warm-up's, after which converged chains stop.
     least_share: float = 0.5
+
+    #: Draws of each chain before the first check.
     first_check: int = 16
+
+    #: Ratio of the numbers of draws of successive checks.
     between_checks: float = 1.2
+
+    #: Draws of each chain before a budget may stop the run.
     least_draws: int = 12
+
+    #: Share of chains that may change modes and still count as separate.
     max_crossed: float = 0.01
+
+    #: Share of failed trajectories above which draws are doubtful.
     max_end_failed: float = 0.01
+
+    #: The same of converged chains, whose R-hat shows a filling neck.
     max_converged_failed: float = 0.05
+
+    #: Draws of each mode for bridge sampling.
     num_weighed: int = 2000
 
 
@@ -147,135 +180,177 @@ class SpacePolicy:
     """Which space chains walk in, and how the conditional space is made.
 
     Set by ``benchmarks/refine_models.py`` and the hard geometries of ``benchmarks/posteriordb``.
-
-    :ivar probe: Transitions of a trial walk; the first third does not count.
-    :ivar probe_leapfrogs: Leapfrog steps of a transition in a trial walk.
-    :ivar easy: Gradients of a transition up to which a guide's noise needs no comparison.
-    :ivar faster: Ratio of speeds above which the latents replace a guide's noise.
-    :ivar max_replaced: Share of replaced starts above which a space is left.
-    :ivar fold_draws: Noise draws at which a generator is checked for folds.
-    :ivar middle_draws: Draws of the guide whose median is the middle of the posterior.
-    :ivar max_sites: Sites that are analysed one after the other.
-    :ivar max_columns: Columns of a Hessian that are computed; more are probed by random signs.
-    :ivar num_probes: Random signs of Hutchinson's estimate.
-    :ivar max_watched: Elements of a site at which the law of its information is fitted.
-    :ivar max_dense: Latents of a scaled block that share one matrix.
-    :ivar num_points: Points at which the law of the information is fitted.
-    :ivar point_spread: Sd of these points, in unconstrained coordinates.
-    :ivar explained: Share of the variance that the law must explain.
-    :ivar constant: Sd of log information below which it counts as constant.
-    :ivar least_power: Powers below this are dropped from a law.
-    :ivar factor_power: Power above which a latent counts as a factor; less belongs to noise scales.
-    :ivar least_told: Information, in units of the prior's, below which a site is left out.
-    :ivar max_rest: Mean squared error of the score of a standard normal that is round enough.
-    :ivar far: Sds by which other latents are moved in that check.
-    :ivar difference: Step of central differences, in unconstrained coordinates.
     """
 
+    #: Transitions of a trial walk; the first third does not count.
     probe: int = 24
+
+    #: Leapfrog steps of a transition in a trial walk.
     probe_leapfrogs: int = 16
+
+    #: Gradients of a transition up to which a guide's noise needs no comparison.
     easy: float = 8.0
+
+    #: Ratio of speeds above which the latents replace a guide's noise.
     faster: float = 1.2
+
+    #: Share of replaced starts above which a space is left.
     max_replaced: float = 0.1
+
+    #: Noise draws at which a generator is checked for folds.
     fold_draws: int = 64
+
+    #: Draws of the guide whose median is the middle of the posterior.
     middle_draws: int = 128
+
+    #: Sites that are analysed one after the other.
     max_sites: int = 12
+
+    #: Columns of a Hessian that are computed; more are probed by random signs.
     max_columns: int = 1200
+
+    #: Random signs of Hutchinson's estimate.
     num_probes: int = 64
+
+    #: Elements of a site at which the law of its information is fitted.
     max_watched: int = 16
+
+    #: Latents of a scaled block that share one matrix.
     max_dense: int = 128
+
+    #: Points at which the law of the information is fitted.
     num_points: int = 24
+
+    #: Sd of these points, in unconstrained coordinates.
     point_spread: float = 0.3
+
+    #: Share of the variance that the law must explain.
     explained: float = 0.8
+
+    #: Sd of log information below which it counts as constant.
     constant: float = 0.1
+
+    #: Powers below this are dropped from a law.
     least_power: float = 0.1
+
+    #: Power above which a latent counts as a factor; less belongs to noise scales.
     factor_power: float = 1.5
+
+    #: Information, in units of the prior's, below which a site is left out.
     least_told: float = 0.01
+
+    #: Mean squared error of the score of a standard normal that is round enough.
     max_rest: float = 0.3
+
+    #: Sds by which other latents are moved in that check.
     far: float = 3.0
+
+    #: Step of central differences, in unconstrained coordinates.
     difference: float = 0.01
 
 
 @dataclass(frozen=True)
 class LangevinPolicy:
-    """Chains that see minibatches. Set by ``benchmarks/refine_minibatches.py``.
+    """Chains that see minibatches. Set by ``benchmarks/refine_minibatches.py``."""
 
-    :ivar friction: Friction of SGHMC, critical for directions twice as wide as the frame says.
-    :ivar max_heat: Share by which gradient noise may widen variances.
-    :ivar max_discretisation: Share by which SGLD's steps may widen the narrowest direction.
-    :ivar max_growth: Ratio of the step sizes of successive windows.
-    :ivar max_temperature: Temperature of velocities above which a step counts as too long.
-    :ivar power_iterations: Iterations of the power method for the largest curvature.
-    :ivar curvature_distance: Distance of two points whose gradients give a curvature, in the frame.
-    :ivar warmup_share: Share of the budget for the warm-up.
-    :ivar least_steps: Steps after the warm-up that a time budget leaves, and three for each cycle.
-    :ivar default_epochs: Epochs of a run without ``max_epochs``, at least.
-    :ivar default_steps: Steps of such a run, at least.
-    :ivar least_in_all: Steps of the shortest run.
-    :ivar enough: Relaxation times after which the mean has forgotten the start.
-    :ivar peak: Ratio of the largest to the chosen step size in a cycle; Zhang et al. (2020).
-    :ivar max_values: Numbers drawn or differentiated at once; a limit of memory.
-    """
-
+    #: Friction of SGHMC, critical for directions twice as wide as the frame says.
     friction: float = 1.0
+
+    #: Share by which gradient noise may widen variances.
     max_heat: float = 0.5
+
+    #: Share by which SGLD's steps may widen the narrowest direction.
     max_discretisation: float = 0.05
+
+    #: Ratio of the step sizes of successive windows.
     max_growth: float = 2.0
+
+    #: Temperature of velocities above which a step counts as too long.
     max_temperature: float = 3.0
+
+    #: Iterations of the power method for the largest curvature.
     power_iterations: int = 6
+
+    #: Distance of two points whose gradients give a curvature, in the frame.
     curvature_distance: float = 0.1
+
+    #: Share of the budget for the warm-up.
     warmup_share: float = 0.3
+
+    #: Steps after the warm-up that a time budget leaves, and three for each cycle.
     least_steps: int = 10
+
+    #: Epochs of a run without ``max_epochs``, at least.
     default_epochs: int = 10
+
+    #: Steps of such a run, at least.
     default_steps: int = 2000
+
+    #: Steps of the shortest run.
     least_in_all: int = 4
+
+    #: Relaxation times after which the mean has forgotten the start.
     enough: float = 2.0
+
+    #: Ratio of the largest to the chosen step size in a cycle; Zhang et al. (2020).
     peak: float = 4.0
+
+    #: Numbers drawn or differentiated at once; a limit of memory.
     max_values: int = 10**6
 
 
 @dataclass(frozen=True)
 class TeachPolicy:
-    """How a guide learns from draws. Set by ``benchmarks/refine_teach.py``.
+    """How a guide learns from draws. Set by ``benchmarks/refine_teach.py``."""
 
-    :ivar least_draws: Draws below which nothing is learnt.
-    :ivar max_learnt: Draws that a guide learns from.
-    :ivar max_held_out: Draws of the validation set.
-    :ivar held_out_part: One draw in this many is held out.
-    :ivar every: Steps between two evaluations on the validation set.
-    :ivar patience: Evaluations without a gain after which the training ends.
-    :ivar clip_norm: Norm to which gradients are clipped.
-    :ivar near: Relative error of a value at which Newton's method has found its noise.
-    :ivar newton_steps: Steps of Newton's method without a start.
-    :ivar least_share: Responsibility below which a component does not learn from a draw.
-    """
-
+    #: Draws below which nothing is learnt.
     least_draws: int = 20
+
+    #: Draws that a guide learns from.
     max_learnt: int = 4096
+
+    #: Draws of the validation set.
     max_held_out: int = 1024
+
+    #: One draw in this many is held out.
     held_out_part: int = 5
+
+    #: Steps between two evaluations on the validation set.
     every: int = 25
+
+    #: Evaluations without a gain after which the training ends.
     patience: int = 6
+
+    #: Norm to which gradients are clipped.
     clip_norm: float = 10.0
+
+    #: Relative error of a value at which Newton's method has found its noise.
     near: float = 1e-4
+
+    #: Steps of Newton's method without a start.
     newton_steps: int = 30
+
+    #: Responsibility below which a component does not learn from a draw.
     least_share: float = 1e-3
 
 
 @dataclass(frozen=True)
 class ChainPolicy:
-    """All settings of :func:`~pyro_implicit.mcmc.refine` that are not its arguments.
+    """All settings of :func:`~pyro_implicit.mcmc.refine` that are not its arguments."""
 
-    :ivar num_chains: Chains with all data, by default.
-    :ivar least_chains: Chains with all data, at least: they learn by comparison.
-    :ivar num_minibatch_chains: Chains that see minibatches, by default.
-    :ivar least_kept: Kept draws of each chain, at least: fewer have no halves to compare.
-    """
-
+    #: Chains with all data, by default.
     num_chains: int = 256
+
+    #: Chains with all data, at least: they learn by comparison.
     least_chains: int = 8
+
+    #: Chains that see minibatches, by default.
     num_minibatch_chains: int = 8
+
+    #: Kept draws of each chain, at least: fewer have no halves to compare.
     least_kept: int = 4
+
+    #: Parts of the policy, by their subject.
     frame: FramePolicy = field(default_factory=FramePolicy)
     hmc: HMCPolicy = field(default_factory=HMCPolicy)
     warmup: WarmupPolicy = field(default_factory=WarmupPolicy)
