@@ -16,9 +16,8 @@ from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.sites import is_data, is_flat
 
-__all__ = ["NUM_CHAINS", "ArvizExport", "as_datatree", "as_inferencedata", "joined", "model_groups"]
+__all__ = ["ArvizExport", "as_datatree", "as_inferencedata", "joined", "model_groups"]
 
-NUM_CHAINS = 4  # as samplers export; ArviZ's plots draw each chain
 
 Draws = Mapping[str, Tensor]
 Groups = dict[str, Draws]
@@ -38,7 +37,7 @@ class ArvizExport:
         log_likelihood: bool = False,
         posterior_predictive: bool = False,
         prior: int | None = None,
-        num_chains: int | None = NUM_CHAINS,
+        num_chains: int | None = 4,
         coords: Mapping[str, Any] | None = None,
         dims: Mapping[str, Any] | None = None,
         model_kwargs: dict[str, Any] | None = None,

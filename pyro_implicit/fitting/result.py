@@ -19,7 +19,6 @@ from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
 from pyro_implicit.export.arviz import (
-    NUM_CHAINS,
     as_datatree,
     as_inferencedata,
     joined,
@@ -179,7 +178,7 @@ class Fit(Printed):
         log_likelihood: bool = False,
         posterior_predictive: bool = False,
         prior: int | None = None,
-        num_chains: int | None = NUM_CHAINS,
+        num_chains: int | None = 4,
         coords: Mapping[str, Any] | None = None,
         dims: Mapping[str, Any] | None = None,
     ) -> Any:
