@@ -12,7 +12,7 @@ from pyro.infer import Trace_ELBO
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pyro_implicit.infer.networks import NetworkELBO
+from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.runtime.files import (
     random_streams,
     read_file,

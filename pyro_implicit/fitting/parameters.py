@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_implicit.density.target import Target
-from pyro_implicit.infer.networks import NetworkELBO
+from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.runtime.sites import Owned, announce, owned_by, unconstrained
 
 __all__ = [

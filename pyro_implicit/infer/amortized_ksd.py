@@ -14,7 +14,7 @@ from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import MLP
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.sites import ImplicitSite, moments_log_q, send_gradients
-from pyro_implicit.infer.networks import NetworkELBO
+from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.ops.jacobian import forward_product
 
 __all__ = ["AmortizedKSD_ELBO"]
@@ -29,15 +29,15 @@ class AmortizedKSD_ELBO(NetworkELBO):
         E_q\left[ \nabla \log p(x, v)^\top h(v) + \nabla \cdot h(v) - \tfrac12 \|h(v)\|^2 \right],
 
     whose optimum is :math:`h = \nabla \log p - \nabla \log q`, and the generator moves its draws
-    along it. The divergence is estimated by Hutchinson's method. The points v are the values of the
+    along h. Hutchinson's method estimates the divergence. The points v are the values of the
     generator, before the frame of an autoguide and other transforms, so that their scale is about
-    1; :math:`\log p` is the density of those. A context is shown to the critic.
+    1; :math:`p` is their density. The critic sees the context, if any.
 
     The ELBO owns the critics and their optimiser, which takes its steps in the backward pass of
-    every training step, as the gradients of log p are known only then; see
-    :class:`~pyro_implicit.infer.AVB_ELBO` for where they are kept.
+    each training step, because the gradients of log p are known only then; see
+    :class:`~pyro_implicit.infer.AVB_ELBO` for their parameters.
 
-    **The loss is optimistic**, as that of :class:`AmortizedSVGD_ELBO`. Compare no models by it.
+    **The loss is optimistic**, as that of :class:`AmortizedSVGD_ELBO`. Do not compare models by it.
 
     **Example:**
 
@@ -56,7 +56,7 @@ class AmortizedKSD_ELBO(NetworkELBO):
     :param critic: a function ``(value_dim, context_dim) -> module`` that makes h, called
         ``h(values)`` or ``h(values, context)`` with values ``(*batch, value_dim)`` and returning
         their shape; by default an :class:`~pyro_implicit.MLP` of two hidden layers.
-    :param critic_steps: of its optimiser, per step of the guide, on the same draws.
+    :param critic_steps: steps of its optimiser per step of the guide, on the same draws.
     :param critic_optim: arguments of its :class:`torch.optim.Adam`.
     :param kwargs: see :class:`~pyro_implicit.infer.ImplicitELBO`.
     :raises ValueError: for arguments out of range.
@@ -88,7 +88,7 @@ class AmortizedKSD_ELBO(NetworkELBO):
         self._make_critic = critic or _default_critic
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
-        """The draws, whose gradients are the critic's."""
+        """Return the draws; the critic gives their gradients."""
         draw = site.draw
         if not (torch.is_grad_enabled() and draw.requires_grad):
             return None
@@ -100,7 +100,7 @@ class AmortizedKSD_ELBO(NetworkELBO):
         return sent
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
-        """The Gaussian's log q, and zeros whose gradient tells what a unit of entropy weighs."""
+        """Return the Gaussian's log q, and zeros whose gradient is the weight of the entropy."""
         log_q = moments_log_q(site)
         weights = self.state.step.get(("weights", site.name))
         if weights is None:
@@ -110,17 +110,12 @@ class AmortizedKSD_ELBO(NetworkELBO):
     def _criticise(
         self, site: ImplicitSite, network: nn.Module, gradient: Tensor, weight: Tensor
     ) -> Tensor:
-        """Train the critic and ask it.
-
-        :param gradient: of the loss without entropy, of the shape of ``site.draw``.
-        :param weight: of the entropy in the loss, by masks and scales, ``site.batch_shape``.
-        :returns: the gradient of the loss at the draw.
-        """
+        """Train the critic, and return the gradient of the whole loss at the draw."""
 
         def times_weight(x: Tensor, factor: Tensor) -> Tensor:
             return x * factor.reshape(weight.shape + (1,) * (x.dim() - weight.dim()))
 
-        heard = weight != 0  # where masks leave any entropy
+        heard = weight != 0  # a mask may remove the entropy
         factor = torch.where(heard, 1 / torch.where(heard, weight, 1.0), 0.0)
         score = -times_weight(gradient, factor) - site.score_at_draw(torch.zeros_like(site.value))
         with torch.enable_grad():
@@ -147,8 +142,7 @@ class AmortizedKSD_ELBO(NetworkELBO):
 
 
 def _stein_objective(critic: Callable[[Tensor], Tensor], points: Tensor, score: Tensor) -> Tensor:
-    """The integrand of the critic's objective, with a random probe for the divergence: ``(*batch)``
-    for points ``(*batch, m)``."""
+    """Return the integrand of the critic's objective, ``(*batch)`` for points ``(*batch, m)``."""
     probe = torch.randint_like(points, 2) * 2 - 1
     change, difference = forward_product(critic, points, probe)
     integrand = score * change + probe * difference - 0.5 * change.square()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stein variational gradient descent that trains a generator in the place of particles."""
+"""Stein variational gradient descent that trains a generator instead of particles."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
         v(\theta_i) = \frac1K \sum_j \left[ \nabla \log p(x, \theta'_j)\, k(\theta'_j, \theta_i)
         + \nabla_{\theta'_j} k(\theta'_j, \theta_i) \right],
 
-    with the kernel between the site's values as the guide draws them, its bandwidth
-    :func:`~pyro_implicit.ops.particle_bandwidth`. All plates' elements have kernels of their own.
-    With a single batch, as in ref. 2, the sums are biased: few particles lose half the variance.
-    The kernel's identity wants densities that vanish at the edge of the support: leave constrained
-    latents to :class:`~pyro_implicit.AutoImplicit`, whose values are unconstrained.
+    with the kernel between the site's values as the guide draws them and the bandwidth
+    :func:`~pyro_implicit.ops.particle_bandwidth`. Each element of a plate has its own kernel. With
+    a single batch, as in ref. 2, the sums are biased: few particles lose half the variance. Stein's
+    identity needs densities that vanish at the edge of the support: for constrained latent
+    variables use :class:`~pyro_implicit.AutoImplicit`, whose values are unconstrained.
 
-    **The loss is optimistic.** The velocities need no density, so the value has the entropy of the
-    Gaussian with the moments of the draws in place of q's own, which is smaller unless q is that
-    Gaussian. Compare no models by it.
+    **The loss is optimistic.** The velocities give no density, so the value uses the entropy of the
+    Gaussian with the moments of the draws, which exceeds the entropy of every other q with these
+    moments. Do not compare models by it.
 
     **Example:**
 
@@ -67,8 +67,8 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
     :param num_particles: draws of the guide per step, at least 2.
     :param kernel: ``"rbf"`` or ``"imq"``.
     :param kwargs: see :class:`~pyro_implicit.infer.ImplicitELBO`.
-    :raises ValueError: for arguments out of range; at the first step, for a context or scale made
-        from other latents: then each particle has a distribution of its own.
+    :raises ValueError: for arguments out of range; at the first step, for a context or scale
+        that depends on other latent variables, so that each particle has its own distribution.
 
     **References:**
 
@@ -94,13 +94,13 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
         """Refuse a site whose particles differ in distribution."""
         if differs_by_particle(site.distribution):
             raise ValueError(
-                f"the context or scale of site '{site.name}' is made from other latents, so that "
-                f"each particle has a distribution of its own, but {type(self).__name__} compares "
+                f"the context or scale of site '{site.name}' depends on other latents, so that "
+                f"each particle has its own distribution, but {type(self).__name__} compares "
                 "particles of one distribution. Cure: AmortizedKSD_ELBO, or a context of data alone"
             )
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
-        """The draws of the model's batch, whose gradient goes to those of the second batch."""
+        """Return the draws of the model's batch; their gradient goes to the second batch."""
         if not (torch.is_grad_enabled() and site.draw.requires_grad):
             return None
         _, draw = second_batch(site)
@@ -122,10 +122,10 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
         return send_gradient(site.draw, draw, share)
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
-        """The Gaussian's log q, and the kernel's repulsion at the second batch."""
+        """Return the Gaussian's log q, and the kernel's repulsion at the second batch."""
         log_q = moments_log_q(site)
         path = self.state.step.get(("repulsion", site.name))
         if path is None:
             return ScoreParts(log_q, 0, log_q)
-        # At the draw itself, where the log-determinant of the site's transforms is no term.
+        # The path is at the draw itself, so the transforms' log-determinant must not count.
         return ScoreParts(log_q, 0, site.log_abs_det - path)

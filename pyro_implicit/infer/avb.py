@@ -20,7 +20,7 @@ from pyro_implicit.infer.engine.sites import (
     pool_particles,
     site_draws,
 )
-from pyro_implicit.infer.networks import NetworkELBO
+from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.ops import Covariance, logistic_ratio_loss, standardize
 
 __all__ = ["AVB_ELBO"]
@@ -31,16 +31,16 @@ Discriminator = Callable[..., Tensor]
 class AVB_ELBO(NetworkELBO):
     r"""ELBO of implicit guides by a density ratio that a discriminator learns (AVB).
 
-    A network T tells draws of each implicit site from draws of a contrast r by logistic loss. At
-    its optimum it is their log-ratio,
+    A network T learns to discriminate draws of each implicit site from draws of a contrast r, by
+    the logistic loss. At its optimum it is their log-ratio,
 
     .. math::
         \log q(\theta) = \log r(\theta) + T(\theta),
 
-    and the gradient of the entropy passes through :math:`\theta` alone, not through T. By adaptive
-    contrast, the default, r is a Gaussian with the moments of the site's own draws and T sees
-    standardised draws; by prior contrast, r is the prior in unconstrained space. Where the site has
-    a context (an amortised guide), T is conditioned on it: ``T(values, context)``.
+    and the gradient of the entropy passes through :math:`\theta` only, not through T. With the
+    adaptive contrast, the default, r is a Gaussian with the moments of the site's draws, and T sees
+    standardised draws; with the prior contrast, r is the prior in unconstrained space. If the site
+    has a context (an amortised guide), T is conditioned on it: ``T(values, context)``.
 
     The ELBO owns the discriminators, ``networks`` by site, and their optimiser, which takes its
     steps in every training step, before the gradient of the guide. ``ELBOModule.parameters()``,
@@ -58,25 +58,25 @@ class AVB_ELBO(NetworkELBO):
     True
 
     :param num_particles: draws of the guide per step that the model sees.
-    :param num_entropy_particles: draws of each implicit site that the discriminator sees, at least;
-        see :class:`~pyro_implicit.infer.KIVI_ELBO`.
+    :param num_entropy_particles: minimum number of draws of each implicit site for the
+        discriminator; see :class:`~pyro_implicit.infer.KIVI_ELBO`.
     :param discriminator: a function ``(value_dim, context_dim) -> module`` that makes T, called
         ``T(values)`` or ``T(values, context)`` with values ``(*batch, value_dim)`` and returning
         logits ``(*batch, 1)``; by default an :class:`~pyro_implicit.MLP` of two hidden layers.
-    :param discriminator_steps: of its optimiser, per step of the guide, each on fresh draws, which
-        are neither those of the model nor those at which T is evaluated.
+    :param discriminator_steps: steps of its optimiser per step of the guide, each on fresh draws
+        that differ from those of the model and those at which T is evaluated.
     :param discriminator_optim: arguments of its :class:`torch.optim.Adam`.
     :param contrast: ``"adaptive"`` or ``"prior"``.
     :param covariance: of the adaptive contrast, ``"diagonal"`` or ``"full"``.
     :param log_prior_logit: with prior contrast, let the logit be :math:`T(\theta) -
-        \log p(\theta)`, so that T has to learn :math:`\log q` only. Wants priors without parents.
+        \log p(\theta)`, so that T learns :math:`\log q` only. Needs priors without parents.
     :param kwargs: see :class:`ImplicitELBO`.
     :raises ValueError: for arguments out of range; at a step, for a prior that cannot be the
         contrast.
 
-    The value is only as good as the discriminator, which trails behind the guide, and in many
-    dimensions tells any two sets of samples apart: expect it to fail on networks of thousands of
-    weights. In a plate it can tell the elements' distributions apart by the context alone.
+    The value is only as good as the discriminator, which lags behind the guide, and separates any
+    two sets of samples in many dimensions: expect it to fail on networks with thousands of weights.
+    In a plate, only the context tells the discriminator which element a draw belongs to.
 
     **References:**
 
@@ -121,7 +121,7 @@ class AVB_ELBO(NetworkELBO):
         self._make_discriminator = discriminator or _default_discriminator
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
-        """The mean of log q over all draws of the site, for each particle the same."""
+        """Return the mean of log q over all draws of the site, the same for each particle."""
         draws, log_scale = self._points(site, prior)
         network = self._discriminator(site, draws)
         if torch.is_grad_enabled():
@@ -138,8 +138,7 @@ class AVB_ELBO(NetworkELBO):
     def _points(
         self, site: ImplicitSite, prior: SitePrior, fresh: bool = False
     ) -> tuple[Tensor, Tensor | float]:
-        """Draws of the site as the discriminator sees them, ``(*sets, n, m)``, and by how much they
-        were scaled."""
+        """Return the discriminator's inputs, ``(*sets, n, m)``, and the log of their scaling."""
         draws = site_draws(site, self.num_particles, self.num_entropy_particles, fresh)
         if self.contrast == "prior":
             draws = prior.unconstrain(site.push(draws))
@@ -153,7 +152,7 @@ class AVB_ELBO(NetworkELBO):
         prior_draws = prior.sample(draws.shape[-2])
         if prior.memory.on_others:
             raise ValueError(
-                f"the prior of site '{site.name}' is made from latents of other sites, which the "
+                f"the prior of site '{site.name}' depends on latents of other sites, which the "
                 'discriminator does not see. Cure: contrast="adaptive"'
             )
         return prior_draws
@@ -161,7 +160,7 @@ class AVB_ELBO(NetworkELBO):
     def _logits(
         self, site: ImplicitSite, prior: SitePrior, network: Discriminator, points: Tensor
     ) -> Tensor:
-        """T at the points ``(*sets, n, m)``: ``(*sets, n)``."""
+        """Return T at the points ``(*sets, n, m)``: ``(*sets, n)``."""
         context = site.distribution.context
         if context is None:
             logits = network(points)

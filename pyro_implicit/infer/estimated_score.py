@@ -40,12 +40,12 @@ class ScoreELBO(ImplicitELBO):
         = -E_z\left[ \left(\frac{\partial \theta}{\partial \phi}\right)^\top
           \nabla_\theta \log q_\phi(\theta) \right],
 
-    and a kernel method estimates that from the draws. The prior takes no part in it, so it may be
-    anything, flat ones included, and a guide needs no noise of its own around the generator.
-    ``estimator="stein"`` is amortised GFSF: the estimators are the same.
+    and a kernel method estimates this score from the draws. It does not involve the prior, which
+    may be flat, and the guide needs no noise around its generator. ``estimator="stein"`` is
+    amortised GFSF: the estimators are the same.
 
-    Kernels know one length only, so the estimator gets draws with their own moments taken out,
-    :math:`w = L^{-1} (\theta - \mu)`, and :math:`H[q] = \log\det L + H[q_w]` does the rest.
+    Kernels have a single length scale, so the estimator sees standardised draws
+    :math:`w = L^{-1} (\theta - \mu)`, and :math:`H[q] = \log\det L + H[q_w]`.
 
     **Example:**
 
@@ -62,23 +62,23 @@ class ScoreELBO(ImplicitELBO):
     :param num_particles: draws of the guide per step that the model sees.
     :param estimator: ``"spectral"`` (SSGE), ``"stein"`` (Li and Turner, GFSF), or a function from
         draws ``(*batch, n, m)`` to their scores, such as ``functools.partial(stein_score,
-        ridge=1e-2)``. Each element of the batch is a distribution of its own.
-    :param num_entropy_particles: draws of each implicit site that the estimator sees, at least:
-        those of ``num_particles`` and, where they are fewer, more of the same site. A site whose
-        context or scale depends on other latents gets that many for each particle; all that a
-        generator takes from other latents must reach it through the context.
-    :param covariance: of the moments taken out: ``"full"``, which wants more entropy particles than
-        dimensions; ``"diagonal"``; ``"auto"``: full where there are twice as many entropy particles
-        as dimensions and at least as many noise dimensions, else diagonal; ``None``: nothing is
-        taken out, as in the papers. Then directions much narrower than the median distance are
-        seen badly, by ``"spectral"`` not at all, and there the guide collapses.
+        ridge=1e-2)``. Each element of the batch is a separate distribution.
+    :param num_entropy_particles: minimum number of draws of each implicit site for the estimator:
+        the ``num_particles`` draws, and more draws of the site if these are fewer. A site whose
+        context or scale depends on other latent variables gets that number for each particle. A
+        generator must receive other latent variables through its context only.
+    :param covariance: how draws are standardised: ``"full"``, which needs more entropy particles
+        than dimensions; ``"diagonal"``; ``"auto"``: full if there are twice as many entropy
+        particles as dimensions and at least as many noise dimensions, else diagonal; ``None``: not
+        at all, as in the papers. Then directions much narrower than the median distance are
+        estimated badly, by ``"spectral"`` not at all, and the guide collapses along them.
     :param kwargs: see :class:`~pyro_implicit.infer.ImplicitELBO`.
     :raises ValueError: for arguments out of range; at a step, for a full covariance of too few
         draws, for draws on a hyperplane, or for an estimator that returns another shape.
 
-    **The loss is optimistic.** A score is no density, so the value has the entropy of the Gaussian
-    with the moments of the draws (a diagonal one if ``covariance=None``) in place of q's own, which
-    is smaller unless q is that Gaussian. Compare no models by it.
+    **The loss is optimistic.** A score gives no density, so the value uses the entropy of the
+    Gaussian with the moments of the draws (diagonal if ``covariance=None``), which exceeds the
+    entropy of every other q with these moments. Do not compare models by it.
 
     **References:**
 
@@ -117,7 +117,7 @@ class ScoreELBO(ImplicitELBO):
         self.covariance: Literal["auto"] | Covariance | None = covariance
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
-        """The means over all draws of the site, for each particle the same."""
+        """Return means over all draws of the site, the same for each particle."""
         draws = site_draws(site, self.num_particles, self.num_entropy_particles)
         draws = draws.reshape(draws.shape[:1] + site.distribution.batch_shape + (-1,))
         draws = pool_particles(draws, site, self.num_particles)
@@ -129,8 +129,8 @@ class ScoreELBO(ImplicitELBO):
             if covariance is None:
                 entropy_term = self._surrogate(site, draws)
             else:
-                # The moments move with the draws, so what the score says of location and scale
-                # drops out, and the log-determinant, which knows the scale, takes its place.
+                # The moments move with the draws, so the score's part along location and scale
+                # cancels; the log-determinant replaces it.
                 white, log_det = standardize(draws, covariance)
                 entropy_term = self._surrogate(site, white) - log_det
         except torch.linalg.LinAlgError as error:
@@ -144,7 +144,7 @@ class ScoreELBO(ImplicitELBO):
         return ScoreParts(log_q, 0, entropy_term)
 
     def _surrogate(self, site: ImplicitSite, draws: Tensor) -> Tensor:
-        """The mean over draws of a linear function that has the score as its gradient."""
+        """Return the mean over draws of a linear function whose gradient is the score."""
         score = self.estimator(draws.detach()).detach()
         if score.shape != draws.shape:
             raise ValueError(
@@ -158,7 +158,7 @@ class ScoreELBO(ImplicitELBO):
 class AmortizedGFSF_ELBO(ScoreELBO):
     """Implicit guides trained along gradient flows with smoothed functions (amortised GFSF).
 
-    That is :class:`ScoreELBO` with the Stein estimator of the draws as they are.
+    This is :class:`ScoreELBO` with the Stein estimator, without standardisation.
 
     **Example:**
 
@@ -166,7 +166,7 @@ class AmortizedGFSF_ELBO(ScoreELBO):
     True
 
     :param num_particles: draws of the guide per step that the model sees.
-    :param num_entropy_particles: draws of each implicit site that the estimator sees, at least.
+    :param num_entropy_particles: minimum number of draws of each implicit site for the estimator.
     :param kwargs: see :class:`~pyro_implicit.infer.ImplicitELBO`.
 
     **References:**

@@ -26,7 +26,7 @@ from pyro_implicit.infer.engine.sites import (
     send_gradient,
     site_linearisation,
 )
-from pyro_implicit.infer.networks import NetworkELBO
+from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.ops import jacobian_products
 from pyro_implicit.ops.kernels import (
     RadialKernel,
@@ -43,18 +43,18 @@ AFFINE = (AffineTransform, LowerCholeskyAffine)
 
 
 class GPVIHelper(nn.Module):
-    r"""A network of noise and kernel gradients that learns :math:`J_f^{-\top} \nabla k`.
+    r"""A network that learns :math:`J_f^{-\top} \nabla k` from noise and kernel gradients.
 
-    One layer for each input, then three for both, all with ReLU but the last.
+    One layer for each input, then three for both, with ReLU after all but the last.
 
     **Example:**
 
     >>> GPVIHelper(2, 5)(torch.zeros(7, 2), torch.zeros(7, 5)).shape
     torch.Size([7, 5])
 
-    :param core_dim: size of the noise that it sees.
+    :param core_dim: size of its noise input.
     :param value_dim: size of the gradients and of the output.
-    :param width: of the hidden layers.
+    :param width: width of the hidden layers.
 
     **References:**
 
@@ -92,7 +92,7 @@ def helper_loss(
     gradients: Tensor,
     core_dim: int,
 ) -> Tensor:
-    r"""The loss of the helper network, :math:`\|J_f^\top h - \nabla k\|^2` (eq 11), its mean.
+    r"""Return the mean loss of the helper network, :math:`\|J_f^\top h - \nabla k\|^2` (eq 11).
 
     :param generate: f, from ``(*batch, m)`` to ``(*batch, m)``, each row on its own.
     :param noise: ``(*batch, m)``.
@@ -108,20 +108,20 @@ def helper_loss(
 class GPVI_ELBO(NetworkELBO):
     r"""ELBO of injective implicit guides by kernel gradients in the space of functions (GPVI).
 
-    Of a guide :math:`\theta = f(z)` the model sees one batch of draws, of noise z'; with a second
-    batch, of noise z, gradient descent moves each :math:`f(z_i)` along :math:`-v(z_i)`,
+    The model sees one batch of draws of the guide :math:`\theta = f(z)`, with noise z'. Gradient
+    descent moves each draw :math:`f(z_i)` of a second batch along :math:`-v(z_i)`,
 
     .. math::
         v(z_i) = \frac1K \sum_j \left[ -\nabla_\theta \log p(x, f(z'_j))\, k(z'_j, z_i)
         - J_f(z'_j)^{-\top} \nabla_{z'} k(z'_j, z_i) \right],
 
     where v is the gradient of the KL divergence in the space of functions of the kernel k. The
-    kernel compares noise; its bandwidth is :func:`~pyro_implicit.ops.particle_bandwidth`. All
-    plates' elements have kernels of their own.
+    kernel compares noise; its bandwidth is :func:`~pyro_implicit.ops.particle_bandwidth`. Each
+    element of a plate has its own kernel.
 
-    The reported loss is the true ELBO, as the density of such a guide is exact. So is the gradient
-    of :class:`InjectiveELBO`, with the same guides, at the same price and without a kernel that in
-    many dimensions sees little: this method is here to be compared.
+    The reported loss is the exact ELBO, because such a guide has an exact density. This method
+    serves for comparison: :class:`InjectiveELBO` trains the same guides with exact gradients, at
+    the same cost, and without a kernel, which resolves little in many dimensions.
 
     **Example:**
 
@@ -139,24 +139,25 @@ class GPVI_ELBO(NetworkELBO):
     :param num_particles: draws of each batch, at least 2.
     :param jacobian: ``"exact"``: the sums with :math:`J_f^{-\top}` in closed form, for
         :class:`~pyro_implicit.ResidualGenerator` by one k x k solve for each particle, else by one
-        dense inverse. ``"helper"``: by a network, as in the paper, at a memory of K x K x m.
+        dense inverse. ``"helper"``: by a network, as in the paper, with K x K x m numbers in
+        memory.
     :param kernel: ``"rbf"`` or ``"imq"``.
     :param helper: a function ``(core_dim, value_dim) -> module`` that makes the helper network of a
         site, called ``h(core, gradients)`` with the noise that enters the network of the generator
-        (all of it, where there is no ``core_dim``) and the kernel's gradients; by default
-        :class:`~pyro_implicit.infer.gpvi.GPVIHelper`. It takes one step in every
+        (all of it, if there is no ``core_dim``) and the kernel's gradients; by default
+        :class:`~pyro_implicit.infer.gpvi.GPVIHelper`. It takes one step in each
         training step.
     :param helper_optim: arguments of its :class:`torch.optim.Adam`.
     :param kwargs: see :class:`~pyro_implicit.infer.ImplicitELBO`.
     :raises ValueError: for arguments out of range; at the first step, for the sites that
-        :class:`InjectiveELBO` refuses, for a context made from other latents (then each particle
-        has a distribution of its own), and for any context beside ``"helper"``.
+        :class:`InjectiveELBO` refuses, for a context that depends on other latent variables (then
+        each particle has its own distribution), and for any context with ``"helper"``.
 
     **References:**
 
     1. Ratzlaff et al. (2021), *Generative Particle Variational Inference via Estimation of
-       Functional Gradients*, eqs 5, 11 and appendix B. It writes :math:`J_f^{-1}` where its proof
-       has the transpose.
+       Functional Gradients*, eqs 5, 11 and appendix B. Its equations have :math:`J_f^{-1}`; its
+       proof has the transpose.
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit,)
@@ -183,18 +184,18 @@ class GPVI_ELBO(NetworkELBO):
         self._make_helper = helper
 
     def draw(self, q: Implicit) -> Draw:
-        """With the generator's derivative."""
+        """Draw with the generator's derivative."""
         return q.draw(linearise=True)
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
-        """The draws of the model's batch, whose gradient goes to those of the second batch."""
+        """Return the draws of the model's batch; their gradient goes to the second batch."""
         if not (torch.is_grad_enabled() and site.draw.requires_grad):
             return None
         batches = self.state.step["batches", site.name] = _draw_batches(site, self.kernel)
         return send_gradient(site.draw, batches.second_draw, batches.share)
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
-        """Log q, exact, and the kernel's gradient of the entropy at the second batch."""
+        """Return log q, exact, and the kernel's entropy gradient at the second batch."""
         batches = self.state.step.get(("batches", site.name))
         if batches is None:
             log_q = exact_log_density(site)
@@ -203,7 +204,7 @@ class GPVI_ELBO(NetworkELBO):
         repelled, log_q = self._repulsion(site, batches)
         repelled = repelled.reshape(second.value.shape)
         score = -second.gradient_at_draw(repelled) / self.num_particles
-        # A change of variables after the generator is a part of the target.
+        # A change of variables after the generator belongs to the target.
         if not all(isinstance(transform, AFFINE) for transform in site.transforms):
             score = score + batches.share(site.score_at_draw(torch.zeros_like(site.value)))
         path = score * batches.second_draw
@@ -213,12 +214,12 @@ class GPVI_ELBO(NetworkELBO):
 
     @torch.no_grad()
     def _repulsion(self, site: ImplicitSite, batches: _Batches) -> tuple[Tensor, Tensor]:
-        """The sums over the model's batch, ``(num_particles, *plates, m)``, and its log q."""
+        """Return sums over the model's batch, ``(num_particles, *plates, m)``, and its log q."""
         source, target = particles_inside(site.noise), particles_inside(batches.second.noise)
         if self.jacobian == "helper":
             repelled = self._learned_repulsion(site, batches, source, target)
             return repelled, exact_log_density(site)
-        # One Jacobian serves the sums and the density.
+        # The sums and the density share one Jacobian.
         inverse = site_linearisation(site).inverse_transposed()
         log_q = site.distribution.noise_distribution.log_prob(site.noise) + inverse.log_abs_det()
         inverse = inverse._replace(rows=inverse.rows.movedim(0, -3))
@@ -248,19 +249,19 @@ class GPVI_ELBO(NetworkELBO):
         check_square(site, type(self).__name__)
         if differs_by_particle(site.distribution):
             raise ValueError(
-                f"the context of site '{site.name}' is made from other latents, so that each "
-                f"particle has a distribution of its own, but {type(self).__name__} compares "
+                f"the context of site '{site.name}' depends on other latents, so that each "
+                f"particle has its own distribution, but {type(self).__name__} compares "
                 "particles of one distribution. Cure: InjectiveELBO, or a context of data alone"
             )
         if self.jacobian == "helper" and site.distribution.context is not None:
             raise ValueError(
-                f"site '{site.name}' has a context, of which the helper network knows nothing. "
+                f"site '{site.name}' has a context, which the helper network does not see. "
                 'Cure: jacobian="exact"'
             )
 
 
 class _Batches(NamedTuple):
-    """The model's batch of a site, ``first``, a second one, and the kernel between them."""
+    """The model's batch of a site, ``first``, a second batch, and the kernel between them."""
 
     first: ImplicitSite
     second: ImplicitSite
@@ -269,10 +270,7 @@ class _Batches(NamedTuple):
     slopes: Tensor
 
     def share(self, gradient: Tensor) -> Tensor:
-        """Gradients at the draws of the first batch as the kernel gives them to the second.
-
-        They are shared between the generator's own values: it is there that f is a function.
-        """
+        """Give the gradients at the first batch to the second, at the generator's values."""
         first, second = self.first, self.second
         with torch.enable_grad():
             value = first.value.detach().requires_grad_()

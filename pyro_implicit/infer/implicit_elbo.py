@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
+import pyro
+import torch
 from pyro import poutine
 from pyro.distributions.score_parts import ScoreParts
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites
-from torch import Tensor
+from torch import Tensor, nn
 
-from pyro_implicit.compiled import CompileMode
+from pyro_implicit.compiled import ACTIVE, CompileMode, Untraceable
 from pyro_implicit.density.model import DiscreteSum
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit, find_implicit
 from pyro_implicit.infer.engine.prior import PriorMemory, SitePrior
@@ -26,7 +29,8 @@ from pyro_implicit.infer.engine.traces import (
     set_score_parts,
 )
 
-__all__ = ["ImplicitELBO", "ImplicitSite"]
+__all__ = ["ImplicitELBO", "ImplicitSite", "NetworkELBO", "adam_step"]
+
 
 VectorizeMode = Literal["vmap", "plate"] | bool
 Site = dict[str, Any]
@@ -35,10 +39,10 @@ Site = dict[str, Any]
 class ImplicitELBO(StepELBO):
     r"""``Trace_ELBO`` for guides in which some sites have no density.
 
-    The guide draws all particles under Pyro's particle plate. For each of its implicit sites a
-    subclass supplies :math:`\log q` and its entropy gradient (:meth:`score_parts`); everything else
-    is ``Trace_ELBO``'s. On guides without implicit sites it *is* ``Trace_ELBO``, with faster
-    particles.
+    The guide draws all particles under Pyro's particle plate. For each implicit site of the guide,
+    a subclass computes :math:`\log q` and its entropy gradient (:meth:`score_parts`); everything
+    else is as in ``Trace_ELBO``. For guides without implicit sites it equals ``Trace_ELBO``, with
+    faster particles.
 
     **Example:**
 
@@ -58,29 +62,31 @@ class ImplicitELBO(StepELBO):
         first step compares it with a plain run, and a model that fails falls back to the loop with
         one warning that names the cause. ``"plate"`` or ``True``: once under Pyro's particle plate,
         for models that broadcast. ``False``: one run after the other.
-    :param prior_weight: weight of the log-prior, for annealing. Only 1 is Bayes.
-    :param entropy_weight: weight of the guide's entropy. Only 1 is Bayes.
+    :param prior_weight: weight of the log-prior, for annealing. Only 1 gives the posterior.
+    :param entropy_weight: weight of the guide's entropy. Only 1 gives the posterior.
     :param inverse_temperature: :math:`\beta` of the target :math:`p(x, \theta)^\beta`, priors
-        included (of an autoguide's latents, in unconstrained space). Raised from near 0 to 1 over
-        the steps it lets a guide find separated modes; only 1 is Bayes. All three weights may be
-        changed between steps.
-    :param nonfinite: ``"raise"`` an error that names the term where the loss of all particles or a
-        gradient is not finite, or ``"skip"`` such steps (leaving all parameters alone, returning
-        nan) and count them in ``num_skipped``. Single particles at which the model has no density
-        are left out of the means, with one warning, and counted in ``num_left_out``. Messages tell
-        the step by ``num_steps_taken``, the number of training steps so far.
+        included (in unconstrained space for the latent variables of an autoguide). Raising it from
+        near 0 to 1 during the training helps a guide to find separate modes; only 1 gives the
+        posterior. All three weights may change between steps.
+    :param nonfinite: what happens if the loss of all particles or a gradient is not finite.
+        ``"raise"``: an error that names the term. ``"skip"``: the step leaves all parameters as
+        they are, returns nan, and is counted in ``num_skipped``. Single particles at which the
+        model has no density are left out of the means, with one warning, and counted in
+        ``num_left_out``. Messages give the step as ``num_steps_taken``, the number of training
+        steps so far.
     :param compile: how steps are run. ``"trace"``: the second step is recorded, gradients included,
-        and later ones call its kernels one after the other, without what Python and Pyro take
-        beside them: the same numbers 1.2 to 2.9 times as fast, on small models. ``True``:
-        inductor makes few kernels of them besides, which takes it ten to twenty seconds and a C++
-        compiler. ``"auto"``: ``"trace"`` after twenty steps, without a word where that cannot be.
-        ``False``: by Pyro. A recording has the values of all tensors among the arguments for
-        inputs, and holds all else for constant: what it cannot follow, a branch on a value say,
-        runs by Pyro with one warning that names the cause, and its first, second, fourth, eighth
-        ... step is compared with one by Pyro. See :doc:`/howto/compile`.
-    :param kwargs: all others of :class:`pyro.infer.Trace_ELBO`, as ``max_plate_nesting`` (guessed
-        by one run if omitted) and ``retain_graph``. Those for enumeration and for the jit have no
-        effect, as they have none there.
+        and later steps call its kernels without the overhead of Python and Pyro: bit-identical
+        results, 1.2 to 2.9 times as fast on small models. ``True``: inductor compiles the
+        recording, which takes tens of seconds once and needs a C++ compiler; other processes find
+        the kernels on disk. ``"auto"``: ``"trace"`` after twenty steps, without a warning if that
+        is impossible. ``False``: plain steps. The inputs of a recording are parameters and the
+        tensors among the arguments; everything else is constant. A model that cannot be recorded,
+        because it branches on a value, for example, runs plain steps, with one warning that names
+        the cause. The first, second, fourth, eighth ... recorded step is compared with a plain one.
+        See :doc:`/howto/compile`.
+    :param kwargs: all other arguments of :class:`pyro.infer.Trace_ELBO`, such as
+        ``max_plate_nesting`` (found by one run if omitted) and ``retain_graph``. The arguments for
+        enumeration and the jit have no effect.
     :raises ValueError: for arguments out of range; at the first step, for a guide with an implicit
         site that this ELBO cannot train.
     :raises NonFiniteError: for a log-probability or a gradient that is not finite.
@@ -251,3 +257,111 @@ class ImplicitELBO(StepELBO):
                 f"vectorize_particles={self.vectorize_particles!r} cannot do this. Cure: "
                 'vectorize_particles="vmap", or Pyro\'s TraceEnum_ELBO for a guide with a density'
             )
+
+
+class NetworkELBO(ImplicitELBO, nn.Module):  # type: ignore[misc]  # both have ``compile``
+    """An ELBO that trains one network for each implicit site.
+
+    ``networks`` is a :class:`torch.nn.ModuleDict`, so that ``ELBOModule.parameters()`` and
+    ``state_dict()`` include the networks after the first step; Pyro's parameter store has them,
+    too, under names that are unique to the object. ``optimisers`` train them, by site.
+
+    :param optim: arguments of :class:`torch.optim.Adam`.
+    """
+
+    num_particles: int
+    records_to_the_bit = False  # of its optimiser
+
+    def __init__(self, num_particles: int, optim: dict[str, Any], **kwargs: Any) -> None:
+        nn.Module.__init__(self)
+        super().__init__(num_particles, **kwargs)
+        self.networks = nn.ModuleDict()
+        self.store_name = self._new_name()
+        self._optim = optim
+
+    @property
+    def optimisers(self) -> dict[str, torch.optim.Optimizer]:
+        """The optimisers of the networks, by site."""
+        return self.state.optimisers
+
+    def __getstate__(self) -> dict[str, Any]:
+        for parameter in self.parameters():
+            # Pyro's weak reference cannot be pickled; the store renews it at the next read.
+            parameter.__dict__.pop("unconstrained", None)
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.store_name = self._new_name()  # a copy shares no parameters with its original
+
+    def _new_name(self) -> str:
+        return f"{type(self).__name__}-{uuid.uuid4().hex[:8]}"
+
+    def site_network(self, name: str, make: Callable[[], nn.Module], like: Tensor) -> nn.Module:
+        """Return the network of a site.
+
+        :param make: makes the network, the first time.
+        :param like: a tensor of its dtype and on its device.
+        """
+        key = name.replace(".", "-")  # names of modules have no dots
+        if key not in self.networks:
+            self.networks[key] = make().to(dtype=like.dtype, device=like.device)
+        network = self.networks[key]
+        if not pyro.settings.get("module_local_params"):
+            pyro.module(f"{self.store_name}.{key}", network, update_module_params=True)
+        return network
+
+    def _forget_guide(self) -> None:
+        self.networks.clear()
+        store = pyro.get_param_store()  # otherwise new networks would take the old values
+        for name in [name for name in store if name.startswith(f"{self.store_name}.")]:
+            del store[name]
+
+    def descend(self, name: str, network: nn.Module, loss: Tensor) -> None:
+        """Take one step of the site's network, and leave no gradient to the guide's optimiser."""
+        parameters = list(network.parameters())
+        optimiser = self.optimisers.get(name)
+        if optimiser is None or not _same(optimiser.param_groups[0]["params"], parameters):
+            optimiser = torch.optim.Adam(parameters, **self._optim)
+            self.optimisers[name] = optimiser
+        gradients = torch.autograd.grad(loss, parameters)
+        if ACTIVE.recorder is not None:
+            adam_step(optimiser, gradients)
+            return
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimiser.step()
+        optimiser.zero_grad()
+
+
+def _same(left: list[nn.Parameter], right: list[nn.Parameter]) -> bool:
+    return all(a is b for a, b in zip(left, right, strict=True))
+
+
+@torch.no_grad()
+def adam_step(optimiser: torch.optim.Optimizer, gradients: Sequence[Tensor]) -> None:
+    """Take a later step of :class:`torch.optim.Adam` in tensor operations only, for recordings.
+
+    :param optimiser: an optimiser of one group, without options beyond learning rate, decays,
+        epsilon and weight decay.
+    :param gradients: the gradients of its parameters.
+    :raises Untraceable: for other options.
+    """
+    group = optimiser.param_groups[0]
+    if group["amsgrad"] or group["maximize"] or group.get("decoupled_weight_decay"):
+        raise Untraceable("the optimiser of an ELBO's network has options beyond plain Adam's")
+    beta1, beta2 = group["betas"]
+    for parameter, gradient in zip(group["params"], gradients, strict=True):
+        if group["weight_decay"]:
+            gradient = gradient + group["weight_decay"] * parameter
+        state = optimiser.state[parameter]
+        state["step"].add_(1)
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        step = state["step"].double()
+        rate = group["lr"] / (1 - beta1**step)
+        scale = (1 - beta2**step).sqrt()
+        like = {"dtype": parameter.dtype, "device": parameter.device}
+        denominator = square.sqrt().div_(scale.to(**like)).add_(group["eps"])
+        parameter.sub_(rate.to(**like) * mean / denominator)

@@ -112,24 +112,24 @@ class Scores:
 class InjectiveELBO(ImplicitELBO):
     r"""The exact ELBO of implicit guides whose generator is injective with as many values as noise.
 
-    Of :math:`\theta = f(z)` with standard normal z,
+    For :math:`\theta = f(z)` with standard normal z,
 
     .. math::
         \log q(\theta) = \log N(z) - \log |\det J_f(z)|.
 
-    No other ELBO for implicit guides is exact: where such a generator is flexible enough, use this.
-    :class:`~pyro_implicit.AutoregressiveGenerator` has its determinant for nothing and is always
-    injective; :class:`~pyro_implicit.ResidualGenerator` has it at the price of a k x k matrix; any
-    other generator gets a dense Jacobian.
+    This is the only exact ELBO for implicit guides: use it if such a generator is flexible enough.
+    The determinant of :class:`~pyro_implicit.AutoregressiveGenerator`, which is always injective,
+    is free; that of :class:`~pyro_implicit.ResidualGenerator` needs a k x k matrix; every other
+    generator needs a dense Jacobian.
 
-    Its gradient may take the path of the draw alone ("sticking the landing"), with
+    Its gradient may use the path of the draw only ("sticking the landing"), with
 
     .. math::
         \nabla_\theta \log q(\theta) = J_f^{-\top} (-z - \nabla_z \log |\det J_f(z)|)
 
-    a constant. That has the same expectation, and no variance at all once q is the posterior; but
-    of a guide that is much narrower, as at the start in a network, it is all noise. By default the
-    step takes a share c of it and 1 - c of the plain gradient, c by the steps before.
+    a constant. This gradient has the same expectation, and no variance if q is the posterior; but
+    it is mostly noise if the guide is much narrower, as early in the training of a network. The
+    default is a share c of it plus 1 - c of the plain gradient, with c from the steps before.
 
     **Example:**
 
@@ -145,23 +145,24 @@ class InjectiveELBO(ImplicitELBO):
     True
 
     :param num_particles: draws of the guide per step.
-    :param path_derivative: True: the gradient takes that path; False: it is the plain one;
-        ``"auto"``: the share of the path that has the least variance
-        (:class:`~pyro_implicit.infer.injective.Landing`), see ``shares``. With coverage all.
+    :param path_derivative: True: the path gradient; False: the plain gradient; ``"auto"``: the
+    share
+        of the path gradient with the least variance
+        (:class:`~pyro_implicit.infer.injective.Landing`), see ``shares``. With ``coverage``, 1.
     :param coverage: c of the divergence KL(q || p) + c KL(p || q) that the gradient descends. The
-        second term makes the guide cover the tails and necks that the ELBO alone leaves out; 1 is
-        Jeffreys' divergence. Its gradient is that of the path, the particles weighted by their
-        :math:`w = p / q`, normalised and cut at the square root of their number times the mean.
-        Wants many particles, all data, and a guide whose every latent is injective. The loss
-        stays the ELBO.
+        second term makes the guide cover tails and necks that the ELBO misses; 1 gives Jeffreys'
+        divergence. Its gradient is the path gradient with particles weighted by their
+        :math:`w = p / q`, normalised and truncated at the square root of their number times the
+        mean. Needs many particles, all data, and a guide of injective latent variables only. The
+        loss remains the ELBO.
     :param kwargs: see :class:`~pyro_implicit.infer.ImplicitELBO`.
     :raises ValueError: for coverage with one particle; at a step, for coverage with subsampled data
         or sites that are not injective; at the first step, for a site that is semi-implicit, has
-        not as many noise dimensions as values, has other noise than standard normal, or a generator
-        whose rows depend on each other (batch normalisation in training mode, dropout).
+        not as many noise dimensions as values, has noise that is not standard normal, or has a
+        generator whose rows depend on each other (batch normalisation in training mode, dropout).
 
-    That the generator is injective is taken for granted. Of one that folds the noise, the formula
-    sees one fold only, and so more entropy than there is: the loss is then too low.
+    The generator is assumed to be injective. If it folds the noise, the formula counts one fold
+    only and overestimates the entropy: the loss is too low.
 
     **References:**
 
@@ -191,10 +192,12 @@ class InjectiveELBO(ImplicitELBO):
                 f'path_derivative must be True, False or "auto", but got {path_derivative!r}'
             )
         if coverage > 0 and not path_derivative:
-            raise ValueError("coverage wants path_derivative=True, whose particles it weighs")
+            raise ValueError(
+                "coverage needs path_derivative=True, as it weights the particles of the path"
+            )
         if coverage > 0 and num_particles < 2:
             raise ValueError(
-                "coverage weighs particles against each other, but num_particles is 1. Cure: "
+                "coverage weights particles against each other, but num_particles is 1. Cure: "
                 "num_particles of 16 or more, or coverage=0"
             )
         super().__init__(num_particles, **kwargs)
@@ -259,7 +262,7 @@ class InjectiveELBO(ImplicitELBO):
 
 
 def _truncated(log_weights: Tensor) -> Tensor:
-    """Weights of mean 1, after none exceeds the square root of their number."""
+    """Return weights of mean 1, truncated at the square root of their number."""
     weights = len(log_weights) * log_weights.nan_to_num(nan=-math.inf).softmax(0)
     weights = weights.clamp(max=len(weights) ** 0.5)
     return weights / weights.mean()

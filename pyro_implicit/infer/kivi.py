@@ -46,11 +46,11 @@ class KIVI_ELBO(ImplicitELBO):
     .. math::
         \log q(\theta) = \log r(\theta) + \log \frac{q(\theta)}{r(\theta)}.
 
-    By adaptive contrast, the default, r is a Gaussian that has the moments of the site's own draws.
-    The prior takes no part in it, so it may be anything, flat ones included. By prior contrast, r
-    is the prior, in unconstrained space, and the model's log-prior cancels. A guide needs no noise
-    of its own around the generator: :class:`~pyro_implicit.AutoImplicit` and
-    :class:`~pyro_implicit.SemiImplicit` sites both do.
+    With the adaptive contrast, the default, r is a Gaussian with the moments of the site's draws.
+    It does not involve the prior, which may be flat. With the prior contrast, r is the prior in
+    unconstrained space, and the model's log-prior cancels. The guide needs no noise around its
+    generator: :class:`~pyro_implicit.AutoImplicit` and :class:`~pyro_implicit.SemiImplicit` sites
+    both work.
 
     **Example:**
 
@@ -65,41 +65,41 @@ class KIVI_ELBO(ImplicitELBO):
     True
 
     :param num_particles: draws of the guide per step that the model sees.
-    :param num_entropy_particles: draws of each implicit site that the ratio sees, at least: those
-        of ``num_particles`` and, where they are fewer, more of the same site. A site whose context
-        or scale depends on other latents gets that many for each particle; all that a generator
-        takes from other latents must reach it through the context.
+    :param num_entropy_particles: minimum number of draws of each implicit site for the ratio: the
+        ``num_particles`` draws, and more draws of the site if these are fewer. A site whose context
+        or scale depends on other latent variables gets that number for each particle. A generator
+        must receive other latent variables through its context only.
     :param num_prior_particles: draws of the contrast, Gaussian or prior; by default as many as of
         the site.
     :param ridge: :math:`\lambda` of the regression.
-    :param clip: lower limit of the estimated ratio, below which a draw has no gradient of it.
+    :param clip: lower limit of the estimated ratio; a draw below it contributes no gradient.
     :param kernel: ``"rbf"``, ``"imq"``, ``"multiscale"`` or a function like
-        :func:`~pyro_implicit.ops.rbf_kernel`; its bandwidth is the median distance. Where modes are
-        far apart that is the distance between them, and only ``"multiscale"``
-        (:func:`~pyro_implicit.ops.multiscale_rbf_kernel`) sees the shape of each.
-    :param contrast: ``"adaptive"`` or ``"prior"``. Prior contrast wants a prior that can be
-        sampled, and loses sight of a posterior that is much narrower than the prior.
+        :func:`~pyro_implicit.ops.rbf_kernel`; its bandwidth is the median distance. For
+        well-separated modes this is the distance between them, and only ``"multiscale"``
+        (:func:`~pyro_implicit.ops.multiscale_rbf_kernel`) resolves the shape of each mode.
+    :param contrast: ``"adaptive"`` or ``"prior"``. The prior contrast needs a prior that can be
+        sampled, and fails for a posterior that is much narrower than the prior.
     :param direction: ``"forward"``: the ratio q/r is fitted; ``"reverse"``: r/q, as in the paper.
-    :param covariance: of the adaptive contrast: ``"full"``, which wants more entropy particles than
-        dimensions; ``"diagonal"`` as in the paper, with which guides of strongly correlated latents
-        collapse; ``"auto"``: full where there are twice as many entropy particles as dimensions and
-        at least as many noise dimensions, else diagonal.
+    :param covariance: of the adaptive contrast: ``"full"``, which needs more entropy particles than
+        dimensions; ``"diagonal"``, as in the paper, with which guides of strongly correlated latent
+        variables collapse; ``"auto"``: full if there are twice as many entropy particles as
+        dimensions and at least as many noise dimensions, else diagonal.
     :param kwargs: see :class:`ImplicitELBO`.
     :raises ValueError: for arguments out of range; at a step, for a full covariance of too few
         draws, for draws on a hyperplane, or for the prior contrast of a prior that cannot be
         sampled.
 
-    The value is no certified bound. In many dimensions the kernel sees little beyond the contrast,
-    so raise ``num_entropy_particles`` to twice the dimension of a site, or give each part of the
-    latents a site of its own (``AutoGuideList``).
+    The value is not a certified bound. In many dimensions the kernel adds little to the contrast:
+    raise ``num_entropy_particles`` to twice the dimension of a site, or split the latent variables
+    into several sites (``AutoGuideList``).
 
     **References:**
 
     1. Shi, Sun and Zhu (2018), *Kernel Implicit Variational Inference*, section 3 and appendix D.
        There the moments of the adaptive contrast are constants. Here the gradient of the ratio
-       flows through them too: the KL of q from a Gaussian of its moments knows no location or
-       scale, and so its gradient brings none (on Gaussians, half the noise or less;
-       ``benchmarks/results/kivi_ratio_table.md``). The paper's settings are ``KIVI_ELBO(100,
+       flows through them too, because the KL divergence of q from a Gaussian with its moments does
+       not depend on location and scale; this halves the noise of the gradient on Gaussians
+       (``benchmarks/results/kivi_ratio_table.md``). The paper's settings are ``KIVI_ELBO(100,
        clip=1e-8, contrast="prior", direction="reverse")``, and for local latents ``KIVI_ELBO(1,
        clip=1e-8, direction="reverse", covariance="diagonal")``.
     """
@@ -153,7 +153,7 @@ class KIVI_ELBO(ImplicitELBO):
         self.covariance: Literal["auto"] | Covariance = covariance
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
-        """The mean of log q over all draws of the site, for each particle the same."""
+        """Return the mean of log q over all draws of the site, the same for each particle."""
         draws = site_draws(site, self.num_particles, self.num_entropy_particles)
         try:
             if self.contrast == "prior":

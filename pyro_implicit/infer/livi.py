@@ -38,9 +38,9 @@ LogDet = Literal["auto", "exact", "smallest", "stochastic"]
 class LIVI_ELBO(ImplicitELBO):
     r"""ELBO of semi-implicit guides by linearising their generator (LIVI).
 
-    Around the noise z that made it, a draw :math:`\theta = g(z) + s \odot \eta` comes from about
-    :math:`N(g(z) - J z,\, C)` with :math:`C = J J^\top + \mathrm{diag}(s^2)` and J the Jacobian of
-    g at z. Its entropy is, for small s and up to that linearisation,
+    With the generator linearised at z, a draw :math:`\theta = g(z) + s \odot \eta` has the
+    distribution :math:`N(g(z) - J z,\, C)`, where :math:`C = J J^\top + \mathrm{diag}(s^2)` and J
+    is the Jacobian of g at z. For small s, the entropy is approximately
 
     .. math::
         H[q] \approx \tfrac12 E_z[\log\det C] + \tfrac m2 (1 + \log 2\pi)
@@ -62,10 +62,10 @@ class LIVI_ELBO(ImplicitELBO):
 
     :param num_particles: draws of the guide per step.
     :param log_det: ``"exact"``: Jacobian and Cholesky, L'. ``"smallest"``: L'', by LOBPCG without
-        storing the Jacobian; wants at least as many values as noise dimensions. ``"stochastic"``:
+        storing the Jacobian; needs at least as many values as noise dimensions. ``"stochastic"``:
         L' estimated by stochastic Lanczos quadrature with an unbiased gradient, without storing the
-        Jacobian. ``"auto"``: exact up to 800 noise dimensions (or values) while all Jacobians
-        together have at most 2e8 entries, else stochastic.
+        Jacobian. ``"auto"``: exact up to 800 noise dimensions (or values) if all Jacobians together
+        have at most 2e8 entries, else stochastic.
     :param entropy: ``"limit"`` as above, or ``"quadratic"``: :math:`-\log N(\theta \mid g(z) -
         J z, C)` before the limit of small s (eqs A.4 and A.7), with the exact log-determinant.
     :param num_probes: random probes of ``"stochastic"``, per particle.
@@ -74,9 +74,9 @@ class LIVI_ELBO(ImplicitELBO):
     :raises ValueError: for options that exclude each other, and at the first step for a generator
         whose rows depend on each other (batch normalisation in training mode, dropout).
 
-    After each step ``residuals`` holds, by site, the largest relative residual of the iterative
-    solver (LOBPCG or Lanczos); exact log-determinants have none. An unconverged L'' is no bound:
-    above 0.1 it warns, once.
+    After each step, ``residuals`` has, by site, the largest relative residual of the iterative
+    solver (LOBPCG or Lanczos); exact log-determinants have none. An unconverged L'' is not a bound:
+    a residual above 0.1 issues one warning.
 
     **References:**
 
@@ -117,7 +117,7 @@ class LIVI_ELBO(ImplicitELBO):
         return ("" if self.log_det == "stochastic" else cheaper) + super()._memory_cure
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
-        """Log q of the linearised Gaussian; both value and entropy gradient."""
+        """Return log q of the linearised Gaussian, for value and entropy gradient."""
         q, noise = site.distribution, site.noise
         scale = q.scale.expand(site.value.shape).reshape(noise.shape[:-1] + (-1,))
         if site.linearisation is None:
@@ -162,7 +162,7 @@ class LIVI_ELBO(ImplicitELBO):
     def _smallest(self, q: SemiImplicit, noise: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         if scale.shape[-1] < noise.shape[-1]:
             raise ValueError(
-                f'log_det="smallest" wants noise_dim <= {scale.shape[-1]}, the number of values, '
+                f'log_det="smallest" needs noise_dim <= {scale.shape[-1]}, the number of values, '
                 f'but got {noise.shape[-1]}; use fewer noise dimensions or log_det="exact"'
             )
         products = jacobian_products(_flat_generator(q), noise)

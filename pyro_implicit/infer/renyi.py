@@ -41,13 +41,14 @@ class ImplicitRenyiELBO(HierarchicalELBO):
         L_\alpha = \frac{1}{1 - \alpha} E \log \frac{1}{K} \sum_{k=1}^K w_k^{1 - \alpha},
 
     a lower bound on :math:`\log p(x)` for :math:`0 \le \alpha < 1`: the importance-weighted bound
-    at :math:`\alpha = 0`, the ELBO in the limit of 1. The smaller :math:`\alpha`, the more the
-    guide covers. For :math:`\alpha > 1` it hugs one mode, for :math:`\alpha < 0` there is no bound.
+    at :math:`\alpha = 0`, the ELBO in the limit of 1. A smaller :math:`\alpha` makes the guide
+    cover more. With :math:`\alpha > 1` it concentrates on one mode; :math:`\alpha < 0` gives no
+    bound.
 
-    The density of an injective generator is exact; that of a semi-implicit site is the estimate of
-    :func:`~pyro_implicit.evidence_bound`, whose weights are right in the mean, so that the bound
-    stays one; its gradient below is right as ``num_mixing`` grows. Where all sites of model and
-    guide lie in a common plate, each of its elements has a bound of its own, as in Pyro.
+    The density of an injective generator is exact. A semi-implicit site has the estimate of
+    :func:`~pyro_implicit.evidence_bound`, whose weights are unbiased, so that the value remains a
+    bound; its gradient below is exact as ``num_mixing`` grows. If all sites of model and guide are
+    in a common plate, each element of the plate has its own bound, as in Pyro.
 
     The gradient of a guide with one implicit site is doubly reparameterised,
 
@@ -56,9 +57,9 @@ class ImplicitRenyiELBO(HierarchicalELBO):
         \frac{\partial \log w_k}{\partial \theta_k} \frac{\partial \theta_k}{\partial \phi},
         \qquad \tilde w_k = \frac{w_k^{1 - \alpha}}{\sum_j w_j^{1 - \alpha}},
 
-    because that of the plain one drowns in its noise as K grows; it vanishes at each draw once q is
-    the posterior. Sites with a density, and guides of several implicit sites, have the plain one,
-    :math:`\sum_k \tilde w_k \nabla \log w_k`, as all parameters of the model.
+    because the signal of the plain gradient vanishes in its noise as K grows. It is zero at each
+    draw if q is the posterior. Sites with a density, guides with several implicit sites, and
+    parameters of the model have the plain gradient :math:`\sum_k \tilde w_k \nabla \log w_k`.
 
     **Example:**
 
@@ -76,15 +77,14 @@ class ImplicitRenyiELBO(HierarchicalELBO):
 
     :param alpha: the order of the divergence, not 1.
     :param num_particles: K.
-    :param num_mixing: noises by which the density of a semi-implicit draw is estimated.
-    :param proposal: where they come from, as in :func:`~pyro_implicit.evidence_bound`.
-    :param num_steps: Gauss-Newton steps of the linearised proposal, each as dear as a Jacobian.
+    :param num_mixing: number of noises that estimate the density of a semi-implicit draw.
+    :param proposal: their proposal, as in :func:`~pyro_implicit.evidence_bound`.
+    :param num_steps: Gauss-Newton steps of the linearised proposal; each costs a Jacobian.
     :param kwargs: see :class:`ImplicitELBO`.
     :raises ValueError: for arguments out of range; at the first step, for an implicit site that has
         neither a conditional nor an exact density, noise that is not standard normal, or a
         generator whose rows depend on each other.
-    :raises NotImplementedError: for a site of the guide that is reparameterised in part, as in
-        Pyro.
+    :raises NotImplementedError: for a partly reparameterised site of the guide, as in Pyro.
 
     **References:**
 
@@ -116,13 +116,13 @@ class ImplicitRenyiELBO(HierarchicalELBO):
         self.alpha = alpha
 
     def draw(self, q: Implicit) -> Draw:
-        """With the derivative of an exact generator, and of its log-determinant if need be."""
+        """Draw with the derivative of an exact generator, and of its log-determinant if needed."""
         if isinstance(q, SemiImplicit):
             return q.draw()
         return q.draw(linearise=True, noise_gradient=torch.is_grad_enabled())
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
-        """The draw itself, whose gradient is weighted particle by particle."""
+        """Return the draw itself; its gradient is weighted particle by particle."""
         if not (torch.is_grad_enabled() and site.draw.requires_grad):
             return None
         step = self.state.step
@@ -131,7 +131,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
         return path
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
-        """Log q or its estimate, and the term with the gradient."""
+        """Return log q or its estimate, and the term with the gradient."""
         paths = self._paths()
         if site.name not in paths or len(paths) > 1:
             log_q = self.log_density(site)
@@ -145,10 +145,10 @@ class ImplicitRenyiELBO(HierarchicalELBO):
         return ScoreParts(log_q.detach(), 0, path_term(site, score, draw))
 
     def _injective(self, site: ImplicitSite) -> Tensor:
-        return exact_log_density(site)  # that it does not fold is for evidence_bound to check
+        return exact_log_density(site)  # evidence_bound checks for folds
 
     def _note_folds(self, *args: Any) -> None:
-        pass  # as above
+        """Leave folds to evidence_bound."""
 
     def _losses(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
@@ -165,7 +165,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
     def _loss(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> tuple[float, Tensor, Tensor]:
-        """The loss as a number and as a constant, and the surrogate."""
+        """Return the loss as a number and as a constant, and the surrogate."""
         pairs = list(self._get_traces(model, guide, args, kwargs))
         is_one_trace = self.num_particles > 1 and len(pairs) == 1
         parts = [self._log_weights(*pair, is_one_trace) for pair in pairs]
@@ -189,8 +189,7 @@ class ImplicitRenyiELBO(HierarchicalELBO):
     def _log_weights(
         self, model_trace: Trace, guide_trace: Trace, is_one_trace: bool
     ) -> tuple[Tensor, Tensor]:
-        """Log w of each particle and element of the plates that are common to all sites, and what
-        has its gradient."""
+        """Return log w of each particle and element of common plates, and its surrogate."""
         model_sites, guide_sites = (
             [site for site in trace.nodes.values() if site["type"] == "sample"]
             for trace in (model_trace, guide_trace)

@@ -30,10 +30,10 @@ class SIVI_ELBO(ImplicitELBO):
     .. math::
         \log q(\theta) \approx \log \frac{1}{S+1} \sum_{s=0}^S q(\theta \mid z_s),
 
-    which in expectation lies above :math:`\log q(\theta)`, so that this ELBO lies below the guide's
-    own, and comes close as S grows. Where the conditional is narrow (small ``scale``, many
-    dimensions) no fresh noise explains a draw, and the bound stays loose for any S that one can
-    afford: prefer :class:`LIVI_ELBO` there.
+    whose expectation is above :math:`\log q(\theta)`. So this ELBO is a lower bound on the guide's
+    ELBO, and approaches it as S grows. If the conditional is narrow (small ``scale``, many
+    dimensions), no fresh noise explains a draw, and the bound stays loose for every affordable S:
+    prefer :class:`LIVI_ELBO` then.
 
     **Example:**
 
@@ -49,11 +49,11 @@ class SIVI_ELBO(ImplicitELBO):
     True
 
     :param num_particles: draws of the guide per step.
-    :param num_mixing: S. All particles of a site share the fresh noises unless its context depends
-        on other latents; all that a generator takes from other latents must reach it through the
-        context.
-    :param chunk_size: noises whose values exist at a time; by default as many as make at most 2^24
-        numbers for each site. Several chunks cost a second pass through the generator.
+    :param num_mixing: S. All particles of a site share the fresh noises, unless its context depends
+        on other latent variables. A generator must receive other latent variables through its
+        context only.
+    :param chunk_size: noises whose values are in memory at a time; by default at most 2^24 numbers
+        for each site. Several chunks cost a second pass through the generator.
     :param kwargs: see :class:`ImplicitELBO`.
     :raises ValueError: for arguments out of range, and at the first step for a generator whose rows
         depend on each other (batch normalisation in training mode, dropout).
@@ -86,7 +86,7 @@ class SIVI_ELBO(ImplicitELBO):
         check_generator(site.name, flatten_site(site, self.num_particles))
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
-        """Log q of the mixture; both value and entropy gradient."""
+        """Return log q of the mixture, for value and entropy gradient."""
         flat = flatten_site(site, self.num_particles)
         noises = [flat.noise.unsqueeze(0), mixing_noise(site, flat, self.num_mixing)]
         log_q = mixture_log_density(

@@ -31,10 +31,10 @@ Site = dict[str, Any]
 class SVGD(svgd.SVGD):
     r"""Pyro's :class:`~pyro.infer.SVGD` for models of any number of latent sites.
 
-    Pyro's own lays the sites out one after the other and cuts that vector into particles, so that
-    with more than one site the kernel compares parts of different latents. Here a particle is all
-    latents of one draw. Particles start from the prior, those of flat priors uniformly between -2
-    and 2 in unconstrained space, and live in the parameter store under one name: call
+    Pyro's ``SVGD`` concatenates the sites and splits that vector into particles, so that with
+    several sites the kernel compares parts of different latent variables. Here a particle consists
+    of all latent variables of one draw. Particles start at draws of the prior (uniformly between -2
+    and 2 in unconstrained space for flat priors). The parameter store has them under one name: call
     ``pyro.clear_param_store()`` before another run.
 
     **Example:**
@@ -49,10 +49,10 @@ class SVGD(svgd.SVGD):
     torch.Size([50])
 
     :param model: a model that broadcasts over one more plate to the left of its own, with
-        continuous latents only.
-    :param kernel: see :class:`pyro.infer.SVGD`, as ``mode``. Its "multivariate" mode wants
-        ``RBFSteinKernel(bandwidth_factor=dim)`` in many dimensions, else the particles do not
-        feel each other and collapse.
+        continuous latent variables only.
+    :param kernel: see :class:`pyro.infer.SVGD`, as ``mode``. In many dimensions the "multivariate"
+        mode needs ``RBFSteinKernel(bandwidth_factor=dim)``; otherwise the particles do not repel
+        each other and collapse.
     :param optim: moves the particles, and the parameters of the model if it has any.
     :param num_particles: at least 2.
     :param max_plate_nesting: the number of nested plates in the model.
@@ -72,7 +72,7 @@ class SVGD(svgd.SVGD):
         self.guide = _ParticleGuide(self.model, num_particles)
 
     def get_named_particles(self) -> dict[str, Tensor]:
-        """The particles as draws of the posterior, for :func:`~pyro_implicit.compare`.
+        """Return the particles as draws of the posterior, for :func:`~pyro_implicit.compare`.
 
         :returns: ``(num_particles, *shape)`` for every latent site of this ``shape``, constrained
             and without gradient.
@@ -88,7 +88,7 @@ class SVGD(svgd.SVGD):
 
 
 class _ParticleFlow(SVGD):
-    """Particle methods that say how the particles move given the model's loss."""
+    """A particle method that computes the particles' motion from the model's loss."""
 
     def __init__(
         self,
@@ -101,15 +101,10 @@ class _ParticleFlow(SVGD):
 
     @abstractmethod
     def _particle_gradient(self, loss: Tensor, particles: Tensor) -> Tensor:
-        """What the optimiser gets.
-
-        :param loss: minus the sum of the log-densities of all particles.
-        :param particles: ``(num_particles * latent_dim,)``, on which ``loss`` depends.
-        :returns: ``(num_particles, latent_dim)``.
-        """
+        """Return the gradient for the optimiser, ``(num_particles, latent_dim)``."""
 
     def step(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Moves the particles once.
+        """Move the particles once.
 
         :returns: the mean squared gradient of each latent site.
         """
@@ -133,9 +128,8 @@ class _ParticleFlow(SVGD):
 class GFSF(_ParticleFlow):
     r"""Particles that follow the gradient flow with smoothed test functions.
 
-    Each moves along :math:`\nabla \log p(x) - \hat s(x)`, the steepest descent of KL(q || p), with
-    the score of the particles' distribution q estimated by
-    :func:`~pyro_implicit.ops.stein_score`.
+    Each particle moves along :math:`\nabla \log p(x) - \hat s(x)`, the steepest descent of
+    KL(q || p). :func:`~pyro_implicit.ops.stein_score` estimates the score of their distribution q.
 
     **Example:**
 
@@ -176,9 +170,10 @@ class GFSF(_ParticleFlow):
 class KSD(_ParticleFlow):
     r"""Particles that descend the kernel Stein discrepancy between them and the posterior.
 
-    The gradient of :func:`~pyro_implicit.ops.kernel_stein_discrepancy` takes second derivatives of
-    the model's log-density, which appears in it squared: minibatches of the data bias it. The
-    critic network of the Fisher neural sampler, which some papers call KSD too, is another method.
+    The gradient of :func:`~pyro_implicit.ops.kernel_stein_discrepancy` needs second derivatives of
+    the model's log-density. The log-density enters it squared, so minibatches of data bias it. The
+    Fisher neural sampler with its critic network, which some papers also call KSD, is
+    :class:`AmortizedKSD_ELBO`.
 
     **Example:**
 
@@ -204,7 +199,7 @@ class KSD(_ParticleFlow):
 
 
 class _ParticleGuide(AutoContinuous):
-    """A vector of all particles, one after the other, for a model under the particle plate."""
+    """A vector of all particles for a model under the particle plate."""
 
     def __init__(self, model: Callable[..., Any], num_particles: int) -> None:
         self._start = FlatPriorStart(init_to_sample, spread=2.0)
@@ -241,7 +236,7 @@ class _ParticleGuide(AutoContinuous):
 
 
 def _without_padding(site: Site, value: Tensor) -> Tensor:
-    """Drop the singletons between the particle dimension and the value's own dimensions."""
+    """Drop singletons between the particle dimension and the value's own dimensions."""
     frames = [f for f in site["cond_indep_stack"] if f.vectorized and f.name != PARTICLE_PLATE]
     ndim = max((-frame.dim for frame in frames), default=0) + site["fn"].event_dim
     while value.dim() > 1 + ndim and value.shape[1] == 1:

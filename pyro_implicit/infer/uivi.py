@@ -36,14 +36,14 @@ class UIVI_ELBO(ImplicitELBO):
         \nabla_\theta \log q(\theta) = E_{q(z \mid \theta)}[\nabla_\theta \log q(\theta \mid z)],
 
     with draws from :math:`q(z \mid \theta) \propto q(\theta \mid z)\, p(z)` by Hamiltonian Monte
-    Carlo, one chain for each particle and element of a plate, started at the noise that made
-    :math:`\theta`. The entropy's gradient is this score times that of the path :math:`\theta`; the
-    score itself is a constant. It is unbiased once the burn-in has forgotten the start, which takes
-    the longer the more the widths of :math:`q(z \mid \theta)` differ between directions: raise
-    ``num_burnin`` and ``num_leapfrog`` for generators with large and small singular values.
+    Carlo, with one chain for each particle and element of a plate, started at the noise that made
+    :math:`\theta`. The gradient of the entropy is this score, a constant, times the gradient of the
+    path :math:`\theta`. It is unbiased once the chains no longer depend on their start. This takes
+    longer if the widths of :math:`q(z \mid \theta)` differ between directions: raise ``num_burnin``
+    and ``num_leapfrog`` for generators with large and small singular values.
 
-    The reported value is another estimate, the surrogate lower bound of :class:`SIVI_ELBO` with
-    ``num_mixing`` fresh noises: only the gradient is unbiased. Judge a fitted guide by
+    Only the gradient is unbiased. The reported value is the surrogate lower bound of
+    :class:`SIVI_ELBO` with ``num_mixing`` fresh noises. Evaluate a fitted guide by
     :func:`evidence_bound`.
 
     **Example:**
@@ -65,17 +65,17 @@ class UIVI_ELBO(ImplicitELBO):
     :param num_burnin: transitions of each chain before the first draw is kept.
     :param num_samples: draws of each chain.
     :param num_leapfrog: leapfrog steps of each transition.
-    :param target_accept: mean acceptance probability to which the step size adapts, one for each
-        site, from transition to transition and over all steps; each chain takes steps between half
-        and one and a half of it.
+    :param target_accept: target of the mean acceptance probability. Each site has one step size,
+        which adapts after each transition and over all steps; each chain uses between 0.5 and 1.5
+        times this step size.
     :param num_mixing: fresh noises of the reported value.
     :param kwargs: see :class:`ImplicitELBO`.
     :raises ValueError: for arguments out of range; at the first step, for noise that is not
         standard normal or a generator whose rows depend on each other (batch normalisation in
         training mode, dropout).
 
-    After each step ``acceptance`` and ``step_sizes`` hold, by site, the mean acceptance probability
-    of the step's draws and the step size.
+    After each step, ``acceptance`` and ``step_sizes`` have, by site, the mean acceptance
+    probability of the step's draws and the step size.
 
     **References:**
 
@@ -129,7 +129,7 @@ class UIVI_ELBO(ImplicitELBO):
         return {name: float(chain.step_size) for name, chain in self.remembered("chain").items()}
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
-        """The value of the mixture with the gradient of the score's path."""
+        """Return the value of the mixture with the gradient of the path."""
         flat = flatten_site(site, self.num_particles)
         with torch.no_grad():
             score = self._score(site.name, flat)
@@ -139,7 +139,7 @@ class UIVI_ELBO(ImplicitELBO):
         return ScoreParts(log_q + path, 0, log_q + path)
 
     def _score(self, name: str, flat: FlatSite) -> Tensor:
-        """The score at each draw, ``(*batch_shape, m)``."""
+        """Return the score at each draw, ``(*batch_shape, m)``."""
 
         def log_density(noise: Tensor) -> Tensor:
             conditional = conditional_log_density(flat.value, generate(noise), flat.scale)
@@ -157,7 +157,8 @@ class UIVI_ELBO(ImplicitELBO):
         score = torch.zeros_like(flat.value)
         total = torch.zeros_like(total)
         for i in range(self.num_burnin + self.num_samples):
-            # Trajectories of one length return to their start in some directions of a Gaussian.
+            # With a fixed length, trajectories return to their start in some directions of a
+            # Gaussian.
             jitter = 0.5 + torch.rand_like(flat.noise[..., :1])
             move = ensemble_move(score_of_noise, state, step_size * jitter, self.num_leapfrog)
             state, acceptance = move.state, move.acceptance.mean()
