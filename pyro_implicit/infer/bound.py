@@ -74,14 +74,14 @@ Proposal = Literal["linearized", "prior"]
 
 
 class FoldWarning(UserWarning):
-    """A generator makes the same values of different noise."""
+    """A generator maps different noise to the same values."""
 
 
 class NoiseGaussian:
     r"""A Gaussian of precision :math:`I + A^\top A`.
 
     :param mean: ``(*batch, d)``.
-    :param rows: A, ``(*batch, m, d)``. With m < d no matrix of d rows and columns is made.
+    :param rows: A, ``(*batch, m, d)``. With m < d, no d x d matrix is computed.
     """
 
     def __init__(self, mean: Tensor, rows: Tensor) -> None:
@@ -97,11 +97,11 @@ class NoiseGaussian:
 
     @property
     def half_log_det(self) -> Tensor:
-        """Half the log-determinant of the precision, ``(*batch,)``."""
+        """Return half the log-determinant of the precision, ``(*batch,)``."""
         return self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1).to(self.mean.dtype)
 
     def squares(self, noise: Tensor) -> Tensor:
-        """Squared Mahalanobis distances ``(n, *batch)`` of noise ``(n, *batch, d)``."""
+        """Return squared Mahalanobis distances ``(n, *batch)`` of noise ``(n, *batch, d)``."""
         # The noises as columns, so that no matrix is copied for each of them.
         offsets = (noise - self.mean).movedim(0, -1)
         if not self.is_low_rank:
@@ -110,12 +110,11 @@ class NoiseGaussian:
         return squares.movedim(-1, 0)
 
     def log_ratio(self, noise: Tensor) -> Tensor:
-        """Its density over that of the standard normal distribution, ``(n, *batch)`` for noise
-        ``(n, *batch, d)``."""
+        """Return the log-ratio to the standard normal density at noise ``(n, *batch, d)``."""
         return self.half_log_det + 0.5 * (noise.square().sum(-1) - self.squares(noise))
 
     def sample(self, num: int) -> Tensor:
-        """Draws ``(num, *batch, d)``."""
+        """Return draws ``(num, *batch, d)``."""
         white = torch.randn_like(self.mean.expand((num, *self.mean.shape))).movedim(0, -1)
         if not self.is_low_rank:
             steps = torch.linalg.solve_triangular(self.factor.mT, white, upper=True)
@@ -128,11 +127,12 @@ class NoiseGaussian:
 
 
 class NoiseProposal:
-    r"""The mixture :math:`\tau = \sum_k n_k \tau_k / n` of Gaussians and the standard normal prior,
-    from each of which a fixed number of noises come.
+    r"""The mixture :math:`\tau = \sum_k n_k \tau_k / n` of Gaussians and the standard normal prior.
 
-    :param gaussians: that share all but a tenth of the noises; the last are left out where there
-        are too few noises for all.
+    Each component gives a fixed number of noises (stratified sampling).
+
+    :param gaussians: components that share all noises but the prior's; the last are dropped if
+        there are too few noises for all.
     :param num_noises: n, at least 2.
     """
 
@@ -146,7 +146,7 @@ class NoiseProposal:
         self.counts, self.num_noises = [*counts, num_prior], num_noises
 
     def sample(self, made_by: Tensor) -> Tensor:
-        """One noise that is known to have made the value, among fresh ones.
+        """Draw noises, and put the noise that made the value among them.
 
         It takes the place of a draw of one stratum, by the odds of each having made it.
 
@@ -173,7 +173,7 @@ class NoiseProposal:
         return self._log_parts(noise).logsumexp(0) - math.log(self.num_noises)
 
     def _log_parts(self, noise: Tensor) -> Tensor:
-        """Of each stratum, its number of noises times its density over the prior's."""
+        """Return, for each stratum, the log of its number of noises times its density ratio."""
         parts = [q.log_ratio(noise) for q in self.gaussians]
         parts.append(torch.zeros_like(parts[0]))
         numbers = [part + math.log(n) for part, n in zip(parts, self.counts, strict=True)]
@@ -181,7 +181,7 @@ class NoiseProposal:
 
 
 class HierarchicalELBO(ImplicitELBO):
-    """Fills in log q, or the estimate that bounds it from above; evaluates and does not train."""
+    """An ELBO with log q, or an estimate that bounds it from above; for evaluation."""
 
     #: For messages.
     method = "evidence_bound"
@@ -230,7 +230,7 @@ class HierarchicalELBO(ImplicitELBO):
     def weighted_draws(
         self, model: Callable[..., Any], guide: Callable[..., Any], args: tuple, kwargs: dict
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Log p(x, theta) - log q(theta) of each particle, ``(num_particles,)``, and its draws."""
+        """Return log p(x, theta) - log q(theta) of each particle, and the draws."""
         traces = list(self._get_traces(model, guide, args, kwargs))
         size = self.num_particles // len(traces)
         for trace in (trace for pair in traces for trace in pair):
@@ -264,7 +264,7 @@ class HierarchicalELBO(ImplicitELBO):
         return super()._run_model(particles)
 
     def check_site(self, site: ImplicitSite) -> None:
-        """Refuse what has neither an exact nor a conditional density."""
+        """Refuse a site that has neither an exact nor a conditional density."""
         if not isinstance(site.distribution, SemiImplicit):
             check_square(site, self.method)
             return
@@ -274,12 +274,12 @@ class HierarchicalELBO(ImplicitELBO):
             check_standard_normal(site.name, site.distribution.noise_distribution, method)
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
-        """Log q of each particle and plate element, or the bound on it from noise of its own."""
+        """Return log q of each particle and plate element, or the bound on it."""
         log_q = self.log_density(site)
         return ScoreParts(log_q, 0, log_q)
 
     def log_density(self, site: ImplicitSite) -> Tensor:
-        """Log q or the bound on it, ``(num_particles, *plates)``, differentiable."""
+        """Return log q or the bound on it, ``(num_particles, *plates)``, differentiable."""
         if not isinstance(site.distribution, SemiImplicit):
             return self._injective(site)
         flat = flatten_site(site, self.num_particles)
@@ -299,7 +299,7 @@ class HierarchicalELBO(ImplicitELBO):
         return mixture_log_density(flat.value, flat.generate, flat.scale, noises, log_weights)
 
     def _log_density_by_noises(self, site: ImplicitSite, flat: FlatSite, size: int) -> Tensor:
-        """With fresh noises of the prior, at most ``size`` at a time."""
+        """Estimate with fresh noises of the prior, at most ``size`` at a time."""
         distribution = site.distribution.noise_distribution
         total = conditional_log_density(flat.value, flat.generate(flat.noise[None])[0], flat.scale)
         for some in torch.arange(self.num_mixing).split(max(1, size)):
@@ -330,12 +330,12 @@ class HierarchicalELBO(ImplicitELBO):
     def _noises(
         self, site: ImplicitSite, flat: FlatSite
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """All noises of the estimate, and their log p - log tau, if that is not 0."""
+        """Return all noises of the estimate, and their log p - log tau, None for 0."""
         propose = self._linearized if self.proposal == "linearized" else self._prior
         return propose(site, flat)
 
     def _injective(self, site: ImplicitSite) -> Tensor:
-        """The exact density, of a generator that folds at no draw."""
+        """Return the exact density; refuse a generator that folds."""
         sign = torch.linalg.slogdet(site_linearisation(site).jacobian()).sign
         first = sign[0] if self.num_particles > 1 else sign
         if (sign != self.remember("orientation", site.name, lambda: first)).any():
@@ -352,11 +352,7 @@ class HierarchicalELBO(ImplicitELBO):
         return [flat.noise.unsqueeze(0), fresh], None
 
     def _linearized(self, site: ImplicitSite, flat: FlatSite) -> tuple[list[Tensor], list[Tensor]]:
-        """All noises, the one that made the value among them, and their log p - log tau.
-
-        These are the draws of multiple importance sampling with the balance heuristic, reweighted
-        by its estimate of q, so that E[q / q_hat] = 1, which is what makes the bound.
-        """
+        """Return the noises of multiple importance sampling, and their log p - log tau."""
 
         def around(noise: Tensor) -> tuple[Tensor, Tensor]:
             linearisation = flat.linearise(noise)
@@ -380,7 +376,7 @@ class HierarchicalELBO(ImplicitELBO):
         return [noise], [-proposal.log_ratio(noise)]
 
     def _note_folds(self, name: str, flat: FlatSite, gaussians: list[NoiseGaussian]) -> None:
-        """Keep the share of draws that may come from two places apart, neither negligible."""
+        """Note which draws may come from two separate places, neither negligible."""
         means = torch.stack([gaussian.mean for gaussian in gaussians])
         log_mass = conditional_log_density(flat.value, flat.generate(means), flat.scale)
         log_mass = log_mass - 0.5 * means.square().sum(-1)
@@ -450,7 +446,7 @@ class WeightedDraws(NamedTuple):
         return short_repr(self)
 
     def bound(self) -> EvidenceBound:
-        """What :func:`evidence_bound` returns."""
+        """Return the result of :func:`evidence_bound`."""
         log_weights = self.log_weights.double()
         weights = (log_weights - log_weights.max()).exp()
         return EvidenceBound(

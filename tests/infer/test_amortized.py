@@ -344,7 +344,7 @@ def test_semi_implicit_sites_and_refusals():
         loc = pyro.sample("loc", dist.Normal(torch.zeros(2), 1.0).to_event(1))
         pyro.sample("x", Implicit(generator, 2, context=loc))
 
-    with pytest.raises(ValueError, match="'x' is made from other latents.*Cure"):
+    with pytest.raises(ValueError, match="'x' depends on other latents.*Cure"):
         AmortizedSVGD_ELBO(4).differentiable_loss(model, conditional)
     pyro.clear_param_store()
     AmortizedKSD_ELBO(4).differentiable_loss(model, conditional).backward()

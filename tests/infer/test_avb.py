@@ -213,7 +213,7 @@ def test_arguments_and_refusals():
         pyro.sample("x", Implicit(lambda z: z.squeeze(-1), 1))
 
     elbo = AVB_ELBO(3, contrast="prior")
-    with pytest.raises(ValueError, match="'x' is made from latents of other sites.*Cure"):
+    with pytest.raises(ValueError, match="'x' depends on latents of other sites.*Cure"):
         elbo.differentiable_loss(model, guide)
 
 

@@ -466,7 +466,7 @@ def test_refusals():
     noise = dist.Laplace(torch.zeros(2), 1.0).to_event(1)
     shifted = SemiImplicit(nn.Linear(2, 2), noise, 0.5)
     refused(
-        shifted, r'proposal="linearized" \(unlike "prior"\) wants standard normal.*Cure.*noise=2'
+        shifted, r'proposal="linearized" \(unlike "prior"\) needs standard normal.*Cure.*noise=2'
     )
     for option in ("num_samples", "num_mixing", "chunk_size"):
         with pytest.raises(ValueError, match=f"{option} must be at least"):

@@ -339,7 +339,7 @@ def test_arguments_and_refusals():
     for q, options, message in [
         (Implicit(nn.Linear(2, 3), 2), {}, "'x' turns 2 into 3. Cure.*AutoregressiveGenerator"),
         (SemiImplicit(nn.Linear(3, 3), 3, 0.1), {}, "'x'.*SemiImplicit.*Cure"),
-        (Implicit(nn.Linear(3, 3), normal), {}, "GPVI_ELBO wants standard normal.*'x'.*Cure"),
+        (Implicit(nn.Linear(3, 3), normal), {}, "GPVI_ELBO needs standard normal.*'x'.*Cure"),
         (with_context, {"jacobian": "helper"}, "'x' has a context.*Cure"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -353,5 +353,5 @@ def test_arguments_and_refusals():
         loc = pyro.sample("loc", dist.Normal(torch.zeros(2), 1.0).to_event(1))
         pyro.sample("x", Implicit(amortised, 3, context=loc))
 
-    with pytest.raises(ValueError, match="'x' is made from other latents.*Cure"):
+    with pytest.raises(ValueError, match="'x' depends on other latents.*Cure"):
         GPVI_ELBO(4).differentiable_loss(model, guide)

@@ -258,7 +258,7 @@ def test_refusals():
     for q, message in [
         (Implicit(nn.Linear(2, 3), 2), "'x' turns 2 into 3. Cure.*AutoregressiveGenerator"),
         (SemiImplicit(affine(), 3, 0.1), "'x'.*SemiImplicit.*Cure"),
-        (Implicit(affine(), normal), "InjectiveELBO wants standard normal.*'x'.*Cure"),
+        (Implicit(affine(), normal), "InjectiveELBO needs standard normal.*'x'.*Cure"),
         (Implicit(Dropout(3, 3), 3), "'x'.*dropout.*Cure"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -270,7 +270,7 @@ def test_coverage_out_of_range(coverage):
 
 
 def test_coverage_wants_the_path():
-    with pytest.raises(ValueError, match="coverage wants path_derivative=True"):
+    with pytest.raises(ValueError, match="coverage needs path_derivative=True"):
         InjectiveELBO(8, path_derivative=False, coverage=1.0)
     assert InjectiveELBO(8, path_derivative=False).coverage == 0.0
 

@@ -134,7 +134,7 @@ def test_a_prior_that_is_summed_over_discrete_latents_is_refused():
 
     guide = AutoSemiImplicit(model, frame=None)
     elbo = KIVI_ELBO(2, contrast="prior")
-    with pytest.raises(ValueError, match="prior of site 'x' is made from the discrete .*'choice'"):
+    with pytest.raises(ValueError, match="prior of site 'x' depends on the discrete .*'choice'"):
         elbo.loss(model, guide)
 
 

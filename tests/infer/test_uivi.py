@@ -144,7 +144,7 @@ def test_works_without_gradients_and_makes_none():
 )
 def test_other_noise_is_refused(noise):
     q = SemiImplicit(nn.Linear(2, 3, dtype=DOUBLE), noise.to_event(1), 0.5)
-    with pytest.raises(ValueError, match="UIVI wants standard normal noise.*site 'x'.*Cure.*=2"):
+    with pytest.raises(ValueError, match="UIVI needs standard normal noise.*site 'x'.*Cure.*=2"):
         UIVI_ELBO(1).check_site(draw(q))
 
 

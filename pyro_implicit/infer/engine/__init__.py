@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ELBOs are made of: sites, traces, priors, further draws, networks of their own."""
+"""Parts of the ELBOs: steps, traces, implicit sites, priors, recordings. Private to ``infer``."""
 
 from __future__ import annotations
 

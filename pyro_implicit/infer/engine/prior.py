@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model says about the latents of an implicit site before it has seen data."""
+"""The prior of the latent variables of an implicit site: its density and its draws."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = ["PriorDraws", "PriorMemory", "SitePrior"]
 
 
 class SitePrior:
-    """The prior of the latents of one implicit site: its density at their draws, and draws of it.
+    """The prior of the latent variables of one implicit site: its density and its draws.
 
-    Its points live in unconstrained space, all latents side by side in one dimension.
+    Points are in unconstrained space, with all latent variables concatenated in one dimension.
 
-    :param site: whose latents are meant.
-    :param particles: the model at the latents' draws.
-    :param model_trace: of its run, with log-probabilities.
-    :param memory: kept from step to step.
+    :param site: the implicit site.
+    :param particles: the model at the draws of the latent variables.
+    :param model_trace: the trace of its run, with log-probabilities.
+    :param memory: what is kept from step to step.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class SitePrior:
         self._alone: Trace | None = None
 
     def log_prob(self) -> Tensor:
-        """The log-density at the site's draw, without scales and masks: ``site.batch_shape``."""
+        """Return the log-density at the draw, without scales and masks: ``site.batch_shape``."""
         shape = self.site.batch_shape
         is_whole = self._is_whole()
         total = torch.zeros(())
         for name in self.site.latents:
             term = self._model_site(name)["unscaled_log_prob"]
-            if name != self.site.name:  # then it is a Delta there, with the change of variables
+            if name != self.site.name:  # a Delta with the change of variables
                 delta = self.particles.guide_trace.nodes[name]
                 term = term - delta["fn"].log_prob(delta["value"])
             if is_whole:
@@ -62,10 +62,10 @@ class SitePrior:
         return total.expand(shape)
 
     def score_parts(self, log_ratio: Tensor) -> ScoreParts:
-        r"""The score parts of the site's distribution, given log q/p, the log-ratio to this prior.
+        r"""Return the site's score parts, given the log-ratio of q to this prior.
 
-        The gradient of :math:`\log q = \log p + \log(q / p)` passes through the draw alone, so that
-        what the prior itself learns is not cancelled.
+        The gradient of :math:`\log q = \log p + \log(q / p)` passes through the draw only, so that
+        the gradient of the prior's own parameters does not cancel.
 
         :param log_ratio: broadcasts to ``site.batch_shape``.
         """
@@ -84,13 +84,13 @@ class SitePrior:
 
     @torch.no_grad()
     def sample(self, num: int) -> Tensor:
-        """Draws of the latents.
+        """Draw the latent variables from the prior.
 
-        Priors without parents are sampled as they stand; others need the model, see
+        Priors without parents are sampled directly; others need the model, see
         :class:`~pyro_implicit.infer.engine.prior.PriorDraws`.
 
-        :returns: ``(*plates, num, m)``, or ``(num_particles, *plates, num, m)`` where the prior is
-            made from latents of other sites.
+        :returns: ``(*plates, num, m)``, or ``(num_particles, *plates, num, m)`` if the prior
+            depends on latent variables of other sites.
         :raises ValueError: for a prior that cannot be sampled, naming the site and the cure.
         """
         self._find_parents()
@@ -105,16 +105,16 @@ class SitePrior:
         return torch.stack([self._draw(num, values) for values in particles])
 
     def log_density(self, points: Tensor) -> Tensor:
-        """The log-density at any points, differentiable in them.
+        """Return the log-density at any points, differentiable in them.
 
         :param points: ``(*batch, n, m)``.
         :returns: ``(*batch, n)``.
-        :raises ValueError: for a prior made from latents.
+        :raises ValueError: for a prior that depends on latent variables.
         """
         self._find_parents()
         if self.memory.depends:
             raise ValueError(
-                f"the prior of site '{self.site.name}' is made from latents, so its density is "
+                f"the prior of site '{self.site.name}' depends on latents, so its density is "
                 "known at the guide's own draws only. Cure: log_prior_logit=False"
             )
         total, start = torch.zeros_like(points[..., 0]), 0
@@ -126,7 +126,7 @@ class SitePrior:
             if not self._is_whole():
                 shape = shape[values[name].dim() - fn.event_dim :]
             free = points[..., start : start + shape.numel()].reshape(points.shape[:-1] + shape)
-            if not self._is_whole():  # the plates stand before the draws, not behind them
+            if not self._is_whole():  # plates come before the draws
                 free = free.movedim(points.dim() - 2, 0)
             start += shape.numel()
             value = transform(free)
@@ -141,7 +141,7 @@ class SitePrior:
         return total
 
     def unconstrain(self, values: Tensor) -> Tensor:
-        """Bring the site's values ``(*batch, *event_shape)`` to the space of the prior's draws.
+        """Transform the site's values ``(*batch, *event_shape)`` to unconstrained space.
 
         :returns: ``(*batch, m)``.
         """
@@ -159,22 +159,18 @@ class SitePrior:
             if discrete is not None and name in self.site.latents:
                 names = ", ".join(f"'{one}'" for one in sorted(discrete.names))
                 raise ValueError(
-                    f"the prior of site '{name}' is made from the discrete latents {names}, which "
-                    "are summed out, so that it has no density of its own. Cure: "
+                    f"the prior of site '{name}' depends on the discrete latents {names}, which "
+                    "are summed out, so that it has no density. Cure: "
                     'contrast="adaptive"'
                 ) from None
             raise ValueError(
-                f"site '{self.site.name}' of the guide stands for '{name}', which the model does "
+                f"site '{self.site.name}' of the guide represents '{name}', which the model does "
                 "not sample. Cure: name the model's sites by pyro.sample(..., infer={'latents': "
                 "[...]})"
             ) from None
 
     def _fn(self, name: str) -> Any:
-        """The distribution of a latent at the first particle.
-
-        Of a run on its own: what vmap leaves in the trace of all particles can be of no use outside
-        of it, even where it is constant.
-        """
+        """Return the distribution of a latent variable at the first particle, from a plain run."""
         if self._alone is None:
             self._model_site(name)  # raises for a site that the model lacks
             with torch.enable_grad():
@@ -188,7 +184,7 @@ class SitePrior:
                 self._draws.find_parents()
 
     def _is_whole(self) -> bool:
-        """Whether one draw holds the latents of all their plates, as in an autoguide."""
+        """Tell whether one draw has the latent variables of whole plates, as in an autoguide."""
         for name in self.site.latents:
             frames = self._model_site(name)["cond_indep_stack"]
             plates = {frame.name for frame in frames if frame.vectorized} - {PARTICLE_PLATE}
@@ -225,7 +221,7 @@ class SitePrior:
         return draw.reshape((num,) + values[name].shape)
 
     def _lay_out(self, draws: dict[str, Tensor]) -> Tensor:
-        """Constrained draws by site, ``(num, *site_shape)``, as points ``(*plates, num, m)``."""
+        """Arrange constrained draws ``(num, *site_shape)`` as points ``(*plates, num, m)``."""
         parts = []
         for name, draw in draws.items():
             fn = self._fn(name)
@@ -242,10 +238,10 @@ Values = dict[str, Tensor]
 
 @dataclass
 class PriorMemory:
-    """What is found out once about the prior of some latents, and draws that were costly.
+    """Properties of the prior of some latent variables, and a pool of expensive draws.
 
-    ``depends``: its parameters are made from latents; ``on_others``: from latents beyond these;
-    ``parallel``: the model can draw many at once in a plate.
+    ``depends``: its parameters depend on latent variables; ``on_others``: on other ones than these;
+    ``parallel``: the model can draw many values at once in a plate.
     """
 
     depends: bool | None = None
@@ -255,7 +251,7 @@ class PriorMemory:
     arguments: list[Any] | None = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The pool is of these very arguments; another process takes the next ones for them.
+        # The pool belongs to these arguments; another process uses it with its next ones.
         return {**self.__dict__, "arguments": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PriorMemory:
@@ -263,7 +259,7 @@ class PriorMemory:
 
 
 class _Reached(Exception):
-    """The model has met all latents that were wanted."""
+    """The model has sampled all requested latent variables."""
 
 
 class _StopAfter(Messenger):
@@ -278,18 +274,18 @@ class _StopAfter(Messenger):
 
 
 class PriorDraws:
-    """Runs a model as far as some of its latents.
+    """Runs of a model that stop after some of its latent variables.
 
-    :param particles: the model, and the values of its latents.
-    :param latents: those that are wanted.
-    :param memory: kept from step to step.
+    :param particles: the model, and the values of its latent variables.
+    :param latents: the requested latent variables.
+    :param memory: what is kept from step to step.
     """
 
     def __init__(self, particles: Particles, latents: tuple[str, ...], memory: PriorMemory) -> None:
         self.particles, self.latents, self.memory = particles, latents, memory
 
     def up_to_latents(self, fixed: Values, num: int | None = None) -> Trace:
-        """Run the model until it has met the latents, drawing (``num`` times) what is not fixed."""
+        """Run the model up to the latent variables, and draw (``num`` times) those not fixed."""
         replayed = Trace()
         for name, site in self.particles.replayed.nodes.items():
             if name in fixed or site_is_subsample(site):
@@ -307,7 +303,7 @@ class PriorDraws:
         return tracer.trace
 
     def find_parents(self) -> None:
-        """Find out whether the prior's parameters move with the latents, by moving those."""
+        """Find out whether the prior depends on latent variables, by moving them."""
         values = self.particles.particle(0)
         trace = self.up_to_latents(values)
         moved = {}
@@ -329,10 +325,10 @@ class PriorDraws:
         self.memory.on_others = moves_with(set(moved) - set(self.latents))
 
     def draw(self, num: int, values: Values) -> Values:
-        """Draws ``(num, *site_shape)`` by site, given the values of all latents beyond these.
+        """Return draws ``(num, *site_shape)`` by site, given the other latent variables.
 
-        In a plate where the model broadcasts, else one after the other; of those nine tenths are
-        kept for the next draw where nothing about the prior is learnt.
+        A model that broadcasts draws in a plate, others draw one at a time. Then most draws are
+        kept for the next call, unless the prior has parameters.
         """
         fixed = {n: value for n, value in values.items() if n not in self.latents}
         if self.memory.parallel is not False:
@@ -348,7 +344,7 @@ class PriorDraws:
         return self._one_by_one(num, fixed)
 
     def _agrees(self, trace: Trace, fixed: Values, values: Values) -> bool:
-        """Whether the last draw in a plate came from the same prior as a run on its own."""
+        """Tell whether the last draw in a plate has the prior of a plain run."""
         nodes = {name: trace.nodes[name] for name in self.latents}
         last = {}
         for name, node in nodes.items():

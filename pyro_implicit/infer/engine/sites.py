@@ -52,13 +52,13 @@ PARTICLE_PLATE = "num_particles_vectorized"  # Pyro's name
 class ImplicitSite:
     """All particles of one implicit sample site of the guide.
 
-    ``distribution`` is the implicit distribution itself, of batch shape
-    ``(num_particles, *plates)`` (without the first dimension for a single particle), ``noise``
-    ``(*batch_shape, noise_dim)`` and ``value`` ``(*batch_shape, *event_shape)`` its draw, with the
-    ``linearisation`` of the generator there, if the ELBO asked for it. ``transforms``, of
-    log-determinant ``log_abs_det``, turn ``value`` into ``draw``, the value of the site, of
-    ``batch_shape``, in ``plates`` of the given names. ``latents`` are the model's sites that it
-    stands for.
+    ``distribution`` is the implicit distribution, of batch shape ``(num_particles, *plates)``
+    (without the first dimension for a single particle). Its draw consists of ``noise``,
+    ``(*batch_shape, noise_dim)``, of ``value``, ``(*batch_shape, *event_shape)``, and of the
+    ``linearisation`` of the generator at the noise, if the ELBO requested it. ``transforms`` with
+    log-determinant ``log_abs_det`` turn ``value`` into ``draw``, the value of the site, of
+    ``batch_shape``, in ``plates`` of these names. ``latents`` are the sites of the model that it
+    represents.
     """
 
     name: str
@@ -80,7 +80,7 @@ class ImplicitSite:
         return value
 
     def score_at_draw(self, score: Tensor) -> Tensor:
-        r"""The score of the site's density at ``draw``, from that of ``distribution``.
+        r"""Return the score of the site's density at ``draw``, from that of ``distribution``.
 
         With :math:`x = T(v)` it is :math:`T'^{-\top} (\nabla_v \log q(v) - \nabla_v \log |T'|)`.
 
@@ -103,7 +103,7 @@ class ImplicitSite:
             return torch.autograd.grad((linear + log_q).sum(), draw)[0]
 
     def gradient_at_draw(self, gradient: Tensor) -> Tensor:
-        r"""The gradient at ``draw`` that reaches ``value`` as the given one.
+        r"""Return the gradient at ``draw`` that becomes the given gradient at ``value``.
 
         With :math:`x = T(v)` it is :math:`T'^{-\top} g`.
 
@@ -140,9 +140,9 @@ class FlatSite(NamedTuple):
 
 
 def flatten_site(site: ImplicitSite, num_particles: int) -> FlatSite:
-    """The parts of a site that its densities need.
+    """Return the parts of a site that its densities need.
 
-    :param num_particles: those of the site; more than one are its first dimension.
+    :param num_particles: the number of particles; if it exceeds 1, they are the first dimension.
     """
     q: Any = site.distribution
     context = q.context
@@ -156,9 +156,9 @@ def flatten_site(site: ImplicitSite, num_particles: int) -> FlatSite:
 
 
 def split_elements(site: ImplicitSite, flat: FlatSite, size: int) -> Iterator[FlatSite]:
-    """The elements of a site's batch, which are independent given their contexts.
+    """Split a site's batch into elements, which are independent given their contexts.
 
-    :param size: elements at a time, at most.
+    :param size: maximum number of elements at a time.
     :returns: sites of batch shape ``(size,)``.
     """
     q: Any = site.distribution
@@ -172,7 +172,7 @@ def split_elements(site: ImplicitSite, flat: FlatSite, size: int) -> Iterator[Fl
 
 
 def _maps(generator: Any, context: Tensor | None) -> tuple[Callable, Callable]:
-    """The generator with flat values, and its linearisation, in a context."""
+    """Return the generator with flat values, and its linearisation, in a context."""
 
     def inputs(noise: Tensor) -> tuple[Tensor, ...]:
         return (noise,) if context is None else (noise, context.expand(noise.shape[:-1] + (-1,)))
@@ -187,7 +187,7 @@ def _maps(generator: Any, context: Tensor | None) -> tuple[Callable, Callable]:
 
 
 def mixing_noise(site: ImplicitSite, flat: FlatSite, num_mixing: int) -> Tensor:
-    """Fresh noise for :func:`~pyro_implicit.ops.semi_implicit.mixture_log_density`.
+    """Draw fresh noise for :func:`~pyro_implicit.ops.semi_implicit.mixture_log_density`.
 
     :returns: ``(num_mixing, *batch_shape, d)``, with size 1 for the particles if they share it.
     """
@@ -201,9 +201,9 @@ def mixing_noise(site: ImplicitSite, flat: FlatSite, num_mixing: int) -> Tensor:
 
 @torch.no_grad()
 def check_generator(name: str, flat: FlatSite) -> None:
-    """Refuse a generator whose values are no functions of their own noise alone.
+    """Refuse a generator whose values depend on more than their own noise.
 
-    :param name: of the site.
+    :param name: the name of the site.
     :raises ValueError: naming site and cure.
     """
     noise = flat.noise
@@ -228,26 +228,26 @@ def check_generator(name: str, flat: FlatSite) -> None:
 def check_standard_normal(name: str, noise_distribution: Any, method: str) -> None:
     """Refuse noise that is not standard normal.
 
-    :param name: of the site.
-    :param method: that wants it, for the message.
+    :param name: the name of the site.
+    :param method: the method that needs it, for the message.
     :raises ValueError: naming site and cure.
     """
     base = getattr(noise_distribution, "base_dist", None)
     if not isinstance(base, dist.Normal) or (base.loc != 0).any() or (base.scale != 1).any():
         raise ValueError(
-            f"{method} wants standard normal noise, but the noise of site '{name}' is "
+            f"{method} needs standard normal noise, but the noise of site '{name}' is "
             f"{noise_distribution}. Cure: give the noise's size, "
             f"noise={noise_distribution.event_shape[-1]}, and let the generator scale it"
         )
 
 
 def site_linearisation(site: ImplicitSite) -> Linearisation:
-    """The generator around the noise of a site's draw: that of the draw, where it has one."""
+    """Return the generator's linearisation at the noise of a site's draw."""
     return site.linearisation or site.distribution.linearise(site.noise)
 
 
 def exact_log_density(site: ImplicitSite) -> Tensor:
-    r""":math:`\log q(f(z)) = \log N(z) - \log |\det J_f(z)|`, differentiable in z and f.
+    r"""Return :math:`\log q(f(z)) = \log N(z) - \log |\det J_f(z)|`, differentiable in z and f.
 
     :returns: ``(num_particles, *plates)``.
     """
@@ -256,9 +256,9 @@ def exact_log_density(site: ImplicitSite) -> Tensor:
 
 
 def exact_score(site: ImplicitSite) -> tuple[Tensor, Tensor]:
-    r""":math:`\log q(f(z))`, as :func:`exact_log_density`, and its score at the site's draw.
+    r"""Return :math:`\log q(f(z))`, as :func:`exact_log_density`, and its score at the draw.
 
-    :param site: drawn with ``linearise=True, noise_gradient=True``.
+    :param site: a site drawn with ``linearise=True, noise_gradient=True``.
     """
     log_q = exact_log_density(site)
     (slope,) = torch.autograd.grad(log_q.sum(), site.noise, retain_graph=True)
@@ -269,7 +269,7 @@ def exact_score(site: ImplicitSite) -> tuple[Tensor, Tensor]:
 def check_square(site: ImplicitSite, method: str) -> None:
     """Refuse a site without an exact density.
 
-    :param method: that wants it, for the message.
+    :param method: the method that needs it, for the message.
     :raises ValueError: naming site and cure.
     """
     q = site.distribution
@@ -282,9 +282,9 @@ def check_square(site: ImplicitSite, method: str) -> None:
         )
     if noise_dim != size:
         raise ValueError(
-            f"{method} wants as many noise dimensions as values, but the generator of site "
+            f"{method} needs as many noise dimensions as values, but the generator of site "
             f"'{site.name}' turns {noise_dim} into {size}. Cure: "
-            "AutoImplicit(model, AutoregressiveGenerator), of many latents "
+            "AutoImplicit(model, AutoregressiveGenerator), for many latents "
             "AutoImplicit(model, lambda dim: ResidualGenerator(dim, core_dim=50)), or another "
             f"invertible generator with noise_dim={size}"
         )
@@ -303,12 +303,12 @@ def check_square(site: ImplicitSite, method: str) -> None:
 def site_draws(
     site: ImplicitSite, num_particles: int, num_draws: int, fresh: bool = False
 ) -> Tensor:
-    """At least ``num_draws`` values of a site's implicit distribution, its own first.
+    """Return at least ``num_draws`` values of a site's implicit distribution, its own values first.
 
-    Where all particles have the same distribution, those of all of them count; where its context
-    or scale was made from other latents, each particle gets ``num_draws`` of its own.
+    If all particles have the same distribution, the draws of all particles count. If the context or
+    scale depends on other latent variables, each particle gets ``num_draws`` of its own.
 
-    :param num_particles: that the site has.
+    :param num_particles: the site's number of particles.
     :param fresh: whether new draws replace the site's own.
     :returns: ``(n, *batch_shape, *event_shape)``; see :func:`pool_particles`.
     """
@@ -326,9 +326,9 @@ def site_draws(
 
 
 def pool_particles(draws: Tensor, site: ImplicitSite, num_particles: int) -> Tensor:
-    """Lay draws ``(n, *batch, m)`` out as sets of samples.
+    """Arrange draws ``(n, *batch, m)`` as sets of samples.
 
-    :returns: ``(*plates, num_particles * n, m)``, or ``(num_particles, *plates, n, m)`` where each
+    :returns: ``(*plates, num_particles * n, m)``, or ``(num_particles, *plates, n, m)`` if each
         particle has its own distribution.
     """
     if num_particles > 1 and not differs_by_particle(site.distribution):
@@ -339,12 +339,12 @@ def pool_particles(draws: Tensor, site: ImplicitSite, num_particles: int) -> Ten
 def choose_covariance(
     covariance: Literal["auto"] | Covariance, site: ImplicitSite, num_draws: int, dim: int
 ) -> Covariance:
-    """The covariance in which an estimate sees a site's draws.
+    """Return the kind of covariance by which a site's draws are standardised.
 
-    :param covariance: as asked for; ``"auto"`` is full where twice as many draws as dimensions fill
-        all of them, else diagonal.
-    :param num_draws: of the site, of ``dim`` dimensions.
-    :raises ValueError: for a full one of no more draws than dimensions.
+    :param covariance: the given kind; ``"auto"`` is full if there are twice as many draws as
+        dimensions, and they fill all dimensions; else diagonal.
+    :param num_draws: number of draws, of ``dim`` dimensions.
+    :raises ValueError: for a full covariance of too few draws.
     """
     if covariance == "full" and num_draws <= dim:
         raise ValueError(
@@ -358,7 +358,7 @@ def choose_covariance(
 
 
 def differs_by_particle(q: Implicit) -> bool:
-    """Whether what the site is conditioned on was made from other latents' particles."""
+    """Tell whether the context or scale depends on the particle."""
     conditions = []
     if q.context is not None:
         conditions.append(q.context)
@@ -368,7 +368,7 @@ def differs_by_particle(q: Implicit) -> bool:
 
 
 def moments_log_q(site: ImplicitSite) -> Tensor:
-    """Minus the entropy of the Gaussian with the moments of the site's values, for each of them."""
+    """Return the expectation of log q for a Gaussian with the moments of the site's values."""
     q = site.distribution
     points = site.value.detach().reshape(q.batch_shape + (-1,)).movedim(0, -2)
     covariance = choose_covariance("auto", site, *points.shape[-2:])
@@ -383,9 +383,9 @@ def moments_log_q(site: ImplicitSite) -> Tensor:
 
 
 class LaterWeights:
-    """Weights of the particles, known after the draws whose gradients they are for.
+    """Weights for the gradients of the particles' draws, set after the draws are made.
 
-    It does not know these draws: their hooks know it, and would keep them for ever.
+    It does not know these draws: their hooks know it, and would keep them in memory.
 
     **Example:**
 
@@ -404,7 +404,7 @@ class LaterWeights:
         self.weights: Tensor | None = None
 
     def weigh(self, gradient: Tensor) -> Tensor:
-        """A draw's gradient ``(num_particles, *plates, ...)``, weighted."""
+        """Weight a draw's gradient, ``(num_particles, *plates, ...)``."""
         if self.weights is None:
             return gradient
         weights = self.weights.to(gradient)  # data may be of another dtype
@@ -412,7 +412,7 @@ class LaterWeights:
 
 
 def send_gradient(value: Tensor, to: Tensor, through: Callable[[Tensor], Tensor]) -> Tensor:
-    """A tensor with the given value, whose gradient goes to another one.
+    """Return a tensor with the given value, whose gradient goes to another tensor.
 
     **Example:**
 
@@ -422,9 +422,9 @@ def send_gradient(value: Tensor, to: Tensor, through: Callable[[Tensor], Tensor]
     >>> draw.grad
     tensor([2., 2., 2.])
 
-    :param value: what the tensor shows.
-    :param to: of the same shape, with gradient.
-    :param through: turns the gradient at the value into that which ``to`` gets.
+    :param value: the value.
+    :param to: a tensor of the same shape, with gradient.
+    :param through: turns the gradient at the value into the gradient of ``to``.
     """
     sent = value.detach() + (to - to.detach())
     sent.register_hook(lambda gradient: through(gradient.detach()))
@@ -434,11 +434,11 @@ def send_gradient(value: Tensor, to: Tensor, through: Callable[[Tensor], Tensor]
 def send_gradients(
     draw: Tensor, other: Tensor, through: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Copies of two tensors, whose gradients go to the first together.
+    """Return copies of two tensors, whose gradients both go to the first tensor.
 
-    :param draw: with gradient.
+    :param draw: a tensor with gradient.
     :param other: any tensor.
-    :param through: turns the gradients at both copies into that which ``draw`` gets.
+    :param through: turns the gradients at both copies into the gradient of ``draw``.
     """
     return _Together.apply(draw, other, through)
 
@@ -455,19 +455,19 @@ class _Together(torch.autograd.Function):
 
 
 def path_term(site: ImplicitSite, score: Tensor, draw: Tensor) -> Tensor:
-    """A term whose gradient is that of log q along the path of the draw alone.
+    """Return a term whose gradient is that of log q along the path of the draw.
 
-    :param score: of the site's density at ``site.draw``, of its shape.
+    :param score: the score of the site's density at ``site.draw``, of its shape.
     :param draw: ``site.draw``, or a copy whose gradient goes elsewhere.
     :returns: ``site.batch_shape``, for score parts of the distribution without its transforms.
     """
     path = score * draw
-    # The log-determinant of the site's transforms is in the score at the draw already.
+    # The score at the draw includes the log-determinant of the site's transforms.
     return sum_rightmost(path, path.dim() - len(site.batch_shape)) + site.log_abs_det
 
 
 def second_batch(site: ImplicitSite) -> tuple[ImplicitSite, Tensor]:
-    """As many independent draws of a site, and their ``draw``."""
+    """Draw a second, independent batch of a site; return the site and its ``draw``."""
     noise, value, linearisation = site.distribution.draw()
     draw = site.push(value)
     second = replace(site, noise=noise, value=value, draw=draw, linearisation=linearisation)
@@ -475,10 +475,10 @@ def second_batch(site: ImplicitSite) -> tuple[ImplicitSite, Tensor]:
 
 
 def particles_inside(points: Tensor) -> Tensor:
-    """``(num_particles, *plates, m)`` as sets of points ``(*plates, num_particles, m)``."""
+    """Move the particles of ``(num_particles, *plates, m)`` to the second-last dimension."""
     return points.movedim(0, -2)
 
 
 def particles_first(points: Tensor) -> Tensor:
-    """``(*plates, num_particles, m)`` as ``(num_particles, *plates, m)``."""
+    """Move the particles of ``(*plates, num_particles, m)`` to the first dimension."""
     return points.movedim(-2, 0)
