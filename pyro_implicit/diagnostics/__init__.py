@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good is the fit: guides beside NUTS, distances between draws, and pictures."""
+"""Diagnostics: checks of a guide, comparison with reference draws, calibration, pictures."""
 
 from __future__ import annotations
 
 from pyro_implicit.diagnostics.against_reference import compare
 from pyro_implicit.diagnostics.calibration import Calibration, simulation_based_calibration
+from pyro_implicit.diagnostics.checks import uncovered_modes
 from pyro_implicit.diagnostics.checkup import diagnose
-from pyro_implicit.diagnostics.comparison import Comparison, SiteComparison
-from pyro_implicit.diagnostics.coverage import uncovered_modes
+from pyro_implicit.diagnostics.comparison import Comparison, SiteComparison, plot_posteriors
 from pyro_implicit.diagnostics.distances import (
     maximum_mean_discrepancy,
     sliced_wasserstein,
@@ -15,7 +15,6 @@ from pyro_implicit.diagnostics.distances import (
     sliced_wasserstein_interval,
     whiten,
 )
-from pyro_implicit.diagnostics.plots import plot_posteriors
 from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.guides.posterior_draws import draw
 

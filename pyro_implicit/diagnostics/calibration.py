@@ -17,7 +17,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_implicit.diagnostics.labels import index_label
+from pyro_implicit.diagnostics.quantities import index_label
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.printing import Printed, Table

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user can know about a fitted guide without a reference."""
+"""Diagnosis of a fitted guide from the model and the guide alone."""
 
 from __future__ import annotations
 
+import inspect
+import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -11,30 +14,41 @@ from pyro.infer import ELBO
 from torch import Tensor
 
 from pyro_implicit.density.checks.numerics import warn_of_lost_gradients
+from pyro_implicit.density.cost import estimated_seconds, nearby, seconds_near
+from pyro_implicit.density.mode_search import seconds_of_climb
+from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
-from pyro_implicit.diagnostics.effort import NUM_CHAINS, NUM_OBSERVED_CHAINS, plan_effort
-from pyro_implicit.diagnostics.examination import WEIGHED_PART, examine
-from pyro_implicit.diagnostics.function_space import (
-    Quantities,
-    find_quantities,
+from pyro_implicit.diagnostics.checks import NUM_LEAPFROG
+from pyro_implicit.diagnostics.examination import (
+    BAD_DRAWS,
+    NUM_CHAINS,
+    NUM_OBSERVED_CHAINS,
+    WEIGHED_PART,
+    Effort,
+    examine,
 )
-from pyro_implicit.diagnostics.guide_cost import seconds_of_weights
-from pyro_implicit.diagnostics.preparation import (
-    can_search,
-    check_modes,
-    check_sites,
-)
+from pyro_implicit.diagnostics.moments import MAX_FULL_DIM
+from pyro_implicit.diagnostics.quantities import Quantities, find_quantities
 from pyro_implicit.diagnostics.verdict import Diagnosis
-from pyro_implicit.diagnostics.whitening import MAX_FULL_DIM
-from pyro_implicit.guides.posterior_draws import posterior_of, refuse_swapped, samples_of
+from pyro_implicit.distributions import find_implicit
+from pyro_implicit.guides.posterior_draws import (
+    posterior_of,
+    refuse_swapped,
+    samples_of,
+    trace_guide,
+)
+from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.guides.stored_draws import StoredDraws
+from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.printing import announce, showing_progress
+from pyro_implicit.runtime.random_stream import same_streams
 
-__all__ = ["diagnose"]
+__all__ = ["diagnose", "plan_effort"]
 
-LEAST_DRAWS = 100  # of fewer there is no k-hat
+
+LEAST_SAMPLES = 100  # of fewer there is no k-hat
 NUM_SAMPLES = 2000
 
 
@@ -167,10 +181,10 @@ def diagnose(
     density = Target(model, *args, model_kwargs=kwargs)
     dim = density.latent_dim
     # Above, each coordinate is scaled by itself.
-    least = max(LEAST_DRAWS, 2 * dim + 1 if dim <= MAX_FULL_DIM else 0)
+    least = max(LEAST_SAMPLES, 2 * dim + 1 if dim <= MAX_FULL_DIM else 0)
     if num_samples is not None and num_samples < least:
         raise ValueError(
-            f"num_samples must be at least {least} ({LEAST_DRAWS}, and more than twice the {dim} "
+            f"num_samples must be at least {least} ({LEAST_SAMPLES}, and more than twice the {dim} "
             f"latents up to {MAX_FULL_DIM}), but got {num_samples}"
         )
     warn_of_lost_gradients(density)
@@ -194,3 +208,180 @@ def diagnose(
     with showing_progress(progress):
         announce("diagnose", effort.seconds)
         return examine(density, guide, effort, modes, loss, chunk_size, function)
+
+
+NUM_SCORES = 4  # times the draws, of guides that draw in parallel
+MAX_NUMBERS = 10_000_000  # of all draws that are scored
+NUM_TUNING = 4
+LEAST_DRAWS, LEAST_TRANSITIONS, LEAST_ITERATIONS = 500, 5, 10
+USUAL_ITERATIONS = 40  # of the search
+FEW = 10
+
+
+def plan_effort(
+    density: Target,
+    num_samples: int,
+    least_samples: int,
+    num_transitions: int,
+    can_search: bool,
+    chunk_size: int,
+    max_seconds: float,
+    num_chains: int = NUM_CHAINS,
+    weight: float = 0.0,
+) -> Effort:
+    """Cut what was asked for to a budget, by the operations of the model's log-density.
+
+    Scores and weights, HMC and the search for modes may take a third of the budget each, and the
+    first two a half where there is no search.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> def model():
+    ...     pyro.sample("x", dist.Normal(0.0, 1.0))
+    >>> plan_effort(Target(model), 2000, 100, 20, False, 500, 60.0)[:3]
+    (2000, 4, 20)
+
+    :param density: of the model; it is evaluated a few times at its start.
+    :param num_samples: wanted.
+    :param least_samples: so many in any case.
+    :param num_transitions: wanted.
+    :param can_search: whether modes are to be searched for.
+    :param chunk_size: draws at a time.
+    :param max_seconds: of one core, as counted.
+    :param num_chains: of HMC, at most.
+    :param weight: seconds of the guide's density at one draw.
+    """
+    extra = max(0, min(NUM_SCORES, MAX_NUMBERS // (num_samples * density.latent_dim) - 1))
+    full = Effort(num_samples, extra, num_transitions, None, math.nan)
+    try:
+        point = density.init_loc
+        density.log_prob(nearby(point, 2))  # how the model can be run
+        one_by_one = not density.is_vectorized
+        rows = min(chunk_size, FEW) if one_by_one else chunk_size
+        score = seconds_near(density.score, point, rows, one_by_one) / rows
+        iteration = seconds_of_climb(density) if can_search else 0.0
+    except Exception:  # the model's own, at its start: the draws have others
+        return full
+    share, spared, unweighed = max_seconds / (3 if can_search else 2), [], ""
+    least = max(least_samples, min(num_samples, LEAST_DRAWS))
+    if weight * least > share:
+        cost = f"{weight * least:,.1f} s, more than max_seconds grants"
+        unweighed = f"{least} of them would take {cost}"
+        spared.append("importance weights")
+        weight = 0.0
+    affordable = int(share / (score + weight / 2))
+    if affordable < 2 * num_samples:
+        number = max(least, min(num_samples, affordable // 2))
+        if number < num_samples:
+            spared.append(f"{number} draws of {num_samples}")
+        num_samples, extra = number, 0
+    extra = min(extra, max(0, affordable // num_samples - 2))
+    per_transition = score * min(num_chains, num_samples) * NUM_LEAPFROG
+    if num_transitions and density.is_vectorized:
+        number = min(num_transitions, int(share / per_transition) - NUM_TUNING)
+        if number < num_transitions:
+            number = number if number >= LEAST_TRANSITIONS else 0
+            spared.append(f"{number} transitions of HMC of {num_transitions}")
+        num_transitions = number
+    iterations: int | None = 0
+    if can_search:
+        iterations = int(share / iteration)
+        if iterations < LEAST_ITERATIONS:
+            iterations = 0
+            spared.append("no search for modes")
+        elif iterations >= USUAL_ITERATIONS:
+            iterations = None
+    seconds = (score * (2 + extra) + weight) * num_samples
+    if num_transitions and density.is_vectorized:
+        seconds += per_transition * (num_transitions + NUM_TUNING)
+    if can_search:
+        seconds += iteration * (USUAL_ITERATIONS if iterations is None else iterations)
+    return Effort(
+        num_samples, extra, num_transitions, iterations, seconds, tuple(spared), unweighed
+    )
+
+
+FEW_DRAWS, FEW_STEPS, MORE_STEPS = 2, 1, 3
+
+
+def seconds_of_weights(density: Target, guide: Callable[..., Any], chunk_size: int) -> float:
+    """Seconds of one core that an importance weight takes, of a guide with implicit sites.
+
+    The density of a semi-implicit site takes Gauss-Newton steps for each draw, which in thousands
+    of latents are far dearer than the model. Counted at a few draws and steps, it is 0 of guides
+    that have a density at hand, or none at all.
+
+    :param density: of the model.
+    :param guide: of it.
+    :param chunk_size: draws at a time.
+    """
+    model, args, kwargs = density.model, density.args, density.kwargs
+    if isinstance(guide, StoredDraws):
+        return 0.0
+    defaults = inspect.signature(weighted_draws).parameters
+    num_steps = defaults["num_steps"].default * defaults["num_starts"].default
+
+    def seconds(steps: int) -> float:
+        return estimated_seconds(
+            lambda: weighted_draws(
+                model,
+                guide,
+                *args,
+                num_samples=FEW_DRAWS,
+                num_steps=steps,
+                num_starts=1,
+                model_kwargs=kwargs,
+            ),
+            chunk_size / FEW_DRAWS,
+        )
+
+    with same_streams(density.init_loc.device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of all draws are shown
+        try:
+            sites = trace_guide(guide, args, kwargs).iter_stochastic_nodes()
+            if all(find_implicit(site["fn"]) is None for _, site in sites):
+                return 0.0
+            few = seconds(FEW_STEPS)
+            step = (seconds(MORE_STEPS) - few) / (MORE_STEPS - FEW_STEPS)
+        except Exception:  # of which the verdict is going to tell
+            return 0.0
+    return (few + (num_steps - FEW_STEPS) * max(0.0, step)) / chunk_size
+
+
+def check_modes(modes: Tensor | str | None, dim: int) -> None:
+    """Refuse an unknown word, and what are no points."""
+    if isinstance(modes, str) and modes != "search":
+        raise ValueError(f'modes must be "search", a tensor or None, but got {modes!r}')
+    if isinstance(modes, Tensor):
+        if modes.dim() != 2 or modes.shape[-1] != dim or not modes.isfinite().all():
+            raise ValueError(
+                f"modes must be finite points in unconstrained space, (num_modes, {dim}), but got "
+                f"shape {tuple(modes.shape)}. Cure: Target(model, ...).unconstrain(...)"
+            )
+
+
+def check_sites(
+    density: Target, guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> None:
+    """Refuse a guide that lacks a latent, or has another number of its elements."""
+    try:
+        nodes = trace_guide(guide, args, kwargs).nodes
+    except BAD_DRAWS:  # of which the verdict is going to tell
+        return
+    for name, value in density.constrain(density.init_loc).items():
+        if name not in nodes:
+            raise ValueError(
+                f"the guide has no site '{name}', which the model samples. Cure: add the site to "
+                "the guide, or condition the model on its value"
+            )
+        shape = nodes[name]["value"].shape
+        if shape.numel() != value.numel():
+            sampler = Sampler(density, guide)
+            raise sampler.wrong_shape(name, ("num_draws", *shape), tuple(value.shape))
+
+
+def can_search(density: Target) -> bool:
+    """Whether there is a way to look for modes."""
+    return density.latent_dim <= MAX_DENSE_DIM and density.is_vectorized

@@ -1,45 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The looks of :func:`~pyro_implicit.diagnostics.diagnose` at a guide's draws, as planned."""
+"""The checks of :func:`~pyro_implicit.diagnostics.diagnose`, as planned by the budget."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pyro.infer import ELBO
 from torch import Tensor
 
 from pyro_implicit.density.cost import TracedScore
+from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.target import Target
-from pyro_implicit.diagnostics.coverage import uncovered_modes
-from pyro_implicit.diagnostics.drift import NUM_LEAPFROG, drift_check
-from pyro_implicit.diagnostics.effort import NUM_CHAINS, NUM_OBSERVED_CHAINS, Effort
-from pyro_implicit.diagnostics.findings import EVEN_WEIGHTS, GOOD_WEIGHTS, KHAT
-from pyro_implicit.diagnostics.function_space import Function, Observed, describe
-from pyro_implicit.diagnostics.importance import importance_check
-from pyro_implicit.diagnostics.labels import coordinate_labels
-from pyro_implicit.diagnostics.preparation import (
-    BAD_DRAWS,
-    log_mean_exp,
-    objective_gap,
-    search_modes,
-    weigh_draws,
+from pyro_implicit.diagnostics.checks import (
+    NUM_LEAPFROG,
+    drift_check,
+    importance_check,
+    stein_by_site,
+    stein_check,
+    uncovered_modes,
 )
-from pyro_implicit.diagnostics.stein import stein_by_site, stein_check
-from pyro_implicit.diagnostics.verdict import Diagnosis
-from pyro_implicit.diagnostics.whitening import CollapsedError, Whitened, whiten_draws
+from pyro_implicit.diagnostics.moments import CollapsedError, Whitened, whiten_draws
+from pyro_implicit.diagnostics.quantities import Function, Observed, coordinate_labels, describe
+from pyro_implicit.diagnostics.verdict import EVEN_WEIGHTS, GOOD_WEIGHTS, KHAT, STORED, Diagnosis
 from pyro_implicit.guides.auto_implicit import AutoSemiImplicit
 from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel
 from pyro_implicit.guides.stored_draws import StoredDraws
+from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
 from pyro_implicit.runtime.printing import steps_of
+from pyro_implicit.runtime.random_stream import same_streams
 
-__all__ = ["WEIGHED_PART", "examine"]
+__all__ = ["Effort", "examine"]
+
 
 FEW_LOST = 0.005  # of the draws, with which no moment is lost
 WEIGHED_PART = 5  # of a chunk, as a weight takes more memory than a score
+
+
+NUM_CHAINS, NUM_OBSERVED_CHAINS = 500, 1000  # of latents, of quantities
+
+
+class Effort(NamedTuple):
+    """``num_samples`` to be weighed, ``extra`` times as many to be scored beside them,
+    ``num_transitions`` of HMC, ``search_iterations`` of Newton's (None without a limit, 0 for no
+    search), all of which take about ``seconds`` of one core; what was ``spared``, in words; and
+    ``unweighed``, why there are to be no weights, if so.
+    """
+
+    num_samples: int
+    extra: int
+    num_transitions: int
+    search_iterations: int | None
+    seconds: float
+    spared: tuple[str, ...] = ()
+    unweighed: str = ""
 
 
 @torch.no_grad()
@@ -166,3 +184,81 @@ def _known(guide: Callable[..., Any]) -> dict[str, Any]:
         return {}
     names = ("settled", "modes_weighed", "doubts")
     return {name: getattr(guide, name) for name in names}
+
+
+NUM_LOSSES = 20
+#: What a guide or model says of numbers that it cannot work with.
+BAD_DRAWS = (ValueError, ArithmeticError, torch.linalg.LinAlgError)
+
+
+def weigh_draws(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    num_samples: int,
+    chunk_size: int,
+    unweighed: str = "",
+) -> tuple[WeightedDraws, str]:
+    """Draws and log-weights, none of a guide without density, and why there is none.
+
+    :param unweighed: why there are to be none in any case.
+    """
+    if isinstance(guide, StoredDraws):
+        return WeightedDraws(torch.empty(0), guide.sample_posterior(num_samples)), STORED
+    if unweighed:
+        draws = draw(guide, num_samples, *args, **kwargs)
+        return WeightedDraws(torch.empty(0), draws), unweighed
+    try:
+        weighted = weighted_draws(
+            model,
+            guide,
+            *args,
+            num_samples=num_samples,
+            chunk_size=chunk_size,
+            model_kwargs=kwargs,
+        )
+        return weighted, ""
+    except ValueError as error:
+        draws = draw(guide, num_samples, *args, **kwargs)
+        return WeightedDraws(torch.empty(0), draws), str(error).split("\n")[0]
+
+
+def search_modes(density: Target, num_iterations: int | None = None) -> Tensor | None:
+    """The modes that can be found, None where the model cannot run at draws of its prior.
+
+    :param num_iterations: of all rounds, about; None for any number.
+    """
+    if num_iterations == 0:
+        return None
+    options = {}
+    if num_iterations is not None:
+        options = {"max_rounds": 1, "max_iterations": num_iterations}
+    with same_streams(density.init_loc.device):
+        try:
+            return find_modes(density, **options).loc
+        except (*BAD_DRAWS, RuntimeError):
+            return None
+
+
+def log_mean_exp(log_weights: Tensor) -> float:
+    """Of weights ``(num_draws,)``, an estimate of the log evidence."""
+    return log_weights.logsumexp(0).item() - math.log(len(log_weights))
+
+
+def objective_gap(
+    loss: ELBO,
+    bound: EvidenceBound,
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> tuple[float, float]:
+    """The objective minus the bound, and its standard error."""
+    try:
+        losses = [loss.loss(model, guide, *args, **kwargs) for _ in range(NUM_LOSSES)]
+    except (ArithmeticError, torch.linalg.LinAlgError):
+        return math.nan, math.nan
+    values = -torch.tensor(losses)
+    error = math.hypot(values.std().item() / math.sqrt(NUM_LOSSES), bound.standard_error)
+    return values.mean().item() - bound.value, error

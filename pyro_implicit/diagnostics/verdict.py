@@ -1,30 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What :func:`~pyro_implicit.diagnostics.diagnose` found, and what it makes of it."""
+"""Result of :func:`~pyro_implicit.diagnostics.diagnose`: numbers, findings and verdict."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
-from pyro_implicit.diagnostics.coverage import ModeCoverage
-from pyro_implicit.diagnostics.drift import DriftCheck
-from pyro_implicit.diagnostics.findings import (
-    TELLING_WEIGHTS,
-    Finding,
-    MomentCheck,
-    Verdict,
-    beyond,
-    find_faults,
-    has_power,
-)
+from pyro_implicit.diagnostics.checks import DriftCheck, ModeCoverage, SteinCheck
 from pyro_implicit.diagnostics.moments import FALSE_ALARM, MomentErrors
-from pyro_implicit.diagnostics.stein import SteinCheck
+from pyro_implicit.diagnostics.quantities import describe_faults
 from pyro_implicit.infer.bound import EvidenceBound
 from pyro_implicit.ops.importance_weights import describe_weights
 from pyro_implicit.runtime.printing import Printed, Table
 
-__all__ = ["Diagnosis"]
+__all__ = ["Diagnosis", "Finding", "MomentCheck", "Verdict", "beyond", "find_faults", "has_power"]
+
 
 #: Lines on further reasons.
 MAX_ALSO = 5
@@ -168,3 +160,205 @@ def _moments(check: MomentCheck, has_told: bool = False) -> str:
     if nothing and not (has_told or has_power(check)):
         return f"cannot tell: no errors seen, but none {beyond(check)} would be"
     return f"means off by {check.mean_error:.2f} sd, sds {low:.2f} to {high:.2f} times the right"
+
+
+Verdict = Literal["trust", "check", "do not trust"]
+MomentCheck = MomentErrors | SteinCheck | DriftCheck
+
+STEPS = "more steps with a smaller learning rate"
+FIT_BETTER = (
+    "a more flexible guide (AutoSemiImplicit with LIVI_ELBO, with and without a frame), "
+    f"{STEPS}, or NUTS"
+)
+
+#: To a guide of that kind it would be advised in vain.
+FIT_UNLIKE = (
+    "chains from the guide (refine), a guide of exact density (AutoImplicit of an "
+    f"AutoregressiveGenerator with InjectiveELBO), {STEPS}, or NUTS"
+)
+MOVE_BETTER = (
+    "refine from elsewhere (draws of the prior, another guide) with more max_gradients, a "
+    "reparameterised model, or NUTS"
+)
+
+
+class Finding(NamedTuple):
+    """A reason against a guide, how grave it is, and a cure to try."""
+
+    verdict: Verdict
+    reason: str
+    cure: str
+
+
+class Thresholds(NamedTuple):
+    """Where a number becomes a reason to check, and one not to trust."""
+
+    check: float
+    distrust: float
+
+    def judge(self, value: float, reason: str, cure: str) -> Iterator[Finding]:
+        """The finding, if any."""
+        if not value <= self.distrust:
+            yield Finding("do not trust", reason, cure)
+        elif value > self.check:
+            yield Finding("check", reason, cure)
+
+
+#: Of k-hat: Yao et al. (2018), Vehtari et al. (2024).
+KHAT = Thresholds(0.5, 0.7)
+KHAT_OF_EVEN = Thresholds(0.7, math.inf)
+#: Of the error of a mean, in standard deviations.
+MEAN = Thresholds(0.1, 0.25)
+#: Of the ratio of standard deviations, or its inverse.
+SD = Thresholds(1.08, 1.25)
+#: Of the share of chains that leave the guide's draws behind.
+ESCAPED = Thresholds(0.01, 0.05)
+#: Share of the draws that the effective sample size must reach for the weights' tail to be moot.
+EVEN_WEIGHTS = 0.99
+#: Share from which on weights leave so little error that a kernel test's significance is moot.
+GOOD_WEIGHTS = 0.9
+#: Share from which on weights rule out what must not be missed, whatever a test resolves: the mean
+#: of f is off by at most sd(f) times their coefficient of variation. For a Gaussian's square that
+#: stays below the limit of standard deviations, too.
+TELLING_WEIGHTS = 1 / (1 + MEAN.distrust**2)
+#: Nats by which an objective may exceed the certified bound.
+GAP = 0.5
+#: Mass of a mode that counts, where the weights of modes may be wrong.
+LEAST = 0.01
+#: Why draws of chains, or from elsewhere, have no weights.
+STORED = "stored draws"
+
+
+def find_faults(found: Diagnosis) -> Iterator[Finding]:
+    """All reasons against a guide."""
+    if found.broken:
+        yield Finding("do not trust", found.broken, "fit again: a wider start, " + STEPS)
+    if found.bound is not None and found.efficiency < EVEN_WEIGHTS and not found.judged:
+        reason = f"k-hat {found.bound.khat:.2f}: the guide is too narrow somewhere"
+        # Even weights leave a heavy tail little mass.
+        limits = KHAT_OF_EVEN if found.efficiency > GOOD_WEIGHTS else KHAT
+        yield from limits.judge(found.bound.khat, reason, _better_fit(found))
+    keep = found.settled and not found.modes_weighed
+    if keep and found.coverage is not None and (found.coverage.mass > LEAST).sum() > 1:
+        reason = "chains keep the weights that the guide gave to separate modes"
+        yield Finding("check", reason, "a mixture of exact density (AutoMixture)")
+    if found.left_out:
+        cure = "data and defaults in float64, or priors that do not reach where the model overflows"
+        yield Finding("check", found.left_out, cure)
+    for doubt in found.doubts:
+        yield Finding("check", doubt, "refine with more max_gradients, or from a better guide")
+    known = found.broken or found.settled or found.judged or found.doubts
+    if found.no_density and not known:
+        cure = "AutoSemiImplicit with LIVI_ELBO, or AutoregressiveGenerator with InjectiveELBO"
+        if found.semi_implicit:
+            cure = "AutoregressiveGenerator with InjectiveELBO, or refine"
+        reason = "no importance weights, without which no guide is trusted"
+        if found.no_density == STORED:
+            cure = "refine, with more max_gradients if it did not settle"
+            reason = "these draws have no importance weights, and are of no chains that settled"
+        yield Finding("check", reason, cure)
+    checks = (
+        ("importance weights", found.importance),
+        ("Stein's identities", found.stein),
+        ("short HMC", found.drift),
+    )
+    for name, check in checks:
+        if check is not None:
+            yield from _moment_findings(found, name, check)
+    if found.drift is not None:
+        share = found.drift.escaped
+        reason = f"{share:.1%} of short HMC's draws end beyond all of the guide's: a tail is lost"
+        yield from ESCAPED.judge(share, reason, _cure(found))
+    yield from _lack_of_power(found)
+    if found.stein is not None and found.efficiency < GOOD_WEIGHTS:
+        yield from _kernel_findings(found.stein, _cure(found))
+    if found.gap is not None and not found.gap[0] <= max(GAP, 3 * found.gap[1]):
+        reason = f"the objective is {found.gap[0]:.1f} nats above the certified bound"
+        if not math.isfinite(found.gap[0]):
+            reason = "the objective is not finite"
+        yield Finding(
+            "check",
+            reason,
+            "judge fits by evidence_bound; LIVI with log_det='exact', or InjectiveELBO",
+        )
+    if found.coverage is not None and found.coverage.uncovered.any():
+        lost = found.coverage.mass[found.coverage.uncovered].max().item()
+        reason = f"no draws at a mode that holds about {lost:.0%} of the mass"
+        yield Finding("do not trust", reason, "a mixture of guides, tempering, a wider start")
+
+
+def _cure(found: Diagnosis) -> str:
+    """Of draws that are off: by chains, or by a guide."""
+    return MOVE_BETTER if found.settled or found.no_density == STORED else _better_fit(found)
+
+
+def _better_fit(found: Diagnosis) -> str:
+    return FIT_UNLIKE if found.semi_implicit else FIT_BETTER
+
+
+def _moment_findings(found: Diagnosis, name: str, check: MomentCheck) -> Iterator[Finding]:
+    low, high = check.sd_ratios
+    reason = f"a mean is off by {check.mean_error:.2f} sd ({name})"
+    reason = _located(found, "mean", name, check) or reason
+    yield from MEAN.judge(check.mean_error, reason, _cure(found))
+    worst = low if low * high < 1 else high
+    reason = f"an sd is {worst:.2f} times what it should be ({name})"
+    reason = _located(found, "sd", name, check) or reason
+    yield from SD.judge(max(high, 1 / low if low > 0 else math.inf), reason, _cure(found))
+
+
+def _located(found: Diagnosis, kind: str, name: str, check: MomentCheck) -> str:
+    limit = MEAN.check if kind == "mean" else math.log(SD.check)
+    faults = [f for f in check.faults if f.kind == kind]
+    # The worst in any case, as the limits are those of the worst direction.
+    faults = faults[:1] + [fault for fault in faults[1:] if fault.size > limit]
+    if not faults:
+        return ""
+    return f"{describe_faults(faults, found.labels, isinstance(check, SteinCheck))} ({name})"
+
+
+def _lack_of_power(found: Diagnosis) -> Iterator[Finding]:
+    """Weights that are few do not tell, nor do Stein's identities of a guide that was trained
+    by them."""
+    if found.efficiency >= TELLING_WEIGHTS:
+        return
+    looks = [check for check in (found.importance, found.drift) if check is not None]
+    if found.judged and not (found.settled or found.broken or any(map(has_power, looks))):
+        seen = beyond(looks[-1]) if looks else "of any size"
+        reason = f"cannot tell: nothing would show errors {seen}"
+        yield Finding("check", reason, "more draws (num_samples), or refine and then diagnose")
+    if found.judged:
+        return
+    if found.importance is None or found.bound is None or has_power(found.importance):
+        return
+    if found.drift is not None and has_power(found.drift):
+        return
+    number = found.bound.effective_sample_size
+    reason = (
+        f"cannot tell: the weights are worth {number:.0f} draws ({found.efficiency:.0%}), which "
+        f"do not show errors {beyond(found.importance)}"
+    )
+    yield Finding("check", reason, "more draws (num_samples), or refine and then diagnose")
+
+
+def _kernel_findings(stein: SteinCheck, cure: str) -> Iterator[Finding]:
+    sites = [f"`{site}`" for site, p_value in stein.by_site if p_value < FALSE_ALARM]
+    where = f", those of {' and '.join(sites[:2])} by themselves" if sites else ""
+    p_values = [stein.kernel.p_value, *(p_value for _, p_value in stein.by_site)]
+    if min(p_values) < FALSE_ALARM:
+        reason = (
+            f"the draws do not fit the scores{where} (kernel Stein test, p = {min(p_values):.3f})"
+        )
+        yield Finding("check", reason, cure)
+
+
+def has_power(check: MomentCheck) -> bool:
+    """Whether what must not be missed would have been seen."""
+    return check.resolution.mean <= MEAN.distrust and check.resolution.sd <= SD.distrust
+
+
+def beyond(check: MomentCheck) -> str:
+    """What would not have been seen, in words."""
+    mean, sd = check.resolution.mean, check.resolution.sd
+    of_sds = f"a factor {sd:.2f} in sds" if math.isfinite(sd) else "nor any in sds"
+    return f"below {mean:.2f} sd in means, {of_sds}"

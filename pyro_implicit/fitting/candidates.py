@@ -26,7 +26,7 @@ from pyro_implicit.density.initialisation import (
 )
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.target import Target
-from pyro_implicit.diagnostics.coverage import uncovered_modes
+from pyro_implicit.diagnostics.checks import uncovered_modes
 from pyro_implicit.fitting.policy import DEFAULT, ChoicePolicy, CorrectionPolicy, MixturePolicy
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit

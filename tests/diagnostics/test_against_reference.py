@@ -19,7 +19,7 @@ from pyro_implicit.diagnostics import (
     sliced_wasserstein,
     sliced_wasserstein_floor,
 )
-from pyro_implicit.diagnostics.reference_check import ReferenceCheck
+from pyro_implicit.diagnostics.comparison import ReferenceCheck
 
 
 def made_draws():

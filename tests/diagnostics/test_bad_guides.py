@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributions import constraints
 
 from pyro_implicit import AutoImplicit, AutoSemiImplicit, diagnose
-from pyro_implicit.diagnostics.drift import drift_check
-from pyro_implicit.diagnostics.findings import has_power
-from pyro_implicit.diagnostics.whitening import whiten_draws
+from pyro_implicit.diagnostics.checks import drift_check
+from pyro_implicit.diagnostics.moments import whiten_draws
+from pyro_implicit.diagnostics.verdict import has_power
 
 EPS = torch.finfo(torch.double).eps
 

@@ -25,10 +25,10 @@ from torch.distributions import constraints
 
 from pyro_implicit import LIVI_ELBO, MLP, AutoImplicit, AutoSemiImplicit
 from pyro_implicit.density.target import Target
-from pyro_implicit.diagnostics import preparation
+from pyro_implicit.diagnostics import examination as examination
+from pyro_implicit.diagnostics.checks import SteinCheck
 from pyro_implicit.diagnostics.checkup import diagnose
 from pyro_implicit.diagnostics.moments import MomentErrors, Resolution
-from pyro_implicit.diagnostics.stein import SteinCheck
 from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.fitting import Fit
 from pyro_implicit.infer.bound import EvidenceBound
@@ -478,7 +478,7 @@ def test_a_long_reason_is_cut(monkeypatch):
     def fail(*args, **options):
         raise ValueError("no density\nTrace Shapes:\n Param Sites:")
 
-    monkeypatch.setattr(preparation, "weighted_draws", fail)
+    monkeypatch.setattr(examination, "weighted_draws", fail)
     found = diagnose(gaussian, exact_guide(), num_samples=100, num_transitions=0, modes=None)
     assert found.no_density == "no density"
 

@@ -15,7 +15,7 @@ from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import fit
 from pyro_implicit.density import Target, find_modes
-from pyro_implicit.diagnostics.effort import plan_effort
+from pyro_implicit.diagnostics.checkup import plan_effort
 from pyro_implicit.fitting import BudgetPolicy, FitPolicy, Schedule, train
 from pyro_implicit.fitting.refinement import affordable_chains, make_plan
 from pyro_implicit.fitting.stages import TimeLimit

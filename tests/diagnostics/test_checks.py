@@ -10,7 +10,7 @@ import torch
 from torch.distributions import constraints
 
 from pyro_implicit.density.target import Target
-from pyro_implicit.diagnostics.coverage import uncovered_modes
+from pyro_implicit.diagnostics.checks import uncovered_modes
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import torch
 from matplotlib.colors import to_hex
 
 from pyro_implicit.diagnostics import compare, plot_posteriors
-from pyro_implicit.diagnostics.plots import _regions
+from pyro_implicit.diagnostics.comparison import _regions
 
 
 def draws(scale=1.0, num_samples=400):
