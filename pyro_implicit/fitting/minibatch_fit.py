@@ -109,7 +109,7 @@ def refine_batches(stages: Stages, epochs: int) -> Fit:
         result.refined = refined
         choice = refined.choice
         line.outcome = (
-            f"{refined.num_gradients} gradients, step by {choice.limit}, "
+            f"{refined.num_gradients} gradients, step size bounded by {choice.limit}, "
             f"{choice.relaxations:.2g} relaxation times"
         )
         result.interrupted = refined.stopped == "interrupted"

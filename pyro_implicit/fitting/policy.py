@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pyro_implicit.density.policy import SEARCH
+from pyro_implicit.mcmc.policy import ChainPolicy
+from pyro_implicit.ops.policy import EVEN_EFFICIENCY
+
 __all__ = [
     "DEFAULT",
     "BudgetPolicy",
@@ -99,8 +103,8 @@ class BudgetPolicy:
     #: Newton iterations of the search in all, at least; with fewer, the search is skipped.
     least_iterations: int = 10
 
-    #: Newton iterations in all, at most: 16 rounds of 100, the defaults of ``find_modes``.
-    most_iterations: int = 1600
+    #: Newton iterations in all, at most, as by the defaults of ``find_modes``.
+    most_iterations: int = SEARCH.max_rounds * SEARCH.max_iterations
 
     #: Share of ``max_seconds`` that the search may take.
     search_share: float = 0.25
@@ -124,7 +128,7 @@ class BudgetPolicy:
     least_chains: int = 32
 
     #: Chains, at most, as in :func:`~pyro_implicit.mcmc.refine`.
-    most_chains: int = 256
+    most_chains: int = ChainPolicy.num_chains
 
     #: Gradients per chain, at least, whatever they cost.
     least_gradients: int = 800
@@ -257,7 +261,7 @@ class CorrectionPolicy:
     least_efficiency: float = 0.5
 
     #: The same above which k-hat is ignored: the tail of nearly even weights is rounding.
-    even: float = 0.99
+    even: float = EVEN_EFFICIENCY
 
     #: The same above which a guide near the posterior needs no chains.
     near: float = 0.9
