@@ -110,10 +110,7 @@ class _StepCall:
         )
 
     def plain(self) -> _Plain:
-        """Take the step without a recording.
-
-        :raises NonFiniteError: if loss or gradients are not finite.
-        """
+        """Take the step without a recording."""
         tensors, with_gradient = self._own_tensors()
         args, kwargs = self.arguments.rebuild(tensors)
         with poutine.trace(param_only=True) as capture:
@@ -136,10 +133,7 @@ class _StepCall:
         return _Plain(evaluation, leaves, params)
 
     def record(self, plain: _Plain) -> _StepProgram:
-        """Record the step.
-
-        :raises Untraceable: naming the cause.
-        """
+        """Record the step."""
         elbo, leaves, memory = self.elbo, plain.leaves, list(self.elbo.state.tensors().values())
         tensors, with_gradient = self._own_tensors()
         args, kwargs = self.arguments.rebuild(tensors)

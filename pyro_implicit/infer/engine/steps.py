@@ -216,10 +216,7 @@ class StepELBO(Trace_ELBO):
         return ElboState(BatchedRuns(type(self).__name__, mode))
 
     def _meet(self, model: Callable, guide: Callable, args: tuple, kwargs: dict) -> None:
-        """Forget another model or guide, and run a new pair once.
-
-        :raises ValueError: inside a plate, or for a pair that cannot be trained.
-        """
+        """Forget another model or guide, and run a new pair once."""
         for handler in _PYRO_STACK:
             if isinstance(handler, IndepMessenger):
                 refuse_outer_plates(type(self).__name__)
@@ -368,16 +365,12 @@ class StepELBO(Trace_ELBO):
     def _losses(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> Iterator[tuple[float, Tensor, Tensor]]:
-        """Give shares of the loss, as numbers and as constants, each with its surrogate.
-
-        The number is the only value in a step that is read from the device.
-
-        :raises NonFiniteError: if a share is not finite, naming the sites.
-        """
+        """Give shares of the loss, as numbers and as constants, each with its surrogate."""
         count = self.num_particles
         try:
             for model_trace, guide_trace in self._get_traces(model, guide, args, kwargs):
                 loss, surrogate = loss_and_surrogate(model_trace, guide_trace)
+                # The only value in a step that is read from the device.
                 value = 0.0 if ACTIVE.recorder is not None else float(loss)
                 if not math.isfinite(value):
                     loss, surrogate = self._of_possible(model_trace, guide_trace)
@@ -419,10 +412,7 @@ class StepELBO(Trace_ELBO):
         return self.state.traced.step(self, model, guide, args, kwargs)
 
     def _check_gradients(self, params: Trace) -> None:
-        """Check the gradients of all parameters in a trace of ``pyro.param`` sites.
-
-        :raises NonFiniteError: naming the parameters.
-        """
+        """Check the gradients of all parameters in a trace of ``pyro.param`` sites."""
         gradients = {}
         for name, site in params.nodes.items():
             value = site["value"]

@@ -171,11 +171,9 @@ class DrawMessenger(Messenger):
 
 
 class _LeftOut:
-    """The particles whose gradient of the model is left out.
+    """The particles whose gradient of the model is left out."""
 
-    It does not know the latent variables: their hooks know it, and would keep them in memory.
-    """
-
+    # Without the latent variables, whose hooks know this object and would keep them in memory.
     particles: Tensor | None = None
 
     def __call__(self, gradient: Tensor) -> Tensor:
