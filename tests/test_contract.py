@@ -43,7 +43,7 @@ from pyro_implicit import (
     SemiImplicit,
 )
 from pyro_implicit.guides import Frame, auto_implicit
-from pyro_implicit.guides.auto_frame import find_frame
+from pyro_implicit.guides.affine_frame import find_frame
 from pyro_implicit.infer import ImplicitELBO
 
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()

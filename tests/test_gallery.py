@@ -18,7 +18,7 @@ from pyro.infer.autoguide import AutoNormal
 
 import pyro_implicit
 from pyro_implicit import diagnose, fit
-from pyro_implicit.guides.names import own_names
+from pyro_implicit.guides.auto_draws import own_names
 
 ROOT = Path(__file__).parents[1]
 GALLERY = ROOT / "docs" / "gallery"

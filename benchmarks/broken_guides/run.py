@@ -32,7 +32,7 @@ from benchmarks.common import RESULTS, append_record, environment, read_records
 from benchmarks.posteriordb.metrics import floor
 from benchmarks.posteriordb.verdicts import NUM_DRAWS, Case, judge, sd_noise
 from pyro_implicit.diagnostics import draw
-from pyro_implicit.guides.stored_draws import StoredDraws
+from pyro_implicit.guides.sampler import StoredDraws
 
 OUT = RESULTS / "broken_guides.jsonl"
 KEY = ("posterior", "kind", "size", "form")

@@ -37,7 +37,7 @@ from pyro_implicit.diagnostics.quantities import (
     values_of,
 )
 from pyro_implicit.guides.posterior_draws import draw, posterior_of, refuse_swapped, samples_of
-from pyro_implicit.guides.stored_draws import StoredDraws
+from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.runtime.locks import in_turn

@@ -37,8 +37,7 @@ from pyro_implicit.guides.posterior_draws import (
     samples_of,
     trace_guide,
 )
-from pyro_implicit.guides.sampler import Sampler
-from pyro_implicit.guides.stored_draws import StoredDraws
+from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.runtime.locks import in_turn

@@ -29,7 +29,7 @@ from pyro_implicit.diagnostics.quantities import Function, Observed, coordinate_
 from pyro_implicit.diagnostics.verdict import EVEN_WEIGHTS, GOOD_WEIGHTS, KHAT, STORED, Diagnosis
 from pyro_implicit.guides.auto_implicit import AutoSemiImplicit
 from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel
-from pyro_implicit.guides.stored_draws import StoredDraws
+from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
 from pyro_implicit.runtime.printing import steps_of
 from pyro_implicit.runtime.random_stream import same_streams

@@ -39,7 +39,7 @@ from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages, TimeLimit, train_exact, train_semi_implicit
 from pyro_implicit.fitting.training import HeldOut, default_loss
 from pyro_implicit.guides import AutoSemiImplicit
-from pyro_implicit.guides.names import own_names
+from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.random_stream import with_seed

@@ -31,8 +31,8 @@ from pyro_implicit.fitting.policy import DEFAULT, ChoicePolicy, CorrectionPolicy
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
 from pyro_implicit.guides.affine_frame import Frame
+from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.guides.exactness import has_exact_density
-from pyro_implicit.guides.names import own_names
 from pyro_implicit.infer.bound import FoldWarning, weighted_draws
 from pyro_implicit.ops.importance_weights import describe_weights, pareto_smoothed
 from pyro_implicit.ops.matrices import lower_factor

@@ -21,7 +21,7 @@ from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.fitting.training import default_loss
 from pyro_implicit.guides import AutoAmortized, AutoSemiImplicit
-from pyro_implicit.guides.names import own_names
+from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.guides.row_data import trace_model
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine

@@ -22,8 +22,8 @@ from pyro_implicit.fitting.policy import DEFAULT, BudgetPolicy, StartPolicy
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoImplicit
+from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.guides.exactness import has_exact_density
-from pyro_implicit.guides.names import own_names
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import AutoConditional, Refined, teach

@@ -30,7 +30,7 @@ from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.guides.stored_draws import StoredDraws
+from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.mcmc import AutoConditional, Refined
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.locks import in_turn

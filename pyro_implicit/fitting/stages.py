@@ -41,7 +41,7 @@ from pyro_implicit.fitting.policy import DEFAULT, FitPolicy, Schedule
 from pyro_implicit.fitting.result import Fit, Stage
 from pyro_implicit.fitting.training import HeldOut, TrainingInterrupted, default_loss, train
 from pyro_implicit.guides import AutoImplicit, AutoMixture
-from pyro_implicit.guides.names import forget
+from pyro_implicit.guides.auto_draws import forget
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.infer import InjectiveELBO
 from pyro_implicit.mcmc.spaces.space import ConditionalNoise, conditional_noise

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Automatic guides whose density is implicit."""
+"""Automatic guides, most of them implicit, and tools for guides."""
 
 from __future__ import annotations
 
 from pyro_implicit.guides.affine_frame import Frame
 from pyro_implicit.guides.auto_amortized import AutoAmortized
-from pyro_implicit.guides.auto_ensemble import AutoEnsemble, init_to_shuffled
 from pyro_implicit.guides.auto_implicit import AutoImplicit, AutoSemiImplicit
-from pyro_implicit.guides.auto_mixture import AutoMixture
-from pyro_implicit.guides.groups import Group, Permutations, Translations
-from pyro_implicit.guides.stored_draws import StoredDraws
-from pyro_implicit.guides.symmetrized import Symmetrized
+from pyro_implicit.guides.auto_mixture import AutoEnsemble, AutoMixture, init_to_shuffled
+from pyro_implicit.guides.sampler import StoredDraws
+from pyro_implicit.guides.symmetrized import Group, Permutations, Symmetrized, Translations
 
 __all__ = [
     "AutoAmortized",

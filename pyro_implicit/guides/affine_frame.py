@@ -1,23 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The affine frame of an implicit guide, given or taken from a Gaussian autoguide."""
+"""Affine frames of implicit guides: given, from a Gaussian autoguide, or from a mode search."""
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pyro.distributions as dist
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoLaplaceApproximation, AutoNormal
+from pyro.infer.autoguide import (
+    AutoContinuous,
+    AutoGuide,
+    AutoLaplaceApproximation,
+    AutoNormal,
+    init_to_median,
+)
+from pyro.poutine.block_messenger import BlockMessenger
 from torch import Tensor
 
+from pyro_implicit.density.mode_search import find_modes
+from pyro_implicit.density.policy import MAX_DENSE_DIM
+from pyro_implicit.density.target import Target
+from pyro_implicit.guides.policy import FRAME, INIT_SCALE
 from pyro_implicit.runtime.printing import short_repr
+from pyro_implicit.runtime.random_stream import seeded
+from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
-__all__ = ["Frame", "gaussian_frame"]
+__all__ = ["Frame", "find_frame", "gaussian_frame"]
 
 
 class Frame(NamedTuple):
-    r"""A Gaussian in whose units an implicit guide works, in unconstrained space.
+    r"""A Gaussian in unconstrained space that defines the units of an implicit guide.
 
     **Example:**
 
@@ -31,9 +47,9 @@ class Frame(NamedTuple):
     torch.Size([5, 2])
 
     :param loc: location, ``(latent_dim,)``.
-    :param scale: standard deviations, ``(latent_dim,)``, for a diagonal frame.
-    :param scale_tril: lower triangular factor of the covariance, ``(latent_dim, latent_dim)``, for
-        a full one. One of the two must be given.
+    :param scale: standard deviations, ``(latent_dim,)``, of a diagonal frame.
+    :param scale_tril: lower triangular factor of the covariance, ``(latent_dim, latent_dim)``, of a
+        full frame. Exactly one of ``scale`` and ``scale_tril`` must be given.
     """
 
     loc: Tensor
@@ -44,10 +60,10 @@ class Frame(NamedTuple):
         return short_repr(self)
 
     def check(self, latent_dim: int) -> None:
-        """Refuse a frame that does not fit a latent vector.
+        """Check the shapes and values of the frame.
 
         :param latent_dim: size of the unconstrained latent vector.
-        :raises ValueError: saying what is wrong, and the cure.
+        :raises ValueError: for an invalid frame.
         """
         if tuple(self.loc.shape) != (latent_dim,):
             raise ValueError(
@@ -57,14 +73,14 @@ class Frame(NamedTuple):
         factor = self.scale_tril if self.scale is None else self.scale
         if factor is None or (self.scale is not None and self.scale_tril is not None):
             raise ValueError(
-                "a frame wants either scale or scale_tril. Cure: Frame(loc, scale=sds) or "
+                "a frame needs either scale or scale_tril. Cure: Frame(loc, scale=sds) or "
                 "Frame(loc, scale_tril=torch.linalg.cholesky(covariance))"
             )
         shape = (latent_dim, latent_dim) if self.scale is None else (latent_dim,)
         if tuple(factor.shape) != shape:
             raise ValueError(
                 f"the frame's scale{'_tril' if self.scale is None else ''} has shape "
-                f"{tuple(factor.shape)}, but {latent_dim} latents want {shape}"
+                f"{tuple(factor.shape)}, but must have shape {shape}"
             )
         full = factor if self.scale is None else factor.diag()
         if not torch.equal(full, full.tril()) or not (full.diagonal() > 0).all():
@@ -81,7 +97,7 @@ class Frame(NamedTuple):
 
 @torch.no_grad()
 def gaussian_frame(guide: AutoGuide, sites: list[str], *args: Any, **kwargs: Any) -> Frame:
-    """Location and scale, in unconstrained space, of a Gaussian autoguide.
+    """Return location and scale of a Gaussian autoguide, in unconstrained space.
 
     **Example:**
 
@@ -98,8 +114,8 @@ def gaussian_frame(guide: AutoGuide, sites: list[str], *args: Any, **kwargs: Any
     :param sites: the model's latent sites in their order.
     :param args: the model's arguments.
     :raises TypeError: for anything but a guide.
-    :raises ValueError: if the guide is of another kind, covers other sites, or is a Laplace
-        approximation where there is no mode.
+    :raises ValueError: if the guide is of another class, covers other sites, or is a Laplace
+        approximation away from a mode.
     """
     if not isinstance(guide, AutoGuide):
         raise TypeError(
@@ -112,8 +128,8 @@ def gaussian_frame(guide: AutoGuide, sites: list[str], *args: Any, **kwargs: Any
     found = [name for name, _ in guide.prototype_trace.iter_stochastic_nodes()]
     if found != sites:
         raise ValueError(
-            f"the frame's guide covers the sites {found}, but the guide covers {sites}; build both "
-            "of the same model"
+            f"the frame's guide covers the sites {found}, but the guide covers {sites}. Cure: "
+            "build both for the same model"
         )
     if isinstance(guide, AutoNormal):
         parts = [guide._get_loc_and_scale(name) for name in sites]
@@ -139,8 +155,8 @@ def gaussian_frame(guide: AutoGuide, sites: list[str], *args: Any, **kwargs: Any
 
 def _laplace(guide: AutoLaplaceApproximation, args: tuple, kwargs: dict) -> AutoGuide:
     message = (
-        "the Laplace approximation given as frame has no positive definite Hessian: fit it to a "
-        "mode first, or use AutoMultivariateNormal where there is none (a funnel)"
+        "the Laplace approximation given as frame has no positive definite Hessian. Cure: fit it "
+        "to a mode first, or use AutoMultivariateNormal for a posterior without a mode (a funnel)"
     )
     try:
         with torch.enable_grad():
@@ -150,3 +166,134 @@ def _laplace(guide: AutoLaplaceApproximation, args: tuple, kwargs: dict) -> Auto
     if not gaussian.scale_tril.isfinite().all():
         raise ValueError(message)
     return gaussian
+
+
+def find_frame(
+    model: Callable[..., Any],
+    init_loc_fn: Callable[[dict[str, Any]], Tensor],
+    device: torch.device,
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Frame | None:
+    r"""Find a Gaussian near a model's posterior in about a second.
+
+    With at most 100 latent variables, :func:`~pyro_implicit.density.find_modes` climbs from the
+    given initial values, or from the default ones and draws of the prior, and returns the Gaussian
+    of the highest ELBO on its path, with a full scale. If the model subsamples, it climbs on one
+    minibatch; then the location takes Newton steps of size 1/t on fresh minibatches, which converge
+    to the mode for all data. With more latent variables, or if no Gaussian has a finite ELBO, a few
+    hundred steps of mean-field variational inference yield a diagonal frame.
+
+    The number of steps is determined by counting operations, not by a clock: the same model has the
+    same frame. The random streams of the caller do not change.
+
+    **Example:**
+
+    >>> import pyro, pyro.distributions as dist
+    >>> from pyro.infer.autoguide import init_to_median
+    >>> def model(y):
+    ...     x = pyro.sample("x", dist.Normal(0.0, 100.0))
+    ...     pyro.sample("y", dist.Normal(x, 0.1), obs=y)
+    >>> frame = find_frame(model, init_to_median, torch.device("cpu"), (torch.tensor(50.0),), {})
+    >>> frame.loc.round(decimals=3), frame.scale_tril
+    (tensor([50.]), tensor([[0.1000]]))
+
+    :param model: a Pyro model with continuous latents and fixed structure.
+    :param init_loc_fn: initial values of the climb.
+    :param device: device of the latent variables.
+    :param args: arguments of the model, as ``kwargs``.
+    :returns: None for a part of a model (``poutine.block``), which has no density, and for a model
+        whose density raises an error.
+    :warns UserWarning: if the density raises an error.
+    """
+    if _hides_sites(model):
+        return None
+    try:
+        # Training repeats the warnings about the model.
+        with poutine.block(), seeded(0, device), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            target = Target.of_minibatches(
+                model,
+                *args,
+                batch=(),
+                allow_local=True,
+                init_loc_fn=init_loc_fn,
+                model_kwargs=kwargs,
+            )
+            return _gaussian(target, has_start=init_loc_fn is not init_to_median)
+    except Exception as error:  # any error of the model
+        cause = first_line(error)
+    warn_user(
+        f"the guide found no frame, and is initialised as with frame=None ({cause}). Cure: "
+        "frame=None, a Frame, or a fitted Gaussian guide",
+    )
+    return None
+
+
+def _gaussian(target: Target, has_start: bool) -> Frame:
+    num_evaluations = round(FRAME.seconds / target.seconds(FRAME.num_particles))
+    if target.latent_dim <= MAX_DENSE_DIM:
+        frame = _climb(target, num_evaluations, has_start)
+        if frame is not None:
+            return frame
+    return _mean_field(target, _clipped(num_evaluations, FRAME.steps))
+
+
+def _clipped(number: int, bounds: tuple[int, int]) -> int:
+    return max(bounds[0], min(bounds[1], number))
+
+
+def _climb(target: Target, num_evaluations: int, has_start: bool) -> Frame | None:
+    """Find a full frame; None if no Gaussian on the path has a finite ELBO."""
+    num_iterations = _clipped(num_evaluations // target.latent_dim, FRAME.iterations)
+    options = {
+        "max_rounds": 1,
+        "max_iterations": num_iterations,
+        "num_draws": FRAME.num_draws,
+    }
+    many = FRAME.num_starts if target.is_vectorized else FRAME.num_starts_looped
+    try:
+        modes = find_modes(target, num_starts=1 if has_start else many, **options)
+    except ValueError:  # the initial values have no density: draws of the prior may have one
+        modes = find_modes(target, num_starts=many, **options)
+    if not modes.elbo[0].isfinite():
+        return None
+    loc, factor = modes.loc[0], modes.scale_tril[0]
+    for index in range(FRAME.num_minibatches if target.draws_rows else 0):
+        target = target.on(())
+        _, score = target.score(loc.unsqueeze(0))
+        step = factor @ (factor.mT @ score[0]) / (index + 2)
+        loc = loc + step.nan_to_num(0.0, 0.0, 0.0)
+    frame = Frame(loc, scale_tril=factor)
+    frame.check(target.latent_dim)
+    return frame
+
+
+def _mean_field(target: Target, num_steps: int) -> Frame:
+    """Find a diagonal frame, by the path derivative of the ELBO."""
+    loc = target.init_loc.clone()
+    log_scale = torch.full_like(loc, INIT_SCALE).log()
+    optimiser = torch.optim.Adam([loc, log_scale])
+    for index in range(num_steps):
+        if target.draws_rows:
+            target = target.on(())
+        noise = torch.randn(FRAME.num_particles, *loc.shape, dtype=loc.dtype, device=loc.device)
+        scale = log_scale.exp()
+        _, score = target.score(loc + scale * noise)
+        path = (score + noise / scale).nan_to_num(0.0, 0.0, 0.0)
+        loc.grad, log_scale.grad = -path.mean(0), -(path * noise * scale).mean(0)
+        optimiser.param_groups[0]["lr"] = FRAME.learning_rate * (1 - index / num_steps)
+        optimiser.step()
+    frame = Frame(loc, scale=log_scale.exp())
+    frame.check(target.latent_dim)
+    return frame
+
+
+def _hides_sites(model: Callable[..., Any]) -> bool:
+    """Check whether ``poutine.block`` hides some of the model's sites."""
+    while isinstance(model, functools.partial):
+        inner = model.func if not model.args else model.args[-1]
+        if any(isinstance(part, BlockMessenger) for part in model.args):
+            return True
+        model = inner
+    return False

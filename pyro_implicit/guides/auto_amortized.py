@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guide for models with a latent for each row of their data: amortised, and implicit beside."""
+"""A guide for models with local latents: amortised for these, implicit for all others."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from torch.distributions import biject_to
 
 from pyro_implicit.distributions import SemiImplicit
 from pyro_implicit.generators import Generator
+from pyro_implicit.guides.auto_draws import DrawSummaries
 from pyro_implicit.guides.auto_implicit import AutoSemiImplicit
+from pyro_implicit.guides.policy import (
+    AMORTIZED_CONDITIONAL_SCALE,
+    AMORTIZED_INIT_SCALE,
+    AMORTIZED_WIDTH,
+    LEAST_SCALE,
+)
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.row_data import LocalSite, RowData, find_local_sites, trace_model
-from pyro_implicit.guides.summaries import DrawSummaries
 
 __all__ = ["AutoAmortized"]
-
-INIT_SCALE = 0.05
-HIDDEN = 64
-CONDITIONAL_SCALE = 0.05  # of an implicit site, next to the unit scale at which it starts
-LEAST_SCALE = 1e-4
 
 
 class AutoAmortized(DrawSummaries, AutoGuide):
     r"""Local latents by encoders of their rows, all others by an implicit guide.
 
     A latent :math:`z_i` in a plate of the data's rows gets :math:`q(z_i | x_i)`, Gaussian in
-    unconstrained space with location and scale from an encoder of that row's data: so it is known
-    for rows that no training has seen, and minibatches can train it. The others get a guide of
-    their own (:class:`AutoSemiImplicit` by default), independent of the rows.
+    unconstrained space with location and scale from an encoder of that row's data. It is therefore
+    available for new rows, and can be trained by minibatches. The other latents have a separate
+    guide (:class:`AutoSemiImplicit` by default), independent of the rows.
 
-    What a row's data are is found at the first call: those tensors among the model's arguments that
-    have one row, their first dimension, for each element of the plate.
+    The data of the rows are found at the first call: the tensors among the model's arguments whose
+    first dimension is the size of the plate.
 
     **Example:**
 
@@ -61,12 +62,12 @@ class AutoAmortized(DrawSummaries, AutoGuide):
     :param amortize: ``"auto"`` for all latents in a subsampled plate, each with a small network of
         the row's flattened data, standardised by the first minibatch; or encoders by site. An
         encoder is called with the arguments that have rows, in their order, and returns location
-        and scale in unconstrained space, ``(num_rows, ...)`` with as many numbers in each row as
-        the latent has there. A generator with a context (:class:`~pyro_implicit.NoisyEncoder`) is
-        given the flattened, standardised data, and makes the site implicit.
-    :param rest: from a model that hides the local latents makes the guide of the others.
-    :raises ValueError: at the first call, if there is no local latent, one that is not named, or no
-        argument with rows; later, if such an argument is missing.
+        and scale in unconstrained space, ``(num_rows, ...)``. A generator with a context
+        (:class:`~pyro_implicit.NoisyEncoder`) receives the flattened, standardised data, and makes
+        the site implicit.
+    :param rest: function from a model that hides the local latents to the guide of the others.
+    :raises ValueError: at the first call, for no local latents, local latents that are not named,
+        or no argument with rows; later, for a missing argument.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class AutoAmortized(DrawSummaries, AutoGuide):
         if isinstance(amortize, str) and amortize != "auto":
             raise ValueError(f'amortize must be "auto" or a dict of encoders, but got {amortize!r}')
         super().__init__(model)
-        # In tuples, so that they are no submodules.
+        # In tuples, so that they are not submodules.
         self._given = (dict(amortize) if isinstance(amortize, Mapping) else None,)
         self._make_rest = (rest,)
         self._sites: tuple[LocalSite, ...] = ()
@@ -98,7 +99,7 @@ class AutoAmortized(DrawSummaries, AutoGuide):
         if others and make_rest is not None:
             self.rest = make_rest(hidden)
         elif others:
-            self.rest = AutoSemiImplicit(hidden, frame=None, init_scale=INIT_SCALE)
+            self.rest = AutoSemiImplicit(hidden, frame=None, init_scale=AMORTIZED_INIT_SCALE)
         else:
             self.rest = None
         for site in sites:
@@ -116,7 +117,7 @@ class AutoAmortized(DrawSummaries, AutoGuide):
         self.prototype_trace = trace
 
     def _check_prototype(self, part_trace: Any) -> None:
-        """Asked by the guide of the others, which shares the plates: its sites are the model's."""
+        """Skip Pyro's check by the guide of the others, which shares the plates."""
 
     def _add_encoder(self, site: LocalSite, rows: list[Tensor], given: Any) -> None:
         like = next((row for row in rows if row.is_floating_point()), torch.empty(0))
@@ -131,13 +132,13 @@ class AutoAmortized(DrawSummaries, AutoGuide):
 
     @property
     def is_semi_implicit(self) -> bool:
-        """Whether a site has no density, but one given the noise."""
+        """Whether a site has only a conditional density given the noise."""
         encoders = [getattr(self, f"encoder_{_key(site.name)}") for site in self._sites]
         kinds = (Generator, AutoSemiImplicit)
         return any(isinstance(part, kinds) for part in (self.rest, *encoders))
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Draw all latents, the local ones of the rows in these arguments."""
+        """Draw all latents, with local latents of the rows in these arguments."""
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
         read = {name: rows.read(args, kwargs) for name, rows in self._rows.items()}
@@ -171,8 +172,7 @@ class AutoAmortized(DrawSummaries, AutoGuide):
         return pyro.sample(site.name, dist.Delta(value, log_density, site.event_dim))
 
     def _posterior(self, site: LocalSite, rows: list[Tensor]) -> dist.TorchDistribution:
-        """Of the latents of these rows: with a density, or :class:`SemiImplicit` before the
-        transform to their support."""
+        """Return the posterior of these rows' latents; a :class:`SemiImplicit` is unconstrained."""
         key = _key(site.name)
         encoder = self._encoder(f"encoder_{key}")
         features = _flatten(rows, getattr(self, f"loc_{key}"))
@@ -180,10 +180,11 @@ class AutoAmortized(DrawSummaries, AutoGuide):
         if isinstance(encoder, Generator):
             if len(site.plates) > 1:
                 raise ValueError(
-                    f"latent '{site.name}' lies in more plates than that of its rows, which a "
-                    "generator cannot serve. Cure: an encoder that returns location and scale"
+                    f"latent '{site.name}' lies in more plates than the plate of its rows, which a "
+                    "generator does not support. Cure: an encoder that returns location and scale"
                 )
-            return SemiImplicit(encoder, encoder.noise_dim, CONDITIONAL_SCALE, context=features)
+            noise_dim, width = encoder.noise_dim, AMORTIZED_CONDITIONAL_SCALE
+            return SemiImplicit(encoder, noise_dim, width, context=features)
         loc, scale = encoder(features) if isinstance(encoder, _Encoder) else encoder(*rows)
         loc, scale = (_in_place(part, site, len(features)) for part in (loc, scale))
         event_dim = len(site.shape) - (site.row_dim - site.rows.dim)
@@ -203,10 +204,10 @@ class AutoAmortized(DrawSummaries, AutoGuide):
 
     @torch.no_grad()
     def sample_posterior(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Draws, the local ones of the rows in these arguments, which may be new.
+        """Draw all latents, with local latents of the rows in these arguments, which may be new.
 
         :param num_samples: number of draws.
-        :param args: of the model, as ``kwargs``.
+        :param args: arguments of the model, as ``kwargs``.
         :returns: by site, ``(num_samples, *site_shape)``.
         """
         with poutine.block():
@@ -228,14 +229,15 @@ class AutoAmortized(DrawSummaries, AutoGuide):
 
 
 class _Encoder(nn.Module):
-    """Location and scale of each row from its features, near a standard normal at the start."""
+    """A network from features of a row to location and scale, initially near N(0, 1)."""
 
     def __init__(self, num_features: int, size: int) -> None:
         super().__init__()
+        width = AMORTIZED_WIDTH
         self.body = nn.Sequential(
-            nn.Linear(num_features, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, HIDDEN), nn.SiLU()
+            nn.Linear(num_features, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU()
         )
-        self.loc, self.raw_scale = nn.Linear(HIDDEN, size), nn.Linear(HIDDEN, size)
+        self.loc, self.raw_scale = nn.Linear(width, size), nn.Linear(width, size)
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.body(features)
@@ -243,12 +245,12 @@ class _Encoder(nn.Module):
 
 
 def _flatten(rows: list[Tensor], like: Tensor) -> Tensor:
-    """One vector for each row, ``(num_rows, num_features)``."""
+    """Flatten rows to ``(num_rows, num_features)``."""
     return torch.cat([row.reshape(len(row), -1).to(like) for row in rows], -1)
 
 
 def _in_place(value: Tensor, site: LocalSite, num_rows: int) -> Tensor:
-    """What an encoder gave, ``(num_rows, ...)``, in the shape of the site's values."""
+    """Reshape an encoder's output ``(num_rows, ...)`` to the site's values."""
     rest = [size for dim, size in enumerate(site.shape) if dim != site.row_dim]
     if value.shape[0] != num_rows or value.numel() != num_rows * site.size:
         raise ValueError(
@@ -260,7 +262,7 @@ def _in_place(value: Tensor, site: LocalSite, num_rows: int) -> Tensor:
 
 
 def _plate(frame: Any, data: RowData | None, read: Mapping[str, list[Tensor]]) -> pyro.plate:
-    """The plate of a frame; one of rows has as many as there are now."""
+    """Make the plate of a frame, with the present number of rows."""
     if data is None:
         return pyro.plate(frame.name, frame.full_size or frame.size, dim=frame.dim)
     num_rows = len(read[frame.name][0])
@@ -271,5 +273,5 @@ def _plate(frame: Any, data: RowData | None, read: Mapping[str, list[Tensor]]) -
 
 
 def _key(name: str) -> str:
-    """A site's name as part of an attribute's."""
+    """Turn a site's name into a part of an attribute's name."""
     return name.replace(".", "_")

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an automatic guide can do by its draws alone."""
+"""The base of automatic guides with draws: summaries, parameters, and names in the store."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoContinuous, init_to_median, init_to_sample
+from pyro.infer.autoguide import AutoContinuous, AutoGuide, init_to_median, init_to_sample
+from pyro.ops.stats import quantile
 from torch import Tensor
-from torch.distributions import Transform, biject_to
+from torch.distributions import IndependentTransform, Transform, biject_to
 
 from pyro_implicit.density.checks import refuse_moving_supports, refuse_unfit_sites
 from pyro_implicit.density.initialisation import (
@@ -22,26 +24,199 @@ from pyro_implicit.density.initialisation import (
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import RUNS
 from pyro_implicit.guides.row_data import trace_model
-from pyro_implicit.guides.summaries import DrawSummaries
+from pyro_implicit.runtime.random_stream import seeded
 from pyro_implicit.runtime.sites import is_discrete_latent, site_parts
 
-__all__ = ["AutoDraws"]
+__all__ = ["AutoDraws", "DrawSummaries", "forget", "own_names", "refuse_stored"]
+
+
+class DrawSummaries:
+    """``median`` and ``quantiles`` for guides that are modules with ``sample_posterior``.
+
+    **Example:**
+
+    >>> import pyro, pyro.distributions as dist
+    >>> from pyro.infer.autoguide import AutoGuide
+    >>> class Prior(DrawSummaries, AutoGuide):
+    ...     def forward(self):
+    ...         self._setup_prototype()
+    ...     def sample_posterior(self, num_samples):
+    ...         return {"x": self.prototype_trace.nodes["x"]["fn"].sample((num_samples,))}
+    >>> guide = Prior(lambda: pyro.sample("x", dist.Exponential(1.0)))
+    >>> print(f"{guide.median(num_samples=10_000)['x']:.1f}")  # log 2
+    0.7
+    """
+
+    prototype_trace: Any
+    sample_posterior: Callable[..., dict[str, Tensor]]
+
+    @torch.no_grad()
+    def quantiles(
+        self, quantiles: list[float] | Tensor, *args: Any, num_samples: int = 1000, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Estimate posterior quantiles of each latent variable from draws.
+
+        As in Pyro's autoguides, they are quantiles of the unconstrained latents, so that simplices
+        remain simplices. They increase with the level for every support. The result is
+        reproducible: the draws have a fixed seed.
+
+        :param quantiles: levels between 0 and 1.
+        :param args: the model's arguments, as ``kwargs``, if the guide reads them or was never
+            called.
+        :param num_samples: number of draws; the standard error of a median is 1.25 standard
+            deviations over the root of this number.
+        :returns: constrained values by site, ``(len(quantiles), *site_shape)``.
+        :raises ValueError: for levels outside of [0, 1].
+        """
+        transforms = self._transforms(args, kwargs)
+        with seeded(0, self._device()):
+            draws = self._unconstrained(num_samples, transforms, args, kwargs)
+        like = next(iter(draws.values()))
+        levels = torch.as_tensor(quantiles, dtype=like.dtype, device=like.device).reshape(-1)
+        if not ((levels >= 0) & (levels <= 1)).all():
+            raise ValueError(f"quantiles must be numbers between 0 and 1, but got {quantiles}")
+        found = {}
+        for name, values in draws.items():
+            transform = transforms[name]
+            rising = 1 - levels if _falls(transform) else levels
+            found[name] = transform(quantile(values, rising.to(values.dtype), dim=0))
+        return found
+
+    def median(self, *args: Any, num_samples: int = 1000, **kwargs: Any) -> dict[str, Tensor]:
+        """Estimate posterior medians of each latent variable, as :meth:`quantiles`.
+
+        :param args: the model's arguments, as ``kwargs``, if the guide reads them or was never
+            called.
+        :param num_samples: number of draws.
+        :returns: constrained values by site, ``site_shape``.
+        """
+        quantiles = self.quantiles([0.5], *args, num_samples=num_samples, **kwargs)
+        return {name: value.squeeze(0) for name, value in quantiles.items()}
+
+    def _transforms(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Transform]:
+        """Return the transforms to the latents' supports; call the guide if needed."""
+        if self.prototype_trace is None:
+            with torch.no_grad(), poutine.block():
+                self(*args, **kwargs)  # type: ignore[operator]
+        sites = self.prototype_trace.iter_stochastic_nodes()
+        return {name: biject_to(site["fn"].support) for name, site in sites}
+
+    def _unconstrained(
+        self,
+        num_samples: int,
+        transforms: Mapping[str, Transform],
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> dict[str, Tensor]:
+        """Draw by site, ``(num_samples, *unconstrained_shape)``."""
+        draws = self.sample_posterior(num_samples, *args, **kwargs)
+        return {name: transforms[name].inv(value) for name, value in draws.items()}
+
+    def _device(self) -> torch.device:
+        parameter = next(self.parameters(), None)  # type: ignore[attr-defined]
+        return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _falls(transform: Transform) -> bool:
+    """Check whether a transform is decreasing, as for an upper bound."""
+    while isinstance(transform, IndependentTransform):
+        transform = transform.base_transform
+    try:
+        return bool((torch.as_tensor(transform.sign) < 0).all())
+    except NotImplementedError:  # not monotone
+        return False
+
+
+AnyGuide = TypeVar("AnyGuide", bound=AutoGuide)
+
+
+def own_names(guide: AnyGuide) -> AnyGuide:
+    """Give a guide unique names in Pyro's parameter store.
+
+    By default all guides of a class have the same names, and a new guide would replace the values
+    of previous ones. The names are unique over processes, also for guides that are loaded or
+    returned by a worker, and do not depend on random seeds.
+
+    **Example:**
+
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> guides = [own_names(AutoNormal(lambda: None)) for _ in range(2)]
+    >>> guides[0]._pyro_name == guides[1]._pyro_name
+    False
+
+    :param guide: any of Pyro's or this library's autoguides, not called yet.
+    :returns: the same guide.
+    """
+    name = f"{type(guide).__name__}_{uuid.uuid4().hex[:16]}"
+    guide._pyro_set_supermodule(name, guide._pyro_context)
+    return guide
+
+
+def refuse_stored(guide: AutoGuide, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that Pyro's parameter store holds no other guide's parameters under a guide's names.
+
+    **Example:**
+
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> refuse_stored(AutoNormal(lambda: None), {"loc": (3,)})  # nothing is stored
+
+    :param guide: that is about to make its parameters.
+    :param shapes: of these parameters, by the part of their names behind the guide's.
+    :raises ValueError: naming one that is stored in another shape.
+    """
+    if pyro.settings.get("module_local_params"):
+        return
+    store = pyro.get_param_store()
+    for name, shape in shapes.items():
+        stored = f"{guide._pyro_name}.{name}"
+        if stored in store and (found := tuple(store[stored].shape)) != tuple(shape):
+            raise ValueError(
+                f"the parameter store holds '{stored}' of another guide (shape {found}, here "
+                f"{tuple(shape)}). Cure: pyro.clear_param_store(), or load that of this guide"
+            )
+
+
+def forget(guide: AutoGuide) -> None:
+    """Remove a guide's parameters from Pyro's parameter store; the guide keeps its values.
+
+    The next call of the guide stores them again under the same names.
+
+    **Example:**
+
+    >>> from pyro.infer.autoguide import AutoNormal
+    >>> guide = AutoNormal(lambda: pyro.sample("x", pyro.distributions.Normal(0.0, 1.0)))
+    >>> values = guide()
+    >>> forget(guide)
+    >>> len(pyro.get_param_store())
+    0
+
+    :param guide: any of Pyro's or this library's autoguides.
+    """
+    store, prefix = pyro.get_param_store(), f"{guide._pyro_name}."
+    for name in list(store.keys()):
+        if name.startswith(prefix):
+            del store[name]
+    # Pyro also keeps the tensors that were replaced by a module's parameters.
+    tensors = store._param_to_name
+    for tensor in [tensor for tensor, name in tensors.items() if name.startswith(prefix)]:
+        del tensors[tensor]
 
 
 class AutoDraws(DrawSummaries, AutoContinuous):
-    """An autoguide known by its draws: the base of :class:`AutoImplicit`.
+    """The base of autoguides with or without a density, such as :class:`AutoImplicit`.
 
-    A subclass gives ``get_posterior``, a distribution of the unconstrained latent vector that can
-    be sampled, with or without a density.
+    A subclass implements ``get_posterior``, a distribution of the unconstrained latent vector that
+    can be sampled.
 
-    :param model: a Pyro model of fixed structure. The guide is of its continuous latents; discrete
-        ones that Pyro can enumerate are left to the ELBO, which sums them out.
+    :param model: a Pyro model of fixed structure. The guide covers its continuous latent variables;
+        the ELBO marginalises discrete ones that Pyro can enumerate.
     :param init_loc_fn: per-site initialisation, see Pyro's :ref:`autoguide-initialization`; sites
-        with a flat prior (``ImproperUniform``) that it cannot start begin at 0 in unconstrained
-        space.
+        with a flat prior (``ImproperUniform``) that it cannot initialise begin at 0 in
+        unconstrained space.
     :param create_plates: as in Pyro's autoguides.
-    :raises ValueError: at the first call, for another discrete latent, one in a subsampled
-        plate, one without unconstrained coordinates, or one whose support changes with others.
+    :raises ValueError: at the first call, for discrete latents that cannot be enumerated, latents
+        in a subsampled plate or without unconstrained coordinates, or supports that depend on other
+        latents.
     :raises RuntimeError: at the first call, for a model without latents.
     """
 
@@ -73,21 +248,21 @@ class AutoDraws(DrawSummaries, AutoContinuous):
                 refuse_moving_supports(self.model, args, kwargs, self.prototype_trace)
             self._make_parameters(*args, **kwargs)
         except BaseException:
-            self.prototype_trace = None  # so that the next call says so, too
+            self.prototype_trace = None  # so that the next call raises the error again
             raise
 
     def _make_parameters(self, *args: Any, **kwargs: Any) -> None:
-        """Make what the guide is trained by, for the latents that the first call has found."""
+        """Make the parameters at the first call, when the latents are known."""
 
     def _trace_prototype(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Run the model at its start, or at draws of the prior if it raises an error there."""
+        """Run the model at its initial values, or at draws of the prior if it raises an error."""
         given = self._start.init_loc_fn
         try:
             for retries_left in reversed(range(RUNS.max_retries)):
                 try:
                     return super()._setup_prototype(*args, **kwargs)
                 except IMPOSSIBLE:
-                    if self.prototype_trace is not None:  # the model ran: its sites are to blame
+                    if self.prototype_trace is not None:  # the model ran: its sites cause the error
                         refuse_unfit_sites(trace_model(self.model, args, kwargs))
                         raise
                     if not retries_left:
@@ -108,7 +283,7 @@ class AutoDraws(DrawSummaries, AutoContinuous):
                     )
 
     def _forget_data(self) -> None:
-        """Keep only the latents' shapes and supports, so that a saved guide holds no data."""
+        """Keep only the latents' shapes and supports: a saved guide contains no data."""
         trace = self.prototype_trace
         latents = {name for name, _ in trace.iter_stochastic_nodes()}
         for name in list(trace.nodes):
@@ -123,7 +298,7 @@ class AutoDraws(DrawSummaries, AutoContinuous):
 
     @torch.no_grad()
     def sample_posterior(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Draw all latents. A guide that was called once needs no arguments.
+        """Draw all latents. A guide that was called before needs no arguments.
 
         :param num_samples: number of draws.
         :param args: the model's arguments, if the guide was never called.
@@ -133,7 +308,7 @@ class AutoDraws(DrawSummaries, AutoContinuous):
 
     @torch.no_grad()
     def _draw(self, num_samples: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Unconstrained latents, ``(num_samples, latent_dim)``, unseen by handlers outside."""
+        """Draw unconstrained latents, ``(num_samples, latent_dim)``, hidden from outer handlers."""
         with poutine.block():
             if self.prototype_trace is None:
                 self(*args, **kwargs)
@@ -151,13 +326,13 @@ class AutoDraws(DrawSummaries, AutoContinuous):
         return site_parts(latents, self._unconstrained_shapes)
 
     def _constrain(self, latents: Tensor) -> dict[str, Tensor]:
-        """By site, ``(n, *site_shape)`` of unconstrained latents ``(n, latent_dim)``."""
+        """Transform unconstrained latents ``(n, latent_dim)`` to values by site."""
         nodes = self.prototype_trace.nodes
         parts = site_parts(latents, self._unconstrained_shapes).items()
         return {name: biject_to(nodes[name]["fn"].support)(value) for name, value in parts}
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in torch; the guide must have been called once, as its parameters exist only then."""
+        """Load as in torch; the guide must have been called before, to have parameters."""
         if self.prototype_trace is None:
             raise RuntimeError(
                 f"{type(self).__name__} makes its parameters at its first call: call guide(*args) "

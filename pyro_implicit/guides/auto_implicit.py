@@ -20,11 +20,10 @@ from torch.distributions import constraints
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import GatedMLP, as_generator
-from pyro_implicit.guides.affine_frame import Frame, gaussian_frame
-from pyro_implicit.guides.auto_draws import AutoDraws
-from pyro_implicit.guides.auto_frame import find_frame
-from pyro_implicit.guides.generator_transform import GeneratorTransform, check_exact
-from pyro_implicit.guides.names import refuse_stored
+from pyro_implicit.guides.affine_frame import Frame, find_frame, gaussian_frame
+from pyro_implicit.guides.auto_draws import AutoDraws, refuse_stored
+from pyro_implicit.guides.exactness import GeneratorTransform, check_exact, why_inexact
+from pyro_implicit.guides.policy import INIT_SCALE, MAX_NOISE_DIM, NOISE_SCALE
 
 __all__ = ["AutoImplicit", "AutoSemiImplicit"]
 
@@ -33,11 +32,11 @@ class AutoImplicit(AutoDraws):
     r"""A neural sampler over all latents of a model.
 
     In unconstrained space the latent vector is :math:`\theta = m + L (\mu + D \odot g(z))` with
-    standard normal noise z, a generator g, learnable :math:`\mu` and D, which start at 0 and 1, and
-    a fixed frame (m, L): a Gaussian in whose units the guide moves, found at the first call unless
-    ``init_loc_fn`` or ``init_scale`` gives an initial value. The default generator is
-    :class:`~pyro_implicit.generators.GatedMLP`, started as an affine map, so training starts from
-    that Gaussian. There is no density: train it by the ELBOs for
+    standard normal noise z, a generator g, learnable :math:`\mu` and D, initially 0 and 1, and a
+    fixed frame (m, L): a Gaussian that defines the guide's units, found at the first call unless
+    ``init_loc_fn`` or ``init_scale`` is given. The default generator,
+    :class:`~pyro_implicit.generators.GatedMLP`, is initially an affine map, so that training starts
+    from this Gaussian. The guide has no density: train it by the ELBOs for
     :class:`~pyro_implicit.distributions.Implicit` sites.
 
     **Example:**
@@ -53,10 +52,10 @@ class AutoImplicit(AutoDraws):
 
     :param model: a Pyro model with continuous latents and fixed structure.
     :param generator: a module ``(noise) -> value`` from ``(*batch, noise_dim)`` to
-        ``(*batch, latent_dim)``, or a callable that makes one from ``latent_dim``.
-    :param noise_dim: size of the noise; by default the generator's ``noise_dim``, else the latent
-        dimension, but at most 200 (beyond, one LIVI step with an exact log-determinant takes
-        seconds on a CPU).
+        ``(*batch, latent_dim)``, or a function from ``latent_dim`` to such a module.
+    :param noise_dim: size of the noise; by default the generator's ``noise_dim``, or the latent
+        dimension up to 200 (a LIVI step with an exact log-determinant takes seconds on a CPU for
+        more).
     :param init_loc_fn: per-site initialisation, see Pyro's :ref:`autoguide-initialization`; the
         default is ``init_to_median``. Sites with a flat prior (``ImproperUniform``) that it cannot
         initialise begin at 0 in unconstrained space.
@@ -70,15 +69,15 @@ class AutoImplicit(AutoDraws):
         ``init_scale`` is given, and ``"mode"`` otherwise. A Gaussian autoguide of the same model,
         fitted or not, or a :class:`Frame` gives its location and scale, full or diagonal.
     :param create_plates: as in Pyro's autoguides.
-    :raises ValueError: for a bad argument; at the first call, for a discrete latent, a latent in a
-        subsampled plate, a generator of the wrong input or output size, or parameters of another
-        guide under its names in Pyro's parameter store.
+    :raises ValueError: for an invalid argument; at the first call, for a discrete latent, a latent
+        in a subsampled plate, a generator of the wrong input or output size, or another guide's
+        parameters under its names in Pyro's parameter store.
     :warns UserWarning: at the first call, if ``"auto"`` finds no frame, naming the cause.
     :raises RuntimeError: at the first call, for a model without latents.
     """
 
-    max_default_noise_dim = 200
-    noise_dim: Any  # None until the first call, if left to the generator
+    max_default_noise_dim = MAX_NOISE_DIM
+    noise_dim: Any  # None until the first call, unless given
 
     def __init__(
         self,
@@ -106,14 +105,14 @@ class AutoImplicit(AutoDraws):
             frame = None
         super().__init__(model, init_loc_fn or init_to_median, create_plates)
         self.noise_dim = noise_dim
-        self._init_scale = 0.1 if init_scale is None else init_scale
-        # In tuples, so that they are no submodules.
+        self._init_scale = INIT_SCALE if init_scale is None else init_scale
+        # In tuples, so that they are not submodules.
         self._make_generator: tuple[Any, ...] = (generator,)
         self._make_frame: tuple[Any, ...] = (frame,)
 
     def _make_parameters(self, *args: Any, **kwargs: Any) -> None:
         loc = self._init_loc()
-        generator = self._init_generator(loc)  # first: a frame takes longer than this check
+        generator = self._init_generator(loc)  # before the frame, whose search takes longer
         shapes = {
             param_with_module_name("generator", name): tuple(parameter.shape)
             for name, parameter in generator.named_parameters()
@@ -160,12 +159,12 @@ class AutoImplicit(AutoDraws):
 
     def _set_frame(self, name: str, value: Tensor | None) -> None:
         if value is not None:
-            # A parameter, so that every way of saving keeps it, but never trained (see detach).
+            # A parameter, so that every way of saving keeps it; it is detached wherever it is used.
             value = PyroParam(value.detach().clone())
         setattr(self, f"frame_{name}", value)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """The frame that was saved may be of another kind than that found at the first call."""
+        """Load a frame that may be of another kind than the present one."""
         for name in Frame._fields:
             saved = state_dict.get(f"{prefix}frame_{name}_unconstrained")
             if (saved is None) != (getattr(self, f"frame_{name}") is None):
@@ -198,13 +197,13 @@ class AutoImplicit(AutoDraws):
             raise ValueError(
                 f"the generator of {type(self).__name__} turns noise of shape (2, "
                 f"{self.noise_dim}) into {shape}, but the latents of sites "
-                f"{list(self._unconstrained_shapes)} want (2, {self.latent_dim}); pass a callable "
-                "that makes a generator from the latent size"
+                f"{list(self._unconstrained_shapes)} have shape (2, {self.latent_dim}). Cure: a "
+                "function that makes a generator from the latent size"
             )
         return generator
 
     def _registered_generator(self) -> nn.Module:
-        """The generator, its parameters tied to the param store inside a call of the guide."""
+        """Return the generator, with its parameters in the store inside a call of the guide."""
         if not self._pyro_context.active:
             return self.generator
         if pyro.settings.get("module_local_params"):
@@ -217,7 +216,7 @@ class AutoImplicit(AutoDraws):
         return generator  # frozen: Pyro would warn at every call
 
     def _implicit(self) -> Implicit:
-        """The distribution of g(z), in the frame."""
+        """Return the distribution of g(z), in the frame's units."""
         return Implicit(self._registered_generator(), self._noise())
 
     def _noise(self) -> dist.TorchDistribution:
@@ -225,9 +224,9 @@ class AutoImplicit(AutoDraws):
         return dist.Normal(zeros, torch.ones_like(zeros)).to_event(1)
 
     def _frame_transforms(self) -> list[dist.transforms.Transform]:
-        """The transforms from generator values to latents, in their order."""
+        """Return the transforms from generator values to latents, in their order."""
         loc, scale = self.loc, self.scale
-        if self.frame_scale is not None:  # two diagonal maps are one
+        if self.frame_scale is not None:  # compose two diagonal maps
             units = self.frame_scale.detach()
             loc, scale = self.frame_loc.detach() + units * loc, units * scale
         transforms: list[Any] = [
@@ -239,22 +238,23 @@ class AutoImplicit(AutoDraws):
         return transforms
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> dist.TransformedDistribution:
-        """The distribution of the unconstrained latent vector, ``event_shape`` (latent_dim,)."""
+        """Return the distribution of the unconstrained latent vector, ``event_shape``
+        (latent_dim,)."""
         return dist.TransformedDistribution(self._implicit(), self._frame_transforms())
 
     def get_base_dist(self) -> dist.TorchDistribution:
-        """The distribution of the noise, ``event_shape`` (noise_dim,)."""
+        """Return the distribution of the noise, ``event_shape`` (noise_dim,)."""
         return self._noise()
 
     def get_transform(self, *args: Any, **kwargs: Any) -> dist.transforms.ComposeTransform:
-        """The map from noise to the unconstrained latent vector, where it has an exact Jacobian.
+        """Return the map from noise to the unconstrained latent vector, with an exact Jacobian.
 
-        :class:`~pyro_implicit.mcmc.NoiseSpaceReparam` is made for it. With a generator that has an
-        ``inverse``, ``TransformedDistribution(guide.get_base_dist(), guide.get_transform())`` has a
-        density at any point, else only at its own last draw.
+        :class:`~pyro_implicit.mcmc.NoiseSpaceReparam` uses it. For a generator with ``inverse``,
+        ``TransformedDistribution(guide.get_base_dist(), guide.get_transform())`` has a density at
+        any point, otherwise only at its last draw.
 
-        :raises NotImplementedError: for a generator of fewer or more noise dimensions than latents,
-            or one that is not injective, and for a semi-implicit guide.
+        :raises NotImplementedError: for a generator that is not injective or has another number of
+            noise dimensions than latents, and for a semi-implicit guide.
         """
         implicit = self._implicit()
         check_exact(implicit, self.noise_dim)
@@ -265,9 +265,12 @@ class AutoImplicit(AutoDraws):
             ]
         )
 
+    def _has_exact_density(self) -> bool:
+        return not why_inexact(self)
+
 
 class AutoSemiImplicit(AutoImplicit):
-    r"""A neural sampler over all latents of a model, with a little noise of its own on each.
+    r"""A neural sampler over all latents of a model, with a little Gaussian noise on each.
 
     In unconstrained space the latent vector is
     :math:`\theta = m + L (\mu + D \odot (g(z) + \rho \eta))`, with standard normal z and
@@ -290,13 +293,13 @@ class AutoSemiImplicit(AutoImplicit):
     torch.Size([])
 
     :param noise_scale: :math:`\rho`, relative to the frame: a fixed positive number, or ``"learn"``
-        for one learnable number per coordinate that starts at 0.02. SIVI wants it wide, about 0.5.
-        With fewer noise dimensions than latents a learnt one may grow until the guide is all but
-        mean-field, and a network underfits as under mean field.
+        for a learnable number per coordinate, initially 0.02. SIVI needs about 0.5. With fewer
+        noise dimensions than latents, a learnt noise may grow until the guide is nearly mean-field
+        and a network underfits.
 
     All other parameters are those of :class:`AutoImplicit`.
 
-    :raises ValueError: for a bad ``noise_scale``, and as :class:`AutoImplicit`.
+    :raises ValueError: for an invalid ``noise_scale``, and as :class:`AutoImplicit`.
     """
 
     def __init__(
@@ -308,7 +311,7 @@ class AutoSemiImplicit(AutoImplicit):
         init_scale: float | None = None,
         frame: AutoGuide | Frame | Literal["auto", "mode"] | None = "auto",
         create_plates: Callable[..., Any] | None = None,
-        noise_scale: float | Literal["learn"] = 0.02,
+        noise_scale: float | Literal["learn"] = NOISE_SCALE,
     ) -> None:
         if noise_scale != "learn":
             is_number = isinstance(noise_scale, Real) and not isinstance(noise_scale, bool)
@@ -323,7 +326,7 @@ class AutoSemiImplicit(AutoImplicit):
     def _make_parameters(self, *args: Any, **kwargs: Any) -> None:
         super()._make_parameters(*args, **kwargs)
         if self._init_noise_scale == "learn":
-            scale = torch.full_like(self.loc, 0.02)
+            scale = torch.full_like(self.loc, NOISE_SCALE)
             self.noise_scale = PyroParam(scale, constraints.positive)
         else:
             self.noise_scale = self._init_noise_scale

@@ -1,41 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of automatic implicit guides, for separated modes."""
+"""Automatic guides for several modes: mixtures of implicit guides, ensembles of points."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro import poutine
+from pyro.infer.autoguide import init_to_sample
 from pyro.nn import PyroParam
 from pyro.nn.module import PyroModuleList
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Distribution, biject_to
 
 from pyro_implicit.distributions.mixture import Mixture
-from pyro_implicit.guides.auto_draws import AutoDraws
+from pyro_implicit.guides.auto_draws import AutoDraws, refuse_stored
 from pyro_implicit.guides.auto_implicit import AutoImplicit
-from pyro_implicit.guides.names import refuse_stored
+from pyro_implicit.runtime.sites import site_parts
+from pyro_implicit.runtime.user_warnings import refuse_counts
 
-__all__ = ["AutoMixture"]
+__all__ = ["AutoEnsemble", "AutoMixture", "init_to_shuffled"]
 
 
 class AutoMixture(AutoDraws):
-    r"""A mixture of :class:`AutoImplicit` guides of one model, each at home in a mode of its own.
+    r"""A mixture of :class:`AutoImplicit` guides of one model, one for each mode.
 
     .. math:: q(\theta) = \sum_k w_k q_k(\theta)
 
-    One generator stretches thin bridges between separated modes; a mixture has none. It is not
-    trained as a whole: train each component as a guide of its own, from a start in its mode, which
-    the ELBO gives it no reason to leave; then set the weights. If all components have a generator
-    with an ``inverse``, such as
+    A single generator connects well-separated modes by thin bridges; a mixture does not. Train each
+    component separately, initialised in its mode, and then set the weights. If all components have
+    a generator with an ``inverse``, such as
     :class:`~pyro_implicit.generators.autoregressive.AutoregressiveGenerator`, the mixture has an
-    exact density: any ELBO evaluates it, and :func:`~pyro_implicit.fitting.mixture_weights`
-    finds the best weights. Otherwise it can only be sampled; then give the components' certified
-    bounds (:func:`~pyro_implicit.evidence_bound`) as ``log_weights``: for modes that do not overlap
-    the best weights are softmax(bounds), up to their looseness.
+    exact density: any ELBO evaluates it, and :func:`~pyro_implicit.fitting.mixture_weights` finds
+    the best weights. Otherwise it can only be sampled; then use the components' certified bounds
+    (:func:`~pyro_implicit.evidence_bound`) as ``log_weights``: for modes that do not overlap the
+    best weights are softmax(bounds), up to the looseness of the bounds.
 
     **Example:**
 
@@ -62,16 +64,16 @@ class AutoMixture(AutoDraws):
 
     :param model: a Pyro model with continuous latents and fixed structure.
     :param components: :class:`AutoImplicit` or :class:`AutoSemiImplicit` guides of this model,
-        fitted or not. Their parameters get names of their own in Pyro's parameter store, such as
-        ``AutoMixture.components.0.loc``; guides that were fitted one after the other before, under
-        one name, want ``pyro.clear_param_store()`` between them.
+        fitted or not. Their parameters have unique names in Pyro's parameter store, such as
+        ``AutoMixture.components.0.loc``. Guides fitted before, one after the other, under one name
+        need ``pyro.clear_param_store()`` between them.
     :param log_weights: ``(num_components,)``, up to a common constant; by default all equal. They
-        are the parameter ``guide.log_weights``, saved as all others but never trained.
+        are the parameter ``guide.log_weights``, which is saved but not trained.
     :param create_plates: as in Pyro's autoguides.
-    :raises TypeError: for a component of another kind.
+    :raises TypeError: for a component of another class.
     :raises ValueError: for no components, weights of the wrong shape, or fitted components whose
-        names are taken in the parameter store; at the first call, for components of another model
-        or with common parameters, and as :class:`AutoDraws`.
+        names another guide has in the parameter store; at the first call, for components of another
+        model or with common parameters, and as :class:`AutoDraws`.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class AutoMixture(AutoDraws):
         for component in components:
             if not isinstance(component, AutoImplicit):
                 raise TypeError(
-                    "AutoMixture wants AutoImplicit or AutoSemiImplicit guides as components, but "
+                    "AutoMixture needs AutoImplicit or AutoSemiImplicit guides as components, but "
                     f"got {type(component).__name__}. Cure: AutoImplicit(model, "
                     "AutoregressiveGenerator, frame=...) takes a Gaussian guide as its frame"
                 )
@@ -94,11 +96,11 @@ class AutoMixture(AutoDraws):
             log_weights = torch.zeros(len(components))
         if log_weights.shape != (len(components),) or not log_weights.logsumexp(0).isfinite():
             raise ValueError(
-                f"AutoMixture wants one log-weight for each of its {len(components)} components, "
+                f"AutoMixture needs one log-weight for each of its {len(components)} components, "
                 f"at least one, and not all -inf, but got {log_weights.tolist()}"
             )
-        # In a list of Pyro's for the names, and not by setattr, which would let the components
-        # rely on this guide's plates when they are trained.
+        # A list of Pyro's for the names. Not by setattr: the components would use this guide's
+        # plates during training.
         self.components = PyroModuleList([])
         for component in components:
             self.components.append(component)
@@ -106,10 +108,7 @@ class AutoMixture(AutoDraws):
         self._refuse_taken_names(has_weights)
 
     def _refuse_taken_names(self, has_weights: bool) -> None:
-        """The store wins over a module at its next call: it must not hold another guide's values.
-
-        :param has_weights: whether the user gave weights, which the store could replace.
-        """
+        """Check that the store does not hold another guide's values, which would replace ours."""
         if pyro.settings.get("module_local_params"):
             return
         store = pyro.get_param_store()
@@ -130,8 +129,8 @@ class AutoMixture(AutoDraws):
         if taken:
             raise ValueError(
                 f"Pyro's parameter store has '{taken[0]}' of another AutoMixture, which would "
-                "replace that of this one. Cure: pyro.clear_param_store() before; guides keep "
-                "their values. To change the weights of a guide, set guide.log_weights"
+                "replace the value of this guide. Cure: pyro.clear_param_store() before; guides "
+                "keep their values. To change the weights of a guide, set guide.log_weights"
             )
 
     def _make_parameters(self, *args: Any, **kwargs: Any) -> None:
@@ -148,7 +147,7 @@ class AutoMixture(AutoDraws):
                 )
                 raise ValueError(
                     f"component {index} of AutoMixture covers the sites {theirs} (with their "
-                    f"unconstrained shapes), but the model has {mine}; build all of the same model"
+                    f"unconstrained shapes), but the model has {mine}. Cure: guides of this model"
                 )
         self._refuse_common_parameters()
         loc = self.components[0].loc
@@ -163,21 +162,27 @@ class AutoMixture(AutoDraws):
                 if owner != index:
                     raise ValueError(
                         f"components {owner} and {index} of AutoMixture share the parameter "
-                        f"'{name}', so that to train one is to change the other. Cure: a generator "
-                        "for each; and pyro.clear_param_store() between the training of guides of "
-                        "one name, or train guide.components[k], which have names of their own"
+                        f"'{name}', so that training one changes the other. Cure: a generator for "
+                        "each, and pyro.clear_param_store() between the training of guides of one "
+                        "name, or train guide.components[k], which have unique names"
                     )
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> Mixture:
-        """The distribution of the unconstrained latent vector, ``event_shape`` (latent_dim,).
-
-        Its ``components`` are the distributions of the guide's components.
-        """
+        """Return the distribution of the unconstrained latent vector, a mixture with
+        ``event_shape`` (latent_dim,)."""
         parts = [_posterior(component, *args, **kwargs) for component in self.components]
         return Mixture(self.log_weights.detach(), parts)
 
+    def _has_exact_density(self) -> bool:
+        q = self.get_posterior()
+        try:
+            q.log_prob(self.log_weights.new_zeros(q.event_shape))
+        except NotImplementedError:
+            return False
+        return True
+
     def _update_master(self, master_ref: Any) -> None:
-        self.master = master_ref  # not the components': they are trained by themselves
+        self.master = master_ref  # not of the components, which are trained separately
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -186,9 +191,154 @@ class AutoMixture(AutoDraws):
 
 
 def _posterior(component: AutoImplicit, *args: Any, **kwargs: Any) -> Distribution:
-    """With a density at any point where there is one, else for draws only."""
+    """Return a component's distribution, with a density if the generator has an inverse."""
     try:
         transform = component.get_transform(*args, **kwargs)
     except NotImplementedError:
         return component.get_posterior(*args, **kwargs)
     return dist.TransformedDistribution(component.get_base_dist(), transform)
+
+
+ONE = torch.Size()
+
+
+class AutoEnsemble(AutoDraws):
+    r"""Several point estimates, usually in different modes, trained in one vectorised pass.
+
+    .. math:: q(\theta) = \frac1K \sum_{k=1}^K \delta(\theta - \theta_k)
+
+    Each member maximises the log-density of latents and data in unconstrained space from its own
+    initial value: a deep ensemble as one guide (Lakshminarayanan et al., without adversarial
+    examples). The ELBO is the mean of the members' log-densities. :func:`~pyro_implicit.refine`
+    adds the width of each mode. Use it for networks, whose predictions differ more between modes
+    than within a mode; point estimates of hierarchical models may be meaningless.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> def model():
+    ...     x = pyro.sample("x", dist.Normal(0.0, 3.0))
+    ...     pyro.sample("y", dist.Normal(x**2, 0.1), obs=torch.tensor(4.0))
+    >>> _ = pyro.set_rng_seed(1)
+    >>> guide = AutoEnsemble(model, num_members=4)
+    >>> from pyro_implicit import fit
+    >>> result = fit(model, guide, num_steps=500, lr=0.1, seed=0, progress=False)
+    >>> guide.get_samples()["x"].round().abs()
+    tensor([2., 2., 2., 2.])
+
+    :param model: a Pyro model with continuous latents and fixed structure.
+    :param num_members: K. An ELBO with K particles trains all members in each step, an ELBO with
+        fewer particles some of them.
+    :param init_loc_fn: random per-site initialisation, called for each member;
+        :func:`init_to_shuffled` for networks.
+    :param create_plates: as in Pyro's autoguides.
+    :raises ValueError: for no members; at the first call, if all members have one initial value,
+        and as :class:`AutoDraws`.
+
+    **References:**
+
+    1. Lakshminarayanan, Pritzel and Blundell (2017), *Simple and Scalable Predictive Uncertainty
+       Estimation using Deep Ensembles*. https://arxiv.org/abs/1612.01474
+    """
+
+    members: Tensor
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        num_members: int = 5,
+        init_loc_fn: Callable[[dict[str, Any]], Tensor] = init_to_sample,
+        create_plates: Callable[..., Any] | None = None,
+    ) -> None:
+        refuse_counts(num_members=num_members)
+        super().__init__(model, init_loc_fn, create_plates)
+        self.num_members = num_members
+
+    def _make_parameters(self, *args: Any, **kwargs: Any) -> None:
+        refuse_stored(self, {"members": (self.num_members, self.latent_dim)})
+        starts = [self._init_loc()]
+        for _ in range(1, self.num_members):
+            with torch.no_grad(), poutine.block():
+                nodes = poutine.trace(self.model).get_trace(*args, **kwargs).nodes
+            parts = [
+                biject_to(nodes[name]["fn"].support).inv(nodes[name]["value"]).reshape(-1)
+                for name in self._unconstrained_shapes
+            ]
+            starts.append(torch.cat(parts))
+        members = torch.stack(starts)
+        if len(members) > 1 and (members == members[0]).all():
+            raise ValueError(
+                f"all {self.num_members} members of AutoEnsemble have one initial value and would "
+                "stay equal. Cure: a random init_loc_fn, such as init_to_sample, or "
+                "init_to_shuffled(start_values(net)) for a network"
+            )
+        self.members = PyroParam(members)
+
+    def get_posterior(self, *args: Any, **kwargs: Any) -> dist.Delta:
+        """Return the distribution of the unconstrained latent vector."""
+        return _Members(self.members)
+
+    @torch.no_grad()
+    def get_samples(self) -> dict[str, Tensor]:
+        """Return the members in the layout of ``MCMC.get_samples``.
+
+        :returns: constrained values by site, ``(num_members, *site_shape)``.
+        :raises RuntimeError: before the first call.
+        """
+        if self.prototype_trace is None:
+            raise RuntimeError(
+                "AutoEnsemble has no members before its first call. Cure: train it, or guide(*args)"
+            )
+        nodes = self.prototype_trace.nodes
+        with self._pyro_context:  # the parameter store's values, as in a call
+            parts = site_parts(self.members.detach(), self._unconstrained_shapes)
+        return {name: biject_to(nodes[name]["fn"].support)(part) for name, part in parts.items()}
+
+
+class _Members(dist.Delta):
+    """Point masses; up to ``num_members`` draws are different members."""
+
+    def __init__(self, members: Tensor, batch_shape: torch.Size = ONE) -> None:
+        self.members = members
+        super().__init__(members[0].expand(batch_shape + members.shape[1:]), event_dim=1)
+
+    def expand(self, batch_shape: torch.Size, _instance: Any = None) -> _Members:
+        return _Members(self.members, torch.Size(batch_shape))
+
+    def rsample(self, sample_shape: torch.Size = ONE) -> Tensor:
+        shape = torch.Size(sample_shape) + self.batch_shape
+        first = torch.randint(len(self.members), ())
+        index = (first + torch.arange(shape.numel())) % len(self.members)
+        return self.members[index.to(self.members.device)].reshape(shape + self.event_shape)
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """Return 0 without a comparison: all draws are members."""
+        return x.new_zeros(x.shape[:-1])
+
+
+def init_to_shuffled(values: Mapping[str, Tensor]) -> Callable[[dict[str, Any]], Tensor]:
+    """Initialise a network by a random permutation of its weights at each call.
+
+    Every member of an :class:`AutoEnsemble` then has different initial values of torch's scale for
+    each layer. Other sites are initialised by a draw of the prior.
+
+    **Example:**
+
+    >>> import pyro.distributions as dist
+    >>> start = init_to_shuffled({"weight": torch.arange(4.0)})
+    >>> site = {"name": "weight", "fn": dist.Normal(torch.zeros(4), 1.0).to_event(1)}
+    >>> start(site).sort().values
+    tensor([0., 1., 2., 3.])
+
+    :param values: by site, from :func:`~pyro_implicit.nn.start_values`; the entries of a site must
+        be exchangeable, as independently drawn weights are.
+    """
+
+    def start(site: dict[str, Any]) -> Tensor:
+        if site["name"] not in values:
+            return init_to_sample(site)
+        value = values[site["name"]]
+        return value.flatten()[torch.randperm(value.numel())].reshape(value.shape)
+
+    return start

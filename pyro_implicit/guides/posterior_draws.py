@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Posterior draws of any guide, in one layout."""
+"""Posterior draws of any guide, and checks of what users pass as a guide."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ __all__ = [
     "trace_guide",
 ]
 
-OR_DRAWS = "a dict of draws by site, or what has get_samples()"
+OR_DRAWS = "a dict of draws by site, or an object with get_samples()"
 
 
 @torch.no_grad()
 def draw(
     guide: Callable[..., Any], num_samples: int, /, *args: Any, **kwargs: Any
 ) -> dict[str, Tensor]:
-    """Draws from the posterior that a guide stands for, in constrained space.
+    """Draw from a guide, in constrained space.
 
-    Pyro's autoguides and guides that offer ``sample_posterior`` are drawn from in one vectorised
-    call, any other guide one draw at a time. Auxiliary sites of the guide
-    (``infer={"is_auxiliary": True}``) and deterministic ones are left out.
+    Draws of Pyro's autoguides and guides with ``sample_posterior`` are vectorised; other guides are
+    called once per draw. Auxiliary sites (``infer={"is_auxiliary": True}``) and deterministic sites
+    are left out.
 
     **Example:**
 
@@ -56,27 +56,25 @@ def draw(
 
     :param guide: a Pyro guide.
     :param num_samples: number of draws.
-    :param args: the arguments of the model and the guide; a guide that was called before and
-        does not read them needs none.
+    :param args: arguments of the model and the guide; a guide that was called before and does not
+        read them needs none.
     :param kwargs: their keyword arguments.
-    :returns: draws ``(num_samples, *shape)`` of every latent site of this ``shape``; they carry
-        no gradient.
-    :raises TypeError: if the guide cannot run because its arguments are missing, or if it observes
-        a site.
+    :returns: draws ``(num_samples, *shape)`` of every latent site of this ``shape``, without
+        gradient.
+    :raises TypeError: if the guide's arguments are missing, or if it observes a site.
     """
-    with poutine.block():  # of its own, as guides may draw from guides
+    with poutine.block():  # guides may draw from guides
         return _draw(guide, num_samples, args, kwargs)
 
 
 def _draw(
     guide: Callable[..., Any], num_samples: int, args: tuple, kwargs: dict[str, Any]
 ) -> dict[str, Tensor]:
-    # Once in any case: an autoguide reads its model in the first call.
+    # Call it once in any case: an autoguide reads its model in the first call.
     trace = trace_guide(guide, args, kwargs)
-    if hasattr(guide, "sample_posterior") and "num_samples" not in kwargs:  # the guide's own
+    if hasattr(guide, "sample_posterior") and "num_samples" not in kwargs:
         return guide.sample_posterior(num_samples, *args, **kwargs)
-    # Predictive lines sites up with the deepest plate, (N, 1, 3) for a site of shape (3,) that
-    # stands outside it; the guide's own trace knows the shapes.
+    # Predictive adds dimensions for plates, (N, 1, 3) for a site of shape (3,) outside of them.
     shapes = {
         name: site["value"].shape
         for name, site in trace.iter_stochastic_nodes()
@@ -93,12 +91,12 @@ def _draw(
 
 
 def trace_guide(guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The trace of one run.
+    """Trace one run of a guide.
 
-    :raises TypeError: if its arguments are missing, or it observes a site, as only a model does.
+    :raises TypeError: if its arguments are missing, or it observes a site.
     """
     try:
-        with poutine.block():  # of its own, as in draw
+        with poutine.block():
             trace: Any = poutine.trace(guide).get_trace(*args, **kwargs)
     except TypeError as error:
         if args or kwargs:
@@ -121,14 +119,10 @@ def trace_guide(guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) 
 
 
 def refuse_swapped(function: str, model: Any, guide: Any) -> None:
-    """Refuse what is plainly a guide in place of the model.
-
-    :param function: its name, for the message.
-    :raises TypeError: naming the order of arguments.
-    """
+    """Refuse a guide in place of the model, with a ``TypeError`` of the named function."""
     if isinstance(model, (AutoGuide, EasyGuide, AutoMessenger, Mapping)):
         raise TypeError(
-            f"{function} wants the model first, but got {_name(model)} there and {_name(guide)} "
+            f"{function} needs the model first, but got {_name(model)} there and {_name(guide)} "
             f"as the guide. Cure: {function}(model, guide, ...)"
         )
 
@@ -185,11 +179,10 @@ def refuse_other_guide(guide: Any, model_trace: Trace, guide_trace: Trace) -> No
 
 
 def guide_of(function: str, given: Any, or_draws: bool = False) -> Any:
-    """The guide where a guide is wanted: what ``fit`` returned stands for its ``guide``.
+    """Return the guide of a result of ``fit``, or the given guide.
 
-    :param function: that wants it, for the message.
-    :param or_draws: whether draws will do: by site, or what has ``get_samples``, of which these are
-        taken.
+    :param function: name of the function for the message.
+    :param or_draws: whether draws by site, or an object with ``get_samples``, are allowed.
     :raises TypeError: for anything else.
     """
     guide = given.guide if _is_fit(given) else given
@@ -201,10 +194,10 @@ def guide_of(function: str, given: Any, or_draws: bool = False) -> Any:
 
 
 def posterior_of(function: str, given: Any) -> Any:
-    """The posterior where draws are wanted: what ``fit`` returned stands for its ``posterior``.
+    """Return the posterior of a result of ``fit``, or the given guide or draws.
 
-    :param function: that wants it, for the message.
-    :returns: a guide, draws by site, or what has ``get_samples``.
+    :param function: name of the function for the message.
+    :returns: a guide, draws by site, or an object with ``get_samples``.
     :raises TypeError: for anything else.
     """
     posterior = given.posterior if _is_fit(given) else given
@@ -216,12 +209,12 @@ def posterior_of(function: str, given: Any) -> Any:
 
 
 def samples_of(source: Any, side: str) -> dict[str, Tensor]:
-    """The draws of an ``MCMC``, or of anything else that has ``get_samples``, or as they are.
+    """Return draws by site, of an ``MCMC``, another object with ``get_samples``, or a dict.
 
-    :param side: what they are, for the message.
-    :returns: by site, ``(num_draws, *site_shape)``; arrays and lists are made tensors.
+    :param side: description of the draws for the message.
+    :returns: tensors ``(num_draws, *site_shape)``, also for arrays and lists.
     :raises ValueError: for an ``MCMC`` that has not run.
-    :raises TypeError: for what is no array.
+    :raises TypeError: for values that are not arrays.
     """
     if isinstance(source, Mapping):
         return {name: _as_tensor(name, value, side) for name, value in source.items()}
@@ -231,19 +224,19 @@ def samples_of(source: Any, side: str) -> dict[str, Tensor]:
 
 
 def draws_in_parallel(guide: Callable[..., Any]) -> bool:
-    """Whether many draws are made in one call."""
+    """Check whether draws of a guide are vectorised."""
     return hasattr(guide, "sample_posterior") or _broadcasts(guide)
 
 
 def _is_fit(given: Any) -> bool:
-    """Whether it is what ``fit`` returned, which is defined above these rooms."""
+    """Check for a result of ``fit``, whose class belongs to a higher layer."""
     return all(hasattr(given, name) for name in ("source", "guide"))
 
 
 def _no_guide(function: str, given: Any, others: str) -> TypeError:
     return TypeError(
-        f"{function} wants a guide, but got {_name(given)}. Cure: {function}(model, guide, ...) of "
-        f"a guide or what fit returned{others and f', {others}'}"
+        f"{function} needs a guide, but got {_name(given)}. Cure: {function}(model, guide, ...) "
+        f"with a guide or a result of fit{others and f', {others}'}"
     )
 
 
@@ -252,14 +245,13 @@ def _as_tensor(name: str, value: Any, side: str) -> Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"the {side} draws of site '{name}' are a {_name(value)} that is no array "
+            f"the {side} draws of site '{name}' are a {_name(value)} that is not an array "
             f"({first_line(error)}). Cure: a tensor (num_draws, *site_shape)"
         ) from error
 
 
 def _broadcasts(guide: Callable[..., Any]) -> bool:
-    """Whether a guide can be run inside one more plate: Pyro's autoguides can, users' code
-    inside them may not."""
+    """Check whether a guide can run inside another plate: users' code may not."""
     if not isinstance(guide, AutoGuide):
         return False
     return not any(isinstance(module, AutoCallable) for module in guide.modules())

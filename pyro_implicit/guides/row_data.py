@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of a model's latents belong to the rows of its data, and which of its arguments do."""
+"""Latents and arguments of a model that belong to the rows of its data."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["LocalSite", "RowData", "find_local_sites", "trace_model"]
 
 
 class LocalSite(NamedTuple):
-    """A latent of each row: its plates, of which ``rows`` is that of the data, the shape of its
-    unconstrained values, the dimension of that in which the rows lie, and its support.
+    """A latent of each row: its plates, ``rows`` among them, the shape of its unconstrained values,
+    the dimension of the rows in this shape, and its support.
     """
 
     name: str
@@ -31,22 +31,22 @@ class LocalSite(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many unconstrained numbers each row has."""
+        """Unconstrained numbers of each row."""
         return self.shape.numel() // self.shape[self.row_dim]
 
 
 def trace_model(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """One run of the model, unseen by handlers outside."""
+    """Trace one run of the model, hidden from outer handlers."""
     with torch.no_grad(), poutine.block():
         return poutine.trace(model).get_trace(*args, **kwargs)
 
 
 def find_local_sites(trace: Any, names: Collection[str] | None = None) -> list[LocalSite]:
-    """The latents of single rows.
+    """Find the latents of single rows.
 
-    :param trace: of the model.
-    :param names: of these sites; by default those in plates that are subsampled.
-    :raises ValueError: if there are none, or a name is that of no latent in one plate of rows.
+    :param trace: trace of the model.
+    :param names: names of the sites; by default all in subsampled plates.
+    :raises ValueError: for no such latents, or a name that is not a latent in one plate of rows.
     """
     found = []
     for name, site in trace.nodes.items():
@@ -66,14 +66,14 @@ def find_local_sites(trace: Any, names: Collection[str] | None = None) -> list[L
         candidates = subsampled or list(plates)
         if len(candidates) != 1:
             raise ValueError(
-                f"latent '{name}' lies in the plates {[one.name for one in candidates]}, of which "
-                "one must be that of the data's rows. Cure: subsample that one"
+                f"latent '{name}' lies in the plates {[one.name for one in candidates]}, but the "
+                "plate of the data's rows must be unique. Cure: subsample the plate of the rows"
             )
         found.append(_local_site(name, site, plates, candidates[0]))
     missing = sorted(set(names or ()) - {site.name for site in found})
     if missing:
         raise ValueError(
-            f"amortize= names '{missing[0]}', which is no latent of the model. Its latents are "
+            f"amortize= names '{missing[0]}', which is not a latent of the model. Its latents are "
             f"{[name for name in trace.stochastic_nodes]}"
         )
     if not found:
@@ -103,11 +103,7 @@ def _local_site(
 class RowData:
     """The arguments of a model that have one row for each element of a plate.
 
-    ``drawn_by_model`` says whether they have all rows, of which the model draws some.
-
-    :param plate: of the rows.
-    :param args: of the model, as ``kwargs``.
-    :raises ValueError: if there are none.
+    ``drawn_by_model`` is whether they have all rows, of which the model subsamples some.
     """
 
     def __init__(self, plate: CondIndepStackFrame, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -122,16 +118,16 @@ class RowData:
         if not self.places:
             raise ValueError(
                 f"plate '{plate.name}' has {plate.size} rows, but no argument of the model is a "
-                "tensor of so many: an encoder has nothing to read. Cure: hand the data over as "
-                "arguments, rows first"
+                "tensor of so many rows for the encoder. Cure: pass the data as arguments, with "
+                "rows as first dimension"
             )
         num_rows = len(self.read(args, kwargs)[0])
         self.drawn_by_model = self.size < num_rows == self.full_size
 
     def read(self, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-        """These arguments in another call.
+        """Return these arguments of another call.
 
-        :raises ValueError: if one is missing, or they differ in their number of rows.
+        :raises ValueError: if an argument is missing, or the numbers of rows differ.
         """
         places = _places(args, kwargs)
         values = []
@@ -140,14 +136,14 @@ class RowData:
             if not isinstance(value, Tensor):
                 raise ValueError(
                     f"the encoder of plate '{self.plate_name}' reads argument {place!r} of the "
-                    "model, a tensor of rows, which is missing here. Cure: call the guide with all "
-                    "the arguments it was made with"
+                    "model, a tensor of rows, which is missing. Cure: call the guide with all "
+                    "arguments of its first call"
                 )
             values.append(value)
         if len({len(value) for value in values}) > 1:
             raise ValueError(
                 f"the arguments {self.places} have {[len(value) for value in values]} rows, but "
-                f"those of plate '{self.plate_name}' want the same number"
+                f"the arguments of plate '{self.plate_name}' must have equal numbers"
             )
         return values
 

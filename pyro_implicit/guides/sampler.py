@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws of any guide in the coordinates of a target."""
+"""Draws of any guide in the coordinates of a target, and stored draws as a guide."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pyro
+import pyro.distributions as dist
 import torch
 from torch import Tensor
 
 from pyro_implicit.density.target import Target
+from pyro_implicit.distributions import IntractableDensityError
+from pyro_implicit.guides.policy import ROUNDING
 from pyro_implicit.guides.posterior_draws import draw, refuse_missing_sites
 from pyro_implicit.runtime.user_warnings import warn_user
 
-__all__ = ["NOWHERE", "Guide", "Sampler"]
+__all__ = ["Guide", "NOWHERE", "Sampler", "StoredDraws"]
+
 
 Guide = Callable[..., Any] | Mapping[str, Tensor]
 NOWHERE = "the model's log-density or its gradient is finite at none of"
@@ -147,8 +152,7 @@ class Sampler:
         back = self.target.constrain(vectors)
         moved = []
         for name, part in self.target.split(vectors).items():
-            # A thousandth is far above float32's rounding and far below any clamping of interest.
-            far = (back[name] - draws[name]).abs() > 1e-3 * (1 + draws[name].abs())
+            far = (back[name] - draws[name]).abs() > ROUNDING * (1 + draws[name].abs())
             width = part[0].numel()
             moved.append(far.reshape(len(far), -1).any(-1, keepdim=True).expand(-1, width))
         return vectors.masked_fill(torch.cat(moved, -1) & vectors.isfinite(), math.nan)
@@ -170,3 +174,79 @@ class Sampler:
                 where = f"{value.flatten()[0].item():.3g}, {where}"
             clauses.append(f"those of '{name}' are {where} ({int(lost.sum())} of them)")
         return "; ".join(clauses)
+
+
+class _Stored(dist.Delta):
+    """One of the draws, without the density of a Delta, which would give wrong weights."""
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """:raises IntractableDensityError: always."""
+        raise IntractableDensityError(
+            "stored draws have no density, hence no importance weights and no ELBO. Cure: the "
+            "guide that they came from, such as result.guide of a result of fit"
+        )
+
+
+class StoredDraws:
+    """A guide of stored draws: of chains, particles or another library.
+
+    Each call selects one draw for all sites, so that ``Predictive`` and
+    :func:`~pyro_implicit.diagnose` accept it as a guide. It has no density: an ELBO or Pyro's
+    ``WeighedPredictive`` raises an
+    :class:`~pyro_implicit.distributions.IntractableDensityError`.
+
+    **Example:**
+
+    >>> guide = StoredDraws({"x": torch.arange(4.0)})
+    >>> guide.sample_posterior(4)["x"].sort().values
+    tensor([0., 1., 2., 3.])
+    >>> guide()["x"].shape
+    torch.Size([])
+
+    :param samples: constrained values by site, ``(num_draws, *site_shape)``.
+    :param settled: whether converged chains or reliable importance weights support the draws, which
+        can then be trusted without a density.
+    :param modes_weighed: whether separate modes have their correct shares of the draws.
+    :param doubts: known problems of the chains, each in a few words.
+    :raises ValueError: for no draws, or sites with different numbers of draws.
+    """
+
+    def __init__(
+        self,
+        samples: Mapping[str, Tensor],
+        settled: bool = False,
+        modes_weighed: bool = False,
+        doubts: Sequence[str] = (),
+    ) -> None:
+        lengths = {len(value) for value in samples.values()}
+        if len(lengths) != 1 or lengths == {0}:
+            found = {name: len(value) for name, value in samples.items()}
+            raise ValueError(
+                f"all sites must have the same number of draws, at least one, but got {found}. "
+                "Cure: a dict of tensors (num_draws, *site_shape), as MCMC.get_samples() gives it"
+            )
+        self.samples, self.settled, self.modes_weighed = dict(samples), settled, modes_weighed
+        self.doubts = tuple(doubts)
+        self.num_draws = lengths.pop()
+
+    def __repr__(self) -> str:
+        return f"StoredDraws({self.num_draws} draws of {', '.join(self.samples)})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Select one draw; the model's arguments are ignored."""
+        index = int(torch.randint(self.num_draws, ()))
+        values = {name: value[index] for name, value in self.samples.items()}
+        return {
+            name: pyro.sample(name, _Stored(value, event_dim=value.dim()))
+            for name, value in values.items()
+        }
+
+    def sample_posterior(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Select draws in random order, without replacement until all are used.
+
+        :param num_samples: number of draws.
+        :returns: by site, ``(num_samples, *site_shape)``.
+        """
+        rounds = -(-num_samples // self.num_draws)
+        index = torch.cat([torch.randperm(self.num_draws) for _ in range(rounds)])[:num_samples]
+        return {name: value[index] for name, value in self.samples.items()}

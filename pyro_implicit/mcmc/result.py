@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_implicit.density.target import Target
 from pyro_implicit.export.arviz import ArvizExport
-from pyro_implicit.guides.stored_draws import StoredDraws
+from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.mcmc.chains import Chains, WindowedChains
 from pyro_implicit.mcmc.draws import DrawStore
 from pyro_implicit.mcmc.guide_density import KEPT, MixtureModes

@@ -19,7 +19,7 @@ from torch import Tensor
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.model import Model
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.guides.stored_draws import StoredDraws
+from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.nn.policy import ACTIVATIONS_PER_INPUT, DRAWS_AT_ONCE
 from pyro_implicit.nn.predictive_means import LabelMean, NumberMean, Prediction, fitting_target
 from pyro_implicit.ops.policy import MAX_ENTRIES

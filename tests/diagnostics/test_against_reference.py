@@ -279,7 +279,7 @@ def test_anything_that_has_draws():
 
 def test_the_order_of_arguments():
     reference = {"scale": torch.rand(9)}
-    with pytest.raises(TypeError, match=r"wants the model first, but got AutoNormal there"):
+    with pytest.raises(TypeError, match=r"needs the model first, but got AutoNormal there"):
         compare(AutoNormal(model), reference, torch.zeros(3))
     with pytest.raises(TypeError, match=r"but got dict there.*Cure: compare\(model, guide, "):
         compare(reference, AutoNormal(model), reference)

@@ -587,7 +587,7 @@ def test_too_few_draws():
 
 
 def test_the_order_of_arguments():
-    wanted = r"diagnose wants the model first, but got AutoNormal there and gaussian as the guide. "
+    wanted = r"diagnose needs the model first, but got AutoNormal there and gaussian as the guide. "
     with pytest.raises(TypeError, match=wanted + r"Cure: diagnose\(model, guide, ...\)"):
         diagnose(AutoNormal(gaussian), gaussian)
 

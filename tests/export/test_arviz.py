@@ -16,7 +16,7 @@ import torch
 from pyro_implicit.density import SubsampledError
 from pyro_implicit.export.arviz import joined
 from pyro_implicit.fitting import Fit
-from pyro_implicit.guides.stored_draws import StoredDraws
+from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.mcmc.draws import DrawStore
 

@@ -172,7 +172,7 @@ REFUSED = {
     "swapped": (
         lambda: fit(AutoNormal(two_latents), two_latents, X2, Y20),
         TypeError,
-        "fit wants the model first, but got AutoNormal there.*Cure: fit(model, guide, ...)",
+        "fit needs the model first, but got AutoNormal there.*Cure: fit(model, guide, ...)",
     ),
     "swapped functions": (
         lambda: fit(one_of_two, two_latents, X2, Y20),

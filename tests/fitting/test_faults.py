@@ -18,7 +18,7 @@ from pyro_implicit.fitting import ChoicePolicy, FitPolicy, Schedule, fit, train
 from pyro_implicit.fitting.stages import still_falls
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
-from pyro_implicit.guides.names import own_names
+from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
 from pyro_implicit.mcmc import refine
 

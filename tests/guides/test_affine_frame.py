@@ -163,7 +163,7 @@ def test_a_frame_and_the_guide_it_was_taken_from_are_the_same(make_guide, base):
         (Frame(torch.zeros(2), torch.ones(2), torch.eye(2)), "either scale or scale_tril.*Cure"),
         (
             Frame(torch.zeros(2), torch.ones(3)),
-            r"scale has shape \(3,\), but 2 latents want \(2,\)",
+            r"scale has shape \(3,\), but must have shape \(2,\)",
         ),
         (Frame(torch.zeros(2), scale_tril=torch.ones(2)), r"scale_tril has shape .* \(2, 2\)"),
         (Frame(torch.zeros(2), scale_tril=torch.ones(2, 2)), "lower triangular.*Cure"),

@@ -165,9 +165,9 @@ def test_it_claims_no_density():
 def test_refuses_what_would_be_no_ensemble():
     with pytest.raises(ValueError, match="num_members must be at least 1"):
         AutoEnsemble(model, 0)
-    with pytest.raises(ValueError, match=r"start at one point.*Cure.*init_to_shuffled"):
+    with pytest.raises(ValueError, match=r"have one initial value.*Cure.*init_to_shuffled"):
         AutoEnsemble(model, 3, init_to_mean)()
-    with pytest.raises(RuntimeError, match="at its first call"):
+    with pytest.raises(RuntimeError, match="before its first call"):
         AutoEnsemble(model).get_samples()
     assert AutoEnsemble(model, 1, init_to_mean)()["loc"] == 0
 

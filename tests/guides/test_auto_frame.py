@@ -15,7 +15,8 @@ from pyro.infer.autoguide import AutoGuideList, init_to_median, init_to_value
 from pyro.optim import Adam
 
 from pyro_implicit import AutoImplicit, AutoregressiveGenerator, AutoSemiImplicit, InjectiveELBO
-from pyro_implicit.guides import Frame, auto_frame, auto_implicit
+from pyro_implicit.guides import Frame, auto_implicit
+from pyro_implicit.guides import affine_frame as auto_frame
 
 CPU = torch.device("cpu")
 both = pytest.mark.parametrize("make_guide", [AutoImplicit, AutoSemiImplicit])

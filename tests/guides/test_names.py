@@ -17,7 +17,7 @@ from pyro.util import get_rng_state
 
 from pyro_implicit import AutoImplicit, AutoregressiveGenerator, AutoSemiImplicit, GatedMLP
 from pyro_implicit.guides import AutoMixture
-from pyro_implicit.guides.names import forget, own_names
+from pyro_implicit.guides.auto_draws import forget, own_names
 
 
 def model():

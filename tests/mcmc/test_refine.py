@@ -474,7 +474,7 @@ def test_draws_may_be_arrays_and_lists():
     others = {"weight": draws["weight"].double().numpy(), "rate": draws["rate"].tolist()}
     one, other = short(draws).get_samples(), short(others).get_samples()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    with pytest.raises(TypeError, match="draws of site 'rate' are a str that is no array.*Cure"):
+    with pytest.raises(TypeError, match="draws of site 'rate' are a str that is not an.*Cure"):
         short({**draws, "rate": "many"})
 
 

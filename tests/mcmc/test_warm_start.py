@@ -142,7 +142,7 @@ def test_discrete_sites_are_left_to_nuts():
 
 def test_messages():
     data = torch.zeros(4)
-    with pytest.raises(TypeError, match=r"wants the model first.*warm_start\(model, guide, ...\)"):
+    with pytest.raises(TypeError, match=r"needs the model first.*warm_start\(model, guide, ...\)"):
         warm_start(AutoNormal(model), model, 2, data)
     with pytest.raises(TypeError, match="guide model observes site 'obs'.*model, guide, .args"):
         warm_start(hand_written_guide, model, 2, data)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_implicit import fit
 from pyro_implicit.fitting import Fit
-from pyro_implicit.guides.stored_draws import StoredDraws
+from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.nn import classifier, evaluate, predict, regressor, to_bayesian_
 from tests.devices import ELSEWHERE, Elsewhere
 

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that the initial values and networks of automatic guides depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "AMORTIZED_CONDITIONAL_SCALE",
+    "AMORTIZED_INIT_SCALE",
+    "AMORTIZED_WIDTH",
+    "FRAME",
+    "FramePolicy",
+    "INIT_SCALE",
+    "LEAST_SCALE",
+    "MAX_NOISE_DIM",
+    "NOISE_SCALE",
+    "ROUNDING",
+]
+
+
+@dataclass(frozen=True)
+class FramePolicy:
+    """The search for a frame of ``frame="auto"`` and ``frame="mode"``.
+
+    :ivar seconds: time of one core for all evaluations of the model, counted by operations.
+    :ivar iterations: fewest and most iterations of the climb to a mode.
+    :ivar num_draws: draws for the ELBO of a Gaussian during the climb.
+    :ivar num_starts: starting points from the prior, for models that run vectorised.
+    :ivar num_starts_looped: starting points from the prior, for other models.
+    :ivar num_minibatches: Newton steps on fresh minibatches; the error of the location is the
+        distance of a minibatch's mode over the root of this number.
+    :ivar num_particles: particles of mean-field variational inference.
+    :ivar steps: fewest and most steps of mean-field variational inference.
+    :ivar learning_rate: initial learning rate of Adam, which falls linearly to 0.
+    """
+
+    seconds: float = 1.0
+    iterations: tuple[int, int] = (10, 100)
+    num_draws: int = 32
+    num_starts: int = 20
+    num_starts_looped: int = 3
+    num_minibatches: int = 100
+    num_particles: int = 8
+    steps: tuple[int, int] = (100, 500)
+    learning_rate: float = 0.1
+
+
+FRAME = FramePolicy()
+#: Initial standard deviation of latents without a frame, in unconstrained space; Pyro's default.
+INIT_SCALE = 0.1
+#: Initial conditional standard deviation of a semi-implicit guide, relative to its frame.
+NOISE_SCALE = 0.02
+#: Largest default noise dimension: a LIVI step with an exact log-determinant takes seconds on a CPU
+#: beyond it.
+MAX_NOISE_DIM = 200
+#: Initial standard deviation of the global latents of an amortised guide, in unconstrained space.
+AMORTIZED_INIT_SCALE = 0.05
+#: Conditional standard deviation of implicit local sites, relative to their initial unit scale.
+AMORTIZED_CONDITIONAL_SCALE = 0.05
+#: Units in each of the two hidden layers of the default encoders.
+AMORTIZED_WIDTH = 64
+#: Least standard deviation of an encoder, in unconstrained space.
+LEAST_SCALE = 1e-4
+#: Relative difference after a transform to unconstrained space and back above which a draw was
+#: outside of its support; far above rounding errors of float32.
+ROUNDING = 1e-3
