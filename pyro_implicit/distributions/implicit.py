@@ -117,7 +117,6 @@ class Implicit(TorchDistribution):
         return f"{type(self).__name__}({name}, noise_dim={noise_dim}, {shapes})"
 
     def _find_event_shape(self) -> torch.Size:
-        """Run the generator for the shape of one draw."""
         arguments = [self._like.new_zeros((2,) + self.noise_distribution.event_shape)]
         if self.context is not None:
             context = self.context.reshape(-1, self.context.shape[-1])
@@ -209,7 +208,6 @@ class Implicit(TorchDistribution):
         return self.draw(sample_shape).value
 
     def _around(self, value: Tensor) -> Tensor:
-        """Draw around the generator's value."""
         return value
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -227,7 +225,6 @@ class Implicit(TorchDistribution):
 def _standard_normal(
     noise_dim: int, generator: Generator, context: Tensor | None
 ) -> dist.TorchDistribution:
-    """Make standard normal noise with the device and dtype of the context or generator."""
     if isinstance(noise_dim, bool) or not isinstance(noise_dim, int) or noise_dim < 1:
         raise ValueError(f"noise must be a positive size or a distribution, but got {noise_dim!r}")
     tensors = [] if context is None else [context]

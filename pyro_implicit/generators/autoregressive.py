@@ -139,7 +139,6 @@ class AutoregressiveGenerator(Generator):
         return _bounded(self.noise_skew, MAX_SKEW), _bounded(self.noise_tail, MAX_TAIL)
 
     def _pass(self, inputs: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]], _Parameters]:
-        """Return masked weights, arguments and values of the hidden layers, and the parameters."""
         activation = ACTIVATIONS[self.activation].function
         hidden, x = [], inputs
         for layer in self.layers[:-1]:

@@ -262,7 +262,6 @@ class Generator(Differentiable, nn.Module):
             )
 
     def _join(self, noise: Tensor, context: Tensor | None) -> Tensor:
-        """Check both inputs and concatenate them, with broadcast batch shapes."""
         self._check_inputs(noise, context)
         return joined(noise, context)
 

@@ -173,8 +173,6 @@ class CorrelatedMMNN(Generator):
 
 
 class _MatrixNetwork(nn.Module):
-    """Matrix layers of the given shapes with ReLUs between them."""
-
     def __init__(
         self, shapes: Sequence[Shape], output_scale: float = 1.0, after_relu: bool = False
     ) -> None:
@@ -196,8 +194,6 @@ class _MatrixNetwork(nn.Module):
 
 
 class _MatrixLayer(nn.Module):
-    """Multiplications of a matrix from both sides, each followed by a bias."""
-
     def __init__(self, shape_in: Shape, shape_out: Shape) -> None:
         super().__init__()
         (rows_in, columns_in), (rows, columns) = shape_in, shape_out
@@ -213,7 +209,6 @@ class _MatrixLayer(nn.Module):
 
 
 def _deal(total: int, weights: Sequence[float]) -> list[int]:
-    """Distribute ``total`` items in proportion to the weights, at least one to each."""
     spare = total - len(weights)
     shares = [0.0, *itertools.accumulate(weights)]
     marks = [round(spare * share / shares[-1]) for share in shares]

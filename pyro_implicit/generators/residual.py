@@ -100,7 +100,6 @@ class _ResidualLinearisation(Linearisation):
         return nn.functional.pad(slope, padding) + self._scale.diag()
 
     def _core(self) -> Tensor:
-        """Return the k x k block, ``(*batch, k, k)``."""
         k = self._core_dim
         return self._network.jacobian(num_outputs=k) + self._scale[:k].diag()
 
@@ -110,8 +109,6 @@ class _ResidualLinearisation(Linearisation):
 
     @torch.no_grad()
     def solve_transposed(self, vector: Tensor) -> Tensor:
-        r"""With :math:`v = (v_1, v_2)` it is :math:`y_2 = v_2 / \lambda_2`, :math:`y_1 =
-        (G_1 + \Lambda_1)^{-\top} (v_1 - G_2^\top y_2)`."""
         k = self._core_dim
         upper, lower = vector[..., :k], vector[..., k:] / self._scale[k:]
         tangent = self._network.feature_tangent()

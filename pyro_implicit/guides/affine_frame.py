@@ -290,7 +290,6 @@ def _mean_field(target: Target, num_steps: int) -> Frame:
 
 
 def _hides_sites(model: Callable[..., Any]) -> bool:
-    """Check whether ``poutine.block`` hides some of the model's sites."""
     while isinstance(model, functools.partial):
         inner = model.func if not model.args else model.args[-1]
         if any(isinstance(part, BlockMessenger) for part in model.args):

@@ -172,7 +172,6 @@ class AutoAmortized(DrawSummaries, AutoGuide):
         return pyro.sample(site.name, dist.Delta(value, log_density, site.event_dim))
 
     def _posterior(self, site: LocalSite, rows: list[Tensor]) -> dist.TorchDistribution:
-        """Return the posterior of these rows' latents; a :class:`SemiImplicit` is unconstrained."""
         key = _key(site.name)
         encoder = self._encoder(f"encoder_{key}")
         features = _flatten(rows, getattr(self, f"loc_{key}"))
@@ -229,8 +228,6 @@ class AutoAmortized(DrawSummaries, AutoGuide):
 
 
 class _Encoder(nn.Module):
-    """A network from features of a row to location and scale, initially near N(0, 1)."""
-
     def __init__(self, num_features: int, size: int) -> None:
         super().__init__()
         width = AMORTIZED_WIDTH
@@ -245,12 +242,10 @@ class _Encoder(nn.Module):
 
 
 def _flatten(rows: list[Tensor], like: Tensor) -> Tensor:
-    """Flatten rows to ``(num_rows, num_features)``."""
     return torch.cat([row.reshape(len(row), -1).to(like) for row in rows], -1)
 
 
 def _in_place(value: Tensor, site: LocalSite, num_rows: int) -> Tensor:
-    """Reshape an encoder's output ``(num_rows, ...)`` to the site's values."""
     rest = [size for dim, size in enumerate(site.shape) if dim != site.row_dim]
     if value.shape[0] != num_rows or value.numel() != num_rows * site.size:
         raise ValueError(
@@ -262,7 +257,6 @@ def _in_place(value: Tensor, site: LocalSite, num_rows: int) -> Tensor:
 
 
 def _plate(frame: Any, data: RowData | None, read: Mapping[str, list[Tensor]]) -> pyro.plate:
-    """Make the plate of a frame, with the present number of rows."""
     if data is None:
         return pyro.plate(frame.name, frame.full_size or frame.size, dim=frame.dim)
     num_rows = len(read[frame.name][0])
@@ -273,5 +267,4 @@ def _plate(frame: Any, data: RowData | None, read: Mapping[str, list[Tensor]]) -
 
 
 def _key(name: str) -> str:
-    """Turn a site's name into a part of an attribute's name."""
     return name.replace(".", "_")

@@ -94,7 +94,6 @@ class DrawSummaries:
         return {name: value.squeeze(0) for name, value in quantiles.items()}
 
     def _transforms(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Transform]:
-        """Return the transforms to the latents' supports; call the guide if needed."""
         if self.prototype_trace is None:
             with torch.no_grad(), poutine.block():
                 self(*args, **kwargs)  # type: ignore[operator]
@@ -108,7 +107,6 @@ class DrawSummaries:
         args: tuple,
         kwargs: dict[str, Any],
     ) -> dict[str, Tensor]:
-        """Draw by site, ``(num_samples, *unconstrained_shape)``."""
         draws = self.sample_posterior(num_samples, *args, **kwargs)
         return {name: transforms[name].inv(value) for name, value in draws.items()}
 
@@ -118,7 +116,6 @@ class DrawSummaries:
 
 
 def _falls(transform: Transform) -> bool:
-    """Check whether a transform is decreasing, as for an upper bound."""
     while isinstance(transform, IndependentTransform):
         transform = transform.base_transform
     try:
@@ -308,7 +305,6 @@ class AutoDraws(DrawSummaries, AutoContinuous):
 
     @torch.no_grad()
     def _draw(self, num_samples: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Draw unconstrained latents, ``(num_samples, latent_dim)``, hidden from outer handlers."""
         with poutine.block():
             if self.prototype_trace is None:
                 self(*args, **kwargs)
@@ -326,7 +322,6 @@ class AutoDraws(DrawSummaries, AutoContinuous):
         return site_parts(latents, self._unconstrained_shapes)
 
     def _constrain(self, latents: Tensor) -> dict[str, Tensor]:
-        """Transform unconstrained latents ``(n, latent_dim)`` to values by site."""
         nodes = self.prototype_trace.nodes
         parts = site_parts(latents, self._unconstrained_shapes).items()
         return {name: biject_to(nodes[name]["fn"].support)(value) for name, value in parts}

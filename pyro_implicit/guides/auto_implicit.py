@@ -164,7 +164,6 @@ class AutoImplicit(AutoDraws):
         setattr(self, f"frame_{name}", value)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Load a frame that may be of another kind than the present one."""
         for name in Frame._fields:
             saved = state_dict.get(f"{prefix}frame_{name}_unconstrained")
             if (saved is None) != (getattr(self, f"frame_{name}") is None):
@@ -216,7 +215,6 @@ class AutoImplicit(AutoDraws):
         return generator  # frozen: Pyro would warn at every call
 
     def _implicit(self) -> Implicit:
-        """Return the distribution of g(z), in the frame's units."""
         return Implicit(self._registered_generator(), self._noise())
 
     def _noise(self) -> dist.TorchDistribution:
@@ -224,7 +222,6 @@ class AutoImplicit(AutoDraws):
         return dist.Normal(zeros, torch.ones_like(zeros)).to_event(1)
 
     def _frame_transforms(self) -> list[dist.transforms.Transform]:
-        """Return the transforms from generator values to latents, in their order."""
         loc, scale = self.loc, self.scale
         if self.frame_scale is not None:  # compose two diagonal maps
             units = self.frame_scale.detach()

@@ -191,7 +191,6 @@ class AutoMixture(AutoDraws):
 
 
 def _posterior(component: AutoImplicit, *args: Any, **kwargs: Any) -> Distribution:
-    """Return a component's distribution, with a density if the generator has an inverse."""
     try:
         transform = component.get_transform(*args, **kwargs)
     except NotImplementedError:
@@ -313,8 +312,7 @@ class _Members(dist.Delta):
         return self.members[index.to(self.members.device)].reshape(shape + self.event_shape)
 
     def log_prob(self, x: Tensor) -> Tensor:
-        """Return 0 without a comparison: all draws are members."""
-        return x.new_zeros(x.shape[:-1])
+        return x.new_zeros(x.shape[:-1])  # draws are members: no comparison
 
 
 def init_to_shuffled(values: Mapping[str, Tensor]) -> Callable[[dict[str, Any]], Tensor]:

@@ -118,7 +118,6 @@ class Sampler:
         )
 
     def _check(self, draws: Mapping[str, Tensor]) -> None:
-        """Check that draws have the target's sites, the sites' shapes, and one number."""
         shapes, (who, have) = self.target.shapes, self._subject
         what = "draws" if isinstance(self.guide, Mapping) else "a guide"
         refuse_missing_sites(f"{who} {have}", shapes, draws, what)
@@ -158,7 +157,6 @@ class Sampler:
         return vectors.masked_fill(torch.cat(moved, -1) & vectors.isfinite(), math.nan)
 
     def _outside(self, draws: dict[str, Tensor], vectors: Tensor) -> str:
-        """Describe the draws whose vectors are not finite."""
         clauses = []
         for name, part in self.target.split(vectors).items():
             lost = ~part.isfinite().reshape(len(part), -1).all(-1)
@@ -180,7 +178,6 @@ class _Stored(dist.Delta):
     """One of the draws, without the density of a Delta, which would give wrong weights."""
 
     def log_prob(self, x: Tensor) -> Tensor:
-        """:raises IntractableDensityError: always."""
         raise IntractableDensityError(
             "stored draws have no density, hence no importance weights and no ELBO. Cure: the "
             "guide that they came from, such as result.guide of a result of fit"

@@ -125,7 +125,6 @@ class Symmetrized(DrawSummaries, PyroModule):
         return values
 
     def _count(self, found: Tensor, site: dict[str, Any]) -> None:
-        """Add the estimate for the map to the guide's log-density."""
         ndim = self._ndims[self.group.sites[0]]
         batch = site["value"].shape[: site["value"].dim() - ndim]
         batch += (1,) * (ndim - site["fn"].event_dim)  # where its plates are
@@ -133,7 +132,6 @@ class Symmetrized(DrawSummaries, PyroModule):
         pyro.sample(f"_{self._pyro_name}_map", term, infer={"is_auxiliary": True})
 
     def _emit(self, site: dict[str, Any], name: str, value: Tensor) -> Tensor:
-        """Sample the model's site, in the plates of the inner guide."""
         log_density = site["fn"].log_density if isinstance(site["fn"], dist.Delta) else 0.0
         plates = getattr(self.guide, "plates", {})
         with contextlib.ExitStack() as stack:
@@ -145,7 +143,6 @@ class Symmetrized(DrawSummaries, PyroModule):
 
     @torch.no_grad()
     def _draws(self, number: int, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """Draw from the inner guide, ``(number, *site_shape)``, inside of any plates."""
         with poutine.block():
             if not self._ndims:
                 self._meet(args, kwargs)
@@ -159,7 +156,6 @@ class Symmetrized(DrawSummaries, PyroModule):
         return {name: _flat(sites[name]["value"], ndim) for name, ndim in self._ndims.items()}
 
     def _meet(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Read the sites of the inner guide, once."""
         trace = trace_guide(self.guide, args, kwargs)
         sites = {n: s for n, s in trace.iter_stochastic_nodes() if not site_is_subsample(s)}
         latents = {n: s["value"] for n, s in sites.items() if not s["infer"].get("is_auxiliary")}
@@ -215,8 +211,7 @@ class Symmetrized(DrawSummaries, PyroModule):
 
 
 class _Inside(Messenger):
-    """Hide latents of a guide whose moved values replace them: rename sites with a density, and
-    hide Delta sites."""
+    """Hide latents that moved values replace: rename sites with a density, stop Delta sites."""
 
     def __init__(self, names: tuple[str, ...], prefix: str) -> None:
         super().__init__()
@@ -244,7 +239,6 @@ class _Inside(Messenger):
 
 
 def _flat(value: Tensor, ndim: int) -> Tensor:
-    """Flatten all dimensions to the left of the last ``ndim``."""
     return value.reshape(-1, *value.shape[value.dim() - ndim :])
 
 

@@ -261,7 +261,6 @@ def _of_shape(distribution: Any, name: str, shape: torch.Size) -> dist.TorchDist
 
 
 def _default_moments(owner: nn.Module, name: str, parameter: Tensor) -> tuple[float, float]:
-    """Return mean and standard deviation of the prior ``"fan_in"``."""
     if isinstance(owner, NORMALIZATION):
         return (1.0 if name == "weight" else 0.0), 1.0
     embedding = isinstance(owner, (nn.Embedding, nn.EmbeddingBag))  # one row is one output

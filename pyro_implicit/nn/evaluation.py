@@ -123,7 +123,6 @@ def evaluate(
 
 
 def _counted_rows(unmasked: Tensor) -> Tensor:
-    """Which rows are scored: those that the model does not mask."""
     elements = unmasked.reshape(len(unmasked), -1)
     counted = elements.any(-1)
     if (counted & ~elements.all(-1)).any():
@@ -135,7 +134,6 @@ def _counted_rows(unmasked: Tensor) -> Tensor:
 
 
 def _uncertainties(found: Prediction) -> dict[str, Tensor]:
-    """Return uncertainties by row, larger for less certain predictions."""
     if found.probability is not None:
         assert found.entropy is not None and found.mutual_information is not None
         return {
@@ -172,7 +170,6 @@ def _number_rows(found: Prediction, target: Tensor) -> dict[str, Tensor]:
 
 
 def _foreign(columns: dict[str, Tensor], found: Any) -> Foreign:
-    """Compare the uncertainties of out-of-distribution inputs with those of the test set."""
     rows: dict[str, list[Tensor]] = {}
     for prediction, *_ in found:
         for name, value in _uncertainties(prediction).items():

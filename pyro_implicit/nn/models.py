@@ -217,7 +217,6 @@ class _Numbers(PyroModule):
 
 
 def _fitting(y: Tensor, distribution: dist.TorchDistribution, rows: int, num_data: int) -> Tensor:
-    """Check the targets' shape against the distribution."""
     if y.dim() == 2 and y.shape[-1] == 1:
         y = y.squeeze(-1)
     if y.shape != distribution.shape():
@@ -234,7 +233,6 @@ def _fitting(y: Tensor, distribution: dist.TorchDistribution, rows: int, num_dat
 
 
 def _warn_of_units(y: Tensor) -> None:
-    """Warn of targets far from the unit scale of the initial values."""
     size = y.detach().double().square().mean().sqrt().item()
     if y.numel() > 1 and size > 0 and not 1 / FAR_FROM_UNIT < size < FAR_FROM_UNIT:
         warn_user(
@@ -245,7 +243,6 @@ def _warn_of_units(y: Tensor) -> None:
 
 
 def _refuse_output(output: object, rows: int) -> None:
-    """Check that there is one output for each row."""
     if not isinstance(output, Tensor):
         raise TypeError(
             f"the network returns a {type(output).__name__}, but must return one tensor. Cure: a "
@@ -260,7 +257,6 @@ def _refuse_output(output: object, rows: int) -> None:
 
 
 def _refuse_modes(net: nn.Module) -> None:
-    """Check that each row's output depends only on the row and the weights."""
     for name, layer in net.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             if layer.training or layer.running_mean is None:
@@ -279,7 +275,6 @@ def _refuse_modes(net: nn.Module) -> None:
 
 
 def _dropout(layer: nn.Module) -> float:
-    """Return the dropout probability of a layer, including attention and recurrent layers."""
     share = getattr(
         layer, "p" if isinstance(layer, nn.modules.dropout._DropoutNd) else "dropout", 0
     )

@@ -179,7 +179,6 @@ def predictions(
 
 
 def _rows(loader: Iterable[Any], with_targets: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield inputs, and targets if needed."""
     single = "[(x, y)]" if with_targets else "[x]"
     if isinstance(loader, (Tensor, Mapping, str)) or not isinstance(loader, Iterable):
         raise TypeError(
@@ -210,7 +209,6 @@ def _predict(
     interval: float | None,
     draws: bool,
 ) -> tuple[Prediction, Tensor]:
-    """Predict one minibatch."""
     runner, name, site = _target_runner(model, latents.example, x)
     fn = site["fn"]
     is_label = isinstance(without_mask(fn), (dist.Categorical, dist.Bernoulli))

@@ -69,11 +69,7 @@ class Prediction:
 
 
 class _Mean:
-    """Running sums over draws.
-
-    :param interval: probability of the central interval, or None.
-    :param draws: whether to draw targets.
-    """
+    """Running sums over draws; ``interval`` and ``draws`` as for ``predict``."""
 
     def __init__(self, interval: float | None = None, draws: bool = False) -> None:
         self.interval, self.draws = interval, draws
@@ -84,7 +80,6 @@ class _Mean:
         self.log_sum: Tensor | None = None
 
     def add(self, found: dict[str, Tensor]) -> None:
-        """Add the values that :meth:`read` returned for some draws, ``(num_draws, ...)``."""
         self.count += len(next(iter(found.values())))
         kept = {name: found.pop(name) for name in list(found) if name.startswith(PARAMETER)}
         self.parameters.append({name.removeprefix(PARAMETER): kept[name] for name in kept})
@@ -96,7 +91,6 @@ class _Mean:
             self.sums[name] = self.sums[name] + value.sum(0) if name in self.sums else value.sum(0)
 
     def _kept(self, fn: dist.TorchDistribution) -> dict[str, Tensor]:
-        """Return the parameters of the targets' distribution if draws or intervals need them."""
         if not self.draws and self.interval is None:
             return {}
         base = without_mask(fn)
@@ -108,7 +102,6 @@ class _Mean:
         return {f"{PARAMETER}{name}": getattr(base, name) for name in names}
 
     def _distribution(self) -> Any:
-        """Return the targets' distribution given each draw, ``(num_draws, batch, ...)``."""
         if self.kind is None:
             return None
         parts = {name: [p[name] for p in self.parameters] for name in self.parameters[0]}

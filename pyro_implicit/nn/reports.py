@@ -77,7 +77,6 @@ class _Report(Printed):
         return {"test": self.uncertainty} | {n: set_.uncertainty for n, set_ in self.ood.items()}
 
     def _table(self, scores: dict[str, str], means: dict[str, list[str]]) -> Iterator[str | Table]:
-        """Format the scores of the test set and the ``means`` of all sets."""
         counts = [str(self.num_rows)] + [str(one.num_rows) for one in self.ood.values()]
         rows = {"rows": counts} | {name: [value] for name, value in scores.items()} | means
         for index, measure in enumerate(("auroc", "aupr", "fpr95") if self.ood else ()):
@@ -239,7 +238,6 @@ def _figure() -> tuple[Figure, list[Axes]]:
 
 
 def _histograms(axes: Axes, sets: dict[str, Tensor]) -> None:
-    """Draw one outline of unit area for each set."""
     highest = max(values.max().item() for values in sets.values()) or 1.0
     edges = torch.linspace(0, highest, 31)
     for name, values in sets.items():

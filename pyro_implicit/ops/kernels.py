@@ -264,5 +264,4 @@ def repulsion(
 
 
 def _differences(slopes: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """The sums over j of c_ji (y_i - x_j)."""
     return slopes.sum(-2).unsqueeze(-1) * y - slopes.mT @ x

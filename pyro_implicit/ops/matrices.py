@@ -159,7 +159,6 @@ def _dot(one: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
 
 
 def _less(value: Tensor, one: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
-    """Subtract the product of two vectors from a value."""
     return functools.reduce(operator.sub, map(operator.mul, one, other), value)
 
 

@@ -61,7 +61,7 @@ PROCESS = """
 import sys
 import pyro, torch
 sys.path.insert(0, {folder!r})
-from test_names import MAKE, location
+from test_auto_draws_names import MAKE, location
 torch.set_num_threads(1)
 pyro.set_rng_seed(0)
 for kind, make in MAKE.items():
