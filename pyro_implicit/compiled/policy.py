@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 __all__ = ["RECORDINGS", "RecordingPolicy"]
 
 
@@ -36,10 +34,6 @@ class RecordingPolicy:
     #: Share of the norm of all gradients that each gradient's own norm is raised by, so that a
     #: gradient of zero may differ by rounding.
     small_gradient: float = 0.01
-
-    def tolerance(self, dtype: torch.dtype) -> float:
-        """Return the relative error that counts as rounding."""
-        return self.rounding_double if dtype == torch.float64 else self.rounding
 
 
 RECORDINGS = RecordingPolicy()

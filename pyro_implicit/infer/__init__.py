@@ -13,7 +13,7 @@ from pyro_implicit.infer.bound import (
     evidence_bound,
     weighted_draws,
 )
-from pyro_implicit.infer.engine.sites import ImplicitSite
+from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 from pyro_implicit.infer.engine.traces import NonFiniteError
 from pyro_implicit.infer.estimated_score import AmortizedGFSF_ELBO, ScoreELBO
 from pyro_implicit.infer.gpvi import GPVI_ELBO

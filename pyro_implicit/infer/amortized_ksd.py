@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import MLP
+from pyro_implicit.infer.engine.implicit_sites import ImplicitSite, moments_log_q, send_gradients
 from pyro_implicit.infer.engine.prior import SitePrior
-from pyro_implicit.infer.engine.sites import ImplicitSite, moments_log_q, send_gradients
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.ops.jacobian import forward_product
 

@@ -10,8 +10,7 @@ from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
-from pyro_implicit.infer.engine.prior import SitePrior
-from pyro_implicit.infer.engine.sites import (
+from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     differs_by_particle,
     moments_log_q,
@@ -20,6 +19,7 @@ from pyro_implicit.infer.engine.sites import (
     second_batch,
     send_gradient,
 )
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.ops.kernels import (
     RadialKernel,

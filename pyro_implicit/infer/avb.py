@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import MLP
-from pyro_implicit.infer.engine.prior import SitePrior
-from pyro_implicit.infer.engine.sites import (
+from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     differs_by_particle,
     pool_particles,
     site_draws,
 )
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.ops import Covariance, logistic_ratio_loss, standardize
 

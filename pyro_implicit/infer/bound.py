@@ -19,8 +19,7 @@ from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.distributions import SemiImplicit, find_implicit
 from pyro_implicit.generators import as_generator
 from pyro_implicit.guides.posterior_draws import guide_of
-from pyro_implicit.infer.engine.prior import SitePrior
-from pyro_implicit.infer.engine.sites import (
+from pyro_implicit.infer.engine.implicit_sites import (
     FlatSite,
     ImplicitSite,
     check_generator,
@@ -31,6 +30,7 @@ from pyro_implicit.infer.engine.sites import (
     site_linearisation,
     split_elements,
 )
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.traces import (
     NonFiniteError,
     Particles,

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from pyro_implicit.distributions import Draw, Implicit
 from pyro_implicit.generators import Generator
-from pyro_implicit.infer.engine.prior import SitePrior
-from pyro_implicit.infer.engine.sites import (
+from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     check_square,
     differs_by_particle,
@@ -26,6 +25,7 @@ from pyro_implicit.infer.engine.sites import (
     send_gradient,
     site_linearisation,
 )
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.ops import jacobian_products
 from pyro_implicit.ops.kernels import (

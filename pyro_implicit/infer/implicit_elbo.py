@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from pyro_implicit.compiled import ACTIVE, CompileMode, Untraceable
 from pyro_implicit.density.model import DiscreteSum
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit, find_implicit
+from pyro_implicit.infer.engine.implicit_sites import PARTICLE_PLATE, ImplicitSite
 from pyro_implicit.infer.engine.prior import PriorMemory, SitePrior
-from pyro_implicit.infer.engine.sites import PARTICLE_PLATE, ImplicitSite
 from pyro_implicit.infer.engine.steps import StepELBO
 from pyro_implicit.infer.engine.traces import (
     DrawMessenger,

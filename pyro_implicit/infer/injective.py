@@ -13,8 +13,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.distributions import Draw, Implicit
-from pyro_implicit.infer.engine.prior import SitePrior
-from pyro_implicit.infer.engine.sites import (
+from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     LaterWeights,
     check_square,
@@ -23,6 +22,7 @@ from pyro_implicit.infer.engine.sites import (
     path_term,
     send_gradient,
 )
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.traces import coverage_log_weights
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.infer.policy import ELBOS

@@ -10,13 +10,13 @@ from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
-from pyro_implicit.infer.engine.prior import SitePrior
-from pyro_implicit.infer.engine.sites import (
+from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     choose_covariance,
     pool_particles,
     site_draws,
 )
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.ops import (
     Covariance,

@@ -17,8 +17,7 @@ from torch import Tensor
 from pyro_implicit.compiled import ACTIVE
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit
 from pyro_implicit.infer.bound import HierarchicalELBO, Proposal
-from pyro_implicit.infer.engine.prior import SitePrior
-from pyro_implicit.infer.engine.sites import (
+from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     LaterWeights,
     exact_log_density,
@@ -26,6 +25,7 @@ from pyro_implicit.infer.engine.sites import (
     path_term,
     send_gradient,
 )
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.traces import refuse_nonfinite
 
 __all__ = ["ImplicitRenyiELBO"]

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 from pyro.distributions.score_parts import ScoreParts
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
-from pyro_implicit.infer.engine.prior import SitePrior
-from pyro_implicit.infer.engine.sites import (
+from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     check_generator,
     flatten_site,
     mixing_noise,
 )
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.ops.semi_implicit import mixture_log_density
 

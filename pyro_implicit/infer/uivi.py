@@ -10,8 +10,7 @@ from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
-from pyro_implicit.infer.engine.prior import SitePrior
-from pyro_implicit.infer.engine.sites import (
+from pyro_implicit.infer.engine.implicit_sites import (
     FlatSite,
     ImplicitSite,
     check_generator,
@@ -19,6 +18,7 @@ from pyro_implicit.infer.engine.sites import (
     flatten_site,
     mixing_noise,
 )
+from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.infer.policy import ELBOS
 from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of

@@ -8,7 +8,7 @@ from pyro_implicit.mcmc.kernels.hmc import ChEES
 from pyro_implicit.mcmc.nuts import NoiseSpaceReparam, warm_start
 from pyro_implicit.mcmc.policy import ChainPolicy
 from pyro_implicit.mcmc.refine import refine
-from pyro_implicit.mcmc.result import Refined
+from pyro_implicit.mcmc.refined import Refined
 from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.spaces.space import conditional_reparams
 from pyro_implicit.mcmc.teaching import Taught, teach

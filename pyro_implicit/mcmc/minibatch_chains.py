@@ -28,11 +28,11 @@ from pyro_implicit.mcmc.policy import DEFAULT
 from pyro_implicit.runtime.minibatches import BatchStream, num_rows
 from pyro_implicit.runtime.user_warnings import warn_user
 
-__all__ = ["MinibatchChains", "Schedule", "check_scaling"]
+__all__ = ["MinibatchChains", "StepSchedule", "check_scaling"]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class StepSchedule:
     """When the step size is chosen, how it varies, and which draws are kept.
 
     :param steps: all steps.
@@ -99,7 +99,7 @@ class Schedule:
 class MinibatchChains(Chains):
     """Chains whose score comes from minibatches.
 
-    :param schedule: see :class:`Schedule`; ``planned`` are its steps before time ran short.
+    :param schedule: see :class:`StepSchedule`; ``planned`` are its steps before time ran short.
     :param given_step: the user's step size, which is kept.
     :param replaced_late: chains that left the finite numbers after the warm-up.
     :param choice: the step size until the window ends.
@@ -107,7 +107,7 @@ class MinibatchChains(Chains):
         at the last checkpoint.
     """
 
-    schedule: Schedule
+    schedule: StepSchedule
     planned: int
     given_step: float | None = None
     replaced_late: int = 0

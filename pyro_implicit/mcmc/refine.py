@@ -27,9 +27,9 @@ from pyro_implicit.mcmc.draws import DrawStore
 from pyro_implicit.mcmc.frame import FrameKind, minibatch_frame
 from pyro_implicit.mcmc.guide_density import MixtureModes
 from pyro_implicit.mcmc.kernels import KERNELS
-from pyro_implicit.mcmc.minibatch_chains import MinibatchChains, Schedule, check_scaling
+from pyro_implicit.mcmc.minibatch_chains import MinibatchChains, StepSchedule, check_scaling
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
-from pyro_implicit.mcmc.result import Refined, collect, collect_minibatches
+from pyro_implicit.mcmc.refined import Refined, collect, collect_minibatches
 from pyro_implicit.mcmc.spaces.choice import Plan, finite_starts, space_of, start_chains
 from pyro_implicit.mcmc.stopping import Quantities, Tracker
 from pyro_implicit.mcmc.teaching import check_teachable
@@ -348,7 +348,7 @@ def _start(
     stream: BatchStream,
     kernel: str,
     num_chains: int,
-    schedule: Schedule,
+    schedule: StepSchedule,
     step_size: float | None,
     policy: ChainPolicy,
 ) -> MinibatchChains:
@@ -371,7 +371,7 @@ def _start(
 
 def _schedule(
     max_epochs: int | None, epoch_length: int, cycles: int, max_draws: int, policy: ChainPolicy
-) -> Schedule:
+) -> StepSchedule:
     limits = policy.langevin
     epochs = max_epochs or max(limits.default_epochs, -(-limits.default_steps // epoch_length))
     steps = epochs * epoch_length
@@ -381,7 +381,7 @@ def _schedule(
             f"and a draw take at least {limits.least_in_all}. Cure: more max_epochs"
         )
     warmup = round(limits.warmup_share * steps)
-    return Schedule(steps, warmup, cycles, max_draws, limits.peak)
+    return StepSchedule(steps, warmup, cycles, max_draws, limits.peak)
 
 
 def _check_kernel(kernel: str, batches: Any, options: dict[str, Any]) -> None:

@@ -26,13 +26,17 @@ __all__ = [
     "write_file",
 ]
 
-#: The types that numpy's random state consists of.
-NUMPY_STATES: list[Any] = [
-    np.empty(0).__reduce__()[0],
-    np.ndarray,
-    np.dtype,
-    type(np.dtype("uint32")),
-]
+
+def _numpy_state_types() -> list[Any]:
+    """Return the types of which numpy's random state consists."""
+    return [
+        np.empty(0).__reduce__()[0],
+        np.ndarray,
+        np.dtype,
+        type(np.dtype("uint32")),
+    ]
+
+
 CURE = (
     "Cure: a file that this version wrote; a checkpoint may be removed, and its run begins from "
     "the start"
@@ -59,7 +63,7 @@ def read_file(
     if classes is None:
         found = load_file(path, weights_only=False, map_location=device)
     else:
-        with torch.serialization.safe_globals([*NUMPY_STATES, *classes]):
+        with torch.serialization.safe_globals([*_numpy_state_types(), *classes]):
             found = load_file(path, weights_only=True, map_location=device)
     if not isinstance(found, dict) or "pyro_implicit" not in found:
         raise ValueError(f"{path} is no file of {kind}. {CURE}")

@@ -19,7 +19,7 @@ __all__ = ["LIBRARIES", "first_line", "refuse_counts", "warn_user"]
 
 #: Paths whose lines are not the user's: this package, Pyro, torch, and decorators.
 LIBRARIES = (
-    str(Path(__file__).parents[1]) + os.sep,
+    str(Path(__file__).parent.parent) + os.sep,
     *(str(Path(file).parent) + os.sep for file in (pyro.__file__, torch.__file__)),
     contextlib.__file__,
     functools.__file__,

@@ -34,7 +34,7 @@ from pyro_implicit.fitting import Fit
 from pyro_implicit.infer.bound import EvidenceBound
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.mcmc.draws import DrawStore
-from pyro_implicit.mcmc.result import SitesOf
+from pyro_implicit.mcmc.refined import SitesOf
 from pyro_implicit.ops.score_estimators import SteinTest
 
 

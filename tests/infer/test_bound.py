@@ -40,7 +40,7 @@ from pyro_implicit.infer.bound import (
     evidence_bound,
     weighted_draws,
 )
-from pyro_implicit.infer.engine.sites import ImplicitSite
+from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 
 PROPOSALS = ["linearized", "prior"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pyro_implicit import MLP, Implicit, SemiImplicit
-from pyro_implicit.infer.engine.sites import ImplicitSite
+from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 from pyro_implicit.infer.estimated_score import ScoreELBO
 from pyro_implicit.ops.score_estimators import spectral_score, stein_score
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 from pyro_implicit import LIVI_ELBO, SemiImplicit
-from pyro_implicit.infer.engine.sites import ImplicitSite
+from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 from tests.infer.livi_sites import draw, linearised
 
 DOUBLE = torch.double

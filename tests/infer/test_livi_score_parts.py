@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pyro_implicit import LIVI_ELBO, MLP, GatedMLP, SemiImplicit
 from pyro_implicit.infer import livi
-from pyro_implicit.infer.engine.sites import ImplicitSite
+from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 from tests.infer.livi_sites import draw, linearised
 
 DOUBLE = torch.double

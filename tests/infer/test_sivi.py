@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 from pyro_implicit import MLP, Implicit, SemiImplicit
-from pyro_implicit.infer.engine.sites import ImplicitSite, flatten_site, mixing_noise
+from pyro_implicit.infer.engine.implicit_sites import ImplicitSite, flatten_site, mixing_noise
 from pyro_implicit.infer.sivi import SIVI_ELBO
 
 DOUBLE = torch.double

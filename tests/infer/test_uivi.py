@@ -13,7 +13,7 @@ from torch.distributions import MultivariateNormal
 
 from pyro_implicit import SemiImplicit
 from pyro_implicit.infer import uivi
-from pyro_implicit.infer.engine.sites import ImplicitSite
+from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 from pyro_implicit.infer.policy import ELBOS
 from pyro_implicit.infer.uivi import UIVI_ELBO
 

@@ -14,13 +14,10 @@ Numerical checks, for results that are not finite, are in ``numerics``.
 
 from __future__ import annotations
 
-from pyro.poutine.trace_struct import Trace
-
-from pyro_implicit.density.checks.latents import refuse_moving_supports, refuse_unfit_latents
+from pyro_implicit.density.checks.latents import refuse_moving_supports, refuse_unfit_sites
 from pyro_implicit.density.checks.observations import (
     explain,
     refuse_missing_data,
-    refuse_unfit_data,
     warn_of_missing_data,
 )
 
@@ -28,16 +25,6 @@ __all__ = [
     "explain",
     "refuse_missing_data",
     "refuse_moving_supports",
-    "refuse_unfit_data",
     "refuse_unfit_sites",
     "warn_of_missing_data",
 ]
-
-
-def refuse_unfit_sites(trace: Trace) -> None:
-    """Check that a model's sites make a density of continuous latent variables.
-
-    :param trace: of the model with its data.
-    """
-    refuse_unfit_latents(trace)
-    refuse_unfit_data(trace)

@@ -15,16 +15,18 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import MixtureSameFamily, biject_to, constraints
 
-from pyro_implicit.density.checks.observations import support_bounds
+from pyro_implicit.density.checks.observations import refuse_unfit_data, support_bounds
 from pyro_implicit.density.model import IMPOSSIBLE, Model, refuse_infinite, varying_site
 from pyro_implicit.runtime.sites import Site, innermost, is_data, is_discrete_latent, is_latent
 from pyro_implicit.runtime.user_warnings import warn_user
 
-__all__ = ["refuse_moving_supports", "refuse_unfit_latents"]
+__all__ = ["refuse_moving_supports", "refuse_unfit_sites"]
 
 
-def refuse_unfit_latents(trace: Trace) -> None:
-    """Check that a model has continuous latent variables with unconstrained coordinates.
+def refuse_unfit_sites(trace: Trace) -> None:
+    """Check that a model's sites make a density of continuous latent variables.
+
+    The observations are checked as well.
 
     :param trace: of the model with its data.
     :raises RuntimeError: for a model without continuous latent variables, or without elements.
@@ -65,6 +67,7 @@ def refuse_unfit_latents(trace: Trace) -> None:
     for name, site in continuous.items():
         _warn_of_masked(name, site)
         _warn_of_angle(name, site)
+    refuse_unfit_data(trace)
 
 
 def _refuse_sequential(name: str, site: Site) -> None:

@@ -17,7 +17,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
 
-from pyro_implicit.infer.engine.sites import PARTICLE_PLATE, ImplicitSite
+from pyro_implicit.infer.engine.implicit_sites import PARTICLE_PLATE, ImplicitSite
 from pyro_implicit.infer.engine.traces import Particles
 from pyro_implicit.infer.policy import ELBOS
 from pyro_implicit.runtime.sites import is_flat

@@ -33,7 +33,7 @@ from pyro_implicit.density.model import (
 from pyro_implicit.density.policy import RUNS
 from pyro_implicit.distributions import Draw, Implicit, draw_through, find_implicit
 from pyro_implicit.guides.posterior_draws import refuse_other_guide
-from pyro_implicit.infer.engine.sites import PARTICLE_PLATE, ImplicitSite
+from pyro_implicit.infer.engine.implicit_sites import PARTICLE_PLATE, ImplicitSite
 from pyro_implicit.runtime.sites import Site
 
 __all__ = [

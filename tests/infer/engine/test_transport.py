@@ -10,7 +10,7 @@ from pyro.distributions import transforms as T
 
 from pyro_implicit import MLP, Implicit
 from pyro_implicit.distributions import draw_through
-from pyro_implicit.infer.engine.sites import (
+from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     second_batch,
     send_gradient,

@@ -10,7 +10,7 @@ import torch
 
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.kernels.step_choice import Probe, choose_step, judge, probe
-from pyro_implicit.mcmc.minibatch_chains import Schedule
+from pyro_implicit.mcmc.minibatch_chains import StepSchedule
 
 
 @pytest.mark.parametrize("kernel", ["sghmc", "sgld"])
@@ -56,7 +56,7 @@ def test_probe(dim):
     ("steps", "cycles"), [(1, 0), (7, 0), (100, 0), (2000, 0), (13, 3), (100, 3), (2000, 3)]
 )
 def test_draws_and_steps(steps, cycles):
-    schedule = Schedule(steps, round(0.3 * steps), cycles, max_draws=20)
+    schedule = StepSchedule(steps, round(0.3 * steps), cycles, max_draws=20)
     kept = [step for step in range(steps) if schedule.keeps(step)]
     factors = [schedule.factor(step) for step in range(steps)]
     assert 1 <= len(kept) <= 20 and min(kept) >= schedule.warmup
@@ -72,4 +72,4 @@ def test_draws_and_steps(steps, cycles):
 @pytest.mark.parametrize(("steps", "draws"), [(10, 20), (1000, 2)])
 def test_too_many_cycles(steps, draws):
     with pytest.raises(ValueError, match="cycles must be at most 2.*Cure"):
-        Schedule(steps, round(0.3 * steps), 3, draws)
+        StepSchedule(steps, round(0.3 * steps), 3, draws)
