@@ -15,14 +15,18 @@ from pyro_implicit.diagnostics.distances import (
     sliced_wasserstein_interval,
     whiten,
 )
+from pyro_implicit.diagnostics.policy import ComparePolicy, Thresholds, VerdictPolicy
 from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.guides.posterior_draws import draw
 
 __all__ = [
     "Calibration",
+    "ComparePolicy",
     "Comparison",
     "Diagnosis",
     "SiteComparison",
+    "Thresholds",
+    "VerdictPolicy",
     "compare",
     "diagnose",
     "draw",

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.comparison import (
-    LEAST_MASS,
-    QUANTILES,
     Comparison,
     ReferenceCheck,
     SiteComparison,
@@ -29,6 +27,7 @@ from pyro_implicit.diagnostics.distances import (
     sliced_wasserstein_floor,
     sliced_wasserstein_interval,
 )
+from pyro_implicit.diagnostics.policy import COMPARE, MOMENTS, VERDICT, ComparePolicy
 from pyro_implicit.diagnostics.quantities import (
     Quantities,
     describe,
@@ -62,6 +61,7 @@ def compare(
     *args: Any,
     num_samples: int | None = None,
     quantities: Quantities = "auto",
+    policy: ComparePolicy | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Comparison:
@@ -109,6 +109,8 @@ def compare(
         sites, as in :func:`~pyro_implicit.refine`. By default ``"latents"``, but for a model of
         :func:`~pyro_implicit.nn.classifier` or :func:`~pyro_implicit.nn.regressor` its predictions
         at up to 50 of the inputs (:class:`~pyro_implicit.nn.FunctionValues`).
+    :param policy: the limits of the verdict; by default those of
+        :class:`~pyro_implicit.diagnostics.ComparePolicy`.
     :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
     :param kwargs: the keyword arguments of the model and the guide.
     :returns: a :class:`Comparison`: print it, plot it, or take its ``to_dict()``.
@@ -138,7 +140,7 @@ def compare(
     chains = chains_of(reference, {name: value.dim() - 1 for name, value in example.items()})
     if chains is not None:
         reference_draws = {name: value.flatten(0, 1) for name, value in chains.items()}
-    num_reference = _count(reference_draws, "reference", at_least=4)
+    num_reference = _count(reference_draws, "reference", at_least=COMPARE.least_draws)
     if not _has_draws(guide):
         number = num_samples or num_reference
         guide_draws = draw(cast(Any, guide), number, *args, **kwargs)
@@ -178,6 +180,7 @@ def compare(
         distance_interval=sliced_wasserstein_interval(
             x_standard, y_standard, check.independent_draws
         ),
+        policy=policy or COMPARE,
     )
 
 
@@ -202,7 +205,10 @@ def _compare_site(x: Tensor, y: Tensor) -> SiteComparison:
         reference_sd=reference_sd,
         mean_error=((guide_mean - reference_mean) / scale).to(x),
         sd_ratio=sd_ratio,
-        quantile_errors=(quantile(x, list(QUANTILES)) - quantile(y, list(QUANTILES))) / scale,
+        quantile_errors=(
+            quantile(x, list(COMPARE.quantiles)) - quantile(y, list(COMPARE.quantiles))
+        )
+        / scale,
     )
 
 
@@ -215,7 +221,7 @@ def _scale(reference: Tensor) -> Tensor:
 def _rounding(reference: Tensor) -> Tensor:
     """The spread that rounding alone can give: structural zeros and ones are not quite constant
     after a change of variables."""
-    return 10 * torch.finfo(reference.dtype).eps * reference.abs().amax(dim=0)
+    return MOMENTS.rounding * torch.finfo(reference.dtype).eps * reference.abs().amax(dim=0)
 
 
 def _has_draws(side: Any) -> bool:
@@ -269,13 +275,6 @@ def _aligned(name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-LEAST_DRAWS = 4  # of a chain
-MAX_POINTS = 1000
-FAR = 2.0  # times the distance that one in a hundred has to its nearest neighbour
-TYPICAL = 0.05  # quantile of the reference's log-densities
-MAX_KHAT = 0.7
-
-
 def chains_of(source: Any, site_dims: Mapping[str, int]) -> dict[str, Tensor] | None:
     """Draws with their chains apart, ``(num_chains, num_draws, *site_shape)``, None where nobody
     knows the chains.
@@ -286,7 +285,8 @@ def chains_of(source: Any, site_dims: Mapping[str, int]) -> dict[str, Tensor] | 
     if isinstance(source, Mapping):
         common = [name for name in source if name in site_dims]
         grouped = bool(common) and all(
-            source[name].dim() == site_dims[name] + 2 and source[name].shape[1] >= LEAST_DRAWS
+            source[name].dim() == site_dims[name] + 2
+            and source[name].shape[1] >= COMPARE.least_draws
             for name in common
         )
         return dict(source) if grouped else None
@@ -320,7 +320,7 @@ def check_mixing(
     inverse_sizes = []
     for name in draws:
         value = (one_chain if chains is None else chains)[name]
-        if not value.is_floating_point() or value.shape[1] < LEAST_DRAWS:
+        if not value.is_floating_point() or value.shape[1] < COMPARE.least_draws:
             continue
         value = value.detach().double().flatten(2) if value.dim() > 2 else value.double()[..., None]
         shape = draws[name].shape[1:]
@@ -341,7 +341,7 @@ def check_mixing(
     return ReferenceCheck(
         effective_sample_size=ess if math.isfinite(ess) else None,
         worst_ess=worst_ess,
-        r_hat=r_hat if r_hat > 0 and length >= LEAST_DRAWS else None,
+        r_hat=r_hat if r_hat > 0 and length >= COMPARE.least_draws else None,
         worst_r_hat=worst_r_hat,
         settled=isinstance(source, Refined) and source.settled,
         # Variances add up over coordinates, and the variance of a mean goes as 1 / size.
@@ -382,12 +382,12 @@ def missing_mass(
         found = density.unconstrain(_some(guide_draws))
         frame = _Neighbours(reference)
         far = frame.are_far(found)
-        if far.double().mean() < LEAST_MASS:
+        if far.double().mean() < COMPARE.least_mass:
             return 0.0
         by_weights = _weighted_share(density, guide, frame)
         if by_weights is not None:
             return by_weights
-        limit = density.log_prob(reference).quantile(TYPICAL)
+        limit = density.log_prob(reference).quantile(COMPARE.typical)
         return (far & (density.log_prob(found) > limit)).double().mean().item()
     return None
 
@@ -401,7 +401,7 @@ class _Neighbours:
         self.scale = torch.where(sd > 0, sd, torch.ones_like(sd))
         self.points = self._standard(points)
         own = pairwise_distances(self.points, self.points).fill_diagonal_(math.inf).amin(-1)
-        self.limit = FAR * own.quantile(0.99)
+        self.limit = COMPARE.far * own.quantile(0.99)
 
     def _standard(self, points: Tensor) -> Tensor:
         return (points.double() - self.center) / self.scale
@@ -415,12 +415,18 @@ def _weighted_share(density: Target, guide: Any, frame: _Neighbours) -> float | 
         return None
     try:
         weighted = weighted_draws(
-            density.model, guide, *density.args, num_samples=MAX_POINTS, model_kwargs=density.kwargs
+            density.model,
+            guide,
+            *density.args,
+            num_samples=COMPARE.max_points,
+            model_kwargs=density.kwargs,
         )
     except ValueError:  # no density
         return None
     bound = weighted.bound()
-    if bound.khat > MAX_KHAT and bound.effective_sample_size < 0.9 * MAX_POINTS:
+    if bound.khat > VERDICT.khat.distrust and (
+        bound.effective_sample_size < VERDICT.good_weights * COMPARE.max_points
+    ):
         return None
     far = frame.are_far(density.unconstrain(weighted.draws))
     return weighted.log_weights.double().softmax(0)[far].sum().item()
@@ -429,7 +435,7 @@ def _weighted_share(density: Target, guide: Any, frame: _Neighbours) -> float | 
 def _some(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A thousand of them at most, evenly spaced."""
     count = len(next(iter(draws.values())))
-    return {name: value[:: -(-count // MAX_POINTS)] for name, value in draws.items()}
+    return {name: value[:: -(-count // COMPARE.max_points)] for name, value in draws.items()}
 
 
 def _label(name: str, shape: torch.Size, moves: Tensor, index: int) -> str:

@@ -17,6 +17,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_implicit.diagnostics.policy import CALIBRATION, REPORT
 from pyro_implicit.diagnostics.quantities import index_label
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.runtime.locks import in_turn
@@ -24,10 +25,6 @@ from pyro_implicit.runtime.printing import Printed, Table
 from pyro_implicit.runtime.sites import is_flat
 
 __all__ = ["Calibration", "simulation_based_calibration"]
-
-#: Probability that a right way of fitting is found wanting.
-FALSE_ALARM = 0.01
-_MAX_ROWS = 20
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,7 +54,7 @@ class Calibration(Printed):
         return tuple(label for label, _, p_value, _ in self._rows() if self._fails(p_value))
 
     def _fails(self, p_value: float) -> bool:
-        return p_value * sum(p.numel() for p in self.p_values.values()) < FALSE_ALARM
+        return p_value * sum(p.numel() for p in self.p_values.values()) < CALIBRATION.false_alarm
 
     def _rows(self) -> list[tuple[str, list[int], float, str]]:
         """Name, counts, p-value and shape of each scalar, the least uniform first."""
@@ -76,12 +73,12 @@ class Calibration(Printed):
         rows, count = self._rows(), len(next(iter(self.ranks.values())))
         yield f"Ranks of {count} true values among {self.num_draws} draws; uniform if right"
         cells = []
-        for label, counts, p_value, shape in rows[:_MAX_ROWS]:
+        for label, counts, p_value, shape in rows[: REPORT.max_rows]:
             bars = " ".join(f"{number:3d}" for number in counts)
             cells.append((label, bars, f"p = {p_value:.2g}", shape * self._fails(p_value)))
         yield Table(cells, align="l", indent="  ")
-        if len(rows) > _MAX_ROWS:
-            yield f"  ... {len(rows) - _MAX_ROWS} more, all closer to uniform"
+        if len(rows) > REPORT.max_rows:
+            yield f"  ... {len(rows) - REPORT.max_rows} more, all closer to uniform"
         found = (
             f"{len(self.failures)} of {len(rows)} not calibrated" if self.failures else "uniform"
         )

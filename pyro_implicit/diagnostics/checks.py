@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.moments import (
-    FALSE_ALARM,
     CollapsedError,
     Fault,
     MomentErrors,
@@ -21,6 +20,7 @@ from pyro_implicit.diagnostics.moments import (
     moment_errors,
     whiten_draws,
 )
+from pyro_implicit.diagnostics.policy import CHECKS, MOMENTS
 from pyro_implicit.ops import gaussian_entropy
 from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
 from pyro_implicit.ops.score_estimators import SteinTest, stein_test
@@ -29,7 +29,6 @@ from pyro_implicit.runtime.printing import short_repr, steps_of
 __all__ = [
     "DriftCheck",
     "ModeCoverage",
-    "NUM_LEAPFROG",
     "SteinCheck",
     "drift_check",
     "importance_check",
@@ -69,12 +68,7 @@ def importance_check(draws: Whitened, log_weights: Tensor) -> MomentErrors:
     products = [(1.0, white, white), (-1.0, weighted, centered)]
     unit = white if draws.axes is None else None
     shifts = weighted - white + mean
-    return moment_errors(shifts, products, draws.axes, FALSE_ALARM, weights - 1, unit)
-
-
-MAX_KERNEL_DRAWS = 1000
-MAX_SITE_DRAWS, MAX_SITES = 500, 30
-FIRST_BOOTSTRAP, SUSPECT = 1000, 0.02
+    return moment_errors(shifts, products, draws.axes, MOMENTS.false_alarm, weights - 1, unit)
 
 
 class SteinCheck(NamedTuple):
@@ -135,9 +129,9 @@ def stein_check(draws: Whitened, scores: Tensor) -> SteinCheck:
     minus_one = -torch.ones_like(white[:, 0])
     products = [(-1.0, white_scores, white)]
     errors = moment_errors(
-        white_scores, products, draws.axes, FALSE_ALARM, minus_one, to_ratio=_ratio
+        white_scores, products, draws.axes, MOMENTS.false_alarm, minus_one, to_ratio=_ratio
     )
-    keep = slice(0, None, -(-len(white) // MAX_KERNEL_DRAWS))
+    keep = slice(0, None, -(-len(white) // CHECKS.kernel_draws))
     return SteinCheck(
         errors.mean_error,
         errors.sd_ratios,
@@ -171,7 +165,7 @@ def stein_by_site(
     :param sizes: how many latents each site has, in their order.
     :returns: site and p-value, times the number of sites, the smallest first.
     """
-    keep = slice(0, None, -(-len(draws) // MAX_SITE_DRAWS))
+    keep = slice(0, None, -(-len(draws) // CHECKS.site_draws))
     sds = draws.std(0)
     numbers = list(sizes.values())
     shifts = (scores * sds).mean(0).square().split(numbers)
@@ -182,15 +176,15 @@ def stein_by_site(
     ]
     found.sort(key=lambda one: -one[0])
     p_values = {}
-    for _, name, part, score in found[:MAX_SITES]:
+    for _, name, part, score in found[: CHECKS.max_sites]:
         try:
             site = whiten_draws(part)
         except CollapsedError:  # of so few draws
             continue
         site_scores = site.scores(score)
-        p_value = stein_test(site.white, site_scores, FIRST_BOOTSTRAP).p_value
-        if p_value < SUSPECT:
-            number = math.ceil(2 * len(sizes) / FALSE_ALARM)  # to tell it from larger ones
+        p_value = stein_test(site.white, site_scores).p_value
+        if p_value < CHECKS.suspect:
+            number = math.ceil(2 * len(sizes) / MOMENTS.false_alarm)  # to tell it from larger ones
             p_value = stein_test(site.white, site_scores, number).p_value
         p_values[name] = min(1.0, len(sizes) * p_value)
     return tuple(sorted(p_values.items(), key=lambda pair: pair[1]))
@@ -198,10 +192,6 @@ def stein_by_site(
 
 def _ratio(excess: float) -> float:
     return math.sqrt(max(0.0, 1 + excess))
-
-
-NUM_LEAPFROG = 8  # steps of each transition
-LEAST_MOVES = 0.1  # of the transitions, accepted
 
 
 class DriftCheck(NamedTuple):
@@ -280,8 +270,8 @@ def drift_check(
         """One transition of all chains, and the mean probability of acceptance."""
         moved, acceptances = [], []
         for state in states:
-            sizes = step * 30 ** -torch.rand_like(state.log_density).unsqueeze(-1)
-            found = ensemble_move(score, state, sizes, NUM_LEAPFROG)
+            sizes = step * CHECKS.spread ** -torch.rand_like(state.log_density).unsqueeze(-1)
+            found = ensemble_move(score, state, sizes, CHECKS.num_leapfrog)
             moved.append(found.state)
             acceptances.append(found.acceptance)
         return moved, torch.cat(acceptances).mean().item()
@@ -289,8 +279,8 @@ def drift_check(
     score = score_of(white_log_prob)
     start = [ChainState(part, *score(part)) for part in white.split(chunk_size)]
     step = 1.0
-    for _ in range(8):
-        if move(start, step)[1] > 0.8:
+    for _ in range(CHECKS.max_halvings):
+        if move(start, step)[1] > CHECKS.target_acceptance:
             break
         step /= 2
     states, accepted = start, 0.0
@@ -305,9 +295,11 @@ def drift_check(
     centered = after - after.mean(0)
     products = [(1.0, before, before), (-1.0, centered, centered)]
     unit = before if axes is None else None
-    errors = moment_errors(after - before, products, axes, FALSE_ALARM, unit=unit)
+    errors = moment_errors(after - before, products, axes, MOMENTS.false_alarm, unit=unit)
     # Chains that stand still show nothing.
-    resolution = errors.resolution if accepted > LEAST_MOVES else Resolution(math.inf, math.inf)
+    resolution = (
+        errors.resolution if accepted > CHECKS.least_acceptance else Resolution(math.inf, math.inf)
+    )
     return DriftCheck(
         errors.mean_error, errors.sd_ratios, accepted, errors.faults, resolution, escaped
     )
@@ -320,7 +312,7 @@ def _escaped(ends: Tensor, others: Tensor) -> float:
     number = int((ends.square().sum(-1) > others.square().sum(-1).max()).sum())
     total = len(ends) + len(others)
     p_value = math.prod((len(ends) - k) / (total - k) for k in range(number))
-    return number / len(ends) if p_value < FALSE_ALARM else 0.0
+    return number / len(ends) if p_value < MOMENTS.false_alarm else 0.0
 
 
 class ModeCoverage(NamedTuple):
@@ -343,7 +335,7 @@ def uncovered_modes(
     draws: Tensor,
     density: Target,
     log_evidence: float | None = None,
-    least_mass: float = 0.02,
+    least_mass: float = CHECKS.least_mass,
 ) -> ModeCoverage:
     r"""Which modes carry mass where a guide has next to no draws.
 
@@ -386,7 +378,7 @@ def uncovered_modes(
     limit = torch.finfo(hessian.dtype).max ** 0.25
     values, vectors = torch.linalg.eigh(-hessian.nan_to_num(0.0).clamp(-limit, limit))
     # Flat directions: a curvature of rounding alone would promise endless mass.
-    precision = torch.where(values > 1e-3, values, torch.ones_like(values))
+    precision = torch.where(values > CHECKS.least_curvature, values, torch.ones_like(values))
     dim = draws.shape[-1]
     log_mass = density.log_prob(modes) - 0.5 * precision.log().sum(-1)
     log_mass = log_mass + scale.log().sum() + 0.5 * dim * math.log(2 * math.pi)
@@ -396,4 +388,4 @@ def uncovered_modes(
     # The 99 % quantile of chi squared, by Wilson and Hilferty.
     bulk = dim * (1 - 2 / (9 * dim) + 2.33 * math.sqrt(2 / (9 * dim))) ** 3
     share = (squares < bulk).to(draws).mean(-1)
-    return ModeCoverage(mass, share, (mass > least_mass) & (share < 0.1 * mass))
+    return ModeCoverage(mass, share, (mass > least_mass) & (share < CHECKS.least_share * mass))

@@ -18,16 +18,12 @@ from pyro_implicit.density.cost import estimated_seconds, nearby, seconds_near
 from pyro_implicit.density.mode_search import seconds_of_climb
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
-from pyro_implicit.diagnostics.checks import NUM_LEAPFROG
 from pyro_implicit.diagnostics.examination import (
     BAD_DRAWS,
-    NUM_CHAINS,
-    NUM_OBSERVED_CHAINS,
-    WEIGHED_PART,
     Effort,
     examine,
 )
-from pyro_implicit.diagnostics.moments import MAX_FULL_DIM
+from pyro_implicit.diagnostics.policy import CHECKS, EFFORT, MOMENTS, VERDICT, VerdictPolicy
 from pyro_implicit.diagnostics.quantities import Quantities, find_quantities
 from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.distributions import find_implicit
@@ -47,10 +43,6 @@ from pyro_implicit.runtime.random_stream import same_streams
 __all__ = ["diagnose", "plan_effort"]
 
 
-LEAST_SAMPLES = 100  # of fewer there is no k-hat
-NUM_SAMPLES = 2000
-
-
 @in_turn
 @torch.no_grad()
 def diagnose(
@@ -65,6 +57,7 @@ def diagnose(
     max_seconds: float = 60.0,
     quantities: Quantities = "auto",
     progress: bool = True,
+    policy: VerdictPolicy | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Diagnosis:
@@ -154,6 +147,8 @@ def diagnose(
         :func:`~pyro_implicit.nn.classifier` or :func:`~pyro_implicit.nn.regressor` its predictions
         at up to 50 of the inputs (:class:`~pyro_implicit.nn.FunctionValues`).
     :param progress: whether to show a bar, with the estimate, where there is a terminal.
+    :param policy: the limits of the verdict; by default those of
+        :class:`~pyro_implicit.diagnostics.VerdictPolicy`.
     :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
     :returns: a :class:`Diagnosis`: print it, or read its ``verdict``, ``findings`` and numbers.
         However bad the draws are, there is one.
@@ -180,11 +175,11 @@ def diagnose(
     density = Target(model, *args, model_kwargs=kwargs)
     dim = density.latent_dim
     # Above, each coordinate is scaled by itself.
-    least = max(LEAST_SAMPLES, 2 * dim + 1 if dim <= MAX_FULL_DIM else 0)
+    least = max(EFFORT.least_samples, 2 * dim + 1 if dim <= MOMENTS.max_full_dim else 0)
     if num_samples is not None and num_samples < least:
         raise ValueError(
-            f"num_samples must be at least {least} ({LEAST_SAMPLES}, and more than twice the {dim} "
-            f"latents up to {MAX_FULL_DIM}), but got {num_samples}"
+            f"num_samples must be at least {least} ({EFFORT.least_samples}, and more than twice "
+            f"the {dim} latents up to {MOMENTS.max_full_dim}), but got {num_samples}"
         )
     warn_of_lost_gradients(density)
     check_modes(modes, dim)
@@ -192,29 +187,21 @@ def diagnose(
     function = find_quantities(quantities, model, args, kwargs)
     if isinstance(modes, str) and (function is not None or not can_search(density)):
         modes = None
-    weight = seconds_of_weights(density, guide, max(1, chunk_size // WEIGHED_PART))
+    weight = seconds_of_weights(density, guide, max(1, chunk_size // EFFORT.weighed_part))
     effort = plan_effort(
         density,
-        num_samples or NUM_SAMPLES,
+        num_samples or EFFORT.num_samples,
         num_samples or least,
         num_transitions,
         isinstance(modes, str),
         chunk_size,
         max_seconds,
-        NUM_CHAINS if function is None else NUM_OBSERVED_CHAINS,
+        EFFORT.num_chains if function is None else EFFORT.num_observed_chains,
         weight,
     )
     with showing_progress(progress):
         announce("diagnose", effort.seconds)
-        return examine(density, guide, effort, modes, loss, chunk_size, function)
-
-
-NUM_SCORES = 4  # times the draws, of guides that draw in parallel
-MAX_NUMBERS = 10_000_000  # of all draws that are scored
-NUM_TUNING = 4
-LEAST_DRAWS, LEAST_TRANSITIONS, LEAST_ITERATIONS = 500, 5, 10
-USUAL_ITERATIONS = 40  # of the search
-FEW = 10
+        return examine(density, guide, effort, modes, loss, chunk_size, function, policy or VERDICT)
 
 
 def plan_effort(
@@ -225,7 +212,7 @@ def plan_effort(
     can_search: bool,
     chunk_size: int,
     max_seconds: float,
-    num_chains: int = NUM_CHAINS,
+    num_chains: int = EFFORT.num_chains,
     weight: float = 0.0,
 ) -> Effort:
     """Cut what was asked for to a budget, by the operations of the model's log-density.
@@ -252,19 +239,21 @@ def plan_effort(
     :param num_chains: of HMC, at most.
     :param weight: seconds of the guide's density at one draw.
     """
-    extra = max(0, min(NUM_SCORES, MAX_NUMBERS // (num_samples * density.latent_dim) - 1))
+    extra = max(
+        0, min(EFFORT.num_scores, EFFORT.max_numbers // (num_samples * density.latent_dim) - 1)
+    )
     full = Effort(num_samples, extra, num_transitions, None, math.nan)
     try:
         point = density.init_loc
         density.log_prob(nearby(point, 2))  # how the model can be run
         one_by_one = not density.is_vectorized
-        rows = min(chunk_size, FEW) if one_by_one else chunk_size
+        rows = min(chunk_size, EFFORT.timed_points) if one_by_one else chunk_size
         score = seconds_near(density.score, point, rows, one_by_one) / rows
         iteration = seconds_of_climb(density) if can_search else 0.0
     except Exception:  # the model's own, at its start: the draws have others
         return full
     share, spared, unweighed = max_seconds / (3 if can_search else 2), [], ""
-    least = max(least_samples, min(num_samples, LEAST_DRAWS))
+    least = max(least_samples, min(num_samples, EFFORT.num_chains))
     if weight * least > share:
         cost = f"{weight * least:,.1f} s, more than max_seconds grants"
         unweighed = f"{least} of them would take {cost}"
@@ -277,32 +266,29 @@ def plan_effort(
             spared.append(f"{number} draws of {num_samples}")
         num_samples, extra = number, 0
     extra = min(extra, max(0, affordable // num_samples - 2))
-    per_transition = score * min(num_chains, num_samples) * NUM_LEAPFROG
+    per_transition = score * min(num_chains, num_samples) * CHECKS.num_leapfrog
     if num_transitions and density.is_vectorized:
-        number = min(num_transitions, int(share / per_transition) - NUM_TUNING)
+        number = min(num_transitions, int(share / per_transition) - EFFORT.num_tuning)
         if number < num_transitions:
-            number = number if number >= LEAST_TRANSITIONS else 0
+            number = number if number >= EFFORT.least_transitions else 0
             spared.append(f"{number} transitions of HMC of {num_transitions}")
         num_transitions = number
     iterations: int | None = 0
     if can_search:
         iterations = int(share / iteration)
-        if iterations < LEAST_ITERATIONS:
+        if iterations < EFFORT.least_iterations:
             iterations = 0
             spared.append("no search for modes")
-        elif iterations >= USUAL_ITERATIONS:
+        elif iterations >= EFFORT.usual_iterations:
             iterations = None
     seconds = (score * (2 + extra) + weight) * num_samples
     if num_transitions and density.is_vectorized:
-        seconds += per_transition * (num_transitions + NUM_TUNING)
+        seconds += per_transition * (num_transitions + EFFORT.num_tuning)
     if can_search:
-        seconds += iteration * (USUAL_ITERATIONS if iterations is None else iterations)
+        seconds += iteration * (EFFORT.usual_iterations if iterations is None else iterations)
     return Effort(
         num_samples, extra, num_transitions, iterations, seconds, tuple(spared), unweighed
     )
-
-
-FEW_DRAWS, FEW_STEPS, MORE_STEPS = 2, 1, 3
 
 
 def seconds_of_weights(density: Target, guide: Callable[..., Any], chunk_size: int) -> float:
@@ -328,12 +314,12 @@ def seconds_of_weights(density: Target, guide: Callable[..., Any], chunk_size: i
                 model,
                 guide,
                 *args,
-                num_samples=FEW_DRAWS,
+                num_samples=2,
                 num_steps=steps,
                 num_starts=1,
                 model_kwargs=kwargs,
             ),
-            chunk_size / FEW_DRAWS,
+            chunk_size / 2,
         )
 
     with same_streams(density.init_loc.device), warnings.catch_warnings():
@@ -342,11 +328,11 @@ def seconds_of_weights(density: Target, guide: Callable[..., Any], chunk_size: i
             sites = trace_guide(guide, args, kwargs).iter_stochastic_nodes()
             if all(find_implicit(site["fn"]) is None for _, site in sites):
                 return 0.0
-            few = seconds(FEW_STEPS)
-            step = (seconds(MORE_STEPS) - few) / (MORE_STEPS - FEW_STEPS)
+            one = seconds(1)
+            step = (seconds(3) - one) / 2
         except Exception:  # of which the verdict is going to tell
             return 0.0
-    return (few + (num_steps - FEW_STEPS) * max(0.0, step)) / chunk_size
+    return (one + (num_steps - 1) * max(0.0, step)) / chunk_size
 
 
 def check_modes(modes: Tensor | str | None, dim: int) -> None:

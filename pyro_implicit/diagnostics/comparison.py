@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -21,22 +21,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Comparison", "ReferenceCheck", "QUANTILES", "SiteComparison", "plot_posteriors"]
+from pyro_implicit.diagnostics.policy import COMPARE, REPORT, ComparePolicy
+
+__all__ = ["Comparison", "ReferenceCheck", "SiteComparison", "plot_posteriors"]
 
 
-#: The quantiles whose errors are reported.
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-
-#: Ratio to the sampling floor up to which nothing can be told from exact draws.
-AT_FLOOR = 1.5
-
-_MAX_ROWS = 20
 _HEADER = ("", "mean", "sd", "ref mean", "ref sd", "mean err", "sd ratio", "quantile err")
-
-
-LEAST_ESS = 100
-MAX_R_HAT = 1.05
-LEAST_MASS = 0.01
 
 
 @dataclass(frozen=True)
@@ -64,18 +54,17 @@ class ReferenceCheck:
     missing: float | None = None
     independent_draws: float | None = None
 
-    @property
-    def is_worse(self) -> bool:
+    def is_worse(self, policy: ComparePolicy = COMPARE) -> bool:
         """Whether the reference lacks mass that the guide has."""
-        return self.missing is not None and self.missing > LEAST_MASS
+        return self.missing is not None and self.missing > policy.least_mass
 
-    def faults(self) -> Iterator[str]:
-        """In words, the gravest first."""
-        if self.is_worse:
+    def faults(self, policy: ComparePolicy = COMPARE) -> Iterator[str]:
+        """Yield what is wrong with the reference, the worst first."""
+        if self.is_worse(policy):
             yield f"no draws where about {self.missing:.0%} of the mass is, as the guide knows"
-        if self.r_hat is not None and not self.settled and not self.r_hat <= MAX_R_HAT:
+        if self.r_hat is not None and not self.settled and not self.r_hat <= policy.max_r_hat:
             yield f"R-hat {self.r_hat:.2f} of `{self.worst_r_hat}`"
-        if self.effective_sample_size is not None and self.effective_sample_size < LEAST_ESS:
+        if self.effective_sample_size is not None and self.effective_sample_size < policy.least_ess:
             yield f"{self.effective_sample_size:.0f} effective draws of `{self.worst_ess}`"
 
 
@@ -89,7 +78,7 @@ class SiteComparison:
     :ivar reference_sd: standard deviations of the reference.
     :ivar mean_error: guide's mean minus reference's, in reference standard deviations.
     :ivar sd_ratio: guide's standard deviation over the reference's.
-    :ivar quantile_errors: guide's quantiles at :data:`QUANTILES` minus the reference's, in
+    :ivar quantile_errors: guide's quantiles at 5, 25, 50, 75 and 95 % minus the reference's, in
         reference standard deviations: ``(5, *site shape)``.
     """
 
@@ -122,6 +111,7 @@ class Comparison(Printed):
     :ivar compared: what was, in place of the sites; empty for these.
     :ivar distance_interval: 95 % interval of the distance of the distributions, without sampling
         noise (:func:`~pyro_implicit.diagnostics.sliced_wasserstein_interval`).
+    :ivar policy: the limits of the verdict.
     """
 
     sites: dict[str, SiteComparison]
@@ -136,17 +126,18 @@ class Comparison(Printed):
     reference: ReferenceCheck = ReferenceCheck()
     compared: str = ""
     distance_interval: tuple[float, float] = (0.0, math.inf)
+    policy: ComparePolicy = field(default_factory=ComparePolicy)
 
     @property
     def verdict(self) -> str:
         """In words, which side is the worse one, and by how much."""
-        faults = "; ".join(self.reference.faults())
-        if self.reference.is_worse:
+        faults = "; ".join(self.reference.faults(self.policy))
+        if self.reference.is_worse(self.policy):
             return f"the reference is the worse one: {faults}"
         if faults:
             return f"the reference is too poor to judge by: {faults}"
         ratio, (low, high) = self.floor_ratio, self.floor_ratio_interval
-        if high <= AT_FLOOR or (low <= 1 and ratio <= AT_FLOOR):
+        if high <= self.policy.at_floor or (low <= 1 and ratio <= self.policy.at_floor):
             return (
                 f"the guide is as near as exact draws would be, at most {high:.1f} times as far off"
             )
@@ -203,7 +194,7 @@ class Comparison(Printed):
         return {
             "num_samples": _num_draws(self.guide_draws),
             "num_reference_samples": _num_draws(self.reference_draws),
-            "quantiles": list(QUANTILES),
+            "quantiles": list(COMPARE.quantiles),
             "sites": {
                 name: {field: _plain(value.tolist()) for field, value in vars(site).items()}
                 for name, site in self.sites.items()
@@ -274,10 +265,10 @@ def _site_rows(name: str, site: SiteComparison) -> Iterator[tuple[str, ...]]:
             *(f"{value:.4g}" for value in moments),
             f"{mean_error:+.2f}",
             f"{sd_ratio:.2f}",
-            f"{error:+.2f} at {QUANTILES[int(level)]:>3.0%}",
+            f"{error:+.2f} at {COMPARE.quantiles[int(level)]:>3.0%}",
         )
 
-    shown = count if count <= _MAX_ROWS else _MAX_ROWS - 1
+    shown = count if count <= REPORT.max_rows else REPORT.max_rows - 1
     yield from map(row, range(shown))
     if shown < count:
         worst = int(largest.values.reshape(-1)[shown:].argmax()) + shown
@@ -298,8 +289,6 @@ def _plain(value: Any) -> Any:
 # The Okabe-Ito palette, which colour-blind readers can tell apart; grey is for the reference.
 _COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _REFERENCE_COLOUR = "#9A9A9A"
-_NUM_BINS = 40
-_MASSES = (0.5, 0.9)
 
 
 def plot_posteriors(
@@ -417,7 +406,7 @@ def _draw_marginals(
 ) -> None:
     peaks = {}
     for label, draws in values.items():
-        counts, edges = torch.histogram(draws, _NUM_BINS, range=limits)
+        counts, edges = torch.histogram(draws, REPORT.num_bins, range=limits)
         # Draws outside the axes keep their share of the mass.
         density = counts / (len(draws) * (edges[1] - edges[0]))
         peaks[label] = float(density.max())
@@ -452,14 +441,14 @@ def _regions(
     pair: Tensor, x_limits: tuple[float, float], y_limits: tuple[float, float]
 ) -> tuple[Tensor, Tensor, Tensor, list[float]]:
     """Bin centres, the smoothed share of draws in each bin, and the levels of it above which lie
-    ``_MASSES`` of the draws; a level is left out if too many draws are outside the limits."""
-    bins = 2 * _NUM_BINS
+    ``masses`` of the draws; a level is left out if too many draws are outside the limits."""
+    bins = 2 * REPORT.num_bins
     counts, edges = torch.histogramdd(pair, [bins, bins], range=[*x_limits, *y_limits])
     smooth_x, smooth_y = map(_smoothing, pair.T, edges)
     density = smooth_x @ counts @ smooth_y.T / len(pair)
     ranked, order = density.flatten().sort(descending=True)
     mass = counts.flatten()[order].cumsum(dim=0) / len(pair)
-    indices = [int((mass < target).sum()) for target in _MASSES if mass[-1] >= target]
+    indices = [int((mass < target).sum()) for target in REPORT.masses if mass[-1] >= target]
     # Where a single bin holds them all, the contour is a little below its top.
     levels = {float(ranked[index] if index else 0.6 * ranked[0]) for index in indices}
     x, y = ((edge[1:] + edge[:-1]) / 2 for edge in edges)

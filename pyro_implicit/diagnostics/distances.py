@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from pyro_implicit.diagnostics.policy import DISTANCES, MOMENTS
+
 __all__ = [
     "maximum_mean_discrepancy",
     "pairwise_distances",
@@ -20,14 +22,6 @@ __all__ = [
     "sliced_wasserstein_interval",
     "whiten",
 ]
-
-# Numbers held at a time by sliced_wasserstein, per sample set (32 MB in float64).
-_CHUNK_NUMEL = 2**22
-_EXACT_DIM = 300  # coordinates above which differences of all pairs take longer than a second
-_NUM_SPLITS = 4  # of a reference into halves
-_NUM_BOOTSTRAP = 200  # resamples: the 2.5 % quantile is the fifth of them
-_BOOTSTRAP_ROWS, _BOOTSTRAP_PROJECTIONS, _LEVELS = 500, 32, 100  # about 0.1 s on one core
-_TAIL = 0.025  # probability beyond either end of an interval
 
 
 def sliced_wasserstein(
@@ -75,7 +69,7 @@ def sliced_wasserstein(
     )
     directions = directions / directions.norm(dim=-1, keepdim=True)
     x_index, y_index, weights = _quantile_steps(x.size(0), y.size(0), x)
-    chunk_size = max(1, _CHUNK_NUMEL // (x.size(0) + y.size(0)))
+    chunk_size = max(1, DISTANCES.chunk_numel // (x.size(0) + y.size(0)))
     total = x.new_zeros(())
     for chunk in directions.split(chunk_size):
         x_sorted = (chunk @ x.mT).sort(dim=-1).values
@@ -122,12 +116,12 @@ def sliced_wasserstein_floor(
     generator = _generator(reference, seed)
     half = size // 2
     squared = reference.new_zeros(())
-    for _ in range(_NUM_SPLITS):
+    for _ in range(DISTANCES.num_splits):
         rows = torch.randperm(size, generator=generator, device=reference.device)
         first, second = reference[rows[:half]], reference[rows[half : 2 * half]]
         squared = squared + sliced_wasserstein(first, second, num_projections, seed=seed).square()
     rescale = (1 / (num_samples or size) + 1 / (effective_size or size)) / (2 / half)
-    return (squared / _NUM_SPLITS * rescale).sqrt()
+    return (squared / DISTANCES.num_splits * rescale).sqrt()
 
 
 @torch.no_grad()
@@ -159,13 +153,13 @@ def sliced_wasserstein_interval(
     generator = _generator(x, seed)
     center = y.mean(0)
     x, y = x - center, y - center
-    shape = (_BOOTSTRAP_PROJECTIONS, x.size(1))
+    shape = (DISTANCES.bootstrap_projections, x.size(1))
     directions = torch.randn(shape, generator=generator, dtype=x.dtype, device=x.device)
     directions = directions / directions.norm(dim=-1, keepdim=True)
     difference, noise = None, None
     for draws, sign, size in ((x, 1.0, len(x)), (y, -1.0, effective_size or len(y))):
         values = _quantiles(draws @ directions.mT)
-        few = _random_rows(draws, _BOOTSTRAP_ROWS, seed)
+        few = _random_rows(draws, DISTANCES.bootstrap_rows, seed)
         own = _resampled_quantiles(few @ directions.mT, generator)
         # Noise of as many draws as there are, not of the few that are resampled.
         own = sign * (len(few) / size) ** 0.5 * own
@@ -188,13 +182,13 @@ def sliced_wasserstein_interval(
         norm = direction.square().mean().sqrt().clamp(min=torch.finfo(x.dtype).tiny)
         along = (noise * direction).mean((1, 2)) / norm
         shown = candidates.square() + 2 * candidates * along + own
-        is_low = (shown >= square).double().mean(-1) >= _TAIL
-        is_high = (shown <= square).double().mean(-1) >= _TAIL
+        is_low = (shown >= square).double().mean(-1) >= DISTANCES.tail
+        is_high = (shown <= square).double().mean(-1) >= DISTANCES.tail
         low = candidates[int(is_low.double().argmax())].item()  # the first that shows as much
         ends.append((low, candidates[is_high].max().item() if is_high.any() else low))
     low, high = ends[0][0], max(ends[0][1], ends[1][1])
     if not is_high.any() and square < own.min():  # sets nearer to each other than chance allows
-        high = own.quantile(1 - _TAIL).sqrt().item()
+        high = own.quantile(1 - DISTANCES.tail).sqrt().item()
     # In units of the distance in all directions, of which these are a few.
     unit = (sliced_wasserstein(x, y, seed=seed) / length).item() if square > 0 else 1.0
     return low * unit, max(low, high) * unit
@@ -260,7 +254,7 @@ def pairwise_distances(x: Tensor, y: Tensor) -> Tensor:
     :param y: points ``(m, dim)``.
     :returns: ``(n, m)``.
     """
-    if x.size(1) <= _EXACT_DIM:
+    if x.size(1) <= DISTANCES.exact_dim:
         return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
     center = y.detach().double().mean(0)
     return torch.cdist(x.double() - center, y.double() - center).to(x.dtype)
@@ -288,7 +282,7 @@ def whiten(x: Tensor, reference: Tensor) -> Tensor:
     # which strongly correlated posteriors in float32 need; only the signs are to be fixed.
     upper = torch.linalg.qr(reference - mean, mode="r").R
     diagonal = upper.diagonal()
-    rounding = 10 * torch.finfo(x.dtype).eps * reference.abs().amax(dim=0)
+    rounding = MOMENTS.rounding * torch.finfo(x.dtype).eps * reference.abs().amax(dim=0)
     if reference.size(0) <= x.size(1) or (diagonal.abs() <= rounding).any():
         raise ValueError(
             f"the covariance of the {reference.size(0)} reference draws in {x.size(1)} dimensions "
@@ -312,7 +306,9 @@ def _quantile_steps(n: int, m: int, like: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 def _quantiles(projected: Tensor) -> Tensor:
     """Quantiles of the columns at the middles of equal shares, ``(num_levels, num_columns)``."""
-    levels = (torch.arange(_LEVELS, device=projected.device) + 0.5) / _LEVELS
+    levels = (
+        torch.arange(DISTANCES.num_levels, device=projected.device) + 0.5
+    ) / DISTANCES.num_levels
     ranks = (levels * len(projected)).long().clamp(max=len(projected) - 1)
     return projected.sort(0).values[ranks]
 
@@ -321,10 +317,12 @@ def _resampled_quantiles(projected: Tensor, generator: torch.Generator) -> Tenso
     """Deviations of resamples' quantiles, ``(num_resamples, num_levels, num_columns)``."""
     count, device = len(projected), projected.device
     values, order = projected.mT.contiguous().sort(-1)
-    levels = (torch.arange(_LEVELS, device=device) + 0.5) / _LEVELS * count
+    levels = (
+        (torch.arange(DISTANCES.num_levels, device=device) + 0.5) / DISTANCES.num_levels * count
+    )
     levels = levels.to(projected).expand(len(values), -1).contiguous()
     found = []
-    for _ in range(_NUM_BOOTSTRAP):
+    for _ in range(DISTANCES.num_bootstrap):
         rows = torch.randint(count, (count,), generator=generator, device=device)
         weights = torch.bincount(rows, minlength=count).to(projected)
         ranks = torch.searchsorted(weights[order].cumsum(-1), levels).clamp(max=count - 1)

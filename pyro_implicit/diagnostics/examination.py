@@ -17,7 +17,6 @@ from pyro_implicit.density.cost import TracedScore
 from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.checks import (
-    NUM_LEAPFROG,
     drift_check,
     importance_check,
     stein_by_site,
@@ -25,8 +24,9 @@ from pyro_implicit.diagnostics.checks import (
     uncovered_modes,
 )
 from pyro_implicit.diagnostics.moments import CollapsedError, Whitened, whiten_draws
+from pyro_implicit.diagnostics.policy import CHECKS, EFFORT, VerdictPolicy
 from pyro_implicit.diagnostics.quantities import Function, Observed, coordinate_labels, describe
-from pyro_implicit.diagnostics.verdict import EVEN_WEIGHTS, GOOD_WEIGHTS, KHAT, STORED, Diagnosis
+from pyro_implicit.diagnostics.verdict import STORED, Diagnosis
 from pyro_implicit.guides.auto_implicit import AutoSemiImplicit
 from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel
 from pyro_implicit.guides.sampler import StoredDraws
@@ -35,13 +35,6 @@ from pyro_implicit.runtime.printing import steps_of
 from pyro_implicit.runtime.random_stream import same_streams
 
 __all__ = ["Effort", "examine"]
-
-
-FEW_LOST = 0.005  # of the draws, with which no moment is lost
-WEIGHED_PART = 5  # of a chunk, as a weight takes more memory than a score
-
-
-NUM_CHAINS, NUM_OBSERVED_CHAINS = 500, 1000  # of latents, of quantities
 
 
 class Effort(NamedTuple):
@@ -69,6 +62,7 @@ def examine(
     loss: ELBO | None,
     chunk_size: int,
     function: Function | None,
+    policy: VerdictPolicy,
 ) -> Diagnosis:
     """Take the looks that the plan grants."""
     model, args, kwargs = density.model, density.args, density.kwargs
@@ -81,9 +75,10 @@ def examine(
         semi_implicit=isinstance(guide, AutoSemiImplicit),
         planned_seconds=effort.seconds,
         spared=effort.spared,
+        policy=policy,
     )
     try:
-        weighed = max(1, chunk_size // WEIGHED_PART)
+        weighed = max(1, chunk_size // EFFORT.weighed_part)
         weighted, no_density = weigh_draws(
             model, guide, args, kwargs, num_samples, weighed, effort.unweighed
         )
@@ -99,7 +94,7 @@ def examine(
             extra = draw(guide, effort.extra * num_samples, *args, **kwargs)
             many = torch.cat([points, density.unconstrain(extra)])
         chunks = many.split(chunk_size)
-        calls = len(chunks) + effort.num_transitions * NUM_LEAPFROG
+        calls = len(chunks) + effort.num_transitions * CHECKS.num_leapfrog
         traced = TracedScore(density.score, calls)
         # Of quantities no score is asked for.
         score = traced if function is None else lambda u: (density.log_prob(u), u[:, :0])
@@ -117,7 +112,7 @@ def examine(
         density.log_prob(many[~finite][:1])  # a recording does not say why
         if density.error is not None:
             reason += f", the model fails there: {density.error}".split("\n")[0]
-        if number > FEW_LOST * len(finite):
+        if number > CHECKS.max_lost * len(finite):
             return report(no_density=no_density, broken=reason)
         left_out, kept = f"{reason}, of {len(finite)}", finite[:num_samples]
         weighted = weighted._replace(log_weights=log_weights[kept[: len(log_weights)]])
@@ -133,20 +128,20 @@ def examine(
     except CollapsedError as error:
         return report(bound=bound, no_density=no_density, broken=str(error))
     stein = stein_check(whitened, scores) if observed is None else None
-    few = bound is None or bound.effective_sample_size < GOOD_WEIGHTS * num_samples
+    few = bound is None or bound.effective_sample_size < policy.good_weights * num_samples
     if stein is not None and few and len(density.shapes) > 1:
         sizes = {name: shape.numel() for name, shape in density.shapes.items()}
         stein = stein._replace(by_site=stein_by_site(many, scores, sizes))
     importance = drift = coverage = None
-    is_even = bound is not None and bound.effective_sample_size >= EVEN_WEIGHTS * num_samples
-    if bound is not None and (is_even or bound.khat <= KHAT.distrust):
+    is_even = bound is not None and bound.effective_sample_size >= policy.even_weights * num_samples
+    if bound is not None and (is_even or bound.khat <= policy.khat.distrust):
         seen = whitened.first(num_samples)
         if observed is not None:
             values = observed(points[:num_samples])
             seen = Whitened(values, values.new_zeros(()), values.new_ones(()), None)
         importance = importance_check(seen, weighted.log_weights)
     if effort.num_transitions > 0 and density.is_vectorized:
-        number = NUM_CHAINS if function is None else NUM_OBSERVED_CHAINS
+        number = EFFORT.num_chains if function is None else EFFORT.num_observed_chains
         with suppress(*BAD_DRAWS):  # somewhere on the way
             drift = drift_check(
                 whitened.first(number),
@@ -186,7 +181,6 @@ def _known(guide: Callable[..., Any]) -> dict[str, Any]:
     return {name: getattr(guide, name) for name in names}
 
 
-NUM_LOSSES = 20
 #: What a guide or model says of numbers that it cannot work with.
 BAD_DRAWS = (ValueError, ArithmeticError, torch.linalg.LinAlgError)
 
@@ -256,9 +250,9 @@ def objective_gap(
 ) -> tuple[float, float]:
     """The objective minus the bound, and its standard error."""
     try:
-        losses = [loss.loss(model, guide, *args, **kwargs) for _ in range(NUM_LOSSES)]
+        losses = [loss.loss(model, guide, *args, **kwargs) for _ in range(CHECKS.num_losses)]
     except (ArithmeticError, torch.linalg.LinAlgError):
         return math.nan, math.nan
     values = -torch.tensor(losses)
-    error = math.hypot(values.std().item() / math.sqrt(NUM_LOSSES), bound.standard_error)
+    error = math.hypot(values.std().item() / math.sqrt(CHECKS.num_losses), bound.standard_error)
     return values.mean().item() - bound.value, error

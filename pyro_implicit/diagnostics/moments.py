@@ -9,13 +9,12 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributions import Normal
 
+from pyro_implicit.diagnostics.policy import MOMENTS
 from pyro_implicit.ops.logdet import lanczos
 
 __all__ = [
     "CollapsedError",
-    "FALSE_ALARM",
     "Fault",
     "MomentErrors",
     "Product",
@@ -31,16 +30,6 @@ __all__ = [
 Product = tuple[float, Tensor, Tensor]
 #: Coordinates of a direction with their weights.
 Terms = tuple[tuple[int, float], ...]
-
-#: Probability that one look finds fault with a perfect guide.
-FALSE_ALARM = 0.003
-
-MAX_FAULTS = 10  # of a kind
-MAX_TERMS = 3  # of a direction
-ENOUGH_TERMS = 0.8  # share of a direction's square that its terms need not exceed
-AS_BAD = 0.9  # a coordinate's share of the worst direction's error, to be named in its place
-MAX_EIGH_DIM = 300
-KRYLOV_STEPS = 30
 
 
 class Fault(NamedTuple):
@@ -133,7 +122,7 @@ def moment_errors(
     if not all(_is_tame(part) for part in terms):
         return MomentErrors(math.inf, (to_ratio(0.0), math.inf), (), Resolution(math.inf, math.inf))
     num_draws, dim = shifts.shape
-    threshold = _critical_value(false_alarm / (2 * dim + 6))
+    threshold = _normal_quantile(1 - false_alarm / (2 * dim + 6) / 2)
     constants = shifts.new_zeros(num_draws) if constants is None else constants
 
     means, squares = _Tests(threshold, axes, dim, odd=True), _Tests(threshold, axes, dim, odd=False)
@@ -177,7 +166,7 @@ class _Tests:
         """The columns of ``(n, k)``: their means where too far from 0 for chance, else 0."""
         mean, error = terms.mean(0), terms.std(0) / math.sqrt(len(terms))
         # Where draws are the posterior's up to rounding, there is no error to divide by.
-        limit = self.threshold * error + 100 * torch.finfo(terms.dtype).eps
+        limit = self.threshold * error + MOMENTS.mean_rounding * torch.finfo(terms.dtype).eps
         found = torch.where(mean.abs() > limit, mean, torch.zeros_like(mean))
         if directions is None:
             self.found, self.resolution = found, limit.max().item()
@@ -188,7 +177,7 @@ class _Tests:
     def faults(self) -> list[tuple[float, Terms]]:
         """Errors of coordinates, and of directions that are far worse than any coordinate."""
         by_axis, others = self.found[: self.dim], self.found[self.dim :]
-        chosen = by_axis.abs().topk(min(MAX_FAULTS, self.dim)).indices.tolist()
+        chosen = by_axis.abs().topk(min(MOMENTS.max_faults, self.dim)).indices.tolist()
         faults: list[tuple[float, Terms]] = [
             (by_axis[i].item(), ((i, 1.0),)) for i in chosen if by_axis[i] != 0
         ]
@@ -196,7 +185,7 @@ class _Tests:
             worst = int((sign * others).argmax())
             error = others[worst].item()
             rivals = by_axis.abs() if self.odd else sign * by_axis
-            if sign * error * AS_BAD > max(0.0, rivals.max().item()):
+            if sign * error * MOMENTS.as_bad > max(0.0, rivals.max().item()):
                 terms, sense = self._terms(self.directions[worst])
                 faults.append((error * sense if self.odd else error, terms))
         return faults
@@ -206,9 +195,9 @@ class _Tests:
         if self.axes is not None:
             direction = torch.linalg.solve(self.axes, direction)
         shares = direction.square() / direction.square().sum()
-        order = shares.topk(min(MAX_TERMS, self.dim)).indices
+        order = shares.topk(min(MOMENTS.max_terms, self.dim)).indices
         before = shares[order].cumsum(0) - shares[order]
-        order = order[before < ENOUGH_TERMS]
+        order = order[before < MOMENTS.enough_terms]
         first = direction[order[0]]
         weights = (direction[order] / first).tolist()
         return tuple(zip(order.tolist(), weights, strict=True)), first.sign().item()
@@ -246,7 +235,7 @@ def _quadratic(products: list[Product], constants: Tensor, directions: Tensor | 
 def _extremes(products: list[Product]) -> Tensor:
     """Directions of the smallest and the largest eigenvalue of the sum, ``(m, 2)``."""
     dim = products[0][1].shape[-1]
-    if dim <= MAX_EIGH_DIM:
+    if dim <= MOMENTS.max_full_dim:
         matrix = torch.stack([weight * left.mT @ right for weight, left, right in products]).sum(0)
         return torch.linalg.eigh(matrix + matrix.mT).eigenvectors[:, [0, -1]]
 
@@ -258,21 +247,12 @@ def _extremes(products: list[Product]) -> Tensor:
 
     # No random numbers: the checks read the caller's stream as they do in few dimensions.
     start = torch.linspace(1.0, 2.0, dim).to(products[0][1]).cos()
-    basis, tridiagonal = lanczos(image, start, KRYLOV_STEPS)
+    basis, tridiagonal = lanczos(image, start, MOMENTS.krylov_steps)
     return basis @ torch.linalg.eigh(tridiagonal).eigenvectors[:, [0, -1]]
 
 
-def _critical_value(false_alarm: float) -> float:
-    level = torch.tensor(1 - false_alarm / 2, dtype=torch.double)
-    return Normal(level.new_zeros(()), level.new_ones(())).icdf(level).item()
-
-
-MAX_FULL_DIM = 300
-MAX_SORTED = 2000  # draws, enough for a quantile
-# Units in the last place of the largest draw that are no spread; those of moments in higher
-# precision.
-ROUNDING, FEW = 10, 3
-FAR = 1e4  # times the sd of the others is that of all: rarer than 1 in 100 of Cauchy draws
+def _normal_quantile(probability: float) -> float:
+    return torch.special.ndtri(torch.tensor(probability, dtype=torch.double)).item()
 
 
 class CollapsedError(ValueError):
@@ -324,20 +304,22 @@ def whiten_draws(draws: Tensor) -> Whitened:
     """
     _refuse_far(draws)
     resolution, dtype = torch.finfo(draws.dtype).eps, draws.dtype
-    is_full = draws.shape[-1] <= MAX_FULL_DIM
+    is_full = draws.shape[-1] <= MOMENTS.max_full_dim
     wide = draws.double() if is_full else draws
     # In units in which no square overflows.
     unit = wide.abs().amax(0).clamp(min=torch.finfo(dtype).tiny)
     mean, spread = (wide / unit).mean(0), (wide / unit).std(0)
     loc, scale = (mean * unit).to(dtype), (spread * unit).to(dtype)
     # In single precision the spread of equal draws is what rounding leaves of it, not 0.
-    if not (spread > (ROUNDING if wide.dtype == dtype else FEW) * resolution).all():
+    if not (
+        spread > (MOMENTS.rounding if wide.dtype == dtype else MOMENTS.wide_rounding) * resolution
+    ).all():
         raise CollapsedError(_message(draws))
     standard = (wide / unit - mean) / spread
     if not is_full:
         return Whitened(standard, loc, scale, None)
     factor, info = torch.linalg.cholesky_ex(standard.mT @ standard / (len(draws) - 1))
-    if info or not (factor.diagonal().square() > ROUNDING * resolution).all():
+    if info or not (factor.diagonal().square() > MOMENTS.rounding * resolution).all():
         raise CollapsedError(_message(draws))
     white = torch.linalg.solve_triangular(factor.mT, standard, upper=True, left=False).to(dtype)
     axes = factor.mT.to(dtype)
@@ -347,12 +329,12 @@ def whiten_draws(draws: Tensor) -> Whitened:
 def _refuse_far(draws: Tensor) -> None:
     """A single draw makes the frame, if it is at 1e30."""
     shares = torch.tensor([0.05, 0.5, 0.95]).to(draws)
-    low, middle, high = torch.quantile(draws[:MAX_SORTED], shares, dim=0)
-    spread = (high - low) / 3.29
+    low, middle, high = torch.quantile(draws[: MOMENTS.num_sorted], shares, dim=0)
+    spread = (high - low) / (2 * _normal_quantile(0.95))
     distance = ((draws - middle) / spread.clamp(min=torch.finfo(draws.dtype).tiny)).abs()
     distance = torch.where(spread > 0, distance, 0.0)
     farthest = distance.max().item()
-    limit = FAR * len(draws) ** 0.5
+    limit = MOMENTS.far * len(draws) ** 0.5
     if farthest > limit:
         number = int((distance.amax(-1) > limit).sum())
         raise CollapsedError(

@@ -13,6 +13,7 @@ from torch.distributions import transforms
 
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.moments import CollapsedError, Fault
+from pyro_implicit.diagnostics.policy import MOMENTS, REPORT
 from pyro_implicit.nn import FunctionValues, NetworkModel
 
 __all__ = [
@@ -26,9 +27,6 @@ __all__ = [
     "index_label",
     "values_of",
 ]
-
-
-MAX_NAMED = 3
 
 
 def coordinate_labels(density: Target) -> tuple[str, ...]:
@@ -77,7 +75,7 @@ def describe_faults(faults: Sequence[Fault], labels: Sequence[str], given_rest: 
         text = f"the sd {where}{rest} is {worst.error:.2f} times what it should be"
     # A direction is named by coordinates that may be at fault themselves.
     singles = [f for f in others if len(f.terms) == 1]
-    named = [f"{_direction(f, labels)} ({_short(f)})" for f in singles[: MAX_NAMED - 1]]
+    named = [f"{_direction(f, labels)} ({_short(f)})" for f in singles[: REPORT.max_named - 1]]
     if len(singles) > len(named):
         named.append(f"{len(singles) - len(named)} more")
     return text + (f"; likewise {', '.join(named)}" if named else "")
@@ -191,7 +189,7 @@ class Observed:
         ]
         rows = self._rows(values, points)
         self.loc, scale = rows.mean(0), rows.std(0)
-        rounding = 10 * torch.finfo(rows.dtype).eps * rows.abs().amax(0)
+        rounding = MOMENTS.rounding * torch.finfo(rows.dtype).eps * rows.abs().amax(0)
         self.moves = scale > rounding
         if not rows.isfinite().all() or not self.moves.any():
             raise CollapsedError("the quantities are not finite, or the same at all draws")

@@ -9,17 +9,21 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pyro_implicit.diagnostics.checks import DriftCheck, ModeCoverage, SteinCheck
-from pyro_implicit.diagnostics.moments import FALSE_ALARM, MomentErrors
+from pyro_implicit.diagnostics.moments import MomentErrors
+from pyro_implicit.diagnostics.policy import (
+    CHECKS,
+    MOMENTS,
+    REPORT,
+    VERDICT,
+    Thresholds,
+    VerdictPolicy,
+)
 from pyro_implicit.diagnostics.quantities import describe_faults
 from pyro_implicit.infer.bound import EvidenceBound
 from pyro_implicit.ops.importance_weights import describe_weights
 from pyro_implicit.runtime.printing import Printed, Table
 
 __all__ = ["Diagnosis", "Finding", "MomentCheck", "Verdict", "beyond", "find_faults", "has_power"]
-
-
-#: Lines on further reasons.
-MAX_ALSO = 5
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,6 +53,7 @@ class Diagnosis(Printed):
     :ivar labels: names of the unconstrained coordinates, of which ``faults`` of the checks speak.
     :ivar planned_seconds: of one core, that the model's evaluations were estimated to take.
     :ivar spared: what the budget left out.
+    :ivar policy: the limits of the verdict.
     :ivar judged: of what the errors are, in place of the latents; empty for these.
     """
 
@@ -71,6 +76,7 @@ class Diagnosis(Printed):
     doubts: tuple[str, ...] = ()
     left_out: str = ""
     semi_implicit: bool = False
+    policy: VerdictPolicy = field(default_factory=VerdictPolicy, repr=False)
 
     @property
     def verdict(self) -> Verdict:
@@ -115,20 +121,20 @@ class Diagnosis(Printed):
         else:
             yield "importance weights", f"none: {self.no_density or 'not computed'}"
         if self.importance is not None:
-            telling = self.efficiency >= TELLING_WEIGHTS
-            yield "  would correct", _moments(self.importance, telling)
+            telling = self.efficiency >= self.policy.telling_weights
+            yield "  would correct", self._moments(self.importance, telling)
         if self.stein is not None:
-            yield "Stein's identities", _moments(self.stein)
+            yield "Stein's identities", self._moments(self.stein)
             by_site = "".join(
                 f", of `{site}` alone {p_value:.3f}"
                 for site, p_value in self.stein.by_site[:1]
-                if p_value < FALSE_ALARM
+                if p_value < MOMENTS.false_alarm
             )
             yield "kernel Stein test", f"p = {self.stein.kernel.p_value:.3f}{by_site}"
         if self.drift is not None:
             escaped = f", {self.drift.escaped:.1%} escaped" if self.drift.escaped else ""
             accepted = f"{self.drift.acceptance:.0%} accepted"
-            yield "short HMC", f"{_moments(self.drift)}, {accepted}{escaped}"
+            yield "short HMC", f"{self._moments(self.drift)}, {accepted}{escaped}"
         elif not self.broken:
             yield "short HMC", "not run"
         if self.gap is not None:
@@ -146,20 +152,21 @@ class Diagnosis(Printed):
         worst = next((f for f in self.findings if f.verdict == self.verdict), None)
         yield f"Verdict: {self.verdict}" + (f": {worst.reason}" if worst else "")
         others = [finding for finding in self.findings if finding != worst]
-        for finding in others[:MAX_ALSO]:
+        for finding in others[: REPORT.max_also]:
             yield f"  also: {finding.reason}"
-        if len(others) > MAX_ALSO:
-            yield f"  also: {len(others) - MAX_ALSO} more, see findings"
+        if len(others) > REPORT.max_also:
+            yield f"  also: {len(others) - REPORT.max_also} more, see findings"
         if self.cures:
             yield f"  try: {'; '.join(self.cures)}"
 
-
-def _moments(check: MomentCheck, has_told: bool = False) -> str:
-    low, high = check.sd_ratios
-    nothing = check.mean_error == 0 and (low, high) == (1.0, 1.0)
-    if nothing and not (has_told or has_power(check)):
-        return f"cannot tell: no errors seen, but none {beyond(check)} would be"
-    return f"means off by {check.mean_error:.2f} sd, sds {low:.2f} to {high:.2f} times the right"
+    def _moments(self, check: MomentCheck, has_told: bool = False) -> str:
+        low, high = check.sd_ratios
+        nothing = check.mean_error == 0 and (low, high) == (1.0, 1.0)
+        if nothing and not (has_told or has_power(check, self.policy)):
+            return f"cannot tell: no errors seen, but none {beyond(check)} would be"
+        return (
+            f"means off by {check.mean_error:.2f} sd, sds {low:.2f} to {high:.2f} times the right"
+        )
 
 
 Verdict = Literal["trust", "check", "do not trust"]
@@ -190,56 +197,30 @@ class Finding(NamedTuple):
     cure: str
 
 
-class Thresholds(NamedTuple):
-    """Where a number becomes a reason to check, and one not to trust."""
-
-    check: float
-    distrust: float
-
-    def judge(self, value: float, reason: str, cure: str) -> Iterator[Finding]:
-        """The finding, if any."""
-        if not value <= self.distrust:
-            yield Finding("do not trust", reason, cure)
-        elif value > self.check:
-            yield Finding("check", reason, cure)
-
-
-#: Of k-hat: Yao et al. (2018), Vehtari et al. (2024).
-KHAT = Thresholds(0.5, 0.7)
-KHAT_OF_EVEN = Thresholds(0.7, math.inf)
-#: Of the error of a mean, in standard deviations.
-MEAN = Thresholds(0.1, 0.25)
-#: Of the ratio of standard deviations, or its inverse.
-SD = Thresholds(1.08, 1.25)
-#: Of the share of chains that leave the guide's draws behind.
-ESCAPED = Thresholds(0.01, 0.05)
-#: Share of the draws that the effective sample size must reach for the weights' tail to be moot.
-EVEN_WEIGHTS = 0.99
-#: Share from which on weights leave so little error that a kernel test's significance is moot.
-GOOD_WEIGHTS = 0.9
-#: Share from which on weights rule out what must not be missed, whatever a test resolves: the mean
-#: of f is off by at most sd(f) times their coefficient of variation. For a Gaussian's square that
-#: stays below the limit of standard deviations, too.
-TELLING_WEIGHTS = 1 / (1 + MEAN.distrust**2)
-#: Nats by which an objective may exceed the certified bound.
-GAP = 0.5
-#: Mass of a mode that counts, where the weights of modes may be wrong.
-LEAST = 0.01
 #: Why draws of chains, or from elsewhere, have no weights.
 STORED = "stored draws"
 
 
+def _judge(limits: Thresholds, value: float, reason: str, cure: str) -> Iterator[Finding]:
+    if not value <= limits.distrust:
+        yield Finding("do not trust", reason, cure)
+    elif value > limits.check:
+        yield Finding("check", reason, cure)
+
+
 def find_faults(found: Diagnosis) -> Iterator[Finding]:
-    """All reasons against a guide."""
+    """Yield all reasons against a guide."""
+    policy = found.policy
     if found.broken:
         yield Finding("do not trust", found.broken, "fit again: a wider start, " + STEPS)
-    if found.bound is not None and found.efficiency < EVEN_WEIGHTS and not found.judged:
+    if found.bound is not None and found.efficiency < policy.even_weights and not found.judged:
         reason = f"k-hat {found.bound.khat:.2f}: the guide is too narrow somewhere"
         # Even weights leave a heavy tail little mass.
-        limits = KHAT_OF_EVEN if found.efficiency > GOOD_WEIGHTS else KHAT
-        yield from limits.judge(found.bound.khat, reason, _better_fit(found))
+        is_even = found.efficiency > policy.good_weights
+        limits = policy.khat_of_even if is_even else policy.khat
+        yield from _judge(limits, found.bound.khat, reason, _better_fit(found))
     keep = found.settled and not found.modes_weighed
-    if keep and found.coverage is not None and (found.coverage.mass > LEAST).sum() > 1:
+    if keep and found.coverage is not None and (found.coverage.mass > CHECKS.least_mass).sum() > 1:
         reason = "chains keep the weights that the guide gave to separate modes"
         yield Finding("check", reason, "a mixture of exact density (AutoMixture)")
     if found.left_out:
@@ -268,13 +249,14 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
     if found.drift is not None:
         share = found.drift.escaped
         reason = f"{share:.1%} of short HMC's draws end beyond all of the guide's: a tail is lost"
-        yield from ESCAPED.judge(share, reason, _cure(found))
+        yield from _judge(policy.escaped, share, reason, _cure(found))
     yield from _lack_of_power(found)
-    if found.stein is not None and found.efficiency < GOOD_WEIGHTS:
+    if found.stein is not None and found.efficiency < policy.good_weights:
         yield from _kernel_findings(found.stein, _cure(found))
-    if found.gap is not None and not found.gap[0] <= max(GAP, 3 * found.gap[1]):
-        reason = f"the objective is {found.gap[0]:.1f} nats above the certified bound"
-        if not math.isfinite(found.gap[0]):
+    gap, error = found.gap or (0.0, 0.0)
+    if not gap <= max(policy.gap, policy.gap_errors * error):
+        reason = f"the objective is {gap:.1f} nats above the certified bound"
+        if not math.isfinite(gap):
             reason = "the objective is not finite"
         yield Finding(
             "check",
@@ -300,15 +282,16 @@ def _moment_findings(found: Diagnosis, name: str, check: MomentCheck) -> Iterato
     low, high = check.sd_ratios
     reason = f"a mean is off by {check.mean_error:.2f} sd ({name})"
     reason = _located(found, "mean", name, check) or reason
-    yield from MEAN.judge(check.mean_error, reason, _cure(found))
+    yield from _judge(found.policy.mean, check.mean_error, reason, _cure(found))
     worst = low if low * high < 1 else high
     reason = f"an sd is {worst:.2f} times what it should be ({name})"
     reason = _located(found, "sd", name, check) or reason
-    yield from SD.judge(max(high, 1 / low if low > 0 else math.inf), reason, _cure(found))
+    size = max(high, 1 / low if low > 0 else math.inf)
+    yield from _judge(found.policy.sd, size, reason, _cure(found))
 
 
 def _located(found: Diagnosis, kind: str, name: str, check: MomentCheck) -> str:
-    limit = MEAN.check if kind == "mean" else math.log(SD.check)
+    limit = found.policy.mean.check if kind == "mean" else math.log(found.policy.sd.check)
     faults = [f for f in check.faults if f.kind == kind]
     # The worst in any case, as the limits are those of the worst direction.
     faults = faults[:1] + [fault for fault in faults[1:] if fault.size > limit]
@@ -320,18 +303,20 @@ def _located(found: Diagnosis, kind: str, name: str, check: MomentCheck) -> str:
 def _lack_of_power(found: Diagnosis) -> Iterator[Finding]:
     """Weights that are few do not tell, nor do Stein's identities of a guide that was trained
     by them."""
-    if found.efficiency >= TELLING_WEIGHTS:
+    if found.efficiency >= found.policy.telling_weights:
         return
     looks = [check for check in (found.importance, found.drift) if check is not None]
-    if found.judged and not (found.settled or found.broken or any(map(has_power, looks))):
+    if found.judged and not (
+        found.settled or found.broken or any(has_power(check, found.policy) for check in looks)
+    ):
         seen = beyond(looks[-1]) if looks else "of any size"
         reason = f"cannot tell: nothing would show errors {seen}"
         yield Finding("check", reason, "more draws (num_samples), or refine and then diagnose")
     if found.judged:
         return
-    if found.importance is None or found.bound is None or has_power(found.importance):
+    if found.importance is None or found.bound is None or has_power(found.importance, found.policy):
         return
-    if found.drift is not None and has_power(found.drift):
+    if found.drift is not None and has_power(found.drift, found.policy):
         return
     number = found.bound.effective_sample_size
     reason = (
@@ -342,19 +327,20 @@ def _lack_of_power(found: Diagnosis) -> Iterator[Finding]:
 
 
 def _kernel_findings(stein: SteinCheck, cure: str) -> Iterator[Finding]:
-    sites = [f"`{site}`" for site, p_value in stein.by_site if p_value < FALSE_ALARM]
+    sites = [f"`{site}`" for site, p_value in stein.by_site if p_value < MOMENTS.false_alarm]
     where = f", those of {' and '.join(sites[:2])} by themselves" if sites else ""
     p_values = [stein.kernel.p_value, *(p_value for _, p_value in stein.by_site)]
-    if min(p_values) < FALSE_ALARM:
+    if min(p_values) < MOMENTS.false_alarm:
         reason = (
             f"the draws do not fit the scores{where} (kernel Stein test, p = {min(p_values):.3f})"
         )
         yield Finding("check", reason, cure)
 
 
-def has_power(check: MomentCheck) -> bool:
-    """Whether what must not be missed would have been seen."""
-    return check.resolution.mean <= MEAN.distrust and check.resolution.sd <= SD.distrust
+def has_power(check: MomentCheck, policy: VerdictPolicy = VERDICT) -> bool:
+    """Whether a check would have seen every error that leads to "do not trust"."""
+    mean, sd = check.resolution
+    return mean <= policy.mean.distrust and sd <= policy.sd.distrust
 
 
 def beyond(check: MomentCheck) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.mcmc.policy import ChainPolicy
-from pyro_implicit.ops.policy import EVEN_EFFICIENCY
+from pyro_implicit.ops.policy import EVEN_EFFICIENCY, FINITE_VARIANCE_KHAT
 
 __all__ = [
     "DEFAULT",
@@ -255,7 +255,7 @@ class CorrectionPolicy:
 
     #: Pareto k-hat below which weights are used; Vehtari et al. (2024), Pareto smoothed importance
     #: sampling, section 3: the variance of the weights is finite.
-    max_khat: float = 0.5
+    max_khat: float = FINITE_VARIANCE_KHAT
 
     #: Effective sample size, as a share of the draws, above which weights are used.
     least_efficiency: float = 0.5

@@ -6,6 +6,7 @@ from __future__ import annotations
 __all__ = [
     "BRIDGE_TOLERANCE",
     "EVEN_EFFICIENCY",
+    "FINITE_VARIANCE_KHAT",
     "MAX_ALIGNMENTS",
     "MAX_BRIDGE_STEPS",
     "MAX_ENTRIES",
@@ -25,6 +26,8 @@ SMALL_MATRIX = 4
 MAX_MEDIAN_SAMPLES = 128
 #: Pareto k-hat above which importance weights are unreliable; Vehtari et al. (2024), section 3.
 RELIABLE_KHAT = 0.7
+#: Pareto k-hat up to which the variance of importance weights is finite; the same section.
+FINITE_VARIANCE_KHAT = 0.5
 #: Effective sample size per draw above which weights count as equal and need no k-hat.
 EVEN_EFFICIENCY = 0.99
 #: Change of a log normalising constant, in nats, at which bridge sampling stops, and the most

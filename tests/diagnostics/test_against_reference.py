@@ -14,6 +14,7 @@ from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 
 from pyro_implicit import AutoImplicit
 from pyro_implicit.diagnostics import (
+    ComparePolicy,
     compare,
     maximum_mean_discrepancy,
     sliced_wasserstein,
@@ -124,6 +125,15 @@ def test_verdicts_by_interval():
     assert verdict(1.4, 0.75, 3**0.5) == far.format("1.4", "1.2", "2.0")
     assert verdict(9.0, 8.0, 10.0) == far.format("9.0", "8.1", "10.0")
     assert verdict(1.7, 0.0, 3**0.5).startswith("cannot tell: 1.7 times as far off as exact draws")
+
+
+def test_a_policy_moves_the_limits():
+    torch.manual_seed(0)
+    guide, chains = {"x": torch.randn(500, 2)}, autoregression(4, 200)
+    assert compare(None, guide, chains).verdict.startswith("the guide is")
+    policy = ComparePolicy(least_ess=1000)
+    verdict = compare(None, guide, chains, policy=policy).verdict
+    assert verdict.startswith("the reference is too poor to judge by") and "effective" in verdict
 
 
 def test_to_dict_is_json():
@@ -337,7 +347,7 @@ def test_a_reference_that_lost_a_mode_is_the_worse_one(with_density):
     other = compare(two_modes, lost, both_modes())
     assert other.reference.missing == 0 and "times as far off" in other.verdict
     astray = compare(two_modes, {"x": 20 + both_modes()["x"]}, both_modes())
-    assert astray.reference.missing == 0 and not astray.reference.is_worse
+    assert astray.reference.missing == 0 and not astray.reference.is_worse()
 
 
 def test_a_lost_mode_far_from_the_origin():
@@ -351,7 +361,7 @@ def test_a_lost_mode_far_from_the_origin():
     guide = {"x": centers.repeat(250, 1) + 0.1 * torch.randn(500, 2)}
     lost = {"x": centers[0] + 0.1 * torch.randn(500, 2)}
     found = compare(far_modes, guide, lost)
-    assert found.reference.missing == pytest.approx(0.5, abs=0.05) and found.reference.is_worse
+    assert found.reference.missing == pytest.approx(0.5, abs=0.05) and found.reference.is_worse()
     # Means are taken in double precision: draws and errors are multiples of 2^-9 there.
     expected = guide["x"].double().mean(0) - lost["x"].double().mean(0)
     site = found.sites["x"]
@@ -371,7 +381,7 @@ def test_a_guide_that_is_too_wide_finds_no_lost_mass(seed):
         pyro.sample("x", dist.Normal(torch.zeros(5), 1.0).to_event(1))
 
     found = compare(normal, wide, {"x": torch.randn(1000, 5)})
-    assert found.reference.missing < 0.01 and not found.reference.is_worse
+    assert found.reference.missing < 0.01 and not found.reference.is_worse()
 
 
 def test_poor_chains_are_named():

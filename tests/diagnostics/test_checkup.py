@@ -25,7 +25,7 @@ from torch.distributions import constraints
 
 from pyro_implicit import LIVI_ELBO, MLP, AutoImplicit, AutoSemiImplicit
 from pyro_implicit.density.target import Target
-from pyro_implicit.diagnostics import examination as examination
+from pyro_implicit.diagnostics import Thresholds, VerdictPolicy, examination
 from pyro_implicit.diagnostics.checks import SteinCheck
 from pyro_implicit.diagnostics.checkup import diagnose
 from pyro_implicit.diagnostics.moments import MomentErrors, Resolution
@@ -573,6 +573,15 @@ def test_leaves_the_guide_alone():
     diagnose(gaussian, guide, num_samples=100)
     for name, p in guide.named_parameters():
         assert p.equal(before[name]) and p.grad is None
+
+
+def test_a_policy_moves_the_limits():
+    guide = exact_guide(width=1.15)
+    assert diagnose(gaussian, guide).verdict == "check"
+    lenient = VerdictPolicy(sd=Thresholds(2.0, 3.0), good_weights=0.0, khat=Thresholds(0.9, 1.0))
+    assert diagnose(gaussian, guide, policy=lenient).verdict == "trust"
+    strict = VerdictPolicy(sd=Thresholds(1.01, 1.02))
+    assert diagnose(gaussian, guide, policy=strict).verdict == "do not trust"
 
 
 def test_too_few_draws():
