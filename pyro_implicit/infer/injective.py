@@ -145,8 +145,7 @@ class InjectiveELBO(ImplicitELBO):
     True
 
     :param num_particles: draws of the guide per step.
-    :param path_derivative: True: the path gradient; False: the plain gradient; ``"auto"``: the
-    share
+    :param path_derivative: True: the path gradient; False: the plain gradient; ``"auto"``: the share
         of the path gradient with the least variance
         (:class:`~pyro_implicit.infer.injective.Landing`), see ``shares``. With ``coverage``, 1.
     :param coverage: c of the divergence KL(q || p) + c KL(p || q) that the gradient descends. The
