@@ -145,8 +145,8 @@ class InjectiveELBO(ImplicitELBO):
     True
 
     :param num_particles: draws of the guide per step.
-    :param path_derivative: True: the path gradient; False: the plain gradient; ``"auto"``: the share
-        of the path gradient with the least variance
+    :param path_derivative: True: the path gradient; False: the plain gradient; ``"auto"``: the
+        share of the path gradient with the least variance
         (:class:`~pyro_implicit.infer.injective.Landing`), see ``shares``. With ``coverage``, 1.
     :param coverage: c of the divergence KL(q || p) + c KL(p || q) that the gradient descends. The
         second term makes the guide cover tails and necks that the ELBO misses; 1 gives Jeffreys'
