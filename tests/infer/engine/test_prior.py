@@ -219,7 +219,7 @@ def test_density_at_any_point():
     torch.testing.assert_close(found, prior.log_prob().flatten())
     pyro.clear_param_store()
     prior = probed(hierarchical, AutoImplicit(hierarchical, frame=None))
-    with pytest.raises(ValueError, match="made from latents.*Cure: log_prior_logit=False"):
+    with pytest.raises(ValueError, match="depends on latents.*Cure: log_prior_logit=False"):
         prior.log_density(prior.site.draw)
 
 
