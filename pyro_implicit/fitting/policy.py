@@ -210,7 +210,7 @@ class StartPolicy:
 
 @dataclass(frozen=True)
 class ChoicePolicy:
-    """The choice between candidates. Set by posteriordb and the zoo."""
+    """The choice between candidates. Checked by posteriordb and the zoo."""
 
     #: Draws that give a candidate's bound.
     num_weighed: int = 1000

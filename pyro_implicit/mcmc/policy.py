@@ -21,7 +21,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class FramePolicy:
-    """How draws become an affine frame. Set by ``benchmarks/refine_posteriordb.py``."""
+    """How draws become an affine frame. Checked by ``benchmarks/refine_posteriordb.py``."""
 
     #: Interquartile ranges from the median beyond which a draw is an outlier.
     outlier_ranges: float = 6.0
@@ -86,7 +86,7 @@ class HMCPolicy:
 
 @dataclass(frozen=True)
 class WarmupPolicy:
-    """Warm-up of chains with all data. Set by ``benchmarks/refine_posteriordb.py``."""
+    """Warm-up of chains with all data. Checked by ``benchmarks/refine_posteriordb.py``."""
 
     #: Transitions of the first window; each window is twice as long as the last.
     first_window: int = 8
@@ -127,7 +127,7 @@ class WarmupPolicy:
 
 @dataclass(frozen=True)
 class StoppingPolicy:
-    """When chains with all data stop. Set by ``benchmarks/refine_stopping.py`` (200 runs)."""
+    """When chains with all data stop. Checked by ``benchmarks/refine_stopping.py`` (200 runs)."""
 
     #: Drift of a mean in sds, or of an sd as a share, at which it is small enough.
     max_error: float = 0.05
@@ -179,7 +179,7 @@ class StoppingPolicy:
 class SpacePolicy:
     """Which space chains walk in, and how the conditional space is made.
 
-    Set by ``benchmarks/refine_models.py`` and the hard geometries of ``benchmarks/posteriordb``.
+    Checked by ``benchmarks/refine_models.py`` and the hard geometries of ``benchmarks/posteriordb``.
     """
 
     #: Transitions of a trial walk; the first third does not count.
@@ -251,7 +251,7 @@ class SpacePolicy:
 
 @dataclass(frozen=True)
 class LangevinPolicy:
-    """Chains that see minibatches. Set by ``benchmarks/refine_minibatches.py``."""
+    """Chains that see minibatches. Checked by ``benchmarks/refine_minibatches.py``."""
 
     #: Friction of SGHMC, critical for directions twice as wide as the frame says.
     friction: float = 1.0
@@ -301,7 +301,7 @@ class LangevinPolicy:
 
 @dataclass(frozen=True)
 class TeachPolicy:
-    """How a guide learns from draws. Set by ``benchmarks/refine_teach.py``."""
+    """How a guide learns from draws. Checked by ``benchmarks/refine_teach.py``."""
 
     #: Draws below which nothing is learnt.
     least_draws: int = 20

@@ -19,8 +19,7 @@ __all__ = [
 
 #: Entries of the largest tensor that a chunked computation makes (64 MiB in float32).
 MAX_ENTRIES = 2**24
-#: Rows up to which batches of matrices are factored elementwise, faster than by LAPACK (measured
-#: on batches of 1,000).
+#: Rows up to which batches of matrices are factored elementwise, to avoid the overhead of LAPACK.
 SMALL_MATRIX = 4
 #: Samples whose distances enter a median bandwidth: sorting more costs more than the kernel.
 MAX_MEDIAN_SAMPLES = 128
@@ -31,14 +30,14 @@ FINITE_VARIANCE_KHAT = 0.5
 #: Effective sample size per draw above which weights count as equal and need no k-hat.
 EVEN_EFFICIENCY = 0.99
 #: Change of a log normalising constant, in nats, at which bridge sampling stops, and the most
-#: steps; it takes about ten (Meng and Wong, 1996).
+#: steps (the iteration is that of Meng and Wong, 1996).
 BRIDGE_TOLERANCE = 1e-6
 MAX_BRIDGE_STEPS = 200
 #: Powers of the balanced weights and their shares in the mixture of ``permutation_log_prob``. The
 #: first non-zero power is best if many rows compete for a column, the next for single pairs; power
-#: zero bounds the loss. Chosen by the information lost on random weights.
+#: zero bounds the loss.
 PERMUTATION_POWERS = ((0.0, 0.01), (1.0, 0.33), (1.5, 0.33), (2.0, 0.33))
 #: Sinkhorn iterations before it.
 NUM_BALANCINGS = 5
-#: Rounds of aligning hidden units to their mean, which ends when no unit moves, usually after five.
+#: Rounds of aligning hidden units to their mean, which ends when no unit moves.
 MAX_ALIGNMENTS = 20
