@@ -179,7 +179,7 @@ class StoppingPolicy:
 class SpacePolicy:
     """Which space chains walk in, and how the conditional space is made.
 
-    Checked by ``benchmarks/refine_models.py`` and the hard geometries of ``benchmarks/posteriordb``.
+    Checked by ``benchmarks/refine_models.py`` and the hard geometries of posteriordb.
     """
 
     #: Transitions of a trial walk; the first third does not count.
