@@ -54,8 +54,8 @@ LONG = 10_000  # steps; longer trainings, which take minutes, write checkpoints
 
 def add_output_arguments(parser: argparse.ArgumentParser, out: Path) -> None:
     """Add ``--out`` and ``--report``."""
-    parser.add_argument("--out", type=Path, default=out, help="JSON lines; the page lies beside it")
-    parser.add_argument("--report", action="store_true", help="only make the page of --out anew")
+    parser.add_argument("--out", type=Path, default=out, help="JSON lines; the page is next to it")
+    parser.add_argument("--report", action="store_true", help="only write the page of --out")
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:

@@ -201,7 +201,7 @@ def main(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=OUT, help="JSON lines; the page lies beside it")
+    parser.add_argument("--out", type=Path, default=OUT, help="JSON lines; the page is next to it")
     return parser
 
 

@@ -271,7 +271,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
-    parser.add_argument("--report", action="store_true", help="only write the page beside --out")
+    parser.add_argument("--report", action="store_true", help="only write the page next to --out")
     return parser
 
 
