@@ -27,6 +27,7 @@ from pyro_implicit.diagnostics.distances import (
     sliced_wasserstein_floor,
     sliced_wasserstein_interval,
 )
+from pyro_implicit.diagnostics.examination import weigh
 from pyro_implicit.diagnostics.policy import COMPARE, MOMENTS, VERDICT, ComparePolicy
 from pyro_implicit.diagnostics.quantities import (
     Quantities,
@@ -36,8 +37,7 @@ from pyro_implicit.diagnostics.quantities import (
     values_of,
 )
 from pyro_implicit.guides.posterior_draws import draw, posterior_of, refuse_swapped, samples_of
-from pyro_implicit.guides.sampler import StoredDraws
-from pyro_implicit.infer.bound import weighted_draws
+from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.random_stream import same_streams
@@ -373,22 +373,22 @@ def missing_mass(
     :returns: None where there is no way to look.
     """
     with same_streams(), suppress(Exception):  # the model's own, of any kind
-        density = Target(model, *args, model_kwargs=kwargs)
+        target = Target(model, *args, model_kwargs=kwargs)
         if not all(
-            name in side for side in (guide_draws, reference_draws) for name in density.shapes
+            name in side for side in (guide_draws, reference_draws) for name in target.shapes
         ):
             return None
-        reference = density.unconstrain(_some(reference_draws))
-        found = density.unconstrain(_some(guide_draws))
+        reference = target.unconstrain(_some(reference_draws))
+        found = target.unconstrain(_some(guide_draws))
         frame = _Neighbours(reference)
         far = frame.are_far(found)
         if far.double().mean() < COMPARE.least_mass:
             return 0.0
-        by_weights = _weighted_share(density, guide, frame)
+        by_weights = _weighted_share(Sampler(target, guide), frame)
         if by_weights is not None:
             return by_weights
-        limit = density.log_prob(reference).quantile(COMPARE.typical)
-        return (far & (density.log_prob(found) > limit)).double().mean().item()
+        limit = target.log_prob(reference).quantile(COMPARE.typical)
+        return (far & (target.log_prob(found) > limit)).double().mean().item()
     return None
 
 
@@ -410,17 +410,11 @@ class _Neighbours:
         return pairwise_distances(self._standard(points), self.points).amin(-1) > self.limit
 
 
-def _weighted_share(density: Target, guide: Any, frame: _Neighbours) -> float | None:
-    if not callable(guide) or isinstance(guide, StoredDraws):
+def _weighted_share(sampler: Sampler, frame: _Neighbours) -> float | None:
+    if not callable(sampler.guide) or isinstance(sampler.guide, StoredDraws):
         return None
     try:
-        weighted = weighted_draws(
-            density.model,
-            guide,
-            *density.args,
-            num_samples=COMPARE.max_points,
-            model_kwargs=density.kwargs,
-        )
+        weighted = weigh(sampler, num_samples=COMPARE.max_points)
     except ValueError:  # no density
         return None
     bound = weighted.bound()
@@ -428,7 +422,7 @@ def _weighted_share(density: Target, guide: Any, frame: _Neighbours) -> float | 
         bound.effective_sample_size < VERDICT.good_weights * COMPARE.max_points
     ):
         return None
-    far = frame.are_far(density.unconstrain(weighted.draws))
+    far = frame.are_far(sampler.target.unconstrain(weighted.draws))
     return weighted.log_weights.double().softmax(0)[far].sum().item()
 
 

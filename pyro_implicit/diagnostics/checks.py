@@ -333,7 +333,7 @@ class ModeCoverage(NamedTuple):
 def uncovered_modes(
     modes: Tensor,
     draws: Tensor,
-    density: Target,
+    target: Target,
     log_evidence: float | None = None,
     least_mass: float = CHECKS.least_mass,
 ) -> ModeCoverage:
@@ -359,7 +359,7 @@ def uncovered_modes(
 
     :param modes: tops of the density in unconstrained space, ``(num_modes, latent_dim)``.
     :param draws: of the guide, ``(num_draws, latent_dim)``.
-    :param density: of the model.
+    :param target: the posterior.
     :param log_evidence: of the guide's region; by default, the mean log-density of the draws and
         the entropy of a Gaussian with their covariance.
     :param least_mass: share below which a mode does not count.
@@ -371,16 +371,16 @@ def uncovered_modes(
     if log_evidence is None:
         covariance = "full" if len(draws) >= 2 * draws.shape[-1] else "diagonal"
         entropy = gaussian_entropy(draws / scale, covariance)  # type: ignore[arg-type]
-        log_prob = density.log_prob(draws).mean() + scale.log().sum()
+        log_prob = target.log_prob(draws).mean() + scale.log().sum()
         log_evidence = (log_prob + entropy).item()
-    hessian = density.hessian(modes) * scale * scale.unsqueeze(-1)
+    hessian = target.hessian(modes) * scale * scale.unsqueeze(-1)
     # Of draws in the far distance the products leave the range of numbers.
     limit = torch.finfo(hessian.dtype).max ** 0.25
     values, vectors = torch.linalg.eigh(-hessian.nan_to_num(0.0).clamp(-limit, limit))
     # Flat directions: a curvature of rounding alone would promise endless mass.
     precision = torch.where(values > CHECKS.least_curvature, values, torch.ones_like(values))
     dim = draws.shape[-1]
-    log_mass = density.log_prob(modes) - 0.5 * precision.log().sum(-1)
+    log_mass = target.log_prob(modes) - 0.5 * precision.log().sum(-1)
     log_mass = log_mass + scale.log().sum() + 0.5 * dim * math.log(2 * math.pi)
     mass = (log_mass - log_evidence).sigmoid()
     offsets = (draws - modes.unsqueeze(-2)) / scale

@@ -22,6 +22,7 @@ from pyro_implicit.diagnostics.examination import (
     BAD_DRAWS,
     Effort,
     examine,
+    weigh,
 )
 from pyro_implicit.diagnostics.policy import CHECKS, EFFORT, MOMENTS, VERDICT, VerdictPolicy
 from pyro_implicit.diagnostics.quantities import Quantities, find_quantities
@@ -46,7 +47,7 @@ __all__ = ["diagnose", "plan_effort"]
 @in_turn
 @torch.no_grad()
 def diagnose(
-    model: Callable[..., Any],
+    model: Callable[..., Any] | Target,
     guide: Callable[..., Any] | Mapping[str, Tensor] | Refined,
     *args: Any,
     num_samples: int | None = None,
@@ -117,7 +118,8 @@ def diagnose(
     >>> diagnose(model, AutoNormal(model)).verdict  # never trained
     'do not trust'
 
-    :param model: with all its data: nothing subsampled.
+    :param model: with all its data: nothing subsampled; or the
+        :class:`~pyro_implicit.density.Target` of a model, without further arguments.
     :param guide: a fitted guide of it; or draws, a dict ``(num_draws, *site_shape)`` by site, or
         what :func:`~pyro_implicit.refine` or an ``MCMC`` gave: these have no density, which chains
         of ``refine`` that had settled need not have. What :func:`~pyro_implicit.fit` returned
@@ -172,8 +174,16 @@ def diagnose(
         guide = guide.as_guide()
     elif not callable(guide) or hasattr(guide, "get_samples"):
         guide = StoredDraws(samples_of(guide, "guide"))
-    density = Target(model, *args, model_kwargs=kwargs)
-    dim = density.latent_dim
+    if isinstance(model, Target):
+        if args or kwargs:
+            raise TypeError(
+                "diagnose got a Target, which has the model's arguments, and further arguments "
+                f"{[*args, *kwargs]}. Cure: diagnose(target, guide)"
+            )
+        target = model
+    else:
+        target = Target(model, *args, model_kwargs=kwargs)
+    dim = target.latent_dim
     # Above, each coordinate is scaled by itself.
     least = max(EFFORT.least_samples, 2 * dim + 1 if dim <= MOMENTS.max_full_dim else 0)
     if num_samples is not None and num_samples < least:
@@ -181,15 +191,16 @@ def diagnose(
             f"num_samples must be at least {least} ({EFFORT.least_samples}, and more than twice "
             f"the {dim} latents up to {MOMENTS.max_full_dim}), but got {num_samples}"
         )
-    warn_of_lost_gradients(density)
+    warn_of_lost_gradients(target)
     check_modes(modes, dim)
-    check_sites(density, guide, args, kwargs)
-    function = find_quantities(quantities, model, args, kwargs)
-    if isinstance(modes, str) and (function is not None or not can_search(density)):
+    sampler = Sampler(target, guide)
+    check_sites(sampler)
+    function = find_quantities(quantities, target.model, target.args, target.kwargs)
+    if isinstance(modes, str) and (function is not None or not can_search(target)):
         modes = None
-    weight = seconds_of_weights(density, guide, max(1, chunk_size // EFFORT.weighed_part))
+    weight = seconds_of_weights(sampler, max(1, chunk_size // EFFORT.weighed_part))
     effort = plan_effort(
-        density,
+        target,
         num_samples or EFFORT.num_samples,
         num_samples or least,
         num_transitions,
@@ -201,11 +212,11 @@ def diagnose(
     )
     with showing_progress(progress):
         announce("diagnose", effort.seconds)
-        return examine(density, guide, effort, modes, loss, chunk_size, function, policy or VERDICT)
+        return examine(sampler, effort, modes, loss, chunk_size, function, policy or VERDICT)
 
 
 def plan_effort(
-    density: Target,
+    target: Target,
     num_samples: int,
     least_samples: int,
     num_transitions: int,
@@ -229,7 +240,7 @@ def plan_effort(
     >>> plan_effort(Target(model), 2000, 100, 20, False, 500, 60.0)[:3]
     (2000, 4, 20)
 
-    :param density: of the model; it is evaluated a few times at its start.
+    :param target: the posterior; it is evaluated a few times at its start.
     :param num_samples: wanted.
     :param least_samples: so many in any case.
     :param num_transitions: wanted.
@@ -240,16 +251,16 @@ def plan_effort(
     :param weight: seconds of the guide's density at one draw.
     """
     extra = max(
-        0, min(EFFORT.num_scores, EFFORT.max_numbers // (num_samples * density.latent_dim) - 1)
+        0, min(EFFORT.num_scores, EFFORT.max_numbers // (num_samples * target.latent_dim) - 1)
     )
     full = Effort(num_samples, extra, num_transitions, None, math.nan)
     try:
-        point = density.init_loc
-        density.log_prob(nearby(point, 2))  # how the model can be run
-        one_by_one = not density.is_vectorized
+        point = target.init_loc
+        target.log_prob(nearby(point, 2))  # how the model can be run
+        one_by_one = not target.is_vectorized
         rows = min(chunk_size, EFFORT.timed_points) if one_by_one else chunk_size
-        score = seconds_near(density.score, point, rows, one_by_one) / rows
-        iteration = seconds_of_climb(density) if can_search else 0.0
+        score = seconds_near(target.score, point, rows, one_by_one) / rows
+        iteration = seconds_of_climb(target) if can_search else 0.0
     except Exception:  # the model's own, at its start: the draws have others
         return full
     share, spared, unweighed = max_seconds / (3 if can_search else 2), [], ""
@@ -267,7 +278,7 @@ def plan_effort(
         num_samples, extra = number, 0
     extra = min(extra, max(0, affordable // num_samples - 2))
     per_transition = score * min(num_chains, num_samples) * CHECKS.num_leapfrog
-    if num_transitions and density.is_vectorized:
+    if num_transitions and target.is_vectorized:
         number = min(num_transitions, int(share / per_transition) - EFFORT.num_tuning)
         if number < num_transitions:
             number = number if number >= EFFORT.least_transitions else 0
@@ -282,7 +293,7 @@ def plan_effort(
         elif iterations >= EFFORT.usual_iterations:
             iterations = None
     seconds = (score * (2 + extra) + weight) * num_samples
-    if num_transitions and density.is_vectorized:
+    if num_transitions and target.is_vectorized:
         seconds += per_transition * (num_transitions + EFFORT.num_tuning)
     if can_search:
         seconds += iteration * (EFFORT.usual_iterations if iterations is None else iterations)
@@ -291,18 +302,17 @@ def plan_effort(
     )
 
 
-def seconds_of_weights(density: Target, guide: Callable[..., Any], chunk_size: int) -> float:
-    """Seconds of one core that an importance weight takes, of a guide with implicit sites.
+def seconds_of_weights(sampler: Sampler, chunk_size: int) -> float:
+    """Estimate the seconds of one core that an importance weight takes.
 
     The density of a semi-implicit site takes Gauss-Newton steps for each draw, which in thousands
     of latents are far dearer than the model. Counted at a few draws and steps, it is 0 of guides
     that have a density at hand, or none at all.
 
-    :param density: of the model.
-    :param guide: of it.
+    :param sampler: the guide and its target.
     :param chunk_size: draws at a time.
     """
-    model, args, kwargs = density.model, density.args, density.kwargs
+    target, guide = sampler.target, sampler.guide
     if isinstance(guide, StoredDraws):
         return 0.0
     defaults = inspect.signature(weighted_draws).parameters
@@ -310,22 +320,13 @@ def seconds_of_weights(density: Target, guide: Callable[..., Any], chunk_size: i
 
     def seconds(steps: int) -> float:
         return estimated_seconds(
-            lambda: weighted_draws(
-                model,
-                guide,
-                *args,
-                num_samples=2,
-                num_steps=steps,
-                num_starts=1,
-                model_kwargs=kwargs,
-            ),
-            chunk_size / 2,
+            lambda: weigh(sampler, num_samples=2, num_steps=steps, num_starts=1), chunk_size / 2
         )
 
-    with same_streams(density.init_loc.device), warnings.catch_warnings():
+    with same_streams(target.init_loc.device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of all draws are shown
         try:
-            sites = trace_guide(guide, args, kwargs).iter_stochastic_nodes()
+            sites = trace_guide(guide, target.args, target.kwargs).iter_stochastic_nodes()
             if all(find_implicit(site["fn"]) is None for _, site in sites):
                 return 0.0
             one = seconds(1)
@@ -347,15 +348,14 @@ def check_modes(modes: Tensor | str | None, dim: int) -> None:
             )
 
 
-def check_sites(
-    density: Target, guide: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-) -> None:
-    """Refuse a guide that lacks a latent, or has another number of its elements."""
+def check_sites(sampler: Sampler) -> None:
+    """Refuse a guide that lacks a latent site, or has another number of its elements."""
+    target = sampler.target
     try:
-        nodes = trace_guide(guide, args, kwargs).nodes
+        nodes = trace_guide(sampler.guide, target.args, target.kwargs).nodes
     except BAD_DRAWS:  # of which the verdict is going to tell
         return
-    for name, value in density.constrain(density.init_loc).items():
+    for name, value in target.constrain(target.init_loc).items():
         if name not in nodes:
             raise ValueError(
                 f"the guide has no site '{name}', which the model samples. Cure: add the site to "
@@ -363,10 +363,9 @@ def check_sites(
             )
         shape = nodes[name]["value"].shape
         if shape.numel() != value.numel():
-            sampler = Sampler(density, guide)
             raise sampler.wrong_shape(name, ("num_draws", *shape), tuple(value.shape))
 
 
-def can_search(density: Target) -> bool:
+def can_search(target: Target) -> bool:
     """Whether there is a way to look for modes."""
-    return density.latent_dim <= MAX_DENSE_DIM and density.is_vectorized
+    return target.latent_dim <= MAX_DENSE_DIM and target.is_vectorized

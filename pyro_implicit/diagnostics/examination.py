@@ -29,12 +29,12 @@ from pyro_implicit.diagnostics.quantities import Function, Observed, coordinate_
 from pyro_implicit.diagnostics.verdict import STORED, Diagnosis
 from pyro_implicit.guides.auto_implicit import AutoSemiImplicit
 from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel
-from pyro_implicit.guides.sampler import StoredDraws
+from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
 from pyro_implicit.runtime.printing import steps_of
 from pyro_implicit.runtime.random_stream import same_streams
 
-__all__ = ["Effort", "examine"]
+__all__ = ["BAD_DRAWS", "Effort", "examine", "weigh"]
 
 
 class Effort(NamedTuple):
@@ -55,8 +55,7 @@ class Effort(NamedTuple):
 
 @torch.no_grad()
 def examine(
-    density: Target,
-    guide: Callable[..., Any],
+    sampler: Sampler,
     effort: Effort,
     modes: Tensor | Literal["search"] | None,
     loss: ELBO | None,
@@ -64,14 +63,13 @@ def examine(
     function: Function | None,
     policy: VerdictPolicy,
 ) -> Diagnosis:
-    """Take the looks that the plan grants."""
-    model, args, kwargs = density.model, density.args, density.kwargs
-    num_samples = effort.num_samples
+    """Run the checks that the plan allows."""
+    target, guide, num_samples = sampler.target, sampler.guide, effort.num_samples
     report = partial(
         Diagnosis,
         num_samples,
-        density.latent_dim,
-        labels=coordinate_labels(density),
+        target.latent_dim,
+        labels=coordinate_labels(target),
         semi_implicit=isinstance(guide, AutoSemiImplicit),
         planned_seconds=effort.seconds,
         spared=effort.spared,
@@ -79,10 +77,8 @@ def examine(
     )
     try:
         weighed = max(1, chunk_size // EFFORT.weighed_part)
-        weighted, no_density = weigh_draws(
-            model, guide, args, kwargs, num_samples, weighed, effort.unweighed
-        )
-        points = density.unconstrain(weighted.draws)
+        weighted, no_density = _weigh(sampler, num_samples, weighed, effort.unweighed)
+        points = target.unconstrain(weighted.draws)
         many = points
         if (
             function is None
@@ -91,13 +87,13 @@ def examine(
             and not isinstance(guide, StoredDraws)
         ):
             # The noise of scores hides small errors, but not from many draws: they cost little.
-            extra = draw(guide, effort.extra * num_samples, *args, **kwargs)
-            many = torch.cat([points, density.unconstrain(extra)])
+            extra = _draw(sampler, effort.extra * num_samples)
+            many = torch.cat([points, target.unconstrain(extra)])
         chunks = many.split(chunk_size)
         calls = len(chunks) + effort.num_transitions * CHECKS.num_leapfrog
-        traced = TracedScore(density.score, calls)
+        traced = TracedScore(target.score, calls)
         # Of quantities no score is asked for.
-        score = traced if function is None else lambda u: (density.log_prob(u), u[:, :0])
+        score = traced if function is None else lambda u: (target.log_prob(u), u[:, :0])
         parts = [score(part) for part in steps_of(chunks, len(chunks), "scores")]
     except BAD_DRAWS as error:
         return report(broken=f"guide or model fails at the guide's draws: {error}")
@@ -109,9 +105,9 @@ def examine(
     if not finite.all():
         number = int((~finite).sum())
         reason = f"log-density, score or importance weight is not finite at {number} draws"
-        density.log_prob(many[~finite][:1])  # a recording does not say why
-        if density.error is not None:
-            reason += f", the model fails there: {density.error}".split("\n")[0]
+        target.log_prob(many[~finite][:1])  # a recording does not say why
+        if target.error is not None:
+            reason += f", the model fails there: {target.error}".split("\n")[0]
         if number > CHECKS.max_lost * len(finite):
             return report(no_density=no_density, broken=reason)
         left_out, kept = f"{reason}, of {len(finite)}", finite[:num_samples]
@@ -123,14 +119,14 @@ def examine(
     try:
         whitened = whiten_draws(many)
         if function is not None:
-            observed = Observed(function, density, points)
+            observed = Observed(function, target, points)
             report = partial(report, labels=observed.labels, judged=describe(function))
     except CollapsedError as error:
         return report(bound=bound, no_density=no_density, broken=str(error))
     stein = stein_check(whitened, scores) if observed is None else None
     few = bound is None or bound.effective_sample_size < policy.good_weights * num_samples
-    if stein is not None and few and len(density.shapes) > 1:
-        sizes = {name: shape.numel() for name, shape in density.shapes.items()}
+    if stein is not None and few and len(target.shapes) > 1:
+        sizes = {name: shape.numel() for name, shape in target.shapes.items()}
         stein = stein._replace(by_site=stein_by_site(many, scores, sizes))
     importance = drift = coverage = None
     is_even = bound is not None and bound.effective_sample_size >= policy.even_weights * num_samples
@@ -140,7 +136,7 @@ def examine(
             values = observed(points[:num_samples])
             seen = Whitened(values, values.new_zeros(()), values.new_ones(()), None)
         importance = importance_check(seen, weighted.log_weights)
-    if effort.num_transitions > 0 and density.is_vectorized:
+    if effort.num_transitions > 0 and target.is_vectorized:
         number = EFFORT.num_chains if function is None else EFFORT.num_observed_chains
         with suppress(*BAD_DRAWS):  # somewhere on the way
             drift = drift_check(
@@ -152,14 +148,14 @@ def examine(
                 others=whitened.white[number:] if observed is None else None,
             )
     if isinstance(modes, str):
-        modes = search_modes(density, effort.search_iterations)
+        modes = search_modes(target, effort.search_iterations)
     if modes is not None:
         # Of a guide on many modes, a Gaussian would overstate the volume.
         evidence = log_mean_exp(weighted.log_weights) if bound is not None else None
-        coverage = uncovered_modes(modes, points, density, evidence)
+        coverage = uncovered_modes(modes, points, target, evidence)
     gap = None
     if loss is not None and bound is not None:
-        gap = objective_gap(loss, bound, model, guide, args, kwargs)
+        gap = objective_gap(loss, bound, sampler)
     return report(
         bound=bound,
         no_density=no_density,
@@ -185,40 +181,35 @@ def _known(guide: Callable[..., Any]) -> dict[str, Any]:
 BAD_DRAWS = (ValueError, ArithmeticError, torch.linalg.LinAlgError)
 
 
-def weigh_draws(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    args: tuple,
-    kwargs: dict[str, Any],
-    num_samples: int,
-    chunk_size: int,
-    unweighed: str = "",
-) -> tuple[WeightedDraws, str]:
-    """Draws and log-weights, none of a guide without density, and why there is none.
+def weigh(sampler: Sampler, **options: Any) -> WeightedDraws:
+    """Return :func:`~pyro_implicit.infer.weighted_draws` of a sampler's guide.
 
-    :param unweighed: why there are to be none in any case.
+    :raises ValueError: if the guide has no density.
     """
-    if isinstance(guide, StoredDraws):
-        return WeightedDraws(torch.empty(0), guide.sample_posterior(num_samples)), STORED
-    if unweighed:
-        draws = draw(guide, num_samples, *args, **kwargs)
-        return WeightedDraws(torch.empty(0), draws), unweighed
-    try:
-        weighted = weighted_draws(
-            model,
-            guide,
-            *args,
-            num_samples=num_samples,
-            chunk_size=chunk_size,
-            model_kwargs=kwargs,
-        )
-        return weighted, ""
-    except ValueError as error:
-        draws = draw(guide, num_samples, *args, **kwargs)
-        return WeightedDraws(torch.empty(0), draws), str(error).split("\n")[0]
+    target = sampler.target
+    return weighted_draws(
+        target.model, sampler.guide, *target.args, model_kwargs=target.kwargs, **options
+    )
 
 
-def search_modes(density: Target, num_iterations: int | None = None) -> Tensor | None:
+def _draw(sampler: Sampler, num_samples: int) -> dict[str, Tensor]:
+    return draw(sampler.guide, num_samples, *sampler.target.args, **sampler.target.kwargs)
+
+
+def _weigh(
+    sampler: Sampler, num_samples: int, chunk_size: int, unweighed: str
+) -> tuple[WeightedDraws, str]:
+    """Return draws and log-weights, or draws and the reason why there are no weights."""
+    reason = STORED if isinstance(sampler.guide, StoredDraws) else unweighed
+    if not reason:
+        try:
+            return weigh(sampler, num_samples=num_samples, chunk_size=chunk_size), ""
+        except ValueError as error:
+            reason = str(error).split("\n")[0]
+    return WeightedDraws(torch.empty(0), _draw(sampler, num_samples)), reason
+
+
+def search_modes(target: Target, num_iterations: int | None = None) -> Tensor | None:
     """The modes that can be found, None where the model cannot run at draws of its prior.
 
     :param num_iterations: of all rounds, about; None for any number.
@@ -228,9 +219,9 @@ def search_modes(density: Target, num_iterations: int | None = None) -> Tensor |
     options = {}
     if num_iterations is not None:
         options = {"max_rounds": 1, "max_iterations": num_iterations}
-    with same_streams(density.init_loc.device):
+    with same_streams(target.init_loc.device):
         try:
-            return find_modes(density, **options).loc
+            return find_modes(target, **options).loc
         except (*BAD_DRAWS, RuntimeError):
             return None
 
@@ -243,16 +234,15 @@ def log_mean_exp(log_weights: Tensor) -> float:
 def objective_gap(
     loss: ELBO,
     bound: EvidenceBound,
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    args: tuple,
-    kwargs: dict[str, Any],
+    sampler: Sampler,
 ) -> tuple[float, float]:
-    """The objective minus the bound, and its standard error."""
+    """Return the objective minus the bound, and its standard error."""
+    target, num = sampler.target, CHECKS.num_losses
+    source = target.model, sampler.guide, *target.args
     try:
-        losses = [loss.loss(model, guide, *args, **kwargs) for _ in range(CHECKS.num_losses)]
+        losses = [loss.loss(*source, **target.kwargs) for _ in range(num)]
     except (ArithmeticError, torch.linalg.LinAlgError):
         return math.nan, math.nan
     values = -torch.tensor(losses)
-    error = math.hypot(values.std().item() / math.sqrt(CHECKS.num_losses), bound.standard_error)
+    error = math.hypot(values.std().item() / math.sqrt(num), bound.standard_error)
     return values.mean().item() - bound.value, error

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-def coordinate_labels(density: Target) -> tuple[str, ...]:
+def coordinate_labels(target: Target) -> tuple[str, ...]:
     """What each coordinate of a model's unconstrained latent vector is.
 
     **Example:**
@@ -42,11 +42,11 @@ def coordinate_labels(density: Target) -> tuple[str, ...]:
     >>> coordinate_labels(Target(model))
     ('log `tau`', '`theta[0]`', '`theta[1]`')
 
-    :param density: of the model.
+    :param target: the posterior.
     """
     labels: list[str] = []
-    for name, shape in density.shapes.items():
-        prefix = _prefix(density.transforms[name])
+    for name, shape in target.shapes.items():
+        prefix = _prefix(target.transforms[name])
         indices = itertools.product(*map(range, shape))
         labels += [f"{prefix}`{index_label(name, index)}`" for index in indices]
     return tuple(labels)
@@ -174,13 +174,13 @@ class Observed:
     Those that are the same at all draws are left out.
 
     :param function: of constrained draws by site.
-    :param density: of the model.
+    :param target: the posterior.
     :param points: draws of the guide, ``(num_draws, latent_dim)``.
     :raises CollapsedError: if all are the same, or any is not finite.
     """
 
-    def __init__(self, function: Function, density: Target, points: Tensor) -> None:
-        self.function, self.density = function, density
+    def __init__(self, function: Function, target: Target, points: Tensor) -> None:
+        self.function, self.target = function, target
         values = self._values(points)
         labels = [
             f"`{index_label(name, index)}`"
@@ -202,7 +202,7 @@ class Observed:
         return rows[:, self.moves] / self.scale
 
     def _values(self, points: Tensor) -> dict[str, Tensor]:
-        return values_of(self.function, self.density.constrain(points))
+        return values_of(self.function, self.target.constrain(points))
 
     @staticmethod
     def _rows(values: dict[str, Tensor], points: Tensor) -> Tensor:

@@ -158,8 +158,7 @@ class Fit(Printed):
         :param options: options of that function.
         :raises SubsampledError: if the model subsamples its data, or had them in minibatches.
         """
-        model, args, kwargs = self._of_all_data()
-        return diagnose(model, self.posterior, *args, model_kwargs=kwargs, **options)
+        return diagnose(self.target, self.posterior, **options)
 
     def compare(self, reference: Any, **options: Any) -> Comparison:
         """Return :func:`~pyro_implicit.compare` of these draws with a reference, for instance NUTS.

@@ -48,7 +48,8 @@ class Sampler:
     """
 
     def __init__(self, target: Target, guide: Guide) -> None:
-        self.target, self.guide = target, guide
+        self.target = target
+        self.guide: Any = guide
 
     @property
     def num_given(self) -> int | None:

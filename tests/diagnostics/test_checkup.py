@@ -584,6 +584,22 @@ def test_a_policy_moves_the_limits():
     assert diagnose(gaussian, guide, policy=strict).verdict == "do not trust"
 
 
+def test_one_target_for_each_call(monkeypatch):
+    built, init = [], Target.__init__
+    monkeypatch.setattr(Target, "__init__", lambda self, *a, **k: built.append(init(self, *a, **k)))
+    guide = exact_guide(width=0.9)
+    built.clear()
+    pyro.set_rng_seed(1)
+    of_model = diagnose(gaussian, guide)
+    assert len(built) == 1
+    pyro.set_rng_seed(1)
+    target = Target(gaussian)  # with the same random numbers
+    assert str(diagnose(target, guide)) == str(of_model)
+    assert len(built) == 2
+    with pytest.raises(TypeError, match=r"further arguments \[1, 'x'\]. Cure: diagnose\(target"):
+        diagnose(target, guide, 1, x=2)
+
+
 def test_too_few_draws():
     with pytest.raises(ValueError, match="must be at least 100 .*, but got 50"):
         diagnose(gaussian, exact_guide(), num_samples=50)
