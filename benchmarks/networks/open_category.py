@@ -128,7 +128,7 @@ def report(args: argparse.Namespace) -> str:
         rows.append(
             [ROWS[index], "all" if subset == "None" else subset, str(epochs), *cells, shown]
         )
-    header = ["row", "images", "epochs", "accuracy", "AUC by greatest probability", "by entropy"]
+    header = ["row", "images", "epochs", "accuracy", "AUC by largest probability", "by entropy"]
     header += [
         "by mutual information",
         "ECE",
