@@ -12,9 +12,8 @@ from pyro_implicit.compiled.cache import (
     disagreement,
     flatten_arguments,
 )
-from pyro_implicit.compiled.inductor import CompilerError
 from pyro_implicit.compiled.policy import RECORDINGS
-from pyro_implicit.compiled.program import RandomState, RecordedFunction
+from pyro_implicit.compiled.program import CompilerError, RandomState, RecordedFunction
 from pyro_implicit.compiled.recorder import ACTIVE, Untraceable, is_tracing
 
 __all__ = [

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pyro_implicit.compiled.inductor import CompilerError
 from pyro_implicit.compiled.policy import RECORDINGS
+from pyro_implicit.compiled.program import CompilerError
 from pyro_implicit.compiled.recorder import Untraceable
 from pyro_implicit.runtime.user_warnings import first_line, warn_user
 

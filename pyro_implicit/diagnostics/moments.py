@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.diagnostics.policy import MOMENTS
-from pyro_implicit.ops.logdet import lanczos
+from pyro_implicit.ops.jacobian import lanczos
 
 __all__ = [
     "CollapsedError",

@@ -18,7 +18,7 @@ from pyro_implicit.generators.base import (
     Linearisation,
     check_layers,
 )
-from pyro_implicit.generators.policy import MAX_SKEW, MAX_TAIL, NEAR_ZERO
+from pyro_implicit.ops.policy import MAX_SKEW, MAX_TAIL, NEAR_ZERO
 from pyro_implicit.ops.sinh_arcsinh import (
     sinh_arcsinh,
     sinh_arcsinh_inverse,

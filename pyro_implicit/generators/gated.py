@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyro_implicit.generators.base import ACTIVATIONS, Generator, Linearisation, joined
 from pyro_implicit.generators.mlp import MLP
-from pyro_implicit.generators.policy import CONTEXT_FACTOR, NEAR_ZERO
+from pyro_implicit.ops.policy import CONTEXT_FACTOR, NEAR_ZERO
 
 __all__ = ["GatedMLP", "TwinMLP"]
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from pyro_implicit.generators.base import Generator, Linearisation, check_positive
 from pyro_implicit.generators.mlp import MLP
-from pyro_implicit.generators.policy import NEAR_ZERO
 from pyro_implicit.ops.kernels import InverseTransposed
+from pyro_implicit.ops.policy import NEAR_ZERO
 
 __all__ = ["GatedResidualGenerator", "ResidualGenerator"]
 

@@ -15,7 +15,17 @@ from pyro_implicit.ops.density_ratio import (
 )
 from pyro_implicit.ops.ensemble_hmc import ChainState, Move, ensemble_move, score_of
 from pyro_implicit.ops.importance_weights import SmoothedWeights, bridge, pareto_smoothed
-from pyro_implicit.ops.jacobian import batch_jacobian, jacobian_products
+from pyro_implicit.ops.jacobian import (
+    batch_jacobian,
+    covariance_log_det,
+    jacobian_products,
+    lanczos,
+    linearised_log_density,
+    log_quadratic_and_solve,
+    smallest_eigenpair,
+    smallest_singular_log_det,
+    stochastic_log_det,
+)
 from pyro_implicit.ops.kernels import (
     InverseTransposed,
     Kernel,
@@ -28,15 +38,6 @@ from pyro_implicit.ops.kernels import (
     rbf_kernel,
     repulsion,
     squared_distances,
-)
-from pyro_implicit.ops.logdet import (
-    covariance_log_det,
-    lanczos,
-    linearised_log_density,
-    log_quadratic_and_solve,
-    smallest_eigenpair,
-    smallest_singular_log_det,
-    stochastic_log_det,
 )
 from pyro_implicit.ops.permutations import (
     align_hidden_units,

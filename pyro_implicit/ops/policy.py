@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that the mathematical functions' accuracy, speed or memory depend on."""
+"""Numbers that accuracy, speed or memory of the mathematics and of the generators depend on."""
 
 from __future__ import annotations
 
 __all__ = [
+    "NEAR_ZERO",
+    "MAX_TAIL",
+    "MAX_SKEW",
+    "CONTEXT_FACTOR",
     "BRIDGE_TOLERANCE",
     "EVEN_EFFICIENCY",
     "FINITE_VARIANCE_KHAT",
@@ -41,3 +45,12 @@ PERMUTATION_POWERS = ((0.0, 0.01), (1.0, 0.33), (1.5, 0.33), (2.0, 0.33))
 NUM_BALANCINGS = 5
 #: Rounds of aligning hidden units to their mean, which ends when no unit moves.
 MAX_ALIGNMENTS = 20
+#: Bound of the skew of ``AutoregressiveGenerator``. At it one side of h is 400 times steeper
+#: than the other. With ``MAX_TAIL``, ``|h(8)| < 1e5``: float32 squares that without overflow.
+MAX_SKEW = 3.0
+#: Bound of its tail parameter: at it the tails exceed a Cauchy distribution's up to z = 3.
+MAX_TAIL = 1.5
+#: Factor on the initial weights of the last layers: a network starts near its affine part.
+NEAR_ZERO = 0.01
+#: Factor on the initial weights of a linear map of the context.
+CONTEXT_FACTOR = 0.1

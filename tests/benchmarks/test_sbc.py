@@ -72,7 +72,7 @@ def test_draws_do_not_repeat_the_truth(method, monkeypatch):
 
     monkeypatch.setattr(run, "simulate", simulate)
     monkeypatch.setattr(run, f"by_{method}", by_method)
-    monkeypatch.setattr(run, "LatentDensity", lambda *args: None)
+    monkeypatch.setattr(run, "Target", lambda *args: None)
     monkeypatch.setattr(run, "statistics", lambda density, draws: draws)
     run.run(next(iter(MODELS)), method, seed=3)
     assert seen == list(run.streams(3))
