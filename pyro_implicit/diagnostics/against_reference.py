@@ -47,7 +47,7 @@ __all__ = ["compare"]
 
 @runtime_checkable
 class HasSamples(Protocol):
-    """What holds draws, by site, as :class:`~pyro.infer.mcmc.api.MCMC`."""
+    """An object with draws by site, as :class:`~pyro.infer.mcmc.api.MCMC`."""
 
     def get_samples(self) -> Mapping[str, Tensor]:
         """By site, ``(num_samples, *site_shape)``."""
@@ -65,7 +65,7 @@ def compare(
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Comparison:
-    r"""Compares a guide's posterior with reference draws, in constrained space.
+    r"""Compare a guide's posterior with reference draws, in constrained space.
 
     Every coordinate of every common site gets the mean and standard deviation of both sides, the
     difference of means in units of the reference's standard deviation, the ratio of standard
@@ -77,14 +77,13 @@ def compare(
     by the reference's standard deviation; where the reference is constant, errors stay in the
     coordinate's own units.
 
-    The reference is judged as well: by its effective sample size, by R-hat where its chains are
-    known, and by the mass of places where the guide has draws and the reference has none. Where it
-    is the worse one of both, the verdict says so.
+    The reference is checked, too: its effective sample size, its R-hat if its chains are known, and
+    the mass of regions in which the guide has draws and the reference has none. The verdict says if
+    the reference is worse than the guide.
 
-    Hidden units of networks have no order, and many weights make one function: networks are
-    compared by their predictions at the inputs given, where each coordinate above is one
-    prediction, and the report says so. Single weights can be compared once both sides have their
-    units in one order (:func:`~pyro_implicit.ops.align_hidden_units`).
+    Networks are compared by their predictions at the given inputs, because hidden units have no
+    order and many weights give the same function. Single weights can be compared once both sides
+    have their units in one order (:func:`~pyro_implicit.ops.align_hidden_units`).
 
     **Example:**
 
@@ -113,7 +112,7 @@ def compare(
         :class:`~pyro_implicit.diagnostics.ComparePolicy`.
     :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
     :param kwargs: the keyword arguments of the model and the guide.
-    :returns: a :class:`Comparison`: print it, plot it, or take its ``to_dict()``.
+    :returns: a :class:`Comparison`, with ``print``, ``plot()`` and ``to_dict()``.
     :raises TypeError: for another order of arguments, or a reference without draws.
     :raises ValueError: if no site is common to both, a site's shapes differ, draws are not
         finite or fewer than 4 (2 for the guide), or ``num_samples`` comes with a dict of draws.
@@ -187,7 +186,6 @@ def compare(
 def _of_common(
     names: list[str], draws: dict[str, Tensor], chains: dict[str, Tensor] | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
-    """The sites that are compared, of all draws and by chain."""
     return {name: draws[name] for name in names}, (
         None if chains is None else {name: chains[name] for name in names}
     )
@@ -213,14 +211,13 @@ def _compare_site(x: Tensor, y: Tensor) -> SiteComparison:
 
 
 def _scale(reference: Tensor) -> Tensor:
-    """The standard deviation of each coordinate, or 1 where it is constant up to rounding."""
+    """Return the standard deviations, with 1 for coordinates that are constant up to rounding."""
     sd = reference.std(dim=0)
     return torch.where(sd > _rounding(reference), sd, torch.ones_like(sd))
 
 
 def _rounding(reference: Tensor) -> Tensor:
-    """The spread that rounding alone can give: structural zeros and ones are not quite constant
-    after a change of variables."""
+    """Return the spread that rounding gives to constants after a change of variables."""
     return MOMENTS.rounding * torch.finfo(reference.dtype).eps * reference.abs().amax(dim=0)
 
 
@@ -229,7 +226,7 @@ def _has_draws(side: Any) -> bool:
 
 
 def _count(draws: dict[str, Tensor], side: str, at_least: int) -> int:
-    """The number of draws, the same at all sites."""
+    """Check that all sites have one number of draws, and return it."""
     counts = {name: value.shape[:1].numel() for name, value in draws.items()}
     if len(set(counts.values())) > 1:
         raise ValueError(
@@ -254,7 +251,7 @@ def _common_sites(guide: dict[str, Tensor], reference: dict[str, Tensor]) -> lis
 
 
 def _aligned(name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Both sides of one site: checked, in one floating-point type, on the reference's device."""
+    """Check both sides of a site; convert them to one dtype, on the reference's device."""
     if x.shape[1:] != y.shape[1:]:
         raise ValueError(
             f"site {name!r} has shape {tuple(x.shape[1:])} in the guide and "
@@ -276,8 +273,8 @@ def _aligned(name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chains_of(source: Any, site_dims: Mapping[str, int]) -> dict[str, Tensor] | None:
-    """Draws with their chains apart, ``(num_chains, num_draws, *site_shape)``, None where nobody
-    knows the chains.
+    """Return draws by chain, ``(num_chains, num_draws, *site_shape)``, or None if the chains are
+    unknown.
 
     :param source: what has ``get_samples(group_by_chain=True)``, or a dict.
     :param site_dims: of each site's values: a dict of draws with one dimension more has chains.
@@ -299,7 +296,7 @@ def chains_of(source: Any, site_dims: Mapping[str, int]) -> dict[str, Tensor] | 
 def check_mixing(
     draws: Mapping[str, Tensor], chains: Mapping[str, Tensor] | None, source: Any
 ) -> ReferenceCheck:
-    """Effective sample size and R-hat of the worst coordinates.
+    """Return effective sample size and R-hat of the worst coordinates.
 
     **Example:**
 
@@ -358,12 +355,12 @@ def missing_mass(
     args: tuple,
     kwargs: dict[str, Any],
 ) -> float | None:
-    """The posterior's mass in places where the guide has draws and the reference none.
+    """Estimate the posterior mass of regions with draws of the guide and none of the reference.
 
-    Far is a draw whose nearest neighbour in the reference is twice as far off as that of one in a
-    hundred of the reference's own draws. If the guide has a density and its importance weights
-    are reliable, they are asked for the mass of such draws; else it is the share of the guide's
-    draws that are far while the log-density there is above the reference's lowest twentieth.
+    A draw is far if its distance to the nearest draw of the reference is twice the 99 % quantile of
+    the reference's own distances. Reliable importance weights of the guide give the mass of far
+    draws. Without such weights, it is the share of the guide's draws that are far and have a
+    log-density above the reference's 5 % quantile.
 
     :param model: of both.
     :param guide: or its draws.
@@ -393,7 +390,7 @@ def missing_mass(
 
 
 class _Neighbours:
-    """Distances to the nearest of some points, in units of their standard deviations."""
+    """Distances to the nearest of given points, in units of their standard deviations."""
 
     def __init__(self, points: Tensor) -> None:
         points = points.double()
@@ -427,7 +424,6 @@ def _weighted_share(sampler: Sampler, frame: _Neighbours) -> float | None:
 
 
 def _some(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A thousand of them at most, evenly spaced."""
     count = len(next(iter(draws.values())))
     return {name: value[:: -(-count // COMPARE.max_points)] for name, value in draws.items()}
 

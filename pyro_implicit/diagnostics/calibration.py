@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulation-based calibration: is a way of fitting right on average over the model's own data?"""
+"""Simulation-based calibration of a way of fitting, on data drawn from the model."""
 
 from __future__ import annotations
 
@@ -96,16 +96,16 @@ def simulation_based_calibration(
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Calibration:
-    r"""Tests a way of fitting on data that the model itself makes.
+    r"""Test a way of fitting on data drawn from the model.
 
     Each simulation draws all latents and then all observed sites from the model, fits the model to
     these data, and ranks the true latents among draws of the fit. If the fit is the posterior, each
-    rank is uniform on 0, ..., ``num_draws``, whatever the model. A histogram like a U tells of a
-    posterior that is too narrow, one like a hill of one that is too wide, a slope of one that is
-    off to a side.
+    rank is uniform on 0, ..., ``num_draws``, whatever the model. A U-shaped
+    histogram shows posteriors that are too narrow, a hill posteriors that are too wide, a slope
+    posteriors that are biased.
 
-    Right means right on average over the prior: errors at the one data set of interest may hide,
-    and errors of joint shape do if all marginals are right.
+    The test averages over the prior: it may miss errors at the data set of interest, and it misses
+    errors of the joint distribution if all marginals are correct.
 
     **Example:**
 
@@ -175,7 +175,7 @@ def simulation_based_calibration(
 
 
 class _Conditioned:
-    """The model on simulated data."""
+    """A model with simulated data."""
 
     def __init__(
         self, model: Callable[..., Any], data: dict[str, Tensor], args: tuple, kwargs: dict
@@ -187,7 +187,7 @@ class _Conditioned:
 
 
 class _RefuseImproper(Messenger):
-    """Names the sites that cannot be drawn before Pyro tries."""
+    """Raise an error for sites that cannot be simulated."""
 
     def _pyro_sample(self, msg: Any) -> None:
         fn, name = msg["fn"], msg["name"]
@@ -207,7 +207,7 @@ class _RefuseImproper(Messenger):
 def _simulate(
     model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Latents and data of one run of the model."""
+    """Draw latents and data from the model."""
     with poutine.block(), _RefuseImproper():
         trace = poutine.trace(poutine.uncondition(model)).get_trace(*args, **kwargs)
     truth: dict[str, Tensor] = {}
@@ -246,13 +246,13 @@ def _thin(name: str, fitted: Mapping[str, Tensor], num_draws: int, truth: Tensor
 
 
 def _rank(truth: Tensor, draws: Tensor) -> Tensor:
-    """How many draws lie below the truth; of ties, a random number."""
+    """Return the number of draws below the truth; ties count at random."""
     below, ties = (draws < truth).sum(0), (draws == truth).sum(0)
     return (below + (torch.rand(truth.shape) * (ties.cpu() + 1)).long().to(below)).cpu()
 
 
 def _shape(scaled: Tensor) -> str:
-    """In words, what is wrong with ranks between 0 and 1."""
+    """Describe the deviation of scaled ranks from uniform ones."""
     count = len(scaled)
     slope = (scaled.mean() - 0.5).item() * math.sqrt(12 * count)
     # Of a uniform variable, (x - 1/2)^2 has mean 1/12 and variance 1/180.

@@ -40,7 +40,7 @@ __all__ = [
 
 @torch.no_grad()
 def importance_check(draws: Whitened, log_weights: Tensor) -> MomentErrors:
-    r"""Errors of a guide's moments, by weighting its draws to the posterior.
+    r"""Return errors of a guide's moments from its importance weights.
 
     Reliable where the weights' k-hat is below 0.7, in the part of the posterior that the guide
     visits: no weight speaks for a place without draws.
@@ -91,7 +91,7 @@ class SteinCheck(NamedTuple):
 
 @torch.no_grad()
 def stein_check(draws: Whitened, scores: Tensor) -> SteinCheck:
-    r"""Tests draws of a guide by Stein's identities, in the units of the draws' own covariance.
+    r"""Test draws of a guide by Stein's identities, in the units of the draws' own covariance.
 
     Of the score s of the posterior and its draws u,
 
@@ -217,7 +217,7 @@ def drift_check(
     observe: Callable[[Tensor], Tensor] | None = None,
     others: Tensor | None = None,
 ) -> DriftCheck:
-    r"""Moves all draws of a guide by a few transitions that leave the posterior as it is.
+    r"""Move draws by a few transitions that leave the posterior unchanged.
 
     Were the draws the posterior's, their distribution would stay. What drifts is wrong, and by at
     least so much: a neck of a funnel or a tail that the guide has cut off fills again. The chains
@@ -306,7 +306,7 @@ def drift_check(
 
 
 def _escaped(ends: Tensor, others: Tensor) -> float:
-    """The share of rows that are farther out than all others, 0 where chance may have put them."""
+    """Return the share of rows farther out than all others, or 0 if it may be chance."""
     if len(others) == 0:
         return 0.0
     number = int((ends.square().sum(-1) > others.square().sum(-1).max()).sum())
@@ -337,7 +337,7 @@ def uncovered_modes(
     log_evidence: float | None = None,
     least_mass: float = CHECKS.least_mass,
 ) -> ModeCoverage:
-    r"""Which modes carry mass where a guide has next to no draws.
+    r"""Find modes that carry mass but have almost no draws.
 
     The mass near a mode u is that of Laplace's approximation,
     :math:`p(u) \, |{-H} / 2 \pi|^{-1/2}`. In directions in which the log-density does not bend

@@ -62,49 +62,45 @@ def diagnose(
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Diagnosis:
-    r"""Says how far a fitted guide can be trusted, from the model and the guide alone.
+    r"""Judge how far a fitted guide can be trusted, from the model and the guide alone.
 
-    Four looks at the same draws, each blind to something that another one sees:
+    Four checks of the same draws complement each other:
 
-    * *Importance weights* :math:`p(x, \theta) / q(\theta)`, of every guide with a density, an
-      injective generator or a semi-implicit distribution: their tail index k-hat, their effective
-      sample size, the bound on the log evidence, and what they would correct in means and standard
-      deviations. They see the shape of what the guide visits, in all its dimensions at once.
-    * *Stein's identities* between draws and the model's scores: means and standard deviations
-      along each coordinate and in the worst directions, and a kernel test of everything else.
-    * *Short HMC* from the draws: the posterior would stay as it is. Tails, ridges and necks that
-      the guide cut off fill again, and some chains end beyond all of its draws.
-    * *Modes*: whether those that carry mass have draws. They are searched from many draws of the
-      prior by :func:`~pyro_implicit.density.find_modes`, whatever the guide visited.
+    * *Importance weights* :math:`p(x, \theta) / q(\theta)` of every guide with a density, an
+      injective generator or a semi-implicit distribution. They give Pareto k-hat, the effective
+      sample size, a lower bound on the log evidence, and errors of means and standard deviations.
+    * *Stein's identities* between the draws and the model's scores. They give errors of means and
+      standard deviations along each coordinate and in the worst directions, and a kernel test.
+    * *Short HMC* from the draws, which leaves the posterior unchanged. Tails, ridges and necks that
+      the guide misses fill again.
+    * *Modes*: whether all modes that carry mass have draws.
+      :func:`~pyro_implicit.density.find_modes` searches for them from draws of the prior.
 
-    The verdict is "do not trust" if k-hat exceeds 0.7, if a significant error exceeds a quarter of
-    a standard deviation in a mean or a factor of 1.25 in a standard deviation, if a mode is
-    uncovered or if the draws are degenerate; "check" at 0.5, a tenth and 1.08, if the kernel test
-    rejects (p < 0.003; of all latents, or of one site by itself), if the weights are worth so few
-    draws that they would not show errors above the first limits, nor would short HMC ("cannot
-    tell"; never where the effective sample size is above 94 %), if ``loss`` exceeds the certified
-    bound by more than half a nat, if there is no density, or if chains did not settle, never moved
-    or failed in more than 1 % of their trajectories; else "trust". Chains of short HMC that end
-    beyond all of the guide's draws, if that is no chance, are "check" above 1 % and "do not trust"
-    above 5 %. Where the effective sample size is above 90 % of the draws, the kernel test does not
-    count and k-hat leads to "check" at 0.7 and no further: the tail that is missing has next to no
-    mass. Above 99 % it is ignored, as the tail of weights that are all the same means nothing. Of
-    k-hat these are the limits of the literature; those of the moments mark what changes a plot, and
-    what changes a conclusion. A perfect guide gets less than "trust" in about 1 % of all cases.
+    The limits of the verdict are the fields of :class:`~pyro_implicit.diagnostics.VerdictPolicy`:
 
-    **Networks** are judged by their predictions: hidden units have no order, so that a guide on one
-    of their many orders has lost no mode, and weights that are too narrow each by itself may still
-    make the right functions. With ``quantities`` importance weights and short HMC look at these in
-    place of the latents; k-hat only says whether the weights may speak, and Stein's identities and
-    modes, which are the latents', are left out. Without power in either look it is "cannot tell".
+    * "do not trust": k-hat exceeds 0.7, a significant error exceeds 0.25 standard deviations in a
+      mean or a factor of 1.25 in a standard deviation, a mode has no draws, the draws have
+      collapsed, or more than 5 % of the chains of short HMC end beyond all of the guide's draws.
+    * "check": the same quantities exceed 0.5, 0.1, 1.08 and 1 %; the kernel test rejects
+      (p < 0.003, for all latents or for one site); the checks lack power ("cannot tell");
+      ``loss`` exceeds the bound by more than half a nat; there is no density; or chains did not
+      settle, never moved or failed in more than 1 % of their trajectories.
+    * "trust": everything else. About 1 % of perfect guides get another verdict.
 
-    **What no diagnostic sees:** a mode that neither the guide nor any way up from the prior's draws
-    ever visited, and, of more than 100 latents, any that was not given; a funnel's neck or a tail
-    so far from all draws that short HMC does not reach it, when the draws end there without a
-    trace; errors below the resolution of ``num_samples``; and a model that is not the one that was
-    meant (see :func:`~pyro_implicit.diagnostics.simulation_based_calibration` for errors of the
-    whole chain of model, data and fit). Without importance weights the relative weights of
-    separated modes are invisible, too.
+    If the effective sample size exceeds 90 % of the draws, the kernel test is ignored and k-hat
+    leads to "check" above 0.7 and never to "do not trust": the missing tail has little mass.
+    Above 94 % the verdict is never "cannot tell".
+    Above 99 % k-hat is ignored: the tail of equal weights has no meaning.
+
+    **Networks** are judged by their predictions, because hidden units have no order and many
+    weights give the same function. With ``quantities``, importance weights and short HMC check the
+    quantities in place of the latent variables. Stein's identities and modes are skipped.
+
+    **Limits.** No check sees a mode that neither the guide nor the search visited. With more than
+    100 latent variables there is no search. Short HMC does not reach necks and tails that are far
+    from all draws. Errors below the resolution of ``num_samples`` are invisible. Without importance
+    weights, so are the relative weights of separate modes. Errors of the model itself need
+    :func:`~pyro_implicit.diagnostics.simulation_based_calibration`.
 
     **Example:**
 
@@ -120,40 +116,37 @@ def diagnose(
 
     :param model: with all its data: nothing subsampled; or the
         :class:`~pyro_implicit.density.Target` of a model, without further arguments.
-    :param guide: a fitted guide of it; or draws, a dict ``(num_draws, *site_shape)`` by site, or
-        what :func:`~pyro_implicit.refine` or an ``MCMC`` gave: these have no density, which chains
-        of ``refine`` that had settled need not have. What :func:`~pyro_implicit.fit` returned
-        stands for its ``posterior``.
+    :param guide: a fitted guide of the model; or draws, a dict ``(num_draws, *site_shape)`` by
+        site; or the result of :func:`~pyro_implicit.refine`, of an ``MCMC`` or of
+        :func:`~pyro_implicit.fit`. Draws have no density; settled chains of ``refine`` need none.
     :param args: the arguments of both, as ``kwargs``.
-    :param num_samples: draws of the guide, by default 2,000; up to 300 latents more than twice as
-        many as these, and above each coordinate is scaled by itself. Stein's identities get
-        five times as many of guides that draw in parallel.
-    :param loss: the ELBO it was trained by, to be compared with the certified bound.
-    :param modes: ``"search"`` finds them, where there are at most 100 latents and
-        ``torch.func.vmap`` can run the model: that takes at least 50 paths of Newton steps, each
-        with its Hessian, and draws no random numbers from the caller's stream. Or points in
-        unconstrained space, ``(num_modes, latent_dim)``, tops of the density from as many starts
-        as possible; or None to skip them.
-    :param num_transitions: transitions of HMC for each of 500 draws; 0 to skip them. They are the
-        dearest part: 20 of them take 160 gradients of the model at 500 points. Models that
-        ``torch.func.vmap`` cannot run, or that raise errors on the way, are spared them.
-    :param chunk_size: draws at a time, to bound the memory.
-    :param max_seconds: that the model's evaluations may take on one core, as estimated by their
-        operations, so that equal seeds give equal results. What would take longer is cut down or
-        left out, and the report says so. The density of implicit guides is counted, too: it is
-        dear in hundreds of latents, and if 500 weights are too dear there are none. That of other
-        guides is not.
-    :param quantities: of a dict of constrained draws by site, ``(num_draws, *site_shape)``, a
-        tensor or a dict of tensors ``(num_draws, *shape)``, whose errors are looked for, as in
-        :func:`~pyro_implicit.refine`. By default ``"latents"``, but for a model of
-        :func:`~pyro_implicit.nn.classifier` or :func:`~pyro_implicit.nn.regressor` its predictions
-        at up to 50 of the inputs (:class:`~pyro_implicit.nn.FunctionValues`).
-    :param progress: whether to show a bar, with the estimate, where there is a terminal.
+    :param num_samples: the number of draws, by default 2,000; more than twice the number of latent
+        variables, up to 300 of them. Stein's identities use five times as many draws of guides that
+        draw in parallel.
+    :param loss: the ELBO that trained the guide, to be compared with the bound.
+    :param modes: ``"search"`` finds modes, for at most 100 latent variables and models that
+        ``torch.func.vmap`` can run; it takes at least 50 paths of Newton steps. Or modes in
+        unconstrained space, ``(num_modes, latent_dim)``; or None to skip the check.
+    :param num_transitions: transitions of HMC for each of 500 draws; 0 skips them. Their cost
+        dominates: 20 transitions take 160 gradients at 500 points. Models that ``torch.func.vmap``
+        cannot run, or that raise errors on the way, have no short HMC.
+    :param chunk_size: the number of draws that are evaluated at once; bounds memory.
+    :param max_seconds: limit of the model's evaluations in seconds of one core, estimated from
+        operation counts, so that equal seeds give equal results. More expensive checks are reduced
+        or skipped, and the report says so. The density of implicit guides is counted, too: it is
+        expensive for hundreds of latent variables, and if 500 weights exceed the limit, none are
+        computed.
+    :param quantities: a function of constrained draws by site, ``(num_draws, *site_shape)``, that
+        returns a tensor or a dict of tensors ``(num_draws, *shape)``, which are checked in place of
+        the latents, as in :func:`~pyro_implicit.refine`. By default, models of
+        :func:`~pyro_implicit.nn.classifier` and :func:`~pyro_implicit.nn.regressor` have their
+        predictions checked at up to 50 of the inputs (:class:`~pyro_implicit.nn.FunctionValues`),
+        other models their ``"latents"``.
+    :param progress: whether to show a progress bar and the estimated time in a terminal.
     :param policy: the limits of the verdict; by default those of
         :class:`~pyro_implicit.diagnostics.VerdictPolicy`.
     :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
     :returns: a :class:`Diagnosis`: print it, or read its ``verdict``, ``findings`` and numbers.
-        However bad the draws are, there is one.
     :raises TypeError: for another order of arguments, or missing ones.
     :raises ValueError: for too few draws, bad ``modes``, a guide that lacks a latent of the model,
         or a subsampled plate.
@@ -226,10 +219,10 @@ def plan_effort(
     num_chains: int = EFFORT.num_chains,
     weight: float = 0.0,
 ) -> Effort:
-    """Cut what was asked for to a budget, by the operations of the model's log-density.
+    """Reduce the checks to a time budget, from operation counts of the model's log-density.
 
-    Scores and weights, HMC and the search for modes may take a third of the budget each, and the
-    first two a half where there is no search.
+    Scores and weights, HMC and the mode search may take a third of the budget each; without a
+    search, the first two may take a half each.
 
     **Example:**
 
@@ -305,9 +298,8 @@ def plan_effort(
 def seconds_of_weights(sampler: Sampler, chunk_size: int) -> float:
     """Estimate the seconds of one core that an importance weight takes.
 
-    The density of a semi-implicit site takes Gauss-Newton steps for each draw, which in thousands
-    of latents are far dearer than the model. Counted at a few draws and steps, it is 0 of guides
-    that have a density at hand, or none at all.
+    The density of a semi-implicit site takes Gauss-Newton steps for each draw, which are far more
+    expensive than the model for thousands of latent variables. The time is 0 for other guides.
 
     :param sampler: the guide and its target.
     :param chunk_size: draws at a time.
@@ -337,7 +329,7 @@ def seconds_of_weights(sampler: Sampler, chunk_size: int) -> float:
 
 
 def check_modes(modes: Tensor | str | None, dim: int) -> None:
-    """Refuse an unknown word, and what are no points."""
+    """Check the argument ``modes``."""
     if isinstance(modes, str) and modes != "search":
         raise ValueError(f'modes must be "search", a tensor or None, but got {modes!r}')
     if isinstance(modes, Tensor):
@@ -349,7 +341,7 @@ def check_modes(modes: Tensor | str | None, dim: int) -> None:
 
 
 def check_sites(sampler: Sampler) -> None:
-    """Refuse a guide that lacks a latent site, or has another number of its elements."""
+    """Check that the guide has every latent site, with the right number of elements."""
     target = sampler.target
     try:
         nodes = trace_guide(sampler.guide, target.args, target.kwargs).nodes
@@ -367,5 +359,4 @@ def check_sites(sampler: Sampler) -> None:
 
 
 def can_search(target: Target) -> bool:
-    """Whether there is a way to look for modes."""
     return target.latent_dim <= MAX_DENSE_DIM and target.is_vectorized

@@ -31,7 +31,7 @@ _HEADER = ("", "mean", "sd", "ref mean", "ref sd", "mean err", "sd ratio", "quan
 
 @dataclass(frozen=True)
 class ReferenceCheck:
-    """What speaks against reference draws.
+    """Checks of reference draws.
 
     :ivar effective_sample_size: the smallest of any coordinate; None of fewer than 4 draws in a
         chain.
@@ -107,8 +107,8 @@ class Comparison(Printed):
     :ivar only_in_reference: sites not compared, as the guide lacks them.
     :ivar guide_draws: the compared draws of the guide, ``(num_samples, *site shape)``.
     :ivar reference_draws: the compared draws of the reference.
-    :ivar reference: whether these are good enough to judge by.
-    :ivar compared: what was, in place of the sites; empty for these.
+    :ivar reference: checks of the reference draws.
+    :ivar compared: the quantities that were compared; empty for the sites.
     :ivar distance_interval: 95 % interval of the distance of the distributions, without sampling
         noise (:func:`~pyro_implicit.diagnostics.sliced_wasserstein_interval`).
     :ivar policy: the limits of the verdict.
@@ -130,7 +130,7 @@ class Comparison(Printed):
 
     @property
     def verdict(self) -> str:
-        """In words, which side is the worse one, and by how much."""
+        """Which side is worse, and by how much."""
         faults = "; ".join(self.reference.faults(self.policy))
         if self.reference.is_worse(self.policy):
             return f"the reference is the worse one: {faults}"
@@ -187,7 +187,7 @@ class Comparison(Printed):
         yield f"Verdict: {self.verdict}"
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers but the draws as plain Python lists and floats, for ``json.dumps``.
+        """Return all numbers except the draws as plain Python lists and floats, for ``json.dumps``.
 
         :returns: by name; a number that is not finite becomes None.
         """
@@ -221,7 +221,7 @@ class Comparison(Printed):
         max_coordinates: int = 6,
         path: str | PathLike[str] | None = None,
     ) -> Figure:
-        """Marginals and pairs of both sides, overlaid.
+        """Plot marginals and pairs of both sides.
 
         See :func:`~pyro_implicit.diagnostics.plot_posteriors`.
 
@@ -298,7 +298,7 @@ def plot_posteriors(
     reference: str | None = None,
     path: str | PathLike[str] | None = None,
 ) -> Figure:
-    """Overlays any number of posteriors.
+    """Plot any number of posteriors on top of each other.
 
     Histograms of the marginals stand on the diagonal; below, for each pair of coordinates, the
     smallest regions that hold 50 % and 90 % of the draws. Coordinates are taken in turn from the

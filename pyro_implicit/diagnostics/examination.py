@@ -38,10 +38,9 @@ __all__ = ["BAD_DRAWS", "Effort", "examine", "weigh"]
 
 
 class Effort(NamedTuple):
-    """``num_samples`` to be weighed, ``extra`` times as many to be scored beside them,
-    ``num_transitions`` of HMC, ``search_iterations`` of Newton's (None without a limit, 0 for no
-    search), all of which take about ``seconds`` of one core; what was ``spared``, in words; and
-    ``unweighed``, why there are to be no weights, if so.
+    """Numbers of weighed draws, of further scored draws for each, of transitions of HMC and of
+    Newton iterations (None without a limit, 0 for no search); their estimated time; the checks that
+    the budget reduced; and the reason if there are no weights.
     """
 
     num_samples: int
@@ -92,7 +91,7 @@ def examine(
         chunks = many.split(chunk_size)
         calls = len(chunks) + effort.num_transitions * CHECKS.num_leapfrog
         traced = TracedScore(target.score, calls)
-        # Of quantities no score is asked for.
+        # Quantities need no score.
         score = traced if function is None else lambda u: (target.log_prob(u), u[:, :0])
         parts = [score(part) for part in steps_of(chunks, len(chunks), "scores")]
     except BAD_DRAWS as error:
@@ -138,7 +137,7 @@ def examine(
         importance = importance_check(seen, weighted.log_weights)
     if effort.num_transitions > 0 and target.is_vectorized:
         number = EFFORT.num_chains if function is None else EFFORT.num_observed_chains
-        with suppress(*BAD_DRAWS):  # somewhere on the way
+        with suppress(*BAD_DRAWS):  # the model may fail on the way
             drift = drift_check(
                 whitened.first(number),
                 traced.log_prob,
@@ -150,7 +149,7 @@ def examine(
     if isinstance(modes, str):
         modes = search_modes(target, effort.search_iterations)
     if modes is not None:
-        # Of a guide on many modes, a Gaussian would overstate the volume.
+        # The Gaussian default overstates the volume of a guide with many modes.
         evidence = log_mean_exp(weighted.log_weights) if bound is not None else None
         coverage = uncovered_modes(modes, points, target, evidence)
     gap = None
@@ -170,14 +169,13 @@ def examine(
 
 
 def _known(guide: Callable[..., Any]) -> dict[str, Any]:
-    """What is known of draws beforehand."""
     if not isinstance(guide, StoredDraws):
         return {}
     names = ("settled", "modes_weighed", "doubts")
     return {name: getattr(guide, name) for name in names}
 
 
-#: What a guide or model says of numbers that it cannot work with.
+#: Errors that a guide or a model raises at bad numbers.
 BAD_DRAWS = (ValueError, ArithmeticError, torch.linalg.LinAlgError)
 
 
@@ -210,10 +208,7 @@ def _weigh(
 
 
 def search_modes(target: Target, num_iterations: int | None = None) -> Tensor | None:
-    """The modes that can be found, None where the model cannot run at draws of its prior.
-
-    :param num_iterations: of all rounds, about; None for any number.
-    """
+    """Return the modes, or None if the model cannot run at draws of its prior."""
     if num_iterations == 0:
         return None
     options = {}
@@ -227,7 +222,6 @@ def search_modes(target: Target, num_iterations: int | None = None) -> Tensor | 
 
 
 def log_mean_exp(log_weights: Tensor) -> float:
-    """Of weights ``(num_draws,)``, an estimate of the log evidence."""
     return log_weights.logsumexp(0).item() - math.log(len(log_weights))
 
 

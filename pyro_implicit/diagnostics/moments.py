@@ -46,7 +46,7 @@ class Fault(NamedTuple):
 
     @property
     def size(self) -> float:
-        """How bad it is, in the units of its kind."""
+        """Size of the error: of a mean in sds, of an sd as the absolute log ratio."""
         if self.kind == "mean":
             return abs(self.error)
         return abs(math.log(self.error)) if 0 < self.error < math.inf else math.inf
@@ -92,7 +92,7 @@ def moment_errors(
     unit: Tensor | None = None,
     to_ratio: Callable[[float], float] = ratio_by_difference,
 ) -> MomentErrors:
-    r"""Tests that shifts and products are 0 in the mean, along axes and in the worst directions.
+    r"""Test that shifts and products are 0 in the mean, along axes and in the worst directions.
 
     The worst directions are found on one half of the draws and tested on the other, so that
     correlations count without a test for each pair of coordinates.
@@ -151,7 +151,7 @@ def moment_errors(
 
 
 class _Tests:
-    """Tests of terms along axes, first, and along directions ``(m, k)``.
+    """Tests of terms along the axes, then along directions ``(m, k)``.
 
     :param odd: whether terms change their sign with the direction.
     """
@@ -163,9 +163,9 @@ class _Tests:
         self.directions: list[Tensor] = []
 
     def add(self, terms: Tensor, directions: Tensor | None) -> None:
-        """The columns of ``(n, k)``: their means where too far from 0 for chance, else 0."""
+        """Add the means of columns ``(n, k)`` that differ significantly from 0; others are 0."""
         mean, error = terms.mean(0), terms.std(0) / math.sqrt(len(terms))
-        # Where draws are the posterior's up to rounding, there is no error to divide by.
+        # Exact draws have a standard error of 0.
         limit = self.threshold * error + MOMENTS.mean_rounding * torch.finfo(terms.dtype).eps
         found = torch.where(mean.abs() > limit, mean, torch.zeros_like(mean))
         if directions is None:
@@ -217,7 +217,7 @@ def _scaled(directions: Tensor, unit: Tensor | None) -> Tensor:
 
 
 def _is_tame(terms: Tensor) -> bool:
-    """Whether fourth powers, the variances of squares, stay in the range of numbers."""
+    """Whether fourth powers do not overflow."""
     return bool((terms.abs().amax() < torch.finfo(terms.dtype).max ** 0.2).item())
 
 
@@ -310,7 +310,7 @@ def whiten_draws(draws: Tensor) -> Whitened:
     unit = wide.abs().amax(0).clamp(min=torch.finfo(dtype).tiny)
     mean, spread = (wide / unit).mean(0), (wide / unit).std(0)
     loc, scale = (mean * unit).to(dtype), (spread * unit).to(dtype)
-    # In single precision the spread of equal draws is what rounding leaves of it, not 0.
+    # In single precision, rounding gives equal draws a spread.
     if not (
         spread > (MOMENTS.rounding if wide.dtype == dtype else MOMENTS.wide_rounding) * resolution
     ).all():
@@ -327,7 +327,7 @@ def whiten_draws(draws: Tensor) -> Whitened:
 
 
 def _refuse_far(draws: Tensor) -> None:
-    """A single draw makes the frame, if it is at 1e30."""
+    """Refuse draws so far out that one of them determines the frame."""
     shares = torch.tensor([0.05, 0.5, 0.95]).to(draws)
     low, middle, high = torch.quantile(draws[: MOMENTS.num_sorted], shares, dim=0)
     spread = (high - low) / (2 * _normal_quantile(0.95))

@@ -30,7 +30,7 @@ __all__ = [
 
 
 def coordinate_labels(target: Target) -> tuple[str, ...]:
-    """What each coordinate of a model's unconstrained latent vector is.
+    """Return the name of each coordinate of the unconstrained latent vector.
 
     **Example:**
 
@@ -53,13 +53,13 @@ def coordinate_labels(target: Target) -> tuple[str, ...]:
 
 
 def index_label(name: str, index: Iterable[int]) -> str:
-    """A site's element as Python writes it: ``"theta[3]"``, or ``"tau"`` of a scalar."""
+    """Return the name of a site's element, as ``"theta[3]"``, or ``"tau"`` for a scalar."""
     inside = ", ".join(map(str, index))
     return f"{name}[{inside}]" if inside else name
 
 
 def describe_faults(faults: Sequence[Fault], labels: Sequence[str], given_rest: bool) -> str:
-    """Errors of one kind in words.
+    """Describe errors of one kind.
 
     :param faults: the worst first, at least one.
     :param labels: of the coordinates.
@@ -73,7 +73,7 @@ def describe_faults(faults: Sequence[Fault], labels: Sequence[str], given_rest: 
     else:
         rest = ", given the rest," if given_rest and len(labels) > 1 else ""
         text = f"the sd {where}{rest} is {worst.error:.2f} times what it should be"
-    # A direction is named by coordinates that may be at fault themselves.
+    # Single coordinates of a direction may have errors, too.
     singles = [f for f in others if len(f.terms) == 1]
     named = [f"{_direction(f, labels)} ({_short(f)})" for f in singles[: REPORT.max_named - 1]]
     if len(singles) > len(named):
@@ -124,7 +124,7 @@ Quantities: TypeAlias = Function | Literal["auto", "latents"]
 def find_quantities(
     quantities: Quantities, model: Any, args: tuple, kwargs: Mapping[str, Any]
 ) -> Function | None:
-    """What to look at, None for the latents themselves.
+    """Return the function to be checked, or None for the latent variables.
 
     :param quantities: ``"auto"``: of a network, its predictions at the inputs among the arguments;
         else ``"latents"``, or a function.
@@ -146,7 +146,7 @@ def find_quantities(
 
 
 def values_of(function: Function, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Its values by name, each ``(num_draws, *shape)``.
+    """Return the values of a function by name, each ``(num_draws, *shape)``.
 
     :raises ValueError: for values of other shapes.
     """
@@ -164,7 +164,7 @@ def values_of(function: Function, draws: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def describe(function: Function) -> str:
-    """In words."""
+    """Describe quantities for a report."""
     return str(function) if isinstance(function, FunctionValues) else "the given quantities"
 
 

@@ -28,33 +28,33 @@ __all__ = ["Diagnosis", "Finding", "MomentCheck", "Verdict", "beyond", "find_fau
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Printed):
-    """What can be known about a fitted guide without a reference. ``print`` shows all of it.
+    """Result of :func:`~pyro_implicit.diagnostics.diagnose`. ``print`` shows all of it.
 
-    :ivar num_samples: draws of the guide that were looked at.
-    :ivar latent_dim: their unconstrained dimensions.
+    :ivar num_samples: the number of draws that were checked.
+    :ivar latent_dim: the number of unconstrained latent variables.
     :ivar bound: lower bound of the log evidence in nats, with k-hat and effective sample size of
         the importance weights; None for a guide without density.
     :ivar no_density: why there are no importance weights, else empty.
-    :ivar importance: errors of moments by importance weights; None where k-hat forbids it.
+    :ivar importance: errors of moments by importance weights; None if k-hat is too large.
     :ivar stein: errors of moments by Stein's identities, and the kernel test.
     :ivar drift: how draws drift under a few transitions of Hamiltonian Monte Carlo; None if
         skipped.
     :ivar gap: the training objective minus the bound, in nats, and its standard error; None
         without a ``loss``.
-    :ivar coverage: of the modes that were found or given; None if there was no search.
-    :ivar settled: whether the draws are of chains that had settled, or righted by reliable weights:
-        these need no density.
-    :ivar modes_weighed: whether separate modes are known to have their due share of these.
-    :ivar doubts: what chains are known to have failed in.
-    :ivar broken: why nothing could be tested (collapsed or infinite draws), else empty.
-    :ivar left_out: at which few draws nothing could be tested, and why, else empty.
+    :ivar coverage: coverage of the modes that were found or given; None without modes.
+    :ivar settled: whether the draws are of settled chains or resampled by reliable weights, so that
+        they need no density.
+    :ivar modes_weighed: whether the weights of separate modes are known to be correct.
+    :ivar doubts: known failures of the chains.
+    :ivar broken: the reason if no check was possible (collapsed or infinite draws), else empty.
+    :ivar left_out: the number of draws that were left out, and the reason, else empty.
     :ivar semi_implicit: whether the guide is an :class:`~pyro_implicit.AutoSemiImplicit`, so that
-        other guides are advised.
-    :ivar labels: names of the unconstrained coordinates, of which ``faults`` of the checks speak.
-    :ivar planned_seconds: of one core, that the model's evaluations were estimated to take.
-    :ivar spared: what the budget left out.
+        the advice is another guide.
+    :ivar labels: names of the unconstrained coordinates in the ``faults`` of the checks.
+    :ivar planned_seconds: estimated time of the model's evaluations, in seconds of one core.
+    :ivar spared: checks that the budget reduced or skipped.
     :ivar policy: the limits of the verdict.
-    :ivar judged: of what the errors are, in place of the latents; empty for these.
+    :ivar judged: the quantities that were checked; empty for the latents.
     """
 
     num_samples: int
@@ -92,13 +92,13 @@ class Diagnosis(Printed):
 
     @property
     def cures(self) -> tuple[str, ...]:
-        """What to try, the cures of the gravest findings only."""
+        """Cures of the most severe findings."""
         verdict = self.verdict
         return tuple(dict.fromkeys(f.cure for f in self.findings if f.verdict == verdict))
 
     @property
     def efficiency(self) -> float:
-        """The effective sample size of the importance weights, as a share of the draws."""
+        """Effective sample size of the importance weights per draw."""
         return self.bound.effective_sample_size / self.num_samples if self.bound else 0.0
 
     def _blocks(self) -> Iterator[str | Table]:
@@ -178,7 +178,7 @@ FIT_BETTER = (
     f"{STEPS}, or NUTS"
 )
 
-#: To a guide of that kind it would be advised in vain.
+#: Advice for semi-implicit guides.
 FIT_UNLIKE = (
     "chains from the guide (refine), a guide of exact density (AutoImplicit of an "
     f"AutoregressiveGenerator with InjectiveELBO), {STEPS}, or NUTS"
@@ -190,14 +190,14 @@ MOVE_BETTER = (
 
 
 class Finding(NamedTuple):
-    """A reason against a guide, how grave it is, and a cure to try."""
+    """A reason against a guide, its severity, and a cure."""
 
     verdict: Verdict
     reason: str
     cure: str
 
 
-#: Why draws of chains, or from elsewhere, have no weights.
+#: The reason why given draws have no weights.
 STORED = "stored draws"
 
 
@@ -215,7 +215,7 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
         yield Finding("do not trust", found.broken, "fit again: a wider start, " + STEPS)
     if found.bound is not None and found.efficiency < policy.even_weights and not found.judged:
         reason = f"k-hat {found.bound.khat:.2f}: the guide is too narrow somewhere"
-        # Even weights leave a heavy tail little mass.
+        # If weights are even, a heavy tail has little mass.
         is_even = found.efficiency > policy.good_weights
         limits = policy.khat_of_even if is_even else policy.khat
         yield from _judge(limits, found.bound.khat, reason, _better_fit(found))
@@ -270,7 +270,6 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
 
 
 def _cure(found: Diagnosis) -> str:
-    """Of draws that are off: by chains, or by a guide."""
     return MOVE_BETTER if found.settled or found.no_density == STORED else _better_fit(found)
 
 
@@ -293,7 +292,7 @@ def _moment_findings(found: Diagnosis, name: str, check: MomentCheck) -> Iterato
 def _located(found: Diagnosis, kind: str, name: str, check: MomentCheck) -> str:
     limit = found.policy.mean.check if kind == "mean" else math.log(found.policy.sd.check)
     faults = [f for f in check.faults if f.kind == kind]
-    # The worst in any case, as the limits are those of the worst direction.
+    # The worst one always: the limits hold for the worst direction.
     faults = faults[:1] + [fault for fault in faults[1:] if fault.size > limit]
     if not faults:
         return ""
@@ -301,8 +300,7 @@ def _located(found: Diagnosis, kind: str, name: str, check: MomentCheck) -> str:
 
 
 def _lack_of_power(found: Diagnosis) -> Iterator[Finding]:
-    """Weights that are few do not tell, nor do Stein's identities of a guide that was trained
-    by them."""
+    """Yield a finding if neither weights nor short HMC have power."""
     if found.efficiency >= found.policy.telling_weights:
         return
     looks = [check for check in (found.importance, found.drift) if check is not None]
@@ -344,7 +342,7 @@ def has_power(check: MomentCheck, policy: VerdictPolicy = VERDICT) -> bool:
 
 
 def beyond(check: MomentCheck) -> str:
-    """What would not have been seen, in words."""
+    """Describe the errors that a check cannot see."""
     mean, sd = check.resolution.mean, check.resolution.sd
     of_sds = f"a factor {sd:.2f} in sds" if math.isfinite(sd) else "nor any in sds"
     return f"below {mean:.2f} sd in means, {of_sds}"
