@@ -62,7 +62,7 @@ from pyro_implicit import (
     ResidualGenerator,
 )
 from pyro_implicit.diagnostics import compare
-from pyro_implicit.export.arviz import as_datatree
+from pyro_implicit.export import as_datatree
 
 Draws = dict[str, Tensor]
 #: the model for NUTS, and the function from its samples to the sites of ``model``

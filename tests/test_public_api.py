@@ -21,7 +21,7 @@ FROZEN = Path(__file__).with_name("public_api.txt")
 #: Those with a page in the reference; machinery has none.
 PACKAGES = [f"pyro_implicit.{page.stem}" for page in sorted((ROOT / "docs" / "api").glob("*.rst"))]
 
-MACHINERY = {"pyro_implicit.compiled", "pyro_implicit.export", "pyro_implicit.runtime"}
+MACHINERY = {"pyro_implicit.compiled", "pyro_implicit.runtime"}
 #: Functions whose parameters are those of another.
 SAME_AS = {"weighted_draws": "evidence_bound"}
 

@@ -41,7 +41,7 @@ from pyro_implicit.runtime.printing import short_repr
 __all__ = [
     "Candidate",
     "MixtureWeights",
-    "Reliability",
+    "WeightReliability",
     "choose",
     "corrected_draws",
     "exact_guide",
@@ -514,8 +514,8 @@ def gaussian_guide(
     return guide
 
 
-class Reliability(NamedTuple):
-    """Reliability of importance weights.
+class WeightReliability(NamedTuple):
+    """WeightReliability of importance weights.
 
     ``khat`` is their Pareto tail index, infinite if they have no tail. ``efficiency`` is their
     effective sample size as a share of the draws.
@@ -536,7 +536,7 @@ class Reliability(NamedTuple):
 
 def reliability(
     guide: Any, target: Target, policy: CorrectionPolicy = DEFAULT.correction
-) -> Reliability:
+) -> WeightReliability:
     """Judge the importance weights of a guide with an exact density by 2,000 draws.
 
     If they suffice, up to 8,000 more draws must agree, as many as a few seconds allow: a mode that
@@ -558,10 +558,10 @@ def reliability(
     return again if again.efficiency < policy.agrees * found.efficiency else found
 
 
-def _judge(log_weights: Tensor) -> Reliability:
+def _judge(log_weights: Tensor) -> WeightReliability:
     smoothed = pareto_smoothed(log_weights.double())
     squares = smoothed.log_weights.mul(2).exp().sum().item()
-    return Reliability(smoothed.khat, 1 / (len(log_weights) * squares))
+    return WeightReliability(smoothed.khat, 1 / (len(log_weights) * squares))
 
 
 def corrected_draws(

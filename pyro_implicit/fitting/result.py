@@ -18,7 +18,7 @@ from torch import Tensor
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
-from pyro_implicit.export.arviz import (
+from pyro_implicit.export import (
     as_datatree,
     as_inferencedata,
     joined,

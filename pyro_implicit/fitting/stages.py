@@ -22,7 +22,7 @@ from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import (
     Candidate,
-    Reliability,
+    WeightReliability,
     choose,
     exact_guide,
     frame_of_draws,
@@ -131,7 +131,7 @@ class Stages:
         #: The noise of the priors as coordinates of the chains, if the model has any.
         self.noise: ConditionalNoise | None = None
         #: Importance weights of the Gaussians, if they suffice.
-        self.reliability: Reliability | None = None
+        self.reliability: WeightReliability | None = None
 
     @contextmanager
     def kept_apart(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ __all__ = [
     "AMORTIZED_INIT_SCALE",
     "AMORTIZED_WIDTH",
     "FRAME",
-    "FramePolicy",
+    "FrameSearchPolicy",
     "INIT_SCALE",
     "LEAST_SCALE",
     "MAX_NOISE_DIM",
@@ -20,7 +20,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class FramePolicy:
+class FrameSearchPolicy:
     """The search for a frame of ``frame="auto"`` and ``frame="mode"``.
 
     :ivar seconds: time of one core for all evaluations of the model, counted by operations.
@@ -46,7 +46,7 @@ class FramePolicy:
     learning_rate: float = 0.1
 
 
-FRAME = FramePolicy()
+FRAME = FrameSearchPolicy()
 #: Initial standard deviation of latents without a frame, in unconstrained space; Pyro's default.
 INIT_SCALE = 0.1
 #: Initial conditional standard deviation of a semi-implicit guide, relative to its frame.

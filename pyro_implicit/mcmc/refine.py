@@ -30,7 +30,7 @@ from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains, StepSchedule, check_scaling
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
 from pyro_implicit.mcmc.refined import Refined, collect, collect_minibatches
-from pyro_implicit.mcmc.spaces.choice import Plan, finite_starts, space_of, start_chains
+from pyro_implicit.mcmc.spaces.choice import ChainSetup, finite_starts, space_of, start_chains
 from pyro_implicit.mcmc.stopping import Quantities, Tracker
 from pyro_implicit.mcmc.teaching import check_teachable
 from pyro_implicit.mcmc.teaching import teach as teach_guide
@@ -306,7 +306,7 @@ def refine_target(
     if frame not in ("auto", "noise", "conditional"):
         kind = frame  # type: ignore[assignment]
     longest = max(1, min(max_leapfrogs, max_gradients // policy.warmup.chunks))
-    plan = Plan(
+    plan = ChainSetup(
         sampler, num_chains, frame, kind, max_gradients, longest, max_draws, compile, kernel, policy
     )
     settings = {

@@ -14,7 +14,7 @@ from pyro.infer.mcmc.util import diagnostics, print_summary
 from torch import Tensor
 
 from pyro_implicit.density.target import Target
-from pyro_implicit.export.arviz import ArvizExport
+from pyro_implicit.export import ArvizExport
 from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.mcmc.chains import Chains, WindowedChains
 from pyro_implicit.mcmc.draws import DrawStore

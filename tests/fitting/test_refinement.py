@@ -12,7 +12,7 @@ from pyro.infer.autoguide import AutoNormal, init_to_value
 from pyro_implicit import fit
 from pyro_implicit.compiled import RecordedFunction
 from pyro_implicit.density import Target, cost
-from pyro_implicit.fitting.candidates import Reliability
+from pyro_implicit.fitting.candidates import WeightReliability
 from pyro_implicit.fitting.refinement import between
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.infer.engine import recording
@@ -78,7 +78,7 @@ def test_auto_leaves_a_guide_that_is_trusted():
 @pytest.mark.parametrize(("efficiency", "moves"), [(0.5, True), (0.95, False)])
 def test_uneven_new_weights_overrule_a_bound_that_is_near(efficiency, moves, monkeypatch):
     def found(guide, target, policy):
-        return Reliability(khat=2.0, efficiency=efficiency)
+        return WeightReliability(khat=2.0, efficiency=efficiency)
 
     monkeypatch.setattr("pyro_implicit.fitting.refinement.reliability", found)
     result = fit(correlated, "auto", torch.tensor(1.5), max_seconds=20.0, **QUIET)

@@ -14,7 +14,7 @@ from pyro_implicit.guides import Frame
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc import ChainPolicy, refine
 from pyro_implicit.mcmc.policy import SpacePolicy
-from pyro_implicit.mcmc.spaces.choice import Plan, start_chains
+from pyro_implicit.mcmc.spaces.choice import ChainSetup, start_chains
 
 
 def gaussian():
@@ -60,7 +60,7 @@ def bent(size):
 def begin(model, guide, frame="auto", max_gradients=4000):
     target = Target(model)
     sampler = Sampler(target, guide)
-    plan = Plan(sampler, 64, frame, "full", max_gradients, max_leapfrogs=64, max_draws=100)
+    plan = ChainSetup(sampler, 64, frame, "full", max_gradients, max_leapfrogs=64, max_draws=100)
     return start_chains(plan)[1]
 
 

@@ -27,13 +27,13 @@ from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
 from pyro_implicit.mcmc.spaces.space import ConditionalNoise, GuideNoise, Space, middle_of
 from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
-__all__ = ["Plan", "Starts", "finite_starts", "space_of", "start_chains"]
+__all__ = ["ChainSetup", "Starts", "finite_starts", "space_of", "start_chains"]
 
 Score = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChainSetup:
     """Settings of chains that see all data, before there are any.
 
     :param sampler: gives their starts.
@@ -61,7 +61,7 @@ class Starts(NamedTuple):
     replaced: int
 
 
-def start_chains(plan: Plan) -> tuple[Space, WindowedChains]:
+def start_chains(plan: ChainSetup) -> tuple[Space, WindowedChains]:
     """Start chains at draws of the guide, in the space that suits them.
 
     With ``frame="auto"``, chains walk in the conditional space if priors of latents depend on
@@ -94,7 +94,7 @@ def start_chains(plan: Plan) -> tuple[Space, WindowedChains]:
     return latent, others
 
 
-def space_of(plan: Plan, name: str, middle: Tensor | None = None) -> Space:
+def space_of(plan: ChainSetup, name: str, middle: Tensor | None = None) -> Space:
     """Return a space by name.
 
     :param name: ``"latent"``, ``"noise"`` of the guide, or ``"conditional"``.
@@ -116,7 +116,7 @@ def space_of(plan: Plan, name: str, middle: Tensor | None = None) -> Space:
     raise ValueError(f'frame="noise" wants an injective guide: {reason}')
 
 
-def _conditional(plan: Plan, middle: Tensor | None) -> ConditionalNoise:
+def _conditional(plan: ChainSetup, middle: Tensor | None) -> ConditionalNoise:
     policy = plan.policy.space
     if middle is None:
         middle = middle_of(plan.sampler, policy)
@@ -166,7 +166,7 @@ def finite_starts(
 
 
 def _the_better(
-    noise: Space, chains: WindowedChains, latent: Space, plan: Plan
+    noise: Space, chains: WindowedChains, latent: Space, plan: ChainSetup
 ) -> tuple[Space, WindowedChains]:
     policy = plan.policy.space
     # Two trial walks take half of the budget at most.
@@ -188,7 +188,7 @@ def _the_better(
     return noise, chains
 
 
-def _begin_if_sound(space: Space, plan: Plan) -> tuple[WindowedChains | None, str]:
+def _begin_if_sound(space: Space, plan: ChainSetup) -> tuple[WindowedChains | None, str]:
     """Return chains, or the reason why there are none."""
     policy = plan.policy.space
     name = "the guide's noise" if space.name == "noise" else "the latents' own noise"
@@ -255,7 +255,7 @@ def _cost(space: Space, chains: WindowedChains) -> float:
     return estimated_seconds(lambda: space.score(chains.points))
 
 
-def _begin(space: Space, plan: Plan) -> WindowedChains:
+def _begin(space: Space, plan: ChainSetup) -> WindowedChains:
     """Start chains at draws of the guide, in the frame of more of its draws."""
     sampler, num_chains, policy = plan.sampler, plan.num_chains, plan.policy
     latent_dim = space.target.latent_dim

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pyro_implicit.density import SubsampledError
-from pyro_implicit.export.arviz import joined
+from pyro_implicit.export import joined
 from pyro_implicit.fitting import Fit
 from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.mcmc import Refined
