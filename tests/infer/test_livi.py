@@ -45,7 +45,7 @@ def test_conjugate_regression():
     mean = covariance @ (x.T @ y) / 0.49
 
     guide = AutoSemiImplicit(model, noise_scale="learn", frame=None)
-    train(model, guide, LIVI_ELBO(32, compile="trace"), num_steps=1000)
+    train(model, guide, LIVI_ELBO(32, compile="trace"), num_steps=3000)
     draws = guide.sample_posterior(400_000)["weight"]
     assert ((draws.mean(0) - mean) / covariance.diag().sqrt()).abs().max() < 0.02
     assert (draws.T.cov() - covariance).norm() / covariance.norm() < 0.03
