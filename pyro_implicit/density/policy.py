@@ -163,7 +163,7 @@ class RoundingPolicy:
     #: Perturbed evaluations, as in the discrete stochastic arithmetic of Vignes (2004; 2 to 3).
     num_runs: int = 4
 
-    #: Change relative to the log-density, beside one nat, that counts as rounding.
+    #: Change relative to the log-density, in addition to one nat, that counts as rounding.
     relative: float = 1e-3
 
     #: Factor by which perturbing every operation may exceed it.

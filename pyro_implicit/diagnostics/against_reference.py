@@ -105,7 +105,7 @@ def compare(
     :param num_samples: number of draws from the guide; default: as many as the reference has.
     :param quantities: of a dict of constrained draws by site, ``(num_draws, *site_shape)``, a
         tensor or a dict of tensors ``(num_draws, *shape)``, which are then compared in place of the
-        sites, as in :func:`~pyro_implicit.refine`. By default ``"latents"``, but for a model of
+        sites, as in :func:`~pyro_implicit.refine`. By default ``"latents"``, except for a model of
         :func:`~pyro_implicit.nn.classifier` or :func:`~pyro_implicit.nn.regressor` its predictions
         at up to 50 of the inputs (:class:`~pyro_implicit.nn.FunctionValues`).
     :param policy: the limits of the verdict; by default those of

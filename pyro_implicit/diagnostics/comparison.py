@@ -313,7 +313,7 @@ def plot_posteriors(
     3
 
     :param draws: for each label, draws ``(num_samples, *site shape)`` by site.
-    :param sites: the sites to show; default: those that all labels have.
+    :param sites: the sites to show; default: the sites that all labels have.
     :param max_coordinates: number of coordinates to show at most.
     :param reference: the label to be drawn as a filled grey background.
     :param path: where to save the picture, if anywhere.

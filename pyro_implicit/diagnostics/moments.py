@@ -299,8 +299,8 @@ def whiten_draws(draws: Tensor) -> Whitened:
             [0., 1.]])
 
     :param draws: finite, ``(num_draws, latent_dim)``.
-    :raises CollapsedError: for draws that lie on a hyperplane, or do so up to rounding, or some of
-        which lie so far out that beside them the others do.
+    :raises CollapsedError: for draws that lie on a hyperplane, exactly or up to rounding, for
+        instance because a few draws are extremely far from all others.
     """
     _refuse_far(draws)
     resolution, dtype = torch.finfo(draws.dtype).eps, draws.dtype

@@ -224,7 +224,7 @@ class ChoicePolicy:
     #: Draws that a candidate keeps, as many as a corrected result stores.
     num_kept: int = 10_000
 
-    #: Nats by which bounds must differ, beside two standard errors.
+    #: Nats by which bounds must differ, in addition to two standard errors.
     tie: float = 0.001
 
     #: Nats from guide to posterior below which a guide needs neither another candidate nor chains.

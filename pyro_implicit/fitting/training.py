@@ -65,7 +65,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 @dataclass
 class _State:
-    """The state of a training that a checkpoint stores beside parameters and optimiser."""
+    """The state of a training that a checkpoint stores besides parameters and optimiser."""
 
     losses: list[float] = field(default_factory=list)
     decay_start: int | None = None

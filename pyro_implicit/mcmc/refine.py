@@ -176,7 +176,7 @@ def refine(
     :param seed: by default the current random streams are used.
     :param checkpoint: a file. A killed run resumes from it when it is called again with the same
         arguments, and ends with bit-identical draws. With minibatches and without ``store``, the
-        draws are beside the file, in a folder with ".draws" added to its name.
+        draws are next to the file, in a folder with ".draws" added to its name.
     :param checkpoint_every: transitions between two writings of the checkpoint.
     :param teach: whether the guide then learns from the draws, in place
         (:func:`~pyro_implicit.mcmc.teach`), so that the next ``refine`` begins nearer.

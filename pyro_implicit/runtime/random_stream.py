@@ -35,7 +35,7 @@ def seeded(seed: int | None, device: torch.device | None = None) -> Iterator[Non
     (True, False)
 
     :param seed: of all streams; with ``None`` the caller's streams are used, and advance.
-    :param device: the only device that is drawn on, beside the CPU; ``None`` if it is unknown.
+    :param device: the only device that is drawn on besides the CPU; ``None`` if unknown.
     """
     if seed is None:
         yield
@@ -83,7 +83,7 @@ def same_streams(device: torch.device | None = None) -> Iterator[None]:
     >>> bool(torch.randn(()) == value)
     True
 
-    :param device: the only device that is drawn on, beside the CPU; ``None`` if it is unknown.
+    :param device: the only device that is drawn on besides the CPU; ``None`` if unknown.
     """
     outside, first_seed = get_rng_state(), torch.initial_seed()
     gpus = {gpu: torch.cuda.get_rng_state(gpu) for gpu in _gpus(device)}
@@ -108,7 +108,7 @@ def _gpus(device: torch.device | None) -> list[int]:
 
 
 def _seed_gpus(device: torch.device | None, seed: int) -> None:
-    """Seed their streams; if CUDA may be initialised later, then those that it will have."""
+    """Seed their streams; if CUDA may be initialised later, then the GPUs that it will find."""
     if device is None and not torch.cuda.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.manual_seed_all(seed)

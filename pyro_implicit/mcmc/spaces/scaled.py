@@ -234,7 +234,7 @@ def _law(told_at: Tensor, moved: Tensor, policy: SpacePolicy) -> Tensor | None:
 def _blocks(
     target: Target, laws: dict[str, Powers], policy: SpacePolicy
 ) -> list[dict[str, Powers]]:
-    """Group sites with a factor, and sites with a law beside them; a factor stays as it is."""
+    """Group sites with a factor, and sites with a law next to them; a factor stays as it is."""
 
     def factors(name: str) -> set[str]:
         return {other for other, power in laws[name].items() if power > policy.factor_power}
