@@ -83,9 +83,13 @@ def diagnose(
       collapsed, or more than 5 % of the chains of short HMC end beyond all of the guide's draws.
     * "check": the same quantities exceed 0.5, 0.1, 1.08 and 1 %; the kernel test rejects
       (p < 0.003, for all latents or for one site); the checks lack power ("cannot tell");
-      ``loss`` exceeds the bound by more than half a nat; there is no density; or chains did not
-      settle, never moved or failed in more than 1 % of their trajectories.
+      ``loss`` exceeds the bound by more than half a nat; there is no density; or chains never
+      moved or failed in more than 1 % of their trajectories.
     * "trust": everything else. About 1 % of perfect guides get another verdict.
+
+    Chains of ``refine`` that ended before they converged are judged by their error bounds, with the
+    limits of means and standard deviations for "check", and by R-hat: above 1.2 "check", above 1.65
+    "do not trust".
 
     If the effective sample size exceeds 90 % of the draws, the kernel test is ignored and k-hat
     leads to "check" above 0.7 and never to "do not trust": the missing tail has little mass.

@@ -171,7 +171,7 @@ def examine(
 def _known(guide: Callable[..., Any]) -> dict[str, Any]:
     if not isinstance(guide, StoredDraws):
         return {}
-    names = ("settled", "modes_weighed", "doubts")
+    names = ("settled", "modes_weighed", "doubts", "unsettled")
     return {name: getattr(guide, name) for name in names}
 
 

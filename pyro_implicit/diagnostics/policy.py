@@ -190,6 +190,10 @@ class VerdictPolicy:
     #: Ratio of standard deviations, or its inverse: the same two.
     sd: Thresholds = Thresholds(1.08, 1.25)
 
+    #: Nested R-hat of chains that ended before they converged. If chains forget exponentially, a
+    #: mean keeps 1 % and 25 % of the error of their starts (``mcmc.stopping.open_errors``).
+    r_hat: Thresholds = Thresholds(CHAINS.stopping.max_usable_r_hat, 1.65)
+
     #: Share of chains of short HMC that leave the guide's draws behind. It counts only if
     #: chance would give it in fewer than ``false_alarm`` of all cases.
     escaped: Thresholds = Thresholds(0.01, 0.05)

@@ -20,10 +20,20 @@ from pyro_implicit.diagnostics.policy import (
 )
 from pyro_implicit.diagnostics.quantities import describe_faults
 from pyro_implicit.infer.bound import EvidenceBound
+from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.ops.importance_weights import describe_weights
 from pyro_implicit.runtime.printing import Printed, Table
 
-__all__ = ["Diagnosis", "Finding", "MomentCheck", "Verdict", "beyond", "find_faults", "has_power"]
+__all__ = [
+    "Diagnosis",
+    "Finding",
+    "MomentCheck",
+    "Verdict",
+    "beyond",
+    "find_faults",
+    "has_power",
+    "judge_chains",
+]
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,6 +56,7 @@ class Diagnosis(Printed):
         they need no density.
     :ivar modes_weighed: whether the weights of separate modes are known to be correct.
     :ivar doubts: known failures of the chains.
+    :ivar unsettled: error bounds and R-hat of chains that ended before they converged, else None.
     :ivar broken: the reason if no check was possible (collapsed or infinite draws), else empty.
     :ivar left_out: the number of draws that were left out, and the reason, else empty.
     :ivar semi_implicit: whether the guide is an :class:`~pyro_implicit.AutoSemiImplicit`, so that
@@ -74,6 +85,7 @@ class Diagnosis(Printed):
     spared: tuple[str, ...] = ()
     judged: str = ""
     doubts: tuple[str, ...] = ()
+    unsettled: Drift | None = None
     left_out: str = ""
     semi_implicit: bool = False
     policy: VerdictPolicy = field(default_factory=VerdictPolicy, repr=False)
@@ -101,6 +113,11 @@ class Diagnosis(Printed):
         """Effective sample size of the importance weights per draw."""
         return self.bound.effective_sample_size / self.num_samples if self.bound else 0.0
 
+    @property
+    def of_chains(self) -> bool:
+        """Whether the draws are of chains, or resampled by reliable weights."""
+        return self.settled or self.unsettled is not None
+
     def _blocks(self) -> Iterator[str | Table]:
         head = f"Diagnosis of {self.num_samples} draws in {self.latent_dim} dimensions"
         if self.judged:
@@ -116,8 +133,8 @@ class Diagnosis(Printed):
                 "log evidence",
                 f"at least {self.bound.value:.2f} +- {self.bound.standard_error:.2f}",
             )
-        elif self.settled:
-            yield "importance weights", "none wanted: chains that settled, or weighted draws"
+        elif self.of_chains:
+            yield "importance weights", "none needed for draws of chains or resampled draws"
         else:
             yield "importance weights", f"none: {self.no_density or 'not computed'}"
         if self.importance is not None:
@@ -183,6 +200,7 @@ FIT_UNLIKE = (
     "chains from the guide (refine), a guide of exact density (AutoImplicit of an "
     f"AutoregressiveGenerator with InjectiveELBO), {STEPS}, or NUTS"
 )
+CONTINUE = "result.refine_more(max_seconds=...), which continues the chains, or another model"
 MOVE_BETTER = (
     "refine from elsewhere (draws of the prior, another guide) with more max_gradients, a "
     "reparameterised model, or NUTS"
@@ -208,6 +226,17 @@ def _judge(limits: Thresholds, value: float, reason: str, cure: str) -> Iterator
         yield Finding("check", reason, cure)
 
 
+def judge_chains(drift: Drift, policy: VerdictPolicy = VERDICT) -> Verdict:
+    """Return the verdict on chains that ended before they converged.
+
+    :param drift: their error bounds and R-hat.
+    """
+    if not drift.r_hat <= policy.r_hat.distrust:
+        return "do not trust"
+    is_small = drift.mean <= policy.mean.check and 1 + drift.sd <= policy.sd.check
+    return "trust" if is_small and drift.r_hat <= policy.r_hat.check else "check"
+
+
 def find_faults(found: Diagnosis) -> Iterator[Finding]:
     """Yield all reasons against a guide."""
     policy = found.policy
@@ -219,7 +248,7 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
         is_even = found.efficiency > policy.good_weights
         limits = policy.khat_of_even if is_even else policy.khat
         yield from _judge(limits, found.bound.khat, reason, _better_fit(found))
-    keep = found.settled and not found.modes_weighed
+    keep = found.of_chains and not found.modes_weighed
     if keep and found.coverage is not None and (found.coverage.mass > CHECKS.least_mass).sum() > 1:
         reason = "chains keep the weights that the guide gave to separate modes"
         yield Finding("check", reason, "a mixture of exact density (AutoMixture)")
@@ -228,7 +257,12 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
         yield Finding("check", found.left_out, cure)
     for doubt in found.doubts:
         yield Finding("check", doubt, "refine with more max_gradients, or from a better guide")
-    known = found.broken or found.settled or found.judged or found.doubts
+    verdict = "trust" if found.unsettled is None else judge_chains(found.unsettled, policy)
+    if verdict != "trust":
+        # The units of a network have no order: R-hat of its weights says little of predictions.
+        reason = f"the chains ended before they converged: {found.unsettled}"
+        yield Finding("check" if found.judged else verdict, reason, CONTINUE)
+    known = found.broken or found.of_chains or found.judged or found.doubts
     if found.no_density and not known:
         cure = "AutoSemiImplicit with LIVI_ELBO, or AutoregressiveGenerator with InjectiveELBO"
         if found.semi_implicit:
@@ -270,7 +304,7 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
 
 
 def _cure(found: Diagnosis) -> str:
-    return MOVE_BETTER if found.settled or found.no_density == STORED else _better_fit(found)
+    return MOVE_BETTER if found.of_chains or found.no_density == STORED else _better_fit(found)
 
 
 def _better_fit(found: Diagnosis) -> str:
@@ -305,7 +339,7 @@ def _lack_of_power(found: Diagnosis) -> Iterator[Finding]:
         return
     looks = [check for check in (found.importance, found.drift) if check is not None]
     if found.judged and not (
-        found.settled or found.broken or any(has_power(check, found.policy) for check in looks)
+        found.of_chains or found.broken or any(has_power(check, found.policy) for check in looks)
     ):
         seen = beyond(looks[-1]) if looks else "of any size"
         reason = f"cannot tell: nothing would show errors {seen}"

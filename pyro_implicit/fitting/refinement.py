@@ -17,6 +17,7 @@ from pyro_implicit.density.initialisation import FlatPriorStart, without_sequent
 from pyro_implicit.density.mode_search import seconds_of_climb
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
+from pyro_implicit.diagnostics.verdict import CONTINUE, judge_chains
 from pyro_implicit.fitting.candidates import reliability
 from pyro_implicit.fitting.policy import DEFAULT, BudgetPolicy, StartPolicy
 from pyro_implicit.fitting.result import Fit
@@ -184,12 +185,13 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
     elif refined.stopped == "interrupted":
         result.interrupted = True
     elif not refined.settled:
-        drifts = _drifts(refined)
+        drifts = refined.drift or "too few draws to estimate their errors"
         line.outcome += f"; {drifts}"
-        warn_user(
-            f"fit's chains stopped at {refined.stopped} before they converged: {drifts}. "
-            + _cure(result.target, refined, stages.policy.start)
-        )
+        if refined.drift is None or judge_chains(refined.drift) != "trust":
+            warn_user(
+                f"fit's chains stopped at {refined.stopped} before they converged: {drifts}. "
+                + _cure(result.target, refined, stages.policy.start)
+            )
     elif refined.reparams:
         _teach_conditional(stages, refined)
     elif result.chosen == "mean-field":
@@ -242,13 +244,4 @@ def _cure(target: Target, refined: Refined, policy: StartPolicy) -> str:
             f"In {dtype} the log-density there has a rounding error of {error:.2g} nats. Cure: "
             "float64, or data and latents that are centred and scaled"
         )
-    return (
-        "Cure: refine(model, result.guide, ...) with more max_gradients, or a reparameterised model"
-    )
-
-
-def _drifts(refined: Refined) -> str:
-    found = refined.drift
-    if found is None:
-        return "too few draws to estimate their drift"
-    return f"means may drift by {found.mean:.2f} sd, sds by {found.sd:.0%}, R-hat {found.r_hat:.2f}"
+    return f"Cure: {CONTINUE}"

@@ -206,6 +206,8 @@ class StoredDraws:
         can then be trusted without a density.
     :param modes_weighed: whether separate modes have their correct shares of the draws.
     :param doubts: known problems of the chains, each in a few words.
+    :param unsettled: the :class:`~pyro_implicit.mcmc.stopping.Drift` of chains that ended before
+        they converged, from which :func:`~pyro_implicit.diagnose` judges them.
     :raises ValueError: for no draws, or sites with different numbers of draws.
     """
 
@@ -215,6 +217,7 @@ class StoredDraws:
         settled: bool = False,
         modes_weighed: bool = False,
         doubts: Sequence[str] = (),
+        unsettled: Any = None,
     ) -> None:
         lengths = {len(value) for value in samples.values()}
         if len(lengths) != 1 or lengths == {0}:
@@ -224,7 +227,7 @@ class StoredDraws:
                 "Cure: a dict of tensors (num_draws, *site_shape), as MCMC.get_samples() gives it"
             )
         self.samples, self.settled, self.modes_weighed = dict(samples), settled, modes_weighed
-        self.doubts = tuple(doubts)
+        self.doubts, self.unsettled = tuple(doubts), unsettled
         self.num_draws = lengths.pop()
 
     def __repr__(self) -> str:

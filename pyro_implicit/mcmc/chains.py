@@ -266,14 +266,18 @@ class WindowedChains(Chains):
         """
         if (found := self._settled()) is not None or not self.has_draws:
             return found
+        end = None
         if self.gradients >= self.max_gradients:
-            return self.settled or "max_gradients"
-        if self.max_seconds is not None and self.seconds >= self.max_seconds:
-            return self.settled or "max_seconds"
-        return None
+            end = "max_gradients"
+        elif self.max_seconds is not None and self.seconds >= self.max_seconds:
+            end = "max_seconds"
+        if end is not None:
+            self._settled(at_end=True)
+        return end and (self.settled or end)
 
-    def _settled(self) -> str | None:
-        if self.phase != "sampling" or self.history.seen < self._next_check:
+    def _settled(self, at_end: bool = False) -> str | None:
+        is_due = self.history.seen >= self._next_check or at_end
+        if self.phase != "sampling" or not is_due:
             return None
         limits = self.policy.stopping
         self._next_check = math.ceil(limits.between_checks * self.history.seen)

@@ -168,7 +168,10 @@ class StoppingPolicy:
     #: Share of failed trajectories above which draws are doubtful.
     max_end_failed: float = 0.01
 
-    #: The same of converged chains, whose R-hat shows a filling neck.
+    #: Nested R-hat up to which a filling neck would show, also if a budget stopped the chains.
+    max_usable_r_hat: float = 1.2
+
+    #: Share of failed trajectories of chains with such an R-hat, above which draws are doubtful.
     max_converged_failed: float = 0.05
 
     #: Draws of each mode for bridge sampling.

@@ -85,7 +85,8 @@ class Refined(Printed, ArvizExport):
         (:class:`~pyro_implicit.mcmc.ConditionalReparam`).
     :ivar space_note: Why that space was chosen, if others were possible.
     :ivar reparams: The maps of the conditional space, by site.
-    :ivar drift: The last input of the stopping rule; None if it was never asked.
+    :ivar drift: Bounds on the errors, from the last input of the stopping rule and from R-hat
+        (:func:`~pyro_implicit.mcmc.stopping.open_errors`); None if there were too few draws.
     :ivar acceptance: Mean probability of acceptance after the warm-up; None with minibatches.
     :ivar failed: Share of trajectories after the warm-up with an acceptance probability below 1 %,
         which others count as divergences. Above .002 there are narrow places, which may still fill.
@@ -197,11 +198,13 @@ class Refined(Printed, ArvizExport):
         found: list[str] = []
         if self.choice is not None:
             return ()
-        if not self.settled:
+        if not self.settled and self.drift is None:
             how = "interrupted" if self.stopped == "interrupted" else f"stopped by {self.stopped}"
             found.append(f"the chains were {how}, before they settled")
-        is_converged, limits = self.stopped == "converged", self.policy
-        if self.failed > (limits.max_converged_failed if is_converged else limits.max_end_failed):
+        limits = self.policy
+        is_usable = self.drift is not None and self.drift.r_hat <= limits.max_usable_r_hat
+        is_usable |= self.stopped == "converged"
+        if self.failed > (limits.max_converged_failed if is_usable else limits.max_end_failed):
             share = f"{self.failed:.1%} of the chains' trajectories failed"
             found.append(f"{share}: narrow places may not have filled")
         if self.stuck:
@@ -210,7 +213,10 @@ class Refined(Printed, ArvizExport):
 
     def as_guide(self) -> StoredDraws:
         """Return the draws as a guide, for ``Predictive``."""
-        return StoredDraws(self.get_samples(), self.settled, self.modes_weighed, self.doubts)
+        unsettled = None if self.settled else self.drift
+        return StoredDraws(
+            self.get_samples(), self.settled, self.modes_weighed, self.doubts, unsettled
+        )
 
     def diagnostics(self) -> dict[str, Any]:
         """Return effective sample size and split R-hat by site, as Pyro's ``MCMC`` does.
@@ -256,10 +262,7 @@ class Refined(Printed, ArvizExport):
         if self.temperature is not None:
             rows["temperature of velocities"] = f"{self.temperature:.3f}"
         if self.drift is not None:
-            rows["off by drift, at most"] = (
-                f"means {self.drift.mean:.3f} sd, sds {self.drift.sd:.1%}, "
-                f"R-hat {self.drift.r_hat:.3f}"
-            )
+            rows["errors, at most"] = str(self.drift)
         if self.space_note:
             rows["why there"] = self.space_note
         if self.replaced:
@@ -302,7 +305,7 @@ def collect(space: Space, modes: MixtureModes | None, chains: WindowedChains) ->
         space=chains.space,
         space_note=chains.space_note,
         reparams=space.reparams,
-        drift=chains.last_drift,
+        drift=None if chains.last_drift is None else chains.last_drift.stated(),
         acceptance=chains.acceptance,
         failed=chains.failed,
         trajectory_length=chains.adaptation.trajectory_length,

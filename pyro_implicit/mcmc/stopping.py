@@ -18,7 +18,16 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.policy import DEFAULT, StoppingPolicy
 from pyro_implicit.runtime.user_warnings import warn_user
 
-__all__ = ["Drift", "Quantities", "Tracked", "Tracker", "drift", "pooled", "tracked"]
+__all__ = [
+    "Drift",
+    "Quantities",
+    "Tracked",
+    "Tracker",
+    "drift",
+    "open_errors",
+    "pooled",
+    "tracked",
+]
 
 
 class Tracked(NamedTuple):
@@ -71,6 +80,16 @@ class Drift(NamedTuple):
         """Return whether nothing drifts, even if chains still depend on their starts."""
         is_still = max(self.mean, self.sd) <= policy.max_error
         return is_still and self.r_hat <= policy.max_steady_r_hat
+
+    def stated(self) -> Drift:
+        """Return bounds that are never smaller than the errors that R-hat leaves open."""
+        mean, sd = open_errors(self.r_hat)
+        return Drift(max(self.mean, mean), max(self.sd, sd), self.r_hat)
+
+    def __str__(self) -> str:
+        return (
+            f"means may be off by {self.mean:.2f} sd, sds by {self.sd:.1%}, R-hat {self.r_hat:.3f}"
+        )
 
 
 def drift(
@@ -151,6 +170,40 @@ def drift(
         (sd_error / unit)[:-1].max().item(),
         torch.cat([r_hat, r_hat_of_squares[:-1]]).max().item(),
     )
+
+
+def open_errors(r_hat: float) -> tuple[float, float]:
+    r"""Return the errors of a mean, in sds, and of an sd, as a share, that R-hat leaves open.
+
+    Chains that spread from one point are too narrow and drift slowly, so that neither their
+    differences nor their drift show the error. Assume that they start one sd from the mean and
+    forget as :math:`e^{-t}`, and that the stretch is the last two thirds of a run, of length x.
+    Then the stretch keeps the share :math:`m = e^{-x/2} (1 - e^{-x}) / x` of the mean's error, its
+    variance is :math:`v = 1 - e^{-x} (1 - e^{-2x}) / 2x` of the right one, and
+
+    .. math:: \hat R^2 = \frac{v}{v - 2 (x - 1 + e^{-x}) / x^2 + m^2},
+
+    which falls from 6 at :math:`x = 0` (chains that diffuse freely) to 1.
+
+    **Example:**
+
+    >>> ["{:.2f} {:.2f}".format(*open_errors(r_hat)) for r_hat in (1.1, 1.64, 2.3, 3.0)]
+    ['0.00 0.00', '0.25 0.04', '0.81 0.42', '1.00 1.00']
+    """
+
+    def errors(x: float) -> tuple[float, float, float]:
+        mean = -math.exp(-x / 2) * math.expm1(-x) / x
+        variance = 1 + math.exp(-x) * math.expm1(-2 * x) / (2 * x)
+        within = variance - 2 * (x + math.expm1(-x)) / x**2 + mean**2
+        return variance / within, mean, 1 - math.sqrt(variance)
+
+    low, high = 1e-3, 1e4
+    if r_hat**2 >= errors(low)[0]:
+        return 1.0, 1.0
+    for _ in range(60):  # bisection of a function that falls from 6 to 1
+        x = math.sqrt(low * high)
+        low, high = (x, high) if errors(x)[0] > r_hat**2 else (low, x)
+    return errors(low)[1:]
 
 
 def _members(label: Tensor | None, values: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from pyro_implicit.infer.bound import EvidenceBound
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.mcmc.draws import DrawStore
 from pyro_implicit.mcmc.refined import SitesOf
+from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.ops.score_estimators import SteinTest
 
 
@@ -244,12 +245,27 @@ def test_doubts_of_chains():
     for changes, words in (
         ({"failed": 0.06}, "6.0% of the chains' trajectories failed"),
         ({"stopped": "max_seconds"}, "stopped by max_seconds, before they settled"),
+        ({"stopped": "interrupted"}, "interrupted, before they settled"),
         ({"stuck": 7}, "7 of 100 chains never moved"),
     ):
         doubted = found(**changes)
         assert doubted.verdict == "check" and "refine" in doubted.cures[0]
         assert [finding.reason for finding in doubted.findings] == [doubted.doubts[0]]
         assert words in str(doubted)
+    for drift, verdict in (
+        (Drift(0.09, 0.07, 1.19), "trust"),
+        (Drift(0.11, 0.07, 1.1), "check"),
+        (Drift(0.05, 0.09, 1.1), "check"),
+        (Drift(0.05, 0.05, 1.21), "check"),
+        (Drift(0.05, 0.05, 1.64), "check"),
+        (Drift(0.05, 0.05, 1.66), "do not trust"),
+        (Drift(math.nan, math.nan, math.nan), "do not trust"),
+    ):
+        judged = found(stopped="max_gradients", drift=drift)
+        assert judged.verdict == verdict
+        if verdict != "trust":
+            assert str(drift) in judged.findings[0].reason and "refine_more" in judged.cures[0]
+    assert found(drift=Drift(0.05, 0.05, 1.66)).verdict == "trust"  # steady quantities
 
 
 @pytest.mark.parametrize(

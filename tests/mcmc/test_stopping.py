@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyro_implicit.mcmc.draws import History
-from pyro_implicit.mcmc.stopping import drift, tracked
+from pyro_implicit.mcmc.stopping import Drift, drift, open_errors, tracked
 
 
 def powers(values):
@@ -60,6 +60,38 @@ def test_the_error_of_chains_that_forget_slowly(memory):
     # At most: two standard errors of the drift are in it.
     assert 0.7 * bias < found.mean < 1.5 * bias + 0.05
     assert found.is_settled() == (memory == 5.0)
+
+
+@pytest.mark.parametrize("steps", [6, 30, 90, 200, 400])
+def test_stated_errors_are_those_of_chains_that_spread_from_a_point(steps):
+    """An autoregressive process of 100 steps of memory starts one sd from its mean."""
+    torch.manual_seed(0)
+    rate, values = math.exp(-1 / 100), [torch.ones(8000, 1)]
+    for _ in range(steps):
+        values.append(rate * values[-1] + math.sqrt(1 - rate**2) * torch.randn(8000, 1))
+    stretch = torch.stack(values[1 + steps // 3 :])
+    stated = drift_of(stretch).stated()
+    bias, sd = stretch.mean().item(), stretch.sub(stretch.mean()).square().mean().sqrt().item()
+    # R-hat of a path of steps differs from that of a continuous path, and the sd is about its mean.
+    assert stated.mean > 0.95 * bias and stated.sd > 0.9 * (1 - sd) - 0.01
+    assert open_errors(stated.r_hat)[0] == pytest.approx(bias, abs=0.06)
+
+
+@pytest.mark.parametrize(("between", "r_hat"), [(0.0, 1.0), (1.0, 2**0.5), (5.0, 6**0.5)])
+def test_stated_errors_follow_known_variances(between, r_hat):
+    torch.manual_seed(0)
+    centre = torch.randn(1, 4000, 1)
+    values = torch.randn(400, 4000, 1)
+    values = values - values.mean(0) + between**0.5 * (centre - centre.mean()) / centre.std()
+    found = drift_of(values)
+    assert found.r_hat == pytest.approx(r_hat, abs=0.005)
+    # Nothing drifts, but chains that spread freely from a point have the last R-hat.
+    assert max(found.mean, found.sd) < 0.1
+    expected = {0.0: (0.0, 0.0), 1.0: (0.10, 0.01), 5.0: (1.0, 1.0)}[between]
+    assert found.stated()[:2] == pytest.approx(
+        [max(pair) for pair in zip(expected, found[:2], strict=True)], abs=0.03
+    )
+    assert Drift(2.0, 3.0, r_hat).stated() == (2.0, 3.0, r_hat)
 
 
 def test_r_hat_within_modes():
