@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.posteriordb import metrics
+from benchmarks.zoo import registry
 
-__all__ = ["DRAWS", "Reference", "measure", "read_reference"]
+__all__ = ["Reference", "measure", "read_reference"]
 
-DRAWS = Path(__file__).parent / "references" / "draws"
 NUM_SPLITS = 10
 
 
@@ -34,7 +33,7 @@ class Reference:
 
 def read_reference(name: str) -> Reference | None:
     """Return the committed reference of a model, ``None`` if there is none."""
-    path = DRAWS / f"{name}.npz"
+    path = registry.load(name).references / "draws" / f"{name}.npz"
     if not path.exists():
         return None
     with np.load(path) as file:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of the zoo's models: a decorator adds a model, :func:`load` finds it by name."""
+"""The registry of models: a decorator adds a model, :func:`load` finds it by name.
+
+There are two collections, the zoo and the large models of :mod:`benchmarks.large`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 import numpy as np
 import pyro
@@ -16,28 +20,48 @@ from pyro.infer.autoguide import init_to_median
 from pyro.infer.mcmc.util import initialize_model
 from torch import Tensor
 
-__all__ = ["FILES", "ZooModel", "add", "floats", "integers", "load", "names"]
+__all__ = [
+    "COLLECTIONS",
+    "Split",
+    "ZooModel",
+    "add",
+    "floats",
+    "integers",
+    "load",
+    "names",
+    "split_of",
+]
 
-FILES = (
-    "regression",
-    "hierarchical",
-    "shrinkage",
-    "gaussian_processes",
-    "time_series",
-    "dynamics",
-    "mixtures",
-    "latent_variables",
-    "missing",
-    "networks",
-)
+COLLECTIONS = {
+    "zoo": (
+        "regression",
+        "hierarchical",
+        "shrinkage",
+        "gaussian_processes",
+        "time_series",
+        "dynamics",
+        "mixtures",
+        "latent_variables",
+        "missing",
+        "networks",
+    ),
+    "large": ("regression", "groups", "series", "fields"),
+}
 
 Draws = dict[str, Tensor]
 _MODELS: dict[str, ZooModel] = {}
 
 
+class Split(Protocol):
+    """The models for the development of ``fit``, and those that are only scored."""
+
+    LOOK: tuple[str, ...]
+    SCORE: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class ZooModel:
-    """A model of the zoo.
+    """A model of a collection.
 
     ``model`` is a function, or the class of a module; ``data`` makes its arguments; ``invariant``
     maps draws by site to matrices, for models whose latents have symmetries (labels, rotations).
@@ -45,11 +69,22 @@ class ZooModel:
     """
 
     name: str
+    collection: str
     kind: str
     source: Callable[..., Any]
     data: Callable[[], tuple]
     invariant: Callable[..., Draws] | None = None
     max_plate_nesting: int | None = None
+
+    @property
+    def references(self) -> Path:
+        """The folder of the collection's references."""
+        return Path(__file__).parents[1] / self.collection / "references"
+
+    @property
+    def half(self) -> str:
+        """The model's part of the split, ``"look"`` or ``"score"``."""
+        return "look" if self.name in split_of(self.collection).LOOK else "score"
 
     def model(self) -> Callable[..., Any]:
         """Return the model that a user passes to ``fit``; a module is created anew."""
@@ -95,7 +130,7 @@ def add(
     name: str | None = None,
     max_plate_nesting: int | None = None,
 ) -> Callable[[Any], Any]:
-    """Add a function or a module's class to the zoo.
+    """Add a function or a module's class to the collection of its package.
 
     :param data: makes the arguments, in the default dtype.
     :param invariant: function of ``(draws, *args)`` that returns the compared features.
@@ -105,27 +140,36 @@ def add(
 
     def register(source: Any) -> Any:
         key = name or source.__name__
-        kind = source.__module__.rpartition(".")[2]
+        collection, kind = source.__module__.split(".")[-2:]
         assert key not in _MODELS, key
-        _MODELS[key] = ZooModel(key, kind, source, data, invariant, max_plate_nesting)
+        _MODELS[key] = ZooModel(key, collection, kind, source, data, invariant, max_plate_nesting)
         return source
 
     return register
 
 
 def _read_all() -> None:
-    for file in FILES:
-        importlib.import_module(f"benchmarks.zoo.{file}")
+    for collection, files in COLLECTIONS.items():
+        for file in files:
+            importlib.import_module(f"benchmarks.{collection}.{file}")
 
 
-def names() -> list[str]:
-    """Names of all models, file by file."""
+def names(collection: str = "zoo") -> list[str]:
+    """Names of all models of a collection, file by file."""
     _read_all()
-    return list(_MODELS)
+    return [name for name, model in _MODELS.items() if model.collection == collection]
+
+
+def split_of(collection: str) -> Split:
+    """Return the collection's module ``split``, with the names of both halves."""
+    return cast(Split, importlib.import_module(f"benchmarks.{collection}.split"))
 
 
 def load(name: str) -> ZooModel:
-    """Return one model."""
+    """Return one model.
+
+    :raises KeyError: for a name of no model.
+    """
     _read_all()
     return _MODELS[name]
 

@@ -13,12 +13,12 @@ import math
 from pathlib import Path
 from statistics import median
 
-from benchmarks.common import Record, markdown_table, read_records, write_page
-from benchmarks.zoo import split
-from benchmarks.zoo.references.make import CHECKS
-from benchmarks.zoo.run import OUT
+from benchmarks.common import RESULTS, Record, markdown_table, read_records, write_page
+from benchmarks.zoo import registry
+from benchmarks.zoo.references.make import checks_file
 
 GOOD, ACCEPTABLE = 1.5, 4.0
+TITLES = {"zoo": "The zoo", "large": "Models of 64 to 2,003 latent variables"}
 NOTE = f"""Ratio to the sampling floor: the sliced 1-Wasserstein distance of the draws from the
 reference, divided by the distance between two halves of the reference (a perfect guide has about
 0.7). Worst: the same ratio for the 1-Wasserstein distance of the worst single coordinate. Mean: the
@@ -26,7 +26,10 @@ largest error of a mean, in sds; sds: the smallest and the largest ratio of stan
 Models marked * have symmetries and are compared by invariants. A ratio of at most {GOOD:g} is good.
 Seconds are CPU time of the method and of `diagnose`; MB is the peak memory of the process minus its
 memory after the imports. NumPyro: CPU seconds of the reference's four chains, including
-compilation; in brackets the number of draws kept.
+compilation; in brackets the number of draws kept. If the collection has runs of NUTS with NumPyro's
+defaults (four chains of 1,000 steps of warm-up and 1,000 draws), the seconds are those of such a
+run; + marks runs that were stopped, ! runs that do not pass the checks of a reference.
+Share: CPU seconds of the method divided by these.
 """
 
 
@@ -44,19 +47,33 @@ def outcome(record: Record) -> str:
     return str(record.get("chosen", ""))
 
 
+def nuts_seconds(check: Record | None) -> float | None:
+    """CPU seconds of NUTS as users run it, or of the reference."""
+    if not check:
+        return None
+    user = check.get("user", check)
+    return float(user.get("stopped", user.get("cpu_seconds", math.nan)))
+
+
 def row(record: Record, check: Record | None) -> list[str]:
     sds = ""
     if "sd_ratio_min" in record:
         sds = f"{record['sd_ratio_min']:.2f}-{record['sd_ratio_max']:.2f}"
     reference = ""
+    nuts = nuts_seconds(check)
     if check:
         kept = f"{check['num_draws']}{'' if check['trusted'] else ', not trusted'}"
-        reference = f"{check['cpu_seconds']:.0f} ({kept})"
+        user = check.get("user", {"trusted": True})
+        mark = "+" if "stopped" in user else "" if user["trusted"] else "!"
+        reference = f"{nuts:.0f}{mark} ({kept})"
+    time_share = ""
+    if nuts and "cpu_seconds" in record:
+        time_share = f"{record['cpu_seconds'] / nuts:.2f}"
     memory = record["peak_mb"] - record["start_mb"] if "peak_mb" in record else None
     return [
         record["model"] + "*" * bool(check and check["num_features"] != check["dim"]),
         str(check["dim"]) if check else "",
-        "look" if record["model"] in split.LOOK else "score",
+        registry.load(record["model"]).half,
         number(record, "ratio"),
         number(record, "worst_ratio"),
         number(record, "mean_error"),
@@ -66,12 +83,13 @@ def row(record: Record, check: Record | None) -> list[str]:
         number(record, "diagnosis_cpu_seconds", 0),
         "" if memory is None else f"{memory:.0f}",
         reference,
+        time_share,
         outcome(record),
     ]
 
 
 HEADER = ["model", "dim", "split", "ratio", "worst", "mean", "sds", "verdict"]
-HEADER += ["CPU s", "diagnose s", "MB", "NumPyro s", "outcome"]
+HEADER += ["CPU s", "diagnose s", "MB", "NumPyro s", "share", "outcome"]
 
 
 def share(part: int, whole: int) -> str:
@@ -82,7 +100,7 @@ def listed(records: list[Record]) -> str:
     return f" ({', '.join(record['model'] for record in records)})" if records else ""
 
 
-def summary(records: list[Record]) -> str:
+def summary(records: list[Record], checks: dict[str, Record]) -> str:
     """Return the claims, one line each."""
     failed = [r for r in records if "error" in r]
     measured = [r for r in records if "ratio" in r and "error" not in r]
@@ -96,6 +114,13 @@ def summary(records: list[Record]) -> str:
         lines.append(f"of these with a ratio of at most {limit:g}: {within}; above{listed(over)}")
     wrong = [r for r in measured if r["ratio"] > GOOD and r.get("verdict") == "trust"]
     lines.append(f"wrongly trusted (ratio above {GOOD:g}): {len(wrong)}{listed(wrong)}")
+    trusted = [r for r in measured if r.get("verdict") == "trust"]
+    lines.append(f'verdict "trust": {share(len(trusted), len(records))}')
+    pairs = [(r, nuts_seconds(checks.get(r["model"]))) for r in records if "cpu_seconds" in r]
+    timed = [(r, nuts) for r, nuts in pairs if nuts is not None]
+    slower = [r for r, nuts in timed if r["cpu_seconds"] > nuts]
+    within = share(len(timed) - len(slower), len(timed))
+    lines.append(f"no slower than NUTS: {within}; slower{listed(slower)}")
     times = [r.get("cpu_seconds", math.inf) for r in records]
     lines.append(f"median CPU seconds, including stopped runs: {median(times):.0f}")
     return "".join(f"* {line}\n" for line in lines)
@@ -144,19 +169,20 @@ def failures(records: list[Record]) -> str:
 
 def report(records: list[Record]) -> str:
     """Return the Markdown page of all runs."""
-    checks = {record["model"]: record for record in read_records(CHECKS)}
-    parts = ["# The zoo\n", NOTE]
+    (collection,) = {registry.load(record["model"]).collection for record in records}
+    checks = {record["model"]: record for record in read_records(checks_file(collection))}
+    parts = [f"# {TITLES[collection]}\n", NOTE]
     fits = {record["model"]: record for record in records if record["method"] == "fit"}
     for method in dict.fromkeys(record["method"] for record in records):
         own = [record for record in records if record["method"] == method]
         rows = [row(record, checks.get(record["model"])) for record in own]
-        parts += [f"## {method}\n", summary(own), markdown_table(HEADER, rows)]
+        parts += [f"## {method}\n", summary(own, checks), markdown_table(HEADER, rows)]
         if method != "fit":
             parts.append(f"Compared with `fit`:\n\n{beside(own, fits)}")
-        for half, names in (("used in development", split.LOOK), ("only scored", split.SCORE)):
-            some = [record for record in own if record["model"] in names]
+        for title, half in (("used in development", "look"), ("only scored", "score")):
+            some = [record for record in own if registry.load(record["model"]).half == half]
             if some:
-                parts += [f"Models {half}:\n", summary(some)]
+                parts += [f"Models {title}:\n", summary(some, checks)]
         parts += [f"### Failures of {method}\n", failures(own)]
     return "\n".join(parts)
 
@@ -167,7 +193,9 @@ def main(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=OUT, help="JSON lines; the page is next to it")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / "zoo.jsonl", help="JSON lines; the page is next to it"
+    )
     return parser
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run methods on the zoo's models, each in a separate process, and measure the results.
+"""Run methods on the models of a collection, each in a separate process, and measure the results.
 
 ::
 
     python -m benchmarks.zoo.run --methods fit --models coin ordinal --out results/zoo.jsonl
     python -m benchmarks.zoo.run --split look --time-limit 120 --out results/zoo_look.jsonl
+    python -m benchmarks.zoo.run --collection large --time-limit 120
     python -m benchmarks.zoo.report --out results/zoo.jsonl
 
 Each run adds one line to ``--out``; runs that have a line are skipped, failed ones included: delete
@@ -37,7 +38,6 @@ from benchmarks.common import (
     time_limit,
 )
 
-OUT = RESULTS / "zoo.jsonl"
 KEY = ("model", "method", "seed")
 
 
@@ -181,28 +181,32 @@ def measure_again(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    from benchmarks.zoo import split
     from benchmarks.zoo.methods import METHODS
+    from benchmarks.zoo.registry import COLLECTIONS
 
-    names = [*split.LOOK, *split.SCORE]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--methods", nargs="+", default=["fit"], choices=list(METHODS))
-    parser.add_argument("--models", nargs="+", choices=names, metavar="NAME")
+    parser.add_argument("--collection", choices=list(COLLECTIONS), default="zoo")
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="of any collection")
     parser.add_argument("--split", choices=("look", "score", "all"), default="all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--time-limit", type=float, default=300.0, help="CPU seconds of a method")
     parser.add_argument("--diagnosis-limit", type=float, default=120.0, help="of diagnose")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, help="default: the collection's file of results")
     parser.add_argument("--draws", type=Path, default=Path(tempfile.gettempdir()) / "zoo_draws")
     parser.add_argument("--measure", action="store_true", help="only measure kept draws again")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
-    from benchmarks.zoo import split
+    from benchmarks.zoo.registry import load, split_of
 
+    split = split_of(args.collection)
     chosen = {"look": split.LOOK, "score": split.SCORE, "all": split.LOOK + split.SCORE}
     args.models = args.models or list(chosen[args.split])
+    for name in args.models:
+        load(name)  # fails before the first run if there is none
+    args.out = args.out or RESULTS / f"{args.collection}.jsonl"
     if args.measure:
         measure_again(args)
     else:

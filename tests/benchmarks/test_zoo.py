@@ -10,14 +10,18 @@ import pytest
 import torch
 
 from benchmarks.common import read_records
-from benchmarks.zoo import registry, split
+from benchmarks.zoo import registry
 from benchmarks.zoo.metrics import Reference, measure, read_reference
 from benchmarks.zoo.references import gibbs
-from benchmarks.zoo.references.make import CHECKS, kept_columns, read
+from benchmarks.zoo.references.make import checks_file, kept_columns, merged, read
 from benchmarks.zoo.report import report
 
-NAMES = registry.names()
-CHECKED = {record["model"]: record for record in read_records(CHECKS)}
+NAMES = [name for collection in registry.COLLECTIONS for name in registry.names(collection)]
+CHECKED = {
+    record["model"]: record
+    for collection in registry.COLLECTIONS
+    for record in read_records(checks_file(collection))
+}
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +29,11 @@ def _double() -> None:
     torch.set_default_dtype(torch.float64)
 
 
-def test_split_is_of_all_models_half_and_half():
-    assert sorted(split.LOOK + split.SCORE) == sorted(NAMES)
-    assert len(split.LOOK) == len(split.SCORE) >= 20
+@pytest.mark.parametrize("collection", registry.COLLECTIONS)
+def test_split_is_of_all_models_half_and_half(collection):
+    split = registry.split_of(collection)
+    assert sorted(split.LOOK + split.SCORE) == sorted(registry.names(collection))
+    assert len(split.LOOK) == len(split.SCORE) >= 15
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,10 +107,11 @@ def test_measure_in_floors():
 
 
 def test_kept_columns_have_the_small_sites():
-    columns = kept_columns([2, 500, 1, 300]).tolist()
+    columns = kept_columns([2, 500, 1, 300], 75).tolist()
     assert len(columns) <= 75 and columns == sorted(set(columns))
     assert {0, 1, 502} <= set(columns)
-    assert kept_columns([1] * 100).shape == (75,)
+    assert kept_columns([1] * 100, 75).shape == (75,)
+    assert merged([1, 1, 1, 20, 20, 1], ["mu", "x_0", "x_1", "z0", "z1", "tau"]) == [1, 2, 40, 1]
 
 
 def test_walk_of_local_scales(monkeypatch):

@@ -6,17 +6,23 @@
     python3 -m venv /tmp/numpyro && /tmp/numpyro/bin/pip install numpyro 'jax<0.8' 'jaxlib<0.8'
     python -m benchmarks.zoo.references.make --python /tmp/numpyro/bin/python
 
-Models that have a line in ``checks.jsonl`` are skipped.
+Models that have a line in ``checks.jsonl`` are skipped. Collections whose settings have ``USER``
+begin with a run with NumPyro's defaults, the entry ``user`` of the line. Its draws are the
+reference if they pass the checks.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import itertools
 import json
 import math
 import os
+import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,34 +30,48 @@ from pyro.ops.stats import effective_sample_size, split_gelman_rubin
 from torch import Tensor
 
 from benchmarks.common import Record, append_record, read_records
-from benchmarks.zoo import registry, split
-from benchmarks.zoo.metrics import DRAWS
+from benchmarks.zoo import registry
 from benchmarks.zoo.references.gibbs import horseshoe
-from benchmarks.zoo.references.settings import GIBBS, SETTINGS
 from benchmarks.zoo.registry import ZooModel
 
-CHECKS = Path(__file__).parent / "checks.jsonl"
-MAX_DRAWS, MIN_DRAWS, MAX_COLUMNS, MAX_VALUES = 10_000, 1000, 75, 150_000
+MAX_DRAWS, MIN_DRAWS = 10_000, 1000
 # Sites with at most this number of values are kept completely, of others a random part.
 SMALL_SITE = 12
+USER_ENTRIES = ("trusted", "stopped", "cpu_seconds", "divergences", "leapfrogs_per_draw")
+USER_ENTRIES += ("worst_rhat", "worst_ess", "settings")
 MAX_RHAT, MAX_DIVERGENCES, MAX_SPREAD = 1.01, 0.01, 1e-6
 
 Draws = dict[str, Tensor]
 
 
-def sample(zoo: ZooModel, args: tuple, folder: Path, python: Path) -> tuple[Draws, Record]:
+def checks_file(collection: str) -> Path:
+    """The file of the references' checks."""
+    return Path(__file__).parents[2] / collection / "references" / "checks.jsonl"
+
+
+def settings_of(zoo: ZooModel) -> Any:
+    """The module ``settings`` of the collection."""
+    return importlib.import_module(f"benchmarks.{zoo.collection}.references.settings")
+
+
+def sample(
+    zoo: ZooModel, args: tuple, folder: Path, python: Path, settings: list[str]
+) -> tuple[Draws, Record]:
     """The twin's draws by site, ``(num_chains, num_draws, *site_shape)``."""
     folder.mkdir(parents=True, exist_ok=True)
     data = {f"argument_{i}": argument.numpy() for i, argument in enumerate(args)}
     np.savez(folder / "data.npz", **data)
-    if zoo.name in GIBBS:
-        horseshoe(folder, *GIBBS[zoo.name])
-        return *read(folder), {"settings": ["num_draws", "thin", *map(str, GIBBS[zoo.name])]}
-    words = ["-m", "benchmarks.zoo.references.sample", zoo.kind, zoo.name, str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    settings = SETTINGS.get(zoo.name, "").split()
-    subprocess.run([python, *words, *settings], check=True, env=environment)
-    return *read(folder), {"settings": settings}
+    gibbs = settings_of(zoo).GIBBS
+    if zoo.name in gibbs:
+        horseshoe(folder, *gibbs[zoo.name])
+        settings = ["num_draws", "thin", *map(str, gibbs[zoo.name])]
+    else:
+        twin = f"benchmarks.{zoo.collection}.references.twins.{zoo.kind}"
+        words = ["-m", "benchmarks.zoo.references.sample", twin, zoo.name, str(folder)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([python, *words, *settings], check=True, env=environment)
+    draws, run = read(folder)
+    return draws, run | {"settings": settings}
 
 
 def read(folder: Path) -> tuple[Draws, Record]:
@@ -86,14 +106,22 @@ def shape_of(zoo: ZooModel, args: tuple) -> dict[str, torch.Size]:
     return {name: transforms[name].inv(value).shape for name, value in start.items()}
 
 
-def kept_columns(sizes: list[int]) -> Tensor:
+def merged(sizes: list[int], sites: list[str]) -> list[int]:
+    """Add the sizes of consecutive sites whose names differ in a last number: loops."""
+    groups = itertools.groupby(
+        zip(sites, sizes, strict=True), lambda pair: re.sub(r"\d+$", "", pair[0])
+    )
+    return [sum(size for _, size in group) for _, group in groups]
+
+
+def kept_columns(sizes: list[int], limit: int) -> Tensor:
     """Select small parts completely, and random columns of the large parts up to the limit."""
     total, parts, first = sum(sizes), [], 0
     small = sum(size for size in sizes if size <= SMALL_SITE)
-    if total <= MAX_COLUMNS or small > MAX_COLUMNS:  # many small sites: all columns are alike
-        rows = torch.randperm(total, generator=torch.Generator().manual_seed(0))[:MAX_COLUMNS]
+    if total <= limit or small > limit:  # many small sites: all columns are alike
+        rows = torch.randperm(total, generator=torch.Generator().manual_seed(0))[:limit]
         return rows.sort().values
-    share = (MAX_COLUMNS - small) / (total - small)
+    share = (limit - small) / (total - small)
     for size in sizes:
         count = size if size <= SMALL_SITE else math.floor(size * share)
         chosen = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:count]
@@ -103,11 +131,31 @@ def kept_columns(sizes: list[int]) -> Tensor:
 
 
 def make(name: str, args: argparse.Namespace) -> Record:
-    """Make, check and write one reference."""
+    """Make, check and write one reference, from the user's run if it is good."""
     zoo = registry.load(name)
-    data = zoo.data()
-    draws, run, settings = sample(zoo, data, args.work / name, args.python)
-    run |= settings
+    data, folder, settings = zoo.data(), args.work / name, settings_of(zoo)
+    own = settings.SETTINGS.get(name, "").split()
+    if not settings.USER:
+        return check(zoo, data, *sample(zoo, data, folder, args.python, own))
+    kept = folder / "user.json"  # a repeated call with other settings does not repeat this run
+    if kept.exists():
+        record = json.loads(kept.read_text())
+    else:
+        try:
+            words = [*settings.USER.split(), "--cpu-limit", str(args.user_limit)]
+            record = check(zoo, data, *sample(zoo, data, folder, args.python, words))
+        except subprocess.CalledProcessError:
+            record = {"trusted": False, "stopped": args.user_limit}
+        kept.write_text(json.dumps(record))
+    user = {key: record[key] for key in USER_ENTRIES if key in record}
+    if not record["trusted"] and own:
+        record = check(zoo, data, *sample(zoo, data, folder, args.python, own))
+    return {"model": name} | record | {"user": user}
+
+
+def check(zoo: ZooModel, data: tuple, draws: Draws, run: Record) -> Record:
+    """Check the draws of a run; write them if they are good."""
+    settings = settings_of(zoo)
     shapes = shape_of(zoo, data)
     num_chains, length = next(iter(draws.values())).shape[:2]
     log_probs = run.pop("log_probs")
@@ -119,13 +167,15 @@ def make(name: str, args: argparse.Namespace) -> Record:
     chains = features.reshape(num_chains, length, -1)
     rhat = split_gelman_rubin(chains, chain_dim=0, sample_dim=1)
     ess = effective_sample_size(chains, chain_dim=0, sample_dim=1)
-    columns = kept_columns(sizes)
-    room = min(MAX_DRAWS, MAX_VALUES // len(columns), int(ess.min()))
+    if zoo.invariant is None:
+        sizes = merged(sizes, list(shapes))
+    columns = kept_columns(sizes, settings.MAX_COLUMNS)
+    room = min(MAX_DRAWS, settings.MAX_VALUES // len(columns), int(ess.min()))
     step = max(1, round(len(features) / max(room, MIN_DRAWS)))
     mean, sd = features.mean(0), features.std(0)
     standardised = ((features - mean) / sd)[::step][:, columns]
     checks = {
-        "model": name,
+        "model": zoo.name,
         "dim": sum(value.numel() for value in zoo.potential(data)[1].values()),
         "num_features": features.shape[1],
         "num_draws": len(standardised),
@@ -141,9 +191,10 @@ def make(name: str, args: argparse.Namespace) -> Record:
         and spread < MAX_SPREAD
     )
     if good:
-        DRAWS.mkdir(exist_ok=True)
+        folder = zoo.references / "draws"
+        folder.mkdir(exist_ok=True)
         np.savez_compressed(
-            DRAWS / f"{name}.npz",
+            folder / f"{zoo.name}.npz",
             standardised=standardised.numpy().astype(np.float16),
             columns=columns.numpy().astype(np.int16),
             mean=mean.numpy(),
@@ -155,7 +206,8 @@ def make(name: str, args: argparse.Namespace) -> Record:
 def main(args: argparse.Namespace) -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    done = {record["model"] for record in read_records(CHECKS)}
+    split, checks = registry.split_of(args.collection), checks_file(args.collection)
+    done = {record["model"] for record in read_records(checks)}
     for name in args.models or [*split.LOOK, *split.SCORE]:
         if name in done:
             continue
@@ -164,14 +216,16 @@ def main(args: argparse.Namespace) -> None:
         except Exception as error:
             print(name, "failed:", type(error).__name__, str(error)[:1000], flush=True)
             continue
-        append_record(CHECKS, record)
+        append_record(checks, record)
         print(json.dumps(record), flush=True)
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", type=Path, required=True, help="of NumPyro's environment")
+    parser.add_argument("--collection", choices=list(registry.COLLECTIONS), default="zoo")
     parser.add_argument("--models", nargs="+", metavar="NAME")
+    parser.add_argument("--user-limit", type=int, default=1500, help="CPU s of the user's run")
     parser.add_argument("--work", type=Path, default=Path("/tmp/zoo_references"))
     return parser
 

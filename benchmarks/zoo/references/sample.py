@@ -7,8 +7,8 @@ import argparse
 import importlib
 import json
 import os
+import resource
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +23,37 @@ from numpyro.infer.util import log_density
 NUM_CHAINS = 4
 NUM_POINTS = 6
 COMMON_FLAGS = "--xla_cpu_multi_thread_eigen=false"
+FAMILIES = (dist.Normal, dist.Laplace, dist.Cauchy)
 QUICK_FLAGS = " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
-def twin(kind: str, name: str) -> Callable[..., Any]:
-    return getattr(importlib.import_module(f"benchmarks.zoo.references.twins.{kind}"), name)
-
-
 class Noncentred(Reparam):
-    """Sample a normal site as its location plus its scale, or Cholesky factor, times noise."""
+    """Sample a location-scale site as its location plus its scale, or Cholesky factor, times
+    noise."""
 
     def __call__(self, name: str, fn: Any, obs: Any) -> tuple[None, Any]:
-        normal, _, _ = self._unwrap(fn)
-        white = dist.Normal(0.0, 1.0).expand(fn.shape()).to_event(fn.event_dim)
+        prior, _, _ = self._unwrap(fn)
+        if isinstance(prior, dist.StudentT):
+            standard = dist.StudentT(prior.df, 0.0, 1.0)
+        else:
+            family = type(prior) if isinstance(prior, FAMILIES) else dist.Normal
+            standard = family(0.0, 1.0)
+        white = standard.expand(fn.shape()).to_event(fn.event_dim)
         noise = numpyro.sample(f"{name}_white", white)
-        if isinstance(normal, dist.MultivariateNormal):
-            return None, normal.loc + (normal.scale_tril @ noise[..., None])[..., 0]
-        assert isinstance(normal, dist.Normal), f"{name} is not normal"
-        return None, normal.loc + normal.scale * noise
+        if isinstance(prior, dist.MultivariateNormal):
+            return None, prior.loc + (prior.scale_tril @ noise[..., None])[..., 0]
+        assert isinstance(prior, (*FAMILIES, dist.StudentT)), f"{name} has no location and scale"
+        return None, prior.loc + prior.scale * noise
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.cpu_limit:
+        resource.setrlimit(resource.RLIMIT_CPU, (args.cpu_limit, args.cpu_limit))
     # Read at the first computation. For most twins compilation takes longer than sampling.
     os.environ["XLA_FLAGS"] = COMMON_FLAGS + ("" if args.optimise else QUICK_FLAGS)
     jax.config.update("jax_enable_x64", True)
     wall, cpu = time.perf_counter(), time.process_time()
-    model = twin(args.kind, args.name)
+    model = getattr(importlib.import_module(args.module), args.name)
     with np.load(args.folder / "data.npz") as file:
         data = [file[f"argument_{i}"] for i in range(len(file.files))]
     start = init_to_median() if args.from_median else init_to_uniform()
@@ -65,7 +70,7 @@ def main(args: argparse.Namespace) -> None:
         num_samples=args.samples * args.thin,
         thinning=args.thin,
         num_chains=NUM_CHAINS,
-        chain_method="vectorized",
+        chain_method="sequential" if args.sequential else "vectorized",
         progress_bar=False,
     )
     mcmc.run(jax.random.PRNGKey(args.seed), *data, extra_fields=("diverging", "num_steps"))
@@ -90,7 +95,7 @@ def main(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", help="the file of the twin")
+    parser.add_argument("module", help="of the twin")
     parser.add_argument("name")
     parser.add_argument("folder", type=Path, help="has the data and gets the draws")
     parser.add_argument("--warmup", type=int, default=1000)
@@ -100,7 +105,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--optimise", action="store_true", help="by XLA: for the large twins")
     parser.add_argument("--diagonal", action="store_true", help="mass matrix")
-    parser.add_argument("--noncentred", nargs="+", default=[], metavar="SITE", help="normal sites")
+    parser.add_argument("--cpu-limit", type=int, help="seconds after which the kernel ends it")
+    parser.add_argument("--sequential", action="store_true", help="chains one after another")
+    parser.add_argument("--noncentred", nargs="+", default=[], metavar="SITE")
     parser.add_argument("--from-median", action="store_true", help="of the prior")
     return parser
 

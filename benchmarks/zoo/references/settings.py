@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-__all__ = ["GIBBS", "SETTINGS"]
+__all__ = ["GIBBS", "MAX_COLUMNS", "MAX_VALUES", "SETTINGS", "USER"]
+
+USER = ""  # no run with NumPyro's defaults
+MAX_COLUMNS, MAX_VALUES = 75, 150_000
 
 SETTINGS = {
     "sir_loop": "--from-median",
