@@ -27,7 +27,6 @@ from pyro_implicit.diagnostics.distances import (
     sliced_wasserstein_floor,
     sliced_wasserstein_interval,
 )
-from pyro_implicit.diagnostics.examination import weigh
 from pyro_implicit.diagnostics.policy import COMPARE, MOMENTS, VERDICT, ComparePolicy
 from pyro_implicit.diagnostics.quantities import (
     Quantities,
@@ -38,7 +37,9 @@ from pyro_implicit.diagnostics.quantities import (
 )
 from pyro_implicit.guides.posterior_draws import draw, posterior_of, refuse_swapped, samples_of
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
+from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
+from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.random_stream import same_streams
 
@@ -411,16 +412,13 @@ def _weighted_share(sampler: Sampler, frame: _Neighbours) -> float | None:
     if not callable(sampler.guide) or isinstance(sampler.guide, StoredDraws):
         return None
     try:
-        weighted = weigh(sampler, num_samples=COMPARE.max_points)
+        weighted = weighted_draws(sampler.target, sampler.guide, num_samples=COMPARE.max_points)
     except ValueError:  # no density
         return None
-    bound = weighted.bound()
-    if bound.khat > VERDICT.khat.distrust and (
-        bound.effective_sample_size < VERDICT.good_weights * COMPARE.max_points
-    ):
+    weights = LogWeights(weighted.log_weights)
+    if weights.khat > VERDICT.khat.distrust and weights.efficiency < VERDICT.good_weights:
         return None
-    far = frame.are_far(sampler.target.unconstrain(weighted.draws))
-    return weighted.log_weights.double().softmax(0)[far].sum().item()
+    return weights.shares[frame.are_far(sampler.target.unconstrain(weighted.draws))].sum().item()
 
 
 def _some(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from pyro_implicit.diagnostics.moments import (
     whiten_draws,
 )
 from pyro_implicit.diagnostics.policy import CHECKS, MOMENTS
-from pyro_implicit.ops import gaussian_entropy
+from pyro_implicit.ops import LogWeights, gaussian_entropy
 from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
 from pyro_implicit.ops.score_estimators import SteinTest, stein_test
 from pyro_implicit.runtime.printing import short_repr, steps_of
@@ -39,27 +39,26 @@ __all__ = [
 
 
 @torch.no_grad()
-def importance_check(draws: Whitened, log_weights: Tensor) -> MomentErrors:
-    r"""Return errors of a guide's moments from its importance weights.
+def importance_check(draws: Whitened, log_weights: LogWeights) -> MomentErrors:
+    r"""Return errors of a guide's moments from its Pareto-smoothed importance weights.
 
-    Reliable where the weights' k-hat is below 0.7, in the part of the posterior that the guide
-    visits: no weight speaks for a place without draws.
+    Reliable for k-hat below 0.7, in regions where the guide has draws.
 
     **Example:**
 
     >>> from pyro_implicit.diagnostics.moments import whiten_draws
     >>> _ = torch.manual_seed(0)
     >>> u = 0.8 * torch.randn(2000, 1)
-    >>> log_weights = (-0.5 * u.square() + 0.5 * (u / 0.8).square()).squeeze(-1)
+    >>> log_weights = LogWeights((-0.5 * u.square() + 0.5 * (u / 0.8).square()).squeeze(-1))
     >>> importance_check(whiten_draws(u), log_weights).sd_ratios[0] < 0.9
     True
 
-    :param draws: of the guide, in unconstrained space, whitened: ``(num_draws, latent_dim)``.
-    :param log_weights: :math:`\log p(x, \theta) - \log q(\theta)`, ``(num_draws,)``.
+    :param draws: whitened draws of the guide in unconstrained space, ``(num_draws, latent_dim)``.
+    :param log_weights: :math:`\log p(x, \theta) - \log q(\theta)` at the draws.
     :returns: errors of means and standard deviations in any tested direction.
     """
-    white = draws.white - draws.white.mean(0)  # of some of the draws, it is not quite 0
-    weights = len(white) * log_weights.to(white).softmax(0)
+    white = draws.white - draws.white.mean(0)  # not exactly 0 for a part of the draws
+    weights = len(white) * log_weights.shares.to(white)
     mean = (weights.unsqueeze(-1) * white).mean(0)
     centered = white - mean
     weighted = weights.unsqueeze(-1) * centered

@@ -22,7 +22,6 @@ from pyro_implicit.diagnostics.examination import (
     BAD_DRAWS,
     Effort,
     examine,
-    weigh,
 )
 from pyro_implicit.diagnostics.policy import CHECKS, EFFORT, MOMENTS, VERDICT, VerdictPolicy
 from pyro_implicit.diagnostics.quantities import Quantities, find_quantities
@@ -316,7 +315,8 @@ def seconds_of_weights(sampler: Sampler, chunk_size: int) -> float:
 
     def seconds(steps: int) -> float:
         return estimated_seconds(
-            lambda: weigh(sampler, num_samples=2, num_steps=steps, num_starts=1), chunk_size / 2
+            lambda: weighted_draws(target, guide, num_samples=2, num_steps=steps, num_starts=1),
+            chunk_size / 2,
         )
 
     with same_streams(target.init_loc.device), warnings.catch_warnings():

@@ -31,10 +31,11 @@ from pyro_implicit.guides.auto_implicit import AutoSemiImplicit
 from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
+from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.printing import steps_of
 from pyro_implicit.runtime.random_stream import same_streams
 
-__all__ = ["BAD_DRAWS", "Effort", "examine", "weigh"]
+__all__ = ["BAD_DRAWS", "Effort", "examine"]
 
 
 class Effort(NamedTuple):
@@ -110,10 +111,11 @@ def examine(
         if number > CHECKS.max_lost * len(finite):
             return report(no_density=no_density, broken=reason)
         left_out, kept = f"{reason}, of {len(finite)}", finite[:num_samples]
-        weighted = weighted._replace(log_weights=log_weights[kept[: len(log_weights)]])
+        log_weights = log_weights[kept[: len(log_weights)]]
+        weighted = weighted._replace(log_weights=log_weights)
         points, many, scores = points[kept], many[finite], scores[finite]
         num_samples = len(points)
-    bound = None if no_density else weighted.bound()
+    weights, bound = LogWeights(log_weights), None if no_density else weighted.bound()
     observed = None
     try:
         whitened = whiten_draws(many)
@@ -134,7 +136,7 @@ def examine(
         if observed is not None:
             values = observed(points[:num_samples])
             seen = Whitened(values, values.new_zeros(()), values.new_ones(()), None)
-        importance = importance_check(seen, weighted.log_weights)
+        importance = importance_check(seen, weights)
     if effort.num_transitions > 0 and target.is_vectorized:
         number = EFFORT.num_chains if function is None else EFFORT.num_observed_chains
         with suppress(*BAD_DRAWS):  # the model may fail on the way
@@ -150,7 +152,7 @@ def examine(
         modes = search_modes(target, effort.search_iterations)
     if modes is not None:
         # The Gaussian default overstates the volume of a guide with many modes.
-        evidence = log_mean_exp(weighted.log_weights) if bound is not None else None
+        evidence = weights.log_mean if bound is not None else None
         coverage = uncovered_modes(modes, points, target, evidence)
     gap = None
     if loss is not None and bound is not None:
@@ -179,17 +181,6 @@ def _known(guide: Callable[..., Any]) -> dict[str, Any]:
 BAD_DRAWS = (ValueError, ArithmeticError, torch.linalg.LinAlgError)
 
 
-def weigh(sampler: Sampler, **options: Any) -> WeightedDraws:
-    """Return :func:`~pyro_implicit.infer.weighted_draws` of a sampler's guide.
-
-    :raises ValueError: if the guide has no density.
-    """
-    target = sampler.target
-    return weighted_draws(
-        target.model, sampler.guide, *target.args, model_kwargs=target.kwargs, **options
-    )
-
-
 def _draw(sampler: Sampler, num_samples: int) -> dict[str, Tensor]:
     return draw(sampler.guide, num_samples, *sampler.target.args, **sampler.target.kwargs)
 
@@ -201,7 +192,10 @@ def _weigh(
     reason = STORED if isinstance(sampler.guide, StoredDraws) else unweighed
     if not reason:
         try:
-            return weigh(sampler, num_samples=num_samples, chunk_size=chunk_size), ""
+            weighted = weighted_draws(
+                sampler.target, sampler.guide, num_samples=num_samples, chunk_size=chunk_size
+            )
+            return weighted, ""
         except ValueError as error:
             reason = str(error).split("\n")[0]
     return WeightedDraws(torch.empty(0), _draw(sampler, num_samples)), reason
@@ -219,10 +213,6 @@ def search_modes(target: Target, num_iterations: int | None = None) -> Tensor | 
             return find_modes(target, **options).loc
         except (*BAD_DRAWS, RuntimeError):
             return None
-
-
-def log_mean_exp(log_weights: Tensor) -> float:
-    return log_weights.logsumexp(0).item() - math.log(len(log_weights))
 
 
 def objective_gap(

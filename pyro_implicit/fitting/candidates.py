@@ -34,14 +34,13 @@ from pyro_implicit.guides.affine_frame import Frame
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.infer.bound import FoldWarning, weighted_draws
-from pyro_implicit.ops.importance_weights import describe_weights, pareto_smoothed
+from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.matrices import lower_factor
 from pyro_implicit.runtime.printing import short_repr
 
 __all__ = [
     "Candidate",
     "MixtureWeights",
-    "WeightReliability",
     "choose",
     "corrected_draws",
     "exact_guide",
@@ -67,7 +66,7 @@ class Candidate:
 
     name: str
     guide: AutoGuide
-    log_weights: Tensor
+    log_weights: LogWeights
     draws: Tensor
     losses: list[float] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -76,8 +75,7 @@ class Candidate:
     @property
     def bound(self) -> float:
         """The mean of the log-weights, -inf if it is not a number."""
-        value = self.log_weights.mean().item()
-        return -math.inf if math.isnan(value) else value
+        return self.log_weights.mean
 
     def falls_short(self, other: Candidate, tie: float = DEFAULT.choice.tie) -> bool:
         """Whether the bound is lower than that of another candidate.
@@ -86,16 +84,14 @@ class Candidate:
         :param tie: nats by which it must be lower; two standard errors of the difference, if these
             are larger.
         """
-        error = 0.0
-        for one in (self, other):
-            error += one.log_weights.var().nan_to_num(0.0).item() / len(one.log_weights)
-        return self.bound < other.bound - max(tie, 2 * math.sqrt(error))
+        errors = [one.log_weights.standard_error for one in (self, other)]
+        error = 2 * math.hypot(*errors)  # NaN if a bound is infinite
+        return self.bound < other.bound - (error if error > tie else tie)
 
     @property
     def gap(self) -> float:
-        """An estimate of KL(guide || posterior) in nats: half the variance of the log-weights."""
-        value = 0.5 * self.log_weights.var().item()
-        return math.inf if math.isnan(value) else value
+        """An estimate of KL(guide || posterior) in nats."""
+        return self.log_weights.gap
 
     def restore(self) -> None:
         """Load the state in which the guide was weighed."""
@@ -227,8 +223,7 @@ def weigh(
     :param policy: the number of log-weights and the share that is dropped.
     """
     policy = policy or DEFAULT.choice
-    log_weights = _log_weights(guide, target, policy.num_weighed)
-    log_weights = log_weights.sort().values[int(policy.trimmed * len(log_weights)) :]
+    log_weights = _log_weights(guide, target, policy.num_weighed).trimmed(policy.trimmed)
     state = {name: value.clone() for name, value in guide.state_dict().items()}
     posterior = guide.get_posterior(*target.args, **target.kwargs)
     draws = posterior.sample(torch.Size((num_draws,)))
@@ -287,19 +282,13 @@ def choose(
     )
 
 
-def _log_weights(guide: AutoGuide, target: Target, num_draws: int) -> Tensor:
+def _log_weights(guide: AutoGuide, target: Target, num_draws: int) -> LogWeights:
     if has_exact_density(guide):
         return exact_log_weights(guide, target, num_draws)[1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FoldWarning)  # ``train_semi_implicit`` reports folds
-        return weighted_draws(
-            target.model,
-            guide,
-            *target.args,
-            num_samples=num_draws,
-            num_starts=2,
-            model_kwargs=target.kwargs,
-        ).log_weights
+        found = weighted_draws(target, guide, num_samples=num_draws, num_starts=2)
+    return LogWeights(found.log_weights)
 
 
 @torch.no_grad()
@@ -308,7 +297,7 @@ def exact_log_weights(
     target: Target,
     num_draws: int,
     draws_at_once: int = DEFAULT.choice.draws_at_once,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, LogWeights]:
     """Draw from a guide with an exact density, and return the draws and log p - log q.
 
     **Example:**
@@ -319,7 +308,7 @@ def exact_log_weights(
     ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
     >>> guide = exact_guide(model, Modes(torch.zeros(1, 1), torch.ones(1, 1, 1), torch.zeros(1)))
     >>> draws, log_weights = exact_log_weights(guide, Target(model), 5)
-    >>> draws.shape, log_weights.shape
+    >>> draws.shape, log_weights.values.shape
     (torch.Size([5, 1]), torch.Size([5]))
 
     :param guide: a guide for which :func:`~pyro_implicit.guides.exactness.has_exact_density` holds.
@@ -338,7 +327,7 @@ def exact_log_weights(
         parts.append(part)
         log_weights.append(target.log_prob(part) - q.log_prob(part))
     found = torch.cat(log_weights)
-    return torch.cat(parts), found.masked_fill(~found.isfinite(), -math.inf)
+    return torch.cat(parts), LogWeights(found.masked_fill(~found.isfinite(), -math.inf))
 
 
 def _set_up(guide: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -514,37 +503,16 @@ def gaussian_guide(
     return guide
 
 
-class WeightReliability(NamedTuple):
-    """WeightReliability of importance weights.
-
-    ``khat`` is their Pareto tail index, infinite if they have no tail. ``efficiency`` is their
-    effective sample size as a share of the draws.
-    """
-
-    khat: float
-    efficiency: float
-
-    def suffices(self, policy: CorrectionPolicy = DEFAULT.correction) -> bool:
-        """Whether draws can be resampled by these weights."""
-        return self.efficiency > policy.even or (
-            self.efficiency > policy.least_efficiency and self.khat < policy.max_khat
-        )
-
-    def __str__(self) -> str:
-        return describe_weights(self.khat, self.efficiency)
-
-
 def reliability(
     guide: Any, target: Target, policy: CorrectionPolicy = DEFAULT.correction
-) -> WeightReliability:
-    """Judge the importance weights of a guide with an exact density by 2,000 draws.
+) -> LogWeights:
+    """Return log-weights of a guide with an exact density, of 2,000 draws.
 
-    If they suffice, up to 8,000 more draws must agree, as many as a few seconds allow: a mode that
-    the guide hardly covers has one draw in a thousand, and no other draw reveals it.
+    If the policy accepts them, up to 8,000 more draws must agree, as many as a few seconds allow:
+    a mode that the guide hardly covers has one draw in a thousand, and no other draw reveals it.
     """
-    log_weights = exact_log_weights(guide, target, policy.num_weighed)[1]
-    found = _judge(log_weights)
-    if not found.suffices(policy):
+    found = exact_log_weights(guide, target, policy.num_weighed)[1]
+    if not policy.accepts(found):
         return found
     seconds = seconds_near(
         target.log_prob, target.init_loc, policy.num_counted, not target.is_vectorized
@@ -554,14 +522,8 @@ def reliability(
     if number <= policy.num_weighed:
         return found
     more = exact_log_weights(guide, target, number)[1]
-    again = _judge(torch.cat([log_weights, more]))
+    again = LogWeights(torch.cat([found.values, more.values]))
     return again if again.efficiency < policy.agrees * found.efficiency else found
-
-
-def _judge(log_weights: Tensor) -> WeightReliability:
-    smoothed = pareto_smoothed(log_weights.double())
-    squares = smoothed.log_weights.mul(2).exp().sum().item()
-    return WeightReliability(smoothed.khat, 1 / (len(log_weights) * squares))
 
 
 def corrected_draws(
@@ -573,8 +535,4 @@ def corrected_draws(
     """
     number = max(policy.oversampling * num_samples, policy.least_proposals)
     draws, log_weights = exact_log_weights(guide, target, number)
-    weights = pareto_smoothed(log_weights.double()).log_weights.exp()
-    # Systematic resampling: the numbers of copies have the least variance.
-    ticks = (torch.arange(num_samples).to(weights) + torch.rand(()).to(weights)) / num_samples
-    index = torch.searchsorted(weights.cumsum(0), ticks).clamp(max=number - 1)
-    return target.constrain(draws[index[torch.randperm(num_samples)]])
+    return target.constrain(draws[log_weights.resample(num_samples)])

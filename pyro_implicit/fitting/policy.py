@@ -15,6 +15,7 @@ import torch
 
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.mcmc.policy import ChainPolicy
+from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.policy import EVEN_EFFICIENCY, FINITE_VARIANCE_KHAT
 
 __all__ = [
@@ -275,6 +276,15 @@ class CorrectionPolicy:
 
     #: Draws of the guide, at least, for any number of resampled ones.
     least_proposals: int = 1000
+
+    def accepts(self, weights: LogWeights) -> bool:
+        """Whether draws can be resampled by these weights.
+
+        :param weights: log-weights of the guide's draws.
+        """
+        return weights.efficiency > self.even or (
+            weights.efficiency > self.least_efficiency and weights.khat < self.max_khat
+        )
 
 
 @dataclass(frozen=True)

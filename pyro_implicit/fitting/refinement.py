@@ -119,7 +119,7 @@ def correct(stages: Stages, target: Target) -> float:
         found = stages.reliability or reliability(result.guide, target, policy)
         line.outcome = str(found)
         efficiency = found.efficiency
-        if found.suffices(policy):
+        if policy.accepts(found):
             result.correction = efficiency
     return efficiency
 

@@ -22,7 +22,6 @@ from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import (
     Candidate,
-    WeightReliability,
     choose,
     exact_guide,
     frame_of_draws,
@@ -45,6 +44,7 @@ from pyro_implicit.guides.auto_draws import forget
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.infer import InjectiveELBO
 from pyro_implicit.mcmc.spaces.space import ConditionalNoise, conditional_noise
+from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.printing import showing_progress
 from pyro_implicit.runtime.random_stream import seeded
@@ -131,7 +131,7 @@ class Stages:
         #: The noise of the priors as coordinates of the chains, if the model has any.
         self.noise: ConditionalNoise | None = None
         #: Importance weights of the Gaussians, if they suffice.
-        self.reliability: WeightReliability | None = None
+        self.reliability: LogWeights | None = None
 
     @contextmanager
     def kept_apart(self) -> Iterator[None]:
@@ -424,7 +424,7 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
             return gaussian
         if math.isfinite(seconds):
             found = reliability(guide, target, policy.correction)
-            if found.suffices(policy.correction):
+            if policy.correction.accepts(found):
                 stages.reliability = found
                 return gaussian
             if len(modes.loc) == 1:

@@ -16,6 +16,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_implicit.density.model import refuse_subsampling
+from pyro_implicit.density.target import Target
 from pyro_implicit.distributions import SemiImplicit, find_implicit
 from pyro_implicit.generators import as_generator
 from pyro_implicit.guides.posterior_draws import guide_of
@@ -39,7 +40,7 @@ from pyro_implicit.infer.engine.traces import (
 )
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.infer.policy import BOUNDS
-from pyro_implicit.ops.importance_weights import describe_weights, pareto_smoothed
+from pyro_implicit.ops.importance_weights import LogWeights, describe_weights
 from pyro_implicit.ops.policy import MAX_ENTRIES, RELIABLE_KHAT
 from pyro_implicit.ops.semi_implicit import (
     conditional_log_density,
@@ -447,14 +448,13 @@ class WeightedDraws(NamedTuple):
 
     def bound(self) -> EvidenceBound:
         """Return the result of :func:`evidence_bound`."""
-        log_weights = self.log_weights.double()
-        weights = (log_weights - log_weights.max()).exp()
+        found = LogWeights(self.log_weights)
         return EvidenceBound(
-            value=log_weights.mean().item(),
-            standard_error=log_weights.std().item() / math.sqrt(len(log_weights)),
-            khat=pareto_smoothed(log_weights).khat if weights.isfinite().all() else math.inf,
-            effective_sample_size=(weights.sum().square() / weights.square().sum()).item(),
-            num_samples=len(log_weights),
+            found.mean,
+            found.standard_error,
+            found.khat,
+            found.effective_sample_size,
+            len(found),
         )
 
 
@@ -569,7 +569,7 @@ def evidence_bound(
 @in_turn
 @torch.no_grad()
 def weighted_draws(
-    model: Callable[..., Any],
+    model: Callable[..., Any] | Target,
     guide: Callable[..., Any],
     *args: Any,
     num_samples: int = 1000,
@@ -583,6 +583,9 @@ def weighted_draws(
     **kwargs: Any,
 ) -> WeightedDraws:
     """Return the draws and log-weights behind :func:`evidence_bound`, of the same parameters.
+
+    ``model`` may also be the :class:`~pyro_implicit.density.Target` of a model, which has its
+    arguments.
 
     **Example:**
 
@@ -603,6 +606,8 @@ def weighted_draws(
     if max_seconds is not None and not max_seconds > 0:
         raise ValueError(f"max_seconds must be positive, but got {max_seconds}")
     kwargs = {**kwargs, **(model_kwargs or {})}
+    if isinstance(model, Target):
+        args, kwargs, model = model.args, model.kwargs, model.model
     chunk_size = min(chunk_size, num_samples)
     settings = num_mixing, proposal, num_steps, num_starts
     elbo = HierarchicalELBO(chunk_size, *settings)

@@ -14,7 +14,12 @@ from pyro_implicit.ops.density_ratio import (
     standardize,
 )
 from pyro_implicit.ops.ensemble_hmc import ChainState, Move, ensemble_move, score_of
-from pyro_implicit.ops.importance_weights import SmoothedWeights, bridge, pareto_smoothed
+from pyro_implicit.ops.importance_weights import (
+    LogWeights,
+    SmoothedWeights,
+    bridge,
+    pareto_smoothed,
+)
 from pyro_implicit.ops.jacobian import (
     batch_jacobian,
     covariance_log_det,
@@ -72,6 +77,7 @@ __all__ = [
     "Direction",
     "InverseTransposed",
     "Kernel",
+    "LogWeights",
     "Move",
     "RadialKernel",
     "SmoothedWeights",

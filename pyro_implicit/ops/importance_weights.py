@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pareto-smoothed importance weights, and normalising constants by bridge sampling."""
+"""Importance weights and their reliability; normalising constants by bridge sampling."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from pyro_implicit.ops.policy import BRIDGE_TOLERANCE, EVEN_EFFICIENCY, MAX_BRIDGE_STEPS
 from pyro_implicit.runtime.printing import short_repr
 
-__all__ = ["SmoothedWeights", "bridge", "describe_weights", "pareto_smoothed"]
+__all__ = ["LogWeights", "SmoothedWeights", "bridge", "describe_weights", "pareto_smoothed"]
 
 
 class SmoothedWeights(NamedTuple):
@@ -82,6 +84,106 @@ def pareto_smoothed(log_weights: Tensor) -> SmoothedWeights:
         quantiles = -log_rest if khat == 0 else torch.expm1(-khat * log_rest) / khat
         log_w[tail] = (sigma * quantiles + math.exp(cutoff)).log().clamp(max=0.0)
     return SmoothedWeights(log_w.log_softmax(0).to(log_weights), khat)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LogWeights:
+    r"""Log-weights :math:`\log p - \log q` at draws of q, and what follows from them.
+
+    Means of the log-weights are those of ``values``. K-hat, effective sample size, ``shares`` and
+    resampling are those of the Pareto-smoothed weights (:func:`pareto_smoothed`).
+
+    **Example:**
+
+    >>> _ = torch.manual_seed(0)
+    >>> weights = LogWeights(0.5 * torch.randn(1000))  # log Z = 1/8
+    >>> print(weights)
+    k-hat 0.28, effective sample size 73%
+    >>> f"{weights.mean:.2f} +- {weights.standard_error:.2f}, about {weights.gap:.2f} below log Z"
+    '0.01 +- 0.02, about 0.13 below log Z'
+
+    :param values: the log-weights, ``(num_draws,)``; -inf for draws without a density.
+    """
+
+    values: Tensor
+    __repr__ = short_repr
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __str__(self) -> str:
+        return describe_weights(self.khat, self.efficiency)
+
+    @cached_property
+    def smoothed(self) -> SmoothedWeights:
+        """The Pareto-smoothed weights; if no weight is positive, the weights as they are."""
+        values = self.values.double()
+        if not values.max() > -math.inf:  # -inf or NaN
+            return SmoothedWeights(values, math.inf)
+        return pareto_smoothed(values)
+
+    @property
+    def khat(self) -> float:
+        """The Pareto tail index; infinite if fewer than five weights are in the tail."""
+        return self.smoothed.khat
+
+    @property
+    def shares(self) -> Tensor:
+        """The smoothed weights, which sum to 1, ``(num_draws,)`` in float64."""
+        return self.smoothed.log_weights.exp()
+
+    @property
+    def efficiency(self) -> float:
+        """The effective sample size as a share of the draws."""
+        return self.effective_sample_size / len(self)
+
+    @property
+    def effective_sample_size(self) -> float:
+        """The number of independent draws of p that the weighted draws are worth."""
+        squares = self.shares.square().sum().item()
+        return 1 / squares if squares > 0 else 0.0
+
+    @property
+    def mean(self) -> float:
+        """The mean log-weight, a lower bound on log Z; -inf if it is not a number."""
+        value = self.values.double().mean().item()
+        return -math.inf if math.isnan(value) else value
+
+    @property
+    def standard_error(self) -> float:
+        """The standard error of ``mean``; NaN if it is infinite."""
+        return self.values.double().std().item() / math.sqrt(len(self))
+
+    @property
+    def gap(self) -> float:
+        """An estimate of KL(q || p) in nats: half the variance of the log-weights."""
+        value = 0.5 * self.values.var().item()
+        return math.inf if math.isnan(value) else value
+
+    @property
+    def log_mean(self) -> float:
+        """The logarithm of the mean weight, an estimate of log Z."""
+        return _log_mean(self.values).item()
+
+    def trimmed(self, share: float) -> LogWeights:
+        """Return the log-weights in rising order, without the lowest.
+
+        :param share: the share that is left out.
+        """
+        return LogWeights(self.values.sort().values[int(share * len(self)) :])
+
+    def resample(self, num_samples: int) -> Tensor:
+        """Select draws in proportion to their weights, in random order.
+
+        Systematic resampling: the numbers of copies have the least variance.
+
+        :param num_samples: the number of selected draws.
+        :returns: indices of draws, ``(num_samples,)``.
+        """
+        shares = self.shares
+        ticks = (torch.arange(num_samples).to(shares) + torch.rand(()).to(shares)) / num_samples
+        index = torch.searchsorted(shares.cumsum(0), ticks).clamp(max=len(self) - 1)
+        return index[torch.randperm(num_samples)]
 
 
 def describe_weights(khat: float, efficiency: float) -> str:

@@ -20,6 +20,7 @@ from pyro_implicit.diagnostics.checks import (
 )
 from pyro_implicit.diagnostics.moments import CollapsedError, moment_errors, whiten_draws
 from pyro_implicit.diagnostics.verdict import Diagnosis
+from pyro_implicit.ops import LogWeights
 
 NUM = 2000
 
@@ -63,7 +64,7 @@ def run(name: str, target: Gaussian, draws, log_weights):
         return stein_check(whitened, target.score(draws))
     if name == "drift":
         return drift_check(whitened, target.log_prob)
-    return importance_check(whitened, log_weights)
+    return importance_check(whitened, LogWeights(log_weights))
 
 
 @pytest.mark.parametrize("name", ["stein", "drift", "importance"])
@@ -290,8 +291,8 @@ def test_float32():
     whitened, single_whitened = whiten_draws(draws), whiten_draws(draws.float())
     single = stein_check(single_whitened, scores.float())
     assert single.sd_ratios == pytest.approx(stein_check(whitened, scores).sd_ratios, rel=1e-3)
-    single = importance_check(single_whitened, log_weights.float())
-    expected = importance_check(whitened, log_weights)
+    single = importance_check(single_whitened, LogWeights(log_weights.float()))
+    expected = importance_check(whitened, LogWeights(log_weights))
     assert single.sd_ratios == pytest.approx(expected.sd_ratios, rel=1e-3)
 
 
@@ -309,7 +310,7 @@ def test_says_which_coordinate(name):
         "stein": lambda w: stein_check(w, -draws @ posterior.precision_matrix),
         "drift": lambda w: drift_check(w.first(2000), posterior.log_prob),
         "importance": lambda w: importance_check(
-            w, posterior.log_prob(draws) - guide.log_prob(draws)
+            w, LogWeights(posterior.log_prob(draws) - guide.log_prob(draws))
         ),
     }[name](whiten_draws(draws)).faults
     (worst, *_) = (fault for fault in faults if fault.kind == "mean")

@@ -13,6 +13,7 @@ from pyro.distributions import constraints
 
 from pyro_implicit.density import Target, find_modes
 from pyro_implicit.fitting import Candidate, choose, exact_guide, frame_of_draws, weigh
+from pyro_implicit.ops import LogWeights
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def test_the_start_is_the_gaussian():
     guide = exact_guide(normal, find_modes(density))
     found = weigh("start", guide, density)
     assert found.bound == pytest.approx(0.0, abs=2e-3) and found.gap < 2e-3
-    assert found.draws.shape == (10_000, 2) and found.log_weights.shape == (990,)
+    assert found.draws.shape == (10_000, 2) and len(found.log_weights) == 990
     torch.testing.assert_close(found.draws.std(0), torch.tensor([1.0, 3.0]), rtol=0.03, atol=0)
     with torch.no_grad():
         guide.loc.add_(1.0)
@@ -44,7 +45,7 @@ def test_the_lowest_hundredth_is_left_out(monkeypatch):
     assert len(kept) == 990
 
     def log_weights(guide, target, num_draws):
-        return values[torch.randperm(1000)]
+        return LogWeights(values[torch.randperm(1000)])
 
     monkeypatch.setattr("pyro_implicit.fitting.candidates._log_weights", log_weights)
     density = Target(normal)
@@ -88,7 +89,8 @@ def by_quadrature():
 
 
 def candidate(name, bound, draws):
-    return Candidate(name, None, bound + torch.tensor([-1.0, 1.0]), draws, [0.0])
+    log_weights = LogWeights(bound + torch.tensor([-1.0, 1.0]))
+    return Candidate(name, None, log_weights, draws, [0.0])
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -134,7 +136,7 @@ def test_ties_and_bounds_that_are_none():
     def weighed(bound, sd, losses=()):
         """Of a hundred log-weights, so that the bound has a tenth of their sd as its error."""
         spread = torch.linspace(-1.0, 1.0, 100)
-        log_weights = bound + sd * spread / spread.std()
+        log_weights = LogWeights(bound + sd * spread / spread.std())
         return Candidate("gaussian", None, log_weights, draws, list(losses))
 
     trained = weighed(0.0, 0.1, [0.0])

@@ -13,6 +13,7 @@ import torch
 from pyro_implicit.density import Modes, Target
 from pyro_implicit.fitting import CorrectionPolicy, exact_guide
 from pyro_implicit.fitting import candidates as correction
+from pyro_implicit.ops import LogWeights
 
 
 def two_modes():
@@ -39,7 +40,7 @@ def two_modes():
     ],
 )
 def test_weights_without_a_tail_are_said_in_words(log_weights, told):
-    assert re.fullmatch(told, str(correction._judge(log_weights)))
+    assert re.fullmatch(told, str(LogWeights(log_weights)))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -49,8 +50,8 @@ def test_a_mode_that_few_draws_reach_is_seen(seed):
     policy = CorrectionPolicy(num_weighed=20)
     found = Modes(loc=torch.zeros(1, 1), scale_tril=torch.ones(1, 1, 1), elbo=torch.zeros(1))
     guide, density = exact_guide(two_modes, found), Target(two_modes)
-    assert not correction.reliability(guide, density, policy).suffices(policy)
+    assert not policy.accepts(correction.reliability(guide, density, policy))
     # An expensive log-density is not evaluated again.
     policy = CorrectionPolicy(num_weighed=20, seconds=1e-5)
     pyro.set_rng_seed(seed)
-    assert correction.reliability(guide, density, policy).suffices(policy)
+    assert policy.accepts(correction.reliability(guide, density, policy))

@@ -12,10 +12,10 @@ from pyro.infer.autoguide import AutoNormal, init_to_value
 from pyro_implicit import fit
 from pyro_implicit.compiled import RecordedFunction
 from pyro_implicit.density import Target, cost
-from pyro_implicit.fitting.candidates import WeightReliability
 from pyro_implicit.fitting.refinement import between
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.infer.engine import recording
+from pyro_implicit.ops import LogWeights
 
 QUIET = {"seed": 0, "progress": False}
 
@@ -77,8 +77,11 @@ def test_auto_leaves_a_guide_that_is_trusted():
 
 @pytest.mark.parametrize(("efficiency", "moves"), [(0.5, True), (0.95, False)])
 def test_uneven_new_weights_overrule_a_bound_that_is_near(efficiency, moves, monkeypatch):
+    class Found(LogWeights):
+        khat, efficiency = 2.0, property(lambda self: efficiency)
+
     def found(guide, target, policy):
-        return WeightReliability(khat=2.0, efficiency=efficiency)
+        return Found(torch.zeros(1))
 
     monkeypatch.setattr("pyro_implicit.fitting.refinement.reliability", found)
     result = fit(correlated, "auto", torch.tensor(1.5), max_seconds=20.0, **QUIET)

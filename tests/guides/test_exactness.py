@@ -53,4 +53,4 @@ def test_a_guide_is_asked_what_it_is_made_of(name):
         assert ("Cure" in why_inexact(guide)) is not is_exact
     if is_exact:
         draws, log_weights = exact_log_weights(guide, Target(model), 7)
-        assert draws.shape == (7, 2) and log_weights.isfinite().all()
+        assert draws.shape == (7, 2) and log_weights.values.isfinite().all()

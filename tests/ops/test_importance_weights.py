@@ -9,7 +9,7 @@ import arviz
 import pytest
 import torch
 
-from pyro_implicit.ops import pareto_smoothed
+from pyro_implicit.ops import LogWeights, pareto_smoothed
 
 TAILS = {
     "light": lambda n: torch.randn(n, dtype=torch.float64),
@@ -76,3 +76,56 @@ def test_weights_that_differ_by_rounding():
         found = pareto_smoothed(70 + 1.4e-14 * ties.double())
         assert found.khat < 0
         assert found.log_weights.exp().mul(1000).sub(1).abs().max() < 1e-11
+
+
+def test_log_weights_of_a_gaussian():
+    """p = exp(0.7) N(0, 1) and q = N(0, s^2) with s = 1.2 have closed forms."""
+    torch.manual_seed(0)
+    s = 1.2
+    z = s * torch.randn(200_000, dtype=torch.float64)
+    found = LogWeights(0.7 - 0.5 * z**2 + 0.5 * (z / s) ** 2 + math.log(s))
+    kl = 0.5 * (s**2 - 1) - math.log(s)
+    assert found.mean == pytest.approx(0.7 - kl, abs=4 * found.standard_error)
+    sd = (s**2 - 1) / 2**0.5  # of (1 - s^2) / 2 times a chi-squared variable
+    assert found.standard_error == pytest.approx(sd / len(z) ** 0.5, rel=0.02)
+    assert found.gap == pytest.approx(sd**2 / 2, rel=0.03)
+    assert found.log_mean == pytest.approx(0.7, abs=0.003)
+    # E[w]^2 / E[w^2], with E[w^2] = s^2 / sqrt(2 s^2 - 1)
+    assert found.efficiency == pytest.approx((2 * s**2 - 1) ** 0.5 / s**2, abs=0.002)
+    assert found.effective_sample_size == pytest.approx(found.efficiency * len(z))
+    assert found.shares.sum().item() == pytest.approx(1.0)
+    assert z[found.resample(50_000)].std().item() == pytest.approx(1.0, abs=0.01)
+
+
+def test_effective_sample_size_and_shares_are_of_smoothed_weights():
+    log_weights = TAILS["pareto"](1000)
+    found, smoothed = LogWeights(log_weights), pareto_smoothed(log_weights)
+    assert found.shares.equal(smoothed.log_weights.exp()) and found.khat == smoothed.khat
+    size = 1 / smoothed.log_weights.exp().square().sum().item()
+    assert found.effective_sample_size == pytest.approx(size)
+    raw = 1 / log_weights.softmax(0).square().sum().item()
+    assert found.effective_sample_size != pytest.approx(raw, rel=0.01)
+
+
+def test_systematic_resampling():
+    """Numbers of copies differ from their means by less than one; the order is random."""
+    found = LogWeights(torch.tensor([0.5, 0.2, 0.0, 0.3]).log())
+    counts = torch.bincount(found.resample(1001), minlength=4)
+    assert ((counts - 1001 * torch.tensor([0.5, 0.2, 0.0, 0.3])).abs() < 1).all() and counts[2] == 0
+    index = found.resample(1000)
+    assert (index.diff() < 0).sum() > 100
+
+
+def test_log_weights_without_the_lowest():
+    values = torch.cat([torch.full((3,), -math.inf), torch.arange(97.0)])
+    found = LogWeights(values[torch.randperm(100)]).trimmed(0.04)
+    assert found.values.equal(torch.arange(1.0, 97.0))
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+def test_log_weights_of_draws_without_a_density(value):
+    found = LogWeights(torch.full((9,), value))
+    assert found.mean == -math.inf and found.gap == found.khat == math.inf
+    assert found.efficiency == found.effective_sample_size == 0.0
+    one = LogWeights(torch.tensor([0.0, 0.0, value]).nan_to_num(neginf=-math.inf, nan=-math.inf))
+    assert one.mean == -math.inf and one.effective_sample_size == pytest.approx(2.0)
