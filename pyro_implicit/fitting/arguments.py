@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the arguments of ``fit``."""
+"""Checks of the arguments of ``fit``, and the processes that run it together."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor, distributed
 
 from pyro_implicit.density.checks.observations import explain, refuse_unfit_data
-from pyro_implicit.fitting.checkpoint import num_processes
 from pyro_implicit.guides.posterior_draws import refuse_other_guide, refuse_swapped, trace_guide
 from pyro_implicit.runtime.random_stream import seeded
 from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = [
     "Amortize",
+    "is_first",
+    "mean_over_processes",
+    "num_processes",
     "refuse_amortizing",
     "refuse_misplaced",
     "refuse_processes",
@@ -124,6 +126,32 @@ def refuse_amortizing(guide: Any, refine: Any) -> None:
             "refine moves draws of all latents, but with amortize= some latents belong to the rows "
             "of one minibatch. Cure: refine=False"
         )
+
+
+def num_processes() -> int:
+    """Return the number of processes, 1 without ``torch.distributed.init_process_group``."""
+    ready = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if ready else 1
+
+
+def is_first() -> bool:
+    """Whether this process shows progress."""
+    return num_processes() == 1 or distributed.get_rank() == 0
+
+
+def mean_over_processes(
+    value: float, device: torch.device | str = "cpu", weight: float = 1.0
+) -> float:
+    """Return the weighted mean of a value over processes, so that all of them decide alike.
+
+    :param device: a device from which the backend can send.
+    :param weight: the weight of this process, for instance its number of rows.
+    """
+    if num_processes() == 1:
+        return value
+    total = torch.tensor([weight * value, weight], dtype=torch.float64, device=device)
+    distributed.all_reduce(total)
+    return (total[0] / total[1]).item()
 
 
 def refuse_processes(batch: tuple, refine: bool) -> None:

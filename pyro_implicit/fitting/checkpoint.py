@@ -12,6 +12,7 @@ from pyro.infer import Trace_ELBO
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pyro_implicit.fitting.arguments import num_processes
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.runtime.files import (
     random_streams,
@@ -21,11 +22,8 @@ from pyro_implicit.runtime.files import (
 )
 
 __all__ = [
-    "is_first",
     "load_checkpoint",
-    "loss_function",
-    "mean_over_processes",
-    "num_processes",
+    "loss_of_processes",
     "own_file",
     "same_start",
     "save_checkpoint",
@@ -139,55 +137,25 @@ def _classes(loss: Any) -> set[type]:
     return found
 
 
-def num_processes() -> int:
-    """Return the number of processes, 1 without ``torch.distributed.init_process_group``."""
-    ready = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if ready else 1
-
-
-def is_first() -> bool:
-    """Whether this process shows progress."""
-    return num_processes() == 1 or distributed.get_rank() == 0
-
-
 def own_file(folder: str | Path, name: str) -> Path:
     """Return the checkpoint of this process; each process has its own random streams."""
     number = f"-{distributed.get_rank()}" if num_processes() > 1 else ""
     return Path(folder) / f"{name}{number}.pt"
 
 
-def mean_over_processes(value: float, device: torch.device | str = "cpu") -> float:
-    """Return the mean of a value over processes, so that all of them decide alike.
-
-    :param device: a device from which the backend can send.
-    """
-    if num_processes() == 1:
-        return value
-    total = torch.tensor(value, dtype=torch.float64, device=device)
-    distributed.all_reduce(total)
-    return total.item() / num_processes()
-
-
-def loss_function(
+def loss_of_processes(
+    evaluate: Callable[..., Tensor],
     loss: Trace_ELBO,
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
 ) -> Callable[..., Tensor]:
-    """Return the differentiable loss. In several processes its gradient is the mean over them, and
-    parameters and buffers become those of the first process.
+    """Return a differentiable loss whose gradient is the mean over processes; parameters and
+    buffers become those of the first process.
 
-    :raises TypeError: in several processes, for ``pyro.param`` outside of modules, which
-        ``DistributedDataParallel`` does not know.
-    :raises ValueError: in several processes, for a loss that trains networks of its own.
+    :raises TypeError: for ``pyro.param`` outside of modules, which ``DistributedDataParallel``
+        does not know.
+    :raises ValueError: for a loss that trains networks of its own.
     """
-
-    def evaluate(*args: Any, **kwargs: Any) -> Tensor:
-        return loss.differentiable_loss(model, guide, *args, **kwargs)
-
-    if num_processes() == 1:
-        return evaluate
     if isinstance(loss, NetworkELBO):
         raise ValueError(
             f"{type(loss).__name__} trains networks of its own, which would differ between "

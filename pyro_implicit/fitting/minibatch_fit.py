@@ -14,8 +14,7 @@ from pyro.poutine.util import site_is_subsample
 from pyro_implicit.density.initialisation import FlatPriorStart, without_sequential_plates
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
-from pyro_implicit.fitting.arguments import Amortize, refuse_unfit_guide
-from pyro_implicit.fitting.checkpoint import num_processes
+from pyro_implicit.fitting.arguments import Amortize, num_processes, refuse_unfit_guide
 from pyro_implicit.fitting.refinement import between
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages

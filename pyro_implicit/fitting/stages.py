@@ -427,7 +427,7 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
             if policy.correction.accepts(found):
                 stages.reliability = found
                 return gaussian
-            if len(modes.loc) == 1:
+            if len(modes.loc) == 1 and len(target.shapes) > 1:  # a prior may depend on another site
                 stages.noise = conditional_noise(target, modes.loc[0])
             if stages.noise is not None:
                 line.outcome += "; chains use the noise of the priors instead of a trained guide"

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,10 @@ from pyro_implicit.density.model import (
     refuse_subsampling,
 )
 from pyro_implicit.density.target import Target
+from pyro_implicit.fitting.arguments import is_first, mean_over_processes, num_processes
 from pyro_implicit.fitting.checkpoint import (
-    is_first,
     load_checkpoint,
-    loss_function,
-    mean_over_processes,
+    loss_of_processes,
     own_file,
     save_checkpoint,
 )
@@ -169,7 +169,9 @@ def _train(
     buffers = dict(guide.named_buffers()) if isinstance(guide, torch.nn.Module) else {}
     # While parameters of the model change, so does the posterior.
     may_stop = isinstance(loss, InjectiveELBO) and are_all_of_guide(guide, parameters, args, kwargs)
-    evaluate = loss_function(loss, model, guide, parameters, buffers)
+    evaluate: Callable[..., Tensor] = partial(loss.differentiable_loss, model, guide)
+    if num_processes() > 1:
+        evaluate = loss_of_processes(evaluate, loss, parameters, buffers)
     device = next(iter(parameters.values())).device
     file = None if checkpoint is None else own_file(checkpoint, name)
     if file is not None and file.exists():
@@ -417,11 +419,12 @@ class HeldOut:
 
     @torch.no_grad()
     def __call__(self, guide: Callable[..., Any]) -> float:
-        """Score a guide on all rows; the caller's random streams do not advance."""
+        """Score a guide on all rows of all processes; random streams do not advance."""
         with seeded(0):
-            return self._score(guide)
+            return mean_over_processes(*self._score(guide))
 
-    def _score(self, guide: Callable[..., Any]) -> float:
+    def _score(self, guide: Callable[..., Any]) -> tuple[float, torch.device, int]:
+        """Return the mean over the rows of this process, its device, and the number of rows."""
         target, total, count = self._target, 0.0, 0
         number = self._policy.num_draws
         draws = draw(guide, number, *target.args, **target.kwargs)
@@ -435,7 +438,7 @@ class HeldOut:
                 "validation has no row that counts: every observation is masked. Cure: rows with "
                 "observed targets"
             )
-        return total / count
+        return total / count, target.init_loc.device, count
 
     def __str__(self) -> str:
         epoch = self.best_epoch
@@ -453,8 +456,7 @@ class HeldOut:
         :param parameters: the parameters of guide and model, by name.
         :returns: whether training should end.
         """
-        device = next(iter(parameters.values())).device
-        score = mean_over_processes(self(guide), device)
+        score = self(guide)
         self.scores.append(score if math.isfinite(score) else math.inf)
         if self.best_epoch == len(self.scores):
             self._best = {name: value.detach().clone() for name, value in parameters.items()}

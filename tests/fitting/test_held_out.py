@@ -137,7 +137,7 @@ def test_what_is_left_of_an_epoch_counts():
 
 def test_rows_that_cannot_be_scored_are_never_the_best(monkeypatch):
     scores = [math.nan, 2.0, 3.0]
-    monkeypatch.setattr(HeldOut, "_score", lambda self, guide: scores[len(self.scores)])
+    monkeypatch.setattr(HeldOut, "_score", lambda self, guide: (scores[len(self.scores)], "cpu", 1))
     held_out, parameter = HeldOut(model, [HELD_OUT]), torch.zeros(())
     for value in scores:
         held_out.judge(at_zero(), {"x": parameter.fill_(value)})

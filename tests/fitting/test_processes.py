@@ -12,6 +12,7 @@ from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from pyro_implicit import LIVI_ELBO, AutoSemiImplicit, fit
+from pyro_implicit.fitting import HeldOut
 from pyro_implicit.infer import AVB_ELBO, ImplicitELBO
 from pyro_implicit.runtime.minibatches import BatchStream
 from tests.two_processes import in_two_processes
@@ -73,6 +74,16 @@ def fitted(case, rank, folder):
     return values, torch.tensor(result.losses), result.stages[0].outcome
 
 
+def uneven_score(rank):
+    """The held-out score of the first row in one process and of all others in the other one."""
+    x, y = data()
+    rows = {None: slice(None), 0: slice(0, 1), 1: slice(1, None)}[rank]
+    pyro.clear_param_store()
+    guide = AutoNormal(model)
+    guide(x, y)
+    return torch.tensor(HeldOut(model, [(x[rows], y[rows])])(guide))
+
+
 def refusal(*args, **kwargs):
     pyro.clear_param_store()
     with pytest.raises((TypeError, ValueError)) as caught:
@@ -89,7 +100,7 @@ def work(rank, folder):
         refusal(with_param, AutoNormal(model), batches=batches),
         refusal(model, AutoSemiImplicit(model), batches=batches, loss=AVB_ELBO(2)),
     ]
-    torch.save((found, messages), folder / f"{rank}.pt")
+    torch.save((found, messages, uneven_score(rank)), folder / f"{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +123,12 @@ def test_two_processes_train_what_one_does(folder, tmp_path, case):
         torch.testing.assert_close(values, expected)
         torch.testing.assert_close(found, losses)
         assert found_outcome == outcome and "held-out NLL" in outcome
+
+
+def test_held_out_rows_have_equal_weights_in_processes_of_any_size(folder):
+    expected = uneven_score(None)
+    for rank in range(2):
+        torch.testing.assert_close(load(folder, rank)[2], expected)
 
 
 def test_refuses_what_processes_cannot_share(folder):
