@@ -22,6 +22,7 @@ from pyro_implicit import (
     AVB_ELBO,
     GPVI_ELBO,
     KIVI_ELBO,
+    KSIVI_ELBO,
     LIVI_ELBO,
     MLP,
     MMNN,
@@ -134,6 +135,8 @@ ELBOS: dict[str, Callable] = {
         k, 20, 30, kernel="imq", direction="reverse", covariance="diagonal"
     ),
     "KIVI-prior": lambda k: KIVI_ELBO(k, 20, contrast="prior"),
+    "KSIVI": KSIVI_ELBO,
+    "KSIVI-two-batch-imq": lambda k: KSIVI_ELBO(k, "imq", "two-batch"),
     "LIVI-exact": lambda k: LIVI_ELBO(k, log_det="exact"),
     "LIVI-quadratic": lambda k: LIVI_ELBO(k, entropy="quadratic"),
     "LIVI-smallest": lambda k: LIVI_ELBO(k, log_det="smallest"),
@@ -144,7 +147,14 @@ ELBOS: dict[str, Callable] = {
     "Score-spectral": ScoreELBO,
     "UIVI": lambda k: UIVI_ELBO(k, num_burnin=2, num_samples=2),
 }
-COMPARING_PARTICLES = {"AmortizedKSD", "AmortizedSVGD", "GPVI", "GPVI-helper"}
+COMPARING_PARTICLES = {
+    "AmortizedKSD",
+    "AmortizedSVGD",
+    "GPVI",
+    "GPVI-helper",
+    "KSIVI",
+    "KSIVI-two-batch-imq",
+}
 #: Combinations that no setting makes sensible, with a word of the error that says so.
 REFUSED = {
     ("HandWritten", "LIVI-smallest"): "noise_dim",

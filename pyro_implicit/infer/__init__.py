@@ -20,6 +20,7 @@ from pyro_implicit.infer.gpvi import GPVI_ELBO
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.infer.injective import InjectiveELBO
 from pyro_implicit.infer.kivi import KIVI_ELBO
+from pyro_implicit.infer.ksivi import KSIVI_ELBO
 from pyro_implicit.infer.livi import LIVI_ELBO
 from pyro_implicit.infer.renyi import ImplicitRenyiELBO
 from pyro_implicit.infer.sivi import SIVI_ELBO
@@ -41,6 +42,7 @@ __all__ = [
     "InjectiveELBO",
     "KIVI_ELBO",
     "KSD",
+    "KSIVI_ELBO",
     "LIVI_ELBO",
     "NonFiniteError",
     "SIVI_ELBO",

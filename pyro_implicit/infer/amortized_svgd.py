@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
-    differs_by_particle,
+    check_same_distribution,
     moments_log_q,
     particles_first,
     particles_inside,
@@ -92,12 +92,7 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
 
     def check_site(self, site: ImplicitSite) -> None:
         """Refuse a site whose particles differ in distribution."""
-        if differs_by_particle(site.distribution):
-            raise ValueError(
-                f"the context or scale of site '{site.name}' depends on other latents, so that "
-                f"each particle has its own distribution, but {type(self).__name__} compares "
-                "particles of one distribution. Cure: AmortizedKSD_ELBO, or a context of data alone"
-            )
+        check_same_distribution(site, type(self).__name__, "AmortizedKSD_ELBO")
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """Return the draws of the model's batch; their gradient goes to the second batch."""

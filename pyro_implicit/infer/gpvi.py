@@ -16,8 +16,8 @@ from pyro_implicit.distributions import Draw, Implicit
 from pyro_implicit.generators import Generator
 from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
+    check_same_distribution,
     check_square,
-    differs_by_particle,
     exact_log_density,
     particles_first,
     particles_inside,
@@ -247,12 +247,7 @@ class GPVI_ELBO(NetworkELBO):
     def check_site(self, site: ImplicitSite) -> None:
         """Refuse a site without an exact density, or whose particles differ in distribution."""
         check_square(site, type(self).__name__)
-        if differs_by_particle(site.distribution):
-            raise ValueError(
-                f"the context of site '{site.name}' depends on other latents, so that each "
-                f"particle has its own distribution, but {type(self).__name__} compares "
-                "particles of one distribution. Cure: InjectiveELBO, or a context of data alone"
-            )
+        check_same_distribution(site, type(self).__name__, "InjectiveELBO")
         if self.jacobian == "helper" and site.distribution.context is not None:
             raise ValueError(
                 f"site '{site.name}' has a context, which the helper network does not see. "

@@ -12,11 +12,10 @@ from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     check_generator,
     flatten_site,
-    mixing_noise,
+    mixture_log_q,
 )
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
-from pyro_implicit.ops.semi_implicit import mixture_log_density
 
 __all__ = ["SIVI_ELBO"]
 
@@ -88,8 +87,5 @@ class SIVI_ELBO(ImplicitELBO):
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Return log q of the mixture, for value and entropy gradient."""
         flat = flatten_site(site, self.num_particles)
-        noises = [flat.noise.unsqueeze(0), mixing_noise(site, flat, self.num_mixing)]
-        log_q = mixture_log_density(
-            flat.value, flat.generate, flat.scale, noises, chunk_size=self.chunk_size
-        )
+        log_q = mixture_log_q(site, flat, self.num_mixing, self.chunk_size)
         return ScoreParts(log_q, 0, log_q)

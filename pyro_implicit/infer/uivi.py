@@ -16,13 +16,13 @@ from pyro_implicit.infer.engine.implicit_sites import (
     check_generator,
     check_standard_normal,
     flatten_site,
-    mixing_noise,
+    mixture_log_q,
 )
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.infer.policy import ELBOS
 from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
-from pyro_implicit.ops.semi_implicit import conditional_log_density, mixture_log_density
+from pyro_implicit.ops.semi_implicit import conditional_log_density
 
 __all__ = ["UIVI_ELBO"]
 
@@ -133,8 +133,7 @@ class UIVI_ELBO(ImplicitELBO):
         flat = flatten_site(site, self.num_particles)
         with torch.no_grad():
             score = self._score(site.name, flat)
-            noises = [flat.noise.unsqueeze(0), mixing_noise(site, flat, self.num_mixing)]
-            log_q = mixture_log_density(flat.value, flat.generate, flat.scale, noises)
+            log_q = mixture_log_q(site, flat, self.num_mixing)
         path = (score * (flat.value - flat.value.detach())).sum(-1)
         return ScoreParts(log_q + path, 0, log_q + path)
 

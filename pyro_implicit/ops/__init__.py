@@ -60,6 +60,7 @@ from pyro_implicit.ops.score_estimators import (
 )
 from pyro_implicit.ops.semi_implicit import (
     conditional_log_density,
+    conditional_stein_discrepancy,
     linearised_reverse_conditional,
     mixture_log_density,
 )
@@ -87,6 +88,7 @@ __all__ = [
     "batch_jacobian",
     "bridge",
     "conditional_log_density",
+    "conditional_stein_discrepancy",
     "covariance_log_det",
     "ensemble_move",
     "fit_density_ratio",

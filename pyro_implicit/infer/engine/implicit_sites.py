@@ -16,6 +16,7 @@ from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import Linearisation, as_generator
 from pyro_implicit.infer.policy import ELBOS
 from pyro_implicit.ops import Covariance, gaussian_entropy
+from pyro_implicit.ops.semi_implicit import mixture_log_density
 
 __all__ = [
     "FlatSite",
@@ -23,6 +24,7 @@ __all__ = [
     "LaterWeights",
     "PARTICLE_PLATE",
     "check_generator",
+    "check_same_distribution",
     "check_square",
     "check_standard_normal",
     "choose_covariance",
@@ -31,6 +33,7 @@ __all__ = [
     "exact_score",
     "flatten_site",
     "mixing_noise",
+    "mixture_log_q",
     "moments_log_q",
     "particles_first",
     "particles_inside",
@@ -199,6 +202,20 @@ def mixing_noise(site: ImplicitSite, flat: FlatSite, num_mixing: int) -> Tensor:
     return noise.flatten(0, 1)[:num_mixing].unsqueeze(1)
 
 
+def mixture_log_q(
+    site: ImplicitSite, flat: FlatSite, num_mixing: int, chunk_size: int | None = None
+) -> Tensor:
+    """Return the log-density of the mixture of a draw's own and of fresh conditionals (SIVI).
+
+    Its expectation is at least that of log q, so that the ELBO is bounded from below.
+
+    :param num_mixing: fresh noises.
+    :param chunk_size: see :func:`~pyro_implicit.ops.semi_implicit.mixture_log_density`.
+    """
+    noises = [flat.noise.unsqueeze(0), mixing_noise(site, flat, num_mixing)]
+    return mixture_log_density(flat.value, flat.generate, flat.scale, noises, chunk_size=chunk_size)
+
+
 @torch.no_grad()
 def check_generator(name: str, flat: FlatSite) -> None:
     """Refuse a generator whose values depend on more than their own noise.
@@ -264,6 +281,21 @@ def exact_score(site: ImplicitSite) -> tuple[Tensor, Tensor]:
     (slope,) = torch.autograd.grad(log_q.sum(), site.noise, retain_graph=True)
     score = site_linearisation(site).solve_transposed(slope).reshape(site.value.shape)
     return log_q, site.score_at_draw(score)
+
+
+def check_same_distribution(site: ImplicitSite, method: str, others: str) -> None:
+    """Refuse a site whose particles differ in distribution.
+
+    :param method: the method that compares particles, for the message.
+    :param others: methods that do not, for the message.
+    :raises ValueError: naming site and cure.
+    """
+    if differs_by_particle(site.distribution):
+        raise ValueError(
+            f"the context or scale of site '{site.name}' depends on other latents, so that each "
+            f"particle has its own distribution, but {method} compares particles of one "
+            f"distribution. Cure: {others}, or a context of data alone"
+        )
 
 
 def check_square(site: ImplicitSite, method: str) -> None:
