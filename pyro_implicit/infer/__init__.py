@@ -22,6 +22,7 @@ from pyro_implicit.infer.injective import InjectiveELBO
 from pyro_implicit.infer.kivi import KIVI_ELBO
 from pyro_implicit.infer.ksivi import KSIVI_ELBO
 from pyro_implicit.infer.livi import LIVI_ELBO
+from pyro_implicit.infer.pvi import PVI
 from pyro_implicit.infer.renyi import ImplicitRenyiELBO
 from pyro_implicit.infer.sivi import SIVI_ELBO
 from pyro_implicit.infer.svgd import GFSF, KSD, SVGD
@@ -45,6 +46,7 @@ __all__ = [
     "KSIVI_ELBO",
     "LIVI_ELBO",
     "NonFiniteError",
+    "PVI",
     "SIVI_ELBO",
     "SVGD",
     "ScoreELBO",

@@ -161,7 +161,7 @@ class KSIVI_ELBO(ScoreMatchingELBO):
 
     **References:**
 
-    1. Cheng et al. (2024), *Kernel Semi-Implicit Variational Inference*, theorem 3.1, algorithm 1.
+    1. Cheng et al. (2024), *Kernel Semi-Implicit Variational Inference*.
     """
 
     def __init__(

@@ -29,6 +29,10 @@ class ElboPolicy:
     #: transition (Robbins and Monro, 1951).
     adaptation_rate: float = 0.5
 
+    #: ``PVI``: weight of the past in the moving average of squared gradients of the particles, for
+    #: each step (Lim and Johansen, 2024, their code).
+    particle_decay: float = 0.9
+
     #: ``InjectiveELBO``: weight of the past in the moving averages of scores, for each step.
     landing_decay: float = 0.95
 

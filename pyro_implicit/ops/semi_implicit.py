@@ -202,8 +202,8 @@ def conditional_stein_discrepancy(
 
     **References:**
 
-    1. Cheng et al. (2024), *Kernel Semi-Implicit Variational Inference*, theorem 3.1 and section
-       3.2 (its "vanilla" estimator is ``"two-batch"``).
+    1. Cheng et al. (2024), *Kernel Semi-Implicit Variational Inference* (its "vanilla" estimator is
+       ``"two-batch"``).
     """
     if bandwidth is None:
         bandwidth = particle_bandwidth(points)
