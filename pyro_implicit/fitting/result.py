@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.guides.sampler import StoredDraws
+from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.mcmc import AutoConditional, Refined
+from pyro_implicit.mcmc.refine import continue_chains
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.printing import Printed, Table
@@ -151,6 +152,38 @@ class Fit(Printed):
                 self._corrected(self.policy.choice.num_kept), settled=True, modes_weighed=True
             )
         return self.guide
+
+    def refine_more(
+        self,
+        max_seconds: float | None = None,
+        max_gradients: int | None = None,
+        progress: bool = True,
+    ) -> Fit:
+        """Continue the chains where they stopped, also after :meth:`load` with model and data.
+
+        The guide does not learn from the new draws.
+
+        :param max_seconds: further wall time.
+        :param max_gradients: further gradients of each chain; by default as many as before. See
+            :meth:`Refined.refine_more <pyro_implicit.mcmc.Refined.refine_more>`.
+        :param progress: whether to show a bar.
+        :returns: a new result; this one does not change.
+        :raises ValueError: without chains of all data.
+        """
+        chains = getattr(self.refined, "chains", None)
+        if self.refined is None or chains is None:
+            raise ValueError(
+                "this result has no chains of all data that could go on. Cure: fit(refine=True), "
+                "or refine(model, result, ...)"
+            )
+        result = replace(self, stages=[*self.stages], interrupted=False)
+        with result.stage("refine_more") as line:
+            more = self.refined.more or partial(
+                continue_chains, Sampler(self.target, self.guide), chains
+            )
+            result.refined = found = more(max_seconds, max_gradients, progress)
+            line.outcome = f"{found.stopped} after {found.num_gradients} gradients; {found.drift}"
+        return result
 
     def diagnose(self, **options: Any) -> Diagnosis:
         """Return :func:`~pyro_implicit.diagnose` of the refined or corrected draws or the guide.

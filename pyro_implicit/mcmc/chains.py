@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -82,6 +83,7 @@ class Chains:
     :param replaced: chains that were put elsewhere.
     :param gradients: gradients of each chain.
     :param stopped: the reason why the chains stopped; None while they walk.
+    :param cpu_seconds: seconds of one core, which other programs lengthen less than ``seconds``.
     """
 
     kernel: str
@@ -92,6 +94,7 @@ class Chains:
     gradients: int = 0
     warmup_gradients: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     transitions: int = 0
     stopped: str | None = None
     max_seconds: float | None = None
@@ -121,12 +124,14 @@ def run(chains: Chains, checkpoint: Checkpoint, progress: bool) -> None:
     After Ctrl-C they stop as ``"interrupted"``, if there are draws.
     """
     began = time.perf_counter() - chains.seconds
+    cpu_began = time.process_time() - chains.cpu_seconds
     done, total, _ = chains.progress
     with progress_bar(total, "refine", progress, initial=done) as bar:
         try:
             while chains.stopped is None:
                 chains.advance()
                 chains.seconds = time.perf_counter() - began
+                chains.cpu_seconds = time.process_time() - cpu_began
                 chains.stopped = chains.check()
                 if chains.stopped or chains.transitions % checkpoint.every == 0:
                     checkpoint.save(chains)
@@ -151,6 +156,9 @@ class WindowedChains(Chains):
     :param frame_kind: the kind of frame that is estimated at the end of each window.
     :param history: draws of the frozen chains.
     :param max_gradients: the budget of each chain.
+    :param patience: seconds of one core in all, up to which chains that are not usable at
+        ``max_gradients`` go on.
+    :param streams: the random streams at the end, from which :meth:`continued` goes on.
     :param space: the name of the space, made from ``middle``; ``space_note`` says why it was
         chosen.
     """
@@ -159,6 +167,8 @@ class WindowedChains(Chains):
     frame_kind: FrameKind
     history: History
     max_gradients: float = math.inf
+    patience: float = 0.0
+    streams: Any = field(default=None, repr=False)
     phase: Literal["warm-up", "tuning", "sampling"] = "warm-up"
     space: str = "latent"
     space_note: str = ""
@@ -179,6 +189,8 @@ class WindowedChains(Chains):
     _track: Tracks = field(default=_track_nothing, repr=False)
     _labels: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     _has_quantities: bool = False
+    _spends_all: bool = False
+    _began: tuple[int, float] = (0, 0.0)
 
     def attach(
         self,
@@ -209,7 +221,7 @@ class WindowedChains(Chains):
     @property
     def progress(self) -> tuple[int, int, str]:
         """Gradients done, gradients in all, and a note."""
-        total = int(self.max_gradients)
+        total = int(self.max_gradients) if math.isfinite(self.max_gradients) else self.gradients
         note = f"{self.phase}, step {self.adaptation.step_size:.2g}"
         return min(self.gradients, total), total, note
 
@@ -264,23 +276,28 @@ class WindowedChains(Chains):
         Draws are cheap compared with the warm-up. So chains that have converged go on until they
         have ``enough`` effective draws, by R-hat, or have spent a share of the warm-up's gradients.
         """
-        if (found := self._settled()) is not None or not self.has_draws:
+        found = None
+        if self.phase == "sampling" and self.history.seen >= self._next_check:
+            factor = self.policy.stopping.between_checks
+            self._next_check = math.ceil(factor * self.history.seen)
+            found = self._settled()
+        if (found is not None and not self._spends_all) or not self.has_draws:
             return found
         end = None
-        if self.gradients >= self.max_gradients:
-            end = "max_gradients"
-        elif self.max_seconds is not None and self.seconds >= self.max_seconds:
+        if self.max_seconds is not None and self.seconds >= self.max_seconds:
             end = "max_seconds"
-        if end is not None:
-            self._settled(at_end=True)
-        return end and (self.settled or end)
-
-    def _settled(self, at_end: bool = False) -> str | None:
-        is_due = self.history.seen >= self._next_check or at_end
-        if self.phase != "sampling" or not is_due:
+        elif self.gradients >= self.max_gradients:
+            end = "max_gradients"
+        if end is None:
             return None
+        self._settled()
+        if end == "max_gradients" and self.settled is None and self._goes_on():
+            return None
+        return self.settled or end
+
+    def _settled(self) -> str | None:
+        """Set ``settled`` and ``last_drift``; return the reason to stop, or None."""
         limits = self.policy.stopping
-        self._next_check = math.ceil(limits.between_checks * self.history.seen)
         label = self.history.label(self._labels, limits.max_crossed)
         self.last_drift = found = self.history.drift(label, limits)
         is_stiff = self.adaptation.is_stiff or self.failed > self.policy.warmup.max_failed
@@ -296,11 +313,89 @@ class WindowedChains(Chains):
         is_spent = spent >= limits.least_share * self.warmup_gradients
         return "converged" if is_enough or is_spent else None
 
+    def _goes_on(self) -> bool:
+        """Extend the budget if patience is left; if chains mix slowly, go on with fewer chains."""
+        assert self.last_drift is not None
+        limits, left = self.policy.stopping, self.patience - self.cpu_seconds
+        if self.last_drift.is_usable(limits) or left < limits.worthwhile * self.cpu_seconds:
+            return False
+        cost = self.cpu_seconds / self.gradients
+        if self.last_drift.r_hat > limits.max_usable_r_hat:
+            number, share = self._cheapest_number()
+            if number < len(self.state.position):
+                cost *= share
+                self._thin_out(number)
+        # As long again, so that the result does not depend on small differences in time.
+        self.max_gradients += int(min(left, max(self.cpu_seconds, left / 2)) / cost)
+        return True
+
+    def _cheapest_number(self) -> tuple[int, float]:
+        """Return the number of chains that a long run needs, and the cost of its gradient.
+
+        The number is halved while this makes a gradient cheaper.
+
+        :returns: the number, and its cost as a share of the cost of all chains.
+        """
+
+        def seconds(number: int) -> float:
+            white, times = self.state.position[:number], []
+            for _ in range(3):  # the shortest: other programs only lengthen it
+                began = time.perf_counter()
+                self._score(white)
+                times.append(time.perf_counter() - began)
+            return min(times)
+
+        limits = self.policy
+        number = len(self.state.position)
+        whole = best = seconds(number)
+        while number >= 2 * limits.least_long_chains:
+            found = seconds(number // 2)
+            if found > limits.worthwhile * best:
+                break
+            number, best = number // 2, found
+        return number, best / whole
+
+    def _thin_out(self, number: int) -> None:
+        """Go on with some of the chains, from a warm-up in the frame of the draws of all."""
+        latents = self.history.draws().flatten(0, 1)
+        stride = -(-len(latents) // self.policy.warmup.max_pool)
+        assert self._walked is not None
+        pool = self._walked.to_points(latents[::stride])
+        points = self.points[torch.randperm(len(self.points))[:number]]
+        self.frame = estimate_frame(pool, self.frame_kind, self.policy.frame)
+        self.state = KERNELS[self.kernel].init(self.frame.to_white(points), self._score)
+        longest = max(self.adaptation.max_gradients, self.policy.long_leapfrogs)
+        self.adaptation = self.adaptation.thawed().limited(longest)
+        self.history = History(self.history.capacity)
+        self._began = self.gradients, self.seconds
+        self.phase, self._next_check = "warm-up", self.policy.stopping.first_check
+        self._window = self.policy.warmup.least_windows - 1
+        self.acceptance = self.failed = 0.0
+        self.start()
+
+    def continued(self, max_seconds: float | None, max_gradients: int | None) -> WindowedChains:
+        """Return a copy with a further budget; settled chains spend all of it.
+
+        :param max_seconds: further wall time.
+        :param max_gradients: further gradients; by default as many as before, without a limit of
+            time.
+        """
+        chains = copy.copy(self)
+        past = self.history
+        chains.history = replace(past, latents=[*past.latents], powers=[*past.powers])
+        if max_seconds is None and max_gradients is None:
+            max_gradients = self.gradients
+        chains.max_gradients = math.inf if max_gradients is None else self.gradients + max_gradients
+        chains.max_seconds = None if max_seconds is None else self.seconds + max_seconds
+        chains._spends_all, chains.stopped = self.stopped in ("converged", "steady"), None
+        return chains
+
     def _hurries(self) -> bool:
         """Whether the warm-up has had its share of the budget; shorten trajectories if so."""
-        share = self.gradients / self.max_gradients
+        gradients, seconds = self._began
+        share = (self.gradients - gradients) / (self.max_gradients - gradients)
         if self.max_seconds is not None:
-            share = max(share, self.seconds / max(self.max_seconds, 1e-9))
+            share = max(share, (self.seconds - seconds) / max(self.max_seconds - seconds, 1e-9))
         hurry = share >= self.policy.warmup.share
         if hurry and self.max_seconds is not None and self.phase == "warm-up":
             left = max(0.0, self.max_seconds / max(self.seconds, 1e-9) - 1) * self.gradients

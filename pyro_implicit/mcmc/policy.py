@@ -171,6 +171,12 @@ class StoppingPolicy:
     #: Nested R-hat up to which a filling neck would show, also if a budget stopped the chains.
     max_usable_r_hat: float = 1.2
 
+    #: The same for errors of means in sds and of sds as a share, at which chains need no patience.
+    max_usable_error: float = 0.08
+
+    #: Seconds left, as a share of those spent, below which chains do not go on.
+    worthwhile: float = 0.25
+
     #: Share of failed trajectories of chains with such an R-hat, above which draws are doubtful.
     max_converged_failed: float = 0.05
 
@@ -349,6 +355,15 @@ class ChainPolicy:
 
     #: Chains that see minibatches, by default.
     num_minibatch_chains: int = 8
+
+    #: Chains that go on where memory is long: as few as moments of an ensemble allow.
+    least_long_chains: int = 16
+
+    #: Share of the cost of a gradient at which halving the number of chains ends.
+    worthwhile: float = 0.7
+
+    #: Leapfrog steps of their longest trajectory, half of NUTS's 1,023.
+    long_leapfrogs: int = 512
 
     #: Kept draws of each chain, at least: fewer have no halves to compare.
     least_kept: int = 4

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -31,16 +32,17 @@ from pyro_implicit.mcmc.minibatch_chains import MinibatchChains, StepSchedule, c
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
 from pyro_implicit.mcmc.refined import Refined, collect, collect_minibatches
 from pyro_implicit.mcmc.spaces.choice import ChainSetup, finite_starts, space_of, start_chains
+from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Quantities, Tracker
 from pyro_implicit.mcmc.teaching import check_teachable
 from pyro_implicit.mcmc.teaching import teach as teach_guide
 from pyro_implicit.runtime.files import random_streams, restore_random_streams
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.minibatches import BatchStream
-from pyro_implicit.runtime.random_stream import with_seed
+from pyro_implicit.runtime.random_stream import same_streams, with_seed
 from pyro_implicit.runtime.user_warnings import first_line, refuse_counts, warn_user
 
-__all__ = ["refine", "refine_target"]
+__all__ = ["continue_chains", "refine", "refine_target"]
 
 FRAMES = ("auto", "diagonal", "low-rank", "full", "noise", "conditional")
 OF_ALL_DATA = ("frame", "quantities", "max_gradients", "max_leapfrogs", "teach", "compile")
@@ -214,49 +216,18 @@ def refine(
     refuse_counts(checkpoint_every=checkpoint_every)
     kwargs = {**kwargs, **(model_kwargs or {})}
     settings: dict[str, Any] = {"kernel": kernel, "seed": seed, "policy": policy}
+    guide = guide_of("refine", guide, or_draws=True)
     if batches is not None:
-        num_chains = policy.num_minibatch_chains if num_chains is None else num_chains
-        epochs = 1 if max_epochs is None else max_epochs
-        refuse_counts(num_chains=num_chains, max_epochs=epochs, max_draws=max_draws)
-        refuse_counts(0, cycles=cycles)
-        if step_size is not None and not step_size > 0:
-            raise ValueError(f"step_size must be positive, but got {step_size}")
-        guide = guide_of("refine", guide, or_draws=True)
-        stream = BatchStream(batches)
-        batched = Target.of_minibatches(model, *args, batch=stream.probed[0], model_kwargs=kwargs)
-        check_scaling(batched, stream)
-        schedule = _schedule(max_epochs, stream.epoch_length, cycles, max_draws, policy)
-        settings |= {
-            "latent_dim": batched.latent_dim,
-            "num_chains": num_chains,
-            "schedule": schedule,
-            "step_size": step_size,
-        }
-        file = Checkpoint(checkpoint, settings, checkpoint_every)
-        if store is None and file.path is not None:
-            store = file.path.with_name(file.path.name + ".draws")
-        draws = DrawStore(store)
-        walkers: MinibatchChains | None = file.load(batched.init_loc.device)
-        if walkers is not None:
-            stream.restore(walkers.stream_state)
-            draws.go_on(walkers.num_draws)
-        else:
-            draws.begin()
-            sampler = Sampler(batched, guide)
-            walkers = _start(sampler, stream, kernel, num_chains, schedule, step_size, policy)
-        walkers.attach(batched, stream, draws)
-        walkers.max_seconds = max_seconds
-        if walkers.transitions == 0:
-            file.save(walkers)
-        run(walkers, file, progress)
-        return collect_minibatches(batched, walkers, draws, stream.epoch_length)
-
+        return _refine_by_minibatches(
+            model, guide, args, kwargs, kernel, BatchStream(batches), num_chains, max_epochs,
+            max_seconds, max_draws, step_size, cycles, store, checkpoint, checkpoint_every,
+            progress, policy, settings,
+        )  # fmt: skip
     num_chains = policy.num_chains if num_chains is None else num_chains
     _check_all_data(num_chains, frame, policy)
     refuse_counts(max_gradients=max_gradients, max_leapfrogs=max_leapfrogs)
     refuse_counts(policy.least_kept, max_draws=max_draws)
     check_mode(compile)
-    guide = guide_of("refine", guide, or_draws=True)
     if teach and isinstance(guide, Mapping):
         raise ValueError("teach needs a guide, but got draws. Cure: teach=False")
     target = Target(model, *args, model_kwargs=kwargs)
@@ -279,7 +250,65 @@ def refine(
             f"({first_line(error)}). Cure: teach(guide, result.get_samples(), ...)"
         )
         return result
-    return replace(result, taught=taught)
+    # Chains on the noise of a guide cannot go on in that of a guide that has learnt.
+    more = None if result.space == "noise" else result.more
+    return replace(result, taught=taught, more=more)
+
+
+def _refine_by_minibatches(
+    model: Callable[..., Any],
+    guide: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
+    kernel: str,
+    stream: BatchStream,
+    num_chains: int | None,
+    max_epochs: int | None,
+    max_seconds: float | None,
+    max_draws: int,
+    step_size: float | None,
+    cycles: int,
+    store: str | Path | None,
+    checkpoint: str | Path | None,
+    checkpoint_every: int,
+    progress: bool,
+    policy: ChainPolicy,
+    settings: dict[str, Any],
+) -> Refined:
+    """Run chains that see minibatches; the arguments are those of :func:`refine`."""
+    num_chains = policy.num_minibatch_chains if num_chains is None else num_chains
+    epochs = 1 if max_epochs is None else max_epochs
+    refuse_counts(num_chains=num_chains, max_epochs=epochs, max_draws=max_draws)
+    refuse_counts(0, cycles=cycles)
+    if step_size is not None and not step_size > 0:
+        raise ValueError(f"step_size must be positive, but got {step_size}")
+    batched = Target.of_minibatches(model, *args, batch=stream.probed[0], model_kwargs=kwargs)
+    check_scaling(batched, stream)
+    schedule = _schedule(max_epochs, stream.epoch_length, cycles, max_draws, policy)
+    settings |= {
+        "latent_dim": batched.latent_dim,
+        "num_chains": num_chains,
+        "schedule": schedule,
+        "step_size": step_size,
+    }
+    file = Checkpoint(checkpoint, settings, checkpoint_every)
+    if store is None and file.path is not None:
+        store = file.path.with_name(file.path.name + ".draws")
+    draws = DrawStore(store)
+    walkers: MinibatchChains | None = file.load(batched.init_loc.device)
+    if walkers is not None:
+        stream.restore(walkers.stream_state)
+        draws.go_on(walkers.num_draws)
+    else:
+        draws.begin()
+        sampler = Sampler(batched, guide)
+        walkers = _start(sampler, stream, kernel, num_chains, schedule, step_size, policy)
+    walkers.attach(batched, stream, draws)
+    walkers.max_seconds = max_seconds
+    if walkers.transitions == 0:
+        file.save(walkers)
+    run(walkers, file, progress)
+    return collect_minibatches(batched, walkers, draws, stream.epoch_length)
 
 
 def refine_target(
@@ -298,9 +327,14 @@ def refine_target(
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 50,
     settings: Mapping[str, Any] = MappingProxyType({}),
+    patience: float = 0.0,
 ) -> Refined:
-    """Run chains with all data on an existing target; the arguments are those of :func:`refine`."""
-    target, guide = sampler.target, sampler.guide
+    """Run chains with all data on an existing target; the arguments are those of :func:`refine`.
+
+    :param patience: seconds of one core in all, up to which chains that are not usable at
+        ``max_gradients`` go on.
+    """
+    target = sampler.target
     _call_once(sampler)
     kind: FrameKind = "full" if target.latent_dim <= MAX_DENSE_DIM else "low-rank"
     if frame not in ("auto", "noise", "conditional"):
@@ -318,7 +352,6 @@ def refine_target(
         "max_leapfrogs": max_leapfrogs,
         "max_draws": max_draws,
     }
-    modes, track = MixtureModes.of(target, guide), Tracker(target, quantities)
     file = Checkpoint(checkpoint, settings, checkpoint_every)
     chains: WindowedChains | None = file.load(target.init_loc.device)
     if chains is not None:
@@ -327,12 +360,65 @@ def refine_target(
         restore_random_streams(streams)
     else:
         space, chains = start_chains(plan)
-        chains.max_gradients = max_gradients
-        track.try_at(space.to_latent(chains.points))
-    chains.attach(space, track, None if modes is None else modes.label, quantities is not None)
+        chains.max_gradients, chains.patience = max_gradients, patience
+        Tracker(target, quantities).try_at(space.to_latent(chains.points))
     chains.max_seconds = max_seconds
+    return _walk(sampler, space, chains, quantities, file, progress)
+
+
+def _walk(
+    sampler: Sampler,
+    space: Space,
+    chains: WindowedChains,
+    quantities: Quantities | None,
+    file: Checkpoint,
+    progress: bool,
+) -> Refined:
+    """Run chains until they stop, and return a result that can continue them."""
+    modes = MixtureModes.of(sampler.target, sampler.guide)
+    labels = None if modes is None else modes.label
+    track = Tracker(sampler.target, quantities)
+    chains.attach(space, track, labels, quantities is not None)
     run(chains, file, progress)
-    return collect(space, modes, chains)
+    chains.streams = random_streams()
+    more = partial(continue_chains, sampler, chains, space=space, quantities=quantities)
+    return replace(collect(space, modes, chains), chains=chains, more=more)
+
+
+@in_turn
+def continue_chains(
+    sampler: Sampler,
+    chains: WindowedChains,
+    max_seconds: float | None = None,
+    max_gradients: int | None = None,
+    progress: bool = True,
+    space: Space | None = None,
+    quantities: Quantities | None = None,
+) -> Refined:
+    """Continue chains with all data where they stopped, with their random streams.
+
+    :param sampler: the guide and target from which they started.
+    :param chains: the chains, which stay as they are.
+    :param space: their space; by default it is made again.
+    :param quantities: those of :func:`refine`; the other arguments are those of
+        :meth:`Refined.refine_more`.
+    """
+    if max_gradients is not None:
+        refuse_counts(max_gradients=max_gradients)
+    if max_seconds is not None and not max_seconds > 0:
+        raise ValueError(f"max_seconds must be positive, but got {max_seconds}")
+    further = chains.continued(max_seconds, max_gradients)
+    with same_streams(sampler.target.init_loc.device):
+        if space is None:
+            number, longest = len(chains.state.position), chains.adaptation.max_gradients
+            calls = max(chains.gradients, max_gradients or 0)
+            plan = ChainSetup(
+                sampler, number, chains.space, chains.frame_kind, calls, longest, 0,
+                kernel=chains.kernel, policy=chains.policy,
+            )  # fmt: skip
+            space = space_of(plan, chains.space, chains.middle)
+        restore_random_streams(chains.streams)
+        return _walk(sampler, space, further, quantities, Checkpoint(None, {}, 1), progress)
 
 
 def _call_once(sampler: Sampler) -> None:

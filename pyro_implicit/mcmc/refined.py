@@ -101,6 +101,7 @@ class Refined(Printed, ArvizExport):
         the heat of gradient noise. None without velocities.
     :ivar epochs: Passes over the minibatches; None with all data.
     :ivar policy: The limits of ``doubts``.
+    :ivar chains: The state of chains with all data, from which :meth:`refine_more` goes on.
     """
 
     stopped: Literal[
@@ -131,6 +132,37 @@ class Refined(Printed, ArvizExport):
     temperature: float | None = None
     epochs: float | None = None
     policy: StoppingPolicy = field(default_factory=StoppingPolicy, repr=False)
+    chains: WindowedChains | None = field(default=None, repr=False)
+    more: Callable[..., Refined] | None = field(default=None, repr=False)
+
+    def refine_more(
+        self,
+        max_seconds: float | None = None,
+        max_gradients: int | None = None,
+        progress: bool = True,
+    ) -> Refined:
+        """Continue the chains where they stopped, without a new warm-up.
+
+        The chains go on with their own random streams: the draws are bit-identical to those of one
+        longer run, if its budget changes neither its warm-up nor its longest trajectory. They stop
+        when they have converged; chains that had converged spend the whole budget.
+
+        :param max_seconds: further wall time.
+        :param max_gradients: further gradients of each chain; by default, without a limit of time,
+            as many as before.
+        :param progress: whether to show a bar.
+        :returns: a new result, with the last two thirds of all draws; this one does not change.
+        :raises ValueError: for chains of minibatches, a result that was unpickled without its
+            model, and chains on the noise of a guide that has learnt since.
+        """
+        if self.more is None:
+            raise ValueError(
+                "these chains cannot go on: they saw minibatches, they walked on the noise of a "
+                "guide that has learnt since, or the result was loaded without its model. Cure: "
+                "fit(...).refine_more, also after Fit.load with model and data; or "
+                "refine(model, result.get_samples(), ...), which starts from these draws"
+            )
+        return self.more(max_seconds, max_gradients, progress)
 
     @property
     def num_draws(self) -> int:
@@ -143,7 +175,8 @@ class Refined(Printed, ArvizExport):
         return self.get_samples(group_by_chain=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "samples"}
+        kept = {name: value for name, value in vars(self).items() if name != "samples"}
+        return kept | {"more": None}
 
     @torch.no_grad()
     def get_samples(

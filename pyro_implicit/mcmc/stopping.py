@@ -81,6 +81,11 @@ class Drift(NamedTuple):
         is_still = max(self.mean, self.sd) <= policy.max_error
         return is_still and self.r_hat <= policy.max_steady_r_hat
 
+    def is_usable(self, policy: StoppingPolicy = DEFAULT.stopping) -> bool:
+        """Return whether the errors are small enough for a result, though not to stop early."""
+        is_small = max(self.stated()[:2]) <= policy.max_usable_error
+        return is_small and self.r_hat <= policy.max_usable_r_hat
+
     def stated(self) -> Drift:
         """Return bounds that are never smaller than the errors that R-hat leaves open."""
         mean, sd = open_errors(self.r_hat)

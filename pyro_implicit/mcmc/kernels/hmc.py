@@ -203,6 +203,10 @@ class ChEES:
             trajectory_length=math.exp(self.learnt.mean_log_length),
         )
 
+    def thawed(self) -> ChEES:
+        """Adapt again, from the step size and length of now."""
+        return replace(self, adapting=True)
+
     def stiffened(self, is_stiff: bool) -> ChEES:
         """Spread step sizes where trajectories fail, and only there."""
         return replace(self, spread=self.policy.spread if is_stiff else 1.0)

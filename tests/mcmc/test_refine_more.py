@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains that continue, and chains that adapt their number."""
+
+from __future__ import annotations
+
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoNormal
+
+from pyro_implicit import AutoImplicit, AutoregressiveGenerator, fit
+from pyro_implicit.fitting import Fit
+from pyro_implicit.mcmc import ChainPolicy, refine
+from pyro_implicit.mcmc.policy import StoppingPolicy
+
+#: Chains that never count as converged.
+STRICT = ChainPolicy(stopping=StoppingPolicy(max_error=1e-9))
+OPTIONS = {"num_chains": 32, "max_leapfrogs": 8, "seed": 0, "progress": False, "policy": STRICT}
+
+
+def model(y):
+    mean = pyro.sample("mean", dist.Normal(y.new_zeros(()), 3.0))
+    scale = pyro.sample("scale", dist.LogNormal(y.new_zeros(()), 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mean, scale), obs=y)
+
+
+Y = torch.tensor([1.0, -2.0, 3.0, 0.5])
+
+
+def run(max_gradients):
+    pyro.clear_param_store()
+    return refine(model, AutoNormal(model), Y, max_gradients=max_gradients, **OPTIONS)
+
+
+def test_continued_chains_are_those_of_one_run():
+    short, whole = run(800), run(1600)
+    assert short.stopped == "max_gradients" and short.warmup_gradients < 320
+    state = torch.random.get_rng_state()
+    more = short.refine_more(max_gradients=1600 - short.num_gradients, progress=False)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert more.num_gradients == whole.num_gradients > 1.9 * short.num_gradients
+    for name, value in whole.samples.items():
+        assert torch.equal(more.samples[name], value)
+    assert more.drift == whole.drift and more.warmup_gradients == short.warmup_gradients
+    # The first result stays as it was, and can go on again.
+    again = short.refine_more(max_gradients=1600 - short.num_gradients, progress=False)
+    assert torch.equal(again.samples["mean"], more.samples["mean"])
+    assert short.refine_more(progress=False).num_gradients >= 2 * short.num_gradients
+
+
+def test_a_result_of_fit_continues_after_load(tmp_path):
+    options = {"num_steps": 20, "progress": False, "seed": 0, "refine": True}
+    result = fit(model, AutoNormal(model), Y, **options)
+    assert result.refined.stopped == "converged"
+    result.save(tmp_path / "result.pt")
+    loaded = Fit.load(tmp_path / "result.pt", model, Y)
+    budget = {"max_gradients": 300, "progress": False}
+    more, again = result.refine_more(**budget), loaded.refine_more(**budget)
+    assert torch.equal(more.refined.samples["mean"], again.refined.samples["mean"])
+    assert [stage.name for stage in more.stages] == ["guide", "refine", "refine_more"]
+    assert len(result.stages) == 2 and more.diagnose(modes=None).verdict == "trust"
+    # Converged chains spend the whole budget, so that draws become more.
+    assert more.refined.num_gradients >= result.refined.num_gradients + 300
+    assert more.refined.drift.r_hat < result.refined.drift.r_hat
+
+
+def test_a_limit_of_time(monkeypatch):
+    short = run(400)
+    more = short.refine_more(max_seconds=0.05, progress=False)
+    assert more.stopped == "max_seconds" and more.num_gradients > short.num_gradients
+    assert more.seconds >= short.seconds + 0.05
+    with pytest.raises(ValueError, match="max_seconds must be positive"):
+        short.refine_more(max_seconds=0)
+    with pytest.raises(ValueError, match="max_gradients"):
+        short.refine_more(max_gradients=0)
+
+
+def test_chains_that_cannot_go_on():
+    loaded = pickle.loads(pickle.dumps(run(200)))
+    with pytest.raises(ValueError, match=r"cannot go on.*Cure: fit\(...\)\.refine_more"):
+        loaded.refine_more()
+    pyro.clear_param_store()
+    with pytest.raises(ValueError, match="no chains of all data"):
+        fit(model, AutoNormal(model), Y, num_steps=5, progress=False).refine_more()
+    guide = AutoImplicit(model, AutoregressiveGenerator, frame=None)
+    guide(Y)
+    taught = refine(
+        model, guide, Y, frame="noise", teach=True, max_gradients=300, **{**OPTIONS, "policy": None}
+    )
+    assert taught.space == "noise"
+    with pytest.raises(ValueError, match="has learnt since"):
+        taught.refine_more()
