@@ -227,6 +227,18 @@ class SpacePolicy:
     #: Latents of a scaled block that share one matrix.
     max_dense: int = 128
 
+    #: Elements of a latent with one scale, which has n**2 numbers of eigenvectors.
+    max_series: int = 4096
+
+    #: Columns of a Hessian that are computed at once; a limit of memory.
+    columns_at_once: int = 512
+
+    #: Newton iterations to the mode of a block given the other latents.
+    newton_steps: int = 5
+
+    #: Root mean square of such a step, in posterior sds, below which the iterations end.
+    newton_error: float = 0.1
+
     #: Points at which the law of the information is fitted.
     num_points: int = 24
 

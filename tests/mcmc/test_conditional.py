@@ -131,6 +131,15 @@ def by_hand():
     pyro.sample("y", dist.Normal(mean, sigma).to_event(1), obs=Y)
 
 
+def series():
+    """A local level model with noise of latent scale."""
+    noise = pyro.sample("noise", dist.LogNormal(0.0, 1.0))
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    start = pyro.sample("start", dist.Normal(1.0, 2.0))
+    z = pyro.sample("z", dist.Normal(0.5, 2.0).expand([4]).to_event(1))
+    pyro.sample("y", dist.Normal(start + scale * z.cumsum(-1), noise).to_event(1), obs=Y)
+
+
 def both():
     """Groups of a centred and of a non-centred effect."""
     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
@@ -156,6 +165,7 @@ def taken_names():
 MODELS = {
     "taken names": (taken_names, ["z", "x"]),
     "by hand": (by_hand, ["level", "z"]),
+    "series": (series, ["start", "z"]),
     "both": (both, ["z", "x"]),
     "single": (single, ["x"]),
     "by precision": (field("precision_matrix"), ["x"]),
@@ -203,6 +213,7 @@ def test_the_density_is_the_models_by_change_of_variables(name):
     [
         *("normal", "log-normal", "vectors", "by precision", "by covariance", "nested", "walk"),
         "by hand",
+        "series",
     ],
 )
 def test_noise_is_standard_normal_given_the_other_latents(name):
@@ -219,11 +230,13 @@ def test_noise_is_standard_normal_given_the_other_latents(name):
     assert torch.allclose(log_prob[0] - log_prob[1], 0.5 * moved[1, rows].square().sum())
 
 
-@pytest.mark.parametrize("name", ["normal", "by hand"])
-def test_noise_of_normals_is_so_at_every_scale(name):
+@pytest.mark.parametrize(
+    ("name", "sites"), [("normal", ["x"]), ("by hand", ["level", "z"]), ("series", ["start", "z"])]
+)
+def test_noise_of_normals_is_so_at_every_scale(name, sites):
     walked, points = conditional(name)
     places = walked._map.noise.split(torch.arange(points.shape[-1]))
-    own = torch.cat([place.flatten() for site, place in places.items() if "noise" in site])
+    own = torch.cat([places[f"{site}_noise"].flatten() for site in sites])
     for shift in (-3.0, 3.0):
         moved = points[:1] + shift * torch.linspace(0.2, 1.0, points.shape[-1])
         noise = walked.to_points(moved)
@@ -232,7 +245,7 @@ def test_noise_of_normals_is_so_at_every_scale(name):
 
 def test_more_latents_than_a_matrix_is_made_of_are_taken_one_by_one():
     """Exactly, where the data see each by itself."""
-    walked, points = conditional("both", max_dense=3)
+    walked, points = conditional("both", max_dense=3, max_series=3)
     assert walked.reparams["z"].block.precision.shape == (4,)
     noise = walked.to_points(points)
     assert torch.allclose(walked.to_latent(noise), points, atol=1e-10)
@@ -240,14 +253,13 @@ def test_more_latents_than_a_matrix_is_made_of_are_taken_one_by_one():
     assert torch.allclose(walked.score(noise)[0], expected, atol=1e-9)
 
 
-def walk_of_volatility():
-    """The data say of the steps what the mean makes of it."""
-    mean = pyro.sample("mean", dist.Normal(0.0, 3.0))
+def shifted():
+    """The data say of the noise what another latent, which is no location, makes of it."""
+    shift = pyro.sample("shift", dist.LogNormal(0.0, 1.0))
     sigma = pyro.sample("sigma", dist.LogNormal(0.0, 1.0))
     with pyro.plate("steps", 4):
         z = pyro.sample("z", dist.Normal(0.0, 1.0))
-    log_variance = mean + sigma * z.cumsum(-1)
-    pyro.sample("y", dist.Normal(0.0, (log_variance / 2).exp()).to_event(1), obs=4 * Y)
+    pyro.sample("y", dist.Normal(shift + sigma * z, 0.1).to_event(1), obs=Y)
 
 
 def noisy():
@@ -271,7 +283,7 @@ def scaled():
     pyro.sample("y", dist.Normal(tau * z, 1.0).to_event(1), obs=Y)
 
 
-@pytest.mark.parametrize("model", [walk_of_volatility, noisy, masked, scaled])
+@pytest.mark.parametrize("model", [shifted, noisy, masked, scaled])
 def test_latents_without_such_a_law_are_left_alone(model):
     density = Target(model)
     assert ConditionalNoise(density, density.init_loc + 0.1).reparams == {}

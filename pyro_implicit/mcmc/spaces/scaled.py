@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro.distributions as dist
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.target import Target
@@ -23,10 +24,31 @@ from pyro_implicit.mcmc.spaces.conditional_reparam import (
     told,
     unused_suffix,
 )
+from pyro_implicit.ops.low_rank_normal import (
+    LinearTerm,
+    eigenbasis,
+    from_symmetric_root,
+    to_symmetric_root,
+)
 from pyro_implicit.ops.matrices import from_standard, to_standard
 from pyro_implicit.runtime.sites import site_parts
 
 __all__ = ["ScaledBlock", "ScaledReparam", "scaled_reparams"]
+
+
+class Series(NamedTuple):
+    """The information on the last latent of a block, whose D is one number d.
+
+    ``vectors`` V ``(n, rank)`` and ``values`` ``(rank,)`` are the eigenbasis of W, and ``told`` is
+    h. ``locs`` is :math:`V^\\top l`, and ``coupling`` is :math:`V^\\top W` for the other latents,
+    ``(rank, num_others)``.
+    """
+
+    vectors: Tensor
+    values: Tensor
+    told: LinearTerm
+    locs: Tensor
+    coupling: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,16 +72,22 @@ class ScaledBlock:
     given the remaining noise x, which is standard normal for all values of the factors if the data
     are linear in z and have normal noise. The density is exact in any case.
 
+    :math:`I + D W D` is factored at each point, or W is taken as diagonal. A long latent whose D is
+    one number d, as a time series with one step scale, is not part of that matrix: the eigenvectors
+    of its W are those of :math:`I + d^2 W` for all d. Products with them integrate this latent out,
+    and draw it given the others.
+
     :param powers: b, by the name of the latent and of the other latent.
     :param middle: unconstrained values of the other latents, whose shapes broadcast with the
         latent's.
     :param shapes: shapes of the latents.
     :param precision: W in units of the priors' scales, ``(n, n)`` for the n elements of all
-        latents, or ``(n,)`` if diagonal.
+        latents without the series, or ``(n,)`` if diagonal.
     :param information: h in these units, ``(n,)``.
     :param locs: locations l of the priors in these units, ``(n,)``.
     :param suffix: suffix of the names of noise.
     :param factor_power: power above which a latent is a factor.
+    :param series: the last of the latents, if its D is one number.
     """
 
     powers: Mapping[str, Mapping[str, float]]
@@ -70,6 +98,7 @@ class ScaledBlock:
     locs: Tensor
     suffix: str = SUFFIX
     factor_power: float = DEFAULT.space.factor_power
+    series: Series | None = None
 
     def to_noise(self, parts: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Map the remaining noise to the priors' noise.
@@ -86,41 +115,86 @@ class ScaledBlock:
         return self._split(self._map(parts, back=True)[0])
 
     def _map(self, parts: Mapping[str, Tensor], back: bool) -> tuple[Tensor, Tensor]:
+        """Return mapped values and the log-determinant of each element."""
         given = [parts[f"{name}{self.suffix}"] for name in self.shapes]
         values = torch.cat([one.reshape(len(one), -1) for one in given], -1)
-        scale, told = self._scales(parts, len(values))
+        scale, rest = self._scales(parts, values)
+        if self.series is not None:
+            return self._map_with_series(self.series, values, scale, rest, back)
+        told = self._told(scale, rest)
         if self.precision.dim() == 1:
             stretch = (1 + self.precision * scale.square()).sqrt()
             pull = told / stretch
             found = stretch * values - pull if back else (values + pull) / stretch
             return found, -stretch.log()
-        identity = torch.eye(scale.shape[-1], dtype=scale.dtype, device=scale.device)
-        precision = identity + self.precision * (scale.unsqueeze(-1) * scale.unsqueeze(-2))
-        if back:
-            return to_standard(values, precision, told), values
-        return from_standard(values, precision, told)
+        return _map_by_factor(values, scale, self.precision, told, back)
 
-    def _scales(self, parts: Mapping[str, Tensor], num_points: int) -> tuple[Tensor, Tensor]:
-        """Return D and the information on the noise, ``(num_points, n)``."""
+    def _map_with_series(
+        self, series: Series, values: Tensor, scale: Tensor, rest: Tensor, back: bool
+    ) -> tuple[Tensor, Tensor]:
+        count, coupling = len(self.locs), series.coupling
+        own_scale, own_rest = scale[:, count : count + 1], rest[:, count : count + 1]
+        gains = own_scale.square() * series.values
+        at_none = own_rest * series.told.inner - own_scale * series.values * series.locs
+
+        def told_given(at_others: Tensor) -> LinearTerm:
+            inner = own_scale * (at_none - at_others @ coupling.mT)
+            return LinearTerm(inner, own_scale * own_rest * series.told.outer)
+
+        others, own = values[:, :count], values[:, count:]
+        moved, log_det = others, torch.zeros_like(others)
+        scale, rest = scale[:, :count], rest[:, :count]
+        if count:
+            by_series = series.locs + told_given(scale * self.locs).inner / (1 + gains)
+            told = self._told(scale, rest) - scale * (own_scale * by_series @ coupling)
+            # The difference of two large matrices.
+            precise = coupling.double()
+            shares = (own_scale.square() / (1 + gains)).double().unsqueeze(-2)
+            precision = self.precision.double() - precise.mT * shares @ precise
+            found = _map_by_factor(others.double(), scale.double(), precision, told.double(), back)
+            moved, log_det = (one.to(values) for one in found)
+        told_of_own = told_given(scale * (self.locs + (others if back else moved)))
+        if back:
+            own = to_symmetric_root(own, series.vectors, gains, told_of_own)
+            return torch.cat([moved, own], -1), values
+        own, total = from_symmetric_root(own, series.vectors, gains, told_of_own)
+        shared = (total / own.shape[-1]).unsqueeze(-1).expand_as(own)
+        return torch.cat([moved, own], -1), torch.cat([log_det, shared], -1)
+
+    def _scales(self, parts: Mapping[str, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return D and R, ``(num_points, n)``."""
         log_scales, log_rests = [], []
         for name, shape in self.shapes.items():
-            log_scale = log_rest = self.information.new_zeros(num_points, *shape)
+            log_scale = log_rest = like.new_zeros(len(like), *shape)
             for other, power in self.powers[name].items():
                 moved = parts[other] - self.middle[other]
                 lacking = (1,) * (len(shape) + 1 - moved.dim())
-                moved = power / 2 * moved.reshape(num_points, *lacking, *moved.shape[1:])
+                moved = power / 2 * moved.reshape(len(like), *lacking, *moved.shape[1:])
                 log_scale = log_scale + moved
                 log_rest = log_rest + (moved if power < self.factor_power else 0 * moved)
-            log_scales.append(log_scale.reshape(num_points, -1))
-            log_rests.append(log_rest.reshape(num_points, -1))
-        scale = torch.cat(log_scales, -1).exp()
+            log_scales.append(log_scale.reshape(len(like), -1))
+            log_rests.append(log_rest.reshape(len(like), -1))
+        return torch.cat(log_scales, -1).exp(), torch.cat(log_rests, -1).exp()
+
+    def _told(self, scale: Tensor, rest: Tensor) -> Tensor:
+        """Return the information on the noise, ``(num_points, n)``."""
         at_locs = scale * self.locs
         known = at_locs * self.precision if self.precision.dim() == 1 else at_locs @ self.precision
-        return scale, scale * (torch.cat(log_rests, -1).exp() * self.information - known)
+        return scale * (rest * self.information - known)
 
     def _split(self, values: Tensor) -> dict[str, Tensor]:
         parts = site_parts(values, self.shapes)
         return {f"{name}{self.suffix}": part for name, part in parts.items()}
+
+
+def _map_by_factor(
+    values: Tensor, scale: Tensor, precision: Tensor, told: Tensor, back: bool
+) -> tuple[Tensor, Tensor]:
+    identity = torch.eye(scale.shape[-1], dtype=scale.dtype, device=scale.device)
+    precision = identity + precision * (scale.unsqueeze(-1) * scale.unsqueeze(-2))
+    if back:
+        return to_standard(values, precision, told), values
+    return from_standard(values, precision, told)
 
 
 class ScaledReparam(ConditionalReparam):
@@ -134,7 +208,7 @@ class ScaledReparam(ConditionalReparam):
     """
 
     def __init__(self, block: ScaledBlock, shape: torch.Size) -> None:
-        nothing = block.information.new_zeros(shape)
+        nothing = block.locs.new_zeros(shape)
         super().__init__(precision=nothing, information=nothing, suffix=block.suffix)
         self.block = block
 
@@ -247,15 +321,29 @@ def _blocks(
             chosen.append(name)
             kept |= set(laws[name]) - set(chosen)
     blocks: list[dict[str, Powers]] = [{}]
+    sizes = {name: target.shapes[name].numel() for name in chosen}
+    given = {
+        name: {one: power for one, power in laws[name].items() if one not in chosen}
+        for name in chosen
+    }
+    long = [name for name in chosen if factors(name) and _has_one_scale(target, given[name])]
+    long = [name for name in long if sizes[name] <= policy.max_series]
+    series = max(long, key=lambda name: sizes[name], default=None)
     size = 0
     for name in chosen:
-        powers = {one: power for one, power in laws[name].items() if one not in chosen}
-        number = target.shapes[name].numel()
-        if size + number <= policy.max_dense:
-            blocks[0][name], size = powers, size + number
+        if name == series:
+            continue
+        if size + sizes[name] <= policy.max_dense:
+            blocks[0][name], size = given[name], size + sizes[name]
         elif factors(name):
-            blocks.append({name: powers})
+            blocks.append({name: given[name]})
+    if series is not None:  # the last of its block
+        blocks[0][series] = given[series]
     return [block for block in blocks if any(factors(name) for name in block)]
+
+
+def _has_one_scale(target: Target, powers: Powers) -> bool:
+    return all(target.shapes[other].numel() == 1 for other in powers)
 
 
 def _block(
@@ -265,17 +353,38 @@ def _block(
     nodes: dict[str, Any],
     policy: SpacePolicy,
 ) -> ScaledBlock:
-    places = target.split(torch.arange(len(middle), device=middle.device))
     shapes = {name: target.shapes[name] for name in powers}
-    columns = torch.cat([places[name].flatten() for name in powers])
-    moments = [_moments(nodes[name]["fn"], shape) for name, shape in shapes.items()]
-    loc, scale = (torch.cat(one) for one in zip(*moments, strict=True))
+    at, known = target.split(middle), {one for own in powers.values() for one in own}
+    parents = {one: at[one] for one in known}
+    suffix = unused_suffix(target.shapes, nodes)
+    last = list(powers)[-1]
+    count = sum(shape.numel() for name, shape in shapes.items() if name != last)
+    is_long = count <= policy.max_dense and shapes[last].numel() <= policy.max_series
+    if is_long and _has_one_scale(target, powers[last]):
+        expansion = _expansion(target, middle, shapes, nodes, policy)
+        precision, information, locs, series = _with_series(*expansion, count, policy, middle)
+    else:
+        precision, information, locs = _whole(target, middle, shapes, nodes, policy)
+        series = None
+    common = precision, information, locs, suffix, policy.factor_power
+    return ScaledBlock(powers, parents, shapes, *common, series)
+
+
+def _whole(
+    target: Target,
+    middle: Tensor,
+    shapes: Mapping[str, torch.Size],
+    nodes: dict[str, Any],
+    policy: SpacePolicy,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return W, h and l of a block without a series."""
+    columns, loc, scale = _prior(target, shapes, nodes)
     is_dense = len(columns) <= policy.max_dense
     rows, size = (1, len(columns)) if is_dense else (len(columns), 1)
     columns, loc, scale = (one.reshape(rows, size) for one in (columns, loc, scale))
     with torch.enable_grad():
         point = middle.unsqueeze(0).requires_grad_()
-        score = score_of_rest(target, point, list(powers))
+        score = score_of_rest(target, point, list(shapes))
         curvature = -own_hessian(target, point, score, columns, policy)
     others = scale if curvature.dim() == 4 else scale.unsqueeze(-2)
     curvature = curvature * scale.reshape(*scale.shape, *(1,) * (curvature.dim() - 2)) * others
@@ -283,19 +392,71 @@ def _block(
     prior = dist.MultivariateNormal(loc, torch.eye(size).to(value))
     said = told(prior, curvature, score[0, columns].detach() * scale, value)
     precision, information = (one[0] if is_dense else one.flatten() for one in said)
-    at, known = target.split(middle), {one for own in powers.values() for one in own}
-    parents = {one: at[one] for one in known}
-    suffix = unused_suffix(target.shapes, nodes)
-    return ScaledBlock(
-        powers,
-        parents,
-        shapes,
-        precision,
-        information,
-        loc.flatten(),
-        suffix,
-        policy.factor_power,
-    )
+    return precision, information, loc.flatten()
+
+
+def _expansion(
+    target: Target,
+    middle: Tensor,
+    shapes: Mapping[str, torch.Size],
+    nodes: dict[str, Any],
+    policy: SpacePolicy,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return W, h and l at the mode of the latents given the others, in double precision."""
+    columns, loc, scale = _prior(target, shapes, nodes)
+    loc, scale = (loc / scale).double(), scale.double()
+    identity = torch.eye(len(columns)).to(loc)
+    point = middle.clone()
+    for _ in range(policy.newton_steps):
+        with torch.enable_grad():
+            at = point.unsqueeze(0).requires_grad_()
+            score = score_of_rest(target, at, list(shapes))
+            rows = []
+            for some in columns.split(policy.columns_at_once):
+                directions = point.new_zeros(len(some), len(point))
+                directions[torch.arange(len(some)), some] = 1.0
+                rows += [one[0, columns] for one in target.hessian_products(at, score, directions)]
+        precision = -torch.stack(rows).double() * scale * scale.unsqueeze(-1)
+        factor, failed = torch.linalg.cholesky_ex(precision + identity)
+        if failed:
+            vectors, values = eigenbasis(precision, least=0.0)
+            precision = (vectors * values) @ vectors.mT
+            factor = torch.linalg.cholesky(precision + identity)
+        value = point[columns].double() / scale
+        information = score[0, columns].detach().double() * scale + precision @ value
+        mode = torch.cholesky_solve((information + loc).unsqueeze(-1), factor).squeeze(-1)
+        if (factor.mT @ (mode - value)).square().mean() < policy.newton_error**2:
+            break
+        point[columns] = (mode * scale).to(point)
+    return precision, information, loc
+
+
+def _with_series(
+    precision: Tensor,
+    information: Tensor,
+    locs: Tensor,
+    count: int,
+    policy: SpacePolicy,
+    like: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Series]:
+    """Return W, h and l of the first latents, and the series of the rest."""
+    vectors, values = eigenbasis(precision[count:, count:], policy.least_told)
+    inner = vectors.mT @ information[count:]
+    told_of = LinearTerm(inner, information[count:] - vectors @ inner)
+    coupling = vectors.mT @ precision[count:, :count]
+    series = Series(vectors, values, told_of, vectors.mT @ locs[count:], coupling)
+    found = precision[:count, :count], information[:count], locs[:count], series
+    return pytree.tree_map(lambda one: one.to(like), found)
+
+
+def _prior(
+    target: Target, shapes: Mapping[str, torch.Size], nodes: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return places in the latent vector, locations and scales of the priors, ``(n,)``."""
+    places = target.split(torch.arange(target.latent_dim, device=target.init_loc.device))
+    moments = [_moments(nodes[name]["fn"], shape) for name, shape in shapes.items()]
+    loc, scale = (torch.cat(one) for one in zip(*moments, strict=True))
+    return torch.cat([places[name].flatten() for name in shapes]), loc, scale
 
 
 def _moments(fn: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
