@@ -35,5 +35,17 @@ class RecordingPolicy:
     #: gradient of zero may differ by rounding.
     small_gradient: float = 0.01
 
+    #: Equal operations that are fused; fewer cost more to stack than they save.
+    fused_nodes: int = 3
+
+    #: Terms of a chain of additions that becomes one sum.
+    fused_terms: int = 8
+
+    #: Operations of a graph below which no fusion is tried: planning takes as long as some calls.
+    least_operations: int = 300
+
+    #: Steps of a fused graph as a share of its operations, above which it is not used.
+    fused_share: float = 0.5
+
 
 RECORDINGS = RecordingPolicy()

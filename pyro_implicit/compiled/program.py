@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from pyro_implicit.compiled.recorder import record
+from pyro_implicit.compiled.fusion import FusedGraph
+from pyro_implicit.compiled.policy import RECORDINGS
+from pyro_implicit.compiled.recorder import Untraceable, is_random, must_run, record, touches
 from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = [
     "CompilerError",
+    "FusedFunction",
     "Guard",
     "RandomState",
     "RecordedFunction",
@@ -122,17 +125,17 @@ def simplify(graph: fx.Graph, mutated: set[int]) -> None:
     :param mutated: storages that its operations write to; operations on them stay as they are.
     """
     for node in graph.nodes:
-        if node.op == "call_function" and not _touches(node, mutated):
+        if node.op == "call_function" and not touches(node, mutated):
             _shorten(node)
     seen: dict[Any, fx.Node] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or _touches(node, mutated) or _is_random(node):
+        if node.op != "call_function" or touches(node, mutated) or is_random(node):
             continue
         same = seen.setdefault(_key(node), node)
         if same is not node:
             node.replace_all_uses_with(same)
     for node in reversed(graph.nodes):
-        if node.op == "call_function" and not node.users and not _must_run(node):
+        if node.op == "call_function" and not node.users and not must_run(node):
             graph.erase_node(node)
 
 
@@ -165,26 +168,6 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
-
-
-def _touches(node: fx.Node, mutated: set[int]) -> bool:
-    return any(n.meta.get("storage") in mutated for n in (node, *node.all_input_nodes)) or any(
-        user.meta.get("storage") in mutated for user in node.users if _is_part(user)
-    )
-
-
-def _is_part(node: fx.Node) -> bool:
-    return not isinstance(node.target, torch._ops.OpOverload)
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def _must_run(node: fx.Node) -> bool:
-    return _is_random(node) or (
-        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-    )
 
 
 def _key(node: fx.Node) -> Any:
@@ -227,7 +210,9 @@ class Guard:
 class RecordedFunction:
     """A recorded function of tensors, without the overhead of Python, Pyro and autograd.
 
-    Results and random draws are bit-identical to those of the function until :meth:`compile`.
+    Results and random draws are bit-identical to those of the function until :meth:`compile`,
+    unless the graph is long and :class:`~pyro_implicit.compiled.fusion.FusedGraph` shortens it:
+    then results differ by rounding.
 
     **Example:**
 
@@ -252,6 +237,11 @@ class RecordedFunction:
     ) -> None:
         recorder = record(function, inputs, writable)
         simplify(recorder.graph, recorder.mutated)
+        if len(recorder.graph.nodes) > RECORDINGS.least_operations:
+            fused = FusedGraph(recorder)
+            if fused.pays:  # recorded again, as one kernel after the other
+                recorder = record(lambda: fused(inputs), inputs, writable)
+                simplify(recorder.graph, recorder.mutated)
         self.graph, self._constants = recorder.graph, recorder.constants
         self._guard = Guard(recorder.captured, modules)
         self._run = as_function(self.graph, self._constants)
@@ -271,6 +261,62 @@ class RecordedFunction:
         :raises CompilerError: if there is no compiler, or it fails.
         """
         self._run = compile_graph(self.graph, self._constants, inputs)
+
+
+class FusedFunction:
+    """A function of one tensor, recorded once and fused. It is differentiable.
+
+    :param function: a function without side effects.
+    :param like: an example of its argument.
+    :raises Untraceable: naming the cause, if it cannot be recorded, its gradient cannot be repeated
+        from its operations, or fusion does not make it much shorter.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], like: Tensor) -> None:
+        results: list[Tensor] = []
+
+        def once() -> list[Tensor]:
+            results.append(function(example))
+            return results
+
+        with torch.enable_grad():
+            example = like.detach().clone().requires_grad_()
+            recorder = record(once, [example])
+        graph = recorder.graph
+        if recorder.mutated or any(map(is_random, graph.nodes)):
+            raise Untraceable("it changes tensors in place, or is random")
+        if any(tensor.requires_grad for tensor, _ in recorder.captured):
+            raise Untraceable("it has parameters")
+        if any(node.target is aten.detach.default and node.users for node in graph.nodes):
+            raise Untraceable("it detaches tensors from their gradient")
+        if _has_own_gradients(results[0]):
+            raise Untraceable("it has gradients of its own")
+        simplify(graph, recorder.mutated)
+        self._fused, self._guard = FusedGraph(recorder), Guard(recorder.captured, ())
+        if not self._fused.pays:
+            raise Untraceable("its operations differ")
+
+    def holds(self) -> bool:
+        """Tell whether the tensors that it holds constant are unchanged."""
+        return self._guard.holds()
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return the function's result for another tensor of the same shape."""
+        return self._fused([tensor])[0]
+
+
+def _has_own_gradients(tensor: Tensor) -> bool:
+    """Tell whether a custom ``autograd.Function`` is in a graph, whose operations are unknown."""
+    todo, seen = [tensor.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+    return False
 
 
 class RandomState:

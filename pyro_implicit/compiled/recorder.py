@@ -21,7 +21,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyro_implicit.runtime.user_warnings import LIBRARIES
 
-__all__ = ["ACTIVE", "DispatchMode", "Recorder", "Untraceable", "is_tracing", "record"]
+__all__ = [
+    "ACTIVE",
+    "DispatchMode",
+    "Recorder",
+    "Untraceable",
+    "is_random",
+    "is_tracing",
+    "must_run",
+    "record",
+    "touches",
+]
 
 
 class DispatchMode(TorchDispatchMode):
@@ -290,6 +300,29 @@ _ESCAPES = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.data_ptr, Tens
 
 def _item(values: Any, i: int) -> Any:
     return values[i]
+
+
+def touches(node: fx.Node, mutated: set[int]) -> bool:
+    """Tell whether a node reads or writes a storage that the graph changes."""
+    return any(n.meta.get("storage") in mutated for n in (node, *node.all_input_nodes)) or any(
+        user.meta.get("storage") in mutated for user in node.users if _is_part(user)
+    )
+
+
+def _is_part(node: fx.Node) -> bool:
+    return not isinstance(node.target, torch._ops.OpOverload)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Tell whether a node draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def must_run(node: fx.Node) -> bool:
+    """Tell whether a node has an effect beside its value."""
+    return is_random(node) or (
+        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    )
 
 
 def _describe(node: fx.Node, tensor: Tensor, storage: int) -> None:

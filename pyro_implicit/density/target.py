@@ -17,7 +17,7 @@ from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide import init_to_median, init_to_sample
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.trace_struct import Trace
-from pyro.poutine.util import site_is_subsample
+from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
 
@@ -30,6 +30,7 @@ from pyro_implicit.density.checks import (
     warn_of_missing_data,
 )
 from pyro_implicit.density.cost import seconds_near
+from pyro_implicit.density.fused_density import FusedDensity
 from pyro_implicit.density.initialisation import (
     FlatPriorStart,
     example_tensor,
@@ -46,6 +47,7 @@ from pyro_implicit.density.model import (
     varying_site,
 )
 from pyro_implicit.density.policy import RUNS
+from pyro_implicit.density.run_mode import RunMode
 from pyro_implicit.runtime.sites import Site, is_data, is_discrete_latent, is_latent, site_parts
 from pyro_implicit.runtime.user_warnings import first_line
 
@@ -140,6 +142,10 @@ class Target:
         self.is_enumerated = discrete is not None
         self._model = Model(model, args, kwargs, latents, discrete)
         self._runs = BatchedRuns(type(self).__name__, refuses_random=self._allow_local is None)
+        #: Runs models with long loops; other minibatches would need other recordings.
+        self._fused: FusedDensity | None = None
+        if self._allow_local is None and discrete is None:
+            self._fused = FusedDensity(self._by_model, self._of_one)
         self._hessian_at_once = True
         if discrete is not None:
             self._try(discrete)
@@ -258,6 +264,7 @@ class Target:
         target = copy.copy(self)
         target.args = (*self.args[: len(self.args) - len(batch)], *batch)
         target._model = self._model.on(target.args, self.shapes)
+        target._fused = None  # it holds the data of this one
         if self.draws_rows:
             target._seed = int(torch.randint(2**31, ())) if seed is None else seed
         return target
@@ -328,21 +335,35 @@ class Target:
             latent.register_hook(
                 lambda grad: grad if grad is None else grad.masked_fill(impossible[:, None], 0.0)
             )
+        can_fuse = self._runs.checked and self._runs.mode == "vmap" and self._fused is not None
+        log_prob = self._fused(latent) if can_fuse else self._by_model(latent)
+        log_prob = log_prob.to(latent.dtype)  # the data may be of another
+        impossible |= ~log_prob.detach().isfinite()
+        if not log_prob.requires_grad:  # every run raised an error
+            log_prob = log_prob + 0 * latent.nan_to_num().sum(-1)
+        return log_prob.masked_fill(log_prob.isnan(), -math.inf)
+
+    def _by_model(self, latent: Tensor) -> Tensor:
+        values, log_det = self._values(latent)
+        nowhere = latent.new_full((), -math.inf)
+        with poutine.block(), pyro.validation_enabled(False):
+            return self._map(values, _total, otherwise=nowhere) + log_det
+
+    def _of_one(self, latent: Tensor) -> Tensor:
+        values, log_det = self._values(latent)
+        with poutine.block(), pyro.validation_enabled(False), RunMode():
+            return _total(prune_subsample_sites(self._model.run(values))) + log_det
+
+    def _values(self, latent: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Return values by site and the log-determinant, for one vector or many."""
         values: dict[str, Tensor] = {}
         log_det: Any = 0.0
         for name, part in self.split(latent).items():
             transform = self.transforms[name]
             values[name] = transform(part)
             term = transform.log_abs_det_jacobian(part, values[name])
-            log_det = log_det + sum_rightmost(term, term.dim() - 1)
-        nowhere = latent.new_full((), -math.inf)
-        with poutine.block(), pyro.validation_enabled(False):
-            log_prob = self._map(values, _total, otherwise=nowhere) + log_det
-        log_prob = log_prob.to(latent.dtype)  # the data may be of another
-        impossible |= ~log_prob.detach().isfinite()
-        if not log_prob.requires_grad:  # every run raised an error
-            log_prob = log_prob + 0 * latent.nan_to_num().sum(-1)
-        return log_prob.masked_fill(log_prob.isnan(), -math.inf)
+            log_det = log_det + sum_rightmost(term, term.dim() - latent.dim() + 1)
+        return values, log_det
 
     def score(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-density and its gradient, constants.
