@@ -13,7 +13,12 @@ from pyro_implicit.compiled.cache import (
     flatten_arguments,
 )
 from pyro_implicit.compiled.policy import RECORDINGS
-from pyro_implicit.compiled.program import CompilerError, FusedFunction, RandomState, RecordedFunction
+from pyro_implicit.compiled.program import (
+    CompilerError,
+    FusedFunction,
+    RandomState,
+    RecordedFunction,
+)
 from pyro_implicit.compiled.recorder import ACTIVE, Untraceable, is_tracing
 
 __all__ = [

@@ -21,6 +21,7 @@ __all__ = ["FusedGraph"]
 
 aten = torch.ops.aten
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
+Node = Any  #: An ``fx.Node``, whose arguments have too many types to name.
 Values = dict[Any, Any]
 Step = Callable[[Values], None]
 
@@ -74,14 +75,12 @@ class _Planner:
     def __init__(self, recorder: Recorder) -> None:
         self.graph, self.constants = recorder.graph, recorder.constants
         self.fixed = {
-            node
-            for node in self.graph.nodes
-            if touches(node, recorder.mutated) or must_run(node)
+            node for node in self.graph.nodes if touches(node, recorder.mutated) or must_run(node)
         }
         self.sums = self._find_sums()
         #: The nodes that are computed, with the nodes that they need.
-        self.deps: dict[fx.Node, list[fx.Node]] = {}
-        last: list[fx.Node] = []
+        self.deps: dict[Node, list[Node]] = {}
+        last: list[Node] = []
         for node in self.graph.nodes:
             if node.op == "call_function" and node not in self._inner:
                 self.deps[node] = [*self.sums.get(node, node.all_input_nodes)]
@@ -89,30 +88,29 @@ class _Planner:
                     self.deps[node] += last
                     last = [node]
         #: For each node of a group: the stacked tensor that holds it, and its row there.
-        self.place: dict[fx.Node, tuple[Any, int]] = {}
+        self.place: dict[Node, tuple[Any, int]] = {}
         self.steps: list[Step] = []
         #: Rows of the stacked tensors that exist.
         self.size: dict[Any, int] = {}
 
-    def plan(self) -> tuple[list[Step], list[fx.Node], Callable[[Values], Any]]:
+    def plan(self) -> tuple[list[Step], list[Node], Callable[[Values], Any]]:
         """Return the steps, the inputs, and the function that reads the outputs."""
         for unit in self._ordered(self._refined(self._groups())):
             node = unit[0]
             if len(unit) > 1:
                 self._add_group(unit)
             elif node in self.sums:
-                # Terms of a group lie side by side; their order does not matter.
-                terms = sorted(self.sums[node], key=self._where)
-                self._add(node, torch.sum, (_Value(self._stack(terms)), 0))
+                terms = sorted(self.sums[node], key=lambda term: self.place.get(term, (None, 0))[1])
+                self._add(node, _sum, (self._stack(terms),))
             else:
                 self._add(node, *_call_of(node))
         outputs = next(node for node in self.graph.nodes if node.op == "output").args[0]
         inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
         return self.steps, inputs, self._getter(list(outputs))
 
-    def _find_sums(self) -> dict[fx.Node, list[fx.Node]]:
+    def _find_sums(self) -> dict[Node, list[Node]]:
         """Return the terms of long chains of additions, by the last addition."""
-        self._inner: set[fx.Node] = set()
+        self._inner: set[Node] = set()
         sums = {}
         for root in reversed(self.graph.nodes):
             if root in self._inner or not self._is_sum(root):
@@ -130,7 +128,7 @@ class _Planner:
                 self._inner |= inner
         return sums
 
-    def _is_sum(self, node: fx.Node) -> bool:
+    def _is_sum(self, node: Node) -> bool:
         return (
             node.target is aten.add.Tensor
             and node.meta["dtype"].is_floating_point
@@ -144,7 +142,7 @@ class _Planner:
             )
         )
 
-    def _signature(self, node: fx.Node) -> Any:
+    def _signature(self, node: Node) -> Any:
         """Return what the nodes of a group have in common; None for a node that runs alone."""
         target = node.target
         if (part := _part_of(node)) is not None and node not in self.fixed:
@@ -167,10 +165,10 @@ class _Planner:
             parts.append("number" if is_number else _kind(arg))
         return target, tuple(parts), tuple((key, _kind(arg)) for key, arg in node.kwargs.items())
 
-    def _groups(self) -> list[list[fx.Node]]:
+    def _groups(self) -> list[list[Node]]:
         """Return groups of nodes that may run together without a cycle."""
-        depth: dict[fx.Node, int] = defaultdict(int)
-        height: dict[fx.Node, int] = defaultdict(int)
+        depth: dict[Node, int] = defaultdict(int)
+        height: dict[Node, int] = defaultdict(int)
         for node, deps in self.deps.items():
             depth[node] = 1 + max((depth[one] for one in deps), default=0)
         for node, deps in reversed(self.deps.items()):
@@ -179,7 +177,7 @@ class _Planner:
         signatures = {node: self._signature(node) for node in self.deps}
         schemes = []
         for level in (height, depth):
-            classes: dict[Any, list[fx.Node]] = defaultdict(list)
+            classes: dict[Any, list[Node]] = defaultdict(list)
             for node, signature in signatures.items():
                 if signature is not None:
                     # The parts of a tensor need this tensor alone.
@@ -198,12 +196,12 @@ class _Planner:
                 grouped.update(rest)
         return groups
 
-    def _refined(self, groups: list[list[fx.Node]]) -> list[list[fx.Node]]:
+    def _refined(self, groups: list[list[Node]]) -> list[list[Node]]:
         """Split groups whose operands come from different groups, as these would be mixed."""
-        own: dict[fx.Node, Any] = {}
+        own: dict[Node, Any] = {}
         refined = []
         for group in self._ordered(groups):
-            parts: dict[Any, list[fx.Node]] = defaultdict(list)
+            parts: dict[Any, list[Node]] = defaultdict(list)
             for node in group:
                 parts[tuple(own.get(one) for one in node.all_input_nodes)].append(node)
             for part in parts.values():
@@ -212,13 +210,13 @@ class _Planner:
                     own.update(dict.fromkeys(part, part[0]))
         return refined
 
-    def _ordered(self, groups: list[list[fx.Node]]) -> list[list[fx.Node]]:
+    def _ordered(self, groups: list[list[Node]]) -> list[list[Node]]:
         """Return groups and single nodes, each after what it needs; nothing if there is a cycle."""
         unit = {node: group[0] for group in groups for node in group}
         members = {group[0]: group for group in groups}
-        needs: dict[fx.Node, set[fx.Node]] = defaultdict(set)
-        users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-        rank: dict[fx.Node, int] = {}
+        needs: dict[Node, set[Node]] = defaultdict(set)
+        users: dict[Node, list[Node]] = defaultdict(list)
+        rank: dict[Node, int] = {}
         for i, (node, deps) in enumerate(self.deps.items()):
             own = unit.get(node, node)
             rank.setdefault(own, i)
@@ -248,7 +246,7 @@ class _Planner:
 
         self.steps.append(step)
 
-    def _add_group(self, group: list[fx.Node]) -> None:
+    def _add_group(self, group: list[Node]) -> None:
         first, key = group[0], ("group", group[0])
         shape = first.meta["shape"]
         if (part := _part_of(first)) is not None:
@@ -261,12 +259,13 @@ class _Planner:
             self._add(key, _take, (source, dim, index, length))
         else:
             group = sorted(group, key=self._row)
-            run, args, kwargs = _call_of(first)
-            args, dims, ranks = list(args), [None] * len(args), []
+            run, arguments, kwargs = _call_of(first)
+            args, ranks = list(arguments), []
+            dims: list[int | None] = [None] * len(args)
             for i, arg in enumerate(first.args):
                 operands = [node.args[i] for node in group]
                 if isinstance(arg, fx.Node) and len(set(operands)) > 1:
-                    args[i] = _Value(self._stack(operands))
+                    (args[i],) = self._stack(operands)  # of one group, see `_refined`
                     ranks.append(len(arg.meta["shape"]))
                 elif isinstance(arg, float) and len(set(operands)) > 1:
                     numbers = torch.tensor(operands, dtype=torch.float64).to(
@@ -285,52 +284,36 @@ class _Planner:
         self.size[key] = len(group)
         self.place.update((node, (key, i)) for i, node in enumerate(group))
 
-    def _where(self, node: fx.Node) -> tuple[str, int]:
-        group, row = self.place.get(node, ("", 0))
-        return str(group), row
-
-    def _row(self, node: fx.Node) -> int:
+    def _row(self, node: Node) -> int:
         """Return the row of the first stacked operand, so that operands keep their order."""
         return next((self.place[one][1] for one in node.all_input_nodes if one in self.place), 0)
 
-    def _stack(self, nodes: list[fx.Node]) -> Any:
-        """Return the key of a tensor whose rows are these nodes."""
-        parts: dict[Any, list[int]] = defaultdict(list)
-        for i, node in enumerate(nodes):
-            parts[self.place[node][0] if node in self.place else None].append(i)
-        order = [i for places in parts.values() for i in places]
-        key = ("stack", *nodes)
-        if key in self.size:
-            return key
+    def _stack(self, nodes: list[Node]) -> list[_Value]:
+        """Return tensors that have these nodes as rows, those of one group together."""
+        parts: dict[Any, list[Node]] = defaultdict(list)
+        for node in nodes:
+            parts[self.place[node][0] if node in self.place else None].append(node)
         pieces = []
-        for group, places in parts.items():
-            some = [nodes[i] for i in places]
-            if group is None:
-                piece: Any = ("loose", *some)
-                if all(one.op == "get_attr" for one in some):
-                    constant = torch.stack([self.constants[str(one.target)] for one in some])
-                    self._add(piece, lambda value: value, (constant,))
+        for group, some in parts.items():
+            key: Any = ("rows", *some)
+            if group is not None:
+                index = _index([self.place[node][1] for node in some], some[0])
+                if index == slice(0, self.size[group]):
+                    key = group
                 else:
-                    self._add(piece, torch.stack, (some,))
+                    self._add(key, _take, (_Value(group), 0, index))
+            elif all(node.op == "get_attr" for node in some):
+                constant = torch.stack([self.constants[str(node.target)] for node in some])
+                self._add(key, lambda value: value, (constant,))
             else:
-                index = _index([self.place[one][1] for one in some], some[0])
-                piece = group
-                if index != slice(0, self.size[group]):
-                    piece = ("rows", *some)
-                    self._add(piece, _take, (_Value(group), 0, index))
-            pieces.append(piece)
-        if len(pieces) == 1:
-            return pieces[0]
-        self.size[key] = len(nodes)
-        whole = [_Value(piece) for piece in pieces]
-        back = sorted(range(len(order)), key=order.__getitem__)
-        self._add(key, _join, (whole, _index(back, nodes[0])))
-        return key
+                self._add(key, torch.stack, (some,))
+            pieces.append(_Value(key))
+        return pieces
 
     def _getter(self, structure: Any) -> Callable[[Values], Any]:
         """Return a function that puts values in place of the nodes of a structure."""
         leaves, spec = pytree.tree_flatten(structure)
-        found: list[tuple[Any, int | None]] = []
+        found: list[tuple[int, Any, int | None]] = []
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, _Value):
                 found.append((i, leaf.key, None))
@@ -362,7 +345,7 @@ class _Value:
         self.key = key
 
 
-def _call_of(node: fx.Node) -> tuple[Callable, tuple, dict[str, Any]]:
+def _call_of(node: Node) -> tuple[Callable, tuple, dict[str, Any]]:
     if node.target in _VIEWS:  # stacked tensors may have other strides
         return aten.reshape.default, (node.args[0], list(node.meta["shape"])), {}
     return node.target, node.args, node.kwargs
@@ -376,12 +359,12 @@ def _kind(arg: Any) -> Any:
     return type(arg), arg.hex() if isinstance(arg, float) else arg
 
 
-def _real(node: fx.Node, other: fx.Node) -> torch.dtype:
+def _real(node: Node, other: Node) -> torch.dtype:
     dtypes = (one.meta["dtype"] for one in (node, other))
     return next(dtype for dtype in dtypes if dtype.is_floating_point)
 
 
-def _part_of(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+def _part_of(node: Node) -> tuple[Node, int, int] | None:
     """Return the tensor of which a node is a part, the dimension, and the first element."""
     if node.target is aten.select.int:
         source, dim, start = node.args
@@ -397,7 +380,7 @@ def _part_of(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     return source, dim, start % source.meta["shape"][dim]
 
 
-def _index(rows: list[int], like: fx.Node) -> Tensor | slice:
+def _index(rows: list[int], like: Node) -> Tensor | slice:
     """Return rows as an index."""
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[-1] + 1)
@@ -415,8 +398,8 @@ def _take(source: Tensor, dim: int, index: Tensor | slice, length: int | None = 
     return source.movedim(dim, 0)
 
 
-def _join(pieces: list[Tensor], index: Tensor | slice) -> Tensor:
-    return _take(torch.cat(pieces), 0, index)
+def _sum(pieces: list[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, [piece.sum(0) for piece in pieces])
 
 
 def _vectorized(run: Callable, dims: tuple, *args: Any, **kwargs: Any) -> Tensor:

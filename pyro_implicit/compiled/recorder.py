@@ -13,6 +13,7 @@ from typing import Any
 import pyro
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -152,7 +153,8 @@ class Recorder(DispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             raise self.refuse(f"it uses the higher-order operator {func}")
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors: list[Tensor] = []
+        map_aggregate((args, kwargs), lambda x: tensors.append(x) if isinstance(x, Tensor) else x)
         if func is torch.ops.aten.lift_fresh.default:  # a tensor of numbers, made in the function
             self._computed[tensors[0]] = True
             self._use(tensors[0])
@@ -174,7 +176,9 @@ class Recorder(DispatchMode):
         for tensor in tensors:
             if tensor not in self._nodes:
                 self._nodes[tensor] = self._constant(tensor)
-        arguments = pytree.tree_map_only(Tensor, lambda tensor: self._nodes[tensor], (args, kwargs))
+        arguments = map_aggregate(
+            (args, kwargs), lambda x: self._nodes[x] if isinstance(x, Tensor) else x
+        )
         out = func(*args, **kwargs)
         node = self.graph.call_function(func, *arguments)
         if isinstance(out, Tensor):

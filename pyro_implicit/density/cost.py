@@ -134,7 +134,8 @@ class TracedScore:
     The second call for a number of vectors records the operations. The first, second, fourth,
     eighth ... call after it is compared with the log-density itself. If it cannot be recorded,
     because the model branches on values or cannot run inside ``torch.func.vmap``, every call
-    evaluates it as it is, and ``refusal`` says why. Results are bit-identical.
+    evaluates it as it is, and ``refusal`` says why. Results are bit-identical, except for models
+    with loops, whose recordings are fused: there they differ by rounding.
 
     **Example:**
 

@@ -22,7 +22,7 @@ __all__ = ["FusedDensity"]
 
 
 class FusedDensity:
-    """A log-density, recorded once and fused if the model is long, such as one with a loop of sites.
+    """A log-density, recorded once and fused if the model has many operations, as loops do.
 
     The recording is compared with the model, gradients included, and again at the first, second,
     fourth, eighth ... call. Models that cannot be recorded, or whose operations differ, run as they
@@ -68,7 +68,9 @@ class FusedDensity:
                 self._compare(self._function, latent[:2])
 
     def _compare(self, function: FusedFunction, latent: Tensor) -> None:
-        found, expected = (_score(one, latent) for one in (torch.func.vmap(function), self.by_model))
+        found, expected = (
+            _score(one, latent) for one in (torch.func.vmap(function), self.by_model)
+        )
         if difference := disagreement(found, expected):
             raise Untraceable(f"a recording disagrees with the model: {difference}")
 

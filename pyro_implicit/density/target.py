@@ -335,8 +335,9 @@ class Target:
             latent.register_hook(
                 lambda grad: grad if grad is None else grad.masked_fill(impossible[:, None], 0.0)
             )
-        can_fuse = self._runs.checked and self._runs.mode == "vmap" and self._fused is not None
-        log_prob = self._fused(latent) if can_fuse else self._by_model(latent)
+        is_vectorized = self._runs.checked and self._runs.mode == "vmap"
+        evaluate = (is_vectorized and self._fused) or self._by_model
+        log_prob = evaluate(latent)
         log_prob = log_prob.to(latent.dtype)  # the data may be of another
         impossible |= ~log_prob.detach().isfinite()
         if not log_prob.requires_grad:  # every run raised an error

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused graphs compute what the functions compute."""
+
+import pytest
+import torch
+
+from pyro_implicit.compiled import RecordedFunction
+from pyro_implicit.compiled.fusion import FusedGraph
+from pyro_implicit.compiled.program import simplify
+from pyro_implicit.compiled.recorder import record
+
+N = 30
+
+
+def loop(x):
+    return [sum((x[i] * (0.1 * i + 0.5)).sin() for i in range(N))]
+
+
+def reversed_loop(x):
+    return [sum(x[i] * x[N - 1 - i].exp() for i in range(N)), x[3] + 1]
+
+
+def recurrence(x):
+    state, total = x[0], 0.0
+    for i in range(N):
+        state = 0.9 * state.tanh() + x[i]
+        total = total + (state - 1.0).square()
+    return [total, state]
+
+
+def alternating(x):
+    parts = [x[i].sin() if i % 2 else x[i].cos() for i in range(N)]
+    return [sum(part * x[N - 1 - i] for i, part in enumerate(parts))]
+
+
+def split(x):
+    parts = x.split([2] * (N // 2))
+    return [torch.cat([part.exp() for part in parts]), sum(part.sum() for part in parts[2:])]
+
+
+def in_place(x):
+    made = torch.zeros(N, dtype=x.dtype)
+    for i in range(N):
+        made[i] = x[i].sin()
+    return [made.sum(), made * 2]
+
+
+def mixed_types(x):
+    small = [x[i].float() for i in range(N)]
+    return [sum((one * 2.0).double() + (x[3] > 0.0) * 0.5 for one in small)]
+
+
+def random(x):
+    return [sum(x[i] * torch.randn((), dtype=x.dtype) for i in range(N))]
+
+
+FUNCTIONS = [loop, reversed_loop, recurrence, alternating, split, in_place, mixed_types, random]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_values(function):
+    torch.manual_seed(0)
+    x, other = torch.randn(2, N, dtype=torch.float64)
+    recorder = record(lambda: function(x), [x])
+    simplify(recorder.graph, recorder.mutated)
+    fused = FusedGraph(recorder)
+    torch.manual_seed(1)
+    expected = function(other)
+    torch.manual_seed(1)
+    for one, result in zip(fused([other]), expected, strict=True):
+        torch.testing.assert_close(one, result, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("function", [loop, reversed_loop, recurrence, alternating, split])
+def test_gradients(function):
+    torch.manual_seed(0)
+    x = torch.randn(N, dtype=torch.float64)
+    recorder = record(lambda: function(x), [x])
+    fused = FusedGraph(recorder)
+    x.requires_grad_()
+    found, expected = (
+        torch.autograd.grad(sum(one.sum() for one in results), x)[0]
+        for results in (fused([x]), function(x))
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert fused.num_steps < fused.num_nodes
+
+
+def test_recorded_gradient_of_a_loop():
+    """A long recording is fused and recorded again."""
+    torch.manual_seed(0)
+    x, other = torch.randn(2, 100, dtype=torch.float64)
+
+    def score(x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            total = sum((x[i] - x[i - 1]).square().exp() for i in range(1, 100))
+            return [total.detach(), *torch.autograd.grad(total, x)]
+
+    recorded = RecordedFunction(lambda: score(x), [x])
+    assert len(recorded.graph.nodes) < 450
+    for one, result in zip(recorded([other]), score(other), strict=True):
+        torch.testing.assert_close(one, result, rtol=1e-12, atol=1e-12)
