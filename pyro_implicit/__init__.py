@@ -24,6 +24,7 @@ from pyro_implicit.guides import (
     AutoSemiImplicit,
 )
 from pyro_implicit.infer import (
+    AISIVI_ELBO,
     AVB_ELBO,
     GFSF,
     GPVI_ELBO,
@@ -48,6 +49,7 @@ from pyro_implicit.mcmc import NoiseSpaceReparam, refine, warm_start
 __version__ = "0.1.0"
 
 __all__ = [
+    "AISIVI_ELBO",
     "AVB_ELBO",
     "AmortizedGFSF_ELBO",
     "AmortizedKSD_ELBO",

@@ -19,6 +19,7 @@ from pyro.infer.autoguide import AutoGuideList, AutoMultivariateNormal, AutoNorm
 from torch import nn
 
 from pyro_implicit import (
+    AISIVI_ELBO,
     AVB_ELBO,
     GPVI_ELBO,
     KIVI_ELBO,
@@ -122,6 +123,7 @@ GUIDES: dict[str, Callable[[Model], Callable]] = {
     "HandWritten": HandWritten,
 }
 ELBOS: dict[str, Callable] = {
+    "AISIVI": lambda k: AISIVI_ELBO(k, 10),
     "AmortizedGFSF": lambda k: AmortizedGFSF_ELBO(k, 20),
     "AmortizedKSD": AmortizedKSD_ELBO,
     "AmortizedSVGD": AmortizedSVGD_ELBO,

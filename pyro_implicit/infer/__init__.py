@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pyro_implicit.infer.aisivi import AISIVI_ELBO
 from pyro_implicit.infer.amortized_ksd import AmortizedKSD_ELBO
 from pyro_implicit.infer.amortized_svgd import AmortizedSVGD_ELBO
 from pyro_implicit.infer.avb import AVB_ELBO
@@ -29,6 +30,7 @@ from pyro_implicit.infer.svgd import GFSF, KSD, SVGD
 from pyro_implicit.infer.uivi import UIVI_ELBO
 
 __all__ = [
+    "AISIVI_ELBO",
     "AVB_ELBO",
     "AmortizedGFSF_ELBO",
     "AmortizedKSD_ELBO",
