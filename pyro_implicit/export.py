@@ -64,7 +64,7 @@ class ArvizExport:
         :param dims: names of the dimensions of sites, as there.
         :param model_kwargs: more keyword arguments of the model, whatever their names.
         :raises ImportError: without ArviZ.
-        :raises ValueError: for groups that want a model or data without one, a log-likelihood that
+        :raises ValueError: for groups that need a model or data without them, a log-likelihood that
             is summed over discrete latents, or draws of a flat prior.
         :raises SubsampledError: for these groups of a model that subsamples its data.
         """
@@ -124,7 +124,7 @@ def model_groups(
     """Draws, and what their model says of them, by the names of ArviZ's groups.
 
     :param posterior: by site, ``(num_chains, num_draws, *site_shape)``.
-    :param source: the model, its arguments and its keyword arguments, if any group wants them.
+    :param source: the model, its arguments and its keyword arguments, if any group needs them.
     :param log_likelihood: as for :meth:`ArvizExport.to_datatree`, and so the others.
     """
     groups: Groups = {"posterior": posterior}
@@ -142,7 +142,7 @@ def model_groups(
     model, args, kwargs = source
     if model is None:
         raise ValueError(
-            f"{wanted[0]} wants the model and its data. Cure: to_datatree(model, *args, "
+            f"{wanted[0]} needs the model and its data. Cure: to_datatree(model, *args, "
             f"{wanted[0]}=...)"
         )
     lead = next(iter(posterior.values())).shape[:2]
@@ -156,7 +156,7 @@ def model_groups(
     observed = [name for name, site in sites.items() if is_data(site, factors=False)]
     if not observed and wanted != ["prior"]:
         raise ValueError(
-            f"{wanted[0]} wants observations, but the model observes nothing by pyro.sample(..., "
+            f"{wanted[0]} needs observations, but the model observes nothing by pyro.sample(..., "
             "obs=...): what pyro.factor adds is no density of data. Cure: an observed site"
         )
 

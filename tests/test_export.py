@@ -178,7 +178,7 @@ def test_joined_chains_keep_their_draws(refined):
 @pytest.mark.parametrize("option", ["log_likelihood", "posterior_predictive", "prior"])
 def test_without_the_model(refined, option):
     assert sizes(refined.to_datatree()).keys() == {"posterior"}
-    with pytest.raises(ValueError, match=f"{option} wants the model and its data. Cure"):
+    with pytest.raises(ValueError, match=f"{option} needs the model and its data. Cure"):
         refined.to_datatree(**{option: 3})
 
 
@@ -257,7 +257,7 @@ def subsampled(y):
     ("model", "message"),
     [
         (mixture, "site 'y' is not known, because it depends on discrete latents"),
-        (nothing, "wants observations, but the model observes nothing"),
+        (nothing, "needs observations, but the model observes nothing"),
         (subsampled, "needs all data, but plate 'rows'"),
     ],
 )

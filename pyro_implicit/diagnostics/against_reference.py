@@ -35,13 +35,20 @@ from pyro_implicit.diagnostics.quantities import (
     index_label,
     values_of,
 )
-from pyro_implicit.guides.posterior_draws import draw, posterior_of, refuse_swapped, samples_of
+from pyro_implicit.guides.posterior_draws import (
+    draw,
+    posterior_of,
+    refuse_missing_sites,
+    refuse_swapped,
+    samples_of,
+)
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.random_stream import same_streams
+from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = ["compare"]
 
@@ -160,8 +167,12 @@ def compare(
     scale = _scale(y)
     check = check_mixing(*_of_common(names, reference_draws, chains), reference)
     if model is not None and function is None:  # else there is no density to say
-        lost = missing_mass(model, guide, guide_draws, reference_draws, args, kwargs)
-        check = replace(check, missing=lost)
+        try:
+            target = Target(model, *args, model_kwargs=kwargs)
+            lost = missing_mass(target, guide, guide_draws, reference_draws)
+            check = replace(check, missing=lost)
+        except Exception as error:  # any error of the model
+            check = replace(check, unsearched=first_line(error))
     x_standard, y_standard = (x - y.mean(dim=0)) / scale, (y - y.mean(dim=0)) / scale
     return Comparison(
         sites={name: _compare_site(*pair) for name, pair in pairs.items()},
@@ -349,13 +360,11 @@ def check_mixing(
 
 @torch.no_grad()
 def missing_mass(
-    model: Callable[..., Any],
+    target: Target,
     guide: Any,
     guide_draws: Mapping[str, Tensor],
     reference_draws: Mapping[str, Tensor],
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> float | None:
+) -> float:
     """Estimate the posterior mass of regions with draws of the guide and none of the reference.
 
     A draw is far if its distance to the nearest draw of the reference is twice the 99 % quantile of
@@ -363,19 +372,15 @@ def missing_mass(
     draws. Without such weights, it is the share of the guide's draws that are far and have a
     log-density above the reference's 5 % quantile.
 
-    :param model: of both.
-    :param guide: or its draws.
+    :param target: the posterior.
+    :param guide: a guide, or its draws.
     :param guide_draws: by site, ``(num_draws, *site_shape)``.
-    :param reference_draws: the same.
-    :param args: of the model, as ``kwargs``.
-    :returns: None where there is no way to look.
+    :param reference_draws: likewise.
+    :raises ValueError: if one side lacks a latent variable.
     """
-    with same_streams(), suppress(Exception):  # the model's own, of any kind
-        target = Target(model, *args, model_kwargs=kwargs)
-        if not all(
-            name in side for side in (guide_draws, reference_draws) for name in target.shapes
-        ):
-            return None
+    for draws in (guide_draws, reference_draws):
+        refuse_missing_sites("one side has", target.shapes, draws, "draws")
+    with same_streams():
         reference = target.unconstrain(_some(reference_draws))
         found = target.unconstrain(_some(guide_draws))
         frame = _Neighbours(reference)
@@ -387,7 +392,6 @@ def missing_mass(
             return by_weights
         limit = target.log_prob(reference).quantile(COMPARE.typical)
         return (far & (target.log_prob(found) > limit)).double().mean().item()
-    return None
 
 
 class _Neighbours:

@@ -239,8 +239,8 @@ def _thin(name: str, fitted: Mapping[str, Tensor], num_draws: int, truth: Tensor
     draws = fitted[name]
     if len(draws) < num_draws or draws.shape[1:] != truth.shape:
         raise ValueError(
-            f"fit returned draws of site '{name}' of shape {tuple(draws.shape)}, but "
-            f"({num_draws} or more, *{tuple(truth.shape)}) are wanted"
+            f"fit returned draws of site '{name}' of shape {tuple(draws.shape)}. Cure: draws of "
+            f"shape ({num_draws} or more, *{tuple(truth.shape)})"
         )
     return draws[torch.arange(num_draws) * len(draws) // num_draws]
 

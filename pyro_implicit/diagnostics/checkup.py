@@ -14,7 +14,7 @@ from pyro.infer import ELBO
 from torch import Tensor
 
 from pyro_implicit.density.checks.numerics import warn_of_lost_gradients
-from pyro_implicit.density.cost import estimated_seconds, nearby, seconds_near
+from pyro_implicit.density.cost import estimated_seconds, nearby
 from pyro_implicit.density.mode_search import seconds_of_climb
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
@@ -255,7 +255,7 @@ def plan_effort(
         target.log_prob(nearby(point, 2))  # how the model can be run
         one_by_one = not target.is_vectorized
         rows = min(chunk_size, EFFORT.timed_points) if one_by_one else chunk_size
-        score = seconds_near(target.score, point, rows, one_by_one) / rows
+        score = target.seconds(rows) / rows
         iteration = seconds_of_climb(target) if can_search else 0.0
     except Exception:  # the model's own, at its start: the draws have others
         return full

@@ -43,7 +43,8 @@ class ReferenceCheck:
     :ivar settled: whether a stopping rule of their own has seen that many short chains forgot where
         they began, so that R-hat does not count.
     :ivar missing: the mass of the posterior, as a share, of places where the guide has draws and
-        the reference has none; None where that was not looked for.
+        the reference has none; None if it was not searched for.
+    :ivar unsearched: the error that prevented this search; empty if there was none.
     """
 
     effective_sample_size: float | None = None
@@ -53,6 +54,7 @@ class ReferenceCheck:
     settled: bool = False
     missing: float | None = None
     independent_draws: float | None = None
+    unsearched: str = ""
 
     def is_worse(self, policy: ComparePolicy = COMPARE) -> bool:
         """Whether the reference lacks mass that the guide has."""
@@ -184,6 +186,8 @@ class Comparison(Printed):
         for side, names in (("guide", self.only_in_guide), ("reference", self.only_in_reference)):
             if names:
                 yield f"Not compared, only in the {side}: {', '.join(names)}"
+        if self.reference.unsearched:
+            yield f"Whether the reference lacks mass is unknown: {self.reference.unsearched}"
         yield f"Verdict: {self.verdict}"
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.distributions import constraints
 
 from pyro_implicit.density.target import Target
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
-from pyro_implicit.runtime.sites import Owned, announce, owned_by, unconstrained
+from pyro_implicit.runtime.sites import Owned, owned_by, put_into_store, unconstrained
 
 __all__ = [
     "Learnt",
@@ -118,7 +118,7 @@ def put_back(parameters: dict[str, Learnt], model: Callable[..., Any]) -> None:
             )
         if name in owned:
             owned[name].value.copy_(value)
-            announce(name, owned[name])
+            put_into_store(name, owned[name])
         else:
             value = value.detach().clone()
             if own is not None:  # the file's tensors are on the CPU
@@ -216,7 +216,7 @@ def _names_of_others(value: Tensor, sites: dict[str, dict[str, Any]]) -> bool:
         if one is not None and other is None
     ]
     for name in names:
-        announce(name, Owned(others[name]))
+        put_into_store(name, Owned(others[name]))
     return bool(names)
 
 

@@ -103,10 +103,10 @@ class Sampler:
         :param shape: the shape of the draws; their number comes first.
         :param wanted: the shape of the model's site.
         """
-        wants = f"but the model wants {('num_draws', *wanted)}"
+        needs = f"but the model needs {('num_draws', *wanted)}"
         if not isinstance(self.guide, Mapping):
             return ValueError(
-                f"the guide {self._name} has draws of shape {shape} at site '{name}', {wants}. "
+                f"the guide {self._name} has draws of shape {shape} at site '{name}', {needs}. "
                 "Cure: a guide of this model, called with the same data"
             )
         cure = "draws of this model, with the same data"
@@ -115,7 +115,7 @@ class Sampler:
         elif shape == (0, *wanted):
             cure = "at least one draw"
         return ValueError(
-            f"the given draws of site '{name}' have shape {shape}, {wants}. Cure: {cure}"
+            f"the given draws of site '{name}' have shape {shape}, {needs}. Cure: {cure}"
         )
 
     def _check(self, draws: Mapping[str, Tensor]) -> None:

@@ -513,7 +513,7 @@ def evidence_bound(
     :param num_mixing: S, for each draw and site; the bound rises with it.
     :param proposal: ``"linearized"``: the Gaussian posterior of the noise when the generator is
         linearised at a point that Gauss-Newton steps find, and a tenth of the draws from the prior
-        for what that misses. Wants standard normal noise. ``"prior"``: the noise's own
+        for what that misses. Needs standard normal noise. ``"prior"``: the noise's own
         distribution, which is the bound of :class:`SIVI_ELBO`.
     :param num_steps: Gauss-Newton steps from each start. Where they stop short, a few draws far
         below the others make ``standard_error`` large.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pyro_implicit.mcmc.auto_conditional import AutoConditional
 from pyro_implicit.mcmc.kernels.hmc import ChEES
 from pyro_implicit.mcmc.nuts import NoiseSpaceReparam, warm_start
-from pyro_implicit.mcmc.policy import ChainPolicy
+from pyro_implicit.mcmc.policy import ChainPolicy, TeachPolicy
 from pyro_implicit.mcmc.refine import refine
 from pyro_implicit.mcmc.refined import Refined
 from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
@@ -21,6 +21,7 @@ __all__ = [
     "NoiseSpaceReparam",
     "Refined",
     "Taught",
+    "TeachPolicy",
     "conditional_reparams",
     "refine",
     "teach",

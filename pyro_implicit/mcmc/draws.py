@@ -51,7 +51,7 @@ class DrawStore:
         if there:
             raise ValueError(
                 f"the store {self.folder} holds {there} snapshots of another run. Cure: an empty "
-                "folder; a run that goes on wants its checkpoint, too"
+                "folder; a continued run also needs its checkpoint"
             )
 
     def go_on(self, count: int) -> None:

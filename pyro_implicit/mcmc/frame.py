@@ -99,7 +99,7 @@ def estimate_frame(
     :raises ValueError: for draws that are not finite.
     """
     if not draws.isfinite().all():
-        raise ValueError("a frame wants finite draws. Cure: leave out those with NaN or infinities")
+        raise ValueError("a frame needs finite draws. Cure: leave out those with NaN or infinities")
     count, dim = draws.shape
     draws = _without_outliers(draws, policy.outlier_ranges)
     loc, scale = draws.mean(0), draws.std(0)

@@ -21,7 +21,7 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.distributions import find_implicit
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.exactness import why_inexact
-from pyro_implicit.mcmc.policy import TEACHING, StoppingPolicy
+from pyro_implicit.mcmc.policy import INVERSION, StoppingPolicy
 from pyro_implicit.ops.importance_weights import bridge
 
 __all__ = [
@@ -139,7 +139,7 @@ class MixtureDensity(DensityAtDraws):
             self._shares = log_q.softmax(-1).nan_to_num()
         total = self.latent.new_zeros(())
         for k, part in enumerate(self._parts):
-            own = rows[self._shares[rows, k] > TEACHING.least_share]
+            own = rows[self._shares[rows, k] > INVERSION.least_share]
             if len(own):
                 log_q = part.log_prob(own)
                 share = self._shares[own, k].masked_fill(log_q == -math.inf, 0.0)
@@ -156,13 +156,13 @@ def _from_scratch(generator: Any, value: Tensor) -> tuple[Tensor, Tensor]:
     try:
         noise = generator.inverse(value)
     except NotImplementedError:
-        return _newton(generator, value, torch.zeros_like(value), TEACHING.newton_steps)
+        return _newton(generator, value, torch.zeros_like(value), INVERSION.newton_steps)
     return noise, noise.isfinite().all(-1)
 
 
 def _newton(generator: Any, value: Tensor, noise: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
     """Run a damped Newton method for each row; return noise, and where it converged."""
-    allowed = TEACHING.near * (1 + value.abs().amax(-1))
+    allowed = INVERSION.near * (1 + value.abs().amax(-1))
     error = (generator(noise) - value).abs().amax(-1)
     noise, size = noise.clone(), torch.ones_like(allowed)
     for _ in range(num_steps):
@@ -263,7 +263,7 @@ def density_at_draws(
 
 def _refuse_inexact(guide: AutoImplicit, who: str) -> None:
     if reason := why_inexact(guide):
-        raise ValueError(f"teach wants a guide with a density, and {who} has none: {reason}")
+        raise ValueError(f"teach needs a guide with a density, and {who} has none: {reason}")
 
 
 def _refuse_site(name: str, site: dict[str, Any], draws: Draws) -> None:

@@ -156,12 +156,12 @@ class NoiseSpaceReparam(NeuTraReparam):
     def __init__(self, guide: AutoImplicit) -> None:
         if not isinstance(guide, AutoImplicit):
             raise TypeError(
-                f"NoiseSpaceReparam wants an AutoImplicit guide, but got {type(guide).__name__}. "
+                f"NoiseSpaceReparam needs an AutoImplicit guide, but got {type(guide).__name__}. "
                 "Cure: for Pyro's own autoguides use pyro.infer.reparam.NeuTraReparam"
             )
         if guide.prototype_trace is None:
             raise ValueError(
-                "NoiseSpaceReparam wants a trained guide, but this one was never called, so it has "
+                "NoiseSpaceReparam needs a trained guide, but this one was never called, so it has "
                 "no parameters yet. Cure: train it first, by SVI(model, guide, ..., "
                 "InjectiveELBO())"
             )

@@ -13,6 +13,7 @@ __all__ = [
     "LangevinPolicy",
     "SpacePolicy",
     "StoppingPolicy",
+    "INVERSION",
     "TEACHING",
     "TeachPolicy",
     "WarmupPolicy",
@@ -345,6 +346,11 @@ class TeachPolicy:
     #: Norm to which gradients are clipped.
     clip_norm: float = 10.0
 
+
+@dataclass(frozen=True)
+class InversionPolicy:
+    """The density of guides at draws that they did not make. Checked as :class:`TeachPolicy`."""
+
     #: Relative error of a value at which Newton's method has found its noise.
     near: float = 1e-4
 
@@ -391,3 +397,4 @@ class ChainPolicy:
 
 DEFAULT = ChainPolicy()
 TEACHING = TeachPolicy()
+INVERSION = InversionPolicy()

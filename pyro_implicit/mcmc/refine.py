@@ -493,11 +493,11 @@ def _check_kernel(kernel: str, batches: Any, options: dict[str, Any]) -> None:
         fitting = tuple(name for name, one in KERNELS.items() if one.law is not None)
         raise ValueError(
             f"with batches kernel must be one of {fitting}, but got {kernel!r}: Metropolis' rule "
-            "wants all data"
+            "needs all data"
         )
     if batches is None and by_minibatches:
         raise ValueError(
-            f"kernel={kernel!r} wants batches. Cure: batches=loader, where the loader gives tuples "
+            f"kernel={kernel!r} needs batches. Cure: batches=loader, where the loader gives tuples "
             "of the model's arguments"
         )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_implicit.mcmc.frame import estimate_frame
 from pyro_implicit.mcmc.guide_density import DensityAtDraws, density_at_draws
-from pyro_implicit.mcmc.policy import TEACHING
+from pyro_implicit.mcmc.policy import TEACHING, TeachPolicy
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.printing import progress_bar
 from pyro_implicit.runtime.sites import unconstrained
@@ -51,6 +51,7 @@ def teach(
     lr: float = 0.01,
     batch_size: int = 128,
     progress: bool = True,
+    policy: TeachPolicy | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Taught:
@@ -89,14 +90,16 @@ def teach(
     :param lr: Adam's learning rate, which suits a guide of unit scale.
     :param batch_size: draws at each step.
     :param progress: whether to show a bar.
+    :param policy: sizes of the training and validation sets and the patience; by default those of
+        :class:`~pyro_implicit.mcmc.TeachPolicy`.
     :param model_kwargs: keyword arguments of the guide whose names this function has too.
     :param kwargs: further keyword arguments of the guide.
     :raises ValueError: for a guide without a density, or without parameters, or too few draws.
     """
-    kwargs = {**kwargs, **(model_kwargs or {})}
+    kwargs, policy = {**kwargs, **(model_kwargs or {})}, policy or TEACHING
     began = time.perf_counter()
     parameters = _parameters(guide, args, kwargs)
-    learnt, held_out = _parts(dict(draws))
+    learnt, held_out = _parts(dict(draws), policy)
     density = density_at_draws(guide, learnt, args, kwargs)
     score = _HeldOutScore(density_at_draws(guide, held_out, args, kwargs))
     best = _Best(parameters, score())
@@ -112,12 +115,12 @@ def teach(
                 for group in optimiser.param_groups:
                     group["lr"] = 0.5 * lr * (1 + math.cos(math.pi * step / num_steps))
                 rows = torch.randint(density.num_draws, (size,), device=density.device)
-                _step(optimiser, parameters, -density.objective(rows))
+                _step(optimiser, parameters, -density.objective(rows), policy.clip_norm)
                 steps = step + 1
-                if steps % TEACHING.every == 0 or steps == num_steps:
+                if steps % policy.every == 0 or steps == num_steps:
                     best.update(score())
                     bar.set_postfix_str(f"log q {best.score:.3f}", refresh=False)
-                    if best.age >= TEACHING.patience:
+                    if best.age >= policy.patience:
                         break
             bar.close()
             optimiser.zero_grad()
@@ -150,28 +153,32 @@ def _parameters(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]
     return parameters
 
 
-def _parts(draws: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _parts(
+    draws: dict[str, Tensor], policy: TeachPolicy
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Split draws into a training and a validation set, evenly thinned."""
     count = min((len(value) for value in draws.values()), default=0)
-    if count < TEACHING.least_draws:
-        raise ValueError(f"teach wants at least {TEACHING.least_draws} draws, but got {count}")
+    if count < policy.least_draws:
+        raise ValueError(f"teach needs at least {policy.least_draws} draws, but got {count}")
     device = next(iter(draws.values())).device
     rows = torch.arange(count, device=device)
     parts = []
-    last = count // TEACHING.held_out_part
-    for part, most in ((rows[:-last], TEACHING.max_learnt), (rows[-last:], TEACHING.max_held_out)):
+    last = count // policy.held_out_part
+    for part, most in ((rows[:-last], policy.max_learnt), (rows[-last:], policy.max_held_out)):
         chosen = part[torch.linspace(0, len(part) - 1, min(len(part), most)).round().long()]
         parts.append({name: value[chosen].detach() for name, value in draws.items()})
     return parts[0], parts[1]
 
 
-def _step(optimiser: torch.optim.Optimizer, parameters: list[Tensor], loss: Tensor) -> None:
+def _step(
+    optimiser: torch.optim.Optimizer, parameters: list[Tensor], loss: Tensor, clip_norm: float
+) -> None:
     if not loss.requires_grad:  # the guide has a density at none of these draws
         return
     optimiser.zero_grad()
     # Parameters that the guide reads but does not own get no gradients.
     loss.backward(inputs=parameters)
-    norm = torch.nn.utils.clip_grad_norm_(parameters, TEACHING.clip_norm)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
     if norm.isfinite():
         optimiser.step()
 

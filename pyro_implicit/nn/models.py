@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from pyro_implicit.nn.bayesian import has_priors, moved
 from pyro_implicit.nn.policy import FAR_FROM_UNIT, INITIAL_NOISE, LEAST_NOISE
-from pyro_implicit.runtime.sites import announce, owned_by
+from pyro_implicit.runtime.sites import owned_by, put_into_store
 from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["NetworkModel", "classifier", "regressor"]
@@ -139,7 +139,7 @@ class NetworkModel(nn.Module):
         """
         _refuse_modes(self.net)
         for name, own in owned_by(self):
-            announce(name, own)
+            put_into_store(name, own)
         if isinstance(x, DataLoader):
             raise TypeError("the model takes rows, not a loader of them. Cure: batches=loader")
         rows, output = len(x), self.net(x)

@@ -17,7 +17,7 @@ from torch.distributions import Independent, constraints
 __all__ = [
     "Owned",
     "Site",
-    "announce",
+    "put_into_store",
     "graph_leaves",
     "innermost",
     "is_counted",
@@ -220,7 +220,7 @@ def owned_by(module: nn.Module) -> Iterator[tuple[str, Owned]]:
                 yield prefix + name, Owned(value, *part._pyro_params.get(name, ())[:1])
 
 
-def announce(name: str, own: Owned) -> None:
+def put_into_store(name: str, own: Owned) -> None:
     """Make the tensor of Pyro's store that of the module.
 
     A module computes with its own tensor; with another one in the store, training would change

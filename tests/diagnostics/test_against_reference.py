@@ -350,6 +350,27 @@ def test_a_reference_that_lost_a_mode_is_the_worse_one(with_density):
     assert astray.reference.missing == 0 and not astray.reference.is_worse()
 
 
+def test_why_lost_mass_is_unknown_is_said():
+    """The draws are compared all the same."""
+
+    def fails():
+        raise ZeroDivisionError("of the model")
+
+    draws = both_modes()
+    found = compare(fails, draws, draws)
+    assert found.reference.missing is None and found.floor_ratio < 1
+    line = "Whether the reference lacks mass is unknown: ZeroDivisionError: of the model"
+    assert line in str(found).splitlines()
+
+    def larger():
+        two_modes()
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    found = compare(larger, draws, draws)
+    assert "no draws of ['z'], which the model samples" in found.reference.unsearched
+    assert "unknown" not in str(compare(two_modes, draws, draws))
+
+
 def test_a_lost_mode_far_from_the_origin():
     """In float32 the square of 20,000 has rounding errors of 32, a spread of 0.1 has none left."""
     centers = 20_000 + torch.tensor([[0.4], [-0.4]]).expand(2, 2)

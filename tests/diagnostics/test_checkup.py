@@ -654,7 +654,7 @@ def test_a_guide_of_other_data_is_named():
     guide = AutoSemiImplicit(model)
     guide(torch.zeros(5))
     message = r"AutoSemiImplicit has draws of shape \('num_draws', 5\) at site 'z', but the model "
-    with pytest.raises(ValueError, match=message + r"wants \('num_draws', 3\). Cure: a guide of"):
+    with pytest.raises(ValueError, match=message + r"needs \('num_draws', 3\). Cure: a guide of"):
         diagnose(model, guide, torch.zeros(3))
 
 

@@ -456,7 +456,7 @@ def test_the_policy_reaches_the_kernel():
 
 
 def test_refuses_missing_batches():
-    with pytest.raises(ValueError, match="kernel='sgld' wants batches.*Cure"):
+    with pytest.raises(ValueError, match="kernel='sgld' needs batches.*Cure"):
         refine(regression, exact(8), X, Y, kernel="sgld", progress=False)
 
 

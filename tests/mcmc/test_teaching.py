@@ -28,7 +28,7 @@ from pyro_implicit import (
     ResidualGenerator,
 )
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.mcmc import refine, teach
+from pyro_implicit.mcmc import TeachPolicy, refine, teach
 from pyro_implicit.mcmc.guide_density import density_at_draws, unconstrained_draws
 
 
@@ -195,6 +195,21 @@ def test_a_flow_learns_what_no_gaussian_can():
     # Minus the posterior's entropy: of v, of log s given v, and of the x given v.
     exact = -(4 * 1.4189 + math.log(0.5))
     assert gaussian.after + 0.02 < flow.after < exact + 0.15
+
+
+def test_a_policy_replaces_the_numbers():
+    draws = {"x": torch.randn(100, 2)}
+    guide = AutoIAFNormal(two_latents)
+    guide()
+    with pytest.raises(ValueError, match="teach needs at least 101 draws, but got 100"):
+        teach(guide, draws, progress=False, policy=TeachPolicy(least_draws=101))
+    impatient = TeachPolicy(every=1, patience=1)
+    taught = teach(guide, draws, num_steps=200, lr=0.0, progress=False, policy=impatient)
+    assert taught.num_steps == 1  # with a rate of 0 there is no gain
+
+
+def two_latents():
+    pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
 
 
 def test_never_worse_than_the_start():

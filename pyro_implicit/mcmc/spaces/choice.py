@@ -113,7 +113,7 @@ def space_of(plan: ChainSetup, name: str, middle: Tensor | None = None) -> Space
         reason = why_inexact(guide)
         if not reason:
             return GuideNoise(target, guide, plan.max_gradients, plan.compile)
-    raise ValueError(f'frame="noise" wants an injective guide: {reason}')
+    raise ValueError(f'frame="noise" needs an injective guide: {reason}')
 
 
 def _conditional(plan: ChainSetup, middle: Tensor | None) -> ConditionalNoise:
@@ -125,12 +125,12 @@ def _conditional(plan: ChainSetup, middle: Tensor | None) -> ConditionalNoise:
         space = ConditionalNoise(target, middle, plan.max_gradients, plan.compile, policy)
     except RuntimeError as error:
         raise ValueError(
-            'frame="conditional" wants second derivatives of the log-density, but the model raises '
+            'frame="conditional" needs second derivatives of the log-density, but the model raises '
             f'{first_line(error)}. Cure: frame="auto"'
         ) from error
     if not space.reparams:
         raise ValueError(
-            'frame="conditional" wants latents of location and scale that depend on other latents, '
+            'frame="conditional" needs latents of location and scale that depend on other latents, '
             "or are multiplied by functions of them, and this model has none. Cure: "
             'frame="auto"'
         )
