@@ -11,6 +11,7 @@ __all__ = [
     "FramePolicy",
     "HMCPolicy",
     "LangevinPolicy",
+    "MCLMCPolicy",
     "SpacePolicy",
     "StoppingPolicy",
     "INVERSION",
@@ -83,6 +84,30 @@ class HMCPolicy:
 
     #: Acceptance probability below which a trajectory counts as failed.
     failed_acceptance: float = 0.01
+
+
+@dataclass(frozen=True)
+class MCLMCPolicy:
+    """Microcanonical Langevin dynamics of networks. Checked by ``benchmarks/networks/tabular.py``."""
+
+    #: Steps of a transition, whose positions between are not looked at.
+    num_steps: int = 16
+
+    #: Mean squared energy error of a step for each dimension, at the start of the warm-up;
+    #: Sommer et al. (2025).
+    first_energy_error: float = 0.5
+
+    #: The same at its end, and of all draws.
+    energy_error: float = 0.1
+
+    #: Weight of older transitions in the estimate of the energy error.
+    memory: float = 0.9
+
+    #: Share of the budget for the warm-up.
+    warmup_share: float = 0.5
+
+    #: Chains, if the guide has no draws of its own to start from.
+    num_chains: int = 16
 
 
 @dataclass(frozen=True)
@@ -389,6 +414,7 @@ class ChainPolicy:
     #: Parts of the policy, by their subject.
     frame: FramePolicy = field(default_factory=FramePolicy)
     hmc: HMCPolicy = field(default_factory=HMCPolicy)
+    mclmc: MCLMCPolicy = field(default_factory=MCLMCPolicy)
     warmup: WarmupPolicy = field(default_factory=WarmupPolicy)
     stopping: StoppingPolicy = field(default_factory=StoppingPolicy)
     space: SpacePolicy = field(default_factory=SpacePolicy)

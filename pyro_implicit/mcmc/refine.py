@@ -55,7 +55,7 @@ def refine(
     model: Callable[..., Any],
     guide: Callable[..., Any] | Mapping[str, Tensor],
     *args: Any,
-    kernel: Literal["hmc", "sghmc", "sgld"] | None = None,
+    kernel: Literal["hmc", "mclmc", "sghmc", "sgld"] | None = None,
     batches: Iterable[Any] | None = None,
     num_chains: int | None = None,
     frame: Literal["auto", "diagonal", "low-rank", "full", "noise", "conditional"] = "auto",
@@ -144,13 +144,16 @@ def refine(
         draws start several chains. A result of :func:`~pyro_implicit.fit` stands for its ``guide``.
     :param args: the arguments of model and guide; with ``batches``, the first arguments, which are
         the same for all minibatches.
-    :param kernel: ``"hmc"``, the default; with minibatches ``"sghmc"``, their default, or
-        ``"sgld"``.
+    :param kernel: ``"hmc"``, the default, or ``"mclmc"`` for networks: microcanonical Langevin
+        dynamics without Metropolis steps, whose chains share neither frame nor step size
+        (:func:`~pyro_implicit.mcmc.kernels.mclmc.step`). With minibatches ``"sghmc"``, their
+        default, or ``"sgld"``.
     :param batches: a ``DataLoader`` or another iterable of tuples of the model's further arguments,
         or of single arguments, that can be passed over many times. For a model that draws its own
         rows, ``[()] * batches_per_epoch``.
     :param num_chains: at least 8; by default 256, and 8 with minibatches, where each chain costs a
-        network's pass in every step.
+        network's pass in every step. With ``kernel="mclmc"`` any number; by default one chain for
+        each given draw, such as the members of an :class:`AutoEnsemble`, or 16 for other guides.
     :param frame: ``"full"`` for the covariance, ``"low-rank"`` for its significant principal axes
         on a diagonal, ``"diagonal"``; or a space other than the latents, for funnels: ``"noise"``
         of an injective :class:`~pyro_implicit.AutoImplicit`, or ``"conditional"``, the noise of
@@ -223,8 +226,9 @@ def refine(
             max_seconds, max_draws, step_size, cycles, store, checkpoint, checkpoint_every,
             progress, policy, settings,
         )  # fmt: skip
-    num_chains = policy.num_chains if num_chains is None else num_chains
-    _check_all_data(num_chains, frame, policy)
+    if num_chains is None:
+        num_chains = _default_chains(kernel, guide, policy)
+    _check_all_data(num_chains, frame, kernel, policy)
     refuse_counts(max_gradients=max_gradients, max_leapfrogs=max_leapfrogs)
     refuse_counts(policy.least_kept, max_draws=max_draws)
     check_mode(compile)
@@ -502,8 +506,21 @@ def _check_kernel(kernel: str, batches: Any, options: dict[str, Any]) -> None:
         )
 
 
-def _check_all_data(num_chains: int, frame: str, policy: ChainPolicy) -> None:
-    if num_chains < policy.least_chains:
+def _default_chains(kernel: str, guide: Any, policy: ChainPolicy) -> int:
+    if not KERNELS[kernel].separate:
+        return policy.num_chains
+    given = isinstance(guide, Mapping) and bool(guide)
+    return len(next(iter(guide.values()))) if given else policy.mclmc.num_chains
+
+
+def _check_all_data(num_chains: int, frame: str, kernel: str, policy: ChainPolicy) -> None:
+    if KERNELS[kernel].separate:
+        refuse_counts(num_chains=num_chains)
+        if frame != "auto":
+            raise ValueError(
+                f"kernel={kernel!r} has no frame, but got frame={frame!r}. Cure: leave it out"
+            )
+    elif num_chains < policy.least_chains:
         raise ValueError(
             f"num_chains must be at least {policy.least_chains}, but got {num_chains}: frame, step "
             "size and stopping rule are learnt by comparing chains. Cure: many chains cost little "

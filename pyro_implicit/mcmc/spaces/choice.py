@@ -20,10 +20,11 @@ from pyro_implicit.guides.exactness import why_inexact
 from pyro_implicit.guides.sampler import NOWHERE, Sampler
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.draws import History
-from pyro_implicit.mcmc.frame import FrameKind, estimate_frame
+from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, estimate_frame
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.nuts import count_folds
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
+from pyro_implicit.mcmc.separate_chains import SeparateChains
 from pyro_implicit.mcmc.spaces.space import ConditionalNoise, GuideNoise, Space, middle_of
 from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
@@ -75,7 +76,7 @@ def start_chains(plan: ChainSetup) -> tuple[Space, WindowedChains]:
 
     :returns: the space, and the chains; the trials' gradients are counted.
     """
-    if plan.frame != "auto":
+    if plan.frame != "auto" or KERNELS[plan.kernel].separate:
         space = space_of(plan, plan.frame if plan.frame in ("noise", "conditional") else "latent")
         return space, _begin(space, plan)
     latent = space_of(plan, "latent")
@@ -260,7 +261,8 @@ def _begin(space: Space, plan: ChainSetup) -> WindowedChains:
     sampler, num_chains, policy = plan.sampler, plan.num_chains, plan.policy
     latent_dim = space.target.latent_dim
     num_draws = num_chains
-    if not isinstance(sampler.guide, Mapping) and plan.kind == "full":
+    kernel: Any = KERNELS[plan.kernel]
+    if not isinstance(sampler.guide, Mapping) and plan.kind == "full" and not kernel.separate:
         num_draws = max(num_chains, policy.frame.draws_per_dim * latent_dim)
     if isinstance(space, GuideNoise):
         points = torch.randn(num_draws, latent_dim).to(space.target.init_loc)
@@ -272,10 +274,13 @@ def _begin(space: Space, plan: ChainSetup) -> WindowedChains:
         space.score, first, sampler, lambda: blame(space.target, space.to_latent(first))
     )
     is_sound = starts.replaced == 0 and bool(points.isfinite().all())
-    frame = estimate_frame(points if is_sound else starts.points, plan.kind, policy.frame)
-    kernel: Any = KERNELS[plan.kernel]
+    kind = SeparateChains if kernel.separate else WindowedChains
+    if kernel.separate:
+        frame = WhiteningFrame(torch.zeros_like(points[0]), torch.ones_like(points[0]))
+    else:
+        frame = estimate_frame(points if is_sound else starts.points, plan.kind, policy.frame)
     position = frame.to_white(starts.points)
-    chains = WindowedChains(
+    chains = kind(
         kernel=plan.kernel,
         state=kernel.init(position, lambda white: space.white_score(frame, white)),
         frame=frame,

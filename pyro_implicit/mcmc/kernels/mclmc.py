@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Microcanonical Langevin Monte Carlo, in which each chain has its own step size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy, MCLMCPolicy
+from pyro_implicit.ops.ensemble_hmc import Score
+
+__all__ = ["Info", "MCLMCTuning", "Settings", "State", "adaptation", "init", "step"]
+
+
+class State(NamedTuple):
+    """Position, direction of motion (a unit vector) and gradient, each ``(num_chains, d)``, and
+    the log-density ``(num_chains,)``."""
+
+    position: Tensor
+    direction: Tensor
+    log_density: Tensor
+    gradient: Tensor
+
+
+class Settings(NamedTuple):
+    """Step size and decoherence length of each chain, ``(num_chains, 1)``, and the steps of a
+    transition."""
+
+    step_size: Tensor
+    length: Tensor
+    num_steps: int
+
+
+class Info(NamedTuple):
+    """Mean squared energy error of a step for each dimension, ``(num_chains,)``, infinite for
+    chains that left the finite numbers and were put back; and the gradients of each chain."""
+
+    energy_error: Tensor
+    num_gradients: int
+
+    @property
+    def acceptance(self) -> Tensor:
+        """1 for chains that moved and 0 for chains that were put back, ``(num_chains,)``."""
+        return self.energy_error.isfinite().to(self.energy_error)
+
+
+def init(position: Tensor, score: Score) -> State:
+    """Start chains at positions ``(num_chains, d)`` in random directions."""
+    return State(position, _unit(torch.randn_like(position)), *score(position))
+
+
+def step(state: State, score: Score, settings: Settings) -> tuple[State, Info]:
+    r"""Make ``num_steps`` steps of isokinetic Langevin dynamics, without a Metropolis step.
+
+    The direction :math:`u` has length 1. With :math:`g = \nabla \log p(z)`, step size h and
+    decoherence length L, the dynamics in d dimensions is
+
+    .. math:: dz = u\, dt, \quad
+        du = (I - u u^\top) \left(\tfrac{1}{d - 1} g\, dt + \sqrt{\tfrac{2}{L d}}\, dW\right).
+
+    A step is half a kick, a drift, half a kick, and a partial refreshment
+    :math:`u' \propto u + \nu \xi` with :math:`\nu^2 = (e^{2 h / L} - 1) / d`. A kick over time t,
+    with :math:`e = g / |g|`, :math:`\delta = t |g| / (d - 1)` and
+    :math:`c = \cosh \delta + e^\top u \sinh \delta`, is exact:
+
+    .. math:: u' = \frac{u + e\, (\sinh \delta + e^\top u\, (\cosh \delta - 1))}{c},
+        \quad \Delta K = (d - 1) \log c.
+
+    :math:`\Delta K - \Delta \log p` is the energy error, of order :math:`h^3` in a step. Draws are
+    biased by the step size: the error of variances vanishes with the energy error's variance.
+
+    **Example:**
+
+    >>> _ = torch.manual_seed(0)
+    >>> score = lambda z: (-0.5 * z.square().sum(-1), -z)
+    >>> state, size = init(torch.randn(1000, 10), score), torch.full((1000, 1), 1.0)
+    >>> for _ in range(20):
+    ...     state, info = step(state, score, Settings(size, 3 * size, num_steps=4))
+    >>> f"{state.position.var():.1f}", info.num_gradients
+    ('1.0', 4)
+
+    :param state: positions and directions.
+    :param score: log-densities and gradients of points ``(num_chains, d)``.
+    :param settings: step sizes and lengths.
+    :returns: the next state and the info. A chain whose step leaves the finite numbers goes on from
+        where the transition began, in a new direction.
+
+    **References:**
+
+    1. Robnik, De Luca, Silverstein and Seljak (2023), *Microcanonical Hamiltonian Monte Carlo*,
+       JMLR 24, section 3.
+    2. Robnik and Seljak (2024), *Fluctuation without dissipation: Microcanonical Langevin Monte
+       Carlo*.
+    """
+    size, dim = settings.step_size, state.position.shape[-1]
+    spread = (torch.expm1(2 * size / settings.length) / dim).sqrt()
+    position, direction, log_density, gradient = state
+    total = torch.zeros_like(log_density)
+    for _ in range(settings.num_steps):
+        direction, first = _kick(direction, gradient, size / 2)
+        position = position + size * direction
+        before = log_density
+        log_density, gradient = score(position)
+        direction, second = _kick(direction, gradient, size / 2)
+        total = total + (first + second + before - log_density).square()
+        direction = _unit(direction + spread * torch.randn_like(direction))
+    after = State(position, direction, log_density, gradient)
+    error = total / (settings.num_steps * dim)
+    is_finite = error.isfinite() & gradient.isfinite().all(-1)
+    back = state._replace(direction=_unit(torch.randn_like(direction)))
+    kept = State(*(_where(is_finite, new, old) for new, old in zip(after, back, strict=True)))
+    return kept, Info(error.masked_fill(~is_finite, math.inf), settings.num_steps)
+
+
+def _kick(direction: Tensor, gradient: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn directions towards gradients; return them, and the changes of kinetic energy."""
+    dim = max(direction.shape[-1] - 1, 1)
+    norm = gradient.norm(dim=-1, keepdim=True)
+    force = gradient / norm.clamp(min=torch.finfo(norm.dtype).tiny)
+    angle = time * norm / dim
+    decay = (-angle).exp()  # the formulas over exp(angle) / 2, so that nothing overflows
+    along = (force * direction).sum(-1, keepdim=True)
+    turned = 2 * decay * direction + force * (1 - decay) * (1 + decay + along * (1 - decay))
+    energy = angle - math.log(2) + (1 + along + (1 - along) * decay.square()).log()
+    return _unit(turned), dim * energy.squeeze(-1)
+
+
+def _unit(direction: Tensor) -> Tensor:
+    return direction / direction.norm(dim=-1, keepdim=True)
+
+
+def _where(mask: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return torch.where(mask if first.dim() == 1 else mask.unsqueeze(-1), first, second)
+
+
+@dataclass(frozen=True)
+class MCLMCTuning:
+    r"""Step sizes and decoherence lengths of chains that learn nothing from each other, as a value.
+
+    The mean squared energy error of a step, for each dimension, grows as :math:`c h^6`. Each chain
+    estimates its own :math:`c` by a running mean and takes the step size at which the error is
+    ``energy_error``; a chain that left the finite numbers halves its step size. The length is
+    :math:`L = \sqrt{\sum_i \sigma_i^2}`, from the variances of the chain's own positions.
+
+    :param policy: the numbers of the adaptation.
+    :param step_sizes: of the chains, ``(num_chains, 1)``.
+    :param lengths: decoherence lengths of the chains, ``(num_chains, 1)``.
+    :param energy_error: the target; it falls during the warm-up.
+    :param adapting: whether updates change the step sizes.
+    :param coefficient: the running mean of :math:`c`, and the sum of its weights.
+
+    **References:**
+
+    1. Robnik, De Luca, Silverstein and Seljak (2023), *Microcanonical Hamiltonian Monte Carlo*,
+       section 4.
+    2. Sommer, Robnik, Nozadze, Seljak and Rügamer (2025), *Microcanonical Langevin Ensembles:
+       Advancing the Sampling of Bayesian Neural Networks*, section 3.
+    """
+
+    policy: MCLMCPolicy = field(default_factory=MCLMCPolicy)
+    step_sizes: Tensor | None = None
+    lengths: Tensor | None = None
+    energy_error: float = DEFAULT.mclmc.first_energy_error
+    adapting: bool = True
+    coefficient: tuple[Tensor, Tensor] | None = None
+
+    def settings(self, state: State) -> Settings:
+        """Return the settings of the next transition."""
+        assert self.step_sizes is not None and self.lengths is not None
+        return Settings(self.step_sizes, self.lengths, self.policy.num_steps)
+
+    def update(self, state: State, info: Info, settings: Settings) -> MCLMCTuning:
+        """Learn from a transition."""
+        if not self.adapting:
+            return self
+        error = info.energy_error.unsqueeze(-1)
+        is_finite, size = error.isfinite(), settings.step_size
+        found = torch.where(is_finite, error, 0.0) / size**6
+        total, weight = self.coefficient or (torch.zeros_like(size), torch.zeros_like(size))
+        total = torch.where(is_finite, self.policy.memory * total + found, total)
+        weight = torch.where(is_finite, self.policy.memory * weight + 1, weight)
+        wanted = (self.energy_error * weight / total.clamp(min=1e-30)) ** (1 / 6)
+        wanted = torch.where(is_finite, wanted, 0.0).clamp(min=size / 2, max=2 * size)
+        return replace(self, step_sizes=wanted, coefficient=(total, weight))
+
+    def restart(self, score: Score, state: State) -> tuple[State, MCLMCTuning, int]:
+        """Find first step sizes by doubling and halving.
+
+        :returns: the state, the adaptation, and the gradients taken.
+        """
+        dim = state.position.shape[-1]
+        lengths = torch.full_like(state.position[:, :1], math.sqrt(dim))
+        found = replace(self, step_sizes=0.1 * lengths, lengths=lengths)
+        gradients = 0
+        for _ in range(30):  # by factors of two at most, far more than floats need
+            settings = found.settings(state)._replace(num_steps=1)
+            state, info = step(state, score, settings)
+            before, gradients = settings.step_size, gradients + 1
+            found = replace(found.update(state, info, settings), coefficient=None)
+            if ((found.step_sizes / before).log().abs() < math.log(1.5)).all():
+                break
+        return state, found, gradients
+
+    def at(self, share: float, positions: Tensor) -> MCLMCTuning:
+        """Learn from a window of the warm-up.
+
+        :param share: of the warm-up that is over.
+        :param positions: of the window, ``(num_transitions, num_chains, d)``.
+        """
+        first, last = self.policy.first_energy_error, self.policy.energy_error
+        lengths = positions.var(0).sum(-1, keepdim=True).sqrt()
+        return replace(
+            self,
+            energy_error=first * (last / first) ** min(share, 1.0),
+            lengths=lengths.clamp(min=self.step_sizes),
+        )
+
+    def frozen(self) -> MCLMCTuning:
+        """Stop adapting."""
+        return replace(self, adapting=False)
+
+    @property
+    def is_stiff(self) -> bool:
+        """Whether chains have several step sizes because trajectories fail: never."""
+        return False
+
+    @property
+    def step_size(self) -> float:
+        """The median of the chains' step sizes."""
+        return math.nan if self.step_sizes is None else self.step_sizes.median().item()
+
+    @property
+    def trajectory_length(self) -> float:
+        """The median of the chains' decoherence lengths."""
+        return math.nan if self.lengths is None else self.lengths.median().item()
+
+
+def adaptation(policy: ChainPolicy = DEFAULT, max_gradients: int = 0) -> MCLMCTuning:
+    """Return the first adaptation of a run."""
+    return MCLMCTuning(policy.mclmc, energy_error=policy.mclmc.first_energy_error)
