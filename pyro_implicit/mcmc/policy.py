@@ -88,7 +88,7 @@ class HMCPolicy:
 
 @dataclass(frozen=True)
 class MCLMCPolicy:
-    """Microcanonical Langevin dynamics of networks. Checked by ``benchmarks/networks/tabular.py``."""
+    """Microcanonical Langevin dynamics. Checked by ``benchmarks/networks/tabular.py``."""
 
     #: Steps of a transition, whose positions between are not looked at.
     num_steps: int = 16
@@ -97,8 +97,9 @@ class MCLMCPolicy:
     #: Sommer et al. (2025).
     first_energy_error: float = 0.5
 
-    #: The same at its end, and of all draws.
-    energy_error: float = 0.1
+    #: The same at its end, and of all draws. Variances of Gaussians in 20 and 200 dimensions are
+    #: too large by 2 % on average and 15 % in the narrowest direction; at 0.1 by 10 % and 120 %.
+    energy_error: float = 1e-3
 
     #: Weight of older transitions in the estimate of the energy error.
     memory: float = 0.9

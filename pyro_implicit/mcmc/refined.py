@@ -19,6 +19,7 @@ from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.mcmc.chains import Chains, WindowedChains
 from pyro_implicit.mcmc.draws import DrawStore
 from pyro_implicit.mcmc.guide_density import KEPT, MixtureModes
+from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.kernels.step_choice import StepChoice
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
 from pyro_implicit.mcmc.policy import StoppingPolicy
@@ -71,8 +72,8 @@ class Refined(Printed, ArvizExport):
     :ivar store: The unconstrained draws, in memory or on disk.
     :ivar constrain: The map from unconstrained draws to values by site.
     :ivar num_chains: Number of chains.
-    :ivar frame: ``"diagonal"``, ``"low-rank"`` or ``"full"``.
-    :ivar step_size: Step size of the kernel in the frame.
+    :ivar frame: ``"diagonal"``, ``"low-rank"`` or ``"full"``; ``"none"`` for ``"mclmc"``.
+    :ivar step_size: Step size of the kernel in the frame; the median over chains for ``"mclmc"``.
     :ivar num_gradients: Gradients that each chain took, warm-up and probes included.
     :ivar warmup_gradients: Gradients of the warm-up.
     :ivar seconds: Wall time.
@@ -87,10 +88,12 @@ class Refined(Printed, ArvizExport):
     :ivar reparams: The maps of the conditional space, by site.
     :ivar drift: Bounds on the errors, from the last input of the stopping rule and from R-hat
         (:func:`~pyro_implicit.mcmc.stopping.open_errors`); None if there were too few draws.
-    :ivar acceptance: Mean probability of acceptance after the warm-up; None with minibatches.
+    :ivar acceptance: Mean probability of acceptance after the warm-up; None with minibatches and
+        for ``"mclmc"``.
     :ivar failed: Share of trajectories after the warm-up with an acceptance probability below 1 %,
         which others count as divergences. Above .002 there are narrow places, which may still fill.
-    :ivar trajectory_length: The longest trajectory in the frame; None with minibatches.
+    :ivar trajectory_length: The longest trajectory in the frame, or for ``"mclmc"`` the median
+        decoherence length; None with minibatches.
     :ivar stuck: Chains whose draws are all one point: no trajectory from there was accepted.
         Their draws are wrong, and widen every standard deviation.
     :ivar modes: A note on separate modes.
@@ -242,6 +245,8 @@ class Refined(Printed, ArvizExport):
             found.append(f"{share}: narrow places may not have filled")
         if self.stuck:
             found.append(f"{self.stuck} of {self.num_chains} chains never moved")
+        if KERNELS[self.kernel].separate:
+            found.append(f"without Metropolis steps, {self.kernel}'s step size biases variances")
         return tuple(found)
 
     def as_guide(self) -> StoredDraws:
@@ -339,7 +344,7 @@ def collect(space: Space, modes: MixtureModes | None, chains: WindowedChains) ->
         space_note=chains.space_note,
         reparams=space.reparams,
         drift=None if chains.last_drift is None else chains.last_drift.stated(),
-        acceptance=chains.acceptance,
+        acceptance=None if KERNELS[chains.kernel].separate else chains.acceptance,
         failed=chains.failed,
         trajectory_length=chains.adaptation.trajectory_length,
         stuck=stuck,
@@ -397,7 +402,7 @@ def _common(target: Target, chains: Chains, store: DrawStore) -> dict[str, Any]:
         "store": store,
         "constrain": SitesOf.of(target),
         "num_chains": len(chains.state.position),
-        "frame": chains.frame.kind,
+        "frame": "none" if KERNELS[chains.kernel].separate else chains.frame.kind,
         "num_gradients": chains.gradients,
         "warmup_gradients": chains.warmup_gradients,
         "seconds": chains.seconds,

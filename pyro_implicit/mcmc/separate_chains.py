@@ -16,8 +16,8 @@ __all__ = ["SeparateChains"]
 class SeparateChains(WindowedChains):
     """Chains with all data in the coordinates of their space, without a common frame.
 
-    Modes of a network have different scales, so a frame of all chains suits none of them. Each chain
-    learns its step size from its own positions, during a fixed share of the budget.
+    Modes of a network have different scales, so a frame of all chains suits none of them. Each
+    chain learns its step size from its own positions, during a fixed share of the budget.
     """
 
     def _hurries(self) -> bool:

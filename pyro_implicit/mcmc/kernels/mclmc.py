@@ -170,8 +170,11 @@ class MCLMCTuning:
 
     def settings(self, state: State) -> Settings:
         """Return the settings of the next transition."""
-        assert self.step_sizes is not None and self.lengths is not None
-        return Settings(self.step_sizes, self.lengths, self.policy.num_steps)
+        sizes, lengths = self.step_sizes, self.lengths
+        if sizes is None or lengths is None:
+            dim = state.position.shape[-1]
+            sizes = lengths = torch.full_like(state.position[:, :1], math.sqrt(dim))
+        return Settings(sizes, lengths, self.policy.num_steps)
 
     def update(self, state: State, info: Info, settings: Settings) -> MCLMCTuning:
         """Learn from a transition."""
@@ -192,16 +195,15 @@ class MCLMCTuning:
 
         :returns: the state, the adaptation, and the gradients taken.
         """
-        dim = state.position.shape[-1]
-        lengths = torch.full_like(state.position[:, :1], math.sqrt(dim))
-        found = replace(self, step_sizes=0.1 * lengths, lengths=lengths)
-        gradients = 0
+        sizes, lengths, _ = self.settings(state)
+        found, gradients = replace(self, step_sizes=sizes, lengths=lengths), 0
         for _ in range(30):  # by factors of two at most, far more than floats need
             settings = found.settings(state)._replace(num_steps=1)
             state, info = step(state, score, settings)
-            before, gradients = settings.step_size, gradients + 1
             found = replace(found.update(state, info, settings), coefficient=None)
-            if ((found.step_sizes / before).log().abs() < math.log(1.5)).all():
+            gradients += 1
+            change = found.settings(state).step_size / settings.step_size
+            if (change.log().abs() < math.log(1.5)).all():
                 break
         return state, found, gradients
 

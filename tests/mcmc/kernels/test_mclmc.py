@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Microcanonical Langevin dynamics, against its differential equation and Gaussian targets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_implicit import AutoEnsemble
+from pyro_implicit.mcmc import ChainPolicy, refine
+from pyro_implicit.mcmc.kernels import mclmc
+
+DIM = 10
+PRECISION = torch.linspace(0.5, 2.0, DIM, dtype=torch.float64)
+
+
+def score(z):
+    return -0.5 * (PRECISION * z.square()).sum(-1), -PRECISION * z
+
+
+def start(num_chains, seed=0):
+    torch.manual_seed(seed)
+    return mclmc.init(torch.randn(num_chains, DIM, dtype=torch.float64), score)
+
+
+def settings(state, size, num_steps, length=math.inf):
+    ones = torch.ones_like(state.position[:, :1])
+    return mclmc.Settings(size * ones, length * ones, num_steps)
+
+
+def test_dynamics():
+    """Without refreshment, the path solves the differential equation and keeps the energy."""
+    state = start(3)
+    after, info = mclmc.step(state, score, settings(state, 1e-3, 1000))
+
+    def velocity(z, u):
+        force = score(z)[1] / (DIM - 1)
+        return u, force - u * (u * force).sum(-1, keepdim=True)
+
+    z, u, h = state.position, state.direction, 1e-2
+    for _ in range(100):  # Runge and Kutta
+        a, b = velocity(z, u)
+        c, d = velocity(z + h / 2 * a, u + h / 2 * b)
+        e, f = velocity(z + h / 2 * c, u + h / 2 * d)
+        g, k = velocity(z + h * e, u + h * f)
+        z, u = z + h / 6 * (a + 2 * c + 2 * e + g), u + h / 6 * (b + 2 * d + 2 * f + k)
+    assert torch.allclose(after.position, z, atol=1e-6, rtol=0)
+    assert torch.allclose(after.direction, u, atol=1e-6, rtol=0)
+    assert torch.allclose(after.direction.norm(dim=-1), torch.ones(3, dtype=torch.float64))
+    assert info.num_gradients == 1000
+
+
+def test_energy_error_is_of_third_order():
+    state = start(200)
+    errors = [
+        mclmc.step(state, score, settings(state, size, 1))[1].energy_error.mean()
+        for size in (0.1, 0.05)
+    ]
+    assert abs(math.log2(errors[0] / errors[1]) - 6) < 0.05  # squared
+
+
+def test_kicks_towards_steep_gradients_are_finite():
+    direction = torch.nn.functional.normalize(torch.randn(4, 3), dim=-1)
+    gradient = 1e12 * torch.tensor([1.0, 0.0, 0.0]).expand(4, 3)
+    turned, energy = mclmc._kick(direction, gradient, torch.ones(4, 1))
+    assert torch.allclose(turned, gradient / 1e12, atol=1e-6)
+    assert energy.isfinite().all()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_stationary_distribution(seed):
+    state = start(4000, seed)
+    state = state._replace(position=state.position / PRECISION.sqrt())
+    for _ in range(30):
+        state, _ = mclmc.step(state, score, settings(state, 0.5, 8, length=3.0))
+    ratio = PRECISION * state.position.var(0)
+    # 4,000 independent draws, and a bias of the step size below one percent.
+    assert (ratio - 1).abs().max() < 4 * math.sqrt(2 / 4000) + 0.01
+    assert state.position.mean(0).abs().max() < 4 * math.sqrt(2 / 4000)
+
+
+def test_refreshment_forgets_the_direction():
+    """After time t the mean cosine is exp(-t / L)."""
+    torch.manual_seed(0)
+    dim, length = 200, 5.0
+    flat = lambda z: (0 * z.sum(-1), 0 * z)  # noqa: E731
+    state = mclmc.init(torch.zeros(1000, dim, dtype=torch.float64), flat)
+    after, _ = mclmc.step(state, flat, settings(state, 0.1, 50, length))
+    cosine = (state.direction * after.direction).sum(-1).mean()
+    assert abs(cosine - math.exp(-5.0 / length)) < 0.01
+
+
+def test_chains_tune_themselves_apart_from_others():
+    """A chain's step size follows the scale of its own mode, whatever the others do."""
+
+    def two(z):
+        factor = torch.tensor([1.0, 100.0], dtype=z.dtype).unsqueeze(-1)
+        return -0.5 * (factor * PRECISION * z.square()).sum(-1), -factor * PRECISION * z
+
+    state, tuning = start(2), mclmc.adaptation()
+    state = mclmc.init(state.position / torch.tensor([[1.0], [10.0]]), two)
+    state, tuning, _ = tuning.restart(two, state)
+    for _ in range(80):
+        used = tuning.settings(state)
+        state, info = mclmc.step(state, two, used)
+        tuning = tuning.update(state, info, used)
+    wide, narrow = tuning.settings(state).step_size.flatten().tolist()
+    assert 8 < wide / narrow < 12.5
+    assert not tuning.frozen().adapting
+
+
+def test_a_chain_that_leaves_the_finite_numbers_is_put_back():
+    def bounded(z):
+        log_density, gradient = score(z)
+        return log_density.masked_fill(z[:, 0] > 0, math.nan), gradient
+
+    position = torch.stack([torch.full((DIM,), -0.01), torch.full((DIM,), -5.0)]).double()
+    state = mclmc.init(position, bounded)
+    state = state._replace(direction=torch.eye(DIM)[:1].expand(2, -1).double())
+    after, info = mclmc.step(state, bounded, settings(state, 0.1, 4))
+    assert info.acceptance.tolist() == [0.0, 1.0]
+    assert after.position[0].equal(state.position[0]) and not after.position[1].equal(position[1])
+    tuning = replace(
+        mclmc.adaptation(), step_sizes=torch.full((2, 1), 0.1), lengths=torch.ones(2, 1)
+    )
+    assert tuning.update(state, info, tuning.settings(state)).step_sizes[0].item() < 0.051
+
+
+def bimodal():
+    x = pyro.sample("x", dist.Normal(0.0, 3.0).expand([4]).to_event(1))
+    pyro.sample("y", dist.Normal(x.square(), 0.5).to_event(1), obs=torch.full((4,), 4.0))
+
+
+def test_refine_starts_a_chain_from_each_member():
+    pyro.set_rng_seed(0)
+    guide = AutoEnsemble(bimodal, num_members=6)
+    guide()
+    with torch.no_grad():
+        guide.members.copy_(2 * (2.0 * (torch.rand(6, 4) < 0.5) - 1))
+    options = {"kernel": "mclmc", "seed": 0, "progress": False, "max_gradients": 3000}
+    result = refine(bimodal, guide, **options)
+    draws = result.get_samples(group_by_chain=True)["x"]
+    assert result.kernel == "mclmc" and result.frame == "none" and result.num_chains == 6
+    # Each chain stays in the mode of its member; the posterior's sd in a mode is about .5 / 4.
+    assert (draws.sign() == guide.members.sign().unsqueeze(1)).all()
+    grid = torch.linspace(0.5, 4, 4001, dtype=torch.float64)
+    density = (-0.5 * (grid**2 - 4).square() / 0.25 - 0.5 * grid.square() / 9).exp()
+    mean = (grid * density).sum() / density.sum()
+    sd = (((grid - mean) ** 2 * density).sum() / density.sum()).sqrt()
+    assert abs(draws.abs().mean() - mean) < 0.1 * sd
+    assert abs(draws.abs().std() / sd - 1) < 0.15
+    assert any("step size biases" in doubt for doubt in result.doubts)
+
+
+def test_mclmc_has_no_frame():
+    with pytest.raises(ValueError, match="kernel='mclmc' has no frame.*Cure: leave it out"):
+        refine(bimodal, {"x": torch.ones(3, 4)}, kernel="mclmc", frame="full", progress=False)
+
+
+def test_a_killed_run_goes_on(tmp_path):
+    guide = {"x": 2 * torch.ones(3, 4)}
+    options = {"kernel": "mclmc", "seed": 0, "progress": False, "policy": ChainPolicy()}
+    whole = refine(bimodal, guide, max_gradients=800, **options)
+    file = {"checkpoint": tmp_path / "run.pt", "checkpoint_every": 7}
+    calls = 0
+
+    def killed(draws):
+        nonlocal calls
+        calls += 1
+        if calls == 12:
+            raise RuntimeError("killed")
+        return draws["x"]
+
+    with pytest.raises(RuntimeError, match="killed"):
+        refine(bimodal, guide, max_gradients=800, quantities=killed, **options, **file)
+    calls = -(10**9)
+    resumed = refine(bimodal, guide, max_gradients=800, quantities=killed, **options, **file)
+    assert resumed.get_samples()["x"].equal(whole.get_samples()["x"])
