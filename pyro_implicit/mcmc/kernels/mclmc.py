@@ -226,6 +226,11 @@ class MCLMCTuning:
         return replace(self, adapting=False)
 
     @property
+    def max_gradients(self) -> int:
+        """The gradients of a transition."""
+        return self.policy.num_steps
+
+    @property
     def is_stiff(self) -> bool:
         """Whether chains have several step sizes because trajectories fail: never."""
         return False

@@ -154,6 +154,8 @@ def test_refine_starts_a_chain_from_each_member():
     sd = (((grid - mean) ** 2 * density).sum() / density.sum()).sqrt()
     assert abs(draws.abs().mean() - mean) < 0.1 * sd
     assert abs(draws.abs().std() / sd - 1) < 0.15
+    more = result.refine_more(max_gradients=300, progress=False)
+    assert more.num_gradients > result.num_gradients and more.step_size == result.step_size
     assert any("step size biases" in doubt for doubt in result.doubts)
 
 
