@@ -165,7 +165,9 @@ def compare(
     x = torch.cat([pair[0].reshape(num_samples, -1) for pair in pairs.values()], dim=-1)
     y = torch.cat([pair[1].reshape(num_reference, -1) for pair in pairs.values()], dim=-1)
     scale = _scale(y)
-    check = check_mixing(*_of_common(names, reference_draws, chains), reference)
+    common = {name: reference_draws[name] for name in names}
+    grouped = None if chains is None else {name: chains[name] for name in names}
+    check = check_mixing(common, grouped, reference)
     if model is not None and function is None:  # else there is no density to say
         try:
             target = Target(model, *args, model_kwargs=kwargs)
@@ -192,14 +194,6 @@ def compare(
             x_standard, y_standard, check.independent_draws
         ),
         policy=policy or COMPARE,
-    )
-
-
-def _of_common(
-    names: list[str], draws: dict[str, Tensor], chains: dict[str, Tensor] | None
-) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
-    return {name: draws[name] for name in names}, (
-        None if chains is None else {name: chains[name] for name in names}
     )
 
 

@@ -444,8 +444,7 @@ def _draw_pair(
 def _regions(
     pair: Tensor, x_limits: tuple[float, float], y_limits: tuple[float, float]
 ) -> tuple[Tensor, Tensor, Tensor, list[float]]:
-    """Bin centres, the smoothed share of draws in each bin, and the levels of it above which lie
-    ``masses`` of the draws; a level is left out if too many draws are outside the limits."""
+    """Bin centres, the smoothed share of draws in each bin, and the levels of the contours."""
     bins = 2 * REPORT.num_bins
     counts, edges = torch.histogramdd(pair, [bins, bins], range=[*x_limits, *y_limits])
     smooth_x, smooth_y = map(_smoothing, pair.T, edges)

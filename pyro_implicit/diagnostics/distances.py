@@ -293,8 +293,7 @@ def whiten(x: Tensor, reference: Tensor) -> Tensor:
 
 
 def _quantile_steps(n: int, m: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pieces of [0, 1] on which both empirical quantile functions are constant: the index of
-    the order statistic of either set on each piece, and the piece's length."""
+    """Order statistics of both sets on the pieces where both are constant, and their lengths."""
     # In units of 1/(nm) all steps are whole numbers, so that coinciding steps merge exactly.
     first = torch.arange(1, n + 1, device=like.device) * m
     second = torch.arange(1, m + 1, device=like.device) * n

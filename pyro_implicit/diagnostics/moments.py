@@ -151,10 +151,7 @@ def moment_errors(
 
 
 class _Tests:
-    """Tests of terms along the axes, then along directions ``(m, k)``.
-
-    :param odd: whether terms change their sign with the direction.
-    """
+    """Tests of terms along the axes, then along directions; odd terms change sign with them."""
 
     def __init__(self, threshold: float, axes: Tensor | None, dim: int, odd: bool) -> None:
         self.threshold, self.axes, self.dim, self.odd = threshold, axes, dim, odd

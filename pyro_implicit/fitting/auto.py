@@ -194,13 +194,13 @@ def fit(
         }
         same_start(own_file(folder, "start"), settings)
     limit = TimeLimit(max_seconds)
-    stages = Stages(model, args, kwargs, num_steps, lr, num_particles, limit, policy)
-    stages.options = {
+    options = {
         "checkpoint": folder,
         "checkpoint_every": checkpoint_every,
         "progress": progress,
         "compile": compile,
     }
+    stages = Stages(model, args, kwargs, num_steps, lr, num_particles, limit, policy, options)
     if batches is not None:
         stages.batches, stages.result.minibatches = BatchStream(batches), True
         refuse_processes(stages.batches.probed[0], refine is True)

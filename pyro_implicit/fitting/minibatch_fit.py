@@ -81,8 +81,7 @@ def fit_batches(
 
 
 def _knows_rows(guide: Any) -> bool:
-    """Whether a guide may have latent variables of single rows: one with an encoder, or written by
-    hand. Other autoguides would have parameters for the rows of the first minibatch."""
+    """Whether a guide may have latent variables of single rows: amortised or hand-written."""
     return isinstance(guide, AutoAmortized) or not isinstance(guide, (str, AutoGuide))
 
 

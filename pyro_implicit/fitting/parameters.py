@@ -191,12 +191,8 @@ def trained_parameters(
 
 
 def _names_of_others(value: Tensor, sites: dict[str, dict[str, Any]]) -> bool:
-    """Replace parameters of another module that Pyro's store has under the same name.
-
-    Layers without priors of two networks in one process have the same names.
-
-    :returns: whether there were any.
-    """
+    """Replace stored parameters of another module of the same names; return whether any were."""
+    # Layers without priors of two networks in one process have the same names.
     announced = {name: site["args"][-1] for name, site in sites.items()}
     others = {
         name: own

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,7 @@ class TimeLimit:
         return max(0.0, share * (self.end - time.perf_counter()))
 
 
+@dataclass(repr=False, eq=False)
 class Stages:
     """State of one call of :func:`~pyro_implicit.fitting.fit`.
 
@@ -98,25 +99,21 @@ class Stages:
     :param num_particles: the number of particles of the losses.
     :param limit: the time limit of the call.
     :param policy: budgets, limits and thresholds.
+    :param options: arguments of :func:`~pyro_implicit.fitting.train`, such as ``checkpoint``.
     """
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        args: tuple,
-        kwargs: dict[str, Any],
-        num_steps: int,
-        lr: float,
-        num_particles: int,
-        limit: TimeLimit,
-        policy: FitPolicy | None = None,
-    ) -> None:
-        self.model, self.args, self.kwargs = model, args, kwargs
-        self.num_steps, self.lr, self.num_particles = num_steps, lr, num_particles
-        self.limit, self.policy = limit, policy or DEFAULT
-        #: Arguments of :func:`~pyro_implicit.fitting.train`: checkpoint, progress and compile.
-        self.options: dict[str, Any] = {"progress": False, "compile": "auto"}
-        self.result = Fit(source=(model, args, kwargs), policy=self.policy)
+    model: Callable[..., Any]
+    args: tuple
+    kwargs: dict[str, Any]
+    num_steps: int
+    lr: float
+    num_particles: int
+    limit: TimeLimit
+    policy: FitPolicy = field(default_factory=FitPolicy)
+    options: dict[str, Any] = field(default_factory=lambda: {"progress": False, "compile": "auto"})
+
+    def __post_init__(self) -> None:
+        self.result = Fit(source=(self.model, self.args, self.kwargs), policy=self.policy)
         self.candidates: list[Candidate] = []
         #: Guides made by this call.
         self.guides: list[AutoGuide] = []
@@ -127,7 +124,7 @@ class Stages:
         #: Whether the model runs once for each particle.
         self.one_by_one = False
         #: The model; its parameters are fixed once they are learnt.
-        self.trained = model
+        self.trained = self.model
         #: The noise of the priors as coordinates of the chains, if the model has any.
         self.noise: ConditionalNoise | None = None
         #: Importance weights of the Gaussians, if they suffice.

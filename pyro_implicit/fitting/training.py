@@ -134,99 +134,82 @@ def train(
     :raises RuntimeError: if 50 steps in a row, or all, have no finite loss.
     :raises TrainingInterrupted: for Ctrl-C, with the best parameters of ``held_out``, if given.
     """
-    kwargs = {**kwargs, **(model_kwargs or {})}
+    kwargs, schedule = {**kwargs, **(model_kwargs or {})}, schedule or Schedule()
     with _compiled(loss, compile):
-        return _train(
-            model, guide, loss, args, kwargs, batches, held_out, schedule or Schedule(),
-            checkpoint, checkpoint_every, progress, name, max_seconds,
-        )  # fmt: skip
-
-
-def _train(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    loss: Trace_ELBO,
-    args: tuple,
-    kwargs: dict[str, Any],
-    batches: BatchStream | None,
-    held_out: HeldOut | None,
-    schedule: Schedule,
-    checkpoint: str | Path | None,
-    checkpoint_every: int,
-    progress: bool,
-    name: str,
-    max_seconds: float,
-) -> list[float]:
-    state = _State()
-    shared = args
-    if batches is not None:
-        args = (*shared, *batches.probed[0])
-    parameters = trained_parameters(model, guide, loss, args, kwargs)
-    optimiser = torch.optim.Adam(list(parameters.values()), lr=schedule.lr)
-    optimisers: dict[str, torch.optim.Optimizer] = {"": optimiser}
-    if isinstance(loss, NetworkELBO):
-        optimisers |= loss.optimisers
-    buffers = dict(guide.named_buffers()) if isinstance(guide, torch.nn.Module) else {}
-    # While parameters of the model change, so does the posterior.
-    may_stop = isinstance(loss, InjectiveELBO) and are_all_of_guide(guide, parameters, args, kwargs)
-    evaluate: Callable[..., Tensor] = partial(loss.differentiable_loss, model, guide)
-    if num_processes() > 1:
-        evaluate = loss_of_processes(evaluate, loss, parameters, buffers)
-    device = next(iter(parameters.values())).device
-    file = None if checkpoint is None else own_file(checkpoint, name)
-    if file is not None and file.exists():
-        load_checkpoint(file, state, parameters, optimisers, loss, buffers)
-        if batches is not None and state.batches is not None:
-            batches.restore(state.batches)
-        if held_out is not None and state.held_out is not None:
-            held_out.restore(state.held_out)
-    first, last = len(state.losses), schedule.num_steps
-    latest_decay = last - round(last * schedule.decay)
-    began = time.perf_counter()
-    bar = progress_bar(last, name, progress and is_first(), initial=first)
-    try:
-        while not state.finished:
-            step = len(state.losses)
-            if state.decay_start is None and (
-                step >= latest_decay or schedule.stands_still(state.losses)
-            ):
-                state.decay_start = step
-            decay_start = last if state.decay_start is None else state.decay_start
-            clock = 0.0
-            if math.isfinite(max_seconds):
-                elapsed = mean_over_processes(time.perf_counter() - began, device)
-                clock = elapsed / max(max_seconds, 1e-9)
-            for group in optimiser.param_groups:
-                group["lr"] = min(schedule.rate(step, decay_start), schedule.rate_by_clock(clock))
-            if batches is not None:
-                args = (*shared, *batches.next())
-            state.losses.append(_step(evaluate, optimiser, schedule.clip_norm, args, kwargs))
-            if batches is not None and math.isnan(state.losses[-1]):
-                _refuse_missing_data(model, args, kwargs, batches)
-            is_exact = may_stop and schedule.is_exact(state.losses, loss.num_particles)
-            by_steps = step + 1 >= decay_start + round(last * schedule.decay)
-            state.finished = is_exact or by_steps or clock >= 1
-            _check_finite(state.losses, state.finished)
-            if held_out is not None and batches is not None:
-                if state.finished or (step + 1) % batches.epoch_length == 0:
-                    state.finished |= held_out.judge(guide, parameters)
-                if state.finished:
-                    held_out.take_best(parameters)
-            if file is not None and (state.finished or (step + 1) % checkpoint_every == 0):
-                state.batches = None if batches is None else batches.state()
-                state.held_out = None if held_out is None else held_out.state()
-                save_checkpoint(file, state, parameters, optimisers, loss, buffers)
-            bar.update()
-            if step % 50 == 0:
-                bar.set_postfix(loss=f"{state.losses[-1]:.3f}", refresh=False)
-    except KeyboardInterrupt as interrupt:
-        if held_out is not None:
-            held_out.take_best(parameters)
-        raise TrainingInterrupted(state.losses) from interrupt
-    finally:
-        bar.close()
-        optimiser.zero_grad()  # a later SVI would add to them
-    return state.losses
+        state = _State()
+        shared = args
+        if batches is not None:
+            args = (*shared, *batches.probed[0])
+        parameters = trained_parameters(model, guide, loss, args, kwargs)
+        optimiser = torch.optim.Adam(list(parameters.values()), lr=schedule.lr)
+        optimisers: dict[str, torch.optim.Optimizer] = {"": optimiser}
+        if isinstance(loss, NetworkELBO):
+            optimisers |= loss.optimisers
+        buffers = dict(guide.named_buffers()) if isinstance(guide, torch.nn.Module) else {}
+        # While parameters of the model change, so does the posterior.
+        may_stop = isinstance(loss, InjectiveELBO) and are_all_of_guide(
+            guide, parameters, args, kwargs
+        )
+        evaluate: Callable[..., Tensor] = partial(loss.differentiable_loss, model, guide)
+        if num_processes() > 1:
+            evaluate = loss_of_processes(evaluate, loss, parameters, buffers)
+        device = next(iter(parameters.values())).device
+        file = None if checkpoint is None else own_file(checkpoint, name)
+        if file is not None and file.exists():
+            load_checkpoint(file, state, parameters, optimisers, loss, buffers)
+            if batches is not None and state.batches is not None:
+                batches.restore(state.batches)
+            if held_out is not None and state.held_out is not None:
+                held_out.restore(state.held_out)
+        first, last = len(state.losses), schedule.num_steps
+        latest_decay = last - round(last * schedule.decay)
+        began = time.perf_counter()
+        bar = progress_bar(last, name, progress and is_first(), initial=first)
+        try:
+            while not state.finished:
+                step = len(state.losses)
+                if state.decay_start is None and (
+                    step >= latest_decay or schedule.stands_still(state.losses)
+                ):
+                    state.decay_start = step
+                decay_start = last if state.decay_start is None else state.decay_start
+                clock = 0.0
+                if math.isfinite(max_seconds):
+                    elapsed = mean_over_processes(time.perf_counter() - began, device)
+                    clock = elapsed / max(max_seconds, 1e-9)
+                for group in optimiser.param_groups:
+                    group["lr"] = min(
+                        schedule.rate(step, decay_start), schedule.rate_by_clock(clock)
+                    )
+                if batches is not None:
+                    args = (*shared, *batches.next())
+                state.losses.append(_step(evaluate, optimiser, schedule.clip_norm, args, kwargs))
+                if batches is not None and math.isnan(state.losses[-1]):
+                    _refuse_missing_data(model, args, kwargs, batches)
+                is_exact = may_stop and schedule.is_exact(state.losses, loss.num_particles)
+                by_steps = step + 1 >= decay_start + round(last * schedule.decay)
+                state.finished = is_exact or by_steps or clock >= 1
+                _check_finite(state.losses, state.finished)
+                if held_out is not None and batches is not None:
+                    if state.finished or (step + 1) % batches.epoch_length == 0:
+                        state.finished |= held_out.judge(guide, parameters)
+                    if state.finished:
+                        held_out.take_best(parameters)
+                if file is not None and (state.finished or (step + 1) % checkpoint_every == 0):
+                    state.batches = None if batches is None else batches.state()
+                    state.held_out = None if held_out is None else held_out.state()
+                    save_checkpoint(file, state, parameters, optimisers, loss, buffers)
+                bar.update()
+                if step % 50 == 0:
+                    bar.set_postfix(loss=f"{state.losses[-1]:.3f}", refresh=False)
+        except KeyboardInterrupt as interrupt:
+            if held_out is not None:
+                held_out.take_best(parameters)
+            raise TrainingInterrupted(state.losses) from interrupt
+        finally:
+            bar.close()
+            optimiser.zero_grad()  # a later SVI would add to them
+        return state.losses
 
 
 @contextlib.contextmanager

@@ -55,10 +55,6 @@ class ElboPolicy:
 class BoundPolicy:
     """Settings of :func:`~pyro_implicit.evidence_bound`."""
 
-    #: Share of the noise that is drawn from the prior, as a defence against values that a Gaussian
-    #: proposal misses (Hesterberg, 1995).
-    prior_share: float = 0.1
-
     #: Standard deviations between two places of the noise from which they count as separate.
     fold_distance: float = 6.0
 

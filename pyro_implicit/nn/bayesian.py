@@ -293,8 +293,7 @@ class MovingPrior:
 
 
 def _refuse_plates(module: PyroModule, name: str) -> None:
-    """Check that a layer of torch is not called inside a plate: each element would have its own
-    weights. Layers of users may support plates."""
+    """Check that no layer of torch is called in a plate, which would give each row weights."""
     if not type(module).forward.__module__.startswith("torch.nn"):
         return
     for plate in _PYRO_STACK:

@@ -201,11 +201,9 @@ def fitting_target(y: Tensor, fn: dist.TorchDistribution) -> Tensor:
 
 
 def _central_interval(fn: Any, found: Prediction, probability: float) -> Tensor | None:
-    """Find the quantiles of the mixture over draws, ``(2, ...)``, by bisection.
-
-    Cantelli's inequality brackets them: a quantile of level a is at most ``sqrt((1 - a) / a)``
-    standard deviations below the mean, and ``sqrt(a / (1 - a))`` above it.
-    """
+    """Find the quantiles of the mixture over draws, ``(2, ...)``, by bisection."""
+    # Cantelli's inequality brackets them: a quantile of level a is at most sqrt((1 - a) / a)
+    # standard deviations below the mean, and sqrt(a / (1 - a)) above it.
     assert found.mean is not None and found.variance is not None
     mean, sd = found.mean, found.variance.sqrt()
     tail = (1 - probability) / 2

@@ -58,14 +58,7 @@ class Foreign:
 
 @dataclass(frozen=True, repr=False)
 class _Report(Printed):
-    """The common part of both reports.
-
-    :ivar num_rows: Rows of the test set.
-    :ivar num_samples: Posterior draws.
-    :ivar temperature: Temperature of the likelihood; only 1 is Bayesian.
-    :ivar ood: Results on out-of-distribution sets, by name.
-    :ivar uncertainty: Uncertainties of the test set, by name, for each row.
-    """
+    """The common part of both reports, which document the fields."""
 
     num_rows: int
     num_samples: int

@@ -152,8 +152,7 @@ def stochastic_log_det(
 
 
 def _gram_factor(jacobian: Tensor) -> Tensor:
-    """Factor I + the smaller Gram matrix, in float64 because its pivots may be small; NaN if the
-    Jacobian is not finite."""
+    """Factor I + the smaller Gram matrix in float64; NaN if the Jacobian is not finite."""
     dtype, jacobian = jacobian.dtype, jacobian.double()
     tall = jacobian.shape[-2] >= jacobian.shape[-1]
     gram = jacobian.mT @ jacobian if tall else jacobian @ jacobian.mT

@@ -17,6 +17,7 @@ __all__ = [
     "MAX_MEDIAN_SAMPLES",
     "NUM_BALANCINGS",
     "PERMUTATION_POWERS",
+    "PRIOR_SHARE",
     "RELIABLE_KHAT",
     "SMALL_MATRIX",
 ]
@@ -37,6 +38,9 @@ EVEN_EFFICIENCY = 0.99
 #: steps (the iteration is that of Meng and Wong, 1996).
 BRIDGE_TOLERANCE = 1e-6
 MAX_BRIDGE_STEPS = 200
+#: Share of a noise proposal that is drawn from the prior, as a defence against values that its
+#: Gaussians miss (Hesterberg, 1995).
+PRIOR_SHARE = 0.1
 #: Powers of the balanced weights and their shares in the mixture of ``permutation_log_prob``. The
 #: first non-zero power is best if many rows compete for a column, the next for single pairs; power
 #: zero bounds the loss.

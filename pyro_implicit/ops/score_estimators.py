@@ -125,8 +125,7 @@ def spectral_score(
 
 
 def _gram_and_slopes(samples: Tensor, kernel: Kernel) -> tuple[Tensor, Tensor]:
-    """Return the Gram matrix, and for each i the sum over j of the gradients of k(x_j, x_i) in
-    x_j, ``(*batch, n, m)``."""
+    """Return the Gram matrix, and for each i the sum over j of the x_j-gradient of k(x_j, x_i)."""
     bandwidth = median_bandwidth(samples)
     # For a function of x - y the gradient in x is minus the gradient in y, which one backward pass
     # computes for all sums, without an n x n x m tensor.

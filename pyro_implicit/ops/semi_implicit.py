@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pyro_implicit.ops.kernels import RadialKernel, imq_kernel, particle_bandwidth, rbf_kernel
-from pyro_implicit.ops.policy import MAX_ENTRIES
+from pyro_implicit.ops.policy import MAX_ENTRIES, PRIOR_SHARE
 
 __all__ = [
+    "NoiseGaussian",
+    "NoiseProposal",
     "PairStatistic",
     "conditional_log_density",
     "conditional_stein_discrepancy",
@@ -217,3 +219,106 @@ def conditional_stein_discrepancy(
     same = torch.eye(num_points, dtype=torch.bool, device=points.device)
     terms = evaluate(points, points, bandwidth) * (differences @ differences.mT)
     return terms.masked_fill(same, 0.0).sum((-2, -1)) / (num_points * (num_points - 1))
+
+
+class NoiseGaussian:
+    r"""A Gaussian of precision :math:`I + A^\top A`.
+
+    :param mean: ``(*batch, d)``.
+    :param rows: A, ``(*batch, m, d)``. With m < d, no d x d matrix is computed.
+    """
+
+    def __init__(self, mean: Tensor, rows: Tensor) -> None:
+        self.mean, self.rows = mean, rows
+        m, d = rows.shape[-2:]
+        self.is_low_rank = m < d
+        wide = rows.double()
+        gram = wide @ wide.mT if self.is_low_rank else wide.mT @ wide
+        identity = torch.eye(min(m, d), dtype=torch.double, device=rows.device)
+        factor = torch.linalg.cholesky(gram + identity)
+        #: Lower Cholesky factor of I + A A^T if that is smaller than I + A^T A, in float64.
+        self.factor = factor if self.is_low_rank else factor.to(mean.dtype)
+
+    @property
+    def half_log_det(self) -> Tensor:
+        """Return half the log-determinant of the precision, ``(*batch,)``."""
+        return self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1).to(self.mean.dtype)
+
+    def squares(self, noise: Tensor) -> Tensor:
+        """Return squared Mahalanobis distances ``(n, *batch)`` of noise ``(n, *batch, d)``."""
+        # The noises as columns, so that no matrix is copied for each of them.
+        offsets = (noise - self.mean).movedim(0, -1)
+        if not self.is_low_rank:
+            return (self.factor.mT @ offsets).square().sum(-2).movedim(-1, 0)
+        squares = offsets.square().sum(-2) + (self.rows @ offsets).square().sum(-2)
+        return squares.movedim(-1, 0)
+
+    def log_ratio(self, noise: Tensor) -> Tensor:
+        """Return the log-ratio to the standard normal density at noise ``(n, *batch, d)``."""
+        return self.half_log_det + 0.5 * (noise.square().sum(-1) - self.squares(noise))
+
+    def sample(self, num: int) -> Tensor:
+        """Return draws ``(num, *batch, d)``."""
+        white = torch.randn_like(self.mean.expand((num, *self.mean.shape))).movedim(0, -1)
+        if not self.is_low_rank:
+            steps = torch.linalg.solve_triangular(self.factor.mT, white, upper=True)
+        else:  # Matheron's rule: a draw of N(0, I), conditioned on A z + e = 0
+            rows, white = self.rows.double(), white.double()
+            image = rows @ white
+            image = image + torch.randn_like(image)
+            steps = white - rows.mT @ torch.cholesky_solve(image, self.factor)
+        return self.mean + steps.movedim(-1, 0).to(self.mean.dtype)
+
+
+class NoiseProposal:
+    r"""The mixture :math:`\tau = \sum_k n_k \tau_k / n` of Gaussians and the standard normal prior.
+
+    Each component gives a fixed number of noises (stratified sampling).
+
+    :param gaussians: components that share all noises but the prior's; the last are dropped if
+        there are too few noises for all.
+    :param num_noises: n, at least 2.
+    """
+
+    def __init__(self, gaussians: Sequence[NoiseGaussian], num_noises: int) -> None:
+        num_prior = max(1, round(PRIOR_SHARE * num_noises))
+        num_left = num_noises - num_prior
+        self.gaussians = list(gaussians[:num_left])
+        num_parts = len(self.gaussians)
+        counts = [num_left // num_parts] * num_parts
+        counts[0] += num_left - sum(counts)
+        self.counts, self.num_noises = [*counts, num_prior], num_noises
+
+    def sample(self, made_by: Tensor) -> Tensor:
+        """Draw noises, and put the noise that made the value among them.
+
+        It takes the place of a draw of one stratum, by the odds of each having made it.
+
+        :param made_by: ``(*batch, d)``.
+        :returns: ``(num_noises, *batch, d)``.
+        """
+        strata = [q.sample(n) for q, n in zip(self.gaussians, self.counts, strict=False)]
+        strata.append(torch.randn_like(made_by.expand((self.counts[-1], *made_by.shape))))
+        noise = torch.cat(strata)
+        odds = self._log_parts(made_by.unsqueeze(0)).squeeze(1).movedim(0, -1)
+        choice = torch.distributions.Categorical(logits=odds).sample().unsqueeze(-1)
+        start = 0
+        for index, count in enumerate(self.counts):
+            noise[start] = torch.where(choice == index, made_by, noise[start])
+            start += count
+        return noise
+
+    def log_ratio(self, noise: Tensor) -> Tensor:
+        r""":math:`\log \tau(z) - \log N(z \mid 0, I)`.
+
+        :param noise: ``(n, *batch, d)``.
+        :returns: ``(n, *batch)``.
+        """
+        return self._log_parts(noise).logsumexp(0) - math.log(self.num_noises)
+
+    def _log_parts(self, noise: Tensor) -> Tensor:
+        """Return, for each stratum, the log of its number of noises times its density ratio."""
+        parts = [q.log_ratio(noise) for q in self.gaussians]
+        parts.append(torch.zeros_like(parts[0]))
+        numbers = [part + math.log(n) for part, n in zip(parts, self.counts, strict=True)]
+        return torch.stack(numbers)

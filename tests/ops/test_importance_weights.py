@@ -116,6 +116,14 @@ def test_systematic_resampling():
     assert (index.diff() < 0).sum() > 100
 
 
+def test_resampling_is_unbiased():
+    shares = torch.tensor([0.5, 0.2, 0.0, 0.3])
+    found = LogWeights(shares.log())
+    counts = [torch.bincount(found.resample(3), minlength=4) for _ in range(2000)]
+    error = torch.stack(counts).double().mean(0) - 3 * shares
+    assert (error.abs() < 4 * 0.5 / 2000**0.5).all()  # a count is one of two neighbours
+
+
 def test_log_weights_without_the_lowest():
     values = torch.cat([torch.full((3,), -math.inf), torch.arange(97.0)])
     found = LogWeights(values[torch.randperm(100)]).trimmed(0.04)

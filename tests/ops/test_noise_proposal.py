@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributions import MultivariateNormal, Normal
 
-from pyro_implicit.infer.bound import NoiseGaussian, NoiseProposal
+from pyro_implicit.ops.semi_implicit import NoiseGaussian, NoiseProposal
 
 DOUBLE = torch.double
 
