@@ -23,6 +23,7 @@ from pyro_implicit import (
     AVB_ELBO,
     GPVI_ELBO,
     KIVI_ELBO,
+    KPG_ELBO,
     KSIVI_ELBO,
     LIVI_ELBO,
     MLP,
@@ -137,6 +138,8 @@ ELBOS: dict[str, Callable] = {
         k, 20, 30, kernel="imq", direction="reverse", covariance="diagonal"
     ),
     "KIVI-prior": lambda k: KIVI_ELBO(k, 20, contrast="prior"),
+    "KPG": KPG_ELBO,
+    "KPG-IS-imq": lambda k: KPG_ELBO(k, 2 if k > 1 else 0, "imq"),
     "KSIVI": KSIVI_ELBO,
     "KSIVI-two-batch-imq": lambda k: KSIVI_ELBO(k, "imq", "two-batch"),
     "LIVI-exact": lambda k: LIVI_ELBO(k, log_det="exact"),
@@ -154,6 +157,8 @@ COMPARING_PARTICLES = {
     "AmortizedSVGD",
     "GPVI",
     "GPVI-helper",
+    "KPG",
+    "KPG-IS-imq",
     "KSIVI",
     "KSIVI-two-batch-imq",
 }

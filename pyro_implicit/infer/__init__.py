@@ -21,6 +21,7 @@ from pyro_implicit.infer.gpvi import GPVI_ELBO
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.infer.injective import InjectiveELBO
 from pyro_implicit.infer.kivi import KIVI_ELBO
+from pyro_implicit.infer.kpg import KPG_ELBO
 from pyro_implicit.infer.ksivi import KSIVI_ELBO
 from pyro_implicit.infer.livi import LIVI_ELBO
 from pyro_implicit.infer.pvi import PVI
@@ -44,6 +45,7 @@ __all__ = [
     "ImplicitSite",
     "InjectiveELBO",
     "KIVI_ELBO",
+    "KPG_ELBO",
     "KSD",
     "KSIVI_ELBO",
     "LIVI_ELBO",

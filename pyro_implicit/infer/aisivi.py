@@ -23,7 +23,7 @@ from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.ops.semi_implicit import conditional_log_density, mixture_log_density
 
-__all__ = ["AISIVI_ELBO", "ReverseConditional"]
+__all__ = ["AISIVI_ELBO", "ReverseConditional", "log_normal", "with_context"]
 
 
 class ReverseConditional(nn.Module):
@@ -70,13 +70,13 @@ class ReverseConditional(nn.Module):
             shift, log_scale = self._affine(layer, noise, value)
             noise = (noise - shift) * (-log_scale).exp()
             total = total - log_scale.sum(-1)
-        return total + _log_normal(noise)
+        return total + log_normal(noise)
 
     def sample(self, num_samples: int, value: Tensor) -> tuple[Tensor, Tensor]:
         """Draw ``(num_samples, *batch, d)`` given values ``(*batch, m)``, with log-densities."""
         size = self.masks.shape[-1]
         noise = torch.randn((num_samples, *value.shape[:-1], size)).to(value)
-        log_density = _log_normal(noise)
+        log_density = log_normal(noise)
         for layer in range(len(self.networks)):
             shift, log_scale = self._affine(layer, noise, value)
             noise = shift + noise * log_scale.exp()
@@ -182,21 +182,21 @@ class AISIVI_ELBO(NetworkELBO):
         """Return the weighted mixture as value, with the gradient of the path."""
         flat = flatten_site(site, self.num_particles)
         scale = flat.scale.detach()
-        given = self._given(site, flat.value)
+        given = with_context(site, flat.value)
         sizes = flat.noise.shape[-1], given.shape[-1]
         network: Any = self.site_network(site.name, lambda: self._make_proposal(*sizes), given)
         if torch.is_grad_enabled():
             self._train(site, network, flat.noise.detach(), given)
         with torch.no_grad():
             noise, log_density = network.sample(self.num_samples, given)
-            log_weight = _log_normal(noise) - log_density
+            log_weight = log_normal(noise) - log_density
             centers = flat.generate(noise)
             terms = conditional_log_density(flat.value, centers, scale) + log_weight
             weights = terms.softmax(0)
             self.state.memory["effective", site.name] = (1 / weights.square().sum(0)).mean()
             score = (weights.unsqueeze(-1) * (centers - flat.value)).sum(0) / scale.square()
             own = flat.noise.unsqueeze(0)
-            own_weight = _log_normal(own) - network.log_prob(own, given)
+            own_weight = log_normal(own) - network.log_prob(own, given)
             log_q = mixture_log_density(
                 flat.value,
                 lambda centers: centers,
@@ -207,22 +207,24 @@ class AISIVI_ELBO(NetworkELBO):
         path = (score * (flat.value - flat.value.detach())).sum(-1)
         return ScoreParts(log_q + path, 0, log_q + path)
 
-    def _given(self, site: ImplicitSite, value: Tensor) -> Tensor:
-        """Return the value with its context, constants."""
-        context = site.distribution.context
-        value = value.detach()
-        if context is None:
-            return value
-        return torch.cat([value, context.detach().expand(value.shape[:-1] + (-1,))], -1)
-
     def _train(self, site: ImplicitSite, network: Any, noise: Tensor, given: Tensor) -> None:
         for step in range(self.proposal_steps):
             if step:
                 with torch.no_grad():
                     noise, value, _ = site.distribution.draw()
-                    given = self._given(site, value.reshape(noise.shape[:-1] + (-1,)))
+                    given = with_context(site, value.reshape(noise.shape[:-1] + (-1,)))
             self.descend(site.name, network, -network.log_prob(noise, given).mean())
 
 
-def _log_normal(noise: Tensor) -> Tensor:
+def with_context(site: ImplicitSite, value: Tensor) -> Tensor:
+    """Return flat values of a site with its context, constants."""
+    context = site.distribution.context
+    value = value.detach()
+    if context is None:
+        return value
+    return torch.cat([value, context.detach().expand(value.shape[:-1] + (-1,))], -1)
+
+
+def log_normal(noise: Tensor) -> Tensor:
+    """Return the standard normal log-density of vectors."""
     return -0.5 * (noise.square() + math.log(2 * math.pi)).sum(-1)

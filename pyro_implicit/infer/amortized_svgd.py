@@ -17,7 +17,7 @@ from pyro_implicit.infer.engine.implicit_sites import (
     particles_first,
     particles_inside,
     second_batch,
-    send_gradient,
+    send_kernel_mean,
 )
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
@@ -108,13 +108,7 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
         repelled = particles_first(repulsion(slopes, source, target)) / self.num_particles
         path = (repelled * draw.reshape(repelled.shape)).sum(-1)
         self.state.step["repulsion", site.name] = path
-
-        def share(gradient: Tensor) -> Tensor:
-            inside = particles_inside(gradient.reshape(shape))
-            shared = particles_first(gram.mT @ inside) / self.num_particles
-            return shared.reshape(gradient.shape)
-
-        return send_gradient(site.draw, draw, share)
+        return send_kernel_mean(site.draw, draw, gram)
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Return the Gaussian's log q, and the kernel's repulsion at the second batch."""

@@ -42,6 +42,7 @@ __all__ = [
     "second_batch",
     "send_gradient",
     "send_gradients",
+    "send_kernel_mean",
     "site_draws",
     "site_linearisation",
     "split_elements",
@@ -461,6 +462,22 @@ def send_gradient(value: Tensor, to: Tensor, through: Callable[[Tensor], Tensor]
     sent = value.detach() + (to - to.detach())
     sent.register_hook(lambda gradient: through(gradient.detach()))
     return sent
+
+
+def send_kernel_mean(value: Tensor, to: Tensor, gram: Tensor) -> Tensor:
+    """Return a tensor with the given value, whose gradient goes to another one through a kernel.
+
+    :param value: the value, ``(num_particles, *plates, ...)``.
+    :param to: a tensor of the same shape, with gradient.
+    :param gram: the kernel, ``(*plates, num_particles of value, num_particles of to)``.
+    """
+    shape = to.shape[: gram.dim() - 1] + (-1,)
+
+    def share(gradient: Tensor) -> Tensor:
+        shared = particles_first(gram.mT @ particles_inside(gradient.reshape(shape))) / len(to)
+        return shared.reshape(gradient.shape)
+
+    return send_gradient(value, to, share)
 
 
 def send_gradients(
