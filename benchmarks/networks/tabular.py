@@ -40,7 +40,7 @@ from pyro_implicit import AutoEnsemble, fit, refine
 from pyro_implicit.guides import init_to_shuffled
 from pyro_implicit.nn import NetworkModel, predict, regressor, start_values, to_bayesian_
 
-METHODS = ("ensemble", "HMC", "MCLMC")
+METHODS = ("ensemble", "HMC", "MCLMC", "fit")
 PUBLISHED = """
 Published for split 0 of airfoil: bde (10 members, 50,000 + 10,000 steps of MCLMC, 2,400
 core-seconds) RMSE .1215, NLL -.913; its ensemble .365, .176; TabPFN v2 .136, -.934; XGBoost .203,
@@ -82,10 +82,17 @@ def run(folder: Path, method: str, split: int, seed: int, steps: int, members: i
     model = make_model(x.shape[-1], len(x))
     guide = AutoEnsemble(model, members, init_to_shuffled(start_values(model)))
     options: dict[str, Any] = {"seed": seed, "progress": False, "compile": True}
-    result: Any = fit(model, guide, x, y, num_steps=2000, lr=5e-3, num_particles=members, **options)
-    if method != "ensemble":
+    result: Any
+    if method == "fit":
+        result = fit(model, "auto", x, y, **options)
+        print(result)
+    else:
+        options |= {"num_steps": 2000, "lr": 5e-3, "num_particles": members}
+        result = fit(model, guide, x, y, **options)
+    if method in ("HMC", "MCLMC"):
+        options = {"seed": seed, "progress": False, "compile": True}
         options |= {"max_gradients": steps, "kernel": method.lower()}
-        result = refine(model, result.guide, x, y, **options)
+        result = refine(model, guide, x, y, **options)
     seconds = time.process_time() - clock
     (found,) = predict(result, [test_x], 1000, model=model, interval=None)
     normal = dist.Normal(found.mean, found.variance.sqrt())
@@ -137,7 +144,7 @@ def main(args: argparse.Namespace) -> None:
             "method": method,
             "split": split,
             "seed": seed,
-            "steps": 0 if method == "ensemble" else args.steps,
+            "steps": args.steps if method in ("HMC", "MCLMC") else 0,
             "members": args.members,
         }
         for split in args.splits

@@ -27,6 +27,7 @@ from pyro_implicit.fitting.arguments import (
 )
 from pyro_implicit.fitting.checkpoint import own_file, same_start
 from pyro_implicit.fitting.minibatch_fit import fit_amortized, fit_batches, refine_batches
+from pyro_implicit.fitting.network_fit import fit_network, is_network
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.fitting.refinement import (
     ChainPlan,
@@ -96,7 +97,9 @@ def fit(
     With more than 100 latent variables, or if a search would take minutes, an ``AutoNormal`` is
     trained (**mean-field**), chains refine its draws, and the guide learns their moments
     (**teach**). With ``refine=False`` no chains run: an :class:`AutoSemiImplicit` is trained by
-    :class:`LIVI_ELBO` as a further candidate. :doc:`/fitting` describes all stages and cases.
+    :class:`LIVI_ELBO` as a further candidate. For a network of :mod:`pyro_implicit.nn` with more
+    than 100 weights, an :class:`AutoEnsemble` is trained (**ensemble**), and a chain runs from each
+    member (**mclmc**). :doc:`/fitting` describes all stages and cases.
 
     If a stage fails, its line gives the reason and the other candidates remain. Ctrl-C returns the
     best result so far (``result.interrupted``). The operation count of the log-density determines
@@ -258,6 +261,8 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
             loss = default_loss(guide, min(stages.num_particles, few))
             return stages.train_alone("semi-implicit", guide, loss)
         stages.result.target = target
+        if is_network(target):
+            return fit_network(stages, target, refine is True)
         plan = make_plan(target, policy.budget)
         if not target.is_vectorized:
             stages.one_by_one = True

@@ -26,6 +26,7 @@ __all__ = [
     "FitPolicy",
     "HeldOutPolicy",
     "MixturePolicy",
+    "NetworkPolicy",
     "Schedule",
     "StartPolicy",
     "TrainingPolicy",
@@ -189,6 +190,29 @@ class TrainingPolicy:
 
 
 @dataclass(frozen=True)
+class NetworkPolicy:
+    """Ensembles and chains of networks. Checked by ``benchmarks/networks/tabular.py``."""
+
+    #: Members of the ensemble, and chains.
+    num_members: int = 10
+
+    #: Seconds: budget of the ensemble's training.
+    training_seconds: float = 60.0
+
+    #: Share of ``max_seconds`` that this training may take.
+    training_share: float = 0.3
+
+    #: Seconds: budget of the chains.
+    chain_seconds: float = 120.0
+
+    #: Gradients of each chain below which ``fit`` stays with the ensemble.
+    least_gradients: int = 1000
+
+    #: Gradients of each chain, at most; Sommer et al. (2025) take 60,000.
+    most_gradients: int = 60_000
+
+
+@dataclass(frozen=True)
 class StartPolicy:
     """Initial values for many latent variables, and checks of where chains stopped."""
 
@@ -334,6 +358,9 @@ class FitPolicy:
 
     #: Trainings of guides.
     training: TrainingPolicy = field(default_factory=TrainingPolicy)
+
+    #: Networks of :mod:`pyro_implicit.nn`.
+    network: NetworkPolicy = field(default_factory=NetworkPolicy)
 
     #: Initial values for many latent variables.
     start: StartPolicy = field(default_factory=StartPolicy)
