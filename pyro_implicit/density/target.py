@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -48,7 +49,14 @@ from pyro_implicit.density.model import (
 )
 from pyro_implicit.density.policy import RUNS
 from pyro_implicit.density.run_mode import RunMode
-from pyro_implicit.runtime.sites import Site, is_data, is_discrete_latent, is_latent, site_parts
+from pyro_implicit.runtime.sites import (
+    Site,
+    innermost,
+    is_data,
+    is_discrete_latent,
+    is_latent,
+    site_parts,
+)
 from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = ["Target"]
@@ -276,6 +284,19 @@ class Target:
         :raises ValueError: naming the site.
         """
         refuse_missing_data(self.trace_at(self.init_loc), f" in {where}")
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """The sites in model order, those of one loop together.
+
+        Sites of one loop have names that differ in numbers only, as ``theta_0`` and ``theta_1``,
+        one family and one shape.
+        """
+        found: dict[Any, list[str]] = {}
+        for name, shape in self.shapes.items():
+            family = type(innermost(self._model.replayed.nodes[name]["fn"]))
+            found.setdefault((re.sub(r"\d+", "#", name), family, shape), []).append(name)
+        return list(found.values())
 
     # Coordinates
 

@@ -32,7 +32,7 @@ __all__ = [
     "ConditionalReparam",
     "SUFFIX",
     "base_distribution",
-    "own_hessian",
+    "own_hessians",
     "score_of_rest",
     "told",
     "unused_suffix",
@@ -252,31 +252,38 @@ def score_of_rest(target: Target, points: Tensor, sites: list[str]) -> Tensor:
     return score
 
 
-def own_hessian(
-    target: Target, point: Tensor, score: Tensor, columns: Tensor, policy: SpacePolicy
-) -> Tensor:
-    """Return the Hessian of a site, ``(count, size, count, size)``.
+def own_hessians(
+    target: Target, point: Tensor, score: Tensor, sites: list[Tensor], policy: SpacePolicy
+) -> list[Tensor]:
+    """Return the Hessian of each site, ``(count, size, count, size)``, of all in one call.
 
     For many columns, return estimates of its diagonal blocks, ``(count, size, size)``, by random
     signs (Hutchinson): the other blocks cancel.
 
-    :param columns: places of the site in the latent vector, ``(count, size)``.
+    :param sites: for each site, its places in the latent vector, ``(count, size)``.
     :param policy: the limits.
     """
-    count, size = columns.shape
-    is_small = columns.numel() <= policy.max_columns
-    if is_small:
-        signs = torch.eye(count).to(point)
-    else:
-        shape, seeded = (policy.num_probes, count), torch.Generator().manual_seed(0)
-        signs = torch.randint(2, shape, generator=seeded).to(point) * 2 - 1
-    directions = point.new_zeros(len(signs), size, point.shape[-1])
-    for index in range(size):
-        directions[:, index, columns[:, index]] = signs
-    directions = directions.flatten(0, 1)
-    found = target.hessian_products(point, score, directions)
-    own = torch.stack([one[0, columns] for one in found]).unflatten(0, (len(signs), size))
-    return own if is_small else torch.einsum("kb,kjbi->bij", signs, own) / policy.num_probes
+    signs, directions = [], []
+    for columns in sites:
+        count, size = columns.shape
+        if columns.numel() <= policy.max_columns:
+            signs.append(torch.eye(count).to(point))
+        else:
+            shape, seeded = (policy.num_probes, count), torch.Generator().manual_seed(0)
+            signs.append(torch.randint(2, shape, generator=seeded).to(point) * 2 - 1)
+        own = point.new_zeros(len(signs[-1]), size, point.shape[-1])
+        for index in range(size):
+            own[:, index, columns[:, index]] = signs[-1]
+        directions.append(own.flatten(0, 1))
+    products = iter(target.hessian_products(point, score, torch.cat(directions)))
+    found = []
+    for columns, sign, own in zip(sites, signs, directions, strict=True):
+        rows = torch.stack([next(products)[0, columns] for _ in own])
+        rows = rows.unflatten(0, (len(sign), -1))
+        if columns.numel() > policy.max_columns:
+            rows = torch.einsum("kb,kjbi->bij", sign, rows) / policy.num_probes
+        found.append(rows)
+    return found
 
 
 def told(fn: Any, curvature: Tensor, gradient: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from pyro_implicit.mcmc.spaces.conditional_reparam import (
     SUFFIX,
     ConditionalReparam,
     base_distribution,
-    own_hessian,
+    own_hessians,
     score_of_rest,
     told,
     unused_suffix,
@@ -385,7 +385,7 @@ def _whole(
     with torch.enable_grad():
         point = middle.unsqueeze(0).requires_grad_()
         score = score_of_rest(target, point, list(shapes))
-        curvature = -own_hessian(target, point, score, columns, policy)
+        curvature = -own_hessians(target, point, score, [columns], policy)[0]
     others = scale if curvature.dim() == 4 else scale.unsqueeze(-2)
     curvature = curvature * scale.reshape(*scale.shape, *(1,) * (curvature.dim() - 2)) * others
     value, loc = middle[columns] / scale, loc / scale

@@ -26,7 +26,7 @@ from pyro_implicit.mcmc.policy import DEFAULT, SpacePolicy
 from pyro_implicit.mcmc.spaces.conditional_reparam import (
     ConditionalReparam,
     base_distribution,
-    own_hessian,
+    own_hessians,
     score_of_rest,
     told,
     unused_suffix,
@@ -345,8 +345,9 @@ class ConditionalNoise(Space):
         self.middle = middle
         sites = dependent_sites(target, middle)
         groups = [[site] for site in reversed(sites)]
-        if len(groups) > policy.max_sites:
-            groups = [sites]
+        if len(groups) > policy.max_sites:  # the sites of a loop together
+            loops = reversed(target.groups)
+            groups = [own for loop in loops if (own := [one for one in loop if one in sites])]
         self._map = NoiseMap(target)
         for group in groups:
             found = self._reparams_of(group, policy)
@@ -379,12 +380,18 @@ class ConditionalNoise(Space):
         with torch.enable_grad():
             point.requires_grad_()
             score = score_of_rest(noise, point, sites)
-            for name in sites:
-                fn, place = nodes[name]["fn"], places[name]
+            sizes = [
+                places[name].shape[-1] if ConditionalReparam.is_vector(nodes[name]["fn"]) else 1
+                for name in sites
+            ]
+            all_columns = [
+                places[name].reshape(-1, size) for name, size in zip(sites, sizes, strict=True)
+            ]
+            hessians = own_hessians(noise, point, score, all_columns, policy)
+            of_sites = zip(sites, sizes, all_columns, hessians, strict=True)
+            for name, size, columns, hessian in of_sites:
+                fn, place, curvature = nodes[name]["fn"], places[name], -hessian
                 is_vector = ConditionalReparam.is_vector(fn)
-                size = place.shape[-1] if is_vector else 1
-                columns = place.reshape(-1, size)
-                curvature = -own_hessian(noise, point, score, columns, policy)
                 gradient, value = score[0, columns].detach(), point[0, columns].detach()
                 said = told(fn, *(one.double() for one in (curvature, gradient, value)))
                 precision, information = (one.to(value) for one in said)
