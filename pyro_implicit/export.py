@@ -26,7 +26,7 @@ Source = tuple[Any, tuple, dict[str, Any]]
 
 
 class ArvizExport:
-    """What results with ``get_samples`` offer to ArviZ."""
+    """Export to ArviZ for results with ``get_samples``."""
 
     get_samples: Callable[..., dict[str, Tensor]]
 
@@ -43,26 +43,28 @@ class ArvizExport:
         model_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The draws as an xarray ``DataTree`` in ArviZ's layout.
+        """Return the draws as an xarray ``DataTree`` in ArviZ's layout.
 
-        Of ArviZ 1.x all functions take it; those of 0.x take :meth:`to_inferencedata`.
+        All functions of ArviZ 1.x accept it; for ArviZ 0.x, call :meth:`to_inferencedata`.
 
-        More than ``num_chains`` chains are joined, one after the other, into that many long ones.
-        ArviZ's effective sample size is then right; of hundreds of short chains apart it is not,
-        and its R-hat measures their length, not their convergence (``drift`` and ``settled`` do).
+        If there are more than ``num_chains`` chains, they are joined into ``num_chains`` long ones.
+        ArviZ's effective sample size is then correct. For hundreds of separate short chains it is
+        not, and ArviZ's R-hat measures their length, not their convergence (see ``drift`` and
+        ``settled``).
 
-        :param model: with its ``args`` and ``kwargs``, for any of the groups that follow; with one
-            of them ``observed_data`` comes as well.
-        :param log_likelihood: of each observation, for ``arviz.loo``. All data are needed. A masked
-            observation has 0: ``arviz.loo`` has the right sum, but counts it as a row.
-        :param posterior_predictive: a replica of the data for each draw, by Pyro's ``Predictive``,
-            one draw at a time; discrete latents are drawn anew.
-        :param prior: so many draws of the prior, with the data that they predict.
-        :param num_chains: at most so many chains, with all draws but fewer than ``num_chains``;
-            None for all chains apart.
-        :param coords: of dimensions, as ArviZ's ``from_dict`` takes them.
-        :param dims: names of the dimensions of sites, as there.
-        :param model_kwargs: more keyword arguments of the model, whatever their names.
+        :param model: the model with its ``args`` and ``kwargs``, needed for each of the following
+            groups; ``observed_data`` is then exported, too.
+        :param log_likelihood: whether to export the log-likelihood of each observation, for
+            ``arviz.loo``. It needs all data. A masked observation has 0: the sum of ``arviz.loo``
+            is correct, but its number of rows includes masked ones.
+        :param posterior_predictive: whether to export a replica of the data for each draw, by
+            Pyro's ``Predictive``, one draw at a time; discrete latents are drawn again.
+        :param prior: the number of draws of the prior, exported with the data that they predict.
+        :param num_chains: the maximal number of chains; fewer than ``num_chains`` draws are left
+            out. None exports all chains separately.
+        :param coords: coordinates of dimensions, as for ArviZ's ``from_dict``.
+        :param dims: names of the dimensions of sites, likewise.
+        :param model_kwargs: keyword arguments of the model of any name.
         :raises ImportError: without ArviZ.
         :raises ValueError: for groups that need a model or data without them, a log-likelihood that
             is summed over discrete latents, or draws of a flat prior.
@@ -74,18 +76,18 @@ class ArvizExport:
         return as_datatree(groups, coords, dims)
 
     def to_inferencedata(self, *args: Any, **kwargs: Any) -> Any:
-        """The same as an ``InferenceData`` of ArviZ 0.x.
+        """Return the draws as an ``InferenceData`` of ArviZ 0.x.
 
-        :param args: of :meth:`to_datatree`, as ``kwargs``.
+        :param args: arguments of :meth:`to_datatree`; ``kwargs`` likewise.
         :raises ImportError: without ArviZ 0.x.
         """
         return as_inferencedata(self.to_datatree(*args, **kwargs))
 
 
 def joined(draws: Draws, num_chains: int | None) -> Draws:
-    """Join chains, one after the other, into fewer long ones.
+    """Join chains into fewer long ones.
 
-    Each long chain takes every ``num_chains``-th chain, as neighbours may have come from one mode.
+    Each long chain takes every ``num_chains``-th chain, because neighbours may be of one mode.
 
     **Example:**
 
@@ -94,7 +96,7 @@ def joined(draws: Draws, num_chains: int | None) -> Draws:
             [5., 2., 3.]])
 
     :param draws: by site, ``(num_chains, num_draws, *site_shape)``.
-    :param num_chains: at most so many; None for all.
+    :param num_chains: the maximal number of chains; None for all.
     :raises ValueError: for a number of chains that is not positive.
     """
     if num_chains is None:
@@ -121,11 +123,11 @@ def model_groups(
     posterior_predictive: bool = False,
     prior: int | None = None,
 ) -> Groups:
-    """Draws, and what their model says of them, by the names of ArviZ's groups.
+    """Return the groups of ArviZ: draws, and what their model computes from them.
 
     :param posterior: by site, ``(num_chains, num_draws, *site_shape)``.
     :param source: the model, its arguments and its keyword arguments, if any group needs them.
-    :param log_likelihood: as for :meth:`ArvizExport.to_datatree`, and so the others.
+    :param log_likelihood: as for :meth:`ArvizExport.to_datatree`, like the other arguments.
     """
     groups: Groups = {"posterior": posterior}
     wanted = [
@@ -157,7 +159,7 @@ def model_groups(
     if not observed and wanted != ["prior"]:
         raise ValueError(
             f"{wanted[0]} needs observations, but the model observes nothing by pyro.sample(..., "
-            "obs=...): what pyro.factor adds is no density of data. Cure: an observed site"
+            "obs=...): pyro.factor adds no density of data. Cure: an observed site"
         )
 
     def chains(values: Draws) -> Draws:
@@ -168,7 +170,7 @@ def model_groups(
     if log_likelihood:
         density = Target(model, *args, model_kwargs=kwargs)
         groups["log_likelihood"] = chains(density.log_likelihood(draws, observed))
-    # Where Predictive wants a draw of its own, for shapes, it takes the first: priors may be flat.
+    # If Predictive needs a draw for shapes, it gets the first one: priors may be flat.
     replica = poutine.uncondition(model)
     shapes = {name: trace.nodes[name]["value"].shape for name in (*observed, *latents)}
     if posterior_predictive:

@@ -71,13 +71,13 @@ def importance_check(draws: Whitened, log_weights: LogWeights) -> MomentErrors:
 
 
 class SteinCheck(NamedTuple):
-    """What :func:`stein_check` found.
+    """The result of :func:`stein_check`.
 
-    ``mean_error`` is the largest significant error of a mean in the guide's standard deviations, 0
-    if there is none; ``sd_ratios`` the smallest and largest significant ratio of the guide's
-    standard deviation to the posterior's in any direction, 1 if there is none; ``kernel`` the
-    kernel test; ``faults`` and ``resolution`` those of the moments; ``by_site`` the kernel test's
-    p-values of single sites, see :func:`stein_by_site`.
+    ``mean_error`` is the largest significant error of a mean in standard deviations of the guide,
+    or 0. ``sd_ratios`` are the smallest and largest significant ratios of standard deviations,
+    guide to posterior, in any direction, or 1. ``kernel`` is the kernel test, and ``by_site`` has
+    its p-values of single sites (:func:`stein_by_site`). ``faults`` and ``resolution`` are those of
+    :class:`MomentErrors`.
     """
 
     mean_error: float
@@ -92,20 +92,19 @@ class SteinCheck(NamedTuple):
 def stein_check(draws: Whitened, scores: Tensor) -> SteinCheck:
     r"""Test draws of a guide by Stein's identities, in the units of the draws' own covariance.
 
-    Of the score s of the posterior and its draws u,
+    Draws u of the posterior with score s satisfy
 
     .. math:: E[s] = 0, \qquad -E[s\, (u - E u)^\top] = I.
 
-    For Gaussians the first is the error of the mean, and along any direction the second is the
-    squared ratio of the guide's standard deviation to the posterior's given all other directions:
-    the largest one, of the direction that a guide overestimates most, and the smallest one are
-    reported, with those of the coordinates. :func:`~pyro_implicit.ops.score_estimators.stein_test`
-    asks the same of all functions of a reproducing kernel Hilbert space.
+    For Gaussians, the first expectation is the error of the mean. The second one, along any
+    direction, is the squared ratio of standard deviations, guide to posterior, given all other
+    directions. The check reports the largest and the smallest ratio, and those of the coordinates.
+    :func:`~pyro_implicit.ops.score_estimators.stein_test` tests the same identities for all
+    functions of a reproducing kernel Hilbert space.
 
-    A guide that has converged fulfils the identities that belong to its own parameters, whatever
-    the posterior: no test of means and variances finds fault with a fitted
-    ``AutoMultivariateNormal``. And no score knows the weights of separated modes, or of a mode that
-    no draw has met.
+    A converged guide satisfies the identities of its own parameters for any posterior: tests of
+    means and variances never reject a fitted ``AutoMultivariateNormal``. Scores do not depend on
+    the weights of separate modes, or on modes without draws.
 
     **Example:**
 
@@ -115,9 +114,8 @@ def stein_check(draws: Whitened, scores: Tensor) -> SteinCheck:
     >>> stein_check(whiten_draws(u), -u).sd_ratios[0] < 0.8
     True
 
-    :param draws: independent, in unconstrained space, whitened: ``(num_draws, latent_dim)``.
-    :param scores: gradients of the model's log-density by the unconstrained latents, of the same
-        shape.
+    :param draws: independent whitened draws in unconstrained space, ``(num_draws, latent_dim)``.
+    :param scores: gradients of the log-density at the draws, of the same shape.
     :returns: errors and kernel test.
 
     **References:**
@@ -144,12 +142,12 @@ def stein_check(draws: Whitened, scores: Tensor) -> SteinCheck:
 def stein_by_site(
     draws: Tensor, scores: Tensor, sizes: Mapping[str, int]
 ) -> tuple[tuple[str, float], ...]:
-    r"""The kernel test of each site by itself, where that of all latents at once has no power.
+    r"""Apply the kernel test to single sites, if the test of all latents lacks power.
 
-    The score of some of the latents has the mean, given them, of the score of their marginal
-    density, so that the identity of Stein holds for functions of these latents alone, with the
-    scores of the joint density. Of more than 30 sites those with the largest mean scores are
-    tested; the p-values are for all of them.
+    Given the latents of a site, the mean of their joint score is the score of their marginal
+    density. Stein's identity therefore holds for functions of these latents and the joint scores.
+    With more than 30 sites, the test takes those with the largest mean scores; the p-values are
+    corrected for the number of all sites.
 
     **Example:**
 
@@ -159,10 +157,10 @@ def stein_by_site(
     >>> stein_by_site(u, scores, {"right": 1, "wrong": 1})[0]
     ('wrong', 0.001...)
 
-    :param draws: independent, in unconstrained space, ``(num_draws, latent_dim)``.
-    :param scores: gradients of the model's log-density, of the same shape.
-    :param sizes: how many latents each site has, in their order.
-    :returns: site and p-value, times the number of sites, the smallest first.
+    :param draws: independent draws in unconstrained space, ``(num_draws, latent_dim)``.
+    :param scores: gradients of the log-density at the draws, of the same shape.
+    :param sizes: the number of latents of each site, in the order of the coordinates.
+    :returns: site and corrected p-value, the smallest first.
     """
     keep = slice(0, None, -(-len(draws) // CHECKS.site_draws))
     sds = draws.std(0)
@@ -178,12 +176,12 @@ def stein_by_site(
     for _, name, part, score in found[: CHECKS.max_sites]:
         try:
             site = whiten_draws(part)
-        except CollapsedError:  # of so few draws
+        except CollapsedError:  # too few draws for this site
             continue
         site_scores = site.scores(score)
         p_value = stein_test(site.white, site_scores).p_value
         if p_value < CHECKS.suspect:
-            number = math.ceil(2 * len(sizes) / MOMENTS.false_alarm)  # to tell it from larger ones
+            number = math.ceil(2 * len(sizes) / MOMENTS.false_alarm)  # resolves small p-values
             p_value = stein_test(site.white, site_scores, number).p_value
         p_values[name] = min(1.0, len(sizes) * p_value)
     return tuple(sorted(p_values.items(), key=lambda pair: pair[1]))
@@ -194,9 +192,11 @@ def _ratio(excess: float) -> float:
 
 
 class DriftCheck(NamedTuple):
-    """What :func:`drift_check` found: drifts of means and standard deviations as errors of the
-    guide, the share of accepted moves, ``acceptance``, and the share ``escaped`` of chains that end
-    farther out than any draw of the guide, 0 where that may be chance.
+    """The result of :func:`drift_check`.
+
+    The drifts of means and standard deviations are errors of the guide. ``acceptance`` is the share
+    of accepted moves. ``escaped`` is the share of chains that end farther out than any draw of the
+    guide, or 0 if this may be chance.
     """
 
     mean_error: float
@@ -218,18 +218,18 @@ def drift_check(
 ) -> DriftCheck:
     r"""Move draws by a few transitions that leave the posterior unchanged.
 
-    Were the draws the posterior's, their distribution would stay. What drifts is wrong, and by at
-    least so much: a neck of a funnel or a tail that the guide has cut off fills again. The chains
-    are far too short to reach a mode that lies apart, or to right the weights of two of them.
+    The distribution of posterior draws would not change. A drift is a lower bound on the error of
+    the guide: the neck of a funnel or a tail that the guide lacks fills again. The chains are too
+    short to reach a separate mode, or to correct the weights of modes.
 
-    Moments of heavy tails are noisy, and importance weights do not see a tail that has no draws.
-    So chains are counted that end farther from the centre than all of many other draws: of n chains
-    and m others, all from the posterior, the k outermost are all chains in a share of
-    :math:`\binom{n}{k} / \binom{n+m}{k}` of all cases.
+    Moments of heavy tails are noisy, and importance weights do not see a tail without draws. The
+    check therefore counts the chains that end farther from the centre than all of many other draws.
+    If n chains and m other draws have the posterior's distribution, the k outermost points are all
+    chains with probability :math:`\binom{n}{k} / \binom{n+m}{k}`.
 
-    The frame is that of the draws' covariance. Each move of each chain draws its own step, up to
-    the largest one of which about 80 % are accepted and down to a thirtieth of it, so that narrow
-    places can be entered. A step to where there is no density is rejected.
+    Chains move in the frame of the draws' covariance. Each transition of each chain draws its own
+    step size, between the largest size with an acceptance of about 80 % and a thirtieth of it, so
+    that chains can enter narrow regions. A step to a point without a density is rejected.
 
     **Example:**
 
@@ -239,13 +239,14 @@ def drift_check(
     >>> drift_check(whiten_draws(0.7 * torch.randn(1000, 2)), log_prob).sd_ratios[0] < 0.85
     True
 
-    :param draws: independent, in unconstrained space, whitened: ``(num_draws, latent_dim)``.
-    :param log_prob: of ``(num_points, latent_dim)`` the model's log-density, ``(num_points,)``,
-        differentiable.
-    :param num_transitions: of Hamiltonian Monte Carlo for each draw.
-    :param chunk_size: draws at a time, to bound the memory.
-    :param observe: of ``(num_points, latent_dim)`` quantities ``(num_points, q)`` in units of their
-        standard deviations, whose drift is looked at in place of the latents'.
+    :param draws: independent whitened draws in unconstrained space, ``(num_draws, latent_dim)``.
+    :param log_prob: a differentiable function of points ``(num_points, latent_dim)`` that returns
+        log-densities ``(num_points,)``.
+    :param num_transitions: transitions of Hamiltonian Monte Carlo for each draw.
+    :param chunk_size: the number of draws that are moved at once; bounds memory.
+    :param observe: a function of points ``(num_points, latent_dim)`` that returns quantities
+        ``(num_points, q)`` in units of their standard deviations; their drift is measured in place
+        of the latents'.
     :param others: more draws of the guide in the frame of ``draws``, ``(num_others, latent_dim)``.
     :returns: the drift, and the share of accepted moves.
 
@@ -253,14 +254,14 @@ def drift_check(
 
     1. Neal (2011), *MCMC using Hamiltonian dynamics*.
     2. Cook, Gelman and Rubin (2006), *Validation of Software for Bayesian Models Using Posterior
-       Quantiles* (what leaves the posterior invariant tests it).
+       Quantiles* (tests by transitions that leave the posterior invariant).
     """
-    center = draws.white.mean(0)  # of some of the draws, it is not quite 0
+    center = draws.white.mean(0)  # not exactly 0 for a part of the draws
     white = draws.white - center
 
     def white_log_prob(points: Tensor) -> Tensor:
         latent = draws.unwhiten(points + center)
-        # No force where there is no number: a trajectory that has left the domain stays finite.
+        # Without forces that are not finite, a trajectory outside of the domain stays finite.
         latent.register_hook(lambda gradient: gradient.nan_to_num(0.0, 0.0, 0.0))
         value = log_prob(latent)
         return torch.where(value.isfinite(), value, -math.inf)
@@ -295,7 +296,7 @@ def drift_check(
     products = [(1.0, before, before), (-1.0, centered, centered)]
     unit = before if axes is None else None
     errors = moment_errors(after - before, products, axes, MOMENTS.false_alarm, unit=unit)
-    # Chains that stand still show nothing.
+    # Chains that do not move detect no error.
     resolution = (
         errors.resolution if accepted > CHECKS.least_acceptance else Resolution(math.inf, math.inf)
     )
@@ -315,9 +316,11 @@ def _escaped(ends: Tensor, others: Tensor) -> float:
 
 
 class ModeCoverage(NamedTuple):
-    """For each mode, ``(num_modes,)``: an estimate of the ``mass`` near it, as a share of that and
-    the guide's region together; the share of ``draws`` found there; and whether it is
-    ``uncovered``.
+    """Coverage of modes, each field ``(num_modes,)``.
+
+    ``mass`` is the estimated mass near the mode, as a share of the sum of this mass and that of
+    the guide's region. ``draws`` is the share of draws near the mode. ``uncovered`` says whether
+    the mode lacks draws.
     """
 
     mass: Tensor
@@ -336,13 +339,13 @@ def uncovered_modes(
     log_evidence: float | None = None,
     least_mass: float = CHECKS.least_mass,
 ) -> ModeCoverage:
-    r"""Find modes that carry mass but have almost no draws.
+    r"""Find modes that have mass but almost no draws.
 
     The mass near a mode u is that of Laplace's approximation,
-    :math:`p(u) \, |{-H} / 2 \pi|^{-1/2}`. In directions in which the log-density does not bend
-    down, the guide's standard deviation takes the place of the curvature's. A mode is uncovered if
-    it has at least ``least_mass``, and its Gaussian's bulk (99 %) has less than a tenth of the
-    draws that its mass wants.
+    :math:`p(u) \, |{-H} / 2 \pi|^{-1/2}`. In directions without negative curvature, the standard
+    deviation of the guide replaces that of the curvature. A mode is uncovered if its mass is at
+    least ``least_mass``, and the 99 % region of its Gaussian has fewer than a tenth of the draws
+    that correspond to its mass.
 
     **Example:**
 
@@ -356,15 +359,15 @@ def uncovered_modes(
     >>> uncovered_modes(modes, draws, Target(model)).uncovered
     tensor([ True, False])
 
-    :param modes: tops of the density in unconstrained space, ``(num_modes, latent_dim)``.
-    :param draws: of the guide, ``(num_draws, latent_dim)``.
+    :param modes: maxima of the density in unconstrained space, ``(num_modes, latent_dim)``.
+    :param draws: draws of the guide, ``(num_draws, latent_dim)``.
     :param target: the posterior.
-    :param log_evidence: of the guide's region; by default, the mean log-density of the draws and
-        the entropy of a Gaussian with their covariance.
-    :param least_mass: share below which a mode does not count.
-    :returns: mass and share of draws of each mode, and what is uncovered.
+    :param log_evidence: log-mass of the guide's region; by default the mean log-density of the
+        draws plus the entropy of a Gaussian with their covariance.
+    :param least_mass: the share of the mass below which a mode is ignored.
+    :returns: mass and share of draws of each mode, and whether it is uncovered.
     """
-    # In units in which no square leaves the range of numbers.
+    # In units in which no square overflows.
     unit = draws.abs().amax(0).clamp(min=torch.finfo(draws.dtype).tiny)
     scale = (draws / unit).std(0) * unit
     if log_evidence is None:
@@ -373,10 +376,10 @@ def uncovered_modes(
         log_prob = target.log_prob(draws).mean() + scale.log().sum()
         log_evidence = (log_prob + entropy).item()
     hessian = target.hessian(modes) * scale * scale.unsqueeze(-1)
-    # Of draws in the far distance the products leave the range of numbers.
+    # The products overflow for extremely distant draws.
     limit = torch.finfo(hessian.dtype).max ** 0.25
     values, vectors = torch.linalg.eigh(-hessian.nan_to_num(0.0).clamp(-limit, limit))
-    # Flat directions: a curvature of rounding alone would promise endless mass.
+    # In flat directions, curvature that is only rounding would give an enormous mass.
     precision = torch.where(values > CHECKS.least_curvature, values, torch.ones_like(values))
     dim = draws.shape[-1]
     log_mass = target.log_prob(modes) - 0.5 * precision.log().sum(-1)

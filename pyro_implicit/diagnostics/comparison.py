@@ -195,29 +195,21 @@ class Comparison(Printed):
 
         :returns: by name; a number that is not finite becomes None.
         """
-        return {
-            "num_samples": _num_draws(self.guide_draws),
-            "num_reference_samples": _num_draws(self.reference_draws),
-            "quantiles": list(COMPARE.quantiles),
-            "sites": {
-                name: {field: _plain(value.tolist()) for field, value in vars(site).items()}
-                for name, site in self.sites.items()
-            },
-            "sliced_wasserstein": _plain(self.sliced_wasserstein),
-            "sampling_floor": _plain(self.sampling_floor),
-            "floor_ratio": _plain(self.floor_ratio),
-            "floor_ratio_interval": [_plain(end) for end in self.floor_ratio_interval],
-            "sliced_wasserstein_constrained": _plain(self.sliced_wasserstein_constrained),
-            "squared_mmd": _plain(self.squared_mmd),
-            "compared": self.compared,
-            "verdict": self.verdict,
-            "reference": {
-                name: value if isinstance(value, (str, bool)) or value is None else _plain(value)
-                for name, value in asdict(self.reference).items()
-            },
-            "only_in_guide": list(self.only_in_guide),
-            "only_in_reference": list(self.only_in_reference),
-        }
+        hidden = ("guide_draws", "reference_draws", "distance_interval", "policy")
+        numbers = {name: value for name, value in vars(self).items() if name not in hidden}
+        return _plain(
+            {
+                **numbers,
+                "num_samples": _num_draws(self.guide_draws),
+                "num_reference_samples": _num_draws(self.reference_draws),
+                "quantiles": COMPARE.quantiles,
+                "sites": {name: vars(site) for name, site in self.sites.items()},
+                "floor_ratio": self.floor_ratio,
+                "floor_ratio_interval": self.floor_ratio_interval,
+                "verdict": self.verdict,
+                "reference": asdict(self.reference),
+            }
+        )
 
     def plot(
         self,
@@ -285,9 +277,13 @@ def _num_draws(draws: dict[str, Tensor]) -> int:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, list):
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return value if math.isfinite(value) else None
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # The Okabe-Ito palette, which colour-blind readers can tell apart; grey is for the reference.

@@ -35,9 +35,9 @@ Terms = tuple[tuple[int, float], ...]
 class Fault(NamedTuple):
     """A significant error along one direction.
 
-    ``error`` of a ``"mean"`` is by how many of its standard deviations the guide lies too high, of
-    an ``"sd"`` the ratio of the guide's to the posterior's. ``terms`` are the leading coordinates
-    of the direction with their weights, in the guide's standard deviations, the first of weight 1.
+    The ``error`` of a ``"mean"`` is guide minus posterior, in standard deviations of the guide; the
+    error of an ``"sd"`` is the ratio guide to posterior. ``terms`` are the leading coordinates of
+    the direction with their weights, in standard deviations of the guide; the first weight is 1.
     """
 
     kind: Literal["mean", "sd"]
@@ -46,15 +46,16 @@ class Fault(NamedTuple):
 
     @property
     def size(self) -> float:
-        """Size of the error: of a mean in sds, of an sd as the absolute log ratio."""
+        """The size of the error: a mean in sds, an sd as the absolute log ratio."""
         if self.kind == "mean":
             return abs(self.error)
         return abs(math.log(self.error)) if 0 < self.error < math.inf else math.inf
 
 
 class Resolution(NamedTuple):
-    """The smallest error that would be significant in any coordinate: of a ``mean`` in standard
-    deviations, of an ``sd`` as a factor.
+    """The smallest errors that would be significant in every coordinate.
+
+    ``mean`` is in standard deviations, ``sd`` is a factor.
     """
 
     mean: float = 0.0
@@ -62,12 +63,12 @@ class Resolution(NamedTuple):
 
 
 class MomentErrors(NamedTuple):
-    """The worst significant errors of a guide's moments, in any direction that was tested.
+    """The worst significant errors of a guide's moments, in any tested direction.
 
-    ``mean_error`` is in standard deviations of the guide, 0 where none is significant;
-    ``sd_ratios`` the smallest and the largest ratio of a standard deviation to the right one, 1
-    where none is significant. ``faults`` says where: the worst first, of each kind; ``resolution``
-    what would have been seen.
+    ``mean_error`` is in standard deviations of the guide, 0 if no error is significant.
+    ``sd_ratios`` are the smallest and the largest ratio of standard deviations, guide to posterior,
+    1 if no error is significant. ``faults`` has the directions, the worst of each kind first.
+    ``resolution`` is the size of detectable errors.
     """
 
     mean_error: float
@@ -77,8 +78,10 @@ class MomentErrors(NamedTuple):
 
 
 def ratio_by_difference(excess: float) -> float:
-    """The guide's standard deviation over the posterior's, where the excess is the difference of
-    variances over the guide's."""
+    """Return the ratio of standard deviations, guide to posterior.
+
+    :param excess: the difference of the variances, divided by the guide's variance.
+    """
     return (1 - excess) ** -0.5 if excess < 1 else math.inf
 
 
@@ -92,10 +95,10 @@ def moment_errors(
     unit: Tensor | None = None,
     to_ratio: Callable[[float], float] = ratio_by_difference,
 ) -> MomentErrors:
-    r"""Test that shifts and products are 0 in the mean, along axes and in the worst directions.
+    r"""Test that shifts and products have mean 0, along axes and in the worst directions.
 
-    The worst directions are found on one half of the draws and tested on the other, so that
-    correlations count without a test for each pair of coordinates.
+    The worst directions of one half of the draws are tested on the other half. This detects wrong
+    correlations without a test for each pair of coordinates.
 
     **Example:**
 
@@ -106,17 +109,17 @@ def moment_errors(
     >>> found.sd_ratios[1] > 1.6, found.faults[0].terms[1][0]
     (True, 1)
 
-    :param shifts: one for each draw, ``(n, m)``, in the guide's standard deviations: where the
-        posterior is, seen from the guide.
-    :param products: with ``constants`` times the identity their sum is the excess of the guide's
+    :param shifts: one shift from guide to posterior for each draw, ``(n, m)``, in standard
+        deviations of the guide.
+    :param products: their sum, plus ``constants`` times the identity, is the excess of the guide's
         covariance, one matrix for each draw.
-    :param axes: unit columns, ``(m, m)``: what to look at in any case; None for the identity.
-    :param false_alarm: probability that any error is significant where there is none.
+    :param axes: unit columns, ``(m, m)``, that are always tested; None for the identity.
+    :param false_alarm: the probability that any error is significant for a perfect guide.
     :param constants: ``(n,)``, by default 0.
-    :param unit: draws ``(n, m)`` whose standard deviation along a direction is its unit of length,
+    :param unit: draws ``(n, m)`` whose standard deviation along a direction is the unit of length,
         for a frame in which the guide's covariance is not the identity.
-    :param to_ratio: makes of an excess the ratio of standard deviations.
-    :returns: what is significant; infinite errors where numbers leave their range.
+    :param to_ratio: a function from an excess to a ratio of standard deviations.
+    :returns: significant errors; they are infinite if fourth powers overflow.
     """
     terms = [shifts, *(part for _, left, right in products for part in (left, right))]
     if not all(_is_tame(part) for part in terms):
@@ -257,13 +260,12 @@ class CollapsedError(ValueError):
 
 
 class Whitened(NamedTuple):
-    """Draws ``white @ frame + loc`` of mean 0 and covariance I.
+    """Draws in a frame in which they have mean 0 and covariance I.
 
-    ``white`` ``(num_draws, latent_dim)`` are the draws in the frame; ``loc`` ``(latent_dim,)`` and
-    ``frame`` ``(latent_dim, latent_dim)`` lead back; ``axes``, unit columns ``(latent_dim,
-    latent_dim)``, are the original coordinates as directions in the frame. Of more than 300 latents
-    each coordinate has its own scale: ``frame`` ``(latent_dim,)`` multiplies it, ``axes`` is None,
-    and correlations are left as they are.
+    ``white`` ``(num_draws, latent_dim)`` are the draws in the frame, ``white @ frame + loc`` the
+    original ones. ``axes``, unit columns ``(latent_dim, latent_dim)``, are the original coordinates
+    as directions in the frame. With more than 300 latents each coordinate has its own scale:
+    ``frame`` ``(latent_dim,)`` multiplies it, ``axes`` is None, and correlations remain.
     """
 
     white: Tensor
@@ -272,20 +274,20 @@ class Whitened(NamedTuple):
     axes: Tensor | None
 
     def first(self, num_draws: int) -> Whitened:
-        """The first draws, in the frame of all."""
+        """Return the first draws, in the frame of all draws."""
         return self._replace(white=self.white[:num_draws])
 
     def unwhiten(self, white: Tensor) -> Tensor:
-        """Points of the frame in the original coordinates, both ``(num_points, latent_dim)``."""
+        """Map points of the frame to the original coordinates, both ``(n, latent_dim)``."""
         return self.loc + (white * self.frame if self.axes is None else white @ self.frame)
 
     def scores(self, scores: Tensor) -> Tensor:
-        """Gradients by the original coordinates as gradients by those of the frame."""
+        """Map gradients in the original coordinates to gradients in the frame."""
         return scores * self.frame if self.axes is None else scores @ self.frame.mT
 
 
 def whiten_draws(draws: Tensor) -> Whitened:
-    """Draws in the frame of their own mean and covariance, above 300 latents of their sds alone.
+    """Whiten draws by their own mean and covariance; with more than 300 latents, by their sds.
 
     **Example:**
 
@@ -295,7 +297,7 @@ def whiten_draws(draws: Tensor) -> Whitened:
     tensor([[1., 0.],
             [0., 1.]])
 
-    :param draws: finite, ``(num_draws, latent_dim)``.
+    :param draws: finite draws, ``(num_draws, latent_dim)``.
     :raises CollapsedError: for draws that lie on a hyperplane, exactly or up to rounding, for
         instance because a few draws are extremely far from all others.
     """

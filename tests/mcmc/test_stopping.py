@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from pyro_implicit.mcmc import stopping
 from pyro_implicit.mcmc.draws import History
 from pyro_implicit.mcmc.stopping import Drift, drift, open_errors, tracked
 
@@ -164,3 +165,11 @@ def test_history_thins_draws_but_averages_all():
     total = torch.stack([p[0] for p in history.powers]).mean(0)[:, :2]
     expected = ((values[:32] - mean[:2]) / unit[:2]).mean(0)
     torch.testing.assert_close(total, expected.double())
+
+
+def test_r_hat_of_a_few_chains_within_modes_by_hand():
+    """Two modes of two chains: means 1 and 12, squared deviations 1, 1, 4 and 4, of freedom 2."""
+    means = torch.tensor([[0.0], [2.0], [10.0], [14.0]])
+    members = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]])
+    found = stopping._r_hat(means, means.square() + 0.5, torch.tensor([0]), members)
+    torch.testing.assert_close(found, torch.tensor([(1 + 5 / 0.5) ** 0.5]))
