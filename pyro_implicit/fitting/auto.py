@@ -27,7 +27,7 @@ from pyro_implicit.fitting.arguments import (
 )
 from pyro_implicit.fitting.checkpoint import own_file, same_start
 from pyro_implicit.fitting.minibatch_fit import fit_amortized, fit_batches, refine_batches
-from pyro_implicit.fitting.network_fit import fit_network, is_network
+from pyro_implicit.fitting.network_fit import fit_network
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.fitting.refinement import (
     ChainPlan,
@@ -41,6 +41,7 @@ from pyro_implicit.fitting.stages import Stages, TimeLimit, train_exact, train_s
 from pyro_implicit.fitting.training import HeldOut, default_loss
 from pyro_implicit.guides import AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import own_names
+from pyro_implicit.nn import NetworkModel
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.random_stream import with_seed
@@ -261,7 +262,7 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
             loss = default_loss(guide, min(stages.num_particles, few))
             return stages.train_alone("semi-implicit", guide, loss)
         stages.result.target = target
-        if is_network(target):
+        if isinstance(stages.model, NetworkModel) and target.latent_dim > MAX_DENSE_DIM:
             return fit_network(stages, target, refine is True)
         plan = make_plan(target, policy.budget)
         if not target.is_vectorized:

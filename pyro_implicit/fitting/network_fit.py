@@ -7,7 +7,6 @@ import math
 
 from torch import Tensor
 
-from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
@@ -16,15 +15,10 @@ from pyro_implicit.guides import AutoEnsemble, init_to_shuffled
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc.refine import refine_target
-from pyro_implicit.nn import FunctionValues, NetworkModel, start_values
+from pyro_implicit.nn import FunctionValues, start_values
 from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
-__all__ = ["fit_network", "is_network"]
-
-
-def is_network(target: Target) -> bool:
-    """Whether the model is a network of :mod:`pyro_implicit.nn` with more than 100 weights."""
-    return isinstance(target.model, NetworkModel) and target.latent_dim > MAX_DENSE_DIM
+__all__ = ["fit_network"]
 
 
 def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
