@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +20,7 @@ from pyro_implicit.compiled.recorder import ACTIVE, Recorder, must_run, touches
 __all__ = ["FusedGraph"]
 
 aten = torch.ops.aten
+_SUMS = {aten.add.Tensor, aten.sub.Tensor}
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 Node = Any  #: An ``fx.Node``, whose arguments have too many types to name.
 Values = dict[Any, Any]
@@ -80,13 +81,15 @@ class _Planner:
         self.sums = self._find_sums()
         #: The nodes that are computed, with the nodes that they need.
         self.deps: dict[Node, list[Node]] = {}
+        #: Nodes with effects beside their values, each with the one before it.
+        self.before: dict[Node, list[Node]] = {}
         last: list[Node] = []
         for node in self.graph.nodes:
             if node.op == "call_function" and node not in self._inner:
-                self.deps[node] = [*self.sums.get(node, node.all_input_nodes)]
+                terms = self.sums.get(node)
+                self.deps[node] = terms[0] + terms[1] if terms else list(node.all_input_nodes)
                 if node in self.fixed:
-                    self.deps[node] += last
-                    last = [node]
+                    self.before[node], last = last, [node]
         #: For each node of a group: the stacked tensor that holds it, and its row there.
         self.place: dict[Node, tuple[Any, int]] = {}
         self.steps: list[Step] = []
@@ -100,37 +103,42 @@ class _Planner:
             if len(unit) > 1:
                 self._add_group(unit)
             elif node in self.sums:
-                terms = sorted(self.sums[node], key=lambda term: self.place.get(term, (None, 0))[1])
-                self._add(node, _sum, (self._stack(terms),))
+                signed = (sorted(terms, key=self._row) for terms in self.sums[node])
+                self._add(node, _sum, tuple(self._stack(terms) for terms in signed))
             else:
                 self._add(node, *_call_of(node))
         outputs = next(node for node in self.graph.nodes if node.op == "output").args[0]
         inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
         return self.steps, inputs, self._getter(list(outputs))
 
-    def _find_sums(self) -> dict[Node, list[Node]]:
-        """Return the terms of long chains of additions, by the last addition."""
+    def _find_sums(self) -> dict[Node, tuple[list[Node], list[Node]]]:
+        """Return the terms of long chains of additions and subtractions, by the last of these."""
         self._inner: set[Node] = set()
         sums = {}
         for root in reversed(self.graph.nodes):
             if root in self._inner or not self._is_sum(root):
                 continue
-            terms, inner, todo = [], set(), [*reversed(root.args)]
+            terms: tuple[list[Node], list[Node]] = [], []
+            inner: set[Node] = set()
+            todo = [(root, 0)]
             while todo:
-                node = todo.pop()
-                if self._is_sum(node) and len(node.users) == 1 and node not in inner:
+                node, sign = todo.pop()
+                if node is root or (
+                    self._is_sum(node) and len(node.users) == 1 and node not in inner
+                ):
                     inner.add(node)
-                    todo += reversed(node.args)
+                    one, other = node.args
+                    todo += [(other, sign ^ (node.target is aten.sub.Tensor)), (one, sign)]
                 else:
-                    terms.append(node)
-            if len(terms) >= RECORDINGS.fused_terms and not inner.intersection(terms):
+                    terms[sign].append(node)
+            if len(inner) >= RECORDINGS.fused_terms and not inner.intersection(*terms):
                 sums[root] = terms
-                self._inner |= inner
+                self._inner |= inner - {root}
         return sums
 
     def _is_sum(self, node: Node) -> bool:
         return (
-            node.target is aten.add.Tensor
+            node.target in _SUMS
             and node.meta["dtype"].is_floating_point
             and not node.kwargs
             and node not in self.fixed
@@ -167,34 +175,39 @@ class _Planner:
 
     def _groups(self) -> list[list[Node]]:
         """Return groups of nodes that may run together without a cycle."""
-        depth: dict[Node, int] = defaultdict(int)
-        height: dict[Node, int] = defaultdict(int)
-        for node, deps in self.deps.items():
-            depth[node] = 1 + max((depth[one] for one in deps), default=0)
-        for node, deps in reversed(self.deps.items()):
-            for one in deps:
-                height[one] = max(height[one], height[node] + 1)
         signatures = {node: self._signature(node) for node in self.deps}
         schemes = []
-        for level in (height, depth):
+        for level in self._levels():
             classes: dict[Any, list[Node]] = defaultdict(list)
             for node, signature in signatures.items():
                 if signature is not None:
                     # The parts of a tensor need this tensor alone.
                     rank = level[node] if _part_of(node) is None else None
                     classes[signature, rank].append(node)
-            schemes.append(list(classes.values()))
-        first, second = sorted(schemes, key=len)
-        groups = [group for group in first if len(group) >= RECORDINGS.fused_nodes]
-        grouped = {node for group in groups for node in group}
-        for more in sorted(second, key=len, reverse=True):
-            rest = [node for node in more if node not in grouped]
-            if len(rest) < RECORDINGS.fused_nodes:
-                continue
-            if self._ordered([*groups, rest]):
-                groups.append(rest)
-                grouped.update(rest)
+            schemes.append([one for one in classes.values() if len(one) >= RECORDINGS.fused_nodes])
+        groups: list[list[Node]] = []
+        grouped: set[Node] = set()
+        for scheme in sorted(schemes, key=lambda one: -sum(map(len, one))):
+            rest = [[node for node in group if node not in grouped] for group in scheme]
+            rest = [group for group in rest if len(group) >= RECORDINGS.fused_nodes]
+            together = bool(self._ordered([*groups, *rest]))
+            for group in sorted(rest, key=len, reverse=True):
+                if together or self._ordered([*groups, group]):
+                    groups.append(group)
+                    grouped.update(group)
         return groups
+
+    def _levels(self) -> Iterator[dict[Node, int]]:
+        """Yield the distances of all nodes from the outputs, and from the inputs."""
+        height: dict[Node, int] = defaultdict(int)
+        for node, deps in reversed(self.deps.items()):
+            for one in deps:
+                height[one] = max(height[one], height[node] + 1)
+        yield height
+        depth: dict[Node, int] = defaultdict(int)
+        for node, deps in self.deps.items():
+            depth[node] = 1 + max((depth[one] for one in deps), default=0)
+        yield depth
 
     def _refined(self, groups: list[list[Node]]) -> list[list[Node]]:
         """Split groups whose operands come from different groups, as these would be mixed."""
@@ -220,7 +233,8 @@ class _Planner:
         for i, (node, deps) in enumerate(self.deps.items()):
             own = unit.get(node, node)
             rank.setdefault(own, i)
-            needs[own].update(unit.get(one, one) for one in deps if one in self.deps)
+            more = self.before.get(node, [])
+            needs[own].update(unit.get(one, one) for one in deps + more if one in self.deps)
         for own, others in needs.items():
             for one in others:
                 users[one].append(own)
@@ -285,8 +299,9 @@ class _Planner:
         self.place.update((node, (key, i)) for i, node in enumerate(group))
 
     def _row(self, node: Node) -> int:
-        """Return the row of the first stacked operand, so that operands keep their order."""
-        return next((self.place[one][1] for one in node.all_input_nodes if one in self.place), 0)
+        """Return the row of a node or of its first stacked operand, to keep the order of rows."""
+        near = (node, *node.all_input_nodes)
+        return next((self.place[one][1] for one in near if one in self.place), 0)
 
     def _stack(self, nodes: list[Node]) -> list[_Value]:
         """Return tensors that have these nodes as rows, those of one group together."""
@@ -398,8 +413,10 @@ def _take(source: Tensor, dim: int, index: Tensor | slice, length: int | None = 
     return source.movedim(dim, 0)
 
 
-def _sum(pieces: list[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, [piece.sum(0) for piece in pieces])
+def _sum(terms: list[Tensor], subtracted: list[Tensor]) -> Tensor:
+    """Return a sum over the rows of tensors."""
+    added, taken = ([piece.sum(0) for piece in pieces] for pieces in (terms, subtracted))
+    return functools.reduce(torch.sub, [functools.reduce(torch.add, added), *taken])
 
 
 def _vectorized(run: Callable, dims: tuple, *args: Any, **kwargs: Any) -> Tensor:

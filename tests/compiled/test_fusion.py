@@ -101,3 +101,25 @@ def test_recorded_gradient_of_a_loop():
     assert len(recorded.graph.nodes) < 450
     for one, result in zip(recorded([other]), score(other), strict=True):
         torch.testing.assert_close(one, result, rtol=1e-12, atol=1e-12)
+
+
+def test_draws_between_the_terms_of_an_alternating_sum():
+    """Random draws keep their order, and do not keep other operations apart."""
+
+    def function(x):
+        total = torch.zeros((), dtype=x.dtype)
+        for i in range(N):
+            z = x[i] + torch.randn((), dtype=x.dtype) * x[0]
+            total = total + z.square() - z.exp()
+        return [total]
+
+    torch.manual_seed(0)
+    x, other = torch.randn(2, N, dtype=torch.float64)
+    recorder = record(lambda: function(x), [x])
+    simplify(recorder.graph, recorder.mutated)
+    fused = FusedGraph(recorder)
+    torch.manual_seed(1)
+    expected = function(other)
+    torch.manual_seed(1)
+    torch.testing.assert_close(fused([other]), expected, rtol=1e-12, atol=1e-12)
+    assert fused.num_steps < N + 20
