@@ -51,7 +51,7 @@ OPTIONS: dict[str, Callable] = {
     "Injective-plain": lambda k: InjectiveELBO(k, path_derivative=False),
 }
 #: Its loss is quadratic in the model's score.
-QUADRATIC = {"AmortizedKSD", "KSIVI", "KSIVI-two-batch-imq"}
+QUADRATIC = {"AmortizedKSD", "HSIVI", "KSIVI", "KSIVI-two-batch-imq"}
 #: Its bound is no mean over particles, nor over data.
 POWER = {"Renyi", "Renyi-prior"}
 #: Contrasts that want draws of a prior.

@@ -22,6 +22,7 @@ from pyro_implicit import (
     AISIVI_ELBO,
     AVB_ELBO,
     GPVI_ELBO,
+    HSIVI_ELBO,
     KIVI_ELBO,
     KPG_ELBO,
     KSIVI_ELBO,
@@ -132,6 +133,7 @@ ELBOS: dict[str, Callable] = {
     "AVB-prior": lambda k: AVB_ELBO(k, 20, contrast="prior"),
     "GPVI": GPVI_ELBO,
     "GPVI-helper": lambda k: GPVI_ELBO(k, jacobian="helper"),
+    "HSIVI": HSIVI_ELBO,
     "Injective": InjectiveELBO,
     "KIVI": KIVI_ELBO,
     "KIVI-diagonal-reverse-imq": lambda k: KIVI_ELBO(

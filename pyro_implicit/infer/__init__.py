@@ -18,6 +18,7 @@ from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 from pyro_implicit.infer.engine.traces import NonFiniteError
 from pyro_implicit.infer.estimated_score import AmortizedGFSF_ELBO, ScoreELBO
 from pyro_implicit.infer.gpvi import GPVI_ELBO
+from pyro_implicit.infer.hsivi import HSIVI_ELBO, LayeredGenerator
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.infer.injective import InjectiveELBO
 from pyro_implicit.infer.kivi import KIVI_ELBO
@@ -40,6 +41,7 @@ __all__ = [
     "FoldWarning",
     "GFSF",
     "GPVI_ELBO",
+    "HSIVI_ELBO",
     "ImplicitELBO",
     "ImplicitRenyiELBO",
     "ImplicitSite",
@@ -49,6 +51,7 @@ __all__ = [
     "KSD",
     "KSIVI_ELBO",
     "LIVI_ELBO",
+    "LayeredGenerator",
     "NonFiniteError",
     "PVI",
     "SIVI_ELBO",

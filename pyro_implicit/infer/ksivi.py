@@ -34,10 +34,10 @@ __all__ = ["KSIVI_ELBO", "ScoreMatchingELBO"]
 class ScoreMatchingELBO(ImplicitELBO):
     r"""Base of methods that minimise a divergence of scores instead of the KL divergence.
 
-    A subclass defines the divergence as a function of the draws and of
-    :math:`a = \nabla \log p(\theta) - \nabla_\theta \log q(\theta \mid z)`. Its gradient needs
-    products with the Hessian of log p, and replaces that of the negative ELBO for the parameters of
-    semi-implicit sites only. All other parameters get the gradient of the negative ELBO. The points
+    A subclass defines the divergence as a function of the draws, of :math:`\nabla \log p(\theta)`
+    and of :math:`-\nabla_\theta \log q(\theta \mid z)`. Its gradient needs products with the
+    Hessian of log p, and replaces that of the negative ELBO for the parameters of semi-implicit
+    sites only. All other parameters get the gradient of the negative ELBO. The points
     are the values of the generator, before the frame of an autoguide.
 
     The value is the surrogate bound of :class:`SIVI_ELBO` with ``num_mixing`` fresh noises.
@@ -48,13 +48,26 @@ class ScoreMatchingELBO(ImplicitELBO):
     num_mixing: int
 
     @abstractmethod
-    def divergence(self, site: ImplicitSite, points: Tensor, differences: Tensor) -> Tensor:
-        """Return the divergence, differentiable in points and differences.
+    def divergence(
+        self, site: ImplicitSite, points: Tensor, scores: Tensor, conditional: Tensor
+    ) -> Tensor:
+        """Return the divergence, differentiable in the last three arguments.
 
         :param points: the values, ``(num_particles, *plates, m)``.
-        :param differences: a, of the same shape.
-        :returns: ``(*plates)``, means over particles.
+        :param scores: those of the model, of the same shape.
+        :param conditional: minus the scores of the conditionals, of the same shape.
+        :returns: terms whose sum is the mean over particles, summed over plates.
         """
+
+    def matched(self, site: ImplicitSite, flat: FlatSite) -> tuple[Tensor, Tensor]:
+        """Return the values, ``(num_particles, *plates, m)``, with their conditional scores.
+
+        :returns: the values that the model sees, and minus their conditional scores,
+            differentiable in the scale.
+        """
+        with torch.no_grad():
+            error = (flat.value - flat.generate(flat.noise.unsqueeze(0))[0]) / flat.scale
+        return site.value, error / flat.scale
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Return log q of the mixture, and zeros whose gradient is the weight of the entropy."""
@@ -64,7 +77,7 @@ class ScoreMatchingELBO(ImplicitELBO):
         if not (torch.is_grad_enabled() and site.value.requires_grad):
             return ScoreParts(log_q, 0, log_q)
         weights = torch.zeros_like(log_q, requires_grad=True)
-        self.state.step["matched", site.name] = site, flat, weights
+        self.state.step["matched", site.name] = site, *self.matched(site, flat), weights
         return ScoreParts(log_q, 0, weights)
 
     def _get_traces(
@@ -82,33 +95,39 @@ class ScoreMatchingELBO(ImplicitELBO):
             yield model_trace, guide_trace
 
     def _match(
-        self, surrogate: Tensor, site: ImplicitSite, flat: FlatSite, weights: Tensor
+        self,
+        surrogate: Tensor,
+        site: ImplicitSite,
+        value: Tensor,
+        conditional: Tensor,
+        weights: Tensor,
     ) -> Tensor:
         """Return a term with the divergence's gradient, less the surrogate's one at the values."""
         slope, weight = torch.autograd.grad(
-            surrogate, (site.value, weights), create_graph=True, materialize_grads=True
+            surrogate, (value, weights), create_graph=True, materialize_grads=True
         )
         weight = weight.detach().unsqueeze(-1)
         heard = weight != 0  # a mask may remove the entropy
         factor = torch.where(heard, 1 / torch.where(heard, weight, 1.0), 0.0)
-        slopes = slope.reshape(flat.value.shape)
-        with torch.no_grad():
-            error = (flat.value - flat.generate(flat.noise.unsqueeze(0))[0]) / flat.scale
-        conditional = error / flat.scale  # minus the conditional score
-        points = flat.value.detach().requires_grad_()
-        differences = (conditional - slopes * factor).detach()
+        slopes = slope.reshape(conditional.shape)
+        scores = -slopes * factor
         # A particle without a density is left out later, and must not move the others.
-        differences = (heard * differences.nan_to_num(0.0, 0.0, 0.0)).requires_grad_()
-        total = self.divergence(site, points, differences).sum()
-        moved, changed = torch.autograd.grad(total, (points, differences))
-        if slopes.requires_grad:
+        known = heard & scores.isfinite().all(-1, keepdim=True)
+        parts = [
+            torch.where(known, part.detach(), 0.0).requires_grad_()
+            for part in (scores, conditional)
+        ]
+        points = value.detach().reshape(conditional.shape).requires_grad_()
+        total = self.divergence(site, points, *parts).sum()
+        moved, of_scores, of_conditional = torch.autograd.grad(total, (points, *parts))
+        if scores.requires_grad:
             (curved,) = torch.autograd.grad(
-                slopes, site.value, -factor * changed, retain_graph=True, materialize_grads=True
+                scores, value, of_scores, retain_graph=True, materialize_grads=True
             )
             moved = moved + curved.reshape(moved.shape)
         size = self.num_particles * weight
-        path = (size * moved - heard * slopes.detach()) * flat.value
-        return (path + size * changed * conditional).sum(-1)
+        path = (size * moved - heard * slopes.detach()) * value.reshape(moved.shape)
+        return (path + size * of_conditional * conditional).sum(-1)
 
 
 class KSIVI_ELBO(ScoreMatchingELBO):
@@ -189,7 +208,9 @@ class KSIVI_ELBO(ScoreMatchingELBO):
         """Refuse a site whose particles differ in distribution."""
         check_same_distribution(site, type(self).__name__, "SIVI_ELBO")
 
-    def divergence(self, site: ImplicitSite, points: Tensor, differences: Tensor) -> Tensor:
+    def divergence(
+        self, site: ImplicitSite, points: Tensor, scores: Tensor, conditional: Tensor
+    ) -> Tensor:
         """Return the kernel Stein discrepancy of each element of a plate."""
-        inside = particles_inside(points), particles_inside(differences)
+        inside = particles_inside(points), particles_inside(scores + conditional)
         return conditional_stein_discrepancy(*inside, self.kernel, self.statistic)

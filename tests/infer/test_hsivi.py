@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HSIVI: its gradient by definition, its critic against exact Gaussians, and its layers."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from torch import Tensor, nn
+
+from pyro_implicit import HSIVI_ELBO, MLP, SIVI_ELBO, AutoSemiImplicit, SemiImplicit
+from pyro_implicit.infer import LayeredGenerator
+from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
+
+PRECISION = torch.tensor([[1.5, 0.4], [0.4, 1.0]], dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+    pyro.set_rng_seed(0)
+
+
+def log_density(x: Tensor) -> Tensor:
+    """Not quadratic, so that the second derivative depends on x."""
+    return -0.5 * ((x @ PRECISION) * x).sum(-1) - 0.1 * x.pow(4).sum(-1)
+
+
+def model() -> None:
+    x = pyro.sample("x", dist.Normal(torch.zeros(2), 100.0).to_event(1))
+    prior = dist.Normal(torch.zeros(2), 100.0).log_prob(x).sum(-1)
+    pyro.factor("density", log_density(x) - prior)
+
+
+FACTOR = torch.tensor([2.0, 0.5])
+
+
+class Guide(nn.Module):
+    """Semi-implicit, with an affine map of the draws, as the frame of an autoguide."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        layers = [MLP(2, 2, hidden=(4,), activation="tanh") for _ in range(num_layers)]
+        self.generator = layers[0] if num_layers == 1 else LayeredGenerator(layers, 0.6)
+        self.log_scale = nn.Parameter(torch.tensor([-0.5, -0.2]))
+        self.double()
+
+    def forward(self) -> None:
+        q = SemiImplicit(self.generator, self.generator.noise_dim, self.log_scale.exp())
+        frame = dist.transforms.AffineTransform(1.0, FACTOR.double(), event_dim=1)
+        pyro.sample("x", dist.TransformedDistribution(q, [frame]))
+
+
+def critic(value_dim: int, context_dim: int) -> nn.Module:
+    pyro.set_rng_seed(7)
+    return MLP(value_dim, value_dim, hidden=(3,), activation="tanh", context_dim=context_dim)
+
+
+def score(value: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.grad(lambda v: log_density(1 + FACTOR.double() * v)))(value)
+
+
+def explicit(guide: Guide, num_particles: int, num_layers: int) -> Tensor:
+    """The objective as a function of the parameters, from the noise of seed 1."""
+    network = critic(2, num_layers if num_layers > 1 else 0)
+    pyro.set_rng_seed(1)
+    noise = torch.randn(num_particles, 2 * num_layers)
+    eta = torch.randn(num_particles, 2)
+    total = torch.zeros(())
+    for k in range(num_particles):
+        if num_layers == 1:
+            scale = guide.log_scale.exp()
+            value, error = guide.generator(noise[k]), eta[k]
+        else:
+            value, layer = noise[k, :2], k % num_layers
+            for t in range(layer + 1):
+                value = guide.generator.layers[t](value.detach())
+                last = t == num_layers - 1
+                scale = guide.log_scale.exp() if last else guide.generator.log_scales[t].exp()
+                error = eta[k] if last else noise[k, 2 * t + 2 : 2 * t + 4]
+                if t < layer:
+                    value = value + scale * error
+        value = value + scale * error
+        s, inputs = score(value[None])[0], []
+        if num_layers > 1:
+            beta = (layer + 1) / num_layers
+            s = beta * s - (1 - beta) * value
+            inputs = [nn.functional.one_hot(torch.tensor(layer), num_layers).double()]
+        f = s - network(value, *inputs)
+        total = total + (2 * f * (s + error / scale) - f.square()).sum() / num_particles
+    return total
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("mode", ["vmap", "plate", False])
+def test_gradient_is_that_of_the_objective(num_layers, mode):
+    guide = Guide(num_layers)
+    parameters = list(guide.parameters())
+    elbo = HSIVI_ELBO(6, critic, critic_optim={"lr": 0.0}, vectorize_particles=mode)
+    elbo.differentiable_loss(model, guide)  # the first step draws for its checks
+    expected = torch.autograd.grad(explicit(guide, 6, num_layers), parameters)
+    pyro.set_rng_seed(1)
+    found = torch.autograd.grad(elbo.differentiable_loss(model, guide), parameters)
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_divergence_is_fisher_s_with_a_trained_critic():
+    """q = N(b, A A^T + s^2) and a linear critic, which represents its score."""
+    q = SemiImplicit(nn.Linear(2, 2), 2, torch.tensor([0.6, 0.9])).expand((4000,))
+    linear = lambda value_dim, context_dim: nn.Linear(value_dim, value_dim)  # noqa: E731
+    elbo = HSIVI_ELBO(4000, linear, critic_steps=4, critic_optim={"lr": 0.05})
+    weight, bias = q.generator.weight.detach(), q.generator.bias.detach()
+    covariance = weight @ weight.T + q.scale.square().diag()
+    found = []
+    for _ in range(100):
+        noise, value, _ = q.draw()
+        value = value.detach()
+        site = ImplicitSite("x", q, noise, value, value)
+        conditional = (value - q.generate(noise)).detach() / q.scale.square()
+        scores = -(value - 1) @ PRECISION
+        found.append(elbo.divergence(site, value, scores, conditional).sum().item())
+    # s_p - s_q = M (x - b) + v under q
+    matrix = covariance.inverse() - PRECISION
+    shift = -(bias - 1) @ PRECISION
+    expected = shift @ shift + (matrix @ covariance @ matrix).trace()
+    assert sum(found[-20:]) / 20 == pytest.approx(expected.item(), rel=0.05)
+    network = elbo.networks["x"]
+    torch.testing.assert_close(network.weight.detach(), -covariance.inverse(), rtol=0, atol=0.08)
+
+
+def test_layers_are_a_semi_implicit_distribution_of_their_noise():
+    generator = LayeredGenerator([MLP(3, 2), MLP(2, 2), MLP(2, 2)], 0.3)
+    noise = torch.randn(5, 7)
+    first = generator.layers[0](noise[:, :3]) + 0.3 * noise[:, 3:5]
+    second = generator.layers[1](first) + 0.3 * noise[:, 5:]
+    torch.testing.assert_close(generator(noise), generator.layers[2](second))
+    with pytest.raises(ValueError, match="must turn 2 numbers into 2"):
+        LayeredGenerator([MLP(3, 2), MLP(3, 2)])
+
+
+def test_value_is_the_surrogate_bound():
+    guide, losses = Guide(2), []
+    for elbo in (HSIVI_ELBO(6), SIVI_ELBO(6)):
+        elbo.loss(model, guide)
+        pyro.set_rng_seed(1)
+        losses.append(elbo.loss(model, guide))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_finds_a_correlated_gaussian(num_layers):
+    covariance = torch.tensor([[1.0, 0.8], [0.8, 1.0]])
+
+    def gaussian() -> None:
+        pyro.sample("x", dist.MultivariateNormal(torch.tensor([1.0, -1.0]), covariance))
+
+    layers = [MLP(2, 2, hidden=(40,), activation="relu") for _ in range(num_layers)]
+    generator = layers[0] if num_layers == 1 else LayeredGenerator(layers)
+    guide = AutoSemiImplicit(gaussian, generator, frame=None, noise_scale="learn")
+    guide()
+    guide.scale, guide.noise_scale = torch.ones(2), torch.full((2,), 0.5)
+    elbo = HSIVI_ELBO(128, critic_steps=2, critic_optim={"lr": 5e-3}, num_mixing=1, compile="trace")
+    svi = SVI(gaussian, guide, pyro.optim.ClippedAdam({"lr": 5e-3, "lrd": 0.998}), elbo)
+    for _ in range(700):
+        svi.step()
+    draws = guide.sample_posterior(20_000)["x"]
+    torch.testing.assert_close(draws.mean(0), torch.tensor([1.0, -1.0]), rtol=0, atol=0.15)
+    torch.testing.assert_close(draws.T.cov(), covariance, rtol=0, atol=0.25)
+
+
+def test_refusals():
+    for name in ("critic_steps", "num_mixing"):
+        with pytest.raises(ValueError, match=name):
+            HSIVI_ELBO(4, **{name: 0})
+    with pytest.raises(ValueError, match="'x' has 3 layers, but HSIVI_ELBO has 2.*Cure"):
+        HSIVI_ELBO(2).loss_and_grads(model, Guide(3))
+    generator = LayeredGenerator([MLP(2, 2), MLP(2, 2)]).double()
+
+    def positive() -> None:
+        pyro.sample("x", dist.LogNormal(torch.zeros(2), 1.0).to_event(1))
+
+    def constrained() -> None:
+        q = SemiImplicit(generator, 4, 0.5)
+        exp = dist.transforms.ExpTransform()
+        pyro.sample("x", dist.TransformedDistribution(q, [exp]))
+
+    with pytest.raises(ValueError, match=r"affine maps only, but site 'x'.*ExpTransform.*Cure"):
+        HSIVI_ELBO(4).loss_and_grads(positive, constrained)
