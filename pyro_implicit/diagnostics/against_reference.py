@@ -27,12 +27,13 @@ from pyro_implicit.diagnostics.distances import (
     sliced_wasserstein_floor,
     sliced_wasserstein_interval,
 )
-from pyro_implicit.diagnostics.policy import COMPARE, MOMENTS, VERDICT, ComparePolicy
+from pyro_implicit.diagnostics.moments import rounding
+from pyro_implicit.diagnostics.policy import COMPARE, VERDICT, ComparePolicy
 from pyro_implicit.diagnostics.quantities import (
     Quantities,
     describe,
+    element_labels,
     find_quantities,
-    index_label,
     values_of,
 )
 from pyro_implicit.guides.posterior_draws import (
@@ -200,7 +201,7 @@ def compare(
 def _compare_site(x: Tensor, y: Tensor) -> SiteComparison:
     guide_sd, reference_sd, scale = x.std(dim=0), y.std(dim=0), _scale(y)
     guide_mean, reference_mean = x.double().mean(dim=0), y.double().mean(dim=0)
-    both_constant = (guide_sd <= _rounding(y)) & (reference_sd <= _rounding(y))
+    both_constant = (guide_sd <= rounding(y)) & (reference_sd <= rounding(y))
     sd_ratio = torch.where(both_constant, torch.ones_like(scale), guide_sd / reference_sd)
     return SiteComparison(
         guide_mean=guide_mean.to(x),
@@ -219,12 +220,7 @@ def _compare_site(x: Tensor, y: Tensor) -> SiteComparison:
 def _scale(reference: Tensor) -> Tensor:
     """Return the standard deviations, with 1 for coordinates that are constant up to rounding."""
     sd = reference.std(dim=0)
-    return torch.where(sd > _rounding(reference), sd, torch.ones_like(sd))
-
-
-def _rounding(reference: Tensor) -> Tensor:
-    """Return the spread that rounding gives to constants after a change of variables."""
-    return MOMENTS.rounding * torch.finfo(reference.dtype).eps * reference.abs().amax(dim=0)
+    return torch.where(sd > rounding(reference), sd, torch.ones_like(sd))
 
 
 def _has_draws(side: Any) -> bool:
@@ -326,21 +322,25 @@ def check_mixing(
         if not value.is_floating_point() or value.shape[1] < COMPARE.least_draws:
             continue
         value = value.detach().double().flatten(2) if value.dim() > 2 else value.double()[..., None]
-        shape = draws[name].shape[1:]
         length = min(length, value.shape[1])
         moves = value.flatten(0, 1).std(0) > 0
         if not moves.any():
             continue
+        labels = [
+            label
+            for label, moved in zip(element_labels(name, draws[name].shape[1:]), moves, strict=True)
+            if moved
+        ]
         found = effective_sample_size(value[..., moves])
         inverse_sizes.append(1 / found.nan_to_num(math.inf).clamp(1, len(draws[name])))
         index = int(found.nan_to_num(math.inf).argmin())
         if found[index] < ess:
-            ess, worst_ess = found[index].item(), _label(name, shape, moves, index)
+            ess, worst_ess = found[index].item(), labels[index]
         if chains is not None:
             found = split_gelman_rubin(value[..., moves]).nan_to_num(1.0)
             index = int(found.argmax())
             if found[index] > r_hat:
-                r_hat, worst_r_hat = found[index].item(), _label(name, shape, moves, index)
+                r_hat, worst_r_hat = found[index].item(), labels[index]
     return ReferenceCheck(
         effective_sample_size=ess if math.isfinite(ess) else None,
         worst_ess=worst_ess,
@@ -422,9 +422,3 @@ def _weighted_share(sampler: Sampler, frame: _Neighbours) -> float | None:
 def _some(draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
     count = len(next(iter(draws.values())))
     return {name: value[:: -(-count // COMPARE.max_points)] for name, value in draws.items()}
-
-
-def _label(name: str, shape: torch.Size, moves: Tensor, index: int) -> str:
-    position = int(moves.nonzero()[index])
-    where = torch.unravel_index(torch.tensor(position), shape) if shape else ()
-    return index_label(name, map(int, where))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_implicit.diagnostics.policy import CALIBRATION, REPORT
-from pyro_implicit.diagnostics.quantities import index_label
+from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.printing import Printed, Table
@@ -60,11 +59,10 @@ class Calibration(Printed):
         """Name, counts, p-value and shape of each scalar, the least uniform first."""
         rows = []
         for name, ranks in self.ranks.items():
-            keys = itertools.product(*(range(size) for size in ranks.shape[1:]))
             parts = (ranks, self.counts[name], self.p_values[name].unsqueeze(0))
             columns = zip(*(part.reshape(len(part), -1).unbind(-1) for part in parts), strict=True)
-            for key, (rank, count, p_value) in zip(keys, columns, strict=True):
-                label = index_label(name, key)
+            labels = element_labels(name, ranks.shape[1:])
+            for label, (rank, count, p_value) in zip(labels, columns, strict=True):
                 scaled = (rank.double() + 0.5) / (self.num_draws + 1)
                 rows.append((label, count.tolist(), p_value.item(), _shape(scaled)))
         return sorted(rows, key=lambda row: row[2])

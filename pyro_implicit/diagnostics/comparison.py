@@ -14,7 +14,7 @@ import torch
 from pyro.ops.stats import quantile
 from torch import Tensor
 
-from pyro_implicit.diagnostics.quantities import index_label
+from pyro_implicit.diagnostics.quantities import element_labels, index_label
 from pyro_implicit.runtime.printing import Printed, Table, short_repr
 
 if TYPE_CHECKING:
@@ -237,7 +237,6 @@ class Comparison(Printed):
 
 def _site_rows(name: str, site: SiteComparison) -> Iterator[tuple[str, ...]]:
     largest = site.quantile_errors.abs().max(dim=0)
-    shape = site.guide_mean.shape
     count = site.guide_mean.numel()
     columns = [
         value.reshape(-1).tolist()
@@ -252,7 +251,7 @@ def _site_rows(name: str, site: SiteComparison) -> Iterator[tuple[str, ...]]:
             largest.indices,
         )
     ]
-    labels = [index_label(name, index) for index in itertools.product(*map(range, shape))]
+    labels = element_labels(name, site.guide_mean.shape)
 
     def row(i: int) -> tuple[str, ...]:
         *moments, mean_error, sd_ratio, error, level = (column[i] for column in columns)
@@ -355,7 +354,9 @@ def plot_posteriors(
         else:
             axes.set_ylim(*limits[row])
             axes.set_ylabel(titles[row] if column == 0 else "")
-    _add_legend(figure, colours, reference, size)
+    handles, _ = figure.axes[0].get_legend_handles_labels()
+    place = {"loc": "upper right"} if size > 1 else {"loc": "outside upper center", "ncols": 2}
+    figure.legend(handles=handles, frameon=False, **place)  # the upper right is empty
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
@@ -412,9 +413,8 @@ def _draw_marginals(
         peaks[label] = float(density.max())
         filled = label == reference
         alpha = 0.6 if filled else 1.0
-        axes.stairs(
-            density.numpy(), edges.numpy(), color=colours[label], fill=filled, alpha=alpha, lw=1.4
-        )
+        style: dict[str, Any] = {"color": colours[label], "fill": filled, "alpha": alpha, "lw": 1.4}
+        axes.stairs(density.numpy(), edges.numpy(), label=label, **style)
     top = max(peaks.values())
     # A guide that has collapsed may leave the axes; it must not flatten the reference.
     axes.set_ylim(0.0, 1.05 * (top if reference is None else min(top, 4 * peaks[reference])))
@@ -462,19 +462,3 @@ def _smoothing(values: Tensor, edges: Tensor) -> Tensor:
     bandwidth = torch.maximum(bandwidth, edges[1] - edges[0])
     kernel = (-0.5 * ((edges[:-1, None] - edges[:-1]) / bandwidth).square()).exp()
     return kernel / kernel.sum(dim=0)
-
-
-def _add_legend(figure: Figure, colours: dict[str, str], reference: str | None, size: int) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    handles = [
-        Patch(color=colour, alpha=0.6, label=label)
-        if label == reference
-        else Line2D([], [], color=colour, label=label)
-        for label, colour in colours.items()
-    ]
-    if size > 1:  # The upper right is empty.
-        figure.legend(handles=handles, loc="upper right", frameon=False)
-    else:
-        figure.legend(handles=handles, loc="outside upper center", frameon=False, ncols=2)

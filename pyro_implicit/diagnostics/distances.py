@@ -12,7 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_implicit.diagnostics.policy import DISTANCES, MOMENTS
+from pyro_implicit.diagnostics.moments import rounding
+from pyro_implicit.diagnostics.policy import DISTANCES
 
 __all__ = [
     "maximum_mean_discrepancy",
@@ -282,8 +283,7 @@ def whiten(x: Tensor, reference: Tensor) -> Tensor:
     # which strongly correlated posteriors in float32 need; only the signs are to be fixed.
     upper = torch.linalg.qr(reference - mean, mode="r").R
     diagonal = upper.diagonal()
-    rounding = MOMENTS.rounding * torch.finfo(x.dtype).eps * reference.abs().amax(dim=0)
-    if reference.size(0) <= x.size(1) or (diagonal.abs() <= rounding).any():
+    if reference.size(0) <= x.size(1) or (diagonal.abs() <= rounding(reference)).any():
         raise ValueError(
             f"the covariance of the {reference.size(0)} reference draws in {x.size(1)} dimensions "
             "is singular; leave out constant or duplicated coordinates, or use more draws."

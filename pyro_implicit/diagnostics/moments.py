@@ -22,6 +22,7 @@ __all__ = [
     "Whitened",
     "moment_errors",
     "ratio_by_difference",
+    "rounding",
     "whiten_draws",
 ]
 
@@ -253,6 +254,11 @@ def _extremes(products: list[Product]) -> Tensor:
 
 def _normal_quantile(probability: float) -> float:
     return torch.special.ndtri(torch.tensor(probability, dtype=torch.double)).item()
+
+
+def rounding(values: Tensor) -> Tensor:
+    """Return the spread that rounding gives to equal values, for each column."""
+    return MOMENTS.rounding * torch.finfo(values.dtype).eps * values.abs().amax(0)
 
 
 class CollapsedError(ValueError):

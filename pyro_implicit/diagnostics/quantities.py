@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributions import transforms
 
 from pyro_implicit.density.target import Target
-from pyro_implicit.diagnostics.moments import CollapsedError, Fault
-from pyro_implicit.diagnostics.policy import MOMENTS, REPORT
+from pyro_implicit.diagnostics.moments import CollapsedError, Fault, rounding
+from pyro_implicit.diagnostics.policy import REPORT
 from pyro_implicit.nn import FunctionValues, NetworkModel
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "coordinate_labels",
     "describe",
     "describe_faults",
+    "element_labels",
     "find_quantities",
     "index_label",
     "values_of",
@@ -47,8 +48,7 @@ def coordinate_labels(target: Target) -> tuple[str, ...]:
     labels: list[str] = []
     for name, shape in target.shapes.items():
         prefix = _prefix(target.transforms[name])
-        indices = itertools.product(*map(range, shape))
-        labels += [f"{prefix}`{index_label(name, index)}`" for index in indices]
+        labels += [f"{prefix}`{label}`" for label in element_labels(name, shape)]
     return tuple(labels)
 
 
@@ -56,6 +56,11 @@ def index_label(name: str, index: Iterable[int]) -> str:
     """Return the name of a site's element, as ``"theta[3]"``, or ``"tau"`` for a scalar."""
     inside = ", ".join(map(str, index))
     return f"{name}[{inside}]" if inside else name
+
+
+def element_labels(name: str, shape: Iterable[int]) -> list[str]:
+    """Return the names of all elements of a site, in order."""
+    return [index_label(name, index) for index in itertools.product(*map(range, shape))]
 
 
 def describe_faults(faults: Sequence[Fault], labels: Sequence[str], given_rest: bool) -> str:
@@ -182,15 +187,11 @@ class Observed:
     def __init__(self, function: Function, target: Target, points: Tensor) -> None:
         self.function, self.target = function, target
         values = self._values(points)
-        labels = [
-            f"`{index_label(name, index)}`"
-            for name, value in values.items()
-            for index in itertools.product(*map(range, value.shape[1:]))
-        ]
+        names = (element_labels(name, value.shape[1:]) for name, value in values.items())
+        labels = [f"`{label}`" for label in itertools.chain.from_iterable(names)]
         rows = self._rows(values, points)
         self.loc, scale = rows.mean(0), rows.std(0)
-        rounding = MOMENTS.rounding * torch.finfo(rows.dtype).eps * rows.abs().amax(0)
-        self.moves = scale > rounding
+        self.moves = scale > rounding(rows)
         if not rows.isfinite().all() or not self.moves.any():
             raise CollapsedError("the quantities are not finite, or the same at all draws")
         self.scale = scale[self.moves]

@@ -309,33 +309,25 @@ def default_loss(
     :param args: arguments of the model; ``kwargs`` likewise.
     :param model_kwargs: keyword arguments of the model that have the name of an argument here.
     """
-    if isinstance(guide, AutoSemiImplicit):
-        return LIVI_ELBO(num_particles, nonfinite="skip")
-    if isinstance(guide, AutoDelta):
-        return ImplicitELBO(1, nonfinite="skip")
-    if isinstance(guide, AutoEnsemble):
-        return ImplicitELBO(guide.num_members, nonfinite="skip")
-    if isinstance(guide, AutoGuideList):
-        implicit = [part for part in guide if isinstance(part, AutoImplicit)]
-        semi = all(isinstance(part, AutoSemiImplicit) for part in implicit)
-        several = LIVI_ELBO if semi else KIVI_ELBO
-        return (several if implicit else ImplicitELBO)(num_particles, nonfinite="skip")
     kwargs = {**kwargs, **(model_kwargs or {})}
-    if isinstance(guide, AutoAmortized):
-        if guide.prototype_trace is None:
-            with poutine.block():
-                guide(*args, **kwargs)
-        kind = LIVI_ELBO if guide.is_semi_implicit else ImplicitELBO
-        return kind(num_particles, nonfinite="skip")
-    if not isinstance(guide, AutoImplicit):
-        return ImplicitELBO(num_particles, nonfinite="skip")
-    if guide.prototype_trace is None:
+    options: dict[str, Any] = {"nonfinite": "skip"}
+    if isinstance(guide, AutoDelta):
+        return ImplicitELBO(1, **options)
+    if isinstance(guide, AutoEnsemble):
+        return ImplicitELBO(guide.num_members, **options)
+    parts = list(guide) if isinstance(guide, AutoGuideList) else [guide]
+    implicit = [part for part in parts if isinstance(part, AutoImplicit)]
+    if implicit and all(isinstance(part, AutoSemiImplicit) for part in implicit):
+        return LIVI_ELBO(num_particles, **options)
+    if isinstance(guide, (AutoAmortized, AutoImplicit)) and guide.prototype_trace is None:
         with poutine.block():
             guide(*args, **kwargs)
-    if has_exact_density(guide):
+    if isinstance(guide, AutoImplicit) and has_exact_density(guide):
         coverage = 0.0 if _subsamples(guide.model, args, kwargs) else 1.0
-        return InjectiveELBO(num_particles, coverage=coverage, nonfinite="skip")
-    return KIVI_ELBO(num_particles, nonfinite="skip")
+        return InjectiveELBO(num_particles, coverage=coverage, **options)
+    if isinstance(guide, AutoAmortized) and guide.is_semi_implicit:
+        return LIVI_ELBO(num_particles, **options)
+    return (KIVI_ELBO if implicit else ImplicitELBO)(num_particles, **options)
 
 
 def _subsamples(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from pyro_implicit import AutoImplicit
 from pyro_implicit.diagnostics import (
     ComparePolicy,
+    against_reference,
     compare,
     maximum_mean_discrepancy,
     sliced_wasserstein,
@@ -348,6 +349,12 @@ def test_a_reference_that_lost_a_mode_is_the_worse_one(with_density):
     assert other.reference.missing == 0 and "times as far off" in other.verdict
     astray = compare(two_modes, {"x": 20 + both_modes()["x"]}, both_modes())
     assert astray.reference.missing == 0 and not astray.reference.is_worse()
+
+
+def test_a_draw_is_far_from_twice_the_distance_of_neighbours():
+    line = against_reference._Neighbours(torch.arange(100.0)[:, None])
+    points = torch.tensor([[-2.1], [-1.9], [0.5], [50.0], [100.9], [101.1]])
+    assert line.are_far(points).tolist() == [True, False, False, False, False, True]
 
 
 def test_why_lost_mass_is_unknown_is_said():

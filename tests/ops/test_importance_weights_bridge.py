@@ -21,3 +21,13 @@ def test_bridge_sampling_finds_a_normalising_constant():
     assert abs(bridge(*ratios) - 3.0) < 0.05
     ratios[1][2000:] = -torch.inf  # half of the proposals are elsewhere
     assert abs(bridge(*ratios) - 3.0 - math.log(0.5)) < 0.15
+
+
+def test_uneven_sets_solve_the_logistic_regression():
+    """The optimal bridge is the intercept of a logistic regression of the set on the log-ratio."""
+    torch.manual_seed(0)
+    target, proposal = dist.Normal(0.5, 1.0), dist.Normal(0.0, 1.5)
+    sets = target.sample((500,)).double(), proposal.sample((4000,)).double()
+    ratios = [3.0 + target.log_prob(x) - proposal.log_prob(x) for x in sets]
+    logits = torch.cat(ratios) - bridge(*ratios) + math.log(500 / 4000)
+    torch.testing.assert_close(logits.sigmoid().sum().item(), 500.0, rtol=1e-5, atol=0)
