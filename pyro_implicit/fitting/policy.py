@@ -147,6 +147,10 @@ class BudgetPolicy:
     #: Factor on the budget for chains that have not converged; most stop long before.
     patience: int = 2
 
+    #: Seconds of one core, measured, up to which chains go on whose R-hat or errors are too large;
+    #: about what NUTS takes for hard models of hundreds of latent variables.
+    patient_seconds: float = 120.0
+
 
 @dataclass(frozen=True)
 class TrainingPolicy:

@@ -176,6 +176,7 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
             chains.num_chains,
             chains.max_gradients,
             max_seconds=left if math.isfinite(left) else None,
+            patience=math.inf if math.isfinite(left) else stages.policy.budget.patient_seconds,
             compile=stages.options["compile"],
             progress=stages.options["progress"],
         )

@@ -190,7 +190,8 @@ class WindowedChains(Chains):
     _labels: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     _has_quantities: bool = False
     _spends_all: bool = False
-    _began: tuple[int, float] = (0, 0.0)
+    _began: tuple[int, float, float] = (0, 0.0, 0.0)
+    _adapted_number: bool = False
 
     def attach(
         self,
@@ -281,6 +282,8 @@ class WindowedChains(Chains):
             factor = self.policy.stopping.between_checks
             self._next_check = math.ceil(factor * self.history.seen)
             found = self._settled()
+            if self.settled is None:
+                self._adapt_number()
         if (found is not None and not self._spends_all) or not self.has_draws:
             return found
         end = None
@@ -314,32 +317,45 @@ class WindowedChains(Chains):
         return "converged" if is_enough or is_spent else None
 
     def _goes_on(self) -> bool:
-        """Extend the budget if patience is left; if chains mix slowly, go on with fewer chains."""
+        """Extend the budget of chains that are not usable, if patience is left."""
         assert self.last_drift is not None
         limits, left = self.policy.stopping, self.patience - self.cpu_seconds
         if self.last_drift.is_usable(limits) or left < limits.worthwhile * self.cpu_seconds:
             return False
-        cost = self.cpu_seconds / self.gradients
-        if self.last_drift.r_hat > limits.max_usable_r_hat:
-            number, share = self._cheapest_number()
-            if number < len(self.state.position):
-                cost *= share
-                self._thin_out(number)
-        # As long again, so that the result does not depend on small differences in time.
-        self.max_gradients += int(min(left, max(self.cpu_seconds, left / 2)) / cost)
+        gradients, _, cpu_seconds = self._began
+        cost = (self.cpu_seconds - cpu_seconds) / (self.gradients - gradients)
+        # Twice as long, so that the result does not depend on small differences in time.
+        self.max_gradients += math.ceil(min(left, self.cpu_seconds) / cost)
         return True
 
+    def _adapt_number(self) -> None:
+        """Go on with fewer, longer chains, if R-hat says that these end before they forget.
+
+        The chains of a mixture's components stay, because they carry the weights of modes.
+        """
+        if self.patience <= 0 or self._labels is not None or self._adapted_number:
+            return
+        assert self.last_drift is not None
+        draws = (self.last_drift.r_hat**2 - 1) / (self.policy.stopping.max_r_hat**2 - 1)
+        needed = draws * (self.gradients - self.warmup_gradients)
+        left = self.max_gradients - self.gradients
+        if needed <= left:
+            return
+        self._adapted_number = True
+        number, share = self._cheapest_number()
+        if number < len(self.state.position):
+            self._thin_out(number)
+            self.max_gradients = self.gradients + math.ceil(max(0.0, left) / share)
+
     def _cheapest_number(self) -> tuple[int, float]:
-        """Return the number of chains that a long run needs, and the cost of its gradient.
+        """Halve the number of chains while this makes a gradient cheaper.
 
-        The number is halved while this makes a gradient cheaper.
-
-        :returns: the number, and its cost as a share of the cost of all chains.
+        :returns: the number, and the cost of its gradient as a share of that of all chains.
         """
 
         def seconds(number: int) -> float:
             white, times = self.state.position[:number], []
-            for _ in range(3):  # the shortest: other programs only lengthen it
+            for _ in range(5):  # the shortest: other programs only lengthen it
                 began = time.perf_counter()
                 self._score(white)
                 times.append(time.perf_counter() - began)
@@ -367,7 +383,7 @@ class WindowedChains(Chains):
         longest = max(self.adaptation.max_gradients, self.policy.long_leapfrogs)
         self.adaptation = self.adaptation.thawed().limited(longest)
         self.history = History(self.history.capacity)
-        self._began = self.gradients, self.seconds
+        self._began = self.gradients, self.seconds, self.cpu_seconds
         self.phase, self._next_check = "warm-up", self.policy.stopping.first_check
         self._window = self.policy.warmup.least_windows - 1
         self.acceptance = self.failed = 0.0
@@ -392,7 +408,7 @@ class WindowedChains(Chains):
 
     def _hurries(self) -> bool:
         """Whether the warm-up has had its share of the budget; shorten trajectories if so."""
-        gradients, seconds = self._began
+        gradients, seconds, _ = self._began
         share = (self.gradients - gradients) / (self.max_gradients - gradients)
         if self.max_seconds is not None:
             share = max(share, (self.seconds - seconds) / max(self.max_seconds - seconds, 1e-9))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 
 import pyro
 import pyro.distributions as dist
@@ -12,9 +13,13 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import AutoImplicit, AutoregressiveGenerator, fit
+from pyro_implicit.density import Target
 from pyro_implicit.fitting import Fit
+from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc import ChainPolicy, refine
+from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.policy import StoppingPolicy
+from pyro_implicit.mcmc.refine import refine_target
 
 #: Chains that never count as converged.
 STRICT = ChainPolicy(stopping=StoppingPolicy(max_error=1e-9))
@@ -77,6 +82,49 @@ def test_a_limit_of_time(monkeypatch):
         short.refine_more(max_seconds=0)
     with pytest.raises(ValueError, match="max_gradients"):
         short.refine_more(max_gradients=0)
+
+
+def ridge():
+    pyro.sample("x", dist.MultivariateNormal(torch.zeros(2), RIDGE))
+
+
+RIDGE = torch.tensor([[1.0, 0.999], [0.999, 1.0]])
+
+
+@pytest.mark.parametrize("patience", [0.0, 1000.0])
+def test_long_memory_leads_to_fewer_longer_chains(monkeypatch, patience):
+    """A diagonal frame and short trajectories on a ridge: chains diffuse."""
+    timed = []
+    monkeypatch.setattr(
+        WindowedChains, "_cheapest_number", lambda self: timed.append(0) or (16, 0.25)
+    )
+    sampler = Sampler(Target(ridge), {"x": 0.03 * torch.randn(64, 2) + 0.5})
+    torch.manual_seed(0)
+    found = refine_target(
+        sampler, 64, 300, frame="diagonal", max_leapfrogs=2, progress=False, patience=patience
+    )
+    if not patience:
+        assert (found.num_chains, found.stopped, timed) == (64, "max_gradients", [])
+        assert found.drift.r_hat > 1.65
+        return
+    assert (found.num_chains, timed) == (16, [0])
+    assert found.settled or found.drift.is_usable()
+    draws = found.get_samples()["x"]
+    assert draws.mean(0).abs().max() < 0.25 and (draws.std(0) - 1).abs().max() < 0.25
+
+
+def test_patience_ends(monkeypatch):
+    """Chains that stay unusable double their gradients until the seconds are spent."""
+    spent = []
+    monkeypatch.setattr(time, "process_time", lambda: spent.append(0) or 0.01 * len(spent))
+    monkeypatch.setattr(WindowedChains, "_cheapest_number", lambda self: (64, 1.0))
+    usable = StoppingPolicy(max_usable_error=1e-9, max_error=1e-9)
+    sampler = Sampler(Target(ridge), {"x": torch.randn(64, 2)})
+    found = refine_target(
+        sampler, 64, 200, progress=False, patience=2.0, policy=ChainPolicy(stopping=usable)
+    )
+    assert found.stopped == "max_gradients" and found.num_chains == 64
+    assert 1.5 < found.chains.cpu_seconds < 2.6
 
 
 def test_chains_that_cannot_go_on():
