@@ -172,8 +172,8 @@ def examine(
 
 def _known(guide: Callable[..., Any]) -> dict[str, Any]:
     if not isinstance(guide, StoredDraws):
-        return {}
-    names = ("settled", "modes_weighed", "doubts", "unsettled")
+        return {"automatic": getattr(guide, "made_by_fit", False)}
+    names = ("settled", "modes_weighed", "doubts", "unsettled", "symmetry")
     return {name: getattr(guide, name) for name in names}
 
 

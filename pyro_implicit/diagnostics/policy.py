@@ -182,7 +182,8 @@ class VerdictPolicy:
     khat: Thresholds = Thresholds(FINITE_VARIANCE_KHAT, RELIABLE_KHAT)
 
     #: The same if the effective sample size exceeds ``good_weights``: the tail has little mass.
-    khat_of_even: Thresholds = Thresholds(RELIABLE_KHAT, math.inf)
+    #: Above 1 a mean of weights is not finite.
+    khat_of_even: Thresholds = Thresholds(1.0, math.inf)
 
     #: Error of a mean, in standard deviations: what changes a plot, and what changes a conclusion.
     mean: Thresholds = Thresholds(0.1, 0.25)
@@ -196,7 +197,7 @@ class VerdictPolicy:
 
     #: Share of chains of short HMC that leave the guide's draws behind. It counts only if
     #: chance would give it in fewer than ``false_alarm`` of all cases.
-    escaped: Thresholds = Thresholds(0.01, 0.05)
+    escaped: Thresholds = Thresholds(0.02, 0.05)
 
     #: Effective sample size per draw from which k-hat is ignored.
     even_weights: float = EVEN_EFFICIENCY

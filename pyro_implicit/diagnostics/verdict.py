@@ -57,6 +57,8 @@ class Diagnosis(Printed):
     :ivar modes_weighed: whether the weights of separate modes are known to be correct.
     :ivar doubts: known failures of the chains.
     :ivar unsettled: error bounds and R-hat of chains that ended before they converged, else None.
+    :ivar symmetry: a symmetry of the posterior that keeps chains apart, in words.
+    :ivar automatic: whether ``fit`` made the guide, so that its training has no settings.
     :ivar broken: the reason if no check was possible (collapsed or infinite draws), else empty.
     :ivar left_out: the number of draws that were left out, and the reason, else empty.
     :ivar semi_implicit: whether the guide is an :class:`~pyro_implicit.AutoSemiImplicit`, so that
@@ -86,6 +88,8 @@ class Diagnosis(Printed):
     judged: str = ""
     doubts: tuple[str, ...] = ()
     unsettled: Drift | None = None
+    symmetry: str = ""
+    automatic: bool = False
     left_out: str = ""
     semi_implicit: bool = False
     policy: VerdictPolicy = field(default_factory=VerdictPolicy, repr=False)
@@ -201,9 +205,18 @@ FIT_UNLIKE = (
     f"AutoregressiveGenerator with InjectiveELBO), {STEPS}, or NUTS"
 )
 CONTINUE = "result.refine_more(max_seconds=...), which continues the chains, or another model"
+UNROTATED = (
+    "only functions that rotations leave unchanged, as quantities= of refine and diagnose; or a "
+    "model without the symmetry, such as triangular loadings of positive diagonal"
+)
+
+#: Advice for guides of ``fit``, whose training has no settings.
+FIT_REFINED = (
+    "fit with refine=True, which moves the draws by chains; a reparameterised model; or NUTS"
+)
 MOVE_BETTER = (
-    "refine from elsewhere (draws of the prior, another guide) with more max_gradients, a "
-    "reparameterised model, or NUTS"
+    "result.refine_more(max_seconds=...), refine from elsewhere (draws of the prior, another "
+    "guide), a reparameterised model, or NUTS"
 )
 
 
@@ -256,12 +269,14 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
         cure = "data and defaults in float64, or priors that do not reach where the model overflows"
         yield Finding("check", found.left_out, cure)
     for doubt in found.doubts:
-        yield Finding("check", doubt, "refine with more max_gradients, or from a better guide")
+        yield Finding("check", doubt, f"{CONTINUE}; or refine from a better guide")
     verdict = "trust" if found.unsettled is None else judge_chains(found.unsettled, policy)
     if verdict != "trust":
         # The units of a network have no order: R-hat of its weights says little of predictions.
-        reason = f"the chains ended before they converged: {found.unsettled}"
-        yield Finding("check" if found.judged else verdict, reason, CONTINUE)
+        reason, cure = f"the chains ended before they converged: {found.unsettled}", CONTINUE
+        if found.symmetry:
+            reason, cure = f"{found.symmetry} ({reason})", UNROTATED
+        yield Finding("check" if found.judged or found.symmetry else verdict, reason, cure)
     known = found.broken or found.of_chains or found.judged or found.doubts
     if found.no_density and not known:
         cure = "AutoSemiImplicit with LIVI_ELBO, or AutoregressiveGenerator with InjectiveELBO"
@@ -269,7 +284,7 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
             cure = "AutoregressiveGenerator with InjectiveELBO, or refine"
         reason = "no importance weights, without which no guide is trusted"
         if found.no_density == STORED:
-            cure = "refine, with more max_gradients if it did not settle"
+            cure = "refine, or result.refine_more of chains"
             reason = "these draws have no importance weights, and are of no chains that settled"
         yield Finding("check", reason, cure)
     checks = (
@@ -308,6 +323,8 @@ def _cure(found: Diagnosis) -> str:
 
 
 def _better_fit(found: Diagnosis) -> str:
+    if found.automatic:
+        return FIT_REFINED
     return FIT_UNLIKE if found.semi_implicit else FIT_BETTER
 
 

@@ -140,6 +140,7 @@ class Stages:
             self._keep_parameters()
         finally:
             for guide in self.guides:
+                guide.made_by_fit = True  # which advice of `diagnose` suits it
                 forget(guide)
 
     def train(

@@ -208,6 +208,8 @@ class StoredDraws:
     :param doubts: known problems of the chains, each in a few words.
     :param unsettled: the :class:`~pyro_implicit.mcmc.stopping.Drift` of chains that ended before
         they converged, from which :func:`~pyro_implicit.diagnose` judges them.
+    :param num_independent: the number of independent draws that they are worth; by default all.
+    :param symmetry: a symmetry of the posterior that keeps chains apart, in words.
     :raises ValueError: for no draws, or sites with different numbers of draws.
     """
 
@@ -218,6 +220,8 @@ class StoredDraws:
         modes_weighed: bool = False,
         doubts: Sequence[str] = (),
         unsettled: Any = None,
+        num_independent: float = math.inf,
+        symmetry: str = "",
     ) -> None:
         lengths = {len(value) for value in samples.values()}
         if len(lengths) != 1 or lengths == {0}:
@@ -228,7 +232,8 @@ class StoredDraws:
             )
         self.samples, self.settled, self.modes_weighed = dict(samples), settled, modes_weighed
         self.doubts, self.unsettled = tuple(doubts), unsettled
-        self.num_draws = lengths.pop()
+        self.num_draws, self.symmetry = lengths.pop(), symmetry
+        self.num_independent = int(min(self.num_draws, num_independent))
 
     def __repr__(self) -> str:
         return f"StoredDraws({self.num_draws} draws of {', '.join(self.samples)})"

@@ -25,7 +25,7 @@ from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
 from pyro_implicit.mcmc.policy import StoppingPolicy
 from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.spaces.space import Space
-from pyro_implicit.mcmc.stopping import Drift
+from pyro_implicit.mcmc.stopping import Drift, rotated_sites
 from pyro_implicit.mcmc.teaching import Taught
 from pyro_implicit.runtime.printing import Printed, Table
 from pyro_implicit.runtime.sites import site_parts
@@ -178,7 +178,8 @@ class Refined(Printed, ArvizExport):
         return self.get_samples(group_by_chain=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {name: value for name, value in vars(self).items() if name != "samples"}
+        cached = ("samples", "symmetry")
+        kept = {name: value for name, value in vars(self).items() if name not in cached}
         return kept | {"more": None}
 
     @torch.no_grad()
@@ -228,6 +229,18 @@ class Refined(Printed, ArvizExport):
         """Whether the chains stopped because nothing drifted any more, and not at a budget."""
         return self.stopped in ("converged", "steady")
 
+    @cached_property
+    def symmetry(self) -> str:
+        """The symmetry that keeps unsettled chains apart, in words; empty if there is none."""
+        far = self.drift is not None and self.drift.r_hat > self.policy.max_usable_r_hat
+        found = rotated_sites(self.samples, self.policy) if far and not self.settled else []
+        if not found:
+            return ""
+        return (
+            f"rotations of {' and '.join(found)} leave the posterior unchanged: inner products of "
+            "rows agree between chains, single elements do not"
+        )
+
     @property
     def doubts(self) -> tuple[str, ...]:
         """Reasons to doubt draws of all data, for which ``diagnose`` says "check"."""
@@ -251,9 +264,15 @@ class Refined(Printed, ArvizExport):
 
     def as_guide(self) -> StoredDraws:
         """Return the draws as a guide, for ``Predictive``."""
-        unsettled = None if self.settled else self.drift
+        known = {} if self.drift is None else {"num_independent": self.drift.worth(self.num_chains)}
         return StoredDraws(
-            self.get_samples(), self.settled, self.modes_weighed, self.doubts, unsettled
+            self.get_samples(),
+            self.settled,
+            self.modes_weighed,
+            self.doubts,
+            unsettled=None if self.settled else self.drift,
+            symmetry=self.symmetry,
+            **known,
         )
 
     def diagnostics(self) -> dict[str, Any]:

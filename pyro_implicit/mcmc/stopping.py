@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ __all__ = [
     "drift",
     "open_errors",
     "pooled",
+    "rotated_sites",
     "tracked",
 ]
 
@@ -85,6 +86,10 @@ class Drift(NamedTuple):
         """Return whether the errors are small enough for a result, though not to stop early."""
         is_small = max(self.stated()[:2]) <= policy.max_usable_error
         return is_small and self.r_hat <= policy.max_usable_r_hat
+
+    def worth(self, num_chains: int) -> float:
+        """Return the number of independent draws that the chains are worth, by R-hat."""
+        return num_chains / max(self.r_hat**2 - 1, 1e-9)
 
     def stated(self) -> Drift:
         """Return bounds that are never smaller than the errors that R-hat leaves open."""
@@ -262,6 +267,35 @@ def _r_hat(means: Tensor, mean_squares: Tensor, group: Tensor, members: Tensor) 
     constant = between + within.clamp(min=0) == 0
     ratio = torch.where(constant, 0.0, between) / pooled(within.clamp(min=0), group)
     return (1 + ratio).sqrt()
+
+
+def rotated_sites(
+    samples: Mapping[str, Tensor], policy: StoppingPolicy = DEFAULT.stopping
+) -> list[str]:
+    r"""Return matrices whose elements differ between chains, but whose inner products agree.
+
+    A rotation of the columns of W, as of factor loadings, leaves :math:`W W^\top` unchanged. Chains
+    at different angles have a large R-hat, though all functions without this angle have converged.
+
+    :param samples: constrained draws by site, ``(num_chains, num_draws, *site_shape)``.
+    :param policy: the limits of R-hat, and the number of rows that are compared.
+    """
+    found = []
+    for name, value in samples.items():
+        if value.dim() != 4 or min(value.shape[2:]) < 2:
+            continue
+        rows = value if value.shape[2] >= value.shape[3] else value.mT
+        rows = rows[:, :, :: -(-rows.shape[2] // policy.num_rows)].double()
+        if _plain_r_hat(rows) > policy.max_usable_r_hat >= _plain_r_hat(rows @ rows.mT):
+            found.append(f"`{name}`")
+    return found
+
+
+def _plain_r_hat(values: Tensor) -> float:
+    """Return the largest R-hat of quantities ``(num_chains, num_draws, *shape)``."""
+    within = values.var(1).mean(0)
+    between = values.mean(1).var(0)
+    return (1 + between / within).sqrt().max().item()
 
 
 Quantities = Callable[[dict[str, Tensor]], Tensor | dict[str, Tensor]]

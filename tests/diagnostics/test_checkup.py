@@ -31,6 +31,7 @@ from pyro_implicit.diagnostics.checkup import diagnose
 from pyro_implicit.diagnostics.moments import MomentErrors, Resolution
 from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.fitting import Fit
+from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.mcmc.draws import DrawStore
@@ -201,7 +202,8 @@ def test_weights_beyond_the_budget_are_left_out():
         (0.8, 0.5, "do not trust"),
         (math.inf, 0.5, "do not trust"),
         (0.6, 0.95, "trust"),
-        (0.8, 0.95, "check"),
+        (0.8, 0.95, "trust"),
+        (1.1, 0.95, "check"),
         (math.inf, 0.995, "trust"),
     ],
 )
@@ -266,6 +268,34 @@ def test_doubts_of_chains():
         if verdict != "trust":
             assert str(drift) in judged.findings[0].reason and "refine_more" in judged.cures[0]
     assert found(drift=Drift(0.05, 0.05, 1.66)).verdict == "trust"  # steady quantities
+
+
+def test_symmetries_and_cures_are_named():
+    drift = Drift(0.5, 0.5, 3.4)
+    lost = Diagnosis(1000, 2, unsettled=drift)
+    assert lost.verdict == "do not trust" and "refine_more" in lost.cures[0]
+    turned = Diagnosis(1000, 2, unsettled=drift, symmetry="rotations of `w` leave ...")
+    assert turned.verdict == "check" and turned.findings[0].reason.startswith("rotations of `w`")
+    assert "triangular" in turned.cures[0]
+    bound = EvidenceBound(0.0, 0.0, 0.6, 500.0)
+    by_hand, automatic = (Diagnosis(1000, 2, bound, automatic=made) for made in (False, True))
+    assert "learning rate" in by_hand.cures[0] and "learning rate" not in automatic.cures[0]
+
+
+def test_dependent_draws_are_not_taken_for_independent_ones():
+    """50 draws, each 40 times, of a perfect guide: repeated noise is no error."""
+
+    def model():
+        pyro.sample("x", dist.Normal(torch.zeros(10), 1.0).to_event(1))
+
+    pyro.set_rng_seed(0)
+    draws = {"x": torch.randn(150, 10).repeat(40, 1)}
+    options = {"num_transitions": 0, "modes": None, "progress": False}
+    worth = StoredDraws(draws, settled=True, num_independent=150)
+    assert diagnose(model, worth, **options).num_samples == 150
+    assert diagnose(model, worth, **options).verdict == "trust"
+    assert diagnose(model, StoredDraws(draws, settled=True), **options).verdict != "trust"
+    assert diagnose(model, worth, num_samples=2000, **options).num_samples == 2000
 
 
 @pytest.mark.parametrize(

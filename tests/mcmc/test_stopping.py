@@ -10,7 +10,7 @@ import torch
 
 from pyro_implicit.mcmc import stopping
 from pyro_implicit.mcmc.draws import History
-from pyro_implicit.mcmc.stopping import Drift, drift, open_errors, tracked
+from pyro_implicit.mcmc.stopping import Drift, drift, open_errors, rotated_sites, tracked
 
 
 def powers(values):
@@ -93,6 +93,20 @@ def test_stated_errors_follow_known_variances(between, r_hat):
         [max(pair) for pair in zip(expected, found[:2], strict=True)], abs=0.03
     )
     assert Drift(2.0, 3.0, r_hat).stated() == (2.0, 3.0, r_hat)
+
+
+def test_rotated_sites():
+    """Chains at different angles of the same loadings; others at different loadings."""
+    torch.manual_seed(0)
+    loadings, noise = torch.randn(12, 2), 0.1 * torch.randn(64, 50, 12, 2)
+    angle = 6.28 * torch.rand(64, 1)
+    turn = torch.stack(
+        [torch.cat([angle.cos(), -angle.sin()], -1), torch.cat([angle.sin(), angle.cos()], -1)], 1
+    ).unsqueeze(1)
+    turned = (loadings + noise) @ turn
+    apart = loadings + torch.randn(64, 1, 12, 2) + noise
+    samples = {"turned": turned, "flat": turned.mT, "apart": apart, "same": loadings + noise}
+    assert rotated_sites(samples | {"scalar": turned[..., 0]}) == ["`turned`", "`flat`"]
 
 
 def test_r_hat_within_modes():
