@@ -128,7 +128,7 @@ def test_draws_that_are_wrong_are_not_trusted():
     whoever_made_them = diagnose(data, {"x": right}, y)
     assert whoever_made_them.verdict == "check"
     assert "no chains that settled" in whoever_made_them.findings[0].reason
-    assert whoever_made_them.cures == ("refine, with more max_gradients if it did not settle",)
+    assert whoever_made_them.cures == ("refine, or result.refine_more of chains",)
     assert diagnose(data, {"x": 0.7 * right}, y).verdict == "do not trust"
 
 
