@@ -275,6 +275,9 @@ class SpacePolicy:
     #: Sd of these points, in unconstrained coordinates.
     point_spread: float = 0.3
 
+    #: Fits of the law, each with the factors of the last.
+    law_rounds: int = 4
+
     #: Share of the variance that the law must explain.
     explained: float = 0.8
 
@@ -289,6 +292,13 @@ class SpacePolicy:
 
     #: Information, in units of the prior's, below which a site is left out.
     least_told: float = 0.01
+
+    #: Sum of squared correlations of an element with all others, given the rest, above which
+    #: a map of all elements is tried; 0.02 is one other element with a correlation of 0.14.
+    coupled: float = 0.02
+
+    #: Ratio of roughness below which coupled elements leave their elementwise map.
+    rounder: float = 0.5
 
     #: Mean squared error of the score of a standard normal that is round enough.
     max_rest: float = 0.3

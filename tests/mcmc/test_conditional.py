@@ -91,6 +91,15 @@ def walk():
         pyro.sample(f"y_{step}", dist.Normal(x, SIGMA[step]), obs=Y[step])
 
 
+def steps():
+    """A walk of steps of latent scale, of which the data see sums."""
+    noise = pyro.sample("noise", dist.LogNormal(0.0, 1.0))
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    start = pyro.sample("start", dist.Normal(1.0, 2.0))
+    x = pyro.sample("x", dist.Normal(0.0, scale).expand([4]).to_event(1))
+    pyro.sample("y", dist.Normal(start + x.cumsum(-1), noise).to_event(1), obs=Y)
+
+
 def single():
     """A vector of one."""
     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
@@ -166,6 +175,7 @@ MODELS = {
     "taken names": (taken_names, ["z", "x"]),
     "by hand": (by_hand, ["level", "z"]),
     "series": (series, ["start", "z"]),
+    "steps": (steps, ["start", "x"]),
     "both": (both, ["z", "x"]),
     "single": (single, ["x"]),
     "by precision": (field("precision_matrix"), ["x"]),
@@ -214,6 +224,7 @@ def test_the_density_is_the_models_by_change_of_variables(name):
         *("normal", "log-normal", "vectors", "by precision", "by covariance", "nested", "walk"),
         "by hand",
         "series",
+        "steps",
     ],
 )
 def test_noise_is_standard_normal_given_the_other_latents(name):
@@ -231,7 +242,13 @@ def test_noise_is_standard_normal_given_the_other_latents(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "sites"), [("normal", ["x"]), ("by hand", ["level", "z"]), ("series", ["start", "z"])]
+    ("name", "sites"),
+    [
+        ("normal", ["x"]),
+        ("by hand", ["level", "z"]),
+        ("series", ["start", "z"]),
+        ("steps", ["start", "x"]),
+    ],
 )
 def test_noise_of_normals_is_so_at_every_scale(name, sites):
     walked, points = conditional(name)
@@ -418,7 +435,8 @@ def test_steps_of_which_the_data_see_sums_are_not_taken_for_known():
 
     density = Target(model)
     middle = torch.full((7,), 0.3)
-    found = ConditionalNoise(density, middle).reparams["steps"]
+    policy = SpacePolicy(coupled=math.inf)
+    found = ConditionalNoise(density, middle, policy=policy).reparams["steps"]
     sums, prior = torch.ones(6, 6).tril(), math.exp(-0.6)
     covariance = torch.linalg.inv(4 * sums.mT @ sums + prior * torch.eye(6))
     mean = covariance @ (4 * sums.mT @ torch.arange(6.0) + prior * 0.5)

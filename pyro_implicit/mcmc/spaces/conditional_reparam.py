@@ -275,7 +275,13 @@ def own_hessians(
         for index in range(size):
             own[:, index, columns[:, index]] = signs[-1]
         directions.append(own.flatten(0, 1))
-    products = iter(target.hessian_products(point, score, torch.cat(directions)))
+    products = iter(
+        [
+            product
+            for some in torch.cat(directions).split(policy.columns_at_once)
+            for product in target.hessian_products(point, score, some)
+        ]
+    )
     found = []
     for columns, sign, own in zip(sites, signs, directions, strict=True):
         rows = torch.stack([next(products)[0, columns] for _ in own])

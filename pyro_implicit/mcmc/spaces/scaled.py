@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pyro.distributions as dist
@@ -22,7 +23,6 @@ from pyro_implicit.mcmc.spaces.conditional_reparam import (
     own_hessians,
     score_of_rest,
     told,
-    unused_suffix,
 )
 from pyro_implicit.ops.low_rank_normal import (
     LinearTerm,
@@ -78,6 +78,7 @@ class ScaledBlock:
     and draw it given the others.
 
     :param powers: b, by the name of the latent and of the other latent.
+    :param rests: the part of b in R, by the same names.
     :param middle: unconstrained values of the other latents, whose shapes broadcast with the
         latent's.
     :param shapes: shapes of the latents.
@@ -86,18 +87,17 @@ class ScaledBlock:
     :param information: h in these units, ``(n,)``.
     :param locs: locations l of the priors in these units, ``(n,)``.
     :param suffix: suffix of the names of noise.
-    :param factor_power: power above which a latent is a factor.
     :param series: the last of the latents, if its D is one number.
     """
 
     powers: Mapping[str, Mapping[str, float]]
+    rests: Mapping[str, Mapping[str, float]]
     middle: Mapping[str, Tensor]
     shapes: Mapping[str, torch.Size]
     precision: Tensor
     information: Tensor
     locs: Tensor
     suffix: str = SUFFIX
-    factor_power: float = DEFAULT.space.factor_power
     series: Series | None = None
 
     def to_noise(self, parts: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -161,20 +161,25 @@ class ScaledBlock:
         shared = (total / own.shape[-1]).unsqueeze(-1).expand_as(own)
         return torch.cat([moved, own], -1), torch.cat([log_det, shared], -1)
 
-    def _scales(self, parts: Mapping[str, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+    def _scales(self, parts: Mapping[str, Tensor], like: Tensor) -> tuple[Tensor, ...]:
         """Return D and R, ``(num_points, n)``."""
-        log_scales, log_rests = [], []
-        for name, shape in self.shapes.items():
-            log_scale = log_rest = like.new_zeros(len(like), *shape)
-            for other, power in self.powers[name].items():
-                moved = parts[other] - self.middle[other]
-                lacking = (1,) * (len(shape) + 1 - moved.dim())
-                moved = power / 2 * moved.reshape(len(like), *lacking, *moved.shape[1:])
-                log_scale = log_scale + moved
-                log_rest = log_rest + (moved if power < self.factor_power else 0 * moved)
-            log_scales.append(log_scale.reshape(len(like), -1))
-            log_rests.append(log_rest.reshape(len(like), -1))
-        return torch.cat(log_scales, -1).exp(), torch.cat(log_rests, -1).exp()
+        return tuple(
+            torch.cat(
+                [self._log(powers[name], parts, name, like) for name in self.shapes], -1
+            ).exp()
+            for powers in (self.powers, self.rests)
+        )
+
+    def _log(
+        self, powers: Mapping[str, float], parts: Mapping[str, Tensor], name: str, like: Tensor
+    ) -> Tensor:
+        shape = self.shapes[name]
+        total = like.new_zeros(len(like), *shape)
+        for other, power in powers.items():
+            moved = parts[other] - self.middle[other]
+            lacking = (1,) * (len(shape) + 1 - moved.dim())
+            total = total + power / 2 * moved.reshape(len(like), *lacking, *moved.shape[1:])
+        return total.reshape(len(like), -1)
 
     def _told(self, scale: Tensor, rest: Tensor) -> Tensor:
         """Return the information on the noise, ``(num_points, n)``."""
@@ -214,6 +219,8 @@ class ScaledReparam(ConditionalReparam):
 
 
 Powers = dict[str, float]
+ScaleOf = Callable[[Tensor], Tensor]
+"""Maps points ``(num_points, latent_dim)`` to scales of a prior, ``(num_points, n)``."""
 
 
 def scaled_reparams(
@@ -221,6 +228,8 @@ def scaled_reparams(
     middle: Tensor,
     known: Collection[str] = (),
     policy: SpacePolicy = DEFAULT.space,
+    written: Mapping[str, tuple[str, ScaleOf]] = MappingProxyType({}),
+    suffix: str = SUFFIX,
 ) -> dict[str, ScaledReparam]:
     """Find latents with a fixed prior of which the data say more the larger other latents are.
 
@@ -233,6 +242,9 @@ def scaled_reparams(
     :param middle: the middle of the posterior, ``(latent_dim,)``.
     :param known: sites that are noise already.
     :param policy: limits of the analysis.
+    :param written: by the name of a noise in non-centred form, which is scaled like other latents,
+        the site of the model and the function that maps points to the scales of its prior.
+    :param suffix: suffix of the names of noise.
     """
     if target.is_enumerated:
         return {}
@@ -240,16 +252,115 @@ def scaled_reparams(
         nodes = target.trace_at(middle).nodes
     except IMPOSSIBLE:
         return {}
-    names = [name for name in target.shapes if name not in known and _is_plain(nodes[name])]
+    names = [name for name in target.shapes if name in written or name not in known]
+    names = [name for name in names if _is_plain(nodes[name])]
     names = sorted(names, key=lambda name: -target.shapes[name].numel())[: policy.max_sites]
     if not names or len(target.shapes) == 1:
         return {}
-    found = _blocks(target, _laws(target, middle, names, nodes, policy), policy)
+    scales = {name: scale for name, (_, scale) in written.items()}
+    sites = {name: site for name, (site, _) in written.items()}
+    analysis = _Analysis(target, middle, nodes, scales, policy)
+    found = _blocks(target, _laws(analysis, names), policy)
+    try:
+        blocks = [_block(analysis, laws, suffix, sites) for laws in found]
+    except torch.linalg.LinAlgError:  # derivatives that are not finite
+        return {}
     return {
-        name: ScaledReparam(block, target.shapes[name])
-        for block in (_block(target, middle, powers, nodes, policy) for powers in found)
-        for name in block.shapes
+        name: ScaledReparam(block, shape)
+        for block in blocks
+        for name, shape in block.shapes.items()
     }
+
+
+class _Analysis(NamedTuple):
+    """What the functions below read."""
+
+    target: Target
+    middle: Tensor
+    nodes: dict[str, Any]
+    written: Mapping[str, ScaleOf]
+    policy: SpacePolicy
+
+    def others(self, name: str) -> list[str]:
+        """Return the latents that may scale a site."""
+        shapes = self.target.shapes
+        return [one for one in shapes if one != name and _broadcasts(shapes[one], shapes[name])]
+
+    def moved(self, moves: Tensor, name: str, other: str) -> Tensor:
+        """Return the moves of another latent for each element, ``(num_points, numel)``."""
+        parts = self.target.split(moves)
+        shape = self.target.shapes[name]
+        lacking = (1,) * (len(shape) - len(self.target.shapes[other]))
+        part = parts[other]
+        part = part.reshape(len(moves), *lacking, *part.shape[1:])
+        return part.expand(len(moves), *shape).reshape(len(moves), -1)
+
+    def held(self, moves: Tensor, factors: Mapping[str, Powers]) -> Tensor:
+        """Return points at which others have moved, and products with factors have not."""
+        points = self.middle + moves
+        places = self.target.split(torch.arange(len(self.middle), device=moves.device))
+        for name, powers in factors.items():
+            log_scale: Any = sum(
+                power / 2 * self.moved(moves, name, one) for one, power in powers.items()
+            )
+            place = places[name].flatten()
+            points[:, place] = self.middle[place] * torch.as_tensor(-log_scale).exp()
+        return points
+
+    def scale_law(self, name: str, moves: Tensor) -> Powers:
+        """Return the powers by which the variance of a site of the model grows, if exact."""
+        log_scale = self.written[name](self.middle + moves).log()
+        log_scale = 2 * (log_scale - log_scale.mean(0))
+        others = self.others(name)
+        moved = torch.stack([self.moved(moves, name, one) for one in others], -1)
+        moved = (moved - moved.mean(0)).flatten(0, 1)
+        if not log_scale.isfinite().all():
+            return {}
+        powers = torch.linalg.lstsq(moved, log_scale.reshape(-1, 1)).solution.squeeze(-1)
+        return {
+            one: power
+            for one, power in zip(others, powers.tolist(), strict=True)
+            if abs(power) > self.policy.least_power
+        }
+
+    def law(self, name: str, moves: Tensor, factors: Mapping[str, Powers]) -> Powers | None:
+        """Fit the law of a site; None for a poor fit.
+
+        :param factors: of latents that are divided by what they have grown by.
+        """
+        policy = self.policy
+        others = [one for one in self.others(name) if one not in factors]
+        shape = self.target.shapes[name]
+        size = shape.numel()
+        watched = torch.linspace(0, size - 1, min(size, policy.max_watched)).long()
+        if not others or len(others) > policy.num_points * len(watched) // 3:
+            return None
+        places = self.target.split(torch.arange(len(self.middle), device=moves.device))
+        place = places[name].flatten()
+        moves = moves.index_fill(1, place, 0.0)
+        points = self.held(moves, factors)
+        scale = base_distribution(self.nodes[name]["fn"]).scale.expand(shape).flatten()[watched]
+        told_at = scale.square() * _curvatures(self, points, name, place[watched])
+        moved = [self.moved(moves, name, other)[:, watched] for other in others]
+        powers = _law(told_at, torch.stack(moved, -1), policy)
+        if powers is None:
+            return None
+        kept = zip(others, powers.tolist(), strict=True)
+        return {other: power for other, power in kept if abs(power) > policy.least_power}
+
+    def score_of_rest(self, points: Tensor, names: Iterable[str]) -> Tensor:
+        """Differentiate the log-density without the priors of some sites."""
+        names = list(names)
+        # The family's density, in units of the normal's.
+        factors = [f"{name}_factor" for name in names if name in self.written]
+        return score_of_rest(self.target, points, names + factors)
+
+    def prior(self, shapes: Mapping[str, torch.Size]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return places in the latent vector, locations and scales of the priors, ``(n,)``."""
+        places = self.target.split(torch.arange(len(self.middle), device=self.middle.device))
+        moments = [_moments(self.nodes[name]["fn"], shape) for name, shape in shapes.items()]
+        loc, scale = (torch.cat(one) for one in zip(*moments, strict=True))
+        return torch.cat([places[name].flatten() for name in shapes]), loc, scale
 
 
 def _is_plain(site: dict[str, Any]) -> bool:
@@ -257,35 +368,56 @@ def _is_plain(site: dict[str, Any]) -> bool:
     return ConditionalReparam.suits_site(site) and not any(one(site["fn"]) for one in is_other)
 
 
-def _laws(
-    target: Target, middle: Tensor, names: list[str], nodes: dict[str, Any], policy: SpacePolicy
-) -> dict[str, Powers]:
-    """Fit the powers of other latents by which the information on each site grows."""
+class _Law(NamedTuple):
+    """Powers b by the other latent, and their part that does not stem from factors."""
+
+    powers: Powers
+    rests: Powers
+
+    @property
+    def factors(self) -> set[str]:
+        return {name for name, power in self.powers.items() if power != self.rests.get(name, 0.0)}
+
+    def without(self, names: Collection[str]) -> _Law:
+        return _Law(*({name: own[name] for name in own if name not in names} for own in self))
+
+
+def _laws(analysis: _Analysis, names: list[str]) -> dict[str, _Law]:
+    """Fit the powers of other latents by which the information on each site grows.
+
+    Latents are divided by what their factors have grown by, so that what the data see stays, and
+    with it what they say: a logistic regression says less of a coefficient the larger it is.
+    """
+    policy, middle = analysis.policy, analysis.middle
     generator = torch.Generator().manual_seed(0)
     moves = policy.point_spread * torch.randn(
         policy.num_points, len(middle), generator=generator
     ).to(middle)
-    places = target.split(torch.arange(len(middle), device=middle.device))
+    known = {name: analysis.scale_law(name, moves) for name in names if name in analysis.written}
+    factors = dict(known)
+    found: dict[str, Powers] = {}
+    for _ in range(policy.law_rounds):
+        fits = ((name, analysis.law(name, moves, factors)) for name in names)
+        found = {name: powers for name, powers in fits if powers is not None}
+        grown = {
+            name: known.get(name, {one: power for one, power in powers.items() if power > 1})
+            for name, powers in found.items()
+        }
+        # A factor moves; latents without a factor, for instance a level, stay as well.
+        used = {one for own in grown.values() for one in own}
+        grown = {name: own for name, own in grown.items() if name in known or name not in used}
+        if [(name, *own) for name, own in grown.items()] == [
+            (name, *own) for name, own in factors.items()
+        ]:
+            break
+        factors = grown
     laws = {}
-    for name in names:
-        place, shape = places[name], target.shapes[name]
-        watched = torch.linspace(
-            0, place.numel() - 1, min(place.numel(), policy.max_watched)
-        ).long()
-        others = [one for one in target.shapes if one != name]
-        others = [one for one in others if _broadcasts(target.shapes[one], shape)]
-        if not others or len(others) > policy.num_points * len(watched) // 3:
-            continue
-        still = moves.clone()
-        still[:, place.flatten()] = 0.0
-        scale = base_distribution(nodes[name]["fn"]).scale.expand(shape).flatten()[watched]
-        columns = place.flatten()[watched]
-        told_at = scale.square() * _curvatures(target, middle + still, name, columns)
-        moved = [still[:, places[other].expand(shape).flatten()[watched]] for other in others]
-        powers = _law(told_at, torch.stack(moved, -1), policy)
-        if powers is not None:
-            kept = zip(others, powers.tolist(), strict=True)
-            laws[name] = {other: power for other, power in kept if abs(power) > policy.least_power}
+    for name, powers in found.items():
+        large = {one: power for one, power in powers.items() if power > policy.factor_power}
+        own = known.get(name, large)
+        rests = {one: powers.get(one, 0.0) - own.get(one, 0.0) for one in powers.keys() | own}
+        rests = {one: power for one, power in rests.items() if abs(power) > policy.least_power}
+        laws[name] = _Law(powers, rests)
     return laws
 
 
@@ -305,28 +437,20 @@ def _law(told_at: Tensor, moved: Tensor, policy: SpacePolicy) -> Tensor | None:
     return powers if is_explained else None
 
 
-def _blocks(
-    target: Target, laws: dict[str, Powers], policy: SpacePolicy
-) -> list[dict[str, Powers]]:
+def _blocks(target: Target, laws: dict[str, _Law], policy: SpacePolicy) -> list[dict[str, _Law]]:
     """Group sites with a factor, and sites with a law next to them; a factor stays as it is."""
-
-    def factors(name: str) -> set[str]:
-        return {other for other, power in laws[name].items() if power > policy.factor_power}
 
     chosen: list[str] = []
     kept: set[str] = set()
-    for name in sorted(laws, key=lambda name: not factors(name)):
-        is_needed = bool(factors(name)) or bool(chosen)
-        if is_needed and name not in kept and not factors(name) & set(chosen):
+    for name in sorted(laws, key=lambda name: not laws[name].factors):
+        is_needed = bool(laws[name].factors) or bool(chosen)
+        if is_needed and name not in kept and not laws[name].factors & set(chosen):
             chosen.append(name)
-            kept |= set(laws[name]) - set(chosen)
-    blocks: list[dict[str, Powers]] = [{}]
+            kept |= set(laws[name].powers) - set(chosen)
+    given = {name: laws[name].without(chosen) for name in chosen}
+    blocks: list[dict[str, _Law]] = [{}]
     sizes = {name: target.shapes[name].numel() for name in chosen}
-    given = {
-        name: {one: power for one, power in laws[name].items() if one not in chosen}
-        for name in chosen
-    }
-    long = [name for name in chosen if factors(name) and _has_one_scale(target, given[name])]
+    long = [name for name in chosen if given[name].factors and _has_one_scale(target, given[name])]
     long = [name for name in long if sizes[name] <= policy.max_series]
     series = max(long, key=lambda name: sizes[name], default=None)
     size = 0
@@ -335,56 +459,56 @@ def _blocks(
             continue
         if size + sizes[name] <= policy.max_dense:
             blocks[0][name], size = given[name], size + sizes[name]
-        elif factors(name):
+        elif given[name].factors:
             blocks.append({name: given[name]})
     if series is not None:  # the last of its block
         blocks[0][series] = given[series]
-    return [block for block in blocks if any(factors(name) for name in block)]
+    return [block for block in blocks if any(one.factors for one in block.values())]
 
 
-def _has_one_scale(target: Target, powers: Powers) -> bool:
-    return all(target.shapes[other].numel() == 1 for other in powers)
+def _has_one_scale(target: Target, law: _Law) -> bool:
+    return all(target.shapes[one].numel() == 1 for own in law for one in own)
 
 
 def _block(
-    target: Target,
-    middle: Tensor,
-    powers: dict[str, Powers],
-    nodes: dict[str, Any],
-    policy: SpacePolicy,
+    analysis: _Analysis, laws: dict[str, _Law], suffix: str, names: Mapping[str, str]
 ) -> ScaledBlock:
-    shapes = {name: target.shapes[name] for name in powers}
-    at, known = target.split(middle), {one for own in powers.values() for one in own}
-    parents = {one: at[one] for one in known}
-    suffix = unused_suffix(target.shapes, nodes)
-    last = list(powers)[-1]
+    target, policy = analysis.target, analysis.policy
+    shapes = {name: target.shapes[name] for name in laws}
+    at = target.split(analysis.middle)
+    parents = {one: at[one] for law in laws.values() for own in law for one in own}
+    last = list(laws)[-1]
     count = sum(shape.numel() for name, shape in shapes.items() if name != last)
     is_long = count <= policy.max_dense and shapes[last].numel() <= policy.max_series
-    if is_long and _has_one_scale(target, powers[last]):
-        expansion = _expansion(target, middle, shapes, nodes, policy)
-        precision, information, locs, series = _with_series(*expansion, count, policy, middle)
+    series = None
+    if is_long and laws[last].factors and _has_one_scale(target, laws[last]):
+        precision, information, locs, series = _with_series(analysis, shapes, count)
     else:
-        precision, information, locs = _whole(target, middle, shapes, nodes, policy)
-        series = None
-    common = precision, information, locs, suffix, policy.factor_power
-    return ScaledBlock(powers, parents, shapes, *common, series)
+        precision, information, locs = _whole(analysis, shapes)
+    named = {names.get(name, name): law for name, law in laws.items()}
+    return ScaledBlock(
+        {name: law.powers for name, law in named.items()},
+        {name: law.rests for name, law in named.items()},
+        parents,
+        {names.get(name, name): shape for name, shape in shapes.items()},
+        precision,
+        information,
+        locs,
+        suffix,
+        series,
+    )
 
 
-def _whole(
-    target: Target,
-    middle: Tensor,
-    shapes: Mapping[str, torch.Size],
-    nodes: dict[str, Any],
-    policy: SpacePolicy,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _whole(analysis: _Analysis, shapes: Mapping[str, torch.Size]) -> tuple[Tensor, Tensor, Tensor]:
     """Return W, h and l of a block without a series."""
-    columns, loc, scale = _prior(target, shapes, nodes)
+    target, middle, _, _, policy = analysis
+    columns, loc, scale = analysis.prior(shapes)
     is_dense = len(columns) <= policy.max_dense
     rows, size = (1, len(columns)) if is_dense else (len(columns), 1)
     columns, loc, scale = (one.reshape(rows, size) for one in (columns, loc, scale))
     with torch.enable_grad():
         point = middle.unsqueeze(0).requires_grad_()
-        score = score_of_rest(target, point, list(shapes))
+        score = analysis.score_of_rest(point, shapes)
         curvature = -own_hessians(target, point, score, [columns], policy)[0]
     others = scale if curvature.dim() == 4 else scale.unsqueeze(-2)
     curvature = curvature * scale.reshape(*scale.shape, *(1,) * (curvature.dim() - 2)) * others
@@ -396,21 +520,18 @@ def _whole(
 
 
 def _expansion(
-    target: Target,
-    middle: Tensor,
-    shapes: Mapping[str, torch.Size],
-    nodes: dict[str, Any],
-    policy: SpacePolicy,
+    analysis: _Analysis, shapes: Mapping[str, torch.Size]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return W, h and l at the mode of the latents given the others, in double precision."""
-    columns, loc, scale = _prior(target, shapes, nodes)
+    target, middle, _, _, policy = analysis
+    columns, loc, scale = analysis.prior(shapes)
     loc, scale = (loc / scale).double(), scale.double()
     identity = torch.eye(len(columns)).to(loc)
     point = middle.clone()
     for _ in range(policy.newton_steps):
         with torch.enable_grad():
             at = point.unsqueeze(0).requires_grad_()
-            score = score_of_rest(target, at, list(shapes))
+            score = analysis.score_of_rest(at, shapes)
             rows = []
             for some in columns.split(policy.columns_at_once):
                 directions = point.new_zeros(len(some), len(point))
@@ -432,31 +553,17 @@ def _expansion(
 
 
 def _with_series(
-    precision: Tensor,
-    information: Tensor,
-    locs: Tensor,
-    count: int,
-    policy: SpacePolicy,
-    like: Tensor,
+    analysis: _Analysis, shapes: Mapping[str, torch.Size], count: int
 ) -> tuple[Tensor, Tensor, Tensor, Series]:
     """Return W, h and l of the first latents, and the series of the rest."""
-    vectors, values = eigenbasis(precision[count:, count:], policy.least_told)
+    precision, information, locs = _expansion(analysis, shapes)
+    vectors, values = eigenbasis(precision[count:, count:], analysis.policy.least_told)
     inner = vectors.mT @ information[count:]
     told_of = LinearTerm(inner, information[count:] - vectors @ inner)
     coupling = vectors.mT @ precision[count:, :count]
     series = Series(vectors, values, told_of, vectors.mT @ locs[count:], coupling)
     found = precision[:count, :count], information[:count], locs[:count], series
-    return pytree.tree_map(lambda one: one.to(like), found)
-
-
-def _prior(
-    target: Target, shapes: Mapping[str, torch.Size], nodes: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return places in the latent vector, locations and scales of the priors, ``(n,)``."""
-    places = target.split(torch.arange(target.latent_dim, device=target.init_loc.device))
-    moments = [_moments(nodes[name]["fn"], shape) for name, shape in shapes.items()]
-    loc, scale = (torch.cat(one) for one in zip(*moments, strict=True))
-    return torch.cat([places[name].flatten() for name in shapes]), loc, scale
+    return pytree.tree_map(lambda one: one.to(analysis.middle), found)
 
 
 def _moments(fn: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
@@ -464,14 +571,14 @@ def _moments(fn: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
     return fn.loc.expand(shape).flatten(), fn.scale.expand(shape).flatten()
 
 
-def _curvatures(target: Target, points: Tensor, name: str, columns: Tensor) -> Tensor:
+def _curvatures(analysis: _Analysis, points: Tensor, name: str, columns: Tensor) -> Tensor:
     """Return negative second derivatives ``(num_points, num_columns)`` without a site's prior."""
     with torch.enable_grad():
         points = points.requires_grad_()
-        score = score_of_rest(target, points, [name])
+        score = analysis.score_of_rest(points, [name])
         directions = points.new_zeros(len(columns), points.shape[-1])
         directions[torch.arange(len(columns)), columns] = 1.0
-        products = target.hessian_products(points, score, directions)
+        products = analysis.target.hessian_products(points, score, directions)
     return -torch.stack([one[:, c] for one, c in zip(products, columns, strict=True)], -1)
 
 

@@ -322,7 +322,10 @@ class ConditionalNoise(Space):
     processed from the last to the first, so that later latents have been replaced by noise.
 
     Latents whose prior is noise already, but which the model multiplies by functions of other
-    latents, follow: see :class:`~pyro_implicit.mcmc.spaces.scaled.ScaledReparam`.
+    latents, follow: see :class:`~pyro_implicit.mcmc.spaces.scaled.ScaledReparam`. The latter map
+    also suits a site whose elements the data couple, as the steps of a random walk or the
+    coefficients of a regression with more columns than rows. If it makes their noise rounder, it
+    replaces the former.
 
     :param target: the posterior of the latents.
     :param middle: the middle of the posterior, ``(latent_dim,)``.
@@ -349,15 +352,13 @@ class ConditionalNoise(Space):
             loops = reversed(target.groups)
             groups = [own for loop in loops if (own := [one for one in loop if one in sites])]
         self._map = NoiseMap(target)
+        coupled: list[str] = []
         for group in groups:
-            found = self._reparams_of(group, policy)
+            found, more = self._reparams_of(group, policy)
             self._map = NoiseMap(target, {**self._map.reparams, **found})
-        known = [one.noise_name(name) for name, one in self._map.reparams.items()]
-        point = self.to_points(middle.unsqueeze(0))[0]
-        if scaled := scaled_reparams(self._map.noise, point, known, policy):
-            with_scaled = NoiseMap(target, {**self._map.reparams, **scaled})
-            if are_round(with_scaled, middle, scaled, policy):
-                self._map = with_scaled
+            coupled += more
+        if not (coupled and self._scale(coupled, policy)):
+            self._scale([], policy)
         self.reparams = self._map.reparams
 
     def _score(self, points: Tensor) -> tuple[Tensor, Tensor]:
@@ -371,10 +372,50 @@ class ConditionalNoise(Space):
         """Map latents to noise, ``(num_chains, latent_dim)``."""
         return self._map.to_points(latent)
 
-    def _reparams_of(self, sites: list[str], policy: SpacePolicy) -> dict[str, ConditionalReparam]:
+    def _scale(self, coupled: list[str], policy: SpacePolicy) -> bool:
+        """Map scaled latents, and coupled sites in non-centred form, if this makes them rounder."""
+        assert self.middle is not None
+        before, target = self._map, self.target
+        suffix = unused_suffix(target.shapes, target.trace_at(self.middle).nodes)
+        nothing = {
+            name: ConditionalReparam(0 * one.precision, 0 * one.information, one.suffix)
+            for name, one in before.reparams.items()
+            if name in coupled
+        }
+        start = NoiseMap(target, before.reparams | nothing)
+        known = {one.noise_name(name): name for name, one in before.reparams.items()}
+
+        def scale_of(name: str) -> Callable[[Tensor], Tensor]:
+            def scale(trace: Trace) -> Tensor:
+                site = trace.nodes[name]
+                return base_distribution(site["fn"]).scale.expand_as(site["value"]).flatten()
+
+            return lambda points: target.read(start.to_latent(points), scale)
+
+        written = {
+            noise: (name, scale_of(name)) for noise, name in known.items() if name in coupled
+        }
+        point = start.to_points(self.middle.unsqueeze(0))[0]
+        scaled = scaled_reparams(start.noise, point, known, policy, written, suffix)
+        if not scaled:
+            return False
+        after = NoiseMap(target, before.reparams | scaled)
+        limit = policy.max_rest
+        if own := scaled.keys() & coupled:
+            limit = max(limit, policy.rounder * roughness(before, self.middle, own, policy))
+        is_round = roughness(after, self.middle, scaled, policy) < limit
+        if is_round:
+            self._map = after
+        return is_round
+
+    def _reparams_of(
+        self, sites: list[str], policy: SpacePolicy
+    ) -> tuple[dict[str, ConditionalReparam], list[str]]:
+        """Return the maps of sites, and which of them have coupled elements."""
         assert self.middle is not None
         noise, point = self._map.noise, self.to_points(self.middle.unsqueeze(0)).detach()
         nodes, made = self.target.trace_at(self.middle).nodes, {}
+        coupled = []
         suffix = unused_suffix(self.target.shapes, nodes)
         places = noise.split(torch.arange(point.shape[-1], device=point.device))
         with torch.enable_grad():
@@ -393,22 +434,41 @@ class ConditionalNoise(Space):
                 fn, place, curvature = nodes[name]["fn"], places[name], -hessian
                 is_vector = ConditionalReparam.is_vector(fn)
                 gradient, value = score[0, columns].detach(), point[0, columns].detach()
+                if is_coupled(fn, curvature, policy):
+                    coupled.append(name)
                 said = told(fn, *(one.double() for one in (curvature, gradient, value)))
                 precision, information = (one.to(value) for one in said)
                 shape = (*place.shape, size) if is_vector else place.shape
                 made[name] = ConditionalReparam(
                     precision.reshape(shape), information.reshape(place.shape), suffix
                 )
-        return made
+        return made, coupled
 
 
-def are_round(
+def is_coupled(fn: Any, curvature: Tensor, policy: SpacePolicy) -> bool:
+    """Return whether the data couple the elements of a site more than they tell of each.
+
+    :param fn: the prior.
+    :param curvature: the negative Hessian, ``(count, 1, count, 1)``; other shapes count as not
+        coupled.
+    """
+    one_by_one = not ConditionalReparam.is_vector(fn) and not ConditionalReparam.is_log_normal(fn)
+    if curvature.dim() != 4 or not one_by_one:
+        return False
+    scale = base_distribution(fn).scale.expand(fn.batch_shape + fn.event_shape).flatten()
+    told_of = curvature[:, 0, :, 0] * scale * scale.unsqueeze(-1)
+    own = 1 + told_of.diagonal().clamp(min=0)
+    shares = (told_of - told_of.diagonal().diag()).square() / (own * own.unsqueeze(-1))
+    return bool(shares.sum(-1).mean() > policy.coupled)
+
+
+def roughness(
     noise_map: NoiseMap, middle: Tensor, names: Collection[str], policy: SpacePolicy
-) -> bool:
-    """Return whether noise is nearly standard normal while other latents vary widely.
+) -> float:
+    """Return how far noise is from standard normal while other latents vary widely.
 
-    If not, the law of a :class:`ScaledReparam` holds for W at most, and not for h, for instance
-    because a mean moves as well.
+    It is the mean square of score plus noise. If it is large, the law of a :class:`ScaledReparam`
+    holds for W at most, and not for h, for instance because a mean moves as well.
 
     :param noise_map: the map that writes the latents as noise.
     :param middle: the middle of the posterior, ``(latent_dim,)``.
@@ -430,7 +490,7 @@ def are_round(
     points[:, others] += policy.far * spread * drawn[:, others]
     points[:, own] = drawn[:, own]
     rest = (noise_map.score(points)[1] + points)[:, own].square().mean()
-    return bool(rest < policy.max_rest)
+    return rest.nan_to_num(nan=math.inf).item()
 
 
 def conditional_noise(target: Target, middle: Tensor) -> ConditionalNoise | None:
