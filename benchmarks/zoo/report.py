@@ -15,7 +15,7 @@ from statistics import median
 
 from benchmarks.common import RESULTS, Record, markdown_table, read_records, write_page
 from benchmarks.zoo import registry
-from benchmarks.zoo.references.make import checks_file
+from benchmarks.zoo.references.make import MAX_RHAT, checks_file
 
 GOOD, ACCEPTABLE = 1.5, 4.0
 TITLES = {"zoo": "The zoo", "large": "Models of 64 to 2,003 latent variables"}
@@ -28,7 +28,7 @@ Seconds are CPU time of the method and of `diagnose`; MB is the peak memory of t
 memory after the imports. NumPyro: CPU seconds of the reference's four chains, including
 compilation; in brackets the number of draws kept. If the collection has runs of NUTS with NumPyro's
 defaults (four chains of 1,000 steps of warm-up and 1,000 draws), the seconds are those of such a
-run; + marks runs that were stopped, ! runs that do not pass the checks of a reference.
+run; + marks runs that were stopped, ! runs with an R-hat above {MAX_RHAT:g}.
 Share: CPU seconds of the method divided by these.
 """
 
@@ -63,8 +63,9 @@ def row(record: Record, check: Record | None) -> list[str]:
     nuts = nuts_seconds(check)
     if check:
         kept = f"{check['num_draws']}{'' if check['trusted'] else ', not trusted'}"
-        user = check.get("user", {"trusted": True})
-        mark = "+" if "stopped" in user else "" if user["trusted"] else "!"
+        user = check.get("user", check)
+        passed = user.get("worst_rhat", math.inf) < MAX_RHAT
+        mark = "+" if "stopped" in user else "" if passed else "!"
         reference = f"{nuts:.0f}{mark} ({kept})"
     time_share = ""
     if nuts and "cpu_seconds" in record:

@@ -31,14 +31,11 @@ from torch import Tensor
 
 from benchmarks.common import Record, append_record, read_records
 from benchmarks.zoo import registry
-from benchmarks.zoo.references.gibbs import horseshoe
 from benchmarks.zoo.registry import ZooModel
 
 MAX_DRAWS, MIN_DRAWS = 10_000, 1000
 # Sites with at most this number of values are kept completely, of others a random part.
 SMALL_SITE = 12
-USER_ENTRIES = ("trusted", "stopped", "cpu_seconds", "divergences", "leapfrogs_per_draw")
-USER_ENTRIES += ("worst_rhat", "worst_ess", "settings")
 MAX_RHAT, MAX_DIVERGENCES, MAX_SPREAD = 1.01, 0.01, 1e-6
 
 Draws = dict[str, Tensor]
@@ -61,10 +58,11 @@ def sample(
     folder.mkdir(parents=True, exist_ok=True)
     data = {f"argument_{i}": argument.numpy() for i, argument in enumerate(args)}
     np.savez(folder / "data.npz", **data)
-    gibbs = settings_of(zoo).GIBBS
-    if zoo.name in gibbs:
-        horseshoe(folder, *gibbs[zoo.name])
-        settings = ["num_draws", "thin", *map(str, gibbs[zoo.name])]
+    samplers = settings_of(zoo).SAMPLERS
+    if not settings and zoo.name in samplers:
+        sampler, *lengths = samplers[zoo.name]
+        sampler(folder, *lengths)
+        settings = ["num_draws", "thin", *map(str, lengths)]
     else:
         twin = f"benchmarks.{zoo.collection}.references.twins.{zoo.kind}"
         words = ["-m", "benchmarks.zoo.references.sample", twin, zoo.name, str(folder)]
@@ -136,21 +134,30 @@ def make(name: str, args: argparse.Namespace) -> Record:
     data, folder, settings = zoo.data(), args.work / name, settings_of(zoo)
     own = settings.SETTINGS.get(name, "").split()
     if not settings.USER:
-        return check(zoo, data, *sample(zoo, data, folder, args.python, own))
+        record = check(zoo, data, *sample(zoo, data, folder, args.python, own))
+        return {key: value for key, value in record.items() if key != "first"}
     kept = folder / "user.json"  # a repeated call with other settings does not repeat this run
     if kept.exists():
         record = json.loads(kept.read_text())
     else:
         try:
             words = [*settings.USER.split(), "--cpu-limit", str(args.user_limit)]
+            words += ["--extend", str(0.9 * args.user_limit)]
             record = check(zoo, data, *sample(zoo, data, folder, args.python, words))
         except subprocess.CalledProcessError:
-            record = {"trusted": False, "stopped": args.user_limit}
+            record = {"trusted": False}
         kept.write_text(json.dumps(record))
-    user = {key: record[key] for key in USER_ENTRIES if key in record}
-    if not record["trusted"] and own:
+    user = record.pop("first", {"stopped": args.user_limit})
+    if not record["trusted"] and (own or name in settings.SAMPLERS):
         record = check(zoo, data, *sample(zoo, data, folder, args.python, own))
+        del record["first"]
     return {"model": name} | record | {"user": user}
+
+
+def quality(chains: Tensor) -> tuple[Tensor, Tensor]:
+    """R-hat and effective sample sizes of ``(num_chains, num_draws, num_features)``."""
+    rhat = split_gelman_rubin(chains, chain_dim=0, sample_dim=1)
+    return rhat, effective_sample_size(chains, chain_dim=0, sample_dim=1)
 
 
 def check(zoo: ZooModel, data: tuple, draws: Draws, run: Record) -> Record:
@@ -165,8 +172,12 @@ def check(zoo: ZooModel, data: tuple, draws: Draws, run: Record) -> Record:
     }
     features, sizes = zoo.features(flat, data)
     chains = features.reshape(num_chains, length, -1)
-    rhat = split_gelman_rubin(chains, chain_dim=0, sample_dim=1)
-    ess = effective_sample_size(chains, chain_dim=0, sample_dim=1)
+    rhat, ess = quality(chains)
+    first = run.setdefault(
+        "first", {"samples": length}
+    )  # the part of the run whose time is compared
+    worst = quality(chains[:, : first["samples"]])
+    first |= {"worst_rhat": worst[0].max().item(), "worst_ess": worst[1].min().item()}
     if zoo.invariant is None:
         sizes = merged(sizes, list(shapes))
     columns = kept_columns(sizes, settings.MAX_COLUMNS)
@@ -225,7 +236,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--python", type=Path, required=True, help="of NumPyro's environment")
     parser.add_argument("--collection", choices=list(registry.COLLECTIONS), default="zoo")
     parser.add_argument("--models", nargs="+", metavar="NAME")
-    parser.add_argument("--user-limit", type=int, default=1500, help="CPU s of the user's run")
+    parser.add_argument("--user-limit", type=int, default=1500, help="CPU s of a user's run")
     parser.add_argument("--work", type=Path, default=Path("/tmp/zoo_references"))
     return parser
 

@@ -15,12 +15,15 @@ from typing import Any
 import jax
 import numpy as np
 import numpyro
+import numpyro.diagnostics
 import numpyro.distributions as dist
 from numpyro.infer import MCMC, NUTS, init_to_median, init_to_uniform
 from numpyro.infer.reparam import Reparam
 from numpyro.infer.util import log_density
 
 NUM_CHAINS = 4
+# Chains with a smaller R-hat are continued; those that reach the other limits are not.
+MIXING_RHAT, ENOUGH_RHAT, ENOUGH_ESS = 1.1, 1.008, 1200
 NUM_POINTS = 6
 COMMON_FLAGS = "--xla_cpu_multi_thread_eigen=false"
 FAMILIES = (dist.Normal, dist.Laplace, dist.Cauchy)
@@ -44,6 +47,21 @@ class Noncentred(Reparam):
             return None, prior.loc + (prior.scale_tril @ noise[..., None])[..., 0]
         assert isinstance(prior, (*FAMILIES, dist.StudentT)), f"{name} has no location and scale"
         return None, prior.loc + prior.scale * noise
+
+
+def collected(mcmc: MCMC) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The draws and the extra fields of the last run, by chain."""
+    draws = {name: np.asarray(value) for name, value in mcmc.get_samples(True).items()}
+    extra = {name: np.asarray(value) for name, value in mcmc.get_extra_fields(True).items()}
+    return draws, extra
+
+
+def is_short(draws: dict[str, np.ndarray]) -> bool:
+    """Whether the chains mix, but have not enough effective draws for a reference."""
+    statistics = numpyro.diagnostics.summary(draws).values()
+    ess = min(np.nanmin(part["n_eff"]) for part in statistics)
+    rhat = max(np.nanmax(part["r_hat"]) for part in statistics)
+    return bool(rhat < MIXING_RHAT and (ess < ENOUGH_ESS or rhat > ENOUGH_RHAT))
 
 
 def main(args: argparse.Namespace) -> None:
@@ -73,11 +91,21 @@ def main(args: argparse.Namespace) -> None:
         chain_method="sequential" if args.sequential else "vectorized",
         progress_bar=False,
     )
-    mcmc.run(jax.random.PRNGKey(args.seed), *data, extra_fields=("diverging", "num_steps"))
-    draws = {name: np.asarray(value) for name, value in mcmc.get_samples(True).items()}
+    fields = ("diverging", "num_steps")
+    mcmc.run(jax.random.PRNGKey(args.seed), *data, extra_fields=fields)
+    draws, extra = collected(mcmc)
+    first = {"samples": args.samples, "cpu_seconds": time.process_time() - cpu}
+    first |= {"divergences": float(extra["diverging"].mean())}
+    block = first["cpu_seconds"]
+    while time.process_time() - cpu + block < args.extend and is_short(draws):
+        mcmc.post_warmup_state = mcmc.last_state
+        mcmc.run(mcmc.post_warmup_state.rng_key, *data, extra_fields=fields)
+        draws, extra = (
+            {name: np.concatenate([part[name], more[name]], 1) for name in part}
+            for part, more in zip((draws, extra), collected(mcmc), strict=True)
+        )
     for site in args.noncentred:
         del draws[f"{site}_white"]
-    extra = {name: np.asarray(value) for name, value in mcmc.get_extra_fields(True).items()}
     points = [{name: value[0, i] for name, value in draws.items()} for i in range(NUM_POINTS)]
     log_probs = [float(log_density(model, data, {}, point)[0]) for point in points]
     np.savez(args.folder / "draws.npz", **draws)
@@ -85,6 +113,7 @@ def main(args: argparse.Namespace) -> None:
         "numpyro": numpyro.__version__,
         "jax": jax.__version__,
         "log_probs": log_probs,
+        "first": first,
         "divergences": float(extra["diverging"].mean()),
         "leapfrogs_per_draw": float(extra["num_steps"].mean()),
         "seconds": time.perf_counter() - wall,
@@ -106,6 +135,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--optimise", action="store_true", help="by XLA: for the large twins")
     parser.add_argument("--diagonal", action="store_true", help="mass matrix")
     parser.add_argument("--cpu-limit", type=int, help="seconds after which the kernel ends it")
+    parser.add_argument("--extend", type=float, default=0.0, help="CPU s to continue short chains")
     parser.add_argument("--sequential", action="store_true", help="chains one after another")
     parser.add_argument("--noncentred", nargs="+", default=[], metavar="SITE")
     parser.add_argument("--from-median", action="store_true", help="of the prior")

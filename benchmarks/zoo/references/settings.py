@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-__all__ = ["GIBBS", "MAX_COLUMNS", "MAX_VALUES", "SETTINGS", "USER"]
+from benchmarks.zoo.references.gibbs import horseshoe
+
+__all__ = ["MAX_COLUMNS", "MAX_VALUES", "SAMPLERS", "SETTINGS", "USER"]
 
 USER = ""  # no run with NumPyro's defaults
 MAX_COLUMNS, MAX_VALUES = 75, 150_000
@@ -36,5 +38,9 @@ SETTINGS = {
     "deterministic_sites": "--target-accept 0.95",
 }
 
-# Models on which NUTS does not converge: draws of each chain, and sweeps between two draws.
-GIBBS = {"horseshoe_30": (800, 5), "horseshoe_50": (800, 5), "horseshoe_300": (400, 10)}
+# Models on which NUTS does not converge: sampler, draws of each chain, sweeps between two draws.
+SAMPLERS = {
+    "horseshoe_30": (horseshoe, 800, 5),
+    "horseshoe_50": (horseshoe, 800, 5),
+    "horseshoe_300": (horseshoe, 400, 10),
+}
