@@ -48,7 +48,7 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     def patch(owner: Any, name: str, **budget: Any) -> None:
         monkeypatch.setattr(owner, name, within(getattr(owner, name), **budget))
 
-    quick = {"num_samples": 200, "num_transitions": 0, "modes": None}
+    quick = {"num_samples": 410, "num_transitions": 0, "modes": None}
     monkeypatch.setattr(pyro_implicit, "fit", fit_something)
     patch(pyro_implicit, "refine", num_chains=8, max_gradients=40)
     patch(pyro_implicit, "simulation_based_calibration", num_simulations=10, num_bins=2)
