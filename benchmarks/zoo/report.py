@@ -52,7 +52,7 @@ def nuts_seconds(check: Record | None) -> float | None:
     if not check:
         return None
     user = check.get("user", check)
-    return float(user.get("stopped", user.get("cpu_seconds", math.nan)))
+    return user.get("stopped", user.get("cpu_seconds"))
 
 
 def row(record: Record, check: Record | None) -> list[str]:
@@ -62,18 +62,18 @@ def row(record: Record, check: Record | None) -> list[str]:
     reference = ""
     nuts = nuts_seconds(check)
     if check:
-        kept = f"{check['num_draws']}{'' if check['trusted'] else ', not trusted'}"
+        kept = f"{check['num_draws']}" if check["trusted"] else "no reference"
         user = check.get("user", check)
         passed = user.get("worst_rhat", math.inf) < MAX_RHAT
         mark = "+" if "stopped" in user else "" if passed else "!"
-        reference = f"{nuts:.0f}{mark} ({kept})"
+        reference = f"({kept})" if nuts is None else f"{nuts:.0f}{mark} ({kept})"
     time_share = ""
     if nuts and "cpu_seconds" in record:
         time_share = f"{record['cpu_seconds'] / nuts:.2f}"
     memory = record["peak_mb"] - record["start_mb"] if "peak_mb" in record else None
     return [
-        record["model"] + "*" * bool(check and check["num_features"] != check["dim"]),
-        str(check["dim"]) if check else "",
+        record["model"] + "*" * bool(check and check.get("num_features") != check.get("dim")),
+        str(check.get("dim", "")) if check else "",
         registry.load(record["model"]).half,
         number(record, "ratio"),
         number(record, "worst_ratio"),

@@ -197,7 +197,7 @@ def check(zoo: ZooModel, data: tuple, draws: Draws, run: Record) -> Record:
     }
     good = (
         checks["worst_rhat"] < MAX_RHAT
-        and checks["worst_ess"] >= MIN_DRAWS
+        and checks["worst_ess"] >= settings.MIN_ESS
         and run["divergences"] <= MAX_DIVERGENCES
         and spread < MAX_SPREAD
     )

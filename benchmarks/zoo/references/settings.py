@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from benchmarks.zoo.references.gibbs import horseshoe
 
-__all__ = ["MAX_COLUMNS", "MAX_VALUES", "SAMPLERS", "SETTINGS", "USER"]
+__all__ = ["MAX_COLUMNS", "MAX_VALUES", "MIN_ESS", "SAMPLERS", "SETTINGS", "USER"]
 
 USER = ""  # no run with NumPyro's defaults
 MAX_COLUMNS, MAX_VALUES = 75, 150_000
+MIN_ESS = 1000
 
 SETTINGS = {
     "sir_loop": "--from-median",
