@@ -228,7 +228,6 @@ def _has_draws(side: Any) -> bool:
 
 
 def _count(draws: dict[str, Tensor], side: str, at_least: int) -> int:
-    """Check that all sites have one number of draws, and return it."""
     counts = {name: value.shape[:1].numel() for name, value in draws.items()}
     if len(set(counts.values())) > 1:
         raise ValueError(
@@ -253,7 +252,6 @@ def _common_sites(guide: dict[str, Tensor], reference: dict[str, Tensor]) -> lis
 
 
 def _aligned(name: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Check both sides of a site; convert them to one dtype, on the reference's device."""
     if x.shape[1:] != y.shape[1:]:
         raise ValueError(
             f"site {name!r} has shape {tuple(x.shape[1:])} in the guide and "

@@ -56,7 +56,6 @@ class Calibration(Printed):
         return p_value * sum(p.numel() for p in self.p_values.values()) < CALIBRATION.false_alarm
 
     def _rows(self) -> list[tuple[str, list[int], float, str]]:
-        """Name, counts, p-value and shape of each scalar, the least uniform first."""
         rows = []
         for name, ranks in self.ranks.items():
             parts = (ranks, self.counts[name], self.p_values[name].unsqueeze(0))
@@ -173,8 +172,6 @@ def simulation_based_calibration(
 
 
 class _Conditioned:
-    """A model with simulated data."""
-
     def __init__(
         self, model: Callable[..., Any], data: dict[str, Tensor], args: tuple, kwargs: dict
     ) -> None:
@@ -185,8 +182,6 @@ class _Conditioned:
 
 
 class _RefuseImproper(Messenger):
-    """Raise an error for sites that cannot be simulated."""
-
     def _pyro_sample(self, msg: Any) -> None:
         fn, name = msg["fn"], msg["name"]
         if is_flat(fn):
@@ -205,7 +200,6 @@ class _RefuseImproper(Messenger):
 def _simulate(
     model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Draw latents and data from the model."""
     with poutine.block(), _RefuseImproper():
         trace = poutine.trace(poutine.uncondition(model)).get_trace(*args, **kwargs)
     truth: dict[str, Tensor] = {}
@@ -228,7 +222,6 @@ def _simulate(
 
 
 def _thin(name: str, fitted: Mapping[str, Tensor], num_draws: int, truth: Tensor) -> Tensor:
-    """Evenly spaced draws of one site, ``(num_draws, *site_shape)``."""
     if name not in fitted:
         raise ValueError(
             f"fit returned no draws of site '{name}', only of {sorted(fitted)}. Cure: return a "
@@ -250,7 +243,6 @@ def _rank(truth: Tensor, draws: Tensor) -> Tensor:
 
 
 def _shape(scaled: Tensor) -> str:
-    """Describe the deviation of scaled ranks from uniform ones."""
     count = len(scaled)
     slope = (scaled.mean() - 0.5).item() * math.sqrt(12 * count)
     # Of a uniform variable, (x - 1/2)^2 has mean 1/12 and variance 1/180.

@@ -455,7 +455,6 @@ def _regions(
 
 
 def _smoothing(values: Tensor, edges: Tensor) -> Tensor:
-    """The matrix that smooths a histogram of ``values`` by a Gaussian kernel."""
     lower, upper = quantile(values, [0.25, 0.75])
     # Less than Scott's bandwidth, which would wash out the neck of a funnel.
     bandwidth = 0.7 * len(values) ** (-1 / 6) * (upper - lower) / 1.349

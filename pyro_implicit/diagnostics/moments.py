@@ -218,7 +218,6 @@ def _scaled(directions: Tensor, unit: Tensor | None) -> Tensor:
 
 
 def _is_tame(terms: Tensor) -> bool:
-    """Whether fourth powers do not overflow."""
     return bool((terms.abs().amax() < torch.finfo(terms.dtype).max ** 0.2).item())
 
 
@@ -332,7 +331,6 @@ def whiten_draws(draws: Tensor) -> Whitened:
 
 
 def _refuse_far(draws: Tensor) -> None:
-    """Refuse draws so far out that one of them determines the frame."""
     shares = torch.tensor([0.05, 0.5, 0.95]).to(draws)
     low, middle, high = torch.quantile(draws[: MOMENTS.num_sorted], shares, dim=0)
     spread = (high - low) / (2 * _normal_quantile(0.95))

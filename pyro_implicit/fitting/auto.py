@@ -226,7 +226,6 @@ def _fit_one(
     refine: bool,
     epochs: int,
 ) -> Fit:
-    """Train one guide: a given one, or one for minibatches or for latent variables of rows."""
     args, kwargs, budget = stages.args, stages.kwargs, stages.policy.budget
     share = budget.training_share if refine else 1.0
     try:

@@ -115,7 +115,6 @@ def load_checkpoint(
 
 
 def _classes(loss: Any) -> set[type]:
-    """Return the classes in the state of an ELBO, which a file may contain."""
     found: set[type] = set()
 
     def visit(part: Any) -> None:

@@ -81,7 +81,6 @@ def fit_batches(
 
 
 def _knows_rows(guide: Any) -> bool:
-    """Whether a guide may have latent variables of single rows: amortised or hand-written."""
     return isinstance(guide, AutoAmortized) or not isinstance(guide, (str, AutoGuide))
 
 

@@ -128,7 +128,6 @@ def put_back(parameters: dict[str, Learnt], model: Callable[..., Any]) -> None:
 
 
 def _modules(part: Any, seen: set[int]) -> Iterator[nn.Module]:
-    """Yield the modules that a model is, holds or uses."""
     if id(part) in seen:
         return
     seen.add(id(part))

@@ -223,7 +223,6 @@ def _teach(stages: Stages, refined: Refined) -> None:
 
 
 def _teach_conditional(stages: Stages, refined: Refined) -> None:
-    """Make the result a guide over the noise of the priors, with the moments of the chains."""
     with stages.result.attempt("teach") as line:
         guide = own_names(AutoConditional(stages.trained, refined.reparams))
         stages.guides.append(guide)

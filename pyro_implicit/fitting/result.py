@@ -290,7 +290,6 @@ class Fit(Printed):
         return result
 
     def _misses_data(self) -> TypeError | None:
-        """Return the error of calling the model with ``source``, or None."""
         model, args, kwargs = self.source
         try:
             inspect.signature(model).bind(*args, **kwargs)

@@ -65,8 +65,6 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 @dataclass
 class _State:
-    """The state of a training that a checkpoint stores besides parameters and optimiser."""
-
     losses: list[float] = field(default_factory=list)
     decay_start: int | None = None
     finished: bool = False
@@ -247,7 +245,6 @@ def _step(
 def _refuse_missing_data(
     model: Callable[..., Any], args: tuple, kwargs: dict[str, Any], batches: BatchStream
 ) -> None:
-    """Check that the minibatch of a skipped step has no NaN."""
     try:
         with seeded(0), poutine.block(), pyro.validation_enabled(False):
             trace = poutine.trace(model).get_trace(*args, **kwargs)
@@ -453,7 +450,6 @@ class HeldOut:
 
 
 def _log_likelihood(trace: Trace) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the unscaled log-density of each observation, by site, and whether it counts."""
     compute_log_prob(trace)
     return {
         name: (site["log_prob"] / site["scale"], is_counted(site).to(site["log_prob"]))

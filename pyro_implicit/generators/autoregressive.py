@@ -230,7 +230,6 @@ def _bounded(x: Tensor, bound: float) -> Tensor:
 
 
 def _hidden_degrees(output_dim: int, width: int, context_dim: int) -> Tensor:
-    """Return ascending degrees of a hidden layer, up to ``output_dim - 1``."""
     lowest = 0 if context_dim else 1
     # Squared, for more low degrees: otherwise the network of the second value, often a
     # hyperparameter, would have two or three units.

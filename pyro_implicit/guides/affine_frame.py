@@ -270,7 +270,6 @@ def _climb(target: Target, num_evaluations: int, has_start: bool) -> Frame | Non
 
 
 def _mean_field(target: Target, num_steps: int) -> Frame:
-    """Find a diagonal frame, by the path derivative of the ELBO."""
     loc = target.init_loc.clone()
     log_scale = torch.full_like(loc, INIT_SCALE).log()
     optimiser = torch.optim.Adam([loc, log_scale])

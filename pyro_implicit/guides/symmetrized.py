@@ -420,7 +420,6 @@ class Translations(Group):
 
 
 def _project(rows: Tensor, inputs: Tensor) -> Tensor:
-    """Multiply rows by the inverse of one plus the inputs' Gram matrix."""
     number, size = inputs.shape[-2:]
     if number >= size:
         gram = torch.eye(size).to(inputs) + inputs.mT @ inputs

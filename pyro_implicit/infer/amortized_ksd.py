@@ -110,8 +110,6 @@ class AmortizedKSD_ELBO(NetworkELBO):
     def _criticise(
         self, site: ImplicitSite, network: nn.Module, gradient: Tensor, weight: Tensor
     ) -> Tensor:
-        """Train the critic, and return the gradient of the whole loss at the draw."""
-
         def times_weight(x: Tensor, factor: Tensor) -> Tensor:
             return x * factor.reshape(weight.shape + (1,) * (x.dim() - weight.dim()))
 

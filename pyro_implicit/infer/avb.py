@@ -160,7 +160,6 @@ class AVB_ELBO(NetworkELBO):
     def _logits(
         self, site: ImplicitSite, prior: SitePrior, network: Discriminator, points: Tensor
     ) -> Tensor:
-        """Return T at the points ``(*sets, n, m)``: ``(*sets, n)``."""
         context = site.distribution.context
         if context is None:
             logits = network(points)

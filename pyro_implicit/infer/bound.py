@@ -228,7 +228,6 @@ class HierarchicalELBO(ImplicitELBO):
     def _noises(
         self, site: ImplicitSite, flat: FlatSite
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return all noises of the estimate, and their log p - log tau, None for 0."""
         propose = self._linearized if self.proposal == "linearized" else self._prior
         return propose(site, flat)
 
@@ -250,8 +249,6 @@ class HierarchicalELBO(ImplicitELBO):
         return [flat.noise.unsqueeze(0), fresh], None
 
     def _linearized(self, site: ImplicitSite, flat: FlatSite) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the noises of multiple importance sampling, and their log p - log tau."""
-
         def around(noise: Tensor) -> tuple[Tensor, Tensor]:
             linearisation = flat.linearise(noise)
             return linearisation.value, linearisation.jacobian()

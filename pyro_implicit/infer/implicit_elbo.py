@@ -242,7 +242,6 @@ class ImplicitELBO(StepELBO):
         return self.transport(site)
 
     def _run_model(self, particles: Particles) -> Trace:
-        """Run the model for all particles, in the chosen way."""
         if self.num_particles == 1 or self.vectorize_particles == "plate":
             return particles.run_plate(self._vectorized_num_particles)
         return particles.run_all(self.state.runs)

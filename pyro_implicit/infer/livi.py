@@ -112,7 +112,6 @@ class LIVI_ELBO(ImplicitELBO):
 
     @property
     def _memory_cure(self) -> str:
-        """Suggest the log-determinant that needs less memory."""
         cheaper = 'log_det="stochastic", which stores no Jacobian; '
         return ("" if self.log_det == "stochastic" else cheaper) + super()._memory_cure
 

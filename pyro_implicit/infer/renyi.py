@@ -165,7 +165,6 @@ class ImplicitRenyiELBO(HierarchicalELBO):
     def _loss(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> tuple[float, Tensor, Tensor]:
-        """Return the loss as a number and as a constant, and the surrogate."""
         pairs = list(self._get_traces(model, guide, args, kwargs))
         is_one_trace = self.num_particles > 1 and len(pairs) == 1
         parts = [self._log_weights(*pair, is_one_trace) for pair in pairs]

@@ -126,7 +126,6 @@ def model_and_posterior(result: Any, model: Callable[..., Any] | None) -> tuple[
 def _target_runner(
     model: Callable[..., Any], values: dict[str, Tensor], x: Tensor
 ) -> tuple[Model, str, dict[str, Any]]:
-    """Return the model as a function of its latents, and the name and site of its targets."""
     with poutine.block():
         trace = poutine.trace(poutine.condition(model, values)).get_trace(x)
     latents, drawn = Trace(), []

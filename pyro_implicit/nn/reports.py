@@ -58,8 +58,6 @@ class Foreign:
 
 @dataclass(frozen=True, repr=False)
 class _Report(Printed):
-    """The common part of both reports, which document the fields."""
-
     num_rows: int
     num_samples: int
     temperature: float

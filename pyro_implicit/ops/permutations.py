@@ -87,7 +87,6 @@ def linear_assignment(cost: Tensor) -> Tensor:
 
 
 def _assign(cost: np.ndarray) -> np.ndarray:
-    """Return the column of each row, by shortest paths in reduced costs."""
     size = len(cost)
     price = cost.min(0)
     column_of, row_of = np.full(size, -1), np.full(size, -1)

@@ -19,6 +19,7 @@ from pyro_implicit.fitting import BudgetPolicy, Candidate, Fit, FitPolicy, fit
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.guides.auto_mixture import AutoMixture
 from pyro_implicit.infer import ImplicitELBO
+from pyro_implicit.ops import LogWeights
 
 X = torch.tensor([[1.0, 0.2], [1.0, -0.5], [1.0, 1.0], [1.0, 2.5]], dtype=torch.float64)
 Y = torch.tensor([0.3, 0.9, -0.4, -1.7], dtype=torch.float64)
@@ -122,8 +123,8 @@ def rigged(monkeypatch, bounds):
     def weigh(name, guide, density, losses=None, num_draws=50, policy=None):
         size = density.latent_dim
         state = {key: value.clone() for key, value in guide.state_dict().items()}
-        spread = torch.tensor([-1.0, 1.0])
-        return Candidate(name, guide, bounds[name] + spread, torch.randn(50, size), losses, state)
+        log_weights = LogWeights(bounds[name] + torch.tensor([-1.0, 1.0]))
+        return Candidate(name, guide, log_weights, torch.randn(50, size), losses, state)
 
     monkeypatch.setattr("pyro_implicit.fitting.stages.weigh", weigh)
 

@@ -16,6 +16,7 @@ from pyro_implicit.fitting import Candidate, Fit
 from pyro_implicit.guides import Frame, StoredDraws
 from pyro_implicit.infer import EvidenceBound, WeightedDraws
 from pyro_implicit.nn import Prediction
+from pyro_implicit.ops import LogWeights
 
 
 def model():
@@ -35,10 +36,9 @@ THINGS = {
     ),
     "EvidenceBound(value=-1.235, standard_error=0.1, khat=0.2, effective_sample_size=9, "
     "num_samples=10)": (lambda: EvidenceBound(-1.23456, 0.1, 0.2, 9.0, 10)),
-    "Candidate(name='a', guide=AutoImplicit, log_weights=(5,), draws=(5, 3), losses=[6 values])": (
-        lambda: Candidate(
-            "a", AutoImplicit(model), torch.zeros(5), torch.zeros(5, 3), [0.0] * 6, {"x": 1}
-        )
+    "Candidate(name='a', guide=AutoImplicit, log_weights=LogWeights(values=(5,)), draws=(5, 3), "
+    "losses=[6 values])": lambda: Candidate(
+        "a", AutoImplicit(model), LogWeights(torch.zeros(5)), torch.zeros(5, 3), [0.0] * 6, {"x": 1}
     ),
     "StoredDraws(7 draws of a, b)": lambda: StoredDraws(
         {"a": torch.zeros(7, 2), "b": torch.ones(7)}

@@ -176,8 +176,6 @@ def split_elements(site: ImplicitSite, flat: FlatSite, size: int) -> Iterator[Fl
 
 
 def _maps(generator: Any, context: Tensor | None) -> tuple[Callable, Callable]:
-    """Return the generator with flat values, and its linearisation, in a context."""
-
     def inputs(noise: Tensor) -> tuple[Tensor, ...]:
         return (noise,) if context is None else (noise, context.expand(noise.shape[:-1] + (-1,)))
 

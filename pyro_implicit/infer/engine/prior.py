@@ -170,7 +170,6 @@ class SitePrior:
             ) from None
 
     def _fn(self, name: str) -> Any:
-        """Return the distribution of a latent variable at the first particle, from a plain run."""
         if self._alone is None:
             self._model_site(name)  # raises for a site that the model lacks
             with torch.enable_grad():

@@ -180,8 +180,6 @@ class _StepCall:
 
 
 class _StepProgram:
-    """A recorded step, whose inputs are parameters, arguments, weights and the ELBO's memory."""
-
     def __init__(
         self,
         function: RecordedFunction,
@@ -270,7 +268,6 @@ class TracedSteps:
         return None
 
     def _record(self, who: str, call: _StepCall, before: _Before) -> Evaluation | None:
-        """Take a plain step, and record it for later ones."""
         try:
             plain = call.plain()
         except NonFiniteError:
@@ -297,7 +294,6 @@ class TracedSteps:
         program: _StepProgram,
         found: Evaluation | None,
     ) -> Evaluation | None:
-        """Take a plain step, and compare the recording with it."""
         try:
             plain = call.plain()
         except NonFiniteError:

@@ -235,7 +235,6 @@ class StepELBO(Trace_ELBO):
         self._pair = Pair(model, guide)
 
     def _forget(self, guide: Callable) -> None:
-        """Drop the memory of another model, and of another guide."""
         assert self._pair is not None
         optimisers = self.state.optimisers
         self.state = self._new_state()
@@ -412,7 +411,6 @@ class StepELBO(Trace_ELBO):
         return self.state.traced.step(self, model, guide, args, kwargs)
 
     def _check_gradients(self, params: Trace) -> None:
-        """Check the gradients of all parameters in a trace of ``pyro.param`` sites."""
         gradients = {}
         for name, site in params.nodes.items():
             value = site["value"]
@@ -447,7 +445,6 @@ class StepELBO(Trace_ELBO):
             raise
 
     def _explain_memory(self, error: Exception) -> None:
-        """Add the cure to an error that says that memory is exhausted."""
         known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if known or "can't allocate memory" in str(error):  # a plain RuntimeError on the CPU
             error.add_note(
