@@ -37,6 +37,10 @@ class RunPolicy:
     #: Runs that measure the effect of the last bits.
     num_rounded: int = 4
 
+    #: Runs at one point whose observed sites are compared: a loop of random length, of two lengths,
+    #: has one length in all of them in 1 of 100 cases.
+    num_compared_runs: int = 8
+
     #: Draws in one vectorised run where each leaves a number per observation; bounds memory.
     draws_at_once: int = 250
 

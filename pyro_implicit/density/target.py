@@ -20,7 +20,7 @@ from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
-from torch.distributions import biject_to
+from torch.distributions import biject_to, constraints
 
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.checks import (
@@ -30,7 +30,7 @@ from pyro_implicit.density.checks import (
     refuse_unfit_sites,
     warn_of_missing_data,
 )
-from pyro_implicit.density.cost import seconds_near
+from pyro_implicit.density.cost import nearby, seconds_near
 from pyro_implicit.density.fused_density import FusedDensity
 from pyro_implicit.density.initialisation import (
     FlatPriorStart,
@@ -54,6 +54,7 @@ from pyro_implicit.runtime.sites import (
     innermost,
     is_data,
     is_discrete_latent,
+    is_flat,
     is_latent,
     site_parts,
 )
@@ -145,6 +146,8 @@ class Target:
                 parts.append(part.reshape(-1))
         self.init_loc: Tensor = torch.cat(parts)
         self.latent_dim: int = len(self.init_loc)
+        #: The observed sites of the first run; None if runs may have others.
+        self._observed: set[str] | None = _observed(trace)
         discrete = DiscreteSum.of(trace)
         #: Whether discrete latent variables are summed out.
         self.is_enumerated = discrete is not None
@@ -158,6 +161,7 @@ class Target:
         if discrete is not None:
             self._try(discrete)
         refuse_moving_supports(model, args, kwargs, latents)
+        self._refuse_improper()
 
     @classmethod
     def of_minibatches(
@@ -590,11 +594,55 @@ class Target:
         return {name: torch.cat([part[name] for part in parts]) for name in sites}
 
     def _map(self, values: dict[str, Tensor], read: Callable[[Trace], T], **kwargs: T) -> T:
+        varies = False
+
         def checked(trace: Trace) -> T:
+            nonlocal varies
             self._refuse_varying(trace)
+            varies |= self._observed is not None and self._observed != _observed(trace)
             return read(trace)
 
-        return self._runs.map(self._model, values, checked, **kwargs)
+        found = self._runs.map(self._model, values, checked, **kwargs)
+        if varies and self._model.discrete is None:
+            self._refuse_random_sites()
+        return found
+
+    def _refuse_random_sites(self) -> None:
+        """Check that the observed sites depend on nothing but the latents."""
+        first, *others = (
+            _observed(self.trace_at(self.init_loc)) for _ in range(RUNS.num_compared_runs)
+        )
+        for other in others:
+            for name in sorted(first ^ other):
+                raise varying_site(name)
+        self._observed = None
+
+    def _refuse_improper(self) -> None:
+        """Check that flat priors have data: each element must change the density somewhere."""
+        sites = self._model.replayed.nodes
+        flat = [name for name in self.shapes if is_flat(sites[name]["fn"])]
+        if not flat or self._allow_local is not None:
+            return
+        points = nearby(self.init_loc, 2).requires_grad_()
+        try:
+            with torch.enable_grad():
+                density = self._by_model(points) - self._values(points)[1]
+                (score,) = torch.autograd.grad(density.sum(), points)
+        except Exception:  # the model has no gradient there
+            return
+        unmoved = self.split((score == 0).all(0) & density.isfinite().all())
+        for name in flat:
+            support = innermost(sites[name]["fn"]).support
+            number = int(unmoved[name].sum())
+            while hasattr(support, "base_constraint"):
+                support = support.base_constraint
+            if number and _is_unbounded(support):
+                raise ValueError(
+                    f"the posterior is improper: {number} of {unmoved[name].numel()} elements of "
+                    f"site '{name}' have a flat prior, and neither data nor other sites depend on "
+                    "them. Cure: a proper prior; or leave these elements out, for instance the "
+                    "islands of a lattice"
+                )
 
     def _refuse_varying(self, trace: Trace) -> None:
         found = {name for name, site in trace.nodes.items() if is_latent(site)}
@@ -605,6 +653,15 @@ class Target:
             varying -= self._model.discrete.names
         for name in sorted(varying):
             raise varying_site(name)
+
+
+def _observed(trace: Trace) -> set[str]:
+    return {name for name, site in trace.nodes.items() if is_data(site)}
+
+
+def _is_unbounded(support: Any) -> bool:
+    kinds = (type(constraints.real), type(constraints.positive), constraints.less_than)
+    return isinstance(support, (*kinds, constraints.greater_than_eq))
 
 
 def _total(trace: Trace) -> Tensor:

@@ -52,6 +52,12 @@ def explain(
     is_of_type = isinstance(error, (AttributeError, TypeError)) or "torch.Tensor" in str(error)
     if found and is_of_type:
         return TypeError(f"the model raises {first_line(error)}: {found}. Cure: {cure}")
+    if isinstance(error, ValueError) and "PositiveDefinite" in str(error):
+        return ValueError(
+            f"the model raises {first_line(error)} Cure: a matrix that has an inverse; with "
+            "neighbours in a lattice or graph, elements without neighbours (islands) have rows of "
+            "zeros, and need a prior of their own"
+        )
     empty = [
         f"argument {name} has no rows, shape {tuple(value.shape)}"
         for name, value in _named(args, kwargs)
