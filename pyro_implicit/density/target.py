@@ -161,7 +161,6 @@ class Target:
         if discrete is not None:
             self._try(discrete)
         refuse_moving_supports(model, args, kwargs, latents)
-        self._refuse_improper()
 
     @classmethod
     def of_minibatches(
@@ -301,6 +300,46 @@ class Target:
             family = type(innermost(self._model.replayed.nodes[name]["fn"]))
             found.setdefault((re.sub(r"\d+", "#", name), family, shape), []).append(name)
         return list(found.values())
+
+    def refuse_improper(self) -> None:
+        """Check that a flat prior has data: each of its elements must change the density.
+
+        :raises ValueError: naming the site.
+        """
+        sites = self._model.replayed.nodes
+        flat = [name for name in self.shapes if is_flat(sites[name]["fn"])]
+        if not flat or self._allow_local is not None:
+            return
+        points = nearby(self.init_loc, 2).requires_grad_()
+        try:
+            with torch.enable_grad():
+                density = self._by_model(points) - self._values(points)[1]
+                (score,) = torch.autograd.grad(density.sum(), points)
+        except Exception:  # the model has no gradient there
+            return
+        unmoved = self.split((score == 0).all(0) & density.isfinite().all())
+        for name in flat:
+            support = innermost(sites[name]["fn"]).support
+            number = int(unmoved[name].sum())
+            while hasattr(support, "base_constraint"):
+                support = support.base_constraint
+            if number and _is_unbounded(support):
+                raise ValueError(
+                    f"the posterior is improper: {number} of {unmoved[name].numel()} elements of "
+                    f"site '{name}' have a flat prior, and neither data nor other sites depend on "
+                    "them. Cure: a proper prior; or leave these elements out, for instance the "
+                    "islands of a lattice"
+                )
+
+    def _refuse_varying(self, trace: Trace) -> None:
+        found = {name for name, site in trace.nodes.items() if is_latent(site)}
+        varying = found.difference(self.shapes)
+        if self._model.discrete is None:
+            varying |= self.shapes.keys() - found
+        else:  # a sum may have replaced those that depend on it
+            varying -= self._model.discrete.names
+        for name in sorted(varying):
+            raise varying_site(name)
 
     # Coordinates
 
@@ -616,43 +655,6 @@ class Target:
             for name in sorted(first ^ other):
                 raise varying_site(name)
         self._observed = None
-
-    def _refuse_improper(self) -> None:
-        """Check that flat priors have data: each element must change the density somewhere."""
-        sites = self._model.replayed.nodes
-        flat = [name for name in self.shapes if is_flat(sites[name]["fn"])]
-        if not flat or self._allow_local is not None:
-            return
-        points = nearby(self.init_loc, 2).requires_grad_()
-        try:
-            with torch.enable_grad():
-                density = self._by_model(points) - self._values(points)[1]
-                (score,) = torch.autograd.grad(density.sum(), points)
-        except Exception:  # the model has no gradient there
-            return
-        unmoved = self.split((score == 0).all(0) & density.isfinite().all())
-        for name in flat:
-            support = innermost(sites[name]["fn"]).support
-            number = int(unmoved[name].sum())
-            while hasattr(support, "base_constraint"):
-                support = support.base_constraint
-            if number and _is_unbounded(support):
-                raise ValueError(
-                    f"the posterior is improper: {number} of {unmoved[name].numel()} elements of "
-                    f"site '{name}' have a flat prior, and neither data nor other sites depend on "
-                    "them. Cure: a proper prior; or leave these elements out, for instance the "
-                    "islands of a lattice"
-                )
-
-    def _refuse_varying(self, trace: Trace) -> None:
-        found = {name for name, site in trace.nodes.items() if is_latent(site)}
-        varying = found.difference(self.shapes)
-        if self._model.discrete is None:
-            varying |= self.shapes.keys() - found
-        else:  # a sum may have replaced those that depend on it
-            varying -= self._model.discrete.names
-        for name in sorted(varying):
-            raise varying_site(name)
 
 
 def _observed(trace: Trace) -> set[str]:

@@ -261,6 +261,7 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
             loss = default_loss(guide, min(stages.num_particles, few))
             return stages.train_alone("semi-implicit", guide, loss)
         stages.result.target = target
+        target.refuse_improper()
         if isinstance(stages.model, NetworkModel) and target.latent_dim > MAX_DENSE_DIM:
             return fit_network(stages, target, refine is True)
         plan = make_plan(target, policy.budget)

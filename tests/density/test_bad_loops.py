@@ -10,6 +10,7 @@ import pytest
 import torch
 from pyro import poutine
 
+from pyro_implicit import fit
 from pyro_implicit.density import Target
 
 
@@ -147,13 +148,14 @@ def test_islands_without_data():
     with pytest.raises(
         ValueError, match=r"improper: 2 of 10 elements of site 'phi' .* Cure: a pro"
     ):
-        Target(intrinsic, torch.zeros(8), 2)
+        fit(intrinsic, "auto", torch.zeros(8), 2, progress=False)
 
 
 def test_islands_with_data_have_the_posterior_of_their_data():
     torch.manual_seed(0)
     y = torch.randn(10)
     target = Target(intrinsic, y, 2)
+    target.refuse_improper()
     points = torch.randn(3, target.latent_dim)
     _, score = target.score(points)
     torch.testing.assert_close(score[:, -2:], 4 * (y[-2:] - points[:, -2:]))
@@ -169,7 +171,7 @@ def test_scale_of_no_group(support):
         pyro.sample("y", dist.Normal(mean, 1.0).expand([4]).to_event(1), obs=y)
 
     with pytest.raises(ValueError, match=r"improper: 1 of 1 elements of site 'scale' .* Cure: a p"):
-        Target(model, torch.zeros(4))
+        Target(model, torch.zeros(4)).refuse_improper()
 
 
 def test_flat_prior_of_a_share_is_proper():
@@ -178,7 +180,9 @@ def test_flat_prior_of_a_share_is_proper():
         mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
         pyro.sample("y", dist.Normal(mean, 1.0).expand([4]).to_event(1), obs=y)
 
-    assert Target(model, torch.zeros(4)).latent_dim == 2
+    target = Target(model, torch.zeros(4))
+    target.refuse_improper()
+    assert target.latent_dim == 2
 
 
 def test_groups_without_data_have_the_density_of_their_prior():
