@@ -30,8 +30,7 @@ from pyro_implicit.diagnostics.checks import uncovered_modes
 from pyro_implicit.fitting.policy import DEFAULT, ChoicePolicy, CorrectionPolicy, MixturePolicy
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
-from pyro_implicit.guides.affine_frame import Frame
-from pyro_implicit.guides.auto_draws import own_names
+from pyro_implicit.guides.auto_draws import Frame, own_names
 from pyro_implicit.guides.exactness import has_exact_density
 from pyro_implicit.infer.bound import FoldWarning, weighted_draws
 from pyro_implicit.ops import LogWeights

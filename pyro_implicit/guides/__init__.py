@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from pyro_implicit.guides.affine_frame import Frame
 from pyro_implicit.guides.auto_amortized import AutoAmortized
+from pyro_implicit.guides.auto_draws import Frame
 from pyro_implicit.guides.auto_implicit import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.guides.auto_mixture import AutoEnsemble, AutoMixture, init_to_shuffled
 from pyro_implicit.guides.sampler import StoredDraws

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyro.distributions as dist
 import torch
@@ -24,75 +24,12 @@ from torch import Tensor
 from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
+from pyro_implicit.guides.auto_draws import Frame
 from pyro_implicit.guides.policy import FRAME, INIT_SCALE
-from pyro_implicit.runtime.printing import short_repr
 from pyro_implicit.runtime.random_stream import seeded
 from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
-__all__ = ["Frame", "find_frame", "gaussian_frame"]
-
-
-class Frame(NamedTuple):
-    r"""A Gaussian in unconstrained space that defines the units of an implicit guide.
-
-    **Example:**
-
-    >>> import pyro
-    >>> from pyro_implicit import AutoImplicit
-    >>> def model():
-    ...     pyro.sample("x", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
-    >>> frame = Frame(torch.tensor([1900.0, 0.0]), scale=torch.tensor([30.0, 1e-3]))
-    >>> guide = AutoImplicit(model, frame=frame)
-    >>> guide.sample_posterior(5)["x"].shape
-    torch.Size([5, 2])
-
-    :param loc: location, ``(latent_dim,)``.
-    :param scale: standard deviations, ``(latent_dim,)``, of a diagonal frame.
-    :param scale_tril: lower triangular factor of the covariance, ``(latent_dim, latent_dim)``, of a
-        full frame. Exactly one of ``scale`` and ``scale_tril`` must be given.
-    """
-
-    loc: Tensor
-    scale: Tensor | None = None
-    scale_tril: Tensor | None = None
-
-    def __repr__(self) -> str:
-        return short_repr(self)
-
-    def check(self, latent_dim: int) -> None:
-        """Check the shapes and values of the frame.
-
-        :param latent_dim: size of the unconstrained latent vector.
-        :raises ValueError: for an invalid frame.
-        """
-        if tuple(self.loc.shape) != (latent_dim,):
-            raise ValueError(
-                f"the frame's loc has shape {tuple(self.loc.shape)}, but the model has "
-                f"{latent_dim} unconstrained latents. Cure: a loc of shape ({latent_dim},)"
-            )
-        factor = self.scale_tril if self.scale is None else self.scale
-        if factor is None or (self.scale is not None and self.scale_tril is not None):
-            raise ValueError(
-                "a frame needs either scale or scale_tril. Cure: Frame(loc, scale=sds) or "
-                "Frame(loc, scale_tril=torch.linalg.cholesky(covariance))"
-            )
-        shape = (latent_dim, latent_dim) if self.scale is None else (latent_dim,)
-        if tuple(factor.shape) != shape:
-            raise ValueError(
-                f"the frame's scale{'_tril' if self.scale is None else ''} has shape "
-                f"{tuple(factor.shape)}, but must have shape {shape}"
-            )
-        full = factor if self.scale is None else factor.diag()
-        if not torch.equal(full, full.tril()) or not (full.diagonal() > 0).all():
-            raise ValueError(
-                "the frame's scale must be positive, and its scale_tril lower triangular with a "
-                "positive diagonal. Cure: torch.linalg.cholesky(covariance)"
-            )
-        if not (self.loc.isfinite().all() and factor.isfinite().all()):
-            raise ValueError(
-                "the frame is not finite. Cure: fit its guide again with a smaller learning rate, "
-                'or frame="auto"'
-            )
+__all__ = ["find_frame", "gaussian_frame"]
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pyro
 import torch
@@ -24,10 +24,75 @@ from pyro_implicit.density.initialisation import (
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import RUNS
 from pyro_implicit.guides.row_data import trace_model
+from pyro_implicit.runtime.printing import short_repr
 from pyro_implicit.runtime.random_stream import seeded
 from pyro_implicit.runtime.sites import is_discrete_latent, site_parts
 
-__all__ = ["AutoDraws", "DrawSummaries", "forget", "own_names", "refuse_stored"]
+__all__ = ["Frame", "AutoDraws", "DrawSummaries", "forget", "own_names", "refuse_stored"]
+
+
+class Frame(NamedTuple):
+    r"""A Gaussian in unconstrained space that defines the units of an implicit guide.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> from pyro_implicit import AutoImplicit
+    >>> def model():
+    ...     pyro.sample("x", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+    >>> frame = Frame(torch.tensor([1900.0, 0.0]), scale=torch.tensor([30.0, 1e-3]))
+    >>> guide = AutoImplicit(model, frame=frame)
+    >>> guide.sample_posterior(5)["x"].shape
+    torch.Size([5, 2])
+
+    :param loc: location, ``(latent_dim,)``.
+    :param scale: standard deviations, ``(latent_dim,)``, of a diagonal frame.
+    :param scale_tril: lower triangular factor of the covariance, ``(latent_dim, latent_dim)``, of a
+        full frame. Exactly one of ``scale`` and ``scale_tril`` must be given.
+    """
+
+    loc: Tensor
+    scale: Tensor | None = None
+    scale_tril: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return short_repr(self)
+
+    def check(self, latent_dim: int) -> None:
+        """Check the shapes and values of the frame.
+
+        :param latent_dim: size of the unconstrained latent vector.
+        :raises ValueError: for an invalid frame.
+        """
+        if tuple(self.loc.shape) != (latent_dim,):
+            raise ValueError(
+                f"the frame's loc has shape {tuple(self.loc.shape)}, but the model has "
+                f"{latent_dim} unconstrained latents. Cure: a loc of shape ({latent_dim},)"
+            )
+        factor = self.scale_tril if self.scale is None else self.scale
+        if factor is None or (self.scale is not None and self.scale_tril is not None):
+            raise ValueError(
+                "a frame needs either scale or scale_tril. Cure: Frame(loc, scale=sds) or "
+                "Frame(loc, scale_tril=torch.linalg.cholesky(covariance))"
+            )
+        shape = (latent_dim, latent_dim) if self.scale is None else (latent_dim,)
+        if tuple(factor.shape) != shape:
+            raise ValueError(
+                f"the frame's scale{'_tril' if self.scale is None else ''} has shape "
+                f"{tuple(factor.shape)}, but must have shape {shape}"
+            )
+        full = factor if self.scale is None else factor.diag()
+        if not torch.equal(full, full.tril()) or not (full.diagonal() > 0).all():
+            raise ValueError(
+                "the frame's scale must be positive, and its scale_tril lower triangular with a "
+                "positive diagonal. Cure: torch.linalg.cholesky(covariance)"
+            )
+        if not (self.loc.isfinite().all() and factor.isfinite().all()):
+            raise ValueError(
+                "the frame is not finite. Cure: fit its guide again with a smaller learning rate, "
+                'or frame="auto"'
+            )
 
 
 class DrawSummaries:

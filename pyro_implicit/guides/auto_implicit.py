@@ -20,8 +20,8 @@ from torch.distributions import constraints
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import GatedMLP, as_generator
-from pyro_implicit.guides.affine_frame import Frame, find_frame, gaussian_frame
-from pyro_implicit.guides.auto_draws import AutoDraws, refuse_stored
+from pyro_implicit.guides.affine_frame import find_frame, gaussian_frame
+from pyro_implicit.guides.auto_draws import AutoDraws, Frame, refuse_stored
 from pyro_implicit.guides.exactness import GeneratorTransform, check_exact, why_inexact
 from pyro_implicit.guides.policy import INIT_SCALE, MAX_NOISE_DIM, NOISE_SCALE
 
