@@ -113,10 +113,11 @@ def make(
     """Return a guide, its training step, the optimiser and the first learning rate."""
     model, sizes = target.model, SIZES[target.name]
     own = settings == "library"
-    lr = 1e-2 if own else 1e-3
+    # At 0.01, methods with second derivatives of the model end in gradients that are not finite.
+    own_lr = 3e-3 if name in ("KSIVI", "HSIVI") else 1e-2
+    lr = own_lr if own else 1e-3
     count = 64 if own else sizes.particles
     if name == "PVI":
-        lr = 1e-2 if own else 1e-3
         optim = adam(lr)
         options: dict[str, Any] = {}
         if not own:

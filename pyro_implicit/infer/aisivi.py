@@ -75,7 +75,8 @@ class ReverseConditional(nn.Module):
     def sample(self, num_samples: int, value: Tensor) -> tuple[Tensor, Tensor]:
         """Draw ``(num_samples, *batch, d)`` given values ``(*batch, m)``, with log-densities."""
         size = self.masks.shape[-1]
-        noise = torch.randn((num_samples, *value.shape[:-1], size)).to(value)
+        shape = (num_samples, *value.shape[:-1], size)
+        noise = torch.randn(shape, dtype=value.dtype, device=value.device)
         log_density = log_normal(noise)
         for layer in range(len(self.networks)):
             shift, log_scale = self._affine(layer, noise, value)

@@ -183,7 +183,9 @@ class _Particles(TorchDistribution):
 
     def rsample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
         shape = torch.Size(sample_shape) + self.batch_shape
-        return self.particles[torch.randint(len(self.particles), shape)]
+        return self.particles[
+            torch.randint(len(self.particles), shape, device=self.particles.device)
+        ]
 
 
 class _ParticleMixture(AutoSemiImplicit):
