@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from pyro_implicit.infer.aisivi import AISIVI_ELBO
+from pyro_implicit.infer.aisivi import AISIVI_ELBO, ReverseConditional
 from pyro_implicit.infer.amortized_ksd import AmortizedKSD_ELBO
 from pyro_implicit.infer.amortized_svgd import AmortizedSVGD_ELBO
 from pyro_implicit.infer.avb import AVB_ELBO
@@ -54,6 +54,7 @@ __all__ = [
     "LayeredGenerator",
     "NonFiniteError",
     "PVI",
+    "ReverseConditional",
     "SIVI_ELBO",
     "SVGD",
     "ScoreELBO",

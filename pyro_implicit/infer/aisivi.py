@@ -135,7 +135,7 @@ class AISIVI_ELBO(NetworkELBO):
     :param num_particles: draws of the guide per step.
     :param num_samples: S, draws of :math:`\tau` for each of them.
     :param proposal: a function ``(noise_dim, value_dim) -> module`` that makes :math:`\tau`, with
-        the methods of :class:`~pyro_implicit.infer.aisivi.ReverseConditional`, the default; the
+        the methods of :class:`~pyro_implicit.infer.ReverseConditional`, the default; the
         value includes the context, if any. ``functools.partial(ReverseConditional,
         num_couplings=0)`` is a Gaussian.
     :param proposal_steps: steps of its optimiser per step of the guide, each on fresh draws except

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 from pyro_implicit import AISIVI_ELBO, SemiImplicit
-from pyro_implicit.infer.aisivi import ReverseConditional
+from pyro_implicit.infer import ReverseConditional
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 
 

@@ -15,8 +15,7 @@ from pyro.infer import SVI
 from torch import Tensor, nn
 
 from pyro_implicit import KPG_ELBO, MLP, SIVI_ELBO, AutoSemiImplicit, SemiImplicit
-from pyro_implicit.infer import kpg
-from pyro_implicit.infer.aisivi import ReverseConditional
+from pyro_implicit.infer import ReverseConditional, kpg
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 from pyro_implicit.ops import imq_kernel, particle_bandwidth, rbf_kernel
 
