@@ -92,7 +92,8 @@ def fit(
     6. **correct**: if the importance weights are reliable (k-hat below 0.5, effective sample size
        above half of the draws), ``result.sample`` resamples draws by them.
     7. **refine**: otherwise :func:`~pyro_implicit.mcmc.refine` moves the draws to the posterior by
-       many short chains, unless the guide is within 0.01 nats of it. ``result.sample`` then draws
+       many short chains, unless the guide is within 0.01 nats of it. Chains that would end before
+       they forget their starts go on as fewer, longer chains. ``result.sample`` then draws
        from ``result.refined``.
 
     With more than 100 latent variables, or if a search would take minutes, an ``AutoNormal`` is
@@ -149,7 +150,8 @@ def fit(
     :param refine: ``"auto"`` runs chains as above, but never for a given guide; ``True`` always
         runs them, ``False`` never.
     :param max_seconds: the approximate limit of wall time. A run that it shortens is not
-        reproducible.
+        reproducible. Chains that have not converged use all of it; without a limit they go on for
+        at most 120 seconds of one core.
     :param seed: the seed of all random numbers of this call. The caller's random streams do not
         advance; without a seed they are used.
     :param checkpoint: a folder. If a run was killed, the same call resumes it and ends with

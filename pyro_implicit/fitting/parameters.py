@@ -186,7 +186,11 @@ def trained_parameters(
                 return owner + name.removeprefix(f"{prefix}.")
         return name
 
-    return {own(name): unconstrained(site) for name, site in _params(capture.trace)}
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, site in _params(capture.trace):
+        value = unconstrained(site)
+        found.setdefault(id(value), (own(name), value))  # a module may share it under two names
+    return dict(found.values())
 
 
 def _names_of_others(value: Tensor, sites: dict[str, dict[str, Any]]) -> bool:

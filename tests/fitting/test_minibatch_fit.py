@@ -85,13 +85,15 @@ def test_chains_keep_to_the_time_and_training_leaves_them_half(guide, refine, mo
         return train(*args, max_seconds=max_seconds, **kwargs)
 
     monkeypatch.setattr(stages, "train", spy)
+    # A busy machine may need longer than the limit before the training begins.
+    monkeypatch.setattr(stages.TimeLimit, "left", lambda self, share=1.0: 0.3 * share)
     guide = AutoNormal(line) if guide == "given" else guide
     options = {"batches": loader(*rows()), "epochs": 10**4, "max_seconds": 0.3}
     result = fit(line, guide, **options, refine=refine, **QUIET)
     if refine is True:
-        assert given[0] <= 0.15 and result.refined.stopped == "max_seconds"
+        assert given[0] == 0.15 and result.refined.stopped == "max_seconds"
     else:
-        assert 0.15 < given[0] <= 0.3 and result.refined is None
+        assert given[0] == 0.3 and result.refined is None
 
 
 def test_a_network_of_many_weights():

@@ -11,9 +11,11 @@ import pytest
 import torch
 from pyro.distributions import constraints
 from pyro.infer import Trace_ELBO
-from pyro.infer.autoguide import AutoNormal
+from pyro.infer.autoguide import AutoIAFNormal, AutoNormal
 
+from pyro_implicit import fit
 from pyro_implicit.fitting.candidates import gaussian_guide
+from pyro_implicit.fitting.parameters import trained_parameters
 from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit
@@ -304,3 +306,16 @@ def test_seeds():
         guide = AutoNormal(conjugate)
         found.append(train(conjugate, guide, ImplicitELBO(2), schedule=Schedule(num_steps=9)))
     assert found[0] == found[1] != found[2]
+
+
+def test_parameters_that_a_guide_shares_are_trained_once():
+    """``AutoIAFNormal`` holds its network under two names, of which Adam would warn."""
+
+    def model():
+        pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    guide = AutoIAFNormal(model)
+    guide()
+    parameters = trained_parameters(model, guide, Trace_ELBO(), (), {})
+    assert len({id(value) for value in parameters.values()}) == len(parameters) > 0
+    assert len(fit(model, guide, num_steps=2, progress=False).losses) == 2
