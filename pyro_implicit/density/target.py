@@ -30,8 +30,7 @@ from pyro_implicit.density.checks import (
     refuse_unfit_sites,
     warn_of_missing_data,
 )
-from pyro_implicit.density.cost import nearby, seconds_near
-from pyro_implicit.density.fused_density import FusedDensity
+from pyro_implicit.density.cost import FusedDensity, nearby, seconds_near
 from pyro_implicit.density.initialisation import (
     FlatPriorStart,
     example_tensor,
