@@ -101,6 +101,9 @@ class MCLMCPolicy:
     #: too large by 2 % on average and 15 % in the narrowest direction; at 0.1 by 10 % and 120 %.
     energy_error: float = 1e-3
 
+    #: The same above which a transition is undone: the chain has left its mode by a wild step.
+    max_energy_error: float = 100.0
+
     #: Weight of older transitions in the estimate of the energy error.
     memory: float = 0.9
 

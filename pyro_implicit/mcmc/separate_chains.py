@@ -30,7 +30,9 @@ class SeparateChains(WindowedChains):
         if self.max_seconds is not None:
             share = max(share, self.seconds / max(self.max_seconds, 1e-9))
         share /= self.policy.mclmc.warmup_share
-        self.adaptation = self.adaptation.at(share, torch.stack(self._positions))
+        is_long = self._window == self.policy.warmup.least_windows
+        positions = torch.stack(self._positions) if is_long else None
+        self.adaptation = self.adaptation.at(share, positions)
         self._positions, self._log_densities, self._failed = [], [], []
         self._window = min(self._window + 1, self.policy.warmup.least_windows)
         if share >= 1:

@@ -27,17 +27,18 @@ class State(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Step size and decoherence length of each chain, ``(num_chains, 1)``, and the steps of a
-    transition."""
+    """Step size and decoherence length of each chain, ``(num_chains, 1)``, the steps of a
+    transition, and the energy error above which a transition is undone."""
 
     step_size: Tensor
     length: Tensor
     num_steps: int
+    max_error: float = math.inf
 
 
 class Info(NamedTuple):
     """Mean squared energy error of a step for each dimension, ``(num_chains,)``, infinite for
-    chains that left the finite numbers and were put back; and the gradients of each chain."""
+    chains that were put back; and the gradients of each chain."""
 
     energy_error: Tensor
     num_gradients: int
@@ -86,8 +87,8 @@ def step(state: State, score: Score, settings: Settings) -> tuple[State, Info]:
     :param state: positions and directions.
     :param score: log-densities and gradients of points ``(num_chains, d)``.
     :param settings: step sizes and lengths.
-    :returns: the next state and the info. A chain whose step leaves the finite numbers goes on from
-        where the transition began, in a new direction.
+    :returns: the next state and the info. A chain that leaves the finite numbers, or whose energy
+        error is above ``max_error``, goes on from where the transition began, in a new direction.
 
     **References:**
 
@@ -110,7 +111,7 @@ def step(state: State, score: Score, settings: Settings) -> tuple[State, Info]:
         direction = _unit(direction + spread * torch.randn_like(direction))
     after = State(position, direction, log_density, gradient)
     error = total / (settings.num_steps * dim)
-    is_finite = error.isfinite() & gradient.isfinite().all(-1)
+    is_finite = (error < settings.max_error) & gradient.isfinite().all(-1)
     back = state._replace(direction=_unit(torch.randn_like(direction)))
     kept = State(*(_where(is_finite, new, old) for new, old in zip(after, back, strict=True)))
     return kept, Info(error.masked_fill(~is_finite, math.inf), settings.num_steps)
@@ -137,21 +138,37 @@ def _where(mask: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return torch.where(mask if first.dim() == 1 else mask.unsqueeze(-1), first, second)
 
 
+class _Moments(NamedTuple):
+    """Number, sum and sum of squares of each chain's positions."""
+
+    count: int
+    total: Tensor
+    squares: Tensor
+
+    @property
+    def variance(self) -> Tensor:
+        """Variances of each chain, ``(num_chains, d)``."""
+        mean = self.total / self.count
+        return (self.squares / self.count - mean.square()).clamp(min=0)
+
+
 @dataclass(frozen=True)
 class MCLMCTuning:
     r"""Step sizes and decoherence lengths of chains that learn nothing from each other, as a value.
 
     The mean squared energy error of a step, for each dimension, grows as :math:`c h^6`. Each chain
     estimates its own :math:`c` by a running mean and takes the step size at which the error is
-    ``energy_error``; a chain that left the finite numbers halves its step size. The length is
-    :math:`L = \sqrt{\sum_i \sigma_i^2}`, from the variances of the chain's own positions.
+    ``energy_error``. A chain that was put back halves its step size, after the warm-up until it
+    moves again. The length is :math:`L = \sqrt{\sum_i \sigma_i^2}`, from the variances of the
+    chain's own positions in the warm-up.
 
     :param policy: the numbers of the adaptation.
     :param step_sizes: of the chains, ``(num_chains, 1)``.
     :param lengths: decoherence lengths of the chains, ``(num_chains, 1)``.
     :param energy_error: the target; it falls during the warm-up.
-    :param adapting: whether updates change the step sizes.
+    :param tuned: the step sizes at the end of the warm-up, which are no longer exceeded.
     :param coefficient: the running mean of :math:`c`, and the sum of its weights.
+    :param moments: of the positions in the warm-up.
 
     **References:**
 
@@ -165,8 +182,9 @@ class MCLMCTuning:
     step_sizes: Tensor | None = None
     lengths: Tensor | None = None
     energy_error: float = DEFAULT.mclmc.first_energy_error
-    adapting: bool = True
+    tuned: Tensor | None = None
     coefficient: tuple[Tensor, Tensor] | None = None
+    moments: _Moments | None = None
 
     def settings(self, state: State) -> Settings:
         """Return the settings of the next transition."""
@@ -174,14 +192,15 @@ class MCLMCTuning:
         if sizes is None or lengths is None:
             dim = state.position.shape[-1]
             sizes = lengths = torch.full_like(state.position[:, :1], math.sqrt(dim))
-        return Settings(sizes, lengths, self.policy.num_steps)
+        return Settings(sizes, lengths, self.policy.num_steps, self.policy.max_energy_error)
 
     def update(self, state: State, info: Info, settings: Settings) -> MCLMCTuning:
         """Learn from a transition."""
-        if not self.adapting:
-            return self
         error = info.energy_error.unsqueeze(-1)
         is_finite, size = error.isfinite(), settings.step_size
+        if self.tuned is not None:
+            longer = torch.minimum(2 * size, self.tuned)
+            return replace(self, step_sizes=torch.where(is_finite, longer, size / 2))
         found = torch.where(is_finite, error, 0.0) / size**6
         total, weight = self.coefficient or (torch.zeros_like(size), torch.zeros_like(size))
         total = torch.where(is_finite, self.policy.memory * total + found, total)
@@ -195,8 +214,8 @@ class MCLMCTuning:
 
         :returns: the state, the adaptation, and the gradients taken.
         """
-        sizes, lengths, _ = self.settings(state)
-        found, gradients = replace(self, step_sizes=sizes, lengths=lengths), 0
+        first = self.settings(state)
+        found, gradients = replace(self, step_sizes=first.step_size, lengths=first.length), 0
         for _ in range(30):  # by factors of two at most, far more than floats need
             settings = found.settings(state)._replace(num_steps=1)
             state, info = step(state, score, settings)
@@ -207,23 +226,26 @@ class MCLMCTuning:
                 break
         return state, found, gradients
 
-    def at(self, share: float, positions: Tensor) -> MCLMCTuning:
+    def at(self, share: float, positions: Tensor | None) -> MCLMCTuning:
         """Learn from a window of the warm-up.
 
         :param share: of the warm-up that is over.
-        :param positions: of the window, ``(num_transitions, num_chains, d)``.
+        :param positions: of the window, ``(num_transitions, num_chains, d)``; None for a window
+            that is too short to show how far chains move.
         """
         first, last = self.policy.first_energy_error, self.policy.energy_error
-        lengths = positions.var(0).sum(-1, keepdim=True).sqrt()
-        return replace(
-            self,
-            energy_error=first * (last / first) ** min(share, 1.0),
-            lengths=lengths.clamp(min=self.step_sizes),
-        )
+        found = replace(self, energy_error=first * (last / first) ** min(share, 1.0))
+        if positions is None:
+            return found
+        moments = _Moments(len(positions), positions.sum(0), positions.square().sum(0))
+        if self.moments is not None:
+            moments = _Moments(*(a + b for a, b in zip(self.moments, moments, strict=True)))
+        lengths = moments.variance.sum(-1, keepdim=True).sqrt()
+        return replace(found, moments=moments, lengths=lengths.clamp(min=self.step_sizes))
 
     def frozen(self) -> MCLMCTuning:
         """Stop adapting."""
-        return replace(self, adapting=False)
+        return replace(self, tuned=self.step_sizes)
 
     @property
     def max_gradients(self) -> int:
