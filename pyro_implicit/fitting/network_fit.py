@@ -15,7 +15,7 @@ from pyro_implicit.guides import AutoEnsemble, init_to_shuffled
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc.refine import refine_target
-from pyro_implicit.nn import FunctionValues, start_values
+from pyro_implicit.nn import FunctionValues, NetworkModel, start_values
 from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
 __all__ = ["fit_network"]
@@ -29,9 +29,10 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
 
     :param must_refine: whether chains run even if the budget allows few gradients.
     """
-    policy, result = stages.policy.network, stages.result
-    start = init_to_shuffled(start_values(stages.model))
-    guide = own_names(AutoEnsemble(stages.model, policy.num_members, start))
+    policy, result, model = stages.policy.network, stages.result, stages.model
+    assert isinstance(model, NetworkModel)
+    start = init_to_shuffled(start_values(model))
+    guide = own_names(AutoEnsemble(model, policy.num_members, start))
     loss = default_loss(guide, policy.num_members, *stages.args, model_kwargs=stages.kwargs)
     steps = stages.steps_for(guide, loss, policy.training_seconds)
     stages.train_alone("ensemble", guide, loss, policy.training_share, num_steps=steps)

@@ -141,15 +141,15 @@ def _where(mask: Tensor, first: Tensor, second: Tensor) -> Tensor:
 class _Moments(NamedTuple):
     """Number, sum and sum of squares of each chain's positions."""
 
-    count: int
+    number: int
     total: Tensor
     squares: Tensor
 
     @property
     def variance(self) -> Tensor:
         """Variances of each chain, ``(num_chains, d)``."""
-        mean = self.total / self.count
-        return (self.squares / self.count - mean.square()).clamp(min=0)
+        mean = self.total / self.number
+        return (self.squares / self.number - mean.square()).clamp(min=0)
 
 
 @dataclass(frozen=True)
@@ -238,8 +238,10 @@ class MCLMCTuning:
         if positions is None:
             return found
         moments = _Moments(len(positions), positions.sum(0), positions.square().sum(0))
-        if self.moments is not None:
-            moments = _Moments(*(a + b for a, b in zip(self.moments, moments, strict=True)))
+        if (before := self.moments) is not None:
+            number = before.number + moments.number
+            total, squares = before.total + moments.total, before.squares + moments.squares
+            moments = _Moments(number, total, squares)
         lengths = moments.variance.sum(-1, keepdim=True).sqrt()
         return replace(found, moments=moments, lengths=lengths.clamp(min=self.step_sizes))
 
