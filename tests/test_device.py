@@ -130,7 +130,8 @@ def test_a_module_elsewhere_is_trained_saved_and_loaded(elsewhere):
 def guide_of(elbo_name: str) -> str:
     if elbo_name in ("Injective", "Renyi"):
         return "AutoImplicit-autoregressive"
-    semi_implicit = elbo_name.startswith(("LIVI", "SIVI", "UIVI"))
+    names = "LIVI", "SIVI", "UIVI", "KSIVI", "AISIVI", "HSIVI", "KPG"
+    semi_implicit = elbo_name.startswith(names)
     return "AutoSemiImplicit-frame" if semi_implicit else "AutoImplicit"
 
 

@@ -115,7 +115,7 @@ def refined():
     ):
         store.append(torch.cat([mean + variance**0.5 * means, free], -1))
     others = dict.fromkeys((field.name for field in fields(Refined)), 0)
-    found = {"store": store, "num_chains": 32}
+    found: dict = {"store": store, "num_chains": 32, "kernel": "hmc", "drift": None}
     found["constrain"] = lambda rows: {"mean": rows[..., 0], "free": rows[..., 1:]}
     return Refined(**{**others, **found})
 

@@ -115,10 +115,20 @@ def count_operations(evaluate: Callable[[], Any]) -> int:
 class _Counter(DispatchMode):
     """Counts below autograd and ``vmap``, where each operation is one call of a kernel."""
 
+    num_active = 0  # of all counters
+
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0
         self.elements = self.flops = 0.0
+
+    def __enter__(self) -> _Counter:
+        _Counter.num_active += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _Counter.num_active -= 1
+        super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -269,7 +279,8 @@ class FusedDensity:
 
     def __call__(self, latent: Tensor) -> Tensor:
         """Return the log-density, differentiable, ``(num_draws,)``."""
-        if ACTIVE.recorder is None and self.refusal is None:
+        # An estimate of the cost must not count a comparison with the model.
+        if ACTIVE.recorder is None and self.refusal is None and not _Counter.num_active:
             try:
                 self._prepare(latent.detach())
             except Exception as error:  # of the model, too

@@ -220,7 +220,8 @@ def test_each_group_of_branches_runs_once():
 
     density = Target(model)
     points = torch.tensor([[1.0, 1.0], [1.0, -2.0], [-1.0, 3.0], [-1.0, -1.0]]).repeat(10, 1)
-    density.score(points)
+    for _ in range(2):  # both try to record the model, which branches
+        density.score(points)
     ran.clear()
     density.score(points)
     # Four groups, three batches that part, and a plain run at the first parting.

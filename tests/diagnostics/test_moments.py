@@ -269,7 +269,7 @@ def test_a_cut_tail_fills_beyond_all_draws(seed):
     whole = Diagnosis(300, 2, drift=cut, settled=True)
     assert whole.verdict == ("do not trust" if cut.escaped > 0.05 else "check")
     assert f"{cut.escaped:.1%} escaped" in str(whole) and "a tail is lost" in str(whole)
-    assert whole.cures[0].startswith("refine from elsewhere")  # chains, not a guide, are at fault
+    assert "refine from elsewhere" in whole.cures[0]  # chains, not a guide, are at fault
 
 
 def test_directions_are_tested_on_other_draws_than_they_come_from():
