@@ -34,6 +34,7 @@ from benchmarks.zoo import registry
 from benchmarks.zoo.registry import ZooModel
 
 MAX_DRAWS, MIN_DRAWS = 10_000, 1000
+QUALITY_COLUMNS = 20  # whose effective sample sizes are computed at a time
 # Sites with at most this number of values are kept completely, of others a random part.
 SMALL_SITE = 12
 MAX_RHAT, MAX_DIVERGENCES, MAX_SPREAD = 1.01, 0.01, 1e-6
@@ -157,7 +158,10 @@ def make(name: str, args: argparse.Namespace) -> Record:
 def quality(chains: Tensor) -> tuple[Tensor, Tensor]:
     """R-hat and effective sample sizes of ``(num_chains, num_draws, num_features)``."""
     rhat = split_gelman_rubin(chains, chain_dim=0, sample_dim=1)
-    return rhat, effective_sample_size(chains, chain_dim=0, sample_dim=1)
+    # Pyro's function needs the square of the number of draws for each column.
+    parts = chains.split(QUALITY_COLUMNS, -1)
+    ess = [effective_sample_size(part, chain_dim=0, sample_dim=1) for part in parts]
+    return rhat, torch.cat(ess)
 
 
 def check(zoo: ZooModel, data: tuple, draws: Draws, run: Record) -> Record:
