@@ -88,7 +88,8 @@ class HSIVI_ELBO(ScoreMatchingELBO, NetworkELBO):  # type: ignore[misc]  # as Ne
         - \nabla \log q(\theta_t \mid \theta_{t+1}) \right) - \|f(\theta_t)\|^2 \right],
         \qquad p_t \propto p^{\beta_t} N(0, I)^{1 - \beta_t},
 
-    with :math:`\beta_t` from 1 / T at the first layer to 1 at the last. The critic is
+    with :math:`\beta_t` from 1 / T at the first layer to 1 at the last; this schedule and base are
+    choices of this library. The critic is
     :math:`f = \nabla \log p_t - h`, where a network h regresses the conditional scores; its
     optimum is the score of :math:`q_t`. The targets interpolate in the units of the generator,
     before the frame of an autoguide. A guide whose generator is a :class:`LayeredGenerator` has T
