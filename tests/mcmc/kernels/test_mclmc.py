@@ -127,8 +127,9 @@ def test_a_chain_that_leaves_the_finite_numbers_is_put_back():
     tuning = replace(
         mclmc.adaptation(), step_sizes=torch.full((2, 1), 0.1), lengths=torch.ones(2, 1)
     )
-    for one in (tuning, tuning.frozen()):
-        sizes = one.update(state, info, one.settings(state)).step_sizes.flatten()
+    for begun in (tuning, tuning.frozen()):
+        one = begun.update(state, info, begun.settings(state))
+        sizes = one.step_sizes.flatten()
         assert sizes[0].item() < 0.051 and sizes[1].item() >= 0.1
     moved = info._replace(energy_error=torch.ones(2))
     for _ in range(2):
@@ -137,6 +138,18 @@ def test_a_chain_that_leaves_the_finite_numbers_is_put_back():
     strict = settings(state, 0.1, 4)._replace(max_error=0.0)
     after, info = mclmc.step(state, bounded, strict)
     assert after.position.equal(state.position) and info.acceptance.tolist() == [0.0, 0.0]
+
+
+def test_decoherence_lengths_are_those_of_the_whole_warm_up():
+    torch.manual_seed(0)
+    tuning = replace(
+        mclmc.adaptation(), step_sizes=torch.full((2, 1), 0.1), lengths=torch.ones(2, 1)
+    )
+    path = torch.randn(200, 2, 5) * torch.tensor([1.0, 3.0]).unsqueeze(-1) + 7
+    for window in path.split(50):
+        tuning = tuning.at(1.0, window)
+    expected = path.var(0, correction=0).sum(-1, keepdim=True).sqrt()
+    assert torch.allclose(tuning.lengths, expected, rtol=1e-4)
 
 
 def bimodal():
