@@ -324,6 +324,8 @@ class WindowedChains(Chains):
             return False
         gradients, _, cpu_seconds = self._began
         cost = (self.cpu_seconds - cpu_seconds) / (self.gradients - gradients)
+        if cost <= 0:  # the clock was too coarse to measure it
+            return False
         # Twice as long, so that the result does not depend on small differences in time.
         self.max_gradients += math.ceil(min(left, self.cpu_seconds) / cost)
         return True
@@ -356,9 +358,10 @@ class WindowedChains(Chains):
         def seconds(number: int) -> float:
             white, times = self.state.position[:number], []
             for _ in range(8):  # the shortest: the first calls of a size record it
-                began = time.process_time()
+                # Under a limit of CPU seconds (`ulimit -t`), Linux advances process_time by ticks.
+                began = time.perf_counter()
                 self._score(white)
-                times.append(time.process_time() - began)
+                times.append(time.perf_counter() - began)
             return min(times)
 
         limits = self.policy

@@ -127,6 +127,17 @@ def test_patience_ends(monkeypatch):
     assert 1.5 < found.chains.cpu_seconds < 2.6
 
 
+def test_a_clock_that_stands_still(monkeypatch):
+    """Under a limit of CPU seconds, Linux advances ``process_time`` by ticks of milliseconds."""
+    monkeypatch.setattr(time, "process_time", lambda: 1.0)
+    torch.manual_seed(0)
+    sampler = Sampler(Target(ridge), {"x": 0.03 * torch.randn(64, 2) + 0.5})
+    found = refine_target(
+        sampler, 64, 200, frame="diagonal", max_leapfrogs=2, progress=False, patience=2.0
+    )
+    assert found.stopped == "max_gradients" and found.num_chains <= 64
+
+
 def test_chains_that_cannot_go_on():
     loaded = pickle.loads(pickle.dumps(run(200)))
     with pytest.raises(ValueError, match=r"cannot go on.*Cure: fit\(...\)\.refine_more"):
