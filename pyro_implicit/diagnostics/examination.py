@@ -23,9 +23,16 @@ from pyro_implicit.diagnostics.checks import (
     stein_check,
     uncovered_modes,
 )
+from pyro_implicit.diagnostics.mixing import mixing
 from pyro_implicit.diagnostics.moments import CollapsedError, Whitened, whiten_draws
 from pyro_implicit.diagnostics.policy import CHECKS, EFFORT, VerdictPolicy
-from pyro_implicit.diagnostics.quantities import Function, Observed, coordinate_labels, describe
+from pyro_implicit.diagnostics.quantities import (
+    Function,
+    Observed,
+    coordinate_labels,
+    describe,
+    values_of,
+)
 from pyro_implicit.diagnostics.verdict import STORED, Diagnosis
 from pyro_implicit.guides.auto_implicit import AutoSemiImplicit
 from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel
@@ -118,10 +125,15 @@ def examine(
     weights, bound = LogWeights(log_weights), None if no_density else weighted.bound()
     observed = None
     try:
-        whitened = whiten_draws(many)
         if function is not None:
             observed = Observed(function, target, points)
             report = partial(report, labels=observed.labels, judged=describe(function))
+            if isinstance(guide, StoredDraws):
+                parts = values_of(function, guide.samples)
+                shape = guide.num_chains, -1
+                found = {name: value.unflatten(0, shape) for name, value in parts.items()}
+                report = partial(report, mixing=mixing(found))
+        whitened = whiten_draws(many)
     except CollapsedError as error:
         return report(bound=bound, no_density=no_density, broken=str(error))
     stein = stein_check(whitened, scores) if observed is None else None

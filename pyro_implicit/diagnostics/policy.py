@@ -65,6 +65,9 @@ class MomentPolicy:
     #: The same of means of test statistics, whose terms may cancel.
     mean_rounding: float = 100.0
 
+    #: Draws of each chain, at least, for R-hat and effective sample size of quantities.
+    least_chain_draws: int = 8
+
     #: Coordinates of each kind of error that are named.
     max_faults: int = 10
 
@@ -210,6 +213,9 @@ class VerdictPolicy:
 
     #: Standard errors of that difference that it must exceed, too.
     gap_errors: float = 3.0
+
+    #: Binomial standard errors by which coverage of held-out rows must differ from its probability.
+    calibration_errors: float = 3.0
 
     @property
     def telling_weights(self) -> float:

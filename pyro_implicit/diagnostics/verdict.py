@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pyro_implicit.diagnostics.checks import DriftCheck, ModeCoverage, SteinCheck
+from pyro_implicit.diagnostics.mixing import Mixing
 from pyro_implicit.diagnostics.moments import MomentErrors
 from pyro_implicit.diagnostics.policy import (
     CHECKS,
@@ -21,6 +22,7 @@ from pyro_implicit.diagnostics.policy import (
 from pyro_implicit.diagnostics.quantities import describe_faults
 from pyro_implicit.infer.bound import EvidenceBound
 from pyro_implicit.mcmc.stopping import Drift
+from pyro_implicit.nn import LabelReport, NumberReport
 from pyro_implicit.ops.importance_weights import describe_weights
 from pyro_implicit.runtime.printing import Printed, Table
 
@@ -68,6 +70,10 @@ class Diagnosis(Printed):
     :ivar spared: checks that the budget reduced or skipped.
     :ivar policy: the limits of the verdict.
     :ivar judged: the quantities that were checked; empty for the latents.
+    :ivar mixing: R-hat between and within chains and effective sample size of these quantities, for
+        draws of chains.
+    :ivar held_out: scores of held-out rows, if the automatic fit of a network held out some. The
+        draws that were scored had not seen these rows.
     """
 
     num_samples: int
@@ -86,6 +92,8 @@ class Diagnosis(Printed):
     planned_seconds: float = math.nan
     spared: tuple[str, ...] = ()
     judged: str = ""
+    mixing: Mixing | None = None
+    held_out: LabelReport | NumberReport | None = field(default=None, repr=False)
     doubts: tuple[str, ...] = ()
     unsettled: Drift | None = None
     symmetry: str = ""
@@ -158,6 +166,10 @@ class Diagnosis(Printed):
             yield "short HMC", f"{self._moments(self.drift)}, {accepted}{escaped}"
         elif not self.broken:
             yield "short HMC", "not run"
+        if self.mixing is not None:
+            yield "chains", str(self.mixing)
+        if self.held_out is not None:
+            yield "held-out rows", _describe_calibration(self.held_out)
         if self.gap is not None:
             value, error = self.gap
             yield "objective", f"{value:+.2f} +- {error:.2f} nats from the bound"
@@ -205,6 +217,11 @@ FIT_UNLIKE = (
     f"AutoregressiveGenerator with InjectiveELBO), {STEPS}, or NUTS"
 )
 CONTINUE = "result.refine_more(max_seconds=...), which continues the chains, or another model"
+MORE_MEMBERS = (
+    "more members (NetworkPolicy.num_members), each of which is a further mode; longer chains do "
+    "not reach other modes"
+)
+UNCALIBRATED = "another noise or prior of the model, more members, or longer chains"
 UNROTATED = (
     "only functions that rotations leave unchanged, as quantities= of refine and diagnose; or a "
     "model without the symmetry, such as triangular loadings of positive diagonal"
@@ -274,9 +291,13 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
     if verdict != "trust":
         # The units of a network have no order: R-hat of its weights says little of predictions.
         reason, cure = f"the chains ended before they converged: {found.unsettled}", CONTINUE
+        if found.judged and found.mixing is not None:
+            reason, cure = _describe_mixing(found.mixing, policy)
         if found.symmetry:
             reason, cure = f"{found.symmetry} ({reason})", UNROTATED
         yield Finding("check" if found.judged or found.symmetry else verdict, reason, cure)
+    if found.held_out is not None:
+        yield from _calibration_findings(found.held_out, policy)
     known = found.broken or found.of_chains or found.judged or found.doubts
     if found.no_density and not known:
         cure = "AutoSemiImplicit with LIVI_ELBO, or AutoregressiveGenerator with InjectiveELBO"
@@ -316,6 +337,47 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
         lost = found.coverage.mass[found.coverage.uncovered].max().item()
         reason = f"no draws at a mode that holds about {lost:.0%} of the mass"
         yield Finding("do not trust", reason, "a mixture of guides, tempering, a wider start")
+
+
+def _describe_mixing(mixing: Mixing, policy: VerdictPolicy) -> tuple[str, str]:
+    """Return a reason against chains that have not converged, and its cure."""
+    if mixing.between > policy.r_hat.check >= mixing.within:
+        return (
+            f"the quantities differ between chains (R-hat {mixing.between:.2f}) and are steady "
+            f"within each ({mixing.within:.2f}): the chains stay in separate modes, whose shares "
+            "are those of the starts",
+            MORE_MEMBERS,
+        )
+    return f"the chains ended before their quantities converged: {mixing}", CONTINUE
+
+
+def _levels(report: LabelReport | NumberReport) -> list[tuple[str, float, float]]:
+    """Return what was predicted, its predicted share and its share among held-out rows."""
+    if isinstance(report, LabelReport):
+        return [("correct labels", report.confidence["test"], report.accuracy)]
+    return [(f"{level:.0%} intervals", level, share) for level, share in report.coverage.items()]
+
+
+def _describe_calibration(report: LabelReport | NumberReport) -> str:
+    nll = f"NLL {-report.log_prob.mean().item():.3f} on {report.num_rows} rows"
+    shares = [f"{share:.0%} of {level:.0%}" for _, level, share in _levels(report)]
+    kind = "accuracy" if isinstance(report, LabelReport) else "coverage"
+    return f"{nll}, {kind} {', '.join(shares)}" if shares else nll
+
+
+def _calibration_findings(
+    report: LabelReport | NumberReport, policy: VerdictPolicy
+) -> Iterator[Finding]:
+    for name, expected, share in _levels(report):
+        error = math.sqrt(expected * (1 - expected) / report.num_rows)
+        if abs(share - expected) > policy.calibration_errors * error:
+            side = "overconfident" if share < expected else "underconfident"
+            reason = (
+                f"predictions are {side}: {share:.0%} of {name} on held-out rows instead of "
+                f"{expected:.0%}"
+            )
+            yield Finding("check", reason, UNCALIBRATED)
+            return
 
 
 def _cure(found: Diagnosis) -> str:

@@ -101,7 +101,8 @@ def fit(
     (**teach**). With ``refine=False`` no chains run: an :class:`AutoSemiImplicit` is trained by
     :class:`LIVI_ELBO` as a further candidate. For a network of :mod:`pyro_implicit.nn` with more
     than 100 weights, an :class:`AutoEnsemble` is trained (**ensemble**), and a chain runs from each
-    member (**mclmc**). :doc:`/fitting` describes all stages and cases.
+    member, first without some rows (**mclmc, held out**) and then with all (**mclmc**).
+    :doc:`/fitting` describes all stages and cases.
 
     If a stage fails, its line gives the reason and the other candidates remain. Ctrl-C returns the
     best result so far (``result.interrupted``). The operation count of the log-density determines

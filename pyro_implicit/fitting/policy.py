@@ -215,6 +215,23 @@ class NetworkPolicy:
     #: Gradients of each chain, at most; Sommer et al. (2025) take 60,000.
     most_gradients: int = 60_000
 
+    #: Share of the rows that ensemble and first chains do not see, and by which they are compared.
+    held_out_share: float = 0.1
+
+    #: Held-out rows, at least; with fewer in prospect none are held out, because the standard error
+    #: of a score is too large to compare stages.
+    least_held_out: int = 20
+
+    #: Share of the gradients that chains without the held-out rows take, before chains with all
+    #: rows go on from their ends.
+    trial_share: float = 0.25
+
+    #: Posterior draws that score the held-out rows.
+    num_scored: int = 500
+
+    #: Standard errors by which the held-out score must fall for chains to be rejected.
+    num_errors: float = 2.0
+
 
 @dataclass(frozen=True)
 class StartPolicy:

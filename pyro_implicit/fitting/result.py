@@ -33,6 +33,7 @@ from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.mcmc import AutoConditional, Refined
 from pyro_implicit.mcmc.refine import continue_chains
+from pyro_implicit.nn import LabelReport, NumberReport
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.locks import in_turn
 from pyro_implicit.runtime.printing import Printed, Table
@@ -75,6 +76,8 @@ class Fit(Printed):
         by which draws are resampled; None if they are not.
     :param interrupted: whether Ctrl-C ended the call.
     :param parameters: the learnt parameters of the model, by name, unconstrained.
+    :param held_out: scores of rows that the automatic fit of a network held out, by the name of the
+        stage that did not see them; empty for other models and few rows.
     :param minibatches: whether the data came in minibatches, which are not in ``source``.
     :param source: the model, its arguments and its keyword arguments.
     :param policy: the settings of the call.
@@ -90,6 +93,7 @@ class Fit(Printed):
     correction: float | None = None
     interrupted: bool = False
     parameters: dict[str, Learnt] = field(default_factory=dict, repr=False)
+    held_out: dict[str, LabelReport | NumberReport] = field(default_factory=dict, repr=False)
     minibatches: bool = False
     source: tuple[Any, tuple, dict[str, Any]] = field(default=(None, (), {}), repr=False)
     policy: FitPolicy = field(default=DEFAULT, repr=False)
@@ -191,7 +195,8 @@ class Fit(Printed):
         :param options: options of that function.
         :raises SubsampledError: if the model subsamples its data, or had them in minibatches.
         """
-        return diagnose(self.target, self.posterior, **options)
+        found = diagnose(self.target, self.posterior, **options)
+        return replace(found, held_out=next(reversed(self.held_out.values()), None))
 
     def compare(self, reference: Any, **options: Any) -> Comparison:
         """Return :func:`~pyro_implicit.compare` of these draws with a reference, for instance NUTS.

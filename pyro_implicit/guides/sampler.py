@@ -210,6 +210,7 @@ class StoredDraws:
         they converged, from which :func:`~pyro_implicit.diagnose` judges them.
     :param num_independent: the number of independent draws that they are worth; by default all.
     :param symmetry: a symmetry of the posterior that keeps chains apart, in words.
+    :param num_chains: the number of chains, whose draws follow each other; 1 if unknown.
     :raises ValueError: for no draws, or sites with different numbers of draws.
     """
 
@@ -222,6 +223,7 @@ class StoredDraws:
         unsettled: Any = None,
         num_independent: float = math.inf,
         symmetry: str = "",
+        num_chains: int = 1,
     ) -> None:
         lengths = {len(value) for value in samples.values()}
         if len(lengths) != 1 or lengths == {0}:
@@ -234,6 +236,7 @@ class StoredDraws:
         self.doubts, self.unsettled = tuple(doubts), unsettled
         self.num_draws, self.symmetry = lengths.pop(), symmetry
         self.num_independent = int(min(self.num_draws, num_independent))
+        self.num_chains = num_chains
 
     def __repr__(self) -> str:
         return f"StoredDraws({self.num_draws} draws of {', '.join(self.samples)})"

@@ -272,6 +272,7 @@ class Refined(Printed, ArvizExport):
             self.doubts,
             unsettled=None if self.settled else self.drift,
             symmetry=self.symmetry,
+            num_chains=self.num_chains,
             **known,
         )
 

@@ -116,6 +116,7 @@ def evaluate(
         "temperature": getattr(model, "temperature", 1.0),
         "ood": foreign,
         "uncertainty": {name: columns[name] for name in UNCERTAINTIES if name in columns},
+        "log_prob": columns["log_prob"],
     }
     if is_label:
         return _label_report(columns, num_bins, common)

@@ -63,6 +63,7 @@ class _Report(Printed):
     temperature: float
     ood: dict[str, Foreign] = field(repr=False)
     uncertainty: dict[str, Tensor] = field(repr=False)
+    log_prob: Tensor = field(repr=False)
 
     def _columns(self) -> dict[str, dict[str, Tensor]]:
         return {"test": self.uncertainty} | {n: set_.uncertainty for n, set_ in self.ood.items()}
@@ -87,6 +88,7 @@ class _Report(Printed):
 class LabelReport(_Report):
     """Scores of predicted labels; ``print`` shows a table.
 
+    :ivar log_prob: Log-probability of each row's label.
     :ivar accuracy: Share of correct labels.
     :ivar nll: Mean negative log-probability of the labels.
     :ivar brier: Brier score: mean squared distance of probabilities and label, summed over classes,
@@ -159,6 +161,7 @@ class LabelReport(_Report):
 class NumberReport(_Report):
     """Scores of predicted numbers, in the targets' units; ``print`` shows a table.
 
+    :ivar log_prob: Log-density of each row's targets.
     :ivar rmse: Root mean squared error of the mean.
     :ivar log_likelihood: Mean log-density of the targets.
     :ivar coverage: Share of targets inside the central interval, by its probability; empty for

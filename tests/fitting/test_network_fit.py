@@ -3,18 +3,28 @@
 
 from __future__ import annotations
 
+import math
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
 
 from pyro_implicit import AutoEnsemble, fit
-from pyro_implicit.fitting import FitPolicy, NetworkPolicy
-from pyro_implicit.nn import evaluate, predict, regressor, to_bayesian_
+from pyro_implicit.fitting import FitPolicy, NetworkPolicy, network_fit, training
+from pyro_implicit.fitting.held_out_rows import is_worse, split_rows
+from pyro_implicit.nn import classifier, evaluate, predict, regressor, to_bayesian_
 
 ROWS, DIM, NOISE = 60, 110, 0.5
 #: The cost of these networks is estimated, not measured: budgets give the same steps everywhere.
-POLICY = NetworkPolicy(num_members=6, training_seconds=1.0, chain_seconds=1e3, most_gradients=4000)
+POLICY = NetworkPolicy(
+    num_members=6, training_seconds=1.0, chain_seconds=1e3, most_gradients=4000, least_held_out=6
+)
+#: The same with shorter chains.
+SHORT = replace(POLICY, most_gradients=400)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +55,6 @@ def test_predictions_of_a_conjugate_network(linear, fitted):
     # About two hundred effective draws, and the step size's two per cent.
     assert ((found.mean(0) - mean) / sd).abs().mean() < 0.15
     assert abs((found.std(0) / sd).mean() - 1) < 0.1
-    assert [stage.name for stage in fitted.stages] == ["ensemble", "mclmc"]
     assert isinstance(fitted.guide, AutoEnsemble) and fitted.refined.num_chains == 6
     assert "of the predictions: means may be off" in str(fitted)
 
@@ -73,3 +82,124 @@ def test_small_networks_are_like_other_models(linear):
     model = regressor(to_bayesian_(nn.Linear(3, 1)), ROWS, noise=NOISE)
     result = fit(model, "auto", x[:, :3], y, seed=0, progress=False)
     assert result.stages[0].name == "search"
+
+
+def test_held_out_rows_and_their_model(linear):
+    model, x, y = linear
+    rows = split_rows(model, (x,), {"y": y}, NetworkPolicy(least_held_out=6))
+    assert (len(rows.x), len(rows.held_x), rows.model.num_data, model.num_data) == (54, 6, 54, 60)
+    everything = torch.cat([rows.y, rows.held_y]).sort().values
+    assert torch.equal(everything, y.sort().values)
+    ranks = torch.bucketize(rows.held_y.sort().values, y.sort().values)
+    assert (ranks // 10).tolist() == [*range(6)]  # one row of each tenth
+    again = split_rows(model, (x, y), {}, NetworkPolicy(least_held_out=6))
+    assert torch.equal(rows.held_x, again.held_x)
+    assert split_rows(model, (x, y), {}, NetworkPolicy(least_held_out=7)) is None
+    assert split_rows(model, (x,), {}, NetworkPolicy(least_held_out=6)) is None
+
+
+def test_a_class_with_one_row_is_not_held_out():
+    model = classifier(to_bayesian_(nn.Linear(2, 4)), 40)
+    y = torch.arange(40) % 2
+    policy = NetworkPolicy(least_held_out=1)
+    for place in range(40):
+        labels = y.clone()
+        labels[place] = 2  # the class 3 is missing
+        rows = split_rows(model, (torch.zeros(40, 2), labels), {}, policy)
+        assert (rows.y == 2).sum() == 1 and 3 <= len(rows.held_y) <= 4
+
+
+def report(log_prob):
+    return SimpleNamespace(log_prob=log_prob)
+
+
+def test_significantly_worse_by_pairs_of_rows():
+    # The mean falls by 0.1 with the standard error 0.05 (99 rows each way, sd 0.5).
+    old = 10 * torch.randn(100)
+    step = torch.cat([torch.full((50,), 0.5), torch.full((50,), -0.5)]) * (99 / 100) ** 0.5
+    assert is_worse(report(old - 0.101 + step), report(old), 2.0)
+    assert not is_worse(report(old - 0.099 + step), report(old), 2.0)
+    assert not is_worse(report(old + 0.101 + step), report(old), 2.0)
+    assert is_worse(report(torch.full((100,), -math.inf)), report(old), 2.0)
+    assert not is_worse(report(old), report(torch.full((100,), -math.inf)), 2.0)
+
+
+def test_held_out_rows_are_scored_and_then_given_back(linear, fitted):
+    model, x, y = linear
+    assert [stage.name for stage in fitted.stages] == ["ensemble", "mclmc, held out", "mclmc"]
+    assert list(fitted.held_out) == ["ensemble", "mclmc, held out"]
+    for stage in fitted.stages[:2]:
+        assert re.search(r"held-out NLL \d\.\d{3} \+- \d\.\d{3}", stage.outcome)
+    rows = split_rows(model, (x, y), {}, POLICY)
+    means = rows.held_x @ fitted.guide.get_samples()["weight"].squeeze(-2).T
+    by_hand = dist.Normal(means, NOISE).log_prob(rows.held_y.unsqueeze(-1)).logsumexp(-1)
+    found = fitted.held_out["ensemble"].log_prob
+    assert torch.allclose(found, by_hand - math.log(POLICY.num_members), atol=1e-5)
+    assert fitted.source[1][0] is x and fitted.refined.num_chains == 6
+    assert f"held-out NLL {-found.mean():.3f}" in str(fitted)
+
+
+def test_diagnose_judges_predictions_and_calibration(fitted):
+    found = fitted.diagnose(progress=False, max_seconds=5.0)
+    assert found.judged == "predictions at 30 of 60 inputs"
+    assert found.mixing is not None and found.mixing.between >= 1
+    assert found.held_out is fitted.held_out["mclmc, held out"]
+    assert re.search(r"held-out rows +NLL \d\.\d{3} on 6 rows, coverage", str(found))
+
+
+def test_chains_that_predict_worse_are_rejected(linear, monkeypatch):
+    monkeypatch.setattr(network_fit, "is_worse", lambda *args: True)
+    model, x, y = linear
+    options = {"seed": 0, "progress": False, "policy": FitPolicy(network=SHORT)}
+    result = fit(model, "auto", x, y, **options)
+    assert result.refined is None and len(result.stages) == 2
+    assert "significantly worse than the ensemble, which stays the result" in str(result)
+    assert fit(model, "auto", x, y, refine=True, **options).refined is not None
+
+
+def test_without_time_for_chains_the_ensemble_sees_all_rows(linear):
+    model, x, y = linear
+    policy = FitPolicy(network=replace(SHORT, chain_seconds=0.0))
+    result = fit(model, "auto", x, y, seed=0, progress=False, policy=policy)
+    assert not result.held_out and "no chains, because the time left allows" in str(result)
+
+
+def interrupt_at(monkeypatch, number):
+    """Press Ctrl-C in a call of ``refine_target``, the first is 1."""
+    calls, original = [], network_fit.refine_target
+
+    def refine_target(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(network_fit, "refine_target", refine_target)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_ctrl_c_in_chains_returns_the_best_so_far(linear, monkeypatch, number):
+    interrupt_at(monkeypatch, number)
+    model, x, y = linear
+    policy = FitPolicy(network=SHORT)
+    result = fit(model, "auto", x, y, seed=0, progress=False, policy=policy)
+    assert result.interrupted and (result.refined is None) == (number == 1)
+    assert len(result.held_out) == number and len(result.sample(4)["weight"]) == 4
+
+
+def test_ctrl_c_in_the_ensemble_returns_it(linear, monkeypatch):
+    steps, original = [], training._step
+
+    def step(*args):
+        steps.append(args)
+        if len(steps) == 5:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(training, "_step", step)
+    model, x, y = linear
+    policy = FitPolicy(network=SHORT)
+    result = fit(model, "auto", x, y, seed=0, progress=False, policy=policy)
+    assert result.interrupted and len(result.losses) == 4 and result.refined is None
+    assert len(result.sample(6)["weight"]) == 6
+    assert result.source[1][0] is x
