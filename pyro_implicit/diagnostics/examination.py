@@ -129,9 +129,8 @@ def examine(
             observed = Observed(function, target, points)
             report = partial(report, labels=observed.labels, judged=describe(function))
             if isinstance(guide, StoredDraws):
-                parts = values_of(function, guide.samples)
-                shape = guide.num_chains, -1
-                found = {name: value.unflatten(0, shape) for name, value in parts.items()}
+                by_name, shape = values_of(function, guide.samples), (guide.num_chains, -1)
+                found = {name: value.unflatten(0, shape) for name, value in by_name.items()}
                 report = partial(report, mixing=mixing(found))
         whitened = whiten_draws(many)
     except CollapsedError as error:

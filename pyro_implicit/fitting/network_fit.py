@@ -51,7 +51,7 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     if rows is not None:
         stages.trained, stages.args, stages.kwargs = rows.model, (rows.x, rows.y), {}
     try:
-        _train_ensemble(stages)
+        _train_ensemble(stages, model)
     finally:
         stages.trained, stages.args, stages.kwargs = whole
     if rows is not None:
@@ -68,10 +68,10 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     return _run_chains(stages, target, gradients, rows, must_refine)
 
 
-def _train_ensemble(stages: Stages) -> None:
+def _train_ensemble(stages: Stages, model: NetworkModel) -> None:
     policy = stages.policy.network
-    start = init_to_shuffled(start_values(stages.model))
-    guide = own_names(AutoEnsemble(stages.model, policy.num_members, start))
+    start = init_to_shuffled(start_values(model))
+    guide = own_names(AutoEnsemble(model, policy.num_members, start))
     loss = default_loss(guide, policy.num_members, *stages.args, model_kwargs=stages.kwargs)
     steps = stages.steps_for(guide, loss, policy.training_seconds)
     stages.train_alone("ensemble", guide, loss, policy.training_share, num_steps=steps)
