@@ -15,10 +15,12 @@ from pyro.infer.reparam.reparam import Reparam, ReparamMessage, ReparamResult
 from pyro.ops.tensor_utils import matvecmul
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
+from torch.distributions import Transform
 
 from pyro_implicit.density.model import compute_log_prob
 from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.policy import SpacePolicy
+from pyro_implicit.mcmc.spaces.families import Unconstrained, transform_of
 from pyro_implicit.ops.matrices import (
     from_standard,
     product,
@@ -40,7 +42,10 @@ __all__ = [
 
 
 SUFFIX = "_noise"
-LOC_SCALE = (dist.Normal, dist.StudentT, dist.Cauchy, dist.Laplace, dist.Logistic)
+LOC_SCALE = (
+    *(dist.Normal, dist.StudentT, dist.Cauchy, dist.Laplace, dist.Logistic, dist.Gumbel),
+    Unconstrained,
+)
 
 
 class ConditionalReparam(Reparam):
@@ -59,8 +64,9 @@ class ConditionalReparam(Reparam):
     (:class:`~pyro.infer.reparam.loc_scale.LocScaleReparam`): it is centred at the mouth of a funnel
     and non-centred in its neck. The density is exact in any case; W and h only affect its geometry.
     A vector with a precision matrix P, a Gaussian Markov field, is written in the same way without
-    factors of P: :math:`z = C (x - m)`, :math:`C^\top C = P + W`. For a log-normal latent, x is the
-    logarithm.
+    factors of P: :math:`z = C (x - m)`, :math:`C^\top C = P + W`. For a latent with bounds, x is
+    its unconstrained value: the logarithm of a log-normal latent, and for other families see
+    :class:`~pyro_implicit.mcmc.spaces.families.Unconstrained`.
 
     **Example:**
 
@@ -85,7 +91,7 @@ class ConditionalReparam(Reparam):
 
     @staticmethod
     def suits(fn: Any) -> bool:
-        """Return whether a distribution is a location-scale family."""
+        """Return whether a distribution has location and scale in unconstrained coordinates."""
         return isinstance(base_distribution(fn), (*LOC_SCALE, dist.MultivariateNormal))
 
     @classmethod
@@ -100,9 +106,9 @@ class ConditionalReparam(Reparam):
         return isinstance(base_distribution(fn), dist.MultivariateNormal)
 
     @staticmethod
-    def is_log_normal(fn: Any) -> bool:
-        """Return whether the logarithm has location and scale."""
-        return isinstance(without_event(fn), torch.distributions.LogNormal)
+    def is_bounded(fn: Any) -> bool:
+        """Return whether values have bounds, so that unconstrained values are mapped."""
+        return transform_of(without_event(fn)) is not None
 
     def apply(self, msg: ReparamMessage) -> ReparamResult:
         """Sample noise ``"{name}{suffix}"`` in place of the site, which is computed from it."""
@@ -130,14 +136,14 @@ class ConditionalReparam(Reparam):
         return self._form(fn).to_noise(value)
 
     def _form(self, fn: Any) -> _Scalar | _Vector | _VectorOfPrecision:
-        base = base_distribution(fn)
-        kind: type[_Scalar | _Vector | _VectorOfPrecision] = _Scalar
-        if self.is_log_normal(fn):
-            kind = _LogScalar
-        elif self.is_vector(fn):
-            # Torch keeps the matrix that the prior was made of.
-            kind = _VectorOfPrecision if "precision_matrix" in vars(base) else _Vector
-        return kind(base, self.precision, self.information)
+        base, given = base_distribution(fn), (self.precision, self.information)
+        if transform := transform_of(without_event(fn)):
+            return _Bounded(base, *given, transform)
+        if not self.is_vector(fn):
+            return _Scalar(base, *given)
+        # Torch keeps the matrix that the prior was made of.
+        is_by_precision = "precision_matrix" in vars(base)
+        return _VectorOfPrecision(base, *given) if is_by_precision else _Vector(base, *given)
 
 
 def unused_suffix(latents: Collection[str], sites: Collection[str]) -> str:
@@ -153,9 +159,11 @@ def unused_suffix(latents: Collection[str], sites: Collection[str]) -> str:
 
 
 def base_distribution(fn: Any) -> Any:
-    """Strip ``to_event``, and take the logarithm of a log-normal distribution."""
+    """Strip ``to_event``, and take unconstrained coordinates if values have bounds."""
     fn = without_event(fn)
-    return fn.base_dist if isinstance(fn, torch.distributions.LogNormal) else fn
+    if isinstance(fn, torch.distributions.LogNormal):
+        return fn.base_dist
+    return Unconstrained(fn) if Unconstrained.suits(fn) else fn
 
 
 class _Scalar:
@@ -178,15 +186,22 @@ class _Scalar:
         return self.stretch * ((value - self.fn.loc) / self.fn.scale - self.shift)
 
 
-class _LogScalar(_Scalar):
-    """The logarithm of each element by itself."""
+class _Bounded(_Scalar):
+    """The unconstrained value of each element by itself."""
+
+    def __init__(
+        self, fn: Any, precision: Tensor, information: Tensor, transform: Transform
+    ) -> None:
+        super().__init__(fn, precision, information)
+        self.transform = transform
 
     def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         value, log_density, log_det = super().to_value(noise)
-        return value.exp(), log_density, log_det + value
+        found = self.transform(value)
+        return found, log_density, log_det + self.transform.log_abs_det_jacobian(value, found)
 
     def to_noise(self, value: Tensor) -> Tensor:
-        return super().to_noise(value.log())
+        return super().to_noise(self.transform.inv(value))
 
 
 class _Vector:

@@ -364,7 +364,7 @@ class _Analysis(NamedTuple):
 
 
 def _is_plain(site: dict[str, Any]) -> bool:
-    is_other = ConditionalReparam.is_vector, ConditionalReparam.is_log_normal
+    is_other = ConditionalReparam.is_vector, ConditionalReparam.is_bounded
     return ConditionalReparam.suits_site(site) and not any(one(site["fn"]) for one in is_other)
 
 

@@ -452,7 +452,7 @@ def is_coupled(fn: Any, curvature: Tensor, policy: SpacePolicy) -> bool:
     :param curvature: the negative Hessian, ``(count, 1, count, 1)``; other shapes count as not
         coupled.
     """
-    one_by_one = not ConditionalReparam.is_vector(fn) and not ConditionalReparam.is_log_normal(fn)
+    one_by_one = not ConditionalReparam.is_vector(fn) and not ConditionalReparam.is_bounded(fn)
     if curvature.dim() != 4 or not one_by_one:
         return False
     scale = base_distribution(fn).scale.expand(fn.batch_shape + fn.event_shape).flatten()

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Priors that are not location-scale families, in the conditional space."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from torch.autograd.functional import hessian, jacobian
+from torch.distributions import biject_to
+
+from pyro_implicit.density import Target
+from pyro_implicit.mcmc import AutoConditional
+from pyro_implicit.mcmc.policy import SpacePolicy
+from pyro_implicit.mcmc.spaces.families import Unconstrained, transform_of
+from pyro_implicit.mcmc.spaces.space import ConditionalNoise, NoiseMap, dependent_sites
+
+COUNTS = torch.tensor([2.0, 0.0, 5.0, 1.0])
+TRIALS = 6
+
+FAMILIES = {
+    "Gamma": lambda a, b: dist.Gamma(a, b),
+    "InverseGamma": lambda a, b: dist.InverseGamma(a, b),
+    "Exponential": lambda a, b: dist.Exponential(a / b),
+    "Weibull": lambda a, b: dist.Weibull(b, a),
+    "HalfNormal": lambda a, b: dist.HalfNormal(a * b),
+    "HalfCauchy": lambda a, b: dist.HalfCauchy(a * b),
+    "Beta": lambda a, b: dist.Beta(a, b),
+    "Gumbel": lambda a, b: dist.Gumbel(a, b),
+}
+BOUNDED = [name for name in FAMILIES if name != "Gumbel"]
+
+
+@pytest.fixture(autouse=True)
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def observation(name, x):
+    if name == "Beta":
+        return dist.Binomial(TRIALS, x)
+    return dist.Normal(x, 1.0) if name == "Gumbel" else dist.Poisson(x)
+
+
+def parents():
+    a = pyro.sample("a", dist.LogNormal(0.5, 0.5))
+    return a, pyro.sample("b", dist.LogNormal(0.0, 0.5))
+
+
+def in_plate(name):
+    def model():
+        a, b = parents()
+        with pyro.plate("groups", len(COUNTS)):
+            x = pyro.sample("x", FAMILIES[name](a, b))
+            pyro.sample("y", observation(name, x), obs=COUNTS)
+
+    return model
+
+
+def in_loop(name):
+    def model():
+        a, b = parents()
+        for i, count in enumerate(COUNTS):
+            x = pyro.sample(f"x_{i}", FAMILIES[name](a, b))
+            pyro.sample(f"y_{i}", observation(name, x), obs=count)
+
+    return model
+
+
+def in_event(name):
+    """Two plates' worth of elements in one site, whose parents differ by row."""
+
+    def model():
+        a = pyro.sample("a", dist.LogNormal(torch.full((2, 1), 0.5), 0.5).to_event(2))
+        b = pyro.sample("b", dist.LogNormal(0.0, 0.5))
+        x = pyro.sample("x", FAMILIES[name](a.expand(*a.shape[:-1], 4), b).to_event(2))
+        pyro.sample("y", observation(name, x).to_event(2), obs=COUNTS.expand(2, 4))
+
+    return model
+
+
+def conditional(model, **limits):
+    density = Target(model)
+    torch.manual_seed(0)
+    points = 0.5 * torch.randn(3, density.latent_dim)
+    return ConditionalNoise(density, points[0], policy=SpacePolicy(**limits)), points
+
+
+def log_det(walked, noise):
+    to_latent = NoiseMap.to_latent.__wrapped__
+    return jacobian(lambda at: to_latent(walked._map, at.unsqueeze(0))[0], noise).slogdet()[1]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("where", "limits"),
+    [(in_plate, {}), (in_loop, {}), (in_loop, {"max_sites": 2}), (in_event, {"max_columns": 3})],
+)
+def test_the_density_is_the_models_by_change_of_variables(name, where, limits):
+    walked, points = conditional(where(name), **limits)
+    own = {"x"} if where is not in_loop else {f"x_{i}" for i in range(len(COUNTS))}
+    assert set(walked.reparams) == own
+    noise = walked.to_points(points)
+    assert not torch.allclose(noise, points, atol=0.1)
+    assert torch.allclose(walked.to_latent(noise), points, rtol=0, atol=1e-10)
+    expected = walked.target.log_prob(points)
+    expected = expected + torch.stack([log_det(walked, one) for one in noise])
+    log_prob, score = walked.score(noise)
+    assert torch.allclose(log_prob, expected, rtol=0, atol=1e-10)
+    step = 1e-6 * torch.linspace(-1.0, 1.0, noise.shape[-1])
+    slope = (walked.score(noise + step)[0] - walked.score(noise - step)[0]) / 2
+    assert torch.allclose(slope, score @ step, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_location_and_scale_are_those_of_the_mode(name):
+    """By differentiation of the density of the unconstrained value."""
+    fn = FAMILIES[name](torch.tensor(2.3), torch.tensor(0.7))
+    transform = biject_to(fn.support)
+
+    def log_density(at):
+        value = transform(at)
+        return fn.log_prob(value) + transform.log_abs_det_jacobian(at, value)
+
+    prior = Unconstrained(fn)
+    at = torch.tensor([-0.4, 0.3, 1.2])
+    assert torch.allclose(prior.log_prob(at), log_density(at), atol=1e-12)
+    assert torch.allclose(transform_of(fn)(at), transform(at), atol=1e-12)
+    assert jacobian(log_density, prior.loc).abs() < 1e-12
+    assert math.isclose(-hessian(log_density, prior.loc), prior.scale**-2, rel_tol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["Gamma", "Beta"])
+def test_the_degree_of_centring_grows_with_the_information(name):
+    """Without data it is the non-centred form, and with much data the centred form."""
+    values = torch.tensor([0.4, 0.2, 0.6, 0.3])
+
+    def mapped(exposure):
+        """Return noise and prior noise of the same values, given two pairs of parents."""
+
+        def model():
+            a, b = parents()
+            with pyro.plate("groups", 4):
+                x = pyro.sample("x", FAMILIES[name](a, b))
+                rest = -x if name == "Gamma" else (1 - values) * (1 - x).log()
+                pyro.factor("y", exposure * (values * x.log() + rest))
+
+        density = Target(model)
+        middle = torch.cat([torch.zeros(2), values.log() if name == "Gamma" else values.logit()])
+        latent = torch.stack([middle, middle])
+        latent[1, :2] = torch.tensor([0.7, -0.3])
+        noise = ConditionalNoise(density, middle).to_points(latent)
+        prior = Unconstrained(FAMILIES[name](*latent[:, :2].exp().T.unsqueeze(-1)))
+        return noise[:, 2:], (latent[:, 2:] - prior.loc) / prior.scale
+
+    noise, white = mapped(0.0)
+    assert torch.allclose(noise, white, atol=1e-10)
+    noise, white = mapped(1e8)
+    assert torch.allclose(noise[0], noise[1], atol=1e-3)
+    assert not torch.allclose(white[0], white[1], atol=0.1)
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_fixed_priors_are_left_alone(name):
+    def model():
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        x = pyro.sample("x", FAMILIES[name](torch.tensor(2.0), torch.tensor(3.0)))
+        pyro.sample("y", dist.Normal(scale, x), obs=torch.tensor(1.0))
+
+    density = Target(model)
+    assert dependent_sites(density, density.init_loc) == []
+
+
+@pytest.mark.parametrize("name", ["Gamma", "Beta", "Weibull"])
+def test_the_density_of_the_guide_is_that_of_its_noise(name):
+    walked, _ = conditional(in_plate(name))
+    guide = AutoConditional(in_plate(name), walked.reparams)
+    trace = poutine.trace(guide).get_trace()
+    values = {site: trace.nodes[site]["value"] for site in walked.target.shapes}
+    latent = walked.target.unconstrain({n: value.unsqueeze(0) for n, value in values.items()})
+    noise = walked.to_points(latent)[0]
+    by_guide = guide.noise.get_posterior().log_prob(noise) - log_det(walked, noise)
+    by_model = poutine.trace(poutine.condition(in_plate(name), values)).get_trace().log_prob_sum()
+    to_constrained = walked.target.log_prob(latent)[0] - by_model
+    assert torch.allclose(trace.log_prob_sum() + to_constrained, by_guide, atol=1e-8)
