@@ -31,22 +31,7 @@ def _of_beta(fn: Any) -> tuple[Tensor, Tensor]:
 _FAMILIES: dict[type, tuple[Transform, Callable[[Any], tuple[Tensor, Tensor]]]] = {
     dist.Gamma: (ExpTransform(), _of_gamma),
     dist.InverseGamma: (ExpTransform(), _of_inverse_gamma),
-    dist.Exponential: (
-        ExpTransform(),
-        lambda fn: (-fn.rate.log(), torch.ones_like(fn.rate)),
-    ),
-    dist.Weibull: (
-        ExpTransform(),
-        lambda fn: (fn.scale.log(), fn.concentration.reciprocal()),
-    ),
-    dist.HalfNormal: (
-        ExpTransform(),
-        lambda fn: (fn.scale.log(), torch.full_like(fn.scale, 0.5**0.5)),
-    ),
-    dist.HalfCauchy: (
-        ExpTransform(),
-        lambda fn: (fn.scale.log(), torch.ones_like(fn.scale)),
-    ),
+    dist.Weibull: (ExpTransform(), lambda fn: (fn.scale.log(), fn.concentration.reciprocal())),
     dist.Beta: (SigmoidTransform(), _of_beta),
 }
 
@@ -62,16 +47,16 @@ class Unconstrained:
     ================== ============================ =============================
     Gamma(a, b)        :math:`\log(a / b)`          :math:`a^{-1/2}`
     InverseGamma(a, b) :math:`\log(b / a)`          :math:`a^{-1/2}`
-    Exponential(b)     :math:`-\log b`              1
     Weibull(c, k)      :math:`\log c`               :math:`1 / k`
-    HalfNormal(c)      :math:`\log c`               :math:`2^{-1/2}`
-    HalfCauchy(c)      :math:`\log c`               1
     Beta(a, b)         :math:`\log(a / b)`          :math:`(1 / a + 1 / b)^{1/2}`
     ================== ============================ =============================
 
     T is the exponential function, and the logistic function for Beta. The affine map
     :math:`u = l + s \epsilon` is a bijection with a known determinant, so that densities are exact
     although :math:`\epsilon` is only approximately standard normal.
+
+    Exponential and half families have no row: s would be constant, so that priors have no funnel,
+    and the linear frame of the chains suffices.
 
     **Example:**
 

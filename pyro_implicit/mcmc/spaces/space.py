@@ -244,7 +244,7 @@ def _joined(parts: dict[str, Tensor]) -> Tensor:
 
 
 def dependent_sites(target: Target, point: Tensor) -> list[str]:
-    """Return the location-scale latents whose priors change with other latents, in model order.
+    """Return the latents that suit a map and whose priors change with others, in model order.
 
     :param point: a point near which the change is measured, ``(latent_dim,)``. If the model raises
         an error there, no sites are found.
