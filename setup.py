@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent
 INIT = (ROOT / "pyro_implicit" / "__init__.py").read_text(encoding="utf-8")
 VERSION = re.search(r'^__version__ = "([^"]+)"', INIT, re.MULTILINE).group(1)
 
-NETWORKS = ["scikit-learn"]
+NETWORKS = ["scikit-learn>=1.6"]
 ARVIZ = ["arviz>=0.22,<2"]
 EXAMPLES = [*NETWORKS, *ARVIZ, "tqdm"]
 TEST = ["pytest>=8", "pytest-xdist", *EXAMPLES]
@@ -32,7 +32,7 @@ setup(
     # torch: the oldest tested version (CONTRIBUTING.md, "Release").
     install_requires=["pyro-ppl>=1.9.2", "torch>=2.9.1", "numpy", "matplotlib"],
     extras_require={
-        "networks": NETWORKS,  # evaluate(ood=...)
+        "networks": NETWORKS,  # pyro_implicit.sklearn, evaluate(ood=...)
         "arviz": ARVIZ,  # to_datatree, to_inferencedata
         "examples": EXAMPLES,
         "test": TEST,

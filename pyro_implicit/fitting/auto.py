@@ -265,7 +265,8 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
             return stages.train_alone("semi-implicit", guide, loss)
         stages.result.target = target
         target.refuse_improper()
-        if isinstance(stages.model, NetworkModel) and target.latent_dim > MAX_DENSE_DIM:
+        is_network = isinstance(stages.model, NetworkModel)
+        if is_network and target.latent_dim > policy.network.most_searched_weights:
             return fit_network(stages, target, refine is True)
         plan = make_plan(target, policy.budget)
         if not target.is_vectorized:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pyro_implicit.density.policy import SEARCH
+from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH
 from pyro_implicit.mcmc.policy import ChainPolicy
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.policy import EVEN_EFFICIENCY, FINITE_VARIANCE_KHAT
@@ -196,6 +196,10 @@ class TrainingPolicy:
 @dataclass(frozen=True)
 class NetworkPolicy:
     """Ensembles and chains of networks. Checked by ``benchmarks/networks/tabular.py``."""
+
+    #: Weights of a network, at most, for which a mode search runs instead of an ensemble; with 0,
+    #: each network is trained as an ensemble.
+    most_searched_weights: int = MAX_DENSE_DIM
 
     #: Members of the ensemble, and chains.
     num_members: int = 10

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pyro
@@ -332,11 +333,11 @@ def init_to_shuffled(values: Mapping[str, Tensor]) -> Callable[[dict[str, Any]],
     :param values: by site, from :func:`~pyro_implicit.nn.start_values`; the entries of a site must
         be exchangeable, as independently drawn weights are.
     """
+    return partial(_shuffled, values)  # which can be pickled
 
-    def start(site: dict[str, Any]) -> Tensor:
-        if site["name"] not in values:
-            return init_to_sample(site)
-        value = values[site["name"]]
-        return value.flatten()[torch.randperm(value.numel())].reshape(value.shape)
 
-    return start
+def _shuffled(values: Mapping[str, Tensor], site: dict[str, Any]) -> Tensor:
+    if site["name"] not in values:
+        return init_to_sample(site)
+    value = values[site["name"]]
+    return value.flatten()[torch.randperm(value.numel())].reshape(value.shape)

@@ -11,6 +11,8 @@ __all__ = [
     "FAR_FROM_UNIT",
     "INITIAL_NOISE",
     "LEAST_NOISE",
+    "NOISE_PRECISION",
+    "ROWS_AT_ONCE",
 ]
 
 #: Standard deviation of the prior ``"fan_in"`` times the root of the fan-in. With 1, draws of the
@@ -29,3 +31,8 @@ DRAWS_AT_ONCE = 8
 #: Activations of a network per number of its input, for the memory of a vectorised run; typical
 #: of convolutional networks.
 ACTIVATIONS_PER_INPUT = 32
+#: Concentration and rate of the gamma prior of the noise's precision in scikit-learn estimators,
+#: for targets of unit scale: standard deviations between 0.18 and 1.4 in 90 % of prior draws.
+NOISE_PRECISION = (1.0, 0.1)
+#: Rows of one minibatch when scikit-learn estimators predict; bounds memory.
+ROWS_AT_ONCE = 1000

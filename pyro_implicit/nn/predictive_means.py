@@ -210,7 +210,7 @@ def _central_interval(fn: Any, found: Prediction, probability: float) -> Tensor 
     far, near = math.sqrt((1 - tail) / tail), math.sqrt(tail / (1 - tail))
     low = torch.stack([mean - far * sd, mean - near * sd])
     high = torch.stack([mean + near * sd, mean + far * sd])
-    level = torch.tensor([tail, 1 - tail]).to(mean).reshape(2, *[1] * mean.dim())
+    level = mean.new_tensor([tail, 1 - tail]).reshape(2, *[1] * mean.dim())
     with pyro.validation_enabled(False), suppress(NotImplementedError):
         for _ in range(torch.finfo(mean.dtype).bits):
             middle = (low + high) / 2
