@@ -50,6 +50,7 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
 
     quick = {"num_samples": 410, "num_transitions": 0, "modes": None}
     monkeypatch.setattr(pyro_implicit, "fit", fit_something)
+    monkeypatch.setattr(importlib.import_module("pyro_implicit.sklearn"), "fit", fit_something)
     patch(pyro_implicit, "refine", num_chains=8, max_gradients=40)
     patch(pyro_implicit, "simulation_based_calibration", num_simulations=10, num_bins=2)
     patch(pyro_implicit, "diagnose", **quick)
