@@ -23,6 +23,7 @@ __all__ = [
     "NORMALIZATION",
     "Prior",
     "START",
+    "ScaledWeight",
     "find_key",
     "has_priors",
     "make_prior",
@@ -69,13 +70,18 @@ def to_bayesian_(
         weights, wide enough for confident classifiers, N(1, 1) for the scales of normalisation
         layers, and N(0, 1) for biases, embeddings and all other parameters. ``"moped"``: the same,
         centred at the present values, for networks trained on other data (Krishnan et al., whose
-        standard deviation is 1). A number: the standard deviation of a normal distribution around
-        zero. A distribution of scalars for all entries. A function ``(name, parameter) ->
-        distribution``, of scalars or of the parameter's shape, or None; it is called once, and its
-        distribution must not depend on other latents. None: no prior. A dict of these by the names
-        of layers or parameters: the longest name applies, ``""`` applies to all, and the default is
-        ``"fan_in"``. For example, in ``{"": None, "head": "fan_in"}`` only the last layer is
-        Bayesian.
+        standard deviation is 1). ``"hierarchical"``: the default times a scale that is inferred,
+        one for each weight matrix: :math:`w = \tau s z` with :math:`\tau = 3/\sqrt{\text{fan-in}}`,
+        s half-normal with scale 1 (site ``"0.weight_scale"``) and z standard normal (site
+        ``"0.weight_unit"``); w is deterministic, and all other parameters have the default. This
+        non-centred form keeps the density of an ensemble's members bounded, which is infinite at s
+        = 0 if w itself is the latent variable. A number: the standard deviation of a normal
+        distribution around zero. A distribution of scalars for all entries. A function ``(name,
+        parameter) -> distribution``, of scalars or of the parameter's shape, or None; it is called
+        once, and its distribution must not depend on other latents. None: no prior. A dict of these
+        by the names of layers or parameters: the longest name applies, ``""`` applies to all, and
+        the default is ``"fan_in"``. For example, in ``{"": None, "head": "fan_in"}`` only the last
+        layer is Bayesian.
     :param normalization: whether batch, layer, group, instance and RMS normalisation layers have
         priors, too. A dict that names one gives it a prior in any case.
     :returns: ``module`` itself, now a :class:`~pyro.nn.module.PyroModule`.
@@ -119,6 +125,11 @@ def to_bayesian_(
             keep = isinstance(owner, NORMALIZATION) and not (normalization or is_named)
             priors[name] = None if keep else make_prior(prior, owner, name, parameter)
     refuse_unknown_keys(prior, list(priors))
+    scaled = {
+        name
+        for parameter, name in names.items()
+        if parameter.dim() > 1 and _for_name(prior, name) == "hierarchical"
+    }
 
     to_pyro_module_(module)
     for prefix, owner in module.named_modules():
@@ -129,8 +140,10 @@ def to_bayesian_(
                 owner.register_buffer(local, parameter.detach().clone())
             elif (distribution := priors[name]) is not None:
                 start = parameter.detach().clone()
-                owner.register_buffer(START + local, start, persistent=False)
-                setattr(owner, local, PyroSample(MovingPrior(distribution, local)))
+                if name in scaled:
+                    _put_scaled(owner, local, distribution, start)
+                else:
+                    _put(owner, local, distribution, start)
     return module
 
 
@@ -182,21 +195,44 @@ Prior: TypeAlias = OnePrior | Mapping[str, OnePrior]
 NORMALIZATION = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
+def _for_name(prior: Prior, name: str) -> OnePrior:
+    if not isinstance(prior, Mapping):
+        return prior
+    key = find_key(prior, name)
+    return "fan_in" if key is None else prior[key]
+
+
+def _put(owner: nn.Module, local: str, prior: dist.TorchDistribution, start: Tensor) -> None:
+    owner.register_buffer(START + local, start, persistent=False)
+    setattr(owner, local, PyroSample(MovingPrior(prior, local)))
+
+
+def _put_scaled(owner: nn.Module, local: str, prior: dist.TorchDistribution, start: Tensor) -> None:
+    sd = prior.stddev.flatten()[0]
+    scale = start.square().mean().sqrt() / sd
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    one, unit = torch.ones_like(sd), f"{local}_unit"
+    _put(owner, f"{local}_scale", dist.HalfNormal(one), scale)
+    normal = dist.Normal(torch.zeros_like(sd), one).expand(start.shape).to_event(start.dim())
+    _put(owner, unit, normal, start / (sd * scale))
+    setattr(owner, local, PyroSample(ScaledWeight(local, sd.item())))
+
+
 def make_prior(
     prior: Prior, owner: nn.Module, name: str, parameter: nn.Parameter
 ) -> dist.TorchDistribution | None:
     """Make the prior of one parameter, with the parameter's shape as event shape; None if none."""
-    if isinstance(prior, Mapping):
-        key = find_key(prior, name)
-        prior = "fan_in" if key is None else prior[key]
+    prior = _for_name(prior, name)
     if prior is None:
         return None
-    if prior in ("fan_in", "moped"):
+    if prior in ("fan_in", "moped", "hierarchical"):
         mean, sd = _default_moments(owner, name.rpartition(".")[-1], parameter)
         loc = parameter.detach().clone() if prior == "moped" else parameter.new_tensor(mean)
         distribution = dist.Normal(loc, parameter.new_tensor(sd))
     elif isinstance(prior, str):
-        raise ValueError(f'prior must be "fan_in" or "moped" if it is a word, but got {prior!r}')
+        raise ValueError(
+            f'prior must be "fan_in", "hierarchical" or "moped" if it is a word, but got {prior!r}'
+        )
     elif isinstance(prior, (int, float)):
         if not prior > 0:
             raise ValueError(f"a number as prior is a standard deviation above 0, but got {prior}")
@@ -209,8 +245,8 @@ def make_prior(
             return None
     else:
         raise TypeError(
-            'prior must be a number, "fan_in", "moped", a Pyro distribution, a function (name, '
-            "parameter) -> distribution, a dict of these by layer or None, but got "
+            'prior must be a number, "fan_in", "hierarchical", "moped", a Pyro distribution, a '
+            "function (name, parameter) -> distribution, a dict of these by layer or None, but got "
             f"{type(prior).__name__}"
         )
     return _of_shape(distribution, name, parameter.shape)
@@ -273,6 +309,17 @@ def _default_moments(owner: nn.Module, name: str, parameter: Tensor) -> tuple[fl
 
 
 START = "_start_"  # prefix of the buffer with a parameter's previous value
+
+
+class ScaledWeight:
+    """The product of a weight's scales and its standard normal latent, as a picklable function."""
+
+    def __init__(self, name: str, sd: float) -> None:
+        self.name, self.sd = name, sd
+
+    def __call__(self, module: PyroModule) -> Tensor:
+        scale, unit = getattr(module, f"{self.name}_scale"), getattr(module, f"{self.name}_unit")
+        return self.sd * scale * unit
 
 
 class MovingPrior:

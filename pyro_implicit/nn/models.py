@@ -20,7 +20,9 @@ from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["NetworkModel", "classifier", "regressor"]
 
-Noise: TypeAlias = float | Literal["learn", "heteroscedastic"] | dist.TorchDistribution
+Noise: TypeAlias = (
+    float | Literal["learn", "half_normal", "heteroscedastic"] | dist.TorchDistribution
+)
 
 
 def classifier(net: nn.Module, num_data: int, *, temperature: float = 1.0) -> NetworkModel:
@@ -93,12 +95,13 @@ def regressor(
         targets, ``(batch, num_targets)``, after :func:`~pyro_implicit.nn.to_bayesian_`.
     :param num_data: number of all rows, by which the likelihood of a minibatch is scaled.
     :param noise: a number: the standard deviation. ``"learn"``: a parameter with initial value 0.5,
-        for targets of unit scale. A distribution of scalars: the prior of the *precision* (inverse
-        variance), such as ``Gamma(1.0, 0.1)``. ``"heteroscedastic"``: the network has twice as many
-        outputs, and softplus turns the second half into standard deviations.
+        for targets of unit scale. ``"half_normal"``: a latent variable, the site ``"noise"``, with
+        a half-normal prior of scale 1. A distribution of scalars: the prior of the *precision*
+        (inverse variance), such as ``Gamma(1.0, 0.1)``. ``"heteroscedastic"``: the network has
+        twice as many outputs, and softplus turns the second half into standard deviations.
     :param temperature: the likelihood is raised to ``1 / temperature``. Only 1 is Bayesian.
     :returns: the model ``(x, y=None)``, whose sites are the network's parameters by their names,
-        ``"precision"`` if it has a prior, and ``"y"``.
+        ``"precision"`` or ``"noise"`` if it has a prior, and ``"y"``.
     :raises TypeError: for a noise of another kind.
     :raises ValueError: as :func:`classifier`.
     :warns UserWarning: at the first call with targets far from unit scale.
@@ -172,7 +175,7 @@ class _Labels(nn.Module):
 class _Numbers(PyroModule):
     def __init__(self, noise: Noise) -> None:
         super().__init__()
-        known = ("learn", "heteroscedastic")
+        known = ("learn", "half_normal", "heteroscedastic")
         if isinstance(noise, dist.Distribution):
             if noise.batch_shape or noise.event_shape:
                 raise ValueError(
@@ -181,8 +184,8 @@ class _Numbers(PyroModule):
                 )
         elif not (noise in known if isinstance(noise, str) else isinstance(noise, (int, float))):
             raise TypeError(
-                'noise must be a number, "learn", "heteroscedastic" or a distribution of the '
-                f"precision, but got {noise!r}"
+                'noise must be a number, "learn", "half_normal", "heteroscedastic" or a '
+                f"distribution of the precision, but got {noise!r}"
             )
         elif not isinstance(noise, str) and not noise > 0:
             raise ValueError(f"noise must be positive, but got {noise}")
@@ -208,6 +211,8 @@ class _Numbers(PyroModule):
             noise = nn.functional.softplus(raw) + LEAST_NOISE
         elif isinstance(noise, dist.Distribution):
             noise = pyro.sample("precision", moved(noise, output)) ** -0.5
+        elif noise == "half_normal":
+            noise = pyro.sample("noise", dist.HalfNormal(output.new_ones(())))
         elif noise == "learn":
             noise = self.noise
         distribution = dist.Normal(mean, noise)

@@ -325,7 +325,7 @@ ERRORS = [
         "'weight' has no shape yet.*Cure: run the module",
     ),
     (mlp, -1.0, ValueError, "standard deviation above 0, but got -1.0"),
-    (mlp, "normal", ValueError, 'must be "fan_in" or "moped" .*but got \'normal\''),
+    (mlp, "normal", ValueError, '"fan_in", "hierarchical" or "moped" .*but got \'normal\''),
     (mlp, [1.0], TypeError, "prior must be a number, .*but got list"),
     (mlp, {"fc": 1.0}, ValueError, "names 'fc', which is no layer .*the layers '0', '2'"),
     (mlp, torch.distributions.Normal(0.0, 1.0), TypeError, "'0.weight' must be a distribution of"),
