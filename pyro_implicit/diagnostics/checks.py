@@ -14,9 +14,13 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.moments import (
     CollapsedError,
     Fault,
+    Fold,
     MomentErrors,
     Resolution,
+    Rows,
     Whitened,
+    halves,
+    held_out_frames,
     moment_errors,
     whiten_draws,
 )
@@ -67,7 +71,8 @@ def importance_check(draws: Whitened, log_weights: LogWeights) -> MomentErrors:
     products = [(1.0, white, white), (-1.0, weighted, centered)]
     unit = white if draws.axes is None else None
     shifts = weighted - white + mean
-    return moment_errors(shifts, products, draws.axes, MOMENTS.false_alarm, weights - 1, unit)
+    folds = halves(shifts, products, draws.axes, weights - 1, unit)
+    return moment_errors(folds, MOMENTS.false_alarm)
 
 
 class SteinCheck(NamedTuple):
@@ -102,6 +107,9 @@ def stein_check(draws: Whitened, scores: Tensor) -> SteinCheck:
     :func:`~pyro_implicit.ops.score_estimators.stein_test` tests the same identities for all
     functions of a reproducing kernel Hilbert space.
 
+    Each half of the draws is tested in the frame of the other half
+    (:func:`~pyro_implicit.diagnostics.moments.held_out_frames`).
+
     A converged guide satisfies the identities of its own parameters for any posterior: tests of
     means and variances never reject a fitted ``AutoMultivariateNormal``. Scores do not depend on
     the weights of separate modes, or on modes without draws.
@@ -123,11 +131,12 @@ def stein_check(draws: Whitened, scores: Tensor) -> SteinCheck:
     1. Liu, Lee and Jordan (2016), *A Kernelized Stein Discrepancy for Goodness-of-fit Tests*.
     """
     white, white_scores = draws.white, draws.scores(scores)
-    minus_one = -torch.ones_like(white[:, 0])
-    products = [(-1.0, white_scores, white)]
-    errors = moment_errors(
-        white_scores, products, draws.axes, MOMENTS.false_alarm, minus_one, to_ratio=_ratio
-    )
+    minus_one, folds = -torch.ones_like(white[:, 0]), []
+    for train, test, frame in held_out_frames(white, draws.axes):
+        turned = frame.scores(white_scores)
+        rows = Rows(turned, [(-1.0, turned, frame.whiten(white))], minus_one)
+        folds.append(Fold(rows.at(train), rows.at(test), frame.axes))
+    errors = moment_errors(folds, MOMENTS.false_alarm, to_ratio=_ratio)
     keep = slice(0, None, -(-len(white) // CHECKS.kernel_draws))
     return SteinCheck(
         errors.mean_error,
@@ -225,7 +234,8 @@ def drift_check(
     Moments of heavy tails are noisy, and importance weights do not see a tail without draws. The
     check therefore counts the chains that end farther from the centre than all of many other draws.
     If n chains and m other draws have the posterior's distribution, the k outermost points are all
-    chains with probability :math:`\binom{n}{k} / \binom{n+m}{k}`.
+    chains with probability :math:`\binom{n}{k} / \binom{n+m}{k}`. Distances are in the frame of the
+    starts, to which ends and other draws are new.
 
     Chains move in the frame of the draws' covariance. Each transition of each chain draws its own
     step size, between the largest size with an acceptance of about 80 % and a thirtieth of it, so
@@ -287,15 +297,14 @@ def drift_check(
     for _ in steps_of(range(num_transitions), num_transitions, "short HMC"):
         states, acceptance = move(states, step)
         accepted += acceptance / num_transitions
-    before, after, axes = white, torch.cat([state.position for state in states]), draws.axes
-    escaped = 0.0 if others is None else _escaped(after, others - center)
-    if observe is not None:
-        before, after = (observe(draws.unwhiten(part + center)) for part in (before, after))
-        before, after, axes = before - before.mean(0), after - before.mean(0), None
-    centered = after - after.mean(0)
-    products = [(1.0, before, before), (-1.0, centered, centered)]
-    unit = before if axes is None else None
-    errors = moment_errors(after - before, products, axes, MOMENTS.false_alarm, unit=unit)
+    after = torch.cat([state.position for state in states])
+    escaped, others = 0.0, None if others is None else others - center
+    if others is not None and len(others) > 0:
+        escaped = _escaped(*_in_frame_of_starts(white, draws.axes, after, others))
+    if observe is None:
+        errors = _moved(white, after, draws.axes, others)
+    else:
+        errors = _moved(*(observe(draws.unwhiten(part + center)) for part in (white, after)))
     # Chains that do not move detect no error.
     resolution = (
         errors.resolution if accepted > CHECKS.least_acceptance else Resolution(math.inf, math.inf)
@@ -305,10 +314,36 @@ def drift_check(
     )
 
 
+def _moved(
+    before: Tensor, after: Tensor, axes: Tensor | None = None, others: Tensor | None = None
+) -> MomentErrors:
+    """Test that moves left mean and covariance as they were."""
+    folds = []
+    for train, test, frame in held_out_frames(before, axes, others):
+        first, last = frame.whiten(before), frame.whiten(after)
+        shifts = last - first
+        first, last = first - first.mean(0), last - last.mean(0)
+        products = [(1.0, first, first), (-1.0, last, last)]
+        rows = Rows(shifts, products, shifts.new_zeros(len(shifts)))
+        unit = first if axes is None else None
+        folds.append(Fold(rows.at(train), rows.at(test), frame.axes, unit))
+    return moment_errors(folds, MOMENTS.false_alarm)
+
+
+def _in_frame_of_starts(
+    starts: Tensor, axes: Tensor | None, ends: Tensor, others: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return ends and others in a frame to which both are new, so that neither looks nearer."""
+    if axes is None:
+        return ends, others
+    if 2 * len(starts) < MOMENTS.draws_per_dim * starts.shape[-1]:
+        return ends @ axes, others @ axes  # each coordinate in its own sd
+    frame = whiten_draws(starts, full=True)
+    return frame.whiten(ends), frame.whiten(others)
+
+
 def _escaped(ends: Tensor, others: Tensor) -> float:
     """Return the share of rows farther out than all others, or 0 if it may be chance."""
-    if len(others) == 0:
-        return 0.0
     number = int((ends.square().sum(-1) > others.square().sum(-1).max()).sum())
     total = len(ends) + len(others)
     p_value = math.prod((len(ends) - k) / (total - k) for k in range(number))

@@ -23,7 +23,7 @@ from pyro_implicit.diagnostics.examination import (
     Effort,
     examine,
 )
-from pyro_implicit.diagnostics.policy import CHECKS, EFFORT, MOMENTS, VERDICT, VerdictPolicy
+from pyro_implicit.diagnostics.policy import CHECKS, EFFORT, VERDICT, VerdictPolicy
 from pyro_implicit.diagnostics.quantities import Quantities, find_quantities
 from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.distributions import find_implicit
@@ -124,7 +124,7 @@ def diagnose(
         :func:`~pyro_implicit.fit`. Draws have no density; settled chains of ``refine`` need none.
     :param args: the arguments of both, as ``kwargs``.
     :param num_samples: the number of draws, by default 2,000, or as many independent draws as
-        stored draws are worth; more than twice the number of latent variables, up to 300 of them.
+        stored draws are worth.
         Stein's identities use five times as many draws of guides that draw in parallel.
     :param loss: the ELBO that trained the guide, to be compared with the bound.
     :param modes: ``"search"`` finds modes, for at most 100 latent variables and models that
@@ -180,13 +180,9 @@ def diagnose(
     else:
         target = Target(model, *args, model_kwargs=kwargs)
     dim = target.latent_dim
-    # Above, each coordinate is scaled by itself.
-    least = max(EFFORT.least_samples, 2 * dim + 1 if dim <= MOMENTS.max_full_dim else 0)
+    least = EFFORT.least_samples
     if num_samples is not None and num_samples < least:
-        raise ValueError(
-            f"num_samples must be at least {least} ({EFFORT.least_samples}, and more than twice "
-            f"the {dim} latents up to {MOMENTS.max_full_dim}), but got {num_samples}"
-        )
+        raise ValueError(f"num_samples must be at least {least}, but got {num_samples}")
     warn_of_lost_gradients(target)
     check_modes(modes, dim)
     sampler = Sampler(target, guide)

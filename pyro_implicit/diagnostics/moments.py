@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,10 +16,14 @@ from pyro_implicit.ops.jacobian import lanczos
 __all__ = [
     "CollapsedError",
     "Fault",
+    "Fold",
     "MomentErrors",
     "Product",
     "Resolution",
+    "Rows",
     "Whitened",
+    "halves",
+    "held_out_frames",
     "moment_errors",
     "ratio_by_difference",
     "rounding",
@@ -86,14 +90,57 @@ def ratio_by_difference(excess: float) -> float:
     return (1 - excess) ** -0.5 if excess < 1 else math.inf
 
 
-@torch.no_grad()
-def moment_errors(
+class Rows(NamedTuple):
+    """What is tested, one row for each draw: ``shifts`` ``(n, m)``, ``products``, ``constants``
+    ``(n,)``."""
+
+    shifts: Tensor
+    products: list[Product]
+    constants: Tensor
+
+    def at(self, rows: slice | Tensor) -> Rows:
+        """Return some of the rows."""
+        products = [(weight, left[rows], right[rows]) for weight, left, right in self.products]
+        return Rows(self.shifts[rows], products, self.constants[rows])
+
+
+class Fold(NamedTuple):
+    """Rows that choose the worst directions, and other rows that are tested.
+
+    :param axes: unit columns, ``(m, m)``, that are always tested; None for the identity.
+    :param unit: draws ``(n, m)`` whose standard deviation along a direction is the unit of length,
+        for a frame in which the guide's covariance is not the identity.
+    """
+
+    train: Rows
+    test: Rows
+    axes: Tensor | None
+    unit: Tensor | None = None
+
+
+def halves(
     shifts: Tensor,
     products: list[Product],
     axes: Tensor | None,
-    false_alarm: float,
     constants: Tensor | None = None,
     unit: Tensor | None = None,
+) -> list[Fold]:
+    """Return two folds of rows in one frame; each half is tested once.
+
+    The other arguments are those of :class:`Rows` and :class:`Fold`.
+
+    :param constants: by default 0.
+    """
+    constants = shifts.new_zeros(len(shifts)) if constants is None else constants
+    rows = Rows(shifts, products, constants)
+    even, odd = rows.at(slice(0, None, 2)), rows.at(slice(1, None, 2))
+    return [Fold(even, odd, axes, unit), Fold(odd, even, axes, unit)]
+
+
+@torch.no_grad()
+def moment_errors(
+    folds: Sequence[Fold],
+    false_alarm: float,
     to_ratio: Callable[[float], float] = ratio_by_difference,
 ) -> MomentErrors:
     r"""Test that shifts and products have mean 0, along axes and in the worst directions.
@@ -101,45 +148,37 @@ def moment_errors(
     The worst directions of one half of the draws are tested on the other half. This detects wrong
     correlations without a test for each pair of coordinates.
 
+    The ``shifts`` of :class:`Rows` are from guide to posterior, in standard deviations of the
+    guide. The sum of the ``products``, plus ``constants`` times the identity, is the excess of the
+    guide's covariance, one matrix for each draw.
+
     **Example:**
 
     >>> _ = torch.manual_seed(0)
     >>> x = torch.randn(2000, 2)
     >>> y = x @ torch.tensor([[1.0, 0.8], [0.0, 0.6]])  # variances right, correlation 0.8
-    >>> found = moment_errors(y - x, [(1.0, y, y), (-1.0, x, x)], torch.eye(2), 0.01)
+    >>> found = moment_errors(halves(y - x, [(1.0, y, y), (-1.0, x, x)], torch.eye(2)), 0.01)
     >>> found.sd_ratios[1] > 1.6, found.faults[0].terms[1][0]
     (True, 1)
 
-    :param shifts: one shift from guide to posterior for each draw, ``(n, m)``, in standard
-        deviations of the guide.
-    :param products: their sum, plus ``constants`` times the identity, is the excess of the guide's
-        covariance, one matrix for each draw.
-    :param axes: unit columns, ``(m, m)``, that are always tested; None for the identity.
+    :param folds: each draw is tested in one of them; axes of all folds are the same coordinates.
     :param false_alarm: the probability that any error is significant for a perfect guide.
-    :param constants: ``(n,)``, by default 0.
-    :param unit: draws ``(n, m)`` whose standard deviation along a direction is the unit of length,
-        for a frame in which the guide's covariance is not the identity.
     :param to_ratio: a function from an excess to a ratio of standard deviations.
     :returns: significant errors; they are infinite if fourth powers overflow.
     """
-    terms = [shifts, *(part for _, left, right in products for part in (left, right))]
-    if not all(_is_tame(part) for part in terms):
+    if not all(_is_tame(part) for fold in folds for part in _parts(fold.test)):
         return MomentErrors(math.inf, (to_ratio(0.0), math.inf), (), Resolution(math.inf, math.inf))
-    num_draws, dim = shifts.shape
+    dim = folds[0].test.shifts.shape[-1]
     threshold = _normal_quantile(1 - false_alarm / (2 * dim + 6) / 2)
-    constants = shifts.new_zeros(num_draws) if constants is None else constants
-
-    means, squares = _Tests(threshold, axes, dim, odd=True), _Tests(threshold, axes, dim, odd=False)
-    means.add(shifts if axes is None else shifts @ axes, None)
-    squares.add(_quadratic(products, constants, axes), None)
-    halves = slice(0, num_draws, 2), slice(1, num_draws, 2)
-    for train, test in (halves, halves[::-1]):
-        direction = _scaled(shifts[train].mean(0).unsqueeze(-1), unit)
-        means.add(shifts[test] @ direction, direction)
-        parts = [(weight, left[train], right[train]) for weight, left, right in products]
-        vectors = _scaled(_extremes(parts), unit)
-        tested = [(weight, left[test], right[test]) for weight, left, right in products]
-        squares.add(_quadratic(tested, constants[test], vectors), vectors)
+    means, squares = _Tests(threshold, dim, odd=True), _Tests(threshold, dim, odd=False)
+    along = [(fold.test, fold.axes) for fold in folds]
+    means.add(torch.cat([x.shifts if axes is None else x.shifts @ axes for x, axes in along]))
+    squares.add(torch.cat([_quadratic(rows, axes) for rows, axes in along]))
+    for train, test, axes, unit in folds:
+        direction = _scaled(train.shifts.mean(0).unsqueeze(-1), unit)
+        means.add(test.shifts @ direction, direction, axes)
+        vectors = _scaled(_extremes(train.products), unit)
+        squares.add(_quadratic(test, vectors), vectors, axes)
     excess = squares.found
     low, high = excess.min().clamp(max=0.0).item(), excess.max().clamp(min=0.0).item()
     mean_faults = [Fault("mean", -error, where) for error, where in means.faults()]
@@ -154,25 +193,35 @@ def moment_errors(
     )
 
 
+def _parts(rows: Rows) -> list[Tensor]:
+    return [rows.shifts, *(part for _, left, right in rows.products for part in (left, right))]
+
+
 class _Tests:
     """Tests of terms along the axes, then along directions; odd terms change sign with them."""
 
-    def __init__(self, threshold: float, axes: Tensor | None, dim: int, odd: bool) -> None:
-        self.threshold, self.axes, self.dim, self.odd = threshold, axes, dim, odd
+    def __init__(self, threshold: float, dim: int, odd: bool) -> None:
+        self.threshold, self.dim, self.odd = threshold, dim, odd
         self.resolution = 0.0
         self.found = torch.empty(0)
         self.directions: list[Tensor] = []
 
-    def add(self, terms: Tensor, directions: Tensor | None) -> None:
+    def add(
+        self, terms: Tensor, directions: Tensor | None = None, axes: Tensor | None = None
+    ) -> None:
         """Add the means of columns ``(n, k)`` that differ significantly from 0; others are 0."""
         mean, error = terms.mean(0), terms.std(0) / math.sqrt(len(terms))
         # Exact draws have a standard error of 0.
-        limit = self.threshold * error + MOMENTS.mean_rounding * torch.finfo(terms.dtype).eps
-        found = torch.where(mean.abs() > limit, mean, torch.zeros_like(mean))
+        rounded = MOMENTS.mean_rounding * torch.finfo(terms.dtype).eps
+        limit = self.threshold * error + rounded
+        beyond = mean.sign() * (mean.abs() - rounded).clamp(min=0.0)
+        found = torch.where(_unskewed(beyond, terms).abs() > self.threshold, mean, 0.0)
         if directions is None:
             self.found, self.resolution = found, limit.max().item()
         else:
             self.found = torch.cat([self.found, found])
+            if axes is not None:
+                directions = torch.linalg.solve(axes, directions)
             self.directions += list(directions.unbind(-1))
 
     def faults(self) -> list[tuple[float, Terms]]:
@@ -193,8 +242,6 @@ class _Tests:
 
     def _terms(self, direction: Tensor) -> tuple[Terms, float]:
         """The leading coordinates, and the sign by which the direction was turned."""
-        if self.axes is not None:
-            direction = torch.linalg.solve(self.axes, direction)
         shares = direction.square() / direction.square().sum()
         order = shares.topk(min(MOMENTS.max_terms, self.dim)).indices
         before = shares[order].cumsum(0) - shares[order]
@@ -202,6 +249,20 @@ class _Tests:
         first = direction[order[0]]
         weights = (direction[order] / first).tolist()
         return tuple(zip(order.tolist(), weights, strict=True)), first.sign().item()
+
+
+def _unskewed(mean: Tensor, terms: Tensor) -> Tensor:
+    """Return means of columns over their standard errors, corrected for skewed terms.
+
+    Squares of draws are skewed, so a mean that is too small comes with a standard error that is too
+    small, too. Hall (1992), *On the Removal of Skewness by Transformation*: a monotone cubic.
+    """
+    deviations = terms - terms.mean(0)
+    spread = deviations.square().mean(0).sqrt()
+    ratio = mean * math.sqrt(len(terms)) / spread
+    skew = (deviations / spread).pow(3).mean(0) / math.sqrt(len(terms))
+    found = ratio + skew * ratio.square() / 3 + skew.square() * ratio.pow(3) / 27 + skew / 6
+    return torch.where(spread > 0, found, torch.where(mean != 0, math.inf, 0.0))
 
 
 def _worst_first(faults: list[Fault]) -> list[Fault]:
@@ -221,11 +282,11 @@ def _is_tame(terms: Tensor) -> bool:
     return bool((terms.abs().amax() < torch.finfo(terms.dtype).max ** 0.2).item())
 
 
-def _quadratic(products: list[Product], constants: Tensor, directions: Tensor | None) -> Tensor:
+def _quadratic(rows: Rows, directions: Tensor | None) -> Tensor:
     """Each draw's matrix along directions ``(m, k)``, those of coordinates if None: ``(n, k)``."""
     lengths = 1.0 if directions is None else directions.square().sum(0)
-    total = constants.unsqueeze(-1) * lengths
-    for weight, left, right in products:
+    total = rows.constants.unsqueeze(-1) * lengths
+    for weight, left, right in rows.products:
         if directions is not None:
             left, right = left @ directions, right @ directions
         total = total + weight * left * right
@@ -269,8 +330,9 @@ class Whitened(NamedTuple):
 
     ``white`` ``(num_draws, latent_dim)`` are the draws in the frame, ``white @ frame + loc`` the
     original ones. ``axes``, unit columns ``(latent_dim, latent_dim)``, are the original coordinates
-    as directions in the frame. With more than 300 latents each coordinate has its own scale:
-    ``frame`` ``(latent_dim,)`` multiplies it, ``axes`` is None, and correlations remain.
+    as directions in the frame. With more than 300 latent variables, or fewer than four draws for
+    each, each coordinate has its own scale: ``frame`` ``(latent_dim,)`` multiplies it, ``axes`` is
+    None, and correlations remain.
     """
 
     white: Tensor
@@ -286,13 +348,19 @@ class Whitened(NamedTuple):
         """Map points of the frame to the original coordinates, both ``(n, latent_dim)``."""
         return self.loc + (white * self.frame if self.axes is None else white @ self.frame)
 
+    def whiten(self, points: Tensor) -> Tensor:
+        """Map points of the original coordinates to the frame, both ``(n, latent_dim)``."""
+        if self.axes is None:
+            return (points - self.loc) / self.frame
+        return torch.linalg.solve_triangular(self.frame, points - self.loc, upper=True, left=False)
+
     def scores(self, scores: Tensor) -> Tensor:
         """Map gradients in the original coordinates to gradients in the frame."""
         return scores * self.frame if self.axes is None else scores @ self.frame.mT
 
 
-def whiten_draws(draws: Tensor) -> Whitened:
-    """Whiten draws by their own mean and covariance; with more than 300 latents, by their sds.
+def whiten_draws(draws: Tensor, full: bool | None = None) -> Whitened:
+    """Whiten draws by their own mean and covariance, or by their standard deviations.
 
     **Example:**
 
@@ -303,12 +371,17 @@ def whiten_draws(draws: Tensor) -> Whitened:
             [0., 1.]])
 
     :param draws: finite draws, ``(num_draws, latent_dim)``.
+    :param full: whether to use the covariance; by default with at most 300 latent variables, and at
+        least four draws for each.
     :raises CollapsedError: for draws that lie on a hyperplane, exactly or up to rounding, for
         instance because a few draws are extremely far from all others.
     """
     _refuse_far(draws)
     resolution, dtype = torch.finfo(draws.dtype).eps, draws.dtype
-    is_full = draws.shape[-1] <= MOMENTS.max_full_dim
+    num_draws, dim = draws.shape
+    is_full = full
+    if is_full is None:
+        is_full = dim <= min(MOMENTS.max_full_dim, num_draws // MOMENTS.draws_per_dim)
     wide = draws.double() if is_full else draws
     # In units in which no square overflows.
     unit = wide.abs().amax(0).clamp(min=torch.finfo(dtype).tiny)
@@ -328,6 +401,30 @@ def whiten_draws(draws: Tensor) -> Whitened:
     white = torch.linalg.solve_triangular(factor.mT, standard, upper=True, left=False).to(dtype)
     axes = factor.mT.to(dtype)
     return Whitened(white, loc, axes * scale, axes)
+
+
+def held_out_frames(
+    white: Tensor, axes: Tensor | None, others: Tensor | None = None
+) -> Iterator[tuple[slice, slice, Whitened]]:
+    r"""Yield training rows, test rows, and the frame in which the training rows are white.
+
+    The covariance of n draws in d dimensions whitens these draws exactly, and others not: the
+    inverse of a sample covariance is too large by a share of about d / n. Tests of the draws in
+    their own frame would take this for an error of the draws.
+
+    :param white: draws in a frame with these ``axes``, ``(num_draws, latent_dim)``. Without axes,
+        each coordinate has its own scale, and the frame stays as it is.
+    :param others: more draws in that frame, which are never tested.
+    """
+    even, odd = slice(0, None, 2), slice(1, None, 2)
+    for train, test in ((even, odd), (odd, even)):
+        if axes is None:
+            yield train, test, Whitened(white, white.new_zeros(()), white.new_ones(()), None)
+            continue
+        known = white[train] if others is None else torch.cat([white[train], others])
+        frame = whiten_draws(known, full=True)
+        turned = torch.nn.functional.normalize(frame.frame @ axes, dim=0)
+        yield train, test, frame._replace(axes=turned)
 
 
 def _refuse_far(draws: Tensor) -> None:

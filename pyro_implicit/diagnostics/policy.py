@@ -46,6 +46,10 @@ class MomentPolicy:
     #: Latent variables up to which covariances are used. With more, each has its own scale.
     max_full_dim: int = 300
 
+    #: Draws for each latent variable, at least, if covariances are used: half of them give a
+    #: covariance with a condition number of at most 34 (Marchenko and Pastur (1967)).
+    draws_per_dim: int = 4
+
     #: Steps of Lanczos' method for the worst directions of more latent variables.
     krylov_steps: int = 30
 

@@ -18,7 +18,13 @@ from pyro_implicit.diagnostics.checks import (
     stein_by_site,
     stein_check,
 )
-from pyro_implicit.diagnostics.moments import CollapsedError, moment_errors, whiten_draws
+from pyro_implicit.diagnostics.moments import (
+    CollapsedError,
+    _Tests,
+    halves,
+    moment_errors,
+    whiten_draws,
+)
 from pyro_implicit.diagnostics.verdict import Diagnosis
 from pyro_implicit.ops import LogWeights
 
@@ -229,9 +235,9 @@ def test_numbers_out_of_range_are_errors_without_end():
     noise = torch.randn(100, 2)
     for wild in (1e80 * noise, noise / 0.0, math.nan * noise):
         products = [(1.0, wild, noise)]
-        errors = moment_errors(noise, products, torch.eye(2), 0.01)
+        errors = moment_errors(halves(noise, products, torch.eye(2)), 0.01)
         assert errors.mean_error == math.inf and errors.sd_ratios == (1.0, math.inf)
-        errors = moment_errors(wild, [(1.0, noise, noise)], torch.eye(2), 0.01)
+        errors = moment_errors(halves(wild, [(1.0, noise, noise)], torch.eye(2)), 0.01)
         assert errors.mean_error == math.inf and errors.sd_ratios[1] == math.inf
 
 
@@ -278,7 +284,7 @@ def test_directions_are_tested_on_other_draws_than_they_come_from():
     for seed in range(30):
         torch.manual_seed(seed)
         noise, other = torch.randn(2, 200, 50)
-        errors = moment_errors(noise, [(1.0, noise, other)], torch.eye(50), 0.01)
+        errors = moment_errors(halves(noise, [(1.0, noise, other)], torch.eye(50)), 0.01)
         alarms += errors[:3] != (0.0, (1.0, 1.0), ())
     assert alarms <= 3
 
@@ -411,3 +417,50 @@ def test_equal_draws_and_copies_have_collapsed(dtype):
         with pytest.raises(CollapsedError, match="hyperplane") as caught:
             whiten_draws(lying)
         assert ("float64" in str(caught.value)) == (dtype == torch.float32)
+
+
+@pytest.mark.parametrize(("dim", "number"), [(60, 300), (100, 400), (60, 150)])
+def test_exact_draws_in_many_dimensions(dim, number):
+    """The covariance of few draws whitens these draws better than any others."""
+    torch.manual_seed(3)
+    factor = torch.randn(dim, dim, dtype=torch.float64) / dim**0.5 + torch.eye(dim)
+    precision = torch.cholesky_inverse(torch.linalg.cholesky(factor @ factor.mT))
+    for _ in range(6):
+        draws = torch.randn(number, dim, dtype=torch.float64) @ factor.mT
+        whitened = whiten_draws(draws)
+        found = stein_check(whitened, -draws @ precision)
+        assert (found.mean_error, found.sd_ratios) == (0.0, (1.0, 1.0))
+        part = whitened.first(number // 2)
+
+        def log_prob(u):
+            return -0.5 * ((u @ precision) * u).sum(-1)
+
+        moved = drift_check(part, log_prob, 5, others=whitened.white[number // 2 :])
+        assert (moved.mean_error, moved.sd_ratios, moved.escaped) == (0.0, (1.0, 1.0), 0.0)
+
+
+@pytest.mark.parametrize("scale", [0.7, 1.4])
+def test_wrong_draws_in_many_dimensions(scale):
+    """One direction that is no coordinate is wrong, and found among 60 by 400 draws."""
+    torch.manual_seed(0)
+    dim = 60
+    direction = torch.nn.functional.normalize(torch.ones(dim, 1, dtype=torch.float64), dim=0)
+    draws = torch.randn(1200, dim, dtype=torch.float64)
+    draws = draws + (scale - 1) * draws @ direction @ direction.mT
+    low, high = stein_check(whiten_draws(draws), -draws).sd_ratios
+    assert (low, high) == (
+        pytest.approx(min(scale, 1.0), rel=0.1),
+        pytest.approx(max(scale, 1.0), rel=0.1),
+    )
+
+
+def test_skewed_terms_do_not_look_significant():
+    """Means of squares are too small more often than a normal quantile says."""
+    torch.manual_seed(0)
+    found = 0
+    for _ in range(200):
+        terms = torch.randn(100, 20).square() - 1
+        tests = _Tests(3.0, 20, odd=False)
+        tests.add(terms)
+        found += int((tests.found != 0).sum())
+    assert found < 30  # 10.8 of 4,000 for normal terms; 66 without the correction
