@@ -125,6 +125,7 @@ def stein_check(draws: Whitened, scores: Tensor) -> SteinCheck:
     :param draws: independent whitened draws in unconstrained space, ``(num_draws, latent_dim)``.
     :param scores: gradients of the log-density at the draws, of the same shape.
     :returns: errors and kernel test.
+    :raises CollapsedError: if one half of the draws lies on a hyperplane.
 
     **References:**
 

@@ -133,9 +133,9 @@ def examine(
                 found = {name: value.unflatten(0, shape) for name, value in by_name.items()}
                 report = partial(report, mixing=mixing(found))
         whitened = whiten_draws(many)
+        stein = stein_check(whitened, scores) if observed is None else None
     except CollapsedError as error:
         return report(bound=bound, no_density=no_density, broken=str(error))
-    stein = stein_check(whitened, scores) if observed is None else None
     few = bound is None or bound.effective_sample_size < policy.good_weights * num_samples
     if stein is not None and few and len(target.shapes) > 1:
         sizes = {name: shape.numel() for name, shape in target.shapes.items()}

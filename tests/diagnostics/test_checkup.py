@@ -647,14 +647,8 @@ def test_one_target_for_each_call(monkeypatch):
 
 
 def test_too_few_draws():
-    with pytest.raises(ValueError, match="must be at least 100 .*, but got 50"):
+    with pytest.raises(ValueError, match="must be at least 100, but got 50"):
         diagnose(gaussian, exact_guide(), num_samples=50)
-
-    def model():
-        pyro.sample("x", dist.Normal(torch.zeros(100), 1.0).to_event(1))
-
-    with pytest.raises(ValueError, match="at least 201 .100, and more than twice the 100 latents"):
-        diagnose(model, AutoNormal(model), num_samples=200)
 
 
 def test_the_order_of_arguments():

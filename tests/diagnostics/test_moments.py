@@ -448,10 +448,9 @@ def test_wrong_draws_in_many_dimensions(scale):
     draws = torch.randn(1200, dim, dtype=torch.float64)
     draws = draws + (scale - 1) * draws @ direction @ direction.mT
     low, high = stein_check(whiten_draws(draws), -draws).sd_ratios
-    assert (low, high) == (
-        pytest.approx(min(scale, 1.0), rel=0.1),
-        pytest.approx(max(scale, 1.0), rel=0.1),
-    )
+    # The direction comes from the other half of the draws, so it is not quite the worst.
+    assert low == pytest.approx(min(scale, 1.0), rel=0.15)
+    assert high == pytest.approx(max(scale, 1.0), rel=0.15)
 
 
 def test_skewed_terms_do_not_look_significant():
