@@ -48,7 +48,7 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     def patch(owner: Any, name: str, **budget: Any) -> None:
         monkeypatch.setattr(owner, name, within(getattr(owner, name), **budget))
 
-    quick = {"num_samples": 410, "num_transitions": 0, "modes": None}
+    quick = {"num_samples": 460, "num_transitions": 0, "modes": None}
     monkeypatch.setattr(pyro_implicit, "fit", fit_something)
     monkeypatch.setattr(importlib.import_module("pyro_implicit.sklearn"), "fit", fit_something)
     patch(pyro_implicit, "refine", num_chains=8, max_gradients=40)
