@@ -43,7 +43,10 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     policy, model = stages.policy.network, stages.model
     assert isinstance(model, NetworkModel)
     cost = target.seconds(policy.num_members)
-    seconds = min(policy.chain_seconds, stages.limit.left(1 - policy.training_share))
+    # A limit of time that the user sets replaces the budget.
+    is_timed = math.isfinite(stages.limit.end)
+    left = stages.limit.left(1 - policy.training_share)
+    seconds = left if is_timed else policy.chain_seconds
     has_chains = must_refine or seconds >= policy.least_gradients * cost
     # Without chains there is nothing to compare, and the ensemble needs all rows.
     rows = split_rows(model, stages.args, stages.kwargs, policy) if has_chains else None
@@ -56,7 +59,7 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
         stages.trained, stages.args, stages.kwargs = whole
     if rows is not None:
         _score(stages, rows, stages.result.guide.get_samples())
-    seconds = min(policy.chain_seconds, stages.limit.left())
+    seconds = stages.limit.left() if is_timed else policy.chain_seconds
     gradients = int(seconds / cost)
     if gradients < policy.least_gradients and not must_refine:
         stages.result.stages[-1].outcome += (

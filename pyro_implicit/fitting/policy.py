@@ -210,7 +210,7 @@ class NetworkPolicy:
     #: Share of ``max_seconds`` that this training may take.
     training_share: float = 0.3
 
-    #: Seconds: budget of the chains.
+    #: Seconds: budget of the chains without ``max_seconds``; with it, they may take the time left.
     chain_seconds: float = 120.0
 
     #: Gradients of each chain below which ``fit`` stays with the ensemble.
