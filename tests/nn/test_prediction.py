@@ -243,7 +243,7 @@ def test_intervals_against_the_mixtures_distribution_function(probability):
     assert interval.shape == (2, 7, 2)
     below = dist.Normal(mean, sd).cdf(interval.unsqueeze(1)).mean(1)
     tail = (1 - probability) / 2
-    expected = torch.tensor([tail, 1 - tail]).double().reshape(2, 1, 1).expand(2, 7, 2)
+    expected = torch.tensor([tail, 1 - tail], dtype=torch.float64).reshape(2, 1, 1).expand(2, 7, 2)
     torch.testing.assert_close(below, expected, atol=1e-12, rtol=0)
     assert found[0].draws is None
 
@@ -266,7 +266,8 @@ def test_targets_of_other_distributions():
     found = next(predict(weight, [X], 5000, model=positive, seed=0, draws=True))
     each = torch.einsum("nd,sd->sn", X, weight["weight"]).exp()
     below = dist.Gamma(torch.tensor(2.0).double(), each).cdf(found.interval.unsqueeze(1)).mean(1)
-    torch.testing.assert_close(below[0], torch.full((7,), 0.05).double(), atol=1e-10, rtol=0)
+    lower = torch.full((7,), 0.05, dtype=torch.float64)
+    torch.testing.assert_close(below[0], lower, atol=1e-10, rtol=0)
     assert found.draws.shape == (5000, 7)
     error = (found.variance / 5000).sqrt()
     assert ((found.draws.mean(0) - found.mean).abs() < 4 * error).all()
