@@ -41,8 +41,8 @@ from torch.distributions import constraints
 
 __all__ = [
     "TARGETS",
-    "MissingData",
     "KnownPosterior",
+    "MissingData",
     "gmm40_centers",
     "make_target",
     "modes_found",

@@ -8,4 +8,4 @@ from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.target import Target
 
-__all__ = ["Target", "Modes", "SubsampledError", "TracedScore", "find_modes"]
+__all__ = ["Modes", "SubsampledError", "Target", "TracedScore", "find_modes"]

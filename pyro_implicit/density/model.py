@@ -31,7 +31,14 @@ from torch.distributions import (
 from pyro_implicit.density.run_mode import active_mode, log_prob_in_each_run
 from pyro_implicit.runtime.sites import Site, innermost, is_discrete_latent
 
-__all__ = ["DiscreteSum", "Model", "SubsampledError", "UnfitModelError", "compute_log_prob"]
+__all__ = [
+    "DiscreteSum",
+    "Model",
+    "SubsampledError",
+    "UnfitModelError",
+    "compute_log_prob",
+    "trace_model",
+]
 
 Values = dict[str, Tensor]
 
@@ -126,6 +133,12 @@ class Model:
         for name, site in trace.nodes.items():
             if site["type"] == "sample" and site_is_subsample(site) and name not in self.replayed:
                 self.replayed.add_node(name, **{**site, "is_observed": False})
+
+
+def trace_model(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Trace one run of the model, hidden from outer handlers."""
+    with torch.no_grad(), poutine.block():
+        return poutine.trace(model).get_trace(*args, **kwargs)
 
 
 def compute_log_prob(trace: Trace) -> None:

@@ -31,11 +31,6 @@ from pyro_implicit.density.checks import (
     warn_of_missing_data,
 )
 from pyro_implicit.density.cost import FusedDensity, nearby, seconds_near
-from pyro_implicit.density.initialisation import (
-    FlatPriorStart,
-    example_tensor,
-    without_sequential_plates,
-)
 from pyro_implicit.density.model import (
     IMPOSSIBLE,
     DiscreteSum,
@@ -48,16 +43,19 @@ from pyro_implicit.density.model import (
 )
 from pyro_implicit.density.policy import RUNS
 from pyro_implicit.density.run_mode import RunMode
+from pyro_implicit.runtime.printing import first_line
 from pyro_implicit.runtime.sites import (
+    FlatPriorStart,
     Site,
+    example_tensor,
     innermost,
     is_data,
     is_discrete_latent,
     is_flat,
     is_latent,
     site_parts,
+    without_sequential_plates,
 )
-from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = ["Target"]
 

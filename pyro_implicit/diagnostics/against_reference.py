@@ -47,9 +47,8 @@ from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.ops import LogWeights
-from pyro_implicit.runtime.locks import in_turn
-from pyro_implicit.runtime.random_stream import same_streams
-from pyro_implicit.runtime.user_warnings import first_line
+from pyro_implicit.runtime.global_state import in_turn, same_streams
+from pyro_implicit.runtime.printing import first_line
 
 __all__ = ["compare"]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from pyro_implicit.diagnostics.policy import CALIBRATION, REPORT
 from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.runtime.locks import in_turn
+from pyro_implicit.runtime.global_state import in_turn
 from pyro_implicit.runtime.printing import Printed, Table
 from pyro_implicit.runtime.sites import is_flat
 

@@ -36,9 +36,8 @@ from pyro_implicit.guides.posterior_draws import (
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
-from pyro_implicit.runtime.locks import in_turn
+from pyro_implicit.runtime.global_state import in_turn, same_streams
 from pyro_implicit.runtime.printing import announce, showing_progress
-from pyro_implicit.runtime.random_stream import same_streams
 
 __all__ = ["diagnose", "plan_effort"]
 

@@ -23,7 +23,6 @@ from pyro_implicit.diagnostics.checks import (
     stein_check,
     uncovered_modes,
 )
-from pyro_implicit.diagnostics.mixing import mixing
 from pyro_implicit.diagnostics.moments import CollapsedError, Whitened, whiten_draws
 from pyro_implicit.diagnostics.policy import CHECKS, EFFORT, VerdictPolicy
 from pyro_implicit.diagnostics.quantities import (
@@ -31,6 +30,7 @@ from pyro_implicit.diagnostics.quantities import (
     Observed,
     coordinate_labels,
     describe,
+    mixing,
     values_of,
 )
 from pyro_implicit.diagnostics.verdict import STORED, Diagnosis
@@ -39,8 +39,8 @@ from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
 from pyro_implicit.ops import LogWeights
+from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.printing import steps_of
-from pyro_implicit.runtime.random_stream import same_streams
 
 __all__ = ["BAD_DRAWS", "Effort", "examine"]
 

@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantities that are diagnosed or compared in place of latents, and names of coordinates."""
+"""Quantities of draws in place of latents: functions, names of elements, mixing of chains."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+from pyro.ops.stats import effective_sample_size
 from torch import Tensor
 from torch.distributions import transforms
 
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.moments import CollapsedError, Fault, rounding
-from pyro_implicit.diagnostics.policy import REPORT
+from pyro_implicit.diagnostics.policy import MOMENTS, REPORT
 from pyro_implicit.nn import FunctionValues, NetworkModel
 
 __all__ = [
     "Function",
+    "Mixing",
     "Observed",
     "Quantities",
     "coordinate_labels",
@@ -26,6 +28,7 @@ __all__ = [
     "element_labels",
     "find_quantities",
     "index_label",
+    "mixing",
     "values_of",
 ]
 
@@ -208,3 +211,63 @@ class Observed:
     @staticmethod
     def _rows(values: dict[str, Tensor], points: Tensor) -> Tensor:
         return torch.cat([value.reshape(len(points), -1) for value in values.values()], -1)
+
+
+class Mixing(NamedTuple):
+    """R-hat of quantities between chains and within them, and their median effective sample size.
+
+    ``within`` is the R-hat of the two halves of each chain. If it is near 1 and ``between`` is
+    large, every chain is stationary, but stays in a region of its own.
+    """
+
+    between: float
+    within: float
+    effective_sample_size: float
+
+    def __str__(self) -> str:
+        return (
+            f"R-hat {self.between:.2f} between chains, {self.within:.2f} within; effective sample "
+            f"size {self.effective_sample_size:.0f}"
+        )
+
+
+@torch.no_grad()
+def mixing(values: Mapping[str, Tensor]) -> Mixing | None:
+    r"""Measure how chains mix, by all elements of all quantities together.
+
+    With B the variance of the means of chains (or of halves of chains about their chain's mean) and
+    W the mean variance inside of them, both averaged over the elements of a quantity,
+    :math:`\hat R = \sqrt{1 + B / W}`. The worst quantity counts.
+
+    **Example:**
+
+    >>> _ = torch.manual_seed(0)
+    >>> apart = torch.randn(4, 500, 10) + torch.arange(4.0).reshape(4, 1, 1)
+    >>> print(mixing({"mean": apart}))
+    R-hat 1.6... between chains, 1.00 within; effective sample size ...
+
+    :param values: by name, ``(num_chains, num_draws, *shape)``.
+    :returns: None for a single chain, fewer than 8 draws of a chain, or constant quantities.
+    """
+    rows = [value.reshape(*value.shape[:2], -1).double() for value in values.values()]
+    if len(rows[0]) < 2 or rows[0].shape[1] < MOMENTS.least_chain_draws:
+        return None
+    between, within = (max(map(find, rows)) for find in (_between, _within))
+    sizes = torch.cat([effective_sample_size(row, 0, 1).flatten() for row in rows])
+    sizes = sizes[sizes.isfinite()]
+    if not len(sizes) or not between < float("inf"):
+        return None
+    return Mixing(between, within, sizes.median().item())
+
+
+def _between(row: Tensor) -> float:
+    inside = row.var(1).mean().item()
+    return (1 + row.mean(1).var(0).mean().item() / inside) ** 0.5 if inside > 0 else float("inf")
+
+
+def _within(row: Tensor) -> float:
+    half = row.shape[1] // 2
+    halves = row[:, -2 * half :].unflatten(1, (2, half))
+    inside = halves.var(2).mean().item()
+    apart = halves.mean(2).var(1).mean().item()
+    return (1 + apart / inside) ** 0.5 if inside > 0 else float("inf")

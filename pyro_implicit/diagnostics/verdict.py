@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pyro_implicit.diagnostics.checks import DriftCheck, ModeCoverage, SteinCheck
-from pyro_implicit.diagnostics.mixing import Mixing
 from pyro_implicit.diagnostics.moments import MomentErrors
 from pyro_implicit.diagnostics.policy import (
     CHECKS,
@@ -19,7 +18,7 @@ from pyro_implicit.diagnostics.policy import (
     Thresholds,
     VerdictPolicy,
 )
-from pyro_implicit.diagnostics.quantities import describe_faults
+from pyro_implicit.diagnostics.quantities import Mixing, describe_faults
 from pyro_implicit.infer.bound import EvidenceBound
 from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.nn import LabelReport, NumberReport

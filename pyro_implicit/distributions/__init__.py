@@ -21,6 +21,6 @@ __all__ = [
     "Mixture",
     "SemiImplicit",
     "TransformedDraw",
-    "find_implicit",
     "draw_through",
+    "find_implicit",
 ]

@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pyro.infer import Trace_ELBO
-from pyro.infer.autoguide import AutoGuide
+from pyro.infer.autoguide import AutoGuide, AutoNormal, init_to_value
+from pyro.poutine.util import site_is_subsample
 
 from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.checks.numerics import warn_of_lost_gradients
-from pyro_implicit.density.model import SubsampledError
+from pyro_implicit.density.model import SubsampledError, trace_model
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.arguments import (
     Amortize,
+    num_processes,
     refuse_amortizing,
     refuse_misplaced,
     refuse_processes,
@@ -26,11 +28,11 @@ from pyro_implicit.fitting.arguments import (
     warn_of_stored_values,
 )
 from pyro_implicit.fitting.checkpoint import own_file, same_start
-from pyro_implicit.fitting.minibatch_fit import fit_amortized, fit_batches, refine_batches
 from pyro_implicit.fitting.network_fit import fit_network
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.fitting.refinement import (
     ChainPlan,
+    between,
     correct,
     make_plan,
     move_draws,
@@ -39,13 +41,16 @@ from pyro_implicit.fitting.refinement import (
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages, TimeLimit, train_exact, train_semi_implicit
 from pyro_implicit.fitting.training import HeldOut, default_loss
-from pyro_implicit.guides import AutoSemiImplicit
+from pyro_implicit.guides import AutoAmortized, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import own_names
+from pyro_implicit.infer import ImplicitELBO
+from pyro_implicit.mcmc import refine
+from pyro_implicit.mcmc.minibatch_chains import check_scaling
 from pyro_implicit.nn import NetworkModel
-from pyro_implicit.runtime.locks import in_turn
+from pyro_implicit.runtime.global_state import in_turn, with_seed
 from pyro_implicit.runtime.minibatches import BatchStream
-from pyro_implicit.runtime.random_stream import with_seed
-from pyro_implicit.runtime.user_warnings import refuse_counts
+from pyro_implicit.runtime.printing import first_line, refuse_counts, warn_user
+from pyro_implicit.runtime.sites import FlatPriorStart, without_sequential_plates
 
 __all__ = ["fit"]
 
@@ -233,10 +238,10 @@ def _fit_one(
     share = budget.training_share if refine else 1.0
     try:
         if stages.batches is not None:
-            fit_batches(stages, guide, loss, amortize, share)
-            return refine_batches(stages, epochs) if refine else stages.result
+            _fit_batches(stages, guide, loss, amortize, share)
+            return _refine_batches(stages, epochs) if refine else stages.result
         if amortize is not None:
-            return fit_amortized(stages, amortize)
+            return _fit_amortized(stages, amortize)
         refuse_unfit_guide(stages.model, guide, args, kwargs)
         loss = loss or default_loss(guide, stages.num_particles, *args, model_kwargs=kwargs)
         result = stages.train_alone("guide", guide, loss, share)
@@ -294,3 +299,95 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
         return stages.result
     except KeyboardInterrupt:
         return stages.keep_the_best(target, modes)
+
+
+def _fit_batches(
+    stages: Stages,
+    guide: Any,
+    loss: Trace_ELBO | None,
+    amortize: Amortize | None,
+    time_share: float,
+) -> Fit:
+    """Train a guide on minibatches; the scales of an automatic ``AutoNormal`` start small."""
+    assert stages.batches is not None
+    first, policy = stages.batches.probed[0], stages.policy.training
+    target = Target.of_minibatches(
+        stages.model,
+        *stages.args,
+        batch=first,
+        allow_local=amortize is not None or _knows_rows(guide),
+        model_kwargs=stages.kwargs,
+    )
+    check_scaling(target, stages.batches, num_processes())
+    if amortize is not None:
+        return _fit_amortized(stages, amortize)
+    is_wide = target.latent_dim > MAX_DENSE_DIM
+    few = policy.network_particles if is_wide else policy.few_particles
+    particles = min(stages.num_particles, few)
+    if not isinstance(guide, str):
+        everything = (*stages.args, *first)
+        refuse_unfit_guide(stages.model, guide, everything, stages.kwargs)
+        loss = loss or default_loss(guide, particles, *everything, model_kwargs=stages.kwargs)
+        return stages.train_alone("guide", guide, loss, time_share)
+    scale = policy.minibatch_init_scale
+    if not is_wide:
+        guide = own_names(AutoSemiImplicit(stages.model, frame=None, init_scale=scale))
+        return stages.train_alone(
+            "semi-implicit", guide, default_loss(guide, particles), time_share
+        )
+    start = FlatPriorStart(init_to_value(values=between(target, stages.policy.start)))
+    model = without_sequential_plates(stages.model)
+    guide = own_names(AutoNormal(model, init_loc_fn=start, init_scale=scale))
+    loss = ImplicitELBO(particles, nonfinite="skip")
+    return stages.train_alone("mean-field", guide, loss, time_share)
+
+
+def _knows_rows(guide: Any) -> bool:
+    return isinstance(guide, AutoAmortized) or not isinstance(guide, (str, AutoGuide))
+
+
+def _refine_batches(stages: Stages, epochs: int) -> Fit:
+    """Move draws of the guide by stochastic gradient Hamiltonian Monte Carlo."""
+    assert stages.batches is not None
+    result, left = stages.result, stages.limit.left()
+    with result.attempt("refine") as line:
+        refined: Any = refine(
+            stages.model,
+            result.guide,
+            *stages.args,
+            kernel="sghmc",
+            batches=stages.batches.batches,
+            max_epochs=epochs,
+            max_seconds=left if math.isfinite(left) else None,
+            progress=stages.options["progress"],
+            model_kwargs=stages.kwargs,
+        )
+        result.refined = refined
+        choice = refined.choice
+        line.outcome = (
+            f"{refined.num_gradients} gradients, step size bounded by {choice.limit}, "
+            f"{choice.relaxations:.2g} relaxation times"
+        )
+        result.interrupted = refined.stopped == "interrupted"
+    if line.error is not None:
+        warn_user(f"fit did not refine its draws: {first_line(line.error)}")
+    return result
+
+
+def _fit_amortized(stages: Stages, amortize: Amortize) -> Fit:
+    """Train encoders of the latent variables of rows, together with a guide of the others."""
+    batch = () if stages.batches is None else stages.batches.probed[0]
+    everything, policy = (*stages.args, *batch), stages.policy.training
+    scale = policy.minibatch_init_scale
+
+    def rest(hidden: Callable[..., Any]) -> AutoGuide:
+        nodes = trace_model(hidden, everything, stages.kwargs).iter_stochastic_nodes()
+        latents = [site for _, site in nodes if not site_is_subsample(site)]
+        if sum(site["value"].numel() for site in latents) <= MAX_DENSE_DIM:
+            return AutoSemiImplicit(hidden, frame=None, init_scale=scale)
+        return AutoNormal(hidden, init_scale=scale)
+
+    guide = own_names(AutoAmortized(stages.model, amortize, rest))
+    particles = min(stages.num_particles, policy.few_particles)
+    loss = default_loss(guide, particles, *everything, model_kwargs=stages.kwargs)
+    return stages.train_alone("amortised", guide, loss)

@@ -19,11 +19,6 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from pyro_implicit.density.cost import seconds_near
-from pyro_implicit.density.initialisation import (
-    FlatPriorStart,
-    example_tensor,
-    without_sequential_plates,
-)
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.checks import uncovered_modes
@@ -31,11 +26,16 @@ from pyro_implicit.fitting.policy import DEFAULT, ChoicePolicy, CorrectionPolicy
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import Frame, own_names
-from pyro_implicit.guides.exactness import has_exact_density
+from pyro_implicit.guides.auto_implicit import has_exact_density
 from pyro_implicit.infer.bound import FoldWarning, weighted_draws
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.matrices import lower_factor
 from pyro_implicit.runtime.printing import short_repr
+from pyro_implicit.runtime.sites import (
+    FlatPriorStart,
+    example_tensor,
+    without_sequential_plates,
+)
 
 __all__ = [
     "Candidate",
@@ -310,7 +310,7 @@ def exact_log_weights(
     >>> draws.shape, log_weights.values.shape
     (torch.Size([5, 1]), torch.Size([5]))
 
-    :param guide: a guide for which :func:`~pyro_implicit.guides.exactness.has_exact_density` holds.
+    :param guide: a guide with :func:`~pyro_implicit.guides.auto_implicit.has_exact_density`.
     :param target: the posterior.
     :param num_draws: the number of draws.
     :param draws_at_once: the number of draws that are evaluated together.

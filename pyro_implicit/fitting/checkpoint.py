@@ -14,12 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyro_implicit.fitting.arguments import num_processes
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
-from pyro_implicit.runtime.files import (
-    random_streams,
-    read_file,
-    restore_random_streams,
-    write_file,
-)
+from pyro_implicit.runtime.files import read_file, write_file
+from pyro_implicit.runtime.global_state import random_streams, restore_random_streams
 
 __all__ = [
     "load_checkpoint",

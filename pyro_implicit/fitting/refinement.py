@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from pyro_implicit.density.checks.numerics import finite_log_prob, rounding_error
 from pyro_implicit.density.cost import nearby, seconds_near
-from pyro_implicit.density.initialisation import FlatPriorStart, without_sequential_plates
 from pyro_implicit.density.mode_search import seconds_of_climb
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
@@ -24,14 +23,15 @@ from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.auto_draws import own_names
-from pyro_implicit.guides.exactness import has_exact_density
+from pyro_implicit.guides.auto_implicit import has_exact_density
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import AutoConditional, Refined, teach
 from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.spaces.space import GuideNoise, conditional_noise
 from pyro_implicit.nn import start_values
-from pyro_implicit.runtime.user_warnings import first_line, warn_user
+from pyro_implicit.runtime.printing import first_line, warn_user
+from pyro_implicit.runtime.sites import FlatPriorStart, without_sequential_plates
 
 __all__ = [
     "ChainPlan",

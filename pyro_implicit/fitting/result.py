@@ -28,17 +28,15 @@ from pyro_implicit.fitting.arguments import refuse_unfit_guide
 from pyro_implicit.fitting.candidates import corrected_draws
 from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
-from pyro_implicit.guides.exactness import has_exact_density
+from pyro_implicit.guides.auto_implicit import has_exact_density
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.mcmc import AutoConditional, Refined
 from pyro_implicit.mcmc.refine import continue_chains
 from pyro_implicit.nn import LabelReport, NumberReport
 from pyro_implicit.runtime.files import read_file, write_file
-from pyro_implicit.runtime.locks import in_turn
-from pyro_implicit.runtime.printing import Printed, Table
-from pyro_implicit.runtime.random_stream import seeded
-from pyro_implicit.runtime.user_warnings import first_line
+from pyro_implicit.runtime.global_state import in_turn, seeded
+from pyro_implicit.runtime.printing import Printed, Table, first_line
 
 __all__ = ["Fit", "Stage"]
 

@@ -39,14 +39,13 @@ from pyro_implicit.fitting.checkpoint import (
 from pyro_implicit.fitting.parameters import are_all_of_guide, trained_parameters
 from pyro_implicit.fitting.policy import DEFAULT, HeldOutPolicy, Schedule
 from pyro_implicit.guides import AutoAmortized, AutoEnsemble, AutoImplicit, AutoSemiImplicit
-from pyro_implicit.guides.exactness import has_exact_density
+from pyro_implicit.guides.auto_implicit import has_exact_density
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.infer import KIVI_ELBO, LIVI_ELBO, ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
-from pyro_implicit.runtime.locks import in_turn
+from pyro_implicit.runtime.global_state import in_turn, seeded
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.printing import progress_bar
-from pyro_implicit.runtime.random_stream import seeded
 from pyro_implicit.runtime.sites import is_counted, is_data
 
 __all__ = ["HeldOut", "TrainingInterrupted", "default_loss", "train"]

@@ -10,21 +10,20 @@ from pyro_implicit.generators.base import (
     Linearisation,
     as_generator,
 )
-from pyro_implicit.generators.gated import GatedMLP
 from pyro_implicit.generators.matmul import MMNN, CorrelatedMMNN, near_square_shape
-from pyro_implicit.generators.mlp import MLP, NoisyEncoder
+from pyro_implicit.generators.mlp import MLP, GatedMLP, NoisyEncoder
 from pyro_implicit.generators.residual import GatedResidualGenerator, ResidualGenerator
 
 __all__ = [
-    "AutoregressiveGenerator",
-    "CorrelatedMMNN",
-    "GatedMLP",
-    "GatedResidualGenerator",
-    "FunctionGenerator",
-    "Generator",
-    "Linearisation",
     "MLP",
     "MMNN",
+    "AutoregressiveGenerator",
+    "CorrelatedMMNN",
+    "FunctionGenerator",
+    "GatedMLP",
+    "GatedResidualGenerator",
+    "Generator",
+    "Linearisation",
     "NoisyEncoder",
     "ResidualGenerator",
     "as_generator",

@@ -26,8 +26,8 @@ from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.auto_draws import Frame
 from pyro_implicit.guides.policy import FRAME, INIT_SCALE
-from pyro_implicit.runtime.random_stream import seeded
-from pyro_implicit.runtime.user_warnings import first_line, warn_user
+from pyro_implicit.runtime.global_state import seeded
+from pyro_implicit.runtime.printing import first_line, warn_user
 
 __all__ = ["find_frame", "gaussian_frame"]
 

@@ -16,19 +16,19 @@ from torch import Tensor
 from torch.distributions import IndependentTransform, Transform, biject_to
 
 from pyro_implicit.density.checks import refuse_moving_supports, refuse_unfit_sites
-from pyro_implicit.density.initialisation import (
+from pyro_implicit.density.model import IMPOSSIBLE, trace_model
+from pyro_implicit.density.policy import RUNS
+from pyro_implicit.runtime.global_state import seeded
+from pyro_implicit.runtime.printing import short_repr
+from pyro_implicit.runtime.sites import (
     FlatPriorStart,
     example_tensor,
+    is_discrete_latent,
+    site_parts,
     without_sequential_plates,
 )
-from pyro_implicit.density.model import IMPOSSIBLE
-from pyro_implicit.density.policy import RUNS
-from pyro_implicit.guides.row_data import trace_model
-from pyro_implicit.runtime.printing import short_repr
-from pyro_implicit.runtime.random_stream import seeded
-from pyro_implicit.runtime.sites import is_discrete_latent, site_parts
 
-__all__ = ["Frame", "AutoDraws", "DrawSummaries", "forget", "own_names", "refuse_stored"]
+__all__ = ["AutoDraws", "DrawSummaries", "Frame", "forget", "own_names", "refuse_stored"]
 
 
 class Frame(NamedTuple):

@@ -10,12 +10,12 @@ __all__ = [
     "AMORTIZED_INIT_SCALE",
     "AMORTIZED_WIDTH",
     "FRAME",
-    "FrameSearchPolicy",
     "INIT_SCALE",
     "LEAST_SCALE",
     "MAX_NOISE_DIM",
     "NOISE_SCALE",
     "ROUNDING",
+    "FrameSearchPolicy",
 ]
 
 

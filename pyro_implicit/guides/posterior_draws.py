@@ -16,8 +16,8 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_implicit.runtime.printing import first_line
 from pyro_implicit.runtime.sites import is_data, is_discrete_latent
-from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = [
     "draw",

@@ -49,16 +49,15 @@ from pyro_implicit.ops.semi_implicit import (
     linearised_reverse_conditional,
     mixture_log_density,
 )
-from pyro_implicit.runtime.locks import in_turn
+from pyro_implicit.runtime.global_state import in_turn, same_streams
 from pyro_implicit.runtime.printing import (
     announce,
     progress_is_shown,
     short_repr,
     showing_progress,
     steps_of,
+    warn_user,
 )
-from pyro_implicit.runtime.random_stream import same_streams
-from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = [
     "EvidenceBound",

@@ -35,7 +35,7 @@ from pyro_implicit.ops.kernels import (
     repulsion,
 )
 
-__all__ = ["GPVIHelper", "GPVI_ELBO", "helper_loss"]
+__all__ = ["GPVI_ELBO", "GPVIHelper", "helper_loss"]
 
 
 #: Their log-determinant is no function of the value.

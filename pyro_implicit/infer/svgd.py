@@ -17,10 +17,9 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 from torch.distributions import biject_to
 
-from pyro_implicit.density.initialisation import FlatPriorStart, example_tensor
 from pyro_implicit.infer.engine.implicit_sites import PARTICLE_PLATE
 from pyro_implicit.ops.score_estimators import kernel_stein_discrepancy, stein_score
-from pyro_implicit.runtime.sites import unconstrained
+from pyro_implicit.runtime.sites import FlatPriorStart, example_tensor, unconstrained
 
 __all__ = ["GFSF", "KSD", "SVGD"]
 

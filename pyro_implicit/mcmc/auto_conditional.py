@@ -18,7 +18,6 @@ from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide, AutoMultivariate
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_implicit.density.initialisation import without_sequential_plates
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.auto_draws import DrawSummaries
@@ -26,6 +25,7 @@ from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.spaces.space import NoiseMap
 from pyro_implicit.mcmc.teaching import Taught, teach
+from pyro_implicit.runtime.sites import without_sequential_plates
 
 __all__ = ["AutoConditional"]
 

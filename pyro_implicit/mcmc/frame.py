@@ -13,8 +13,8 @@ from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy, FramePolicy
+from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.minibatches import BatchStream
-from pyro_implicit.runtime.random_stream import seeded
 
 __all__ = ["FrameKind", "WhiteningFrame", "estimate_frame", "minibatch_frame", "widened_frame"]
 

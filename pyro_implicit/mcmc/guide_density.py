@@ -20,14 +20,14 @@ from pyro_implicit.density.model import Model, compute_log_prob, refuse_subsampl
 from pyro_implicit.density.target import Target
 from pyro_implicit.distributions import find_implicit
 from pyro_implicit.guides import AutoImplicit, AutoMixture
-from pyro_implicit.guides.exactness import why_inexact
+from pyro_implicit.guides.auto_implicit import why_inexact
 from pyro_implicit.mcmc.policy import INVERSION, StoppingPolicy
 from pyro_implicit.ops.importance_weights import bridge
 
 __all__ = [
+    "KEPT",
     "DensityAtDraws",
     "InjectiveDensity",
-    "KEPT",
     "MixtureDensity",
     "MixtureModes",
     "density_at_draws",

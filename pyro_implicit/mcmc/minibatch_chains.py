@@ -26,7 +26,7 @@ from pyro_implicit.mcmc.kernels.step_choice import (
 )
 from pyro_implicit.mcmc.policy import DEFAULT
 from pyro_implicit.runtime.minibatches import BatchStream, num_rows
-from pyro_implicit.runtime.user_warnings import warn_user
+from pyro_implicit.runtime.printing import warn_user
 
 __all__ = ["MinibatchChains", "StepSchedule", "check_scaling"]
 

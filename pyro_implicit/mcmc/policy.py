@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 __all__ = [
     "DEFAULT",
+    "INVERSION",
+    "TEACHING",
     "ChainPolicy",
     "FramePolicy",
     "HMCPolicy",
@@ -14,8 +16,6 @@ __all__ = [
     "MCLMCPolicy",
     "SpacePolicy",
     "StoppingPolicy",
-    "INVERSION",
-    "TEACHING",
     "TeachPolicy",
     "WarmupPolicy",
 ]

@@ -36,11 +36,15 @@ from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Quantities, Tracker
 from pyro_implicit.mcmc.teaching import check_teachable
 from pyro_implicit.mcmc.teaching import teach as teach_guide
-from pyro_implicit.runtime.files import random_streams, restore_random_streams
-from pyro_implicit.runtime.locks import in_turn
+from pyro_implicit.runtime.global_state import (
+    in_turn,
+    random_streams,
+    restore_random_streams,
+    same_streams,
+    with_seed,
+)
 from pyro_implicit.runtime.minibatches import BatchStream
-from pyro_implicit.runtime.random_stream import same_streams, with_seed
-from pyro_implicit.runtime.user_warnings import first_line, refuse_counts, warn_user
+from pyro_implicit.runtime.printing import first_line, refuse_counts, warn_user
 
 __all__ = ["continue_chains", "refine", "refine_target"]
 

@@ -19,10 +19,10 @@ from torch.nn.parameter import is_lazy
 from pyro_implicit.nn.policy import FAN_IN_GAIN
 
 __all__ = [
-    "MovingPrior",
     "NORMALIZATION",
-    "Prior",
     "START",
+    "MovingPrior",
+    "Prior",
     "ScaledWeight",
     "find_key",
     "has_priors",

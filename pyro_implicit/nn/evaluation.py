@@ -20,8 +20,7 @@ from pyro_implicit.nn.reports import (
     average,
     detect,
 )
-from pyro_implicit.runtime.locks import in_turn
-from pyro_implicit.runtime.random_stream import with_seed
+from pyro_implicit.runtime.global_state import in_turn, with_seed
 
 __all__ = ["evaluate"]
 

@@ -23,7 +23,7 @@ from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.nn.policy import ACTIVATIONS_PER_INPUT, DRAWS_AT_ONCE
 from pyro_implicit.nn.predictive_means import LabelMean, NumberMean, Prediction, fitting_target
 from pyro_implicit.ops.policy import MAX_ENTRIES
-from pyro_implicit.runtime.random_stream import seeded
+from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.sites import unmasked_elements, without_mask
 
 __all__ = [

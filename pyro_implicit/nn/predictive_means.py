@@ -13,9 +13,8 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_implicit.runtime.printing import short_repr
+from pyro_implicit.runtime.printing import first_line, short_repr
 from pyro_implicit.runtime.sites import without_mask
-from pyro_implicit.runtime.user_warnings import first_line
 
 __all__ = ["LabelMean", "NumberMean", "Prediction", "fitting_target"]
 

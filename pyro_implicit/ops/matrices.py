@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Factors and products of batches of matrices, and normal draws by their precision.
+r"""Factors and products of batches of matrices, and normal draws by their precision.
 
 Matrices of up to :data:`~pyro_implicit.ops.policy.SMALL_MATRIX` rows are factored elementwise: one
 kernel for all matrices of the batch instead of a LAPACK call for each.
+
+A precision may also be the identity plus a matrix of known eigenvectors: with orthonormal columns V
+and gains g, :math:`A = I + V \mathrm{diag}(g) V^\top`. If only the gains change from point to
+point, no matrix is factored: a point costs two products with V. The symmetric root of A leaves
+directions without gain as they are.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +23,18 @@ from torch import Tensor
 from pyro_implicit.ops.policy import SMALL_MATRIX
 
 __all__ = [
+    "LinearTerm",
     "cholesky",
+    "eigenbasis",
     "from_standard",
+    "from_symmetric_root",
     "lower_factor",
     "product",
     "root_of_inverse",
     "small_matvec",
     "solve_triangular",
     "to_standard",
+    "to_symmetric_root",
 ]
 
 
@@ -254,3 +263,57 @@ class _FromStandard(torch.autograd.Function):
 def _factor(precision: Tensor) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(precision)
     return factor.masked_fill((failed != 0)[..., None, None], torch.nan)
+
+
+class LinearTerm(NamedTuple):
+    """A vector t as ``V inner + outer``, with ``outer`` orthogonal to V."""
+
+    inner: Tensor
+    outer: Tensor
+
+
+def from_symmetric_root(
+    standard: Tensor, vectors: Tensor, gains: Tensor, told: LinearTerm
+) -> tuple[Tensor, Tensor]:
+    r"""Transform standard normals x to draws of :math:`N(A^{-1} t, A^{-1})`.
+
+    .. math:: z = A^{-1/2} x + A^{-1} t
+
+    **Example:**
+
+    >>> told = LinearTerm(torch.tensor([[18.0]]), torch.zeros(1, 2))
+    >>> from_symmetric_root(torch.ones(1, 2), torch.eye(2)[:, :1], torch.tensor([[8.0]]), told)
+    (tensor([[2.3333, 1.0000]]), tensor([-1.0986]))
+
+    :param standard: x, ``(num_points, n)``.
+    :param vectors: V, ``(n, rank)``.
+    :param gains: g, ``(num_points, rank)``, above -1.
+    :param told: t, with ``inner`` ``(num_points, rank)`` and ``outer`` ``(num_points, n)``.
+    :returns: z, and the log-determinants ``(num_points,)``.
+    """
+    stretch = (1 + gains).sqrt()
+    moved = standard @ vectors * (1 / stretch - 1) + told.inner / (1 + gains)
+    return standard + told.outer + moved @ vectors.mT, -stretch.log().sum(-1)
+
+
+def to_symmetric_root(values: Tensor, vectors: Tensor, gains: Tensor, told: LinearTerm) -> Tensor:
+    """Invert :func:`from_symmetric_root`: x of z."""
+    stretch = (1 + gains).sqrt()
+    moved = values @ vectors * (stretch - 1) - told.inner / stretch
+    return values - told.outer + moved @ vectors.mT
+
+
+def eigenbasis(matrix: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """Return the eigenvectors ``(n, rank)`` and eigenvalues ``(rank,)`` above a limit.
+
+    **Example:**
+
+    >>> eigenbasis(torch.diag(torch.tensor([3.0, 1e-3, -1.0])), least=0.01)[1]
+    tensor([3.])
+
+    :param matrix: symmetric, ``(n, n)``.
+    :param least: the limit.
+    """
+    values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+    kept = values > least
+    return vectors[:, kept], values[kept]

@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 __all__ = [
-    "NEAR_ZERO",
-    "MAX_TAIL",
-    "MAX_SKEW",
-    "CONTEXT_FACTOR",
     "BRIDGE_TOLERANCE",
+    "CONTEXT_FACTOR",
     "EVEN_EFFICIENCY",
     "FINITE_VARIANCE_KHAT",
     "MAX_ALIGNMENTS",
     "MAX_BRIDGE_STEPS",
     "MAX_ENTRIES",
     "MAX_MEDIAN_SAMPLES",
+    "MAX_SKEW",
+    "MAX_TAIL",
+    "NEAR_ZERO",
     "NUM_BALANCINGS",
     "PERMUTATION_POWERS",
     "PRIOR_SHARE",

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Services for all other rooms: sites, warnings, printing, locks, random streams, files."""
+"""Services for all other rooms: sites, output, the state of the process, minibatches, files."""
 
 __all__: list[str] = []

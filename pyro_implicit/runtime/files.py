@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and random states from which a killed run resumes with bit-identical results."""
+"""Files that are complete or absent, and are checked when read."""
 
 from __future__ import annotations
 
-import functools
 import os
 import pickle
 import zipfile
@@ -13,15 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from pyro.util import get_rng_state, set_rng_state
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 __all__ = [
     "load_file",
-    "random_streams",
     "read_file",
-    "restore_random_streams",
     "save_file",
     "write_file",
 ]
@@ -147,18 +141,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def random_streams() -> dict[str, Any]:
-    """Return the states of all random number generators."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"cpu": get_rng_state(), "cuda": cuda}
-
-
-def restore_random_streams(states: dict[str, Any]) -> None:
-    """Restore the states that :func:`random_streams` returned."""
-    # Random states are tensors on the CPU, whatever device the file was read to.
-    to_cpu = functools.partial(pytree.tree_map_only, Tensor, Tensor.cpu)
-    set_rng_state(to_cpu(states["cpu"]))
-    if len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(to_cpu(states["cuda"]))

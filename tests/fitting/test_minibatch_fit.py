@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_implicit import fit
 from pyro_implicit.density.model import SubsampledError
-from pyro_implicit.fitting import minibatch_fit, stages
+from pyro_implicit.fitting import auto, stages
 from pyro_implicit.guides import AutoSemiImplicit
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.nn import to_bayesian_
@@ -200,7 +200,7 @@ def test_particles_of_a_given_guide(monkeypatch, size, particles):
         return ImplicitELBO(1)
 
     numbers = []
-    monkeypatch.setattr(minibatch_fit, "default_loss", default_loss)
+    monkeypatch.setattr(auto, "default_loss", default_loss)
     fit(model, AutoNormal(model), batches=torch.ones(4).split(2), epochs=1, **QUIET)
     assert numbers == [particles]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from pyro_implicit import AutoEnsemble, fit
 from pyro_implicit.fitting import FitPolicy, NetworkPolicy, network_fit, training
-from pyro_implicit.fitting.held_out_rows import is_worse, split_rows
+from pyro_implicit.fitting.network_fit import is_worse, split_rows
 from pyro_implicit.nn import classifier, evaluate, predict, regressor, to_bayesian_
 
 ROWS, DIM, NOISE = 60, 110, 0.5

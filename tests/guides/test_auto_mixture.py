@@ -30,8 +30,8 @@ from pyro_implicit.fitting.training import Schedule
 from pyro_implicit.fitting.training import train as fit
 from pyro_implicit.generators import Generator
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
+from pyro_implicit.guides.auto_implicit import GeneratorTransform
 from pyro_implicit.guides.auto_mixture import AutoMixture
-from pyro_implicit.guides.exactness import GeneratorTransform
 
 
 def model(y=None):

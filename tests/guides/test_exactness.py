@@ -13,7 +13,7 @@ from pyro_implicit.density import Target
 from pyro_implicit.fitting.candidates import exact_log_weights
 from pyro_implicit.generators import MLP, AutoregressiveGenerator, ResidualGenerator
 from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
-from pyro_implicit.guides.exactness import has_exact_density, why_inexact
+from pyro_implicit.guides.auto_implicit import has_exact_density, why_inexact
 
 
 def model():

@@ -15,8 +15,8 @@ import torch
 from pyro.infer import SVI
 from torch import nn
 
-from pyro_implicit import KIVI_ELBO, LIVI_ELBO, UIVI_ELBO, AutoSemiImplicit, ScoreELBO
-from pyro_implicit.compiled import RECORDINGS, CompilerError, cache
+from pyro_implicit import KIVI_ELBO, LIVI_ELBO, UIVI_ELBO, AutoSemiImplicit, ScoreELBO, compiled
+from pyro_implicit.compiled import RECORDINGS, CompilerError
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.infer.engine import recording
 from pyro_implicit.infer.policy import ELBOS
@@ -314,7 +314,7 @@ def test_a_parameter_that_comes_later_is_trained():
 
 
 def test_arguments_that_change_by_value_or_cannot_be_known_are_told(monkeypatch):
-    monkeypatch.setattr(cache, "RECORDINGS", replace(RECORDINGS, max_recordings=2))
+    monkeypatch.setattr(compiled, "RECORDINGS", replace(RECORDINGS, max_recordings=2))
 
     def scaled(number):
         pyro.sample("x", dist.Normal(0.0, 1.0 + np.asarray(number).item()))

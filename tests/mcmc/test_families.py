@@ -16,7 +16,7 @@ from torch.distributions import biject_to
 from pyro_implicit.density import Target
 from pyro_implicit.mcmc import AutoConditional
 from pyro_implicit.mcmc.policy import SpacePolicy
-from pyro_implicit.mcmc.spaces.families import Unconstrained, transform_of
+from pyro_implicit.mcmc.spaces.conditional_reparam import Unconstrained, transform_of
 from pyro_implicit.mcmc.spaces.space import ConditionalNoise, NoiseMap, dependent_sites
 
 COUNTS = torch.tensor([2.0, 0.0, 5.0, 1.0])

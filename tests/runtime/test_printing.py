@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users see of results, guides and ELBOs that they print: short, and exact."""
+"""What users see: results that they print, short and exact; warnings at their own line."""
 
+from __future__ import annotations
+
+import inspect
 import io
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pyro
@@ -9,6 +13,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
+import pyro_implicit
 from pyro_implicit import AVB_ELBO, LIVI_ELBO, MLP, AutoImplicit, Implicit
 from pyro_implicit.density import Modes, Target
 from pyro_implicit.diagnostics import Diagnosis, compare
@@ -131,3 +136,52 @@ def test_rich_shows_it_on_terminals_alone(file, terminal, style, monkeypatch):
     end = style and "\x1b[0m"
     expected = str(report).replace("do not trust", f"{style}do not trust{end}", 1)
     assert console.file.getvalue() == expected + "\n"
+
+
+#: Library code that warns behind a context manager, which torch's Module.__call__ runs.
+SOURCE = """
+import contextlib, torch
+from pyro_implicit.runtime.printing import warn_user
+
+@contextlib.contextmanager
+def room():
+    warn_user("mind the step", FutureWarning)
+    yield
+
+class Deep(torch.nn.Module):
+    @torch.no_grad()
+    def forward(self, function=None):
+        if function is not None:
+            return function()
+        with room():
+            pass
+"""
+
+
+@pytest.fixture(scope="module")
+def deep():
+    names = {}
+    file = Path(pyro_implicit.__file__).with_name("made_up.py")
+    exec(compile(SOURCE, str(file), "exec"), names)
+    return names["Deep"]()
+
+
+def here() -> int:
+    return inspect.currentframe().f_back.f_lineno
+
+
+def test_the_users_line_is_named(deep: torch.nn.Module) -> None:
+    with pytest.warns(FutureWarning, match="mind") as record:
+        line = here() + 1
+        deep()
+    assert (record[0].filename, record[0].lineno) == (__file__, line)
+
+
+def test_a_model_that_the_library_calls_is_the_users(deep: torch.nn.Module) -> None:
+    def model() -> int:
+        deep()
+        return here() - 1
+
+    with pytest.warns(FutureWarning, match="mind") as record:
+        line = deep(model)
+    assert (record[0].filename, record[0].lineno) == (__file__, line)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is data, of all that Pyro marks as observed."""
+"""Data among what Pyro marks as observed; latents in sequential plates are as in a loop."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer import SVI, Predictive
 from pyro.infer.autoguide import AutoDelta, init_to_mean
 from pyro.infer.reparam import LocScaleReparam
 
-from pyro_implicit.density.target import Target
+from pyro_implicit import LIVI_ELBO, AutoImplicit, AutoSemiImplicit, InjectiveELBO, fit, refine
+from pyro_implicit.density import Target
 from pyro_implicit.fitting import HeldOut
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.runtime.sites import is_data
@@ -65,3 +67,58 @@ def test_a_guide_may_be_reparameterised():
 
     non_centred = poutine.reparam(guide, config={"x": LocScaleReparam(0.0)})
     assert draw(non_centred, 3)["x_decentered"].shape == (3,)
+
+
+Y = torch.tensor([[0.5, 1.5, 1.0], [-1.0, -0.5, -2.0], [3.0, 2.0, 2.5]])
+
+
+def grouped(rows, y=Y):
+    mean = pyro.sample("mean", dist.Normal(0.0, 5.0))
+    for row in rows:
+        effect = pyro.sample(f"effect_{row}", dist.Normal(mean, 1.0))
+        with pyro.plate(f"repeats_{row}", 3):
+            pyro.sample(f"y_{row}", dist.Normal(effect, 1.0), obs=None if y is None else y[row])
+
+
+def in_a_plate(y=Y):
+    grouped(pyro.plate("rows", 3), y)
+
+
+def in_a_loop(y=Y):
+    grouped(range(3), y)
+
+
+def test_the_density_is_that_of_a_loop():
+    points = torch.randn(5, 4)
+    found = Target(in_a_plate).score(points)
+    torch.testing.assert_close(found, Target(in_a_loop).score(points))
+
+
+@pytest.mark.parametrize(
+    "kind, elbo", [(AutoImplicit, InjectiveELBO), (AutoSemiImplicit, LIVI_ELBO)]
+)
+@pytest.mark.parametrize("vectorize_particles", [True, False])
+def test_a_step_is_that_of_a_loop(kind, elbo, vectorize_particles):
+    losses = []
+    for model in (in_a_plate, in_a_loop):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        loss = elbo(4, vectorize_particles=vectorize_particles)
+        losses.append(SVI(model, kind(model, frame=None), pyro.optim.Adam({}), loss).step())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_fit_and_refine(monkeypatch):
+    results = [fit(model, seed=0, progress=False) for model in (in_a_plate, in_a_loop)]
+    draws = [result.sample(1000) for result in results]
+    for name, values in draws[0].items():
+        torch.testing.assert_close(values.mean(0), draws[1][name].mean(0), atol=0.15, rtol=0)
+    predicted = Predictive(in_a_plate, guide=results[0].posterior, num_samples=7)(None)
+    assert predicted["y_2"].shape == (7, 3)
+    refined = refine(in_a_plate, results[0].guide, seed=0, progress=False, max_gradients=300)
+    assert refined.get_samples()["effect_1"].mean() == pytest.approx(-0.8, abs=0.3)
+    # Many latents begin with a mean field of Pyro's.
+    monkeypatch.setattr("pyro_implicit.fitting.refinement.MAX_DENSE_DIM", 1)
+    many = fit(in_a_plate, seed=0, progress=False)
+    assert "mean-field" in [stage.name for stage in many.stages]
+    assert many.refined is not None and many.diagnose(progress=False).verdict != "do not trust"

@@ -3,7 +3,7 @@
 
 1. The first run: :func:`explain` names the argument to blame for an error of the model.
 2. Subsampling: all data are needed, or minibatches without latent variables of single rows.
-3. ``latents``: continuous, with elements, unconstrained coordinates and a density.
+3. Latent variables (here): continuous, with elements, unconstrained coordinates and a density.
 4. ``observations``: of a type and a shape that the distribution takes, neither NaN nor impossible.
 5. Missing data: a warning if the model observes nothing.
 6. Discrete latent variables: one enumerated run.
@@ -14,12 +14,28 @@ Numerical checks, for results that are not finite, are in ``numerics``.
 
 from __future__ import annotations
 
-from pyro_implicit.density.checks.latents import refuse_moving_supports, refuse_unfit_sites
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.distributions import SineBivariateVonMises, VonMises
+from pyro.distributions.constraints import sphere
+from pyro.poutine.trace_struct import Trace
+from torch import Tensor
+from torch.distributions import MixtureSameFamily, biject_to, constraints
+
 from pyro_implicit.density.checks.observations import (
     explain,
     refuse_missing_data,
+    refuse_unfit_data,
+    support_bounds,
     warn_of_missing_data,
 )
+from pyro_implicit.density.model import IMPOSSIBLE, Model, refuse_infinite, varying_site
+from pyro_implicit.runtime.printing import warn_user
+from pyro_implicit.runtime.sites import Site, innermost, is_data, is_discrete_latent, is_latent
 
 __all__ = [
     "explain",
@@ -28,3 +44,176 @@ __all__ = [
     "refuse_unfit_sites",
     "warn_of_missing_data",
 ]
+
+
+def refuse_unfit_sites(trace: Trace) -> None:
+    """Check that a model's sites make a density of continuous latent variables.
+
+    The observations are checked as well.
+
+    :param trace: of the model with its data.
+    :raises RuntimeError: for a model without continuous latent variables, or without elements.
+    :raises ValueError: for a discrete latent variable that cannot be summed out, one in a
+        sequential plate that subsamples, or one without unconstrained coordinates.
+    :warns UserWarning: for a latent variable with masked elements, as ``obs_mask`` makes them, and
+        an angle on the whole real line.
+    """
+    latents = {name: site for name, site in trace.nodes.items() if is_latent(site)}
+    if not latents:
+        names = ", ".join(f"'{name}'" for name, site in trace.nodes.items() if is_data(site))
+        found = f"all that it samples is observed ({names})" if names else "it samples nothing"
+        raise RuntimeError(
+            f"the model has no latent sites: {found}. Cure: pyro.sample without obs= for the "
+            "quantities to be inferred; train a model that has only pyro.param by "
+            "SVI(model, lambda *args, **kwargs: None, optim, Trace_ELBO())"
+        )
+    continuous = {}
+    for name, site in latents.items():
+        refuse_infinite(name, site)
+        if not is_discrete_latent(site):
+            continuous[name] = site
+            _refuse_sequential(name, site)
+            _refuse_boundless(name, site)
+    if not continuous:
+        raise RuntimeError(
+            f"the model has no continuous latents: {', '.join(latents)} are discrete, and summed "
+            "out. Cure: pyro.infer.infer_discrete, which needs no guide"
+        )
+    if not any(site["value"].numel() for site in continuous.values()):
+        shapes = ", ".join(
+            f"'{n}' of shape {tuple(s['value'].shape)}" for n, s in continuous.items()
+        )
+        raise RuntimeError(
+            f"the model's latent sites have no elements: {shapes}. Cure: data or plates that are "
+            "not empty"
+        )
+    for name, site in continuous.items():
+        _warn_of_masked(name, site)
+        _warn_of_angle(name, site)
+    refuse_unfit_data(trace)
+
+
+def _refuse_sequential(name: str, site: Site) -> None:
+    for frame in site["cond_indep_stack"]:
+        if not frame.vectorized:
+            raise ValueError(
+                f"latent '{name}' is in a sequential plate that subsamples, '{frame.name}', so "
+                "that each run has other latents. Cure: the plate without subsample_size"
+            )
+
+
+def _refuse_boundless(name: str, site: Site) -> None:
+    support = site["fn"].support
+    try:
+        biject_to(support)
+    except NotImplementedError:
+        cure = "another distribution, or the same written as a function of other sites"
+        if isinstance(support, type(constraints.positive_definite)):
+            cure = (
+                "a Cholesky factor of it, such as scale.unsqueeze(-1) * pyro.sample('"
+                f"{name}_cholesky', dist.LKJCholesky(dim)) with a site for the scales"
+            )
+        elif support is sphere:
+            cure = (
+                "dist.ProjectedNormal, and a model reparameterised by poutine.reparam(config="
+                f"{{'{name}': ProjectedNormalReparam()}})"
+            )
+        elif isinstance(site["fn"], MixtureSameFamily):
+            cure = (
+                f"which = pyro.sample('{name}_which', dist.Categorical(weights)), which is summed "
+                f"out, and pyro.sample('{name}', ...) of that component"
+            )
+        raise ValueError(
+            f"latent '{name}' has no unconstrained coordinates, as torch has no bijection to its "
+            f"support, {support}. Cure: {cure}"
+        ) from None
+
+
+def _warn_of_angle(name: str, site: Site) -> None:
+    fn = innermost(site["fn"])
+    if isinstance(fn, (SineBivariateVonMises, VonMises)):
+        warn_user(
+            f"latent '{name}' is an angle ({type(fn).__name__}) whose density repeats itself on "
+            "the whole real line: unless the data determine it well, draws lie in several turns, "
+            "and their moments mean nothing. Cure: dist.ProjectedNormal with "
+            f"pyro.infer.reparam.ProjectedNormalReparam; or {name} = pyro.sample('{name}', "
+            f"dist.Uniform(-math.pi, math.pi)) and pyro.factor('{name}_prior', "
+            f"fn.log_prob({name})), with fn its distribution now"
+        )
+
+
+def _warn_of_masked(name: str, site: Site) -> None:
+    mask = site["mask"]
+    if not isinstance(mask, Tensor) or mask.all():
+        return
+    batch_shape = torch.broadcast_shapes(mask.shape, site["fn"].batch_shape)
+    masked = batch_shape.numel() - int(mask.expand(batch_shape).sum())
+    what = "the model masks them"
+    cure = "do not mask latents"
+    if name.endswith("_unobserved"):
+        base = name.removesuffix("_unobserved")
+        what = f"obs_mask makes a latent of every row of '{base}', observed rows included"
+        cure = (
+            f"sample the rows separately, pyro.sample('{base}', fn_known, obs=y[mask]) and "
+            f"pyro.sample('{base}_missing', fn_missing); or leave out the missing ones, by "
+            "fn.mask(mask) and obs=y.nan_to_num(1.0) instead of obs_mask"
+        )
+    warn_user(
+        f"{masked} of {batch_shape.numel()} elements of latent '{name}' have no density ({what}): "
+        "they are improper, no guide can fit them, and every bound counts them. Cure: " + cure,
+    )
+
+
+def refuse_moving_supports(
+    model: Callable[..., Any], args: tuple, kwargs: dict[str, Any], latents: Trace
+) -> None:
+    """Check that the supports of latent variables do not depend on others or on parameters.
+
+    The model is run once more if a support has tensors for bounds.
+
+    :param latents: of a run of the model.
+    :raises ValueError: naming site and cure; also for a site that the other run does not have.
+    """
+    sites = latents.nodes
+    first = {name: site["fn"] for name, site in sites.items() if _has_bounds(site["fn"])}
+    if not first:
+        return
+    shifts = torch.linspace(0.1, 0.2, len(sites)).tolist()  # no two the same
+    values = {
+        name: _shifted(site, shift)
+        for (name, site), shift in zip(sites.items(), shifts, strict=True)
+    }
+    try:
+        with poutine.block(), pyro.validation_enabled(False), torch.enable_grad():
+            nodes = Model(model, args, kwargs, latents.copy()).run(values).nodes
+    except IMPOSSIBLE:
+        return
+    for name, fn in first.items():
+        if name not in nodes:
+            raise varying_site(name)
+        other = nodes[name]["fn"]
+        pairs = list(zip(support_bounds(fn.support), support_bounds(other.support), strict=True))
+        cause = f"other latents ({fn.support} in one run, {other.support} in another)"
+        if all(torch.equal(one, two) for one, two in pairs):
+            if not any(bound.requires_grad for _, bound in pairs):
+                continue
+            cause = "parameters that are learnt"
+        raise ValueError(
+            f"the support of latent '{name}' changes with {cause}, but its unconstrained "
+            "coordinate belongs to one support: posterior mass outside of it would be lost. Cure: "
+            "sample on a fixed support and move the value: for Uniform(0, a), "
+            f"part = pyro.sample('{name}_part', dist.Uniform(0, 1)); "
+            f"{name} = pyro.deterministic('{name}', a * part)"
+        )
+
+
+def _shifted(site: Site, shift: float) -> Tensor:
+    transform = biject_to(site["fn"].support)
+    return transform(transform.inv(site["value"].detach()) + shift)
+
+
+def _has_bounds(fn: Any) -> bool:
+    try:
+        return any(True for _ in support_bounds(fn.support))
+    except (AttributeError, NotImplementedError):
+        return False

@@ -21,8 +21,8 @@ from pyro_implicit.density.checks.observations import (
 )
 from pyro_implicit.density.policy import GRADIENTS, ROUNDING
 from pyro_implicit.density.target import Target
+from pyro_implicit.runtime.printing import first_line, warn_user
 from pyro_implicit.runtime.sites import Site, innermost
-from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
 __all__ = ["InexactArithmetic", "blame", "is_rounding", "warn_of_lost_gradients"]
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributions import Independent, constraints
 
 from pyro_implicit.density.model import without_validation
+from pyro_implicit.runtime.printing import first_line, warn_user
 from pyro_implicit.runtime.sites import Site, innermost, is_data, is_latent
-from pyro_implicit.runtime.user_warnings import first_line, warn_user
 
 __all__ = ["describe_arrays", "explain", "refuse_missing_data", "refuse_unfit_data"]
 

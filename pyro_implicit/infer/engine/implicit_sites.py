@@ -19,10 +19,10 @@ from pyro_implicit.ops import Covariance, gaussian_entropy
 from pyro_implicit.ops.semi_implicit import mixture_log_density
 
 __all__ = [
+    "PARTICLE_PLATE",
     "FlatSite",
     "ImplicitSite",
     "LaterWeights",
-    "PARTICLE_PLATE",
     "check_generator",
     "check_same_distribution",
     "check_square",

@@ -34,9 +34,9 @@ from pyro_implicit.infer.engine.traces import (
     nonfinite_terms,
     refuse_nonfinite,
 )
-from pyro_implicit.runtime.locks import refuse_outer_plates
+from pyro_implicit.runtime.global_state import refuse_outer_plates
+from pyro_implicit.runtime.printing import warn_user
 from pyro_implicit.runtime.sites import graph_leaves, unconstrained
-from pyro_implicit.runtime.user_warnings import warn_user
 
 __all__ = ["ElboState", "Pair", "StepELBO"]
 

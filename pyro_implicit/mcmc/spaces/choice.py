@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of the space in which chains walk, by short trial walks."""
+"""The start of chains with all data: their space, chosen by short trial walks, and their frame."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.checks.numerics import blame
 from pyro_implicit.density.cost import estimated_seconds
 from pyro_implicit.guides import AutoImplicit
-from pyro_implicit.guides.exactness import why_inexact
+from pyro_implicit.guides.auto_implicit import why_inexact
 from pyro_implicit.guides.sampler import NOWHERE, Sampler
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.draws import History
@@ -24,11 +24,11 @@ from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, estimate_frame
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.nuts import count_folds
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
-from pyro_implicit.mcmc.separate_chains import SeparateChains
 from pyro_implicit.mcmc.spaces.space import ConditionalNoise, GuideNoise, Space, middle_of
-from pyro_implicit.runtime.user_warnings import first_line, warn_user
+from pyro_implicit.runtime.printing import first_line, warn_user
 
-__all__ = ["ChainSetup", "Starts", "finite_starts", "space_of", "start_chains"]
+__all__ = ["ChainSetup", "SeparateChains", "Starts", "finite_starts", "space_of", "start_chains"]
+
 
 Score = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -296,3 +296,31 @@ def _begin(space: Space, plan: ChainSetup) -> WindowedChains:
     chains.attach(space)
     chains.start()
     return chains
+
+
+@dataclass(kw_only=True)
+class SeparateChains(WindowedChains):
+    """Chains with all data in the coordinates of their space, without a common frame.
+
+    Modes of a network have different scales, so a frame of all chains suits none of them. Each
+    chain learns its step size from its own positions, during a fixed share of the budget.
+    """
+
+    def _hurries(self) -> bool:
+        """Never: the share of the warm-up is fixed."""
+        return False
+
+    def _end_window(self, hurry: bool) -> None:
+        """Tune the chains; sample once the warm-up has had its share."""
+        share = self.gradients / self.max_gradients
+        if self.max_seconds is not None:
+            share = max(share, self.seconds / max(self.max_seconds, 1e-9))
+        share /= self.policy.mclmc.warmup_share
+        is_long = self._window == self.policy.warmup.least_windows
+        positions = torch.stack(self._positions) if is_long else None
+        self.adaptation = self.adaptation.at(share, positions)
+        self._positions, self._log_densities, self._failed = [], [], []
+        self._window = min(self._window + 1, self.policy.warmup.least_windows)
+        if share >= 1:
+            self.adaptation = self.adaptation.frozen()
+            self.phase, self.warmup_gradients = "sampling", self.gradients

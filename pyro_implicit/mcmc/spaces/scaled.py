@@ -24,13 +24,14 @@ from pyro_implicit.mcmc.spaces.conditional_reparam import (
     score_of_rest,
     told,
 )
-from pyro_implicit.ops.low_rank_normal import (
+from pyro_implicit.ops.matrices import (
     LinearTerm,
     eigenbasis,
+    from_standard,
     from_symmetric_root,
+    to_standard,
     to_symmetric_root,
 )
-from pyro_implicit.ops.matrices import from_standard, to_standard
 from pyro_implicit.runtime.sites import site_parts
 
 __all__ = ["ScaledBlock", "ScaledReparam", "scaled_reparams"]

@@ -13,7 +13,7 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import fit, refine
-from pyro_implicit.runtime.random_stream import same_streams, seeded
+from pyro_implicit.runtime.global_state import same_streams, seeded
 
 
 @pytest.fixture

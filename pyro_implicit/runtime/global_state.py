@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all threads of a process share: random streams, which are restored, and Pyro's handlers."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import os
+import random
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from pyro.poutine.indep_messenger import IndepMessenger
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.util import get_rng_state, set_rng_state
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "in_turn",
+    "misspelt",
+    "random_streams",
+    "refuse_outer_plates",
+    "restore_random_streams",
+    "same_streams",
+    "seeded",
+    "with_seed",
+]
+
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+@contextmanager
+def seeded(seed: int | None, device: torch.device | None = None) -> Iterator[None]:
+    """Draw from streams of this seed, and restore the caller's streams afterwards.
+
+    Covers torch on the CPU and on CUDA devices, numpy's global generator and Python's ``random``.
+
+    **Example:**
+
+    >>> values = []
+    >>> for seed in (0, 0, 1):
+    ...     with seeded(seed):
+    ...         values.append(torch.randn(()))
+    >>> bool(values[0] == values[1]), bool(values[0] == values[2])
+    (True, False)
+
+    :param seed: of all streams; with ``None`` the caller's streams are used, and advance.
+    :param device: the only device that is drawn on besides the CPU; ``None`` if unknown.
+    """
+    if seed is None:
+        yield
+        return
+    with same_streams(device):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would wake every GPU
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        _seed_gpus(device, seed)
+        yield
+
+
+def with_seed(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Run a function inside ``seeded(seed)``, with its keyword argument ``seed``.
+
+    **Example:**
+
+    >>> @with_seed
+    ... def noise(*, seed: int | None = None) -> torch.Tensor:
+    ...     return torch.randn(())
+    >>> bool(noise(seed=1) == noise(seed=1)), bool(noise() == noise())
+    (True, False)
+
+    :param function: whose ``seed`` is keyword-only, and ``None`` by default.
+    """
+
+    @functools.wraps(function)
+    def inside(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        seed: Any = kwargs.get("seed")
+        with seeded(seed):
+            return function(*args, **kwargs)
+
+    return inside
+
+
+@contextmanager
+def same_streams(device: torch.device | None = None) -> Iterator[None]:
+    """Restore all random streams at the end, also after an exception.
+
+    **Example:**
+
+    >>> _ = torch.manual_seed(0)
+    >>> with same_streams():
+    ...     value = torch.randn(())
+    >>> bool(torch.randn(()) == value)
+    True
+
+    :param device: the only device that is drawn on besides the CPU; ``None`` if unknown.
+    """
+    outside, first_seed = get_rng_state(), torch.initial_seed()
+    gpus = {gpu: torch.cuda.get_rng_state(gpu) for gpu in _gpus(device)}
+    asleep = not torch.cuda.is_initialized()
+    try:
+        yield
+    finally:
+        set_rng_state(outside)
+        for gpu, state in gpus.items():
+            torch.cuda.set_rng_state(state, gpu)
+        if asleep:  # the caller's CUDA streams would have begun with the seed of the CPU's
+            _seed_gpus(device, first_seed)
+
+
+def _gpus(device: torch.device | None) -> list[int]:
+    """Return the GPUs whose streams are kept: the device, or all if CUDA is initialised."""
+    if device is None:
+        return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    if device.type != "cuda":
+        return []
+    return [torch.cuda.current_device() if device.index is None else device.index]
+
+
+def _seed_gpus(device: torch.device | None, seed: int) -> None:
+    """Seed their streams; if CUDA may be initialised later, then the GPUs that it will find."""
+    if device is None and not torch.cuda.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed_all(seed)
+        return
+    for gpu in _gpus(device):
+        torch.cuda.default_generators[gpu].manual_seed(seed)
+
+
+_lock = threading.RLock()
+
+
+def in_turn(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Let one thread at a time run such functions, and refuse calls inside of plates.
+
+    Pyro's handlers, parameters and random numbers belong to the process: without the lock, the
+    handlers of one thread would process the sites of another's model. The function runs outside of
+    ``torch.inference_mode``, which has no gradients.
+
+    **Example:**
+
+    >>> @in_turn
+    ... def half(x: float) -> float:
+    ...     return x / 2
+    >>> half(3.0)
+    1.5
+
+    :param function: a function that runs models.
+    :raises ValueError: by the function, if it is called inside a plate.
+    """
+
+    @functools.wraps(function)
+    def waiting(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        with _lock, torch.inference_mode(False):
+            refuse_outer_plates(function.__name__)
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                hint = misspelt(function, kwargs, error)
+                if not hint:
+                    raise
+                raise TypeError(hint) from error
+
+    return waiting
+
+
+def misspelt(function: Callable[..., Any], kwargs: Mapping[str, Any], error: TypeError) -> str:
+    """Suggest the parameter that a keyword argument may have meant, if the model refused it.
+
+    **Example:**
+
+    >>> def fit(model, *args, num_steps=100, **kwargs):
+    ...     return model(*args, **kwargs)
+    >>> error = TypeError("model() got an unexpected keyword argument 'num_step'")
+    >>> print(misspelt(fit, {"num_step": 5}, error))
+    model() got an unexpected keyword argument 'num_step', which ... Cure: num_steps=
+
+    :param function: the function that was called.
+    :param kwargs: of the call.
+    :param error: the error that it raised.
+    :returns: the whole message with its cure; empty if the argument is not to blame.
+    """
+    found = re.search(r"\S+\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    known = inspect.signature(function).parameters
+    if found is None or found[1] not in kwargs or found[1] in known:
+        return ""
+    near = difflib.get_close_matches(found[1], known, n=1)
+    cure = f"{near[0]}=" if near else "leave it out, or give the model such a parameter"
+    passed_on = f"which {function.__name__} passes on, as it has no parameter of that name"
+    return f"{found[0]}, {passed_on}. Cure: {cure}"
+
+
+def refuse_outer_plates(who: str) -> None:
+    """Check that no plate is open, which would copy all sites of a model.
+
+    :param who: the function that is called, for the message.
+    :raises ValueError: naming plate and cure.
+    """
+    for handler in _PYRO_STACK:
+        if isinstance(handler, IndepMessenger):
+            raise ValueError(
+                f"{who} is called inside plate '{handler.name}', which would make copies of all "
+                "that the model samples. Cure: call it outside of the plate"
+            )
+
+
+def _renew() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "fork"):  # a thread that does not exist in the child may hold the lock
+    os.register_at_fork(after_in_child=_renew)
+
+
+def random_streams() -> dict[str, Any]:
+    """Return the states of all random number generators."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": get_rng_state(), "cuda": cuda}
+
+
+def restore_random_streams(states: dict[str, Any]) -> None:
+    """Restore the states that :func:`random_streams` returned."""
+    # Random states are tensors on the CPU, whatever device the file was read to.
+    to_cpu = functools.partial(pytree.tree_map_only, Tensor, Tensor.cpu)
+    set_rng_state(to_cpu(states["cpu"]))
+    if len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(to_cpu(states["cuda"]))
