@@ -30,7 +30,7 @@ from pyro_implicit.nn.bayesian import Prior
 from pyro_implicit.nn.models import Noise
 from pyro_implicit.nn.policy import NOISE_PRECISION, ROWS_AT_ONCE
 from pyro_implicit.runtime.global_state import seeded
-from pyro_implicit.runtime.printing import refuse_counts
+from pyro_implicit.runtime.messages import refuse_counts
 
 __all__ = ["BayesianMLPClassifier", "BayesianMLPRegressor"]
 

@@ -24,7 +24,7 @@ from pyro_implicit.compiled.program import (
     RecordedFunction,
 )
 from pyro_implicit.compiled.recorder import ACTIVE, Untraceable, is_tracing
-from pyro_implicit.runtime.printing import first_line, warn_user
+from pyro_implicit.runtime.messages import first_line, warn_user
 
 __all__ = [
     "ACTIVE",

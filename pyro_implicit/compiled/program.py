@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from pyro_implicit.compiled.fusion import FusedGraph
 from pyro_implicit.compiled.policy import RECORDINGS
 from pyro_implicit.compiled.recorder import Untraceable, is_random, must_run, record, touches
-from pyro_implicit.runtime.printing import first_line
+from pyro_implicit.runtime.messages import first_line
 
 __all__ = [
     "CompilerError",

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pyro_implicit.runtime.printing import LIBRARIES
+from pyro_implicit.runtime.messages import LIBRARIES
 
 __all__ = [
     "ACTIVE",

@@ -21,7 +21,7 @@ from pyro_implicit.compiled import ACTIVE, Untraceable
 from pyro_implicit.density.model import IMPOSSIBLE, Model, UnfitModelError, varying_site
 from pyro_implicit.density.policy import RUNS
 from pyro_implicit.density.run_mode import BranchError, RunMode, VmapError, writes_to_unbatched
-from pyro_implicit.runtime.printing import first_line, warn_user
+from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.sites import is_latent
 
 __all__ = ["BatchedRuns"]

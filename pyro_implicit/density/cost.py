@@ -24,7 +24,7 @@ from pyro_implicit.compiled import (
 )
 from pyro_implicit.compiled.recorder import DispatchMode
 from pyro_implicit.density.policy import COST
-from pyro_implicit.runtime.printing import first_line
+from pyro_implicit.runtime.messages import first_line
 
 __all__ = [
     "FusedDensity",

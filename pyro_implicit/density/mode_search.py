@@ -16,7 +16,7 @@ from pyro_implicit.density.cost import estimated_seconds, nearby
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
-from pyro_implicit.runtime.printing import short_repr, steps_of, warn_user
+from pyro_implicit.runtime.messages import short_repr, steps_of, warn_user
 
 __all__ = ["Modes", "antithetic_noise", "find_modes", "gaussian_elbo", "seconds_of_climb"]
 

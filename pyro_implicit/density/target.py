@@ -43,7 +43,7 @@ from pyro_implicit.density.model import (
 )
 from pyro_implicit.density.policy import RUNS
 from pyro_implicit.density.run_mode import RunMode
-from pyro_implicit.runtime.printing import first_line
+from pyro_implicit.runtime.messages import first_line
 from pyro_implicit.runtime.sites import (
     FlatPriorStart,
     Site,

@@ -48,7 +48,7 @@ from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.global_state import in_turn, same_streams
-from pyro_implicit.runtime.printing import first_line
+from pyro_implicit.runtime.messages import first_line
 
 __all__ = ["compare"]
 

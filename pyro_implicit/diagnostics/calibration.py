@@ -20,7 +20,7 @@ from pyro_implicit.diagnostics.policy import CALIBRATION, REPORT
 from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.runtime.global_state import in_turn
-from pyro_implicit.runtime.printing import Printed, Table
+from pyro_implicit.runtime.messages import Printed, Table
 from pyro_implicit.runtime.sites import is_flat
 
 __all__ = ["Calibration", "simulation_based_calibration"]

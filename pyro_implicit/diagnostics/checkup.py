@@ -37,7 +37,7 @@ from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.runtime.global_state import in_turn, same_streams
-from pyro_implicit.runtime.printing import announce, showing_progress
+from pyro_implicit.runtime.messages import announce, showing_progress
 
 __all__ = ["diagnose", "plan_effort"]
 

@@ -15,7 +15,7 @@ from pyro.ops.stats import quantile
 from torch import Tensor
 
 from pyro_implicit.diagnostics.quantities import element_labels, index_label
-from pyro_implicit.runtime.printing import Printed, Table, short_repr
+from pyro_implicit.runtime.messages import Printed, Table, short_repr
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,7 +23,7 @@ from pyro_implicit.infer.bound import EvidenceBound
 from pyro_implicit.mcmc.stopping import Drift
 from pyro_implicit.nn import LabelReport, NumberReport
 from pyro_implicit.ops.importance_weights import describe_weights
-from pyro_implicit.runtime.printing import Printed, Table
+from pyro_implicit.runtime.messages import Printed, Table
 
 __all__ = [
     "Diagnosis",

@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 from pyro_implicit.density.checks.observations import explain, refuse_unfit_data
 from pyro_implicit.guides.posterior_draws import refuse_other_guide, refuse_swapped, trace_guide
 from pyro_implicit.runtime.global_state import seeded
-from pyro_implicit.runtime.printing import warn_user
+from pyro_implicit.runtime.messages import warn_user
 
 __all__ = [
     "Amortize",

@@ -48,8 +48,8 @@ from pyro_implicit.mcmc import refine
 from pyro_implicit.mcmc.minibatch_chains import check_scaling
 from pyro_implicit.nn import NetworkModel
 from pyro_implicit.runtime.global_state import in_turn, with_seed
+from pyro_implicit.runtime.messages import first_line, refuse_counts, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
-from pyro_implicit.runtime.printing import first_line, refuse_counts, warn_user
 from pyro_implicit.runtime.sites import FlatPriorStart, without_sequential_plates
 
 __all__ = ["fit"]

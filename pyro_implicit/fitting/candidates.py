@@ -30,7 +30,7 @@ from pyro_implicit.guides.auto_implicit import has_exact_density
 from pyro_implicit.infer.bound import FoldWarning, weighted_draws
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.matrices import lower_factor
-from pyro_implicit.runtime.printing import short_repr
+from pyro_implicit.runtime.messages import short_repr
 from pyro_implicit.runtime.sites import (
     FlatPriorStart,
     example_tensor,

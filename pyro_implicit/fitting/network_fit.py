@@ -30,7 +30,7 @@ from pyro_implicit.nn import (
     evaluate,
     start_values,
 )
-from pyro_implicit.runtime.printing import first_line, warn_user
+from pyro_implicit.runtime.messages import first_line, warn_user
 
 __all__ = ["HeldOutRows", "describe_score", "fit_network", "is_worse", "split_rows"]
 

@@ -30,7 +30,7 @@ from pyro_implicit.mcmc import AutoConditional, Refined, teach
 from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.spaces.space import GuideNoise, conditional_noise
 from pyro_implicit.nn import start_values
-from pyro_implicit.runtime.printing import first_line, warn_user
+from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.sites import FlatPriorStart, without_sequential_plates
 
 __all__ = [

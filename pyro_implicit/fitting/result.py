@@ -36,7 +36,7 @@ from pyro_implicit.mcmc.refine import continue_chains
 from pyro_implicit.nn import LabelReport, NumberReport
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import in_turn, seeded
-from pyro_implicit.runtime.printing import Printed, Table, first_line
+from pyro_implicit.runtime.messages import Printed, Table, first_line
 
 __all__ = ["Fit", "Stage"]
 

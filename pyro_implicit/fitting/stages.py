@@ -46,8 +46,8 @@ from pyro_implicit.infer import InjectiveELBO
 from pyro_implicit.mcmc.spaces.space import ConditionalNoise, conditional_noise
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.global_state import seeded
+from pyro_implicit.runtime.messages import first_line, showing_progress, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
-from pyro_implicit.runtime.printing import first_line, showing_progress, warn_user
 
 __all__ = ["Stages", "TimeLimit", "still_falls", "train_exact", "train_semi_implicit"]
 

@@ -44,8 +44,8 @@ from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.infer import KIVI_ELBO, LIVI_ELBO, ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.runtime.global_state import in_turn, seeded
+from pyro_implicit.runtime.messages import progress_bar
 from pyro_implicit.runtime.minibatches import BatchStream
-from pyro_implicit.runtime.printing import progress_bar
 from pyro_implicit.runtime.sites import is_counted, is_data
 
 __all__ = ["HeldOut", "TrainingInterrupted", "default_loss", "train"]

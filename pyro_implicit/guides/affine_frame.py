@@ -27,7 +27,7 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.guides.auto_draws import Frame
 from pyro_implicit.guides.policy import FRAME, INIT_SCALE
 from pyro_implicit.runtime.global_state import seeded
-from pyro_implicit.runtime.printing import first_line, warn_user
+from pyro_implicit.runtime.messages import first_line, warn_user
 
 __all__ = ["find_frame", "gaussian_frame"]
 

@@ -19,7 +19,7 @@ from pyro_implicit.density.checks import refuse_moving_supports, refuse_unfit_si
 from pyro_implicit.density.model import IMPOSSIBLE, trace_model
 from pyro_implicit.density.policy import RUNS
 from pyro_implicit.runtime.global_state import seeded
-from pyro_implicit.runtime.printing import short_repr
+from pyro_implicit.runtime.messages import short_repr
 from pyro_implicit.runtime.sites import (
     FlatPriorStart,
     example_tensor,

@@ -20,7 +20,7 @@ from torch.distributions import Distribution, biject_to
 from pyro_implicit.distributions.mixture import Mixture
 from pyro_implicit.guides.auto_draws import AutoDraws, refuse_stored
 from pyro_implicit.guides.auto_implicit import AutoImplicit
-from pyro_implicit.runtime.printing import refuse_counts
+from pyro_implicit.runtime.messages import refuse_counts
 from pyro_implicit.runtime.sites import site_parts
 
 __all__ = ["AutoEnsemble", "AutoMixture", "init_to_shuffled"]

@@ -16,7 +16,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_implicit.runtime.printing import first_line
+from pyro_implicit.runtime.messages import first_line
 from pyro_implicit.runtime.sites import is_data, is_discrete_latent
 
 __all__ = [

@@ -16,7 +16,7 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.distributions import IntractableDensityError
 from pyro_implicit.guides.policy import ROUNDING
 from pyro_implicit.guides.posterior_draws import draw, refuse_missing_sites
-from pyro_implicit.runtime.printing import warn_user
+from pyro_implicit.runtime.messages import warn_user
 
 __all__ = ["NOWHERE", "Guide", "Sampler", "StoredDraws"]
 

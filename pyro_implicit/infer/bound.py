@@ -50,7 +50,7 @@ from pyro_implicit.ops.semi_implicit import (
     mixture_log_density,
 )
 from pyro_implicit.runtime.global_state import in_turn, same_streams
-from pyro_implicit.runtime.printing import (
+from pyro_implicit.runtime.messages import (
     announce,
     progress_is_shown,
     short_repr,

@@ -28,7 +28,7 @@ from pyro_implicit.ops import (
     smallest_singular_log_det,
     stochastic_log_det,
 )
-from pyro_implicit.runtime.printing import warn_user
+from pyro_implicit.runtime.messages import warn_user
 
 __all__ = ["LIVI_ELBO"]
 

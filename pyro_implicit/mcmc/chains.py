@@ -23,7 +23,7 @@ from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Drift, Tracked, tracked
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import random_streams, restore_random_streams
-from pyro_implicit.runtime.printing import progress_bar
+from pyro_implicit.runtime.messages import progress_bar
 
 __all__ = ["Chains", "Checkpoint", "WindowedChains", "run"]
 

@@ -25,8 +25,8 @@ from pyro_implicit.mcmc.kernels.step_choice import (
     probe,
 )
 from pyro_implicit.mcmc.policy import DEFAULT
+from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.minibatches import BatchStream, num_rows
-from pyro_implicit.runtime.printing import warn_user
 
 __all__ = ["MinibatchChains", "StepSchedule", "check_scaling"]
 

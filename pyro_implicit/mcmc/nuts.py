@@ -17,7 +17,7 @@ from pyro_implicit.generators import as_generator
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.auto_implicit import why_inexact
 from pyro_implicit.guides.posterior_draws import draw, refuse_swapped, trace_guide
-from pyro_implicit.runtime.printing import warn_user
+from pyro_implicit.runtime.messages import warn_user
 
 __all__ = ["NoiseSpaceReparam", "count_folds", "warm_start"]
 

@@ -43,8 +43,8 @@ from pyro_implicit.runtime.global_state import (
     same_streams,
     with_seed,
 )
+from pyro_implicit.runtime.messages import first_line, refuse_counts, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
-from pyro_implicit.runtime.printing import first_line, refuse_counts, warn_user
 
 __all__ = ["continue_chains", "refine", "refine_target"]
 

@@ -27,7 +27,7 @@ from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Drift, rotated_sites
 from pyro_implicit.mcmc.teaching import Taught
-from pyro_implicit.runtime.printing import Printed, Table, warn_user
+from pyro_implicit.runtime.messages import Printed, Table, warn_user
 from pyro_implicit.runtime.sites import site_parts
 
 __all__ = ["Refined", "SitesOf", "collect", "collect_minibatches"]

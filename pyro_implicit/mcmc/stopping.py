@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.policy import DEFAULT, StoppingPolicy
-from pyro_implicit.runtime.printing import warn_user
+from pyro_implicit.runtime.messages import warn_user
 
 __all__ = [
     "Drift",

@@ -19,7 +19,7 @@ from pyro_implicit.mcmc.frame import estimate_frame
 from pyro_implicit.mcmc.guide_density import DensityAtDraws, density_at_draws
 from pyro_implicit.mcmc.policy import TEACHING, TeachPolicy
 from pyro_implicit.runtime.global_state import in_turn
-from pyro_implicit.runtime.printing import progress_bar
+from pyro_implicit.runtime.messages import progress_bar
 from pyro_implicit.runtime.sites import unconstrained
 
 __all__ = ["Taught", "check_teachable", "teach"]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from pyro_implicit.nn.bayesian import has_priors, moved
 from pyro_implicit.nn.policy import FAR_FROM_UNIT, INITIAL_NOISE, LEAST_NOISE
-from pyro_implicit.runtime.printing import warn_user
+from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.sites import owned_by, put_into_store
 
 __all__ = ["NetworkModel", "classifier", "regressor"]

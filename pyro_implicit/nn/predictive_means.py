@@ -13,7 +13,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from pyro_implicit.runtime.printing import first_line, short_repr
+from pyro_implicit.runtime.messages import first_line, short_repr
 from pyro_implicit.runtime.sites import without_mask
 
 __all__ = ["LabelMean", "NumberMean", "Prediction", "fitting_target"]

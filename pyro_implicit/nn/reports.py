@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pyro_implicit.runtime.printing import Printed, Table
+from pyro_implicit.runtime.messages import Printed, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from pyro_implicit.ops.kernels import Kernel, median_bandwidth, rbf_kernel
-from pyro_implicit.runtime.printing import short_repr
+from pyro_implicit.runtime.messages import short_repr
 
 __all__ = [
     "Covariance",

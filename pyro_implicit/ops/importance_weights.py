@@ -13,7 +13,7 @@ from pyro.ops.stats import fit_generalized_pareto
 from torch import Tensor
 
 from pyro_implicit.ops.policy import BRIDGE_TOLERANCE, EVEN_EFFICIENCY, MAX_BRIDGE_STEPS
-from pyro_implicit.runtime.printing import short_repr
+from pyro_implicit.runtime.messages import short_repr
 
 __all__ = ["LogWeights", "SmoothedWeights", "bridge", "describe_weights", "pareto_smoothed"]
 

@@ -20,7 +20,7 @@ from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
-from pyro_implicit.runtime import printing
+from pyro_implicit.runtime import messages
 
 Y = torch.tensor([1.0, 2.0, 4.5])
 
@@ -275,8 +275,8 @@ def test_gradients_are_cut(monkeypatch):
 
 @pytest.mark.parametrize("progress", [False, True])
 def test_the_bar_can_be_off(progress, capsys, monkeypatch):
-    monkeypatch.setattr("pyro_implicit.runtime.printing._is_watched", lambda: True)
-    monkeypatch.setattr(printing, "DISPLAY", printing.DisplayPolicy(0.0, 0.0))
+    monkeypatch.setattr("pyro_implicit.runtime.messages._is_watched", lambda: True)
+    monkeypatch.setattr(messages, "DISPLAY", messages.DisplayPolicy(0.0, 0.0))
     schedule = Schedule(num_steps=5)
     guide = AutoNormal(conjugate)
     train(conjugate, guide, ImplicitELBO(2), schedule=schedule, progress=progress, name="my run")

@@ -12,7 +12,7 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import diagnose, fit
-from pyro_implicit.runtime import printing as progress
+from pyro_implicit.runtime import messages as progress
 
 
 class Terminal(io.StringIO):

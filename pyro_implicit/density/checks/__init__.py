@@ -34,7 +34,7 @@ from pyro_implicit.density.checks.observations import (
     warn_of_missing_data,
 )
 from pyro_implicit.density.model import IMPOSSIBLE, Model, refuse_infinite, varying_site
-from pyro_implicit.runtime.printing import warn_user
+from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.sites import Site, innermost, is_data, is_discrete_latent, is_latent
 
 __all__ = [

@@ -21,7 +21,7 @@ from pyro_implicit.density.checks.observations import (
 )
 from pyro_implicit.density.policy import GRADIENTS, ROUNDING
 from pyro_implicit.density.target import Target
-from pyro_implicit.runtime.printing import first_line, warn_user
+from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.sites import Site, innermost
 
 __all__ = ["InexactArithmetic", "blame", "is_rounding", "warn_of_lost_gradients"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributions import Independent, constraints
 
 from pyro_implicit.density.model import without_validation
-from pyro_implicit.runtime.printing import first_line, warn_user
+from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.sites import Site, innermost, is_data, is_latent
 
 __all__ = ["describe_arrays", "explain", "refuse_missing_data", "refuse_unfit_data"]

@@ -35,7 +35,7 @@ from pyro_implicit.infer.engine.traces import (
     refuse_nonfinite,
 )
 from pyro_implicit.runtime.global_state import refuse_outer_plates
-from pyro_implicit.runtime.printing import warn_user
+from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.sites import graph_leaves, unconstrained
 
 __all__ = ["ElboState", "Pair", "StepELBO"]

@@ -25,7 +25,7 @@ from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.nuts import count_folds
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
 from pyro_implicit.mcmc.spaces.space import ConditionalNoise, GuideNoise, Space, middle_of
-from pyro_implicit.runtime.printing import first_line, warn_user
+from pyro_implicit.runtime.messages import first_line, warn_user
 
 __all__ = ["ChainSetup", "SeparateChains", "Starts", "finite_starts", "space_of", "start_chains"]
 

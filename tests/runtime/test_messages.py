@@ -141,7 +141,7 @@ def test_rich_shows_it_on_terminals_alone(file, terminal, style, monkeypatch):
 #: Library code that warns behind a context manager, which torch's Module.__call__ runs.
 SOURCE = """
 import contextlib, torch
-from pyro_implicit.runtime.printing import warn_user
+from pyro_implicit.runtime.messages import warn_user
 
 @contextlib.contextmanager
 def room():

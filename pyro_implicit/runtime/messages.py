@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output: warnings at the user's line, one-line representations, tables, progress bars."""
+"""Messages to users: one-line representations, tables, progress, warnings, refused arguments."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ __all__ = [
     "progress_bar",
     "progress_is_shown",
     "refuse_counts",
+    "refuse_nonpositive",
+    "refuse_unknown",
     "short_repr",
     "showing_progress",
     "steps_of",
@@ -304,8 +306,8 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def refuse_counts(least: int = 1, **counts: int) -> None:
-    """Check that every count has a minimum.
+def refuse_counts(least: int = 1, **counts: int | None) -> None:
+    """Check that every count that is given has a minimum.
 
     **Example:**
 
@@ -316,5 +318,36 @@ def refuse_counts(least: int = 1, **counts: int) -> None:
     :raises ValueError: naming the argument.
     """
     for name, count in counts.items():
-        if count < least:
+        if count is not None and count < least:
             raise ValueError(f"{name} must be at least {least}, but got {count}")
+
+
+def refuse_nonpositive(**numbers: float | None) -> None:
+    """Check that every number that is given is positive.
+
+    **Example:**
+
+    >>> refuse_nonpositive(lr=0.1, max_seconds=None)
+
+    :param numbers: by the name of the argument.
+    :raises ValueError: naming the argument.
+    """
+    for name, number in numbers.items():
+        if number is not None and not number > 0:
+            raise ValueError(f"{name} must be positive, but got {number}")
+
+
+def refuse_unknown(name: str, value: object, *known: object) -> None:
+    """Check that an option has one of its values.
+
+    **Example:**
+
+    >>> refuse_unknown("kernel", "imq", "rbf", "imq")
+
+    :param name: the name of the argument.
+    :param known: all values of the option.
+    :raises ValueError: naming the argument and its values.
+    """
+    if value not in known:
+        *first, last = (f'"{one}"' if isinstance(one, str) else repr(one) for one in known)
+        raise ValueError(f"{name} must be {', '.join(first)} or {last}, but got {value!r}")
