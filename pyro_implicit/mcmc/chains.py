@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.mcmc.draws import History
-from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, estimate_frame
+from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, estimate_frame, independent_draws
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
 from pyro_implicit.mcmc.spaces.space import Space
@@ -227,6 +227,12 @@ class WindowedChains(Chains):
         """Where the chains are in their space, ``(num_chains, d)``."""
         return self.frame.to_points(self.state.position)
 
+    @property
+    def walked(self) -> Space:
+        """The space in which the chains walk."""
+        assert self._walked is not None
+        return self._walked
+
     def start(self) -> None:
         """Find the first step size."""
         self.state, self.adaptation, gradients = self.adaptation.restart(self._score, self.state)
@@ -372,12 +378,13 @@ class WindowedChains(Chains):
 
     def _thin_out(self, number: int) -> None:
         """Go on with some of the chains, from a warm-up in the frame of the draws of all."""
-        latents = self.history.draws().flatten(0, 1)
+        paths = self.history.draws()
+        latents, independent = paths.flatten(0, 1), independent_draws(paths)
         stride = -(-len(latents) // self.policy.warmup.max_pool)
         assert self._walked is not None
         pool = self._walked.to_points(latents[::stride])
         points = self.points[torch.randperm(len(self.points))[:number]]
-        self.frame = estimate_frame(pool, self.frame_kind, self.policy.frame)
+        self.frame = estimate_frame(pool, self.frame_kind, self.policy.frame, independent)
         self.state = KERNELS[self.kernel].init(self.frame.to_white(points), self._score)
         longest = max(self.adaptation.max_gradients, self.policy.long_leapfrogs)
         self.adaptation = self.adaptation.thawed().limited(longest)
@@ -432,12 +439,16 @@ class WindowedChains(Chains):
             points = self._revived(points, lively)
             self._positions = [position[lively] for position in self._positions]
         stride = max(1, -(-(len(self._positions) - half) * len(points) // limits.max_pool))
-        recent = torch.stack(self._positions[half:][::-1][::stride]).flatten(0, 1)
+        paths = torch.stack(self._positions[half:][::-1][::stride])
+        recent, independent = paths.flatten(0, 1), independent_draws(paths)
         # Draws on a thin sheet make a frame in which chains leave it slowly, and do not show it.
         spread = estimate_frame(recent, "diagonal", self.policy.frame).scale.max()
         is_right = bool(spread < limits.max_stretch)
         kind: FrameKind = self.frame_kind if is_right else "diagonal"
-        self.frame = estimate_frame(self.frame.to_points(recent), kind, self.policy.frame)
+        pool, is_moved = self.frame.to_points(recent), False
+        if is_right and not hurry:
+            points, pool, is_moved = self._recentred(points, pool)
+        self.frame = estimate_frame(pool, kind, self.policy.frame, independent)
         settled = self._is_stationary(log_densities, half)
         is_stiff = fmean(self._failed[half:]) > limits.max_failed
         is_new = is_stiff and not self.adaptation.is_stiff  # a bad frame fails for one window, too
@@ -447,9 +458,27 @@ class WindowedChains(Chains):
         self.state = KERNELS[self.kernel].init(self.frame.to_white(points), self._score)
         self.gradients += 1
         self.start()
-        is_done = settled and is_right and not is_new and self._window >= limits.least_windows
+        is_final = settled and is_right and not (is_new or is_moved)
+        is_done = is_final and self._window >= limits.least_windows
         if hurry or is_done:
             self.phase, self._left = "tuning", limits.tuning
+
+    def _recentred(self, points: Tensor, pool: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """Make the space again if the chains have left its middle; return points and draws in it.
+
+        A guide of many latents may be far away, and so may be what the data say there.
+        """
+        assert self._walked is not None
+        latents = self._walked.to_latent(pool)
+        again = self._walked.recentred(latents)
+        if again is None:
+            return points, pool, False
+        moved = again.to_points(self._walked.to_latent(points))
+        pool_again = again.to_points(latents)
+        if not (again.score(moved)[0].isfinite().all() and pool_again.isfinite().all()):
+            return points, pool, False
+        self._walked, self.middle = again, again.middle
+        return moved, pool_again, True
 
     def _revived(self, points: Tensor, lively: Tensor) -> Tensor:
         """Restart chains that stood still for a window, or are lost, from other chains."""

@@ -16,7 +16,14 @@ from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy, FramePolicy
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.minibatches import BatchStream
 
-__all__ = ["FrameKind", "WhiteningFrame", "estimate_frame", "minibatch_frame", "widened_frame"]
+__all__ = [
+    "FrameKind",
+    "WhiteningFrame",
+    "estimate_frame",
+    "independent_draws",
+    "minibatch_frame",
+    "widened_frame",
+]
 
 
 FrameKind = Literal["diagonal", "low-rank", "full"]
@@ -73,7 +80,10 @@ class WhiteningFrame(NamedTuple):
 
 @torch.no_grad()
 def estimate_frame(
-    draws: Tensor, kind: FrameKind, policy: FramePolicy = DEFAULT.frame
+    draws: Tensor,
+    kind: FrameKind,
+    policy: FramePolicy = DEFAULT.frame,
+    independent: float = math.inf,
 ) -> WhiteningFrame:
     r"""Estimate a frame from the moments of draws.
 
@@ -96,6 +106,8 @@ def estimate_frame(
     :param kind: ``"diagonal"``, ``"low-rank"`` or ``"full"``; a low-rank frame without significant
         axes is diagonal.
     :param policy: the limits.
+    :param independent: the number of independent draws that they are worth, if fewer: in many
+        dimensions, the principal axes of correlated draws are those of noise.
     :raises ValueError: for draws that are not finite.
     """
     if not draws.isfinite().all():
@@ -113,7 +125,7 @@ def estimate_frame(
     if kind == "full":
         factor = _factor(standard, policy.draws_per_dim).to(draws.dtype)
         return WhiteningFrame(loc, scale, scale_tril=factor)
-    noise = dim / count
+    noise = dim / min(count, independent)
     rank = min(policy.max_rank, dim, count - 1)
     _, singular, directions = torch.svd_lowrank(standard, q=rank, niter=4)
     variance = singular.square() / (count - 1)
@@ -127,6 +139,22 @@ def estimate_frame(
     ratio = 0.5 * (centred + (centred.square() - 4 * ratio).clamp(min=0).sqrt())
     scale = scale * rest.clamp(min=1 / dim).sqrt()
     return WhiteningFrame(loc, scale, directions[:, kept], ratio.clamp(min=1).sqrt())
+
+
+def independent_draws(paths: Tensor) -> float:
+    r"""Return how many independent draws some paths are worth for their principal axes.
+
+    Noise in n draws of d coordinates has principal axes with variances of up to about
+    :math:`d \lambda / n`, where :math:`\lambda` is the largest eigenvalue of the correlations
+    between the draws of a chain, of either sign: HMC may swing from side to side.
+
+    :param paths: of chains, ``(num_draws, num_chains, d)``.
+    """
+    centred = paths - paths.mean((0, 1))
+    rows = (centred / centred.std((0, 1)).clamp(min=1e-30)).flatten(1)
+    gram = rows @ rows.mT
+    largest = torch.linalg.eigvalsh(gram * len(gram) / gram.trace().clamp(min=1e-30))[-1]
+    return len(paths) * paths.shape[1] / largest.clamp(min=1.0).item()
 
 
 def _without_outliers(draws: Tensor, ranges: float) -> Tensor:

@@ -236,6 +236,10 @@ class SpacePolicy:
     #: Ratio of speeds above which the latents replace a guide's noise.
     faster: float = 1.2
 
+    #: Sds of the chains by which they may leave the middle of the conditional space in a window of
+    #: the warm-up; further away it is made again. ``volatility_1000`` in ``benchmarks/large``.
+    max_moved: float = 3.0
+
     #: Share of replaced starts above which a space is left.
     max_replaced: float = 0.1
 
@@ -292,6 +296,9 @@ class SpacePolicy:
 
     #: Power above which a latent counts as a factor; less belongs to noise scales.
     factor_power: float = 1.5
+
+    #: Difference up to which powers of one latent in several sites count as equal.
+    equal_powers: float = 0.25
 
     #: Information, in units of the prior's, below which a site is left out.
     least_told: float = 0.01

@@ -388,7 +388,7 @@ def _walk(
     track = Tracker(sampler.target, quantities)
     chains.attach(space, track, labels, quantities is not None)
     run(chains, file, progress)
-    chains.streams = random_streams()
+    chains.streams, space = random_streams(), chains.walked
     more = partial(continue_chains, sampler, chains, space=space, quantities=quantities)
     return replace(collect(space, modes, chains), chains=chains, more=more)
 

@@ -300,6 +300,25 @@ def scaled():
     pyro.sample("y", dist.Normal(tau * z, 1.0).to_event(1), obs=Y)
 
 
+def test_a_level_and_its_steps_share_the_power_of_the_noise():
+    """Fits of their powers differ by chance, but their information must grow together."""
+    y = (0.3 * torch.arange(40.0).cos().cumsum(-1)).exp() * torch.arange(40.0).sin()
+
+    def volatility():
+        nu = pyro.sample("nu", dist.Gamma(2.0, 0.1))
+        sigma = pyro.sample("sigma", dist.Exponential(5.0))
+        start = pyro.sample("start", dist.Normal(0.0, 2.0))
+        steps = pyro.sample("steps", dist.Normal(0.0, sigma).expand([40]).to_event(1))
+        scale = (start + steps.cumsum(-1)).exp()
+        pyro.sample("y", dist.StudentT(nu, 0.0, scale).to_event(1), obs=y)
+
+    target = Target(volatility)
+    middle = torch.cat([torch.tensor([0.5, -1.0, 0.0]), torch.zeros(40)])
+    block = ConditionalNoise(target, middle).reparams["steps"].block
+    assert block.rests["start"]["nu"] == block.rests["steps"]["nu"] > 0.1
+    assert abs(block.powers["steps"]["sigma"] - 2) < 1e-6
+
+
 @pytest.mark.parametrize("model", [shifted, noisy, masked, scaled])
 def test_latents_without_such_a_law_are_left_alone(model):
     density = Target(model)
@@ -574,10 +593,14 @@ def test_fit_leaves_a_guide_of_the_noise_that_can_be_saved(tmp_path):
     assert torch.equal(*found)
 
 
-def test_killed_chains_go_on(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_far", [False, True])
+def test_killed_chains_go_on(tmp_path, monkeypatch, is_far):
     file = tmp_path / "chains.pt"
     guide = AutoNormal(groups())
     guide()
+    if is_far:  # the space is made again on the way
+        far = {"mean": torch.full((16,), -20.0), "scale": torch.linspace(0.1, 0.2, 16)}
+        guide = far | {"x": -20 + 0.1 * torch.randn(16, 4)}
 
     def run(**options):
         options |= {"num_chains": 16, "max_gradients": 150, "seed": 0, "progress": False}
@@ -585,6 +608,8 @@ def test_killed_chains_go_on(tmp_path, monkeypatch):
 
     whole = run()
     assert whole.space == "conditional"
+    if is_far:
+        assert abs(whole.chains.middle[0]) < 8
     advance, calls = WindowedChains.advance, iter(range(12))
 
     def killed(self, *args, **kwargs):
@@ -598,6 +623,8 @@ def test_killed_chains_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(WindowedChains, "advance", advance)
     again = run(checkpoint=file, checkpoint_every=5)
     assert torch.equal(again.get_samples()["x"], whole.get_samples()["x"])
+    more = [one.refine_more(max_gradients=50, progress=False) for one in (whole, again)]
+    assert torch.equal(*(one.get_samples()["x"] for one in more))
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyro_implicit.mcmc.frame import estimate_frame
+from pyro_implicit.mcmc.frame import estimate_frame, independent_draws
 
 KINDS = ["diagonal", "low-rank", "full"]
 
@@ -45,6 +45,24 @@ def test_low_rank_leaves_noise_alone_and_frees_variances_of_it():
     frame = estimate_frame(correlated(200, 400, strength=20.0), "low-rank")
     # In units of the other axes the common one has variance 1 + 20².
     assert frame.stretch.shape == (1,) and abs(frame.stretch.item() ** 2 / 401 - 1) < 0.4
+
+
+@pytest.mark.parametrize("correlation", [0.9, -0.9])
+def test_low_rank_leaves_noise_of_correlated_draws_alone(correlation):
+    """Chains that move slowly, or from side to side as HMC does."""
+    torch.manual_seed(0)
+    paths = [torch.randn(50, 400, dtype=torch.double)]
+    for _ in range(19):
+        noise = torch.randn(50, 400, dtype=torch.double)
+        paths.append(correlation * paths[-1] + (1 - correlation**2) ** 0.5 * noise)
+    draws = torch.stack(paths)
+    assert estimate_frame(draws.flatten(0, 1), "low-rank").directions is not None
+    independent = independent_draws(draws)
+    # The largest eigenvalue of 20 such correlations is 11.4.
+    assert abs(independent / (1000 / 11.4) - 1) < 0.15
+    frame = estimate_frame(draws.flatten(0, 1), "low-rank", independent=independent)
+    assert frame.directions is None
+    assert independent_draws(torch.randn(20, 50, 400)) > 850
 
 
 @pytest.mark.parametrize("kind", KINDS)

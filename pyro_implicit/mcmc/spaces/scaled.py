@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -412,14 +413,37 @@ def _laws(analysis: _Analysis, names: list[str]) -> dict[str, _Law]:
         ]:
             break
         factors = grown
-    laws = {}
+    own_powers, rests = {}, {}
     for name, powers in found.items():
         large = {one: power for one, power in powers.items() if power > policy.factor_power}
-        own = known.get(name, large)
-        rests = {one: powers.get(one, 0.0) - own.get(one, 0.0) for one in powers.keys() | own}
-        rests = {one: power for one, power in rests.items() if abs(power) > policy.least_power}
-        laws[name] = _Law(powers, rests)
+        own_powers[name] = own = known.get(name, large)
+        lacking = {one: powers.get(one, 0.0) - own.get(one, 0.0) for one in powers.keys() | own}
+        rests[name] = {
+            one: power for one, power in lacking.items() if abs(power) > policy.least_power
+        }
+    rests = _pooled(rests, policy)
+    laws = {}
+    for name, own in own_powers.items():
+        others = own.keys() | rests[name]
+        powers = {one: own.get(one, 0.0) + rests[name].get(one, 0.0) for one in others}
+        laws[name] = _Law(powers, rests[name])
     return laws
+
+
+def _pooled(rests: dict[str, Powers], policy: SpacePolicy) -> dict[str, Powers]:
+    """Average the powers of a latent if those of all sites nearly agree, as of one noise scale.
+
+    The noise of a level, with its series integrated out, is the difference of two large matrices,
+    which must grow together.
+    """
+    pooled = {name: dict(own) for name, own in rests.items()}
+    for one in {one for own in rests.values() for one in own}:
+        powers = [own[one] for own in rests.values() if one in own]
+        if max(powers) - min(powers) <= policy.equal_powers:
+            for own in pooled.values():
+                if one in own:
+                    own[one] = fmean(powers)
+    return pooled
 
 
 def _law(told_at: Tensor, moved: Tensor, policy: SpacePolicy) -> Tensor | None:

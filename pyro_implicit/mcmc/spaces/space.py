@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -99,6 +100,10 @@ class Space:
 
     def check(self, points: Tensor) -> None:
         """Warn if the map is not one to one at some points."""
+
+    def recentred(self, latent: Tensor) -> Space | None:
+        """Return the space at the middle of some latents; None if this one suits them."""
+        return None
 
 
 class GuideNoise(Space):
@@ -346,6 +351,10 @@ class ConditionalNoise(Space):
     ) -> None:
         super().__init__(target, num_calls, compile)
         self.middle = middle
+        self._again = partial(
+            ConditionalNoise, target, num_calls=num_calls, compile=compile, policy=policy
+        )
+        self._max_moved = policy.max_moved
         sites = dependent_sites(target, middle)
         groups = [[site] for site in reversed(sites)]
         if len(groups) > policy.max_sites:  # the sites of a loop together
@@ -371,6 +380,19 @@ class ConditionalNoise(Space):
     def to_points(self, latent: Tensor) -> Tensor:
         """Map latents to noise, ``(num_chains, latent_dim)``."""
         return self._map.to_points(latent)
+
+    def recentred(self, latent: Tensor) -> ConditionalNoise | None:
+        """Return the space at the median of latents, if this is far from the middle of this one."""
+        assert self.middle is not None
+        middle = latent.median(0).values
+        is_far = (middle - self.middle).abs() > self._max_moved * latent.std(0)
+        if not is_far.any():
+            return None
+        try:
+            space = self._again(middle)
+        except RuntimeError:  # no second derivatives there
+            return None
+        return space if space.reparams else None
 
     def _scale(self, coupled: list[str], policy: SpacePolicy) -> bool:
         """Map scaled latents, and coupled sites in non-centred form, if this makes them rounder."""
