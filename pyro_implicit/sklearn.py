@@ -30,7 +30,7 @@ from pyro_implicit.nn.bayesian import Prior
 from pyro_implicit.nn.models import Noise
 from pyro_implicit.nn.policy import NOISE_PRECISION, ROWS_AT_ONCE
 from pyro_implicit.runtime.global_state import seeded
-from pyro_implicit.runtime.messages import refuse_counts
+from pyro_implicit.runtime.messages import refuse_counts, refuse_nonpositive
 
 __all__ = ["BayesianMLPClassifier", "BayesianMLPRegressor"]
 
@@ -225,8 +225,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         if noise is None:
             noise = dist.Gamma(*NOISE_PRECISION)
         elif isinstance(noise, (int, float)):
-            if not noise > 0:
-                raise ValueError(f"noise must be positive, but got {noise}")
+            refuse_nonpositive(noise=noise)
             noise = noise / float(self.target_scaler_.scale_[0])
         seed = self._seed()
         with seeded(seed):

@@ -24,7 +24,7 @@ from pyro_implicit.compiled.program import (
     RecordedFunction,
 )
 from pyro_implicit.compiled.recorder import ACTIVE, Untraceable, is_tracing
-from pyro_implicit.runtime.messages import first_line, warn_user
+from pyro_implicit.runtime.messages import first_line, refuse_unknown, warn_user
 
 __all__ = [
     "ACTIVE",
@@ -56,8 +56,7 @@ def check_mode(compile: Any) -> None:
 
     :raises ValueError: naming the modes.
     """
-    if compile not in (True, False, "trace", "auto"):
-        raise ValueError(f'compile must be True, "trace", "auto" or False, got {compile!r}')
+    refuse_unknown("compile", compile, True, "trace", "auto", False)
 
 
 class _Program(Protocol):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pyro_implicit.ops.jacobian import batch_jacobian
 from pyro_implicit.ops.kernels import InverseTransposed
+from pyro_implicit.runtime.messages import refuse_counts
 
 __all__ = [
     "ACTIVATIONS",
@@ -197,7 +198,7 @@ class Generator(Differentiable, nn.Module):
 
     def __init__(self, noise_dim: int, output_dim: int, context_dim: int = 0) -> None:
         super().__init__()
-        check_positive(noise_dim=noise_dim, output_dim=output_dim)
+        refuse_counts(noise_dim=noise_dim, output_dim=output_dim)
         if context_dim < 0:
             raise ValueError(f"context_dim is {context_dim}; give a size, or 0 for no context.")
         self.noise_dim = noise_dim
@@ -274,17 +275,10 @@ def joined(noise: Tensor, context: Tensor | None) -> Tensor:
     return torch.cat([noise.expand(batch + (-1,)), context.expand(batch + (-1,))], dim=-1)
 
 
-def check_positive(**sizes: int) -> None:
-    """Refuse named sizes below one."""
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it must be a positive integer.")
-
-
 def check_layers(hidden: Sequence[int], activation: str) -> None:
     """Refuse widths below one and unknown activations."""
     for width in hidden:
-        check_positive(hidden=width)
+        refuse_counts(hidden=width)
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"Unknown activation {activation!r}; choose one of {', '.join(ACTIVATIONS)}."

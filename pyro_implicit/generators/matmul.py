@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from pyro_implicit.generators.base import Generator, check_positive
+from pyro_implicit.generators.base import Generator
+from pyro_implicit.runtime.messages import refuse_counts
 
 __all__ = ["MMNN", "CorrelatedMMNN", "near_square_shape"]
 
@@ -28,7 +29,7 @@ def near_square_shape(size: int) -> Shape:
     :param size: number of entries needed.
     :returns: rows and columns; their product is ``size`` or a little more.
     """
-    check_positive(size=size)
+    refuse_counts(size=size)
     rows = math.isqrt(size - 1) + 1
     return rows, -(-size // rows)
 
@@ -146,7 +147,7 @@ class CorrelatedMMNN(Generator):
         output_scale: float = 0.1,
     ) -> None:
         for size in block_sizes:
-            check_positive(block_sizes=size)
+            refuse_counts(block_sizes=size)
         super().__init__(math.prod(noise_shape), sum(block_sizes))
         if not shared or shared[-1][1] < len(block_sizes):
             raise ValueError(
@@ -197,8 +198,8 @@ class _MatrixLayer(nn.Module):
     def __init__(self, shape_in: Shape, shape_out: Shape) -> None:
         super().__init__()
         (rows_in, columns_in), (rows, columns) = shape_in, shape_out
-        check_positive(rows=rows_in, columns=columns_in)
-        check_positive(rows=rows, columns=columns)
+        refuse_counts(rows=rows_in, columns=columns_in)
+        refuse_counts(rows=rows, columns=columns)
         self.left = nn.Parameter(torch.randn(rows, rows_in) / math.sqrt(rows_in))
         self.left_bias = nn.Parameter(torch.zeros(rows, columns_in))
         self.right = nn.Parameter(torch.randn(columns_in, columns) / math.sqrt(columns_in))

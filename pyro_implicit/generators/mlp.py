@@ -17,10 +17,10 @@ from pyro_implicit.generators.base import (
     Generator,
     Linearisation,
     check_layers,
-    check_positive,
     joined,
 )
 from pyro_implicit.ops.policy import CONTEXT_FACTOR, NEAR_ZERO
+from pyro_implicit.runtime.messages import refuse_counts, refuse_nonpositive
 
 __all__ = ["MLP", "GatedMLP", "MLPLinearisation", "NoisyEncoder", "TwinMLP"]
 
@@ -152,12 +152,11 @@ class NoisyEncoder(Generator):
         activation: str = "relu",
         noise_scale: float = 1.0,
     ) -> None:
-        check_positive(context_dim=context_dim)
+        refuse_counts(context_dim=context_dim)
         if not hidden:
             raise ValueError("hidden is empty; give the width of the layer that gets the noise.")
         check_layers(hidden, activation)
-        if not noise_scale > 0:
-            raise ValueError(f"noise_scale is {noise_scale}; it must be positive.")
+        refuse_nonpositive(noise_scale=noise_scale)
         super().__init__(hidden[0], output_dim, context_dim)
         self.activation = activation
         self.context_layer = nn.Linear(context_dim, hidden[0])

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from pyro_implicit.generators.base import Generator, Linearisation, check_positive
+from pyro_implicit.generators.base import Generator, Linearisation
 from pyro_implicit.generators.mlp import MLP
 from pyro_implicit.ops.kernels import InverseTransposed
 from pyro_implicit.ops.policy import NEAR_ZERO
+from pyro_implicit.runtime.messages import refuse_counts
 
 __all__ = ["GatedResidualGenerator", "ResidualGenerator"]
 
@@ -68,7 +69,7 @@ class ResidualGenerator(Generator):
         output_scale: float = NEAR_ZERO,
     ) -> None:
         super().__init__(output_dim, output_dim, context_dim)
-        check_positive(core_dim=core_dim)
+        refuse_counts(core_dim=core_dim)
         if core_dim > output_dim:
             raise ValueError(
                 f"core_dim is {core_dim} but output_dim only {output_dim}; "
@@ -195,7 +196,7 @@ class GatedResidualGenerator(Generator):
         output_scale: float = NEAR_ZERO,
     ) -> None:
         super().__init__(output_dim, output_dim, context_dim)
-        check_positive(core_dim=core_dim)
+        refuse_counts(core_dim=core_dim)
         if core_dim >= output_dim:
             raise ValueError(
                 f"core_dim is {core_dim} but output_dim only {output_dim}, so there is nothing to "

@@ -24,6 +24,7 @@ from pyro_implicit.generators.base import Differentiable
 from pyro_implicit.guides.affine_frame import find_frame, gaussian_frame
 from pyro_implicit.guides.auto_draws import AutoDraws, Frame, refuse_stored
 from pyro_implicit.guides.policy import INIT_SCALE, MAX_NOISE_DIM, NOISE_SCALE
+from pyro_implicit.runtime.messages import refuse_nonpositive
 
 __all__ = [
     "AutoImplicit",
@@ -95,8 +96,7 @@ class AutoImplicit(AutoDraws):
         frame: AutoGuide | Frame | Literal["auto", "mode"] | None = "auto",
         create_plates: Callable[..., Any] | None = None,
     ) -> None:
-        if init_scale is not None and not init_scale > 0:
-            raise ValueError(f"init_scale must be positive, but got {init_scale}")
+        refuse_nonpositive(init_scale=init_scale)
         is_searched = isinstance(frame, str)
         is_ignored = {
             "init_loc_fn": init_loc_fn is not None and frame is not None and not is_searched,

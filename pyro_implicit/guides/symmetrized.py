@@ -27,6 +27,7 @@ from pyro_implicit.ops.permutations import (
     permute_units,
     unit_vectors,
 )
+from pyro_implicit.runtime.messages import refuse_counts, refuse_nonpositive
 
 __all__ = ["Group", "Permutations", "Symmetrized", "Translations"]
 
@@ -91,8 +92,7 @@ class Symmetrized(DrawSummaries, PyroModule):
     def __init__(self, guide: Callable[..., Any], group: Group, num_draws: int = 500) -> None:
         depth = getattr(guide, "_depth", 0) + 1
         super().__init__(f"{type(self).__name__}{depth if depth > 1 else ''}")
-        if num_draws < 2:
-            raise ValueError(f"num_draws must be at least 2, but got {num_draws}")
+        refuse_counts(2, num_draws=num_draws)
         # Not by setattr, which would rename the guide's parameters.
         if isinstance(guide, nn.Module):
             self._modules["guide"] = guide
@@ -361,9 +361,7 @@ class Translations(Group):
         tolerance: float = 0.01,
     ) -> None:
         super().__init__()
-        for name, value in {"scale": scale, "tolerance": tolerance}.items():
-            if not value > 0:
-                raise ValueError(f"{name} must be positive, but got {value}")
+        refuse_nonpositive(scale=scale, tolerance=tolerance)
         self.sites = (site,)
         self.inputs, self.tolerance = inputs, tolerance
         self.scale = PyroParam(torch.tensor(float(scale)), constraints.positive)

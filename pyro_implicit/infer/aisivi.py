@@ -22,6 +22,7 @@ from pyro_implicit.infer.engine.implicit_sites import (
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.ops.semi_implicit import conditional_log_density, mixture_log_density
+from pyro_implicit.runtime.messages import refuse_counts
 
 __all__ = ["AISIVI_ELBO", "ReverseConditional", "log_normal", "with_context"]
 
@@ -161,9 +162,7 @@ class AISIVI_ELBO(NetworkELBO):
         proposal_optim: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        for name, number in (("num_samples", num_samples), ("proposal_steps", proposal_steps)):
-            if number < 1:
-                raise ValueError(f"{name} must be at least 1, but got {number}")
+        refuse_counts(num_samples=num_samples, proposal_steps=proposal_steps)
         super().__init__(num_particles, {"lr": 1e-3} | (proposal_optim or {}), **kwargs)
         self.num_samples = num_samples
         self.proposal_steps = proposal_steps

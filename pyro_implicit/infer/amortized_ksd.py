@@ -16,6 +16,7 @@ from pyro_implicit.infer.engine.implicit_sites import ImplicitSite, moments_log_
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.ops.jacobian import forward_product
+from pyro_implicit.runtime.messages import refuse_counts
 
 __all__ = ["AmortizedKSD_ELBO"]
 
@@ -70,6 +71,7 @@ class AmortizedKSD_ELBO(NetworkELBO):
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
     needs_prior = False
+    least_particles = 2
 
     def __init__(
         self,
@@ -79,10 +81,7 @@ class AmortizedKSD_ELBO(NetworkELBO):
         critic_optim: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if num_particles < 2:
-            raise ValueError(f"num_particles must be at least 2, but got {num_particles}")
-        if critic_steps < 1:
-            raise ValueError(f"critic_steps must be positive, but got {critic_steps}")
+        refuse_counts(critic_steps=critic_steps)
         super().__init__(num_particles, {"lr": 1e-3} | (critic_optim or {}), **kwargs)
         self.critic_steps = critic_steps
         self._make_critic = critic or _default_critic

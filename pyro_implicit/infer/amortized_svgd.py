@@ -27,6 +27,7 @@ from pyro_implicit.ops.kernels import (
     particle_bandwidth,
     repulsion,
 )
+from pyro_implicit.runtime.messages import refuse_unknown
 
 __all__ = ["AmortizedSVGD_ELBO"]
 
@@ -79,14 +80,12 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
     needs_prior = False
+    least_particles = 2
 
     def __init__(
         self, num_particles: int = 10, kernel: RadialKernel = "rbf", **kwargs: Any
     ) -> None:
-        if num_particles < 2:
-            raise ValueError(f"num_particles must be at least 2, but got {num_particles}")
-        if kernel not in ("rbf", "imq"):
-            raise ValueError(f'kernel must be "rbf" or "imq", but got {kernel!r}')
+        refuse_unknown("kernel", kernel, "rbf", "imq")
         super().__init__(num_particles, **kwargs)
         self.kernel: RadialKernel = kernel
 

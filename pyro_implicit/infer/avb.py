@@ -22,6 +22,7 @@ from pyro_implicit.infer.engine.implicit_sites import (
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.ops import Covariance, logistic_ratio_loss, standardize
+from pyro_implicit.runtime.messages import refuse_counts, refuse_unknown
 
 __all__ = ["AVB_ELBO"]
 
@@ -98,16 +99,10 @@ class AVB_ELBO(NetworkELBO):
         log_prior_logit: bool = False,
         **kwargs: Any,
     ) -> None:
-        if num_entropy_particles < 2:
-            raise ValueError(
-                f"num_entropy_particles must be at least 2, but got {num_entropy_particles}"
-            )
-        if discriminator_steps < 1:
-            raise ValueError(f"discriminator_steps must be positive, but got {discriminator_steps}")
-        if contrast not in ("adaptive", "prior"):
-            raise ValueError(f'contrast must be "adaptive" or "prior", but got {contrast!r}')
-        if covariance not in ("diagonal", "full"):
-            raise ValueError(f'covariance must be "diagonal" or "full", but got {covariance!r}')
+        refuse_counts(2, num_entropy_particles=num_entropy_particles)
+        refuse_counts(discriminator_steps=discriminator_steps)
+        refuse_unknown("contrast", contrast, "adaptive", "prior")
+        refuse_unknown("covariance", covariance, "diagonal", "full")
         if log_prior_logit and contrast != "prior":
             raise ValueError('log_prior_logit belongs to contrast="prior"')
         optim = {"lr": 1e-3, "betas": (0.5, 0.999)} | (discriminator_optim or {})

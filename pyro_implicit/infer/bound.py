@@ -53,6 +53,9 @@ from pyro_implicit.runtime.global_state import in_turn, same_streams
 from pyro_implicit.runtime.messages import (
     announce,
     progress_is_shown,
+    refuse_counts,
+    refuse_nonpositive,
+    refuse_unknown,
     short_repr,
     showing_progress,
     steps_of,
@@ -92,15 +95,9 @@ class HierarchicalELBO(ImplicitELBO):
         num_starts: int,
         **kwargs: Any,
     ) -> None:
-        for name, number, least in (
-            ("num_mixing", num_mixing, 1),
-            ("num_steps", num_steps, 0),
-            ("num_starts", num_starts, 1),
-        ):
-            if number < least:
-                raise ValueError(f"{name} must be at least {least}, but got {number}")
-        if proposal not in ("linearized", "prior"):
-            raise ValueError(f'proposal must be "linearized" or "prior", but got {proposal!r}')
+        refuse_counts(num_mixing=num_mixing, num_starts=num_starts)
+        refuse_counts(0, num_steps=num_steps)
+        refuse_unknown("proposal", proposal, "linearized", "prior")
         super().__init__(num_particles, **kwargs)
         self.num_mixing = num_mixing
         self.proposal = proposal
@@ -490,14 +487,9 @@ def weighted_draws(
     >>> weighted_draws(model, AutoNormal(model), num_samples=20).log_weights.shape
     torch.Size([20])
     """
-    for name, number, least in (
-        ("num_samples", num_samples, 2),
-        ("chunk_size", chunk_size, 1),
-    ):
-        if number < least:
-            raise ValueError(f"{name} must be at least {least}, but got {number}")
-    if max_seconds is not None and not max_seconds > 0:
-        raise ValueError(f"max_seconds must be positive, but got {max_seconds}")
+    refuse_counts(2, num_samples=num_samples)
+    refuse_counts(chunk_size=chunk_size)
+    refuse_nonpositive(max_seconds=max_seconds)
     kwargs = {**kwargs, **(model_kwargs or {})}
     if isinstance(model, Target):
         args, kwargs, model = model.args, model.kwargs, model.model

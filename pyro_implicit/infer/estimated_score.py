@@ -21,6 +21,7 @@ from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.ops.density_ratio import Covariance, standardize
 from pyro_implicit.ops.score_estimators import gaussian_entropy, spectral_score, stein_score
+from pyro_implicit.runtime.messages import refuse_counts, refuse_unknown
 
 __all__ = ["AmortizedGFSF_ELBO", "ScoreELBO"]
 
@@ -103,14 +104,8 @@ class ScoreELBO(ImplicitELBO):
             raise ValueError(
                 f'estimator must be "spectral", "stein" or a function, but got {estimator!r}'
             )
-        if num_entropy_particles < 2:
-            raise ValueError(
-                f"num_entropy_particles must be at least 2, but got {num_entropy_particles}"
-            )
-        if covariance not in ("auto", "diagonal", "full", None):
-            raise ValueError(
-                f'covariance must be "auto", "diagonal", "full" or None, but got {covariance!r}'
-            )
+        refuse_counts(2, num_entropy_particles=num_entropy_particles)
+        refuse_unknown("covariance", covariance, "auto", "diagonal", "full", None)
         super().__init__(num_particles, **kwargs)
         self.estimator: ScoreEstimator = estimator if callable(estimator) else ESTIMATORS[estimator]
         self.num_entropy_particles = num_entropy_particles

@@ -34,6 +34,7 @@ from pyro_implicit.ops.kernels import (
     particle_bandwidth,
     repulsion,
 )
+from pyro_implicit.runtime.messages import refuse_unknown
 
 __all__ = ["GPVI_ELBO", "GPVIHelper", "helper_loss"]
 
@@ -162,6 +163,7 @@ class GPVI_ELBO(NetworkELBO):
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit,)
     needs_prior = False
+    least_particles = 2
 
     def __init__(
         self,
@@ -172,12 +174,8 @@ class GPVI_ELBO(NetworkELBO):
         helper_optim: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if num_particles < 2:
-            raise ValueError(f"num_particles must be at least 2, but got {num_particles}")
-        if jacobian not in ("exact", "helper"):
-            raise ValueError(f'jacobian must be "exact" or "helper", but got {jacobian!r}')
-        if kernel not in ("rbf", "imq"):
-            raise ValueError(f'kernel must be "rbf" or "imq", but got {kernel!r}')
+        refuse_unknown("jacobian", jacobian, "exact", "helper")
+        refuse_unknown("kernel", kernel, "rbf", "imq")
         super().__init__(num_particles, {"lr": 1e-4} | (helper_optim or {}), **kwargs)
         self.jacobian = jacobian
         self.kernel: RadialKernel = kernel

@@ -19,6 +19,7 @@ from pyro_implicit.infer.engine.implicit_sites import (
 )
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.infer.ksivi import ScoreMatchingELBO
+from pyro_implicit.runtime.messages import refuse_counts
 
 __all__ = ["HSIVI_ELBO", "LayeredGenerator"]
 
@@ -146,9 +147,7 @@ class HSIVI_ELBO(ScoreMatchingELBO, NetworkELBO):  # type: ignore[misc]  # as Ne
         num_mixing: int = 50,
         **kwargs: Any,
     ) -> None:
-        for name, number in (("critic_steps", critic_steps), ("num_mixing", num_mixing)):
-            if number < 1:
-                raise ValueError(f"{name} must be at least 1, but got {number}")
+        refuse_counts(critic_steps=critic_steps, num_mixing=num_mixing)
         optim = {"lr": 1e-3} | (critic_optim or {})
         NetworkELBO.__init__(self, num_particles, optim, **kwargs)
         self.num_mixing = num_mixing

@@ -28,6 +28,7 @@ from pyro_implicit.infer.engine.traces import (
     apply_weights,
     set_score_parts,
 )
+from pyro_implicit.runtime.messages import refuse_counts, refuse_unknown
 
 __all__ = ["ImplicitELBO", "ImplicitSite", "NetworkELBO", "adam_step"]
 
@@ -96,6 +97,8 @@ class ImplicitELBO(StepELBO):
     site_types: ClassVar[tuple[type[Implicit], ...]] = ()
     #: Whether :meth:`score_parts` reads the prior; if not, it gets None.
     needs_prior: bool = True
+    #: The least ``num_particles``: 2 for methods that compare particles.
+    least_particles: int = 1
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -113,12 +116,8 @@ class ImplicitELBO(StepELBO):
         compile: CompileMode = False,
         **kwargs: Any,
     ) -> None:
-        if num_particles < 1:
-            raise ValueError(f"num_particles must be at least 1, but got {num_particles}")
-        if vectorize_particles not in ("vmap", "plate", True, False):
-            raise ValueError(
-                f'vectorize_particles must be "vmap", "plate" or False, got {vectorize_particles!r}'
-            )
+        refuse_counts(self.least_particles, num_particles=num_particles)
+        refuse_unknown("vectorize_particles", vectorize_particles, "vmap", "plate", True, False)
         mode = "plate" if vectorize_particles is True else vectorize_particles
         super().__init__(
             num_particles,

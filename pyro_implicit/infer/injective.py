@@ -26,6 +26,7 @@ from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.engine.traces import coverage_log_weights
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.infer.policy import ELBOS
+from pyro_implicit.runtime.messages import refuse_unknown
 
 __all__ = ["InjectiveELBO", "Landing", "Scores"]
 
@@ -186,10 +187,7 @@ class InjectiveELBO(ImplicitELBO):
     ) -> None:
         if not coverage >= 0:
             raise ValueError(f"coverage must be at least 0, but got {coverage}")
-        if path_derivative not in (True, False, "auto"):
-            raise ValueError(
-                f'path_derivative must be True, False or "auto", but got {path_derivative!r}'
-            )
+        refuse_unknown("path_derivative", path_derivative, True, False, "auto")
         if coverage > 0 and not path_derivative:
             raise ValueError(
                 "coverage needs path_derivative=True, as it weights the particles of the path"

@@ -28,6 +28,7 @@ from pyro_implicit.ops import (
     multiscale_rbf_kernel,
     rbf_kernel,
 )
+from pyro_implicit.runtime.messages import refuse_counts, refuse_nonpositive, refuse_unknown
 
 __all__ = ["KIVI_ELBO"]
 
@@ -119,28 +120,16 @@ class KIVI_ELBO(ImplicitELBO):
         covariance: Literal["auto"] | Covariance = "auto",
         **kwargs: Any,
     ) -> None:
-        if num_entropy_particles < 2:
-            raise ValueError(
-                f"num_entropy_particles must be at least 2, but got {num_entropy_particles}"
-            )
-        if num_prior_particles is not None and num_prior_particles < 1:
-            raise ValueError(f"num_prior_particles must be positive, but got {num_prior_particles}")
-        if not ridge > 0:
-            raise ValueError(f"ridge must be positive, but got {ridge}")
-        if not clip > 0:
-            raise ValueError(f"clip must be positive, but got {clip}")
+        refuse_counts(2, num_entropy_particles=num_entropy_particles)
+        refuse_counts(num_prior_particles=num_prior_particles)
+        refuse_nonpositive(ridge=ridge, clip=clip)
         if not callable(kernel) and kernel not in KERNELS:
             raise ValueError(
                 f"kernel must be one of {list(KERNELS)} or a function, but got {kernel!r}"
             )
-        if contrast not in ("adaptive", "prior"):
-            raise ValueError(f'contrast must be "adaptive" or "prior", but got {contrast!r}')
-        if direction not in ("forward", "reverse"):
-            raise ValueError(f'direction must be "forward" or "reverse", but got {direction!r}')
-        if covariance not in ("auto", "diagonal", "full"):
-            raise ValueError(
-                f'covariance must be "auto", "diagonal" or "full", but got {covariance!r}'
-            )
+        refuse_unknown("contrast", contrast, "adaptive", "prior")
+        refuse_unknown("direction", direction, "forward", "reverse")
+        refuse_unknown("covariance", covariance, "auto", "diagonal", "full")
         super().__init__(num_particles, **kwargs)
         self.num_entropy_particles = num_entropy_particles
         self.num_prior_particles = num_prior_particles

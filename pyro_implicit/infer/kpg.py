@@ -28,6 +28,7 @@ from pyro_implicit.infer.engine.implicit_sites import (
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.ops.kernels import RadialKernel, kernel_and_slopes, particle_bandwidth
+from pyro_implicit.runtime.messages import refuse_counts, refuse_unknown
 
 __all__ = ["KPG_ELBO"]
 
@@ -90,6 +91,7 @@ class KPG_ELBO(NetworkELBO):
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
     needs_prior = False
+    least_particles = 2
 
     def __init__(
         self,
@@ -101,16 +103,12 @@ class KPG_ELBO(NetworkELBO):
         proposal_optim: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if num_particles < 2:
-            raise ValueError(f"num_particles must be at least 2, but got {num_particles}")
         if num_samples < 0 or (num_samples and num_particles % num_samples):
             raise ValueError(
                 f"num_samples must divide num_particles={num_particles}, but got {num_samples}"
             )
-        if kernel not in ("rbf", "imq"):
-            raise ValueError(f'kernel must be "rbf" or "imq", but got {kernel!r}')
-        if num_mixing < 1:
-            raise ValueError(f"num_mixing must be at least 1, but got {num_mixing}")
+        refuse_unknown("kernel", kernel, "rbf", "imq")
+        refuse_counts(num_mixing=num_mixing)
         super().__init__(num_particles, {"lr": 1e-3} | (proposal_optim or {}), **kwargs)
         self.num_samples = num_samples
         self.kernel: RadialKernel = kernel

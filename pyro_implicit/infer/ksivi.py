@@ -27,6 +27,7 @@ from pyro_implicit.infer.engine.traces import loss_and_surrogate
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.ops.kernels import RadialKernel
 from pyro_implicit.ops.semi_implicit import PairStatistic, conditional_stein_discrepancy
+from pyro_implicit.runtime.messages import refuse_counts, refuse_unknown
 
 __all__ = ["KSIVI_ELBO", "ScoreMatchingELBO"]
 
@@ -183,6 +184,8 @@ class KSIVI_ELBO(ScoreMatchingELBO):
     1. Cheng et al. (2024), *Kernel Semi-Implicit Variational Inference*.
     """
 
+    least_particles = 2
+
     def __init__(
         self,
         num_particles: int = 64,
@@ -191,14 +194,9 @@ class KSIVI_ELBO(ScoreMatchingELBO):
         num_mixing: int = 50,
         **kwargs: Any,
     ) -> None:
-        if num_particles < 2:
-            raise ValueError(f"num_particles must be at least 2, but got {num_particles}")
-        if kernel not in ("rbf", "imq"):
-            raise ValueError(f'kernel must be "rbf" or "imq", but got {kernel!r}')
-        if statistic not in ("u", "two-batch"):
-            raise ValueError(f'statistic must be "u" or "two-batch", but got {statistic!r}')
-        if num_mixing < 1:
-            raise ValueError(f"num_mixing must be at least 1, but got {num_mixing}")
+        refuse_unknown("kernel", kernel, "rbf", "imq")
+        refuse_unknown("statistic", statistic, "u", "two-batch")
+        refuse_counts(num_mixing=num_mixing)
         super().__init__(num_particles, **kwargs)
         self.kernel: RadialKernel = kernel
         self.statistic: PairStatistic = statistic

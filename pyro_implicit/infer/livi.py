@@ -28,7 +28,7 @@ from pyro_implicit.ops import (
     smallest_singular_log_det,
     stochastic_log_det,
 )
-from pyro_implicit.runtime.messages import warn_user
+from pyro_implicit.runtime.messages import refuse_unknown, warn_user
 
 __all__ = ["LIVI_ELBO"]
 
@@ -95,12 +95,8 @@ class LIVI_ELBO(ImplicitELBO):
         max_iterations: int = 50,
         **kwargs: Any,
     ) -> None:
-        if log_det not in ("auto", "exact", "smallest", "stochastic"):
-            raise ValueError(
-                f'log_det must be "auto", "exact", "smallest" or "stochastic", but got {log_det!r}'
-            )
-        if entropy not in ("limit", "quadratic"):
-            raise ValueError(f'entropy must be "limit" or "quadratic", but got {entropy!r}')
+        refuse_unknown("log_det", log_det, "auto", "exact", "smallest", "stochastic")
+        refuse_unknown("entropy", entropy, "limit", "quadratic")
         if entropy == "quadratic" and log_det not in ("auto", "exact"):
             raise ValueError(f'entropy="quadratic" needs log_det="exact", but got {log_det!r}')
         super().__init__(num_particles, **kwargs)

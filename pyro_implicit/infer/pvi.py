@@ -24,6 +24,7 @@ from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.infer.policy import ELBOS
 from pyro_implicit.ops.semi_implicit import mixture_log_density
+from pyro_implicit.runtime.messages import refuse_counts, refuse_nonpositive
 from pyro_implicit.runtime.sites import unconstrained
 
 __all__ = ["PVI"]
@@ -101,12 +102,9 @@ class PVI:
         guide_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if num_particles < 2:
-            raise ValueError(f"num_particles must be at least 2, but got {num_particles}")
-        if num_draws < 1:
-            raise ValueError(f"num_draws must be at least 1, but got {num_draws}")
-        if not particle_lr > 0:
-            raise ValueError(f"particle_lr must be positive, but got {particle_lr}")
+        refuse_counts(2, num_particles=num_particles)
+        refuse_counts(num_draws=num_draws)
+        refuse_nonpositive(particle_lr=particle_lr)
         if regularization < 0:
             raise ValueError(f"regularization must not be negative, but got {regularization}")
         options = guide_options or {}

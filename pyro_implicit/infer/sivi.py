@@ -16,6 +16,7 @@ from pyro_implicit.infer.engine.implicit_sites import (
 )
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import ImplicitELBO
+from pyro_implicit.runtime.messages import refuse_counts
 
 __all__ = ["SIVI_ELBO"]
 
@@ -72,10 +73,7 @@ class SIVI_ELBO(ImplicitELBO):
         chunk_size: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if num_mixing < 1:
-            raise ValueError(f"num_mixing must be at least 1, but got {num_mixing}")
-        if chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, but got {chunk_size}")
+        refuse_counts(num_mixing=num_mixing, chunk_size=chunk_size)
         super().__init__(num_particles, **kwargs)
         self.num_mixing = num_mixing
         self.chunk_size = chunk_size

@@ -19,6 +19,7 @@ from torch.distributions import biject_to
 
 from pyro_implicit.infer.engine.implicit_sites import PARTICLE_PLATE
 from pyro_implicit.ops.score_estimators import kernel_stein_discrepancy, stein_score
+from pyro_implicit.runtime.messages import refuse_nonpositive
 from pyro_implicit.runtime.sites import FlatPriorStart, example_tensor, unconstrained
 
 __all__ = ["GFSF", "KSD", "SVGD"]
@@ -155,8 +156,7 @@ class GFSF(_ParticleFlow):
         max_plate_nesting: int,
         ridge: float = 1e-3,
     ) -> None:
-        if not ridge > 0:
-            raise ValueError(f"ridge must be positive, but got {ridge}")
+        refuse_nonpositive(ridge=ridge)
         super().__init__(model, optim, num_particles, max_plate_nesting)
         self.ridge = ridge
 

@@ -23,6 +23,7 @@ from pyro_implicit.infer.implicit_elbo import ImplicitELBO
 from pyro_implicit.infer.policy import ELBOS
 from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
 from pyro_implicit.ops.semi_implicit import conditional_log_density
+from pyro_implicit.runtime.messages import refuse_counts
 
 __all__ = ["UIVI_ELBO"]
 
@@ -95,15 +96,8 @@ class UIVI_ELBO(ImplicitELBO):
         num_mixing: int = 50,
         **kwargs: Any,
     ) -> None:
-        if num_burnin < 0:
-            raise ValueError(f"num_burnin must not be negative, but got {num_burnin}")
-        for name, number in (
-            ("num_samples", num_samples),
-            ("num_leapfrog", num_leapfrog),
-            ("num_mixing", num_mixing),
-        ):
-            if number < 1:
-                raise ValueError(f"{name} must be at least 1, but got {number}")
+        refuse_counts(0, num_burnin=num_burnin)
+        refuse_counts(num_samples=num_samples, num_leapfrog=num_leapfrog, num_mixing=num_mixing)
         if not 0 < target_accept < 1:
             raise ValueError(f"target_accept must lie between 0 and 1, but got {target_accept}")
         super().__init__(num_particles, **kwargs)

@@ -17,7 +17,7 @@ from pyro_implicit.generators import as_generator
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.auto_implicit import why_inexact
 from pyro_implicit.guides.posterior_draws import draw, refuse_swapped, trace_guide
-from pyro_implicit.runtime.messages import warn_user
+from pyro_implicit.runtime.messages import refuse_counts, warn_user
 
 __all__ = ["NoiseSpaceReparam", "count_folds", "warm_start"]
 
@@ -63,8 +63,7 @@ def warm_start(
         boundary of its support.
     """
     refuse_swapped("warm_start", model, guide)
-    if num_chains < 1:
-        raise ValueError(f"num_chains must be at least 1; got {num_chains}.")
+    refuse_counts(num_chains=num_chains)
     kwargs = {**kwargs, **(model_kwargs or {})}
     draws = draw(guide, num_chains, *args, **kwargs)
     initial_params = {}

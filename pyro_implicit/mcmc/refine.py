@@ -43,7 +43,7 @@ from pyro_implicit.runtime.global_state import (
     same_streams,
     with_seed,
 )
-from pyro_implicit.runtime.messages import first_line, refuse_counts, warn_user
+from pyro_implicit.runtime.messages import first_line, refuse_counts, refuse_nonpositive, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
 
 __all__ = ["continue_chains", "refine", "refine_target"]
@@ -288,8 +288,7 @@ def _refine_by_minibatches(
     epochs = 1 if max_epochs is None else max_epochs
     refuse_counts(num_chains=num_chains, max_epochs=epochs, max_draws=max_draws)
     refuse_counts(0, cycles=cycles)
-    if step_size is not None and not step_size > 0:
-        raise ValueError(f"step_size must be positive, but got {step_size}")
+    refuse_nonpositive(step_size=step_size)
     batched = Target.of_minibatches(model, *args, batch=stream.probed[0], model_kwargs=kwargs)
     check_scaling(batched, stream)
     schedule = _schedule(max_epochs, stream.epoch_length, cycles, max_draws, policy)
@@ -411,10 +410,8 @@ def continue_chains(
     :param quantities: those of :func:`refine`; the other arguments are those of
         :meth:`Refined.refine_more`.
     """
-    if max_gradients is not None:
-        refuse_counts(max_gradients=max_gradients)
-    if max_seconds is not None and not max_seconds > 0:
-        raise ValueError(f"max_seconds must be positive, but got {max_seconds}")
+    refuse_counts(max_gradients=max_gradients)
+    refuse_nonpositive(max_seconds=max_seconds)
     further = chains.continued(max_seconds, max_gradients)
     with same_streams(sampler.target.init_loc.device):
         if space is None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from pyro_implicit.nn.bayesian import has_priors, moved
 from pyro_implicit.nn.policy import FAR_FROM_UNIT, INITIAL_NOISE, LEAST_NOISE
-from pyro_implicit.runtime.messages import warn_user
+from pyro_implicit.runtime.messages import refuse_nonpositive, warn_user
 from pyro_implicit.runtime.sites import owned_by, put_into_store
 
 __all__ = ["NetworkModel", "classifier", "regressor"]
@@ -125,9 +125,7 @@ class NetworkModel(nn.Module):
             raise ValueError(
                 f"the network ({type(net).__name__}) has no priors. Cure: to_bayesian_(net) before"
             )
-        for name, value in {"num_data": num_data, "temperature": temperature}.items():
-            if not value > 0:
-                raise ValueError(f"{name} must be positive, but got {value}")
+        refuse_nonpositive(num_data=num_data, temperature=temperature)
         super().__init__()
         self.net, self.likelihood = net, likelihood
         self.num_data, self.temperature = num_data, temperature
@@ -187,8 +185,8 @@ class _Numbers(PyroModule):
                 'noise must be a number, "learn", "half_normal", "heteroscedastic" or a '
                 f"distribution of the precision, but got {noise!r}"
             )
-        elif not isinstance(noise, str) and not noise > 0:
-            raise ValueError(f"noise must be positive, but got {noise}")
+        elif not isinstance(noise, str):
+            refuse_nonpositive(noise=noise)
         self.kind = noise
         if noise == "learn":
             # Not a PyroParam, which would take the stored value of another model of the same name.

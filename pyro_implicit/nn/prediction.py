@@ -24,6 +24,7 @@ from pyro_implicit.nn.policy import ACTIVATIONS_PER_INPUT, DRAWS_AT_ONCE
 from pyro_implicit.nn.predictive_means import LabelMean, NumberMean, Prediction, fitting_target
 from pyro_implicit.ops.policy import MAX_ENTRIES
 from pyro_implicit.runtime.global_state import seeded
+from pyro_implicit.runtime.messages import refuse_counts
 from pyro_implicit.runtime.sites import unmasked_elements, without_mask
 
 __all__ = [
@@ -248,8 +249,7 @@ class PosteriorDraws:
     """
 
     def __init__(self, posterior: Any, num_samples: int, args: tuple) -> None:
-        if num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, but got {num_samples}")
+        refuse_counts(num_samples=num_samples)
         if isinstance(posterior, StoredDraws):
             posterior = posterior.samples
         is_streamed = hasattr(posterior, "stream")  # possibly from files

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from pyro_implicit.ops.kernels import Kernel, median_bandwidth, rbf_kernel
-from pyro_implicit.runtime.messages import short_repr
+from pyro_implicit.runtime.messages import refuse_nonpositive, refuse_unknown, short_repr
 
 __all__ = [
     "Covariance",
@@ -86,8 +86,7 @@ def fit_density_ratio(
     2. Kanamori, Hido and Sugiyama (2009), *A Least-squares Approach to Direct Importance
        Estimation*.
     """
-    if not ridge > 0:
-        raise ValueError(f"ridge must be positive, but got {ridge}")
+    refuse_nonpositive(ridge=ridge)
     num_n, num_d = numerator.shape[-2], denominator.shape[-2]
     centers = torch.cat([denominator, numerator], -2)
     bandwidth = median_bandwidth(centers)
@@ -136,10 +135,8 @@ def log_density_ratio(
 
     1. Shi, Sun and Zhu (2018), *Kernel Implicit Variational Inference*, section 3.1.
     """
-    if direction not in ("forward", "reverse"):
-        raise ValueError(f'direction must be "forward" or "reverse", but got {direction!r}')
-    if not clip > 0:
-        raise ValueError(f"clip must be positive, but got {clip}")
+    refuse_unknown("direction", direction, "forward", "reverse")
+    refuse_nonpositive(clip=clip)
     if direction == "forward":
         return fit_density_ratio(q_samples, p_samples, ridge, kernel)(q_samples).clamp(clip).log()
     return -fit_density_ratio(p_samples, q_samples, ridge, kernel)(q_samples).clamp(clip).log()
@@ -160,8 +157,7 @@ def standardize(samples: Tensor, covariance: Covariance = "diagonal") -> tuple[T
     :returns: :math:`L^{-1}(x - \mu)`, ``(*batch, n, m)``, and :math:`\log\det L`, ``(*batch)``.
     :raises ValueError: for another covariance, or too few samples.
     """
-    if covariance not in ("diagonal", "full"):
-        raise ValueError(f'covariance must be "diagonal" or "full", but got {covariance!r}')
+    refuse_unknown("covariance", covariance, "diagonal", "full")
     num_samples, dim = samples.shape[-2:]
     needed = 2 if covariance == "diagonal" else dim + 1
     if num_samples < needed:

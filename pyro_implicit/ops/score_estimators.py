@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_implicit.ops.density_ratio import Covariance, standardize
 from pyro_implicit.ops.kernels import Kernel, median_bandwidth, rbf_kernel, squared_distances
+from pyro_implicit.runtime.messages import refuse_nonpositive
 
 __all__ = [
     "SteinTest",
@@ -55,8 +56,7 @@ def stein_score(samples: Tensor, ridge: float = 1e-3, kernel: Kernel = rbf_kerne
     2. Liu et al. (2019), *Understanding and Accelerating Particle-Based Variational Inference*,
        section 3.3.
     """
-    if not ridge > 0:
-        raise ValueError(f"ridge must be positive, but got {ridge}")
+    refuse_nonpositive(ridge=ridge)
     gram, slopes = _gram_and_slopes(samples, kernel)
     num_samples = samples.shape[-2]
     penalty = ridge * num_samples * torch.eye(num_samples, dtype=gram.dtype, device=gram.device)

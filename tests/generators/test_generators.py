@@ -236,7 +236,7 @@ def test_errors_of_the_inputs(name):
 
 
 def test_errors_of_the_sizes():
-    with pytest.raises(ValueError, match="noise_dim is 0; it must be a positive integer"):
+    with pytest.raises(ValueError, match="noise_dim must be at least 1, but got 0"):
         MLP(0, 3)
     with pytest.raises(ValueError, match="output_dim is -1"):
         GatedMLP(3, -1)

@@ -234,7 +234,7 @@ def test_errors():
             ValueError, match=r"expects a context of shape \(\*batch, 4\), got \(5, 2"
         ):
             call(noise, context[..., :2])
-    with pytest.raises(ValueError, match="context_dim is 0; it must be a positive integer"):
+    with pytest.raises(ValueError, match="context_dim must be at least 1, but got 0"):
         NoisyEncoder(0, 3)
     with pytest.raises(ValueError, match="output_dim is 0"):
         NoisyEncoder(4, 0)
@@ -242,7 +242,7 @@ def test_errors():
         NoisyEncoder(4, 3, hidden=())
     with pytest.raises(ValueError, match="hidden is 0"):
         NoisyEncoder(4, 3, hidden=(4, 0))
-    with pytest.raises(ValueError, match="noise_scale is 0.0; it must be positive"):
+    with pytest.raises(ValueError, match="noise_scale must be positive, but got 0.0"):
         NoisyEncoder(4, 3, noise_scale=0.0)
     with pytest.raises(ValueError, match="'gelu'; choose one of tanh, elu, relu, silu"):
         NoisyEncoder(4, 3, activation="gelu")

@@ -330,7 +330,7 @@ def test_semi_implicit_sites_and_refusals():
         (AmortizedSVGD_ELBO, {"num_particles": 1}, "num_particles must be at least 2"),
         (AmortizedSVGD_ELBO, {"kernel": "linear"}, 'kernel must be "rbf" or "imq"'),
         (AmortizedKSD_ELBO, {"num_particles": 1}, "num_particles must be at least 2"),
-        (AmortizedKSD_ELBO, {"critic_steps": 0}, "critic_steps must be positive"),
+        (AmortizedKSD_ELBO, {"critic_steps": 0}, "critic_steps must be at least 1"),
     ]:
         with pytest.raises(ValueError, match=message):
             elbo_class(**arguments)

@@ -196,7 +196,7 @@ def test_evaluation_trains_nothing():
 def test_arguments_and_refusals():
     for arguments, message in [
         ({"num_entropy_particles": 1}, "num_entropy_particles must be at least 2"),
-        ({"discriminator_steps": 0}, "discriminator_steps must be positive"),
+        ({"discriminator_steps": 0}, "discriminator_steps must be at least 1"),
         ({"contrast": "none"}, 'contrast must be "adaptive" or "prior"'),
         ({"covariance": "low"}, 'covariance must be "diagonal" or "full"'),
         ({"log_prior_logit": True}, 'log_prior_logit belongs to contrast="prior"'),

@@ -153,7 +153,7 @@ def test_flat_prior_needs_no_prior_draws():
     ("kwargs", "match"),
     [
         ({"num_entropy_particles": 1}, "num_entropy_particles must be at least 2"),
-        ({"num_prior_particles": 0}, "num_prior_particles must be positive"),
+        ({"num_prior_particles": 0}, "num_prior_particles must be at least 1"),
         ({"ridge": 0.0}, "ridge must be positive"),
         ({"clip": 0.0}, "clip must be positive"),
         ({"kernel": "laplace"}, "kernel must be one of .* or a function"),

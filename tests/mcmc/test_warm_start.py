@@ -146,7 +146,7 @@ def test_messages():
         warm_start(AutoNormal(model), model, 2, data)
     with pytest.raises(TypeError, match="guide model observes site 'obs'.*model, guide, .args"):
         warm_start(hand_written_guide, model, 2, data)
-    with pytest.raises(ValueError, match="num_chains must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="num_chains must be at least 1, but got 0"):
         warm_start(model, hand_written_guide, 0, data)
     with pytest.raises(TypeError, match=r"could not run without arguments"):
         warm_start(model, AutoNormal(model), 2)

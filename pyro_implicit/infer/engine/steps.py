@@ -35,7 +35,7 @@ from pyro_implicit.infer.engine.traces import (
     refuse_nonfinite,
 )
 from pyro_implicit.runtime.global_state import refuse_outer_plates
-from pyro_implicit.runtime.messages import warn_user
+from pyro_implicit.runtime.messages import refuse_unknown, warn_user
 from pyro_implicit.runtime.sites import graph_leaves, unconstrained
 
 __all__ = ["ElboState", "Pair", "StepELBO"]
@@ -164,8 +164,7 @@ class StepELBO(Trace_ELBO):
         compile: CompileMode,
         **kwargs: Any,
     ) -> None:
-        if nonfinite not in ("raise", "skip"):
-            raise ValueError(f'nonfinite must be "raise" or "skip", but got {nonfinite!r}')
+        refuse_unknown("nonfinite", nonfinite, "raise", "skip")
         check_mode(compile)
         self.max_plate_nesting: float
         # Pyro counts the guide's particle plate in max_plate_nesting.
