@@ -64,9 +64,9 @@ def test_mmnn_start(num_hidden, share, seed):
 def test_mmnn_errors():
     with pytest.raises(ValueError, match=r"has 12 entries but output_dim is 13.*near_square_shape"):
         MMNN((2, 3), (), (3, 4), output_dim=13)
-    with pytest.raises(ValueError, match="rows is 0"):
+    with pytest.raises(ValueError, match="rows must be at least 1, but got 0"):
         MMNN((2, 3), ((0, 4),), (3, 4))
-    with pytest.raises(ValueError, match="rows is -2"):
+    with pytest.raises(ValueError, match="rows must be at least 1, but got -2"):
         MMNN((-2, -3), (), (3, 4))
 
 
@@ -162,5 +162,5 @@ def test_correlated_errors():
         CorrelatedMMNN([5, 1, 12], (2, 3), ((4, 2),))
     with pytest.raises(ValueError, match="needs a column of the last shared matrix"):
         CorrelatedMMNN([5], (2, 3), ())
-    with pytest.raises(ValueError, match="block_sizes is 0"):
+    with pytest.raises(ValueError, match="block_sizes must be at least 1, but got 0"):
         CorrelatedMMNN([5, 0], (2, 3))

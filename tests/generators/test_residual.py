@@ -56,7 +56,7 @@ def test_starts_injective_near_the_noise(seed):
 def test_core_dim_errors():
     with pytest.raises(ValueError, match="core_dim is 6 but output_dim only 5.*core_dim <="):
         ResidualGenerator(5, 6)
-    with pytest.raises(ValueError, match="core_dim is 0"):
+    with pytest.raises(ValueError, match="core_dim must be at least 1, but got 0"):
         ResidualGenerator(5, 0)
 
 

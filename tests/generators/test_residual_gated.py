@@ -61,7 +61,7 @@ def test_starts_injective_near_the_noise(seed):
 def test_errors():
     with pytest.raises(ValueError, match="core_dim is 5 but output_dim only 5.*ResidualGenerator"):
         GatedResidualGenerator(5, 5)
-    with pytest.raises(ValueError, match="core_dim is 0"):
+    with pytest.raises(ValueError, match="core_dim must be at least 1, but got 0"):
         GatedResidualGenerator(5, 0)
     with pytest.raises(ValueError, match=r"expects noise of shape \(\*batch, 5\)"):
         GatedResidualGenerator(5, 2).linearise(torch.zeros(3))
