@@ -196,7 +196,7 @@ def weigh(
     guide: AutoGuide,
     target: Target,
     losses: list[float] | None = None,
-    num_draws: int = DEFAULT.choice.num_kept,
+    num_draws: int | None = None,
     policy: ChoicePolicy | None = None,
 ) -> Candidate:
     """Compute log p - log q at 1,000 draws of a guide, and drop the lowest 10.
@@ -218,13 +218,14 @@ def weigh(
     :param guide: an autoguide with a density, or a semi-implicit one.
     :param target: the posterior.
     :param losses: the losses of its training.
-    :param num_draws: the number of draws that the candidate keeps.
+    :param num_draws: the number of draws that the candidate keeps; by default that of the policy.
     :param policy: the number of log-weights and the share that is dropped.
     """
     policy = policy or DEFAULT.choice
-    log_weights = _log_weights(guide, target, policy.num_weighed).trimmed(policy.trimmed)
+    log_weights = _log_weights(guide, target, policy).trimmed(policy.trimmed)
     state = {name: value.clone() for name, value in guide.state_dict().items()}
     posterior = guide.get_posterior(*target.args, **target.kwargs)
+    num_draws = policy.num_kept if num_draws is None else num_draws
     draws = posterior.sample(torch.Size((num_draws,)))
     return Candidate(name, guide, log_weights, draws, losses or [], state)
 
@@ -281,12 +282,12 @@ def choose(
     )
 
 
-def _log_weights(guide: AutoGuide, target: Target, num_draws: int) -> LogWeights:
+def _log_weights(guide: AutoGuide, target: Target, policy: ChoicePolicy) -> LogWeights:
     if has_exact_density(guide):
-        return exact_log_weights(guide, target, num_draws)[1]
+        return exact_log_weights(guide, target, policy.num_weighed, policy.draws_at_once)[1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FoldWarning)  # ``train_semi_implicit`` reports folds
-        found = weighted_draws(target, guide, num_samples=num_draws, num_starts=2)
+        found = weighted_draws(target, guide, num_samples=policy.num_weighed, num_starts=2)
     return LogWeights(found.log_weights)
 
 

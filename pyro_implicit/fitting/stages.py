@@ -222,11 +222,14 @@ class Stages:
                 raise
         return result
 
+    def _falls(self, losses: list[float], decay: float) -> bool:
+        return still_falls(losses, self.num_steps, decay, self.policy.training.least_fall)
+
     def _unsettled(self, losses: list[float], options: dict[str, Any]) -> str:
         # Chains follow a shortened training, and held-out rows end a training themselves.
         if "num_steps" in options or self.held_out is not None:
             return ""
-        if not still_falls(losses, self.num_steps, self.policy.schedule.decay):
+        if not self._falls(losses, self.policy.schedule.decay):
             return ""
         cure = "num_steps" if self.batches is None else "epochs"
         if len(losses) < self.num_steps and math.isfinite(self.limit.end):
@@ -288,7 +291,7 @@ class Stages:
             loss = InjectiveELBO(self.num_particles, nonfinite="skip")
             losses = self.train("parameters", guide, loss, decay=decay)
             line.outcome = f"{_steps(losses)}; {describe(model_parameters(target))}"
-            if still_falls(losses, self.num_steps, decay):
+            if self._falls(losses, decay):
                 line.outcome += "; not settled"
                 warn_user(
                     "the ELBO was still rising when the training of the model's parameters "
@@ -322,7 +325,7 @@ class Stages:
         if self.candidates and target is not None and modes is not None:
             if self.in_training is not None and isinstance(self.in_training[1], AutoGuide):
                 with suppress(Exception):  # any error of a half-trained guide
-                    self.add(weigh(*self.in_training, target))
+                    self.add(weigh(*self.in_training, target, policy=self.policy.choice))
             self.choose(target, modes)
         elif self.result.guide is None:
             raise KeyboardInterrupt

@@ -12,7 +12,14 @@ import torch
 from pyro.distributions import constraints
 
 from pyro_implicit.density import Target, find_modes
-from pyro_implicit.fitting import Candidate, choose, exact_guide, frame_of_draws, weigh
+from pyro_implicit.fitting import (
+    Candidate,
+    ChoicePolicy,
+    choose,
+    exact_guide,
+    frame_of_draws,
+    weigh,
+)
 from pyro_implicit.ops import LogWeights
 
 
@@ -36,6 +43,13 @@ def test_the_start_is_the_gaussian():
         guide.loc.add_(1.0)
     found.restore()
     assert (guide.loc == 0).all()
+
+
+def test_the_policy_sets_the_numbers_of_draws():
+    density = Target(normal)
+    policy = ChoicePolicy(num_weighed=50, draws_at_once=20, num_kept=7, trimmed=0.1)
+    found = weigh("start", exact_guide(normal, find_modes(density)), density, policy=policy)
+    assert found.draws.shape == (7, 2) and len(found.log_weights) == 45
 
 
 def test_the_lowest_hundredth_is_left_out(monkeypatch):

@@ -14,7 +14,7 @@ from pyro.distributions import constraints
 from pyro.infer.autoguide import AutoNormal, init_to_value
 
 from pyro_implicit.diagnostics import diagnose
-from pyro_implicit.fitting import ChoicePolicy, FitPolicy, Schedule, fit, train
+from pyro_implicit.fitting import ChoicePolicy, FitPolicy, Schedule, TrainingPolicy, fit, train
 from pyro_implicit.fitting.stages import still_falls
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit
@@ -209,6 +209,9 @@ def test_parameters_that_have_not_settled():
     with pytest.warns(UserWarning, match=r"still rising .*\(loc\).*num_steps=20. Cure: a larger"):
         result = quick(far, num_steps=20)
     assert "not settled" in str(result)
+    # The policy may accept any fall; warnings are errors.
+    policy = FitPolicy(training=TrainingPolicy(least_fall=1e9))
+    assert "not settled" not in str(quick(far, num_steps=20, policy=policy))
 
 
 @pytest.mark.parametrize("seed", range(3))

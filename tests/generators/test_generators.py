@@ -238,9 +238,9 @@ def test_errors_of_the_inputs(name):
 def test_errors_of_the_sizes():
     with pytest.raises(ValueError, match="noise_dim must be at least 1, but got 0"):
         MLP(0, 3)
-    with pytest.raises(ValueError, match="output_dim is -1"):
+    with pytest.raises(ValueError, match="output_dim must be at least 1, but got -1"):
         GatedMLP(3, -1)
-    with pytest.raises(ValueError, match="hidden is 0"):
+    with pytest.raises(ValueError, match="hidden must be at least 1, but got 0"):
         MLP(3, 3, hidden=(4, 0))
     with pytest.raises(ValueError, match="context_dim is -2; give a size, or 0 for no context"):
         MLP(3, 3, context_dim=-2)

@@ -236,11 +236,11 @@ def test_errors():
             call(noise, context[..., :2])
     with pytest.raises(ValueError, match="context_dim must be at least 1, but got 0"):
         NoisyEncoder(0, 3)
-    with pytest.raises(ValueError, match="output_dim is 0"):
+    with pytest.raises(ValueError, match="output_dim must be at least 1, but got 0"):
         NoisyEncoder(4, 0)
     with pytest.raises(ValueError, match="hidden is empty; give the width of the layer"):
         NoisyEncoder(4, 3, hidden=())
-    with pytest.raises(ValueError, match="hidden is 0"):
+    with pytest.raises(ValueError, match="hidden must be at least 1, but got 0"):
         NoisyEncoder(4, 3, hidden=(4, 0))
     with pytest.raises(ValueError, match="noise_scale must be positive, but got 0.0"):
         NoisyEncoder(4, 3, noise_scale=0.0)
