@@ -115,7 +115,7 @@ def summary(records: list[Record], checks: dict[str, Record]) -> str:
         lines.append(f"of these with a ratio of at most {limit:g}: {within}; above{listed(over)}")
     wrong = [r for r in measured if r["ratio"] > GOOD and r.get("verdict") == "trust"]
     lines.append(f"wrongly trusted (ratio above {GOOD:g}): {len(wrong)}{listed(wrong)}")
-    trusted = [r for r in measured if r.get("verdict") == "trust"]
+    trusted = [r for r in records if r.get("verdict") == "trust"]
     lines.append(f'verdict "trust": {share(len(trusted), len(records))}')
     pairs = [(r, nuts_seconds(checks.get(r["model"]))) for r in records if "cpu_seconds" in r]
     timed = [(r, nuts) for r, nuts in pairs if nuts is not None]
