@@ -171,7 +171,7 @@ def measure(case: tuple, mode: str | bool, num_steps: int) -> dict[str, float | 
         is_compared = mode is not False and (i + 1) & i == 0
         if not is_compared:
             times.append(seconds() - start)
-    refusal = None if mode is False else elbo.state.traced.refusal
+    refusal = None if mode is False else elbo.state.traced.programs.refusal
     return {
         "refusal": refusal,
         "step": median(times),
