@@ -38,8 +38,6 @@ ACTIVATIONS = {"logistic": nn.Sigmoid, "relu": nn.ReLU, "silu": nn.SiLU, "tanh":
 
 
 class _BayesianMLP(BaseEstimator):
-    """Layers, standardised inputs, the fit and stored draws of the weights."""
-
     def __init__(
         self,
         hidden_layer_sizes: Sequence[int] = (32, 32),

@@ -396,7 +396,6 @@ def _part_of(node: Node) -> tuple[Node, int, int] | None:
 
 
 def _index(rows: list[int], like: Node) -> Tensor | slice:
-    """Return rows as an index."""
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[-1] + 1)
     return torch.tensor(rows, device=like.meta["device"])
@@ -414,7 +413,6 @@ def _take(source: Tensor, dim: int, index: Tensor | slice, length: int | None = 
 
 
 def _sum(terms: list[Tensor], subtracted: list[Tensor]) -> Tensor:
-    """Return a sum over the rows of tensors."""
     added, taken = ([piece.sum(0) for piece in pieces] for pieces in (terms, subtracted))
     return functools.reduce(torch.sub, [functools.reduce(torch.add, added), *taken])
 

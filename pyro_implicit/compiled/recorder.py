@@ -209,7 +209,6 @@ class Recorder(DispatchMode):
         self._nodes, self._computed = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
     def _compute(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> Any:
-        """Compute a value that depends on no input."""
         for tensor in tensors:
             self._capture(tensor)
         out = func(*args, **kwargs)
@@ -347,7 +346,6 @@ def _place() -> str:
 
 
 def _frames() -> Iterator[Any]:
-    """Walk from here out to the start of the recording."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not _record.__code__:
         yield frame

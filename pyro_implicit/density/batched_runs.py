@@ -212,7 +212,6 @@ class BatchedRuns:
         return result, bool(modes) and modes[0].was_needed
 
     def _one(self, task: _Task, row: Tensor, knows_latents: bool = True) -> Part:
-        """Return the result of a plain run, as a batch of one; None if it raises an error."""
         try:
             with RunMode() if self._replaces else contextlib.nullcontext():
                 trace = task.model.run({name: v[row] for name, v in task.values.items()})
@@ -229,7 +228,6 @@ class BatchedRuns:
         return row.reshape(1), pytree.tree_map(lambda leaf: leaf.unsqueeze(0), found)
 
     def _join(self, parts: list[Part], otherwise: Any) -> Any:
-        """Return the results of all runs in their order."""
         good = [part for _, part in parts if part is not None]
         for part in good[1:]:
             if pytree.tree_structure(part) != pytree.tree_structure(good[0]):
@@ -302,7 +300,6 @@ def _total(tree: Any) -> float:
 
 
 def _cure(error: Exception) -> str | None:
-    """Return the cure for an operation that ``vmap`` lacks; None for the usual one."""
     if "Batching rule not implemented for" not in str(error):
         return None
     return (

@@ -225,7 +225,6 @@ def _warn_of_rounding(dropped: Tensor, best: Modes) -> None:
 
 
 def _better(target: Target, here: Modes, highest: Tensor, best: Modes | None) -> Modes | None:
-    """Return the better of the best Gaussian so far and those at the current points."""
     for index in here.elbo.argsort(descending=True).tolist():
         if best is not None and not here.elbo[index] > best.elbo[0]:
             break

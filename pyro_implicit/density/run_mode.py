@@ -334,7 +334,6 @@ def _isclose(
     func: Callable, one: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8,
     equal_nan: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``torch.isclose``, for which ``vmap`` has no rule."""
     near = (one - other).abs() <= atol + rtol * other.abs()
     return (one == other) | near | (equal_nan & one.isnan() & other.isnan())
 

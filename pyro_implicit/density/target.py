@@ -213,7 +213,6 @@ class Target:
         return f"{type(self).__name__}({self.latent_dim} latents of {', '.join(self.shapes)})"
 
     def _first_run(self, init_loc_fn: Callable[[dict[str, Any]], Tensor]) -> Trace:
-        """Return the trace at ``init_loc_fn``, or at draws of the prior after an error."""
         first_error = None
         for init in (init_loc_fn, *(init_to_sample,) * RUNS.max_retries):
             start = FlatPriorStart(init, like=self._like)
@@ -417,7 +416,6 @@ class Target:
             return _total(prune_subsample_sites(self._model.run(values))) + log_det
 
     def _values(self, latent: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Return values by site and the log-determinant, for one vector or many."""
         values: dict[str, Tensor] = {}
         log_det: Any = 0.0
         for name, part in self.split(latent).items():
@@ -488,7 +486,6 @@ class Target:
         return log_prob.detach(), score.detach(), hessian
 
     def _differences(self, latent: Tensor, directions: Tensor) -> Tensor:
-        """Return second derivatives by central differences along unit vectors."""
         size = torch.finfo(latent.dtype).eps ** (1 / 3) * latent.abs().clamp(min=1.0)
         steps = directions.unsqueeze(1) * size
         points = torch.stack([latent + steps, latent - steps])

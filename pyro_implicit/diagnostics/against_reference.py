@@ -386,8 +386,6 @@ def missing_mass(
 
 
 class _Neighbours:
-    """Distances to the nearest of given points, in units of their standard deviations."""
-
     def __init__(self, points: Tensor) -> None:
         points = points.double()
         self.center, sd = points.mean(0), points.std(0)

@@ -237,7 +237,6 @@ def _thin(name: str, fitted: Mapping[str, Tensor], num_draws: int, truth: Tensor
 
 
 def _rank(truth: Tensor, draws: Tensor) -> Tensor:
-    """Return the number of draws below the truth; ties count at random."""
     below, ties = (draws < truth).sum(0), (draws == truth).sum(0)
     return (below + (torch.rand(truth.shape) * (ties.cpu() + 1)).long().to(below)).cpu()
 

@@ -304,7 +304,6 @@ def _quantile_steps(n: int, m: int, like: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def _quantiles(projected: Tensor) -> Tensor:
-    """Quantiles of the columns at the middles of equal shares, ``(num_levels, num_columns)``."""
     levels = (
         torch.arange(DISTANCES.num_levels, device=projected.device) + 0.5
     ) / DISTANCES.num_levels

@@ -199,7 +199,6 @@ def _draw(sampler: Sampler, num_samples: int) -> dict[str, Tensor]:
 def _weigh(
     sampler: Sampler, num_samples: int, chunk_size: int, unweighed: str
 ) -> tuple[WeightedDraws, str]:
-    """Return draws and log-weights, or draws and the reason why there are no weights."""
     reason = STORED if isinstance(sampler.guide, StoredDraws) else unweighed
     if not reason:
         try:

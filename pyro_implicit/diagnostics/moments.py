@@ -272,7 +272,6 @@ def _worst_first(faults: list[Fault]) -> list[Fault]:
 
 
 def _scaled(directions: Tensor, unit: Tensor | None) -> Tensor:
-    """Columns of unit length, or along which the draws ``unit`` have unit standard deviation."""
     directions = torch.nn.functional.normalize(directions, dim=0)
     if unit is None:
         return directions

@@ -339,7 +339,6 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
 
 
 def _describe_mixing(mixing: Mixing, policy: VerdictPolicy) -> tuple[str, str]:
-    """Return a reason against chains that have not converged, and its cure."""
     if mixing.between > policy.r_hat.check >= mixing.within:
         return (
             f"the quantities differ between chains (R-hat {mixing.between:.2f}) and are steady "
@@ -412,7 +411,6 @@ def _located(found: Diagnosis, kind: str, name: str, check: MomentCheck) -> str:
 
 
 def _lack_of_power(found: Diagnosis) -> Iterator[Finding]:
-    """Yield a finding if neither weights nor short HMC have power."""
     if found.efficiency >= found.policy.telling_weights:
         return
     looks = [check for check in (found.importance, found.drift) if check is not None]

@@ -347,7 +347,6 @@ def _knows_rows(guide: Any) -> bool:
 
 
 def _refine_batches(stages: Stages, epochs: int) -> Fit:
-    """Move draws of the guide by stochastic gradient Hamiltonian Monte Carlo."""
     assert stages.batches is not None
     result, left = stages.result, stages.limit.left()
     with result.attempt("refine") as line:
@@ -375,7 +374,6 @@ def _refine_batches(stages: Stages, epochs: int) -> Fit:
 
 
 def _fit_amortized(stages: Stages, amortize: Amortize) -> Fit:
-    """Train encoders of the latent variables of rows, together with a guide of the others."""
     batch = () if stages.batches is None else stages.batches.probed[0]
     everything, policy = (*stages.args, *batch), stages.policy.training
     scale = policy.minibatch_init_scale

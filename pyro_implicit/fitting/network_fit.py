@@ -87,7 +87,6 @@ def _train_ensemble(stages: Stages, model: NetworkModel) -> None:
 
 
 def _score(stages: Stages, rows: HeldOutRows, posterior: Any) -> None:
-    """Add scores of the held-out rows to the result and to its last line."""
     line, held_out = stages.result.stages[-1], stages.result.held_out
     held_out[line.name] = rows.score(posterior, stages.policy.network.num_scored)
     line.outcome += f"; {describe_score(held_out[line.name])}"

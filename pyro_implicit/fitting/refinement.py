@@ -201,7 +201,6 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
 
 
 def _score_of_chains(stages: Stages) -> Any:
-    """Return the score in the coordinates of the chains, None for those of the target."""
     target, guide = stages.result.target, stages.result.guide
     if noise := stages.noise or conditional_noise(target, target.init_loc):
         return noise.score

@@ -237,7 +237,6 @@ class _GatedResidualLinearisation(Linearisation):
         return slope + self._scale.diag_embed()
 
     def _core_slope(self) -> Tensor:
-        """Return the derivative in the core without the diagonal scales, ``(*batch, m, k)``."""
         k = self._generator._core_dim
         slope = self._network.jacobian() + self._generator.linear.weight
         gate_slope = self._gate.jacobian() + self._generator.gate_linear.weight

@@ -181,7 +181,6 @@ def _clipped(number: int, bounds: tuple[int, int]) -> int:
 
 
 def _climb(target: Target, num_evaluations: int, has_start: bool) -> Frame | None:
-    """Find a full frame; None if no Gaussian on the path has a finite ELBO."""
     num_iterations = _clipped(num_evaluations // target.latent_dim, FRAME.iterations)
     options = {
         "max_rounds": 1,

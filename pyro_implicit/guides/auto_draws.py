@@ -317,7 +317,6 @@ class AutoDraws(DrawSummaries, AutoContinuous):
         """Make the parameters at the first call, when the latents are known."""
 
     def _trace_prototype(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Run the model at its initial values, or at draws of the prior if it raises an error."""
         given = self._start.init_loc_fn
         try:
             for retries_left in reversed(range(RUNS.max_retries)):

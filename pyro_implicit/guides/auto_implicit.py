@@ -427,10 +427,7 @@ class GeneratorTransform(Transform):
 
 
 def _check_exact(distribution: Implicit, noise_dim: int) -> None:
-    """Check that a guide's distribution, without its frame, has an exact density.
-
-    :raises NotImplementedError: if it has none.
-    """
+    """Refuse a guide whose distribution, without its frame, has no exact density."""
     (size,) = distribution.event_shape
     if isinstance(distribution, SemiImplicit):
         reason = (

@@ -229,7 +229,6 @@ def draws_in_parallel(guide: Callable[..., Any]) -> bool:
 
 
 def _is_fit(given: Any) -> bool:
-    """Check for a result of ``fit``, whose class belongs to a higher layer."""
     return all(hasattr(given, name) for name in ("source", "guide"))
 
 

@@ -141,7 +141,6 @@ class Sampler:
 
     @property
     def _subject(self) -> tuple[str, str]:
-        """The source as the subject of a sentence, and its verb."""
         if isinstance(self.guide, Mapping):
             return "the given draws", "have"
         return f"the guide {self._name}", "has"

@@ -226,7 +226,6 @@ class HSIVI_ELBO(ScoreMatchingELBO, NetworkELBO):  # type: ignore[misc]  # as Ne
         return (2 * critic * difference - critic.square()).sum(-1) / self.num_particles
 
     def _layers(self, site: ImplicitSite, count: int) -> Tensor:
-        """Return the layer of each particle, one-hot, ``(num_particles, *plates, 1, count)``."""
         index = torch.arange(self.num_particles, device=site.value.device) % count
         # A single particle has no dimension of its own.
         shape = (-1,) + (1,) * (site.value.dim() - 1) if self.num_particles > 1 else (1,)

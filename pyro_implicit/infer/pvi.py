@@ -223,18 +223,15 @@ class _MixtureELBO(ImplicitELBO):
         self.site_types = (SemiImplicit,)  # type: ignore[misc]
 
     def draw(self, q: Implicit) -> Draw:
-        """Draw equally often from each component."""
         particles: Tensor = q.noise_distribution.particles
         noise = particles.repeat(self.num_draws, 1).reshape(q.batch_shape + (-1,))
         value = q.generate(noise)
         return Draw(noise, value + q.scale * torch.randn_like(value), None)
 
     def check_site(self, site: ImplicitSite) -> None:
-        """Refuse a generator whose rows depend on each other."""
         check_generator(site.name, flatten_site(site, self.num_particles))
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
-        """Return the exact log q, with the gradient of the path."""
         flat = flatten_site(site, self.num_particles)
         particles = site.distribution.noise_distribution.particles.detach()
         ones = (1,) * (flat.noise.dim() - 1)

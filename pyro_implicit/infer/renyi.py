@@ -188,7 +188,6 @@ class ImplicitRenyiELBO(HierarchicalELBO):
     def _log_weights(
         self, model_trace: Trace, guide_trace: Trace, is_one_trace: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return log w of each particle and element of common plates, and its surrogate."""
         model_sites, guide_sites = (
             [site for site in trace.nodes.values() if site["type"] == "sample"]
             for trace in (model_trace, guide_trace)

@@ -104,10 +104,7 @@ class _ParticleFlow(SVGD):
         """Return the gradient for the optimiser, ``(num_particles, latent_dim)``."""
 
     def step(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Move the particles once.
-
-        :returns: the mean squared gradient of each latent site.
-        """
+        """Move the particles; return the mean squared gradient of each latent site."""
         with torch.enable_grad(), poutine.trace(param_only=True) as capture:
             loss = self.loss(self.model, self.guide, *args, **kwargs)
             params = {unconstrained(site) for site in capture.trace.nodes.values()}

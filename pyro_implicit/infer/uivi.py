@@ -132,7 +132,6 @@ class UIVI_ELBO(ImplicitELBO):
         return ScoreParts(log_q + path, 0, log_q + path)
 
     def _score(self, name: str, flat: FlatSite) -> Tensor:
-        """Return the score at each draw, ``(*batch_shape, m)``."""
 
         def log_density(noise: Tensor) -> Tensor:
             conditional = conditional_log_density(flat.value, generate(noise), flat.scale)

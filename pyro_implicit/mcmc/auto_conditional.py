@@ -196,7 +196,6 @@ class AutoConditional(DrawSummaries, AutoGuide):
         return self._create_plates(*args, **kwargs)
 
     def _map(self, args: tuple, kwargs: dict[str, Any]) -> NoiseMap:
-        """Return the map for these arguments; the last map is kept."""
         given = (*args, *kwargs.values())
         before, found = self._last
         if found is None or len(before) != len(given) or any(map(operator.is_not, before, given)):

@@ -301,7 +301,6 @@ class WindowedChains(Chains):
         return self.settled or end
 
     def _settled(self) -> str | None:
-        """Set ``settled`` and ``last_drift``; return the reason to stop, or None."""
         limits = self.policy.stopping
         label = self.history.label(self._labels, limits.max_crossed)
         self.last_drift = found = self.history.drift(label, limits)
@@ -352,10 +351,7 @@ class WindowedChains(Chains):
             self.max_gradients = self.gradients + math.ceil(max(0.0, left) / share)
 
     def _cheapest_number(self) -> tuple[int, float]:
-        """Halve the number of chains while this makes a gradient cheaper.
-
-        :returns: the number, and the cost of its gradient as a share of that of all chains.
-        """
+        """Return the cheapest number of chains, and the share of its gradient in the cost of all."""
 
         def seconds(number: int) -> float:
             white, times = self.state.position[:number], []
@@ -377,7 +373,6 @@ class WindowedChains(Chains):
         return number, best / whole
 
     def _thin_out(self, number: int) -> None:
-        """Go on with some of the chains, from a warm-up in the frame of the draws of all."""
         paths = self.history.draws()
         latents, independent = paths.flatten(0, 1), independent_draws(paths)
         stride = -(-len(latents) // self.policy.warmup.max_pool)

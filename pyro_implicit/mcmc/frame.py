@@ -330,8 +330,6 @@ def _information(target: Target, points: Tensor, stream: BatchStream) -> Tensor:
 
 
 class _Moments:
-    """Running means and standard deviations of draws."""
-
     def __init__(self, dim: int, like: Tensor) -> None:
         self.count = 0
         self.mean = like.new_zeros(dim)

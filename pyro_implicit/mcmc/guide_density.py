@@ -104,7 +104,6 @@ class InjectiveDensity(DensityAtDraws):
 
     @torch.no_grad()
     def _solve(self, generator: Any, value: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the approximate noise of values, and where it was found."""
         noise = self._noise[rows]
         found = ~noise.isnan().any(-1)
         if found.any():
@@ -185,8 +184,6 @@ CURE = "Cure: AutoImplicit(model, AutoregressiveGenerator), or one of Pyro's Gau
 
 
 class _NormalDensity(DensityAtDraws):
-    """``AutoNormal``, which keeps its sites separate."""
-
     def log_prob(self, rows: Tensor) -> Tensor:
         pairs = [self.guide._get_loc_and_scale(name) for name in _sites(self.guide)]
         loc, scale = (

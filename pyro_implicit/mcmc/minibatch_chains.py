@@ -202,7 +202,6 @@ class MinibatchChains(Chains):
         return law(self.policy.langevin)
 
     def _size(self) -> float:
-        """The size of the next step."""
         assert self.choice is not None
         size = self.choice.step_size * self.schedule.factor(self.transitions)
         if self.given_step is None:
@@ -210,7 +209,6 @@ class MinibatchChains(Chains):
         return size
 
     def _choose(self) -> None:
-        """Choose the step size of the next window, from what the chains see where they are."""
         limits, steps, before = self.policy.langevin, self.schedule.sampling, self.choice
         if self.given_step is None and before is not None:
             is_hot = self._heat > (limits.max_temperature - 1) * self._count
@@ -302,7 +300,6 @@ class MinibatchChains(Chains):
         self._count += 1
 
     def _score(self, white: Tensor) -> tuple[Tensor, Tensor]:
-        """The score of the current minibatch in white coordinates."""
         return self._score_of(self._target, white)
 
     def _probe_score(self, seed: int, batch: tuple, white: Tensor) -> tuple[Tensor, Tensor]:

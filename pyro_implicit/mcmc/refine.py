@@ -283,7 +283,6 @@ def _refine_by_minibatches(
     policy: ChainPolicy,
     settings: dict[str, Any],
 ) -> Refined:
-    """Run chains that see minibatches; the arguments are those of :func:`refine`."""
     num_chains = policy.num_minibatch_chains if num_chains is None else num_chains
     epochs = 1 if max_epochs is None else max_epochs
     refuse_counts(num_chains=num_chains, max_epochs=epochs, max_draws=max_draws)
@@ -381,7 +380,6 @@ def _walk(
     file: Checkpoint,
     progress: bool,
 ) -> Refined:
-    """Run chains until they stop, and return a result that can continue them."""
     modes = MixtureModes.of(sampler.target, sampler.guide)
     labels = None if modes is None else modes.label
     track = Tracker(sampler.target, quantities)
@@ -443,7 +441,6 @@ def _start(
     step_size: float | None,
     policy: ChainPolicy,
 ) -> MinibatchChains:
-    """Start chains of minibatches at draws of the guide."""
     target = sampler.target
     frame = minibatch_frame(target, sampler, stream, policy)
     points = sampler.draw(num_chains)
@@ -476,7 +473,6 @@ def _schedule(
 
 
 def _check_kernel(kernel: str, batches: Any, options: dict[str, Any]) -> None:
-    """Check that kernel, batches and options fit."""
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {tuple(KERNELS)}, but got {kernel!r}")
     by_minibatches = KERNELS[kernel].law is not None

@@ -217,7 +217,6 @@ def open_errors(r_hat: float) -> tuple[float, float]:
 
 
 def _members(label: Tensor | None, values: Tensor) -> Tensor:
-    """Return the chains of each mode, ``(num_modes, num_chains)``."""
     if label is None:
         return values.new_ones(1, values.shape[1])
     return (label.unique().unsqueeze(-1) == label).to(values)

@@ -156,7 +156,6 @@ def _parameters(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]
 def _parts(
     draws: dict[str, Tensor], policy: TeachPolicy
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Split draws into a training and a validation set, evenly thinned."""
     count = min((len(value) for value in draws.values()), default=0)
     if count < policy.least_draws:
         raise ValueError(f"teach needs at least {policy.least_draws} draws, but got {count}")
@@ -208,8 +207,6 @@ def _take_moments(guide: Any, density: DensityAtDraws) -> bool:
 
 
 class _Best:
-    """The best parameters so far."""
-
     def __init__(self, parameters: list[Tensor], score: float) -> None:
         self.parameters, self.score, self.age = parameters, score, 0
         self._values = [parameter.detach().clone() for parameter in parameters]

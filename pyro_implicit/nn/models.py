@@ -194,7 +194,6 @@ class _Numbers(PyroModule):
 
     @property
     def noise(self) -> Tensor:
-        """Learnt standard deviation."""
         return self.log_noise.exp()
 
     def forward(self, output: Tensor) -> dist.TorchDistribution:

@@ -68,8 +68,6 @@ class Prediction:
 
 
 class _Mean:
-    """Running sums over draws; ``interval`` and ``draws`` as for ``predict``."""
-
     def __init__(self, interval: float | None = None, draws: bool = False) -> None:
         self.interval, self.draws = interval, draws
         self.kind: type | None = None

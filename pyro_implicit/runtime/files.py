@@ -22,7 +22,6 @@ __all__ = [
 
 
 def _numpy_state_types() -> list[Any]:
-    """Return the types of which numpy's random state consists."""
     return [
         np.empty(0).__reduce__()[0],
         np.ndarray,

@@ -94,7 +94,6 @@ def _blame_gradient(target: Target, points: Tensor) -> str:
 
 
 def _reason(site: Site) -> str:
-    """Say why a site's log-density is not finite; nothing if it is."""
     fn, value = site["fn"], site["value"]
     what = "its observation" if site["is_observed"] else "its value"
     try:

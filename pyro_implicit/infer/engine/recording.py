@@ -110,7 +110,6 @@ class _StepCall:
         )
 
     def plain(self) -> _Plain:
-        """Take the step without a recording."""
         tensors, with_gradient = self._own_tensors()
         args, kwargs = self.arguments.rebuild(tensors)
         with poutine.trace(param_only=True) as capture:
@@ -133,7 +132,6 @@ class _StepCall:
         return _Plain(evaluation, leaves, params)
 
     def record(self, plain: _Plain) -> _StepProgram:
-        """Record the step."""
         elbo, leaves, memory = self.elbo, plain.leaves, list(self.elbo.state.tensors().values())
         tensors, with_gradient = self._own_tensors()
         args, kwargs = self.arguments.rebuild(tensors)
@@ -156,7 +154,6 @@ class _StepCall:
         return _StepProgram(recorded, leaves, plain.params, has_gradient)
 
     def inputs(self, leaves: list[Tensor]) -> list[Tensor]:
-        """Return the inputs of a recording."""
         weights = self._weights(leaves).values()
         return [*leaves, *self.arguments.tensors, *weights, *self.memory.values()]
 
@@ -214,7 +211,6 @@ class _StepProgram:
         return evaluation, math.isfinite(check.item()), dict(zip(call.memory, memory, strict=True))
 
     def compile(self, inputs: Sequence[Tensor]) -> None:
-        """Compile it with inductor."""
         self.function.compile(inputs)
 
 
@@ -319,7 +315,6 @@ class _Before:
         self.memory = {name: tensor.clone() for name, tensor in self.elbo.state.tensors().items()}
 
     def restore(self) -> None:
-        """Set both back."""
         self.random.restore()
         self.elbo.state.put(self.memory)
 

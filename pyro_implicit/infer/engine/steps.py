@@ -357,7 +357,6 @@ class StepELBO(Trace_ELBO):
     def _get_traces(
         self, model: Callable, guide: Callable, args: tuple, kwargs: dict
     ) -> Iterator[tuple[Trace, Trace]]:
-        """Make traces of model and guide, for all particles or one after the other."""
         raise NotImplementedError
 
     def _losses(

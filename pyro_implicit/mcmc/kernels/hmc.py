@@ -77,8 +77,6 @@ class _Averaging(NamedTuple):
 
 
 class _Learnt(NamedTuple):
-    """Running values of the adaptation."""
-
     averaging: _Averaging
     log_length: float
     mean_log_length: float

@@ -139,15 +139,12 @@ def _where(mask: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 class _Moments(NamedTuple):
-    """Number, sum and sum of squares of each chain's positions."""
-
     number: int
     total: Tensor
     squares: Tensor
 
     @property
     def variance(self) -> Tensor:
-        """Variances of each chain, ``(num_chains, d)``."""
         mean = self.total / self.number
         return (self.squares / self.number - mean.square()).clamp(min=0)
 

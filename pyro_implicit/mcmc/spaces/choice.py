@@ -241,7 +241,6 @@ class _Walk:
         return self.gradients <= self._policy.space.easy and is_sound
 
     def speed(self, other: _Walk) -> float:
-        """Return the speed of the slowest quantity."""
         spread = torch.maximum(self._spread, other._spread)
         moves = self._jump / (2 * torch.where(spread > 0, spread, torch.ones_like(spread)))
         return moves.min().item() / self.gradients
@@ -311,7 +310,6 @@ class SeparateChains(WindowedChains):
         return False
 
     def _end_window(self, hurry: bool) -> None:
-        """Tune the chains; sample once the warm-up has had its share."""
         share = self.gradients / self.max_gradients
         if self.max_seconds is not None:
             share = max(share, self.seconds / max(self.max_seconds, 1e-9))

@@ -258,7 +258,6 @@ class _Scalar:
         self.shift = fn.scale * (information - precision * fn.loc) / self.stretch.square()
 
     def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the value, the log-density of the noise, and the log-determinant."""
         value = self.fn.loc + self.fn.scale * (self.shift + noise / self.stretch)
         log_det = (self.fn.scale / self.stretch).log()
         return value, self.fn.log_prob(value) + log_det, log_det

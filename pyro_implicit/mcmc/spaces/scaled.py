@@ -117,7 +117,6 @@ class ScaledBlock:
         return self._split(self._map(parts, back=True)[0])
 
     def _map(self, parts: Mapping[str, Tensor], back: bool) -> tuple[Tensor, Tensor]:
-        """Return mapped values and the log-determinant of each element."""
         given = [parts[f"{name}{self.suffix}"] for name in self.shapes]
         values = torch.cat([one.reshape(len(one), -1) for one in given], -1)
         scale, rest = self._scales(parts, values)
@@ -164,7 +163,6 @@ class ScaledBlock:
         return torch.cat([moved, own], -1), torch.cat([log_det, shared], -1)
 
     def _scales(self, parts: Mapping[str, Tensor], like: Tensor) -> tuple[Tensor, ...]:
-        """Return D and R, ``(num_points, n)``."""
         return tuple(
             torch.cat(
                 [self._log(powers[name], parts, name, like) for name in self.shapes], -1
@@ -275,8 +273,6 @@ def scaled_reparams(
 
 
 class _Analysis(NamedTuple):
-    """What the functions below read."""
-
     target: Target
     middle: Tensor
     nodes: dict[str, Any]

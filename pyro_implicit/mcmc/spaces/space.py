@@ -153,7 +153,6 @@ class GuideNoise(Space):
 
 @contextmanager
 def _frozen(guide: AutoImplicit) -> Iterator[None]:
-    """Without gradients by the guide's parameters."""
     wanted = [parameter for parameter in guide.parameters() if parameter.requires_grad]
     with poutine.block():
         for parameter in wanted:
@@ -525,7 +524,6 @@ def conditional_noise(target: Target, middle: Tensor) -> ConditionalNoise | None
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Return whether two distributions of a site differ."""
     one, other = base_distribution(one), base_distribution(other)
     names = ("loc", "scale_tril") if ConditionalReparam.is_vector(one) else ("loc", "scale")
     return any(not torch.equal(getattr(one, name), getattr(other, name)) for name in names)
