@@ -351,7 +351,7 @@ class WindowedChains(Chains):
             self.max_gradients = self.gradients + math.ceil(max(0.0, left) / share)
 
     def _cheapest_number(self) -> tuple[int, float]:
-        """Return the cheapest number of chains, and the share of its gradient in the cost of all."""
+        """Return the cheapest number of chains, and its gradient's share in the cost of all."""
 
         def seconds(number: int) -> float:
             white, times = self.state.position[:number], []
