@@ -6,10 +6,11 @@ of ``train_test_split(test_size=0.2, random_state=split)``, with standardised co
 of bde). NLL is that of the normal with the mixture's mean and variance::
 
     python -m benchmarks.networks.tabular --data-dir DIR --splits 1 2 3 --steps 16000
+    python -m benchmarks.networks.tabular --data-dir DIR --methods fit --max-seconds 60
     python -m benchmarks.networks.tabular --report
 
-Runs that have a line in ``--out`` are skipped. With 10 members, 1,000 steps of MCLMC on airfoil
-take about 4 CPU seconds.
+Runs that have a line in ``--out`` are skipped, those of ``fit`` if the line is of the same commit.
+With 10 members, 1,000 steps of MCLMC on airfoil take about 4 CPU seconds.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from benchmarks.common import (
     RESULTS,
     add_output_arguments,
+    environment,
     markdown_table,
     read_records,
     run_missing,
@@ -74,8 +76,17 @@ def make_model(inputs: int, rows: int) -> NetworkModel:
     return regressor(net, num_data=rows, noise="heteroscedastic")
 
 
-def run(folder: Path, method: str, split: int, seed: int, steps: int, members: int) -> dict:
-    """Return one line."""
+def run(
+    folder: Path,
+    method: str,
+    split: int,
+    seed: int,
+    steps: int,
+    members: int,
+    max_seconds: float | None = None,
+    commit: str = "",
+) -> dict:
+    """Return one line; ``commit`` identifies the version of ``fit``."""
     x, y, test_x, test_y = load(folder, split)
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
@@ -85,7 +96,7 @@ def run(folder: Path, method: str, split: int, seed: int, steps: int, members: i
     options: dict[str, Any] = {"seed": seed, "progress": False, "compile": True}
     result: Any
     if method == "fit":
-        result = fit(model, "auto", x, y, **options)
+        result = fit(model, "auto", x, y, max_seconds=max_seconds, **options)
         print(result)
     else:
         longer = method == "longer ensemble"
@@ -111,10 +122,14 @@ def report(path: Path) -> str:
     """Return the table of the records, with means and sds over splits and seeds."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in read_records(path):
-        key = record["method"], record["members"], record["steps"]
+        is_fit = record["method"] == "fit"
+        commit = record["commit"] if is_fit else ""
+        limit = f", {record['max_seconds']:g} s" if record.get("max_seconds") else ""
+        key = record["method"] + limit, record["members"], record["steps"], commit
         groups.setdefault(key, []).append(record)
     rows = []
-    for (method, members, steps), runs in sorted(groups.items(), key=lambda item: item[0][2]):
+    for key, runs in sorted(groups.items(), key=lambda item: (item[0][2], item[0][0])):
+        method, members, steps, commit = key
         cells = []
         for name in ("rmse", "nll"):
             values = [one[name] for one in runs]
@@ -123,7 +138,8 @@ def report(path: Path) -> str:
         splits = sorted({one["split"] for one in runs})
         seconds = f"{mean(one['cpu_seconds'] for one in runs):.0f}"
         where = f"{splits[0]}" if len(splits) == 1 else f"{splits[0]} to {splits[-1]}"
-        rows.append([method, str(members), str(steps), where, str(len(runs)), *cells, seconds])
+        counts = [str(members), str(steps) if steps else "", where, str(len(runs))]
+        rows.append([f"{method} ({commit})" if commit else method, *counts, *cells, seconds])
     header = ["method", "members", "steps", "splits", "runs", "RMSE", "NLL", "core-seconds"]
     return markdown_table(header, rows) + PUBLISHED
 
@@ -138,12 +154,14 @@ def parser() -> argparse.ArgumentParser:
         "--steps", type=int, default=16_000, help="gradients of each chain, or of longer ensembles"
     )
     parser.add_argument("--members", type=int, default=10)
+    parser.add_argument("--max-seconds", type=float, help="of fit")
     add_output_arguments(parser, RESULTS / "networks_tabular.jsonl")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
+    only_fit = {"max_seconds": args.max_seconds, "commit": environment("cpu")["commit"]}
     keys = [
         {
             "method": method,
@@ -152,6 +170,7 @@ def main(args: argparse.Namespace) -> None:
             "steps": args.steps if method in ("longer ensemble", "HMC", "MCLMC") else 0,
             "members": args.members,
         }
+        | (only_fit if method == "fit" else {})
         for split in args.splits
         for seed in range(args.seeds)
         for method in args.methods
