@@ -132,7 +132,8 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
 
     The model is :math:`y \sim N(f_w(x), \sigma^2)` with priors on the weights w and on the
     precision. Inputs and targets are standardised inside, so that priors and noise have their
-    meaning in standardised units; arguments and results have the units of the data.
+    meaning in standardised units; arguments and results have the units of the data. Equal targets
+    have no scale: their unit stays one.
 
     **Example:**
 
@@ -219,6 +220,8 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         )
         targets = column_or_1d(values, dtype=np.float64, warn=True)[:, None]
         self.target_scaler_ = StandardScaler().fit(targets)
+        if np.ptp(targets) == 0:
+            self.target_scaler_.mean_ = targets[0]  # without the rounding error of a mean
         noise: Any = self.noise
         if noise is None:
             noise = dist.Gamma(*NOISE_PRECISION)

@@ -186,6 +186,16 @@ def test_constant_columns_and_targets() -> None:
     assert (sd < 0.2).all()
 
 
+@pytest.mark.parametrize("value", [0.0, -1e9, 1e-6])
+@pytest.mark.parametrize("noise", [None, "heteroscedastic", 0.1])
+def test_networks_of_a_constant_target(value: float, noise: Any) -> None:
+    X, _ = line()
+    model = clone(REGRESSOR).set_params(noise=noise, policy=ensemble_of_two(200))
+    mean, sd = model.fit(X, np.full(ROWS, value)).predict(X, return_std=True)
+    assert_allclose(mean, value, atol=0.03)
+    assert (0 < sd).all() and (sd < 0.2).all()
+
+
 def test_units_of_the_targets_do_not_matter() -> None:
     X, y = line()
     for scale, shift in [(1e-6, 0.0), (1e6, 1e9)]:
@@ -212,10 +222,12 @@ def faults() -> Iterator[tuple[Any, Any, Any, str]]:
     yield REGRESSOR, X, np.where(y > y.mean(), np.nan, y), "Input y contains NaN"
     yield REGRESSOR, np.full_like(X, np.inf), y, "Input X contains infinity"
     yield CLASSIFIER, X, np.ones(ROWS), "y has 1 class, .*two classes or more. Cure: other rows"
+    yield CLASSIFIER, X, np.full(ROWS, "no"), "y has 1 class, .*no'"
     yield CLASSIFIER, X, y, "Unknown label type: continuous"
     cases = {
         "activation": ("cubic", "activation must be one of .*'relu'.*, but got 'cubic'"),
         "hidden_layer_sizes": ((8, 0), "hidden_layer_sizes must be at least 1, but got 0"),
+        "max_seconds": (0.0, "max_seconds must be positive, but got 0.0"),
         "num_networks": (0, "num_networks must be at least 1, but got 0"),
         "noise": (-1.0, "noise must be positive, but got -1.0"),
     }

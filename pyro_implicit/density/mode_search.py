@@ -16,7 +16,7 @@ from pyro_implicit.density.cost import estimated_seconds, nearby
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
-from pyro_implicit.runtime.messages import short_repr, steps_of, warn_user
+from pyro_implicit.runtime.messages import refuse_nonpositive, short_repr, steps_of, warn_user
 
 __all__ = ["Modes", "antithetic_noise", "find_modes", "gaussian_elbo", "seconds_of_climb"]
 
@@ -74,9 +74,9 @@ def find_modes(
     :param max_seconds: of wall time, after the first step of all paths. A search that it ends is
         not reproducible.
     :returns: at least one mode.
-    :raises ValueError: if the log-density is finite at none of the initial points, naming the sites
-        to blame. Single points without a density, or at which the model raises an error, are left
-        out.
+    :raises ValueError: for a ``max_seconds`` that is not positive; if the log-density is finite at
+        none of the initial points, naming the sites to blame. Single points without a density, or
+        at which the model raises an error, are left out.
 
     **References:**
 
@@ -87,6 +87,7 @@ def find_modes(
     3. Good (1953), *The population frequencies of species and the estimation of population
        parameters* (the number of modes found once tells how many are missing).
     """
+    refuse_nonpositive(max_seconds=max_seconds)
     deadline = time.perf_counter() + max_seconds
     starts = torch.cat([target.init_loc.unsqueeze(0), target.sample_prior(num_starts - 1)])
     found: Modes | None = None

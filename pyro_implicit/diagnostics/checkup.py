@@ -37,7 +37,7 @@ from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.runtime.global_state import in_turn, same_streams
-from pyro_implicit.runtime.messages import announce, showing_progress
+from pyro_implicit.runtime.messages import announce, refuse_nonpositive, showing_progress
 
 __all__ = ["diagnose", "plan_effort"]
 
@@ -150,7 +150,7 @@ def diagnose(
     :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
     :returns: a :class:`Diagnosis`: print it, or read its ``verdict``, ``findings`` and numbers.
     :raises TypeError: for another order of arguments, or missing ones.
-    :raises ValueError: for too few draws, bad ``modes``, a guide that lacks a latent of the model,
+    :raises ValueError: for too few draws or no ``max_seconds``, bad ``modes``, a guide that lacks a latent of the model,
         or a subsampled plate.
 
     **References:**
@@ -163,6 +163,7 @@ def diagnose(
     3. Liu, Lee and Jordan (2016), *A Kernelized Stein Discrepancy for Goodness-of-fit Tests*.
     """
     refuse_swapped("diagnose", model, guide)
+    refuse_nonpositive(max_seconds=max_seconds)
     guide = posterior_of("diagnose", guide)
     kwargs = {**kwargs, **(model_kwargs or {})}
     if isinstance(guide, Refined):

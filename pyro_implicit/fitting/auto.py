@@ -48,7 +48,12 @@ from pyro_implicit.mcmc import refine
 from pyro_implicit.mcmc.minibatch_chains import check_scaling
 from pyro_implicit.nn import NetworkModel
 from pyro_implicit.runtime.global_state import in_turn, with_seed
-from pyro_implicit.runtime.messages import first_line, refuse_counts, warn_user
+from pyro_implicit.runtime.messages import (
+    first_line,
+    refuse_counts,
+    refuse_nonpositive,
+    warn_user,
+)
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.sites import FlatPriorStart, without_sequential_plates
 
@@ -175,11 +180,12 @@ def fit(
         are there as after ``SVI``.
     :raises TypeError: for a class or data in place of a guide; in several processes, for
         ``pyro.param`` outside of modules.
-    :raises ValueError: for an unknown guide; counts below 1; a discrete latent variable that cannot
-        be summed out; an observation that is NaN; a model whose log-density is finite nowhere; a
-        checkpoint of a run with other settings (changed data are not detected); ``refine=True`` for
-        a model that subsamples its data; in several processes, for identical minibatches,
-        ``refine=True``, and losses with networks of their own.
+    :raises ValueError: for an unknown guide; counts below 1; a ``max_seconds`` that is not
+        positive; a discrete latent variable that cannot be summed out; an observation that is NaN;
+        a model whose log-density is finite nowhere; a checkpoint of a run with other settings
+        (changed data are not detected); ``refine=True`` for a model that subsamples its data; in
+        several processes, for identical minibatches, ``refine=True``, and losses with networks of
+        their own.
     :raises RuntimeError: for a model without latent variables.
     :warns UserWarning: for a new guide whose name has values in Pyro's parameter store.
     """
@@ -187,6 +193,7 @@ def fit(
     check_mode(compile)
     refuse_counts(num_steps=num_steps, epochs=epochs, num_particles=num_particles)
     refuse_counts(checkpoint_every=checkpoint_every)
+    refuse_nonpositive(max_seconds=max_seconds)
     if amortize is not None:
         refuse_amortizing(guide, refine)
     refuse_validation(validation, batches, amortize)

@@ -105,7 +105,7 @@ def _run_chains(
             return result
         _score(stages, rows, found)
         scores = list(result.held_out.values())
-        if is_worse(scores[-1], scores[0], policy.num_errors) and not must_refine:
+        if is_worse(scores[-1], scores[0], policy) and not must_refine:
             result.stages[
                 -1
             ].outcome += "; significantly worse than the ensemble, which stays the result"
@@ -222,13 +222,18 @@ def describe_score(report: LabelReport | NumberReport) -> str:
 
 
 def is_worse(
-    new: LabelReport | NumberReport, old: LabelReport | NumberReport, num_errors: float
+    new: LabelReport | NumberReport, old: LabelReport | NumberReport, policy: NetworkPolicy
 ) -> bool:
     """Return whether scores of the same rows have fallen significantly.
 
-    :param num_errors: standard errors of the mean difference over rows.
+    The mean fall must exceed ``num_errors`` standard errors of the mean difference over rows, and
+    ``least_fall``. If some rows are impossible, scores with more of them are worse.
     """
+    impossible = [int((~one.log_prob.isfinite()).sum()) for one in (new, old)]
+    if any(impossible):
+        return impossible[0] > impossible[1]
     falls = (old.log_prob - new.log_prob).double()
-    if not falls.isfinite().all():
-        return not bool(new.log_prob.isfinite().all())
-    return bool(falls.mean() > num_errors * falls.std() / math.sqrt(len(falls)))
+    if len(falls) < 2:
+        return False
+    error = falls.std() / math.sqrt(len(falls))
+    return bool(falls.mean() > max(policy.least_fall, policy.num_errors * error))

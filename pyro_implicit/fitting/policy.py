@@ -236,6 +236,10 @@ class NetworkPolicy:
     #: Standard errors by which the held-out score must fall for chains to be rejected.
     num_errors: float = 2.0
 
+    #: Nats per row: smaller falls of that score are no reason to reject chains. If all rows have
+    #: one target, rounding errors are significant, because standard errors vanish.
+    least_fall: float = 0.01
+
 
 @dataclass(frozen=True)
 class StartPolicy:

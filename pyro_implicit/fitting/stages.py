@@ -67,8 +67,8 @@ class TimeLimit:
         self.end = math.inf if max_seconds is None else time.perf_counter() + max_seconds
 
     def left(self, share: float = 1.0) -> float:
-        """Return a share of the remaining seconds, at least 0."""
-        return max(0.0, share * (self.end - time.perf_counter()))
+        """Return a share of the remaining seconds, at least a nanosecond."""
+        return max(1e-9, share * (self.end - time.perf_counter()))
 
 
 @dataclass(repr=False, eq=False)

@@ -44,7 +44,7 @@ from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.infer import KIVI_ELBO, LIVI_ELBO, ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.runtime.global_state import in_turn, seeded
-from pyro_implicit.runtime.messages import progress_bar
+from pyro_implicit.runtime.messages import progress_bar, refuse_nonpositive
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.sites import is_counted, is_data
 
@@ -126,11 +126,13 @@ def train(
     :param model_kwargs: keyword arguments of model and guide that have the name of an argument
         here.
     :returns: the loss of each step.
-    :raises ValueError: if neither model nor guide has a parameter, and for a minibatch with an
+    :raises ValueError: for a ``max_seconds`` that is not positive, if neither model nor guide has a
+        parameter, and for a minibatch with an
         observation that is NaN.
     :raises RuntimeError: if 50 steps in a row, or all, have no finite loss.
     :raises TrainingInterrupted: for Ctrl-C, with the best parameters of ``held_out``, if given.
     """
+    refuse_nonpositive(max_seconds=max_seconds)
     kwargs, schedule = {**kwargs, **(model_kwargs or {})}, schedule or Schedule()
     with _compiled(loss, compile):
         state = _State()
@@ -173,7 +175,7 @@ def train(
                 clock = 0.0
                 if math.isfinite(max_seconds):
                     elapsed = mean_over_processes(time.perf_counter() - began, device)
-                    clock = elapsed / max(max_seconds, 1e-9)
+                    clock = elapsed / max_seconds
                 for group in optimiser.param_groups:
                     group["lr"] = min(
                         schedule.rate(step, decay_start), schedule.rate_by_clock(clock)

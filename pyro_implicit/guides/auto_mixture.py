@@ -15,11 +15,12 @@ from pyro.infer.autoguide import init_to_sample
 from pyro.nn import PyroParam
 from pyro.nn.module import PyroModuleList
 from torch import Tensor
-from torch.distributions import Distribution, biject_to
+from torch.distributions import Distribution, biject_to, constraints
 
 from pyro_implicit.distributions.mixture import Mixture
 from pyro_implicit.guides.auto_draws import AutoDraws, refuse_stored
 from pyro_implicit.guides.auto_implicit import AutoImplicit
+from pyro_implicit.guides.policy import INIT_SPREAD
 from pyro_implicit.runtime.messages import refuse_counts
 from pyro_implicit.runtime.sites import site_parts
 
@@ -320,7 +321,9 @@ def init_to_shuffled(values: Mapping[str, Tensor]) -> Callable[[dict[str, Any]],
     """Initialise a network by a random permutation of its weights at each call.
 
     Every member of an :class:`AutoEnsemble` then has different initial values of torch's scale for
-    each layer. Other sites are initialised by a draw of the prior.
+    each layer. A weight matrix with one value for all entries, such as zero, would leave the hidden
+    units identical: scaled differences of two draws of its prior are added. Other sites are
+    initialised by a draw of the prior.
 
     **Example:**
 
@@ -340,4 +343,9 @@ def _shuffled(values: Mapping[str, Tensor], site: dict[str, Any]) -> Tensor:
     if site["name"] not in values:
         return init_to_sample(site)
     value = values[site["name"]]
+    if value.dim() > 1 and value.numel() > 1 and (value == value.flatten()[0]).all():
+        first, second = init_to_sample(site), init_to_sample(site)
+        support = site["fn"].support
+        is_real = getattr(support, "base_constraint", support) is constraints.real
+        return value + INIT_SPREAD * (first - second) if is_real else first
     return value.flatten()[torch.randperm(value.numel())].reshape(value.shape)

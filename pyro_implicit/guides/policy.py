@@ -11,6 +11,7 @@ __all__ = [
     "AMORTIZED_WIDTH",
     "FRAME",
     "INIT_SCALE",
+    "INIT_SPREAD",
     "LEAST_SCALE",
     "MAX_NOISE_DIM",
     "NOISE_SCALE",
@@ -49,6 +50,9 @@ class FrameSearchPolicy:
 FRAME = FrameSearchPolicy()
 #: Initial standard deviation of latents without a frame, in unconstrained space; Pyro's default.
 INIT_SCALE = 0.1
+#: Share of the difference of two prior draws that breaks the symmetry of constant weights: under
+#: the prior ``"fan_in"`` it has about torch's initial standard deviation for linear layers.
+INIT_SPREAD = 0.15
 #: Initial conditional standard deviation of a semi-implicit guide, relative to its frame.
 NOISE_SCALE = 0.02
 #: Largest default noise dimension: a LIVI step with an exact log-determinant takes seconds on a CPU

@@ -221,6 +221,7 @@ def refine(
     _check_kernel(kernel, batches, locals())
     policy = policy or DEFAULT
     refuse_counts(checkpoint_every=checkpoint_every)
+    refuse_nonpositive(max_seconds=max_seconds)
     kwargs = {**kwargs, **(model_kwargs or {})}
     settings: dict[str, Any] = {"kernel": kernel, "seed": seed, "policy": policy}
     guide = guide_of("refine", guide, or_draws=True)

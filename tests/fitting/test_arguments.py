@@ -36,6 +36,7 @@ WRONG = [
         ValueError,
         "checkpoint_every must be at least 1",
     ),
+    (lambda: fit(model, "auto", Y, max_seconds=0), ValueError, "max_seconds must be positive"),
     (lambda: fit(model, None, Y), TypeError, 'must be "auto" or a guide, but got a NoneType'),
     (lambda: fit(model, AutoNormal, Y), TypeError, "the class AutoNormal.*AutoNormal(model), ...)"),
     (lambda: fit(model, "nuts", Y), ValueError, "\"auto\" or a guide, but got 'nuts'"),

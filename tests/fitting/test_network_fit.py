@@ -114,14 +114,44 @@ def report(log_prob):
 
 
 def test_significantly_worse_by_pairs_of_rows():
+    policy = NetworkPolicy(num_errors=2.0, least_fall=0.01)
     # The mean falls by 0.1 with the standard error 0.05 (99 rows each way, sd 0.5).
     old = 10 * torch.randn(100)
     step = torch.cat([torch.full((50,), 0.5), torch.full((50,), -0.5)]) * (99 / 100) ** 0.5
-    assert is_worse(report(old - 0.101 + step), report(old), 2.0)
-    assert not is_worse(report(old - 0.099 + step), report(old), 2.0)
-    assert not is_worse(report(old + 0.101 + step), report(old), 2.0)
-    assert is_worse(report(torch.full((100,), -math.inf)), report(old), 2.0)
-    assert not is_worse(report(old), report(torch.full((100,), -math.inf)), 2.0)
+    assert is_worse(report(old - 0.101 + step), report(old), policy)
+    assert not is_worse(report(old - 0.099 + step), report(old), policy)
+    assert not is_worse(report(old + 0.101 + step), report(old), policy)
+    assert is_worse(report(torch.full((100,), -math.inf)), report(old), policy)
+    assert not is_worse(report(old), report(torch.full((100,), -math.inf)), policy)
+    some, more = old.clone(), old.clone()
+    some[0], more[:2] = -math.inf, -math.inf
+    assert is_worse(report(more), report(some), policy)
+    assert not is_worse(report(some), report(more), policy)
+    assert not is_worse(report(some), report(some), policy)
+
+
+def test_differences_without_a_standard_error():
+    """Rows of one target and one prediction have one score."""
+    policy, old = NetworkPolicy(least_fall=0.01), torch.full((50,), 0.3)
+    assert not is_worse(report(old - 1e-6), report(old), policy)  # rounding
+    assert is_worse(report(old - 0.02), report(old), policy)
+    assert not is_worse(report(old[:1] - 9), report(old[:1]), policy)  # one row has no error
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1])
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+def test_networks_with_constant_weights_learn(value, activation):
+    x = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(0))
+    net = nn.Sequential(nn.Linear(3, 25), activation(), nn.Linear(25, 1))
+    for parameter in net.parameters():
+        nn.init.constant_(parameter, value)
+    model = regressor(to_bayesian_(net), ROWS, noise=NOISE)
+    policy = FitPolicy(network=replace(POLICY, chain_seconds=0.0))
+    y = x[:, 0] * x[:, 1]
+    result = fit(model, "auto", x, y, seed=0, progress=False, policy=policy)
+    (found,) = predict(result, [x])
+    assert (found.mean - y).square().mean() < 0.2 * y.square().mean()
+    assert found.epistemic.mean() > 0
 
 
 def test_held_out_rows_are_scored_and_then_given_back(linear, fitted):

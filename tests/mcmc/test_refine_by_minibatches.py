@@ -219,7 +219,7 @@ def test_a_run_cut_short_tells_of_its_own_relaxations(monkeypatch):
 
 @MAY_BE_SHORT
 def test_no_seconds_at_all_leave_a_few_steps():
-    result = short(max_epochs=10**3, max_seconds=0.0)
+    result = short(max_epochs=10**3, max_seconds=1e-9)
     assert result.stopped == "max_seconds" and result.num_draws >= 1
 
 
@@ -425,6 +425,7 @@ def test_nan_in_a_minibatch(place):
         ({"num_chains": 0}, "num_chains must be at least 1"),
         ({"max_epochs": 0}, "max_epochs must be at least 1"),
         ({"step_size": -1.0}, "step_size must be positive"),
+        ({"max_seconds": 0.0}, "max_seconds must be positive, but got 0.0"),
         ({"cycles": -1}, "cycles must be at least 0"),
         ({"checkpoint_every": 0}, "checkpoint_every"),
         ({"max_gradients": 100}, "max_gradients is for kernel='hmc'.*Cure.*max_epochs"),
