@@ -150,8 +150,8 @@ def diagnose(
     :param model_kwargs: keyword arguments of model and guide whose names this function has, too.
     :returns: a :class:`Diagnosis`: print it, or read its ``verdict``, ``findings`` and numbers.
     :raises TypeError: for another order of arguments, or missing ones.
-    :raises ValueError: for too few draws or no ``max_seconds``, bad ``modes``, a guide that lacks a latent of the model,
-        or a subsampled plate.
+    :raises ValueError: for too few draws, a ``max_seconds`` that is not positive, bad ``modes``, a
+        guide that lacks a latent of the model, or a subsampled plate.
 
     **References:**
 
