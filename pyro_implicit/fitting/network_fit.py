@@ -235,5 +235,5 @@ def is_worse(
     falls = (old.log_prob - new.log_prob).double()
     if len(falls) < 2:
         return False
-    error = falls.std() / math.sqrt(len(falls))
-    return bool(falls.mean() > max(policy.least_fall, policy.num_errors * error))
+    error = falls.std().item() / math.sqrt(len(falls))
+    return falls.mean().item() > max(policy.least_fall, policy.num_errors * error)
