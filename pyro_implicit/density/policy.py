@@ -31,6 +31,10 @@ class RunPolicy:
     #: Absolute and relative difference of log-densities that counts as equal (float32).
     tolerance: float = 1e-3
 
+    #: Absolute and relative difference of log-densities of two plain runs at one point that counts
+    #: as equal: sums of float32 in another order. A larger one means that the model is random.
+    repeat_tolerance: float = 1e-5
+
     #: Differences up to this multiple of the effect of the latents' last bits are rounding.
     rounding: float = 10.0
 

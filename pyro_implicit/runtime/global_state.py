@@ -30,6 +30,7 @@ __all__ = [
     "restore_random_streams",
     "same_streams",
     "seeded",
+    "stream_positions",
     "with_seed",
 ]
 
@@ -115,6 +116,21 @@ def same_streams(device: torch.device | None = None) -> Iterator[None]:
             torch.cuda.set_rng_state(state, gpu)
         if asleep:  # the caller's CUDA streams would have begun with the seed of the CPU's
             _seed_gpus(device, first_seed)
+
+
+def stream_positions() -> tuple[Any, ...]:
+    """Return values that stay equal until something is drawn from a global random stream.
+
+    **Example:**
+
+    >>> before = stream_positions()
+    >>> before == stream_positions(), torch.rand(()).shape, before == stream_positions()
+    (True, torch.Size([]), False)
+    """
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus(None))]
+    _, keys, position, *_ = np.random.get_state()  # noqa: NPY002
+    torchs = tuple(state.numpy().tobytes() for state in states)
+    return (torchs, np.asarray(keys).tobytes(), position, random.getstate())
 
 
 def _gpus(device: torch.device | None) -> list[int]:

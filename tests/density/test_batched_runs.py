@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import random as python_random
 import sys
 import warnings
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -152,6 +154,22 @@ def test_falls_back_to_the_loop_with_one_warning(model, cause):
         )
         torch.testing.assert_close(total, expected)
         torch.testing.assert_close(again, expected)
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), np.random.rand, python_random.random])
+def test_randomness_is_found_where_runs_agree_by_chance(draw):
+    """Within the tolerance between vmap and a plain run."""
+    pyro.set_rng_seed(0)
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("y", torch.as_tensor(-100 + 0.03 * draw()) + 0.0 * x)
+
+    prepared, values = prepare(model)
+    runs = BatchedRuns("Test")
+    with pytest.warns(UserWarning, match="the model is random beyond its latents"):
+        runs.map(prepared, values, log_probs)
+    assert runs.mode is False
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
