@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pyro.distributions as dist
 import pytest
@@ -29,8 +30,8 @@ def make(outputs, inputs=3, noise=0.3, rows=ROWS, labels=False, dtype=None):
     return classifier(net, rows) if labels else regressor(net, rows, noise=noise)
 
 
-def run(model, x, y, **options):
-    result = fit(model, "auto", x, y, seed=0, progress=False, policy=POLICY, **options)
+def run(model, x, y, policy=POLICY):
+    result = fit(model, "auto", x, y, seed=0, progress=False, policy=policy)
     (found,) = predict(result, [x], 30)
     return result, found
 
@@ -93,10 +94,11 @@ class Ignores(nn.Module):
 
 def test_a_network_that_ignores_its_input(x):
     model = regressor(to_bayesian_(Ignores(), dist.Normal(0.0, 1.0)), ROWS, noise=0.3)
+    longer = replace(POLICY, network=replace(POLICY.network, most_gradients=1000))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         y = 0.5 + 0.3 * x[:, 0]
-        _, found = run(model, x, y)
+        _, found = run(model, x, y, longer)
     # The prior of the mean is N(0, 1 / 120), the likelihood has the variance 0.3**2 / 40.
     mean = y.mean() * (ROWS / 0.09) / (ROWS / 0.09 + 120)
     assert (found.mean - mean).abs().max() < 0.08

@@ -129,12 +129,18 @@ def independent_gradient(alpha, num_particles, repetitions):
     return -torch.stack(torch.autograd.grad(bounds.mean(), [loc, log_scale]))
 
 
+def mean_and_error(gradients):
+    """The mean of independent estimates, and its standard error."""
+    estimates = torch.stack(gradients)
+    return estimates.mean(0), estimates.std(0) / len(estimates) ** 0.5
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 @pytest.mark.parametrize("kind", ["exact", "semi-implicit", "explicit"])
 def test_gradient_is_that_of_the_bound(alpha, kind):
     """The doubly reparameterised one has the mean of the plain one. The elements of a plate that
     holds all sites are so many independent bounds of four particles."""
-    num_rows = 20_000
+    num_rows = 20_000 if kind == "explicit" else 1000  # whose gradient is the plain one, and noisy
     y = torch.full((num_rows, 1), Y)
 
     def model():
@@ -155,12 +161,21 @@ def test_gradient_is_that_of_the_bound(alpha, kind):
                 q = dist.Normal(generator.loc, generator.log_scale.exp()).to_event(1)
             pyro.sample("x", q)
 
-    elbo = ImplicitRenyiELBO(alpha, 4, num_mixing=100, num_steps=2)  # enough: it is linear
-    loss = elbo.differentiable_loss(model, guide) / num_rows
-    found = torch.cat(torch.autograd.grad(loss, list(generator.parameters())))
-    expected = independent_gradient(alpha, 4, 400_000)
-    expected[1] *= 1 - noise_scale**2 / 0.36  # d sd / d log of the generator's scale
-    torch.testing.assert_close(found, expected, atol=0.015, rtol=0.03)
+    num_mixing = 100
+    elbo = ImplicitRenyiELBO(alpha, 4, num_mixing=num_mixing, num_steps=2)  # it is linear
+
+    def gradient():
+        loss = elbo.differentiable_loss(model, guide) / num_rows
+        return torch.cat(torch.autograd.grad(loss, list(generator.parameters())))
+
+    found, error = mean_and_error([gradient() for _ in range(20)])
+    plain, plain_error = mean_and_error([independent_gradient(alpha, 4, 40_000) for _ in range(20)])
+    factor = torch.tensor([1.0, 1 - noise_scale**2 / 0.36])  # d sd / d log of generator's scale
+    limit = 5 * (error.square() + plain_error.square()).sqrt()
+    if kind == "semi-implicit":  # the bias of a mean of densities, about 0.5 / num_mixing
+        limit += 0.8 / num_mixing
+    assert ((found - factor * plain).abs() < limit).all()
+    assert (limit < torch.tensor([0.04, 0.03])).all()  # of 0.2 and 0.06, 0.6 and 0.28
 
 
 @alphas

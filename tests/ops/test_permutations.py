@@ -26,10 +26,13 @@ def test_probabilities_of_all_permutations_sum_to_one(size) -> None:
 
 
 def test_probabilities_are_near_those_in_proportion_to_the_weights() -> None:
-    loc = torch.randn(6, 3, dtype=torch.float64)
-    order = torch.stack([torch.randperm(6) for _ in range(300)])
-    units = loc[order] + 0.7 * torch.randn(300, 6, 3, dtype=torch.float64)
-    log_weights = -0.5 * ((units.unsqueeze(-2) - loc) / 0.7).square().sum(-1)
+    # Other units each time: six of them may be apart, or near each other.
+    loc = torch.randn(1000, 6, 3, dtype=torch.float64)
+    order = torch.stack([torch.randperm(6) for _ in range(1000)])
+    units = loc.gather(1, order.unsqueeze(-1).expand_as(loc))
+    units = units + 0.7 * torch.randn_like(loc)
+    distances = units.unsqueeze(-2) - loc.unsqueeze(-3)
+    log_weights = -0.5 * (distances / 0.7).square().sum(-1)
     total = torch.stack(
         [log_weights[:, torch.arange(6), other].sum(-1) for other in every(6)]
     ).logsumexp(0)
