@@ -179,14 +179,16 @@ def refuse_processes(batch: tuple, refine: bool) -> None:
         )
 
 
-def refuse_validation(validation: Any, batches: Any, amortize: Any) -> None:
-    """Check that ``validation`` comes with ``batches`` and without ``amortize``.
+def refuse_validation(
+    validation: Any, batches: Any, amortize: Any, has_ensemble: bool = False
+) -> None:
+    """Check that ``validation`` comes with ``batches`` or an ensemble, and without ``amortize``.
 
     :raises ValueError: otherwise.
     """
     if validation is None:
         return
-    if batches is None:
+    if batches is None and not has_ensemble:
         raise ValueError(
             "validation is scored after each epoch, which needs batches. Cure: batches=loader"
         )

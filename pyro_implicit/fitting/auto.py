@@ -196,7 +196,8 @@ def fit(
     refuse_nonpositive(max_seconds=max_seconds)
     if amortize is not None:
         refuse_amortizing(guide, refine)
-    refuse_validation(validation, batches, amortize)
+    is_network = isinstance(model, NetworkModel) and guide == "auto"
+    refuse_validation(validation, batches, amortize, is_network)
     if checkpoint is None:
         warn_of_stored_values(guide)
     policy, kwargs = policy or DEFAULT, {**kwargs, **(model_kwargs or {})}
@@ -227,6 +228,8 @@ def fit(
         if validation is not None:
             width = len(stages.batches.probed[0])
             stages.held_out = HeldOut(model, validation, args, kwargs, width, policy.held_out)
+    elif validation is not None:
+        stages.validation = validation
     with stages.kept_apart():
         if batches is None and amortize is None and isinstance(guide, str):
             return _fit_auto(stages, refine)
@@ -269,6 +272,17 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
             ) from error
         target = None
     modes, policy = None, stages.policy
+    is_network = (
+        isinstance(stages.model, NetworkModel)
+        and target is not None
+        and (target.latent_dim > policy.network.most_searched_weights)
+    )
+    if stages.validation is not None and (not is_network or refine is False):
+        raise ValueError(
+            "validation without batches is for the ensemble of a network with more than "
+            f"{policy.network.most_searched_weights} weights, which this fit does not train. Cure: "
+            "batches=loader"
+        )
     try:
         if target is None or (target.latent_dim > MAX_DENSE_DIM and refine is False):
             scale, few = policy.training.init_scale, policy.training.few_particles
@@ -277,8 +291,7 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
             return stages.train_alone("semi-implicit", guide, loss)
         stages.result.target = target
         target.refuse_improper()
-        is_network = isinstance(stages.model, NetworkModel)
-        if is_network and target.latent_dim > policy.network.most_searched_weights:
+        if is_network:
             return fit_network(stages, target, refine is True)
         plan = make_plan(target, policy.budget)
         if not target.is_vectorized:

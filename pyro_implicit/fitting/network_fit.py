@@ -6,17 +6,17 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_implicit.density.target import Target
-from pyro_implicit.fitting.policy import NetworkPolicy
+from pyro_implicit.fitting.policy import HeldOutPolicy, NetworkPolicy
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
-from pyro_implicit.fitting.training import default_loss
+from pyro_implicit.fitting.training import HeldOut, default_loss
 from pyro_implicit.guides import AutoEnsemble, init_to_shuffled
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.guides.sampler import Sampler
@@ -32,7 +32,7 @@ from pyro_implicit.nn import (
 )
 from pyro_implicit.runtime.messages import first_line, warn_user
 
-__all__ = ["HeldOutRows", "describe_score", "fit_network", "is_worse", "split_rows"]
+__all__ = ["HeldOutRows", "describe_score", "fit_network", "is_worse", "rows_of", "split_rows"]
 
 
 def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
@@ -48,21 +48,19 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     """
     policy, model = stages.policy.network, stages.model
     assert isinstance(model, NetworkModel)
-    cost = target.seconds(policy.num_members)
-    # A limit of time that the user sets replaces the budget.
+    cost = policy.cost_ratio * target.seconds(policy.num_members)
+    # A limit of time that the user sets replaces the budget, and ends the chains by itself.
     is_timed = math.isfinite(stages.limit.end)
     left = stages.limit.left(1 - policy.training_share)
     seconds = left if is_timed else policy.chain_seconds
     has_chains = must_refine or seconds >= policy.least_gradients * cost
-    # Without chains there is nothing to compare, and the ensemble needs all rows.
-    rows = split_rows(model, stages.args, stages.kwargs, policy) if has_chains else None
-    whole = stages.trained, stages.args, stages.kwargs
-    if rows is not None:
-        stages.trained, stages.args, stages.kwargs = rows.model, (rows.x, rows.y), {}
-    try:
-        _train_ensemble(stages, model)
-    finally:
-        stages.trained, stages.args, stages.kwargs = whole
+    rows = None
+    if stages.validation is not None:
+        rows = HeldOutRows(model, *rows_of(model, stages.args, stages.kwargs), stages.validation)
+    elif has_chains:
+        # Without chains there is nothing to compare, and the ensemble needs all rows.
+        rows = split_rows(model, stages.args, stages.kwargs, policy)
+    _train_ensemble(stages, model, rows)
     if rows is not None:
         _score(stages, rows, stages.result.guide.get_samples())
     seconds = stages.limit.left() if is_timed else policy.chain_seconds
@@ -73,17 +71,27 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
             f"{policy.least_gradients}"
         )
         return stages.result
+    if is_timed:
+        gradients = policy.most_gradients
     gradients = max(2, min(gradients, policy.most_gradients))
     return _run_chains(stages, target, gradients, rows, must_refine)
 
 
-def _train_ensemble(stages: Stages, model: NetworkModel) -> None:
-    policy = stages.policy.network
-    start = init_to_shuffled(start_values(model))
-    guide = own_names(AutoEnsemble(model, policy.num_members, start))
-    loss = default_loss(guide, policy.num_members, *stages.args, model_kwargs=stages.kwargs)
-    steps = stages.steps_for(guide, loss, policy.training_seconds)
-    stages.train_alone("ensemble", guide, loss, policy.training_share, num_steps=steps)
+def _train_ensemble(stages: Stages, model: NetworkModel, rows: HeldOutRows | None) -> None:
+    """Train on the rows that are not held out, until the ensemble predicts the others best."""
+    policy, whole = stages.policy.network, (stages.trained, stages.args, stages.kwargs)
+    if rows is not None:
+        stages.trained, stages.args, stages.kwargs = rows.model, (rows.x, rows.y), {}
+        stages.held_out = rows.watch(policy)
+    try:
+        start = init_to_shuffled(start_values(model))
+        guide = own_names(AutoEnsemble(model, policy.num_members, start))
+        loss = default_loss(guide, policy.num_members, *stages.args, model_kwargs=stages.kwargs)
+        steps = stages.steps_for(guide, loss, policy.training_seconds / policy.cost_ratio)
+        stages.train_alone("ensemble", guide, loss, policy.training_share, num_steps=steps)
+    finally:
+        stages.trained, stages.args, stages.kwargs = whole
+        stages.held_out = None
 
 
 def _score(stages: Stages, rows: HeldOutRows, posterior: Any) -> None:
@@ -95,12 +103,19 @@ def _score(stages: Stages, rows: HeldOutRows, posterior: Any) -> None:
 def _run_chains(
     stages: Stages, target: Target, gradients: int, rows: HeldOutRows | None, must_refine: bool
 ) -> Fit:
-    """Run chains on the training rows, score them, and go on from their ends with all rows."""
+    """Run chains on the training rows, score them, and go on from their ends with all rows.
+
+    If the held-out rows are no training rows, all gradients are those of the first chains.
+    """
     result, policy = stages.result, stages.policy.network
-    starts, trial = result.guide.get_samples(), round(policy.trial_share * gradients)
+    starts = result.guide.get_samples()
     if rows is not None:
-        part = Target(rows.model, rows.x, rows.y)
-        found = _walk(stages, "mclmc, held out", part, starts, trial, policy.trial_share)
+        is_trial = stages.validation is None
+        share = policy.trial_share if is_trial else 1.0
+        trial = round(share * gradients)
+        part = Target(rows.model, rows.x, rows.y) if is_trial else target
+        name = "mclmc, held out" if is_trial else "mclmc"
+        found = _walk(stages, name, part, starts, trial, share)
         if found is None:
             return result
         _score(stages, rows, found)
@@ -111,7 +126,7 @@ def _run_chains(
             ].outcome += "; significantly worse than the ensemble, which stays the result"
             return result
         result.refined = found
-        if result.interrupted:
+        if result.interrupted or not is_trial:
             return result
         starts = {name: value[:, -1] for name, value in found.samples.items()}
         gradients -= trial
@@ -155,14 +170,19 @@ class HeldOutRows(NamedTuple):
     """Training and held-out rows of a network's data.
 
     ``model`` is the model of the training rows ``x``, ``y``: it has the priors and parameters of
-    the whole model, and a smaller ``num_data``.
+    the whole model, and the ``num_data`` of these rows. ``held`` are minibatches ``(x, y)`` of the
+    other rows.
     """
 
     model: NetworkModel
     x: Tensor
     y: Tensor
-    held_x: Tensor
-    held_y: Tensor
+    held: Iterable[Any]
+
+    def watch(self, policy: NetworkPolicy) -> HeldOut:
+        """Return scores of an ensemble that end its training."""
+        settings = HeldOutPolicy(policy.patience, policy.num_members)
+        return HeldOut(self.model, self.held, policy=settings, interval=policy.score_interval)
 
     def score(self, posterior: Any, num_draws: int) -> LabelReport | NumberReport:
         """Return scores of the predictions for the held-out rows; random streams do not advance.
@@ -170,8 +190,7 @@ class HeldOutRows(NamedTuple):
         :param posterior: a guide, chains or draws by site.
         :param num_draws: posterior draws, at most.
         """
-        part = [(self.held_x, self.held_y)]
-        return evaluate(posterior, part, model=self.model, num_samples=num_draws, seed=0)
+        return evaluate(posterior, self.held, model=self.model, num_samples=num_draws, seed=0)
 
 
 def split_rows(
@@ -189,15 +208,14 @@ def split_rows(
     >>> model = classifier(to_bayesian_(nn.Linear(1, 2)), num_data=200)
     >>> x, y = torch.randn(200, 1), torch.arange(200) % 2
     >>> rows = split_rows(model, (x, y), {}, NetworkPolicy())
-    >>> len(rows.x), rows.held_y.bincount(), rows.model.num_data
+    >>> len(rows.x), rows.held[0][1].bincount(), rows.model.num_data
     (180, tensor([10, 10]), 180)
 
     :param model: of all rows, with its ``args`` and ``kwargs``.
     :param policy: the share of held-out rows and their least number.
     :returns: None if there would be too few held-out rows, or without targets.
     """
-    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    x, y = given["x"], given.get("y")
+    x, y = rows_of(model, args, kwargs)
     if y is None or policy.held_out_share * len(x) < policy.least_held_out:
         return None
     stride = round(1 / policy.held_out_share)
@@ -212,7 +230,15 @@ def split_rows(
     held, rest = held.to(x.device), kept.nonzero().squeeze(-1).to(x.device)
     part = copy.copy(model)
     part.num_data = max(len(rest), round(model.num_data * len(rest) / len(x)))
-    return HeldOutRows(part, x[rest], y[rest], x[held], y[held])
+    return HeldOutRows(part, x[rest], y[rest], [(x[held], y[held])])
+
+
+def rows_of(
+    model: NetworkModel, args: tuple, kwargs: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Return inputs and targets among the arguments of a network."""
+    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    return given["x"], given.get("y")
 
 
 def describe_score(report: LabelReport | NumberReport) -> str:

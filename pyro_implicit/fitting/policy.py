@@ -204,6 +204,11 @@ class NetworkPolicy:
     #: Members of the ensemble, and chains.
     num_members: int = 10
 
+    #: Ratio of measured to counted seconds: gradients are recorded, and counts assume a slow core.
+    #: On airfoil a gradient of ten members takes 2 to 3 ms and is counted as 24 ms; a step of the
+    #: ensemble takes 4 to 6 ms and is counted as 47 ms.
+    cost_ratio: float = 0.125
+
     #: Seconds: budget of the ensemble's training.
     training_seconds: float = 60.0
 
@@ -218,6 +223,12 @@ class NetworkPolicy:
 
     #: Gradients of each chain, at most; Sommer et al. (2025) take 60,000.
     most_gradients: int = 60_000
+
+    #: Steps of the ensemble's training between two scores of the held-out rows.
+    score_interval: int = 50
+
+    #: Such scores in a row without a better one after which the training ends.
+    patience: int = 10
 
     #: Share of the rows that ensemble and first chains do not see, and by which they are compared.
     held_out_share: float = 0.1

@@ -118,6 +118,8 @@ class Stages:
         self.guides: list[AutoGuide] = []
         self.batches: BatchStream | None = None
         self.held_out: HeldOut | None = None
+        #: Held-out rows of a network with all data that the user gave.
+        self.validation: Any = None
         #: Name and guide of the current training.
         self.in_training: tuple[str, Any] | None = None
         #: Whether the model runs once for each particle.

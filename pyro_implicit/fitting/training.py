@@ -110,8 +110,9 @@ def train(
     :param loss: an ELBO of Pyro or of this library.
     :param args: arguments of model and guide; ``kwargs`` likewise.
     :param batches: minibatches; each is the arguments that follow ``args`` in one step.
-    :param held_out: rows that are scored after each epoch. Training ends after five epochs without
-        a better score, and restores the parameters of the best epoch.
+    :param held_out: rows that are scored after each epoch, or after ``held_out.interval`` steps.
+        Training ends after five scores without a better one, and restores the parameters of the
+        best one.
     :param schedule: the number of steps and the learning rates; by default a
         :class:`~pyro_implicit.fitting.Schedule` without arguments.
     :param checkpoint: a folder for a file of this ``name``. A run that was killed resumes from it
@@ -189,8 +190,9 @@ def train(
                 by_steps = step + 1 >= decay_start + round(last * schedule.decay)
                 state.finished = is_exact or by_steps or clock >= 1
                 _check_finite(state.losses, state.finished)
-                if held_out is not None and batches is not None:
-                    if state.finished or (step + 1) % batches.epoch_length == 0:
+                if held_out is not None:
+                    period = held_out.interval if batches is None else batches.epoch_length
+                    if state.finished or (step + 1) % period == 0:
                         state.finished |= held_out.judge(guide, parameters)
                     if state.finished:
                         held_out.take_best(parameters)
@@ -363,10 +365,11 @@ class HeldOut:
     :param rows: minibatches, as for training.
     :param width: the number of parts of a training minibatch.
     :param policy: the number of draws and the patience.
+    :param interval: the steps between two scores in trainings without minibatches.
     :raises TypeError: if ``rows`` is not iterable.
     :raises ValueError: for no rows, rows that can be iterated over only once, or minibatches with
         another number of parts; when called, if all rows are masked.
-    :ivar scores: the score of each epoch.
+    :ivar scores: the score of each epoch or interval.
     """
 
     def __init__(
@@ -377,7 +380,9 @@ class HeldOut:
         kwargs: dict[str, Any] | None = None,
         width: int | None = None,
         policy: HeldOutPolicy | None = None,
+        interval: int = 1,
     ) -> None:
+        self.interval = interval
         self._stream = BatchStream(rows, "validation")
         first = self._stream.probed[0]
         if width is not None and len(first) != width:
@@ -416,11 +421,12 @@ class HeldOut:
     def __str__(self) -> str:
         epoch = self.best_epoch
         score = self.scores[epoch - 1]
-        return f"held-out NLL {score:.4g} at epoch {epoch}, the best of {len(self.scores)}"
+        unit = "epoch" if self.interval == 1 else f"check {self.interval} steps apart, number"
+        return f"held-out NLL {score:.4g} at {unit} {epoch}, the best of {len(self.scores)}"
 
     @property
     def best_epoch(self) -> int:
-        """The epoch with the best score, counted from 1."""
+        """The epoch or interval with the best score, counted from 1."""
         return 1 + min(range(len(self.scores)), key=self.scores.__getitem__)
 
     def judge(self, guide: Callable[..., Any], parameters: Mapping[str, Tensor]) -> bool:

@@ -87,13 +87,14 @@ def test_small_networks_are_like_other_models(linear):
 def test_held_out_rows_and_their_model(linear):
     model, x, y = linear
     rows = split_rows(model, (x,), {"y": y}, NetworkPolicy(least_held_out=6))
-    assert (len(rows.x), len(rows.held_x), rows.model.num_data, model.num_data) == (54, 6, 54, 60)
-    everything = torch.cat([rows.y, rows.held_y]).sort().values
+    held_x, held_y = rows.held[0]
+    assert (len(rows.x), len(held_x), rows.model.num_data, model.num_data) == (54, 6, 54, 60)
+    everything = torch.cat([rows.y, held_y]).sort().values
     assert torch.equal(everything, y.sort().values)
-    ranks = torch.bucketize(rows.held_y.sort().values, y.sort().values)
+    ranks = torch.bucketize(held_y.sort().values, y.sort().values)
     assert (ranks // 10).tolist() == [*range(6)]  # one row of each tenth
     again = split_rows(model, (x, y), {}, NetworkPolicy(least_held_out=6))
-    assert torch.equal(rows.held_x, again.held_x)
+    assert torch.equal(held_x, again.held[0][0])
     assert split_rows(model, (x, y), {}, NetworkPolicy(least_held_out=7)) is None
     assert split_rows(model, (x,), {}, NetworkPolicy(least_held_out=6)) is None
 
@@ -106,7 +107,7 @@ def test_a_class_with_one_row_is_not_held_out():
         labels = y.clone()
         labels[place] = 2  # the class 3 is missing
         rows = split_rows(model, (torch.zeros(40, 2), labels), {}, policy)
-        assert (rows.y == 2).sum() == 1 and 3 <= len(rows.held_y) <= 4
+        assert (rows.y == 2).sum() == 1 and 3 <= len(rows.held[0][1]) <= 4
 
 
 def report(log_prob):
@@ -161,8 +162,8 @@ def test_held_out_rows_are_scored_and_then_given_back(linear, fitted):
     for stage in fitted.stages[:2]:
         assert re.search(r"held-out NLL \d\.\d{3} \+- \d\.\d{3}", stage.outcome)
     rows = split_rows(model, (x, y), {}, POLICY)
-    means = rows.held_x @ fitted.guide.get_samples()["weight"].squeeze(-2).T
-    by_hand = dist.Normal(means, NOISE).log_prob(rows.held_y.unsqueeze(-1)).logsumexp(-1)
+    means = rows.held[0][0] @ fitted.guide.get_samples()["weight"].squeeze(-2).T
+    by_hand = dist.Normal(means, NOISE).log_prob(rows.held[0][1].unsqueeze(-1)).logsumexp(-1)
     found = fitted.held_out["ensemble"].log_prob
     assert torch.allclose(found, by_hand - math.log(POLICY.num_members), atol=1e-5)
     assert fitted.source[1][0] is x and fitted.refined.num_chains == 6
