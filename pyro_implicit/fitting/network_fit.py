@@ -88,6 +88,8 @@ def _train_ensemble(stages: Stages, model: NetworkModel, rows: HeldOutRows | Non
         guide = own_names(AutoEnsemble(model, policy.num_members, start))
         loss = default_loss(guide, policy.num_members, *stages.args, model_kwargs=stages.kwargs)
         steps = stages.steps_for(guide, loss, policy.training_seconds / policy.cost_ratio)
+        if rows is not None and steps > policy.score_interval:
+            steps -= steps % policy.score_interval  # the last step is one with a score
         stages.train_alone("ensemble", guide, loss, policy.training_share, num_steps=steps)
     finally:
         stages.trained, stages.args, stages.kwargs = whole

@@ -421,8 +421,10 @@ class HeldOut:
     def __str__(self) -> str:
         epoch = self.best_epoch
         score = self.scores[epoch - 1]
-        unit = "epoch" if self.interval == 1 else f"check {self.interval} steps apart, number"
-        return f"held-out NLL {score:.4g} at {unit} {epoch}, the best of {len(self.scores)}"
+        if self.interval > 1:
+            place = f"the best held-out score after {self.interval * epoch} steps"
+            return place + ", still rising" * (epoch == len(self.scores))
+        return f"held-out NLL {score:.4g} at epoch {epoch}, the best of {len(self.scores)}"
 
     @property
     def best_epoch(self) -> int:

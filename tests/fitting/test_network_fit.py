@@ -21,7 +21,12 @@ from pyro_implicit.nn import classifier, evaluate, predict, regressor, to_bayesi
 ROWS, DIM, NOISE = 60, 110, 0.5
 #: The cost of these networks is estimated, not measured: budgets give the same steps everywhere.
 POLICY = NetworkPolicy(
-    num_members=6, training_seconds=1.0, chain_seconds=1e3, most_gradients=4000, least_held_out=6
+    num_members=6,
+    training_seconds=1.0,
+    chain_seconds=1e3,
+    most_gradients=4000,
+    least_held_out=6,
+    cost_ratio=1.0,
 )
 #: The same with shorter chains.
 SHORT = replace(POLICY, most_gradients=400)
@@ -108,6 +113,47 @@ def test_a_class_with_one_row_is_not_held_out():
         labels[place] = 2  # the class 3 is missing
         rows = split_rows(model, (torch.zeros(40, 2), labels), {}, policy)
         assert (rows.y == 2).sum() == 1 and 3 <= len(rows.held[0][1]) <= 4
+
+
+def noise_without_a_signal():
+    random = torch.Generator().manual_seed(0)
+    x, y = torch.randn(120, 8, generator=random), torch.randn(120, generator=random)
+    net = nn.Sequential(nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 2))
+    torch.manual_seed(0)
+    return regressor(to_bayesian_(net), 60, noise="heteroscedastic"), x, y
+
+
+def test_the_ensemble_stops_where_it_predicts_held_out_rows_best():
+    model, x, y = noise_without_a_signal()
+    rows = [(x[60:90], y[60:90]), (x[90:], y[90:])]
+    policy = FitPolicy(network=replace(POLICY, chain_seconds=0.0, score_interval=10, patience=3))
+    options = {"seed": 0, "progress": False, "lr": 0.05, "policy": policy}
+    result = fit(model, "auto", x[:60], y[:60], validation=rows, **options)
+    found = re.search(r"best held-out score after (\d+) steps", result.stages[0].outcome)
+    assert len(result.losses) == int(found[1]) + 30  # three further checks
+    whole = fit(model, "auto", x[:60], y[:60], **options)
+    scores = [evaluate(one, rows).log_likelihood for one in (result, whole)]
+    assert len(whole.losses) > len(result.losses) and scores[0] > scores[1] + 0.2
+    best = result.held_out["ensemble"].log_likelihood
+    assert scores[0] == pytest.approx(best, rel=1e-5) and f"held-out NLL {-best:.3f}" in str(result)
+
+
+def test_given_rows_for_validation_leave_all_others_to_the_chains():
+    model, x, y = noise_without_a_signal()
+    rows, policy = [(x[60:], y[60:])], FitPolicy(network=replace(SHORT, training_seconds=0.1))
+    options = {"seed": 0, "progress": False, "policy": policy, "refine": True}
+    result = fit(model, "auto", x[:60], y[:60], validation=rows, **options)
+    assert [stage.name for stage in result.stages] == ["ensemble", "mclmc"]
+    assert list(result.held_out) == ["ensemble", "mclmc"]
+    assert all(one.num_rows == 60 for one in result.held_out.values())
+
+
+@pytest.mark.parametrize(("width", "refine"), [(2, "auto"), (30, False)])
+def test_validation_needs_an_ensemble_or_minibatches(width, refine):
+    model = regressor(to_bayesian_(nn.Linear(width, 4)), 10, noise=1.0)
+    x, y = torch.zeros(10, width), torch.zeros(10, 4)
+    with pytest.raises(ValueError, match="more than 100 weights.*Cure: batches=loader"):
+        fit(model, "auto", x, y, validation=[(x, y)], refine=refine, progress=False)
 
 
 def report(log_prob):

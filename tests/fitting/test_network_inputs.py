@@ -17,7 +17,12 @@ from pyro_implicit.nn import classifier, predict, regressor, to_bayesian_
 
 POLICY = FitPolicy(
     network=NetworkPolicy(
-        num_members=3, training_seconds=0.3, chain_seconds=1e3, most_gradients=200, least_held_out=4
+        num_members=3,
+        cost_ratio=1.0,
+        training_seconds=0.3,
+        chain_seconds=1e3,
+        most_gradients=200,
+        least_held_out=4,
     )
 )
 ROWS = 40
