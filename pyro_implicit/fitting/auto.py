@@ -145,7 +145,8 @@ def fit(
         ``batches``, it replaces ``num_steps``.
     :param validation: minibatches of held-out rows. Training ends after five epochs without a lower
         negative log-likelihood of these rows, and restores the parameters of the best epoch
-        (:class:`~pyro_implicit.fitting.HeldOut`).
+        (:class:`~pyro_implicit.fitting.HeldOut`). Without ``batches`` they stop the ensemble of a
+        network, and replace the rows that ``fit`` would hold out.
     :param amortize: for latent variables of single rows, in a plate that ``batches`` or the model
         subsamples: ``"auto"``, or encoders by site. The guide is then an
         :class:`~pyro_implicit.guides.AutoAmortized`, and ``result.sample(n, x)`` draws for new

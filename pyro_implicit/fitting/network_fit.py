@@ -56,7 +56,10 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     has_chains = must_refine or seconds >= policy.least_gradients * cost
     rows = None
     if stages.validation is not None:
-        rows = HeldOutRows(model, *rows_of(model, stages.args, stages.kwargs), stages.validation)
+        x, y = rows_of(model, stages.args, stages.kwargs)
+        if y is None:
+            raise ValueError("validation needs targets in training. Cure: fit(model, 'auto', x, y)")
+        rows = HeldOutRows(model, x, y, stages.validation)
     elif has_chains:
         # Without chains there is nothing to compare, and the ensemble needs all rows.
         rows = split_rows(model, stages.args, stages.kwargs, policy)

@@ -154,6 +154,9 @@ def test_validation_needs_an_ensemble_or_minibatches(width, refine):
     x, y = torch.zeros(10, width), torch.zeros(10, 4)
     with pytest.raises(ValueError, match="more than 100 weights.*Cure: batches=loader"):
         fit(model, "auto", x, y, validation=[(x, y)], refine=refine, progress=False)
+    if width > 2:
+        with pytest.raises(ValueError, match="validation needs targets in training"):
+            fit(model, "auto", x, validation=[(x, y)], progress=False)
 
 
 def report(log_prob):
