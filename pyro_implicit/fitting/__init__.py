@@ -26,10 +26,12 @@ from pyro_implicit.fitting.policy import (
     Schedule,
     StartPolicy,
     TrainingPolicy,
+    UpdatePolicy,
 )
 from pyro_implicit.fitting.result import Fit, Stage
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.fitting.training import HeldOut, default_loss, train
+from pyro_implicit.fitting.updating import JointPrior, posterior_as_prior
 
 __all__ = [
     "BudgetPolicy",
@@ -40,6 +42,7 @@ __all__ = [
     "FitPolicy",
     "HeldOut",
     "HeldOutPolicy",
+    "JointPrior",
     "MixturePolicy",
     "MixtureWeights",
     "NetworkPolicy",
@@ -48,6 +51,7 @@ __all__ = [
     "Stages",
     "StartPolicy",
     "TrainingPolicy",
+    "UpdatePolicy",
     "choose",
     "default_loss",
     "exact_guide",
@@ -56,6 +60,7 @@ __all__ = [
     "frame_of_draws",
     "gaussian_guide",
     "mixture_weights",
+    "posterior_as_prior",
     "semi_implicit_guide",
     "set_weights",
     "train",

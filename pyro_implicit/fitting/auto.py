@@ -410,3 +410,6 @@ def _fit_amortized(stages: Stages, amortize: Amortize) -> Fit:
     particles = min(stages.num_particles, policy.few_particles)
     loss = default_loss(guide, particles, *everything, model_kwargs=stages.kwargs)
     return stages.train_alone("amortised", guide, loss)
+
+
+Fit._fit = staticmethod(fit)

@@ -30,6 +30,7 @@ __all__ = [
     "Schedule",
     "StartPolicy",
     "TrainingPolicy",
+    "UpdatePolicy",
 ]
 
 
@@ -366,6 +367,41 @@ class MixturePolicy:
 
 
 @dataclass(frozen=True)
+class UpdatePolicy:
+    """Posteriors as priors (:func:`~pyro_implicit.fitting.posterior_as_prior`)."""
+
+    #: Draws of the earlier posterior, at most.
+    num_draws: int = 20_000
+
+    #: Draws for each parameter of a mean, at least.
+    least_draws: int = 5
+
+    #: Numbers of normal distributions, tried in this order until more are not better.
+    components: tuple[int, ...] = (1, 2, 4, 8, 16)
+
+    #: Share of the draws that is held out.
+    held_out: float = 0.2
+
+    #: Nats per held-out draw that more components must gain.
+    least_gain: float = 0.002
+
+    #: Least variance along any direction, in units of the draws' variances.
+    least_variance: float = 1e-6
+
+    #: Points at which the log-density is matched.
+    num_matched: int = 8000
+
+    #: Iterations of the least-squares fit.
+    match_steps: int = 100
+
+    #: Factor by which more components must lower the variance of log p - log q.
+    least_fall: float = 0.7
+
+    #: Variance of log p - log q, in squared nats, that needs no more components.
+    max_rest: float = 1e-4
+
+
+@dataclass(frozen=True)
 class HeldOutPolicy:
     """Scores of held-out rows."""
 
@@ -413,6 +449,9 @@ class FitPolicy:
 
     #: Weights of a mixture.
     mixture: MixturePolicy = field(default_factory=MixturePolicy)
+
+    #: Posteriors as priors.
+    update: UpdatePolicy = field(default_factory=UpdatePolicy)
 
     #: Scores of held-out rows.
     held_out: HeldOutPolicy = field(default_factory=HeldOutPolicy)

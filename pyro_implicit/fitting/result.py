@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,12 +29,14 @@ from pyro_implicit.fitting.arguments import refuse_unfit_guide
 from pyro_implicit.fitting.candidates import corrected_draws
 from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
+from pyro_implicit.fitting.updating import JointPrior, posterior_as_prior
 from pyro_implicit.guides.auto_implicit import has_exact_density
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.mcmc import AutoConditional, Refined
 from pyro_implicit.mcmc.refine import continue_chains
 from pyro_implicit.nn import LabelReport, NumberReport
+from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import in_turn, seeded
 from pyro_implicit.runtime.messages import Printed, Table, first_line
@@ -78,8 +81,12 @@ class Fit(Printed):
         stage that did not see them; empty for other models and few rows.
     :param minibatches: whether the data came in minibatches, which are not in ``source``.
     :param source: the model, its arguments and its keyword arguments.
+    :param prior: the posterior of earlier data that :meth:`update` gave the model as its prior.
     :param policy: the settings of the call.
     """
+
+    #: ``fit``, which calls this file and therefore registers itself here.
+    _fit: ClassVar[Callable[..., Fit]]
 
     guide: Any = None
     losses: list[float] = field(default_factory=list)
@@ -94,6 +101,7 @@ class Fit(Printed):
     held_out: dict[str, LabelReport | NumberReport] = field(default_factory=dict, repr=False)
     minibatches: bool = False
     source: tuple[Any, tuple, dict[str, Any]] = field(default=(None, (), {}), repr=False)
+    prior: JointPrior | None = field(default=None, repr=False)
     policy: FitPolicy = field(default=DEFAULT, repr=False)
 
     @cached_property
@@ -187,6 +195,64 @@ class Fit(Printed):
             line.outcome = f"{found.stopped} after {found.num_gradients} gradients; {found.drift}"
         return result
 
+    def update(
+        self,
+        model: Callable[..., Any],
+        *args: Any,
+        sites: Collection[str] | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Fit:
+        """Fit new data, with this posterior as the prior.
+
+        **Example:**
+
+        >>> import pyro
+        >>> import pyro.distributions as dist
+        >>> from pyro_implicit import fit
+        >>> def model(y):
+        ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("rows", len(y)):
+        ...         pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+        >>> monday = fit(model, "auto", torch.tensor([2.0, 3.0]), seed=0, progress=False)
+        >>> tuesday = monday.update(model, torch.tensor([1.0]), seed=0, progress=False)
+        >>> print(f"{tuesday.sample(1_000)['x'].mean():.1f}")  # (2 + 3 + 1) / (3 + 1)
+        1.5
+
+        :param model: the model of the new data, with its own priors.
+        :param args: its arguments: only the new data.
+        :param sites: the sites that keep what is known of them; see
+            :func:`~pyro_implicit.fitting.posterior_as_prior`, which also lists the errors.
+        :param model_kwargs: keyword arguments of the model.
+        :param options: options of :func:`~pyro_implicit.fit`, such as ``seed`` and ``max_seconds``.
+        :returns: the result of ``fit``. Its first stage tells how close the prior is to this
+            posterior, by k-hat and effective sample size of importance weights (unknown if the
+            prior has only some of the sites), and how many modes the new data have excluded.
+        """
+        began, policy = time.perf_counter(), self.policy.update
+        prior = posterior_as_prior(
+            self, model, *args, sites=sites, policy=policy, model_kwargs=model_kwargs
+        )
+        line = Stage("prior", outcome=f"{prior}{self._loss_of(prior)}")
+        line.seconds = time.perf_counter() - began
+        result = self._fit(prior(model), "auto", *args, model_kwargs=model_kwargs, **options)
+        result.prior = prior
+        result.stages.insert(0, line)
+        before, now = self.num_modes or 1, result.num_modes or 1
+        if now < before:
+            line.outcome += f"; {before} modes before the new data, {now} now"
+        return result
+
+    def _loss_of(self, prior: JointPrior) -> str:
+        if self.minibatches or set(prior.shapes) != set(self.target.shapes):
+            return ""
+        with torch.no_grad():
+            points = prior.density.sample(torch.Size((self.policy.choice.num_weighed,)))
+            values = prior.constrain(points)
+            latent = self.target.unconstrain({name: values[name] for name in self.target.shapes})
+            log_weights = self.target.log_prob(latent) - prior.density.log_prob(points)
+        return f"; {LogWeights(log_weights.masked_fill(log_weights.isnan(), -math.inf))}"
+
     def diagnose(self, **options: Any) -> Diagnosis:
         """Return :func:`~pyro_implicit.diagnose` of the refined or corrected draws or the guide.
 
@@ -279,12 +345,15 @@ class Fit(Printed):
 
         :param path: the path of the file.
         :param model: the fitted model, with its ``args`` and ``kwargs``. Without these the result
-            can be sampled, but methods that run the model raise an error.
+            can be sampled, but methods that run the model raise an error. A result of
+            :meth:`update` has its prior in the file.
         :param model_kwargs: keyword arguments of the model of any name.
         :raises ValueError: for a damaged file, a file that is no result of ``fit`` or has another
             version's format, or a model with other latent variables or parameter shapes.
         """
         content = read_file(Path(path), "cpu", KIND)
+        if content["prior"] is not None:
+            model = content["prior"](model)
         result = cls(**{**content, "source": (model, args, {**kwargs, **(model_kwargs or {})})})
         result._attach()
         if result._misses_data() is None and not result.minibatches:

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Posteriors as priors."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import MCMC, NUTS, SVI, Predictive, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from pyro.optim import Adam
+from torch import Tensor
+
+from pyro_implicit import LIVI_ELBO, AutoSemiImplicit, fit
+from pyro_implicit.density import Target
+from pyro_implicit.fitting import Fit, JointPrior, UpdatePolicy, posterior_as_prior
+from pyro_implicit.guides.auto_draws import own_names
+
+
+def model(y: Tensor) -> None:
+    """Sites of each kind: a scale, a vector event, a plate of its own, and rows of the data."""
+    scale = pyro.sample("scale", dist.HalfNormal(1.0).expand(()))
+    slope = pyro.sample("slope", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("groups", 3):
+        group = pyro.sample("group", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("rows", len(y)):
+        own = pyro.sample("own", dist.Normal(slope.sum(-1), 1.0))
+        loc = own + group.sum(-1, keepdim=True)
+        pyro.sample("y", dist.Normal(loc, scale), obs=y)
+
+
+def earlier(num: int = 2_000) -> dict[str, Tensor]:
+    shared = torch.randn(num)
+    return {
+        "scale": (0.1 * torch.randn(num) + 0.5 * shared).exp(),
+        "slope": torch.randn(num, 2) + shared.unsqueeze(-1),
+        "group": torch.randn(num, 3).exp(),
+        "own": torch.randn(num, 4),
+    }
+
+
+def test_the_density_is_that_of_the_mixture() -> None:
+    torch.set_default_dtype(torch.float64)
+    y = torch.zeros(4)
+    prior = posterior_as_prior(earlier(), model, y)
+    assert list(prior.shapes) == ["scale", "slope", "group"]  # "own" belongs to the rows
+    values = {"scale": torch.tensor(0.7), "slope": torch.tensor([0.3, -1.0])}
+    values["group"] = torch.tensor([0.2, 1.0, 3.0])
+    values["own"] = torch.randn(4)
+    trace = poutine.trace(poutine.condition(prior(model), values)).get_trace(y)
+    mixture = prior.density
+    logs = torch.cat([values["scale"].log()[None], values["slope"], values["group"].log()])
+    parts = dist.MultivariateNormal(
+        mixture.component_distribution.loc,
+        covariance_matrix=mixture.component_distribution.covariance_matrix,
+    ).log_prob(logs)
+    expected = torch.logsumexp(parts + mixture.mixture_distribution.probs.log(), 0)
+    expected = expected - logs[0] - logs[3:].sum()  # d log(x) / dx
+    own = dist.Normal(values["slope"].sum(), 1.0).log_prob(values["own"]).sum()
+    likelihood = dist.Normal(values["own"] + values["group"].sum(), 0.7).log_prob(y).sum()
+    total = expected + own + likelihood
+    torch.testing.assert_close(torch.as_tensor(trace.log_prob_sum()), total)
+
+
+def test_it_has_the_moments_of_the_draws() -> None:
+    torch.set_default_dtype(torch.float64)
+    draws = earlier(5_000)
+    prior = posterior_as_prior(draws, model, torch.zeros(4))
+    new = prior.sample(20_000)
+    one, other = (
+        torch.cat([d["scale"].log()[:, None], d["slope"], d["group"].log()], -1)
+        for d in (draws, new)
+    )
+    torch.testing.assert_close(other.mean(0), one.mean(0), atol=0.06, rtol=0)
+    torch.testing.assert_close(other.T.cov(), one.T.cov(), atol=0.08, rtol=0)
+
+
+def test_a_skewed_and_a_bimodal_posterior_need_several_normals() -> None:
+    y = torch.zeros(1)
+
+    def one(y: Tensor) -> None:
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    signs = torch.randint(2, (4_000,)) * 8.0 - 4.0
+    prior = posterior_as_prior({"x": signs + torch.randn(4_000)}, one, y)
+    assert "2 normals" in repr(prior)
+    assert abs((prior.sample(4_000)["x"] > 0).float().mean() - (signs > 0).float().mean()) < 0.04
+    assert repr(posterior_as_prior({"x": torch.randn(4_000)}, one, y)).startswith("a normal")
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_particles_have_joint_draws_and_their_own_densities(vectorize: bool) -> None:
+    y = torch.zeros(4)
+    updated = posterior_as_prior(earlier(), model, y)(model)
+    guide = AutoNormal(updated)
+    elbo = Trace_ELBO(num_particles=100, vectorize_particles=vectorize, max_plate_nesting=1)
+    guide(y)
+    pyro.set_rng_seed(1)
+    value = elbo.loss(updated, guide, y)
+    pyro.set_rng_seed(2)
+    other = Trace_ELBO(num_particles=100).loss(updated, guide, y)
+    spread = torch.tensor([Trace_ELBO().loss(updated, guide, y) for _ in range(50)]).std()
+    assert abs(value - other) < 5 * spread * math.sqrt(2 / 100)
+
+
+def test_draws_of_all_sites_are_joint() -> None:
+    y = torch.zeros(4)
+    prior = posterior_as_prior(earlier(), model, y)
+    drawn = Predictive(prior(model), num_samples=2_000, parallel=True)(y)
+    shared = torch.stack([drawn["scale"].log().flatten(), *drawn["slope"].flatten(1).T])
+    assert shared.corrcoef()[0, 1] > 0.5
+    one_by_one = Predictive(prior(model), num_samples=300)(y)
+    assert one_by_one["group"].flatten(1).shape == (300, 3)
+
+
+def test_it_is_a_pyro_model() -> None:
+    y = torch.zeros(4)
+    updated = posterior_as_prior(earlier(), model, y)(model)
+    copy.deepcopy(AutoNormal(updated))
+    svi = SVI(updated, AutoSemiImplicit(updated), Adam({"lr": 0.01}), LIVI_ELBO(4))
+    assert all(math.isfinite(svi.step(y)) for _ in range(3))
+    target = Target(updated, y)
+    points = torch.randn(5, target.latent_dim)
+    alone = torch.cat([target.log_prob(point[None]) for point in points])
+    torch.testing.assert_close(target.log_prob(points), alone, atol=1e-4, rtol=1e-4)
+    mcmc = MCMC(NUTS(updated), num_samples=5, warmup_steps=5, disable_progbar=True)
+    mcmc.run(y)
+    assert mcmc.get_samples()["slope"].shape == (5, 2)
+
+
+def conjugate(y: Tensor) -> None:
+    x = pyro.sample("x", dist.Normal(0.0, 2.0))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+
+def test_a_stream_ends_at_the_posterior_of_all_data(tmp_path: Path) -> None:
+    y = torch.randn(40) + 1
+    result = fit(conjugate, "auto", y[:10], seed=0, progress=False)
+    for index in range(1, 4):
+        batch = y[10 * index : 10 * index + 10]
+        result = result.update(conjugate, batch, seed=index, progress=False)
+    assert result.stages[0].name == "prior"
+    assert "a normal distribution for x; k-hat" in result.stages[0].outcome
+    draws = result.sample(10_000)["x"]
+    precision = 0.25 + 40
+    assert abs(draws.mean() - y.sum() / precision) < 0.05 / math.sqrt(precision)
+    assert abs(draws.std() * math.sqrt(precision) - 1) < 0.05
+    assert result.diagnose().verdict == "trust"
+
+    # The file contains the prior, so that a loaded result has the posterior of all data.
+    result.save(tmp_path / "result.pt")
+    loaded = Fit.load(tmp_path / "result.pt", conjugate, y[30:])
+    point = torch.zeros(1, 1)
+    torch.testing.assert_close(loaded.target.log_prob(point), result.target.log_prob(point))
+
+
+def test_modes_that_the_new_data_exclude_are_named() -> None:
+    def squared(y: Tensor) -> None:
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(x.square(), 0.1), obs=y)
+
+    def signed(y: Tensor) -> None:
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(x, 0.1), obs=y)
+
+    result = fit(squared, "auto", torch.tensor(1.0), seed=0, progress=False)
+    again = result.update(squared, torch.tensor(1.0), seed=0, progress=False)
+    assert "before the new data" not in again.stages[0].outcome
+    assert abs((again.sample(4_000)["x"] > 0).float().mean() - 0.5) < 0.05
+    after = again.update(signed, torch.tensor(1.0), seed=0, progress=False)
+    assert "2 modes before the new data, 1 now" in after.stages[0].outcome
+    assert after.sample(1_000)["x"].min() > 0
+
+
+def test_guides_and_chains_are_posteriors() -> None:
+    y = torch.zeros(3)
+    guide = own_names(AutoNormal(conjugate))
+    guide(y)
+    policy = UpdatePolicy(num_draws=500)
+    assert posterior_as_prior(guide, conjugate, y, policy=policy).shapes == {"x": torch.Size()}
+    mcmc = MCMC(NUTS(conjugate), num_samples=50, warmup_steps=20, disable_progbar=True)
+    mcmc.run(y)
+    assert posterior_as_prior(mcmc, conjugate, y).shapes == {"x": torch.Size()}
+
+
+@pytest.mark.parametrize(
+    ("draws", "sites", "message"),
+    [
+        ({"z": torch.randn(100)}, None, r"draws of \['z'\], and none of them"),
+        ({"own": torch.randn(100, 4)}, None, "outside of the plates of its data"),
+        ({"scale": torch.rand(100)}, ["slope"], "earlier posterior has no .* 'slope'"),
+        ({"z": torch.rand(100)}, ["z"], "new model has no .* 'z'"),
+        ({"group": torch.rand(100, 5)}, None, r"shape \(3,\) in the new model and \(5,\)"),
+        ({"scale": torch.rand(3)}, None, "3 draws .* at least 10"),
+    ],
+)
+def test_errors_name_the_site(draws: dict, sites: list | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        posterior_as_prior(draws, model, torch.zeros(4), sites=sites)
+
+
+def test_another_model_is_refused_when_it_runs() -> None:
+    prior = JointPrior.of_draws({"z": torch.randn(100)}, {"z": dist.constraints.real})
+    with pytest.raises(ValueError, match=r"did not sample \['z'\]"):
+        prior(conjugate)(torch.zeros(2))
