@@ -7,12 +7,12 @@ from pyro_implicit.distributions.implicit import (
     Draw,
     Implicit,
     IntractableDensityError,
+    Mixture,
     SemiImplicit,
     TransformedDraw,
     draw_through,
     find_implicit,
 )
-from pyro_implicit.distributions.mixture import Mixture
 
 __all__ = [
     "Draw",

@@ -222,12 +222,14 @@ class JointPrior:
         shapes = {name: part.shape[1:] for name, part in parts.items()}
         points = torch.cat([part.reshape(len(part), -1) for part in parts.values()], -1)
         points = points[points.isfinite().all(-1)]
+        at = None
+        if log_prob is not None:
 
-        def at(points: Tensor) -> Tensor:
-            parts = site_parts(points, shapes)
-            return log_prob({name: transforms[name](part) for name, part in parts.items()})
+            def at(points: Tensor) -> Tensor:
+                parts = site_parts(points, shapes)
+                return log_prob({name: transforms[name](part) for name, part in parts.items()})
 
-        return cls(_fit_mixture(points, policy, log_prob and at), shapes, transforms)
+        return cls(_fit_mixture(points, policy, at), shapes, transforms)
 
     def log_prob(self, values: Mapping[str, Tensor], event_dims: Mapping[str, int]) -> Tensor:
         """Return the log-density of values, whose dimensions on the left are particles.
@@ -328,7 +330,8 @@ def _matched(
     with torch.no_grad():
         log_p = log_prob(points).double()
     points, log_p = points[log_p.isfinite()].double(), log_p[log_p.isfinite()]
-    normals, logits = start.component_distribution, start.mixture_distribution.logits
+    normals: Any = start.component_distribution
+    logits = start.mixture_distribution.logits
     loc, scale = normals.loc.double(), normals.scale_tril.double()
     # In units of each component's own start, so that one step size suits all parameters.
     shifts, factors = scale.new_zeros(loc.shape), scale.new_zeros(scale.shape)
@@ -362,7 +365,8 @@ def _matched(
         if not after < before:
             return start, before
         found = mixture()
-        own, logits = found.component_distribution, found.mixture_distribution.logits
+        own: Any = found.component_distribution
+        logits = found.mixture_distribution.logits
         to = [one.to(normals.loc) for one in (own.loc, own.scale_tril, logits)]
         components = MultivariateNormal(to[0], scale_tril=to[1])
         return MixtureSameFamily(Categorical(logits=to[2]), components), after

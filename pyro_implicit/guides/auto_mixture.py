@@ -17,7 +17,7 @@ from pyro.nn.module import PyroModuleList
 from torch import Tensor
 from torch.distributions import Distribution, biject_to, constraints
 
-from pyro_implicit.distributions.mixture import Mixture
+from pyro_implicit.distributions.implicit import Mixture
 from pyro_implicit.guides.auto_draws import AutoDraws, refuse_stored
 from pyro_implicit.guides.auto_implicit import AutoImplicit
 from pyro_implicit.guides.policy import INIT_SPREAD

@@ -15,7 +15,7 @@ from torch.distributions import MixtureSameFamily
 
 from pyro_implicit import Implicit
 from pyro_implicit.distributions import IntractableDensityError
-from pyro_implicit.distributions.mixture import Mixture
+from pyro_implicit.distributions.implicit import Mixture
 
 LOC = torch.tensor([[-2.0, 0.5], [1.0, 1.0], [0.0, -3.0]], dtype=torch.float64)
 SCALE = torch.tensor([[0.3, 1.0], [2.0, 0.5], [1.0, 1.0]], dtype=torch.float64)
