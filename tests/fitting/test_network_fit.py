@@ -155,7 +155,8 @@ def test_validation_needs_an_ensemble_or_minibatches(width, refine):
     with pytest.raises(ValueError, match="more than 100 weights.*Cure: batches=loader"):
         fit(model, "auto", x, y, validation=[(x, y)], refine=refine, progress=False)
     if width > 2:
-        with pytest.raises(ValueError, match="validation needs targets in training"):
+        nothing = pytest.warns(UserWarning, match="the model observes nothing")
+        with nothing, pytest.raises(ValueError, match="validation needs targets in training"):
             fit(model, "auto", x, validation=[(x, y)], progress=False)
 
 
