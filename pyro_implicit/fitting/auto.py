@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +29,11 @@ from pyro_implicit.fitting.arguments import (
     warn_of_stored_values,
 )
 from pyro_implicit.fitting.checkpoint import own_file, same_start
-from pyro_implicit.fitting.network_fit import fit_network
+from pyro_implicit.fitting.network_fit import (
+    fit_network,
+    score_validation,
+    train_by_minibatches,
+)
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.fitting.refinement import (
     ChainPlan,
@@ -137,10 +142,11 @@ def fit(
     :param batches: minibatches, for instance a ``DataLoader``: tuples of the arguments that follow
         ``args``, or single arguments. The model scales each to all data by
         ``pyro.plate(name, number_of_all_rows, subsample_size=len(x))``. The guide is an
-        :class:`AutoSemiImplicit` with at most 100 latent variables, and otherwise an
-        ``AutoNormal``; ``refine=True`` moves its draws by stochastic gradients
-        (:func:`~pyro_implicit.mcmc.refine`). After ``torch.distributed.init_process_group`` all
-        processes train one guide, each with its own minibatches (``DistributedSampler``).
+        :class:`AutoSemiImplicit` with at most 100 latent variables, an :class:`AutoEnsemble` for
+        networks of :mod:`pyro_implicit.nn`, and otherwise an ``AutoNormal``; ``refine=True`` moves
+        its draws by stochastic gradients (:func:`~pyro_implicit.mcmc.refine`). After
+        ``torch.distributed.init_process_group`` all processes train one guide, each with its own
+        minibatches (``DistributedSampler``).
     :param epochs: the number of passes over ``batches`` in training, and again in chains. With
         ``batches``, it replaces ``num_steps``.
     :param validation: minibatches of held-out rows. Training ends after five epochs without a lower
@@ -228,9 +234,12 @@ def fit(
         stages.num_steps = epochs * stages.batches.epoch_length
         if validation is not None:
             width = len(stages.batches.probed[0])
-            stages.held_out = HeldOut(model, validation, args, kwargs, width, policy.held_out)
-    elif validation is not None:
-        stages.validation = validation
+            draws = policy.held_out
+            if is_network:  # all members of an ensemble
+                number = max(draws.num_draws, policy.network.num_members)
+                draws = replace(draws, num_draws=number)
+            stages.held_out = HeldOut(model, validation, args, kwargs, width, draws)
+    stages.validation = validation
     with stages.kept_apart():
         if batches is None and amortize is None and isinstance(guide, str):
             return _fit_auto(stages, refine)
@@ -350,6 +359,9 @@ def _fit_batches(
         refuse_unfit_guide(stages.model, guide, everything, stages.kwargs)
         loss = loss or default_loss(guide, particles, *everything, model_kwargs=stages.kwargs)
         return stages.train_alone("guide", guide, loss, time_share)
+    network = stages.policy.network
+    if isinstance(stages.model, NetworkModel) and target.latent_dim > network.most_searched_weights:
+        return train_by_minibatches(stages, time_share)
     scale = policy.minibatch_init_scale
     if not is_wide:
         guide = own_names(AutoSemiImplicit(stages.model, frame=None, init_scale=scale))
@@ -377,6 +389,7 @@ def _refine_batches(stages: Stages, epochs: int) -> Fit:
             *stages.args,
             kernel="sghmc",
             batches=stages.batches.batches,
+            num_chains=getattr(result.guide, "num_members", None),
             max_epochs=epochs,
             max_seconds=left if math.isfinite(left) else None,
             progress=stages.options["progress"],
@@ -389,6 +402,7 @@ def _refine_batches(stages: Stages, epochs: int) -> Fit:
             f"{choice.relaxations:.2g} relaxation times"
         )
         result.interrupted = refined.stopped == "interrupted"
+        score_validation(stages, refined)
     if line.error is not None:
         warn_user(f"fit did not refine its draws: {first_line(line.error)}")
     return result

@@ -32,7 +32,16 @@ from pyro_implicit.nn import (
 )
 from pyro_implicit.runtime.messages import first_line, warn_user
 
-__all__ = ["HeldOutRows", "describe_score", "fit_network", "is_worse", "rows_of", "split_rows"]
+__all__ = [
+    "HeldOutRows",
+    "describe_score",
+    "fit_network",
+    "is_worse",
+    "rows_of",
+    "score_validation",
+    "split_rows",
+    "train_by_minibatches",
+]
 
 
 def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
@@ -65,7 +74,7 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
         rows = split_rows(model, stages.args, stages.kwargs, policy)
     _train_ensemble(stages, model, rows)
     if rows is not None:
-        _score(stages, rows, stages.result.guide.get_samples())
+        _score(stages, rows.model, rows.held, stages.result.guide.get_samples())
     seconds = stages.limit.left() if is_timed else policy.chain_seconds
     gradients = int(seconds / cost)
     if gradients < policy.least_gradients and not must_refine:
@@ -78,6 +87,33 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
         gradients = policy.most_gradients
     gradients = max(2, min(gradients, policy.most_gradients))
     return _run_chains(stages, target, gradients, rows, must_refine)
+
+
+def train_by_minibatches(stages: Stages, time_share: float) -> Fit:
+    """Train an ensemble of networks by minibatches.
+
+    No chains follow by themselves: on airfoil and MNIST those of stochastic gradients predict no
+    better than the members from which they start (:doc:`/networks`).
+
+    :param time_share: the share of the remaining time that the training may take.
+    """
+    policy, model = stages.policy.network, stages.model
+    assert isinstance(model, NetworkModel) and stages.batches is not None
+    guide = own_names(
+        AutoEnsemble(model, policy.num_members, init_to_shuffled(start_values(model)))
+    )
+    loss = default_loss(guide, policy.num_members)
+    result = stages.train_alone("ensemble", guide, loss, time_share)
+    if time_share == 1:
+        result.stages[-1].outcome += "; no chains, which need all data or refine=True"
+    score_validation(stages, guide.get_samples())
+    return result
+
+
+def score_validation(stages: Stages, posterior: Any) -> None:
+    """Add scores of the rows for validation to the result of a network trained by minibatches."""
+    if stages.validation is not None and stages.result.chosen == "ensemble":
+        _score(stages, stages.model, stages.validation, posterior)
 
 
 def _train_ensemble(stages: Stages, model: NetworkModel, rows: HeldOutRows | None) -> None:
@@ -99,9 +135,16 @@ def _train_ensemble(stages: Stages, model: NetworkModel, rows: HeldOutRows | Non
         stages.held_out = None
 
 
-def _score(stages: Stages, rows: HeldOutRows, posterior: Any) -> None:
+def _score(stages: Stages, model: Any, held: Iterable[Any], posterior: Any) -> None:
+    """Add scores of the held-out rows to the result and to its last line.
+
+    Random streams do not advance.
+
+    :param posterior: a guide, chains or draws by site.
+    """
     line, held_out = stages.result.stages[-1], stages.result.held_out
-    held_out[line.name] = rows.score(posterior, stages.policy.network.num_scored)
+    number = stages.policy.network.num_scored
+    held_out[line.name] = evaluate(posterior, held, model=model, num_samples=number, seed=0)
     line.outcome += f"; {describe_score(held_out[line.name])}"
 
 
@@ -123,7 +166,7 @@ def _run_chains(
         found = _walk(stages, name, part, starts, trial, share)
         if found is None:
             return result
-        _score(stages, rows, found)
+        _score(stages, rows.model, rows.held, found)
         scores = list(result.held_out.values())
         if is_worse(scores[-1], scores[0], policy) and not must_refine:
             result.stages[
@@ -188,14 +231,6 @@ class HeldOutRows(NamedTuple):
         """Return scores of an ensemble that end its training."""
         settings = HeldOutPolicy(policy.patience, policy.num_members)
         return HeldOut(self.model, self.held, policy=settings, interval=policy.score_interval)
-
-    def score(self, posterior: Any, num_draws: int) -> LabelReport | NumberReport:
-        """Return scores of the predictions for the held-out rows; random streams do not advance.
-
-        :param posterior: a guide, chains or draws by site.
-        :param num_draws: posterior draws, at most.
-        """
-        return evaluate(posterior, self.held, model=self.model, num_samples=num_draws, seed=0)
 
 
 def split_rows(

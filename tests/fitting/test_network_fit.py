@@ -160,6 +160,34 @@ def test_validation_needs_an_ensemble_or_minibatches(width, refine):
             fit(model, "auto", x, validation=[(x, y)], progress=False)
 
 
+@pytest.mark.parametrize("refine", ["auto", True])
+def test_minibatches_train_an_ensemble(refine):
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(240, 2, generator=random)
+    y = (x[:, 0] * x[:, 1] > 0).long()
+    torch.manual_seed(0)
+    net = to_bayesian_(nn.Sequential(nn.Linear(2, 30), nn.Tanh(), nn.Linear(30, 2)))
+    policy = FitPolicy(network=NetworkPolicy(num_members=4))
+    batches = list(zip(x[:200].split(50), y[:200].split(50), strict=True))
+    result = fit(
+        classifier(net, 200), "auto", batches=batches,
+        validation=[(x[200:], y[200:])], epochs=60, refine=refine, seed=0, progress=False,
+        policy=policy,
+    )  # fmt: skip
+    members = result.guide.get_samples()["0.weight"]
+    assert result.chosen == "ensemble" and len(members.flatten(1).unique(dim=0)) == 4
+    assert list(result.held_out) == (["ensemble"] if refine == "auto" else ["ensemble", "refine"])
+    assert evaluate(result, [(x[200:], y[200:])]).accuracy > 0.9
+    first = result.stages[0].outcome
+    assert re.search(r"at epoch \d+, the best of \d+.*; held-out NLL \d\.\d{3} \+- ", first)
+    assert ("no chains, which need all data or refine=True" in first) == (refine == "auto")
+    # The score that ends the training is that of all members.
+    best = float(re.search(r"held-out NLL ([\d.]+) at epoch", first)[1])
+    assert result.held_out["ensemble"].nll == pytest.approx(best, rel=1e-3)
+    if refine is True:
+        assert result.refined.num_chains == 4
+
+
 def report(log_prob):
     return SimpleNamespace(log_prob=log_prob)
 

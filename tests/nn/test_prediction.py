@@ -307,8 +307,8 @@ def test_from_fit_to_predictions(tmp_path):
     model = classifier(
         to_bayesian_(nn.Sequential(nn.Linear(2, 26), nn.Tanh(), nn.Linear(26, 2))), 60
     )
-    result = fit(model, "auto", batches=loader, epochs=8, refine=True, seed=0, progress=False)
-    assert result.chosen == "mean-field" and result.refined is not None
+    result = fit(model, "auto", batches=loader, epochs=20, refine=True, seed=0, progress=False)
+    assert result.chosen == "ensemble" and result.refined is not None
     found = joined(predict(result, [x], 30), "probability")
     assert (found.argmax(-1) == labels).float().mean() > 0.9
     result.save(tmp_path / "fit.pt")

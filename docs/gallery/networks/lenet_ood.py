@@ -70,9 +70,9 @@ single_report = evaluate(single, held_out, ood={"8 and 9": foreign}, num_samples
 print(single_report)
 
 # %%
-# A mean field over thousands of weights is not their posterior. ``diagnose`` would confirm this,
-# but slowly, because it needs the gradients of hundreds of draws on all images. The two reports
-# judge the predictions instead.
+# Ten point estimates are not the posterior of thousands of weights. ``diagnose`` would confirm
+# this, but slowly, because it needs the gradients of hundreds of draws on all images. The two
+# reports judge the predictions instead.
 #
 # Figure
 # ------

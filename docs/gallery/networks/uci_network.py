@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.infer.autoguide import AutoDelta, init_to_value
+from pyro.infer.autoguide import AutoDelta, AutoNormal, init_to_value
 from sklearn.datasets import load_diabetes
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -43,12 +43,14 @@ model = regressor(net, num_data=len(train), noise=dist.Gamma(1.0, 0.1))
 # -------------
 #
 # A single network (maximum a posteriori), and a mean field over all weights, both trained by
-# minibatches. ``fit`` selects this mean field for minibatches with more than 100 latent variables.
+# minibatches. With ``"auto"``, ``fit`` would train an ensemble of ten networks.
 
 loader = DataLoader(train, batch_size=100, shuffle=True)
 point = AutoDelta(model, init_loc_fn=init_to_value(values=start_values(net)))
 single = fit(model, point, batches=loader, epochs=150, lr=0.02, seed=0)
-mean_field = fit(model, "auto", batches=loader, epochs=150, lr=0.02, seed=0)
+start = init_to_value(values=start_values(net))
+guide = AutoNormal(model, init_loc_fn=start, init_scale=0.05)
+mean_field = fit(model, guide, batches=loader, epochs=150, lr=0.02, seed=0)
 print(mean_field)
 
 # %%
