@@ -373,32 +373,17 @@ class UpdatePolicy:
     #: Draws of the earlier posterior, at most.
     num_draws: int = 20_000
 
-    #: Draws for each parameter of a mean, at least.
-    least_draws: int = 5
-
-    #: Numbers of normal distributions, tried in this order until more are not better.
-    components: tuple[int, ...] = (1, 2, 4, 8, 16)
+    #: Numbers of normal distributions, tried after one until more are not better.
+    components: tuple[int, ...] = (2, 4, 8, 16)
 
     #: Share of the draws that is held out.
     held_out: float = 0.2
-
-    #: Nats per held-out draw that more components must gain.
-    least_gain: float = 0.002
-
-    #: Least variance along any direction, in units of the draws' variances.
-    least_variance: float = 1e-6
 
     #: Points at which the log-density is matched.
     num_matched: int = 8000
 
     #: Iterations of the least-squares fit.
     match_steps: int = 100
-
-    #: Factor by which more components must lower the variance of log p - log q.
-    least_fall: float = 0.7
-
-    #: Variance of log p - log q, in squared nats, that needs no more components.
-    max_rest: float = 1e-4
 
 
 @dataclass(frozen=True)

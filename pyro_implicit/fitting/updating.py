@@ -267,36 +267,37 @@ class JointPrior:
 def _fit_mixture(
     points: Tensor, policy: UpdatePolicy, log_prob: Callable[[Tensor], Tensor] | None
 ) -> MixtureSameFamily:
-    """Return the first mixture that more components would not make clearly better."""
+    """Return the first mixture that more components would not make better."""
     dim = points.shape[-1]
-    if len(points) < policy.least_draws * (dim + 1):
+    if len(points) < 2 * (dim + 1):
         raise ValueError(
             f"{len(points)} draws of {dim} latent variables determine no prior. Cure: at least "
-            f"{policy.least_draws * (dim + 1)} draws"
+            f"{2 * (dim + 1)} draws"
         )
     points = points[torch.randperm(len(points), device=points.device)]
     held_out, learnt = points.tensor_split([math.ceil(policy.held_out * len(points))])
-    best, lowest = None, math.inf
+    best = _most_likely(learnt, 1)
+    if log_prob is not None:
+        best, rest = _matched(best, points, log_prob, policy)
     for number in policy.components:
-        if best is not None and number * policy.least_draws * (dim + 1) > len(learnt):
+        if number * (dim + 1) > len(learnt):
             break
-        found = _most_likely(learnt, number, policy.least_variance)
+        found = _most_likely(learnt, number)
         if log_prob is None:
-            fault = -found.log_prob(held_out).mean().item()
-            is_better = fault < lowest - policy.least_gain
+            gain = found.log_prob(held_out) - best.log_prob(held_out)
+            is_better = gain.mean() > gain.std() / math.sqrt(len(gain))
         else:
+            if rest < torch.finfo(torch.float32).eps:
+                break
             found, fault = _matched(found, points, log_prob, policy)
-            is_better = fault < policy.least_fall * lowest
-        if best is not None and not is_better:
+            is_better, rest = fault < rest, min(fault, rest)
+        if not is_better:
             break
-        best, lowest = found, fault
-        if log_prob is not None and fault < policy.max_rest:
-            break
-    assert best is not None
+        best = found
     return best
 
 
-def _most_likely(points: Tensor, number: int, least_variance: float) -> MixtureSameFamily:
+def _most_likely(points: Tensor, number: int) -> MixtureSameFamily:
     try:
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.mixture import GaussianMixture
@@ -307,7 +308,7 @@ def _most_likely(points: Tensor, number: int, least_variance: float) -> MixtureS
         ) from error
     loc, scale = points.mean(0), points.std(0).clamp(min=torch.finfo(points.dtype).tiny)
     seed = int(torch.randint(2**31, ()))
-    mixture = GaussianMixture(number, random_state=seed, reg_covar=least_variance)
+    mixture = GaussianMixture(number, random_state=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # other draws decide
         mixture.fit(((points - loc) / scale).double().cpu().numpy())
