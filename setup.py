@@ -14,7 +14,7 @@ NETWORKS = ["scikit-learn>=1.6"]
 ARVIZ = ["arviz>=0.22,<2"]
 EXAMPLES = [*NETWORKS, *ARVIZ, "tqdm"]
 TEST = ["pytest>=8", "pytest-xdist", *EXAMPLES]
-DOCS = ["sphinx>=8", "furo", "sphinx-gallery>=0.19", *NETWORKS]
+DOCS = ["sphinx>=8", "furo", "sphinx-copybutton", "sphinx-gallery>=0.19", *NETWORKS]
 LINT = ["ruff", "mypy", "import-linter"]
 
 setup(
