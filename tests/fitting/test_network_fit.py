@@ -273,6 +273,33 @@ def test_without_time_for_chains_the_ensemble_sees_all_rows(linear):
     assert not result.held_out and "no chains, because the time left allows" in str(result)
 
 
+@pytest.mark.parametrize("max_seconds", [None, 20.0])
+def test_chains_take_their_measured_time(linear, monkeypatch, max_seconds):
+    """By the budget and the ratio of costs, or by the clock alone if the user sets a limit."""
+    model, x, y = linear
+    calls = []
+
+    def refine_target(sampler, num_chains, max_gradients, **options):
+        calls.append((max_gradients, options["max_seconds"]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(network_fit, "refine_target", refine_target)
+    found = []
+    for ratio in (1.0, 0.5):
+        network = NetworkPolicy(2, cost_ratio=ratio, training_seconds=0.01, chain_seconds=5.0)
+        options = {"max_seconds": max_seconds, "seed": 0, "progress": False}
+        result = fit(model, "auto", x, y, policy=FitPolicy(network=network), **options)
+        assert result.interrupted
+        found.append(calls.pop())
+    (first, _), (second, left) = found
+    if max_seconds is None:
+        assert 1000 < first < second < network.most_gradients and second / first == pytest.approx(
+            2, rel=1e-3
+        )
+    else:
+        assert first == second == network.most_gradients and 0 < left < 20
+
+
 def interrupt_at(monkeypatch, number):
     """Press Ctrl-C in a call of ``refine_target``, the first is 1."""
     calls, original = [], network_fit.refine_target
