@@ -64,6 +64,12 @@ from pyro_implicit.runtime.sites import FlatPriorStart, without_sequential_plate
 
 __all__ = ["fit"]
 
+NO_CHAINS = (
+    "teach=True makes generators from chains of a network with more than 100 weights and all data, "
+    "but this fit runs none. Cure: fit(model, 'auto', x, y) of a classifier or regressor, or for "
+    "other models refine(model, guide, ..., teach=True)"
+)
+
 
 @in_turn
 @with_seed
@@ -80,6 +86,7 @@ def fit(
     lr: float = 0.01,
     num_particles: int = 128,
     refine: Literal["auto"] | bool = "auto",
+    teach: bool = False,
     max_seconds: float | None = None,
     seed: int | None = None,
     checkpoint: str | Path | None = None,
@@ -167,6 +174,9 @@ def fit(
         variables.
     :param refine: ``"auto"`` runs chains as above, but never for a given guide; ``True`` always
         runs them, ``False`` never.
+    :param teach: for networks with all data, whether to make a generator from each chain: the guide
+        is then an :class:`AutoMixture` for unlimited draws, with as many numbers as the chains have
+        draws. ``print(result)`` shows the held-out log-likelihood that it loses against them.
     :param max_seconds: the approximate limit of wall time. A run that it shortens is not
         reproducible. Chains that have not converged use all of it; without a limit they go on for
         at most 120 seconds of one core.
@@ -205,6 +215,8 @@ def fit(
         refuse_amortizing(guide, refine)
     is_network = isinstance(model, NetworkModel) and guide == "auto"
     refuse_validation(validation, batches, amortize, is_network)
+    if teach and not (is_network and batches is None and amortize is None and refine is not False):
+        raise ValueError(NO_CHAINS)
     if checkpoint is None:
         warn_of_stored_values(guide)
     policy, kwargs = policy or DEFAULT, {**kwargs, **(model_kwargs or {})}
@@ -239,7 +251,7 @@ def fit(
                 number = max(draws.num_draws, policy.network.num_members)
                 draws = replace(draws, num_draws=number)
             stages.held_out = HeldOut(model, validation, args, kwargs, width, draws)
-    stages.validation = validation
+    stages.validation, stages.teaches = validation, teach
     with stages.kept_apart():
         if batches is None and amortize is None and isinstance(guide, str):
             return _fit_auto(stages, refine)
@@ -287,6 +299,8 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
         and target is not None
         and (target.latent_dim > policy.network.most_searched_weights)
     )
+    if stages.teaches and not is_network:
+        raise ValueError(NO_CHAINS)
     if stages.validation is not None and (not is_network or refine is False):
         raise ValueError(
             "validation without batches is for the ensemble of a network with more than "

@@ -124,7 +124,7 @@ def exact_guide(
         for loc, scale_tril in zip(modes.loc, modes.scale_tril, strict=True)
     ]
     guide = parts[0] if len(parts) == 1 else AutoMixture(model, parts)
-    return _set_up(guide, args, kwargs)
+    return set_up(guide, args, kwargs)
 
 
 def semi_implicit_guide(
@@ -146,7 +146,7 @@ def semi_implicit_guide(
     :param frame: its initial location and scale.
     :param args: arguments of the model; ``kwargs`` likewise.
     """
-    return _set_up(AutoSemiImplicit(model, frame=frame), args, kwargs)
+    return set_up(AutoSemiImplicit(model, frame=frame), args, kwargs)
 
 
 def set_weights(
@@ -330,7 +330,8 @@ def exact_log_weights(
     return torch.cat(parts), LogWeights(found.masked_fill(~found.isfinite(), -math.inf))
 
 
-def _set_up(guide: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def set_up(guide: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Make the parameters of a guide, under unique names and outside of Pyro's store."""
     guide = own_names(guide)
     # Called outside of ``guide(...)``, the prototype adds no parameter to Pyro's store.
     guide._setup_prototype(*args, **kwargs)

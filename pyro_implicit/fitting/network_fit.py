@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.density.target import Target
+from pyro_implicit.fitting.candidates import set_up
 from pyro_implicit.fitting.policy import HeldOutPolicy, NetworkPolicy
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.fitting.training import HeldOut, default_loss
-from pyro_implicit.guides import AutoEnsemble, init_to_shuffled
-from pyro_implicit.guides.auto_draws import own_names
+from pyro_implicit.guides import AutoEnsemble, AutoImplicit, AutoMixture, init_to_shuffled
+from pyro_implicit.guides.auto_draws import Frame, own_names
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.refined import Refined
@@ -156,9 +157,8 @@ def _run_chains(
     If the held-out rows are no training rows, all gradients are those of the first chains.
     """
     result, policy = stages.result, stages.policy.network
-    starts = result.guide.get_samples()
+    starts, is_trial, judged = result.guide.get_samples(), stages.validation is None, None
     if rows is not None:
-        is_trial = stages.validation is None
         share = policy.trial_share if is_trial else 1.0
         trial = round(share * gradients)
         part = Target(rows.model, rows.x, rows.y) if is_trial else target
@@ -173,13 +173,67 @@ def _run_chains(
                 -1
             ].outcome += "; significantly worse than the ensemble, which stays the result"
             return result
-        result.refined = found
-        if result.interrupted or not is_trial:
+        result.refined = judged = found
+        if result.interrupted:
             return result
         starts = {name: value[:, -1] for name, value in found.samples.items()}
         gradients -= trial
-    result.refined = _walk(stages, "mclmc", target, starts, gradients) or result.refined
+    if rows is None or is_trial:
+        result.refined = _walk(stages, "mclmc", target, starts, gradients) or result.refined
+    if stages.teaches and result.refined is not None:
+        _distil(stages, target, result.refined, rows, judged)
     return result
+
+
+def _distil(
+    stages: Stages,
+    target: Target,
+    chains: Refined,
+    rows: HeldOutRows | None,
+    judged: Refined | None,
+) -> None:
+    """Make a mixture of generators from the chains, and state what it loses on held-out rows.
+
+    :param judged: chains that did not see the held-out rows; their mixture is judged.
+    """
+    result, number = stages.result, stages.policy.network.num_scored
+    with result.attempt("teach") as line:
+        guide = generators_of(target, chains)
+        stages.guides.append(guide)
+        rank = guide.components[0].noise_dim
+        line.outcome = f"{len(guide.components)} linear generators with {rank} noise dimensions"
+        if rows is not None and judged is not None:
+            draws = generators_of(target, judged).sample_posterior(number)
+            new = evaluate(draws, rows.held, model=rows.model, num_samples=number, seed=0)
+            falls = [*result.held_out.values()][-1].log_prob.double() - new.log_prob.double()
+            error = falls.std().item() / math.sqrt(len(falls))
+            line.outcome += (
+                f"; lost held-out log-likelihood, against the chains: {falls.mean().item():.4f} "
+                f"+- {error:.4f}"
+            )
+        result.guide, result.chosen = guide, "generators"
+    if line.error is not None:
+        warn_user(f"fit made no generators from its chains: {first_line(line.error)}")
+
+
+def generators_of(target: Target, chains: Refined) -> AutoMixture:
+    """Make a mixture with one component for each chain, and the chain's moments.
+
+    A component is a linear map from noise to the unconstrained latent variables, with the mean and
+    the covariance of the chain's draws. It has as many noise dimensions as the chain has draws.
+
+    :param target: the posterior of the chains.
+    """
+    draws = chains.get_samples(group_by_chain=True)
+    parts = []
+    for index in range(chains.num_chains):
+        latent = target.unconstrain({name: value[index] for name, value in draws.items()})
+        mean, number = latent.mean(0), len(latent)
+        linear = torch.nn.Linear(number, latent.shape[-1], bias=False)
+        linear.weight.data = ((latent - mean) / math.sqrt(max(1, number - 1))).T.contiguous()
+        frame = Frame(mean, scale=torch.ones_like(mean))
+        parts.append(AutoImplicit(target.model, linear, number, frame=frame))
+    return set_up(AutoMixture(target.model, parts), target.args, target.kwargs)
 
 
 def _walk(

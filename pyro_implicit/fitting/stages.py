@@ -120,6 +120,8 @@ class Stages:
         self.held_out: HeldOut | None = None
         #: Held-out rows of a network with all data that the user gave.
         self.validation: Any = None
+        #: Whether generators learn from the chains of a network.
+        self.teaches = False
         #: Name and guide of the current training.
         self.in_training: tuple[str, Any] | None = None
         #: Whether the model runs once for each particle.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pyro_implicit import AutoEnsemble, fit
-from pyro_implicit.fitting import FitPolicy, NetworkPolicy, network_fit, training
+from pyro_implicit.fitting import Fit, FitPolicy, NetworkPolicy, network_fit, training
 from pyro_implicit.fitting.network_fit import is_worse, split_rows
 from pyro_implicit.nn import classifier, evaluate, predict, regressor, to_bayesian_
 
@@ -186,6 +186,38 @@ def test_minibatches_train_an_ensemble(refine):
     assert result.held_out["ensemble"].nll == pytest.approx(best, rel=1e-3)
     if refine is True:
         assert result.refined.num_chains == 4
+
+
+def test_generators_learn_from_the_chains(linear, tmp_path):
+    """Each has the moments of its chain; the posterior is normal, so that nothing is lost."""
+    model, x, y = linear
+    policy = FitPolicy(network=SHORT)
+    result = fit(model, "auto", x, y, teach=True, seed=0, progress=False, policy=policy)
+    assert [stage.name for stage in result.stages][-1] == "teach" and result.chosen == "generators"
+    chains = result.refined.get_samples(group_by_chain=True)["weight"].squeeze(-2)
+    within = torch.stack([chain.T.cov() for chain in chains]).mean(0)
+    expected = within + chains.mean(1).T.cov(correction=0)
+    result.save(tmp_path / "fit.pt")
+    guide = Fit.load(tmp_path / "fit.pt", model, x, y).guide
+    draws = guide.sample_posterior(20_000)["weight"].squeeze(-2)
+    assert len(guide.components) == 6 and len(draws.unique(dim=0)) == 20_000
+    # 20,000 draws: errors of .7 % of the sd.
+    assert ((draws.mean(0) - chains.mean((0, 1))) / expected.diag().sqrt()).abs().max() < 0.04
+    assert (draws.T.cov() - expected).abs().max() < 0.06 * expected.diag().max()
+    found = re.search(r"against the chains: (-?\d\.\d{4}) \+- (\d\.\d{4})", str(result))
+    assert abs(float(found[1])) < 3 * float(found[2]) < 0.3  # six rows
+
+
+def test_generators_need_chains(linear):
+    model, x, y = linear
+    small = regressor(to_bayesian_(nn.Linear(3, 1)), ROWS, noise=NOISE)
+    wrong = [
+        ((model, x, y), {"refine": False}), ((small, x[:, :3], y), {}),
+        ((model,), {"batches": [(x, y)]}),
+    ]  # fmt: skip
+    for (net, *data), options in wrong:
+        with pytest.raises(ValueError, match="teach=True makes generators from chains.*Cure"):
+            fit(net, "auto", *data, teach=True, progress=False, **options)
 
 
 def report(log_prob):
