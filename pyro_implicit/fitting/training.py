@@ -193,6 +193,7 @@ def train(
                 if held_out is not None:
                     period = held_out.interval if batches is None else batches.epoch_length
                     if state.finished or (step + 1) % period == 0:
+                        held_out.num_steps = step + 1
                         state.finished |= held_out.judge(guide, parameters)
                     if state.finished:
                         held_out.take_best(parameters)
@@ -370,6 +371,7 @@ class HeldOut:
     :raises ValueError: for no rows, rows that can be iterated over only once, or minibatches with
         another number of parts; when called, if all rows are masked.
     :ivar scores: the score of each epoch or interval.
+    :ivar num_steps: the steps before the last score.
     """
 
     def __init__(
@@ -393,6 +395,7 @@ class HeldOut:
         self._target = Target.of_minibatches(model, *args, batch=first, model_kwargs=kwargs)
         self._policy = policy or DEFAULT.held_out
         self.scores: list[float] = []
+        self.num_steps = 0
         self._best: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -422,7 +425,8 @@ class HeldOut:
         epoch = self.best_epoch
         score = self.scores[epoch - 1]
         if self.interval > 1:
-            place = f"the best held-out score after {self.interval * epoch} steps"
+            step = min(self.interval * epoch, self.num_steps)  # a limit of time ends an interval
+            place = f"the best held-out score after {step} steps"
             return place + ", still rising" * (epoch == len(self.scores))
         return f"held-out NLL {score:.4g} at epoch {epoch}, the best of {len(self.scores)}"
 
@@ -451,11 +455,12 @@ class HeldOut:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"scores": self.scores, "best": self._best}
+        return {"scores": self.scores, "best": self._best, "num_steps": self.num_steps}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Load a state."""
         self.scores, self._best = state["scores"], state["best"]
+        self.num_steps = state.get("num_steps", 0)
 
 
 def _log_likelihood(trace: Trace) -> dict[str, tuple[Tensor, Tensor]]:

@@ -135,6 +135,20 @@ def test_what_is_left_of_an_epoch_counts():
     assert held_out.scores[0] == held_out(guide)
 
 
+def test_scores_in_intervals_of_steps():
+    """The last interval is shorter."""
+    held_out = HeldOut(model, [HELD_OUT], interval=4)
+    train(
+        model, at_zero(), ImplicitELBO(1), TRAIN, held_out=held_out, progress=False,
+        schedule=Schedule(num_steps=10, lr=0.01),
+    )  # fmt: skip
+    assert len(held_out.scores) == 3
+    assert "the best held-out score after 10 steps, still rising" == str(held_out)
+    again = HeldOut(model, [HELD_OUT], interval=4)
+    again.restore(held_out.state())
+    assert str(again) == str(held_out)
+
+
 def test_rows_that_cannot_be_scored_are_never_the_best(monkeypatch):
     scores = [math.nan, 2.0, 3.0]
     monkeypatch.setattr(HeldOut, "_score", lambda self, guide: (scores[len(self.scores)], "cpu", 1))
