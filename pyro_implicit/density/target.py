@@ -242,8 +242,9 @@ class Target:
                     _refuse_local(name, site)
             elif is_data(site):
                 scale = torch.as_tensor(site["scale"])
-                # A factor may scale itself.
-                self.scaled |= isinstance(site["fn"], Unit) or bool((scale != 1).any())
+                # A factor of data may scale itself.
+                is_factor = isinstance(site["fn"], Unit) and not site["infer"].get("is_prior")
+                self.scaled |= is_factor or bool((scale != 1).any())
                 frame = subsampled_plate(site)
                 if frame is not None:
                     self.subsampled = (frame.name, frame.size, frame.full_size)

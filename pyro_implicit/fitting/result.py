@@ -40,6 +40,7 @@ from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import in_turn, seeded
 from pyro_implicit.runtime.messages import Printed, Table, first_line
+from pyro_implicit.runtime.minibatches import BatchStream
 
 __all__ = ["Fit", "Stage"]
 
@@ -224,14 +225,16 @@ class Fit(Printed):
         :param sites: the sites that keep what is known of them; see
             :func:`~pyro_implicit.fitting.posterior_as_prior`, which also lists the errors.
         :param model_kwargs: keyword arguments of the model.
-        :param options: options of :func:`~pyro_implicit.fit`, such as ``seed`` and ``max_seconds``.
+        :param options: options of :func:`~pyro_implicit.fit`, such as ``seed``, ``max_seconds`` and
+            ``batches``.
         :returns: the result of ``fit``. Its first stage tells how close the prior is to this
             posterior, by k-hat and effective sample size of importance weights (unknown if the
             prior has only some of the sites), and how many modes the new data have excluded.
         """
         began, policy = time.perf_counter(), self.policy.update
+        first = BatchStream(options["batches"]).probed[0] if "batches" in options else ()
         prior = posterior_as_prior(
-            self, model, *args, sites=sites, policy=policy, model_kwargs=model_kwargs
+            self, model, *args, *first, sites=sites, policy=policy, model_kwargs=model_kwargs
         )
         line = Stage("prior", outcome=f"{prior}{self._loss_of(prior)}")
         line.seconds = time.perf_counter() - began

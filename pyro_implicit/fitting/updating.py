@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pyro
 import torch
-from pyro.distributions import TorchDistribution
+from pyro.distributions import TorchDistribution, Unit
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
@@ -93,7 +93,7 @@ def posterior_as_prior(
 
 def _log_prob_of(posterior: Any, names: list[str]) -> LogProb | None:
     """Return the log-density of values of all sites; None if it has other latents, or no data."""
-    if not hasattr(posterior, "target") or posterior.minibatches:
+    if getattr(posterior, "minibatches", True):  # or no result of fit
         return None
     target = posterior.target
     if set(target.shapes) != set(names):
@@ -196,7 +196,13 @@ class JointPrior:
                     "posterior_as_prior(..., sites=[...]) with the sites of this model"
                 )
             log_prob = self.log_prob(replace.values, replace.event_dims)
-            pyro.factor("posterior_as_prior", log_prob)
+            # A factor of the prior, which tells nothing of how the model scales its minibatches.
+            pyro.sample(
+                "posterior_as_prior",
+                Unit(log_prob),
+                obs=log_prob.new_empty(*log_prob.shape, 0),
+                infer={"is_auxiliary": True, "is_prior": True},
+            )
             return value
 
         return with_prior
@@ -285,7 +291,7 @@ def _fit_mixture(
         found = _most_likely(learnt, number)
         if log_prob is None:
             gain = found.log_prob(held_out) - best.log_prob(held_out)
-            is_better = gain.mean() > gain.std() / math.sqrt(len(gain))
+            is_better = gain.mean() > 2 * gain.std() / math.sqrt(len(gain))  # two standard errors
         else:
             if rest < torch.finfo(torch.float32).eps:
                 break

@@ -89,7 +89,7 @@ def test_a_skewed_and_a_bimodal_posterior_need_several_normals() -> None:
 
     signs = torch.randint(2, (4_000,)) * 8.0 - 4.0
     prior = posterior_as_prior({"x": signs + torch.randn(4_000)}, one, y)
-    assert "2 normals" in repr(prior)
+    assert "normals for x" in repr(prior)
     assert abs((prior.sample(4_000)["x"] > 0).float().mean() - (signs > 0).float().mean()) < 0.04
     assert repr(posterior_as_prior({"x": torch.randn(4_000)}, one, y)).startswith("a normal")
 
@@ -159,6 +159,28 @@ def test_a_stream_ends_at_the_posterior_of_all_data(tmp_path: Path) -> None:
     loaded = Fit.load(tmp_path / "result.pt", conjugate, y[30:])
     point = torch.zeros(1, 1)
     torch.testing.assert_close(loaded.target.log_prob(point), result.target.log_prob(point))
+
+
+def test_new_data_may_come_in_minibatches() -> None:
+    y = torch.randn(400) + 1
+
+    def scaled(y: Tensor) -> None:
+        x = pyro.sample("x", dist.Normal(0.0, 2.0))
+        with pyro.plate("rows", 200, subsample_size=len(y)):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+    loaders = [
+        torch.utils.data.DataLoader(one, batch_size=50, shuffle=True) for one in y.split(200)
+    ]
+    options = {"epochs": 100, "seed": 0, "progress": False}
+    first = fit(scaled, "auto", batches=loaders[0], **options)
+    second = first.update(scaled, batches=loaders[1], **options)
+    draws = second.sample(4_000)["x"]
+    precision = 0.25 + 400
+    assert abs(draws.mean() - y.sum() / precision) < 0.5 / math.sqrt(precision)
+    assert abs(draws.std() * math.sqrt(precision) - 1) < 0.15
+    with pytest.raises(ValueError, match="no observed site is scaled"):
+        first.update(conjugate, batches=loaders[1], **options)
 
 
 def test_modes_that_the_new_data_exclude_are_named() -> None:
