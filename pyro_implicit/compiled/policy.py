@@ -20,9 +20,9 @@ class RecordingPolicy:
     #: tens of plain calls (``benchmarks/speed``).
     max_recordings: int = 24
 
-    #: Plain steps before ``compile="auto"`` records one: the cost of a recording in steps
-    #: (``benchmarks/speed``).
-    auto_steps: int = 20
+    #: Plain steps before ``compile="auto"`` records one: the cost of a recording, 6 steps of a
+    #: regression and 50 of a model with a loop (``benchmarks/zoo``).
+    auto_steps: int = 40
 
     #: Relative error of a recorded value in float32. Recordings are bit-identical; kernels of
     #: inductor sum in another order.

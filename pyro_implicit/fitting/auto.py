@@ -109,10 +109,12 @@ def fit(
     4. **injective** or **mixture**: an :class:`AutoImplicit` with an exact density is trained by
        :class:`InjectiveELBO`; for several modes an :class:`AutoMixture` of such guides. ``fit``
        skips this stage if importance weights can correct the Gaussians, or if chains have better
-       coordinates (:class:`~pyro_implicit.mcmc.ConditionalReparam`).
+       coordinates (:class:`~pyro_implicit.mcmc.ConditionalReparam`). It looks at the weights of a
+       single guide after 20, 40, 80, ... steps, and ends its training once they are even.
     5. **choose**: the candidate with the highest bound wins, among those that cover all modes.
-    6. **correct**: if the importance weights are reliable (k-hat below 0.5, effective sample size
-       above half of the draws), ``result.sample`` resamples draws by them.
+    6. **correct**: if the importance weights are reliable (k-hat below 0.5 and effective sample
+       size above half of the draws, or 0.7 and nine tenths), ``result.sample`` resamples draws by
+       them.
     7. **refine**: otherwise :func:`~pyro_implicit.mcmc.refine` moves the draws to the posterior by
        many short chains, unless the guide is within 0.01 nats of it. Chains that would end before
        they forget their starts go on as fewer, longer chains. ``result.sample`` then draws
@@ -179,7 +181,8 @@ def fit(
         draws. ``print(result)`` shows the held-out log-likelihood that it loses against them.
     :param max_seconds: the approximate limit of wall time. A run that it shortens is not
         reproducible. Chains that have not converged use all of it; without a limit they go on for
-        at most 120 seconds of one core.
+        at most 120 seconds of one core. If no time is left for chains, or they hardly moved, the
+        guide is the result, and a warning says so.
     :param seed: the seed of all random numbers of this call. The caller's random streams do not
         advance; without a seed they are used.
     :param checkpoint: a folder. If a run was killed, the same call resumes it and ends with
@@ -339,7 +342,7 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
         # These weights are of new draws; those of the bound may have missed a region.
         near = correct(stages, target) > policy.correction.near and near
         if refine is True or not (near or stages.result.correction):
-            move_draws(stages, plan.chains)
+            move_draws(stages, plan.chains, optional=refine is not True)
         return stages.result
     except KeyboardInterrupt:
         return stages.keep_the_best(target, modes)

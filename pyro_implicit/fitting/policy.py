@@ -16,7 +16,7 @@ import torch
 from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH
 from pyro_implicit.mcmc.policy import ChainPolicy
 from pyro_implicit.ops import LogWeights
-from pyro_implicit.ops.policy import EVEN_EFFICIENCY, FINITE_VARIANCE_KHAT
+from pyro_implicit.ops.policy import EVEN_EFFICIENCY, FINITE_VARIANCE_KHAT, RELIABLE_KHAT
 
 __all__ = [
     "DEFAULT",
@@ -56,6 +56,8 @@ class Schedule:
         the variance of the log-weights, from the spread of ``gap_window`` losses.
     :param clip_norm: the maximal norm of gradients.
     :param gap_window: the number of losses whose spread gives the gap.
+    :param first_look: the number of steps after which a training that may end early is judged, and
+        again after twice, four times, ... as many; the second look comes before steps are recorded.
     """
 
     num_steps: int = 3000
@@ -66,6 +68,12 @@ class Schedule:
     max_gap: float = 0.0005
     clip_norm: float = 10.0
     gap_window: int = 25
+    first_look: int = 20
+
+    def is_look(self, num_steps: int) -> bool:
+        """Whether a training that may end early is judged after a number of steps."""
+        ratio, rest = divmod(num_steps, self.first_look)
+        return rest == 0 and ratio & (ratio - 1) == 0
 
     def rate(self, step: int, decay_start: int) -> float:
         """Return the learning rate of a step if the decay starts at ``decay_start``."""
@@ -147,6 +155,10 @@ class BudgetPolicy:
 
     #: Factor on the budget for chains that have not converged; most stop long before.
     patience: int = 2
+
+    #: R-hat of chains that ``max_seconds`` ended from which they are dropped: the guide's draws
+    #: moved by less than a tenth of a standard deviation.
+    stuck_r_hat: float = 10.0
 
     #: Seconds of one core, measured, up to which chains go on whose R-hat or errors are too large;
     #: about what NUTS takes for hard models of hundreds of latent variables.
@@ -323,13 +335,16 @@ class CorrectionPolicy:
     #: sampling, section 3: the variance of the weights is finite.
     max_khat: float = FINITE_VARIANCE_KHAT
 
+    #: The same if the effective sample size exceeds ``near``: the tail has little mass; section 3.
+    max_khat_of_near: float = RELIABLE_KHAT
+
     #: Effective sample size, as a share of the draws, above which weights are used.
     least_efficiency: float = 0.5
 
     #: The same above which k-hat is ignored: the tail of nearly even weights is rounding.
     even: float = EVEN_EFFICIENCY
 
-    #: The same above which a guide near the posterior needs no chains.
+    #: The same above which a guide near the posterior needs no chains, and its training may end.
     near: float = 0.9
 
     #: Ratio of second to first effective sample size below which the second one counts; it changes
@@ -347,8 +362,17 @@ class CorrectionPolicy:
 
         :param weights: log-weights of the guide's draws.
         """
-        return weights.efficiency > self.even or (
+        return self.are_even(weights) or (
             weights.efficiency > self.least_efficiency and weights.khat < self.max_khat
+        )
+
+    def are_even(self, weights: LogWeights) -> bool:
+        """Whether the weights are so even that training may end: the tail has little mass.
+
+        :param weights: log-weights of the guide's draws.
+        """
+        return weights.efficiency > self.even or (
+            weights.efficiency > self.near and weights.khat < self.max_khat_of_near
         )
 
 

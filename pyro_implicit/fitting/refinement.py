@@ -162,21 +162,27 @@ def between(target: Target, policy: StartPolicy = DEFAULT.start) -> dict[str, Te
     return values
 
 
-def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
-    """Move draws of the guide to the posterior by chains."""
-    result, left = stages.result, stages.limit.left()
+def move_draws(stages: Stages, chains: ChainPlan, optional: bool = False) -> Fit:
+    """Move draws of the guide to the posterior by chains.
+
+    :param optional: whether the guide stays the result if ``max_seconds`` leaves chains no time.
+    """
+    result, left, budget = stages.result, stages.limit.left(), stages.policy.budget
+    if optional and left == 0:
+        warn_user(_no_time("max_seconds passed before chains could start"))
+        return result
     with result.attempt("refine") as line:
         target = result.target
         score = _score_of_chains(stages)
         if score is not None:
             point = torch.zeros_like(target.init_loc)
-            chains = affordable_chains(score, point, stages.one_by_one, stages.policy.budget)
+            chains = affordable_chains(score, point, stages.one_by_one, budget)
         refined = result.refined = refine_target(
             Sampler(target, result.guide),
             chains.num_chains,
             chains.max_gradients,
             max_seconds=left if math.isfinite(left) else None,
-            patience=math.inf if math.isfinite(left) else stages.policy.budget.patient_seconds,
+            patience=math.inf if math.isfinite(left) else budget.patient_seconds,
             compile=stages.options["compile"],
             progress=stages.options["progress"],
         )
@@ -185,6 +191,10 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
         warn_user(f"fit did not refine its draws: {first_line(line.error)}")
     elif refined.stopped == "interrupted":
         result.interrupted = True
+    elif optional and refined.stopped == "max_seconds" and _is_stuck(refined, budget):
+        result.refined = None
+        line.outcome += f"; {refined.drift}: dropped"
+        warn_user(_no_time(f"max_seconds ended chains that had hardly moved ({refined.drift})"))
     elif not refined.settled:
         drifts = refined.drift or "too few draws to estimate their errors"
         line.outcome += f"; {drifts}"
@@ -198,6 +208,17 @@ def move_draws(stages: Stages, chains: ChainPlan) -> Fit:
     elif result.chosen == "mean-field":
         _teach(stages, refined)
     return result
+
+
+def _is_stuck(refined: Refined, budget: BudgetPolicy) -> bool:
+    return refined.drift is not None and not refined.drift.r_hat <= budget.stuck_r_hat
+
+
+def _no_time(what: str) -> str:
+    return (
+        f"{what}: the result is the guide, whose draws are not those of the posterior. Cure: a "
+        "larger max_seconds"
+    )
 
 
 def _score_of_chains(stages: Stages) -> Any:

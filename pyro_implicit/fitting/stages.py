@@ -24,6 +24,7 @@ from pyro_implicit.fitting.candidates import (
     Candidate,
     choose,
     exact_guide,
+    exact_log_weights,
     frame_of_draws,
     reliability,
     semi_implicit_guide,
@@ -130,7 +131,7 @@ class Stages:
         self.trained = self.model
         #: The noise of the priors as coordinates of the chains, if the model has any.
         self.noise: ConditionalNoise | None = None
-        #: Importance weights of the Gaussians, if they suffice.
+        #: Importance weights of the latest candidate, if they suffice.
         self.reliability: LogWeights | None = None
 
     @contextmanager
@@ -155,12 +156,14 @@ class Stages:
         time_share: float | None = None,
         decay: float | None = None,
         haste: float = 1.0,
+        is_enough: Callable[[], bool] | None = None,
     ) -> list[float]:
         """Train one guide with the options of the call.
 
         :param time_share: the share of the remaining time that the training may take.
         :param decay: replaces that of the schedule.
         :param haste: a factor on the learning rate.
+        :param is_enough: see :func:`~pyro_implicit.fitting.train`.
         """
         schedule = replace(
             self.policy.schedule,
@@ -184,6 +187,7 @@ class Stages:
             schedule=schedule,
             name=name,
             max_seconds=self.limit.left(time_share),
+            is_enough=is_enough,
             model_kwargs=self.kwargs,
             **self.options,
         )
@@ -341,6 +345,8 @@ class Stages:
         with self.result.stage("choose") as line:
             chosen, line.outcome = choose(self.candidates, modes, target, self.policy.choice)
             chosen.restore()
+        if chosen is not self.candidates[-1]:
+            self.reliability = None
         result = self.result
         result.guide, result.losses, result.chosen = chosen.guide, chosen.losses, chosen.name
         result.bounds = {one.name: one.bound for one in self.candidates}
@@ -453,13 +459,33 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
             loss = default_loss(
                 guide, stages.num_particles, *stages.args, model_kwargs=stages.kwargs
             )
-            losses = stages.train(name, guide, loss, stages.steps_for(guide, loss, seconds))
+            steps = stages.steps_for(guide, loss, seconds)
+            is_enough = _judge(stages, target, guide) if math.isfinite(seconds) else None
+            losses = stages.train(name, guide, loss, steps, is_enough=is_enough)
         line.outcome = stages.add(weigh(name, guide, target, losses, policy=policy.choice)) + notes
     if line.error is not None:
         guide.load_state_dict(start)
+        stages.reliability = None
         if not stages.candidates:
             raise line.error
     return stages.candidates[-1]
+
+
+def _judge(stages: Stages, target: Target, guide: Any) -> Callable[[], bool]:
+    """Return a function that says whether the training of a guide may end.
+
+    Two independent sets of draws must agree; the second one also decides the correction.
+    """
+    policy, num_draws = stages.policy.correction, stages.policy.choice.num_weighed
+
+    def is_enough() -> bool:
+        if not policy.are_even(exact_log_weights(guide, target, num_draws)[1]):
+            return False
+        found = reliability(guide, target, policy)
+        stages.reliability = found if policy.are_even(found) else None
+        return stages.reliability is not None
+
+    return is_enough
 
 
 def train_semi_implicit(stages: Stages, target: Target, before: Candidate) -> None:

@@ -43,7 +43,12 @@ from pyro_implicit.guides.auto_implicit import has_exact_density
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.infer import KIVI_ELBO, LIVI_ELBO, ImplicitELBO, InjectiveELBO
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
-from pyro_implicit.runtime.global_state import in_turn, seeded
+from pyro_implicit.runtime.global_state import (
+    in_turn,
+    random_streams,
+    restore_random_streams,
+    seeded,
+)
 from pyro_implicit.runtime.messages import progress_bar, refuse_nonpositive
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.sites import is_counted, is_data
@@ -86,6 +91,7 @@ def train(
     name: str = "fit",
     max_seconds: float = math.inf,
     compile: CompileMode = "auto",
+    is_enough: Callable[[], bool] | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> list[float]:
@@ -124,6 +130,8 @@ def train(
         training that it ends is not reproducible.
     :param compile: how steps are compiled, for a loss of this library with ``compile=False``; see
         :class:`~pyro_implicit.infer.ImplicitELBO`.
+    :param is_enough: is called after 20, 40, 80, ... steps (``Schedule.first_look``); the training
+        ends if it returns True.
     :param model_kwargs: keyword arguments of model and guide that have the name of an argument
         here.
     :returns: the loss of each step.
@@ -141,8 +149,8 @@ def train(
         if batches is not None:
             args = (*shared, *batches.probed[0])
         parameters = trained_parameters(model, guide, loss, args, kwargs)
-        optimiser = torch.optim.Adam(list(parameters.values()), lr=schedule.lr)
-        optimisers: dict[str, torch.optim.Optimizer] = {"": optimiser}
+        optimiser = _Adam(list(parameters.values()))
+        optimisers: dict[str, Any] = {"": optimiser}
         if isinstance(loss, NetworkELBO):
             optimisers |= loss.optimisers
         buffers = dict(guide.named_buffers()) if isinstance(guide, torch.nn.Module) else {}
@@ -177,10 +185,7 @@ def train(
                 if math.isfinite(max_seconds):
                     elapsed = mean_over_processes(time.perf_counter() - began, device)
                     clock = elapsed / max_seconds
-                for group in optimiser.param_groups:
-                    group["lr"] = min(
-                        schedule.rate(step, decay_start), schedule.rate_by_clock(clock)
-                    )
+                optimiser.lr = min(schedule.rate(step, decay_start), schedule.rate_by_clock(clock))
                 if batches is not None:
                     args = (*shared, *batches.next())
                 state.losses.append(_step(evaluate, optimiser, schedule.clip_norm, args, kwargs))
@@ -189,6 +194,11 @@ def train(
                 is_exact = may_stop and schedule.is_exact(state.losses, loss.num_particles)
                 by_steps = step + 1 >= decay_start + round(last * schedule.decay)
                 state.finished = is_exact or by_steps or clock >= 1
+                if is_enough is not None and not state.finished and schedule.is_look(step + 1):
+                    streams = random_streams()
+                    state.finished = is_enough()
+                    if not state.finished:  # the training is that without a look
+                        restore_random_streams(streams)
                 _check_finite(state.losses, state.finished)
                 if held_out is not None:
                     period = held_out.interval if batches is None else batches.epoch_length
@@ -226,9 +236,47 @@ def _compiled(loss: Trace_ELBO, compile: CompileMode) -> Iterator[None]:
         loss.compile = False
 
 
+class _Adam:
+    """Adam; the first one of :mod:`torch.optim` imports a compiler, which takes 0.6 s."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters, self.lr = parameters, 0.0
+        self._num_steps = [0] * len(parameters)  # a parameter without a gradient takes no step
+        self._means = [torch.zeros_like(parameter) for parameter in parameters]
+        self._squares = [torch.zeros_like(parameter) for parameter in parameters]
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        beta1, beta2, epsilon = 0.9, 0.999, 1e-8  # Kingma and Ba (2015)
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                continue
+            self._num_steps[index] += 1
+            count, mean, square = self._num_steps[index], self._means[index], self._squares[index]
+            mean.lerp_(parameter.grad, 1 - beta1)
+            square.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+            scale = square.sqrt().div_(math.sqrt(1 - beta2**count)).add_(epsilon)
+            parameter.addcdiv_(mean, scale, value=-self.lr / (1 - beta1**count))
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = zip(self._num_steps, self._means, self._squares, strict=True)
+        names = ("step", "exp_avg", "exp_avg_sq")
+        return {"state": {k: dict(zip(names, part, strict=True)) for k, part in enumerate(parts)}}
+
+    def load_state_dict(self, content: dict[str, Any]) -> None:
+        for index, part in content["state"].items():  # also of torch.optim.Adam
+            self._num_steps[index] = int(part["step"])
+            self._means[index].copy_(part["exp_avg"])
+            self._squares[index].copy_(part["exp_avg_sq"])
+
+
 def _step(
     evaluate: Callable[..., Tensor],
-    optimiser: torch.optim.Optimizer,
+    optimiser: _Adam,
     clip_norm: float,
     args: Any,
     kwargs: Any,
@@ -238,9 +286,8 @@ def _step(
     if not math.isfinite(loss):
         return math.nan
     optimiser.zero_grad()
-    parameters = [p for group in optimiser.param_groups for p in group["params"]]
-    value.backward(inputs=parameters)  # fixed parameters get no gradient
-    norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+    value.backward(inputs=optimiser.parameters)  # fixed parameters get no gradient
+    norm = torch.nn.utils.clip_grad_norm_(optimiser.parameters, clip_norm)
     if norm.isfinite():
         optimiser.step()
     return loss

@@ -10,8 +10,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 
+from pyro_implicit import fit
 from pyro_implicit.density import Modes, Target
-from pyro_implicit.fitting import CorrectionPolicy, exact_guide
+from pyro_implicit.fitting import CorrectionPolicy, FitPolicy, Schedule, exact_guide
 from pyro_implicit.fitting import candidates as correction
 from pyro_implicit.ops import LogWeights
 
@@ -55,3 +56,47 @@ def test_a_mode_that_few_draws_reach_is_seen(seed):
     policy = CorrectionPolicy(num_weighed=20, seconds=1e-5)
     pyro.set_rng_seed(seed)
     assert policy.accepts(correction.reliability(guide, density, policy))
+
+
+def bent():
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    y = pyro.sample("y", dist.Normal(0.0, 3.0))
+    pyro.factor("bend", dist.Normal(0.7 * x**2, 0.7).log_prob(y))
+
+
+def bent_fit(correction, **options):
+    policy = FitPolicy(correction=correction, schedule=Schedule(**options))
+    return fit(bent, "auto", seed=0, num_steps=100, policy=policy, refine="auto", progress=False)
+
+
+@pytest.mark.parametrize("first_look", [20, 23])
+def test_training_ends_once_weights_are_even(first_look):
+    result = bent_fit(CorrectionPolicy(), first_look=first_look)
+    assert len(result.losses) in (first_look, 2 * first_look, 4 * first_look)
+    assert result.correction > 0.9 and result.stages[-1].name == "correct"
+
+
+@pytest.mark.parametrize("limits", [{"max_khat_of_near": -1.0}, {"near": 1.0}])
+def test_training_goes_on_if_weights_are_uneven(limits):
+    result = bent_fit(CorrectionPolicy(even=1.0, **limits), max_gap=0.0)
+    assert len(result.losses) == 100
+
+
+@pytest.mark.parametrize(
+    ("efficiency", "khat", "ends", "accepted"),
+    [
+        (0.995, 2.0, True, True),
+        (0.95, 0.6, True, True),
+        (0.95, 0.8, False, False),
+        (0.85, 0.3, False, True),
+        (0.85, 0.6, False, False),
+        (0.45, 0.1, False, False),
+    ],
+)
+def test_weights_that_end_a_training_are_accepted(efficiency, khat, ends, accepted):
+    class Found(LogWeights):
+        pass
+
+    Found.efficiency, Found.khat = efficiency, khat
+    policy, weights = CorrectionPolicy(), Found(torch.zeros(1))
+    assert (policy.are_even(weights), policy.accepts(weights)) == (ends, accepted)

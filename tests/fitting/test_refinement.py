@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -12,10 +15,11 @@ from pyro.infer.autoguide import AutoNormal, init_to_value
 from pyro_implicit import fit
 from pyro_implicit.compiled import RecordedFunction
 from pyro_implicit.density import Target, cost
-from pyro_implicit.fitting import BudgetPolicy, FitPolicy
+from pyro_implicit.fitting import BudgetPolicy, FitPolicy, refinement
 from pyro_implicit.fitting.refinement import between
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.infer.engine import recording
+from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.ops import LogWeights
 
 QUIET = {"seed": 0, "progress": False}
@@ -87,6 +91,31 @@ def test_uneven_new_weights_overrule_a_bound_that_is_near(efficiency, moves, mon
     monkeypatch.setattr("pyro_implicit.fitting.refinement.reliability", found)
     result = fit(correlated, "auto", torch.tensor(1.5), max_seconds=20.0, **QUIET)
     assert result.correction is None and (result.refined is not None) is moves
+
+
+EIGHT = torch.zeros(8), torch.full((8,), 10.0)
+
+
+def test_without_time_for_chains_the_guide_is_the_result():
+    with pytest.warns(UserWarning, match="max_seconds passed before chains could start"):
+        result = fit(schools, "auto", *EIGHT, max_seconds=1e-6, **QUIET)
+    assert result.refined is None and result.chosen == "gaussian"
+    assert result.sample(5)["effect"].shape == (5, 8)
+
+
+@pytest.mark.parametrize("optional", ["auto", True])
+def test_chains_that_hardly_moved_are_dropped(optional, monkeypatch):
+    def stopped(*args, **options):
+        return replace(refine_target(*args, **options), stopped="max_seconds")
+
+    monkeypatch.setattr(refinement, "refine_target", stopped)
+    policy = FitPolicy(budget=BudgetPolicy(stuck_r_hat=0.5, least_gradients=30, chain_seconds=0.1))
+    options = {**QUIET, "policy": policy, "max_seconds": 60.0, "refine": optional}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = fit(schools, "auto", *EIGHT, **options)
+    told = " ".join(str(warning.message) for warning in caught)
+    assert (result.refined is None) == ("had hardly moved (" in told) == (optional == "auto")
 
 
 def test_many_latents_start_from_a_mean_field_guide():
