@@ -168,7 +168,7 @@ def move_draws(stages: Stages, chains: ChainPlan, optional: bool = False) -> Fit
     :param optional: whether the guide stays the result if ``max_seconds`` leaves chains no time.
     """
     result, left, budget = stages.result, stages.limit.left(), stages.policy.budget
-    if optional and left == 0:
+    if optional and stages.limit.is_over():
         warn_user(_no_time("max_seconds passed before chains could start"))
         return result
     with result.attempt("refine") as line:

@@ -71,6 +71,10 @@ class TimeLimit:
         """Return a share of the remaining seconds, at least a nanosecond."""
         return max(1e-9, share * (self.end - time.perf_counter()))
 
+    def is_over(self) -> bool:
+        """Whether no time is left."""
+        return time.perf_counter() >= self.end
+
 
 @dataclass(repr=False, eq=False)
 class Stages:
