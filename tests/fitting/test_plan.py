@@ -94,7 +94,8 @@ def test_a_model_that_fails_at_its_start_gets_a_plan(monkeypatch):
 def test_time_limits():
     assert TimeLimit(None).left() == math.inf
     limit = TimeLimit(100.0)
-    assert 49 < limit.left(0.5) <= 50 and TimeLimit(-1.0).left() == 0.0
+    assert 49 < limit.left(0.5) <= 50 and not limit.is_over()
+    assert 0 < TimeLimit(-1.0).left() < 1e-6 and TimeLimit(-1.0).is_over()
 
 
 def test_a_training_ends_in_time_with_a_rate_that_has_fallen():
