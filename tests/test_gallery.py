@@ -18,6 +18,7 @@ from pyro.infer.autoguide import AutoNormal
 
 import pyro_implicit
 from pyro_implicit import diagnose, fit
+from pyro_implicit.fitting import Fit
 from pyro_implicit.guides.auto_draws import own_names
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +51,7 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
 
     quick = {"num_samples": 460, "num_transitions": 0, "modes": None}
     monkeypatch.setattr(pyro_implicit, "fit", fit_something)
+    monkeypatch.setattr(Fit, "_fit", staticmethod(fit_something))
     monkeypatch.setattr(importlib.import_module("pyro_implicit.sklearn"), "fit", fit_something)
     patch(pyro_implicit, "refine", num_chains=8, max_gradients=40)
     patch(pyro_implicit, "simulation_based_calibration", num_simulations=10, num_bins=2)
