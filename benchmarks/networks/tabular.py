@@ -52,8 +52,8 @@ Published for split 0 of airfoil: bde (10 members, 50,000 + 10,000 steps of MCLM
 core-seconds) RMSE .1215, NLL -.913; its ensemble .365, .176; TabPFN v2 .136, -.934; XGBoost .203,
 -.178.
 
-In brackets: the commit of ``fit``. The limit of 60 s counts CPU time, at df44ec9 wall time, of which
-that version left most unused.
+In brackets: the commit of ``fit``. The limit of 60 s counts CPU time, at df44ec9 wall time, of
+which that version left most unused.
 """
 
 
