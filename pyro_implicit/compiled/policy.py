@@ -21,8 +21,9 @@ class RecordingPolicy:
     max_recordings: int = 24
 
     #: Plain steps before ``compile="auto"`` records one: the cost of a recording, 6 steps of a
-    #: regression and 50 of a model with a loop (``benchmarks/zoo``).
-    auto_steps: int = 40
+    #: regression and 50 of a model with a loop (``benchmarks/zoo``). More than 40 steps and the one
+    #: that estimates their cost, so that ``fit`` looks twice before (``Schedule.first_look``).
+    auto_steps: int = 42
 
     #: Relative error of a recorded value in float32. Recordings are bit-identical; kernels of
     #: inductor sum in another order.

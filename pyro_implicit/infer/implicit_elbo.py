@@ -79,7 +79,7 @@ class ImplicitELBO(StepELBO):
         and later steps call its kernels without the overhead of Python and Pyro: bit-identical
         results, 1.2 to 2.9 times as fast on small models. ``True``: inductor compiles the
         recording, which takes tens of seconds once and needs a C++ compiler; other processes find
-        the kernels on disk. ``"auto"``: ``"trace"`` after forty steps, without a warning if that
+        the kernels on disk. ``"auto"``: ``"trace"`` after 42 steps, without a warning if that
         is impossible. ``False``: plain steps. The inputs of a recording are parameters and the
         tensors among the arguments; everything else is constant. A model that cannot be recorded,
         because it branches on a value, for example, runs plain steps, with one warning that names

@@ -21,6 +21,7 @@ from pyro_implicit.fitting.training import Schedule, train
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.infer import ImplicitELBO, InjectiveELBO
+from pyro_implicit.infer.engine import recording
 from pyro_implicit.runtime import messages
 
 Y = torch.tensor([1.0, 2.0, 4.5])
@@ -210,7 +211,8 @@ def test_steps_without_a_finite_loss_leave_the_guide_alone(bad):
             seen.append([p.detach().clone() for p in guide.parameters()])
             return super().differentiable_loss(*args, **kwargs)
 
-    losses = train(model, guide, Spy(4, nonfinite="skip"), schedule=Schedule(num_steps=60))
+    loss = Spy(4, nonfinite="skip")  # recorded, it would not count its runs
+    losses = train(model, guide, loss, schedule=Schedule(num_steps=60), compile=False)
     skipped = [math.isnan(loss) for loss in losses]
     assert len(losses) == 60 and 10 < sum(skipped) < 25
     # The first evaluation was before the first step.
@@ -296,6 +298,23 @@ def test_steps_are_those_of_adam():
             optimiser.step()
     assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
     assert found[2].equal(start[2]) and not found[0].equal(start[0])
+
+
+def test_fit_looks_twice_before_steps_are_recorded(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("recorded")
+
+    def look():
+        looks.append(0)
+        return len(looks) == 2
+
+    monkeypatch.setattr(recording.TracedSteps, "_record", refuse)
+    looks, loss, guide = [], ImplicitELBO(2), AutoNormal(conjugate)
+    loss.compile = "auto"
+    loss.differentiable_loss(conjugate, guide)  # the estimate of a step's cost
+    assert len(train(conjugate, guide, loss, is_enough=look)) == 2 * Schedule.first_look
+    with pytest.raises(AssertionError, match="recorded"):
+        train(conjugate, guide, loss, schedule=Schedule(num_steps=10))
 
 
 def test_gradients_are_cut(monkeypatch):
