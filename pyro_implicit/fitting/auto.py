@@ -176,9 +176,9 @@ def fit(
         variables.
     :param refine: ``"auto"`` runs chains as above, but never for a given guide; ``True`` always
         runs them, ``False`` never.
-    :param teach: for networks with all data, whether to make a generator from each chain: the guide
-        is then an :class:`AutoMixture` for unlimited draws, with as many numbers as the chains have
-        draws. ``print(result)`` shows the held-out log-likelihood that it loses against them.
+    :param teach: for networks with all data, whether to make generators from the chains: the guide
+        is then an :class:`AutoMixture` for unlimited draws, as large as the chains' draws.
+        ``print(result)`` shows the held-out log-likelihood that it loses against them.
     :param max_seconds: the approximate limit of wall time. A run that it shortens is not
         reproducible. Chains that have not converged use all of it; without a limit they go on for
         at most 120 seconds of one core. If no time is left for chains, or they hardly moved, the

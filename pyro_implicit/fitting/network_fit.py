@@ -157,7 +157,7 @@ def _run_chains(
     If the held-out rows are no training rows, all gradients are those of the first chains.
     """
     result, policy = stages.result, stages.policy.network
-    starts, is_trial, judged = result.guide.get_samples(), stages.validation is None, None
+    starts, is_trial = result.guide.get_samples(), stages.validation is None
     if rows is not None:
         share = policy.trial_share if is_trial else 1.0
         trial = round(share * gradients)
@@ -173,7 +173,7 @@ def _run_chains(
                 -1
             ].outcome += "; significantly worse than the ensemble, which stays the result"
             return result
-        result.refined = judged = found
+        result.refined = found
         if result.interrupted:
             return result
         starts = {name: value[:, -1] for name, value in found.samples.items()}
@@ -181,31 +181,26 @@ def _run_chains(
     if rows is None or is_trial:
         result.refined = _walk(stages, "mclmc", target, starts, gradients) or result.refined
     if stages.teaches and result.refined is not None:
-        _distil(stages, target, result.refined, rows, judged)
+        _distil(stages, target, result.refined, rows)
     return result
 
 
-def _distil(
-    stages: Stages,
-    target: Target,
-    chains: Refined,
-    rows: HeldOutRows | None,
-    judged: Refined | None,
-) -> None:
+def _distil(stages: Stages, target: Target, chains: Refined, rows: HeldOutRows | None) -> None:
     """Make a mixture of generators from the chains, and state what it loses on held-out rows.
 
-    :param judged: chains that did not see the held-out rows; their mixture is judged.
+    The last chains may have seen these rows, so that the loss of new rows is smaller.
     """
     result, number = stages.result, stages.policy.network.num_scored
     with result.attempt("teach") as line:
-        guide = generators_of(target, chains)
+        guide = generators_of(target, chains, stages.policy.network.window_draws)
         stages.guides.append(guide)
-        rank = guide.components[0].noise_dim
-        line.outcome = f"{len(guide.components)} linear generators with {rank} noise dimensions"
-        if rows is not None and judged is not None:
-            draws = generators_of(target, judged).sample_posterior(number)
-            new = evaluate(draws, rows.held, model=rows.model, num_samples=number, seed=0)
-            falls = [*result.held_out.values()][-1].log_prob.double() - new.log_prob.double()
+        line.outcome = f"{len(guide.components)} linear generators"
+        if rows is not None:
+            old, new = (
+                evaluate(one, rows.held, model=rows.model, num_samples=number, seed=0)
+                for one in (chains, guide.sample_posterior(number))
+            )
+            falls = old.log_prob.double() - new.log_prob.double()
             error = falls.std().item() / math.sqrt(len(falls))
             line.outcome += (
                 f"; lost held-out log-likelihood, against the chains: {falls.mean().item():.4f} "
@@ -216,23 +211,26 @@ def _distil(
         warn_user(f"fit made no generators from its chains: {first_line(line.error)}")
 
 
-def generators_of(target: Target, chains: Refined) -> AutoMixture:
-    """Make a mixture with one component for each chain, and the chain's moments.
+def generators_of(target: Target, chains: Refined, size: int) -> AutoMixture:
+    """Make a mixture of generators, one for each window of each chain.
 
     A component is a linear map from noise to the unconstrained latent variables, with the mean and
-    the covariance of the chain's draws. It has as many noise dimensions as the chain has draws.
+    the covariance of the window's draws. It has as many noise dimensions as the window has draws.
+    In longer windows a chain leaves the range of a linear map.
 
     :param target: the posterior of the chains.
+    :param size: about the number of consecutive draws in a window.
     """
     draws = chains.get_samples(group_by_chain=True)
     parts = []
     for index in range(chains.num_chains):
         latent = target.unconstrain({name: value[index] for name, value in draws.items()})
-        mean, number = latent.mean(0), len(latent)
-        linear = torch.nn.Linear(number, latent.shape[-1], bias=False)
-        linear.weight.data = ((latent - mean) / math.sqrt(max(1, number - 1))).T.contiguous()
-        frame = Frame(mean, scale=torch.ones_like(mean))
-        parts.append(AutoImplicit(target.model, linear, number, frame=frame))
+        for window in latent.tensor_split(max(1, len(latent) // size)):
+            mean, number = window.mean(0), len(window)
+            linear = torch.nn.Linear(number, window.shape[-1], bias=False)
+            linear.weight.data = ((window - mean) / math.sqrt(max(1, number - 1))).T.contiguous()
+            frame = Frame(mean, scale=torch.ones_like(mean))
+            parts.append(AutoImplicit(target.model, linear, number, frame=frame))
     return set_up(AutoMixture(target.model, parts), target.args, target.kwargs)
 
 

@@ -189,23 +189,25 @@ def test_minibatches_train_an_ensemble(refine):
 
 
 def test_generators_learn_from_the_chains(linear, tmp_path):
-    """Each has the moments of its chain; the posterior is normal, so that nothing is lost."""
+    """Each has the moments of a window of its chain."""
     model, x, y = linear
     policy = FitPolicy(network=SHORT)
     result = fit(model, "auto", x, y, teach=True, seed=0, progress=False, policy=policy)
     assert [stage.name for stage in result.stages][-1] == "teach" and result.chosen == "generators"
     chains = result.refined.get_samples(group_by_chain=True)["weight"].squeeze(-2)
-    within = torch.stack([chain.T.cov() for chain in chains]).mean(0)
-    expected = within + chains.mean(1).T.cov(correction=0)
+    windows = [one for chain in chains for one in chain.tensor_split(max(1, len(chain) // 8))]
+    within = torch.stack([window.T.cov() for window in windows]).mean(0)
+    means = torch.stack([window.mean(0) for window in windows])
+    expected = within + means.T.cov(correction=0)
     result.save(tmp_path / "fit.pt")
     guide = Fit.load(tmp_path / "fit.pt", model, x, y).guide
     draws = guide.sample_posterior(20_000)["weight"].squeeze(-2)
-    assert len(guide.components) == 6 and len(draws.unique(dim=0)) == 20_000
+    assert len(guide.components) == len(windows) and len(draws.unique(dim=0)) == 20_000
     # 20,000 draws: errors of .7 % of the sd.
-    assert ((draws.mean(0) - chains.mean((0, 1))) / expected.diag().sqrt()).abs().max() < 0.04
+    assert ((draws.mean(0) - means.mean(0)) / expected.diag().sqrt()).abs().max() < 0.04
     assert (draws.T.cov() - expected).abs().max() < 0.06 * expected.diag().max()
     found = re.search(r"against the chains: (-?\d\.\d{4}) \+- (\d\.\d{4})", str(result))
-    assert abs(float(found[1])) < 3 * float(found[2]) < 0.3  # six rows
+    assert abs(float(found[1])) < 0.2  # six rows
 
 
 def test_generators_need_chains(linear):
