@@ -149,8 +149,8 @@ def train(
         if batches is not None:
             args = (*shared, *batches.probed[0])
         parameters = trained_parameters(model, guide, loss, args, kwargs)
-        optimiser = _Adam(list(parameters.values()))
-        optimisers: dict[str, Any] = {"": optimiser}
+        optimiser = torch.optim.Adam(list(parameters.values()), lr=schedule.lr)
+        optimisers: dict[str, torch.optim.Optimizer] = {"": optimiser}
         if isinstance(loss, NetworkELBO):
             optimisers |= loss.optimisers
         buffers = dict(guide.named_buffers()) if isinstance(guide, torch.nn.Module) else {}
@@ -185,7 +185,10 @@ def train(
                 if math.isfinite(max_seconds):
                     elapsed = mean_over_processes(time.perf_counter() - began, device)
                     clock = elapsed / max_seconds
-                optimiser.lr = min(schedule.rate(step, decay_start), schedule.rate_by_clock(clock))
+                for group in optimiser.param_groups:
+                    group["lr"] = min(
+                        schedule.rate(step, decay_start), schedule.rate_by_clock(clock)
+                    )
                 if batches is not None:
                     args = (*shared, *batches.next())
                 state.losses.append(_step(evaluate, optimiser, schedule.clip_norm, args, kwargs))
@@ -236,47 +239,9 @@ def _compiled(loss: Trace_ELBO, compile: CompileMode) -> Iterator[None]:
         loss.compile = False
 
 
-class _Adam:
-    """Adam; the first one of :mod:`torch.optim` imports a compiler, which takes 0.6 s."""
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self.parameters, self.lr = parameters, 0.0
-        self._num_steps = [0] * len(parameters)  # a parameter without a gradient takes no step
-        self._means = [torch.zeros_like(parameter) for parameter in parameters]
-        self._squares = [torch.zeros_like(parameter) for parameter in parameters]
-
-    def zero_grad(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    @torch.no_grad()
-    def step(self) -> None:
-        beta1, beta2, epsilon = 0.9, 0.999, 1e-8  # Kingma and Ba (2015)
-        for index, parameter in enumerate(self.parameters):
-            if parameter.grad is None:
-                continue
-            self._num_steps[index] += 1
-            count, mean, square = self._num_steps[index], self._means[index], self._squares[index]
-            mean.lerp_(parameter.grad, 1 - beta1)
-            square.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
-            scale = square.sqrt().div_(math.sqrt(1 - beta2**count)).add_(epsilon)
-            parameter.addcdiv_(mean, scale, value=-self.lr / (1 - beta1**count))
-
-    def state_dict(self) -> dict[str, Any]:
-        parts = zip(self._num_steps, self._means, self._squares, strict=True)
-        names = ("step", "exp_avg", "exp_avg_sq")
-        return {"state": {k: dict(zip(names, part, strict=True)) for k, part in enumerate(parts)}}
-
-    def load_state_dict(self, content: dict[str, Any]) -> None:
-        for index, part in content["state"].items():  # also of torch.optim.Adam
-            self._num_steps[index] = int(part["step"])
-            self._means[index].copy_(part["exp_avg"])
-            self._squares[index].copy_(part["exp_avg_sq"])
-
-
 def _step(
     evaluate: Callable[..., Tensor],
-    optimiser: _Adam,
+    optimiser: torch.optim.Optimizer,
     clip_norm: float,
     args: Any,
     kwargs: Any,
@@ -286,8 +251,9 @@ def _step(
     if not math.isfinite(loss):
         return math.nan
     optimiser.zero_grad()
-    value.backward(inputs=optimiser.parameters)  # fixed parameters get no gradient
-    norm = torch.nn.utils.clip_grad_norm_(optimiser.parameters, clip_norm)
+    parameters = [p for group in optimiser.param_groups for p in group["params"]]
+    value.backward(inputs=parameters)  # fixed parameters get no gradient
+    norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
     if norm.isfinite():
         optimiser.step()
     return loss
