@@ -284,7 +284,7 @@ def choose(
 
 def _log_weights(guide: AutoGuide, target: Target, policy: ChoicePolicy) -> LogWeights:
     if has_exact_density(guide):
-        return exact_log_weights(guide, target, policy.num_weighed, policy.draws_at_once)[1]
+        return exact_log_weights(guide, target, policy.num_weighed)[1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FoldWarning)  # ``train_semi_implicit`` reports folds
         found = weighted_draws(target, guide, num_samples=policy.num_weighed, num_starts=2)
@@ -296,7 +296,7 @@ def exact_log_weights(
     guide: AutoGuide,
     target: Target,
     num_draws: int,
-    draws_at_once: int = DEFAULT.choice.draws_at_once,
+    draws_at_once: int = DEFAULT.correction.draws_at_once,
 ) -> tuple[Tensor, LogWeights]:
     """Draw from a guide with an exact density, and return the draws and log p - log q.
 
@@ -512,7 +512,7 @@ def reliability(
     If the policy accepts them, up to 8,000 more draws must agree, as many as a few seconds allow:
     a mode that the guide hardly covers has one draw in a thousand, and no other draw reveals it.
     """
-    found = exact_log_weights(guide, target, policy.num_weighed)[1]
+    found = exact_log_weights(guide, target, policy.num_weighed, policy.draws_at_once)[1]
     if not policy.accepts(found):
         return found
     seconds = seconds_near(
@@ -522,7 +522,7 @@ def reliability(
     number = min(policy.num_weighed_again, affordable)
     if number <= policy.num_weighed:
         return found
-    more = exact_log_weights(guide, target, number)[1]
+    more = exact_log_weights(guide, target, number, policy.draws_at_once)[1]
     again = LogWeights(torch.cat([found.values, more.values]))
     return again if again.efficiency < policy.agrees * found.efficiency else found
 
@@ -535,5 +535,5 @@ def corrected_draws(
     :returns: constrained, by site, ``(num_samples, *site_shape)``, in random order.
     """
     number = max(policy.oversampling * num_samples, policy.least_proposals)
-    draws, log_weights = exact_log_weights(guide, target, number)
+    draws, log_weights = exact_log_weights(guide, target, number, policy.draws_at_once)
     return target.constrain(draws[log_weights.resample(num_samples)])

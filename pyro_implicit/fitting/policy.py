@@ -298,9 +298,6 @@ class ChoicePolicy:
     #: Draws that give a candidate's bound.
     num_weighed: int = 1000
 
-    #: Draws that are evaluated together; bounds memory.
-    draws_at_once: int = 2000
-
     #: Share of the lowest log-weights that a bound leaves out: draws of a guide that is too wide.
     trimmed: float = 0.01
 
@@ -355,6 +352,9 @@ class CorrectionPolicy:
     #: Ratio of second to first effective sample size below which the second one counts; it changes
     #: little for reliable weights.
     agrees: float = 0.75
+
+    #: Draws that are evaluated together; bounds memory.
+    draws_at_once: int = 2000
 
     #: Draws of the guide for each resampled draw.
     oversampling: int = 4

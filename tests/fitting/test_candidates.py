@@ -15,11 +15,13 @@ from pyro_implicit.density import Target, find_modes
 from pyro_implicit.fitting import (
     Candidate,
     ChoicePolicy,
+    CorrectionPolicy,
     choose,
     exact_guide,
     frame_of_draws,
     weigh,
 )
+from pyro_implicit.fitting.candidates import corrected_draws, reliability
 from pyro_implicit.ops import LogWeights
 
 
@@ -47,9 +49,25 @@ def test_the_start_is_the_gaussian():
 
 def test_the_policy_sets_the_numbers_of_draws():
     density = Target(normal)
-    policy = ChoicePolicy(num_weighed=50, draws_at_once=20, num_kept=7, trimmed=0.1)
+    policy = ChoicePolicy(num_weighed=50, num_kept=7, trimmed=0.1)
     found = weigh("start", exact_guide(normal, find_modes(density)), density, policy=policy)
     assert found.draws.shape == (7, 2) and len(found.log_weights) == 45
+
+
+def test_the_policy_limits_the_draws_that_are_evaluated_together(monkeypatch):
+    sizes, log_prob = [], Target.log_prob
+
+    def spy(self, latent):
+        sizes.append(len(latent))
+        return log_prob(self, latent)
+
+    density = Target(normal)
+    guide = exact_guide(normal, find_modes(density))
+    monkeypatch.setattr(Target, "log_prob", spy)
+    policy = CorrectionPolicy(50, num_weighed_again=60, num_counted=20, draws_at_once=20)
+    reliability(guide, density, policy)
+    corrected_draws(guide, density, 10, policy)
+    assert max(sizes) == 20 and sum(sizes) > 1_000
 
 
 def test_the_lowest_hundredth_is_left_out(monkeypatch):
