@@ -137,12 +137,7 @@ def _train_ensemble(stages: Stages, model: NetworkModel, rows: HeldOutRows | Non
 
 
 def _score(stages: Stages, model: Any, held: Iterable[Any], posterior: Any) -> None:
-    """Add scores of the held-out rows to the result and to its last line.
-
-    Random streams do not advance.
-
-    :param posterior: a guide, chains or draws by site.
-    """
+    """Add scores of the held-out rows to the result; random streams do not advance."""
     line, held_out = stages.result.stages[-1], stages.result.held_out
     number = stages.policy.network.num_scored
     held_out[line.name] = evaluate(posterior, held, model=model, num_samples=number, seed=0)
@@ -152,10 +147,8 @@ def _score(stages: Stages, model: Any, held: Iterable[Any], posterior: Any) -> N
 def _run_chains(
     stages: Stages, target: Target, gradients: int, rows: HeldOutRows | None, must_refine: bool
 ) -> Fit:
-    """Run chains on the training rows, score them, and go on from their ends with all rows.
-
-    If the held-out rows are no training rows, all gradients are those of the first chains.
-    """
+    """Run chains on the training rows, score them, and go on from their ends with all rows."""
+    # If the held-out rows are no training rows, all gradients are those of the first chains.
     result, policy = stages.result, stages.policy.network
     starts, is_trial = result.guide.get_samples(), stages.validation is None
     if rows is not None:
@@ -169,9 +162,8 @@ def _run_chains(
         _score(stages, rows.model, rows.held, found)
         scores = list(result.held_out.values())
         if is_worse(scores[-1], scores[0], policy) and not must_refine:
-            result.stages[
-                -1
-            ].outcome += "; significantly worse than the ensemble, which stays the result"
+            line = result.stages[-1]
+            line.outcome += "; significantly worse than the ensemble, which stays the result"
             return result
         result.refined = found
         if result.interrupted:
@@ -186,10 +178,8 @@ def _run_chains(
 
 
 def _distil(stages: Stages, target: Target, chains: Refined, rows: HeldOutRows | None) -> None:
-    """Make a mixture of generators from the chains, and state what it loses on held-out rows.
-
-    The last chains may have seen these rows, so that the loss of new rows is smaller.
-    """
+    """Make a mixture of generators from the chains, and state what it loses on held-out rows."""
+    # The last chains may have seen these rows, so that the loss of new rows is smaller.
     result, number = stages.result, stages.policy.network.num_scored
     with result.attempt("teach") as line:
         guide = generators_of(target, chains, stages.policy.network.window_draws)

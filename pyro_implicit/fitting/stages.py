@@ -476,10 +476,7 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
 
 
 def _judge(stages: Stages, target: Target, guide: Any) -> Callable[[], bool]:
-    """Return a function that says whether the training of a guide may end.
-
-    Two independent sets of draws must agree; the second one also decides the correction.
-    """
+    # Two independent sets of draws must agree; the second one also decides the correction.
     policy, num_draws = stages.policy.correction, stages.policy.choice.num_weighed
 
     def is_enough() -> bool:

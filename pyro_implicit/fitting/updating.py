@@ -273,7 +273,6 @@ class JointPrior:
 def _fit_mixture(
     points: Tensor, policy: UpdatePolicy, log_prob: Callable[[Tensor], Tensor] | None
 ) -> MixtureSameFamily:
-    """Return the first mixture that more components would not make better."""
     dim = points.shape[-1]
     if len(points) < 2 * (dim + 1):
         raise ValueError(
@@ -380,8 +379,6 @@ def _matched(
 
 
 class _Draws:
-    """The joint draws of one run of a model."""
-
     def __init__(self, prior: JointPrior) -> None:
         self._prior = prior
         self._draws: dict[int, dict[str, Tensor]] = {}
