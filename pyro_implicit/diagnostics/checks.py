@@ -318,7 +318,6 @@ def drift_check(
 def _moved(
     before: Tensor, after: Tensor, axes: Tensor | None = None, others: Tensor | None = None
 ) -> MomentErrors:
-    """Test that moves left mean and covariance as they were."""
     folds = []
     for train, test, frame in held_out_frames(before, axes, others):
         first, last = frame.whiten(before), frame.whiten(after)
