@@ -47,8 +47,9 @@ def test_conjugate_regression():
     guide = AutoSemiImplicit(model, noise_scale="learn", frame=None)
     train(model, guide, LIVI_ELBO(32, compile="trace"), num_steps=3000)
     draws = guide.sample_posterior(400_000)["weight"]
-    assert ((draws.mean(0) - mean) / covariance.diag().sqrt()).abs().max() < 0.02
-    assert (draws.T.cov() - covariance).norm() / covariance.norm() < 0.03
+    # Three times the root mean square over ten seeds, .012 and .025: the noise of the training.
+    assert ((draws.mean(0) - mean) / covariance.diag().sqrt()).abs().max() < 0.04
+    assert (draws.T.cov() - covariance).norm() / covariance.norm() < 0.08
 
 
 def test_amortised_posterior_of_local_latents():
