@@ -45,11 +45,12 @@ def test_conjugate_regression():
     mean = covariance @ (x.T @ y) / 0.49
 
     guide = AutoSemiImplicit(model, noise_scale="learn", frame=None)
-    train(model, guide, LIVI_ELBO(32, compile="trace"), num_steps=3000)
+    train(model, guide, LIVI_ELBO(32, compile="trace"), num_steps=2000)
+    train(model, guide, LIVI_ELBO(512, compile="trace"), num_steps=400, lr=0.002)
     draws = guide.sample_posterior(400_000)["weight"]
-    # Three times the root mean square over ten seeds, .012 and .025: the noise of the training.
-    assert ((draws.mean(0) - mean) / covariance.diag().sqrt()).abs().max() < 0.04
-    assert (draws.T.cov() - covariance).norm() / covariance.norm() < 0.08
+    # Four times the root mean square over six seeds, .0077 and .0078.
+    assert ((draws.mean(0) - mean) / covariance.diag().sqrt()).abs().max() < 0.03
+    assert (draws.T.cov() - covariance).norm() / covariance.norm() < 0.03
 
 
 def test_amortised_posterior_of_local_latents():
