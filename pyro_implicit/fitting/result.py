@@ -29,7 +29,7 @@ from pyro_implicit.fitting.arguments import refuse_unfit_guide
 from pyro_implicit.fitting.candidates import corrected_draws
 from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
-from pyro_implicit.fitting.updating import JointPrior, posterior_as_prior
+from pyro_implicit.fitting.updating import JointPrior, log_prob_of, posterior_as_prior
 from pyro_implicit.guides.auto_implicit import has_exact_density
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
@@ -231,12 +231,13 @@ class Fit(Printed):
             posterior, by k-hat and effective sample size of importance weights (unknown if the
             prior has only some of the sites), and how many modes the new data have excluded.
         """
-        began, policy = time.perf_counter(), self.policy.update
-        first = BatchStream(options["batches"]).probed[0] if "batches" in options else ()
-        prior = posterior_as_prior(
-            self, model, *args, *first, sites=sites, policy=policy, model_kwargs=model_kwargs
-        )
-        line = Stage("prior", outcome=f"{prior}{self._loss_of(prior)}")
+        began, policy = time.perf_counter(), (options.get("policy") or self.policy).update
+        with seeded(options.get("seed")):
+            first = BatchStream(options["batches"]).probed[0] if "batches" in options else ()
+            prior = posterior_as_prior(
+                self, model, *args, *first, sites=sites, policy=policy, model_kwargs=model_kwargs
+            )
+            line = Stage("prior", outcome=f"{prior}{self._loss_of(prior)}")
         line.seconds = time.perf_counter() - began
         result = self._fit(prior(model), "auto", *args, model_kwargs=model_kwargs, **options)
         result.prior = prior
@@ -247,13 +248,12 @@ class Fit(Printed):
         return result
 
     def _loss_of(self, prior: JointPrior) -> str:
-        if self.minibatches or set(prior.shapes) != set(self.target.shapes):
+        log_prob = log_prob_of(self, prior.shapes)
+        if log_prob is None:
             return ""
         with torch.no_grad():
             points = prior.density.sample(torch.Size((self.policy.choice.num_weighed,)))
-            values = prior.constrain(points)
-            latent = self.target.unconstrain({name: values[name] for name in self.target.shapes})
-            log_weights = self.target.log_prob(latent) - prior.density.log_prob(points)
+            log_weights = log_prob(prior.constrain(points)) - prior.density.log_prob(points)
         return f"; {LogWeights(log_weights.masked_fill(log_weights.isnan(), -math.inf))}"
 
     def diagnose(self, **options: Any) -> Diagnosis:
@@ -355,7 +355,7 @@ class Fit(Printed):
             version's format, or a model with other latent variables or parameter shapes.
         """
         content = read_file(Path(path), "cpu", KIND)
-        if content["prior"] is not None:
+        if content.get("prior") is not None:
             model = content["prior"](model)
         result = cls(**{**content, "source": (model, args, {**kwargs, **(model_kwargs or {})})})
         result._attach()

@@ -23,7 +23,7 @@ from pyro_implicit.fitting.policy import DEFAULT, UpdatePolicy
 from pyro_implicit.guides.posterior_draws import draw, posterior_of, samples_of
 from pyro_implicit.runtime.sites import is_data, is_discrete_latent, is_latent, site_parts
 
-__all__ = ["JointPrior", "posterior_as_prior"]
+__all__ = ["JointPrior", "log_prob_of", "posterior_as_prior"]
 
 LogProb = Callable[[dict[str, Tensor]], Tensor]
 
@@ -87,11 +87,11 @@ def posterior_as_prior(
     names = _shared_sites(trace, draws, sites)
     supports = {name: trace.nodes[name]["fn"].support for name in names}
     shared = {name: draws[name] for name in names}
-    log_prob = _log_prob_of(posterior, names)
+    log_prob = log_prob_of(posterior, names)
     return JointPrior.of_draws(shared, supports, policy, log_prob)
 
 
-def _log_prob_of(posterior: Any, names: list[str]) -> LogProb | None:
+def log_prob_of(posterior: Any, names: Collection[str]) -> LogProb | None:
     """Return the log-density of values of all sites; None if it has other latents, or no data."""
     if getattr(posterior, "minibatches", True):  # or no result of fit
         return None
@@ -318,10 +318,10 @@ def _most_likely(points: Tensor, number: int) -> MixtureSameFamily:
         warnings.simplefilter("ignore", ConvergenceWarning)  # other draws decide
         mixture.fit(((points - loc) / scale).double().cpu().numpy())
     fitted = (mixture.means_, mixture.covariances_, mixture.weights_)
-    means, covariances, weights = (torch.as_tensor(one).to(points) for one in fitted)
-    factor = torch.linalg.cholesky(covariances) * scale.unsqueeze(-1)
-    normals = MultivariateNormal(loc + scale * means, scale_tril=factor)
-    return MixtureSameFamily(Categorical(weights), normals)
+    means, covariances, weights = (torch.as_tensor(one).to(points.device) for one in fitted)
+    factor = torch.linalg.cholesky(covariances).to(points) * scale.unsqueeze(-1)
+    normals = MultivariateNormal(loc + scale * means.to(points), scale_tril=factor)
+    return MixtureSameFamily(Categorical(weights.to(points)), normals)
 
 
 def _matched(
@@ -347,8 +347,10 @@ def _matched(
         shifts, factors, logits = parameters
         own = factors.tril(-1) + factors.diagonal(dim1=-2, dim2=-1).exp().diag_embed()
         moved = loc + (scale @ shifts.unsqueeze(-1)).squeeze(-1)
-        components = MultivariateNormal(moved, scale_tril=scale @ own)
-        return MixtureSameFamily(Categorical(logits=logits), components)
+        # A step that overflows must be rejected by its loss, not by an error.
+        components = MultivariateNormal(moved, scale_tril=scale @ own, validate_args=False)
+        weights = Categorical(logits=logits, validate_args=False)
+        return MixtureSameFamily(weights, components, validate_args=False)
 
     def rest(first: int) -> Tensor:
         return (log_p[first::2] - mixture().log_prob(points[first::2])).var()
@@ -404,11 +406,11 @@ class _Replace(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         if msg["name"] in self._names and not msg["is_observed"]:
             msg["fn"] = _Joint(msg["name"], msg["fn"], self._draws)
+            self.event_dims[msg["name"]] = msg["fn"].event_dim
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        if msg["name"] in self._names:
+        if msg["name"] in self.event_dims:
             self.values[msg["name"]] = msg["value"]
-            self.event_dims[msg["name"]] = msg["fn"].event_dim
 
 
 class _Joint(TorchDistribution):

@@ -20,6 +20,7 @@ from torch import Tensor
 from pyro_implicit import LIVI_ELBO, AutoSemiImplicit, fit
 from pyro_implicit.density import Target
 from pyro_implicit.fitting import Fit, JointPrior, UpdatePolicy, posterior_as_prior
+from pyro_implicit.guides import StoredDraws
 from pyro_implicit.guides.auto_draws import own_names
 
 
@@ -138,6 +139,39 @@ def conjugate(y: Tensor) -> None:
     x = pyro.sample("x", dist.Normal(0.0, 2.0))
     with pyro.plate("rows", len(y)):
         pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+
+def test_the_prior_matches_the_log_density_and_not_only_the_draws() -> None:
+    torch.set_default_dtype(torch.float64)
+    truth = dist.Normal(3.0, 0.5)
+    draws = {"x": truth.sample((200,))}
+    supports = {"x": dist.constraints.real}
+    prior = JointPrior.of_draws(
+        draws, supports, log_prob=lambda values: truth.log_prob(values["x"])
+    )
+    points = torch.linspace(1.0, 5.0, 9).unsqueeze(-1)
+    found = prior.density.log_prob(points)
+    torch.testing.assert_close(found, truth.log_prob(points[:, 0]), atol=1e-4, rtol=1e-4)
+
+
+def test_the_seed_governs_the_prior_and_leaves_the_callers_stream() -> None:
+    y = torch.tensor([1.0, 2.0])
+    first = Fit(guide=StoredDraws({"x": torch.randn(100)}), source=(conjugate, (y,), {}))
+    before = torch.get_rng_state()
+    results = [first.update(conjugate, y, seed=seed, progress=False) for seed in (5, 5, 6)]
+    assert torch.equal(before, torch.get_rng_state())
+    means = [one.prior.density.component_distribution.loc for one in results]
+    assert torch.equal(means[0], means[1])
+
+
+def test_a_site_that_a_model_observes_has_no_joint_prior() -> None:
+    prior = JointPrior.of_draws({"x": torch.randn(100)}, {"x": dist.constraints.real})
+
+    def observed() -> None:
+        pyro.sample("x", dist.Normal(0.0, 1.0), obs=torch.tensor(0.3))
+
+    with pytest.raises(ValueError, match=r"did not sample \['x'\]"):
+        poutine.trace(prior(observed)).get_trace()
 
 
 def test_a_stream_ends_at_the_posterior_of_all_data(tmp_path: Path) -> None:
