@@ -27,6 +27,7 @@ PAGES = (
 )
 FIRST_ALONE = ("speed_field",)  # pages of which only the first table is used
 OURS, KEYS = "implicit", ("posterior", "dim", "floor")
+LEAST_FILLED = 0.4  # of the cells of a column; emptier ones stay in ``results/*.md``
 
 
 def tables(text: str) -> list[list[list[str]]]:
@@ -47,12 +48,16 @@ def tables(text: str) -> list[list[list[str]]]:
 
 
 def for_a_page(rows: list[list[str]]) -> list[list[str]]:
-    """Move the column of ``fit`` to the front."""
-    head = rows[0]
+    """Move the column of ``fit`` to the front, and leave out columns that are nearly empty."""
+    head, *body = rows
     if OURS not in head:
         return rows
-    order = sorted(range(len(head)), key=lambda k: (head[k] not in KEYS, head[k] != OURS))
-    return [[row[k] for k in order] for row in rows]
+    filled = [
+        k for k in range(len(head)) if sum(bool(r[k]) for r in body) >= LEAST_FILLED * len(body)
+    ]
+    order = sorted(filled, key=lambda k: (head[k] not in KEYS, head[k] != OURS))
+    named = ["fit" if name == OURS else name for name in head]
+    return [[row[k] for k in order] for row in (named, *body)]
 
 
 def main() -> None:

@@ -3,10 +3,12 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyro_implicit
 
-sys.path.insert(0, str(Path(__file__).parent))  # for gallery_hooks
+sys.path.insert(0, str(Path(__file__).parent))
+from site_hooks import add_summary
 
 project = "pyro_implicit"
 author = "The pyro_implicit developers"
@@ -15,6 +17,7 @@ release = version = pyro_implicit.__version__
 
 extensions = [
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -46,8 +49,15 @@ sphinx_gallery_conf = {
     "filename_pattern": "",  # all of them
     "subsection_order": [f"gallery/{section}" for section in SECTIONS],
     "within_subsection_order": "ExampleTitleSortKey",
-    "image_scrapers": ("matplotlib", "gallery_hooks.scrape_figure"),
+    "image_scrapers": ("matplotlib", "site_hooks.scrape_figure"),
     "capture_repr": (),
-    "reset_modules": ("matplotlib", "gallery_hooks.fresh_state"),
+    "reset_modules": ("matplotlib", "site_hooks.fresh_state"),
     "download_all_examples": False,
 }
+
+autosummary_generate = False  # the tables link to the same page
+
+
+def setup(app: Any) -> None:
+    """Register the hook that adds summaries to the API pages."""
+    app.connect("source-read", add_summary)

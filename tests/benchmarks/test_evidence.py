@@ -7,14 +7,18 @@ def test_tables_of_a_page():
     assert tables(page) == [[["a", "b"], ["x", "-1"], ["y", "2"]], [["c"]]]
 
 
-def test_the_column_of_fit_stands_where_it_is_seen():
+def test_fit_is_the_first_method_and_empty_columns_are_left_out():
     rows = [
-        ["posterior", "dim", "AutoNormal", "NUTS", "implicit"],
-        ["arK", "7", "-1.5", "1", "0.8"],
+        ["posterior", "dim", "AutoNormal", "AutoIAFNormal", "NUTS", "implicit"],
+        ["arK", "7", "-1.5", "", "1", "0.8"],
+        ["nes", "10", "9.3", "", "", "0.7"],
+        ["blr", "6", "", "1.0", "2", "0.9"],
     ]
     assert for_a_page(rows) == [
-        ["posterior", "dim", "implicit", "AutoNormal", "NUTS"],
+        ["posterior", "dim", "fit", "AutoNormal", "NUTS"],
         ["arK", "7", "0.8", "-1.5", "1"],
+        ["nes", "10", "0.7", "9.3", ""],
+        ["blr", "6", "0.9", "", "2"],
     ]
     assert for_a_page([["target", "seeds"], ["funnel", "5"]]) == [
         ["target", "seeds"],

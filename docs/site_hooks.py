@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that sphinx-gallery calls for each page; docs/conf.py names them."""
+"""Hooks of Sphinx and sphinx-gallery, which docs/conf.py names."""
 
 from __future__ import annotations
 
+import importlib
+import re
 from typing import Any
 
 import pyro
 import torch
 from matplotlib.figure import Figure
 
-__all__ = ["fresh_state", "scrape_figure"]
+__all__ = ["add_summary", "fresh_state", "scrape_figure"]
 
 
 def fresh_state(gallery_conf: dict[str, Any], page: str) -> None:
@@ -43,3 +45,21 @@ def scrape_figure(
     path = next(block_vars["image_path_iterator"])
     figure.savefig(path, dpi=100)
     return figure_rst([path], gallery_conf["src_dir"])
+
+
+def add_summary(app: Any, page: str, source: list[str]) -> None:
+    """Put a table of all public names, with their first lines, before each ``automodule``.
+
+    :param app: Sphinx.
+    :param page: name of the page.
+    :param source: its text, changed in place.
+    """
+
+    def summary(match: re.Match[str]) -> str:
+        names = importlib.import_module(match[1]).__all__
+        rows = "\n".join(f"   ~{match[1]}.{name}" for name in names)
+        return f".. autosummary::\n   :nosignatures:\n\n{rows}\n\n{match[0]}"
+
+    if page.startswith("api/"):
+        whole = r"^\.\. automodule:: (\S+)\n   :members:$"  # parts of a module need no summary
+        source[0] = re.sub(whole, summary, source[0], flags=re.MULTILINE)
