@@ -16,7 +16,8 @@ from pyro_implicit.density.cost import estimated_seconds, nearby
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.matrices import lower_factor, root_of_inverse
-from pyro_implicit.runtime.messages import refuse_nonpositive, short_repr, steps_of, warn_user
+from pyro_implicit.runtime.messages import refuse_nonpositive, short_repr, warn_user
+from pyro_implicit.runtime.progress import Watch, watch
 
 __all__ = ["Modes", "antithetic_noise", "find_modes", "gaussian_elbo", "seconds_of_climb"]
 
@@ -91,26 +92,28 @@ def find_modes(
     deadline = time.perf_counter() + max_seconds
     starts = torch.cat([target.init_loc.unsqueeze(0), target.sample_prior(num_starts - 1)])
     found: Modes | None = None
-    for _ in range(max_rounds):
-        climbed = _climb(target, starts, max_iterations, num_draws, deadline)
-        if climbed is None and found is None:
-            raise ValueError(
-                "the model's log-density and its gradient are finite at none of "
-                f"{num_starts} draws of its prior: {blame(target, starts)}"
-            ) from target.error
-        if climbed is None:
-            break
-        best, tops = climbed
-        if found is None or best.elbo > found.elbo[0]:
-            first = best
-        else:
-            first = Modes(*(part[:1] for part in found))
-        earlier = [] if found is None else [Modes(*(part[1:] for part in found))]
-        found = Modes(*map(torch.cat, zip(first, *earlier, tops, strict=True)))
-        modes, num_met = _separate(target, found, max_gap)
-        if len(modes.loc) == 1 or (num_met > 1).all() or time.perf_counter() > deadline:
-            break
-        starts = target.sample_prior(num_starts)
+    with watch("search", max_rounds * max_iterations, leave=False) as watched:
+        for _ in range(max_rounds):
+            climbed = _climb(target, starts, max_iterations, num_draws, deadline, watched)
+            if climbed is None and found is None:
+                raise ValueError(
+                    "the model's log-density and its gradient are finite at none of "
+                    f"{num_starts} draws of its prior: {blame(target, starts)}"
+                ) from target.error
+            if climbed is None:
+                break
+            best, tops = climbed
+            if found is None or best.elbo > found.elbo[0]:
+                first = best
+            else:
+                first = Modes(*(part[:1] for part in found))
+            earlier = [] if found is None else [Modes(*(part[1:] for part in found))]
+            found = Modes(*map(torch.cat, zip(first, *earlier, tops, strict=True)))
+            modes, num_met = _separate(target, found, max_gap)
+            is_late = watched.stopped or time.perf_counter() > deadline
+            if len(modes.loc) == 1 or (num_met > 1).all() or is_late:
+                break
+            starts = target.sample_prior(num_starts)
     return modes
 
 
@@ -175,11 +178,12 @@ def _climb(
     max_iterations: int,
     num_draws: int,
     deadline: float,
+    watched: Watch,
 ) -> tuple[Modes, Modes] | None:
     """Return the best Gaussian of all paths and those at the paths' ends; None if no path began."""
     best: Modes | None = None
     tops, ends = [], []
-    for _ in steps_of(range(max_iterations), max_iterations, "search"):
+    for _ in range(max_iterations):
         log_prob, score, hessian = target.derivatives(point)
         finite = log_prob.isfinite() & score.isfinite().all(-1)
         if not finite.any():
@@ -203,7 +207,8 @@ def _climb(
         tops.append(Modes(*(part[is_top] for part in here)))
         ends.append(highest[is_top])
         climbs &= gain > 0
-        if not climbs.any() or time.perf_counter() > deadline:
+        watched.step()
+        if not climbs.any() or watched.stopped or time.perf_counter() > deadline:
             break
         point = proposals[choice, torch.arange(len(point))][climbs]
     if best is None:

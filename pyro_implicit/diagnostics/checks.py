@@ -28,7 +28,8 @@ from pyro_implicit.diagnostics.policy import CHECKS, MOMENTS
 from pyro_implicit.ops import LogWeights, gaussian_entropy
 from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
 from pyro_implicit.ops.score_estimators import SteinTest, stein_test
-from pyro_implicit.runtime.messages import short_repr, steps_of
+from pyro_implicit.runtime.messages import short_repr
+from pyro_implicit.runtime.progress import steps_of
 
 __all__ = [
     "DriftCheck",

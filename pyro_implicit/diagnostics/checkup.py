@@ -37,7 +37,8 @@ from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
 from pyro_implicit.runtime.global_state import in_turn, same_streams
-from pyro_implicit.runtime.messages import announce, refuse_nonpositive, showing_progress
+from pyro_implicit.runtime.messages import refuse_nonpositive
+from pyro_implicit.runtime.progress import announce, watching
 
 __all__ = ["diagnose", "plan_effort"]
 
@@ -206,7 +207,7 @@ def diagnose(
         EFFORT.num_chains if function is None else EFFORT.num_observed_chains,
         weight,
     )
-    with showing_progress(progress):
+    with watching(progress):
         announce("diagnose", effort.seconds)
         return examine(sampler, effort, modes, loss, chunk_size, function, policy or VERDICT)
 

@@ -40,7 +40,7 @@ from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.global_state import same_streams
-from pyro_implicit.runtime.messages import steps_of
+from pyro_implicit.runtime.progress import steps_of
 
 __all__ = ["BAD_DRAWS", "Effort", "examine"]
 

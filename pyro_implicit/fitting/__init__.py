@@ -28,10 +28,11 @@ from pyro_implicit.fitting.policy import (
     TrainingPolicy,
     UpdatePolicy,
 )
-from pyro_implicit.fitting.result import Fit, Stage
+from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.fitting.training import HeldOut, default_loss, train
 from pyro_implicit.fitting.updating import JointPrior, posterior_as_prior
+from pyro_implicit.runtime.progress import Stage
 
 __all__ = [
     "BudgetPolicy",

@@ -60,6 +60,7 @@ from pyro_implicit.runtime.messages import (
     warn_user,
 )
 from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.runtime.progress import Callback
 from pyro_implicit.runtime.sites import FlatPriorStart, without_sequential_plates
 
 __all__ = ["fit"]
@@ -93,6 +94,7 @@ def fit(
     checkpoint_every: int = 500,
     compile: CompileMode = "auto",
     progress: bool = True,
+    callbacks: Iterable[Callback] = (),
     policy: FitPolicy | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
@@ -191,6 +193,8 @@ def fit(
     :param compile: how training steps and the chains' log-density are compiled; see
         :class:`~pyro_implicit.infer.ImplicitELBO` and :doc:`/howto/compile`.
     :param progress: whether to show progress bars in a terminal or a notebook.
+    :param callbacks: observers of steps and stages, which may end a stage
+        (:mod:`pyro_implicit.callbacks`).
     :param policy: budgets, limits and thresholds; by default those of
         :class:`~pyro_implicit.fitting.FitPolicy`.
     :param model_kwargs: keyword arguments of the model that have the name of an argument here, such
@@ -242,7 +246,9 @@ def fit(
         "progress": progress,
         "compile": compile,
     }
-    stages = Stages(model, args, kwargs, num_steps, lr, num_particles, limit, policy, options)
+    stages = Stages(
+        model, args, kwargs, num_steps, lr, num_particles, limit, policy, options, callbacks
+    )
     if batches is not None:
         stages.batches, stages.result.minibatches = BatchStream(batches), True
         refuse_processes(stages.batches.probed[0], refine is True)

@@ -244,7 +244,6 @@ def _walk(
             kernel="mclmc",
             quantities=None if inputs is None else FunctionValues(target.model, inputs),
             compile=stages.options["compile"],
-            progress=stages.options["progress"],
         )
         result.interrupted = refined.stopped == "interrupted"
         line.outcome = (

@@ -184,7 +184,6 @@ def move_draws(stages: Stages, chains: ChainPlan, optional: bool = False) -> Fit
             max_seconds=left if math.isfinite(left) else None,
             patience=math.inf if math.isfinite(left) else budget.patient_seconds,
             compile=stages.options["compile"],
-            progress=stages.options["progress"],
         )
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
     if line.error is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -41,24 +40,11 @@ from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import in_turn, seeded
 from pyro_implicit.runtime.messages import Printed, Table, first_line
 from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.runtime.progress import Stage, new_stage, watching
 
-__all__ = ["Fit", "Stage"]
+__all__ = ["Fit"]
 
 KIND = "a result of fit"
-
-
-@dataclass
-class Stage:
-    """One stage of :func:`fit`.
-
-    ``name``, duration in ``seconds``, and ``outcome`` in words: the result, or the reason of a
-    failure. ``error`` is the error of a failed stage.
-    """
-
-    name: str
-    seconds: float = 0.0
-    outcome: str = ""
-    error: Exception | None = None
 
 
 @dataclass(repr=False)
@@ -231,14 +217,14 @@ class Fit(Printed):
             posterior, by k-hat and effective sample size of importance weights (unknown if the
             prior has only some of the sites), and how many modes the new data have excluded.
         """
-        began, policy = time.perf_counter(), (options.get("policy") or self.policy).update
-        with seeded(options.get("seed")):
+        policy = (options.get("policy") or self.policy).update
+        audience = watching(False, options.get("callbacks", ()))
+        with seeded(options.get("seed")), audience, new_stage("prior") as line:
             first = BatchStream(options["batches"]).probed[0] if "batches" in options else ()
             prior = posterior_as_prior(
                 self, model, *args, *first, sites=sites, policy=policy, model_kwargs=model_kwargs
             )
-            line = Stage("prior", outcome=f"{prior}{self._loss_of(prior)}")
-        line.seconds = time.perf_counter() - began
+            line.outcome = f"{prior}{self._loss_of(prior)}"
         result = self._fit(prior(model), "auto", *args, model_kwargs=model_kwargs, **options)
         result.prior = prior
         result.stages.insert(0, line)
@@ -411,13 +397,9 @@ class Fit(Printed):
 
         :param name: the name of the stage.
         """
-        line = Stage(name)
-        self.stages.append(line)
-        start = time.perf_counter()
-        try:
+        with new_stage(name) as line:
+            self.stages.append(line)
             yield line
-        finally:
-            line.seconds = time.perf_counter() - start
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[Stage]:

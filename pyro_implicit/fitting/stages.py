@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,7 +38,7 @@ from pyro_implicit.fitting.parameters import (
     with_fixed_parameters,
 )
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy, Schedule
-from pyro_implicit.fitting.result import Fit, Stage
+from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.training import HeldOut, TrainingInterrupted, default_loss, train
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.auto_draws import forget
@@ -47,8 +47,9 @@ from pyro_implicit.infer import InjectiveELBO
 from pyro_implicit.mcmc.spaces.space import ConditionalNoise, conditional_noise
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.global_state import seeded
-from pyro_implicit.runtime.messages import first_line, showing_progress, warn_user
+from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.runtime.progress import Callback, Stage, watching
 
 __all__ = ["Stages", "TimeLimit", "still_falls", "train_exact", "train_semi_implicit"]
 
@@ -104,6 +105,7 @@ class Stages:
     :param limit: the time limit of the call.
     :param policy: budgets, limits and thresholds.
     :param options: arguments of :func:`~pyro_implicit.fitting.train`, such as ``checkpoint``.
+    :param callbacks: observers of the call.
     """
 
     model: Callable[..., Any]
@@ -115,6 +117,7 @@ class Stages:
     limit: TimeLimit
     policy: FitPolicy = field(default_factory=FitPolicy)
     options: dict[str, Any] = field(default_factory=lambda: {"progress": False, "compile": "auto"})
+    callbacks: Iterable[Callback] = ()
 
     def __post_init__(self) -> None:
         self.result = Fit(source=(self.model, self.args, self.kwargs), policy=self.policy)
@@ -143,7 +146,7 @@ class Stages:
         """Remove the guides of this call from Pyro's parameter store at the end, and put the
         model's learnt parameters into the result."""
         try:
-            with showing_progress(self.options["progress"]):
+            with watching(self.options["progress"], self.callbacks):
                 yield
             self._keep_parameters()
         finally:

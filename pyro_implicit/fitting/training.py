@@ -49,8 +49,9 @@ from pyro_implicit.runtime.global_state import (
     restore_random_streams,
     seeded,
 )
-from pyro_implicit.runtime.messages import progress_bar, refuse_nonpositive
+from pyro_implicit.runtime.messages import refuse_nonpositive
 from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.runtime.progress import Callback, new_stage, watch, watching
 from pyro_implicit.runtime.sites import is_counted, is_data
 
 __all__ = ["HeldOut", "TrainingInterrupted", "default_loss", "train"]
@@ -88,6 +89,7 @@ def train(
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 500,
     progress: bool = True,
+    callbacks: Iterable[Callback] = (),
     name: str = "fit",
     max_seconds: float = math.inf,
     compile: CompileMode = "auto",
@@ -125,6 +127,8 @@ def train(
         and ends with bit-identical parameters.
     :param checkpoint_every: the number of steps between two writes.
     :param progress: whether to show a progress bar.
+    :param callbacks: observers of the steps, which may end the training
+        (:mod:`pyro_implicit.callbacks`); with several processes, in each of them.
     :param name: the name of bar and file.
     :param max_seconds: the limit of wall time; in its second half the learning rate falls. A
         training that it ends is not reproducible.
@@ -143,7 +147,8 @@ def train(
     """
     refuse_nonpositive(max_seconds=max_seconds)
     kwargs, schedule = {**kwargs, **(model_kwargs or {})}, schedule or Schedule()
-    with _compiled(loss, compile):
+    shows_bar = progress and is_first()
+    with watching(shows_bar, callbacks), new_stage(name) as line, _compiled(loss, compile):
         state = _State()
         shared = args
         if batches is not None:
@@ -172,58 +177,58 @@ def train(
         first, last = len(state.losses), schedule.num_steps
         latest_decay = last - round(last * schedule.decay)
         began = time.perf_counter()
-        bar = progress_bar(last, name, progress and is_first(), initial=first)
         try:
-            while not state.finished:
-                step = len(state.losses)
-                if state.decay_start is None and (
-                    step >= latest_decay or schedule.stands_still(state.losses)
-                ):
-                    state.decay_start = step
-                decay_start = last if state.decay_start is None else state.decay_start
-                clock = 0.0
-                if math.isfinite(max_seconds):
-                    elapsed = mean_over_processes(time.perf_counter() - began, device)
-                    clock = elapsed / max_seconds
-                for group in optimiser.param_groups:
-                    group["lr"] = min(
-                        schedule.rate(step, decay_start), schedule.rate_by_clock(clock)
-                    )
-                if batches is not None:
-                    args = (*shared, *batches.next())
-                state.losses.append(_step(evaluate, optimiser, schedule.clip_norm, args, kwargs))
-                if batches is not None and math.isnan(state.losses[-1]):
-                    _refuse_missing_data(model, args, kwargs, batches)
-                is_exact = may_stop and schedule.is_exact(state.losses, loss.num_particles)
-                by_steps = step + 1 >= decay_start + round(last * schedule.decay)
-                state.finished = is_exact or by_steps or clock >= 1
-                if is_enough is not None and not state.finished and schedule.is_look(step + 1):
-                    streams = random_streams()
-                    state.finished = is_enough()
-                    if not state.finished:  # the training is that without a look
-                        restore_random_streams(streams)
-                _check_finite(state.losses, state.finished)
-                if held_out is not None:
-                    period = held_out.interval if batches is None else batches.epoch_length
-                    if state.finished or (step + 1) % period == 0:
-                        held_out.num_steps = step + 1
-                        state.finished |= held_out.judge(guide, parameters)
-                    if state.finished:
-                        held_out.take_best(parameters)
-                if file is not None and (state.finished or (step + 1) % checkpoint_every == 0):
-                    state.batches = None if batches is None else batches.state()
-                    state.held_out = None if held_out is None else held_out.state()
-                    save_checkpoint(file, state, parameters, optimisers, loss, buffers)
-                bar.update()
-                if step % 50 == 0:
-                    bar.set_postfix(loss=f"{state.losses[-1]:.3f}", refresh=False)
+            with watch(name, last, first) as watched:
+                while not state.finished:
+                    step = len(state.losses)
+                    if state.decay_start is None and (
+                        step >= latest_decay or schedule.stands_still(state.losses)
+                    ):
+                        state.decay_start = step
+                    decay_start = last if state.decay_start is None else state.decay_start
+                    clock = 0.0
+                    if math.isfinite(max_seconds):
+                        elapsed = mean_over_processes(time.perf_counter() - began, device)
+                        clock = elapsed / max_seconds
+                    for group in optimiser.param_groups:
+                        group["lr"] = min(
+                            schedule.rate(step, decay_start), schedule.rate_by_clock(clock)
+                        )
+                    if batches is not None:
+                        args = (*shared, *batches.next())
+                    value = _step(evaluate, optimiser, schedule.clip_norm, args, kwargs)
+                    state.losses.append(value)
+                    if batches is not None and math.isnan(state.losses[-1]):
+                        _refuse_missing_data(model, args, kwargs, batches)
+                    watched.step(values=partial(dict, loss=value))
+                    stops = mean_over_processes(float(watched.stopped), device) > 0
+                    is_exact = may_stop and schedule.is_exact(state.losses, loss.num_particles)
+                    by_steps = step + 1 >= decay_start + round(last * schedule.decay)
+                    state.finished = is_exact or by_steps or clock >= 1 or stops
+                    if is_enough is not None and not state.finished and schedule.is_look(step + 1):
+                        streams = random_streams()
+                        state.finished = is_enough()
+                        if not state.finished:  # the training is that without a look
+                            restore_random_streams(streams)
+                    _check_finite(state.losses, state.finished)
+                    if held_out is not None:
+                        period = held_out.interval if batches is None else batches.epoch_length
+                        if state.finished or (step + 1) % period == 0:
+                            held_out.num_steps = step + 1
+                            state.finished |= held_out.judge(guide, parameters)
+                        if state.finished:
+                            held_out.take_best(parameters)
+                    if file is not None and (state.finished or (step + 1) % checkpoint_every == 0):
+                        state.batches = None if batches is None else batches.state()
+                        state.held_out = None if held_out is None else held_out.state()
+                        save_checkpoint(file, state, parameters, optimisers, loss, buffers)
         except KeyboardInterrupt as interrupt:
             if held_out is not None:
                 held_out.take_best(parameters)
             raise TrainingInterrupted(state.losses) from interrupt
         finally:
-            bar.close()
             optimiser.zero_grad()  # a later SVI would add to them
+            line.outcome = f"{len(state.losses)} steps"
         return state.losses
 
 

@@ -51,16 +51,13 @@ from pyro_implicit.ops.semi_implicit import (
 )
 from pyro_implicit.runtime.global_state import in_turn, same_streams
 from pyro_implicit.runtime.messages import (
-    announce,
-    progress_is_shown,
     refuse_counts,
     refuse_nonpositive,
     refuse_unknown,
     short_repr,
-    showing_progress,
-    steps_of,
     warn_user,
 )
+from pyro_implicit.runtime.progress import announce, progress_is_shown, steps_of, watching
 
 __all__ = [
     "EvidenceBound",
@@ -444,9 +441,9 @@ def evidence_bound(
         "model_kwargs": model_kwargs,
         **kwargs,
     }
-    with showing_progress(progress):
+    with watching(progress):
         if progress_is_shown():
-            with same_streams(), showing_progress(False), warnings.catch_warnings():
+            with same_streams(), watching(False), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # all draws are going to show them
                 began = time.perf_counter()
                 weighted_draws(model, guide, *args, num_samples=BOUNDS.timed_draws, **options)

@@ -23,7 +23,7 @@ from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Drift, Tracked, tracked
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import random_streams, restore_random_streams
-from pyro_implicit.runtime.messages import progress_bar
+from pyro_implicit.runtime.progress import new_stage, watch
 
 __all__ = ["Chains", "Checkpoint", "WindowedChains", "run"]
 
@@ -109,35 +109,43 @@ class Chains:
         raise NotImplementedError
 
     @property
-    def progress(self) -> tuple[int, int, str]:
-        """Work done, work in all, and a note."""
+    def progress(self) -> tuple[int, int]:
+        """Work done and work in all."""
+        raise NotImplementedError
+
+    def values(self) -> dict[str, float]:
+        """Return what bars and callbacks show."""
         raise NotImplementedError
 
 
-def run(chains: Chains, checkpoint: Checkpoint, progress: bool) -> None:
+def run(chains: Chains, checkpoint: Checkpoint) -> None:
     """Walk until the chains stop.
 
-    After Ctrl-C they stop as ``"interrupted"``, if there are draws.
+    After Ctrl-C they stop as ``"interrupted"``, if there are draws. If a callback ends them, they
+    stop as ``"callback"``, as soon as there are draws.
     """
     began = time.perf_counter() - chains.seconds
     cpu_began = time.process_time() - chains.cpu_seconds
-    done, total, _ = chains.progress
-    with progress_bar(total, "refine", progress, initial=done) as bar:
+    done, total = chains.progress
+    with new_stage("refine") as line, watch("refine", total, done) as watched:
         try:
             while chains.stopped is None:
                 chains.advance()
                 chains.seconds = time.perf_counter() - began
                 chains.cpu_seconds = time.process_time() - cpu_began
                 chains.stopped = chains.check()
+                if watched.stopped and chains.stopped == "max_seconds":
+                    chains.stopped = "callback"
                 if chains.stopped or chains.transitions % checkpoint.every == 0:
                     checkpoint.save(chains)
-                done, _, note = chains.progress
-                bar.update(done - bar.n)
-                bar.set_postfix_str(note, refresh=False)
+                watched.step(chains.progress[0], chains.values)
+                if watched.stopped:  # a limit that ends the warm-up, too
+                    chains.max_seconds = min(chains.max_seconds or math.inf, chains.seconds)
         except KeyboardInterrupt:
             if not chains.has_draws:
                 raise
             chains.stopped = "interrupted"
+        line.outcome = f"{chains.stopped} after {chains.gradients} gradients"
 
 
 def _track_nothing(latent: Tensor, log_density: Tensor) -> Tracked:
@@ -216,11 +224,18 @@ class WindowedChains(Chains):
         return self.history.seen >= self.policy.stopping.least_draws
 
     @property
-    def progress(self) -> tuple[int, int, str]:
-        """Gradients done, gradients in all, and a note."""
+    def progress(self) -> tuple[int, int]:
+        """Gradients done and gradients in all."""
         total = int(self.max_gradients) if math.isfinite(self.max_gradients) else self.gradients
-        note = f"{self.phase}, step {self.adaptation.step_size:.2g}"
-        return min(self.gradients, total), total, note
+        return min(self.gradients, total), total
+
+    def values(self) -> dict[str, float]:
+        """Return the mean log-density, the step size, and whether the warm-up is over."""
+        return {
+            "log_density": self.state.log_density.mean().item(),
+            "step_size": self.adaptation.step_size,
+            "sampling": float(self.phase == "sampling"),
+        }
 
     @property
     def points(self) -> Tensor:

@@ -150,9 +150,13 @@ class MinibatchChains(Chains):
         return len(self._store) > 0
 
     @property
-    def progress(self) -> tuple[int, int, str]:
-        """Steps done, steps in all, and a note."""
-        return self.transitions, self.planned, ""
+    def progress(self) -> tuple[int, int]:
+        """Steps done and steps in all."""
+        return self.transitions, self.planned
+
+    def values(self) -> dict[str, float]:
+        """Return the step size."""
+        return {"step_size": self._size()}
 
     def advance(self) -> None:
         """Make one step of all chains, and store the draws that are due."""

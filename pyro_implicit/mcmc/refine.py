@@ -45,6 +45,7 @@ from pyro_implicit.runtime.global_state import (
 )
 from pyro_implicit.runtime.messages import first_line, refuse_counts, refuse_nonpositive, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.runtime.progress import Callback, watching
 
 __all__ = ["continue_chains", "refine", "refine_target"]
 
@@ -78,6 +79,7 @@ def refine(
     teach: bool = False,
     compile: CompileMode = "auto",
     progress: bool = True,
+    callbacks: Iterable[Callback] = (),
     policy: ChainPolicy | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
@@ -192,6 +194,8 @@ def refine(
     :param compile: how the log-density and its gradient are run, like the steps of an ELBO: see
         :class:`~pyro_implicit.infer.ImplicitELBO` and :doc:`/howto/compile`.
     :param progress: whether to show a bar.
+    :param callbacks: observers of the transitions, which may end the chains
+        (:mod:`pyro_implicit.callbacks`).
     :param policy: all further numbers; see :class:`~pyro_implicit.mcmc.ChainPolicy`.
     :param model_kwargs: keyword arguments of model and guide whose names are also names here.
     :param kwargs: further keyword arguments of model and guide.
@@ -226,11 +230,12 @@ def refine(
     settings: dict[str, Any] = {"kernel": kernel, "seed": seed, "policy": policy}
     guide = guide_of("refine", guide, or_draws=True)
     if batches is not None:
-        return _refine_by_minibatches(
-            model, guide, args, kwargs, kernel, BatchStream(batches), num_chains, max_epochs,
-            max_seconds, max_draws, step_size, cycles, store, checkpoint, checkpoint_every,
-            progress, policy, settings,
-        )  # fmt: skip
+        with watching(progress, callbacks):
+            return _refine_by_minibatches(
+                model, guide, args, kwargs, kernel, BatchStream(batches), num_chains, max_epochs,
+                max_seconds, max_draws, step_size, cycles, store, checkpoint, checkpoint_every,
+                policy, settings,
+            )  # fmt: skip
     if num_chains is None:
         num_chains = _default_chains(kernel, guide, policy)
     _check_all_data(num_chains, frame, kernel, policy)
@@ -245,14 +250,17 @@ def refine(
         _call_once(sampler)
         example = target.constrain(target.init_loc.expand(2, -1))
         check_teachable(guide, example, target.args, target.kwargs)
-    result = refine_target(
-        sampler, num_chains, max_gradients, frame, max_leapfrogs, max_draws, max_seconds, kernel,
-        quantities, compile, progress, policy, checkpoint, checkpoint_every, settings,
-    )  # fmt: skip
+    with watching(progress, callbacks):
+        result = refine_target(
+            sampler, num_chains, max_gradients, frame, max_leapfrogs, max_draws, max_seconds,
+            kernel, quantities, compile, policy, checkpoint, checkpoint_every, settings,
+        )  # fmt: skip
     if not teach or isinstance(guide, Mapping):
         return result
     try:
-        taught = teach_guide(guide, result.moving(), *args, progress=progress, model_kwargs=kwargs)
+        with watching(progress, callbacks):
+            moving = result.moving()
+            taught = teach_guide(guide, moving, *args, progress=progress, model_kwargs=kwargs)
     except (KeyboardInterrupt, *IMPOSSIBLE) as error:
         warn_user(
             "the chains are done, but the guide learnt nothing from them "
@@ -280,7 +288,6 @@ def _refine_by_minibatches(
     store: str | Path | None,
     checkpoint: str | Path | None,
     checkpoint_every: int,
-    progress: bool,
     policy: ChainPolicy,
     settings: dict[str, Any],
 ) -> Refined:
@@ -314,7 +321,7 @@ def _refine_by_minibatches(
     walkers.max_seconds = max_seconds
     if walkers.transitions == 0:
         file.save(walkers)
-    run(walkers, file, progress)
+    run(walkers, file)
     return collect_minibatches(batched, walkers, draws, stream.epoch_length)
 
 
@@ -329,7 +336,6 @@ def refine_target(
     kernel: str = "hmc",
     quantities: Quantities | None = None,
     compile: CompileMode = "auto",
-    progress: bool = True,
     policy: ChainPolicy = DEFAULT,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 50,
@@ -370,7 +376,7 @@ def refine_target(
         chains.max_gradients, chains.patience = max_gradients, patience
         Tracker(target, quantities).try_at(space.to_latent(chains.points))
     chains.max_seconds = max_seconds
-    return _walk(sampler, space, chains, quantities, file, progress)
+    return _walk(sampler, space, chains, quantities, file)
 
 
 def _walk(
@@ -379,13 +385,12 @@ def _walk(
     chains: WindowedChains,
     quantities: Quantities | None,
     file: Checkpoint,
-    progress: bool,
 ) -> Refined:
     modes = MixtureModes.of(sampler.target, sampler.guide)
     labels = None if modes is None else modes.label
     track = Tracker(sampler.target, quantities)
     chains.attach(space, track, labels, quantities is not None)
-    run(chains, file, progress)
+    run(chains, file)
     chains.streams, space = random_streams(), chains.walked
     more = partial(continue_chains, sampler, chains, space=space, quantities=quantities)
     return replace(collect(space, modes, chains), chains=chains, more=more)
@@ -412,7 +417,7 @@ def continue_chains(
     refuse_counts(max_gradients=max_gradients)
     refuse_nonpositive(max_seconds=max_seconds)
     further = chains.continued(max_seconds, max_gradients)
-    with same_streams(sampler.target.init_loc.device):
+    with watching(progress), same_streams(sampler.target.init_loc.device):
         if space is None:
             number, longest = len(chains.state.position), chains.adaptation.max_gradients
             calls = max(chains.gradients, max_gradients or 0)
@@ -422,7 +427,7 @@ def continue_chains(
             )  # fmt: skip
             space = space_of(plan, chains.space, chains.middle)
         restore_random_streams(chains.streams)
-        return _walk(sampler, space, further, quantities, Checkpoint(None, {}, 1), progress)
+        return _walk(sampler, space, further, quantities, Checkpoint(None, {}, 1))
 
 
 def _call_once(sampler: Sampler) -> None:

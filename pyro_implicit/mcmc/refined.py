@@ -64,7 +64,8 @@ class Refined(Printed, ArvizExport):
     minibatches they are spaced evenly after the warm-up.
 
     :ivar stopped: Why the chains stopped: ``"converged"``, ``"steady"``, ``"max_gradients"``,
-        ``"max_seconds"``, ``"max_epochs"``, or ``"interrupted"`` by Ctrl-C. ``"steady"`` means that
+        ``"max_seconds"``, ``"max_epochs"``, ``"callback"``, or ``"interrupted"`` by Ctrl-C.
+        ``"steady"`` means that
         ``quantities`` do not drift while the chains still depend on their starts (R-hat from 1.1
         to 2): right as far as the guide's weights of places are between which no chain passes.
     :ivar kernel: ``"hmc"``, ``"mclmc"``, ``"sghmc"`` or ``"sgld"``.
@@ -107,7 +108,13 @@ class Refined(Printed, ArvizExport):
     """
 
     stopped: Literal[
-        "converged", "steady", "max_gradients", "max_seconds", "max_epochs", "interrupted"
+        "converged",
+        "steady",
+        "max_gradients",
+        "max_seconds",
+        "max_epochs",
+        "callback",
+        "interrupted",
     ]
     kernel: str
     store: DrawStore = field(repr=False)

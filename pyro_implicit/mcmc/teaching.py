@@ -19,7 +19,7 @@ from pyro_implicit.mcmc.frame import estimate_frame
 from pyro_implicit.mcmc.guide_density import DensityAtDraws, density_at_draws
 from pyro_implicit.mcmc.policy import TEACHING, TeachPolicy
 from pyro_implicit.runtime.global_state import in_turn
-from pyro_implicit.runtime.messages import progress_bar
+from pyro_implicit.runtime.progress import new_stage, watch, watching
 from pyro_implicit.runtime.sites import unconstrained
 
 __all__ = ["Taught", "check_teachable", "teach"]
@@ -104,29 +104,43 @@ def teach(
     score = _HeldOutScore(density_at_draws(guide, held_out, args, kwargs))
     best = _Best(parameters, score())
     before, steps = best.score, 0
-    try:
-        if _take_moments(guide, density):
-            best.update(score())
-        else:
-            size = min(batch_size, density.num_draws)
-            optimiser = torch.optim.Adam(parameters, lr)
-            bar = progress_bar(num_steps, "teach", progress, iterable=range(num_steps))
-            for step in bar:
-                for group in optimiser.param_groups:
-                    group["lr"] = 0.5 * lr * (1 + math.cos(math.pi * step / num_steps))
-                rows = torch.randint(density.num_draws, (size,), device=density.device)
-                _step(optimiser, parameters, -density.objective(rows), policy.clip_norm)
-                steps = step + 1
-                if steps % policy.every == 0 or steps == num_steps:
-                    best.update(score())
-                    bar.set_postfix_str(f"log q {best.score:.3f}", refresh=False)
-                    if best.age >= policy.patience:
-                        break
-            bar.close()
-            optimiser.zero_grad()
-    finally:  # interrupted, too
-        best.restore()
-    return Taught(before, best.score, steps, time.perf_counter() - began)
+    with watching(progress), new_stage("teach") as line:
+        try:
+            if _take_moments(guide, density):
+                best.update(score())
+            else:
+                steps = _train(density, best, score, num_steps, lr, batch_size, policy)
+        finally:  # interrupted, too
+            best.restore()
+        taught = Taught(before, best.score, steps, time.perf_counter() - began)
+        line.outcome = str(taught)
+    return taught
+
+
+def _train(
+    density: Any,
+    best: _Best,
+    score: _HeldOutScore,
+    num_steps: int,
+    lr: float,
+    batch_size: int,
+    policy: TeachPolicy,
+) -> int:
+    """Train by Adam, and return the number of steps."""
+    steps, size = 0, min(batch_size, density.num_draws)
+    optimiser = torch.optim.Adam(best.parameters, lr)
+    with watch("teach", num_steps) as watched:
+        while steps < num_steps and best.age < policy.patience and not watched.stopped:
+            for group in optimiser.param_groups:
+                group["lr"] = 0.5 * lr * (1 + math.cos(math.pi * steps / num_steps))
+            rows = torch.randint(density.num_draws, (size,), device=density.device)
+            _step(optimiser, best.parameters, -density.objective(rows), policy.clip_norm)
+            steps += 1
+            watched.step(values=lambda: {"log_q": best.score})
+            if steps % policy.every == 0 or steps == num_steps or watched.stopped:
+                best.update(score())
+    optimiser.zero_grad()
+    return steps
 
 
 def check_teachable(guide: Any, example: Mapping[str, Tensor], args: tuple, kwargs: dict) -> None:

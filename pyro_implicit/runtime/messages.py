@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages to users: one-line representations, tables, progress, warnings, refused arguments."""
+"""Messages to users: one-line representations, tables, warnings, refused arguments."""
 
 from __future__ import annotations
 
@@ -13,51 +13,29 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import pyro
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 __all__ = [
     "LIBRARIES",
     "Printed",
     "Table",
-    "announce",
     "first_line",
-    "progress_bar",
-    "progress_is_shown",
     "refuse_counts",
     "refuse_nonpositive",
     "refuse_unknown",
     "short_repr",
-    "showing_progress",
-    "steps_of",
     "warn_user",
 ]
 
 
 COLOURS = {"trust": "green", "uniform": "green", "check": "#b58900", "do not trust": "red"}
 VERDICT = re.compile(rf"^Verdict: (?:({'|'.join(COLOURS)})\b)?", re.MULTILINE)
-
-
-@dataclasses.dataclass(frozen=True)
-class DisplayPolicy:
-    """When progress is shown."""
-
-    #: Seconds before a bar appears; shorter parts show none.
-    delay: float = 1.0
-
-    #: Estimated seconds of a part from which they are announced.
-    worth_saying: float = 5.0
-
-
-DISPLAY = DisplayPolicy()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,75 +180,6 @@ def _coloured(text: str, style: str) -> str:
         return "Verdict: " + (style.format(COLOURS[verdict], verdict) if verdict else "")
 
     return VERDICT.sub(of, text)
-
-
-Item = TypeVar("Item")
-
-_wanted: ContextVar[bool] = ContextVar("progress", default=False)
-
-
-@contextmanager
-def showing_progress(wanted: bool) -> Iterator[None]:
-    """Set whether functions that are called inside show progress bars."""
-    token = _wanted.set(wanted)
-    try:
-        yield
-    finally:
-        _wanted.reset(token)
-
-
-def progress_bar(total: float, name: str, progress: bool, **options: Any) -> Any:
-    """Return a tqdm bar, shown after a second in a terminal or a notebook.
-
-    **Example:**
-
-    >>> with progress_bar(10, "refine", progress=False) as bar:
-    ...     _ = bar.update(3)
-
-    :param total: the number of its units.
-    :param name: its label.
-    :param progress: whether to show it.
-    :param options: of tqdm.
-    """
-    disable = not (progress and _is_watched())
-    return tqdm(total=total, desc=name, disable=disable, delay=DISPLAY.delay, **options)
-
-
-def steps_of(steps: Iterable[Item], total: int, name: str) -> Iterator[Item]:
-    """Iterate with a bar that disappears at the end, inside of :func:`showing_progress`.
-
-    **Example:**
-
-    >>> list(steps_of(range(3), 3, "search"))
-    [0, 1, 2]
-
-    :param steps: an iterable.
-    :param total: the maximal number of its items.
-    :param name: the label of the bar.
-    """
-    with progress_bar(total, name, _wanted.get(), leave=False) as bar:
-        for step in steps:
-            yield step
-            bar.update()
-
-
-def announce(name: str, seconds: float) -> None:
-    """Print the estimated time of a part that takes more than five seconds.
-
-    :param name: of the part.
-    :param seconds: of one core.
-    """
-    if progress_is_shown() and seconds > DISPLAY.worth_saying:
-        tqdm.write(f"{name}: about {seconds:.0f} s of one core", file=sys.stderr)
-
-
-def progress_is_shown() -> bool:
-    """Tell whether progress is wanted, and shown in a terminal or a notebook."""
-    return _wanted.get() and _is_watched()
-
-
-def _is_watched() -> bool:
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 #: Paths whose lines are not the user's: this package, Pyro, torch, and decorators.

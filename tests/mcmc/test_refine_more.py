@@ -100,9 +100,7 @@ def test_long_memory_leads_to_fewer_longer_chains(monkeypatch, patience):
     )
     sampler = Sampler(Target(ridge), {"x": 0.03 * torch.randn(64, 2) + 0.5})
     torch.manual_seed(0)
-    found = refine_target(
-        sampler, 64, 300, frame="diagonal", max_leapfrogs=2, progress=False, patience=patience
-    )
+    found = refine_target(sampler, 64, 300, frame="diagonal", max_leapfrogs=2, patience=patience)
     if not patience:
         assert (found.num_chains, found.stopped, timed) == (64, "max_gradients", [])
         assert found.drift.r_hat > 1.65
@@ -120,9 +118,7 @@ def test_patience_ends(monkeypatch):
     monkeypatch.setattr(WindowedChains, "_cheapest_number", lambda self: (64, 1.0))
     usable = StoppingPolicy(max_usable_error=1e-9, max_error=1e-9)
     sampler = Sampler(Target(ridge), {"x": torch.randn(64, 2)})
-    found = refine_target(
-        sampler, 64, 200, progress=False, patience=2.0, policy=ChainPolicy(stopping=usable)
-    )
+    found = refine_target(sampler, 64, 200, patience=2.0, policy=ChainPolicy(stopping=usable))
     assert found.stopped == "max_gradients" and found.num_chains == 64
     assert 1.5 < found.chains.cpu_seconds < 2.6
 
@@ -132,9 +128,7 @@ def test_a_clock_that_stands_still(monkeypatch):
     monkeypatch.setattr(time, "process_time", lambda: 1.0)
     torch.manual_seed(0)
     sampler = Sampler(Target(ridge), {"x": 0.03 * torch.randn(64, 2) + 0.5})
-    found = refine_target(
-        sampler, 64, 200, frame="diagonal", max_leapfrogs=2, progress=False, patience=2.0
-    )
+    found = refine_target(sampler, 64, 200, frame="diagonal", max_leapfrogs=2, patience=2.0)
     assert found.stopped == "max_gradients" and found.num_chains <= 64
 
 

@@ -12,7 +12,7 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import diagnose, fit
-from pyro_implicit.runtime import messages as progress
+from pyro_implicit.runtime import progress
 
 
 class Terminal(io.StringIO):
@@ -52,7 +52,7 @@ def test_nothing_in_a_log_or_unless_wanted(stream, wanted, monkeypatch):
 
 def test_inner_parts_are_silent_by_themselves(monkeypatch):
     stream = watch(monkeypatch, Terminal())
-    with progress.showing_progress(True):
+    with progress.watching(True):
         pass
     assert list(progress.steps_of(range(2), 2, "search")) == [0, 1]
     assert stream.getvalue() == ""
