@@ -293,4 +293,8 @@ def announce(name: str, seconds: float) -> None:
 
 def progress_is_shown() -> bool:
     """Tell whether progress is wanted, and shown in a terminal or a notebook."""
-    return _audience.get().shows_bars and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+    return _audience.get().shows_bars and _is_watched()
+
+
+def _is_watched() -> bool:
+    return sys.stderr.isatty() or "ipykernel" in sys.modules

@@ -317,7 +317,7 @@ def test_gradients_are_cut(monkeypatch):
 
 @pytest.mark.parametrize("progress", [False, True])
 def test_the_bar_can_be_off(progress, capsys, monkeypatch):
-    monkeypatch.setattr("pyro_implicit.runtime.messages._is_watched", lambda: True)
+    monkeypatch.setattr("pyro_implicit.runtime.progress._is_watched", lambda: True)
     monkeypatch.setattr(messages, "DISPLAY", messages.DisplayPolicy(0.0, 0.0))
     schedule = Schedule(num_steps=5)
     guide = AutoNormal(conjugate)
