@@ -224,13 +224,13 @@ class Watch:
         """
         before = self._number
         self._number = before + 1 if number is None else number
-        self._bar.update(self._number - before)
         callbacks = self._audience.callbacks
         if self._bar.disable and not callbacks:
             return
         found = values()
         text = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
         self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(self._number - before)
         if callbacks:
             step = Step(self._name, self._number, self._total, found)
             self.stopped |= self._audience.call("on_step", step)
