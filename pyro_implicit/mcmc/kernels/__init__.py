@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pyro_implicit.mcmc.kernels import hmc, mclmc, sghmc, sgld
+from pyro_implicit.mcmc.kernels import hmc, mams, mclmc, sghmc, sgld
 from pyro_implicit.mcmc.kernels.step_choice import StepLaw
 
 __all__ = ["KERNELS", "Kernel"]
@@ -31,7 +31,8 @@ class Kernel(NamedTuple):
 
     ``adaptation(policy, max_gradients)`` makes the first adaptation of a kernel with all data, and
     ``law(policy.langevin)`` the step law of a kernel of minibatches. The other one is None.
-    Chains of a ``separate`` kernel have no common frame and settings.
+    Chains of a ``separate`` kernel have no common frame and settings. An ``exact`` kernel leaves
+    the density invariant once it is frozen.
     """
 
     init: Callable[..., Any]
@@ -39,11 +40,15 @@ class Kernel(NamedTuple):
     adaptation: Callable[..., Any] | None = None
     law: Callable[..., StepLaw] | None = None
     separate: bool = False
+    exact: bool = True
 
 
 KERNELS = {
     "hmc": Kernel(hmc.init, hmc.step, adaptation=hmc.adaptation),
-    "mclmc": Kernel(mclmc.init, mclmc.step, adaptation=mclmc.adaptation, separate=True),
-    "sghmc": Kernel(sghmc.init, sghmc.step, law=sghmc.law),
-    "sgld": Kernel(sgld.init, sgld.step, law=sgld.law),
+    "mams": Kernel(mams.init, mams.step, adaptation=mams.adaptation, separate=True),
+    "mclmc": Kernel(
+        mclmc.init, mclmc.step, adaptation=mclmc.adaptation, separate=True, exact=False
+    ),
+    "sghmc": Kernel(sghmc.init, sghmc.step, law=sghmc.law, exact=False),
+    "sgld": Kernel(sgld.init, sgld.step, law=sgld.law, exact=False),
 }

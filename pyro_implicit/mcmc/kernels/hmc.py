@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from pyro_implicit.ops.ensemble_hmc import (
     van_der_corput,
 )
 
-__all__ = ["ChEES", "Info", "Settings", "adaptation", "init", "step"]
+__all__ = ["Averaging", "ChEES", "Info", "Settings", "adaptation", "init", "step"]
 
 
 class Settings(NamedTuple):
@@ -56,17 +56,21 @@ def step(state: ChainState, score: Score, settings: Settings) -> tuple[ChainStat
     return move.state, Info(move, settings.num_steps)
 
 
-class _Averaging(NamedTuple):
-    """Dual averaging of a log step size: Hoffman and Gelman (2014), section 3.2."""
+class Averaging(NamedTuple):
+    """Dual averaging of log step sizes: Hoffman and Gelman (2014), section 3.2.
 
-    centre: float = 0.0
+    Numbers, or tensors of independent step sizes.
+    """
+
+    centre: Any = 0.0
     gamma: float = 0.05
     steps: int = 0
-    gradient: float = 0.0
-    value: float = 0.0
-    average: float = 0.0
+    gradient: Any = 0.0
+    value: Any = 0.0
+    average: Any = 0.0
 
-    def update(self, gradient: float) -> _Averaging:
+    def update(self, gradient: Any) -> Averaging:
+        """Move against a gradient: the wanted minus the actual acceptance probability."""
         # The paper's constants: ten earlier steps, and weights that fall as steps ** -0.75.
         steps = self.steps + 1
         mean = (1 - 1 / (steps + 10)) * self.gradient + gradient / (steps + 10)
@@ -77,7 +81,7 @@ class _Averaging(NamedTuple):
 
 
 class _Learnt(NamedTuple):
-    averaging: _Averaging
+    averaging: Averaging
     log_length: float
     mean_log_length: float
     criterion: float = 0.0
@@ -85,7 +89,7 @@ class _Learnt(NamedTuple):
 
     @staticmethod
     def nothing(step_size: float, policy: HMCPolicy) -> _Learnt:
-        averaging = _Averaging(math.log(step_size), policy.gamma)
+        averaging = Averaging(math.log(step_size), policy.gamma)
         log_length = math.log(policy.start_length)
         return _Learnt(averaging, log_length, log_length)
 

@@ -13,7 +13,17 @@ from torch import Tensor
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy, MCLMCPolicy
 from pyro_implicit.ops.ensemble_hmc import Score
 
-__all__ = ["Info", "MCLMCTuning", "Settings", "State", "adaptation", "init", "step"]
+__all__ = [
+    "Info",
+    "MCLMCTuning",
+    "Settings",
+    "State",
+    "adaptation",
+    "chosen",
+    "init",
+    "path",
+    "step",
+]
 
 
 class State(NamedTuple):
@@ -97,24 +107,39 @@ def step(state: State, score: Score, settings: Settings) -> tuple[State, Info]:
     2. Robnik and Seljak (2024), *Fluctuation without dissipation: Microcanonical Langevin Monte
        Carlo*.
     """
+    after, squares, _ = path(state, score, settings)
+    error = squares / (settings.num_steps * state.position.shape[-1])
+    is_finite = (error < settings.max_error) & after.gradient.isfinite().all(-1)
+    back = state._replace(direction=_unit(torch.randn_like(state.direction)))
+    kept = chosen(is_finite, after, back)
+    return kept, Info(error.masked_fill(~is_finite, math.inf), settings.num_steps)
+
+
+def path(state: State, score: Score, settings: Settings) -> tuple[State, Tensor, Tensor]:
+    """Follow the dynamics of :func:`step` for ``num_steps`` steps.
+
+    :returns: the end, and the sums of the squared and of the signed energy errors of the steps,
+        ``(num_chains,)``; not finite in chains that leave the finite numbers.
+    """
     size, dim = settings.step_size, state.position.shape[-1]
     spread = (torch.expm1(2 * size / settings.length) / dim).sqrt()
     position, direction, log_density, gradient = state
-    total = torch.zeros_like(log_density)
+    squares = total = torch.zeros_like(log_density)
     for _ in range(settings.num_steps):
         direction, first = _kick(direction, gradient, size / 2)
         position = position + size * direction
         before = log_density
         log_density, gradient = score(position)
         direction, second = _kick(direction, gradient, size / 2)
-        total = total + (first + second + before - log_density).square()
+        error = first + second + before - log_density
+        squares, total = squares + error.square(), total + error
         direction = _unit(direction + spread * torch.randn_like(direction))
-    after = State(position, direction, log_density, gradient)
-    error = total / (settings.num_steps * dim)
-    is_finite = (error < settings.max_error) & gradient.isfinite().all(-1)
-    back = state._replace(direction=_unit(torch.randn_like(direction)))
-    kept = State(*(_where(is_finite, new, old) for new, old in zip(after, back, strict=True)))
-    return kept, Info(error.masked_fill(~is_finite, math.inf), settings.num_steps)
+    return State(position, direction, log_density, gradient), squares, total
+
+
+def chosen(mask: Tensor, first: State, second: State) -> State:
+    """Return the first state in the chains of a mask ``(num_chains,)``, the second in others."""
+    return State(*(_where(mask, one, two) for one, two in zip(first, second, strict=True)))
 
 
 def _kick(direction: Tensor, gradient: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:

@@ -305,15 +305,23 @@ class SeparateChains(WindowedChains):
     chain learns its step size from its own positions, during a fixed share of the budget.
     """
 
-    def _hurries(self) -> bool:
-        """Never: the share of the warm-up is fixed."""
-        return False
+    _told: float = 0.0
+    """The share of the warm-up that was over when the last window ended."""
 
-    def _end_window(self, hurry: bool) -> None:
+    def _hurries(self) -> bool:
+        """Whether a window ends early, so that the warm-up has several and ends in time."""
+        share = self._warmed()
+        return share >= 1 or share - self._told >= self.policy.mclmc.longest_window
+
+    def _warmed(self) -> float:
+        """Return the share of the warm-up that is over."""
         share = self.gradients / self.max_gradients
         if self.max_seconds is not None:
             share = max(share, self.seconds / max(self.max_seconds, 1e-9))
-        share /= self.policy.mclmc.warmup_share
+        return share / self.policy.mclmc.warmup_share
+
+    def _end_window(self, hurry: bool) -> None:
+        share = self._told = self._warmed()
         is_long = self._window == self.policy.warmup.least_windows
         positions = torch.stack(self._positions) if is_long else None
         self.adaptation = self.adaptation.at(share, positions)

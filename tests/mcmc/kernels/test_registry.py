@@ -86,7 +86,7 @@ def test_steps_are_pure(name):
 def test_dual_averaging_is_pyros():
     from pyro.ops.dual_averaging import DualAveraging
 
-    ours, theirs = hmc._Averaging(math.log(0.3), 0.2), DualAveraging(math.log(0.3), gamma=0.2)
+    ours, theirs = hmc.Averaging(math.log(0.3), 0.2), DualAveraging(math.log(0.3), gamma=0.2)
     for gradient in (0.5, -0.2, 0.1, 0.3):
         ours = ours.update(gradient)
         theirs.step(gradient)
