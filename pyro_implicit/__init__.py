@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pyro_implicit.diagnostics import compare, diagnose, simulation_based_calibration
 from pyro_implicit.distributions import Implicit, SemiImplicit
-from pyro_implicit.fitting import fit
+from pyro_implicit.fitting import compare_models, fit
 from pyro_implicit.generators import (
     MLP,
     MMNN,
@@ -88,6 +88,7 @@ __all__ = [
     "ScoreELBO",
     "SemiImplicit",
     "compare",
+    "compare_models",
     "diagnose",
     "evidence_bound",
     "fit",

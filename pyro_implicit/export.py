@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,15 @@ from pyro_implicit.density.model import refuse_subsampling
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.sites import is_data, is_flat
 
-__all__ = ["ArvizExport", "as_datatree", "as_inferencedata", "joined", "model_groups"]
+__all__ = [
+    "ArvizExport",
+    "as_datatree",
+    "as_inferencedata",
+    "import_arviz",
+    "joined",
+    "model_groups",
+    "quiet_arviz",
+]
 
 
 Draws = Mapping[str, Tensor]
@@ -198,7 +207,7 @@ def as_datatree(
     :param coords: as for :meth:`ArvizExport.to_datatree`, as ``dims``.
     :raises ImportError: without ArviZ.
     """
-    arviz = _arviz()
+    arviz = import_arviz()
     arrays = {
         group: {name: value.detach().cpu().numpy() for name, value in values.items()}
         for group, values in groups.items()
@@ -216,7 +225,7 @@ def as_inferencedata(tree: Any) -> Any:
 
     :raises ImportError: without ArviZ 0.x.
     """
-    arviz = _arviz()
+    arviz = import_arviz()
     if not _is_old(arviz):
         raise ImportError(
             f"ArviZ {arviz.__version__} has no InferenceData. Cure: to_datatree(), which all its "
@@ -229,7 +238,11 @@ def _is_old(arviz: Any) -> bool:
     return int(arviz.__version__.split(".")[0]) < 1
 
 
-def _arviz() -> Any:
+def import_arviz() -> Any:
+    """Import ArviZ.
+
+    :raises ImportError: without ArviZ, with the cure.
+    """
     try:
         import arviz
     except ImportError as error:
@@ -238,6 +251,19 @@ def _arviz() -> Any:
             "pip install 'pyro-implicit[arviz]'"
         ) from error
     return arviz
+
+
+@contextmanager
+def quiet_arviz() -> Iterator[Any]:
+    """Import ArviZ, without its warnings of k-hat and of its use of pandas.
+
+    :raises ImportError: without ArviZ, with the cure.
+    """
+    arviz = import_arviz()
+    with warnings.catch_warnings():
+        for category in (UserWarning, DeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)
+        yield arviz
 
 
 def _prior(model: Callable[..., Any], number: int, sites: list[str], trace: Any) -> Predictive:

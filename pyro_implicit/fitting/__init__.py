@@ -15,6 +15,8 @@ from pyro_implicit.fitting.candidates import (
     set_weights,
     weigh,
 )
+from pyro_implicit.fitting.log_evidence import LogEvidence, log_evidence
+from pyro_implicit.fitting.model_comparison import ModelComparison, compare_models
 from pyro_implicit.fitting.policy import (
     BudgetPolicy,
     ChoicePolicy,
@@ -44,8 +46,10 @@ __all__ = [
     "HeldOut",
     "HeldOutPolicy",
     "JointPrior",
+    "LogEvidence",
     "MixturePolicy",
     "MixtureWeights",
+    "ModelComparison",
     "NetworkPolicy",
     "Schedule",
     "Stage",
@@ -54,12 +58,14 @@ __all__ = [
     "TrainingPolicy",
     "UpdatePolicy",
     "choose",
+    "compare_models",
     "default_loss",
     "exact_guide",
     "exact_log_weights",
     "fit",
     "frame_of_draws",
     "gaussian_guide",
+    "log_evidence",
     "mixture_weights",
     "posterior_as_prior",
     "semi_implicit_guide",

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
@@ -23,6 +24,7 @@ from pyro_implicit.export import (
     as_inferencedata,
     joined,
     model_groups,
+    quiet_arviz,
 )
 from pyro_implicit.fitting.arguments import refuse_unfit_guide
 from pyro_implicit.fitting.candidates import corrected_draws
@@ -259,6 +261,50 @@ class Fit(Printed):
         """
         model, args, kwargs = self.source
         return compare(model, self.posterior, reference, *args, model_kwargs=kwargs, **options)
+
+    def summary(self, num_samples: int | None = None, hdi_prob: float = 0.9) -> Any:
+        """Return ArviZ's summary of each element of each site.
+
+        **Example:**
+
+        >>> import pyro
+        >>> import pyro.distributions as dist
+        >>> from pyro_implicit import fit
+        >>> def model():
+        ...     pyro.sample("x", dist.Normal(3.0, 1.0))
+        >>> found = fit(model, "auto", seed=0, progress=False).summary()
+        >>> list(found.columns[:4]), f"{found.loc['x', 'mean']:.0f}"
+        (['mean', 'sd', 'hdi_5%', 'hdi_95%'], '3')
+
+        :param num_samples: as for :meth:`to_datatree`.
+        :param hdi_prob: the mass of the highest-density intervals.
+        :returns: a data frame with mean, sd, interval, Monte Carlo standard errors (MCSE),
+            effective sample sizes (ESS) and R-hat. Draws without chains count as independent, and
+            have no R-hat; resampled draws (``correction``) are worth fewer than their ESS.
+        :raises ImportError: without ArviZ 0.x.
+        """
+        data = self.to_inferencedata(num_samples)
+        with quiet_arviz() as arviz:  # a single chain has no R-hat
+            return arviz.summary(data, hdi_prob=hdi_prob, round_to="none")
+
+    @in_turn
+    def draws_by_chain(self, num_draws: int) -> dict[str, Tensor]:
+        """Return draws of the posterior by chain; independent draws in groups of equal size.
+
+        :param num_draws: of all chains, about.
+        :returns: by site, ``(num_chains, num_draws, *site_shape)``, evenly spaced along the chains.
+        :raises ValueError: for a result without a guide or draws.
+        """
+        if self.refined is not None:
+            chains = self.refined.get_samples(group_by_chain=True)
+            count, length = next(iter(chains.values())).shape[:2]
+            return {n: v[:, :: max(1, count * length // num_draws)] for n, v in chains.items()}
+        if self.guide is None:
+            raise ValueError(
+                'the result has no posterior draws. Cure: the result of fit(model, "auto", ...)'
+            )
+        draws = self.sample(num_draws, *self.source[1], **self.source[2])
+        return {n: v.unflatten(0, (DECISIONS.num_groups, -1)) for n, v in draws.items()}
 
     @in_turn
     def to_datatree(

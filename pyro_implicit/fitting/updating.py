@@ -23,7 +23,7 @@ from pyro_implicit.fitting.policy import DEFAULT, UpdatePolicy
 from pyro_implicit.guides.posterior_draws import draw, posterior_of, samples_of
 from pyro_implicit.runtime.sites import is_data, is_discrete_latent, is_latent, site_parts
 
-__all__ = ["JointPrior", "log_prob_of", "posterior_as_prior"]
+__all__ = ["JointPrior", "log_prob_of", "normal_mixture", "posterior_as_prior"]
 
 LogProb = Callable[[dict[str, Tensor]], Tensor]
 
@@ -235,7 +235,7 @@ class JointPrior:
                 parts = site_parts(points, shapes)
                 return log_prob({name: transforms[name](part) for name, part in parts.items()})
 
-        return cls(_fit_mixture(points, policy, at), shapes, transforms)
+        return cls(normal_mixture(points, policy, at), shapes, transforms)
 
     def log_prob(self, values: Mapping[str, Tensor], event_dims: Mapping[str, int]) -> Tensor:
         """Return the log-density of values, whose dimensions on the left are particles.
@@ -270,9 +270,15 @@ class JointPrior:
         return {name: self.transforms[name](part) for name, part in parts.items()}
 
 
-def _fit_mixture(
+def normal_mixture(
     points: Tensor, policy: UpdatePolicy, log_prob: Callable[[Tensor], Tensor] | None
 ) -> MixtureSameFamily:
+    """Fit a mixture of normals to draws, with as many components as held-out draws support.
+
+    :param points: ``(num_draws, dim)``.
+    :param policy: the numbers of components.
+    :param log_prob: the log-density, up to a constant, that the mixture is also fitted to.
+    """
     dim = points.shape[-1]
     if len(points) < 2 * (dim + 1):
         raise ValueError(

@@ -18,6 +18,7 @@ from pyro_implicit.ops.importance_weights import (
     LogWeights,
     SmoothedWeights,
     bridge,
+    bridge_error,
     pareto_smoothed,
 )
 from pyro_implicit.ops.jacobian import (
@@ -87,6 +88,7 @@ __all__ = [
     "align_hidden_units",
     "batch_jacobian",
     "bridge",
+    "bridge_error",
     "conditional_log_density",
     "conditional_stein_discrepancy",
     "covariance_log_det",

@@ -15,7 +15,14 @@ from torch import Tensor
 from pyro_implicit.ops.policy import BRIDGE_TOLERANCE, EVEN_EFFICIENCY, MAX_BRIDGE_STEPS
 from pyro_implicit.runtime.messages import short_repr
 
-__all__ = ["LogWeights", "SmoothedWeights", "bridge", "describe_weights", "pareto_smoothed"]
+__all__ = [
+    "LogWeights",
+    "SmoothedWeights",
+    "bridge",
+    "bridge_error",
+    "describe_weights",
+    "pareto_smoothed",
+]
 
 
 class SmoothedWeights(NamedTuple):
@@ -237,6 +244,46 @@ def bridge(log_target: Tensor, log_proposal: Tensor) -> Tensor:
         if (found - before).abs() < BRIDGE_TOLERANCE:
             break
     return found.to(log_target)
+
+
+def bridge_error(log_target: Tensor, log_proposal: Tensor, estimate: Tensor) -> float:
+    r"""Return the standard error of :func:`bridge`, also for dependent draws of a chain.
+
+    The estimate is a ratio of two means, over draws of the proposal and of the target. Its
+    relative variance is the sum of theirs, to first order: the error of ``estimate`` inside of the
+    means has no effect. The variance of a mean is that of the means of chains.
+
+    **Example:**
+
+    >>> _ = torch.manual_seed(0)
+    >>> ratios = 0.1 * torch.randn(2, 50, 20)
+    >>> error = bridge_error(*ratios, bridge(*ratios.flatten(1)))
+    >>> print(f"{error:.3f}")  # sqrt(2 * 0.05 ** 2 / 1000)
+    0.002
+
+    :param log_target: log-ratio of density to proposal at draws of the target,
+        ``(num_chains, num_draws)``.
+    :param log_proposal: log-ratio at draws of the proposal, ``(num_groups, num_draws)``.
+    :param estimate: the result of :func:`bridge` for all these draws.
+    :returns: in nats; NaN for a single chain or group.
+
+    **References:**
+
+    1. Meng and Wong (1996), *Simulating ratios of normalizing constants via a simple identity: a
+       theoretical exploration*, equation 3.2.
+    """
+    first, second = log_target.double(), log_proposal.double()
+    share = first.numel() / (first.numel() + second.numel())
+    log_share, log_rest = math.log(share), math.log1p(-share)
+    found = estimate.double()
+    above = second - torch.logaddexp(log_share + second, log_rest + found)
+    below = -torch.logaddexp(log_share + first, log_rest + found)
+
+    def relative_variance(logs: Tensor) -> Tensor:
+        means = (logs - logs.max()).exp().mean(-1)
+        return means.var() / len(means) / means.mean().square()
+
+    return math.sqrt(relative_variance(above) + relative_variance(below))
 
 
 def _log_mean(values: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import math
 import pyro.distributions as dist
 import torch
 
-from pyro_implicit.ops.importance_weights import bridge
+from pyro_implicit.ops.importance_weights import bridge, bridge_error
 
 
 def test_bridge_sampling_finds_a_normalising_constant():
@@ -31,3 +31,18 @@ def test_uneven_sets_solve_the_logistic_regression():
     ratios = [3.0 + target.log_prob(x) - proposal.log_prob(x) for x in sets]
     logits = torch.cat(ratios) - bridge(*ratios) + math.log(500 / 4000)
     torch.testing.assert_close(logits.sigmoid().sum().item(), 500.0, rtol=1e-5, atol=0)
+
+
+def test_errors_of_bridge_sampling_are_those_of_repeated_runs():
+    """Also for dependent draws: each chain of the target repeats its draws five times."""
+    torch.manual_seed(0)
+    target, proposal = dist.Normal(0.8, 1.0), dist.Normal(0.0, 1.3)
+    values, errors = [], []
+    for _ in range(300):
+        draws = target.sample((40, 10)).repeat(1, 5), proposal.sample((40, 50))
+        first, second = (target.log_prob(x) - proposal.log_prob(x) for x in draws)
+        value = bridge(first.flatten(), second.flatten())
+        values.append(value)
+        errors.append(bridge_error(first, second, value))
+    ratio = torch.stack(values).std().item() / (sum(errors) / len(errors))
+    assert 0.85 < ratio < 1.18  # four standard errors of a standard deviation of 300 runs

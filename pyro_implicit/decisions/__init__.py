@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a posterior to a decision: leave-one-out cross-validation, checks, sensitivity."""
+
+from __future__ import annotations
+
+from pyro_implicit.decisions.leave_one_out import LeaveOneOut
+
+__all__ = ["LeaveOneOut"]

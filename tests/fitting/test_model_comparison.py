@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparison of models: elpd, weights and log evidence against closed forms; refused input."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import matplotlib.pyplot as plt
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta
+
+from pyro_implicit import compare_models, fit
+from pyro_implicit.density.model import SubsampledError
+from pyro_implicit.fitting import Fit, log_evidence
+
+QUIET = {"seed": 0, "progress": False}
+Y = torch.tensor([0.3, -0.8, 1.1, 0.2, -0.4, 1.6, 0.7, -0.1])
+
+
+def normal(y, scale):
+    x = pyro.sample("x", dist.Normal(0.0, 2.0))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(x, scale), obs=y)
+
+
+def exact_evidence(y, scale):
+    covariance = 4 * torch.ones(len(y), len(y)) + scale**2 * torch.eye(len(y))
+    return dist.MultivariateNormal(torch.zeros(len(y)), covariance).log_prob(y).item()
+
+
+def exact_elpd(y, left_out, scale):
+    keep = torch.ones(len(y), dtype=torch.bool)
+    keep[left_out] = False
+    variance = 1 / (1 / 4 + keep.sum() / scale**2)
+    mean = variance * y[keep].sum() / scale**2
+    return dist.Normal(mean, (scale**2 + variance).sqrt()).log_prob(y[left_out])
+
+
+@pytest.fixture(scope="module")
+def results():
+    return {f"scale {s:g}": fit(normal, "auto", Y, s, **QUIET) for s in (0.8, 3.0)}
+
+
+@pytest.fixture(scope="module")
+def comparison(results):
+    return compare_models(results, seed=0)
+
+
+def test_leave_one_out_and_evidence(results, comparison):
+    for name, scale in (("scale 0.8", 0.8), ("scale 3", 3.0)):
+        exact = torch.stack([exact_elpd(Y, i, scale) for i in range(len(Y))]).double()
+        torch.testing.assert_close(comparison.elpd[name], exact, rtol=0, atol=0.03)
+        row = comparison.table.loc[name]
+        assert row["elpd_loo"] == pytest.approx(exact.sum().item(), abs=0.05)
+        assert row["se"] == pytest.approx(math.sqrt(8) * exact.std(correction=0).item(), rel=0.05)
+        found = comparison.evidence[name]
+        assert found.value == pytest.approx(exact_evidence(Y, scale), abs=0.01)
+        assert found.standard_error < 0.01
+        bound = comparison.bounds[name]
+        assert found.value > bound.value - 4 * bound.standard_error - 1e-3
+    assert comparison.table["stacking"].sum() == pytest.approx(1.0)
+    assert list(comparison.table.index) == ["scale 0.8", "scale 3"] and not comparison.bad
+    text = str(comparison)
+    assert "log evidence" in text and "scale 0.8" in text and "pseudo-BMA" in text
+
+
+def test_the_same_seed_gives_the_same_table(results, comparison):
+    outside = torch.get_rng_state()
+    again = compare_models(results, seed=0)
+    assert torch.equal(torch.get_rng_state(), outside)
+    assert str(again) == str(comparison)
+
+
+def test_k_fold_in_parallel(results):
+    with ThreadPoolExecutor(1) as executor:
+        found = compare_models(results, folds=4, executor=executor, evidence=False, seed=0)
+    torch.manual_seed(0)
+    serial = compare_models(results, folds=4, evidence=False, seed=0)
+    for name, scale in (("scale 0.8", 0.8), ("scale 3", 3.0)):
+        assert torch.equal(found.elpd[name], serial.elpd[name])
+        # any two of the seven others are left out: between LOO and the worst pair
+        pairs = torch.full((8, 8), -math.inf)
+        for i in range(8):
+            for j in set(range(8)) - {i}:
+                pairs[i, j] = exact_elpd(Y, torch.tensor([i, j]), scale)[0]
+        distance = (pairs - found.elpd[name].unsqueeze(-1)).abs().amin(-1)
+        assert (distance < 0.03).all()
+    assert "K-fold" in str(found) and "bad" not in str(found)
+    found.plot()
+    plt.close("all")
+
+
+def test_plot_of_leave_one_out(comparison):
+    figure = comparison.plot()
+    assert len(figure.axes) == 2 and len(figure.axes[1].lines) == 3
+    plt.close("all")
+
+
+def two_modes():
+    x = pyro.sample("x", dist.Normal(torch.zeros(2), 5.0).to_event(1))
+    normals = dist.Normal(torch.stack([x, -x], -1), 0.5)
+    half = dist.Categorical(torch.tensor([0.3, 0.7]).expand(2, 2))
+    pyro.sample(
+        "y", dist.MixtureSameFamily(half, normals).to_event(1), obs=torch.tensor([3.0, 2.0])
+    )
+
+
+def test_evidence_of_four_modes():
+    # by symmetry of the prior, each component has the same marginal density
+    exact = dist.Normal(0.0, math.sqrt(25.25)).log_prob(torch.tensor([3.0, 2.0])).sum().item()
+    found = log_evidence(fit(two_modes, "auto", **QUIET))
+    assert found.value == pytest.approx(exact, abs=0.03)
+    assert found.standard_error < 0.02
+
+
+def flat(y, scale):
+    x = pyro.sample("x", dist.ImproperUniform(dist.constraints.real, (), ()))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(x, scale), obs=y)
+
+
+def test_flat_priors_have_no_evidence_but_leave_one_out(results):
+    both = {"flat": fit(flat, "auto", Y, 0.8, **QUIET), "proper": results["scale 0.8"]}
+    found = compare_models(both, seed=0)
+    assert found.evidence["flat"] is None and "site 'x' is flat" in found.notes["flat"]
+    assert "No log evidence of flat" in str(found)
+
+
+def poisson(y, scale):
+    x = pyro.sample("x", dist.Normal(0.0, 2.0))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Poisson(x.exp()), obs=y)
+
+
+def other_site(y, scale):
+    x = pyro.sample("x", dist.Normal(0.0, 2.0))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("z", dist.Normal(x, scale), obs=y)
+
+
+def raw(model, y):
+    """A result without a fit: its guide draws the prior."""
+    return Fit(
+        guide=lambda *args: {"x": pyro.sample("x", dist.Normal(0.0, 1.0))},
+        source=(model, (y, 1.0), {}),
+    )
+
+
+def test_refused_input(results):
+    first = results["scale 0.8"]
+    with pytest.raises(ValueError, match="at least two results"):
+        compare_models({"a": first})
+    with pytest.raises(TypeError, match="model 'b': .*results of fit, but got dict"):
+        compare_models({"a": first, "b": {}})
+    with pytest.raises(ValueError, match="model 'b': the result has no posterior draws"):
+        compare_models({"a": first, "b": Fit(source=(normal, (Y, 1.0), {}))})
+    with pytest.raises(ValueError, match="model 'b': .* point guide"):
+        point = fit(normal, AutoDelta(normal), Y, 1.0, num_steps=2, **QUIET)
+        compare_models({"a": first, "b": point})
+    with pytest.raises(ValueError, match="data of site 'y' differ between model 'a' and model 'b'"):
+        compare_models({"a": first, "b": raw(normal, Y + 1)})
+    with pytest.raises(ValueError, match="model 'b' observes \\['z'\\].*Cure"):
+        compare_models({"a": first, "b": raw(other_site, Y)})
+    with pytest.raises(ValueError, match="continuous in model 'a' and discrete in model 'b'"):
+        count = Y.round().abs()
+        compare_models({"a": raw(normal, count), "b": raw(poisson, count)})
+    with pytest.raises(SubsampledError, match="model 'b': the model was fitted by minibatches"):
+        compare_models({"a": first, "b": Fit(minibatches=True, source=(normal, (Y, 1.0), {}))})
+    with pytest.raises(ValueError, match="folds must be from 2 to the number of observations, 8"):
+        compare_models(results, folds=9)
+    with pytest.raises(ValueError, match="max_seconds must be positive"):
+        compare_models(results, max_seconds=0.0)
+
+
+def test_results_and_weighted_models_can_be_sent_to_processes(comparison):
+    again = pickle.loads(pickle.dumps(comparison))
+    assert str(again) == str(comparison)
