@@ -18,11 +18,11 @@ from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.runtime.messages import short_repr
 from pyro_implicit.runtime.sites import Site, is_data, unmasked_elements
 
-__all__ = ["Observed", "Pointwise", "WeightedObservations", "observed_sites"]
+__all__ = ["ObservedSite", "Pointwise", "WeightedObservations", "observed_sites"]
 
 
 @dataclass(frozen=True, eq=False)
-class Observed:
+class ObservedSite:
     """An observed site of a model.
 
     :ivar value: the data, ``(*batch_shape, *event_shape)``.
@@ -35,11 +35,11 @@ class Observed:
     is_discrete: bool
 
     @staticmethod
-    def of(site: Site) -> Observed:
+    def of(site: Site) -> ObservedSite:
         """Read an observed site of a trace."""
         fn = site["fn"]
         used = unmasked_elements(site).reshape(*fn.batch_shape, -1).any(-1)
-        return Observed(site["value"], used, bool(fn.support.is_discrete))
+        return ObservedSite(site["value"], used, bool(fn.support.is_discrete))
 
     @property
     def events(self) -> Tensor:
@@ -47,7 +47,7 @@ class Observed:
         return self.value[self.used]
 
 
-def observed_sites(target: Target, draws: Mapping[str, Tensor]) -> dict[str, Observed]:
+def observed_sites(target: Target, draws: Mapping[str, Tensor]) -> dict[str, ObservedSite]:
     """Return the observed sites of a model, in model order.
 
     :param target: the posterior.
@@ -57,7 +57,7 @@ def observed_sites(target: Target, draws: Mapping[str, Tensor]) -> dict[str, Obs
     model = poutine.condition(target.model, {name: draws[name][0] for name in target.shapes})
     trace = trace_model(model, target.args, target.kwargs)
     found = {
-        name: Observed.of(site)
+        name: ObservedSite.of(site)
         for name, site in trace.nodes.items()
         if name not in target.shapes and is_data(site, factors=False)
     }
@@ -91,7 +91,7 @@ class Pointwise:
     draws: dict[str, Tensor]
     log_likelihood: Tensor
     labels: tuple[str, ...]
-    sites: dict[str, Observed]
+    sites: dict[str, ObservedSite]
     __repr__ = short_repr
 
     @staticmethod
@@ -144,7 +144,7 @@ class Pointwise:
 
 
 def observation_columns(
-    log_likelihood: Mapping[str, Tensor], sites: Mapping[str, Observed]
+    log_likelihood: Mapping[str, Tensor], sites: Mapping[str, ObservedSite]
 ) -> Tensor:
     """Return the log-likelihood of all observations in use, ``(num_draws, num_observations)``.
 
