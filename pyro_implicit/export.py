@@ -177,7 +177,7 @@ def model_groups(
     if observed:
         groups["observed_data"] = {name: trace.nodes[name]["value"] for name in observed}
     if log_likelihood:
-        density = Target(model, *args, model_kwargs=kwargs)
+        density = Target(model, *args, model_kwargs=kwargs, sample_discrete=True)
         groups["log_likelihood"] = chains(density.log_likelihood(draws, observed))
     # If Predictive needs a draw for shapes, it gets the first one: priors may be flat.
     replica = poutine.uncondition(model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["COST", "GRADIENTS", "MAX_DENSE_DIM", "ROUNDING", "RUNS", "SEARCH", "SearchPolicy"]
+__all__ = ["COST", "DISCRETE", "GRADIENTS", "MAX_DENSE_DIM", "ROUNDING", "RUNS", "SEARCH", "SearchPolicy"]
 
 #: Latent variables up to which dense matrices over all of them (covariances, Hessians) are used.
 MAX_DENSE_DIM = 100
@@ -165,6 +165,22 @@ class SearchPolicy:
 
 
 @dataclass(frozen=True)
+class DiscretePolicy:
+    """Which discrete latent variables are summed out, and how others are checked."""
+
+    #: Elements of a tensor up to which a sum over joint values is always computed; with 256 chains
+    #: and 4 bytes, 128 MiB.
+    max_elements: int = 2**17
+
+    #: Elements of a tensor of the enumerated run, as a multiple of those of the plain run, up to
+    #: which a sum is computed: a row of a mixture of 256 components.
+    max_joint: int = 256
+
+    #: Draws of the prior at which the supports and shapes of all latent variables are compared.
+    num_compared_runs: int = 8
+
+
+@dataclass(frozen=True)
 class RoundingPolicy:
     """When a log-density consists of rounding errors (Vignes, 2004)."""
 
@@ -180,6 +196,7 @@ class RoundingPolicy:
 
 RUNS = RunPolicy()
 COST = CostPolicy()
+DISCRETE = DiscretePolicy()
 GRADIENTS = GradientPolicy()
 SEARCH = SearchPolicy()
 ROUNDING = RoundingPolicy()

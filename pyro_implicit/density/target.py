@@ -8,6 +8,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import pyro
@@ -26,11 +27,20 @@ from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.checks import (
     explain,
     refuse_missing_data,
+    refuse_moving_sites,
     refuse_moving_supports,
     refuse_unfit_sites,
     warn_of_missing_data,
 )
 from pyro_implicit.density.cost import FusedDensity, nearby, seconds_near
+from pyro_implicit.density.discrete import (
+    Elements,
+    SizeLimit,
+    coordinates_of,
+    elements_of,
+    refuse_improper_prior,
+    sites_to_sample,
+)
 from pyro_implicit.density.model import (
     IMPOSSIBLE,
     DiscreteSum,
@@ -41,7 +51,7 @@ from pyro_implicit.density.model import (
     subsampled_plate,
     varying_site,
 )
-from pyro_implicit.density.policy import RUNS
+from pyro_implicit.density.policy import DISCRETE, RUNS
 from pyro_implicit.density.run_mode import RunMode
 from pyro_implicit.runtime.messages import first_line
 from pyro_implicit.runtime.sites import (
@@ -90,11 +100,16 @@ class Target:
         priors that it cannot initialise get 0. If the model raises an error there, ``init_loc`` is
         a draw of the prior.
     :param model_kwargs: more keyword arguments of the model, whatever their names.
+    :param sample_discrete: whether discrete latent variables get coordinates if Pyro cannot
+        enumerate them, their joint enumeration is too large, or all latent variables are discrete.
+        These coordinates are integers, the last of the vector (``discrete_dim`` of them), and have
+        the gradient 0.
     :raises SubsampledError: for a subsampled plate.
-    :raises ValueError: for a discrete latent variable that cannot be summed out, one whose support
-        changes with others, one that only some runs of the model have (as far as the first runs
-        tell), or an observation that broadcasting repeats, or that is NaN or outside its support.
-    :raises RuntimeError: for a model without continuous latent variables.
+    :raises ValueError: for a discrete latent variable that cannot be summed out (or sampled, with
+        ``sample_discrete``), one whose support changes with others, one that only some runs of the
+        model have (as far as the first runs tell), or an observation that broadcasting repeats, or
+        that is NaN or outside its support.
+    :raises RuntimeError: for a model without latent variables, or without continuous ones.
     :raises TypeError: for an observation of a type for which its distribution has no density, and
         for a model that cannot run on the NumPy arrays or lists that it is given.
     :warns UserWarning: for latent variables without a density (``obs_mask``), and if observations
@@ -110,6 +125,7 @@ class Target:
         *args: Any,
         init_loc_fn: Callable[[dict[str, Any]], Tensor] = init_to_median,
         model_kwargs: dict[str, Any] | None = None,
+        sample_discrete: bool = False,
         **kwargs: Any,
     ) -> None:
         kwargs = {**kwargs, **(model_kwargs or {})}
@@ -127,37 +143,56 @@ class Target:
             refuse_subsampling(trace, "the log-density")
         else:
             self._read_subsampling(trace, self._allow_local)
-        refuse_unfit_sites(trace)
+        sampled = sites_to_sample(trace) if sample_discrete else frozenset[str]()
+        refuse_unfit_sites(trace, sampled)
+        discrete, unsummed = DiscreteSum.of(trace, given=sampled), ""
+        if discrete is not None and sample_discrete:
+            unsummed = self._why_not_summed(discrete)
+            if unsummed:
+                sampled, discrete = sampled | discrete.names, None
+        #: Why discrete latent variables that Pyro can enumerate are not summed out; else empty.
+        self.unsummed = unsummed
         warn_of_missing_data(model, trace, args, kwargs)
-        latents, parts = Trace(), []
         #: By site, the shape of its unconstrained coordinates.
         self.shapes: dict[str, torch.Size] = {}
         #: By site, the bijection from unconstrained coordinates to values.
         self.transforms: dict[str, Any] = {}
-        for name, site in trace.nodes.items():
-            if is_latent(site) and not is_discrete_latent(site):
-                latents.add_node(name, **site)
-                self.transforms[name] = biject_to(site["fn"].support)
-                part = self.transforms[name].inv(site["value"].detach())
-                self.shapes[name] = part.shape
-                parts.append(part.reshape(-1))
+        latents, parts = Trace(), []
+        sites = {
+            name: site
+            for name, site in trace.nodes.items()
+            if is_latent(site) and (name in sampled or not is_discrete_latent(site))
+        }
+        for name in sorted(sites, key=sampled.__contains__):  # the discrete ones last
+            site = sites[name]
+            latents.add_node(name, **site)
+            of_site = coordinates_of if name in sampled else _bijection
+            self.transforms[name] = of_site(name, site)
+            part = self.transforms[name].inv(site["value"].detach())
+            self.shapes[name] = part.shape
+            parts.append(part.reshape(-1))
         self.init_loc: Tensor = torch.cat(parts)
         self.latent_dim: int = len(self.init_loc)
+        #: The discrete latent variables that have coordinates.
+        self.sampled: tuple[str, ...] = tuple(name for name in self.shapes if name in sampled)
+        #: Number of their coordinates, the last of the vector.
+        self.discrete_dim: int = sum(self.shapes[name].numel() for name in self.sampled)
         #: The observed sites of the first run; None if runs may have others.
         self._observed: set[str] | None = _observed(trace)
-        discrete = DiscreteSum.of(trace)
         #: Whether discrete latent variables are summed out.
         self.is_enumerated = discrete is not None
         self._model = Model(model, args, kwargs, latents, discrete)
         self._runs = BatchedRuns(type(self).__name__, refuses_random=self._allow_local is None)
         #: Runs models with long loops; other minibatches would need other recordings.
         self._fused: FusedDensity | None = None
-        if self._allow_local is None and discrete is None:
+        if self._allow_local is None and discrete is None and not sampled:
             self._fused = FusedDensity(self._by_model, self._of_one)
         self._hessian_at_once = True
-        if discrete is not None:
+        if discrete is not None and not sample_discrete:
             self._try(discrete)
         refuse_moving_supports(model, args, kwargs, latents)
+        #: Bounds of the discrete elements.
+        self.elements: Elements | None = self._elements_of(trace) if sampled else None
 
     @classmethod
     def of_minibatches(
@@ -220,7 +255,7 @@ class Target:
                 with (
                     poutine.block(),
                     InitMessenger(start),
-                    poutine.block(hide_fn=is_discrete_latent),
+                    poutine.block(hide_fn=_is_drawn),
                 ):
                     model = poutine.trace(without_sequential_plates(self.model))
                     return model.get_trace(*self.args, **self.kwargs)
@@ -248,6 +283,29 @@ class Target:
                 frame = subsampled_plate(site)
                 if frame is not None:
                     self.subsampled = (frame.name, frame.size, frame.full_size)
+
+    def _why_not_summed(self, discrete: DiscreteSum) -> str:
+        """Return why an enumerated run fails or is too large; empty if it is neither."""
+        try:
+            with poutine.block(), pyro.validation_enabled(False), torch.no_grad():
+                with SizeLimit() as plain:
+                    trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+                    trace.compute_log_prob()
+                model = poutine.replay(discrete.enumerate(self.model), trace=_without(trace, discrete))
+                with SizeLimit.beyond(plain.largest):
+                    found = poutine.trace(model).get_trace(*self.args, **self.kwargs)
+                    discrete.collapse(found)
+        except Exception as error:
+            return first_line(error)
+        return ""
+
+    def _elements_of(self, first: Trace) -> Elements:
+        others = []
+        for _ in range(DISCRETE.num_compared_runs):
+            with suppress(*IMPOSSIBLE):  # at draws of the prior
+                others.append(self._prior_run())
+        refuse_moving_sites(first, others, self.sampled)
+        return elements_of([first, *others], self.sampled, self.init_loc)
 
     def _try(self, discrete: DiscreteSum) -> None:
         """Enumerate the discrete latents once, where a plain run of the model is known to work."""
@@ -408,8 +466,46 @@ class Target:
     def _by_model(self, latent: Tensor) -> Tensor:
         values, log_det = self._values(latent)
         nowhere = latent.new_full((), -math.inf)
+        total = self._sum_of_terms if self.sampled else _total
         with poutine.block(), pyro.validation_enabled(False):
-            return self._map(values, _total, otherwise=nowhere) + log_det
+            return self._map(values, total, otherwise=nowhere) + log_det
+
+    @torch.no_grad()
+    def terms(self, latent: Tensor) -> Tensor:
+        """Return the log-density term by term: an element of a site's log-density each.
+
+        The log-determinants of the bijections are left out, because discrete latent variables,
+        which need the terms, do not change them. Where the model raises an error all terms are NaN.
+
+        **Example:**
+
+        >>> import pyro.distributions as dist
+        >>> def model():
+        ...     with pyro.plate("rows", 2):
+        ...         n = pyro.sample("n", dist.Poisson(1.0))
+        ...     pyro.sample("y", dist.Normal(n.sum(-1), 1.0), obs=torch.tensor(0.0))
+        >>> Target(model, sample_discrete=True).terms(torch.tensor([[1.0, 0.0]]))
+        tensor([[-1.0000, -1.0000, -1.4189]])
+
+        :param latent: ``(num_draws, latent_dim)``.
+        :returns: ``(num_draws, num_terms)``.
+        """
+        with poutine.block(), pyro.validation_enabled(False):
+            return self._map(self._values(latent)[0], self._terms_of)
+
+    def _terms_of(self, trace: Trace) -> Tensor:
+        compute_log_prob(trace)
+        parts = []
+        for name, site in trace.nodes.items():
+            if site["type"] == "sample":
+                part = torch.as_tensor(site["log_prob"])
+                if name in self.sampled:  # without validation, some densities go on outside
+                    part = part.masked_fill(~site["fn"].support.check(site["value"]), -math.inf)
+                parts.append(part.reshape(-1))
+        return torch.cat(parts)
+
+    def _sum_of_terms(self, trace: Trace) -> Tensor:
+        return self._terms_of(trace).sum()
 
     def _of_one(self, latent: Tensor) -> Tensor:
         values, log_det = self._values(latent)
@@ -536,12 +632,10 @@ class Target:
         :returns: ``(num_draws, latent_dim)``, or fewer rows.
         :raises ValueError: for a latent variable that only some runs of the model have.
         """
-        init = FlatPriorStart(init_to_sample, spread=2.0, like=self._like)
         draws = [self.init_loc.new_empty(0, self.latent_dim)]
         for _ in range(num_draws):
             try:
-                with poutine.block(), InitMessenger(init):
-                    trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+                trace = self._prior_run()
             except IMPOSSIBLE as error:
                 self._runs.error = error.with_traceback(None)
                 continue
@@ -551,6 +645,11 @@ class Target:
             }
             draws.append(self.unconstrain(values))
         return torch.cat(draws)
+
+    def _prior_run(self) -> Trace:
+        init = FlatPriorStart(init_to_sample, spread=2.0, like=self._like)
+        with poutine.block(), InitMessenger(init), poutine.block(hide_fn=_is_drawn):
+            return poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
 
     def trace_at(self, latent: Tensor) -> Trace:
         """Return the trace of one plain run of the model at a vector, without Pyro's checks.
@@ -650,6 +749,25 @@ class Target:
             for name in sorted(first ^ other):
                 raise varying_site(name)
         self._observed = None
+
+
+def _bijection(name: str, site: Site) -> Any:
+    return biject_to(site["fn"].support)
+
+
+def _is_drawn(site: Site) -> bool:
+    """Whether a discrete latent variable is drawn from its prior."""
+    if is_discrete_latent(site):
+        refuse_improper_prior(site["name"], site)
+        return True
+    return False
+
+
+def _without(trace: Trace, discrete: DiscreteSum) -> Trace:
+    kept = trace.copy()
+    for name in discrete.names:
+        kept.remove_node(name)
+    return kept
 
 
 def _observed(trace: Trace) -> set[str]:

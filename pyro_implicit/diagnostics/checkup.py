@@ -22,6 +22,7 @@ from pyro_implicit.diagnostics.examination import (
     BAD_DRAWS,
     Effort,
     examine,
+    examine_mixed,
 )
 from pyro_implicit.diagnostics.policy import CHECKS, EFFORT, VERDICT, VerdictPolicy
 from pyro_implicit.diagnostics.quantities import Quantities, find_quantities
@@ -85,6 +86,9 @@ def diagnose(
       ``loss`` exceeds the bound by more than half a nat; there is no density; or chains never
       moved or failed in more than 1 % of their trajectories.
     * "trust": everything else. About 1 % of perfect guides get another verdict.
+
+    **Discrete latent variables** that are sampled have no gradient: only importance weights of
+    guides with a density, and the chains' own convergence, tell of them.
 
     Chains of ``refine`` that ended before they converged are judged by their error bounds, with the
     limits of means and standard deviations for "check", and by R-hat: above 1.2 "check", above 1.65
@@ -179,14 +183,17 @@ def diagnose(
             )
         target = model
     else:
-        target = Target(model, *args, model_kwargs=kwargs)
+        target = Target(model, *args, model_kwargs=kwargs, sample_discrete=True)
     dim = target.latent_dim
     least = EFFORT.least_samples
     if num_samples is not None and num_samples < least:
         raise ValueError(f"num_samples must be at least {least}, but got {num_samples}")
+    sampler = Sampler(target, guide)
+    if target.sampled:
+        check_sites(sampler)
+        return examine_mixed(sampler, num_samples or EFFORT.num_samples, policy or VERDICT)
     warn_of_lost_gradients(target)
     check_modes(modes, dim)
-    sampler = Sampler(target, guide)
     check_sites(sampler)
     function = find_quantities(quantities, target.model, target.args, target.kwargs)
     if isinstance(modes, str) and (function is not None or not can_search(target)):

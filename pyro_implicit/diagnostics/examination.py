@@ -42,7 +42,7 @@ from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.progress import steps_of
 
-__all__ = ["BAD_DRAWS", "Effort", "examine"]
+__all__ = ["BAD_DRAWS", "Effort", "examine", "examine_mixed"]
 
 
 class Effort(NamedTuple):
@@ -179,6 +179,33 @@ def examine(
         left_out=left_out,
         **_known(guide),
     )
+
+
+def examine_mixed(sampler: Sampler, num_samples: int, policy: VerdictPolicy) -> Diagnosis:
+    """Judge draws with discrete latent variables, for which the checks have no gradients."""
+    target, guide = sampler.target, sampler.guide
+    names = ", ".join(f"'{name}'" for name in target.sampled)
+    if isinstance(guide, StoredDraws):
+        num_samples = min(num_samples, guide.num_draws)
+    report = partial(
+        Diagnosis,
+        num_samples,
+        target.latent_dim,
+        labels=coordinate_labels(target),
+        skipped=f"Stein's identities, short HMC, modes: the discrete latents {names} have no "
+        "gradient",
+        policy=policy,
+        **_known(guide),
+    )
+    try:
+        weighted, no_density = _weigh(sampler, num_samples, num_samples, "")
+        points = target.unconstrain(weighted.draws)
+        if not target.log_prob(points).isfinite().all():
+            return report(no_density=no_density, broken="the log-density is not finite at draws")
+        bound = None if no_density else weighted.bound()
+    except BAD_DRAWS as error:
+        return report(broken=f"guide or model fails at the guide's draws: {error}")
+    return report(bound=bound, no_density=no_density)
 
 
 def _known(guide: Callable[..., Any]) -> dict[str, Any]:

@@ -67,6 +67,7 @@ class Diagnosis(Printed):
     :ivar labels: names of the unconstrained coordinates in the ``faults`` of the checks.
     :ivar planned_seconds: estimated time of the model's evaluations, in seconds of one core.
     :ivar spared: checks that the budget reduced or skipped.
+    :ivar skipped: checks that do not apply, and why.
     :ivar policy: the limits of the verdict.
     :ivar judged: the quantities that were checked; empty for the latents.
     :ivar mixing: R-hat between and within chains and effective sample size of these quantities, for
@@ -90,6 +91,7 @@ class Diagnosis(Printed):
     labels: tuple[str, ...] = field(default=(), repr=False)
     planned_seconds: float = math.nan
     spared: tuple[str, ...] = ()
+    skipped: str = ""
     judged: str = ""
     mixing: Mixing | None = None
     held_out: LabelReport | NumberReport | None = field(default=None, repr=False)
@@ -163,7 +165,7 @@ class Diagnosis(Printed):
             escaped = f", {self.drift.escaped:.1%} escaped" if self.drift.escaped else ""
             accepted = f"{self.drift.acceptance:.0%} accepted"
             yield "short HMC", f"{self._moments(self.drift)}, {accepted}{escaped}"
-        elif not self.broken:
+        elif not (self.broken or self.skipped):
             yield "short HMC", "not run"
         if self.mixing is not None:
             yield "chains", str(self.mixing)
@@ -175,8 +177,10 @@ class Diagnosis(Printed):
         if self.coverage is not None:
             lost = int(self.coverage.uncovered.sum())
             yield "modes", f"{lost} of {len(self.coverage.mass)} without draws"
-        elif not (self.broken or self.judged):
+        elif not (self.broken or self.judged or self.skipped):
             yield "modes", "not looked for"
+        if self.skipped:
+            yield "skipped", self.skipped
         if self.spared:
             yield "spared by budget", ", ".join(self.spared)
 

@@ -29,6 +29,7 @@ from pyro_implicit.fitting.arguments import (
     warn_of_stored_values,
 )
 from pyro_implicit.fitting.checkpoint import own_file, same_start
+from pyro_implicit.fitting.discrete_fit import fit_discrete
 from pyro_implicit.fitting.network_fit import (
     fit_network,
     score_validation,
@@ -128,7 +129,9 @@ def fit(
     :class:`LIVI_ELBO` as a further candidate. For a network of :mod:`pyro_implicit.nn` with more
     than 100 weights, an :class:`AutoEnsemble` is trained (**ensemble**), and a chain runs from each
     member, first without some rows (**mclmc, held out**) and then with all (**mclmc**).
-    :doc:`/fitting` describes all stages and cases.
+    Discrete latent variables that cannot be summed out are sampled together with the continuous
+    ones, by chains from draws of the prior (**discrete**). :doc:`/fitting` describes all stages and
+    cases.
 
     If a stage fails, its line gives the reason and the other candidates remain. Ctrl-C returns the
     best result so far (``result.interrupted``). The operation count of the log-density determines
@@ -147,7 +150,7 @@ def fit(
     >>> [stage.name for stage in result.stages]
     ['search', 'gaussian', 'choose', 'correct']
 
-    :param model: a Pyro model with continuous latent variables.
+    :param model: a Pyro model.
     :param guide: ``"auto"``, or a guide that is trained in place.
     :param args: arguments of the model; ``kwargs`` likewise.
     :param batches: minibatches, for instance a ``DataLoader``: tuples of the arguments that follow
@@ -205,7 +208,8 @@ def fit(
     :raises TypeError: for a class or data in place of a guide; in several processes, for
         ``pyro.param`` outside of modules.
     :raises ValueError: for an unknown guide; counts below 1; a ``max_seconds`` that is not
-        positive; a discrete latent variable that cannot be summed out; an observation that is NaN;
+        positive; a discrete latent variable that can neither be summed out nor sampled; an
+        observation that is NaN;
         a model whose log-density is finite nowhere; a checkpoint of a run with other settings
         (changed data are not detected); ``refine=True`` for a model that subsamples its data; in
         several processes, for identical minibatches, ``refine=True``, and losses with networks of
@@ -294,7 +298,9 @@ def _fit_one(
 
 def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
     try:
-        target = Target(stages.model, *stages.args, model_kwargs=stages.kwargs)
+        target = Target(
+            stages.model, *stages.args, model_kwargs=stages.kwargs, sample_discrete=True
+        )
     except SubsampledError as error:
         if refine is True:
             raise ValueError(
@@ -324,6 +330,8 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
             return stages.train_alone("semi-implicit", guide, loss)
         stages.result.target = target
         target.refuse_improper()
+        if target.sampled:
+            return fit_discrete(stages, target, refine)
         if is_network:
             return fit_network(stages, target, refine is True)
         plan = make_plan(target, policy.budget)

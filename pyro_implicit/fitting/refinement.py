@@ -222,6 +222,8 @@ def _no_time(what: str) -> str:
 
 def _score_of_chains(stages: Stages) -> Any:
     target, guide = stages.result.target, stages.result.guide
+    if target.sampled:
+        return None
     if noise := stages.noise or conditional_noise(target, target.init_loc):
         return noise.score
     if isinstance(guide, AutoImplicit) and has_exact_density(guide):

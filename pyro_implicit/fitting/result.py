@@ -103,7 +103,7 @@ class Fit(Printed):
         own: Iterable[Tensor] = getattr(self.guide, "parameters", tuple)()
         device = next((one.device for one in own), torch.device("cpu"))
         with seeded(0, device):  # a loaded result, too, repeats its draws
-            return Target(model, *args, model_kwargs=kwargs)
+            return Target(model, *args, model_kwargs=kwargs, sample_discrete=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all fields; ``target`` has recorded runs, which cannot be copied."""

@@ -238,6 +238,11 @@ class WindowedChains(Chains):
         }
 
     @property
+    def moves(self) -> str:
+        """How discrete latent variables moved; empty without any."""
+        return ""
+
+    @property
     def points(self) -> Tensor:
         """Where the chains are in their space, ``(num_chains, d)``."""
         return self.frame.to_points(self.state.position)
@@ -256,10 +261,7 @@ class WindowedChains(Chains):
     def advance(self) -> None:
         """Make one transition of all chains, and learn from it."""
         hurry = self._hurries()
-        settings = self.adaptation.settings(self.state)
-        before = self.state
-        self.state, info = KERNELS[self.kernel].step(before, self._score, settings)
-        self.adaptation = self.adaptation.update(before, info, settings)
+        info = self._move()
         self.gradients += info.num_gradients
         self.transitions += 1
         hopeless = info.acceptance < self.policy.hmc.failed_acceptance
@@ -282,6 +284,18 @@ class WindowedChains(Chains):
             self._failed.append(failed)
             if hurry or len(self._positions) >= self.policy.warmup.first_window << self._window:
                 self._end_window(hurry)
+
+    def _move(self) -> Any:
+        settings = self.adaptation.settings(self.state)
+        before = self.state
+        self.state, info = KERNELS[self.kernel].step(before, self._score, settings)
+        self.adaptation = self.adaptation.update(before, info, settings)
+        return info
+
+    def _frame_of(
+        self, draws: Tensor, kind: FrameKind, independent: float = math.inf
+    ) -> WhiteningFrame:
+        return estimate_frame(draws, kind, self.policy.frame, independent)
 
     def check(self) -> str | None:
         """Return the reason why the chains stop now, or None.
@@ -394,7 +408,7 @@ class WindowedChains(Chains):
         assert self._walked is not None
         pool = self._walked.to_points(latents[::stride])
         points = self.points[torch.randperm(len(self.points))[:number]]
-        self.frame = estimate_frame(pool, self.frame_kind, self.policy.frame, independent)
+        self.frame = self._frame_of(pool, self.frame_kind, independent)
         self.state = KERNELS[self.kernel].init(self.frame.to_white(points), self._score)
         longest = max(self.adaptation.max_gradients, self.policy.long_leapfrogs)
         self.adaptation = self.adaptation.thawed().limited(longest)
@@ -452,13 +466,13 @@ class WindowedChains(Chains):
         paths = torch.stack(self._positions[half:][::-1][::stride])
         recent, independent = paths.flatten(0, 1), independent_draws(paths)
         # Draws on a thin sheet make a frame in which chains leave it slowly, and do not show it.
-        spread = estimate_frame(recent, "diagonal", self.policy.frame).scale.max()
+        spread = self._frame_of(recent, "diagonal").scale.max()
         is_right = bool(spread < limits.max_stretch)
         kind: FrameKind = self.frame_kind if is_right else "diagonal"
         pool, is_moved = self.frame.to_points(recent), False
         if is_right and not hurry:
             points, pool, is_moved = self._recentred(points, pool)
-        self.frame = estimate_frame(pool, kind, self.policy.frame, independent)
+        self.frame = self._frame_of(pool, kind, independent)
         settled = self._is_stationary(log_densities, half)
         is_stiff = fmean(self._failed[half:]) > limits.max_failed
         is_new = is_stiff and not self.adaptation.is_stiff  # a bad frame fails for one window, too

@@ -15,10 +15,12 @@ __all__ = [
     "LangevinPolicy",
     "MAMSPolicy",
     "MCLMCPolicy",
+    "ShiftPolicy",
     "SpacePolicy",
     "StoppingPolicy",
     "TeachPolicy",
     "WarmupPolicy",
+    "WindowPolicy",
 ]
 
 
@@ -135,6 +137,70 @@ class MAMSPolicy:
 
     #: Shrinkage of dual averaging, from a step size that is nearly right.
     gamma: float = 0.2
+
+
+@dataclass(frozen=True)
+class WindowPolicy:
+    """Moves of discrete elements between transitions of HMC. Checked by ``benchmarks/discrete.py``."""
+
+    #: Values up to which all of them are candidates.
+    max_whole: int = 64
+
+    #: Candidates of an element with more values, the current one included.
+    num_values: int = 8
+
+    #: The longest stride, in sds of the element's draws over half the number of candidates; the
+    #: best scale of a random walk, with two candidates (Roberts and Rosenthal, 2001).
+    reach: float = 2.4
+
+    #: Share of the gradients of a transition of HMC that the evaluations of its sweeps may take.
+    share: float = 1.0
+
+    #: Sweeps of a transition, at most.
+    most_sweeps: int = 8
+
+    #: Chains at which is found out which terms depend on which elements, after each window.
+    num_probed: int = 4
+
+    #: Numbers that are computed at once; a limit of memory.
+    max_values: int = 2 * 10**7
+
+    #: Error of a sum of terms, in units of the root of the dtype's resolution, above which the
+    #: terms depend on other elements than was found.
+    rounding: float = 1.0
+
+    #: Nats by which a term of density 0 counts while starts are made possible.
+    impossible: float = 1e4
+
+    #: The longest stride of these moves.
+    first_reach: float = 1024.0
+
+    #: Sweeps of these moves, at most.
+    most_repairs: int = 30
+
+
+@dataclass(frozen=True)
+class ShiftPolicy:
+    """Joint moves of counts and continuous latents. Checked by ``benchmarks/discrete.py``."""
+
+    #: Values that an element must exceed to be shifted; fewer are at their bounds too often.
+    least_values: int = 8
+
+    #: Variance of a coordinate, in units of that given the counts, from which it is a ridge.
+    least_variance: float = 2.0
+
+    #: Moves of a transition.
+    num_moves: int = 4
+
+    #: Mean acceptance probability; between the optima 0.44 and 0.23 of random walks in one and in
+    #: many dimensions (Roberts and Rosenthal, 2001).
+    target_acceptance: float = 0.35
+
+    #: Power of the number of moves by which the adaptation of their size slows down.
+    slowing: float = 0.6
+
+    #: First size, in widths of the ridge.
+    first_size: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -464,6 +530,8 @@ class ChainPolicy:
     mclmc: MCLMCPolicy = field(default_factory=MCLMCPolicy)
     mams: MAMSPolicy = field(default_factory=MAMSPolicy)
     warmup: WarmupPolicy = field(default_factory=WarmupPolicy)
+    window: WindowPolicy = field(default_factory=WindowPolicy)
+    shift: ShiftPolicy = field(default_factory=ShiftPolicy)
     stopping: StoppingPolicy = field(default_factory=StoppingPolicy)
     space: SpacePolicy = field(default_factory=SpacePolicy)
     langevin: LangevinPolicy = field(default_factory=LangevinPolicy)

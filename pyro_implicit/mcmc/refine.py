@@ -247,7 +247,9 @@ def refine(
     check_mode(compile)
     if teach and isinstance(guide, Mapping):
         raise ValueError("teach needs a guide, but got draws. Cure: teach=False")
-    target = Target(model, *args, model_kwargs=kwargs)
+    target = Target(model, *args, model_kwargs=kwargs, sample_discrete=True)
+    if target.sampled:
+        _refuse_mixed(target, kernel, frame, teach)
     sampler = Sampler(target, guide)
     if teach:
         _call_once(sampler)
@@ -510,6 +512,20 @@ def _check_kernel(kernel: str, batches: Any, options: dict[str, Any]) -> None:
             f"kernel={kernel!r} needs batches. Cure: batches=loader, where the loader gives tuples "
             "of the model's arguments"
         )
+
+
+def _refuse_mixed(target: Target, kernel: str, frame: str, teach: bool) -> None:
+    names = ", ".join(f"'{name}'" for name in target.sampled)
+    for option, value, usual in (
+        ("kernel", kernel, "hmc"),
+        ("frame", frame, frame if frame not in ("noise", "conditional") else "auto"),
+        ("teach", teach, False),
+    ):
+        if value != usual:
+            raise ValueError(
+                f"{option}={value!r} needs continuous latents, but the chains sample the discrete "
+                f"latents {names}. Cure: {option}={usual!r}"
+            )
 
 
 def _default_chains(kernel: str, guide: Any, policy: ChainPolicy) -> int:

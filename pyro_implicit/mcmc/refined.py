@@ -87,6 +87,7 @@ class Refined(Printed, ArvizExport):
         ``"conditional"`` if they walked on noise given parents and data
         (:class:`~pyro_implicit.mcmc.ConditionalReparam`).
     :ivar space_note: Why that space was chosen, if others were possible.
+    :ivar moves: How discrete latent variables moved, if the chains sampled any.
     :ivar reparams: The maps of the conditional space, by site.
     :ivar drift: Bounds on the errors, from the last input of the stopping rule and from R-hat
         (:func:`~pyro_implicit.mcmc.stopping.open_errors`); None if there were too few draws.
@@ -130,6 +131,7 @@ class Refined(Printed, ArvizExport):
     replaced: int
     space: str = "latent"
     space_note: str = ""
+    moves: str = ""
     reparams: dict[str, ConditionalReparam] = field(default_factory=dict)
     drift: Drift | None = None
     acceptance: float | None = None
@@ -329,6 +331,8 @@ class Refined(Printed, ArvizExport):
             rows["temperature of velocities"] = f"{self.temperature:.3f}"
         if self.drift is not None:
             rows["errors, at most"] = str(self.drift)
+        if self.moves:
+            rows["discrete latents"] = self.moves
         if self.space_note:
             rows["why there"] = self.space_note
         if self.replaced:
@@ -370,6 +374,7 @@ def collect(space: Space, modes: MixtureModes | None, chains: WindowedChains) ->
         step_size=chains.adaptation.step_size,
         space=chains.space,
         space_note=chains.space_note,
+        moves=chains.moves,
         reparams=space.reparams,
         drift=None if chains.last_drift is None else chains.last_drift.stated(),
         acceptance=chains.acceptance if KERNELS[chains.kernel].exact else None,

@@ -323,7 +323,11 @@ class Tracker:
 
     def __call__(self, latent: Tensor, log_density: Tensor) -> Tracked:
         if self._quantities is None:
-            return tracked(list(latent.unbind(-1)), log_density)
+            sizes = [self._target.shapes[name].numel() for name in self._target.sampled]
+            split = latent.shape[-1] - sum(sizes)
+            # An indicator that is seldom 1 does not matter beside the others of its site.
+            discrete = latent[..., split:].split(sizes, -1) if sizes else ()
+            return tracked([*latent[..., :split].unbind(-1), *discrete], log_density)
         found = self._quantities(self._target.constrain(latent))
         _check_shapes(found, len(latent))
         result = tracked(pytree.tree_leaves(found), log_density)

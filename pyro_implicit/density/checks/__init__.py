@@ -6,7 +6,7 @@
 3. Latent variables (here): continuous, with elements, unconstrained coordinates and a density.
 4. ``observations``: of a type and a shape that the distribution takes, neither NaN nor impossible.
 5. Missing data: a warning if the model observes nothing.
-6. Discrete latent variables: one enumerated run.
+6. Discrete latent variables: one enumerated run, or runs at draws of the prior (``discrete``).
 7. Supports of latent variables that change with others.
 
 Numerical checks, for results that are not finite, are in ``numerics``.
@@ -14,7 +14,7 @@ Numerical checks, for results that are not finite, are in ``numerics``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pyro
@@ -40,18 +40,20 @@ from pyro_implicit.runtime.sites import Site, innermost, is_data, is_discrete_la
 __all__ = [
     "explain",
     "refuse_missing_data",
+    "refuse_moving_sites",
     "refuse_moving_supports",
     "refuse_unfit_sites",
     "warn_of_missing_data",
 ]
 
 
-def refuse_unfit_sites(trace: Trace) -> None:
+def refuse_unfit_sites(trace: Trace, sampled: Collection[str] = ()) -> None:
     """Check that a model's sites make a density of continuous latent variables.
 
     The observations are checked as well.
 
     :param trace: of the model with its data.
+    :param sampled: discrete latent variables that have coordinates of their own.
     :raises RuntimeError: for a model without continuous latent variables, or without elements.
     :raises ValueError: for a discrete latent variable that cannot be summed out, one in a
         sequential plate that subsamples, or one without unconstrained coordinates.
@@ -69,20 +71,21 @@ def refuse_unfit_sites(trace: Trace) -> None:
         )
     continuous = {}
     for name, site in latents.items():
+        if name in sampled:
+            continue
         refuse_infinite(name, site)
         if not is_discrete_latent(site):
             continuous[name] = site
             _refuse_sequential(name, site)
             _refuse_boundless(name, site)
-    if not continuous:
+    if not continuous and not sampled:
         raise RuntimeError(
             f"the model has no continuous latents: {', '.join(latents)} are discrete, and summed "
-            "out. Cure: pyro.infer.infer_discrete, which needs no guide"
+            "out. Cure: fit(model, 'auto', ...), which samples them, or pyro.infer.infer_discrete"
         )
-    if not any(site["value"].numel() for site in continuous.values()):
-        shapes = ", ".join(
-            f"'{n}' of shape {tuple(s['value'].shape)}" for n, s in continuous.items()
-        )
+    own = continuous | {name: latents[name] for name in sampled}
+    if not any(site["value"].numel() for site in own.values()):
+        shapes = ", ".join(f"'{n}' of shape {tuple(s['value'].shape)}" for n, s in own.items())
         raise RuntimeError(
             f"the model's latent sites have no elements: {shapes}. Cure: data or plates that are "
             "not empty"
@@ -174,7 +177,7 @@ def refuse_moving_supports(
     :param latents: of a run of the model.
     :raises ValueError: naming site and cure; also for a site that the other run does not have.
     """
-    sites = latents.nodes
+    sites = {name: s for name, s in latents.nodes.items() if not is_discrete_latent(s)}
     first = {name: site["fn"] for name, site in sites.items() if _has_bounds(site["fn"])}
     if not first:
         return
@@ -198,13 +201,49 @@ def refuse_moving_supports(
             if not any(bound.requires_grad for _, bound in pairs):
                 continue
             cause = "parameters that are learnt"
-        raise ValueError(
-            f"the support of latent '{name}' changes with {cause}, but its unconstrained "
-            "coordinate belongs to one support: posterior mass outside of it would be lost. Cure: "
-            "sample on a fixed support and move the value: for Uniform(0, a), "
-            f"part = pyro.sample('{name}_part', dist.Uniform(0, 1)); "
-            f"{name} = pyro.deterministic('{name}', a * part)"
-        )
+        raise _moving_support(name, cause)
+
+
+def _moving_support(name: str, cause: str) -> ValueError:
+    return ValueError(
+        f"the support of latent '{name}' changes with {cause}, but its unconstrained "
+        "coordinate belongs to one support: posterior mass outside of it would be lost. Cure: "
+        "sample on a fixed support and move the value: for Uniform(0, a), "
+        f"part = pyro.sample('{name}_part', dist.Uniform(0, 1)); "
+        f"{name} = pyro.deterministic('{name}', a * part)"
+    )
+
+
+def refuse_moving_sites(first: Trace, others: Iterable[Trace], names: Iterable[str]) -> None:
+    """Check that discrete latent variables change neither the others nor their shapes or supports.
+
+    :param first: a run of the model.
+    :param others: runs at other draws of the prior.
+    :param names: the discrete latent variables that are sampled.
+    :raises ValueError: naming both sites.
+    """
+    cause = "the discrete latent " + " or ".join(f"'{name}'" for name in names)
+    before = {name: site["fn"] for name, site in first.nodes.items() if is_latent(site)}
+    for other in others:
+        after = {name: site["fn"] for name, site in other.nodes.items() if is_latent(site)}
+        for name in sorted(before.keys() | after.keys()):
+            one, two = before.get(name), after.get(name)
+            if one is None or two is None or one.shape() != two.shape():
+                what = "is in some runs of the model and not in others"
+                if one is not None and two is not None:
+                    what = f"has the shape {tuple(one.shape())} in one run and "
+                    what += f"{tuple(two.shape())} in another"
+                raise ValueError(
+                    f"latent '{name}' {what}, as if {cause} changed the number of other latents: "
+                    "chains need latents of fixed number and shape. Cure: sample the largest "
+                    "number always, and leave out what is not used by "
+                    "torch.where(torch.arange(most) < number, ...)"
+                )
+            if not one.support.is_discrete and _has_bounds(one):
+                bounds = zip(support_bounds(one.support), support_bounds(two.support), strict=True)
+                if not all(torch.equal(a, b) for a, b in bounds):
+                    raise _moving_support(name, cause)
+
 
 
 def _shifted(site: Site, shift: float) -> Tensor:

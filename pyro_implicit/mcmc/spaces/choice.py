@@ -22,9 +22,16 @@ from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.draws import History
 from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, estimate_frame
 from pyro_implicit.mcmc.kernels import KERNELS
+from pyro_implicit.mcmc.mixed_chains import MixedChains, mixed_frame, possible_points
 from pyro_implicit.mcmc.nuts import count_folds
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
-from pyro_implicit.mcmc.spaces.space import ConditionalNoise, GuideNoise, Space, middle_of
+from pyro_implicit.mcmc.spaces.space import (
+    ConditionalNoise,
+    GuideNoise,
+    MixedSpace,
+    Space,
+    middle_of,
+)
 from pyro_implicit.runtime.messages import first_line, warn_user
 
 __all__ = ["ChainSetup", "SeparateChains", "Starts", "finite_starts", "space_of", "start_chains"]
@@ -76,7 +83,8 @@ def start_chains(plan: ChainSetup) -> tuple[Space, WindowedChains]:
 
     :returns: the space, and the chains; the trials' gradients are counted.
     """
-    if plan.frame != "auto" or KERNELS[plan.kernel].separate:
+    is_mixed = bool(plan.sampler.target.sampled)
+    if plan.frame != "auto" or KERNELS[plan.kernel].separate or is_mixed:
         space = space_of(plan, plan.frame if plan.frame in ("noise", "conditional") else "latent")
         return space, _begin(space, plan)
     latent = space_of(plan, "latent")
@@ -108,7 +116,8 @@ def space_of(plan: ChainSetup, name: str, middle: Tensor | None = None) -> Space
     if name == "conditional":
         return _conditional(plan, middle)
     if name == "latent":
-        return Space(target, plan.max_gradients, plan.compile)
+        kind = MixedSpace if target.sampled else Space
+        return kind(target, plan.max_gradients, plan.compile)
     reason = f"it is a {type(guide).__name__}, and not an AutoImplicit"
     if isinstance(guide, AutoImplicit):
         reason = why_inexact(guide)
@@ -268,16 +277,23 @@ def _begin(space: Space, plan: ChainSetup) -> WindowedChains:
         sampler.draw(1)  # refuses a guide of another model
     else:
         points = space.to_points(sampler.draw(num_draws))
+    options: dict[str, Any] = {}
+    kind: type[WindowedChains] = SeparateChains if kernel.separate else WindowedChains
+    if isinstance(space, MixedSpace):
+        points = possible_points(space, points, policy)
+        kind, options = MixedChains, {"elements": space.elements}
     first = points[:num_chains]
     starts = finite_starts(
         space.score, first, sampler, lambda: blame(space.target, space.to_latent(first))
     )
     is_sound = starts.replaced == 0 and bool(points.isfinite().all())
-    kind = SeparateChains if kernel.separate else WindowedChains
-    if kernel.separate:
-        frame = WhiteningFrame(torch.zeros_like(points[0]), torch.ones_like(points[0]))
-    else:
-        frame = estimate_frame(points if is_sound else starts.points, plan.kind, policy.frame)
+    frame = WhiteningFrame(torch.zeros_like(points[0]), torch.ones_like(points[0]))
+    if not kernel.separate:
+        pool = points if is_sound else starts.points
+        if isinstance(space, MixedSpace):
+            frame = mixed_frame(pool, plan.kind, space.elements, policy)
+        else:
+            frame = estimate_frame(pool, plan.kind, policy.frame)
     position = frame.to_white(starts.points)
     chains = kind(
         kernel=plan.kernel,
@@ -291,6 +307,7 @@ def _begin(space: Space, plan: ChainSetup) -> WindowedChains:
         space=space.name,
         middle=space.middle,
         _next_check=policy.stopping.first_check,
+        **options,
     )
     chains.attach(space)
     chains.start()

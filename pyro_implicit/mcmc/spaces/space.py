@@ -37,6 +37,7 @@ from pyro_implicit.mcmc.spaces.scaled import ScaledReparam, scaled_reparams
 __all__ = [
     "ConditionalNoise",
     "GuideNoise",
+    "MixedSpace",
     "NoiseMap",
     "Space",
     "conditional_noise",
@@ -104,6 +105,37 @@ class Space:
     def recentred(self, latent: Tensor) -> Space | None:
         """Return the space at the middle of some latents; None if this one suits them."""
         return None
+
+
+class MixedSpace(Space):
+    """Latents of which the last coordinates are discrete, with the terms of their log-density.
+
+    :param target: the posterior of the latents.
+    :param num_calls: expected calls of :meth:`score` and :meth:`terms`.
+    :param compile: how both are run, as a step of an ELBO.
+    """
+
+    def __init__(
+        self, target: Target, num_calls: float = math.inf, compile: CompileMode = "auto"
+    ) -> None:
+        super().__init__(target, num_calls, compile)
+        assert target.elements is not None
+        self.elements = target.elements
+        # A recording has a value and a gradient.
+        self._traced_terms = TracedScore(lambda u: (target.terms(u), u[:, :0]), num_calls, compile)
+        self._traced_log_prob = TracedScore(self._plain_log_prob, num_calls, compile)
+
+    def terms(self, points: Tensor) -> Tensor:
+        """Return the terms of the log-density, ``(num_points, num_terms)``."""
+        return self._traced_terms(points)[0]
+
+    def log_prob(self, points: Tensor) -> Tensor:
+        """Return the log-density without its gradient, ``(num_points,)``."""
+        return self._traced_log_prob(points)[0]
+
+    @torch.no_grad()
+    def _plain_log_prob(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        return self.target.log_prob(points), points[:, :0]
 
 
 class GuideNoise(Space):
