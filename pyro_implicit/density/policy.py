@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["COST", "DISCRETE", "GRADIENTS", "MAX_DENSE_DIM", "ROUNDING", "RUNS", "SEARCH", "SearchPolicy"]
+__all__ = [
+    "COST",
+    "DISCRETE",
+    "GRADIENTS",
+    "MAX_DENSE_DIM",
+    "ROUNDING",
+    "RUNS",
+    "SEARCH",
+    "SearchPolicy",
+]
 
 #: Latent variables up to which dense matrices over all of them (covariances, Hessians) are used.
 MAX_DENSE_DIM = 100

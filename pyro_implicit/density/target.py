@@ -291,7 +291,9 @@ class Target:
                 with SizeLimit() as plain:
                     trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
                     trace.compute_log_prob()
-                model = poutine.replay(discrete.enumerate(self.model), trace=_without(trace, discrete))
+                model = poutine.replay(
+                    discrete.enumerate(self.model), trace=_without(trace, discrete)
+                )
                 with SizeLimit.beyond(plain.largest):
                     found = poutine.trace(model).get_trace(*self.args, **self.kwargs)
                     discrete.collapse(found)
@@ -756,11 +758,12 @@ def _bijection(name: str, site: Site) -> Any:
 
 
 def _is_drawn(site: Site) -> bool:
-    """Whether a discrete latent variable is drawn from its prior."""
-    if is_discrete_latent(site):
+    """Whether a site is a discrete latent variable, which is drawn from its prior."""
+    if not is_discrete_latent(site):
+        return False
+    if is_flat(site["fn"]):
         refuse_improper_prior(site["name"], site)
-        return True
-    return False
+    return True
 
 
 def _without(trace: Trace, discrete: DiscreteSum) -> Trace:

@@ -145,7 +145,9 @@ class MixedChains(WindowedChains):
         if self._split == 0:
             return
         part, discrete = self._parts()
-        part, self.adaptation, gradients = self.adaptation.restart(self._score_given(discrete), part)
+        part, self.adaptation, gradients = self.adaptation.restart(
+            self._score_given(discrete), part
+        )
         self.state = _joined(part, discrete)
         self.gradients += gradients
 

@@ -141,10 +141,13 @@ class MAMSPolicy:
 
 @dataclass(frozen=True)
 class WindowPolicy:
-    """Moves of discrete elements between transitions of HMC. Checked by ``benchmarks/discrete.py``."""
+    """Moves of discrete elements between HMC transitions. Checked by ``benchmarks/discrete.py``."""
 
     #: Values up to which all of them are candidates.
     max_whole: int = 64
+
+    #: The same for labels, whose windows are no neighbourhoods.
+    max_labels: int = 1024
 
     #: Candidates of an element with more values, the current one included.
     num_values: int = 8

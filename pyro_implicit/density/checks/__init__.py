@@ -245,7 +245,6 @@ def refuse_moving_sites(first: Trace, others: Iterable[Trace], names: Iterable[s
                     raise _moving_support(name, cause)
 
 
-
 def _shifted(site: Site, shift: float) -> Tensor:
     transform = biject_to(site["fn"].support)
     return transform(transform.inv(site["value"].detach()) + shift)

@@ -88,14 +88,16 @@ def dependence(values: Tensor, terms: Terms, elements: Elements, policy: WindowP
     return found
 
 
-def move_classes(depends: Tensor | None, elements: Elements, policy: WindowPolicy) -> list[MoveClass]:
+def move_classes(
+    depends: Tensor | None, elements: Elements, policy: WindowPolicy
+) -> list[MoveClass]:
     """Return the classes of elements that move at once.
 
     :param depends: which terms depend on which elements, ``(num_elements, num_terms)``; None if
         each element has to move alone.
     """
     numbers = elements.num_values
-    is_whole = numbers <= policy.max_whole
+    is_whole = numbers <= torch.where(elements.is_label, policy.max_labels, policy.max_whole)
     sizes = torch.where(is_whole, numbers, policy.num_values)
     kind = torch.where(is_whole, sizes, -sizes)
     groups: Sequence[Tensor] = torch.arange(len(numbers), device=numbers.device).split(1)
