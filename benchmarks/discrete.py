@@ -6,7 +6,7 @@
     python -m benchmarks.discrete --seeds 0 1 2
 
 ``ratio`` is the sliced distance of 10,000 draws from 10,000 exact ones, over the distance between
-halves of the latter; ``worst`` is the same for the worst coordinate (``benchmarks/zoo/metrics.py``).
+halves of the latter, and ``worst`` the same for the worst coordinate (``benchmarks/zoo``).
 Exact draws come from enumeration or grids in numpy, independently of Pyro; those of ``selection``
 from a collapsed Gibbs sampler of 10,000 thinned sweeps.
 
@@ -28,7 +28,6 @@ import pyro.distributions as dist
 import torch
 from scipy import stats
 from scipy.special import gammaln, logsumexp
-from torch import Tensor
 
 from benchmarks.common import (
     RESULTS,

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "SizeLimit",
     "TooLargeError",
     "coordinates_of",
+    "coupled_site",
     "elements_of",
     "refuse_improper_prior",
     "sites_to_sample",
@@ -212,6 +214,56 @@ def sites_to_sample(trace: Trace) -> frozenset[str]:
     if not any(is_latent(s) and name not in discrete for name, s in trace.nodes.items()):
         return frozenset(discrete)
     return frozenset(n for n, site in discrete.items() if not site["fn"].has_enumerate_support)
+
+
+def coupled_site(
+    trace: Trace, names: Iterable[str], run: Callable[[dict[str, Tensor]], Trace]
+) -> str | None:
+    """Return a site whose elements share a term, though their plate says that they are independent.
+
+    Pyro's enumeration gives all elements of a plate one value at a time. A sum over the elements,
+    or a difference of neighbours, would then be wrong without an error. Some elements of some sites
+    are moved one by one.
+
+    :param trace: a plain run, with log-probabilities.
+    :param names: the discrete latent variables to be summed out.
+    :param run: runs the model at values of these, with log-probabilities.
+    """
+    values = {name: trace.nodes[name]["value"] for name in names}
+    if any(changed.any() for changed in _changed(trace, run(values)).values()):
+        return None  # the model is random beyond its latent variables, which other checks tell
+    loops = {re.sub(r"\d+", "#", name): name for name in values}
+    for name in list(loops.values())[: DISCRETE.max_probed]:
+        fn, value = trace.nodes[name]["fn"], values[name]
+        shape = value.shape[: value.dim() - fn.event_dim]
+        if shape.numel() < 2:
+            continue
+        support = fn.enumerate_support(expand=False)
+        first = (0,) * len(shape)
+        ends = [first[:d] + (1,) + first[d + 1 :] for d, size in enumerate(shape) if size > 1]
+        seen: dict[str, Tensor] = {}
+        for place in (first, *ends):
+            moved = value.clone()
+            others = support.reshape(len(support), *support.shape[support.dim() - fn.event_dim :])
+            is_other = (others != value[place]).reshape(len(others), -1).any(-1)
+            if not is_other.any():
+                break
+            moved[place] = others[is_other][0]
+            for site, changed in _changed(trace, run(values | {name: moved})).items():
+                if site in seen and (seen[site] & changed).any():
+                    return name
+                seen[site] = seen.get(site, torch.zeros_like(changed)) | changed
+    return None
+
+
+def _changed(before: Trace, after: Trace) -> dict[str, Tensor]:
+    found = {}
+    for name, site in before.nodes.items():
+        if site["type"] == "sample" and name in after.nodes:
+            one, other = (torch.as_tensor(t.nodes[name]["log_prob"]) for t in (before, after))
+            if one.shape == other.shape:
+                found[name] = (one != other) & ~(one.isnan() & other.isnan())
+    return found
 
 
 class TooLargeError(RuntimeError):

@@ -185,6 +185,9 @@ class DiscretePolicy:
     #: which a sum is computed: a row of a mixture of 256 components.
     max_joint: int = 256
 
+    #: Sites, at most, of which some elements are moved to see whether they share a term.
+    max_probed: int = 8
+
     #: Draws of the prior at which the supports and shapes of all latent variables are compared.
     num_compared_runs: int = 8
 

@@ -37,6 +37,7 @@ from pyro_implicit.density.discrete import (
     Elements,
     SizeLimit,
     coordinates_of,
+    coupled_site,
     elements_of,
     refuse_improper_prior,
     sites_to_sample,
@@ -285,21 +286,55 @@ class Target:
                     self.subsampled = (frame.name, frame.size, frame.full_size)
 
     def _why_not_summed(self, discrete: DiscreteSum) -> str:
-        """Return why an enumerated run fails or is too large; empty if it is neither."""
+        """Return why an enumerated run fails, is wrong, or too large; empty if it is none."""
         try:
             with poutine.block(), pyro.validation_enabled(False), torch.no_grad():
                 with SizeLimit() as plain:
-                    trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
-                    trace.compute_log_prob()
+                    trace = self._possible_run()
                 model = poutine.replay(
-                    discrete.enumerate(self.model), trace=_without(trace, discrete)
+                    discrete.enumerate(self.model),
+                    trace=_with(trace, dict.fromkeys(discrete.names)),
                 )
                 with SizeLimit.beyond(plain.largest):
                     found = poutine.trace(model).get_trace(*self.args, **self.kwargs)
                     discrete.collapse(found)
+            self._refuse_coupled(discrete)
         except Exception as error:
             return first_line(error)
         return ""
+
+    def _possible_run(self) -> Trace:
+        """Return a plain run at a draw of the prior, with log-probabilities."""
+        for _ in range(RUNS.max_retries):
+            with suppress(*IMPOSSIBLE):  # at draws of the prior
+                trace = self._prior_run()
+                compute_log_prob(trace)
+                return trace
+        trace = self._prior_run()
+        compute_log_prob(trace)
+        return trace
+
+    def _refuse_coupled(self, discrete: DiscreteSum) -> None:
+        """Check that the elements of a plate are independent, as the sum assumes."""
+
+        def run(values: Mapping[str, Tensor | None]) -> Trace:
+            model = poutine.replay(self.model, trace=_with(trace, values))
+            found = poutine.trace(model).get_trace(*self.args, **self.kwargs)
+            compute_log_prob(found)
+            return found
+
+        name = None
+        with suppress(*IMPOSSIBLE), poutine.block(), pyro.validation_enabled(False):
+            with torch.no_grad():
+                trace = self._possible_run()
+                name = coupled_site(trace, discrete.names, run)
+        if name is not None:
+            raise ValueError(
+                f"elements of the discrete latent '{name}' share a term of the log-density, such as "
+                "a sum over its plate or a difference of neighbours, but the elements of a plate "
+                "are summed out one by one. Cure: fit or refine, which sample such a site; or a "
+                "loop of single sites"
+            )
 
     def _elements_of(self, first: Trace) -> Elements:
         others = []
@@ -322,6 +357,7 @@ class Target:
                 "broadcasts over all their values at once (pyro.ops.indexing.Vindex, no branches), "
                 "see Pyro's tutorial on enumeration"
             ) from error
+        self._refuse_coupled(discrete)
 
     def on(self, batch: tuple, seed: int | None = None) -> Target:
         """Return the same posterior with another minibatch.
@@ -766,11 +802,15 @@ def _is_drawn(site: Site) -> bool:
     return True
 
 
-def _without(trace: Trace, discrete: DiscreteSum) -> Trace:
-    kept = trace.copy()
-    for name in discrete.names:
-        kept.remove_node(name)
-    return kept
+def _with(trace: Trace, values: Mapping[str, Tensor | None]) -> Trace:
+    """Return a trace with other values at some sites, or without these sites."""
+    changed = trace.copy()
+    for name, value in values.items():
+        if value is None:
+            changed.remove_node(name)
+        else:
+            changed.nodes[name] = {**changed.nodes[name], "value": value}
+    return changed
 
 
 def _observed(trace: Trace) -> set[str]:

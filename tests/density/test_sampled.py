@@ -177,3 +177,19 @@ def test_refused_models(model, message):
 def test_other_functions_refuse_them_still():
     with pytest.raises(ValueError, match="site 'n' is a discrete latent .*Cure"):
         find_modes(Target(thinning))
+
+
+def image():
+    """Neighbours in a plate: sliced in an enumerated run, the factor would be wrong silently."""
+    bright = pyro.sample("bright", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", 3, dim=-2), pyro.plate("columns", 3, dim=-1):
+        x = pyro.sample("x", dist.Bernoulli(0.5))
+        pyro.sample("y", dist.Normal(bright * x, 1.0), obs=torch.zeros(3, 3))
+    pyro.factor("smooth", (x[1:] == x[:-1]).double().sum())
+
+
+def test_coupled_elements_are_not_summed_out():
+    with pytest.raises(ValueError, match="elements of the discrete latent 'x' share a term.*Cure"):
+        Target(image)
+    target = Target(image, sample_discrete=True)
+    assert target.sampled == ("x",) and "share a term" in target.unsummed
