@@ -7,6 +7,7 @@ import importlib
 import runpy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,18 @@ from pyro.infer.autoguide import AutoNormal
 
 import pyro_implicit
 from pyro_implicit import diagnose, fit
-from pyro_implicit.fitting import Fit
+from pyro_implicit.fitting import Fit, FitPolicy
 from pyro_implicit.guides.auto_draws import own_names
+from pyro_implicit.runtime.sites import is_discrete_latent
 
 ROOT = Path(__file__).parents[1]
+SHORT = replace(
+    FitPolicy(),
+    budget=replace(
+        FitPolicy().budget, most_chains=32, most_gradients=300, least_gradients=300, patience=1,
+        patient_seconds=0.0,
+    ),
+)  # fmt: skip
 GALLERY = ROOT / "docs" / "gallery"
 PAGES = sorted(path.relative_to(GALLERY).as_posix() for path in GALLERY.rglob("*.py"))
 
@@ -35,9 +44,17 @@ def within(function: Callable[..., Any], **budget: Any) -> Callable[..., Any]:
 
 def fit_something(model: Any, guide: Any = "auto", *args: Any, **options: Any) -> Any:
     """A few steps of a mean field: a search and chains have tests of their own."""
+    if isinstance(guide, str) and args and has_counts(model, args):
+        return fit(model, guide, *args, **options, policy=SHORT)
     if isinstance(guide, str) and "batches" not in options:
         guide = own_names(AutoNormal(poutine.block(model, hide_fn=is_discrete)))
     return fit(model, guide, *args, **{**options, "num_steps": 2, "epochs": 1})
+
+
+def has_counts(model: Any, args: tuple) -> bool:
+    """Tell whether a model has counts, which no automatic guide has."""
+    nodes = poutine.trace(model).get_trace(*args).nodes.values()
+    return any(is_discrete_latent(site) and not is_discrete(site) for site in nodes)
 
 
 def is_discrete(site: dict[str, Any]) -> bool:

@@ -127,8 +127,8 @@ def _bounds(name: str, site: Site) -> tuple[Any, Any]:
         return 0, site["value"].shape[-1] - 1
     raise ValueError(
         f"site '{name}' is a discrete latent ({type(innermost(site['fn'])).__name__}) whose "
-        f"elements cannot move one by one in its support, {support}. Cure: sites whose elements are "
-        "integers, such as one Binomial after the other in place of a Multinomial"
+        f"elements cannot move one by one in its support, {support}. Cure: sites whose elements "
+        "are integers, such as one Binomial after the other in place of a Multinomial"
     )
 
 

@@ -330,10 +330,10 @@ class Target:
                 name = coupled_site(trace, discrete.names, run)
         if name is not None:
             raise ValueError(
-                f"elements of the discrete latent '{name}' share a term of the log-density, such as "
-                "a sum over its plate or a difference of neighbours, but the elements of a plate "
-                "are summed out one by one. Cure: fit or refine, which sample such a site; or a "
-                "loop of single sites"
+                f"elements of the discrete latent '{name}' share a term of the log-density, such "
+                "as a sum over its plate or a difference of neighbours, but the elements of a "
+                "plate are summed out one by one. Cure: fit or refine, which sample such a site; or "
+                "a loop of single sites"
             )
 
     def _elements_of(self, first: Trace) -> Elements:

@@ -191,7 +191,6 @@ def examine_mixed(sampler: Sampler, num_samples: int, policy: VerdictPolicy) -> 
         Diagnosis,
         num_samples,
         target.latent_dim,
-        labels=coordinate_labels(target),
         skipped=f"Stein's identities, short HMC, modes: the discrete latents {names} have no "
         "gradient",
         policy=policy,
@@ -200,12 +199,21 @@ def examine_mixed(sampler: Sampler, num_samples: int, policy: VerdictPolicy) -> 
     try:
         weighted, no_density = _weigh(sampler, num_samples, num_samples, "")
         points = target.unconstrain(weighted.draws)
-        if not target.log_prob(points).isfinite().all():
-            return report(no_density=no_density, broken="the log-density is not finite at draws")
-        bound = None if no_density else weighted.bound()
+        if no_density:
+            is_lost = not target.log_prob(points).isfinite().all()
+            broken = "the log-density is not finite at some draws" if is_lost else ""
+            return report(no_density=no_density, broken=broken)
+        bound, importance = weighted.bound(), None
+        # A flag may have one value in all draws, and flags may be functions of others.
+        varies = (points != points[:1]).any(0)
+        labels = coordinate_labels(target)
+        labels = tuple(label for label, one in zip(labels, varies, strict=True) if one)
+        if bound.khat <= policy.khat.distrust:
+            whitened = whiten_draws(points[:, varies], full=False)
+            importance = importance_check(whitened, LogWeights(weighted.log_weights))
     except BAD_DRAWS as error:
         return report(broken=f"guide or model fails at the guide's draws: {error}")
-    return report(bound=bound, no_density=no_density)
+    return report(bound=bound, importance=importance, labels=labels)
 
 
 def _known(guide: Callable[..., Any]) -> dict[str, Any]:

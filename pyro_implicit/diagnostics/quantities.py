@@ -50,7 +50,7 @@ def coordinate_labels(target: Target) -> tuple[str, ...]:
     """
     labels: list[str] = []
     for name, shape in target.shapes.items():
-        prefix = _prefix(target.transforms[name])
+        prefix = "" if name in target.sampled else _prefix(target.transforms[name])
         labels += [f"{prefix}`{label}`" for label in element_labels(name, shape)]
     return tuple(labels)
 

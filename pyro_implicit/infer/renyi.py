@@ -217,6 +217,11 @@ class ImplicitRenyiELBO(HierarchicalELBO):
                         "distribution with rsample, or Trace_ELBO"
                     )
             elif not is_identically_zero(score_function):
+                if self.alpha == 0:
+                    raise NotImplementedError(
+                        f"site '{site['name']}' of the guide has no rsample, and a bound with "
+                        "alpha=0 gives it no gradient. Cure: alpha above 0, or LIVI_ELBO"
+                    )
                 factor = self.alpha / (1 - self.alpha)
                 surrogate = surrogate + factor * keep(site["log_prob"])
         return log_w, surrogate

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+
 import pyro
 import pyro.distributions as dist
 import pytest

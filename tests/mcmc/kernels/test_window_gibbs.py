@@ -85,7 +85,7 @@ def test_reach_grows_with_the_spread():
 
 
 def thinned(white: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """log λ with a Gamma(3, 0.1) prior, and three counts of this rate, with a count of each half."""
+    """The log of a rate with a Gamma(3, 0.1) prior, and three counts of this rate."""
     rate = white[:, 0].exp()
     prior = 3 * white[:, 0] - 0.1 * rate
     counts = torch.distributions.Poisson(rate.unsqueeze(-1), validate_args=False)
