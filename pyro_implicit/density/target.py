@@ -332,7 +332,7 @@ class Target:
             raise ValueError(
                 f"elements of the discrete latent '{name}' share a term of the log-density, such "
                 "as a sum over its plate or a difference of neighbours, but the elements of a "
-                "plate are summed out one by one. Cure: fit or refine, which sample such a site; or "
+                "plate are summed out one by one. Cure: fit or refine, which sample such sites, or "
                 "a loop of single sites"
             )
 

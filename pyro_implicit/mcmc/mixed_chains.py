@@ -78,13 +78,16 @@ def possible_points(space: MixedSpace, points: Tensor, policy: ChainPolicy) -> T
         found = space.target.terms(rows.flatten(0, -2)).unflatten(0, values.shape[:-1])
         return found.nan_to_num(nan=-limits.impossible, neginf=-limits.impossible)
 
-    depends = window_gibbs.dependence(values, terms, elements, limits)
+    depends = None
     reach = torch.full_like(elements.low, limits.first_reach)
     for _ in range(limits.most_repairs):
         found = terms(values)
         if not (found <= -limits.impossible).any():
             break
-        depends = depends | window_gibbs.dependence(values, terms, elements, limits)
+        # Moves of all sizes, as small ones change nothing where the density is 0.
+        far = (values + (reach ** torch.rand_like(values)).round()).minimum(elements.high)
+        seen = window_gibbs.dependence(values, terms, elements, limits, far)
+        depends = seen if depends is None else depends | seen
         classes = window_gibbs.move_classes(depends, elements, limits)
         state = window_gibbs.State(values, found)
         (values, _), _ = window_gibbs.step(state, terms, classes, elements, reach, limits)

@@ -57,7 +57,13 @@ class State(NamedTuple):
     terms: Tensor
 
 
-def dependence(values: Tensor, terms: Terms, elements: Elements, policy: WindowPolicy) -> Tensor:
+def dependence(
+    values: Tensor,
+    terms: Terms,
+    elements: Elements,
+    policy: WindowPolicy,
+    others: Tensor | None = None,
+) -> Tensor:
     """Find which terms depend on which elements, by moving one element of a chain at a time.
 
     A dependence that no tried value shows is missed; the driver of the chains compares every
@@ -65,17 +71,17 @@ def dependence(values: Tensor, terms: Terms, elements: Elements, policy: WindowP
 
     :param values: of different chains, ``(num_chains, num_elements)``.
     :param terms: see :data:`Terms`; it gives the terms of each chain.
+    :param others: values to which elements are moved, by default those of another chain.
     :returns: ``(num_elements, num_terms)``.
     """
-    count = len(values)
+    others = values.roll(1, 0) if others is None else others
     found = None
     before = terms(values)
     size = max(1, policy.max_values // before.numel())
     for some in torch.arange(values.shape[-1], device=values.device).split(size):
         moved = values.repeat(len(some), 1, 1)
         rows = torch.arange(len(some), device=values.device)
-        own = values[:, some].T  # (elements, chains)
-        other = own.roll(1, -1) if count > 1 else own
+        own, other = values[:, some].T, others[:, some].T  # (elements, chains)
         low, high = elements.low[some].unsqueeze(-1), elements.high[some].unsqueeze(-1)
         up, down = own + 1, own - 1
         other = torch.where(other != own, other, torch.where(up <= high, up, down).clamp(min=low))

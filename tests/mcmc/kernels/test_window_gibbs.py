@@ -14,7 +14,7 @@ from pyro_implicit.mcmc.kernels import shift, window_gibbs
 from pyro_implicit.mcmc.policy import DEFAULT, WindowPolicy
 
 SIZES = torch.tensor([2.0, 2.0, 3.0, 200.0], dtype=torch.float64)
-ELEMENTS = Elements(torch.zeros_like(SIZES), SIZES - 1, torch.tensor([False] * 3 + [True]))
+ELEMENTS = Elements(torch.zeros_like(SIZES), SIZES - 1, torch.zeros(4, dtype=torch.bool))
 
 
 def chain_of_terms(values: torch.Tensor) -> torch.Tensor:
