@@ -833,6 +833,6 @@ def _refuse_local(name: str, site: Site) -> None:
         raise SubsampledError(
             f"latent '{name}' lies in plate '{frame.name}', and a minibatch has {frame.size} of "
             f"{frame.full_size} elements: the others could not move. Cure: fit(..., "
-            "amortize='auto'), which trains an encoder of the rows; or sum the latent out of the "
-            "model, or give all data at once"
+            "amortize='conditional'), which integrates it out; amortize='auto', which trains an "
+            "encoder of the rows; or give all data at once"
         )

@@ -21,6 +21,7 @@ from pyro_implicit.runtime.messages import warn_user
 
 __all__ = [
     "Amortize",
+    "common_seed",
     "is_first",
     "mean_over_processes",
     "num_processes",
@@ -32,7 +33,7 @@ __all__ = [
     "warn_of_stored_values",
 ]
 
-Amortize = Literal["auto"] | Mapping[str, Callable[..., Any]]
+Amortize = Literal["auto", "conditional"] | Mapping[str, Callable[..., Any]]
 
 
 def refuse_misplaced(model: Any, guide: Any, loss: Any) -> None:
@@ -132,6 +133,14 @@ def num_processes() -> int:
     """Return the number of processes, 1 without ``torch.distributed.init_process_group``."""
     ready = distributed.is_available() and distributed.is_initialized()
     return distributed.get_world_size() if ready else 1
+
+
+def common_seed() -> int:
+    """Draw a seed, the same in all processes."""
+    seed = torch.randint(2**31, ())
+    if num_processes() > 1:
+        distributed.broadcast(seed, 0)
+    return int(seed)
 
 
 def is_first() -> bool:

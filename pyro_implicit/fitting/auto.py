@@ -30,6 +30,7 @@ from pyro_implicit.fitting.arguments import (
 )
 from pyro_implicit.fitting.checkpoint import own_file, same_start
 from pyro_implicit.fitting.discrete_fit import fit_discrete
+from pyro_implicit.fitting.hierarchy import fit_hierarchy
 from pyro_implicit.fitting.network_fit import (
     fit_network,
     score_validation,
@@ -167,10 +168,12 @@ def fit(
         negative log-likelihood of these rows, and restores the parameters of the best epoch
         (:class:`~pyro_implicit.fitting.HeldOut`). Without ``batches`` they stop the ensemble of a
         network, and replace the rows that ``fit`` would hold out.
-    :param amortize: for latent variables of single rows, in a plate that ``batches`` or the model
-        subsamples: ``"auto"``, or encoders by site. The guide is then an
-        :class:`~pyro_implicit.guides.AutoAmortized`, and ``result.sample(n, x)`` draws for new
-        rows.
+    :param amortize: for latent variables of single rows or groups, in a plate that ``batches`` or
+        the model subsamples. ``"conditional"`` integrates them out by quadrature around their modes
+        given the other variables, whose posterior is then that of all groups; ``epochs``,
+        ``num_steps`` and ``lr`` have no meaning (:doc:`/howto/large_hierarchies`). ``"auto"``, or
+        encoders by site, trains an :class:`~pyro_implicit.guides.AutoAmortized`, whose rows are
+        independent of the other variables. ``result.sample(n, x)`` draws for new rows.
     :param loss: the loss of a given guide, by default that of
         :func:`~pyro_implicit.fitting.default_loss`.
     :param num_steps: the maximal number of steps of each training. The learning rate falls once the
@@ -282,6 +285,8 @@ def _fit_one(
     args, kwargs, budget = stages.args, stages.kwargs, stages.policy.budget
     share = budget.training_share if refine else 1.0
     try:
+        if amortize == "conditional":
+            return fit_hierarchy(stages)
         if stages.batches is not None:
             _fit_batches(stages, guide, loss, amortize, share)
             return _refine_batches(stages, epochs) if refine else stages.result
@@ -451,6 +456,7 @@ def _fit_amortized(stages: Stages, amortize: Amortize) -> Fit:
             return AutoSemiImplicit(hidden, frame=None, init_scale=scale)
         return AutoNormal(hidden, init_scale=scale)
 
+    assert amortize != "conditional"
     guide = own_names(AutoAmortized(stages.model, amortize, rest))
     particles = min(stages.num_particles, policy.few_particles)
     loss = default_loss(guide, particles, *everything, model_kwargs=stages.kwargs)

@@ -31,6 +31,7 @@ from pyro_implicit.fitting.candidates import corrected_draws
 from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.fitting.updating import JointPrior, log_prob_of, posterior_as_prior
+from pyro_implicit.guides import AutoHierarchical
 from pyro_implicit.guides.auto_implicit import has_exact_density
 from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
@@ -115,7 +116,10 @@ class Fit(Printed):
         self._attach()
 
     def _attach(self) -> None:
-        if isinstance(self.guide, AutoConditional) and self.source[0] is not None:
+        if (
+            isinstance(self.guide, (AutoConditional, AutoHierarchical))
+            and self.source[0] is not None
+        ):
             self.guide.attach(self.source[0])
 
     @in_turn

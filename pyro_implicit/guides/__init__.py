@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pyro_implicit.guides.auto_amortized import AutoAmortized
 from pyro_implicit.guides.auto_draws import Frame
+from pyro_implicit.guides.auto_hierarchical import AutoHierarchical
 from pyro_implicit.guides.auto_implicit import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.guides.auto_mixture import AutoEnsemble, AutoMixture, init_to_shuffled
 from pyro_implicit.guides.sampler import StoredDraws
@@ -13,6 +14,7 @@ from pyro_implicit.guides.symmetrized import Group, Permutations, Symmetrized, T
 __all__ = [
     "AutoAmortized",
     "AutoEnsemble",
+    "AutoHierarchical",
     "AutoImplicit",
     "AutoMixture",
     "AutoSemiImplicit",

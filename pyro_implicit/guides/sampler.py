@@ -18,7 +18,7 @@ from pyro_implicit.guides.policy import ROUNDING
 from pyro_implicit.guides.posterior_draws import draw, refuse_missing_sites
 from pyro_implicit.runtime.messages import warn_user
 
-__all__ = ["NOWHERE", "Guide", "Sampler", "StoredDraws"]
+__all__ = ["NOWHERE", "Guide", "Sampler", "StoredDraw", "StoredDraws"]
 
 
 Guide = Callable[..., Any] | Mapping[str, Tensor]
@@ -174,7 +174,7 @@ class Sampler:
         return "; ".join(clauses)
 
 
-class _Stored(dist.Delta):
+class StoredDraw(dist.Delta):
     """One of the draws, without the density of a Delta, which would give wrong weights."""
 
     def log_prob(self, x: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ class StoredDraws:
         index = int(torch.randint(self.num_draws, ()))
         values = {name: value[index] for name, value in self.samples.items()}
         return {
-            name: pyro.sample(name, _Stored(value, event_dim=value.dim()))
+            name: pyro.sample(name, StoredDraw(value, event_dim=value.dim()))
             for name, value in values.items()
         }
 

@@ -58,3 +58,5 @@ MAX_TAIL = 1.5
 NEAR_ZERO = 0.01
 #: Factor on the initial weights of a linear map of the context.
 CONTEXT_FACTOR = 0.1
+#: Dimensions up to which an integral takes a product rule; of 15 nodes in each it has 3,375 nodes.
+MAX_PRODUCT_DIM = 3

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fit(amortize="conditional")`` against exact marginal posteriors."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Predictive
+from torch import distributed
+
+from pyro_implicit import fit
+from pyro_implicit.fitting import Fit, FitPolicy, HierarchyPolicy
+from pyro_implicit.guides import AutoHierarchical
+from pyro_implicit.runtime.global_state import seeded
+from tests.two_processes import in_two_processes
+
+NUM_GROUPS = 2000
+QUICK = FitPolicy(hierarchy=HierarchyPolicy(num_pilot=50, num_starts=2, search_rounds=1))
+
+
+def counts(y, num_groups=NUM_GROUPS):
+    shape = pyro.sample("shape", dist.LogNormal(y.new_zeros(()), 1.0))
+    rate = pyro.sample("rate", dist.LogNormal(y.new_zeros(()), 1.0))
+    with pyro.plate("groups", num_groups, subsample_size=len(y)):
+        z = pyro.sample("z", dist.Gamma(shape, rate))
+        pyro.sample("y", dist.Poisson(z).mask(y >= 0), obs=y.clamp(min=0))
+
+
+def data():
+    with seeded(3):
+        return torch.poisson(dist.Gamma(2.0, 0.5).sample((NUM_GROUPS,)))
+
+
+def schools(y, sd):
+    """Few groups: the posterior of the scale is far from normal."""
+    mean = pyro.sample("mean", dist.Normal(y.new_zeros(()), 10.0))
+    scale = pyro.sample("scale", dist.HalfCauchy(y.new_ones(()) * 5.0))
+    with pyro.plate("groups", 8, subsample_size=len(y)):
+        z = pyro.sample("z", dist.Normal(mean, scale))
+        pyro.sample("y", dist.Normal(z, sd), obs=y)
+
+
+EFFECTS = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
+ERRORS = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
+
+
+def moments_on_grid(log_prob, ranges, size=400):
+    """Means and sds of exp(u) under a density on a grid, each (2,)."""
+    axes = [torch.linspace(*one, size, dtype=torch.float64) for one in ranges]
+    points = torch.cartesian_prod(*axes)
+    weights = log_prob(points).softmax(0)
+    mean = weights @ points.exp()
+    return mean, (weights @ (points.exp() - mean).square()).sqrt(), points, weights
+
+
+def counts_log_prob(y):
+    values, numbers = y.double().unique(return_counts=True)
+
+    def log_prob(point):
+        shape, rate = point.exp().unsqueeze(-1).unbind(1)
+        rows = dist.NegativeBinomial(shape, 1 / (1 + rate)).log_prob(values)
+        return (rows * numbers).sum(-1) - 0.5 * point.square().sum(-1)
+
+    return log_prob
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return fit(
+        counts, batches=[(y,) for y in data().split(700)], amortize="conditional", seed=0,
+        progress=False,
+    )  # fmt: skip
+
+
+def test_gamma_poisson_against_the_exact_posterior(fitted):
+    mean, sd, *_ = moments_on_grid(counts_log_prob(data()), [(0.3, 1.1), (-1.1, -0.3)])
+    assert [stage.name for stage in fitted.stages] == ["search", "marginal", "correct"]
+    assert isinstance(fitted.guide, AutoHierarchical) and fitted.minibatches
+    draws = fitted.sample(8192)
+    assert draws.keys() == {"shape", "rate"}
+    for name, one, width in zip(("shape", "rate"), mean, sd, strict=True):
+        assert draws[name].mean().item() == pytest.approx(one.item(), abs=0.05 * width.item())
+        assert draws[name].std().item() == pytest.approx(width.item(), rel=0.02)
+
+
+def test_locals_of_new_groups_and_of_groups_without_data(fitted):
+    draws = fitted.sample(4000, torch.tensor([4.0, -1.0]))
+    shape, rate, z = draws["shape"], draws["rate"], draws["z"]
+    assert z.shape == (4000, 2)
+    given, prior = (shape + 4) / (rate + 1), shape / rate
+    error = (given / (rate + 1)).sqrt().mean().item() / 4000**0.5
+    assert z[:, 0].mean().item() == pytest.approx(given.mean().item(), abs=4 * error)
+    error = (prior / rate).sqrt().mean().item() / 4000**0.5
+    assert z[:, 1].mean().item() == pytest.approx(prior.mean().item(), abs=4 * error)
+    predictive = Predictive(counts, guide=fitted.guide, num_samples=3)
+    assert predictive(torch.zeros(5))["z"].shape == (3, 5)
+
+
+def test_the_same_seed_repeats_the_result_and_files_keep_it(fitted, tmp_path):
+    outside = torch.get_rng_state()
+    options = {"amortize": "conditional", "seed": 0, "policy": QUICK, "progress": False}
+    one, other = (
+        fit(lambda y: counts(y, 700), batches=[(data()[:700],)], **options).guide.rest.samples
+        for _ in range(2)
+    )
+    assert torch.equal(outside, torch.get_rng_state())
+    assert torch.equal(one["rate"], other["rate"])
+    fitted.save(tmp_path / "fit.pt")
+    loaded = Fit.load(tmp_path / "fit.pt", counts)
+    new = torch.zeros(3)
+    with seeded(0):
+        first = fitted.sample(7, new)["z"]
+    with seeded(0):
+        assert torch.equal(first, loaded.sample(7, new)["z"])
+
+
+@pytest.mark.parametrize("by_chains", [False, True])
+def test_a_skewed_posterior_of_eight_groups(by_chains):
+    policy, options = FitPolicy(), {"amortize": "conditional", "seed": 0, "progress": False}
+    if by_chains:
+        policy = FitPolicy(hierarchy=HierarchyPolicy(max_khat=-1.0))
+        options["max_seconds"] = 6.0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "chains of the global variables stopped at max_seconds")
+        result = fit(schools, batches=[(EFFECTS, ERRORS)], policy=policy, **options)
+    assert [stage.name for stage in result.stages][-1] == ("refine" if by_chains else "correct")
+    assert result.stages[-1].error is None
+
+    def log_prob(point):
+        mean, log_scale = point.unbind(-1)
+        scale = log_scale.exp()
+        rows = dist.Normal(mean[:, None], (scale[:, None] ** 2 + ERRORS.double() ** 2).sqrt())
+        prior = dist.Normal(0.0, 10.0).log_prob(mean) + dist.HalfCauchy(5.0).log_prob(scale)
+        return rows.log_prob(EFFECTS.double()).sum(-1) + prior + log_scale
+
+    axes = torch.linspace(-25, 35, 400).double(), torch.linspace(-8, 6, 400).double()
+    points = torch.cartesian_prod(*axes)
+    weights = log_prob(points).softmax(0)
+    draws, error = result.sample(8192), 0.3 if by_chains else 0.05
+    for column, draw in enumerate((draws["mean"], draws["scale"].log())):
+        exact = weights @ points[:, column]
+        sd = (weights @ (points[:, column] - exact).square()).sqrt().item()
+        assert draw.mean().item() == pytest.approx(exact.item(), abs=error * sd)
+        assert draw.std().item() == pytest.approx(sd, rel=error)
+
+
+def test_inexact_integrals_are_named():
+    y = torch.zeros(300)
+    y[::3] = 5.0
+    policy = FitPolicy(hierarchy=replace(QUICK.hierarchy, num_nodes=(2, 3), max_shift=1e-3))
+    with pytest.warns(UserWarning, match="integrals over the latents of groups are inexact"):
+        fit(
+            lambda y: counts(y, 300), batches=[(y,)], amortize="conditional", seed=0, policy=policy,
+            progress=False,
+        )  # fmt: skip
+
+
+def with_param(y):
+    with pyro.plate("groups", 10, subsample_size=len(y)):
+        z = pyro.sample("z", dist.Normal(pyro.param("loc", torch.zeros(())), 1.0))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+    pyro.sample("x", dist.Normal(0.0, 1.0))
+
+
+def test_refusals(tmp_path):
+    y, options = torch.zeros(5), {"amortize": "conditional", "progress": False}
+    with pytest.raises(ValueError, match=r"passes over minibatches.*batches=\[\(x,\)\]"):
+        fit(counts, "auto", y, **options)
+    with pytest.raises(ValueError, match="writes no checkpoints"):
+        fit(counts, batches=[(y,)], checkpoint=tmp_path, **options)
+    with pytest.raises(ValueError, match=r"does not train parameters of the model \(loc\)"):
+        fit(with_param, batches=[(y,), (y,)], **options)
+    missing = [(y,), (torch.full((5,), math.nan),)]
+    with pytest.raises(ValueError, match="'y' of a minibatch is NaN"):
+        fit(lambda y: with_param_free(y), batches=missing, **options)
+
+
+def with_param_free(y):
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    with pyro.plate("groups", 10, subsample_size=len(y)):
+        z = pyro.sample("z", dist.Normal(mean, 1.0))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+
+def _work(rank, folder):
+    parts = data()[:200].split(50)
+    mine = parts if rank is None else parts[rank::2]
+    result = fit(
+        lambda y: counts(y, 200), batches=[(y,) for y in mine], amortize="conditional",
+        seed=0 if rank is None else None, policy=QUICK, progress=False,
+    )  # fmt: skip
+    torch.save(result.guide.rest.samples, folder / f"{rank}.pt")
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="torch without torch.distributed")
+def test_two_processes_have_the_result_of_one(tmp_path):
+    _work(None, tmp_path)
+    in_two_processes(_work, tmp_path)
+    alone, *both = (torch.load(tmp_path / f"{name}.pt") for name in ("None", 0, 1))
+    for name, draws in alone.items():
+        assert torch.equal(both[0][name], both[1][name])
+        sd = draws.std().item()
+        assert both[0][name].mean().item() == pytest.approx(draws.mean().item(), abs=0.02 * sd)
+        assert both[0][name].std().item() == pytest.approx(sd, rel=0.01)
