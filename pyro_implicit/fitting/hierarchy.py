@@ -306,7 +306,6 @@ def _refine(
             chains.max_gradients,
             max_seconds=left if math.isfinite(left) else None,
             patience=math.inf if math.isfinite(left) else budget.patient_seconds,
-            progress=stages.options["progress"],
         )
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
         if not refined.settled:

@@ -174,9 +174,18 @@ def two_plates(x):
             pyro.sample(f"x_{name}", dist.Normal(z, 1.0), obs=x)
 
 
+def discrete(x):
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    with pyro.plate("groups", NUM_GROUPS, subsample_size=len(x)):
+        which = pyro.sample("which", dist.Bernoulli(x.new_full((), 0.5)))
+        z = pyro.sample("z", dist.Normal(mean, 1.0))
+        pyro.sample("x", dist.Normal(z + which, 1.0), obs=x)
+
+
 @pytest.mark.parametrize(
     ("model", "data", "message"),
     [
+        (discrete, torch.zeros(4), "needs continuous latents"),
         (shared, torch.zeros(4), r"site 'x' depends on the latents of groups \(z\).*padded"),
         (two_plates, torch.zeros(4), r"plates of latents are \['groups', 'rows'\]"),
         (lambda x: normal(x[:5]), torch.zeros(NUM_GROUPS), "draws 5 of 40 elements.*by itself"),
