@@ -252,9 +252,14 @@ class StoredDraws:
     def sample_posterior(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Select draws in random order, without replacement until all are used.
 
+        Fewer draws than there are, are evenly spaced, because neighbours of a chain are correlated.
+
         :param num_samples: number of draws.
         :returns: by site, ``(num_samples, *site_shape)``.
         """
-        rounds = -(-num_samples // self.num_draws)
-        index = torch.cat([torch.randperm(self.num_draws) for _ in range(rounds)])[:num_samples]
+        rounds, rest = divmod(num_samples, self.num_draws)
+        places = (torch.arange(rest) + torch.rand(())) * (self.num_draws / max(rest, 1))
+        spaced = places.long().clamp(max=self.num_draws - 1)
+        index = [torch.randperm(self.num_draws) for _ in range(rounds)]
+        index = torch.cat([*index, spaced[torch.randperm(rest)]])
         return {name: value[index] for name, value in self.samples.items()}

@@ -19,7 +19,7 @@ from pyro_implicit.mcmc.draws import History
 from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, estimate_frame, independent_draws
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
-from pyro_implicit.mcmc.spaces.space import Space
+from pyro_implicit.mcmc.spaces.space import Fitted, Space
 from pyro_implicit.mcmc.stopping import Drift, Tracked, tracked
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import random_streams, restore_random_streams
@@ -163,8 +163,8 @@ class WindowedChains(Chains):
     :param patience: seconds of one core in all, up to which chains that are not usable at
         ``max_gradients`` go on.
     :param streams: the random streams at the end, from which :meth:`continued` goes on.
-    :param space: the name of the space, made from ``middle``; ``space_note`` says why it was
-        chosen.
+    :param space: the name of the space, made from ``middle`` and ``fitted``; ``space_note``
+        says why it was chosen.
     """
 
     adaptation: Any
@@ -177,6 +177,7 @@ class WindowedChains(Chains):
     space: str = "latent"
     space_note: str = ""
     middle: Tensor | None = None
+    fitted: Fitted | None = None
     acceptance: float = 0.0
     failed: float = 0.0
     last_failed: float = 0.0
@@ -358,6 +359,11 @@ class WindowedChains(Chains):
             return False
         # Twice as long, so that the result does not depend on small differences in time.
         self.max_gradients += math.ceil(min(left, self.cpu_seconds) / cost)
+        if self._labels is None:
+            paths = self.history.draws()
+            latents = self._thinned(paths.flatten(0, 1))
+            if (again := self.walked.recentred(latents)) is not None:
+                self._warm_up_again(self.points, latents, independent_draws(paths), again)
         return True
 
     def _adapt_number(self) -> None:
@@ -403,15 +409,28 @@ class WindowedChains(Chains):
 
     def _thin_out(self, number: int) -> None:
         paths = self.history.draws()
-        latents, independent = paths.flatten(0, 1), independent_draws(paths)
-        stride = -(-len(latents) // self.policy.warmup.max_pool)
-        assert self._walked is not None
-        pool = self._walked.to_points(latents[::stride])
+        latents, independent = self._thinned(paths.flatten(0, 1)), independent_draws(paths)
         points = self.points[torch.randperm(len(self.points))[:number]]
+        again = self.walked.recentred(latents)
+        longest = max(self.adaptation.max_gradients, self.policy.long_leapfrogs)
+        self.adaptation = self.adaptation.limited(longest)
+        self._warm_up_again(points, latents, independent, again)
+
+    def _thinned(self, latents: Tensor) -> Tensor:
+        return latents[:: -(-len(latents) // self.policy.warmup.max_pool)]
+
+    def _warm_up_again(
+        self, points: Tensor, latents: Tensor, independent: float, space: Space | None
+    ) -> None:
+        """Begin again at points, in the frame of earlier draws and possibly another space."""
+        moved = None if space is None else space.to_points(self.walked.to_latent(points))
+        if space is not None and moved is not None and space.score(moved)[0].isfinite().all():
+            points = moved
+            self._walked, self.middle, self.fitted = space, space.middle, space.fitted
+        pool = self.walked.to_points(latents)
         self.frame = self._frame_of(pool, self.frame_kind, independent)
         self.state = KERNELS[self.kernel].init(self.frame.to_white(points), self._score)
-        longest = max(self.adaptation.max_gradients, self.policy.long_leapfrogs)
-        self.adaptation = self.adaptation.thawed().limited(longest)
+        self.adaptation = self.adaptation.thawed()
         self.history = History(self.history.capacity)
         self._began = self.gradients, self.seconds, self.cpu_seconds
         self.phase, self._next_check = "warm-up", self.policy.stopping.first_check
@@ -490,7 +509,8 @@ class WindowedChains(Chains):
     def _recentred(self, points: Tensor, pool: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Make the space again if the chains have left its middle; return points and draws in it.
 
-        A guide of many latents may be far away, and so may be what the data say there.
+        A guide of many latents may be far away, and so may be what the data say there. The space
+        is also made again if the draws tell more of its law than the middle did.
         """
         assert self._walked is not None
         latents = self._walked.to_latent(pool)
@@ -501,7 +521,7 @@ class WindowedChains(Chains):
         pool_again = again.to_points(latents)
         if not (again.score(moved)[0].isfinite().all() and pool_again.isfinite().all()):
             return points, pool, False
-        self._walked, self.middle = again, again.middle
+        self._walked, self.middle, self.fitted = again, again.middle, again.fitted
         return moved, pool_again, True
 
     def _revived(self, points: Tensor, lively: Tensor) -> Tensor:

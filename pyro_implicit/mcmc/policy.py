@@ -332,6 +332,19 @@ class SpacePolicy:
     #: the warm-up; further away it is made again. ``volatility_1000`` in ``benchmarks/large``.
     max_moved: float = 3.0
 
+    #: Draws to which the law of the information is fitted in a window of the warm-up.
+    law_draws: int = 256
+
+    #: Iterations of this fit (L-BFGS), at most.
+    law_iterations: int = 40
+
+    #: Change of the objective, in nats for a draw, at which the iterations end.
+    law_change: float = 0.01
+
+    #: Gain in nats for each draw and element from which the fitted law replaces the present one.
+    #: A standard deviation of the noise that is off by a factor of 1.4 everywhere costs 0.05.
+    least_gain: float = 0.01
+
     #: Share of replaced starts above which a space is left.
     max_replaced: float = 0.1
 

@@ -374,7 +374,7 @@ def refine_target(
     chains: WindowedChains | None = file.load(target.init_loc.device)
     if chains is not None:
         streams = random_streams()  # those of the chains
-        space = space_of(plan, chains.space, chains.middle)
+        space = space_of(plan, chains.space, chains.middle, chains.fitted)
         restore_random_streams(streams)
     else:
         space, chains = start_chains(plan)
@@ -430,7 +430,7 @@ def continue_chains(
                 sampler, number, chains.space, chains.frame_kind, calls, longest, 0,
                 kernel=chains.kernel, policy=chains.policy,
             )  # fmt: skip
-            space = space_of(plan, chains.space, chains.middle)
+            space = space_of(plan, chains.space, chains.middle, chains.fitted)
         restore_random_streams(chains.streams)
         return _walk(sampler, space, further, quantities, Checkpoint(None, {}, 1))
 

@@ -273,7 +273,7 @@ class LinearTerm(NamedTuple):
 
 
 def from_symmetric_root(
-    standard: Tensor, vectors: Tensor, gains: Tensor, told: LinearTerm
+    standard: Tensor, vectors: Tensor | None, gains: Tensor, told: LinearTerm
 ) -> tuple[Tensor, Tensor]:
     r"""Transform standard normals x to draws of :math:`N(A^{-1} t, A^{-1})`.
 
@@ -286,21 +286,27 @@ def from_symmetric_root(
     (tensor([[2.3333, 1.0000]]), tensor([-1.0986]))
 
     :param standard: x, ``(num_points, n)``.
-    :param vectors: V, ``(n, rank)``.
+    :param vectors: V, ``(n, rank)``; None for the identity.
     :param gains: g, ``(num_points, rank)``, above -1.
     :param told: t, with ``inner`` ``(num_points, rank)`` and ``outer`` ``(num_points, n)``.
     :returns: z, and the log-determinants ``(num_points,)``.
     """
     stretch = (1 + gains).sqrt()
-    moved = standard @ vectors * (1 / stretch - 1) + told.inner / (1 + gains)
-    return standard + told.outer + moved @ vectors.mT, -stretch.log().sum(-1)
+    inner = standard if vectors is None else standard @ vectors
+    moved = inner * (1 / stretch - 1) + told.inner / (1 + gains)
+    moved = moved if vectors is None else moved @ vectors.mT
+    return standard + told.outer + moved, -stretch.log().sum(-1)
 
 
-def to_symmetric_root(values: Tensor, vectors: Tensor, gains: Tensor, told: LinearTerm) -> Tensor:
+def to_symmetric_root(
+    values: Tensor, vectors: Tensor | None, gains: Tensor, told: LinearTerm
+) -> Tensor:
     """Invert :func:`from_symmetric_root`: x of z."""
     stretch = (1 + gains).sqrt()
-    moved = values @ vectors * (stretch - 1) - told.inner / stretch
-    return values - told.outer + moved @ vectors.mT
+    inner = values if vectors is None else values @ vectors
+    moved = inner * (stretch - 1) - told.inner / stretch
+    moved = moved if vectors is None else moved @ vectors.mT
+    return values - told.outer + moved
 
 
 def eigenbasis(matrix: Tensor, least: float) -> tuple[Tensor, Tensor]:

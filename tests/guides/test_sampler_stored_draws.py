@@ -13,6 +13,7 @@ from pyro.infer.importance import psis_diagnostic
 
 from pyro_implicit import LIVI_ELBO, compare, diagnose, evidence_bound, refine
 from pyro_implicit.guides import StoredDraws
+from pyro_implicit.ops.score_estimators import stein_test
 
 
 def model(y=None):
@@ -45,6 +46,33 @@ def test_none_comes_twice_before_all_came(num_samples):
     counts = draws["x"].unique(return_counts=True)[1]
     assert draws["z"].shape == (num_samples, 2)
     assert counts.max() == -(-num_samples // 7) and len(counts) == min(num_samples, 7)
+
+
+def test_fewer_draws_are_evenly_spaced():
+    """Neighbours of a chain are correlated, and tests take draws for independent."""
+    guide = StoredDraws({"x": torch.arange(1000.0)})
+    found = guide.sample_posterior(150)["x"]
+    gaps = found.sort().values.diff()
+    assert gaps.min() == 6 and gaps.max() == 7
+    assert (found.diff() < 0).double().mean() > 0.3  # in random order
+    firsts = {int(guide.sample_posterior(10)["x"].min()) for _ in range(60)}
+    assert len(firsts) > 30 and min(firsts) < 15 and 85 < max(firsts) < 100
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.6])
+def test_correlated_chains_of_the_posterior_pass_the_kernel_test(correlation):
+    """One draw in three has a correlated neighbour at random; evenly spaced draws have none."""
+    torch.manual_seed(0)
+    rejected = 0
+    for _ in range(12):
+        x = [torch.randn(64, 60)]
+        for _ in range(47):
+            fresh = (1 - correlation**2) ** 0.5 * torch.randn(64, 60)
+            x.append(correlation * x[-1] + fresh)
+        chains = torch.stack(x, 1).flatten(0, 1)
+        draws = StoredDraws({"x": chains}, num_chains=64).sample_posterior(340)["x"]
+        rejected += stein_test(draws, -draws, 400).p_value < 0.03
+    assert rejected <= 3
 
 
 def test_compared_as_any_guide():

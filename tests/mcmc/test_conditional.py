@@ -28,7 +28,7 @@ from pyro_implicit.mcmc import (
 )
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.policy import SpacePolicy
-from pyro_implicit.mcmc.spaces.space import ConditionalNoise, NoiseMap, dependent_sites
+from pyro_implicit.mcmc.spaces.space import ConditionalNoise, Fitted, NoiseMap, dependent_sites
 
 Y = torch.tensor([2.0, -1.0, 0.5, 1.5], dtype=torch.float64)
 SIGMA = torch.tensor([0.3, 0.5, 1.0, 2.0], dtype=torch.float64)
@@ -268,6 +268,77 @@ def test_more_latents_than_a_matrix_is_made_of_are_taken_one_by_one():
     assert torch.allclose(walked.to_latent(noise), points, atol=1e-10)
     expected = by_change_of_variables(walked, noise)
     assert torch.allclose(walked.score(noise)[0], expected, atol=1e-9)
+
+
+LAWS = [("by hand", {}), ("series", {}), ("steps", {}), ("both", {"max_dense": 3, "max_series": 3})]
+
+
+def laws_of(noise_map, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        0.5 * torch.randn(block.num_changes, generator=generator, dtype=torch.float64)
+        for block in noise_map.blocks
+    )
+
+
+@pytest.mark.parametrize(("name", "limits"), LAWS)
+def test_the_density_is_exact_for_other_laws(name, limits):
+    walked, points = conditional(name, **limits)
+    before = walked.to_points(points)
+    walked._use(Fitted(0, laws_of(walked._map)))
+    noise = walked.to_points(points)
+    assert not torch.allclose(noise, before, atol=0.1)
+    assert torch.allclose(walked.to_latent(noise), points, atol=1e-10)
+    expected = by_change_of_variables(walked, noise)
+    assert torch.allclose(walked.score(noise)[0], expected, atol=1e-9)
+    again = ConditionalNoise(
+        walked.target, points[0], policy=SpacePolicy(**limits), fitted=walked.fitted
+    )
+    assert torch.allclose(again.to_points(points), noise, atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "limits"), LAWS)
+def test_the_law_of_draws_is_found(name, limits):
+    """Of draws whose noise is standard normal under a known law."""
+    walked, _ = conditional(name, **limits)
+    known = walked._map.changed(laws_of(walked._map))
+    torch.manual_seed(2)
+    noise = torch.randn(2000, walked.target.latent_dim)
+    own = [f"{site}_noise" for site in walked.reparams]
+    for name, part in known.noise.split(noise).items():
+        part.mul_(1.0 if name in own else 0.4)
+    latent = known.to_latent(noise)
+    start = [torch.zeros(block.num_changes) for block in known.blocks]
+    found = walked._map.changed(walked._map.fitted_laws(latent, start, SpacePolicy()))
+    errors = [(one.to_points(latent) - noise).square().mean() for one in (found, walked)]
+    assert errors[0] < 0.15 * errors[1]
+    misfits = [one.misfit(latent) for one in (found, known, walked._map)]
+    assert misfits[0] < misfits[1] + 0.1 * (misfits[2] - misfits[1]) + 0.03
+
+
+def lasso():
+    """More coefficients than rows, whose likelihood is a wall and far from normal."""
+    tau = pyro.sample("tau", dist.HalfCauchy(0.5))
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    beta = pyro.sample("beta", dist.Laplace(0.0, tau).expand([16]).to_event(1))
+    y = (x[:, 0] > 0).double()
+    pyro.sample("y", dist.Bernoulli(logits=beta @ x.mT).to_event(1), obs=y)
+
+
+def test_the_space_of_a_far_middle_learns_from_draws():
+    """Where second derivatives at the middle are misleading."""
+    target = Target(lasso)
+    middle = torch.cat([torch.tensor([-1.0]), torch.zeros(16)])
+    walked = ConditionalNoise(target, middle)
+    torch.manual_seed(0)
+    log_tau = torch.randn(4000, 1)
+    beta = dist.Laplace(0.0, log_tau.exp()).expand([4000, 16]).sample()
+    points = torch.cat([log_tau, beta], -1)
+    weight = target.log_prob(points) - dist.Laplace(0.0, log_tau.exp()).log_prob(beta).sum(-1)
+    kept = points[torch.multinomial(weight.softmax(0), 1000)]
+    again = walked.recentred(kept)
+    assert again.fitted is not None and torch.equal(again.middle, middle)
+    assert again._map.misfit(kept) < walked._map.misfit(kept) - 0.5
 
 
 def shifted():
@@ -593,23 +664,28 @@ def test_fit_leaves_a_guide_of_the_noise_that_can_be_saved(tmp_path):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("is_far", [False, True])
-def test_killed_chains_go_on(tmp_path, monkeypatch, is_far):
-    file = tmp_path / "chains.pt"
-    guide = AutoNormal(groups())
+@pytest.mark.parametrize("kind", ["near", "far", "learns"])
+def test_killed_chains_go_on(tmp_path, monkeypatch, kind):
+    file, model, site = tmp_path / "chains.pt", groups(), "x"
+    guide = AutoNormal(model)
     guide()
-    if is_far:  # the space is made again on the way
+    if kind == "far":  # the space is made again on the way
         far = {"mean": torch.full((16,), -20.0), "scale": torch.linspace(0.1, 0.2, 16)}
         guide = far | {"x": -20 + 0.1 * torch.randn(16, 4)}
+    if kind == "learns":  # another law of the information is found
+        tau = torch.linspace(-1.5, 0.0, 16).exp()
+        model, site = lasso, "beta"
+        guide = {"tau": tau, "beta": tau.unsqueeze(-1) * torch.randn(16, 16)}
 
     def run(**options):
         options |= {"num_chains": 16, "max_gradients": 150, "seed": 0, "progress": False}
-        return refine(groups(), guide, **options)
+        return refine(model, guide, **options)
 
     whole = run()
     assert whole.space == "conditional"
-    if is_far:
+    if kind == "far":
         assert abs(whole.chains.middle[0]) < 8
+    assert (whole.chains.fitted is not None) == (kind == "learns")
     advance, calls = WindowedChains.advance, iter(range(12))
 
     def killed(self, *args, **kwargs):
@@ -622,9 +698,9 @@ def test_killed_chains_go_on(tmp_path, monkeypatch, is_far):
         run(checkpoint=file, checkpoint_every=5)
     monkeypatch.setattr(WindowedChains, "advance", advance)
     again = run(checkpoint=file, checkpoint_every=5)
-    assert torch.equal(again.get_samples()["x"], whole.get_samples()["x"])
+    assert torch.equal(again.get_samples()[site], whole.get_samples()[site])
     more = [one.refine_more(max_gradients=50, progress=False) for one in (whole, again)]
-    assert torch.equal(*(one.get_samples()["x"] for one in more))
+    assert torch.equal(*(one.get_samples()[site] for one in more))
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])

@@ -7,7 +7,7 @@ another run, with ``SETTINGS``. The times of both exclude the import of NumPyro.
 
 from __future__ import annotations
 
-from benchmarks.large.references.collapsed import local_level
+from benchmarks.large.references.collapsed import cauchy_sparse, local_level
 
 __all__ = ["MAX_COLUMNS", "MAX_VALUES", "MIN_ESS", "SAMPLERS", "SETTINGS", "USER"]
 
@@ -20,4 +20,4 @@ SETTINGS = {
     "bayesian_lasso_200": "--noncentred beta --target-accept 0.9 --thin 3 --diagonal --optimise",
 }
 # An exact sampler, its draws of each chain, and the steps between two draws.
-SAMPLERS = {"local_level_2000": (local_level, 1000, 15)}
+SAMPLERS = {"cauchy_sparse": (cauchy_sparse, 800, 10), "local_level_2000": (local_level, 1000, 15)}

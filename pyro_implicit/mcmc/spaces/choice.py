@@ -27,6 +27,7 @@ from pyro_implicit.mcmc.nuts import count_folds
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
 from pyro_implicit.mcmc.spaces.space import (
     ConditionalNoise,
+    Fitted,
     GuideNoise,
     MixedSpace,
     Space,
@@ -103,18 +104,21 @@ def start_chains(plan: ChainSetup) -> tuple[Space, WindowedChains]:
     return latent, others
 
 
-def space_of(plan: ChainSetup, name: str, middle: Tensor | None = None) -> Space:
+def space_of(
+    plan: ChainSetup, name: str, middle: Tensor | None = None, fitted: Fitted | None = None
+) -> Space:
     """Return a space by name.
 
     :param name: ``"latent"``, ``"noise"`` of the guide, or ``"conditional"``.
     :param middle: the middle of the posterior, ``(latent_dim,)``, from which the conditional space
         is made; by default the median of the guide's draws.
+    :param fitted: what the conditional space has learnt from draws.
     :raises ValueError: for the noise of a guide that is not injective, or if no latent's prior
         changes with others.
     """
     target, guide = plan.sampler.target, plan.sampler.guide
     if name == "conditional":
-        return _conditional(plan, middle)
+        return _conditional(plan, middle, fitted)
     if name == "latent":
         kind = MixedSpace if target.sampled else Space
         return kind(target, plan.max_gradients, plan.compile)
@@ -126,13 +130,15 @@ def space_of(plan: ChainSetup, name: str, middle: Tensor | None = None) -> Space
     raise ValueError(f'frame="noise" needs an injective guide: {reason}')
 
 
-def _conditional(plan: ChainSetup, middle: Tensor | None) -> ConditionalNoise:
+def _conditional(
+    plan: ChainSetup, middle: Tensor | None, fitted: Fitted | None
+) -> ConditionalNoise:
     policy = plan.policy.space
     if middle is None:
         middle = middle_of(plan.sampler, policy)
     target = plan.sampler.target
     try:
-        space = ConditionalNoise(target, middle, plan.max_gradients, plan.compile, policy)
+        space = ConditionalNoise(target, middle, plan.max_gradients, plan.compile, policy, fitted)
     except RuntimeError as error:
         raise ValueError(
             'frame="conditional" needs second derivatives of the log-density, but the model raises '

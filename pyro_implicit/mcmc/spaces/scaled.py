@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -43,10 +43,10 @@ class Series(NamedTuple):
 
     ``vectors`` V ``(n, rank)`` and ``values`` ``(rank,)`` are the eigenbasis of W, and ``told`` is
     h. ``locs`` is :math:`V^\\top l`, and ``coupling`` is :math:`V^\\top W` for the other latents,
-    ``(rank, num_others)``.
+    ``(rank, num_others)``. Without vectors, the latent is in the coordinates of V.
     """
 
-    vectors: Tensor
+    vectors: Tensor | None
     values: Tensor
     told: LinearTerm
     locs: Tensor
@@ -115,6 +115,103 @@ class ScaledBlock:
     def to_points(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Map the priors' noise to the remaining noise."""
         return self._split(self._map(parts, back=True)[0])
+
+    @property
+    def num_changes(self) -> int:
+        """Length of the vector of :meth:`changed`."""
+        return sum(2 + 2 * len(self._others(name)) for name in self.shapes)
+
+    def changed(self, law: Tensor) -> ScaledBlock:
+        """Return the block of another law of the information.
+
+        :param law: for each latent the logarithms of factors of D and R, followed by the change of
+            both powers of each other latent, ``(num_changes,)``.
+        """
+        powers: dict[str, Any] = {}
+        rests: dict[str, Any] = {}
+        sizes, told_of, rest = [], [], iter(law)
+        for name, shape in self.shapes.items():
+            size, own = next(rest).exp(), next(rest).exp()
+            sizes.append(size.expand(shape.numel()))
+            told_of.append((size * own).expand(shape.numel()))
+            others = self._others(name)
+            powers[name] = {one: self.powers[name].get(one, 0.0) + next(rest) for one in others}
+            rests[name] = {one: self.rests[name].get(one, 0.0) + next(rest) for one in others}
+        size, told_by = torch.cat(sizes), torch.cat(told_of)
+        count = len(self.locs)
+        first, series = size[:count], self.series
+        is_diagonal = self.precision.dim() == 1
+        precision = self.precision * first * (first if is_diagonal else first.unsqueeze(-1))
+        if series is not None:
+            series = series._replace(
+                values=series.values * sizes[-1][0].square(),
+                told=LinearTerm(*(one * told_of[-1][0] for one in series.told)),
+                coupling=series.coupling * sizes[-1][0] * first,
+            )
+        information = self.information * told_by[:count]
+        return replace(
+            self,
+            powers=powers,
+            rests=rests,
+            precision=precision,
+            information=information,
+            series=series,
+        )
+
+    def fitted(self, parts: Mapping[str, Tensor], law: Tensor, policy: SpacePolicy) -> Tensor:
+        r"""Fit the law to draws of the posterior, so that their noise is standard normal.
+
+        The likelihood of the draws is maximised. The second derivatives at the middle, from which
+        the block is made, are misleading if the likelihood is far from normal: that of a logistic
+        regression with separable data is a wall, which says less of large coefficients.
+
+        :param parts: unconstrained values by site as in :meth:`to_noise`, but with the priors'
+            noise of the block's sites.
+        :param law: where the fit begins, see :meth:`changed`.
+        :param policy: the limits.
+        """
+        whole, series = self, self.series
+        if (
+            series is not None and (vectors := series.vectors) is not None
+        ):  # in the coordinates of its eigenvectors, without the rest
+            last = list(self.shapes)[-1]
+            given = parts[f"{last}{self.suffix}"].flatten(1) @ vectors
+            parts = {**parts, f"{last}{self.suffix}": given}
+            told_of = LinearTerm(series.told.inner, vectors.new_zeros(()))
+            whole = replace(
+                self,
+                shapes={**self.shapes, last: given.shape[1:]},
+                series=series._replace(vectors=None, told=told_of),
+            )
+        names = [f"{name}{self.suffix}" for name in self.shapes]
+
+        def loss(law: Tensor) -> Tensor:
+            block = whole.changed(law)
+            points = block.to_points(parts)
+            _, log_dets = block.to_noise({**parts, **points})
+            each = (0.5 * points[name].square() + log_dets[name] for name in names)
+            return torch.stack([one.sum() / len(one) for one in each]).sum()
+
+        with torch.enable_grad():
+            found = law.clone().requires_grad_()
+            optimizer = torch.optim.LBFGS(
+                [found],
+                max_iter=policy.law_iterations,
+                tolerance_change=policy.law_change,
+                line_search_fn="strong_wolfe",
+            )
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                value = loss(found)
+                value.backward()
+                return value
+
+            optimizer.step(closure)
+        return found.detach() if found.isfinite().all() else law
+
+    def _others(self, name: str) -> list[str]:
+        return sorted(self.powers[name].keys() | self.rests[name].keys())
 
     def _map(self, parts: Mapping[str, Tensor], back: bool) -> tuple[Tensor, Tensor]:
         given = [parts[f"{name}{self.suffix}"] for name in self.shapes]

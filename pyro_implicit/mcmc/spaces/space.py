@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pyro import poutine
@@ -36,6 +37,7 @@ from pyro_implicit.mcmc.spaces.scaled import ScaledReparam, scaled_reparams
 
 __all__ = [
     "ConditionalNoise",
+    "Fitted",
     "GuideNoise",
     "MixedSpace",
     "NoiseMap",
@@ -45,6 +47,17 @@ __all__ = [
     "dependent_sites",
     "middle_of",
 ]
+
+
+class Fitted(NamedTuple):
+    """What a conditional space learnt from draws, from which it can be made again.
+
+    ``choice`` is the index of a map among those that the analysis found, and ``laws`` are those of
+    its scaled blocks.
+    """
+
+    choice: int
+    laws: tuple[Tensor, ...]
 
 
 class Space:
@@ -70,6 +83,8 @@ class Space:
     name = "latent"
     middle: Tensor | None = None
     """The middle of the posterior, ``(latent_dim,)``, if the space was made from it."""
+    fitted: Fitted | None = None
+    """What the space learnt from draws; see :meth:`recentred`."""
     reparams: dict[str, ConditionalReparam] = {}
     """The maps of the space by site."""
 
@@ -103,7 +118,7 @@ class Space:
         """Warn if the map is not one to one at some points."""
 
     def recentred(self, latent: Tensor) -> Space | None:
-        """Return the space at the middle of some latents; None if this one suits them."""
+        """Return the space that suits draws of the posterior better; None if this one suits."""
         return None
 
 
@@ -214,7 +229,7 @@ class NoiseMap:
             model = poutine.reparam(target.model, self.reparams)
             self.noise = Target(model, *target.args, model_kwargs=target.kwargs)
         scaled = (one for one in self.reparams.values() if isinstance(one, ScaledReparam))
-        self._blocks = {id(one.block): one.block for one in scaled}.values()
+        self.blocks = list({id(one.block): one.block for one in scaled}.values())
 
     def log_prob(self, points: Tensor) -> Tensor:
         """Return the log-density of points, ``(num_points,)``, differentiable; -inf for NaN."""
@@ -238,11 +253,11 @@ class NoiseMap:
 
         :returns: the latents, and the log-determinant of each element of scaled sites, by site.
         """
-        if not self._blocks:
+        if not self.blocks:
             return points, {}
         parts = self.noise.split(points)
         log_dets: dict[str, Tensor] = {}
-        for block in self._blocks:
+        for block in self.blocks:
             noise, more = block.to_noise(parts)
             parts, log_dets = parts | noise, log_dets | more
         return _joined(parts), log_dets
@@ -260,6 +275,54 @@ class NoiseMap:
     @torch.no_grad()
     def to_points(self, latent: Tensor) -> Tensor:
         """Map latents to points, ``(num_points, latent_dim)``."""
+        parts = self._prior_noise(latent)
+        for block in self.blocks:
+            parts |= block.to_points(parts)
+        return _joined(parts)
+
+    def fitted_laws(
+        self, latent: Tensor, laws: Sequence[Tensor], policy: SpacePolicy
+    ) -> tuple[Tensor, ...]:
+        """Fit the laws of the scaled blocks to draws; see :meth:`ScaledBlock.fitted`.
+
+        :param latent: draws of the posterior, ``(num_draws, latent_dim)``.
+        :param laws: where the fit begins.
+        :param policy: the limits.
+        """
+        with torch.no_grad():
+            parts = self._prior_noise(latent)
+        found = []
+        for block, law in zip(self.blocks, laws, strict=True):
+            found.append(block.fitted(parts, law, policy))
+            with torch.no_grad():
+                parts |= block.changed(found[-1]).to_points(parts)
+        return tuple(found)
+
+    @torch.no_grad()
+    def misfit(self, latent: Tensor) -> float:
+        """Return the cross entropy of draws and independent normal noise, up to a constant, in
+        nats: constant scales are left to the frame.
+
+        :param latent: draws of the posterior, ``(num_draws, latent_dim)``.
+        """
+        points = self.to_points(latent)
+        value = points.std(0).log().sum() + self.log_prob(points).mean()
+        return value.nan_to_num(nan=math.inf, posinf=math.inf).item()
+
+    def changed(self, laws: Sequence[Tensor]) -> NoiseMap:
+        """Return the map of other laws; see :meth:`ScaledBlock.changed`."""
+        # The model in terms of the priors' noise is the same.
+        other = copy.copy(self)
+        other.blocks = [block.changed(law) for block, law in zip(self.blocks, laws, strict=True)]
+        other.reparams = self.reparams | {
+            name: ScaledReparam(block, shape)
+            for block in other.blocks
+            for name, shape in block.shapes.items()
+        }
+        return other
+
+    def _prior_noise(self, latent: Tensor) -> dict[str, Tensor]:
+        """Return the latents of the reparameterised model by site, unconstrained."""
 
         def read(trace: Trace) -> dict[str, Tensor]:
             sites = {name: trace.nodes[name] for name in self.reparams}
@@ -269,10 +332,7 @@ class NoiseMap:
             }
 
         values = self.target.constrain(latent) | self.target.read(latent, read)
-        parts = self.noise.split(self.noise.unconstrain(values))
-        for block in self._blocks:
-            parts |= block.to_points(parts)
-        return _joined(parts)
+        return self.noise.split(self.noise.unconstrain(values))
 
 
 def _joined(parts: dict[str, Tensor]) -> Tensor:
@@ -368,6 +428,7 @@ class ConditionalNoise(Space):
     :param num_calls: expected calls of :meth:`score`, see :class:`Space`.
     :param compile: see :class:`Space`.
     :param policy: limits of the analysis.
+    :param fitted: what an earlier space of this middle has learnt from draws.
     """
 
     name = "conditional"
@@ -379,13 +440,16 @@ class ConditionalNoise(Space):
         num_calls: float = math.inf,
         compile: CompileMode = "auto",
         policy: SpacePolicy = DEFAULT.space,
+        fitted: Fitted | None = None,
     ) -> None:
         super().__init__(target, num_calls, compile)
         self.middle = middle
         self._again = partial(
             ConditionalNoise, target, num_calls=num_calls, compile=compile, policy=policy
         )
-        self._max_moved = policy.max_moved
+        self._trace = partial(TracedScore, num_calls=num_calls, compile=compile)
+        self._policy = policy
+        self._others: list[NoiseMap] = []
         sites = dependent_sites(target, middle)
         groups = [[site] for site in reversed(sites)]
         if len(groups) > policy.max_sites:  # the sites of a loop together
@@ -399,6 +463,9 @@ class ConditionalNoise(Space):
             coupled += more
         if not (coupled and self._scale(coupled, policy)):
             self._scale([], policy)
+        self._maps = [self._map, *self._others]
+        if fitted is not None:
+            self._use(fitted)
         self.reparams = self._map.reparams
 
     def _score(self, points: Tensor) -> tuple[Tensor, Tensor]:
@@ -413,17 +480,48 @@ class ConditionalNoise(Space):
         return self._map.to_points(latent)
 
     def recentred(self, latent: Tensor) -> ConditionalNoise | None:
-        """Return the space at the median of latents, if this is far from the middle of this one."""
+        """Return the space at the median of latents, if this is far from the middle of this one.
+
+        If it is not, but another map or other laws of the information suit the latents better,
+        return the space of these.
+        """
         assert self.middle is not None
         middle = latent.median(0).values
-        is_far = (middle - self.middle).abs() > self._max_moved * latent.std(0)
+        is_far = (middle - self.middle).abs() > self._policy.max_moved * latent.std(0)
         if not is_far.any():
-            return None
+            return self._refitted(latent)
         try:
             space = self._again(middle)
         except RuntimeError:  # no second derivatives there
             return None
         return space if space.reparams else None
+
+    def _refitted(self, latent: Tensor) -> ConditionalNoise | None:
+        policy, found = self._policy, []
+        if not any(one.blocks for one in self._maps):
+            return None
+        latent = latent[:: -(-len(latent) // policy.law_draws)]
+        for index, one in enumerate(self._maps):
+            laws = tuple(latent.new_zeros(block.num_changes) for block in one.blocks)
+            if self.fitted is not None and self.fitted.choice == index:
+                laws = self.fitted.laws
+            with suppress(RuntimeError):  # a matrix without a factor
+                laws = one.fitted_laws(latent, laws, policy)
+                found.append((one.changed(laws).misfit(latent), Fitted(index, laws)))
+        if not found:
+            return None
+        misfit, fitted = min(found, key=lambda pair: pair[0])
+        gain = (self._map.misfit(latent) - misfit) / latent.shape[-1]
+        if not gain > policy.least_gain:
+            return None
+        space = copy.copy(self)
+        space._use(fitted)
+        space._traced = self._trace(space._score)
+        return space
+
+    def _use(self, fitted: Fitted) -> None:
+        self.fitted, self._map = fitted, self._maps[fitted.choice].changed(fitted.laws)
+        self.reparams = self._map.reparams
 
     def _scale(self, coupled: list[str], policy: SpacePolicy) -> bool:
         """Map scaled latents, and coupled sites in non-centred form, if this makes them rounder."""
@@ -459,6 +557,8 @@ class ConditionalNoise(Space):
         is_round = roughness(after, self.middle, scaled, policy) < limit
         if is_round:
             self._map = after
+        else:
+            self._others.append(after)
         return is_round
 
     def _reparams_of(
