@@ -261,5 +261,5 @@ class StoredDraws:
         places = (torch.arange(rest) + torch.rand(())) * (self.num_draws / max(rest, 1))
         spaced = places.long().clamp(max=self.num_draws - 1)
         index = [torch.randperm(self.num_draws) for _ in range(rounds)]
-        index = torch.cat([*index, spaced[torch.randperm(rest)]])
-        return {name: value[index] for name, value in self.samples.items()}
+        chosen = torch.cat([*index, spaced[torch.randperm(rest)]])
+        return {name: value[chosen] for name, value in self.samples.items()}
