@@ -44,6 +44,7 @@ def find_modes(
     num_draws: int = SEARCH.num_draws,
     max_gap: float = SEARCH.max_gap,
     max_seconds: float = math.inf,
+    starts: Tensor | None = None,
 ) -> Modes:
     r"""Climb a log-density from draws of the prior, and return the best Gaussian of each mode.
 
@@ -74,6 +75,7 @@ def find_modes(
     :param max_gap: modes whose ELBO is so many nats below the best one are dropped.
     :param max_seconds: of wall time, after the first step of all paths. A search that it ends is
         not reproducible.
+    :param starts: further initial points of the first round, ``(n, latent_dim)``.
     :returns: at least one mode.
     :raises ValueError: for a ``max_seconds`` that is not positive; if the log-density is finite at
         none of the initial points, naming the sites to blame. Single points without a density, or
@@ -90,7 +92,9 @@ def find_modes(
     """
     refuse_nonpositive(max_seconds=max_seconds)
     deadline = time.perf_counter() + max_seconds
-    starts = torch.cat([target.init_loc.unsqueeze(0), target.sample_prior(num_starts - 1)])
+    given = [] if starts is None else [starts[starts.isfinite().all(-1)]]
+    drawn = target.sample_prior(num_starts - 1)
+    starts = torch.cat([target.init_loc.unsqueeze(0), drawn, *given])
     found: Modes | None = None
     with watch("search", max_rounds * max_iterations, leave=False) as watched:
         for _ in range(max_rounds):

@@ -250,7 +250,7 @@ def search_modes(target: Target, num_iterations: int | None = None) -> Tensor | 
     """Return the modes, or None if the model cannot run at draws of its prior."""
     if num_iterations == 0:
         return None
-    options = {}
+    options: dict[str, Any] = {}
     if num_iterations is not None:
         options = {"max_rounds": 1, "max_iterations": num_iterations}
     with same_streams(target.init_loc.device):

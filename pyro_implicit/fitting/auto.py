@@ -110,19 +110,21 @@ def fit(
     2. **parameters**: the model's own parameters (``pyro.param``), if any, are trained and fixed.
        The search then runs again.
     3. **gaussian**: the Gaussians are the first candidate.
-    4. **injective** or **mixture**: an :class:`AutoImplicit` with an exact density is trained by
-       :class:`InjectiveELBO`; for several modes an :class:`AutoMixture` of such guides. ``fit``
-       skips this stage if importance weights can correct the Gaussians, or if chains have better
-       coordinates (:class:`~pyro_implicit.mcmc.ConditionalReparam`). It looks at the weights of a
-       single guide after 20, 40, 80, ... steps, and ends its training once they are even.
+    4. **injective**: an :class:`AutoImplicit` with an exact density is trained by
+       :class:`InjectiveELBO`. ``fit`` skips this stage if there are several modes, if importance
+       weights can correct the Gaussians, or if chains have better coordinates
+       (:class:`~pyro_implicit.mcmc.ConditionalReparam`). It looks at the weights after 20, 40, 80,
+       ... steps, and ends the training once they are even. With ``refine=False`` several modes get
+       a **mixture**: an :class:`AutoMixture` of such guides.
     5. **choose**: the candidate with the highest bound wins, among those that cover all modes.
     6. **correct**: if the importance weights are reliable (k-hat below 0.5 and effective sample
        size above half of the draws, or 0.7 and nine tenths), ``result.sample`` resamples draws by
        them.
     7. **refine**: otherwise :func:`~pyro_implicit.mcmc.refine` moves the draws to the posterior by
        many short chains, unless the guide is within 0.01 nats of it. Chains that would end before
-       they forget their starts go on as fewer, longer chains. ``result.sample`` then draws
-       from ``result.refined``.
+       they forget their starts go on as fewer, longer chains. For several modes annealed particles
+       replace the chains and give the modes' weights. ``result.sample`` then draws from
+       ``result.refined``.
 
     With more than 100 latent variables, or if a search would take minutes, an ``AutoNormal`` is
     trained (**mean-field**), chains refine its draws, and the guide learns their moments
@@ -361,7 +363,7 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
         # These weights are of new draws; those of the bound may have missed a region.
         near = correct(stages, target) > policy.correction.near and near
         if refine is True or not (near or stages.result.correction):
-            move_draws(stages, plan.chains, optional=refine is not True)
+            move_draws(stages, plan.chains, optional=refine is not True, modes=modes)
         return stages.result
     except KeyboardInterrupt:
         return stages.keep_the_best(target, modes)

@@ -130,9 +130,6 @@ class BudgetPolicy:
     #: Steps below which a training does not improve its guide.
     least_steps: int = 200
 
-    #: Seconds: budget for the components of a mixture; if it is exceeded, none is trained.
-    mixture_seconds: float = 120.0
-
     #: Seconds: budget of the chains.
     chain_seconds: float = 40.0
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pyro_implicit.density.checks.numerics import finite_log_prob, rounding_error
 from pyro_implicit.density.cost import nearby, seconds_near
-from pyro_implicit.density.mode_search import seconds_of_climb
+from pyro_implicit.density.mode_search import Modes, seconds_of_climb
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.verdict import CONTINUE, judge_chains
@@ -27,6 +27,7 @@ from pyro_implicit.guides.auto_implicit import has_exact_density
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import AutoConditional, Refined, teach
+from pyro_implicit.mcmc.policy import DEFAULT as CHAINS
 from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.spaces.space import GuideNoise, conditional_noise
 from pyro_implicit.nn import start_values
@@ -162,10 +163,13 @@ def between(target: Target, policy: StartPolicy = DEFAULT.start) -> dict[str, Te
     return values
 
 
-def move_draws(stages: Stages, chains: ChainPlan, optional: bool = False) -> Fit:
+def move_draws(
+    stages: Stages, chains: ChainPlan, optional: bool = False, modes: Modes | None = None
+) -> Fit:
     """Move draws of the guide to the posterior by chains.
 
     :param optional: whether the guide stays the result if ``max_seconds`` leaves chains no time.
+    :param modes: those of the search. Several modes are annealed instead.
     """
     result, left, budget = stages.result, stages.limit.left(), stages.policy.budget
     if optional and stages.limit.is_over():
@@ -173,7 +177,11 @@ def move_draws(stages: Stages, chains: ChainPlan, optional: bool = False) -> Fit
         return result
     with result.attempt("refine") as line:
         target = result.target
-        score = _score_of_chains(stages)
+        several = modes is not None and len(modes.loc) > 1
+        score = None if several else _score_of_chains(stages)
+        if several:  # shorter chains, so that the numbers in the modes are those of the weights
+            factor = CHAINS.tempering.num_chains // CHAINS.num_chains
+            chains = ChainPlan(factor * chains.num_chains, chains.max_gradients // factor)
         if score is not None:
             point = torch.zeros_like(target.init_loc)
             chains = affordable_chains(score, point, stages.one_by_one, budget)
@@ -184,8 +192,11 @@ def move_draws(stages: Stages, chains: ChainPlan, optional: bool = False) -> Fit
             max_seconds=left if math.isfinite(left) else None,
             patience=math.inf if math.isfinite(left) else budget.patient_seconds,
             compile=stages.options["compile"],
+            modes=modes if several else None,
         )
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
+        if refined.weights is not None:
+            line.outcome += f"; {refined.weights}"
     if line.error is not None:
         warn_user(f"fit did not refine its draws: {first_line(line.error)}")
     elif refined.stopped == "interrupted":
@@ -265,4 +276,6 @@ def _cure(target: Target, refined: Refined, policy: StartPolicy) -> str:
             f"In {dtype} the log-density there has a rounding error of {error:.2g} nats. Cure: "
             "float64, or data and latents that are centred and scaled"
         )
+    if refined.weights is not None:
+        return "Cure: a larger max_seconds"
     return f"Cure: {CONTINUE}"

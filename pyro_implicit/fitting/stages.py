@@ -449,8 +449,8 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
             if stages.noise is not None:
                 line.outcome += "; chains use the noise of the priors instead of a trained guide"
                 return gaussian
-            if isinstance(guide, AutoMixture) and not _can_train_all(stages, guide):
-                line.outcome += f"; training {len(modes.loc)} components would take minutes"
+            if len(modes.loc) > 1:
+                line.outcome += "; annealing weighs the modes, and no guide is trained"
                 return gaussian
     name = "mixture" if isinstance(guide, AutoMixture) else "injective"
     with stages.result.attempt(name) as line:
@@ -516,13 +516,6 @@ def train_semi_implicit(stages: Stages, target: Target, before: Candidate) -> No
 
 def _loss_of_part(stages: Stages) -> InjectiveELBO:
     return InjectiveELBO(stages.num_particles, nonfinite="skip")  # coverage would leave the mode
-
-
-def _can_train_all(stages: Stages, guide: AutoMixture) -> bool:
-    budget = stages.policy.budget
-    seconds = stages.seconds_of_step(guide.components[0], _loss_of_part(stages))
-    least = min(budget.least_steps, stages.num_steps)
-    return seconds * least * len(guide.components) < budget.mixture_seconds
 
 
 def _train_part(

@@ -182,7 +182,7 @@ def _clipped(number: int, bounds: tuple[int, int]) -> int:
 
 def _climb(target: Target, num_evaluations: int, has_start: bool) -> Frame | None:
     num_iterations = _clipped(num_evaluations // target.latent_dim, FRAME.iterations)
-    options = {
+    options: dict[str, Any] = {
         "max_rounds": 1,
         "max_iterations": num_iterations,
         "num_draws": FRAME.num_draws,

@@ -12,12 +12,14 @@ from pyro_implicit.mcmc.refined import Refined
 from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.spaces.space import conditional_reparams
 from pyro_implicit.mcmc.teaching import Taught, teach
+from pyro_implicit.mcmc.tempering import ModeWeights
 
 __all__ = [
     "AutoConditional",
     "ChEES",
     "ChainPolicy",
     "ConditionalReparam",
+    "ModeWeights",
     "NoiseSpaceReparam",
     "Refined",
     "Taught",

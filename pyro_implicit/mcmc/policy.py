@@ -19,6 +19,7 @@ __all__ = [
     "SpacePolicy",
     "StoppingPolicy",
     "TeachPolicy",
+    "TemperingPolicy",
     "WarmupPolicy",
     "WindowPolicy",
 ]
@@ -308,6 +309,9 @@ class StoppingPolicy:
     #: Draws of each mode for bridge sampling.
     num_weighed: int = 2000
 
+    #: Standard error of a mode's weight above which ``diagnose`` does not count it as known.
+    max_weight_error: float = 0.02
+
 
 @dataclass(frozen=True)
 class SpacePolicy:
@@ -423,6 +427,87 @@ class SpacePolicy:
 
     #: Step of central differences, in unconstrained coordinates.
     difference: float = 0.01
+
+
+@dataclass(frozen=True)
+class TemperingPolicy:
+    """Annealed sequential Monte Carlo. Checked by ``benchmarks/tempering.py``."""
+
+    #: Particles of a cloud.
+    num_particles: int = 2048
+
+    #: Particles for each chain, at most, if there are few chains because gradients are expensive.
+    per_chain: int = 2
+
+    #: Draws of the guide from which the search for modes starts, besides those of the prior.
+    num_starts: int = 32
+
+    #: Chains that start at the particles: a mode's weight is rounded to 1 / 1024.
+    num_chains: int = 1024
+
+    #: Conditional effective sample size of a step, as a share of the particles; Zhou et al. (2016).
+    share: float = 0.9
+
+    #: Effective sample size, as a share of the particles, below which they are resampled.
+    resampling: float = 0.5
+
+    #: Transitions at each power.
+    moves: int = 2
+
+    #: Leapfrog steps of a transition.
+    max_leapfrogs: int = 8
+
+    #: First step size in one dimension; it falls with the fourth root of the dimension.
+    first_step: float = 0.8
+
+    #: Factor less 1, times the root of the dimension, by which the sds of the first cloud's normals
+    #: are widened, so that they reach into the tails of modes that are not normal.
+    widening: float = 0.7
+
+    #: The same for later clouds, whose normals are estimated from draws.
+    second_widening: float = 0.15
+
+    #: Share of particles that start from a normal of the prior's size.
+    prior_share: float = 0.1
+
+    #: The same of later clouds.
+    second_prior_share: float = 0.05
+
+    #: Draws of the prior from which this normal is estimated.
+    num_prior: int = 64
+
+    #: Effective draws for each dimension that count as much as the present moments of a normal.
+    known_per_dim: float = 4.0
+
+    #: Transitions at the posterior before each mode is described by several normals.
+    settling: int = 8
+
+    #: Normals of a mode, at most.
+    most_normals: int = 8
+
+    #: Draws for each dimension of a normal, at least.
+    draws_per_normal: int = 20
+
+    #: Points of a mode whose distances from other modes are compared; a limit of memory.
+    num_compared: int = 256
+
+    #: Points of a mode, at least; one with fewer joins the nearest mode.
+    least_compared: int = 4
+
+    #: Lines between the nearest points of two modes, along which the log-density may dip.
+    num_lines: int = 8
+
+    #: Iterations of expectation maximisation.
+    em_steps: int = 10
+
+    #: Standard error of a weight at which no further cloud is needed; a third of .01.
+    max_error: float = 0.0035
+
+    #: Transitions of the resampled particles, each of which is kept as a draw.
+    num_draws: int = 8
+
+    #: Modes whose weights are printed, heaviest first.
+    num_shown: int = 8
 
 
 @dataclass(frozen=True)
@@ -550,6 +635,7 @@ class ChainPolicy:
     shift: ShiftPolicy = field(default_factory=ShiftPolicy)
     stopping: StoppingPolicy = field(default_factory=StoppingPolicy)
     space: SpacePolicy = field(default_factory=SpacePolicy)
+    tempering: TemperingPolicy = field(default_factory=TemperingPolicy)
     langevin: LangevinPolicy = field(default_factory=LangevinPolicy)
 
 

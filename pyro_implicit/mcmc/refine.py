@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.checks.numerics import blame
+from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
@@ -30,12 +31,18 @@ from pyro_implicit.mcmc.guide_density import MixtureModes
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains, StepSchedule, check_scaling
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
-from pyro_implicit.mcmc.refined import Refined, collect, collect_minibatches
+from pyro_implicit.mcmc.refined import (
+    Refined,
+    collect,
+    collect_annealed,
+    collect_minibatches,
+)
 from pyro_implicit.mcmc.spaces.choice import ChainSetup, finite_starts, space_of, start_chains
 from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Quantities, Tracker
 from pyro_implicit.mcmc.teaching import check_teachable
 from pyro_implicit.mcmc.teaching import teach as teach_guide
+from pyro_implicit.mcmc.tempering import temper as temper_modes
 from pyro_implicit.runtime.global_state import (
     in_turn,
     random_streams,
@@ -50,7 +57,9 @@ from pyro_implicit.runtime.progress import Callback, watching
 __all__ = ["continue_chains", "refine", "refine_target"]
 
 FRAMES = ("auto", "diagonal", "low-rank", "full", "noise", "conditional")
-OF_ALL_DATA = ("frame", "quantities", "max_gradients", "max_leapfrogs", "teach", "compile")
+OF_ALL_DATA = (
+    "frame", "quantities", "max_gradients", "max_leapfrogs", "temper", "teach", "compile",
+)  # fmt: skip
 OF_MINIBATCHES = ("step_size", "cycles", "max_epochs", "store")
 
 
@@ -76,6 +85,7 @@ def refine(
     seed: int | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 50,
+    temper: bool = False,
     teach: bool = False,
     compile: CompileMode = "auto",
     progress: bool = True,
@@ -106,6 +116,14 @@ def refine(
     :class:`~pyro_implicit.AutoMixture` of exact density are known: if at most a hundredth of the
     chains moves between them, R-hat is computed within components, and at the end chains are
     dropped or repeated until each component has its share, by bridge sampling.
+
+    **With** ``temper=True`` the weights of modes are computed by annealed sequential Monte Carlo,
+    for any guide and up to 100 latent variables. The search of
+    :func:`~pyro_implicit.density.find_modes` starts from draws of guide and prior. Particles move
+    from normals at these modes to the posterior along a geometric path; their weights give the
+    weights of modes and the evidence, with standard errors (``result.weights``). Particles are
+    added until each weight is exact to 0.0035 and each mean and standard deviation to 0.05
+    standard deviations, or the budget ends.
 
     **With minibatches** (``batches``), for models that have no full pass, such as networks, the
     chains run stochastic gradient dynamics (:mod:`~pyro_implicit.mcmc.kernels.sghmc`,
@@ -192,6 +210,8 @@ def refine(
         arguments, and ends with bit-identical draws. With minibatches and without ``store``, the
         draws are next to the file, in a folder with ".draws" added to its name.
     :param checkpoint_every: transitions between two writings of the checkpoint.
+    :param temper: whether annealing replaces the chains, as above. R-hat is then that of chains
+        that are worth as many draws; the chains cannot be continued.
     :param teach: whether the guide then learns from the draws, in place
         (:func:`~pyro_implicit.mcmc.teach`), so that the next ``refine`` begins nearer.
     :param compile: how the log-density and its gradient are run, like the steps of an ELBO: see
@@ -209,7 +229,8 @@ def refine(
         quantities that are not one of each chain, starts of which none has a finite log-density,
         empty ``batches``, a model that does not scale a minibatch, NaN among a minibatch's
         observations, or a checkpoint of other settings; with ``teach`` for a guide without a
-        density.
+        density; with ``temper`` for a checkpoint, a kernel or a frame, and for more than 100 latent
+        variables.
     :raises RuntimeError: if all chains of minibatches leave the finite numbers.
     :warns UserWarning: for quantities that are not finite.
 
@@ -223,6 +244,7 @@ def refine(
     4. Welling and Teh (2011), *Bayesian Learning via Stochastic Gradient Langevin Dynamics*.
     5. Zhang, Li, Zhang, Chen and Wilson (2020), *Cyclical Stochastic Gradient MCMC for Bayesian
        Deep Learning*.
+    6. Del Moral, Doucet and Jasra (2006), *Sequential Monte Carlo samplers*.
     """
     kernel = kernel or ("hmc" if batches is None else "sghmc")
     _check_kernel(kernel, batches, locals())
@@ -240,7 +262,7 @@ def refine(
                 policy, settings,
             )  # fmt: skip
     if num_chains is None:
-        num_chains = _default_chains(kernel, guide, policy)
+        num_chains = _default_chains(kernel, guide, policy, temper)
     _check_all_data(num_chains, frame, kernel, policy)
     refuse_counts(max_gradients=max_gradients, max_leapfrogs=max_leapfrogs)
     refuse_counts(policy.least_kept, max_draws=max_draws)
@@ -249,8 +271,12 @@ def refine(
         raise ValueError("teach needs a guide, but got draws. Cure: teach=False")
     target = Target(model, *args, model_kwargs=kwargs, sample_discrete=True)
     if target.sampled:
-        _refuse_mixed(target, kernel, frame, teach)
-    sampler = Sampler(target, guide)
+        _refuse_mixed(target, kernel, frame, temper, teach)
+    sampler, modes = Sampler(target, guide), None
+    if temper:
+        _check_tempering(target, kernel, frame, checkpoint)
+        _call_once(sampler)
+        modes = find_modes(target, starts=sampler.draw(policy.tempering.num_starts))
     if teach:
         _call_once(sampler)
         example = target.constrain(target.init_loc.expand(2, -1))
@@ -259,6 +285,7 @@ def refine(
         result = refine_target(
             sampler, num_chains, max_gradients, frame, max_leapfrogs, max_draws, max_seconds,
             kernel, quantities, compile, policy, checkpoint, checkpoint_every, settings,
+            modes=modes,
         )  # fmt: skip
     if not teach or isinstance(guide, Mapping):
         return result
@@ -346,11 +373,13 @@ def refine_target(
     checkpoint_every: int = 50,
     settings: Mapping[str, Any] = MappingProxyType({}),
     patience: float = 0.0,
+    modes: Modes | None = None,
 ) -> Refined:
     """Run chains with all data on an existing target; the arguments are those of :func:`refine`.
 
     :param patience: seconds of one core in all, up to which chains that are not usable at
         ``max_gradients`` go on.
+    :param modes: if given, annealing from these modes replaces the chains.
     """
     target = sampler.target
     _call_once(sampler)
@@ -361,6 +390,11 @@ def refine_target(
     plan = ChainSetup(
         sampler, num_chains, frame, kind, max_gradients, longest, max_draws, compile, kernel, policy
     )
+    if modes is not None:
+        space, track = space_of(plan, "latent"), Tracker(target, quantities)
+        track.try_at(modes.loc)
+        found = temper_modes(space, modes, track, plan, max_seconds, patience)
+        return collect_annealed(target, found, policy.stopping)
     settings = {
         **settings,
         "latent_dim": target.latent_dim,
@@ -443,6 +477,20 @@ def _call_once(sampler: Sampler) -> None:
             guide(*target.args, **target.kwargs)
 
 
+def _check_tempering(target: Target, kernel: str, frame: str, checkpoint: Any) -> None:
+    if kernel != "hmc" or frame != "auto" or checkpoint is not None:
+        raise ValueError(
+            "temper=True has a kernel and frames of its own, and no checkpoint, but got "
+            f"kernel={kernel!r}, frame={frame!r}, checkpoint={checkpoint!r}. Cure: leave them out"
+        )
+    if target.latent_dim > MAX_DENSE_DIM:
+        raise ValueError(
+            f"temper=True searches for modes, which needs at most {MAX_DENSE_DIM} latent "
+            f"variables, but the model has {target.latent_dim}. Cure: temper=False; each mode then "
+            "keeps the weight that the guide gave it"
+        )
+
+
 def _start(
     sampler: Sampler,
     stream: BatchStream,
@@ -514,11 +562,12 @@ def _check_kernel(kernel: str, batches: Any, options: dict[str, Any]) -> None:
         )
 
 
-def _refuse_mixed(target: Target, kernel: str, frame: str, teach: bool) -> None:
+def _refuse_mixed(target: Target, kernel: str, frame: str, temper: bool, teach: bool) -> None:
     names = ", ".join(f"'{name}'" for name in target.sampled)
     for option, value, usual in (
         ("kernel", kernel, "hmc"),
         ("frame", frame, frame if frame not in ("noise", "conditional") else "auto"),
+        ("temper", temper, False),
         ("teach", teach, False),
     ):
         if value != usual:
@@ -528,9 +577,9 @@ def _refuse_mixed(target: Target, kernel: str, frame: str, teach: bool) -> None:
             )
 
 
-def _default_chains(kernel: str, guide: Any, policy: ChainPolicy) -> int:
+def _default_chains(kernel: str, guide: Any, policy: ChainPolicy, temper: bool) -> int:
     if not KERNELS[kernel].separate:
-        return policy.num_chains
+        return policy.tempering.num_chains if temper else policy.num_chains
     given = isinstance(guide, Mapping) and bool(guide)
     return len(next(iter(guide.values()))) if given else policy.mclmc.num_chains
 

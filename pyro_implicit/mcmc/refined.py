@@ -27,6 +27,7 @@ from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Drift, rotated_sites
 from pyro_implicit.mcmc.teaching import Taught
+from pyro_implicit.mcmc.tempering import Annealed, ModeWeights
 from pyro_implicit.runtime.messages import Printed, Table, warn_user
 from pyro_implicit.runtime.sites import site_parts
 
@@ -100,7 +101,8 @@ class Refined(Printed, ArvizExport):
     :ivar stuck: Chains whose draws are all one point: no trajectory from there was accepted.
         Their draws are wrong, and widen every standard deviation.
     :ivar modes: A note on separate modes.
-    :ivar modes_weighed: Whether bridge sampling gave each mode its share of the chains.
+    :ivar modes_weighed: Whether bridge sampling or annealing gave each mode its share of chains.
+    :ivar weights: With ``temper=True``, the weights of modes and the evidence, with errors.
     :ivar taught: What the guide learnt, with ``teach=True``.
     :ivar choice: With minibatches, the step size, its active bound, and its expected errors.
     :ivar temperature: With minibatches, the temperature of velocities after the warm-up: 1, plus
@@ -140,6 +142,7 @@ class Refined(Printed, ArvizExport):
     stuck: int = 0
     modes: str = ""
     modes_weighed: bool = False
+    weights: ModeWeights | None = None
     taught: Taught | None = None
     choice: StepChoice | None = None
     temperature: float | None = None
@@ -170,8 +173,9 @@ class Refined(Printed, ArvizExport):
         """
         if self.more is None:
             raise ValueError(
-                "these chains cannot go on: they saw minibatches, they walked on the noise of a "
-                "guide that has learnt since, or the result was loaded without its model. Cure: "
+                "these chains cannot go on: they saw minibatches, annealing made them, they walked "
+                "on the noise of a guide that has learnt since, or the result was loaded without "
+                "its model. Cure: a larger max_gradients or max_seconds; "
                 "fit(...).refine_more, also after Fit.load with model and data; or "
                 "refine(model, result.get_samples(), ...), which starts from these draws"
             )
@@ -384,6 +388,34 @@ def collect(space: Space, modes: MixtureModes | None, chains: WindowedChains) ->
         modes=note,
         modes_weighed=rows is not None,
         policy=chains.policy.stopping,
+    )
+
+
+def collect_annealed(target: Target, found: Annealed, policy: StoppingPolicy) -> Refined:
+    """Return the result of annealing."""
+    store = DrawStore()
+    for snapshot in found.draws:
+        store.append(snapshot)
+    adaptation, note = found.walkers.adaptation, str(found.weights)
+    is_known = bool((found.weights.errors <= policy.max_weight_error).all())
+    return Refined(
+        stopped=found.stopped,
+        kernel="hmc",
+        store=store,
+        constrain=SitesOf.of(target),
+        num_chains=found.draws.shape[1],
+        frame="full for each mode",
+        step_size=adaptation.step_size,
+        num_gradients=found.num_gradients,
+        warmup_gradients=found.num_gradients,
+        seconds=found.seconds,
+        replaced=0,
+        drift=found.drift,
+        trajectory_length=adaptation.trajectory_length,
+        modes=f"{note[0].upper()}{note[1:]}.",
+        modes_weighed=is_known,
+        weights=found.weights,
+        policy=policy,
     )
 
 

@@ -196,6 +196,10 @@ class ChEES:
         )
         return state, found, gradients
 
+    def begun(self, step_size: float) -> ChEES:
+        """Adapt from a step size that is about right."""
+        return replace(self, step_size=step_size, learnt=_Learnt.nothing(step_size, self.policy))
+
     def frozen(self) -> ChEES:
         """Stop adapting, at the averages of step size and length."""
         return replace(
