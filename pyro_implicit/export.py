@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -259,11 +260,16 @@ def quiet_arviz() -> Iterator[Any]:
 
     :raises ImportError: without ArviZ, with the cure.
     """
-    arviz = import_arviz()
+    arviz, logger = import_arviz(), logging.getLogger("arviz")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # a single chain has no R-hat
     with warnings.catch_warnings():
         for category in (UserWarning, DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
-        yield arviz
+        try:
+            yield arviz
+        finally:
+            logger.setLevel(level)
 
 
 def _prior(model: Callable[..., Any], number: int, sites: list[str], trace: Any) -> Predictive:

@@ -4,5 +4,6 @@
 from __future__ import annotations
 
 from pyro_implicit.decisions.leave_one_out import LeaveOneOut
+from pyro_implicit.decisions.power_scaling import PowerScaling, Sensitivity
 
-__all__ = ["LeaveOneOut"]
+__all__ = ["LeaveOneOut", "PowerScaling", "Sensitivity"]

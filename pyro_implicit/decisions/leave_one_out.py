@@ -17,6 +17,7 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.export import as_datatree, as_inferencedata, import_arviz, joined, quiet_arviz
 from pyro_implicit.mcmc import refine
 from pyro_implicit.ops import LogWeights, bridge, bridge_error
+from pyro_implicit.ops.policy import FINITE_VARIANCE_KHAT
 from pyro_implicit.runtime.messages import short_repr
 from pyro_implicit.runtime.progress import steps_of
 
@@ -54,17 +55,20 @@ class LeaveOneOut:
 
 
 @torch.no_grad()
-def leave_one_out(target: Target, found: Pointwise, max_seconds: float) -> LeaveOneOut:
+def leave_one_out(
+    target: Target, found: Pointwise, max_seconds: float, efficiency: float = 1.0
+) -> LeaveOneOut:
     r"""Estimate the leave-one-out predictive density of each observation.
 
-    Pareto-smoothed importance sampling (ArviZ's ``loo``) comes first. If k-hat of an observation is
-    too large, draws that are resampled by its weights start chains of :func:`refine
+    Pareto-smoothed importance sampling (ArviZ's ``loo``) comes first. If k-hat of an observation
+    exceeds .5 (the variance of its weights may be infinite), draws that are resampled by its weights start chains of :func:`refine
     <pyro_implicit.refine>` on the leave-one-out posterior, and bridge sampling between both
     posteriors gives :math:`\log p(y_i \mid y_{-i}) = \log Z - \log Z_{-i}`.
 
     :param target: the posterior of all data.
     :param found: its draws and their log-likelihoods.
     :param max_seconds: wall time after which no further observation is repaired.
+    :param efficiency: the share of independent draws that a draw is worth, besides autocorrelation.
 
     **References:**
 
@@ -74,19 +78,21 @@ def leave_one_out(target: Target, found: Pointwise, max_seconds: float) -> Leave
        theoretical exploration*.
     """
     data, reff = _exported(found)
+    reff = efficiency * reff
     with quiet_arviz() as arviz:  # bad k-hats are repaired, or reported
         loo = arviz.loo(data, pointwise=True, reff=reff.mean().item())
     columns = found.log_likelihood.flatten(0, 1)
     elpd, khat = (torch.as_tensor(loo[k].values.copy()).flatten() for k in ("loo_i", "pareto_k"))
     error = _importance_error(columns, elpd, reff)
     is_repaired, bad = torch.zeros(len(elpd), dtype=torch.bool), {}
-    suspects = (~(khat <= loo.good_k)).nonzero().flatten()
+    suspects = (~(khat <= FINITE_VARIANCE_KHAT)).nonzero().flatten()
     suspects = suspects[khat[suspects].argsort(descending=True)].tolist()
     deadline = time.perf_counter() + max_seconds
     for index in steps_of(suspects, len(suspects), "repair of LOO"):
         label = found.labels[index]
         if time.perf_counter() > deadline:
-            bad[label] = f"k-hat {khat[index]:.2f}, and max_seconds were over"
+            if not khat[index] <= loo.good_k:
+                bad[label] = f"k-hat {khat[index]:.2f}, and max_seconds were over"
             continue
         path = _Path(target, found, index, deadline)
         value, its_error = path.run()
@@ -117,9 +123,22 @@ def _exported(found: Pointwise) -> tuple[Any, Tensor]:
 
 
 def _importance_error(columns: Tensor, elpd: Tensor, reff: Tensor) -> Tensor:
-    weights = torch.as_tensor(import_arviz().psislw(-columns.T.numpy(), reff.mean().item())[0])
+    """Return the standard error of the smoothed weights' elpd, joined with their bias.
+
+    The bias falls with the number of draws: it is at most about the difference between all draws
+    and parts of them.
+    """
+    weights = _smoothed(columns, reff.mean().item())
     relative = (columns.T - elpd.unsqueeze(-1)).exp() - 1
-    return ((2 * weights).exp() * relative.square()).sum(-1).div(reff).log1p().sqrt()
+    error = ((2 * weights).exp() * relative.square()).sum(-1).div(reff).log1p().sqrt()
+    number = DECISIONS.num_parts
+    parts = [columns[first::number] for first in range(number)]
+    found = [(_smoothed(part, reff.mean().item()) + part.T).logsumexp(-1) for part in parts]
+    return error.hypot(torch.stack(found).mean(0) - elpd)
+
+
+def _smoothed(columns: Tensor, reff: float) -> Tensor:
+    return torch.as_tensor(import_arviz().psislw(-columns.T.numpy(), reff)[0])
 
 
 class _Path:
@@ -144,11 +163,8 @@ class _Path:
         first, second = (top - bottom) * upper, (top - bottom) * lower
         value = bridge(first.flatten(), second.flatten())
         error = bridge_error(first, second, value)
-        if (
-            error < DECISIONS.max_elpd_error / 2
-            or not halvings
-            or time.perf_counter() > self.deadline
-        ):
+        is_over = time.perf_counter() > self.deadline
+        if error < DECISIONS.max_bridge_error or not halvings or is_over:
             return value.item(), error
         middle = (top + bottom) / 2
         rows = LogWeights((middle - bottom) * lower.flatten()).resample(DECISIONS.repair_chains)

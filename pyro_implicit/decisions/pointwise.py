@@ -18,7 +18,14 @@ from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.runtime.messages import short_repr
 from pyro_implicit.runtime.sites import Site, is_data, unmasked_elements
 
-__all__ = ["ObservedSite", "Pointwise", "WeightedObservations", "observed_sites"]
+__all__ = [
+    "ObservedSite",
+    "Pointwise",
+    "WeightedObservations",
+    "observation_columns",
+    "observed_sites",
+    "refuse_point",
+]
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,15 @@ class DecisionPolicy:
     #: Draws of a posterior at which log-likelihoods are computed, about; a limit of time.
     num_draws: int = 4000
 
+    #: The same for chains and resampled draws of models that run vectorised, if memory allows.
+    most_draws: int = 20_000
+
+    #: Log-likelihoods of all draws and observations, at most, beyond ``num_draws``; bounds memory.
+    max_numbers: int = 10**7
+
+    #: Parts of the draws whose difference from all draws shows the bias of importance weights.
+    num_parts: int = 8
+
     #: Groups of independent draws, whose means give the standard errors of bridge sampling.
     num_groups: int = 40
 
@@ -25,12 +34,26 @@ class DecisionPolicy:
     #: stays bad after its repair.
     max_elpd_error: float = 0.1
 
+    #: Standard error of a bridge between two weights of an observation, in nats, above which chains
+    #: with a weight in between make two bridges of it.
+    max_bridge_error: float = 0.02
+
     #: Halvings of the step from the posterior to that without an observation, at most.
     max_halvings: int = 3
 
     #: Chains of a log evidence, and kept draws of each chain: half of all draws fit the proposal.
     evidence_chains: int = 256
     evidence_draws: int = 50
+
+    #: Sensitivity from which a quantity counts as sensitive; Kallioinen et al. (2023), section 4.
+    sensitive: float = 0.05
+
+    #: Exponents of the curves: binary logarithm of the largest, and their number; ibid., section 5.
+    max_log2_exponent: float = 0.32
+    num_exponents: int = 9
+
+    #: Draws at which priors are compared, to tell whether they depend on other sites.
+    compared_draws: int = 8
 
 
 DECISIONS = DecisionPolicy()

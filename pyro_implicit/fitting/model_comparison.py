@@ -7,13 +7,19 @@ import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any
+from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pyro_implicit.decisions.leave_one_out import LeaveOneOut, leave_one_out
-from pyro_implicit.decisions.pointwise import Pointwise, WeightedObservations
+from pyro_implicit.decisions.pointwise import (
+    Pointwise,
+    WeightedObservations,
+    observed_sites,
+    refuse_point,
+)
 from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.density.target import Target
 from pyro_implicit.export import import_arviz, quiet_arviz
@@ -23,6 +29,9 @@ from pyro_implicit.infer import EvidenceBound, evidence_bound
 from pyro_implicit.runtime.global_state import in_turn, with_seed
 from pyro_implicit.runtime.messages import Printed, Table, refuse_nonpositive
 from pyro_implicit.runtime.progress import watching
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["ModelComparison", "compare_models"]
 
@@ -80,33 +89,30 @@ class ModelComparison(Printed):
             yield from (f"  {label}: {why}" for label, why in bad.items())
         yield from (f"No log evidence of {name}: {note}" for name, note in self.notes.items())
 
-    def plot(self, axes: Any = None) -> Any:
+    def plot(self, path: str | PathLike[str] | None = None) -> Figure:
         """Plot elpd with standard errors (ArviZ), and k-hat of each observation.
 
-        :param axes: two axes of matplotlib, or one for K-fold; by default those of a new figure.
-        :returns: the figure.
+        :param path: where to save the picture, if anywhere.
+        :returns: the matplotlib figure, which belongs to no window.
         """
-        import matplotlib.pyplot as plt
+        from matplotlib.figure import Figure
 
-        if axes is None:
-            number = 2 if self.loo else 1
-            _, axes = plt.subplots(
-                1, number, figsize=(4.5 * number, 3), layout="constrained", squeeze=False
-            )
-            axes = axes[0]
-        first = list(axes)[0]
+        number = 2 if self.loo else 1
+        figure = Figure(figsize=(4.5 * number, 3), layout="constrained")
+        first, *others = figure.subplots(1, number, squeeze=False)[0]
         columns = ["rank", "elpd_loo", "p_loo", "elpd_diff", "weight", "se", "dse", "scale"]
         with quiet_arviz() as arviz:
             arviz.plot_compare(self.table[columns], ax=first, textsize=9)
-        first.set(title="", xlabel="elpd in nats, with standard errors")
-        if self.loo:
+        first.set(title="", xlabel="elpd in nats, with standard errors", ylabel="")
+        for axis in others:
             for name, loo in self.loo.items():
-                axes[1].plot(loo.khat.clamp(max=2.0), ".", label=name, alpha=0.7)
-            limit = min(loo.good_khat for loo in self.loo.values())
-            axes[1].axhline(limit, color="0.5", linestyle="--")
-            axes[1].set(xlabel="observation", ylabel="Pareto k-hat (at most 2)")
-            axes[1].legend()
-        return first.figure
+                axis.plot(loo.khat.clamp(max=2.0), ".", label=name, alpha=0.7)
+            axis.axhline(min(one.good_khat for one in self.loo.values()), color="0.5", ls="--")
+            axis.set(xlabel="observation", ylabel="Pareto k-hat (at most 2)")
+            axis.legend()
+        if path is not None:
+            figure.savefig(path)
+        return figure
 
 
 @with_seed  # not in turn: threads of an executor call fit, which waits for its turn
@@ -182,7 +188,7 @@ def compare_models(
     """
     refuse_nonpositive(max_seconds=max_seconds)
     _refuse_results(results)
-    found = {name: _pointwise(name, one) for name, one in results.items()}
+    found = {name: pointwise_of(name, one) for name, one in results.items()}
     first = next(iter(found))
     for name in found:
         _refuse_other_data(first, found[first], name, found[name])
@@ -190,7 +196,9 @@ def compare_models(
     with watching(progress):
         if folds is None:
             for name, one in results.items():
-                loo[name] = leave_one_out(one.target, found[name], max_seconds)
+                loo[name] = leave_one_out(
+                    one.target, found[name], max_seconds, one.resampling_efficiency
+                )
             elpd = {name: one.elpd for name, one in loo.items()}
         else:
             elpd = _k_fold(results, found, folds, executor, dict(fit_options or {}))
@@ -232,9 +240,18 @@ def _refuse_results(results: Mapping[str, Fit]) -> None:
             )
 
 
-def _pointwise(name: str, result: Fit) -> Pointwise:
+def pointwise_of(name: str, result: Fit) -> Pointwise:
+    """Return draws of a result with the log-likelihood of each observation; errors name it."""
     try:
-        return Pointwise.of(result.target, result.draws_by_chain(DECISIONS.num_draws))
+        target, number = result.target, DECISIONS.num_draws
+        few = result.draws_by_chain(number)
+        refuse_point(few)
+        is_cheap = result.refined is not None or result.correction is not None
+        if is_cheap and target.is_vectorized:
+            sites = observed_sites(target, {name: value[0] for name, value in few.items()})
+            size = sum(int(site.used.sum()) for site in sites.values())
+            number = max(number, min(DECISIONS.most_draws, DECISIONS.max_numbers // size))
+        return Pointwise.of(target, result.draws_by_chain(number))
     except (TypeError, ValueError) as error:
         raise type(error)(f"model '{name}': {error}") from error
 

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.decisions.policy import DECISIONS
+from pyro_implicit.decisions.power_scaling import Sensitivity, power_scaling
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
+from pyro_implicit.diagnostics.quantities import Function
 from pyro_implicit.export import (
     as_datatree,
     as_inferencedata,
@@ -292,6 +294,56 @@ class Fit(Printed):
             return arviz.summary(data, hdi_prob=hdi_prob, round_to="none")
 
     @in_turn
+    def sensitivity(
+        self,
+        prior_sites: Collection[str] | None = None,
+        quantities: Function | None = None,
+        seed: int | None = None,
+    ) -> Sensitivity:
+        r"""Compute how the posterior depends on its prior and its likelihood, by power-scaling.
+
+        Importance weights of the same draws give posteriors in which the prior, or the likelihood,
+        has an exponent near 1. A quantity that changes with both has a prior that disagrees with
+        the data ("prior-data conflict"); one that changes with the prior alone has a "strong
+        prior", or a weak likelihood.
+
+        **Example:**
+
+        >>> import pyro
+        >>> import pyro.distributions as dist
+        >>> from pyro_implicit import fit
+        >>> def model(y):
+        ...     mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        ...     with pyro.plate("rows", len(y)):
+        ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        >>> y = torch.tensor([9.5, 10.2, 9.1])  # far from the prior
+        >>> found = fit(model, "auto", y, seed=0, progress=False).sensitivity(seed=0)
+        >>> found.diagnosis
+        {'mu': 'prior-data conflict'}
+
+        :param prior_sites: the sites whose prior is scaled. By default all sites whose prior
+            depends on no other site, except those in a plate of the data: the priors that a user
+            chooses.
+        :param quantities: a function of a dict of draws by site, ``(num_draws, *site_shape)``, to a
+            tensor or a dict of tensors ``(num_draws, *shape)``, for instance predictions. By
+            default all elements of all sites.
+        :param seed: of draws without chains; by default the current streams are used.
+        :returns: sensitivities, diagnosis, and curves with the k-hat of their weights.
+        :raises ImportError: without ArviZ 0.x.
+        :raises ValueError: for a result without draws, an unknown site, or densities that are not
+            finite.
+        :raises SubsampledError: for a model that was fitted by minibatches.
+
+        **References:**
+
+        1. Kallioinen, Paananen, Bürkner and Vehtari (2023), *Detecting and diagnosing prior and
+           likelihood sensitivity with power-scaling*.
+        """
+        with seeded(seed):
+            draws = self.draws_by_chain(DECISIONS.num_draws)
+        return power_scaling(self.target, draws, prior_sites, quantities)
+
+    @in_turn
     def draws_by_chain(self, num_draws: int) -> dict[str, Tensor]:
         """Return draws of the posterior by chain; independent draws in groups of equal size.
 
@@ -309,6 +361,13 @@ class Fit(Printed):
             )
         draws = self.sample(num_draws, *self.source[1], **self.source[2])
         return {n: v.unflatten(0, (DECISIONS.num_groups, -1)) for n, v in draws.items()}
+
+    @property
+    def resampling_efficiency(self) -> float:
+        """The share of an independent draw that a draw is worth after resampling; 1 without it."""
+        if self.refined is not None or self.correction is None:
+            return 1.0
+        return 1 / (1 + 1 / (self.policy.correction.oversampling * self.correction))
 
     @in_turn
     def to_datatree(
