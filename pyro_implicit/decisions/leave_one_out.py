@@ -61,9 +61,9 @@ def leave_one_out(
     r"""Estimate the leave-one-out predictive density of each observation.
 
     Pareto-smoothed importance sampling (ArviZ's ``loo``) comes first. If k-hat of an observation
-    exceeds .5 (the variance of its weights may be infinite), draws that are resampled by its weights start chains of :func:`refine
-    <pyro_implicit.refine>` on the leave-one-out posterior, and bridge sampling between both
-    posteriors gives :math:`\log p(y_i \mid y_{-i}) = \log Z - \log Z_{-i}`.
+    exceeds .5 (the variance of its weights may be infinite), draws that are resampled by its
+    weights start chains of :func:`refine <pyro_implicit.refine>` on the leave-one-out posterior,
+    and bridge sampling between both posteriors gives :math:`\log p(y_i \mid y_{-i}) = \log Z - \log Z_{-i}`.
 
     :param target: the posterior of all data.
     :param found: its draws and their log-likelihoods.
@@ -85,8 +85,8 @@ def leave_one_out(
     elpd, khat = (torch.as_tensor(loo[k].values.copy()).flatten() for k in ("loo_i", "pareto_k"))
     error = _importance_error(columns, elpd, reff)
     is_repaired, bad = torch.zeros(len(elpd), dtype=torch.bool), {}
-    suspects = (~(khat <= FINITE_VARIANCE_KHAT)).nonzero().flatten()
-    suspects = suspects[khat[suspects].argsort(descending=True)].tolist()
+    rows = (~(khat <= FINITE_VARIANCE_KHAT)).nonzero().flatten()
+    suspects = rows[khat[rows].argsort(descending=True)].tolist()
     deadline = time.perf_counter() + max_seconds
     for index in steps_of(suspects, len(suspects), "repair of LOO"):
         label = found.labels[index]

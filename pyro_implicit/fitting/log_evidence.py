@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -78,7 +77,8 @@ def log_evidence(result: Fit) -> LogEvidence:
     with torch.no_grad():
         found = [_bridged(target, *pair) for pair in (halves, halves[::-1])]
     value = sum(one.value for one in found) / 2
-    return LogEvidence(value, math.hypot(*(one.standard_error for one in found)) / 2)
+    # The halves' errors depend on each other: each proposal has the errors of the other's draws.
+    return LogEvidence(value, sum(one.standard_error for one in found) / 2)
 
 
 def _chains(result: Fit, target: Target) -> Tensor:
