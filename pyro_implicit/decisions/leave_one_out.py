@@ -63,7 +63,8 @@ def leave_one_out(
     Pareto-smoothed importance sampling (ArviZ's ``loo``) comes first. If k-hat of an observation
     exceeds .5 (the variance of its weights may be infinite), draws that are resampled by its
     weights start chains of :func:`refine <pyro_implicit.refine>` on the leave-one-out posterior,
-    and bridge sampling between both posteriors gives :math:`\log p(y_i \mid y_{-i}) = \log Z - \log Z_{-i}`.
+    and bridge sampling between both posteriors gives
+    :math:`\log p(y_i \mid y_{-i}) = \log Z - \log Z_{-i}`.
 
     :param target: the posterior of all data.
     :param found: its draws and their log-likelihoods.
