@@ -109,6 +109,26 @@ def field_states(draws: dict[str, Tensor]) -> Tensor:
     return found.flatten(1)
 
 
+def whiten(x: Tensor, phi: Tensor) -> Tensor:
+    """Return the standardised innovations of autoregressions along the last dimension."""
+    rest = (x[..., 1:] - phi * x[..., :-1]) / (1 - phi.square()).sqrt()
+    return torch.cat([x[..., :1], rest], -1)
+
+
+def lattice(y: Tensor) -> None:
+    """The posterior of :func:`field` as a Markov random field: each site and its neighbours."""
+    side = len(y)
+    phi = pyro.sample("phi", dist.Beta(8.0, 2.0))
+    scale = pyro.sample("scale", dist.HalfNormal(1.0))
+    noise = pyro.sample("noise", dist.HalfNormal(1.0))
+    flat = dist.ImproperUniform(dist.constraints.independent(dist.constraints.real, 2), (), y.shape)
+    x = pyro.sample("x", flat)
+    z = whiten(whiten(x, phi).mT, phi) / scale
+    log_det = side**2 * scale.log() + side * (side - 1) * (1 - phi.square()).log()
+    pyro.factor("prior", -0.5 * z.square().sum((-1, -2)) - log_det)
+    pyro.sample("y", dist.Normal(x, noise).to_event(2), obs=y)
+
+
 def field_exact(y: Tensor, values: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return log weights ``(grid,)``, and means and variances of the field ``(grid, n)``."""
     phi, scale, noise = values["phi"], values["scale"], values["noise"]
@@ -128,6 +148,13 @@ def field_exact(y: Tensor, values: dict[str, Tensor]) -> tuple[Tensor, Tensor, T
 KINDS = {
     "level": (level, level_data, level_states, level_exact, ("scale", "noise")),
     "field": (field, field_data, field_states, field_exact, ("phi", "scale", "noise")),
+    "lattice": (
+        lattice,
+        field_data,
+        lambda draws: draws["x"].flatten(1),
+        field_exact,
+        ("phi", "scale", "noise"),
+    ),
 }
 
 
@@ -141,7 +168,9 @@ def compare(name: str, seed: int) -> dict:
     found = fit(model, "auto", y, progress=False)
     seconds = time.process_time() - began
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    draws = {key: value.double() for key, value in found.refined.get_samples().items()}
+    drawn, refined = found.posterior, (found.marginal or found).refined
+    drawn = found.sample(drawn.num_draws)  # each stored draw once
+    draws = {key: value.double() for key, value in drawn.items()}
     axes = []
     for key in parameters:
         centre, spread = draws[key].mean(), draws[key].std()
@@ -163,9 +192,10 @@ def compare(name: str, seed: int) -> dict:
         "seed": seed,
         "cpu_seconds": round(seconds, 1),
         "peak_mb": round(memory),
-        "stopped": found.refined.stopped,
-        "r_hat": round(found.refined.drift.r_hat, 3),
-        "gradients": found.refined.num_gradients,
+        "stages": [stage.name for stage in found.stages],
+        "stopped": refined and refined.stopped,
+        "r_hat": refined and refined.drift and round(refined.drift.r_hat, 3),
+        "gradients": refined and refined.num_gradients,
         "draws": len(drawn),
         "state_mean_error_rms": ((drawn.mean(0) - expected) / sd).square().mean().sqrt().item(),
         "state_sd_ratio": (drawn.std(0) / sd).mean().item(),

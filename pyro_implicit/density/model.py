@@ -77,15 +77,17 @@ class Model:
         #: The last site that a run came to, or ``_RETURN`` if it came to its end.
         self.last_site: str | None = None
 
-    def on(self, args: tuple, names: Iterable[str]) -> Model:
+    def on(self, args: tuple, names: Iterable[str], kwargs: dict[str, Any] | None = None) -> Model:
         """Return the same model with other arguments, which draws its subsampled indices anew.
 
         :param names: of the latent variables.
+        :param kwargs: by default those of this one.
         """
         latents = Trace()
         for name in names:
             latents.add_node(name, **self.replayed.nodes[name])
-        return Model(self.model, args, self.kwargs, latents, self.discrete)
+        kwargs = self.kwargs if kwargs is None else kwargs
+        return Model(self.model, args, kwargs, latents, self.discrete)
 
     def run(self, values: Values) -> Trace:
         """Return the trace of one run.

@@ -22,6 +22,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
+from torch.utils import _pytree as pytree
 
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.checks import (
@@ -371,6 +372,21 @@ class Target:
         target._fused = None  # it holds the data of this one
         if self.draws_rows:
             target._seed = int(torch.randint(2**31, ())) if seed is None else seed
+        return target
+
+    def in_double(self) -> Target:
+        """Return the same posterior with its arguments, and its initial point, in float64."""
+
+        def convert(one: Any) -> Any:
+            is_float = isinstance(one, Tensor) and one.is_floating_point()
+            return one.double() if is_float else one
+
+        target = copy.copy(self)
+        target.args, target.kwargs = pytree.tree_map(convert, (self.args, self.kwargs))
+        target.init_loc = self.init_loc.double()
+        target._model = self._model.on(target.args, self.shapes, target.kwargs)
+        target._runs = BatchedRuns(type(self).__name__, refuses_random=True)
+        target._fused = None  # it holds the data of this one
         return target
 
     def refuse_missing_data(self, where: str) -> None:

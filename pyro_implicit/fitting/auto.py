@@ -15,6 +15,7 @@ from pyro.poutine.util import site_is_subsample
 
 from pyro_implicit.compiled import CompileMode, check_mode
 from pyro_implicit.density.checks.numerics import warn_of_lost_gradients
+from pyro_implicit.density.marginal import find_marginal
 from pyro_implicit.density.model import SubsampledError, trace_model
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
@@ -31,6 +32,7 @@ from pyro_implicit.fitting.arguments import (
 from pyro_implicit.fitting.checkpoint import own_file, same_start
 from pyro_implicit.fitting.discrete_fit import fit_discrete
 from pyro_implicit.fitting.hierarchy import fit_hierarchy
+from pyro_implicit.fitting.marginal_fit import fit_marginal
 from pyro_implicit.fitting.network_fit import (
     fit_network,
     score_validation,
@@ -39,6 +41,7 @@ from pyro_implicit.fitting.network_fit import (
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.fitting.refinement import (
     ChainPlan,
+    Plan,
     between,
     correct,
     make_plan,
@@ -126,12 +129,14 @@ def fit(
        replace the chains and give the modes' weights. ``result.sample`` then draws from
        ``result.refined``.
 
-    With more than 100 latent variables, or if a search would take minutes, an ``AutoNormal`` is
-    trained (**mean-field**), chains refine its draws, and the guide learns their moments
-    (**teach**). With ``refine=False`` no chains run: an :class:`AutoSemiImplicit` is trained by
-    :class:`LIVI_ELBO` as a further candidate. For a network of :mod:`pyro_implicit.nn` with more
-    than 100 weights, an :class:`AutoEnsemble` is trained (**ensemble**), and a chain runs from each
-    member, first without some rows (**mclmc, held out**) and then with all (**mclmc**).
+    With more than 100 latent variables, those that are normal given all others are integrated out
+    (**marginal**), the stages above run for the others, and the integrated variables are drawn
+    given each of their draws (**draws**). If there are none, or if a search would take minutes, an
+    ``AutoNormal`` is trained (**mean-field**), chains refine its draws, and the guide learns their
+    moments (**teach**). With ``refine=False`` no chains run: an :class:`AutoSemiImplicit` is
+    trained by :class:`LIVI_ELBO` as a further candidate. For a network of :mod:`pyro_implicit.nn`
+    with more than 100 weights, an :class:`AutoEnsemble` is trained (**ensemble**), and a chain runs
+    from each member, first without some rows (**mclmc, held out**) and then with all (**mclmc**).
     Discrete latent variables that cannot be summed out are sampled together with the continuous
     ones, by chains from draws of the prior (**discrete**). :doc:`/fitting` describes all stages and
     cases.
@@ -315,7 +320,7 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
                 "refine=False, or the model without subsample_size"
             ) from error
         target = None
-    modes, policy = None, stages.policy
+    policy = stages.policy
     is_network = (
         isinstance(stages.model, NetworkModel)
         and target is not None
@@ -341,6 +346,9 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
             return fit_discrete(stages, target, refine)
         if is_network:
             return fit_network(stages, target, refine is True)
+        marginal = None if refine is False else find_marginal(target, policy.marginal)
+        if marginal is not None and fit_marginal(stages, marginal, refine, _fit_by_search):
+            return stages.result
         plan = make_plan(target, policy.budget)
         if not target.is_vectorized:
             stages.one_by_one = True
@@ -349,9 +357,19 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
         if plan.search_iterations == 0 and refine is not False:
             train_mean_field(stages, target)
             return move_draws(stages, plan.chains)
-        modes = stages.search(target, plan.search_iterations)
+        return _fit_by_search(stages, target, plan, refine)
+    except KeyboardInterrupt:
+        return stages.keep_the_best(target, None)
+
+
+def _fit_by_search(
+    stages: Stages, target: Target, plan: Plan, refine: Literal["auto"] | bool
+) -> Fit:
+    modes, policy = None, stages.policy
+    try:
+        modes = stages.search(target, plan.search_iterations, plan.num_starts)
         if stages.learn_parameters(target, modes):
-            modes = stages.search(target, plan.search_iterations)
+            modes = stages.search(target, plan.search_iterations, plan.num_starts)
         seconds = math.inf if refine is False else policy.budget.training_seconds
         exact = train_exact(stages, target, modes, seconds)
         near = exact.gap < policy.choice.near

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from pyro_implicit.density.cost import seconds_near
+from pyro_implicit.density.marginal import Marginal
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.checks import uncovered_modes
@@ -27,6 +28,7 @@ from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoMixture, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import Frame, own_names
 from pyro_implicit.guides.auto_implicit import has_exact_density
+from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.infer.bound import FoldWarning, weighted_draws
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.matrices import lower_factor
@@ -45,6 +47,7 @@ __all__ = [
     "exact_guide",
     "exact_log_weights",
     "frame_of_draws",
+    "joint_draws",
     "gaussian_guide",
     "mixture_weights",
     "reliability",
@@ -297,6 +300,7 @@ def exact_log_weights(
     target: Target,
     num_draws: int,
     draws_at_once: int = DEFAULT.correction.draws_at_once,
+    log_prob: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, LogWeights]:
     """Draw from a guide with an exact density, and return the draws and log p - log q.
 
@@ -315,6 +319,7 @@ def exact_log_weights(
     :param target: the posterior.
     :param num_draws: the number of draws.
     :param draws_at_once: the number of draws that are evaluated together.
+    :param log_prob: evaluates the target at draws; by default ``target.log_prob``.
     :returns: unconstrained draws ``(num_draws, latent_dim)`` and log-weights ``(num_draws,)``, -inf
         where the model has no density.
     """
@@ -322,10 +327,11 @@ def exact_log_weights(
     if not isinstance(guide, AutoMixture):
         q = TransformedDistribution(guide.get_base_dist(), guide.get_transform())
     parts, log_weights = [], []
+    log_prob = log_prob or target.log_prob
     for first in range(0, num_draws, draws_at_once):
         part = q.sample(torch.Size((min(draws_at_once, num_draws - first),)))
         parts.append(part)
-        log_weights.append(target.log_prob(part) - q.log_prob(part))
+        log_weights.append(log_prob(part) - q.log_prob(part))
     found = torch.cat(log_weights)
     return torch.cat(parts), LogWeights(found.masked_fill(~found.isfinite(), -math.inf))
 
@@ -537,3 +543,47 @@ def corrected_draws(
     number = max(policy.oversampling * num_samples, policy.least_proposals)
     draws, log_weights = exact_log_weights(guide, target, number, policy.draws_at_once)
     return target.constrain(draws[log_weights.resample(num_samples)])
+
+
+def joint_draws(found: Any, marginal: Marginal, num_draws: int) -> tuple[StoredDraws, float]:
+    """Return draws of all latent variables, and the largest error of their density in nats.
+
+    :param found: the fit of the remaining variables.
+    :param marginal: their density.
+    :param num_draws: the number of draws.
+    """
+    parts: list[Tensor] = []
+    faults: list[Tensor] = []
+
+    def draw(rest: Tensor) -> Tensor:
+        drawn, value, fault = marginal.draw(rest)
+        parts.append(drawn)
+        faults.append(fault[value.isfinite()])
+        return value
+
+    target = marginal.target
+    if found.refined is None and found.correction is not None:
+        weights = exact_log_weights(found.guide, found.target, num_draws, log_prob=draw)[1]
+        index = weights.resample(num_draws)
+        known: dict[str, Any] = {"settled": True, "modes_weighed": True}
+    else:
+        stored = found.posterior
+        if not isinstance(stored, StoredDraws):
+            stored = StoredDraws(found.sample(num_draws), settled=True)
+        chains = stored.num_chains
+        index = torch.arange(stored.num_draws).reshape(chains, -1)
+        step = max(1, math.ceil(stored.num_draws / num_draws))
+        index = index[:, ::step].flatten()
+        draw(found.target.unconstrain({k: v[index] for k, v in stored.samples.items()}))
+        index = torch.arange(len(index))
+        known = {
+            "settled": stored.settled,
+            "modes_weighed": stored.modes_weighed,
+            "doubts": stored.doubts,
+            "unsettled": stored.unsettled,
+            "num_independent": stored.num_independent,
+            "symmetry": stored.symmetry,
+            "num_chains": chains,
+        }
+    fault = max(one.amax().item() for one in faults if len(one))
+    return StoredDraws(target.constrain(torch.cat(parts)[index]), **known), fault

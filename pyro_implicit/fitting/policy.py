@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH
+from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH, MarginalPolicy
 from pyro_implicit.mcmc.policy import ChainPolicy
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.policy import EVEN_EFFICIENCY, FINITE_VARIANCE_KHAT, RELIABLE_KHAT
@@ -481,6 +481,36 @@ class HierarchyPolicy:
 
 
 @dataclass(frozen=True)
+class IntegrationPolicy:
+    """Fits of the variables that remain after others are integrated out."""
+
+    #: Draws of all variables, at most, as many as a corrected result stores.
+    num_draws: int = 10_000
+
+    #: Numbers in these draws, at most (160 MB in single precision).
+    num_stored: int = 40_000_000
+
+    #: The same, at least, whatever they cost: a standard error of 2.2 %.
+    least_draws: int = 1000
+
+    #: Seconds: budget of these draws.
+    draw_seconds: float = 60.0
+
+    #: Seconds: budgets of the two judgements of importance weights, and their least draws.
+    weigh_seconds: float = 10.0
+    least_weighed: int = 300
+
+    #: Seconds: budget of the search, which determines the number of paths.
+    search_seconds: float = 3.0
+
+    #: Newton steps of a typical path, by which the number of paths follows from the budget.
+    usual_steps: int = 10
+
+    #: Share of ``max_seconds`` that the fit of the remaining variables may take.
+    time_share: float = 0.7
+
+
+@dataclass(frozen=True)
 class HeldOutPolicy:
     """Scores of held-out rows."""
 
@@ -534,6 +564,12 @@ class FitPolicy:
 
     #: Hierarchical models with many groups.
     hierarchy: HierarchyPolicy = field(default_factory=HierarchyPolicy)
+
+    #: Which variables are integrated out.
+    marginal: MarginalPolicy = field(default_factory=MarginalPolicy)
+
+    #: The fit of the variables that remain.
+    integration: IntegrationPolicy = field(default_factory=IntegrationPolicy)
 
     #: Scores of held-out rows.
     held_out: HeldOutPolicy = field(default_factory=HeldOutPolicy)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pyro_implicit.density.checks.numerics import finite_log_prob, rounding_error
 from pyro_implicit.density.cost import nearby, seconds_near
 from pyro_implicit.density.mode_search import Modes, seconds_of_climb
-from pyro_implicit.density.policy import MAX_DENSE_DIM
+from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.verdict import CONTINUE, judge_chains
 from pyro_implicit.fitting.candidates import reliability
@@ -42,6 +42,7 @@ __all__ = [
     "correct",
     "make_plan",
     "move_draws",
+    "teach_moments",
     "train_mean_field",
 ]
 
@@ -58,6 +59,7 @@ class Plan(NamedTuple):
 
     search_iterations: int
     chains: ChainPlan
+    num_starts: int = SEARCH.num_starts
 
 
 def affordable_chains(
@@ -216,7 +218,7 @@ def move_draws(
     elif refined.reparams:
         _teach_conditional(stages, refined)
     elif result.chosen == "mean-field":
-        _teach(stages, refined)
+        teach_moments(stages, refined.moving())
     return result
 
 
@@ -242,11 +244,12 @@ def _score_of_chains(stages: Stages) -> Any:
     return None
 
 
-def _teach(stages: Stages, refined: Refined) -> None:
+def teach_moments(stages: Stages, draws: dict[str, Tensor]) -> None:
+    """Teach the guide of the result the moments of draws."""
     with stages.result.attempt("teach") as line:
         taught = teach(
             stages.result.guide,
-            refined.moving(),
+            draws,
             *stages.args,
             progress=stages.options["progress"],
             model_kwargs=stages.kwargs,

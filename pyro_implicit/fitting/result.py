@@ -29,7 +29,7 @@ from pyro_implicit.export import (
     quiet_arviz,
 )
 from pyro_implicit.fitting.arguments import refuse_unfit_guide
-from pyro_implicit.fitting.candidates import corrected_draws
+from pyro_implicit.fitting.candidates import corrected_draws, joint_draws
 from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.fitting.updating import JointPrior, log_prob_of, posterior_as_prior
@@ -73,6 +73,9 @@ class Fit(Printed):
         stage that did not see them; empty for other models and few rows.
     :param minibatches: whether the data came in minibatches, which are not in ``source``.
     :param source: the model, its arguments and its keyword arguments.
+    :param marginal: the fit of the latent variables that remain after the others were integrated
+        out, if any were; its chains and importance weights are those of this result.
+    :param draws: draws of all latent variables, if some were integrated out.
     :param prior: the posterior of earlier data that :meth:`update` gave the model as its prior.
     :param policy: the settings of the call.
     """
@@ -93,6 +96,8 @@ class Fit(Printed):
     held_out: dict[str, LabelReport | NumberReport] = field(default_factory=dict, repr=False)
     minibatches: bool = False
     source: tuple[Any, tuple, dict[str, Any]] = field(default=(None, (), {}), repr=False)
+    marginal: Fit | None = field(default=None, repr=False)
+    draws: StoredDraws | None = field(default=None, repr=False)
     prior: JointPrior | None = field(default=None, repr=False)
     policy: FitPolicy = field(default=DEFAULT, repr=False)
 
@@ -109,8 +114,8 @@ class Fit(Printed):
             return Target(model, *args, model_kwargs=kwargs, sample_discrete=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all fields; ``target`` has recorded runs, which cannot be copied."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        """Return all fields; ``target`` and ``marginal`` have runs, which cannot be copied."""
+        return {one.name: getattr(self, one.name) for one in fields(self)} | {"marginal": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set all fields, and give a guide that runs the model its model."""
@@ -141,13 +146,16 @@ class Fit(Printed):
             corrected = self.correction is not None
         if corrected:
             return self._corrected(num_samples)
-        guide = self.guide if self.refined is None else self.posterior
+        has_draws = self.refined is not None or self.draws is not None
+        guide = self.posterior if has_draws else self.guide
         return draw(guide, num_samples, *args, **kwargs)
 
     @property
     @in_turn
     def posterior(self) -> Any:
         """A guide for ``Predictive``: refined or corrected draws if available, else ``guide``."""
+        if self.draws is not None:
+            return self.draws
         if self.refined is not None:
             if isinstance(self.refined, Refined):
                 return self.refined.as_guide()
@@ -175,6 +183,8 @@ class Fit(Printed):
         :returns: a new result; this one does not change.
         :raises ValueError: without chains of all data.
         """
+        if self.marginal is not None:
+            return self._refine_marginal(max_seconds, max_gradients, progress)
         chains = getattr(self.refined, "chains", None)
         if self.refined is None or chains is None:
             raise ValueError(
@@ -188,6 +198,17 @@ class Fit(Printed):
             )
             result.refined = found = more(max_seconds, max_gradients, progress)
             line.outcome = f"{found.stopped} after {found.num_gradients} gradients; {found.drift}"
+        return result
+
+    def _refine_marginal(self, *options: Any) -> Fit:
+        assert self.marginal is not None and self.draws is not None
+        more = self.marginal.refine_more(*options)
+        result = replace(self, marginal=more, stages=[*self.stages], interrupted=False)
+        result.stages.append(more.stages[-1])
+        with result.stage("draws") as line:
+            number = self.policy.integration.num_draws
+            result.draws, _ = joint_draws(more, more.source[0].marginal, number)
+            line.outcome = f"{result.draws.num_draws:,} draws of all latent variables"
         return result
 
     def update(

@@ -265,15 +265,19 @@ class Stages:
         if self.held_out is not None and self.held_out.scores:
             line.outcome += f"; {self.held_out}"
 
-    def search(self, target: Target, num_iterations: int) -> Modes:
+    def search(
+        self, target: Target, num_iterations: int, num_starts: int = SEARCH.num_starts
+    ) -> Modes:
         """Search for modes, each with its Gaussian.
 
         :param num_iterations: the approximate number of Newton iterations in all.
+        :param num_starts: the number of paths in each round.
         """
         budget = self.policy.budget
         with self.result.stage("search") as line:
             modes = find_modes(
                 target,
+                num_starts,
                 # A path takes about half of its maximal number of iterations.
                 max_rounds=max(
                     2, min(SEARCH.max_rounds, 2 * num_iterations // SEARCH.max_iterations)

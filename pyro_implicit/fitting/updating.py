@@ -95,8 +95,9 @@ def log_prob_of(posterior: Any, names: Collection[str]) -> LogProb | None:
     """Return the log-density of values of all sites; None if it has other latents, or no data."""
     if getattr(posterior, "minibatches", True):  # or no result of fit
         return None
-    target = posterior.target
-    if set(target.shapes) != set(names):
+    targets = [one.target for one in (posterior.marginal, posterior) if one is not None]
+    target = next((one for one in targets if set(one.shapes) == set(names)), None)
+    if target is None:
         return None
 
     def log_prob(values: dict[str, Tensor]) -> Tensor:

@@ -48,7 +48,7 @@ def test_plans():
         BUDGET.most_chains,
         BUDGET.most_gradients,
     )
-    assert make_plan(Target(many)) == (0, (BUDGET.most_chains, BUDGET.most_gradients))
+    assert make_plan(Target(many))[:2] == (0, (BUDGET.most_chains, BUDGET.most_gradients))
     dear = make_plan(Target(long_loop))
     assert dear.search_iterations < 100
     # A loop costs fewer chains the same.

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fit`` with latent variables that are integrated out: a random walk and its exact smoother."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Predictive
+from torch import Tensor
+
+from pyro_implicit import fit
+from pyro_implicit.density.marginal import Marginal
+from pyro_implicit.density.policy import MARGINAL
+from pyro_implicit.fitting import Fit, FitPolicy
+
+QUIET: dict[str, Any] = {"seed": 0, "progress": False}
+SIZE = 110
+RANDOM = torch.Generator().manual_seed(2)
+Y = 0.3 * torch.randn(SIZE, generator=RANDOM).cumsum(0) + torch.randn(SIZE, generator=RANDOM)
+FEW = Y[:24]
+SOME = FitPolicy(marginal=replace(MARGINAL, least_latents=0))
+
+
+def walk(y: Tensor) -> None:
+    scale = pyro.sample("scale", dist.LogNormal(-1.0, 0.5))
+    with pyro.plate("time", len(y)):
+        steps = pyro.sample("steps", dist.Normal(0.0, 1.0))
+        level = pyro.deterministic("level", scale * steps.cumsum(-1))
+        pyro.sample("y", dist.Normal(level, 1.0), obs=y)
+
+
+@pytest.fixture(scope="module")
+def result() -> Fit:
+    return fit(walk, "auto", Y, **QUIET)
+
+
+def exact() -> dict[str, tuple[Tensor, Tensor]]:
+    """Means and sds of scale and levels, on a grid of scales and by dense algebra."""
+    scale = torch.linspace(-4.0, 2.0, 400).double().exp()
+    time = torch.arange(1, SIZE + 1).double()
+    prior = scale.square()[:, None, None] * torch.minimum(time, time.unsqueeze(-1))
+    total = prior + torch.eye(SIZE)
+    normal = torch.distributions.MultivariateNormal(torch.zeros(SIZE).double(), total)
+    weight = normal.log_prob(Y.double()) + dist.Normal(-1.0, 0.5).log_prob(scale.log())
+    weight = weight.softmax(0)
+    gain = torch.linalg.solve(total, prior).mT
+    mean = gain @ Y.double()
+    variance = (prior - gain @ prior).diagonal(dim1=-2, dim2=-1)
+    parts = {"scale": (scale, torch.zeros_like(scale)), "level": (mean, variance)}
+    found = {}
+    for name, (centre, spread) in parts.items():
+        first = torch.tensordot(weight, centre, 1)
+        second = torch.tensordot(weight, spread + centre.square(), 1)
+        found[name] = first, (second - first.square()).sqrt()
+    return found
+
+
+def test_draws_agree_with_the_exact_smoother(result: Fit) -> None:
+    """4,000 draws: five standard errors of means and standard deviations."""
+    draws = result.sample(4000)
+    draws["level"] = draws["scale"].unsqueeze(-1) * draws["steps"].cumsum(-1)
+    for name, (mean, sd) in exact().items():
+        error = ((draws[name].double().mean(0) - mean) / sd).abs().max()
+        assert error < 5 / 4000**0.5, name
+        assert (draws[name].double().std(0) / sd - 1).abs().max() < 5 / 8000**0.5, name
+
+
+def test_stages_and_verdict(result: Fit) -> None:
+    assert result.stages[0].outcome == "110 latent variables (steps) integrated out, 1 remain"
+    assert [stage.name for stage in result.stages[-2:]] == ["draws", "teach"]
+    assert result.refined is None and list(result.marginal.sample(3)) == ["scale"]
+    found = result.diagnose()
+    assert found.verdict == "trust", found
+    # The guide has the moments of each variable.
+    _, sd = exact()["scale"]
+    low, high = result.guide.quantiles([0.1587, 0.8413])["scale"]
+    assert (high - low).item() / 2 == pytest.approx(sd.item(), rel=0.15)
+
+
+def test_seeds_files_and_exports(result: Fit, tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    one, two = (fit(walk, "auto", FEW, policy=SOME, **QUIET).draws.samples for _ in range(2))
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+    result.save(tmp_path / "result.pt")
+    loaded = Fit.load(tmp_path / "result.pt", walk, Y)
+    for name, value in result.draws.samples.items():
+        assert torch.equal(value, loaded.draws.samples[name])
+    tree = loaded.to_datatree()
+    assert tree["posterior"]["steps"].shape == (1, 2000, SIZE)
+    predicted = Predictive(walk, guide=loaded.posterior, num_samples=3)(Y)
+    assert predicted["level"].shape == (3, SIZE)
+
+
+def test_new_data_with_the_exact_marginal_density_as_prior(result: Fit) -> None:
+    new = result.update(walk, FEW, policy=SOME, **QUIET)
+    assert list(new.prior.shapes) == ["scale"]
+    assert "k-hat" in new.stages[0].outcome or "even" in new.stages[0].outcome
+    assert new.sample(5)["steps"].shape == (5, 24)
+
+
+def test_chains_of_the_remaining_variables_go_on() -> None:
+    chains = fit(walk, "auto", FEW, refine=True, policy=SOME, **QUIET)
+    assert chains.marginal.refined.settled
+    longer = chains.refine_more(max_gradients=20, progress=False)
+    assert longer.marginal.refined.num_gradients > chains.marginal.refined.num_gradients
+    assert longer.stages[-1].name == "draws" and longer.draws is not chains.draws
+    one, two = chains.sample(1000)["steps"], longer.sample(1000)["steps"]
+    assert ((one.mean(0) - two.mean(0)) / one.std(0)).abs().max() < 6 * (2 / 1000) ** 0.5
+
+
+def test_a_density_that_fails_the_check_is_fitted_as_before(monkeypatch: Any) -> None:
+    """Some quadratic forms hold only where the search has looked."""
+    draw = Marginal.draw
+
+    def faulty(self: Marginal, rest: Tensor, scale: float = 1.0) -> Any:
+        drawn, value, fault = draw(self, rest, scale)
+        return drawn, value, fault + (0.5 if len(rest) > 99 else 0.0)
+
+    monkeypatch.setattr(Marginal, "draw", faulty)
+    with pytest.warns(UserWarning, match="chains"):  # 111 variables in two seconds
+        found = fit(walk, "auto", Y, max_seconds=2.0, **QUIET)
+    outcomes = {stage.name: stage.outcome for stage in found.stages}
+    assert outcomes["draws"] == "dropped: their log-density is not normal, by 0.5 nats"
+    assert found.draws is None and "mean-field" in outcomes
+
+
+def test_an_improper_series_is_refused_before_the_search() -> None:
+    def model(y: Tensor) -> None:
+        scale = pyro.sample("scale", dist.HalfNormal(1.0))
+        real = dist.constraints.real
+        with pyro.plate("time", len(y)):
+            x = pyro.sample("x", dist.ImproperUniform(real, (), ()))
+        pyro.factor("steps", -0.5 * (x.diff() / scale).square().sum(-1) - len(y) * scale.log())
+        pyro.factor("data", -0.5 * (x.diff() - y[1:]).square().sum(-1))
+
+    with pytest.raises(ValueError, match=r"improper: .* site 'x'"):
+        fit(model, "auto", Y, **QUIET)
+
+
+def test_infinite_curvature_falls_back() -> None:
+    """A scale that underflows has no precision matrix at some values."""
+
+    def model(y: Tensor) -> None:
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 200.0))
+        with pyro.plate("rows", len(y)):
+            x = pyro.sample("x", dist.Normal(0.0, scale))
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+    found = fit(model, "auto", FEW, policy=SOME, **QUIET)
+    assert math.isfinite(found.sample(100)["x"].abs().max())
