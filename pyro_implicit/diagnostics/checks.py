@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributions.transforms import ExpTransform
 
+from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.moments import (
     CollapsedError,
@@ -30,12 +32,14 @@ from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
 from pyro_implicit.ops.score_estimators import SteinTest, stein_test
 from pyro_implicit.runtime.messages import short_repr
 from pyro_implicit.runtime.progress import steps_of
+from pyro_implicit.runtime.sites import is_flat
 
 __all__ = [
     "DriftCheck",
     "ModeCoverage",
     "SteinCheck",
     "drift_check",
+    "endless_scales",
     "importance_check",
     "stein_by_site",
     "stein_check",
@@ -349,6 +353,40 @@ def _escaped(ends: Tensor, others: Tensor) -> float:
     total = len(ends) + len(others)
     p_value = math.prod((len(ends) - k) / (total - k) for k in range(number))
     return number / len(ends) if p_value < MOMENTS.false_alarm else 0.0
+
+
+@torch.no_grad()
+def endless_scales(target: Target, points: Tensor) -> str:
+    """Describe positive latent variables with a flat prior whose draws have no end; else empty.
+
+    The posterior of a group scale is improper at 0 if its prior is flat in the logarithm, and at
+    infinity if its prior is flat and there is one group. Chains then walk to the largest or the
+    smallest numbers. A short run is not seen, nor a posterior whose infinite mass the chains do not
+    find.
+
+    :param target: the posterior.
+    :param points: draws in unconstrained space, ``(num_draws, latent_dim)``.
+    """
+    try:
+        nodes = target.trace_at(points[0]).nodes
+    except IMPOSSIBLE:
+        return ""
+    found = []
+    for name, part in target.split(points).items():
+        transform = target.transforms[name]
+        steps = getattr(transform, "parts", [transform])
+        is_scale = any(isinstance(one, ExpTransform) for one in steps)
+        if is_scale and is_flat(nodes[name]["fn"]):
+            far = part.abs().flatten(1) > CHECKS.endless_log
+            share = far.any(-1).double().mean().item()
+            if share > CHECKS.endless_share:
+                found.append(f"that of `{name}` in {share:.0%} of the draws")
+    if not found:
+        return ""
+    return (
+        "the posterior is improper: logarithms of scales with a flat prior exceed "
+        f"{CHECKS.endless_log:.0f} in absolute value, {' and '.join(found)}"
+    )
 
 
 class ModeCoverage(NamedTuple):

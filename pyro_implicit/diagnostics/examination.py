@@ -18,6 +18,7 @@ from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.checks import (
     drift_check,
+    endless_scales,
     importance_check,
     stein_by_site,
     stein_check,
@@ -177,6 +178,7 @@ def examine(
         gap=gap,
         coverage=coverage,
         left_out=left_out,
+        improper=endless_scales(target, points),
         **_known(guide),
     )
 

@@ -129,6 +129,13 @@ class CheckPolicy:
     #: Share of draws with non-finite log-density that are left out; more are an error.
     max_lost: float = 0.005
 
+    #: Absolute logarithm of a scale with a flat prior from which a draw counts as endless: it
+    #: differs from 1 by more than the precision of float64.
+    endless_log: float = 36.0
+
+    #: Share of such draws above which the posterior counts as improper.
+    endless_share: float = 0.01
+
     #: Evaluations of the objective.
     num_losses: int = 20
 

@@ -62,6 +62,7 @@ class Diagnosis(Printed):
     :ivar automatic: whether ``fit`` made the guide, so that its training has no settings.
     :ivar broken: the reason if no check was possible (collapsed or infinite draws), else empty.
     :ivar left_out: the number of draws that were left out, and the reason, else empty.
+    :ivar improper: the scales with a flat prior whose draws have no end, else empty.
     :ivar semi_implicit: whether the guide is an :class:`~pyro_implicit.AutoSemiImplicit`, so that
         the advice is another guide.
     :ivar labels: names of the unconstrained coordinates in the ``faults`` of the checks.
@@ -100,6 +101,7 @@ class Diagnosis(Printed):
     symmetry: str = ""
     automatic: bool = False
     left_out: str = ""
+    improper: str = ""
     semi_implicit: bool = False
     policy: VerdictPolicy = field(default_factory=VerdictPolicy, repr=False)
 
@@ -275,6 +277,8 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
     policy = found.policy
     if found.broken:
         yield Finding("do not trust", found.broken, "fit again: a wider start, " + STEPS)
+    if found.improper:
+        yield Finding("do not trust", found.improper, "a proper prior, such as HalfNormal")
     if found.bound is not None and found.efficiency < policy.even_weights and not found.judged:
         reason = f"k-hat {found.bound.khat:.2f}: the guide is too narrow somewhere"
         # If weights are even, a heavy tail has little mass.

@@ -739,3 +739,23 @@ def test_a_semi_implicit_guide_is_not_advised_where_it_failed():
         advice = "AutoSemiImplicit with LIVI_ELBO" in str(found)
         assert found.verdict == "do not trust" and advice == isinstance(guide, AutoNormal)
         assert ("refine" in str(found)) != advice
+
+
+@pytest.mark.parametrize(("num_groups", "is_improper"), [(1, True), (3, False)])
+def test_endless_draws_of_a_flat_scale_are_improper(num_groups, is_improper):
+    """The scale of one group has the density 1 / tau, up to the largest number."""
+    y = torch.linspace(-1.0, 1.0, num_groups)
+
+    def model():
+        tau = pyro.sample("tau", dist.ImproperUniform(constraints.positive, (1,), ()))
+        with pyro.plate("groups", num_groups):
+            theta = pyro.sample("theta", dist.Normal(0.0, tau))
+            pyro.sample("y", dist.Normal(theta, 1.0), obs=y)
+
+    log_tau = torch.rand(1000, 1) * (80.0 if is_improper else 3.0)
+    noise = torch.randn(1000, num_groups) / (1 + (-2 * log_tau).exp()).sqrt()
+    found = diagnose(model, {"tau": log_tau.exp(), "theta": y + noise}, num_transitions=0)
+    assert (found.improper != "") == is_improper
+    if is_improper:
+        assert found.verdict == "do not trust"
+        assert "that of `tau` in 5" in str(found) and "a proper prior" in str(found)

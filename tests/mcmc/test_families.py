@@ -22,6 +22,7 @@ from pyro_implicit.mcmc.spaces.space import ConditionalNoise, NoiseMap, dependen
 COUNTS = torch.tensor([2.0, 0.0, 5.0, 1.0])
 
 FAMILIES = {
+    "Beta": lambda a, b: dist.Beta(a, b),
     "Gamma": lambda a, b: dist.Gamma(a, b),
     "InverseGamma": lambda a, b: dist.InverseGamma(a, b),
     "Weibull": lambda a, b: dist.Weibull(b, a),

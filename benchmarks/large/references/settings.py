@@ -18,6 +18,7 @@ MAX_COLUMNS, MAX_VALUES = 36, 54_000
 MIN_ESS = 400
 SETTINGS = {
     "bayesian_lasso_200": "--noncentred beta --target-accept 0.9 --thin 3 --diagonal --optimise",
+    "schools_lkj_100": "--noncentred effect --samples 1000 --diagonal --optimise",
 }
 # An exact sampler, its draws of each chain, and the steps between two draws.
 SAMPLERS = {"cauchy_sparse": (cauchy_sparse, 800, 10), "local_level_2000": (local_level, 1000, 15)}

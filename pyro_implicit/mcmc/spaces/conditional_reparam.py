@@ -18,7 +18,7 @@ from pyro.infer.reparam.reparam import Reparam, ReparamMessage, ReparamResult
 from pyro.ops.tensor_utils import matvecmul
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
-from torch.distributions.transforms import ExpTransform, Transform
+from torch.distributions.transforms import ExpTransform, SigmoidTransform, Transform
 
 from pyro_implicit.density.model import compute_log_prob
 from pyro_implicit.density.target import Target
@@ -53,8 +53,14 @@ def _of_inverse_gamma(fn: Any) -> tuple[Tensor, Tensor]:
     return (fn.rate / fn.concentration).log(), fn.concentration.rsqrt()
 
 
+def _of_beta(fn: Any) -> tuple[Tensor, Tensor]:
+    one, zero = fn.concentration1, fn.concentration0
+    return (one / zero).log(), (one.reciprocal() + zero.reciprocal()).sqrt()
+
+
 #: By family, the map from unconstrained coordinates, and location and scale in them.
 _FAMILIES: dict[type, tuple[Transform, Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    dist.Beta: (SigmoidTransform(), _of_beta),
     dist.Gamma: (ExpTransform(), _of_gamma),
     dist.InverseGamma: (ExpTransform(), _of_inverse_gamma),
     dist.Weibull: (ExpTransform(), lambda fn: (fn.scale.log(), fn.concentration.reciprocal())),
@@ -70,17 +76,18 @@ class Unconstrained:
     ================== ============================ =============================
     family             location :math:`l`           scale :math:`s`
     ================== ============================ =============================
+    Beta(a, b)         :math:`\log(a / b)`          :math:`(1/a + 1/b)^{1/2}`
     Gamma(a, b)        :math:`\log(a / b)`          :math:`a^{-1/2}`
     InverseGamma(a, b) :math:`\log(b / a)`          :math:`a^{-1/2}`
     Weibull(c, k)      :math:`\log c`               :math:`1 / k`
     ================== ============================ =============================
 
-    T is the exponential function. The affine map
+    T is the logistic function for Beta, and the exponential function for the others. The affine map
     :math:`u = l + s \epsilon` is a bijection with a known determinant, so that densities are exact
     although :math:`\epsilon` is only approximately standard normal.
 
     Exponential and half families have no row: s would be constant, so that priors have no funnel,
-    and the linear frame of the chains suffices. Beta has none: its chains in ``fit`` stayed apart.
+    and the linear frame of the chains suffices.
 
     **Example:**
 
