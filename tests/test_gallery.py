@@ -73,6 +73,7 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     patch(pyro_implicit, "refine", num_chains=8, max_gradients=40)
     patch(pyro_implicit, "simulation_based_calibration", num_simulations=10, num_bins=2)
     patch(pyro_implicit, "diagnose", **quick)
+    patch(pyro_implicit, "compare_models", max_seconds=0.01, evidence=False)
     monkeypatch.setattr(
         importlib.import_module("pyro_implicit.fitting.result"),
         "diagnose",

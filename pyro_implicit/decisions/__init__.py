@@ -5,5 +5,19 @@ from __future__ import annotations
 
 from pyro_implicit.decisions.leave_one_out import LeaveOneOut
 from pyro_implicit.decisions.power_scaling import PowerScaling, Sensitivity
+from pyro_implicit.decisions.predictive_checks import (
+    Band,
+    PredictiveCheck,
+    SiteCheck,
+    Statistic,
+)
 
-__all__ = ["LeaveOneOut", "PowerScaling", "Sensitivity"]
+__all__ = [
+    "Band",
+    "LeaveOneOut",
+    "PowerScaling",
+    "PredictiveCheck",
+    "Sensitivity",
+    "SiteCheck",
+    "Statistic",
+]

@@ -55,5 +55,25 @@ class DecisionPolicy:
     #: Draws at which priors are compared, to tell whether they depend on other sites.
     compared_draws: int = 8
 
+    #: Data sets of a predictive check.
+    num_replicas: int = 1000
+
+    #: Probability of either tail below which a test statistic is named.
+    tail: float = 0.005
+
+    #: Probability of the simultaneous band of a PIT-ECDF, its points at most, and the interval of
+    #: the frequencies of a rootogram, as probabilities.
+    band_mass: float = 0.95
+    num_ecdf_points: int = 50
+    interval: tuple[float, float] = (0.025, 0.975)
+
+    #: Share of the points of a rootogram or of binned residuals outside of their intervals above
+    #: which they are named: twice the share that chance alone puts there.
+    max_outside: float = 0.1
+
+    #: Replicated densities in a picture, and bins of its histogram.
+    num_curves: int = 40
+    num_bins: int = 30
+
 
 DECISIONS = DecisionPolicy()

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.decisions.power_scaling import Sensitivity, power_scaling
+from pyro_implicit.decisions.predictive_checks import PredictiveCheck, predictive_check
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
@@ -43,7 +44,7 @@ from pyro_implicit.nn import LabelReport, NumberReport
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import in_turn, seeded
-from pyro_implicit.runtime.messages import Printed, Table, first_line
+from pyro_implicit.runtime.messages import Printed, Table, first_line, refuse_counts
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import Stage, new_stage, watching
 
@@ -315,6 +316,84 @@ class Fit(Printed):
             return arviz.summary(data, hdi_prob=hdi_prob, round_to="none")
 
     @in_turn
+    def check_prior_predictive(
+        self,
+        statistics: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        num_draws: int = DECISIONS.num_replicas,
+        seed: int | None = None,
+    ) -> PredictiveCheck:
+        """Compare the observed data with data that are drawn from the prior.
+
+        The prior is wrong if it makes the observed data impossible, or if most of its data are
+        absurd. It need not be calibrated: a wide prior is no fault.
+
+        :param statistics: as for :meth:`check_posterior_predictive`, like the other arguments and
+            the errors.
+        :raises ValueError: also for a flat prior, which has no draws.
+        """
+        return self._check("prior", statistics, num_draws, seed)
+
+    @in_turn
+    def check_posterior_predictive(
+        self,
+        statistics: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        num_draws: int = DECISIONS.num_replicas,
+        seed: int | None = None,
+    ) -> PredictiveCheck:
+        r"""Compare the observed data with data that are drawn from the posterior.
+
+        The type of each observed site selects the check: densities for continuous data, a rootogram
+        for counts, binned residuals for binary data. For all types there are test statistics, and
+        the PIT-ECDF of leave-one-out predictions with a simultaneous 95 % band.
+
+        **Example:**
+
+        >>> import pyro
+        >>> import pyro.distributions as dist
+        >>> from pyro_implicit import fit
+        >>> def model(y):
+        ...     rate = pyro.sample("rate", dist.Gamma(1.0, 1.0))
+        ...     with pyro.plate("rows", len(y)):
+        ...         pyro.sample("y", dist.Poisson(rate), obs=y)
+        >>> y = torch.tensor([0.0, 9.0] * 10)  # not Poisson
+        >>> found = fit(model, "auto", y, seed=0, progress=False).check_posterior_predictive(seed=0)
+        >>> found.sites["y"].kind, found.sites["y"].faults[0]
+        ('count', 'sd: 4.62 where replicated data have 2...')
+
+        :param statistics: functions of a site's data, ``(num_observations, *event_shape)`` in
+            float64, to a number, by name. By default mean, standard deviation, minimum and maximum
+            of continuous data; mean, standard deviation, share of zeros and maximum of counts; the
+            share of ones of binary data.
+        :param num_draws: the number of data sets, about.
+        :param seed: of the data sets; by default the current streams are used.
+        :returns: numbers by site, with ``plot()``; ``print`` shows a table and names faults.
+        :raises ImportError: without ArviZ 0.x.
+        :raises ValueError: for a result without draws, a model without observed sites, constant
+            continuous data, a statistic that is no number, or data that are not finite.
+        :raises SubsampledError: for a model that was fitted by minibatches.
+
+        **References:**
+
+        1. Gabry, Simpson, Vehtari, Betancourt and Gelman (2019), *Visualization in Bayesian
+           workflow*.
+        2. Säilynoja, Bürkner and Vehtari (2022), *Graphical test for discrete uniformity and its
+           applications in goodness-of-fit evaluation and multiple sample comparison*.
+        3. Kleiber and Zeileis (2016), *Visualizing count data regressions using rootograms*.
+        """
+        return self._check("posterior", statistics, num_draws, seed)
+
+    def _check(
+        self,
+        group: Literal["prior", "posterior"],
+        statistics: Mapping[str, Callable[[Tensor], Tensor]] | None,
+        num_draws: int,
+        seed: int | None,
+    ) -> PredictiveCheck:
+        refuse_counts(DECISIONS.num_groups, num_draws=num_draws)
+        with seeded(seed):
+            return predictive_check(group, self.target, self.draws_by_chain(num_draws), statistics)
+
+    @in_turn
     def sensitivity(
         self,
         prior_sites: Collection[str] | None = None,
@@ -380,7 +459,8 @@ class Fit(Printed):
             raise ValueError(
                 'the result has no posterior draws. Cure: the result of fit(model, "auto", ...)'
             )
-        draws = self.sample(num_draws, *self.source[1], **self.source[2])
+        number = DECISIONS.num_groups * max(1, num_draws // DECISIONS.num_groups)
+        draws = self.sample(number, *self.source[1], **self.source[2])
         return {n: v.unflatten(0, (DECISIONS.num_groups, -1)) for n, v in draws.items()}
 
     @property

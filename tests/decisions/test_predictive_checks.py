@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictive checks: numbers against closed forms; right models pass, and wrong ones are named."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_implicit.decisions.predictive_checks import predictive_check
+from pyro_implicit.density.target import Target
+from pyro_implicit.fitting import Fit
+from pyro_implicit.guides import StoredDraws
+
+N = 60
+GENERATOR = torch.Generator().manual_seed(5)
+NORMAL = torch.randn(N, generator=GENERATOR)
+
+
+def normal(y, prior_sd=5.0):
+    x = pyro.sample("x", dist.Normal(0.0, prior_sd))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+
+def posterior(y, num=(40, 25)):
+    return {"x": y.mean() + torch.randn(num) / math.sqrt(len(y))}
+
+
+def check(y, group="posterior", **options):
+    return predictive_check(group, Target(normal, y), posterior(y), **options).sites["y"]
+
+
+def test_a_right_model_passes_and_its_numbers_are_right():
+    torch.manual_seed(0)
+    site = check(NORMAL)
+    assert site.kind == "continuous" and site.faults == []
+    assert site.replicated.shape == (1000, N) and site.residuals is site.frequencies is None
+    # leave-one-out predictions of y_i: normal, with the mean of the others
+    others = (NORMAL.sum() - NORMAL) / (N - 1)
+    exact = dist.Normal(others, math.sqrt(1 + 1 / (N - 1))).cdf(NORMAL)
+    assert (site.pit - exact).abs().max() < 0.08
+    assert site.statistics["mean"].observed == pytest.approx(NORMAL.mean().item())
+    assert site.statistics["sd"].replicated.mean().item() == pytest.approx(1.0, abs=0.03)
+    low, high = site.interval(0.9)
+    assert (high - low).mean().item() == pytest.approx(2 * 1.645, abs=0.1)
+    assert site.coverage(0.5) == pytest.approx(
+        ((exact - 0.5).abs() < 0.25).double().mean().item(), abs=0.1
+    )
+
+
+def test_the_band_of_the_pit_ecdf_holds_at_all_points_together():
+    torch.manual_seed(0)
+    inside = 0
+    band = check(NORMAL).pit_ecdf
+    for _ in range(400):
+        ecdf = (torch.rand(N, 1) <= band.x).double().mean(0) - band.x
+        inside += bool(((ecdf >= band.low) & (ecdf <= band.high)).all())
+    assert 0.90 < inside / 400 < 0.99
+
+
+@pytest.mark.parametrize(
+    ("y", "fault"),
+    [(2 * NORMAL, "sd: "), (NORMAL.abs() ** 2, "PIT-ECDF leaves its 95 % band")],
+)
+def test_wrong_models_are_named(y, fault):
+    assert any(fault in one for one in check(y).faults)
+
+
+def test_prior_predictive_draws_the_prior():
+    torch.manual_seed(0)
+    site = check(NORMAL, group="prior")
+    assert site.replicated.mean(-1).std().item() == pytest.approx(5.0, rel=0.15)
+    assert site.coverage(0.9) > 0.95  # a wide prior
+
+
+def counts(y, dispersed):
+    rate = pyro.sample("rate", dist.Gamma(1.0, 0.1))
+    with pyro.plate("rows", len(y)):
+        family = dist.NegativeBinomial(0.5, probs=rate / (rate + 0.5))
+        pyro.sample("y", family if dispersed else dist.Poisson(rate), obs=y)
+
+
+def test_rootograms_of_counts():
+    torch.manual_seed(0)
+    y = dist.NegativeBinomial(0.5, probs=torch.tensor(0.9)).sample((200,))
+    draws = {"rate": (y.mean() + 0.1 * torch.randn(40, 10)).clamp(min=0.1)}
+    wrong, right = (
+        predictive_check("posterior", Target(counts, y, dispersed), draws).sites["y"]
+        for dispersed in (False, True)
+    )
+    assert wrong.kind == "count" and any("frequencies are outside" in f for f in wrong.faults)
+    assert any("share of zeros" in f for f in wrong.faults)
+    assert not any("frequencies" in f or "zeros" in f for f in right.faults)
+    assert wrong.frequencies.observed[0].item() == pytest.approx((y == 0).sum().sqrt().item())
+    assert wrong.frequencies.observed.square().sum().item() == pytest.approx(200)
+
+
+def logistic(x, y, slope):
+    a = pyro.sample("a", dist.Normal(0.0, 2.0))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Bernoulli(logits=a + slope * x), obs=y)
+
+
+def test_binned_residuals_of_binary_data():
+    torch.manual_seed(0)
+    x = torch.linspace(-2, 2, 400)
+    y = dist.Bernoulli(logits=-3.0 * x).sample()
+    draws = {"a": 0.1 * torch.randn(40, 10)}
+    wrong, right = (
+        predictive_check("posterior", Target(logistic, x, y, slope), draws).sites["y"]
+        for slope in (-0.5, -3.0)
+    )
+    assert wrong.kind == "binary" and any("residuals are outside" in f for f in wrong.faults)
+    assert not any("residuals" in f for f in right.faults) and len(right.residuals.x) == 20
+
+
+def test_the_residuals_of_a_bin_against_their_formula():
+    torch.manual_seed(0)
+    x = torch.tensor([-4.0, -1.0, 1.0, 4.0]).repeat_interleave(4)  # four bins of four
+    y = torch.tensor([0.0, 0.0, 0.0, 1.0] * 4)
+    draws = {"a": 0.001 * torch.randn(40, 50)}
+    found = predictive_check("posterior", Target(logistic, x, y, 1.0), draws).sites["y"].residuals
+    p = torch.sigmoid(torch.tensor([-4.0, -1.0, 1.0, 4.0])).double()
+    torch.testing.assert_close(found.x, p, rtol=0, atol=0.02)
+    torch.testing.assert_close(found.observed, 0.25 - p, rtol=0, atol=0.02)
+    torch.testing.assert_close(found.high, (p * (1 - p)).sqrt(), rtol=0.1, atol=0)
+    torch.testing.assert_close(found.low, -found.high)
+
+
+def test_own_statistics_and_events():
+    def pairs(y):
+        x = pyro.sample("x", dist.Normal(0.0, 5.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(x, 1.0).expand([len(y), 2]).to_event(1), obs=y)
+
+    torch.manual_seed(0)
+    y = NORMAL.view(-1, 2)
+    own = {"lag": lambda data: (data[:, 0] * data[:, 1]).mean()}
+    target = Target(pairs, y)
+    site = predictive_check("posterior", target, posterior(y.flatten()), own).sites["y"]
+    assert site.replicated.shape == (1000, 30, 2) and site.pit.shape == (60,)
+    assert site.statistics["lag"].observed == pytest.approx((y[:, 0] * y[:, 1]).mean().item())
+    with pytest.raises(ValueError, match="statistic sum of 'y' gives \\(30,\\) values. Cure"):
+        predictive_check("posterior", target, posterior(y.flatten()), {"sum": lambda d: d.sum(1)})
+
+
+def test_refused_input():
+    with pytest.raises(ValueError, match="all 3 observations of site 'y' are equal.*Cure"):
+        check(torch.ones(3))
+    with pytest.raises(ValueError, match="no posterior draws"):
+        predictive_check("prior", Target(normal, NORMAL), {"x": torch.ones(40, 2)})
+
+    def flat(y):
+        x = pyro.sample("x", dist.ImproperUniform(dist.constraints.real, (), ()))
+        pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+    with pytest.raises(ValueError, match="prior of site 'x' is flat"):
+        predictive_check("prior", Target(flat, torch.tensor(0.0)), {"x": torch.randn(4, 5)})
+
+
+def test_of_a_result_with_several_sites():
+    def both(y, z):
+        x = pyro.sample("x", dist.Normal(0.0, 5.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+            pyro.sample("z", dist.Poisson(1.0), obs=z)
+
+    z = torch.poisson(torch.ones(N), generator=GENERATOR)
+    guide = StoredDraws({"x": posterior(NORMAL, (400,))["x"]})
+    result = Fit(guide=guide, source=(both, (NORMAL, z), {}))
+    outside = torch.get_rng_state()
+    found = result.check_posterior_predictive(seed=0, num_draws=200)
+    assert torch.equal(torch.get_rng_state(), outside)
+    assert [site.kind for site in found.sites.values()] == ["continuous", "count"]
+    assert "Site 'y', continuous: 60 observations, 200 data sets from the posterior" in str(found)
+    assert len(found.plot().axes) == 6
+    again = result.check_posterior_predictive(seed=0, num_draws=200)
+    assert torch.equal(found.sites["y"].pit, again.sites["y"].pit)
+    assert "from the prior" in str(result.check_prior_predictive(seed=0, num_draws=100))
+    with pytest.raises(ValueError, match="num_draws must be at least 40"):
+        result.check_prior_predictive(num_draws=10)
