@@ -139,7 +139,7 @@ class PredictiveCheck(Printed):
         for name, site in self.sites.items():
             count = f"{len(site.replicated)} data sets from the {self.group}"
             yield f"Site '{name}', {site.kind}: {len(site.observed)} observations, {count}"
-            rows = [("", "observed", "mean", "5%", "95%", "P(larger)")]
+            rows: list[tuple[str, ...]] = [("", "observed", "mean", "5%", "95%", "P(larger)")]
             for statistic, (observed, replicated, tail) in site.statistics.items():
                 ends = replicated.quantile(replicated.new_tensor([0.05, 0.95])).tolist()
                 numbers = observed, replicated.mean().item(), *ends
