@@ -291,12 +291,16 @@ def _statistic(
     return Statistic(value.item(), found.double(), tail.item())
 
 
+def _share_of_zeros(data: Tensor) -> Tensor:
+    return (data == 0).double().mean()
+
+
 _DEFAULTS: dict[str, Statistics] = {
     "continuous": {"mean": torch.mean, "sd": torch.std, "min": torch.min, "max": torch.max},
     "count": {
         "mean": torch.mean,
         "sd": torch.std,
-        "share of zeros": lambda data: (data == 0).double().mean(),
+        "share of zeros": _share_of_zeros,
         "max": torch.max,
     },
     "binary": {"share of ones": torch.mean},
