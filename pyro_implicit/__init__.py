@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pyro_implicit.diagnostics import compare, diagnose, simulation_based_calibration
 from pyro_implicit.distributions import Implicit, SemiImplicit
-from pyro_implicit.fitting import compare_models, fit
+from pyro_implicit.fitting import compare_models, fit, fit_simulator
 from pyro_implicit.generators import (
     MLP,
     MMNN,
@@ -92,6 +92,7 @@ __all__ = [
     "diagnose",
     "evidence_bound",
     "fit",
+    "fit_simulator",
     "refine",
     "simulation_based_calibration",
     "warm_start",

@@ -19,7 +19,7 @@ from pyro.infer.autoguide import AutoNormal
 
 import pyro_implicit
 from pyro_implicit import diagnose, fit
-from pyro_implicit.fitting import Fit, FitPolicy
+from pyro_implicit.fitting import Fit, FitPolicy, SimulatorPolicy
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.runtime.sites import is_discrete_latent
 
@@ -74,6 +74,8 @@ def small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     patch(pyro_implicit, "simulation_based_calibration", num_simulations=10, num_bins=2)
     patch(pyro_implicit, "diagnose", **quick)
     patch(pyro_implicit, "compare_models", max_seconds=0.01, evidence=False)
+    few = SimulatorPolicy(num_networks=1, num_steps=5)
+    patch(pyro_implicit, "fit_simulator", num_simulations=200, policy=few)
     monkeypatch.setattr(
         importlib.import_module("pyro_implicit.fitting.result"),
         "diagnose",

@@ -13,6 +13,7 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
@@ -23,7 +24,13 @@ from pyro_implicit.runtime.global_state import in_turn
 from pyro_implicit.runtime.messages import Printed, Table
 from pyro_implicit.runtime.sites import is_flat
 
-__all__ = ["Calibration", "simulation_based_calibration"]
+__all__ = [
+    "Calibration",
+    "calibration_of",
+    "rank",
+    "simulation_based_calibration",
+    "simulation_trace",
+]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -157,12 +164,21 @@ def simulation_based_calibration(
                 fitted = draw(fitted, num_draws)
         for name, value in truth.items():
             draws = _thin(name, fitted, num_draws, value)
-            all_ranks.setdefault(name, []).append(_rank(value, draws))
-    ranks = {name: torch.stack(values) for name, values in all_ranks.items()}
+            all_ranks.setdefault(name, []).append(rank(value, draws))
+    return calibration_of(
+        {name: torch.stack(values) for name, values in all_ranks.items()}, num_draws, num_bins
+    )
+
+
+def calibration_of(ranks: dict[str, Tensor], num_draws: int, num_bins: int) -> Calibration:
+    """Test whether ranks are uniform.
+
+    :param ranks: by site, ``(num_simulations, *site_shape)``, from 0 to ``num_draws``.
+    """
     bins = torch.arange(num_draws + 1) * num_bins // (num_draws + 1)
-    expected = torch.bincount(bins).double() * num_simulations / (num_draws + 1)
     counts, p_values = {}, {}
     for name, rank in ranks.items():
+        expected = torch.bincount(bins).double() * len(rank) / (num_draws + 1)
         found = torch.stack([(bins[rank] == b).sum(0) for b in range(num_bins)])
         share = expected.reshape((-1,) + (1,) * (found.dim() - 1))
         statistic = ((found - share).square() / share).sum(0)
@@ -197,11 +213,19 @@ class _RefuseImproper(Messenger):
 
 
 @torch.no_grad()
+def simulation_trace(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Trace:
+    """Return a trace in which all latents, and then the observed sites, are drawn.
+
+    :raises ValueError: for a flat prior or a factor.
+    """
+    with poutine.block(), _RefuseImproper():
+        return poutine.trace(poutine.uncondition(model)).get_trace(*args, **kwargs)
+
+
 def _simulate(
     model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    with poutine.block(), _RefuseImproper():
-        trace = poutine.trace(poutine.uncondition(model)).get_trace(*args, **kwargs)
+    trace = simulation_trace(model, args, kwargs)
     truth: dict[str, Tensor] = {}
     data: dict[str, Tensor] = {}
     for name, site in trace.nodes.items():
@@ -236,7 +260,8 @@ def _thin(name: str, fitted: Mapping[str, Tensor], num_draws: int, truth: Tensor
     return draws[torch.arange(num_draws) * len(draws) // num_draws]
 
 
-def _rank(truth: Tensor, draws: Tensor) -> Tensor:
+def rank(truth: Tensor, draws: Tensor) -> Tensor:
+    """Return how many draws lie below the truth, with ties at random, on the CPU."""
     below, ties = (draws < truth).sum(0), (draws == truth).sum(0)
     return (below + (torch.rand(truth.shape) * (ties.cpu() + 1)).long().to(below)).cpu()
 

@@ -27,11 +27,13 @@ from pyro_implicit.fitting.policy import (
     MixturePolicy,
     NetworkPolicy,
     Schedule,
+    SimulatorPolicy,
     StartPolicy,
     TrainingPolicy,
     UpdatePolicy,
 )
 from pyro_implicit.fitting.result import Fit
+from pyro_implicit.fitting.simulation import SimulatorDiagnosis, SimulatorFit, fit_simulator
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.fitting.training import HeldOut, default_loss, train
 from pyro_implicit.fitting.updating import JointPrior, posterior_as_prior
@@ -54,6 +56,9 @@ __all__ = [
     "ModelComparison",
     "NetworkPolicy",
     "Schedule",
+    "SimulatorDiagnosis",
+    "SimulatorFit",
+    "SimulatorPolicy",
     "Stage",
     "Stages",
     "StartPolicy",
@@ -65,6 +70,7 @@ __all__ = [
     "exact_guide",
     "exact_log_weights",
     "fit",
+    "fit_simulator",
     "frame_of_draws",
     "gaussian_guide",
     "log_evidence",

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH, MarginalPolicy
-from pyro_implicit.mcmc.policy import ChainPolicy
+from pyro_implicit.diagnostics.policy import Thresholds
+from pyro_implicit.mcmc.policy import ChainPolicy, TeachPolicy
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.policy import EVEN_EFFICIENCY, FINITE_VARIANCE_KHAT, RELIABLE_KHAT
 
@@ -29,6 +30,7 @@ __all__ = [
     "MixturePolicy",
     "NetworkPolicy",
     "Schedule",
+    "SimulatorPolicy",
     "StartPolicy",
     "TrainingPolicy",
     "UpdatePolicy",
@@ -508,6 +510,53 @@ class IntegrationPolicy:
 
     #: Share of ``max_seconds`` that the fit of the remaining variables may take.
     time_share: float = 0.7
+
+
+@dataclass(frozen=True)
+class SimulatorPolicy:
+    """Networks and checks of :func:`~pyro_implicit.fitting.fit_simulator`."""
+
+    #: Networks, whose densities are averaged.
+    num_networks: int = 3
+
+    #: Normal components of each conditional density.
+    num_components: int = 10
+
+    #: Units of each of two hidden layers.
+    width: int = 128
+
+    #: Units of each of two hidden layers of the classifier.
+    classifier_width: int = 64
+
+    #: Learning rate of Adam, at first.
+    lr: float = 2e-3
+
+    #: Steps of a training, at most.
+    num_steps: int = 10_000
+
+    #: Simulations of each step.
+    batch_size: int = 256
+
+    #: Share of the simulations by which a training ends.
+    held_out_share: float = 0.1
+
+    #: Steps between two scores of these, scores without a gain until the end, and the norm of
+    #: clipped gradients.
+    training: TeachPolicy = field(default_factory=lambda: TeachPolicy(every=100, patience=10))
+
+    #: Finite simulations, at least.
+    least_simulations: int = 100
+
+    #: Share of ``max_seconds`` for the simulations.
+    simulation_share: float = 0.5
+
+    #: Draws to which each true value is compared, and bins of the histograms of their ranks.
+    num_draws: int = 99
+    num_bins: int = 10
+
+    #: Accuracies of a classifier between true values and draws, with two standard errors in their
+    #: favour, from which the verdict is "check" and "do not trust"; 0.5 is chance.
+    accuracy: Thresholds = Thresholds(0.55, 0.65)
 
 
 @dataclass(frozen=True)

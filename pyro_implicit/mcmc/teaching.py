@@ -102,14 +102,15 @@ def teach(
     learnt, held_out = _parts(dict(draws), policy)
     density = density_at_draws(guide, learnt, args, kwargs)
     score = _HeldOutScore(density_at_draws(guide, held_out, args, kwargs))
-    best = _Best(parameters, score())
+    best = KeptBest(parameters, score())
     before, steps = best.score, 0
     with watching(progress), new_stage("teach") as line:
         try:
             if _take_moments(guide, density):
                 best.update(score())
             else:
-                steps = _train(density, best, score, num_steps, lr, batch_size, policy)
+                size, rows = density.num_draws, density.objective
+                steps = maximise(rows, size, best, score, num_steps, lr, batch_size, policy)
         finally:  # interrupted, too
             best.restore()
         taught = Taught(before, best.score, steps, time.perf_counter() - began)
@@ -117,28 +118,44 @@ def teach(
     return taught
 
 
-def _train(
-    density: Any,
-    best: _Best,
-    score: _HeldOutScore,
+def maximise(
+    objective: Callable[[Tensor], Tensor],
+    num_rows: int,
+    best: KeptBest,
+    score: Callable[[], float],
     num_steps: int,
     lr: float,
     batch_size: int,
     policy: TeachPolicy,
+    name: str = "teach",
+    max_seconds: float = math.inf,
 ) -> int:
-    """Train by Adam, and return the number of steps."""
-    steps, size = 0, min(batch_size, density.num_draws)
-    optimiser = torch.optim.Adam(best.parameters, lr)
-    with watch("teach", num_steps) as watched:
+    """Maximise an objective by Adam, until the score of held-out rows stops rising.
+
+    :param objective: a function of the indices of some rows.
+    :param num_rows: the number of rows for training.
+    :param best: the parameters, which it keeps at the best score.
+    :param score: of the held-out rows.
+    :param name: the name of the loop.
+    :param max_seconds: the limit of wall time.
+    :returns: the number of steps.
+    """
+    steps, size, began = 0, min(batch_size, num_rows), time.perf_counter()
+    optimiser, device = torch.optim.Adam(best.parameters, lr), best.parameters[0].device
+    with watch(name, num_steps) as watched:
         while steps < num_steps and best.age < policy.patience and not watched.stopped:
+            share = max(steps / num_steps, (time.perf_counter() - began) / max_seconds)
             for group in optimiser.param_groups:
-                group["lr"] = 0.5 * lr * (1 + math.cos(math.pi * steps / num_steps))
-            rows = torch.randint(density.num_draws, (size,), device=density.device)
-            _step(optimiser, best.parameters, -density.objective(rows), policy.clip_norm)
+                group["lr"] = 0.5 * lr * (1 + math.cos(math.pi * min(share, 1.0)))
+            rows = torch.randint(num_rows, (size,), device=device)
+            _step(optimiser, best.parameters, -objective(rows), policy.clip_norm)
             steps += 1
-            watched.step(values=lambda: {"log_q": best.score})
-            if steps % policy.every == 0 or steps == num_steps or watched.stopped:
+            watched.step(values=lambda: {"score": best.score})
+            is_last = steps == num_steps or watched.stopped or share >= 1
+            if steps % policy.every == 0 or is_last:
                 best.update(score())
+            if is_last:
+                break
     optimiser.zero_grad()
     return steps
 
@@ -220,7 +237,9 @@ def _take_moments(guide: Any, density: DensityAtDraws) -> bool:
     return True
 
 
-class _Best:
+class KeptBest:
+    """Parameters with the values of the best score so far."""
+
     def __init__(self, parameters: list[Tensor], score: float) -> None:
         self.parameters, self.score, self.age = parameters, score, 0
         self._values = [parameter.detach().clone() for parameter in parameters]

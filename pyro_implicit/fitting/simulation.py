@@ -1,0 +1,557 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Likelihood-free inference: posteriors of simulators, whose data can only be sampled."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.nn import ConditionalAutoRegressiveNN
+from pyro.poutine.trace_struct import Trace
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
+from torch.distributions import biject_to
+
+from pyro_implicit.diagnostics.calibration import (
+    Calibration,
+    calibration_of,
+    rank,
+    simulation_trace,
+)
+from pyro_implicit.diagnostics.quantities import element_labels
+from pyro_implicit.fitting.policy import SimulatorPolicy
+from pyro_implicit.fitting.stages import TimeLimit
+from pyro_implicit.mcmc.teaching import KeptBest, maximise
+from pyro_implicit.ops import logistic_ratio_loss
+from pyro_implicit.runtime.global_state import in_turn, with_seed
+from pyro_implicit.runtime.messages import (
+    Printed,
+    Table,
+    refuse_counts,
+    refuse_nonpositive,
+)
+from pyro_implicit.runtime.progress import Callback, Stage, new_stage, watch, watching
+from pyro_implicit.runtime.sites import is_data
+
+__all__ = ["SimulatorDiagnosis", "SimulatorFit", "fit_simulator"]
+
+
+class _Pairs(NamedTuple):
+    """Unconstrained latents ``(n, d)`` and finite data ``(n, m)``."""
+
+    latent: Tensor
+    data: Tensor
+
+
+class _Simulator:
+    """A model whose observed sites are drawn.
+
+    ``observed`` are the data ``(m,)`` with which it was called, ``columns`` their names.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        sites: Collection[str] | None,
+    ) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        trace = simulation_trace(model, args, kwargs)
+        given = self.read_data(args, kwargs)
+        self.shapes = {name: value.shape for name, value in given.items()}
+        self.columns = [
+            label for name, shape in self.shapes.items() for label in element_labels(name, shape)
+        ]
+        nodes = dict(trace.iter_stochastic_nodes())
+        latents = [n for n, site in nodes.items() if n not in given and not site_is_subsample(site)]
+        unknown = sorted(set(sites or ()) - set(latents))
+        if unknown:
+            raise ValueError(f"sites names '{unknown[0]}', but the model's latents are {latents}")
+        self.sites = [name for name in latents if sites is None or name in sites]
+        if not self.sites:
+            raise ValueError("the model has no latent variable. Cure: pyro.sample with a prior")
+        self.supports, self.parts = {}, {}
+        for name in self.sites:
+            support = nodes[name]["fn"].support
+            if support.is_discrete:
+                rest = [one for one in self.sites if one != name]
+                raise ValueError(
+                    f"latent '{name}' is discrete, and a simulator's posterior is known for "
+                    f"continuous latents only. Cure: sites={rest}, which averages over '{name}'"
+                )
+            self.supports[name] = support
+            self.parts[name] = biject_to(support).inv(nodes[name]["value"]).shape
+
+    def read_data(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the observed values of a call."""
+        with torch.no_grad(), poutine.block(), pyro.validation_enabled(False):
+            trace = poutine.trace(self.model).get_trace(*args, **kwargs)
+        found = {name: site["value"] for name, site in trace.nodes.items() if is_data(site)}
+        if not found:
+            raise ValueError(
+                "the model observes nothing. Cure: call it with data, which reach it by obs= (of "
+                "the right shape, if there are none yet)"
+            )
+        for name, value in found.items():
+            if not value.isfinite().all():
+                raise ValueError(
+                    f"the observed data of site '{name}' are not finite. Cure: leave them out, in "
+                    "the model, too, or replace them by a value that the simulator makes as well"
+                )
+        return found
+
+    def features(self, data: Mapping[str, Tensor]) -> Tensor:
+        """Return data as one vector.
+
+        :raises ValueError: for other shapes than those of the first call.
+        """
+        for name, shape in self.shapes.items():
+            if data[name].shape != shape:
+                raise ValueError(
+                    f"site '{name}' has shape {tuple(data[name].shape)}, but in the first call "
+                    f"{tuple(shape)}. Cure: data of one shape, for instance summary statistics, or "
+                    "rows that are padded"
+                )
+        like = torch.get_default_dtype()
+        return torch.cat([data[name].reshape(-1).to(like) for name in self.shapes])
+
+    def draw(self, number: int, limit: TimeLimit, share: float) -> tuple[_Pairs, int]:
+        """Simulate pairs; return the finite ones, and the number of the others."""
+        latents: list[Tensor] = []
+        features: list[Tensor] = []
+        limit = TimeLimit(limit.left(share) if math.isfinite(limit.end) else None)
+        with watch("simulate", number) as watched:
+            while len(latents) < number and not (watched.stopped or limit.is_over()):
+                trace = simulation_trace(self.model, self.args, self.kwargs)
+                latents.append(self._latent(trace))
+                features.append(self.features({n: trace.nodes[n]["value"] for n in self.shapes}))
+                watched.step()
+        if not latents:
+            raise ValueError("max_seconds is shorter than a simulation. Cure: a larger max_seconds")
+        pairs = _Pairs(torch.stack(latents), torch.stack(features))
+        finite = pairs.data.isfinite().all(-1) & pairs.latent.isfinite().all(-1)
+        return _Pairs(*(part[finite] for part in pairs)), int((~finite).sum())
+
+    def _latent(self, trace: Trace) -> Tensor:
+        parts = []
+        for name in self.sites:
+            value = trace.nodes[name]["value"]
+            part = biject_to(self.supports[name]).inv(value)
+            again = biject_to(self.supports[name])(part)
+            if not torch.allclose(again, value, rtol=1e-2, atol=1e-3, equal_nan=True):
+                raise ValueError(
+                    f"the support of latent '{name}' depends on other latents. Cure: a latent of "
+                    "fixed support that the model scales, or sites= without it"
+                )
+            parts.append(part.reshape(-1))
+        return torch.cat(parts).to(torch.get_default_dtype())
+
+    def split(self, latent: Tensor) -> dict[str, Tensor]:
+        """Return constrained values by site of vectors ``(*batch, d)``."""
+        sizes = [shape.numel() for shape in self.parts.values()]
+        batch = latent.shape[:-1]
+        return {
+            name: biject_to(self.supports[name])(part.reshape(batch + shape))
+            for (name, shape), part in zip(self.parts.items(), latent.split(sizes, -1), strict=True)
+        }
+
+
+class _Frame(nn.Module):
+    """Standardises pairs by their means and standard deviations."""
+
+    latent_loc: Tensor
+    latent_scale: Tensor
+    data_loc: Tensor
+    data_scale: Tensor
+
+    def __init__(self, pairs: _Pairs) -> None:
+        super().__init__()
+        for name, part in zip(_Pairs._fields, pairs, strict=True):
+            scale = part.std(0)
+            self.register_buffer(f"{name}_loc", part.mean(0))
+            self.register_buffer(f"{name}_scale", torch.where(scale > 0, scale, 1.0))
+
+    def forward(self, latent: Tensor, data: Tensor) -> tuple[Tensor, Tensor]:
+        return (latent - self.latent_loc) / self.latent_scale, self.white_data(data)
+
+    def white_data(self, data: Tensor) -> Tensor:
+        return (data - self.data_loc) / self.data_scale
+
+
+class _Density(nn.Module):
+    r"""Conditional density of latents given data, a product of mixtures of normals:
+
+    .. math:: q(u | y) = \prod_i \sum_k w_k N(u_i | m_k, s_k^2),
+
+    where weights, means and scales are functions of :math:`u_{<i}` and y by a masked network. It is
+    the density of a triangular injective map from uniform noise, each coordinate by the inverse of
+    its conditional distribution function.
+    """
+
+    def __init__(self, pairs: _Pairs, policy: SimulatorPolicy) -> None:
+        super().__init__()
+        self.frame, number = _Frame(pairs), policy.num_components
+        dim = pairs.latent.shape[-1]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*AutoRegressiveNN input_dim = 1")
+            self.network = ConditionalAutoRegressiveNN(
+                dim,
+                pairs.data.shape[-1],
+                [policy.width] * 2,
+                param_dims=(number,) * 3,
+                permutation=torch.arange(dim),
+                nonlinearity=nn.SiLU(),
+            )
+        with torch.no_grad():
+            zeros = torch.zeros(number, dim)
+            bias = torch.stack([zeros, torch.randn(number, dim), zeros])  # logits, means, log sds
+            self.network.layers[-1].bias.copy_(bias.flatten())
+        self.to(pairs.latent)
+
+    def log_prob(self, latent: Tensor, data: Tensor) -> Tensor:
+        """Return log q at ``(*batch, d)`` and ``(*batch, m)``, up to a constant."""
+        x, y = self.frame(latent, data)
+        logits, mean, log_scale = self.network(x, y)
+        z = (x.unsqueeze(-2) - mean) * (-log_scale).exp()
+        parts = logits.log_softmax(-2) - 0.5 * (z.square() + math.log(2 * math.pi)) - log_scale
+        return parts.logsumexp(-2).sum(-1)
+
+    @torch.no_grad()
+    def sample(self, data: Tensor) -> Tensor:
+        """Draw one vector for each row of data, ``(n, m)``: ``(n, d)``."""
+        y, dim = self.frame.white_data(data), len(self.frame.latent_loc)
+        x = y.new_zeros(len(y), dim)
+        for i in range(dim):
+            logits, mean, log_scale = (part[..., i] for part in self.network(x, y))
+            chosen = torch.multinomial(logits.softmax(-1), 1)
+            noise = torch.randn_like(y[:, :1])
+            value = mean.gather(-1, chosen) + log_scale.gather(-1, chosen).exp() * noise
+            x[:, i] = value.squeeze(-1)
+        return self.frame.latent_loc + self.frame.latent_scale * x
+
+
+class _Classifier(nn.Module):
+    """The log-ratio of the densities of true latents and of draws, given data."""
+
+    def __init__(self, pairs: _Pairs, policy: SimulatorPolicy) -> None:
+        super().__init__()
+        size, width = pairs.latent.shape[-1] + pairs.data.shape[-1], policy.classifier_width
+        self.frame = _Frame(pairs)
+        self.network = nn.Sequential(
+            nn.Linear(size, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(),
+            nn.Linear(width, 1),
+        )  # fmt: skip
+        self.to(pairs.latent)
+
+    def forward(self, latent: Tensor, data: Tensor) -> Tensor:
+        return self.network(torch.cat(self.frame(latent, data), -1)).squeeze(-1)
+
+
+@dataclass(repr=False, eq=False)
+class SimulatorDiagnosis(Printed):
+    """A verdict on the posterior of a simulator; ``print`` shows it.
+
+    :param calibration: ranks of true values among draws, for new simulations.
+    :param accuracy: of a classifier that tells true values from draws, given the data of new
+        simulations; 0.5 is chance.
+    :param accuracy_error: its standard error.
+    :param outside: names of the observed data outside of the range of all simulations.
+    :param num_failed: simulations that were not finite, of ``num_simulations``.
+    """
+
+    calibration: Calibration
+    accuracy: float
+    accuracy_error: float
+    outside: tuple[str, ...]
+    num_failed: int
+    num_simulations: int
+    policy: SimulatorPolicy = field(default_factory=SimulatorPolicy)
+
+    @property
+    def findings(self) -> list[tuple[str, str]]:
+        """Verdicts with their reasons."""
+        limits, found = self.policy.accuracy, []
+        if self.outside:
+            reason = (
+                f"the data {', '.join(self.outside)} lie outside of the range of all simulations: "
+                "the model does not make such data, or too rarely"
+            )
+            found.append(("do not trust", reason))
+        surely = self.accuracy - 2 * self.accuracy_error
+        if surely > limits.check:
+            verdict = "do not trust" if surely > limits.distrust else "check"
+            reason = f"a classifier tells draws from true values in {self.accuracy:.0%} of cases"
+            found.append((verdict, f"{reason}. Cure: more simulations"))
+        if self.calibration.failures:
+            names = ", ".join(self.calibration.failures[:4])
+            reason = f"ranks of {names} are not uniform. Cure: more simulations"
+            found.append(("do not trust", reason))
+        return found
+
+    @property
+    def verdict(self) -> str:
+        """``"trust"``, ``"check"`` or ``"do not trust"``."""
+        found = [verdict for verdict, _ in self.findings]
+        return "do not trust" if "do not trust" in found else (found or ["trust"])[0]
+
+    def _blocks(self) -> Iterator[str | Table]:
+        yield from list(self.calibration._blocks())[:-1]
+        error = f"{self.accuracy:.3f} +- {self.accuracy_error:.3f}"
+        yield f"Classifier of draws and true values: accuracy {error}; 0.5 if right"
+        if self.num_failed:
+            yield f"{self.num_failed} of {self.num_simulations} simulations are not finite"
+        yield f"Verdict: {self.verdict}"
+        yield from (f"  {reason}" for _, reason in self.findings)
+
+
+@dataclass(repr=False, eq=False)
+class SimulatorFit(Printed):
+    """The posterior of a simulator, for any data; ``print`` shows its stages.
+
+    :param stages: the stages of :func:`fit_simulator`.
+    :param num_simulations: the number of simulations, of which ``num_failed`` are not finite.
+    """
+
+    stages: list[Stage]
+    num_simulations: int
+    num_failed: int
+    policy: SimulatorPolicy
+    _simulator: _Simulator
+    _networks: list[_Density] = field(default_factory=list)
+    _classifier: _Classifier | None = None
+    _range: tuple[Tensor, Tensor] = field(default=(torch.empty(0), torch.empty(0)))
+
+    @in_turn
+    def sample(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Draw from the posterior.
+
+        :param num_samples: the number of draws.
+        :param args: arguments of the model with other data, like ``kwargs``; by default those of
+            :func:`fit_simulator`.
+        :returns: by site, ``(num_samples, *site_shape)``.
+        :raises ValueError: for data of another shape, or that are not finite.
+        """
+        refuse_counts(num_samples=num_samples)
+        return self._simulator.split(self._sample(self._features(args, kwargs), num_samples))
+
+    def _features(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        simulator = self._simulator
+        if not args and not kwargs:
+            args, kwargs = simulator.args, simulator.kwargs
+        return simulator.features(simulator.read_data(args, kwargs))
+
+    def _sample(self, data: Tensor, num_samples: int) -> Tensor:
+        """Draw ``(*batch, num_samples, d)`` given data ``(*batch, m)``."""
+        rows = data.unsqueeze(-2).expand(data.shape[:-1] + (num_samples, -1)).flatten(0, -2)
+        parts = rows.new_empty(len(rows), self._networks[0].frame.latent_loc.numel())
+        members = torch.randint(len(self._networks), (len(rows),), device=rows.device)
+        for index, network in enumerate(self._networks):
+            mine = members == index
+            parts[mine] = network.sample(rows[mine])
+        return parts.reshape(data.shape[:-1] + (num_samples, -1))
+
+    @in_turn
+    @with_seed
+    @torch.no_grad()
+    def diagnose(
+        self, *args: Any, num_simulations: int = 500, seed: int | None = None, **kwargs: Any
+    ) -> SimulatorDiagnosis:
+        """Check the posterior by new simulations, and the data by the range of all simulations.
+
+        The checks average over the prior: they may miss errors at the data of interest.
+
+        :param args: arguments of the model with other data, as in :meth:`sample`.
+        :param num_simulations: the number of new simulations, at least 100.
+        :param seed: the seed of all random numbers of this call.
+        :raises ValueError: for fewer simulations.
+        """
+        policy, simulator = self.policy, self._simulator
+        refuse_counts(policy.least_simulations, num_simulations=num_simulations)
+        data = self._features(args, kwargs)
+        pairs, _ = simulator.draw(num_simulations, TimeLimit(None), 1.0)
+        draws = self._sample(pairs.data, policy.num_draws)
+        truth, others = simulator.split(pairs.latent), simulator.split(draws)
+        ranks = {
+            name: torch.stack([rank(*row) for row in zip(value, others[name], strict=True)])
+            for name, value in truth.items()
+        }
+        assert self._classifier is not None
+        hits = torch.cat(
+            [self._classifier(pairs.latent, pairs.data) > 0]
+            + [self._classifier(draws[:, 0], pairs.data) < 0]
+        ).double()
+        low, high = self._range
+        outside = ((data < low) | (data > high)).tolist()
+        return SimulatorDiagnosis(
+            calibration_of(ranks, policy.num_draws, policy.num_bins),
+            hits.mean().item(),
+            hits.std().item() / math.sqrt(len(hits)),
+            tuple(n for n, is_out in zip(simulator.columns, outside, strict=True) if is_out),
+            self.num_failed,
+            self.num_simulations,
+            policy,
+        )
+
+    def _blocks(self) -> Iterator[str | Table]:
+        rows = [(stage.name, f"{stage.seconds:.1f}", stage.outcome) for stage in self.stages]
+        head = ("stage", "seconds", "outcome")
+        yield Table([head, *rows], header=True, align="lrl", widths=(20, 7))
+
+
+@in_turn
+@with_seed
+def fit_simulator(
+    model: Callable[..., Any],
+    *args: Any,
+    sites: Collection[str] | None = None,
+    num_simulations: int = 10_000,
+    max_seconds: float | None = None,
+    seed: int | None = None,
+    progress: bool = True,
+    callbacks: Iterable[Callback] = (),
+    policy: SimulatorPolicy | None = None,
+    model_kwargs: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> SimulatorFit:
+    r"""Fit the posterior of a simulator: a model whose observed sites can only be sampled.
+
+    No density of the observed sites is evaluated, so they may have distributions without
+    ``log_prob``. A function that returns random data is ``dist.Delta(simulate(x), event_dim=...)``.
+
+    1. **simulate**: latents and data are drawn from the model ``num_simulations`` times. Pairs that
+       are not finite are left out, which does not change the posterior given finite data.
+    2. **posterior**: conditional densities :math:`q(\theta | y)` of the latents in unconstrained
+       space are trained by maximum likelihood on these pairs (neural posterior estimation,
+       references 1 and 2). The posterior is the average of three networks.
+    3. **ratio**: a classifier learns the ratio of the joint density to :math:`q(\theta | y) p(y)`,
+       by which :meth:`SimulatorFit.diagnose` finds errors (reference 3).
+
+    The result is amortised: ``result.sample(n, other_data)`` draws given other data at once.
+
+    **Example:**
+
+    >>> import pyro.distributions as dist
+    >>> def simulate(rate):
+    ...     return rate + 0.5 * torch.randn(3)
+    >>> def model(y):
+    ...     rate = pyro.sample("rate", dist.Normal(0.0, 1.0))
+    ...     pyro.sample("y", dist.Delta(simulate(rate), event_dim=1), obs=y)
+    >>> y = torch.tensor([1.0, 0.5, 1.5])
+    >>> policy = SimulatorPolicy(num_networks=1, width=32, num_steps=500)  # for speed
+    >>> options = {"num_simulations": 1000, "policy": policy, "seed": 0, "progress": False}
+    >>> result = fit_simulator(model, y, **options)
+    >>> f"{result.sample(1000)['rate'].mean():.0f}"  # 3 / (3 + 1 / 4) = 0.92
+    '1'
+    >>> [stage.name for stage in result.stages]
+    ['simulate', 'posterior', 'ratio']
+
+    :param model: a Pyro model with proper priors and continuous latents; its observed sites are
+        drawn anew. Data must reach it by ``obs=`` alone.
+    :param args: arguments of the model with the observed data; ``kwargs`` likewise.
+    :param sites: the latents of interest, by default all. The posterior averages over the others,
+        which may be discrete.
+    :param num_simulations: the number of runs of the model.
+    :param max_seconds: the limit of wall time; simulations may take half of it.
+    :param seed: the seed of all random numbers of this call.
+    :param progress: whether to show progress bars in a terminal or a notebook.
+    :param callbacks: observers of steps and stages (:mod:`pyro_implicit.callbacks`).
+    :param policy: sizes of the networks, and limits of the verdict.
+    :param model_kwargs: keyword arguments of the model that have the name of an argument here.
+    :raises ValueError: for unknown or discrete ``sites``, a support that depends on other latents,
+        a flat prior, a model without data or latents, data that are not finite, data whose shape
+        varies, or fewer than 100 finite simulations.
+
+    **References:**
+
+    1. Papamakarios and Murray (2016), *Fast epsilon-free Inference of Simulation Models with
+       Bayesian Conditional Density Estimation*.
+    2. Greenberg, Nonnenmacher and Macke (2019), *Automatic Posterior Transformation for
+       Likelihood-Free Inference*.
+    3. Hermans, Begy and Louppe (2020), *Likelihood-free MCMC with Amortized Approximate Ratio
+       Estimators*.
+    """
+    policy = policy or SimulatorPolicy()
+    refuse_counts(policy.least_simulations, num_simulations=num_simulations)
+    refuse_nonpositive(max_seconds=max_seconds)
+    limit = TimeLimit(max_seconds)
+    simulator = _Simulator(model, args, {**kwargs, **(model_kwargs or {})}, sites)
+    with watching(progress, callbacks):
+        with new_stage("simulate") as drawn:
+            pairs, num_failed = simulator.draw(num_simulations, limit, policy.simulation_share)
+            total = len(pairs.data) + num_failed
+            drawn.outcome = f"{total} simulations, {num_failed} not finite"
+        if len(pairs.data) < policy.least_simulations:
+            raise ValueError(
+                f"only {len(pairs.data)} of {total} simulations are finite, but at least "
+                f"{policy.least_simulations} are needed. Cure: more num_simulations or "
+                "max_seconds, priors in whose range the simulator works, or finite values in "
+                "place of failures"
+            )
+        found = SimulatorFit([drawn], total, num_failed, policy, simulator)
+        found._range = pairs.data.amin(0), pairs.data.amax(0)
+        with new_stage("posterior") as line:
+            scores: list[str] = []
+            for index in range(policy.num_networks):
+                network = _Density(pairs, policy)
+                # The classifier takes about as long as a network.
+                seconds = limit.left(1 / (policy.num_networks - index + 1))
+                score = _train(
+                    pairs, network, partial(_log_density, network), policy, seconds, "posterior"
+                )
+                scores.append(f"{score:.3f}")
+                found._networks.append(network)
+            line.outcome = f"held-out log-densities of the networks: {', '.join(scores)}"
+        found.stages.append(line)
+        with new_stage("ratio") as line:
+            found._classifier = _Classifier(pairs, policy)
+            draws = found._sample(pairs.data, 1).squeeze(-2)
+            objective = partial(_contrast, found._classifier, draws)
+            score = _train(pairs, found._classifier, objective, policy, limit.left(), "ratio")
+            line.outcome = f"held-out logistic loss {-score:.3f}; {2 * math.log(2):.3f} is chance"
+        found.stages.append(line)
+    return found
+
+
+def _log_density(network: _Density, pairs: _Pairs, rows: Tensor) -> Tensor:
+    return network.log_prob(pairs.latent[rows], pairs.data[rows]).mean()
+
+
+def _contrast(classifier: _Classifier, draws: Tensor, pairs: _Pairs, rows: Tensor) -> Tensor:
+    """Return minus the logistic loss between pairs and the same data with draws."""
+    data = pairs.data[rows]
+    true, drawn = (classifier(latent[rows], data) for latent in (pairs.latent, draws))
+    return -logistic_ratio_loss(true, drawn)
+
+
+def _train(
+    pairs: _Pairs,
+    network: nn.Module,
+    objective: Callable[[_Pairs, Tensor], Tensor],
+    policy: SimulatorPolicy,
+    seconds: float,
+    name: str,
+) -> float:
+    """Maximise an objective on a random part of the pairs; return that of the held-out part."""
+    order = torch.randperm(len(pairs.data), device=pairs.data.device)
+    held, rows = order.tensor_split([round(policy.held_out_share * len(order))])
+
+    @torch.no_grad()
+    def score() -> float:
+        return objective(pairs, held).item()
+
+    best = KeptBest(list(network.parameters()), score())
+    with torch.enable_grad():
+        maximise(
+            lambda chosen: objective(pairs, rows[chosen]), len(rows), best, score,
+            policy.num_steps, policy.lr, policy.batch_size, policy.training, name, seconds,
+        )  # fmt: skip
+    best.restore()
+    return best.score

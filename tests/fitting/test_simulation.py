@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Posteriors of simulators, against closed forms; bad input; the verdict."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_implicit import fit_simulator
+from pyro_implicit.callbacks import Callback
+from pyro_implicit.diagnostics.calibration import simulation_trace
+from pyro_implicit.fitting import SimulatorPolicy
+from pyro_implicit.fitting.simulation import _contrast, _Density, _Pairs, _Simulator, _train
+from pyro_implicit.fitting.stages import TimeLimit
+
+SMALL = SimulatorPolicy(
+    num_networks=2, width=32, classifier_width=32, num_steps=700, lr=5e-3, batch_size=128
+)
+OPTIONS = {"policy": SMALL, "seed": 0, "progress": False}
+#: Without training.
+QUICK = {
+    "policy": SimulatorPolicy(num_networks=1, num_steps=1),
+    "num_simulations": 150,
+    "seed": 0,
+    "progress": False,
+}
+
+
+class Sampled(dist.TorchDistribution):
+    """A distribution without a density."""
+
+    arg_constraints = {}
+
+    def __init__(self, function, event_shape=()):
+        self.function = function
+        super().__init__(torch.Size(), torch.Size(event_shape))
+
+    def sample(self, sample_shape=()):
+        return self.function()
+
+
+def nuisance(y=None):
+    """Given z, y is normal; z is discrete, and only the slope is asked for."""
+    slope = pyro.sample("slope", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    z = pyro.sample("z", dist.Bernoulli(0.5))
+    pyro.sample("y", Sampled(lambda: slope + 2 * z + 0.5 * torch.randn(2), (2,)), obs=y)
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return fit_simulator(
+        nuisance, torch.tensor([1.0, 1.5]), sites=["slope"], num_simulations=4000,
+        **OPTIONS | {"policy": replace(SMALL, width=48, num_steps=1500)},
+    )  # fmt: skip
+
+
+def exact_slope(y):
+    """A mixture of N(0.8 (y - 2 z), 0.2 I), with the weights of y ~ N(2 z, 1.25 I)."""
+    shifts = torch.tensor([0.0, 2.0])
+    weights = (-((y - shifts[:, None]) ** 2).sum(-1) / 2.5).softmax(0)
+    means = 0.8 * (y - shifts[:, None])
+    mean = weights @ means
+    covariance = 0.2 * torch.eye(2) + torch.einsum("k,ki,kj->ij", weights, means, means)
+    return mean, covariance - torch.outer(mean, mean)
+
+
+@pytest.mark.parametrize("y", [(1.0, 1.5), (-0.5, 0.0), (2.0, 1.0)])
+def test_latents_not_asked_for_are_averaged_over(fitted, y):
+    data = torch.tensor(y)
+    draws = fitted.sample(8000, data)["slope"]
+    mean, covariance = exact_slope(data)
+    assert set(fitted.sample(3)) == {"slope"} and draws.shape == (8000, 2)
+    torch.testing.assert_close(draws.mean(0), mean, rtol=0, atol=0.15)
+    torch.testing.assert_close(draws.T.cov(), covariance, rtol=0, atol=0.15)
+
+
+def test_the_verdict_of_a_right_and_of_a_wrong_posterior(fitted):
+    right = fitted.diagnose(seed=1)
+    assert right.verdict == "trust", right
+    assert abs(right.accuracy - 0.5) < 0.08 and "Verdict: trust" in str(right)
+    for network in fitted._networks:
+        network.frame.latent_loc += 0.4
+    wrong = fitted.diagnose(seed=1)
+    for network in fitted._networks:
+        network.frame.latent_loc -= 0.4
+    assert wrong.verdict == "do not trust" and "ranks of slope" in str(wrong)
+
+
+def test_a_classifier_sees_what_ranks_of_marginals_miss():
+    """Draws with the right marginals, but independent."""
+
+    def model(y):
+        x = pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(x.sum(), 0.1), obs=y)
+
+    found = fit_simulator(model, torch.tensor(0.0), **QUICK)
+    for network in found._networks:  # no coordinate depends on the data or on the others
+        for layer in network.network.layers:
+            layer.weight.data.zero_()
+            layer.bias.data.zero_()
+    pairs, _ = found._simulator.draw(1500, TimeLimit(None), 1.0)
+    objective = partial(_contrast, found._classifier, found._sample(pairs.data, 1).squeeze(-2))
+    _train(pairs, found._classifier, objective, SMALL, math.inf, "ratio")
+    wrong = found.diagnose(seed=1)
+    assert not wrong.calibration.failures
+    assert wrong.accuracy > 0.7 and wrong.verdict == "do not trust"
+
+
+def test_data_outside_of_all_simulations_are_named(fitted):
+    found = fitted.diagnose(torch.tensor([1.0, 40.0]), num_simulations=100, seed=0)
+    assert found.verdict == "do not trust" and found.outside == ("y[1]",)
+    assert "the data y[1] lie outside" in str(found)
+
+
+def test_the_density_is_normalised_and_matches_its_draws():
+    torch.manual_seed(0)
+    pairs = _Pairs(*(3 + 2 * torch.randn(200, 1, dtype=torch.float64) for _ in range(2)))
+    density = _Density(pairs, SMALL)
+    y = torch.tensor([[2.0]], dtype=torch.float64)
+    grid = torch.linspace(-40, 40, 8001, dtype=torch.float64).unsqueeze(-1)
+    density_at = density.log_prob(grid, y.expand(8001, -1)).exp().detach() / 2
+    scale = density.frame.latent_scale.item() / 2
+    assert density_at.sum().item() * 0.01 / scale == pytest.approx(1.0, abs=1e-3)
+    draws = density.sample(y.expand(20_000, -1))
+    mean = (density_at / density_at.sum() * grid.squeeze(-1)).sum()
+    assert (draws.mean() - mean).abs() < 5 * draws.std() / 20_000**0.5
+
+
+def test_bounded_latents_and_discrete_data():
+    def model(y):
+        p = pyro.sample("p", dist.Uniform(0.0, 1.0))
+        pyro.sample("y", dist.Delta((torch.rand(20) < p).sum()), obs=y)
+
+    found = fit_simulator(model, torch.tensor(16), num_simulations=2000, **OPTIONS)
+    draws = found.sample(4000)["p"]
+    exact = dist.Beta(17.0, 5.0)
+    assert ((draws > 0) & (draws < 1)).all()
+    assert draws.mean().item() == pytest.approx(exact.mean.item(), abs=0.02)
+    assert draws.std().item() == pytest.approx(exact.stddev.item(), abs=0.015)
+
+
+def test_failed_simulations_do_not_change_the_posterior():
+    def model(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        noisy = x + 0.5 * torch.randn(())
+        pyro.sample("y", dist.Delta(torch.where(noisy > 1.0, math.nan, noisy)), obs=y)
+
+    found = fit_simulator(model, torch.tensor(0.8), num_simulations=2000, **OPTIONS)
+    assert 200 < found.num_failed < 600 and "not finite" in str(found)
+    draws = found.sample(4000)["x"]
+    assert draws.mean().item() == pytest.approx(0.64, abs=0.08)
+    assert draws.std().item() == pytest.approx(0.2**0.5, abs=0.05)
+    assert f"{found.num_failed} of 2000" in str(found.diagnose(num_simulations=100, seed=0))
+
+
+def one(x, y):
+    pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+
+def test_bad_models_are_refused():
+    def flat(y):
+        one(pyro.sample("x", dist.ImproperUniform(dist.constraints.real, (), ())), y)
+
+    def nothing(y):
+        pyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+
+    def depends(y):
+        low = pyro.sample("low", dist.Normal(0.0, 1.0))
+        one(pyro.sample("x", dist.Uniform(low, low + 1)), y)
+
+    def varying(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Delta(torch.randn(2 + int(x > 0)), event_dim=1), obs=y)
+
+    def broken(y):
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Delta(math.nan * x), obs=y)
+
+    y = torch.tensor(1.0)
+    for model, data, message in (
+        (flat, y, r"'x' \(ImproperUniform\) is flat.*Cure"),
+        (nothing, y, "no latent variable. Cure"),
+        (nuisance, None, r"observes nothing. Cure: call it with data"),
+        (nuisance, torch.ones(2), r"latent 'z' is discrete.*Cure: sites=\['slope'\]"),
+        (nuisance, torch.tensor([1.0, math.nan]), "site 'y' are not finite. Cure"),
+        (depends, y, "support of latent 'x' depends on other latents. Cure"),
+        (varying, torch.ones(2), r"site 'y' has shape \(3,\), but in the first call \(2,\). Cure"),
+        (broken, y, "only 0 of 150 simulations are finite.*Cure"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit_simulator(model, data, **QUICK)
+    with pytest.raises(ValueError, match=r"sites names 'w', but .* \['slope', 'z'\]"):
+        fit_simulator(nuisance, torch.ones(2), sites=["w"], **QUICK)
+    with pytest.raises(ValueError, match="num_simulations must be at least 100"):
+        fit_simulator(nuisance, torch.ones(2), **QUICK | {"num_simulations": 5})
+
+
+def test_other_data_of_another_shape_are_refused(fitted):
+    with pytest.raises(ValueError, match=r"'y' has shape \(3,\), but in the first call \(2,\)"):
+        fitted.sample(5, torch.ones(3))
+
+
+def test_a_seed_fixes_the_result_and_keeps_the_callers_stream():
+    torch.manual_seed(3)
+    first = fit_simulator(nuisance, torch.ones(2), sites=["slope"], **QUICK)
+    after = torch.rand(())
+    second = fit_simulator(nuisance, torch.ones(2), sites=["slope"], **QUICK)
+    torch.manual_seed(3)
+    assert torch.rand(()) == after
+    for one_, other in zip(first._networks, second._networks, strict=True):
+        for a, b in zip(one_.parameters(), other.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_limits_and_callbacks_end_the_simulations():
+    class Stop(Callback):
+        def on_step(self, step):
+            if step.number == 120:
+                raise StopIteration
+
+    found = fit_simulator(
+        nuisance, torch.ones(2), sites=["slope"], callbacks=[Stop()],
+        **QUICK | {"num_simulations": 10**6},
+    )  # fmt: skip
+    assert found.num_simulations == 120
+    found = fit_simulator(
+        nuisance, torch.ones(2), sites=["slope"], max_seconds=1.0,
+        **QUICK | {"num_simulations": 10**6},
+    )  # fmt: skip
+    assert 100 <= found.num_simulations < 10**6
+
+
+def test_simulations_replay_the_model():
+    simulator = _Simulator(nuisance, (torch.ones(2),), {}, ["slope"])
+    torch.manual_seed(0)
+    trace = simulation_trace(nuisance, (torch.ones(2),), {})
+    torch.manual_seed(0)
+    assert torch.equal(simulator._latent(trace), trace.nodes["slope"]["value"])
+    assert simulator.columns == ["y[0]", "y[1]"]
