@@ -264,7 +264,9 @@ class SimulatorDiagnosis(Printed):
         simulations; 0.5 is chance.
     :param accuracy_error: its standard error.
     :param outside: names of the observed data outside of the range of all simulations.
-    :param num_failed: simulations that were not finite, of ``num_simulations``.
+    :param num_failed: simulations of the fit that are not finite.
+    :param num_simulations: the number of simulations of the fit.
+    :param policy: the limits of the verdict.
     """
 
     calibration: Calibration
@@ -317,17 +319,19 @@ class SimulatorFit(Printed):
     """The posterior of a simulator, for any data; ``print`` shows its stages.
 
     :param stages: the stages of :func:`fit_simulator`.
-    :param num_simulations: the number of simulations, of which ``num_failed`` are not finite.
+    :param num_simulations: the number of simulations.
+    :param num_failed: simulations that are not finite.
+    :param policy: the settings of the call.
     """
 
     stages: list[Stage]
     num_simulations: int
     num_failed: int
     policy: SimulatorPolicy
-    _simulator: _Simulator
-    _networks: list[_Density] = field(default_factory=list)
-    _classifier: _Classifier | None = None
-    _range: tuple[Tensor, Tensor] = field(default=(torch.empty(0), torch.empty(0)))
+    _simulator: _Simulator = field(init=False)
+    _networks: list[_Density] = field(init=False, default_factory=list)
+    _classifier: _Classifier = field(init=False)
+    _range: tuple[Tensor, Tensor] = field(init=False)
 
     @in_turn
     def sample(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -383,7 +387,6 @@ class SimulatorFit(Printed):
             name: torch.stack([rank(*row) for row in zip(value, others[name], strict=True)])
             for name, value in truth.items()
         }
-        assert self._classifier is not None
         hits = torch.cat(
             [self._classifier(pairs.latent, pairs.data) > 0]
             + [self._classifier(draws[:, 0], pairs.data) < 0]
@@ -495,7 +498,8 @@ def fit_simulator(
                 "max_seconds, priors in whose range the simulator works, or finite values in "
                 "place of failures"
             )
-        found = SimulatorFit([drawn], total, num_failed, policy, simulator)
+        found = SimulatorFit([drawn], total, num_failed, policy)
+        found._simulator = simulator
         found._range = pairs.data.amin(0), pairs.data.amax(0)
         with new_stage("posterior") as line:
             scores: list[str] = []
