@@ -33,6 +33,7 @@ __all__ = [
     "estimated_seconds",
     "nearby",
     "seconds_near",
+    "suits_one_thread",
 ]
 
 
@@ -79,6 +80,26 @@ def seconds_near(
     """
     points = nearby(point, number)
     return estimated_seconds(lambda: evaluate(points), num_runs=number if one_by_one else 1)
+
+
+def suits_one_thread(score: Callable[[Tensor], Any], point: Tensor) -> bool:
+    """Return whether the operations of a score are too small to be divided between threads.
+
+    **Example:**
+
+    >>> import torch
+    >>> suits_one_thread(torch.exp, torch.zeros(3)), suits_one_thread(torch.exp, torch.zeros(10**4))
+    (True, False)
+
+    :param score: a function of points ``(number, dim)``.
+    :param point: near which it is counted, ``(dim,)``; on a GPU the result is False.
+    """
+    if torch.get_num_threads() == 1 or point.device.type != "cpu":
+        return torch.get_num_threads() == 1
+    with _Counter() as counter:
+        score(nearby(point, COST.threaded_points))
+    work = COST.per_element * counter.elements + COST.per_flop * counter.flops
+    return work < COST.least_threaded * counter.operations
 
 
 def nearby(point: Tensor, number: int) -> Tensor:

@@ -102,6 +102,14 @@ class CostPolicy:
     #: Distance of the points at which an evaluation is counted, in unconstrained coordinates.
     spread: float = 0.1
 
+    #: Points of that evaluation which decides on threads, as many as ``fit`` has chains.
+    threaded_points: int = 256
+
+    #: Seconds of work per operation below which one thread is used. Torch divides operations of
+    #: more than 32,768 elements; in the zoo, two threads gain nothing up to 40,000 elements, which
+    #: count as 8e-5 s, and take up to five times the CPU seconds.
+    least_threaded: float = 1e-4
+
 
 @dataclass(frozen=True)
 class GradientPolicy:

@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, TypeVar
 
 import pyro
@@ -33,7 +34,12 @@ from pyro_implicit.density.checks import (
     refuse_unfit_sites,
     warn_of_missing_data,
 )
-from pyro_implicit.density.cost import FusedDensity, nearby, seconds_near
+from pyro_implicit.density.cost import (
+    FusedDensity,
+    nearby,
+    seconds_near,
+    suits_one_thread,
+)
 from pyro_implicit.density.discrete import (
     Elements,
     SizeLimit,
@@ -53,7 +59,7 @@ from pyro_implicit.density.model import (
     subsampled_plate,
     varying_site,
 )
-from pyro_implicit.density.policy import DISCRETE, RUNS
+from pyro_implicit.density.policy import DISCRETE, MAX_DENSE_DIM, RUNS
 from pyro_implicit.density.run_mode import RunMode
 from pyro_implicit.runtime.messages import first_line
 from pyro_implicit.runtime.sites import (
@@ -597,6 +603,20 @@ class Target:
         """
         one_by_one = not self.is_vectorized
         return seconds_near(self.score, self.init_loc, num_points, one_by_one)
+
+    @cached_property
+    def is_small(self) -> bool:
+        """Whether its operations are too small to be divided between threads.
+
+        With more than 100 latent variables, or if the model fails near ``init_loc``, it is unknown,
+        and the result is False.
+        """
+        if self.latent_dim > MAX_DENSE_DIM:
+            return False
+        try:
+            return not self.is_vectorized or suits_one_thread(self.score, self.init_loc)
+        except Exception:  # of the model; the search has other points
+            return False
 
     @property
     def is_vectorized(self) -> bool:

@@ -37,7 +37,7 @@ from pyro_implicit.guides.posterior_draws import (
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import weighted_draws
 from pyro_implicit.mcmc import Refined
-from pyro_implicit.runtime.global_state import in_turn, same_streams
+from pyro_implicit.runtime.global_state import in_turn, same_streams, single_thread
 from pyro_implicit.runtime.messages import refuse_nonpositive
 from pyro_implicit.runtime.progress import announce, watching
 
@@ -214,7 +214,7 @@ def diagnose(
         EFFORT.num_chains if function is None else EFFORT.num_observed_chains,
         weight,
     )
-    with watching(progress):
+    with watching(progress), single_thread(target.is_small):
         announce("diagnose", effort.seconds)
         return examine(sampler, effort, modes, loss, chunk_size, function, policy or VERDICT)
 

@@ -57,7 +57,7 @@ from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine
 from pyro_implicit.mcmc.minibatch_chains import check_scaling
 from pyro_implicit.nn import NetworkModel
-from pyro_implicit.runtime.global_state import in_turn, with_seed
+from pyro_implicit.runtime.global_state import in_turn, single_thread, with_seed
 from pyro_implicit.runtime.messages import (
     first_line,
     refuse_counts,
@@ -320,6 +320,11 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
                 "refine=False, or the model without subsample_size"
             ) from error
         target = None
+    with single_thread(target is not None and target.is_small):
+        return _fit_target(stages, target, refine)
+
+
+def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] | bool) -> Fit:
     policy = stages.policy
     is_network = (
         isinstance(stages.model, NetworkModel)

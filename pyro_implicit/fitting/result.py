@@ -21,6 +21,7 @@ from pyro_implicit.decisions.predictive_checks import PredictiveCheck, predictiv
 from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics import Comparison, Diagnosis, compare, diagnose
+from pyro_implicit.diagnostics.policy import EFFORT
 from pyro_implicit.diagnostics.quantities import Function
 from pyro_implicit.export import (
     as_datatree,
@@ -40,7 +41,7 @@ from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.mcmc import AutoConditional, Refined
 from pyro_implicit.mcmc.refine import continue_chains
-from pyro_implicit.nn import LabelReport, NumberReport
+from pyro_implicit.nn import LabelReport, NetworkModel, NumberReport
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import in_turn, seeded
@@ -63,6 +64,7 @@ class Fit(Printed):
     :param bounds: the bound of each candidate in nats: the mean of log p - log q without the lowest
         one per cent.
     :param num_modes: the number of separate modes that the search found, None without a search.
+    :param modes: these modes in unconstrained space, ``(num_modes, latent_dim)``.
     :param chosen: the name of the candidate that ``guide`` is.
     :param stages: the stages, with the reason of each failure.
     :param refined: the chains that moved draws of the guide to the posterior, if any.
@@ -88,6 +90,7 @@ class Fit(Printed):
     losses: list[float] = field(default_factory=list)
     bounds: dict[str, float] = field(default_factory=dict)
     num_modes: int | None = None
+    modes: Tensor | None = field(default=None, repr=False)
     chosen: str = "guide"
     stages: list[Stage] = field(default_factory=list)
     refined: Refined | None = None
@@ -155,6 +158,9 @@ class Fit(Printed):
     @in_turn
     def posterior(self) -> Any:
         """A guide for ``Predictive``: refined or corrected draws if available, else ``guide``."""
+        return self._posterior(self.policy.choice.num_kept)
+
+    def _posterior(self, num_corrected: int) -> Any:
         if self.draws is not None:
             return self.draws
         if self.refined is not None:
@@ -162,9 +168,7 @@ class Fit(Printed):
                 return self.refined.as_guide()
             return StoredDraws(self.refined.get_samples())
         if self.correction is not None:
-            return StoredDraws(
-                self._corrected(self.policy.choice.num_kept), settled=True, modes_weighed=True
-            )
+            return StoredDraws(self._corrected(num_corrected), settled=True, modes_weighed=True)
         return self.guide
 
     def refine_more(
@@ -275,10 +279,26 @@ class Fit(Printed):
     def diagnose(self, **options: Any) -> Diagnosis:
         """Return :func:`~pyro_implicit.diagnose` of the refined or corrected draws or the guide.
 
+        It reuses what ``fit`` knows: the modes of its search, and of chains that have converged
+        that their draws do not drift, so that no short HMC runs. For a second opinion, which
+        searches again from other draws of the prior, pass ``modes="search"`` and
+        ``num_transitions=20``.
+
         :param options: options of that function.
         :raises SubsampledError: if the model subsamples its data, or had them in minibatches.
         """
-        found = diagnose(self.target, self.posterior, **options)
+        known: dict[str, Any] = {}
+        is_network = isinstance(self.source[0], NetworkModel)  # judged by predictions
+        modes = None if self.marginal is not None or is_network else self.modes
+        if modes is not None and "quantities" not in options:
+            if modes.shape[-1] == self.target.latent_dim:  # others are of a marginal density
+                known["modes"] = modes
+        refined = self.refined
+        if isinstance(refined, Refined) and refined.stopped == "converged" and not refined.weights:
+            known["num_transitions"] = 0
+        options = known | options
+        draws = self._posterior(options.get("num_samples") or EFFORT.num_samples)
+        found = diagnose(self.target, draws, **options)
         return replace(found, held_out=next(reversed(self.held_out.values()), None))
 
     def compare(self, reference: Any, **options: Any) -> Comparison:

@@ -288,6 +288,7 @@ class Stages:
                 max_seconds=self.limit.left(budget.search_share),
             )
             number = self.result.num_modes = len(modes.loc)
+            self.result.modes = modes.loc
             best = modes.elbo.max().item()
             line.outcome = f"{number} mode{'s'[: number > 1]}, best ELBO {best:.2f}"
         return modes

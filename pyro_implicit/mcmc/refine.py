@@ -48,6 +48,7 @@ from pyro_implicit.runtime.global_state import (
     random_streams,
     restore_random_streams,
     same_streams,
+    single_thread,
     with_seed,
 )
 from pyro_implicit.runtime.messages import first_line, refuse_counts, refuse_nonpositive, warn_user
@@ -281,7 +282,7 @@ def refine(
         _call_once(sampler)
         example = target.constrain(target.init_loc.expand(2, -1))
         check_teachable(guide, example, target.args, target.kwargs)
-    with watching(progress, callbacks):
+    with watching(progress, callbacks), single_thread(target.is_small):
         result = refine_target(
             sampler, num_chains, max_gradients, frame, max_leapfrogs, max_draws, max_seconds,
             kernel, quantities, compile, policy, checkpoint, checkpoint_every, settings,
@@ -456,7 +457,12 @@ def continue_chains(
     refuse_counts(max_gradients=max_gradients)
     refuse_nonpositive(max_seconds=max_seconds)
     further = chains.continued(max_seconds, max_gradients)
-    with watching(progress), same_streams(sampler.target.init_loc.device):
+    target = sampler.target
+    with (
+        watching(progress),
+        same_streams(target.init_loc.device),
+        single_thread(target.is_small),
+    ):
         if space is None:
             number, longest = len(chains.state.position), chains.adaptation.max_gradients
             calls = max(chains.gradients, max_gradients or 0)

@@ -29,6 +29,7 @@ __all__ = [
     "refuse_outer_plates",
     "restore_random_streams",
     "same_streams",
+    "single_thread",
     "seeded",
     "stream_positions",
     "with_seed",
@@ -187,6 +188,35 @@ def in_turn(function: Callable[Given, Result]) -> Callable[Given, Result]:
                 raise TypeError(hint) from error
 
     return waiting
+
+
+@contextmanager
+def single_thread(is_wanted: bool = True) -> Iterator[None]:
+    """Let torch use one intra-operation thread, and restore the user's number at the end.
+
+    No other thread runs functions of this library meanwhile.
+
+    **Example:**
+
+    >>> before = torch.get_num_threads()
+    >>> with single_thread():
+    ...     print(torch.get_num_threads())
+    1
+    >>> torch.get_num_threads() == before
+    True
+
+    :param is_wanted: with ``False`` nothing changes.
+    """
+    with _lock:
+        number = torch.get_num_threads()
+        if not is_wanted or number == 1:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(number)
 
 
 def misspelt(function: Callable[..., Any], kwargs: Mapping[str, Any], error: TypeError) -> str:

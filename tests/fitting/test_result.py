@@ -14,6 +14,7 @@ from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import compare, diagnose, evidence_bound, fit, refine
 from pyro_implicit.density.model import SubsampledError
+from pyro_implicit.diagnostics import examination
 from pyro_implicit.fitting import Fit
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit, Frame, StoredDraws
@@ -119,6 +120,18 @@ def test_refined_draws_speak_for_the_result():
     assert len(result.sample(total)["x"].unique()) == len(
         result.refined.get_samples()["x"].unique()
     )
+
+
+def test_diagnose_reuses_modes_and_converged_chains(monkeypatch):
+    y = torch.tensor([1.0, 3.0, -0.5, 2.0])
+    result = fit(data, "auto", y, refine=True, **QUIET)
+    torch.testing.assert_close(result.modes, y.mean().reshape(1, 1) / 2)
+    searched = []
+    monkeypatch.setattr(examination, "find_modes", lambda *_, **__: searched.append(1) or 1 / 0)
+    found = result.diagnose()
+    assert found.drift is None and found.coverage is not None and not searched
+    assert result.diagnose(num_transitions=4).drift is not None
+    assert result.diagnose(modes="search").coverage is None and searched
 
 
 def test_draws_that_are_wrong_are_not_trusted():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pyro
@@ -12,8 +13,8 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
 
-from pyro_implicit import fit, refine
-from pyro_implicit.runtime.global_state import same_streams, seeded
+from pyro_implicit import diagnose, fit, refine
+from pyro_implicit.runtime.global_state import same_streams, seeded, single_thread
 
 
 @pytest.fixture
@@ -140,3 +141,63 @@ def assert_same(one, other):
         assert all(torch.equal(one[site], other[site]) for site in one)
     else:
         assert one == other
+
+
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_number_of_threads_is_restored(three_threads):
+    with single_thread(False):
+        assert torch.get_num_threads() == 3
+    with pytest.raises(RuntimeError, match="wrong"), single_thread():
+        assert torch.get_num_threads() == 1
+        with single_thread():
+            pass
+        assert torch.get_num_threads() == 1
+        raise RuntimeError("wrong")
+    assert torch.get_num_threads() == 3
+
+
+def test_another_thread_waits_for_the_number(three_threads):
+    seen, inside, done = [], threading.Event(), threading.Event()
+
+    def other():
+        inside.wait()
+        with single_thread():
+            seen.append(done.is_set())
+
+    worker = threading.Thread(target=other)
+    worker.start()
+    with single_thread():
+        inside.set()
+        worker.join(0.05)
+        done.set()
+    worker.join()
+    assert seen == [True] and torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize("num_rows, expected", [(5, 1), (20_000, 3)])
+def test_small_models_run_with_one_thread(three_threads, num_rows, expected):
+    y, seen = torch.zeros(num_rows), set()
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", num_rows):
+            seen.add(torch.get_num_threads())
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+    guide = AutoNormal(model)
+    for call in (
+        lambda: fit(model, refine=False, seed=0, num_steps=1, progress=False),
+        lambda: refine(model, guide, max_gradients=40, num_chains=8, seed=0, progress=False),
+        lambda: diagnose(model, guide, num_samples=100, num_transitions=1, progress=False),
+    ):
+        seen.clear()
+        call()
+        # The number is chosen after the first runs of the model.
+        assert (1 in seen) == (expected == 1) and torch.get_num_threads() == 3
