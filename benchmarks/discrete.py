@@ -19,6 +19,7 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ from benchmarks.common import (
 from benchmarks.zoo.metrics import Reference, measure
 from pyro_implicit import fit
 from pyro_implicit.density import Target
+from pyro_implicit.fitting import FitPolicy
 
 OUT = RESULTS / "discrete.jsonl"
 LOOK = ("thinning", "n_mixture", "ising", "selection")
@@ -494,14 +496,18 @@ def reference_of(name: str, target: Target) -> Reference:
     return Reference(values[:, columns], columns, values.mean(0), values.std(0).clamp(min=1e-9))
 
 
-def run(name: str, seed: int) -> dict[str, Any]:
-    """Fit a model, and measure the distance of its draws from the exact ones."""
+def run(name: str, seed: int, patience: float) -> dict[str, Any]:
+    """Fit a model, and measure the distance of its draws from the exact ones.
+
+    :param patience: seconds up to which chains go on that have not converged.
+    """
+    policy = FitPolicy(budget=replace(FitPolicy().budget, patient_seconds=patience))
     model = CASES[name]().model
     target = Target(model, sample_discrete=True)
     began = time.process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result = fit(model, "auto", seed=seed, progress=False)
+        result = fit(model, "auto", seed=seed, progress=False, policy=policy)
     seconds = time.process_time() - began
     refined = result.refined
     draws = target.unconstrain(result.sample(NUM_DRAWS))
@@ -510,6 +516,7 @@ def run(name: str, seed: int) -> dict[str, Any]:
         "model": name,
         "split": "look" if name in LOOK else "score only",
         "seed": seed,
+        "patience": patience,
         "verdict": result.diagnose().verdict,
         "cpu_seconds": seconds,
         "stopped": refined.stopped,
@@ -541,10 +548,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=[*LOOK, *SCORE_ONLY], choices=list(CASES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--patience", type=float, default=120.0, help="as of fit: 120 s")
+    parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
-    for name in options.models:
+    for name in [] if options.report else options.models:
         for seed in options.seeds:
-            found = run(name, seed)
+            found = run(name, seed, options.patience)
             append_record(OUT, found | environment("cpu"))
             print(found, flush=True)
     report()

@@ -293,7 +293,10 @@ def refuse_infinite(name: str, site: Site) -> None:
     fn = site["fn"]
     if not is_discrete_latent(site) or fn.has_enumerate_support:
         return
-    cure = "sum it out by hand, in a distribution of its own or by pyro.factor with a logsumexp"
+    cure = (
+        "fit or refine with all data, which sample it; for an ELBO, a guide that has it; or sum it "
+        "out by hand, by pyro.factor with a logsumexp"
+    )
     if isinstance(fn, Independent) and fn.base_dist.has_enumerate_support:
         cure = "a plate instead of .to_event; its elements are then summed out one by one"
     raise ValueError(

@@ -125,7 +125,9 @@ def test_what_pyro_cannot_enumerate_is_refused():
         k = pyro.sample("k", fn)
         pyro.sample("y", dist.Normal(x + k.sum(), 1.0), obs=torch.tensor(1.0))
 
-    message = r"site 'k' is a discrete latent \(Poisson\) that Pyro cannot enumerate.*Cure: sum"
+    message = (
+        r"site 'k' is a discrete latent \(Poisson\) that Pyro cannot enumerate.*Cure: fit or refine"
+    )
     with pytest.raises(ValueError, match=message):
         Target(counts, dist.Poisson(3.0))
     message = r"site 'k' is a discrete latent \(Bernoulli\) .*Cure: a plate instead of .to_event"

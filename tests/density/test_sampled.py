@@ -65,6 +65,9 @@ def test_value_gradient_and_terms():
     impossible = latent.clone()
     impossible[0, 4], impossible[1, 1] = 9.0, -1.0  # more thinned than there are; fewer than none
     assert (target.log_prob(impossible) == -math.inf).all()
+    geometric = Target(lambda: pyro.sample("g", dist.Geometric(0.5)), sample_discrete=True)
+    # Torch's own formula goes on below 0.
+    assert geometric.log_prob(torch.tensor([[-1.0], [1.0]])).exp().tolist() == [0.0, 0.25]
 
 
 def test_values_of_every_kind():
