@@ -83,7 +83,7 @@ def test_chains_resume_and_go_on(tmp_path):
 
 
 def test_starts_become_possible():
-    target = Target(thinned, torch.tensor([60.0, 80.0, 90.0]), sample_discrete=True)
+    target = Target(thinned, torch.tensor([600.0, 80.0, 900.0]), sample_discrete=True)
     points = target.sample_prior(32)
     points[:, 1:] = 3.0
     assert not target.log_prob(points).isfinite().any()
