@@ -11,7 +11,8 @@ Exact draws come from enumeration or grids in numpy, independently of Pyro; thos
 from a collapsed Gibbs sampler of 10,000 thinned sweeps.
 
 The settings were chosen on the models of ``LOOK``; those of ``SCORE_ONLY`` were only measured.
-``changepoints`` and ``ferromagnet``, whose chains stay in separate modes, ran with ``--patience 15``.
+The chains of ``changepoints`` and ``ferromagnet`` stay in separate modes; these ran with a
+``--patience`` of 15 and 10 s.
 """
 
 from __future__ import annotations
