@@ -423,17 +423,49 @@ def schools_non_centred(y, error):
         pyro.sample("y", dist.Normal(mu + tau * z, error), obs=y)
 
 
+#: R's ``airquality``: ozone in ppb and temperature in degrees Fahrenheit of 111 days without
+#: missing values (New York State Department of Conservation and National Weather Service, 1973).
+OZONE = """
+    41 36 12 18 23 19 8 16 11 14 18 14 34 6 30 11 1 11 4 32 23 45 115 37 29 71 39 23 21 37 20
+    12 13 135 49 32 64 40 77 97 97 85 10 27 7 48 35 61 79 63 16 80 108 20 52 82 50 64 59 39 9
+    16 122 89 110 44 28 65 22 59 23 31 44 21 9 45 168 73 76 118 84 85 96 78 73 91 47 32 20 23
+    21 24 44 21 28 9 13 46 18 13 24 16 13 23 36 7 14 30 14 18 20
+"""
+TEMPERATURE = """
+    67 72 74 62 65 59 61 69 66 68 58 64 66 57 68 62 59 73 61 61 67 81 79 76 82 90 87 82 77 72
+    65 73 76 84 85 81 83 83 88 92 92 89 73 81 80 81 82 84 87 85 74 86 85 82 86 88 86 83 81 81
+    81 82 89 90 90 86 82 80 77 79 76 78 78 77 72 79 81 86 97 94 96 94 91 92 93 93 87 84 80 78
+    75 73 81 76 77 71 71 78 67 76 68 82 64 71 81 69 63 70 75 76 68
+"""
+
+
+def ozone_model(ozone, temperature):
+    intercept = pyro.sample("intercept", dist.Normal(0.0, 100.0))
+    slope = pyro.sample("slope", dist.Normal(0.0, 5.0))
+    sigma = pyro.sample("sigma", dist.HalfNormal(10.0))
+    with rows(len(ozone)):
+        pyro.sample("ozone", dist.Normal(intercept + slope * temperature, sigma), obs=ozone)
+
+
 def sensitivity_cases() -> dict[str, Case]:
-    """The published values of the first; ArviZ's own function at NUTS draws would be circular."""
+    """Examples of priorsense: its README, its vignette "air quality", and its eight schools.
+
+    The values of the last are not published.
+    """
     y = torch.tensor(
         [9.5, 10.2, 9.1, 9.1, 10.3, 10.9, 11.7, 10.3, 9.6, 8.6, 9.1, 11.1, 9.3, 10.5, 9.7, 10.3]
         + [10.0, 9.8, 9.6, 8.3, 10.2, 9.8, 10.0, 10.0, 9.1]
     )
     effects = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
     errors = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
+    ozone, temperature = (
+        torch.tensor([float(value) for value in text.split()]) for text in (OZONE, TEMPERATURE)
+    )
+    air = {"intercept": (0.005, 0.077), "slope": (0.006, 0.093), "sigma": (0.062, 0.083)}
     published = {"mu": (0.433, 0.641), "sigma": (0.360, 0.674)}
     return {
         "univariate normal": Case(two_parameters, (y,), lambda: published),
+        "air quality": Case(ozone_model, (ozone, temperature - temperature.mean()), lambda: air),
         "eight schools": Case(schools_non_centred, (effects, errors), lambda: {}),
     }
 
