@@ -43,10 +43,10 @@ def posterior_draws(y, num_chains=40, num_draws=100):
 def test_leave_one_out_against_the_closed_form():
     target = Target(normal, Y)
     found = Pointwise.of(target, posterior_draws(Y))
-    loo = leave_one_out(target, found, max_seconds=30.0)
+    loo = leave_one_out(target, found, max_seconds=300.0)
     exact = exact_elpd(Y)
-    assert loo.is_repaired.tolist() == [False] * 5 + [True] and not loo.bad
-    assert loo.khat[5] > 0.7 > loo.khat[:5].max()
+    assert loo.is_repaired[5] and not loo.bad
+    assert loo.is_repaired.tolist() == (loo.khat > 0.5).tolist() and loo.khat[5] > 0.7
     assert (loo.error < 0.1).all() and loo.elpd[5] < -60
     assert ((loo.elpd - exact).abs() < 4 * loo.error + 0.002).all()
     # the effective number of parameters: in-sample minus left-out log densities

@@ -52,6 +52,16 @@ def test_a_right_model_passes_and_its_numbers_are_right():
     )
 
 
+def test_the_pit_is_that_of_leave_one_out_predictions():
+    torch.manual_seed(0)
+    y = torch.tensor([-1.0, 0.2, 1.0])
+    draws = posterior(y, (40, 100))
+    pit = predictive_check("posterior", Target(normal, y), draws).sites["y"].pit
+    exact = dist.Normal((y.sum() - y) / 2, math.sqrt(1 + 1 / 2)).cdf(y)
+    in_sample = dist.Normal(y.mean(), math.sqrt(1 + 1 / 3)).cdf(y)
+    assert (pit - exact).abs().max() < 0.05 < (in_sample - exact).abs().max()
+
+
 def test_the_band_of_the_pit_ecdf_holds_at_all_points_together():
     torch.manual_seed(0)
     inside = 0
