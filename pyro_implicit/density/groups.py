@@ -156,15 +156,16 @@ class Groups:
         """The number of nodes of the quadrature."""
         return len(normal_rule(self.num_latents, self._num_nodes, self.target.init_loc)[1])
 
-    def log_marginals(self, values: Values) -> Tensor:
+    def log_marginals(self, values: Values, start: Tensor | None = None) -> Tensor:
         r"""Return :math:`\log \int p(x_i, z_i | \theta)\, dz_i`, differentiable by the values.
 
         The nodes of the quadrature are constants, because the integral does not depend on them.
 
         :param values: of the global sites, constrained, ``(num_points, *site_shape)``.
+        :param start: of :meth:`conditional`.
         :returns: ``(num_points, num_groups)``.
         """
-        near = self.conditional({name: value.detach() for name, value in values.items()})
+        near = self.conditional({name: value.detach() for name, value in values.items()}, start)
         nodes, log_weights = normal_rule(self.num_latents, self._num_nodes, near.mode)
         points = near.place(nodes[None, :, None])
         terms = self.log_joint(values, points) + log_weights[:, None]
@@ -183,14 +184,17 @@ class Groups:
         runs |= {name: values[name].repeat_interleave(shape[1], 0) for name in self._shared(values)}
         return (self.target.read_at(runs, self._log_prob) + log_det).reshape(shape)
 
-    def conditional(self, values: Values) -> Conditional:
+    def conditional(self, values: Values, start: Tensor | None = None) -> Conditional:
         """Climb to the conditional modes by Newton's method with the eigenvalues' absolute values.
 
         A step that lowers the density of its group is not taken, and the next one is shorter.
 
         :param values: as above, constants.
+        :param start: where all points begin, ``(1, num_groups, dim)``; by default each begins at
+            the means of the prior given its values.
         """
-        point = self._start(values)
+        number = len(next(iter(values.values())))
+        point = self._start(values) if start is None else start.expand(number, -1, -1)
         log_prob, score, hessian = self._derivatives(values, point)
         length = torch.ones_like(log_prob)
         for _ in range(GROUPS.max_steps):

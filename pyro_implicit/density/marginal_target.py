@@ -95,6 +95,7 @@ class MarginalTarget(Target):
         self.num_nodes, self.has_all = num_nodes, has_all
         self.num_groups = self.num_passes = 0
         self._order, self._offset = 1, 0.0
+        self._centre: Tensor | None = None
         source = groups.target
         super().__init__(globals_only(groups), *source.args, model_kwargs=source.kwargs)
         self._fused = None
@@ -107,8 +108,10 @@ class MarginalTarget(Target):
     def centre(self, latent: Tensor) -> None:
         """Subtract the sum over groups at a vector ``(latent_dim,)`` from all log-densities.
 
-        The sum over a million groups is too large for differences of 0.01 nats in float32.
+        The sum over a million groups is too large for differences of 0.01 nats in float32. Passes
+        with several vectors find the modes of the groups from those at this vector.
         """
+        self._centre = latent
         self._offset = self._pass(latent.unsqueeze(0), 0).value.item()
 
     def height(self, log_prob: Tensor) -> float:
@@ -145,10 +148,13 @@ class MarginalTarget(Target):
         for batch in self.batches:
             part = self.groups_of_batch.on(batch, self.num_nodes)
             count += part.size
+            start = None
+            if self._centre is not None and number > 1:
+                start = part.conditional(self.constrain(self._centre.unsqueeze(0))).mode
             at_once = max(1, GROUPS.elements_at_once // (part.num_nodes * part.size))
             for first in range(0, number, at_once):
                 rows = slice(first, first + at_once)
-                self._add(sums[rows], part, latent[rows], order)
+                self._add(sums[rows], part, latent[rows], order, start)
         self.num_groups = count
         self.num_passes += 1
         if distributed.is_available() and distributed.is_initialized():
@@ -164,11 +170,13 @@ class MarginalTarget(Target):
             sums[:, 1 + dim :].reshape(number, dim, dim) if order > 1 else None,
         )
 
-    def _add(self, sums: Tensor, part: Groups, latent: Tensor, order: int) -> None:
+    def _add(
+        self, sums: Tensor, part: Groups, latent: Tensor, order: int, start: Tensor | None
+    ) -> None:
         dim = latent.shape[-1]
         with torch.set_grad_enabled(order > 0):
             latent = latent.requires_grad_(order > 0)
-            value = part.log_marginals(self.constrain(latent)).double().sum(-1)
+            value = part.log_marginals(self.constrain(latent), start).double().sum(-1)
             sums[:, 0] += value.detach()
             if not order or not value.requires_grad:
                 return

@@ -121,7 +121,9 @@ def _refuse_unsupported(stages: Stages) -> None:
 def _pilot(groups: Groups, stages: Stages) -> MarginalTarget:
     """Return the posterior of a few hundred groups, those of the first minibatches."""
     assert stages.batches is not None
-    least, found, count = stages.policy.hierarchy.num_pilot, [], 0
+    least = math.ceil(stages.policy.hierarchy.num_pilot / num_processes())
+    found: list[tuple] = []
+    count = 0
     for batch in _Pass(stages.batches):
         found.append(_few(groups, batch, least - count))
         count += groups.on(found[-1]).size
