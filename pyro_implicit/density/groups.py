@@ -238,7 +238,8 @@ class Groups:
         near = self.conditional(values)
         num_points, dim = len(near.mode), self.num_latents
         noise = torch.randn(num_points, GROUPS.num_proposals, self.size, dim).to(near.mode)
-        log_weights = self.log_joint(values, near.place(noise)) + 0.5 * noise.square().sum(-1)
+        log_q, noise = -0.5 * noise.square().sum(-1), GROUPS.proposal_scale * noise
+        log_weights = self.log_joint(values, near.place(noise)) - log_q
         log_weights = log_weights.nan_to_num(-math.inf)
         gumbel = -torch.empty_like(log_weights).exponential_().log()
         chosen = (log_weights + gumbel).argmax(1, keepdim=True).unsqueeze(-1)

@@ -340,7 +340,7 @@ class AutoDraws(DrawSummaries, AutoContinuous):
                         f"site '{name}' has one latent for each of the {frame.full_size} elements "
                         f"of plate '{frame.name}', which subsamples {frame.size}: "
                         f"{type(self).__name__} would keep one latent per minibatch slot. Cure: "
-                        "fit(model, 'auto', ..., amortize='auto'), or AutoAmortized(model)"
+                        "fit(model, 'auto', ..., amortize='conditional'), or AutoAmortized(model)"
                     )
 
     def _forget_data(self) -> None:

@@ -20,8 +20,8 @@ class AutoHierarchical:
     r"""Stored draws of the global latent variables, and :math:`q(z_i | x_i, \theta)` for groups.
 
     ``fit(..., amortize="conditional")`` makes one. For each draw :math:`\theta` the latent
-    variables of each group are drawn from the Gaussian at their conditional mode, resampled by
-    importance weights (:class:`~pyro_implicit.density.Groups`). No group has parameters of its own,
+    variables of each group are drawn from a Gaussian at their conditional mode, resampled by
+    importance weights, and moved by HMC (:class:`~pyro_implicit.density.Groups`). No group has parameters of its own,
     so groups of any minibatch can be drawn, also new ones; a group without data is drawn from its
     prior given :math:`\theta`. The guide has no density.
 
@@ -47,7 +47,7 @@ class AutoHierarchical:
         four gradients of the group's log-density, and removes part of the remaining error.
     """
 
-    def __init__(self, model: Callable[..., Any], rest: StoredDraws, num_moves: int = 0) -> None:
+    def __init__(self, model: Callable[..., Any], rest: StoredDraws, num_moves: int = 2) -> None:
         self.rest, self.num_moves = rest, num_moves
         self._model: Callable[..., Any] | None = model
         self._groups: Groups | None = None
