@@ -221,7 +221,7 @@ class GroupPolicy:
     """Conditional posteriors of the latent variables of groups, and integrals over them."""
 
     #: Newton steps to the conditional modes, at most; log-concave densities need 4 to 10.
-    max_steps: int = 50
+    max_steps: int = 30
 
     #: Squared Newton decrement (nats) below which a group has arrived: nodes of the quadrature are
     #: then within 0.03 standard deviations of their best place.

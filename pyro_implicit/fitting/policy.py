@@ -423,9 +423,9 @@ class HierarchyPolicy:
     num_pilot: int = 500
 
     #: Paths, rounds and iterations of the first search.
-    num_starts: int = 10
+    num_starts: int = 8
     search_rounds: int = 2
-    search_iterations: int = 60
+    search_iterations: int = 40
 
     #: Nodes of the quadrature in each dimension that are tried in turn.
     num_nodes: tuple[int, ...] = (9, 15, 25, 41)

@@ -21,9 +21,9 @@ class AutoHierarchical:
 
     ``fit(..., amortize="conditional")`` makes one. For each draw :math:`\theta` the latent
     variables of each group are drawn from a Gaussian at their conditional mode, resampled by
-    importance weights, and moved by HMC (:class:`~pyro_implicit.density.Groups`). No group has parameters of its own,
-    so groups of any minibatch can be drawn, also new ones; a group without data is drawn from its
-    prior given :math:`\theta`. The guide has no density.
+    importance weights, and moved by HMC (:class:`~pyro_implicit.density.Groups`). No group has
+    parameters of its own, so groups of any minibatch can be drawn, also new ones; a group without
+    data is drawn from its prior given :math:`\theta`. The guide has no density.
 
     **Example:**
 

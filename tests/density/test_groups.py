@@ -10,6 +10,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from scipy import stats
+from scipy.special import polygamma
 
 from pyro_implicit.density import Groups, MarginalTarget
 
@@ -125,6 +126,9 @@ def test_draws_are_those_of_the_conditional_posterior(num_moves):
     for draw, count in zip(draws.unbind(1), y.tolist(), strict=True):
         exact = stats.gamma(2 + count, scale=1 / 2.5)
         assert stats.kstest(draw.numpy(), exact.cdf).statistic < 1.95 / math.sqrt(3000)
+        assert draw.log().std().item() == pytest.approx(
+            math.sqrt(polygamma(1, 2 + count)), rel=0.05 if num_moves else 0.08
+        )
 
 
 def test_the_marginal_posterior_and_its_derivatives():
@@ -157,6 +161,34 @@ def test_the_marginal_posterior_and_its_derivatives():
     assert target.height(centred[0]) == pytest.approx(exact[0].item())
     part = MarginalTarget(Groups(normal, batches[0]), batches, has_all=False)
     assert (part.log_prob(point) / exact).max() < 0.5
+
+
+def rows(x, mask):
+    """Padded rows (rows, groups)."""
+    mean = pyro.sample("mean", dist.Normal(x.new_zeros(()), 3.0))
+    with pyro.plate("groups", NUM_GROUPS, subsample_size=x.shape[-1]):
+        z = pyro.sample("z", dist.Normal(mean, 2.0))
+        with pyro.plate("rows", len(x), dim=-2):
+            pyro.sample("x", dist.Normal(z, 1.0).mask(mask), obs=x)
+
+
+def test_groups_of_1_to_10000_rows():
+    """Each minibatch has a padding of its own."""
+    batches, total = [], 0.0
+    for sizes in ([1, 2, 3], [5000, 10_000]):
+        x = 1 + double(max(sizes), len(sizes), seed=len(sizes))
+        mask = torch.arange(max(sizes)).unsqueeze(-1) < torch.tensor(sizes)
+        batches.append((x.masked_fill(~mask, 0.0), mask))
+        for column, size in enumerate(sizes):
+            data, extra = x[:size, column], 4 / (1 + 4 * size)
+            error = data - 0.5  # of the mean below
+            square = error.square().sum() - extra * error.sum() ** 2
+            log_det = math.log1p(4 * size) + size * math.log(2 * math.pi)
+            total = total - 0.5 * (square + log_det)
+    target = MarginalTarget(Groups(rows, batches[0]), batches, has_all=False)
+    point = torch.full((1, 1), 0.5, dtype=torch.float64)
+    prior = dist.Normal(0.0, 3.0).log_prob(point[0, 0])
+    torch.testing.assert_close(target.log_prob(point)[0], total + prior, rtol=1e-9, atol=1e-6)
 
 
 def shared(x):
