@@ -6,7 +6,8 @@ Groups by minibatches
 Each of 300 shops has one count of sales, and a rate of its own. Two global variables describe
 the rates. ``amortize="conditional"`` integrates the rates out by quadrature around their modes, so
 that minibatches of shops give the exact posterior of the global variables, also for a million
-shops (how: :doc:`/howto/large_hierarchies`). Here it is compared with encoders, ``amortize="auto"``.
+shops (how: :doc:`/howto/large_hierarchies`). The page compares it with encoders,
+``amortize="auto"``.
 """
 
 import matplotlib.pyplot as plt
