@@ -260,16 +260,15 @@ def quiet_arviz() -> Iterator[Any]:
 
     :raises ImportError: without ArviZ, with the cure.
     """
-    arviz, logger = import_arviz(), logging.getLogger("arviz")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # a single chain has no R-hat
+    arviz, disabled = import_arviz(), logging.root.manager.disable
+    logging.disable(logging.WARNING)  # a single chain has no R-hat
     with warnings.catch_warnings():
         for category in (UserWarning, DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
         try:
             yield arviz
         finally:
-            logger.setLevel(level)
+            logging.disable(disabled)
 
 
 def _prior(model: Callable[..., Any], number: int, sites: list[str], trace: Any) -> Predictive:

@@ -80,6 +80,7 @@ class SiteCheck:
         intervals of the replicated ones.
     :ivar residuals: of binary data, mean residuals in bins of the predicted probability, with two
         standard errors.
+    :ivar is_prior: whether the data were drawn from the prior, which need not be calibrated.
     """
 
     kind: Literal["continuous", "count", "binary"]
@@ -90,6 +91,7 @@ class SiteCheck:
     pit_ecdf: Band
     frequencies: Band | None = None
     residuals: Band | None = None
+    is_prior: bool = False
     __repr__ = short_repr
 
     def coverage(self, mass: float) -> float:
@@ -115,6 +117,8 @@ class SiteCheck:
             for name, one in self.statistics.items()
             if not DECISIONS.tail <= one.tail <= 1 - DECISIONS.tail
         ]
+        if self.is_prior:
+            return found
         if self.pit_ecdf.num_outside:
             found.append("predictions are not calibrated: the PIT-ECDF leaves its 95 % band")
         for name, band in (("residuals", self.residuals), ("frequencies", self.frequencies)):
@@ -241,7 +245,8 @@ def predictive_check(
             )
         size = len(site.events)
         own = None if weights is None else weights[first : first + size]
-        sites[name], first = _check(name, site, replicated, statistics, own), first + size
+        is_prior, first = group == "prior", first + size
+        sites[name] = _check(name, site, replicated, statistics, own, is_prior)
     return PredictiveCheck(group, sites)
 
 
@@ -258,6 +263,7 @@ def _check(
     replicated: Tensor,
     statistics: Statistics | None,
     weights: Tensor | None,
+    is_prior: bool,
 ) -> SiteCheck:
     observed, replicated = site.events.cpu(), replicated.cpu()
     is_binary = site.is_discrete and bool(((replicated == 0) | (replicated == 1)).all())
@@ -274,6 +280,7 @@ def _check(
         kind, observed, replicated, found, pit, _pit_ecdf(pit),
         frequencies=_rootogram(observed, replicated) if kind == "count" else None,
         residuals=_binned_residuals(observed, replicated) if kind == "binary" else None,
+        is_prior=is_prior,
     )  # fmt: skip
 
 
