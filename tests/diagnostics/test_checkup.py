@@ -283,13 +283,13 @@ def test_symmetries_and_cures_are_named():
 
 
 def test_dependent_draws_are_not_taken_for_independent_ones():
-    """50 draws, each 40 times, of a perfect guide: repeated noise is no error."""
+    """150 draws, each 40 times in a row, of a perfect guide: repeated noise is no error."""
 
     def model():
         pyro.sample("x", dist.Normal(torch.zeros(10), 1.0).to_event(1))
 
     pyro.set_rng_seed(0)
-    draws = {"x": torch.randn(150, 10).repeat(40, 1)}
+    draws = {"x": torch.randn(150, 10).repeat_interleave(40, 0)}
     options = {"num_transitions": 0, "modes": None, "progress": False}
     worth = StoredDraws(draws, settled=True, num_independent=150)
     assert diagnose(model, worth, **options).num_samples == 150
