@@ -296,13 +296,17 @@ class SimulatorDiagnosis(Printed):
             names = ", ".join(self.calibration.failures[:4])
             reason = f"ranks of {names} are not uniform. Cure: more simulations"
             found.append(("do not trust", reason))
+        if not found:
+            # On SLCP a classifier of the draws from reference draws reached .78 to .95 where these
+            # checks found nothing (benchmarks/results/simulators.md).
+            reason = "no fault found, but these checks average over the prior, not over these data"
+            found.append(("check", reason))
         return found
 
     @property
     def verdict(self) -> str:
-        """``"trust"``, ``"check"`` or ``"do not trust"``."""
-        found = [verdict for verdict, _ in self.findings]
-        return "do not trust" if "do not trust" in found else (found or ["trust"])[0]
+        """``"check"`` or ``"do not trust"``; without a likelihood nothing is trusted."""
+        return "do not trust" if any(one == "do not trust" for one, _ in self.findings) else "check"
 
     def _blocks(self) -> Iterator[str | Table]:
         yield from list(self.calibration._blocks())[:-1]
