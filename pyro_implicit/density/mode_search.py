@@ -96,6 +96,8 @@ def find_modes(
     drawn = target.sample_prior(num_starts - 1)
     starts = torch.cat([target.init_loc.unsqueeze(0), drawn, *given])
     found: Modes | None = None
+    # A single path is not the luckiest of many.
+    final_draws = SEARCH.num_final_draws if num_starts > 1 else num_draws
     with watch("search", max_rounds * max_iterations, leave=False) as watched:
         for _ in range(max_rounds):
             climbed = _climb(target, starts, max_iterations, num_draws, deadline, watched)
@@ -113,7 +115,7 @@ def find_modes(
                 first = Modes(*(part[:1] for part in found))
             earlier = [] if found is None else [Modes(*(part[1:] for part in found))]
             found = Modes(*map(torch.cat, zip(first, *earlier, tops, strict=True)))
-            modes, num_met = _separate(target, found, max_gap)
+            modes, num_met = _separate(target, found, max_gap, final_draws)
             is_late = watched.stopped or time.perf_counter() > deadline
             if len(modes.loc) == 1 or (num_met > 1).all() or is_late:
                 break
@@ -244,7 +246,7 @@ def _better(target: Target, here: Modes, highest: Tensor, best: Modes | None) ->
     return best
 
 
-def _separate(target: Target, found: Modes, max_gap: float) -> tuple[Modes, Tensor]:
+def _separate(target: Target, found: Modes, max_gap: float, num_draws: int) -> tuple[Modes, Tensor]:
     """Return the Gaussians between which the log-density dips, and how often each was found."""
     order = 1 + found.elbo[1:].argsort(descending=True)
     order = order[found.elbo[order] > found.elbo[0] - max_gap]
@@ -269,7 +271,7 @@ def _separate(target: Target, found: Modes, max_gap: float) -> tuple[Modes, Tens
             num_met[nearest] += 1
     # Judged again with many draws: the best of many paths is partly the luckiest.
     loc, root, elbo = (part[kept] for part in found)
-    noise = antithetic_noise(loc, SEARCH.num_final_draws)
+    noise = antithetic_noise(loc, num_draws)
     draws = loc + matvecmul(root, noise)
     values = finite_log_prob(target, draws)
     is_sound = ~is_rounding(target, _highest(draws, values))

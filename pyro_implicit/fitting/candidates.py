@@ -32,6 +32,7 @@ from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.infer.bound import FoldWarning, weighted_draws
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.matrices import lower_factor
+from pyro_implicit.ops.quadrature import normal_draws
 from pyro_implicit.runtime.messages import short_repr
 from pyro_implicit.runtime.sites import (
     FlatPriorStart,
@@ -301,6 +302,7 @@ def exact_log_weights(
     num_draws: int,
     draws_at_once: int = DEFAULT.correction.draws_at_once,
     log_prob: Callable[[Tensor], Tensor] | None = None,
+    noise: Tensor | None = None,
 ) -> tuple[Tensor, LogWeights]:
     """Draw from a guide with an exact density, and return the draws and log p - log q.
 
@@ -320,6 +322,8 @@ def exact_log_weights(
     :param num_draws: the number of draws.
     :param draws_at_once: the number of draws that are evaluated together.
     :param log_prob: evaluates the target at draws; by default ``target.log_prob``.
+    :param noise: the noise of the draws ``(num_draws, latent_dim)``, for instance Sobol points; by
+        default random. A mixture has none.
     :returns: unconstrained draws ``(num_draws, latent_dim)`` and log-weights ``(num_draws,)``, -inf
         where the model has no density.
     """
@@ -329,7 +333,10 @@ def exact_log_weights(
     parts, log_weights = [], []
     log_prob = log_prob or target.log_prob
     for first in range(0, num_draws, draws_at_once):
-        part = q.sample(torch.Size((min(draws_at_once, num_draws - first),)))
+        if noise is None or isinstance(guide, AutoMixture):
+            part = q.sample(torch.Size((min(draws_at_once, num_draws - first),)))
+        else:
+            part = guide.get_transform()(noise[first : first + draws_at_once])
         parts.append(part)
         log_weights.append(log_prob(part) - q.log_prob(part))
     found = torch.cat(log_weights)
@@ -563,9 +570,17 @@ def joint_draws(found: Any, marginal: Marginal, num_draws: int) -> tuple[StoredD
 
     target = marginal.target
     if found.refined is None and found.correction is not None:
-        weights = exact_log_weights(found.guide, found.target, num_draws, log_prob=draw)[1]
+        # Sobol points: moments of the remaining variables are then almost those of an integral.
+        like, seed = found.target.init_loc, int(torch.randint(2**31, ()))
+        noise = normal_draws(num_draws, len(like), like, seed)
+        weights = exact_log_weights(
+            found.guide, found.target, num_draws, log_prob=draw, noise=noise
+        )[1]
         index = weights.resample(num_draws)
-        known: dict[str, Any] = {"settled": True, "modes_weighed": True}
+        is_settled = found.policy.correction.accepts(weights)
+        known: dict[str, Any] = {"settled": is_settled, "modes_weighed": True}
+        if not is_settled:
+            known["doubts"] = (f"importance weights of the remaining variables: {weights}",)
     else:
         stored = found.posterior
         if not isinstance(stored, StoredDraws):

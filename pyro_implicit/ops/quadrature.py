@@ -53,8 +53,8 @@ def normal_rule(dim: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return nodes.to(like), (log_weights + 0.5 * nodes.square().sum(-1)).to(like)
 
 
-def normal_draws(number: int, dim: int, like: Tensor) -> Tensor:
-    """Return standard normal quantiles of scrambled Sobol points with a fixed seed.
+def normal_draws(number: int, dim: int, like: Tensor, seed: int = 0) -> Tensor:
+    """Return standard normal quantiles of scrambled Sobol points.
 
     **Example:**
 
@@ -64,9 +64,10 @@ def normal_draws(number: int, dim: int, like: Tensor) -> Tensor:
     :param number: a power of two.
     :param dim: the number of dimensions.
     :param like: a tensor of the dtype and device of the result.
+    :param seed: of the scrambling.
     :returns: ``(number, dim)``.
     """
-    points = torch.quasirandom.SobolEngine(dim, scramble=True, seed=0).draw(
+    points = torch.quasirandom.SobolEngine(dim, scramble=True, seed=seed).draw(
         number, dtype=torch.float64
     )
     tiny = torch.finfo(torch.float64).eps
