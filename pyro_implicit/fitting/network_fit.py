@@ -68,7 +68,8 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     left = stages.limit.left(1 - policy.training_share)
     seconds = left if is_timed else policy.chain_seconds
     has_chains = must_refine or seconds >= policy.least_gradients * cost
-    anneals = policy.trial_share * seconds >= policy.least_annealed * cost
+    most = min(seconds, policy.most_gradients * cost)
+    anneals = policy.trial_share * most >= policy.least_annealed * cost
     rows = None
     if stages.validation is not None:
         x, y = rows_of(model, stages.args, stages.kwargs)

@@ -190,3 +190,18 @@ def test_refine():
     rest = draws["y"] - draws["x"].square()
     assert abs(draws["x"].mean() - 1) < 0.1 and abs(draws["x"].var() - 1) < 0.12
     assert abs(rest.var() / NOISE - 1) < 0.05
+
+
+def mean_of_weights():
+    weights = pyro.sample("w", dist.Normal(0.0, 1.0).expand([120]).to_event(1))
+    pyro.sample("y", dist.Normal(weights.mean(-1), 0.05), obs=torch.tensor(0.5))
+
+
+def test_a_stiff_direction_has_the_right_width():
+    """It is 40 % too wide without Metropolis' rule."""
+    options = {"seed": 0, "progress": False, "max_gradients": 4000}
+    result = refine(mean_of_weights, {"w": torch.randn(10, 120)}, kernel="mams", **options)
+    means = result.get_samples()["w"].mean(-1)
+    precision = 120 + 1 / 0.05**2
+    assert abs(means.std() * precision**0.5 - 1) < 0.12
+    assert (means.mean() - 0.5 / 0.05**2 / precision).abs() * precision**0.5 < 0.15
