@@ -27,10 +27,12 @@ SAME_AS = {"weighted_draws": "evidence_bound"}
 
 
 class Shown:
-    """A default value, printed without addresses."""
+    """A default value, printed without addresses and without the fields of a policy."""
 
     def __init__(self, value: Any) -> None:
         self.text = getattr(value, "__qualname__", repr(value))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            self.text = f"{type(value).__name__}(...)"  # its fields have a line of their own
         if " at 0x" in self.text:
             self.text = type(value).__qualname__
 
