@@ -154,8 +154,8 @@ def compare_models(
     ... }
     >>> print(compare_models(results, seed=0))
     LOO       elpd  ...  stacking  pseudo-BMA  repaired, bad      log evidence   bound
-    scale 1   -6.6  ...      1.00        1.00           0, 0   -6.845 +- 0.000   -6.84
-    scale 5  -12.8  ...      0.00        0.00           0, 0  -12.797 +- 0.000  -12.80
+    scale 1   -6.6  ...      1.00        1.00           0, 0   -6.84... +- 0.00...  -6.84
+    scale 5  -12.8  ...      0.00        0.00           0, 0  -12.79... +- 0.00...  -12.80
 
     :param results: at least two results of :func:`~pyro_implicit.fit`, by the names of their
         models. All models observe the same sites with the same values; an event of a distribution

@@ -11,7 +11,7 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoNormal
 from torch.distributions import constraints
 
-from pyro_implicit.diagnostics.calibration import _rank, simulation_based_calibration
+from pyro_implicit.diagnostics.calibration import rank, simulation_based_calibration
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +98,8 @@ def test_p_values_are_those_of_chi_square():
 
 def test_ranks():
     draws = torch.tensor([[1.0, 5.0], [2.0, 6.0], [3.0, 7.0]])
-    assert _rank(torch.tensor([2.5, 0.0]), draws).tolist() == [2, 0]
-    ties = torch.stack([_rank(torch.tensor(1.0), torch.ones(3)) for _ in range(400)])
+    assert rank(torch.tensor([2.5, 0.0]), draws).tolist() == [2, 0]
+    ties = torch.stack([rank(torch.tensor(1.0), torch.ones(3)) for _ in range(400)])
     assert torch.bincount(ties).min() > 60  # each of 0, 1, 2, 3
 
 

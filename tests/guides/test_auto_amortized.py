@@ -82,9 +82,9 @@ def test_exact_posteriors_of_a_conjugate_model(tmp_path):
 
 def test_a_local_latent_is_refused_with_the_cure():
     loader = [(torch.randn(20),) for _ in range(20)]
-    with pytest.raises(ValueError, match=r"latent 'z' lies in plate 'rows'.*amortize='auto'"):
+    with pytest.raises(ValueError, match=r"latent 'z' lies in plate 'rows'.*amortize='cond"):
         fit(conjugate, batches=loader, progress=False)
-    with pytest.raises(ValueError, match=r"site 'z' has one latent for each.*amortize='auto'"):
+    with pytest.raises(ValueError, match=r"site 'z' has one latent for each.*amortize='cond"):
         fit(conjugate, "auto", torch.randn(20), progress=False)
 
 

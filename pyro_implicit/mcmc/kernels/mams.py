@@ -67,8 +67,8 @@ def step(state: State, score: Score, settings: Settings) -> tuple[State, Info]:
     >>> state, size = init(torch.randn(1000, 10), score), torch.full((1000, 1), 1.0)
     >>> for _ in range(20):
     ...     state, info = step(state, score, Settings(mclmc.Settings(size, 3 * size, 4)))
-    >>> f"{state.position.var():.1f}, {info.acceptance.mean():.1f}"
-    '1.0, 0.9'
+    >>> f"{state.position.var():.1f}", bool(info.acceptance.mean() > 0.9)
+    ('1.0', True)
 
     :param state: positions and directions.
     :param score: log-densities and gradients of points ``(num_chains, d)``.
