@@ -37,6 +37,7 @@ from pyro_implicit.diagnostics.quantities import (
 from pyro_implicit.diagnostics.verdict import STORED, Diagnosis
 from pyro_implicit.guides.auto_implicit import AutoSemiImplicit
 from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel
+from pyro_implicit.guides.auto_hierarchical import AutoHierarchical
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
 from pyro_implicit.ops import LogWeights
@@ -236,7 +237,8 @@ def _draw(sampler: Sampler, num_samples: int) -> dict[str, Tensor]:
 def _weigh(
     sampler: Sampler, num_samples: int, chunk_size: int, unweighed: str
 ) -> tuple[WeightedDraws, str]:
-    reason = STORED if isinstance(sampler.guide, StoredDraws) else unweighed
+    stored = StoredDraws, AutoHierarchical
+    reason = STORED if isinstance(sampler.guide, stored) else unweighed
     if not reason:
         try:
             weighted = weighted_draws(

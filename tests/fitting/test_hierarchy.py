@@ -14,7 +14,7 @@ import torch
 from pyro.infer import Predictive
 from torch import distributed
 
-from pyro_implicit import fit
+from pyro_implicit import diagnose, fit
 from pyro_implicit.fitting import Fit, FitPolicy, HierarchyPolicy
 from pyro_implicit.guides import AutoHierarchical
 from pyro_implicit.runtime.global_state import seeded
@@ -87,6 +87,13 @@ def test_gamma_poisson_against_the_exact_posterior(fitted):
     for name, one, width in zip(("shape", "rate"), mean, sd, strict=True):
         assert draws[name].mean().item() == pytest.approx(one.item(), abs=0.05 * width.item())
         assert draws[name].std().item() == pytest.approx(width.item(), rel=0.02)
+
+
+def test_diagnose_takes_its_draws_as_they_are(fitted):
+    rows = data()[:100]
+    found = diagnose(lambda y: counts(y, 100), fitted.guide, rows, num_transitions=0, modes=None)
+    assert found.no_density == "stored draws" and "refine" in found.cures[0]
+    assert "event_dim" not in str(found)
 
 
 def test_locals_of_new_groups_and_of_groups_without_data(fitted):
