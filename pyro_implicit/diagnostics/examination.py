@@ -35,9 +35,9 @@ from pyro_implicit.diagnostics.quantities import (
     values_of,
 )
 from pyro_implicit.diagnostics.verdict import STORED, Diagnosis
+from pyro_implicit.guides.auto_hierarchical import AutoHierarchical
 from pyro_implicit.guides.auto_implicit import AutoSemiImplicit
 from pyro_implicit.guides.posterior_draws import draw, draws_in_parallel
-from pyro_implicit.guides.auto_hierarchical import AutoHierarchical
 from pyro_implicit.guides.sampler import Sampler, StoredDraws
 from pyro_implicit.infer.bound import EvidenceBound, WeightedDraws, weighted_draws
 from pyro_implicit.ops import LogWeights
