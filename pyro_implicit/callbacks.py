@@ -12,7 +12,7 @@ from typing import Any
 from pyro_implicit.runtime.messages import refuse_nonpositive
 from pyro_implicit.runtime.progress import Callback, Stage, Step
 
-__all__ = ["Callback", "LivePlot", "Stage", "Step", "TensorBoard"]
+__all__ = ["Callback", "LivePlot", "Step", "TensorBoard"]
 
 
 class TensorBoard(Callback):

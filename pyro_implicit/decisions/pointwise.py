@@ -153,11 +153,12 @@ class Pointwise:
 def observation_columns(
     log_likelihood: Mapping[str, Tensor], sites: Mapping[str, ObservedSite]
 ) -> Tensor:
-    """Return the log-likelihood of all observations in use, ``(num_draws, num_observations)``.
+    """Return the log-likelihood of all observations in use, on the CPU, where ArviZ reads it.
 
+    :returns: ``(num_draws, num_observations)`` in float64.
     :param log_likelihood: by observed site, ``(num_draws, *batch_shape)``.
     """
-    return torch.cat([log_likelihood[n].double()[:, s.used] for n, s in sites.items()], -1)
+    return torch.cat([log_likelihood[n][:, s.used].double().cpu() for n, s in sites.items()], -1)
 
 
 def refuse_point(draws: Mapping[str, Tensor]) -> None:

@@ -183,7 +183,7 @@ def power_scaling(
             )
     found = flat if quantities is None else values_of(quantities, flat)
     labels = [label for name, v in found.items() for label in element_labels(name, v.shape[1:])]
-    rows = torch.cat([value.reshape(len(value), -1).double() for value in found.values()], -1)
+    rows = torch.cat([v.reshape(len(v), -1).double().cpu() for v in found.values()], -1)
     lead = next(iter(draws.values())).shape[:2]
     return Sensitivity(
         tuple(labels),
@@ -232,7 +232,7 @@ def _log_densities(target: Target, draws: Mapping[str, Tensor]) -> dict[str, Ten
         target.read_at({name: value[rows] for name, value in draws.items()}, read)
         for rows in torch.arange(number).split(RUNS.draws_at_once)
     ]
-    return {name: torch.cat([part[name] for part in parts]).double() for name in parts[0]}
+    return {name: torch.cat([part[name] for part in parts]).double().cpu() for name in parts[0]}
 
 
 def _is_prior_factor(site: dict[str, Any]) -> bool:

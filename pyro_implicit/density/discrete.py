@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+import pyro
 import torch
+from pyro import poutine
 from pyro.distributions import MaskedDistribution
 from pyro.distributions.constraints import integer as any_integer
 from pyro.poutine.trace_struct import Trace
@@ -17,7 +20,9 @@ from torch.distributions import constraints
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from pyro_implicit.density.model import IMPOSSIBLE, compute_log_prob
 from pyro_implicit.density.policy import DISCRETE
+from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.sites import (
     Site,
     innermost,
@@ -34,10 +39,11 @@ __all__ = [
     "SizeLimit",
     "TooLargeError",
     "coordinates_of",
-    "coupled_site",
     "elements_of",
+    "refuse_coupled",
     "refuse_improper_prior",
     "sites_to_sample",
+    "with_values",
 ]
 
 
@@ -216,17 +222,61 @@ def sites_to_sample(trace: Trace) -> frozenset[str]:
     return frozenset(n for n, site in discrete.items() if not site["fn"].has_enumerate_support)
 
 
-def coupled_site(
-    trace: Trace, names: Iterable[str], run: Callable[[dict[str, Tensor]], Trace]
-) -> str | None:
-    """Return a site whose elements share a term, though their plate says that they are independent.
+@torch.no_grad()
+def refuse_coupled(
+    model: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    trace: Trace,
+    names: Iterable[str],
+) -> None:
+    """Check that elements of plates are independent, as a sum over discrete latents assumes.
 
     Pyro's enumeration gives all elements of a plate one value at a time. A sum over the elements,
     or a difference of neighbours, would then be wrong without an error. Some elements of some sites
     are moved one by one.
 
-    :param trace: a plain run, with log-probabilities.
+    :param model: a Pyro model with its ``args`` and ``kwargs``.
+    :param trace: a plain run of it, which does not change.
     :param names: the discrete latent variables to be summed out.
+    :raises ValueError: naming the site.
+    """
+
+    def run(values: dict[str, Tensor]) -> Trace:
+        replayed = poutine.replay(model, trace=with_values(trace, values))
+        found = poutine.trace(replayed).get_trace(*args, **kwargs)
+        compute_log_prob(found)
+        return found
+
+    name = None
+    with suppress(*IMPOSSIBLE), same_streams(), poutine.block(), pyro.validation_enabled(False):
+        name = _coupled_site(run({}), names, run)
+    if name is not None:
+        raise ValueError(
+            f"elements of the discrete latent '{name}' share a term of the log-density, such as a "
+            "sum over its plate or a difference of neighbours, but the elements of a plate are "
+            "summed out one by one. Cure: fit or refine, which sample such sites, or a loop of "
+            "single sites"
+        )
+
+
+def with_values(trace: Trace, values: Mapping[str, Tensor | None]) -> Trace:
+    """Return a trace with other values at some sites, or without these sites."""
+    changed = trace.copy()
+    for name, value in values.items():
+        if value is None:
+            changed.remove_node(name)
+        else:
+            changed.nodes[name] = {**changed.nodes[name], "value": value}
+    return changed
+
+
+def _coupled_site(
+    trace: Trace, names: Iterable[str], run: Callable[[dict[str, Tensor]], Trace]
+) -> str | None:
+    """Return a site whose elements share a term, though their plate says that they are independent.
+
+    :param trace: a plain run, with log-probabilities.
     :param run: runs the model at values of these, with log-probabilities.
     """
     values = {name: trace.nodes[name]["value"] for name in names}
@@ -239,17 +289,25 @@ def coupled_site(
         if shape.numel() < 2:
             continue
         support = fn.enumerate_support(expand=False)
+        others = support.reshape(len(support), *support.shape[support.dim() - fn.event_dim :])
+        # From one place alone, the move of an element may leave a term as it is by chance.
+        places = torch.randint(len(others), shape, device=others.device)
+        starts = (value, others[0].expand(value.shape), others[places])
+        bases = [(start, run(values | {name: start})) for start in starts]
         first = (0,) * len(shape)
         ends = [first[:d] + (1,) + first[d + 1 :] for d, size in enumerate(shape) if size > 1]
         seen: dict[str, Tensor] = {}
         for place in (first, *ends):
-            moved = value.clone()
-            others = support.reshape(len(support), *support.shape[support.dim() - fn.event_dim :])
-            is_other = (others != value[place]).reshape(len(others), -1).any(-1)
-            if not is_other.any():
-                break
-            moved[place] = others[is_other][0]
-            for site, changed in _changed(trace, run(values | {name: moved})).items():
+            found: dict[str, Tensor] = {}
+            for start, before in bases:
+                is_other = (others != start[place]).reshape(len(others), -1).any(-1)
+                if not is_other.any():
+                    break
+                moved = start.clone()
+                moved[place] = others[is_other][0]
+                for site, changed in _changed(before, run(values | {name: moved})).items():
+                    found[site] = found.get(site, torch.zeros_like(changed)) | changed
+            for site, changed in found.items():
                 if site in seen and (seen[site] & changed).any():
                     return name
                 seen[site] = seen.get(site, torch.zeros_like(changed)) | changed

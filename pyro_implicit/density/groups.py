@@ -54,7 +54,7 @@ class _Part(NamedTuple):
 
 
 class Groups:
-    r"""The latent variables of single groups, given those that all groups share.
+    r"""The latent variables of single groups, given the global latent variables.
 
     The groups are the elements of one plate. Given the global latent variables :math:`\theta` they
     are independent, so that

@@ -60,7 +60,7 @@ class _Structure(NamedTuple):
 
 
 class Marginal:
-    """The density of the remaining latent variables, and draws of those that are integrated out.
+    """The density of the remaining latent variables, and draws of the integrated ones.
 
     :param target: the posterior of all latent variables.
     :param exact: the same posterior in the precision of the computation.
@@ -155,26 +155,21 @@ class Marginal:
         count = len(distances)
         direction, other = torch.randn(2, self.num_integrated).to(self._centre)
         start = self._centre.expand(len(rest), -1).clone().requires_grad_()
-        value, gradient = self._gradient(rest, start)
-        curved = -self._products(gradient, start, direction.unsqueeze(0))[0]
-        parts = site_parts(curved * direction, self._own).values()
-        scales = []
-        for part in parts:  # a standard deviation of each site, roughly
+        slope = self._gradient(rest, start)[1]
+        curved = -self._products(slope, start, direction.unsqueeze(0))[0]
+        scales = []  # a standard deviation of each site, roughly
+        for part in site_parts(curved * direction, self._own).values():
             mean = part.reshape(len(rest), -1).mean(-1, keepdim=True)
             scale = torch.where(mean > 0, mean, 1.0).rsqrt()
             scales.append(scale.expand(-1, part[0].numel()))
         moved = torch.cat(scales, -1) * direction
+        along = torch.zeros_like(start)  # the curvature along the step
+        if slope.requires_grad:
+            (along,) = torch.autograd.grad(slope, start, moved)
         points = (start + distances.reshape(-1, 1, 1) * moved).detach().flatten(0, 1)
         points.requires_grad_()
         value, gradient = self._gradient(rest.repeat(count, 1), points)
         curved = self._products(gradient, points, torch.stack([direction, other]))
-        # The curvature along the step, at the start.
-        with torch.enable_grad():
-            first = start.detach().requires_grad_()
-            slope = self._gradient(rest, first)[1]
-            along = torch.zeros_like(first)
-            if slope.requires_grad:
-                (along,) = torch.autograd.grad(slope, first, moved.detach())
         value = value.detach().reshape(count, len(rest))
         gradient = gradient.detach().reshape(count, len(rest), -1)
         curved = curved.detach().reshape(2, count, len(rest), -1)

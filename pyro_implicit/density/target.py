@@ -44,10 +44,11 @@ from pyro_implicit.density.discrete import (
     Elements,
     SizeLimit,
     coordinates_of,
-    coupled_site,
     elements_of,
+    refuse_coupled,
     refuse_improper_prior,
     sites_to_sample,
+    with_values,
 )
 from pyro_implicit.density.model import (
     IMPOSSIBLE,
@@ -300,7 +301,7 @@ class Target:
                     trace = self._possible_run()
                 model = poutine.replay(
                     discrete.enumerate(self.model),
-                    trace=_with(trace, dict.fromkeys(discrete.names)),
+                    trace=with_values(trace, dict.fromkeys(discrete.names)),
                 )
                 with SizeLimit.beyond(plain.largest):
                     found = poutine.trace(model).get_trace(*self.args, **self.kwargs)
@@ -323,25 +324,12 @@ class Target:
 
     def _refuse_coupled(self, discrete: DiscreteSum) -> None:
         """Check that the elements of a plate are independent, as the sum assumes."""
-
-        def run(values: Mapping[str, Tensor | None]) -> Trace:
-            model = poutine.replay(self.model, trace=_with(trace, values))
-            found = poutine.trace(model).get_trace(*self.args, **self.kwargs)
-            compute_log_prob(found)
-            return found
-
-        name = None
+        trace = None
         with suppress(*IMPOSSIBLE), poutine.block(), pyro.validation_enabled(False):
             with torch.no_grad():
                 trace = self._possible_run()
-                name = coupled_site(trace, discrete.names, run)
-        if name is not None:
-            raise ValueError(
-                f"elements of the discrete latent '{name}' share a term of the log-density, such "
-                "as a sum over its plate or a difference of neighbours, but the elements of a "
-                "plate are summed out one by one. Cure: fit or refine, which sample such sites, or "
-                "a loop of single sites"
-            )
+        if trace is not None:
+            refuse_coupled(self.model, self.args, self.kwargs, trace, discrete.names)
 
     def _elements_of(self, first: Trace) -> Elements:
         others = []
@@ -836,17 +824,6 @@ def _is_drawn(site: Site) -> bool:
     if is_flat(site["fn"]):
         refuse_improper_prior(site["name"], site)
     return True
-
-
-def _with(trace: Trace, values: Mapping[str, Tensor | None]) -> Trace:
-    """Return a trace with other values at some sites, or without these sites."""
-    changed = trace.copy()
-    for name, value in values.items():
-        if value is None:
-            changed.remove_node(name)
-        else:
-            changed.nodes[name] = {**changed.nodes[name], "value": value}
-    return changed
 
 
 def _observed(trace: Trace) -> set[str]:

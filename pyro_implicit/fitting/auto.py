@@ -129,7 +129,7 @@ def fit(
        replace the chains and give the modes' weights. ``result.sample`` then draws from
        ``result.refined``.
 
-    With more than 100 latent variables, those that are normal given all others are integrated out
+    With more than 100 latent variables, all that are normal given the others are integrated out
     (**marginal**), the stages above run for the others, and the integrated variables are drawn
     given each of their draws (**draws**). If there are none, or if a search would take minutes, an
     ``AutoNormal`` is trained (**mean-field**), chains refine its draws, and the guide learns their
@@ -220,9 +220,9 @@ def fit(
         ``pyro.param`` outside of modules.
     :raises ValueError: for an unknown guide; counts below 1; a ``max_seconds`` that is not
         positive; a discrete latent variable that can neither be summed out nor sampled; an
-        observation that is NaN;
-        a model whose log-density is finite nowhere; a checkpoint of a run with other settings
-        (changed data are not detected); ``refine=True`` for a model that subsamples its data; in
+        observation that is NaN; a model whose log-density is finite nowhere; a checkpoint of a
+        run with other settings (changed data are not detected); ``refine=True`` for a model that
+        subsamples its data; in
         several processes, for identical minibatches, ``refine=True``, and losses with networks of
         their own.
     :raises RuntimeError: for a model without latent variables.

@@ -168,7 +168,7 @@ def _choose_nodes(pilot: MarginalTarget, modes: Modes, stages: Stages) -> tuple[
 
 
 def _climb_all(target: MarginalTarget, modes: Modes, stages: Stages) -> Modes:
-    """Climb from each mode of the pilot; merge those that meet and drop those far below."""
+    """Climb from each mode of the pilot; merge equal modes and drop modes far below the best."""
     found: list[tuple[Tensor, Tensor, float]] = []
     for start in modes.loc:
         loc, root, height = _climb(target, start, stages)
@@ -229,7 +229,7 @@ def _weigh(
         most = 2 ** int(math.log2(max(few, min(most, affordable))))
         points, found = _log_weights(target, _widened(modes, policy.widening), most)
         line.outcome = f"{most} weights: {found}"
-        return _resample(points, found.smoothed.log_weights.exp(), policy.num_draws), found
+        return points[found.resample(policy.num_draws)], found
 
 
 def _widened(modes: Modes, widening: float) -> Modes:
@@ -276,15 +276,6 @@ def _moments(points: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     points, weights = points.double(), weights.double()
     mean = weights @ points
     return mean, lower_factor((weights.sqrt().unsqueeze(-1) * (points - mean)).mT)
-
-
-def _resample(points: Tensor, weights: Tensor, number: int) -> Tensor:
-    """Resample systematically: the numbers of copies differ by less than one from their means."""
-    levels = (torch.arange(number, device=points.device) + torch.rand(())) / number
-    order = torch.randperm(len(points), device=points.device)
-    cumulative = weights[order].double().cumsum(0)
-    index = torch.searchsorted(cumulative, levels.double()).clamp(max=len(points) - 1)
-    return points[order][index]
 
 
 def _refine(

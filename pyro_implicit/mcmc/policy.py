@@ -479,6 +479,10 @@ class TemperingPolicy:
     #: Effective draws for each dimension that count as much as the present moments of a normal.
     known_per_dim: float = 4.0
 
+    #: Factor on the sds of the normals that give the labels of particles: wide labels change slowly
+    #: along a trajectory, so that it may cross from one mode to another.
+    label_width: float = 2.0
+
     #: Transitions at the posterior before each mode is described by several normals.
     settling: int = 8
 

@@ -26,8 +26,9 @@ from pyro_implicit.mcmc.policy import DEFAULT, StoppingPolicy, TemperingPolicy
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Drift, Tracker, pooled
-from pyro_implicit.ops.annealing import NormalMixture, next_power, stratified_errors, systematic
+from pyro_implicit.ops.annealing import NormalMixture, next_power, stratified_errors
 from pyro_implicit.ops.ensemble_hmc import ChainState
+from pyro_implicit.ops.importance_weights import systematic
 from pyro_implicit.runtime.progress import new_stage, watch
 
 __all__ = ["Annealed", "ModeWeights", "anneal", "temper"]
@@ -124,11 +125,8 @@ class LabelledScore:
 
 
 def log_shares(frame: NormalMixture, points: Tensor) -> Tensor:
-    """Return the log-probabilities of labels at points ``(n, d)``, ``(n, num_labels)``.
-
-    They change slowly, as those of normals of twice the sds, so that trajectories may cross.
-    """
-    return (frame.log_joint(points) / 4).log_softmax(-1)
+    """Return the log-probabilities of labels at points ``(n, d)``, ``(n, num_labels)``."""
+    return (frame.log_joint(points) / DEFAULT.tempering.label_width**2).log_softmax(-1)
 
 
 def draw_labels(frame: NormalMixture, points: Tensor) -> Tensor:
@@ -440,7 +438,7 @@ def temper(
     are exact enough, or the budget is spent. The particles of these clouds are resampled and move.
 
     :param space: the latents of the target.
-    :param modes: those that are known; one may be missing.
+    :param modes: the known modes; some may be missing.
     :param track: the quantities whose errors decide.
     :param plan: the number of chains and their budget.
     :param max_seconds: wall time.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["NormalMixture", "next_power", "stratified_errors", "systematic"]
+__all__ = ["NormalMixture", "next_power", "stratified_errors"]
 
 
 class NormalMixture(NamedTuple):
@@ -152,22 +152,6 @@ def next_power(log_ratio: Tensor, log_weights: Tensor, power: float, share: floa
         middle = 0.5 * (low + high) if low else 0.1 * high
         low, high = (middle, high) if is_short(middle) else (low, middle)
     return power + high
-
-
-def systematic(weights: Tensor, number: int) -> Tensor:
-    """Return indices of resampled particles in rising order, ``(number,)``.
-
-    The number of copies of any run of neighbours differs from its expectation by at most 1.
-
-    **Example:**
-
-    >>> systematic(torch.tensor([0.5, 0.0, 0.5]), 4)
-    tensor([0, 0, 2, 2])
-
-    :param weights: which sum to 1, ``(n,)``.
-    """
-    ticks = (torch.arange(number).to(weights) + torch.rand(()).to(weights)) / number
-    return torch.searchsorted(weights.cumsum(0), ticks).clamp(max=len(weights) - 1)
 
 
 def stratified_errors(terms: Tensor, origin: Tensor, stratum: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ __all__ = [
     "bridge_error",
     "describe_weights",
     "pareto_smoothed",
+    "systematic",
 ]
 
 
@@ -187,10 +188,23 @@ class LogWeights:
         :param num_samples: the number of selected draws.
         :returns: indices of draws, ``(num_samples,)``.
         """
-        shares = self.shares
-        ticks = (torch.arange(num_samples).to(shares) + torch.rand(()).to(shares)) / num_samples
-        index = torch.searchsorted(shares.cumsum(0), ticks).clamp(max=len(self) - 1)
-        return index[torch.randperm(num_samples)]
+        return systematic(self.shares, num_samples)[torch.randperm(num_samples)]
+
+
+def systematic(weights: Tensor, number: int) -> Tensor:
+    """Return indices of resampled particles in rising order, ``(number,)``.
+
+    The number of copies of any run of neighbours differs from its expectation by at most 1.
+
+    **Example:**
+
+    >>> systematic(torch.tensor([0.5, 0.0, 0.5]), 4)
+    tensor([0, 0, 2, 2])
+
+    :param weights: which sum to 1, ``(n,)``.
+    """
+    ticks = (torch.arange(number).to(weights) + torch.rand(()).to(weights)) / number
+    return torch.searchsorted(weights.cumsum(0), ticks).clamp(max=len(weights) - 1)
 
 
 def describe_weights(khat: float, efficiency: float) -> str:

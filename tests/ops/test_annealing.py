@@ -13,7 +13,6 @@ from pyro_implicit.ops.annealing import (
     NormalMixture,
     next_power,
     stratified_errors,
-    systematic,
 )
 
 DIM, NUMBER = 3, 4
@@ -80,15 +79,6 @@ def test_the_next_power_has_the_wanted_effective_sample_size(scale):
     weights, change = log_weights.exp(), ((power - 0.25) * log_ratio).exp()
     size = (weights @ change) ** 2 / (weights @ change.square())
     assert power == 1.0 if scale == 1e-3 else math.isclose(size, 0.8, abs_tol=0.01)
-
-
-def test_resampling_keeps_the_shares_of_neighbours():
-    weights = torch.rand(1000, dtype=torch.float64)
-    weights = weights / weights.sum()
-    rows = systematic(weights, 300)
-    counts = rows.bincount(minlength=1000)
-    assert (rows.diff() >= 0).all() and len(rows) == 300
-    assert ((counts - 300 * weights).cumsum(0).abs() <= 1 + 1e-9).all()
 
 
 def test_errors_of_stratified_sums():

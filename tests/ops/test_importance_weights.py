@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pyro_implicit.ops import LogWeights, pareto_smoothed
+from pyro_implicit.ops.importance_weights import systematic
 
 TAILS = {
     "light": lambda n: torch.randn(n, dtype=torch.float64),
@@ -114,6 +115,15 @@ def test_systematic_resampling():
     assert ((counts - 1001 * torch.tensor([0.5, 0.2, 0.0, 0.3])).abs() < 1).all() and counts[2] == 0
     index = found.resample(1000)
     assert (index.diff() < 0).sum() > 100
+
+
+def test_resampling_keeps_the_shares_of_neighbours():
+    weights = torch.rand(1000, dtype=torch.float64)
+    weights = weights / weights.sum()
+    rows = systematic(weights, 300)
+    counts = rows.bincount(minlength=1000)
+    assert (rows.diff() >= 0).all() and len(rows) == 300
+    assert ((counts - 300 * weights).cumsum(0).abs() <= 1 + 1e-9).all()
 
 
 def test_resampling_is_unbiased():

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.checks import refuse_missing_data
+from pyro_implicit.density.discrete import refuse_coupled
 from pyro_implicit.density.model import (
     IMPOSSIBLE,
     DiscreteSum,
@@ -90,8 +91,10 @@ def first_run(
             continue
         # Faults from here on do not depend on the draw.
         discrete = DiscreteSum.of(model_trace, given=guide_trace)
-        for name in discrete.names if discrete else ():
-            model_trace.remove_node(name)
+        if discrete is not None:
+            refuse_coupled(model, args, kwargs, model_trace, discrete.names)
+            for name in discrete.names:
+                model_trace.remove_node(name)
         refuse_other_guide(guide, model_trace, guide_trace)
         if validates:
             check_model_guide_match(model_trace, guide_trace, max_plate_nesting)

@@ -97,6 +97,28 @@ def log_evidence():
     return (log_p.logsumexp(0) + (u[1] - u[0]).log()).item()
 
 
+@pytest.mark.parametrize("couples", [False, True])
+def test_elements_that_share_a_term_are_refused(couples):
+    """Pyro gives all elements of a plate one value at a time: the factor would be silently wrong."""
+
+    def model():
+        bright = pyro.sample("bright", dist.Normal(0.0, 1.0))
+        with pyro.plate("pixels", 4):
+            x = pyro.sample("x", dist.Bernoulli(0.5))
+            pyro.sample("y", dist.Normal(bright * x, 1.0), obs=torch.zeros(4))
+        if couples:
+            pyro.factor("smooth", (x[..., 1:] == x[..., :-1]).double().sum())
+
+    guide = AutoNormal(poutine.block(model, expose=["bright"]))
+    for _ in range(10):  # whatever the values from which elements are moved
+        step = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), ImplicitELBO(2)).step
+        if not couples:
+            assert math.isfinite(step())
+            continue
+        with pytest.raises(ValueError, match="the discrete latent 'x' share a term.*Cure"):
+            step()
+
+
 def test_training():
     guide = AutoImplicit(mixture, AutoregressiveGenerator)
     svi = SVI(mixture, guide, pyro.optim.Adam({"lr": 0.05}), InjectiveELBO(4))
