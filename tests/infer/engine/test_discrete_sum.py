@@ -99,7 +99,7 @@ def log_evidence():
 
 @pytest.mark.parametrize("couples", [False, True])
 def test_elements_that_share_a_term_are_refused(couples):
-    """Pyro gives all elements of a plate one value at a time: the factor would be silently wrong."""
+    """Pyro gives all elements of a plate one value at a time: the sum would be silently wrong."""
 
     def model():
         bright = pyro.sample("bright", dist.Normal(0.0, 1.0))
