@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
@@ -12,7 +13,7 @@ import torch
 from scipy import stats
 from scipy.special import polygamma
 
-from pyro_implicit.density import Groups, MarginalTarget
+from pyro_implicit.density import Groups, MarginalTarget, groups
 
 NUM_GROUPS = 40
 
@@ -232,3 +233,20 @@ def test_missing_data_of_a_later_minibatch_are_named():
     groups = Groups(normal, (torch.zeros(4),))
     with pytest.raises(ValueError, match="observation of site 'x' of a minibatch is NaN"):
         groups.on((torch.tensor([0.0, math.nan]),))
+
+
+def test_moves_correct_what_proposals_leave(monkeypatch):
+    """With one proposal, resampling leaves the too wide draws of the proposal as they are."""
+    monkeypatch.setattr(groups, "GROUPS", replace(groups.GROUPS, num_proposals=1))
+
+    def model(x):
+        mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+        with pyro.plate("groups", 5, subsample_size=len(x)):
+            z = pyro.sample("z", dist.Normal(mean, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    found = groups.Groups(model, (torch.zeros(2),))
+    values = {"mean": torch.zeros(3000)}
+    wide, right = (found.draw(values, number)["z"].std() * 2**0.5 for number in (0, 12))
+    assert wide.item() == pytest.approx(groups.GROUPS.proposal_scale, rel=0.05)
+    assert right.item() == pytest.approx(1.0, abs=0.04)

@@ -147,6 +147,21 @@ def test_almost_quadratic_densities_are_refused(name: str) -> None:
     assert find_marginal(Target(almost(ALMOST[name]), Y)) is None
 
 
+@pytest.mark.parametrize("kink", [0.0, 1e-6])
+def test_a_kink_that_a_large_constant_hides_from_the_value(kink: float) -> None:
+    """The value is rounded by its size, and the Hessian sees no kinks: the gradient does."""
+    rows = almost(lambda m, y: (dist.Normal(m + kink * m.abs(), 1.0), y))
+
+    def model(y: Tensor) -> None:
+        rows(y)
+        pyro.factor("constant", torch.full((), 1e12, dtype=torch.float64))
+
+    target = Target(model, Y)
+    marginal = Marginal(target, target.in_double(), ["x"], MARGINAL)
+    rest = target.sample_prior(3).double()[:, marginal._rest_index]
+    assert marginal._is_quadratic(rest) == (kink == 0)
+
+
 def test_normal_likelihood_is_accepted() -> None:
     marginal = find_marginal(Target(almost(lambda m, y: (dist.Normal(m, 1.0), y)), Y))
     assert marginal.names == ["x"] and marginal._structure.size == 1

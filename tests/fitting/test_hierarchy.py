@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pyro
 import pyro.distributions as dist
@@ -15,7 +16,11 @@ from pyro.infer import Predictive
 from torch import distributed
 
 from pyro_implicit import diagnose, fit
+from pyro_implicit.density import Groups, MarginalTarget
+from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.fitting import Fit, FitPolicy, HierarchyPolicy
+from pyro_implicit.fitting.hierarchy import _choose_nodes, _climb_all, _moved
+from pyro_implicit.fitting.stages import TimeLimit
 from pyro_implicit.guides import AutoHierarchical
 from pyro_implicit.runtime.global_state import seeded
 from tests.two_processes import in_two_processes
@@ -125,6 +130,43 @@ def test_the_same_seed_repeats_the_result_and_files_keep_it(fitted, tmp_path):
         first = fitted.sample(7, new)["z"]
     with seeded(0):
         assert torch.equal(first, loaded.sample(7, new)["z"])
+
+
+def test_draws_are_moved_to_the_weighted_moments():
+    """Of the points themselves the result has mean and covariance of the weighted points."""
+    points = torch.randn(500, 2, dtype=torch.float64)
+    weights = (points @ torch.tensor([0.8, -0.3]).double()).softmax(0)
+    moved = _moved(points, points, weights)
+    mean = weights @ points
+    covariance = torch.einsum("n,ni,nj->ij", weights, points - mean, points - mean)
+    torch.testing.assert_close(moved.mean(0), mean)
+    torch.testing.assert_close((moved - mean).mT @ (moved - mean) / 500, covariance)
+
+
+def test_the_error_of_a_pilot_grows_with_the_root_of_the_number_of_groups():
+    y, shifts = data()[:40], []
+    policy = FitPolicy(hierarchy=HierarchyPolicy(num_nodes=(5, 9), max_shift=0.0))
+    modes = Modes(torch.tensor([[0.7, -0.7]]), torch.eye(2).unsqueeze(0), torch.zeros(1))
+    for size in (40, 4000):
+        groups = Groups(lambda y, size=size: counts(y, size), (y,))
+        pilot = MarginalTarget(groups, [(y,)], 5, has_all=False)
+        shifts.append(_choose_nodes(pilot, modes, SimpleNamespace(policy=policy))[1])
+    assert shifts[1] == pytest.approx(10 * shifts[0], rel=1e-3) and shifts[0] > 0
+
+
+def test_modes_far_below_the_best_are_dropped():
+    def model(y):
+        theta = pyro.sample("theta", dist.Normal(2.0, 0.5))
+        with pyro.plate("groups", 3, subsample_size=len(y)):
+            z = pyro.sample("z", dist.Normal(theta**2, 0.5))
+            pyro.sample("y", dist.Normal(z, 0.5), obs=y)
+
+    y = torch.full((3,), 4.0)
+    target = MarginalTarget(Groups(model, (y,)), [(y,)])
+    modes = Modes(torch.tensor([[1.9], [-1.9]]), torch.ones(2, 1, 1), torch.zeros(2))
+    stages = SimpleNamespace(policy=FitPolicy(), limit=TimeLimit(None))
+    found = _climb_all(target, modes, stages)
+    assert found.loc.shape == (1, 1) and found.loc.item() == pytest.approx(2.0, abs=0.01)
 
 
 @pytest.mark.parametrize("by_chains", [False, True])

@@ -18,7 +18,8 @@ from torch import Tensor
 from pyro_implicit import fit
 from pyro_implicit.density.marginal import Marginal
 from pyro_implicit.density.policy import MARGINAL
-from pyro_implicit.fitting import Fit, FitPolicy
+from pyro_implicit.fitting import CorrectionPolicy, Fit, FitPolicy
+from pyro_implicit.fitting.candidates import joint_draws
 
 QUIET: dict[str, Any] = {"seed": 0, "progress": False}
 SIZE = 110
@@ -104,6 +105,15 @@ def test_new_data_with_the_exact_marginal_density_as_prior(result: Fit) -> None:
     assert list(new.prior.shapes) == ["scale"]
     assert "k-hat" in new.stages[0].outcome or "even" in new.stages[0].outcome
     assert new.sample(5)["steps"].shape == (5, 24)
+
+
+def test_uneven_weights_of_the_remaining_variables_are_doubts(result: Fit) -> None:
+    inner = result.marginal
+    strict = replace(inner.policy, correction=CorrectionPolicy(least_efficiency=2.0, near=2.0))
+    for policy, is_settled in ((inner.policy, True), (strict, False)):
+        marginal = inner.source[0].marginal
+        draws, _ = joint_draws(replace(inner, policy=policy), marginal, 256)
+        assert draws.settled == is_settled and bool(draws.doubts) != is_settled
 
 
 def test_chains_of_the_remaining_variables_go_on() -> None:
