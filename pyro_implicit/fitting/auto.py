@@ -136,8 +136,7 @@ def fit(
     moments (**teach**). With ``refine=False`` no chains run: an :class:`AutoSemiImplicit` is
     trained by :class:`LIVI_ELBO` as a further candidate. For a network of :mod:`pyro_implicit.nn`
     with more than 100 weights, an :class:`AutoEnsemble` is trained (**ensemble**), and a chain runs
-    from the initial weights of each member, first without some rows (**mclmc, held out**) and then
-    with all (**mclmc**).
+    from each member, first without some rows (**mclmc, held out**) and then with all (**mclmc**).
     Discrete latent variables that cannot be summed out are sampled together with the continuous
     ones, by chains from draws of the prior (**discrete**). :doc:`/fitting` describes all stages and
     cases.

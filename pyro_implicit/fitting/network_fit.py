@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fit`` for networks: an ensemble, chains from its initial weights, and held-out rows."""
+"""``fit`` for networks: an ensemble, chains that start from its members, and held-out rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import copy
 import inspect
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +21,6 @@ from pyro_implicit.fitting.training import HeldOut, default_loss
 from pyro_implicit.guides import AutoEnsemble, AutoImplicit, AutoMixture, init_to_shuffled
 from pyro_implicit.guides.auto_draws import Frame, own_names
 from pyro_implicit.guides.sampler import Sampler
-from pyro_implicit.mcmc.policy import DEFAULT as CHAINS
-from pyro_implicit.mcmc.policy import MCLMCPolicy
 from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.refined import Refined
 from pyro_implicit.nn import (
@@ -49,13 +46,12 @@ __all__ = [
 
 
 def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
-    """Train an ensemble of networks, and run a chain from the initial weights of each member.
+    """Train an ensemble of networks, then run a chain from each member.
 
-    The chains are those of :func:`~pyro_implicit.mcmc.kernels.mclmc.step`. They do not start from
-    the trained members, unless time is short: these lie in narrow places, which chains leave slowly
-    (``NetworkPolicy.annealing``). They are tracked by predictions at training inputs, because
-    single weights have no meaning. The ensemble and the first chains do not see the held-out rows,
-    by which they are compared; the chains that follow see all rows.
+    The chains are those of :func:`~pyro_implicit.mcmc.kernels.mclmc.step`. They are tracked by
+    predictions at training inputs, because single weights have no meaning. The ensemble and the
+    first chains do not see the held-out rows, by which they are compared; the chains that follow
+    see all rows.
 
     :param must_refine: whether chains run even if the budget allows few gradients or the held-out
         rows speak against them.
@@ -68,8 +64,6 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     left = stages.limit.left(1 - policy.training_share)
     seconds = left if is_timed else policy.chain_seconds
     has_chains = must_refine or seconds >= policy.least_gradients * cost
-    most = min(seconds, policy.most_gradients * cost)
-    anneals = policy.trial_share * most >= policy.least_annealed * cost
     rows = None
     if stages.validation is not None:
         x, y = rows_of(model, stages.args, stages.kwargs)
@@ -79,7 +73,7 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     elif has_chains:
         # Without chains there is nothing to compare, and the ensemble needs all rows.
         rows = split_rows(model, stages.args, stages.kwargs, policy)
-    starts = _train_ensemble(stages, model, rows, policy.annealed_training if anneals else 1.0)
+    _train_ensemble(stages, model, rows)
     if rows is not None:
         _score(stages, rows.model, rows.held, stages.result.guide.get_samples())
     seconds = stages.limit.left() if is_timed else policy.chain_seconds
@@ -93,10 +87,7 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     if is_timed:
         gradients = policy.most_gradients
     gradients = max(2, min(gradients, policy.most_gradients))
-    settings = policy.annealing
-    if not anneals:
-        starts, settings = stages.result.guide.get_samples(), CHAINS.mclmc
-    return _run_chains(stages, target, starts, settings, gradients, rows, must_refine)
+    return _run_chains(stages, target, gradients, rows, must_refine)
 
 
 def train_by_minibatches(stages: Stages, time_share: float) -> Fit:
@@ -126,14 +117,8 @@ def score_validation(stages: Stages, posterior: Any) -> None:
         _score(stages, stages.model, stages.validation, posterior)
 
 
-def _train_ensemble(
-    stages: Stages, model: NetworkModel, rows: HeldOutRows | None, time_share: float
-) -> dict[str, Tensor]:
-    """Train on the rows that are not held out, until the ensemble predicts the others best.
-
-    :param time_share: of the policy's time for the training.
-    :returns: the initial weights of the members, by site.
-    """
+def _train_ensemble(stages: Stages, model: NetworkModel, rows: HeldOutRows | None) -> None:
+    """Train on the rows that are not held out, until the ensemble predicts the others best."""
     policy, whole = stages.policy.network, (stages.trained, stages.args, stages.kwargs)
     if rows is not None:
         stages.trained, stages.args, stages.kwargs = rows.model, (rows.x, rows.y), {}
@@ -142,19 +127,13 @@ def _train_ensemble(
         start = init_to_shuffled(start_values(model))
         guide = own_names(AutoEnsemble(model, policy.num_members, start))
         loss = default_loss(guide, policy.num_members, *stages.args, model_kwargs=stages.kwargs)
-        steps = stages.steps_for(
-            guide, loss, time_share * policy.training_seconds / policy.cost_ratio
-        )
+        steps = stages.steps_for(guide, loss, policy.training_seconds / policy.cost_ratio)
         if rows is not None and steps > policy.score_interval:
             steps -= steps % policy.score_interval  # the last step is one with a score
-        starts = {name: value.clone() for name, value in guide.get_samples().items()}
-        stages.train_alone(
-            "ensemble", guide, loss, time_share * policy.training_share, num_steps=steps
-        )
+        stages.train_alone("ensemble", guide, loss, policy.training_share, num_steps=steps)
     finally:
         stages.trained, stages.args, stages.kwargs = whole
         stages.held_out = None
-    return starts
 
 
 def _score(stages: Stages, model: Any, held: Iterable[Any], posterior: Any) -> None:
@@ -166,24 +145,18 @@ def _score(stages: Stages, model: Any, held: Iterable[Any], posterior: Any) -> N
 
 
 def _run_chains(
-    stages: Stages,
-    target: Target,
-    starts: dict[str, Tensor],
-    settings: MCLMCPolicy,
-    gradients: int,
-    rows: HeldOutRows | None,
-    must_refine: bool,
+    stages: Stages, target: Target, gradients: int, rows: HeldOutRows | None, must_refine: bool
 ) -> Fit:
     """Run chains on the training rows, score them, and go on from their ends with all rows."""
     # If the held-out rows are no training rows, all gradients are those of the first chains.
     result, policy = stages.result, stages.policy.network
-    is_trial = rows is not None and stages.validation is None
-    share = policy.trial_share if is_trial else 1.0
-    trial = round(share * gradients)
+    starts, is_trial = result.guide.get_samples(), stages.validation is None
     if rows is not None:
+        share = policy.trial_share if is_trial else 1.0
+        trial = round(share * gradients)
         part = Target(rows.model, rows.x, rows.y) if is_trial else target
         name = "mclmc, held out" if is_trial else "mclmc"
-        found = _walk(stages, name, part, starts, trial, settings, share)
+        found = _walk(stages, name, part, starts, trial, share)
         if found is None:
             return result
         _score(stages, rows.model, rows.held, found)
@@ -197,11 +170,8 @@ def _run_chains(
             return result
         starts = {name: value[:, -1] for name, value in found.samples.items()}
         gradients -= trial
-        settings = policy.continuing
     if rows is None or is_trial:
-        result.refined = _walk(stages, "mclmc", target, starts, gradients, settings) or (
-            result.refined
-        )
+        result.refined = _walk(stages, "mclmc", target, starts, gradients) or result.refined
     if stages.teaches and result.refined is not None:
         _distil(stages, target, result.refined, rows)
     return result
@@ -260,7 +230,6 @@ def _walk(
     target: Target,
     starts: dict[str, Tensor],
     gradients: int,
-    settings: MCLMCPolicy,
     time_share: float = 1.0,
 ) -> Refined | None:
     """Run a chain from each start; return None, after a warning, if that fails."""
@@ -273,7 +242,6 @@ def _walk(
             max(1, gradients),
             max_seconds=left if math.isfinite(left) else None,
             kernel="mclmc",
-            policy=replace(CHAINS, mclmc=settings),
             quantities=None if inputs is None else FunctionValues(target.model, inputs),
             compile=stages.options["compile"],
         )

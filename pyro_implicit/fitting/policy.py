@@ -15,7 +15,7 @@ import torch
 
 from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH, MarginalPolicy
 from pyro_implicit.diagnostics.policy import Thresholds
-from pyro_implicit.mcmc.policy import ChainPolicy, MCLMCPolicy, TeachPolicy
+from pyro_implicit.mcmc.policy import ChainPolicy, TeachPolicy
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.ops.policy import EVEN_EFFICIENCY, FINITE_VARIANCE_KHAT, RELIABLE_KHAT
 
@@ -234,8 +234,8 @@ class NetworkPolicy:
     #: Gradients of each chain below which ``fit`` stays with the ensemble.
     least_gradients: int = 1000
 
-    #: Gradients of each chain, at most, if time allows them; Sommer et al. (2025) take 60,000.
-    most_gradients: int = 500_000
+    #: Gradients of each chain, at most; Sommer et al. (2025) take 60,000.
+    most_gradients: int = 60_000
 
     #: Steps of the ensemble's training between two scores of the held-out rows.
     score_interval: int = 50
@@ -250,32 +250,9 @@ class NetworkPolicy:
     #: of a score is too large to compare stages.
     least_held_out: int = 20
 
-    #: First chains, from initial weights. Their first steps are so long that they anneal: on
-    #: airfoil (split 1) 12,000 gradients reach RMSE .134 and NLL -.69; with a first energy error of
-    #: 0.5 .144 and -.62; and with it from members trained by 10,000 steps of Adam .161 and -.63.
-    annealing: MCLMCPolicy = field(
-        default_factory=lambda: MCLMCPolicy(
-            first_energy_error=3.0, energy_error=0.1, warmup_share=0.8
-        )
-    )
-
-    #: Chains that go on from their ends. Sommer et al. (2025) take the same energy error. With 0.01
-    #: steps are shorter, and 25,000 gradients in all (split 1) reach RMSE .141 and NLL -.63 instead
-    #: of .133 and -.70.
-    continuing: MCLMCPolicy = field(
-        default_factory=lambda: MCLMCPolicy(first_energy_error=0.1, energy_error=0.1)
-    )
-
-    #: Gradients of first chains below which they start from the trained members instead, because
-    #: there is no time to anneal.
-    least_annealed: int = 3000
-
-    #: Share of the ensemble's training time that it takes if no chain starts from its members.
-    annealed_training: float = 0.25
-
     #: Share of the gradients that chains without the held-out rows take, before chains with all
     #: rows go on from their ends.
-    trial_share: float = 0.5
+    trial_share: float = 0.25
 
     #: Posterior draws that score the held-out rows.
     num_scored: int = 500

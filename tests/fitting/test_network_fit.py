@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fit`` of networks: an ensemble, and chains."""
+"""``fit`` of networks: an ensemble, then a chain from each member."""
 
 from __future__ import annotations
 
@@ -16,16 +16,7 @@ from torch import nn
 from pyro_implicit import AutoEnsemble, fit
 from pyro_implicit.fitting import Fit, FitPolicy, NetworkPolicy, network_fit, training
 from pyro_implicit.fitting.network_fit import is_worse, split_rows
-from pyro_implicit.fitting.policy import BudgetPolicy
-from pyro_implicit.mcmc.policy import MCLMCPolicy
-from pyro_implicit.nn import (
-    classifier,
-    evaluate,
-    predict,
-    regressor,
-    start_values,
-    to_bayesian_,
-)
+from pyro_implicit.nn import classifier, evaluate, predict, regressor, to_bayesian_
 
 ROWS, DIM, NOISE = 60, 110, 0.5
 #: The cost of these networks is estimated, not measured: budgets give the same steps everywhere.
@@ -356,43 +347,6 @@ def interrupt_at(monkeypatch, number, error=KeyboardInterrupt):
     monkeypatch.setattr(network_fit, "refine_target", refine_target)
 
 
-def test_chains_anneal_from_initial_weights(linear, monkeypatch):
-    """Without time to anneal, they start from members, which are trained longer."""
-    model, x, y = linear
-    calls, original = [], network_fit.refine_target
-
-    def refine_target(sampler, *args, **options):
-        calls.append((sampler.guide["weight"].flatten(1), options["policy"].mclmc))
-        return original(sampler, *args, **options)
-
-    monkeypatch.setattr(network_fit, "refine_target", refine_target)
-    initial = start_values(model)["weight"].flatten().sort().values
-    lengths = []
-    for least in (200, 201):  # half of the gradients
-        network = replace(SHORT, least_annealed=least, score_interval=10, patience=100)
-        policy = FitPolicy(network=network, budget=BudgetPolicy(least_steps=10))
-        result = fit(model, "auto", x, y, seed=0, progress=False, policy=policy)
-        (starts, first), (ends, second) = calls[-2:]
-        anneals, members = least == 200, result.guide.get_samples()["weight"].flatten(1)
-        assert (starts.sort(-1).values == initial).all() == anneals
-        assert starts.equal(members) != anneals
-        assert first == (network.annealing if anneals else MCLMCPolicy())
-        assert second == network.continuing and not (ends == starts).any()
-        lengths.append(len(result.losses))
-    assert 0 < lengths[0] < 0.5 * lengths[1]
-
-
-def test_a_fit_that_is_killed_in_its_chains_goes_on(linear, monkeypatch, tmp_path):
-    model, x, y = linear
-    options = {"seed": 0, "progress": False, "policy": FitPolicy(network=SHORT)}
-    whole = fit(model, "auto", x, y, **options)
-    interrupt_at(monkeypatch, 2, SystemExit)
-    with pytest.raises(SystemExit):
-        fit(model, "auto", x, y, checkpoint=tmp_path, **options)
-    resumed = fit(model, "auto", x, y, checkpoint=tmp_path, **options)
-    assert resumed.refined.get_samples()["weight"].equal(whole.refined.get_samples()["weight"])
-
-
 @pytest.mark.parametrize("number", [1, 2])
 def test_ctrl_c_in_chains_returns_the_best_so_far(linear, monkeypatch, number):
     interrupt_at(monkeypatch, number)
@@ -419,3 +373,14 @@ def test_ctrl_c_in_the_ensemble_returns_it(linear, monkeypatch):
     assert result.interrupted and len(result.losses) == 4 and result.refined is None
     assert len(result.sample(6)["weight"]) == 6
     assert result.source[1][0] is x
+
+
+def test_a_fit_that_is_killed_in_its_chains_goes_on(linear, monkeypatch, tmp_path):
+    model, x, y = linear
+    options = {"seed": 0, "progress": False, "policy": FitPolicy(network=SHORT)}
+    whole = fit(model, "auto", x, y, **options)
+    interrupt_at(monkeypatch, 2, SystemExit)
+    with pytest.raises(SystemExit):
+        fit(model, "auto", x, y, checkpoint=tmp_path, **options)
+    resumed = fit(model, "auto", x, y, checkpoint=tmp_path, **options)
+    assert resumed.refined.get_samples()["weight"].equal(whole.refined.get_samples()["weight"])
