@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -123,7 +124,11 @@ def simplify(graph: fx.Graph, mutated: set[int]) -> None:
 
     :param graph: the graph of a :class:`~pyro_implicit.compiled.recorder.Recorder`.
     :param mutated: storages that its operations write to; operations on them stay as they are.
+        Those on a tensor that nothing else shares become functional, and leave this set.
     """
+    for storage in [*mutated]:
+        if _make_functional([n for n in graph.nodes if n.meta.get("storage") == storage]):
+            mutated.remove(storage)
     for node in graph.nodes:
         if node.op == "call_function" and not touches(node, mutated):
             _shorten(node)
@@ -137,6 +142,27 @@ def simplify(graph: fx.Graph, mutated: set[int]) -> None:
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users and not must_run(node):
             graph.erase_node(node)
+
+
+def _make_functional(nodes: Sequence[fx.Node]) -> bool:
+    """Replace writes by new tensors, if each of the nodes is a write to the one before it."""
+    new: list[Any] = []
+    for before, node in pairwise(nodes):
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.name.endswith("_") or node.args[:1] != (before,):
+            return False
+        # A write keeps its dtype, where a new tensor would be promoted.
+        if {n.meta["dtype"] for n in node.all_input_nodes} - {node.meta["dtype"], torch.bool}:
+            return False
+        functional = getattr(aten, schema.name.removeprefix("aten::")[:-1], None)
+        if functional is None or schema.overload_name not in ("", *functional.overloads()):
+            return False
+        new.append(getattr(functional, schema.overload_name or "default"))
+    if nodes[0].op != "call_function" or must_run(nodes[0]):
+        return False
+    for node, target in zip(nodes[1:], new, strict=True):
+        node.target = target
+    return True
 
 
 def _shorten(node: fx.Node) -> None:
@@ -283,8 +309,6 @@ class FusedFunction:
             example = like.detach().clone().requires_grad_()
             recorder = record(once, [example])
         graph = recorder.graph
-        if recorder.mutated or any(map(is_random, graph.nodes)):
-            raise Untraceable("it changes tensors in place, or is random")
         if any(tensor.requires_grad for tensor, _ in recorder.captured):
             raise Untraceable("it has parameters")
         if any(node.target is aten.detach.default and node.users for node in graph.nodes):
@@ -292,6 +316,8 @@ class FusedFunction:
         if _has_own_gradients(results[0]):
             raise Untraceable("it has gradients of its own")
         simplify(graph, recorder.mutated)
+        if recorder.mutated or any(map(is_random, graph.nodes)):
+            raise Untraceable("it changes tensors in place, or is random")
         self._fused, self._guard = FusedGraph(recorder), Guard(recorder.captured, ())
         if not self._fused.pays:
             raise Untraceable("its operations differ")

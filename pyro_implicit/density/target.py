@@ -363,7 +363,8 @@ class Target:
         target = copy.copy(self)
         target.args = (*self.args[: len(self.args) - len(batch)], *batch)
         target._model = self._model.on(target.args, self.shapes)
-        target._fused = None  # it holds the data of this one
+        if self._fused is not None:  # that of this target holds its data
+            target._fused = FusedDensity(target._by_model, target._of_one)
         if self.draws_rows:
             target._seed = int(torch.randint(2**31, ())) if seed is None else seed
         return target
@@ -380,7 +381,8 @@ class Target:
         target.init_loc = self.init_loc.double()
         target._model = self._model.on(target.args, self.shapes, target.kwargs)
         target._runs = BatchedRuns(type(self).__name__, refuses_random=True)
-        target._fused = None  # it holds the data of this one
+        if self._fused is not None:  # that of this target holds its data
+            target._fused = FusedDensity(target._by_model, target._of_one)
         return target
 
     def refuse_missing_data(self, where: str) -> None:

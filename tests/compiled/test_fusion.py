@@ -7,7 +7,7 @@ import torch
 from pyro_implicit.compiled import RecordedFunction
 from pyro_implicit.compiled.fusion import FusedGraph
 from pyro_implicit.compiled.program import simplify
-from pyro_implicit.compiled.recorder import record
+from pyro_implicit.compiled.recorder import must_run, record
 
 N = 30
 
@@ -123,3 +123,43 @@ def test_draws_between_the_terms_of_an_alternating_sum():
     torch.manual_seed(1)
     torch.testing.assert_close(fused([other]), expected, rtol=1e-12, atol=1e-12)
     assert fused.num_steps < N + 20
+
+
+def written(x):
+    y = x.sin()
+    total = y.sum()
+    return [total + y.mul_(2.0).masked_fill_(x < 0.0, -1.0).sum()]
+
+
+def written_view(x):
+    y = x.sin()
+    y[1:].mul_(2.0)
+    return [y.sum()]
+
+
+def written_input(x):
+    y = x.view(-1)
+    return [(y.clone().add_(1.0) + y).sum()]
+
+
+def written_in_single(x):
+    return [x.float().add_(x).sum()]
+
+
+@pytest.mark.parametrize(
+    ("function", "left"),
+    [(written, 0), (written_view, 1), (written_input, 0), (written_in_single, 1)],
+)
+def test_writes_become_functional(function, left):
+    """Where nothing else shares the tensor, and its dtype stays; results are bit-identical."""
+    torch.manual_seed(0)
+    x, other = torch.randn(2, N, dtype=torch.float64)
+    recorder = record(lambda: function(x), [x])
+    assert recorder.mutated
+    simplify(recorder.graph, recorder.mutated)
+    assert len(recorder.mutated) == left
+    writes = [node for node in recorder.graph.nodes if must_run(node)]
+    assert bool(writes) == bool(left)
+    found = FusedGraph(recorder)([other])
+    assert all(one.dtype == y.dtype for one, y in zip(found, function(other), strict=True))
+    torch.testing.assert_close(found, function(other), rtol=0.0, atol=0.0)

@@ -39,7 +39,7 @@ def sequential_plate(y):
 
 def markov(y):
     """A random walk with missing steps, whose first step has another prior."""
-    sd = pyro.sample("sd", dist.HalfNormal(1.0))
+    sd = pyro.sample("sd", dist.HalfCauchy(1.0))  # its density is written in place
     x = torch.tensor(0.0)
     for t in pyro.markov(range(len(y))):
         x = pyro.sample(f"x_{t}", dist.Normal(x, sd if t else torch.tensor(5.0)))
@@ -105,6 +105,18 @@ def test_value_and_derivatives(model):
         log_prob, gradient = score(points)
     torch.testing.assert_close(log_prob, expected[0], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(gradient, expected[1], rtol=1e-10, atol=1e-10)
+
+
+def test_the_same_posterior_in_double():
+    target = Target(markov, data(markov).float())
+    points = target.init_loc + 0.3 * torch.randn(5, target.latent_dim)
+    target.log_prob(points.float())
+    double = target.in_double()
+    expected = derivatives(double._by_model, points.double())
+    found = derivatives(double.log_prob, points.double())
+    assert double._fused._function is not None
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
 def test_conditioned_model():
