@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_implicit.mcmc.kernels import mclmc
 from pyro_implicit.mcmc.kernels.hmc import Averaging
-from pyro_implicit.mcmc.kernels.mclmc import MCLMCTuning, State, chosen, path
+from pyro_implicit.mcmc.kernels.mclmc import MCLMCTuning, State, chosen, gradients_of, path
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy, MAMSPolicy
 from pyro_implicit.ops.ensemble_hmc import Score
 
@@ -92,7 +92,7 @@ def step(state: State, score: Score, settings: Settings) -> tuple[State, Info]:
     acceptance = (-change).clamp(max=0.0).exp()
     accepted = torch.rand_like(acceptance) < acceptance
     kept = chosen(accepted, after, state._replace(direction=-state.direction))
-    return kept, Info(acceptance, change, settings.path.num_steps)
+    return kept, Info(acceptance, change, gradients_of(settings.path))
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class MAMSTuning:
 
     policy: MAMSPolicy = field(default_factory=MAMSPolicy)
     walk: MCLMCTuning = field(default_factory=MCLMCTuning)
-    max_steps: int = 64
+    max_steps: int = 32
     averaging: Averaging | None = None
     num_steps: int | None = None
 
@@ -177,7 +177,7 @@ class MAMSTuning:
     @property
     def max_gradients(self) -> int:
         """The most gradients of a transition."""
-        return self.max_steps
+        return 2 * self.max_steps
 
     @property
     def is_stiff(self) -> bool:
@@ -202,4 +202,4 @@ class MAMSTuning:
 
 def adaptation(policy: ChainPolicy = DEFAULT, max_gradients: int = 64) -> MAMSTuning:
     """Return the first adaptation of a run."""
-    return MAMSTuning(policy.mams, mclmc.adaptation(policy), max_gradients)
+    return MAMSTuning(policy.mams, mclmc.adaptation(policy), max(1, max_gradients // 2))

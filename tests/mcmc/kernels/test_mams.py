@@ -55,7 +55,7 @@ def settings(state, size, num_steps, length=math.inf):
     return mams.Settings(mclmc.Settings(size * ones, length * ones, num_steps))
 
 
-@pytest.mark.parametrize(("target", "size"), [(gaussian, 1.2), (rosenbrock, 0.35)])
+@pytest.mark.parametrize(("target", "size"), [(gaussian, 2.4), (rosenbrock, 0.65)])
 def test_exact_draws_stay_exact(target, size):
     """At a step size where the kernel without adjustment is wrong by many standard errors."""
     torch.manual_seed(0)
@@ -67,9 +67,9 @@ def test_exact_draws_stay_exact(target, size):
         state, info = mams.step(state, target, options)
         other, _ = mams.step(other, target, options._replace(is_adjusted=False))
         acceptance.append(info.acceptance.mean())
-    assert 0.3 < torch.stack(acceptance).mean() < 0.95
+    assert 0.25 < torch.stack(acceptance).mean() < 0.95
     moved = (state.position - first).square().mean(0) / first.var(0)
-    assert moved.min() > 0.3
+    assert moved.min() > 0.25
     assert quantities(target, state.position).abs().max() < 4.5  # the largest of twenty
     assert quantities(target, other.position).abs().max() > 9
 
@@ -110,8 +110,8 @@ def test_rejected_paths_are_reversed():
     """Acceptance is that of the energies at both ends, and directions are kept or reversed."""
     torch.manual_seed(0)
     state = mams.init(draws_of(gaussian, 500), gaussian)
-    after, info = mams.step(state, gaussian, settings(state, 2.0, 3))
-    end, _, change = mclmc.path(state, gaussian, settings(state, 2.0, 3).path)
+    after, info = mams.step(state, gaussian, settings(state, 2.4, 3))
+    end, _, change = mclmc.path(state, gaussian, settings(state, 2.4, 3).path)
     assert torch.allclose(info.acceptance, (-change).exp().clamp(max=1.0))
     is_back = (after.position == state.position).all(-1)
     assert 0.1 < is_back.double().mean() < 0.9
@@ -120,7 +120,7 @@ def test_rejected_paths_are_reversed():
     assert torch.allclose(after.direction[~is_back], end.direction[~is_back])
     # The reversed path leads back, with the opposite energy error.
     reverse = end._replace(direction=-end.direction)
-    start, _, back = mclmc.path(reverse, gaussian, settings(state, 2.0, 3).path)
+    start, _, back = mclmc.path(reverse, gaussian, settings(state, 2.4, 3).path)
     assert torch.allclose(start.position, state.position, atol=1e-8)
     assert torch.allclose(back, -change, atol=1e-8)
 
@@ -146,7 +146,7 @@ def test_chains_tune_themselves_apart_from_others():
         tuning = tuning.at(share, torch.stack(path))
     tuning = tuning.frozen()
     used, found = tuning.settings(state), []
-    assert used.is_adjusted and 1 < used.path.num_steps <= 64
+    assert used.is_adjusted and 1 < used.path.num_steps <= 32
     for _ in range(200):
         state, info = mams.step(state, three, used)
         found.append(info.acceptance)

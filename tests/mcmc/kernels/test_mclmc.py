@@ -52,7 +52,7 @@ def test_dynamics():
     assert torch.allclose(after.position, z, atol=1e-6, rtol=0)
     assert torch.allclose(after.direction, u, atol=1e-6, rtol=0)
     assert torch.allclose(after.direction.norm(dim=-1), torch.ones(3, dtype=torch.float64))
-    assert info.num_gradients == 1000
+    assert info.num_gradients == 2000
 
 
 def test_energy_error_is_of_third_order():
