@@ -7,6 +7,7 @@ import copy
 import inspect
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from pyro_implicit.fitting.training import HeldOut, default_loss
 from pyro_implicit.guides import AutoEnsemble, AutoImplicit, AutoMixture, init_to_shuffled
 from pyro_implicit.guides.auto_draws import Frame, own_names
 from pyro_implicit.guides.sampler import Sampler
+from pyro_implicit.mcmc.policy import DEFAULT
 from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.refined import Refined
 from pyro_implicit.nn import (
@@ -234,6 +236,7 @@ def _walk(
 ) -> Refined | None:
     """Run a chain from each start; return None, after a warning, if that fails."""
     result, left = stages.result, stages.limit.left(time_share)
+    energy_error = stages.policy.network.energy_error
     inputs = next((one for one in target.args if isinstance(one, Tensor)), None)
     with result.attempt(name) as line:
         refined = refine_target(
@@ -242,6 +245,7 @@ def _walk(
             max(1, gradients),
             max_seconds=left if math.isfinite(left) else None,
             kernel="mclmc",
+            policy=replace(DEFAULT, mclmc=replace(DEFAULT.mclmc, energy_error=energy_error)),
             quantities=None if inputs is None else FunctionValues(target.model, inputs),
             compile=stages.options["compile"],
         )
