@@ -198,7 +198,7 @@ def mean_of_weights():
 
 
 def test_a_stiff_direction_has_the_right_width():
-    """It is 40 % too wide without Metropolis' rule."""
+    """It is 25 % too narrow without Metropolis' rule."""
     options = {"seed": 0, "progress": False, "max_gradients": 4000}
     result = refine(mean_of_weights, {"w": torch.randn(10, 120)}, kernel="mams", **options)
     means = result.get_samples()["w"].mean(-1)
