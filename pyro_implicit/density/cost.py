@@ -140,7 +140,7 @@ class _Counter(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = 0
+        self.operations = self.largest = 0
         self.elements = self.flops = 0.0
 
     def __enter__(self) -> _Counter:
@@ -162,8 +162,9 @@ class _Counter(DispatchMode):
             self.flops += flop_registry[packet](*args, **kwargs, out_val=found)
         if not func.is_view:
             leaves = pytree.tree_leaves(found)
-            elements = sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
-            self.elements += _weight(packet.__name__, args) * elements
+            sizes = [leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)]
+            self.elements += _weight(packet.__name__, args) * sum(sizes)
+            self.largest = max(self.largest, *sizes, 0)
         return found
 
 
@@ -183,7 +184,8 @@ class TracedScore:
     eighth ... call after it is compared with the log-density itself. If it cannot be recorded,
     because the model branches on values or cannot run inside ``torch.func.vmap``, every call
     evaluates it as it is, and ``refusal`` says why. Results are bit-identical, except for models
-    with loops, whose recordings are fused: there they differ by rounding.
+    with loops, whose recordings are fused, and for many vectors, which are evaluated in blocks
+    that fit into a core's cache: there they differ by rounding.
 
     **Example:**
 
@@ -210,7 +212,7 @@ class TracedScore:
     ) -> None:
         self.plain, self.num_calls = score, num_calls
         self._programs: ProgramCache[RecordedFunction] = ProgramCache(compile)
-        self._seen: set[Any] = set()
+        self._rows: dict[Any, int] = {}  # of a block, for sizes that occurred
 
     @property
     def compile(self) -> CompileMode:
@@ -237,16 +239,25 @@ class TracedScore:
             return self.plain(latent)
         latent = latent.detach().contiguous()
         key = (latent.shape, latent.dtype, latent.device)
+        if key not in self._rows:
+            # Sizes that occur once, as when chains are started anew, are not worth a recording.
+            found, self._rows[key] = self._first(latent)
+            return found
+        if (rows := self._rows[key]) == len(latent):
+            return self._recorded(latent)
+        parts = [self._recorded(part) for part in latent.split(rows)]
+        log_prob, score = map(torch.cat, zip(*parts, strict=True))
+        return log_prob, score
+
+    def _recorded(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        programs = self._programs
+        key = (latent.shape, latent.dtype, latent.device)
         program, is_due = programs.find(key)
         if program is not None and not is_due:
             log_prob, score = program([latent])
             return log_prob, score
-        if program is None and key not in self._seen:
-            # Sizes that occur once, as when chains are started anew, are not worth a recording.
-            self._seen.add(key)
-            return self._first(latent)
         found = self.plain(latent)
-        if program is None:
+        if program is None and programs.refusal is None:
             inputs = latent.clone()
             programs.record(
                 "the log-density",
@@ -254,7 +265,7 @@ class TracedScore:
                 lambda: RecordedFunction(lambda: self.plain(inputs), [inputs]),
                 lambda _: [inputs],
             )
-        elif difference := disagreement(program([latent]), found):
+        elif program is not None and (difference := disagreement(program([latent]), found)):
             cause = f"a recording disagrees with it: {difference}"
             programs.give_up("the log-density", cause, is_wrong=True)
         return found
@@ -265,18 +276,30 @@ class TracedScore:
             log_prob, score = self(latent)
         return log_prob + ((latent - latent.detach()) * score).sum(-1)
 
-    def _first(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        if self._programs.compile != "auto" or not math.isfinite(self.num_calls):
-            return self.plain(latent)
-        found: list[tuple[Tensor, Tensor]] = []
-        operations = count_operations(lambda: found.append(self.plain(latent)))
-        saved = self.num_calls * (COST.per_run + COST.saved_per_operation * operations)
-        if saved < 2 * COST.per_recorded * operations:
+    def _first(self, latent: Tensor) -> tuple[tuple[Tensor, Tensor], int]:
+        """Return the result, and the number of rows of a block."""
+        with _Counter() as counter:
+            found = self.plain(latent)
+        saved = self.num_calls * (COST.per_run + COST.saved_per_operation * counter.operations)
+        if self._programs.compile == "auto" and saved < 2 * COST.per_recorded * counter.operations:
             self._programs.give_up(
                 "the log-density",
-                f"{self.num_calls:g} calls do not repay the recording of {operations} operations",
+                f"{self.num_calls:g} calls do not repay the recording of {counter.operations} "
+                "operations",
             )
-        return found[0]
+            return found, len(latent)
+        return found, self._rows_at_once(latent, counter.largest)
+
+    def _rows_at_once(self, latent: Tensor, largest: int) -> int:
+        """Return how many rows have tensors that fit into a cache, a power of two or all."""
+        number = len(latent)
+        if latent.device.type != "cpu" or largest * latent.element_size() <= COST.cache:
+            return number
+        with _Counter() as counter:
+            self.plain(latent[:2])  # data are as large as before
+        per_row = (largest - counter.largest) / (number - 2) * latent.element_size()
+        affordable = COST.cache / per_row if per_row > 0 else number
+        return number if affordable >= number else 1 << max(1, int(math.log2(max(2, affordable))))
 
 
 class FusedDensity:

@@ -146,3 +146,36 @@ def test_few_calls_do_not_repay_a_recording():
     for _ in range(3):
         many(torch.zeros(4, 2))
     assert many.refusal is None
+
+
+def many_points():
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    x = torch.linspace(0, 1, 100, dtype=torch.float64)
+    covariance = (-(x[:, None] - x).square() / scale).exp() + torch.eye(100, dtype=torch.float64)
+    pyro.sample("y", dist.MultivariateNormal(torch.zeros(100).double(), covariance), obs=x.sin())
+
+
+def test_points_whose_tensors_exceed_the_cache_are_evaluated_in_blocks():
+    """100 x 100 numbers of 8 bytes: 26 rows fit into 2 MiB, and blocks have 16."""
+    score = TracedScore(Target(many_points).score)
+    latent = torch.randn(40, 1, dtype=torch.float64)
+    for _ in range(4):
+        found, expected = score(latent), score.plain(latent)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    sizes = {key[0][0] for key in score._programs._programs}
+    assert score.refusal is None and sizes == {16, 8}
+
+
+def test_large_data_alone_make_no_blocks():
+    data = torch.randn(1000, 600)
+
+    def regression():
+        loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(loc, 1.0), obs=(2 * data).sum(-1)[0])
+
+    score = TracedScore(Target(regression).score)
+    latent = torch.randn(64, 1)
+    for _ in range(3):
+        score(latent)
+    assert {key[0][0] for key in score._programs._programs} == {64}
