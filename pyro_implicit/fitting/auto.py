@@ -377,6 +377,11 @@ def _fit_by_search(
             modes = stages.search(target, plan.search_iterations, plan.num_starts)
         seconds = math.inf if refine is False else policy.budget.training_seconds
         exact = train_exact(stages, target, modes, seconds)
+        if refine is not False and not math.isfinite(exact.bound):
+            # The search ended in a spike, as a funnel has at scale 0, where no Gaussian is near.
+            stages.noise = stages.result.modes = stages.result.num_modes = None
+            train_mean_field(stages, target)
+            return move_draws(stages, plan.chains)
         near = exact.gap < policy.choice.near
         if refine is False and not near:
             train_semi_implicit(stages, target, exact)

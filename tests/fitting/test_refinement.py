@@ -15,7 +15,7 @@ from pyro.infer.autoguide import AutoNormal, init_to_value
 from pyro_implicit import fit
 from pyro_implicit.compiled import RecordedFunction
 from pyro_implicit.density import Target, cost
-from pyro_implicit.fitting import BudgetPolicy, FitPolicy, refinement
+from pyro_implicit.fitting import BudgetPolicy, FitPolicy, refinement, stages
 from pyro_implicit.fitting.refinement import between
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.infer.engine import recording
@@ -226,6 +226,26 @@ def schools(y, scales):
     with pyro.plate("schools", len(y)):
         effect = pyro.sample("effect", dist.Normal(mean, spread))
         pyro.sample("y", dist.Normal(effect, scales), obs=y)
+
+
+def test_a_search_that_ends_in_a_spike(monkeypatch):
+    """Its Gaussian has no bound: chains start from a mean field, and the mode is dropped."""
+    weigh = stages.weigh
+
+    def useless(*args, **kwargs):
+        return replace(weigh(*args, **kwargs), log_weights=LogWeights(torch.full((9,), -torch.inf)))
+
+    monkeypatch.setattr(stages, "weigh", useless)
+    y = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
+    scales = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
+    result = fit(schools, "auto", y, scales, **QUIET)
+    names = [stage.name for stage in result.stages]
+    assert names[-3:] == ["mean-field", "refine", "teach"]
+    assert result.modes is None and result.num_modes is None
+    assert result.refined.settled and result.diagnose().verdict == "trust"
+    draws = result.sample(4000)
+    # posteriordb's reference: 4.4 +- 3.3.
+    assert draws["mean"].mean().item() == pytest.approx(4.4, abs=0.3)
 
 
 def test_one_target_of_the_model_from_search_to_chains(monkeypatch):
