@@ -21,27 +21,39 @@ import numpy as np
 from scipy import stats
 from scipy.linalg import cholesky, cholesky_banded, solve_banded, solve_triangular
 
-__all__ = ["cauchy_sparse", "local_level"]
+__all__ = ["cauchy_sparse", "draw_walk", "local_level", "run_chains", "walk_posterior"]
 
 NUM_CHAINS, NUM_POINTS, WARMUP = 4, 6, 300
 START_SD, LEVEL_PRIOR, NOISE_PRIOR = 5.0, 1.0, 2.0  # as in the model
 STEP = (0.1, 0.03)  # of the logarithms of the scales of the walk and of the noise
 
 
-def _posterior(y: Any, level: float, noise: float) -> tuple[Any, Any, float]:
-    """Return factor and mean of the levels' conditional density, and the log marginal."""
-    first = START_SD**2 + level**2
+def walk_posterior(y: Any, variances: Any, noise: float) -> tuple[Any, Any, float]:
+    """Return factor and mean of a walk's conditional density, and the log marginal of ``y``.
+
+    :param variances: of the first level and of the increments, as long as ``y``.
+    """
+    inverse = 1 / variances
     precision = np.zeros((2, len(y)))  # upper banded form: the diagonal is the last row
-    precision[1] = 2 / level**2 + 1 / noise**2
-    precision[1, 0] += 1 / first - 1 / level**2
-    precision[1, -1] -= 1 / level**2
-    precision[0, 1:] = -1 / level**2
+    precision[1] = inverse + np.append(inverse[1:], 0.0) + 1 / noise**2
+    precision[0, 1:] = -inverse[1:]
     factor = cholesky_banded(precision)
     half = solve_banded((1, 0), _lower(factor), y / noise**2)
     mean = solve_banded((0, 1), factor, half)
     log_prob = 0.5 * half @ half - 0.5 * y @ y / noise**2 - np.log(factor[1]).sum()
-    log_prob -= 0.5 * np.log(first) + (len(y) - 1) * np.log(level) + len(y) * np.log(noise)
+    log_prob -= 0.5 * np.log(variances).sum() + len(y) * np.log(noise)
     return factor, mean, log_prob
+
+
+def draw_walk(rng: np.random.Generator, factor: Any, mean: Any) -> Any:
+    """Draw a walk from its conditional density."""
+    return mean + solve_banded((0, 1), factor, rng.normal(size=len(mean)))
+
+
+def _posterior(y: Any, level: float, noise: float) -> tuple[Any, Any, float]:
+    variances = np.full(len(y), level**2)
+    variances[0] += START_SD**2
+    return walk_posterior(y, variances, noise)
 
 
 def _lower(factor: Any) -> Any:
@@ -57,15 +69,22 @@ def _log_target(y: Any, log_scales: Any) -> float:
 
 def local_level(folder: Path, num_draws: int, thin: int) -> None:
     """Write ``draws.npz`` and ``run.json`` for the data in ``folder``."""
-    _run(folder, num_draws, thin, _chain, _log_density)
+    run_chains(folder, num_draws, thin, _chain, _log_density)
 
 
 def cauchy_sparse(folder: Path, num_draws: int, thin: int) -> None:
     """Write ``draws.npz`` and ``run.json`` for the data in ``folder``."""
-    _run(folder, num_draws, thin, _cauchy_chain, _cauchy_log_density)
+    run_chains(folder, num_draws, thin, _cauchy_chain, _cauchy_log_density)
 
 
-def _run(folder: Path, num_draws: int, thin: int, chain: Callable, log_density: Callable) -> None:
+def run_chains(
+    folder: Path, num_draws: int, thin: int, chain: Callable, log_density: Callable
+) -> None:
+    """Write ``draws.npz`` and ``run.json`` of four chains for the data in ``folder``.
+
+    :param chain: returns draws by site, from a generator, the data, ``num_draws`` and ``thin``.
+    :param log_density: the model's log-density up to a constant, of the data and a draw.
+    """
     wall, cpu = time.perf_counter(), time.process_time()
     with np.load(folder / "data.npz") as file:
         data = [file[f"argument_{i}"] for i in range(len(file.files))]
@@ -99,7 +118,7 @@ def _chain(rng: np.random.Generator, y: Any, num_draws: int, thin: int) -> dict[
 def _complete(rng: np.random.Generator, y: Any, level: float, noise: float) -> tuple:
     """Draw the walk and its start given the scales."""
     factor, mean, _ = _posterior(y, level, noise)
-    walk = mean + solve_banded((0, 1), factor, rng.normal(size=len(y)))
+    walk = draw_walk(rng, factor, mean)
     share = START_SD**2 / (START_SD**2 + level**2)
     start = share * walk[0] + level * np.sqrt(share) * rng.normal()
     return level, noise, start, np.diff(walk, prepend=start) / level

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samplers of four models by blocks of latent variables that are drawn or integrated out exactly.
+
+A Student density is a normal one whose precision has a gamma distribution (Geweke, 1993). Given
+these precisions, the random walk with Student steps and the Gaussian process with Student noise are
+Gaussian: their scales are updated with the process integrated out. Then the degrees of freedom and
+a scale are updated with the precisions integrated out.
+
+The effects of schools have a normal conditional density. Their covariance matrix is proposed from
+the inverse Wishart density of the effects, so that only the prior decides about the acceptance.
+
+The log-volatilities are moved together with their scale by Hamiltonian Monte Carlo, in the
+eigenvectors of a random walk (a cosine transform), in units of the approximate posterior sds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+from scipy.fft import dct, idct
+from scipy.linalg import cholesky, solve_triangular
+from scipy.special import gammaln, polygamma
+
+from benchmarks.large.references.collapsed import draw_walk, run_chains, walk_posterior
+
+__all__ = ["gp_student", "schools", "student_walk", "volatility"]
+
+Generator = np.random.Generator
+Chain = dict[str, Any]
+WARMUP, SMALL_STEPS = 300, 4  # sweeps; steps of the cheap updates of two scalars
+
+
+def _metropolis(
+    rng: Generator, point: Any, log_density: Callable[..., float], steps: Any, count: int
+) -> Any:
+    """Walk on positive numbers; ``log_density`` is that of their logarithms."""
+    value = log_density(*point)
+    for _ in range(count):
+        other = point * np.exp(steps * rng.normal(size=len(point)))
+        proposed = log_density(*other)
+        if np.log(rng.random()) < proposed - value:
+            point, value = other, proposed
+    return point
+
+
+def _student(x: Any, nu: float, scale: float) -> float:
+    """Log-density of independent Student variables, up to a constant."""
+    each = gammaln((nu + 1) / 2) - gammaln(nu / 2) - 0.5 * np.log(nu) - np.log(scale)
+    return float(len(x) * each - 0.5 * (nu + 1) * np.log1p((x / scale) ** 2 / nu).sum())
+
+
+def _half_normal(value: float, sd: float) -> float:
+    """Log prior of a scale, in the coordinate of its logarithm."""
+    return -0.5 * (value / sd) ** 2 + np.log(value)
+
+
+def _freedom(nu: float) -> float:
+    """Log prior Gamma(2, 0.1), in the coordinate of the logarithm."""
+    return 2 * np.log(nu) - 0.1 * nu
+
+
+def _precisions(rng: Generator, x: Any, nu: float) -> Any:
+    """Draw the precisions of standard Student variables."""
+    return rng.gamma((nu + 1) / 2, 2 / (nu + x**2))
+
+
+def _stack(names: tuple[str, ...], kept: list[tuple]) -> Chain:
+    return dict(zip(names, map(np.stack, zip(*kept, strict=True)), strict=True))
+
+
+def student_walk(folder: Path, num_draws: int, thin: int) -> None:
+    """Write ``draws.npz`` and ``run.json`` for the data in ``folder``."""
+    run_chains(folder, num_draws, thin, _walk_chain, _walk_log_density)
+
+
+def _walk_chain(rng: Generator, y: Any, num_draws: int, thin: int) -> Chain:
+    scale, noise, nu = np.exp(np.log([0.15, 0.4, 3.0]) + 0.1 * rng.normal(size=3))
+    weights, kept = np.ones(len(y)), []
+
+    def variances(scale: float) -> Any:
+        found = scale**2 / weights
+        found[0] += 4.0
+        return found
+
+    def marginal(scale: float, noise: float) -> float:
+        prior = _half_normal(scale, 1.0) + _half_normal(noise, 1.0)
+        return walk_posterior(y, variances(scale), noise)[2] + prior
+
+    for i in range(WARMUP + num_draws * thin):
+        scale, noise = _metropolis(rng, np.array([scale, noise]), marginal, [0.15, 0.05], 1)
+        factor, mean, _ = walk_posterior(y, variances(scale), noise)
+        walk = draw_walk(rng, factor, mean)
+        first = scale**2 / weights[0]
+        share = 4.0 / (4.0 + first)
+        start = share * walk[0] + np.sqrt(share * first) * rng.normal()
+        moves = np.diff(walk, prepend=start)
+
+        def of_steps(scale: float, nu: float, moves: Any = moves) -> float:
+            return _student(moves, nu, scale) + _half_normal(scale, 1.0) + _freedom(nu)
+
+        point = np.array([scale, nu])
+        scale, nu = _metropolis(rng, point, of_steps, [0.1, 0.3], SMALL_STEPS)
+        weights = _precisions(rng, moves / scale, nu)
+        if i >= WARMUP and i % thin == 0:
+            kept.append((nu, scale, noise, start, moves / scale))
+    return _stack(("nu", "scale", "noise", "start", "steps"), kept)
+
+
+def _walk_log_density(y: Any, point: Chain) -> float:
+    level = point["start"] + point["scale"] * point["steps"].cumsum()
+    total = stats.norm.logpdf(y, level, point["noise"]).sum()
+    total += stats.t.logpdf(point["steps"], point["nu"]).sum()
+    total += stats.norm.logpdf(point["start"], 0.0, 2.0)
+    total += stats.norm.logpdf([point["scale"], point["noise"]]).sum()
+    return float(total + stats.gamma.logpdf(point["nu"], 2.0, scale=10.0))
+
+
+def gp_student(folder: Path, num_draws: int, thin: int) -> None:
+    """Write ``draws.npz`` and ``run.json`` for the data in ``folder``."""
+    run_chains(folder, num_draws, thin, _process_chain, _process_log_density)
+
+
+def _covariance(t: Any, length: float, amplitude: float) -> Any:
+    found = amplitude**2 * np.exp(-0.5 * ((t[:, None] - t) / length) ** 2)
+    found[np.diag_indices_from(found)] += 1e-5
+    return found
+
+
+def _process_chain(rng: Generator, t: Any, y: Any, num_draws: int, thin: int) -> Chain:
+    start = np.log([2.0, 1.0, 0.2, 3.0]) + 0.1 * rng.normal(size=4)
+    length, amplitude, sigma, nu = np.exp(start)
+    weights, kept = np.ones(len(y)), []
+
+    def marginal(length: float, amplitude: float, sigma: float) -> float:
+        both = _covariance(t, length, amplitude)
+        both[np.diag_indices_from(both)] += sigma**2 / weights
+        factor = cholesky(both, lower=True, check_finite=False)
+        half = solve_triangular(factor, y, lower=True, check_finite=False)
+        prior = -4 * np.log(length) - 6 / length  # inverse gamma (4, 6) of the logarithm
+        prior += _half_normal(amplitude, 2.0) + _half_normal(sigma, 1.0)
+        return float(prior - 0.5 * half @ half - np.log(np.diag(factor)).sum())
+
+    for i in range(WARMUP + num_draws * thin):
+        point = np.array([length, amplitude, sigma])
+        length, amplitude, sigma = _metropolis(rng, point, marginal, [0.25, 0.3, 0.1], 3)
+        root = cholesky(_covariance(t, length, amplitude), lower=True, check_finite=False)
+        told = weights / sigma**2
+        factor = cholesky(np.eye(len(y)) + (root.T * told) @ root, check_finite=False)
+        half = solve_triangular(factor, root.T @ (told * y), trans=1, check_finite=False)
+        z = solve_triangular(factor, half + rng.normal(size=len(y)), check_finite=False)
+        rest = y - root @ z
+
+        def of_noise(sigma: float, nu: float, rest: Any = rest) -> float:
+            return _student(rest, nu, sigma) + _half_normal(sigma, 1.0) + _freedom(nu)
+
+        sigma, nu = _metropolis(rng, np.array([sigma, nu]), of_noise, [0.15, 0.4], SMALL_STEPS)
+        weights = _precisions(rng, rest / sigma, nu)
+        if i >= WARMUP and i % thin == 0:
+            kept.append((nu, sigma, length, amplitude, z))
+    return _stack(("nu", "sigma", "length", "amplitude", "z"), kept)
+
+
+def _process_log_density(t: Any, y: Any, point: Chain) -> float:
+    root = cholesky(_covariance(t, point["length"], point["amplitude"]), lower=True)
+    total = stats.t.logpdf(y, point["nu"], root @ point["z"], point["sigma"]).sum()
+    total += stats.norm.logpdf(point["z"]).sum() + stats.norm.logpdf(point["sigma"])
+    total += stats.norm.logpdf(point["amplitude"], 0.0, 2.0)
+    total += stats.invgamma.logpdf(point["length"], 4.0, scale=6.0)
+    return float(total + stats.gamma.logpdf(point["nu"], 2.0, scale=10.0))
+
+
+def schools(folder: Path, num_draws: int, thin: int) -> None:
+    """Write ``draws.npz`` and ``run.json`` for the data in ``folder``."""
+    run_chains(folder, num_draws, thin, _school_chain, _school_log_density)
+
+
+def _school_chain(rng: Generator, school: Any, x: Any, y: Any, num_draws: int, thin: int) -> Chain:
+    design = np.column_stack([np.ones(len(y)), x])
+    number = school.max() + 1
+    gram, told = np.zeros((number, 3, 3)), np.zeros((number, 3))
+    np.add.at(gram, school, design[:, :, None] * design[:, None])
+    np.add.at(told, school, design * y[:, None])
+    mean, covariance, sigma, kept = rng.normal(size=3), np.eye(3) * rng.uniform(0.2, 1.0), 1.0, []
+
+    def prior(covariance: Any) -> float:  # of tau and the correlations (LKJ with 2)
+        variances = np.diag(covariance)
+        log_det = np.linalg.slogdet(covariance)[1] - np.log(variances).sum()
+        return float(log_det - 0.5 * variances.sum() - 1.5 * np.log(variances).sum())
+
+    for i in range(WARMUP + num_draws * thin):
+        inverse = np.linalg.inv(covariance)
+        factor = np.linalg.cholesky(inverse + gram / sigma**2).swapaxes(1, 2)
+        right = (inverse @ mean + told / sigma**2)[..., None]
+        half = np.linalg.solve(factor.swapaxes(1, 2), right) + rng.normal(size=(number, 3, 1))
+        effect = np.linalg.solve(factor, half)[..., 0]
+        root = np.linalg.cholesky(number * inverse + np.eye(3) / 4.0).T
+        mean = np.linalg.solve(root.T, inverse @ effect.sum(0)) + rng.normal(size=3)
+        mean = np.linalg.solve(root, mean)
+        scatter = (effect - mean).T @ (effect - mean)
+        proposed = stats.invwishart.rvs(number - 4, scatter, random_state=rng)
+        if np.log(rng.random()) < prior(proposed) - prior(covariance):
+            covariance = proposed
+        rest = y - (design * effect[school]).sum(-1)
+        other = np.sqrt(0.5 * rest @ rest / rng.gamma(0.5 * (len(y) - 1)))
+        if np.log(rng.random()) < (sigma**2 - other**2) / 8.0:
+            sigma = other
+        if i >= WARMUP and i % thin == 0:
+            tau = np.sqrt(np.diag(covariance))
+            corr = np.linalg.cholesky(covariance / tau[:, None] / tau)
+            kept.append((mean, tau, corr, sigma, effect))
+    return _stack(("mean", "tau", "corr", "sigma", "effect"), kept)
+
+
+def _school_log_density(school: Any, x: Any, y: Any, point: Chain) -> float:
+    effect, root = point["effect"], point["tau"][:, None] * point["corr"]
+    own, diagonal = effect[school], np.diag(point["corr"])
+    location = own[:, 0] + (own[:, 1:] * x).sum(-1)
+    total = stats.norm.logpdf(y, location, point["sigma"]).sum()
+    total += stats.multivariate_normal.logpdf(effect, point["mean"], root @ root.T).sum()
+    total += stats.norm.logpdf(point["mean"], 0.0, 2.0).sum()
+    total += stats.norm.logpdf(point["tau"]).sum() + stats.norm.logpdf(point["sigma"], 0.0, 2.0)
+    return float(total + 3 * np.log(diagonal[1]) + 2 * np.log(diagonal[2]))
+
+
+LOG_SIGMA, LOG_NU = 0, 1  # the first coordinates; those of the log-volatilities follow
+NUM_LEAPFROGS, TARGET_ACCEPTANCE, FIRST_STEP = (4, 12), 0.85, 0.2
+INFORMATION = 1.5  # of a day about its log-volatility, 2 nu / (nu + 3) of a Student variable
+
+
+def volatility(folder: Path, num_draws: int, thin: int) -> None:
+    """Write ``draws.npz`` and ``run.json`` for the data in ``folder``."""
+    run_chains(folder, num_draws, thin, _volatility_chain, _volatility_log_density)
+
+
+def volatility_score(returns: Any, point: Any) -> tuple[float, Any, Any]:
+    """Return log-density, gradient and log-volatilities at white coordinates."""
+    sigma, nu, white = np.exp(point[LOG_SIGMA]), np.exp(point[LOG_NU]), point[2:]
+    number = len(returns)
+    precision = (2 - 2 * np.cos(np.pi * np.arange(number) / number)) / sigma**2
+    share = precision / (precision + INFORMATION)
+    spread = (precision + INFORMATION) ** -0.5
+    level = idct(spread * white, norm="ortho")
+    moves, first, variance = np.diff(level), level[0] + 4.0, 4.0 + sigma**2
+    squares = returns**2 * np.exp(-2 * level)
+    log_prob = gammaln((nu + 1) / 2) - gammaln(nu / 2) - 0.5 * np.log(nu)
+    log_prob = number * log_prob - level.sum() - 0.5 * (nu + 1) * np.log1p(squares / nu).sum()
+    log_prob -= 0.5 * moves @ moves / sigma**2 + (number - 1) * np.log(sigma)
+    log_prob -= 0.5 * first**2 / variance + 0.5 * np.log(variance)
+    log_prob += np.log(spread).sum() + point[LOG_SIGMA] - 10 * sigma + _freedom(nu)
+    of_level = (nu + 1) * squares / (nu + squares) - 1
+    of_level[:-1] += moves / sigma**2
+    of_level[1:] -= moves / sigma**2
+    of_level[0] -= first / variance
+    of_white = dct(of_level, norm="ortho") * spread
+    of_sigma = moves @ moves / sigma**2 - (number - 1) + share.sum() + 1 - 10 * sigma
+    of_sigma += sigma**2 * (first**2 / variance - 1) / variance + of_white @ (white * share)
+    of_nu = polygamma(0, (nu + 1) / 2) - polygamma(0, nu / 2) - 1 / nu
+    of_nu = 0.5 * number * of_nu - 0.5 * np.log1p(squares / nu).sum()
+    of_nu = nu * (of_nu + 0.5 * (nu + 1) * (squares / (nu + squares)).sum() / nu - 0.1) + 2
+    return log_prob, np.concatenate([[of_sigma, of_nu], of_white]), level
+
+
+def _volatility_chain(rng: Generator, returns: Any, num_draws: int, thin: int) -> Chain:
+    point = np.concatenate([np.log([0.1, 8.0]), np.zeros(len(returns))])
+    point[2] = -4.5 * np.sqrt(INFORMATION * len(returns))  # a constant level
+    point += 0.3 * rng.normal(size=len(point))
+    value, gradient, level = volatility_score(returns, point)
+    # Both scalars are known to about a fifth: the masses make them move as far as the others.
+    mass = np.concatenate([[25.0, 10.0], np.ones(len(returns))])
+    log_step, kept = np.log(FIRST_STEP), []
+    for i in range(WARMUP + num_draws * thin):
+        step = np.exp(log_step) * rng.uniform(0.8, 1.2)
+        momentum = np.sqrt(mass) * rng.normal(size=len(point))
+        energy = value - 0.5 * (momentum**2 / mass).sum()
+        there, slope = point, gradient
+        for _ in range(rng.integers(*NUM_LEAPFROGS)):
+            momentum = momentum + 0.5 * step * slope
+            there = there + step * momentum / mass
+            found, slope, heights = volatility_score(returns, there)
+            momentum = momentum + 0.5 * step * slope
+        change = found - 0.5 * (momentum**2 / mass).sum() - energy
+        accepted = np.exp(min(0.0, change)) if np.isfinite(change) else 0.0
+        if rng.random() < accepted:
+            point, value, gradient, level = there, found, slope, heights
+        if i < WARMUP:
+            log_step += (accepted - TARGET_ACCEPTANCE) / np.sqrt(1 + i / 10)
+        elif i % thin == 0:
+            sigma, nu = np.exp(point[:2])
+            share = 4.0 / (4.0 + sigma**2)
+            start = -4.0 + share * (level[0] + 4.0) + np.sqrt(share) * sigma * rng.normal()
+            kept.append((sigma, nu, start, np.diff(level, prepend=start)))
+    return _stack(("sigma", "nu", "start", "steps"), kept)
+
+
+def _volatility_log_density(returns: Any, point: Chain) -> float:
+    level = point["start"] + point["steps"].cumsum()
+    total = stats.t.logpdf(returns, point["nu"], 0.0, np.exp(level)).sum()
+    total += stats.norm.logpdf(point["steps"], 0.0, point["sigma"]).sum()
+    total += stats.norm.logpdf(point["start"], -4.0, 2.0) - 10 * point["sigma"]
+    return float(total + stats.gamma.logpdf(point["nu"], 2.0, scale=10.0))
