@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
@@ -81,15 +84,23 @@ class _Planner:
         self.sums = self._find_sums()
         #: The nodes that are computed, with the nodes that they need.
         self.deps: dict[Node, list[Node]] = {}
-        #: Nodes with effects beside their values, each with the one before it.
-        self.before: dict[Node, list[Node]] = {}
-        last: list[Node] = []
+        last: list[Node] = []  # the latest node with effects beside its value
+        before: dict[Node, list[Node]] = {}
         for node in self.graph.nodes:
             if node.op == "call_function" and node not in self._inner:
                 terms = self.sums.get(node)
                 self.deps[node] = terms[0] + terms[1] if terms else list(node.all_input_nodes)
                 if node in self.fixed:
-                    self.before[node], last = last, [node]
+                    before[node], last = last, [node]
+        self.number = {node: i for i, node in enumerate(self.deps)}
+        edges = [
+            (i, self.number[one])
+            for node, i in self.number.items()
+            for one in self.deps[node] + before.get(node, [])
+            if one in self.number
+        ]
+        #: Pairs of numbers of a node and of one that must run before it.
+        self.edges = np.array(edges, dtype=np.intp).reshape(-1, 2)
         #: For each node of a group: the stacked tensor that holds it, and its row there.
         self.place: dict[Node, tuple[Any, int]] = {}
         self.steps: list[Step] = []
@@ -190,9 +201,9 @@ class _Planner:
         for scheme in sorted(schemes, key=lambda one: -sum(map(len, one))):
             rest = [[node for node in group if node not in grouped] for group in scheme]
             rest = [group for group in rest if len(group) >= RECORDINGS.fused_nodes]
-            together = bool(self._ordered([*groups, *rest]))
+            together = self._is_acyclic([*groups, *rest])
             for group in sorted(rest, key=len, reverse=True):
-                if together or self._ordered([*groups, group]):
+                if together or self._is_acyclic([*groups, group]):
                     groups.append(group)
                     grouped.update(group)
         return groups
@@ -224,32 +235,43 @@ class _Planner:
         return refined
 
     def _ordered(self, groups: list[list[Node]]) -> list[list[Node]]:
-        """Return groups and single nodes, each after what it needs; nothing if there is a cycle."""
-        unit = {node: group[0] for group in groups for node in group}
-        members = {group[0]: group for group in groups}
-        needs: dict[Node, set[Node]] = defaultdict(set)
-        users: dict[Node, list[Node]] = defaultdict(list)
-        rank: dict[Node, int] = {}
-        for i, (node, deps) in enumerate(self.deps.items()):
-            own = unit.get(node, node)
-            rank.setdefault(own, i)
-            more = self.before.get(node, [])
-            needs[own].update(unit.get(one, one) for one in deps + more if one in self.deps)
-        for own, others in needs.items():
-            for one in others:
-                users[one].append(own)
-        missing = {own: len(others) for own, others in needs.items()}
-        ready = [(rank[own], own) for own, number in missing.items() if number == 0]
-        heapq.heapify(ready)
+        """Return groups and single nodes, each after what it needs."""
+        unit = self._units(groups)
+        members = {self.number[group[0]]: group for group in groups}
+        users: list[list[int]] = [[] for _ in unit]
+        missing = [0] * len(unit)
+        for user, need in unit[self.edges].tolist():
+            users[need].append(user)
+            missing[user] += 1
+        # A unit's rank is the place of its first node.
+        ready = [int(one) for one in np.unique(unit) if missing[one] == 0]
         ordered = []
+        nodes = list(self.deps)
         while ready:
-            _, own = heapq.heappop(ready)
-            ordered.append(members.get(own, [own]))
+            own = heapq.heappop(ready)
+            ordered.append(members.get(own, [nodes[own]]))
             for one in users[own]:
                 missing[one] -= 1
                 if missing[one] == 0:
-                    heapq.heappush(ready, (rank[one], one))
-        return ordered if len(ordered) == len(needs) else []
+                    heapq.heappush(ready, one)
+        return ordered
+
+    def _is_acyclic(self, groups: list[list[Node]]) -> bool:
+        """Return whether groups can be ordered."""
+        unit = self._units(groups)
+        users, needs = unit[self.edges].T
+        if (users == needs).any():
+            return False
+        links = coo_array((np.ones(len(users)), (users, needs)), shape=(len(unit), len(unit)))
+        number = connected_components(links, connection="strong", return_labels=False)
+        return bool(number == len(unit))
+
+    def _units(self, groups: list[list[Node]]) -> np.ndarray:
+        """Return the number of the first node of each node's group."""
+        unit = np.arange(len(self.number))
+        for group in groups:
+            unit[[self.number[node] for node in group]] = self.number[group[0]]
+        return unit
 
     def _add(self, key: Any, run: Callable, args: Any, kwargs: Any = MappingProxyType({})) -> None:
         get = self._getter((tuple(args), dict(kwargs)))

@@ -8,16 +8,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoNormal, init_to_value
 from torch import Tensor, nn
 
+from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.checks.numerics import finite_log_prob, rounding_error
-from pyro_implicit.density.cost import nearby, seconds_near
+from pyro_implicit.density.cost import TracedScore, nearby, seconds_near
 from pyro_implicit.density.mode_search import Modes, seconds_of_climb
 from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.verdict import CONTINUE, judge_chains
 from pyro_implicit.fitting.candidates import reliability
+from pyro_implicit.fitting.parameters import model_parameters
 from pyro_implicit.fitting.policy import DEFAULT, BudgetPolicy, StartPolicy
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
@@ -132,8 +135,11 @@ def train_mean_field(stages: Stages, target: Target) -> Fit:
     policy, budget = stages.policy.training, stages.policy.budget
     start = FlatPriorStart(init_to_value(values=between(target, stages.policy.start)))
     guide = own_names(AutoNormal(without_sequential_plates(stages.model), init_loc_fn=start))
-    loss = ImplicitELBO(min(stages.num_particles, policy.few_particles), nonfinite="skip")
+    particles = min(stages.num_particles, policy.few_particles)
+    loss: Trace_ELBO = ImplicitELBO(particles, nonfinite="skip")
     steps = stages.steps_for(guide, loss, budget.training_seconds)
+    if target.is_vectorized and not model_parameters(target):
+        loss = _ScoreELBO(target, particles, steps, stages.options["compile"])
     return stages.train_alone(
         "mean-field",
         guide,
@@ -142,6 +148,27 @@ def train_mean_field(stages: Stages, target: Target) -> Fit:
         num_steps=min(policy.mean_field_steps, steps),
         haste=policy.mean_field_haste,
     )
+
+
+class _ScoreELBO(Trace_ELBO):
+    """The ELBO of an ``AutoNormal`` from the recorded score of a target, without traces."""
+
+    def __init__(
+        self, target: Target, num_particles: int, num_calls: int, compile: CompileMode
+    ) -> None:
+        super().__init__(num_particles)
+        self._target, self._score = target, TracedScore(target.score, num_calls, compile)
+
+    def differentiable_loss(self, model: Any, guide: AutoNormal, *args: Any, **kw: Any) -> Tensor:
+        """Return the negative ELBO; particles of density zero do not count."""
+        with guide._pyro_context:  # the parameter store's values, as in a call
+            parts = [guide._get_loc_and_scale(name) for name in self._target.shapes]
+        sides = zip(*parts, strict=True)
+        loc, scale = (torch.cat([one.flatten() for one in side]) for side in sides)
+        points = loc + scale * torch.randn(self.num_particles, len(loc)).to(loc)
+        log_prob = self._score.log_prob(points)
+        entropy = scale.log().sum() + 0.5 * len(loc) * math.log(2 * math.pi * math.e)
+        return -log_prob[log_prob.isfinite()].mean() - entropy
 
 
 def between(target: Target, policy: StartPolicy = DEFAULT.start) -> dict[str, Tensor]:

@@ -467,13 +467,17 @@ class ConditionalNoise(Space):
         if fitted is not None:
             self._use(fitted)
         self.reparams = self._map.reparams
+        self._traced_latent = self._trace(self._latent_alone)
 
     def _score(self, points: Tensor) -> tuple[Tensor, Tensor]:
         return self._map.score(points)
 
+    def _latent_alone(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        return self._map.to_latent(points), points[:, :0]  # a recording has a value and a gradient
+
     def to_latent(self, points: Tensor) -> Tensor:
         """Map noise to latents, ``(num_chains, latent_dim)``."""
-        return self._map.to_latent(points)
+        return self._traced_latent(points)[0]
 
     def to_points(self, latent: Tensor) -> Tensor:
         """Map latents to noise, ``(num_chains, latent_dim)``."""
@@ -517,6 +521,7 @@ class ConditionalNoise(Space):
         space = copy.copy(self)
         space._use(fitted)
         space._traced = self._trace(space._score)
+        space._traced_latent = self._trace(space._latent_alone)
         return space
 
     def _use(self, fitted: Fitted) -> None:
