@@ -338,6 +338,47 @@ def _isclose(
     return (one == other) | near | (equal_nan & one.isnan() & other.isnan())
 
 
+# Products of a matrix of all runs with one of each run, which vmap would copy the former for
+
+
+def _is_of_second_alone(one: Tensor, other: Tensor) -> bool:
+    return all_runs(one) is None and all_runs(other) is not None
+
+
+def _matmul(func: Callable, one: Tensor, other: Tensor) -> Tensor:
+    if one.dim() != 2 or other.dim() != 2 or not _is_of_second_alone(one, other):
+        return func(one, other)
+    return (other.mT @ one.mT).mT
+
+
+def _einsum(func: Callable, equation: Any, *operands: Any) -> Tensor:
+    if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
+        return func(equation, *operands)
+    left, out = equation.replace(" ", "").replace("...", "").split("->")
+    pairs = list(zip(left.split(","), operands, strict=True))
+    if not _is_of_second_alone(*operands):
+        pairs.reverse()
+    (word, one), (other_word, other) = pairs
+    summed = "".join(letter for letter in word if letter in other_word)
+    rows, columns = (
+        "".join(letter for letter in letters if letter not in summed)
+        for letters in (word, other_word)
+    )
+    is_plain = all(len(set(letters)) == len(letters) == part.dim() for letters, part in pairs)
+    is_product = is_plain and sorted(out) == sorted(rows + columns)
+    if not is_product or not _is_of_second_alone(one, other):
+        return func(equation, *operands)
+
+    def matrix(letters: str, part: Tensor, own: str) -> Tensor:
+        part = part.permute([letters.index(letter) for letter in own + summed])
+        return part.reshape(math.prod(part.shape[: len(own)]), -1)
+
+    sizes = dict(zip(word + other_word, one.shape + other.shape, strict=True))
+    product = matrix(other_word, other, columns) @ matrix(word, one, rows).mT
+    product = product.reshape([sizes[letter] for letter in columns + rows])
+    return product.permute([(columns + rows).index(letter) for letter in out])
+
+
 _EVERYWHERE: dict[Any, Callable] = {
     **dict.fromkeys((torch.linalg.cholesky, torch.cholesky, Tensor.cholesky), _cholesky),
     **dict.fromkeys((torch.linalg.inv, torch.inverse, Tensor.inverse), _inverse),
@@ -358,6 +399,8 @@ _IN_VMAP: dict[Any, Callable] = {
     ),
     **dict.fromkeys((Tensor.__format__, Tensor.__repr__), _text),
     **dict.fromkeys((torch.isclose, Tensor.isclose), _isclose),
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
+    torch.einsum: _einsum,
     Tensor.__setitem__: _set_elements,
     Tensor.data.__get__: lambda func, tensor, *args: tensor.detach(),  # type: ignore[attr-defined]
 }
