@@ -338,7 +338,7 @@ def _isclose(
     return (one == other) | near | (equal_nan & one.isnan() & other.isnan())
 
 
-# Products of a matrix of all runs with one of each run, which vmap would copy the former for
+# Products of a matrix of all runs with one of each run: as written, vmap has a product for each
 
 
 def _is_of_second_alone(one: Tensor, other: Tensor) -> bool:
@@ -348,7 +348,7 @@ def _is_of_second_alone(one: Tensor, other: Tensor) -> bool:
 def _matmul(func: Callable, one: Tensor, other: Tensor) -> Tensor:
     if one.dim() != 2 or other.dim() != 2 or not _is_of_second_alone(one, other):
         return func(one, other)
-    return (other.mT @ one.mT).mT
+    return (other.mT.contiguous() @ one.mT).mT
 
 
 def _einsum(func: Callable, equation: Any, *operands: Any) -> Tensor:

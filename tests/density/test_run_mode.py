@@ -14,6 +14,7 @@ import pytest
 import torch
 from pyro import poutine
 
+from pyro_implicit.compiled.recorder import DispatchMode
 from pyro_implicit.density import Target, find_modes, run_mode
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.run_mode import RunMode
@@ -424,3 +425,59 @@ def test_a_distribution_that_vmap_refuses_leaves_no_garbage():
         assert len(seen) > 2 and not any(one() is not None for one in seen)
     finally:
         gc.enable()
+
+
+def einsum(equation, swapped=False):
+    def function(one, other):
+        return torch.einsum(equation, *((other, one) if swapped else (one, other)))
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "function, shapes, is_product",
+    [
+        (torch.matmul, ((5, 4), (4, 3)), True),
+        (torch.matmul, ((5, 4), (4,)), False),
+        (einsum("nfk,...fk->...n"), ((5, 3, 4), (3, 4)), True),
+        (einsum("nfk,mf->mkn"), ((5, 3, 4), (2, 3)), True),
+        (einsum("mf,nfk->kmn", swapped=True), ((5, 3, 4), (2, 3)), True),
+        (einsum("nfk,fk->nk"), ((5, 3, 4), (3, 4)), False),
+        (einsum("fk,nfk->fn", swapped=True), ((5, 3, 4), (3, 4)), False),
+        (einsum("nfk,f->k"), ((5, 3, 4), (3,)), False),
+        (einsum("ii,ij->j"), ((3, 3), (3, 2)), False),
+    ],
+)
+def test_products_with_a_matrix_of_all_runs(function, shapes, is_product):
+    """They agree with those of single runs, and are one product of two matrices."""
+    one, others = torch.randn(shapes[0]), torch.randn(6, *shapes[1])
+
+    def in_mode(tag, other):
+        with RunMode(tag):
+            return function(one, other)
+
+    tag = torch.ones(6, dtype=torch.bool)
+    weights = torch.randn(torch.func.vmap(function, (None, 0))(one, others).shape)
+    found, expected = [], []
+    for results, run in (
+        (found, torch.func.vmap(in_mode)),
+        (expected, lambda tag, other: torch.stack([function(one, row) for row in other])),
+    ):
+        points = others.clone().requires_grad_()
+        value = run(tag, points)
+        results += [value, *torch.autograd.grad((value * weights).sum(), points)]
+    torch.testing.assert_close(found, expected)
+    with Names() as names:
+        torch.func.vmap(in_mode)(tag, others)
+    if is_product:
+        assert [name for name in names.seen if "mm" in name] == ["mm"]
+
+
+class Names(DispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))

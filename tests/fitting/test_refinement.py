@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer.autoguide import AutoNormal, init_to_value
 
 from pyro_implicit import fit
@@ -130,6 +132,69 @@ def test_many_latents_start_from_a_mean_field_guide():
     draws = result.refined.get_samples()["x"]
     assert ((draws.mean(0) - y / 2).abs() < 0.15).all()
     assert ((draws.std(0) / 0.5**0.5 - 1).abs() < 0.15).all()
+
+
+def several_shapes(y):
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("columns", 2):
+        x = pyro.sample("x", dist.Normal(torch.zeros(3), scale).to_event(1))
+    share = pyro.sample("share", dist.Dirichlet(torch.ones(3)))
+    pyro.sample("y", dist.Normal((x * share).sum(), scale), obs=y)
+
+
+def test_the_loss_of_the_rough_guide_is_that_of_pyros_elbo():
+    """In value and gradient, for the same noise; draws without density do not count."""
+    y = torch.tensor(1.5)
+    target, guide = Target(several_shapes, y), AutoNormal(several_shapes, init_scale=0.3)
+    guide(y)
+    loss = refinement._ScoreELBO(target, 5, 100, "auto")
+    parameters = [*guide.locs.parameters(), *guide.scales.parameters()]
+
+    def gradients(value):
+        return [value, *torch.autograd.grad(value, parameters)]
+
+    for step in range(3):  # plain, recorded, and from the recording
+        torch.manual_seed(step)
+        found = gradients(loss.differentiable_loss(None, guide, y))
+        torch.manual_seed(step)
+        noise = torch.randn(5, target.latent_dim)
+        total = 0.0
+        for row in noise:
+            parts, log_q = {}, 0.0
+            for name, eps in target.split(row).items():
+                loc, scale = guide._get_loc_and_scale(name)
+                parts[name] = target.transforms[name](loc + scale * eps)
+                jacobian = target.transforms[name].log_abs_det_jacobian(
+                    loc + scale * eps, parts[name]
+                )
+                log_q = (
+                    log_q
+                    - scale.log().sum()
+                    - jacobian.sum()
+                    - 0.5 * math.log(2 * math.pi * math.e) * eps.numel()
+                )
+            trace = poutine.trace(poutine.condition(several_shapes, parts)).get_trace(y)
+            total = total + log_q - trace.log_prob_sum()
+        torch.testing.assert_close(found, gradients(total / 5), rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        guide.scales.scale_unconstrained.fill_(1e6)  # its exponential overflows
+    assert loss.differentiable_loss(None, guide, y).isnan()
+
+
+def test_parameters_of_a_model_train_with_the_rough_guide():
+    def learnt(y):
+        centre = pyro.param("centre", torch.tensor(0.0))
+        with pyro.plate("rows", 101):
+            x = pyro.sample("x", dist.StudentT(5.0, centre, 1.0))
+            pyro.sample("y", dist.StudentT(5.0, x, 1.0), obs=y)
+
+    y = 3.0 + torch.randn(101)
+    policy = FitPolicy(budget=replace(BudgetPolicy(), chain_seconds=1e-3, patient_seconds=0.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = fit(learnt, "auto", y, num_steps=300, policy=policy, **QUIET)
+    assert result.stages[0].outcome.endswith("ImplicitELBO")
+    assert abs(result.parameters["centre"].value - y.median()) < 0.7
 
 
 def test_subsampled_data_are_refused():

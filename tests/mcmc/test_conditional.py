@@ -260,6 +260,15 @@ def test_noise_of_normals_is_so_at_every_scale(name, sites):
         assert torch.allclose(walked.score(noise)[1][:, own], -noise[:, own], atol=1e-8)
 
 
+def test_the_recorded_map_is_the_map():
+    walked, _ = conditional("nested")
+    for seed in range(4):  # plain, recorded, and from the recording
+        torch.manual_seed(seed)
+        points = torch.randn(7, walked.target.latent_dim)
+        expected = walked._map.to_latent(points)
+        torch.testing.assert_close(walked.to_latent(points), expected, rtol=0, atol=0)
+
+
 def test_more_latents_than_a_matrix_is_made_of_are_taken_one_by_one():
     """Exactly, where the data see each by itself."""
     walked, points = conditional("both", max_dense=3, max_series=3)
