@@ -155,9 +155,10 @@ def _make_functional(nodes: Sequence[fx.Node]) -> bool:
         if {n.meta["dtype"] for n in node.all_input_nodes} - {node.meta["dtype"], torch.bool}:
             return False
         functional = getattr(aten, schema.name.removeprefix("aten::")[:-1], None)
-        if functional is None or schema.overload_name not in ("", *functional.overloads()):
+        name = schema.overload_name or "default"
+        if functional is None or name not in functional.overloads():
             return False
-        new.append(getattr(functional, schema.overload_name or "default"))
+        new.append(getattr(functional, name))
     if nodes[0].op != "call_function" or must_run(nodes[0]):
         return False
     for node, target in zip(nodes[1:], new, strict=True):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pyro_implicit.compiled import RecordedFunction
-from pyro_implicit.compiled.fusion import FusedGraph
+from pyro_implicit.compiled.fusion import FusedGraph, _Planner
 from pyro_implicit.compiled.program import simplify
 from pyro_implicit.compiled.recorder import must_run, record
 
@@ -163,3 +163,16 @@ def test_writes_become_functional(function, left):
     found = FusedGraph(recorder)([other])
     assert all(one.dtype == y.dtype for one, y in zip(found, function(other), strict=True))
     torch.testing.assert_close(found, function(other), rtol=0.0, atol=0.0)
+
+
+def test_groups_that_need_each_other_cannot_run():
+    """Each group may run alone, but the last element of one needs the first of the other."""
+    x = torch.zeros(2)
+    planner = _Planner(record(lambda: [x[0].exp().sin() + x[1].sin().exp()], [x]))
+    names = {str(node): node for node in planner.deps}
+    exponentials = [node for name, node in names.items() if "exp" in name]
+    sines = [node for name, node in names.items() if "sin" in name]
+    assert len(exponentials) == len(sines) == 2
+    assert planner._is_acyclic([exponentials]) and planner._is_acyclic([sines])
+    assert not planner._is_acyclic([exponentials, sines])
+    assert not planner._is_acyclic([[exponentials[0], sines[0]]])

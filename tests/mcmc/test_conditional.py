@@ -345,7 +345,11 @@ def test_the_space_of_a_far_middle_learns_from_draws():
     points = torch.cat([log_tau, beta], -1)
     weight = target.log_prob(points) - dist.Laplace(0.0, log_tau.exp()).log_prob(beta).sum(-1)
     kept = points[torch.multinomial(weight.softmax(0), 1000)]
+    noise = walked.to_points(kept)
+    for _ in range(2):  # a recording of this map
+        torch.testing.assert_close(walked.to_latent(noise), kept)
     again = walked.recentred(kept)
+    torch.testing.assert_close(again.to_latent(again.to_points(kept)), kept)
     assert again.fitted is not None and torch.equal(again.middle, middle)
     assert again._map.misfit(kept) < walked._map.misfit(kept) - 0.5
 
