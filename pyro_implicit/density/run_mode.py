@@ -91,8 +91,12 @@ class RunMode(TorchFunctionMode):
         replacement = self.replacements.get(func)
         if replacement is None:
             return func(*args, **(kwargs or {}))
-        self.was_needed = True
-        return replacement(func, *args, **(kwargs or {}))
+        was_needed, self.was_needed = self.was_needed, True
+        found = replacement(func, *args, **(kwargs or {}))
+        if found is NotImplemented:
+            self.was_needed = was_needed
+            return func(*args, **(kwargs or {}))
+        return found
 
     def _fresh(self, func: Callable, *args: Any, **kwargs: Any) -> Tensor:
         made = func(*args, **kwargs)
@@ -347,13 +351,13 @@ def _is_of_second_alone(one: Tensor, other: Tensor) -> bool:
 
 def _matmul(func: Callable, one: Tensor, other: Tensor) -> Tensor:
     if one.dim() != 2 or other.dim() != 2 or not _is_of_second_alone(one, other):
-        return func(one, other)
+        return NotImplemented
     return (other.mT.contiguous() @ one.mT).mT
 
 
 def _einsum(func: Callable, equation: Any, *operands: Any) -> Tensor:
     if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
-        return func(equation, *operands)
+        return NotImplemented
     left, out = equation.replace(" ", "").replace("...", "").split("->")
     pairs = list(zip(left.split(","), operands, strict=True))
     if not _is_of_second_alone(*operands):
@@ -367,7 +371,7 @@ def _einsum(func: Callable, equation: Any, *operands: Any) -> Tensor:
     is_plain = all(len(set(letters)) == len(letters) == part.dim() for letters, part in pairs)
     is_product = is_plain and sorted(out) == sorted(rows + columns)
     if not is_product or not _is_of_second_alone(one, other):
-        return func(equation, *operands)
+        return NotImplemented
 
     def matrix(letters: str, part: Tensor, own: str) -> Tensor:
         part = part.permute([letters.index(letter) for letter in own + summed])
