@@ -4,7 +4,7 @@
 Fit each method to the posteriors of ``targets.py`` for ``--budget`` CPU seconds, by the library's
 settings and by those of the method's authors, and measure the sliced 2-Wasserstein distance to
 exact draws. In two dimensions also KL(p || q), from 1,000 exact draws, with the guide's density as
-a mixture of 5,000 of its conditionals (exact for ``PVI`` and ``AutoMultivariateNormal``)::
+a mixture of 5,000 of its conditionals (exact for ``PVI`` and ``AutoMultivariateNormal``). The report has a picture::
 
     python -m benchmarks.implicit_methods --data-dir /path/to/data --budget 15
     python -m benchmarks.implicit_methods --report
@@ -71,6 +71,7 @@ from pyro_implicit.ops import mixture_log_density
 TWO_DIMENSIONS = ("banana", "x_shape", "multimodal")
 TARGETS = (*TWO_DIMENSIONS, "waveform", "conditioned_diffusion")
 NUM_KL_DRAWS, NUM_COMPONENTS = 1_000, 5_000
+FAILED = 300.0  # where the picture ends: failures and larger ratios
 Step = Callable[[], float]
 
 
@@ -274,9 +275,43 @@ def cell(records: list[dict[str, Any]]) -> str:
     return f"{text} ({seconds:.0f} s{failed})"
 
 
+def draw_picture(out: Path) -> None:
+    """Draw the ratio of each method on each target, best first, next to the records."""
+    import matplotlib.pyplot as plt
+
+    ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for record in read_records(out):
+        own = record["settings"] == "library"
+        method = record["method"] if own else f"{record['method']} (authors' settings)"
+        ratios[method][record["target"]].append(record.get("ratio", math.inf))
+    middle = {
+        method: {target: median(found) for target, found in row.items()}
+        for method, row in ratios.items()
+    }
+    order = sorted(middle, key=lambda name: sum(map(_height, middle[name].values())))
+    figure, axis = plt.subplots(figsize=(7.0, 0.3 * len(order) + 1.2), layout="constrained")
+    for target, marker in zip(TARGETS, "osD^v", strict=True):
+        places = [k for k, name in enumerate(order) if target in middle[name]]
+        values = [min(middle[order[k]][target], FAILED) for k in places]
+        axis.scatter(values, places, marker=marker, label=target, alpha=0.8)
+    axis.axvspan(0, 1.5, color="tab:green", alpha=0.12, lw=0)
+    axis.set(xscale="log", xlabel="sliced 2-Wasserstein distance / sampling floor")
+    axis.set_yticks(range(len(order)), order)
+    axis.invert_yaxis()
+    axis.set_xlim(0.5, 1.3 * FAILED)
+    axis.grid(axis="x", alpha=0.3)
+    axis.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.4, 1.0), frameon=False)
+    figure.savefig(out.with_suffix(".png"), dpi=110)
+
+
+def _height(ratio: float) -> float:
+    return math.log(min(ratio, FAILED))
+
+
 def main(args: argparse.Namespace) -> None:
     if args.report:
         write_page(args.out, report(args))
+        draw_picture(args.out)
         return
     torch.set_num_threads(args.threads)
     run_all(args)

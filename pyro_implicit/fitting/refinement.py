@@ -139,7 +139,7 @@ def train_mean_field(stages: Stages, target: Target) -> Fit:
     loss: Trace_ELBO = ImplicitELBO(particles, nonfinite="skip")
     steps = stages.steps_for(guide, loss, budget.training_seconds)
     if target.is_vectorized and not model_parameters(target):
-        loss = _ScoreELBO(target, particles, steps, stages.options["compile"])
+        loss = _RecordedELBO(target, particles, steps, stages.options["compile"])
     return stages.train_alone(
         "mean-field",
         guide,
@@ -150,7 +150,7 @@ def train_mean_field(stages: Stages, target: Target) -> Fit:
     )
 
 
-class _ScoreELBO(Trace_ELBO):
+class _RecordedELBO(Trace_ELBO):
     """The ELBO of an ``AutoNormal`` from the recorded score of a target, without traces."""
 
     def __init__(
