@@ -4,7 +4,8 @@
 Fit each method to the posteriors of ``targets.py`` for ``--budget`` CPU seconds, by the library's
 settings and by those of the method's authors, and measure the sliced 2-Wasserstein distance to
 exact draws. In two dimensions also KL(p || q), from 1,000 exact draws, with the guide's density as
-a mixture of 5,000 of its conditionals (exact for ``PVI`` and ``AutoMultivariateNormal``). The report has a picture::
+a mixture of 5,000 of its conditionals (exact for ``PVI`` and ``AutoMultivariateNormal``). The
+report has a picture::
 
     python -m benchmarks.implicit_methods --data-dir /path/to/data --budget 15
     python -m benchmarks.implicit_methods --report

@@ -261,7 +261,7 @@ class Stages:
                 'ELBO with nonfinite="raise", which names the term; priors or an init_loc_fn in '
                 "whose range the data are possible; or a lower lr"
             )
-        line.outcome = f"{_steps(losses)} of {type(loss).__name__.lstrip("_")}{end}"
+        line.outcome = f"{_steps(losses)} of {type(loss).__name__.lstrip('_')}{end}"
         if self.held_out is not None and self.held_out.scores:
             line.outcome += f"; {self.held_out}"
 

@@ -74,11 +74,11 @@ def step(state: State, score: Score, settings: Settings) -> tuple[State, Info]:
     .. math:: dz = u\, dt, \quad
         du = (I - u u^\top) \left(\tfrac{1}{d - 1} g\, dt + \sqrt{\tfrac{2}{L d}}\, dW\right).
 
-    A step is a kick over time :math:`\lambda h`, half a drift, a kick over
-    :math:`(1 - 2 \lambda) h`, half a drift, a kick over :math:`\lambda h`, and a partial refreshment
-    :math:`u' \propto u + \nu \xi` with :math:`\nu^2 = (e^{2 h / L} - 1) / d`. It takes two
-    gradients; :math:`\lambda = 0.193` has the least error of third order. A kick over time t, with :math:`e = g / |g|`, :math:`\delta = t |g| / (d - 1)` and
-    :math:`c = \cosh \delta + e^\top u \sinh \delta`, is exact:
+    A step is a kick over time :math:`\lambda h`, half a drift, a kick over :math:`(1 - 2 \lambda)
+    h`, half a drift, a kick over :math:`\lambda h`, and a partial refreshment :math:`u' \propto u +
+    \nu \xi` with :math:`\nu^2 = (e^{2 h / L} - 1) / d`. It takes two gradients; :math:`\lambda =
+    0.193` has the least error of third order. A kick over time t, with :math:`e = g / |g|`,
+    :math:`\delta = t |g| / (d - 1)` and :math:`c = \cosh \delta + e^\top u \sinh \delta`, is exact:
 
     .. math:: u' = \frac{u + e\, (\sinh \delta + e^\top u\, (\cosh \delta - 1))}{c},
         \quad \Delta K = (d - 1) \log c.
