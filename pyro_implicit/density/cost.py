@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,23 +64,36 @@ def estimated_seconds(evaluate: Callable[[], Any], times: float = 1.0, num_runs:
 
 
 def seconds_near(
-    evaluate: Callable[[Tensor], Any], point: Tensor, number: int, one_by_one: bool = False
-) -> float:
-    """Return :func:`estimated_seconds` of an evaluation at several points around one.
+    evaluate: Callable[[Tensor], Any], point: Tensor, one_by_one: bool = False
+) -> Callable[[int], float]:
+    """Return :func:`estimated_seconds` of an evaluation around a point, by the number of points.
+
+    Only a few points are evaluated, once: operations and sizes are linear in their number.
 
     **Example:**
 
     >>> import torch
-    >>> one, many = (seconds_near(torch.exp, torch.zeros(3), number) for number in (1, 100))
-    >>> one < many
+    >>> seconds = seconds_near(torch.exp, torch.zeros(3))
+    >>> seconds(1) < seconds(100)
     True
 
-    :param evaluate: of points ``(number, dim)``.
+    :param evaluate: of points ``(n, dim)``.
     :param point: ``(dim,)``.
     :param one_by_one: whether the model runs once for each point.
     """
-    points = nearby(point, number)
-    return estimated_seconds(lambda: evaluate(points), num_runs=number if one_by_one else 1)
+
+    @cache
+    def counted(number: int) -> float:
+        points = nearby(point, number)
+        return estimated_seconds(lambda: evaluate(points), num_runs=number if one_by_one else 1)
+
+    def seconds(number: int) -> float:
+        few, more = COST.counted_points
+        if number <= more:
+            return counted(number)
+        return counted(more) + (number - more) * (counted(more) - counted(few)) / (more - few)
+
+    return seconds
 
 
 def suits_one_thread(score: Callable[[Tensor], Any], point: Tensor) -> bool:

@@ -115,8 +115,9 @@ def find_modes(
                 first = Modes(*(part[:1] for part in found))
             earlier = [] if found is None else [Modes(*(part[1:] for part in found))]
             found = Modes(*map(torch.cat, zip(first, *earlier, tops, strict=True)))
-            modes, num_met = _separate(target, found, max_gap, final_draws)
             is_late = watched.stopped or time.perf_counter() > deadline
+            final_draws = num_draws if is_late else final_draws
+            modes, num_met = _separate(target, found, max_gap, final_draws)
             if len(modes.loc) == 1 or (num_met > 1).all() or is_late:
                 break
             starts = target.sample_prior(num_starts)
@@ -139,13 +140,14 @@ def seconds_of_climb(target: Target) -> float:
     """
     num_starts, num_trials = SEARCH.num_starts, SEARCH.num_draws + len(SEARCH.step_sizes)
 
-    def climb() -> None:
-        target.derivatives(nearby(target.init_loc, num_starts))
-        target.log_prob(nearby(target.init_loc, num_starts * num_trials))
+    def climb(number: int) -> None:
+        target.derivatives(nearby(target.init_loc, number))
+        target.log_prob(nearby(target.init_loc, number * num_trials))
 
+    if target.is_vectorized:
+        return estimated_seconds(lambda: climb(num_starts))
     # A single run without derivatives takes a third of the time of one with them.
-    num_runs = 1 if target.is_vectorized else num_starts * (1 + num_trials // 3)
-    return estimated_seconds(climb, num_runs=num_runs)
+    return num_starts * estimated_seconds(lambda: climb(1), num_runs=1 + num_trials // 3)
 
 
 def antithetic_noise(loc: Tensor, num_draws: int) -> Tensor:

@@ -102,6 +102,9 @@ class CostPolicy:
     #: Distance of the points at which an evaluation is counted, in unconstrained coordinates.
     spread: float = 0.1
 
+    #: Two numbers of points, from which the cost of any number is extrapolated.
+    counted_points: tuple[int, int] = (2, 4)
+
     #: Points of that evaluation which decides on threads, as many as ``fit`` has chains.
     threaded_points: int = 256
 

@@ -591,8 +591,11 @@ class Target:
 
         :param num_points: evaluated at once, near ``init_loc``.
         """
-        one_by_one = not self.is_vectorized
-        return seconds_near(self.score, self.init_loc, num_points, one_by_one)
+        return self._seconds(num_points)
+
+    @cached_property
+    def _seconds(self) -> Callable[[int], float]:
+        return seconds_near(self.score, self.init_loc, not self.is_vectorized)
 
     @cached_property
     def is_small(self) -> bool:

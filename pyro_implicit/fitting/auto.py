@@ -49,7 +49,7 @@ from pyro_implicit.fitting.refinement import (
     train_mean_field,
 )
 from pyro_implicit.fitting.result import Fit
-from pyro_implicit.fitting.stages import Stages, TimeLimit, train_exact, train_semi_implicit
+from pyro_implicit.fitting.stages import Stages, train_exact, train_semi_implicit
 from pyro_implicit.fitting.training import HeldOut, default_loss
 from pyro_implicit.guides import AutoAmortized, AutoSemiImplicit
 from pyro_implicit.guides.auto_draws import own_names
@@ -57,6 +57,7 @@ from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import refine
 from pyro_implicit.mcmc.minibatch_chains import check_scaling
 from pyro_implicit.nn import NetworkModel
+from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import in_turn, single_thread, with_seed
 from pyro_implicit.runtime.messages import (
     first_line,
@@ -354,7 +355,7 @@ def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] |
         marginal = None if refine is False else find_marginal(target, policy.marginal)
         if marginal is not None and fit_marginal(stages, marginal, refine, _fit_by_search):
             return stages.result
-        plan = make_plan(target, policy.budget)
+        plan = make_plan(target, policy.budget, stages.limit)
         if not target.is_vectorized:
             stages.one_by_one = True
             stages.num_particles = min(stages.num_particles, policy.training.few_particles)

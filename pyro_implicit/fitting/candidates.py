@@ -528,8 +528,8 @@ def reliability(
     found = exact_log_weights(guide, target, policy.num_weighed, policy.draws_at_once)[1]
     if not policy.accepts(found):
         return found
-    seconds = seconds_near(
-        target.log_prob, target.init_loc, policy.num_counted, not target.is_vectorized
+    seconds = seconds_near(target.log_prob, target.init_loc, not target.is_vectorized)(
+        policy.num_counted
     )
     affordable = int(policy.seconds * policy.num_counted / seconds)
     number = min(policy.num_weighed_again, affordable)

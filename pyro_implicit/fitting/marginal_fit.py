@@ -18,9 +18,10 @@ from pyro_implicit.fitting.candidates import joint_draws
 from pyro_implicit.fitting.policy import FitPolicy, IntegrationPolicy
 from pyro_implicit.fitting.refinement import ChainPlan, Plan, teach_moments
 from pyro_implicit.fitting.result import Fit
-from pyro_implicit.fitting.stages import Stages, TimeLimit
+from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.guides.sampler import StoredDraws
+from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.sites import FlatPriorStart, without_sequential_plates
 
 __all__ = ["fit_marginal"]

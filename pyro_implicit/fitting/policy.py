@@ -123,6 +123,9 @@ class BudgetPolicy:
     #: Share of ``max_seconds`` that the search may take.
     search_share: float = 0.25
 
+    #: Share of the remaining ``max_seconds`` that the importance weights of a guide may take.
+    weighing_share: float = 0.2
+
     #: Share of the remaining ``max_seconds`` that a training may take if other stages follow.
     training_share: float = 0.5
 
@@ -131,6 +134,9 @@ class BudgetPolicy:
 
     #: Steps below which a training does not improve its guide.
     least_steps: int = 200
+
+    #: Steps for which ``max_seconds`` must leave time; otherwise the training is skipped.
+    fewest_steps: int = 20
 
     #: Seconds: budget of the chains.
     chain_seconds: float = 40.0
@@ -303,6 +309,9 @@ class ChoicePolicy:
 
     #: Draws that give a candidate's bound.
     num_weighed: int = 1000
+
+    #: The same if ``max_seconds`` is short, at least.
+    least_weighed: int = 50
 
     #: Share of the lowest log-weights that a bound leaves out: draws of a guide that is too wide.
     trimmed: float = 0.01

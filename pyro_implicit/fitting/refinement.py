@@ -19,11 +19,10 @@ from pyro_implicit.density.mode_search import Modes, seconds_of_climb
 from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.verdict import CONTINUE, judge_chains
-from pyro_implicit.fitting.candidates import reliability
 from pyro_implicit.fitting.parameters import model_parameters
 from pyro_implicit.fitting.policy import DEFAULT, BudgetPolicy, StartPolicy
 from pyro_implicit.fitting.result import Fit
-from pyro_implicit.fitting.stages import Stages
+from pyro_implicit.fitting.stages import NO_WEIGHTS, Stages
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.guides.auto_implicit import has_exact_density
@@ -31,9 +30,10 @@ from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.mcmc import AutoConditional, Refined, teach
 from pyro_implicit.mcmc.policy import DEFAULT as CHAINS
-from pyro_implicit.mcmc.refine import refine_target
+from pyro_implicit.mcmc.refine import chains_in_time, refine_target
 from pyro_implicit.mcmc.spaces.space import GuideNoise, conditional_noise
 from pyro_implicit.nn import start_values
+from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.sites import FlatPriorStart, without_sequential_plates
 
@@ -81,9 +81,11 @@ def affordable_chains(
     :param one_by_one: whether the model runs once for each chain.
     """
 
+    seconds = seconds_near(score, point, one_by_one)
+
     def affordable_gradients(num_chains: int) -> int:
-        seconds = seconds_near(score, point, num_chains, one_by_one)
-        return max(1, min(budget.most_gradients, int(budget.chain_seconds / seconds)))
+        number = int(budget.chain_seconds / seconds(num_chains))
+        return max(1, min(budget.most_gradients, number))
 
     num_chains = budget.most_chains
     gradients = affordable_gradients(num_chains)
@@ -96,20 +98,29 @@ def affordable_chains(
     return ChainPlan(num_chains, max(budget.least_gradients, patient))
 
 
-def make_plan(target: Target, budget: BudgetPolicy = DEFAULT.budget) -> Plan:
-    """Plan search and chains by the operation count of the log-density."""
+def make_plan(
+    target: Target, budget: BudgetPolicy = DEFAULT.budget, limit: TimeLimit | None = None
+) -> Plan:
+    """Plan search and chains by the operation count of the log-density, and by the time left."""
     point = target.init_loc
     try:
         target.log_prob(nearby(point, 2))  # determines whether the model can be vectorised
         chains = affordable_chains(target.score, point, not target.is_vectorized, budget)
         if target.latent_dim > MAX_DENSE_DIM:
             return Plan(0, chains)
-        affordable = int(budget.search_seconds / seconds_of_climb(target))
+        climb = seconds_of_climb(target)
+        affordable = int(budget.search_seconds / climb)
     except Exception:  # an error of the model at its initial point: the search has other points
         chains = ChainPlan(budget.most_chains, budget.most_gradients)
         return Plan(budget.most_iterations, chains)
     iterations = min(budget.most_iterations, affordable)
-    return Plan(iterations if iterations >= budget.least_iterations else 0, chains)
+    if iterations < budget.least_iterations:
+        return Plan(0, chains)
+    starts = math.inf
+    if limit is not None:  # fewer paths, so that they can be climbed in time
+        left = limit.left(budget.search_share)
+        starts = SEARCH.num_starts * left / (climb * budget.least_iterations)
+    return Plan(iterations, chains, max(1, math.floor(min(SEARCH.num_starts, starts))))
 
 
 def correct(stages: Stages, target: Target) -> float:
@@ -122,7 +133,10 @@ def correct(stages: Stages, target: Target) -> float:
         return 1.0
     efficiency = 0.0
     with result.attempt("correct") as line:
-        found = stages.reliability or reliability(result.guide, target, policy)
+        found = stages.reliability or stages.reliability_of(result.guide, target)
+        if found is None:
+            line.outcome = f"skipped: {NO_WEIGHTS}"
+            return efficiency
         line.outcome = str(found)
         efficiency = found.efficiency
         if policy.accepts(found):
@@ -200,7 +214,7 @@ def move_draws(
     :param optional: whether the guide stays the result if ``max_seconds`` leaves chains no time.
     :param modes: those of the search. Several modes are annealed instead.
     """
-    result, left, budget = stages.result, stages.limit.left(), stages.policy.budget
+    result, budget = stages.result, stages.policy.budget
     if optional and stages.limit.is_over():
         warn_user(_no_time("max_seconds passed before chains could start"))
         return result
@@ -214,12 +228,19 @@ def move_draws(
         if score is not None:
             point = torch.zeros_like(target.init_loc)
             chains = affordable_chains(score, point, stages.one_by_one, budget)
+        number = chains_in_time(target, chains.num_chains, stages.limit)
+        if number == 0 and optional:
+            line.outcome = "skipped: max_seconds is too short for chains"
+            warn_user(_no_time("max_seconds is too short for chains"))
+            return result
+        if several or number == 0:
+            number = chains.num_chains if several else CHAINS.least_chains
         refined = result.refined = refine_target(
             Sampler(target, result.guide),
-            chains.num_chains,
+            number,
             chains.max_gradients,
-            max_seconds=left if math.isfinite(left) else None,
-            patience=math.inf if math.isfinite(left) else budget.patient_seconds,
+            max_seconds=stages.limit.seconds(),
+            patience=math.inf if stages.limit.seconds() else budget.patient_seconds,
             compile=stages.options["compile"],
             modes=modes if several else None,
         )

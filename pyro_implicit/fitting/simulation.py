@@ -27,9 +27,9 @@ from pyro_implicit.diagnostics.calibration import (
 )
 from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.fitting.policy import SimulatorPolicy
-from pyro_implicit.fitting.stages import TimeLimit
 from pyro_implicit.mcmc.teaching import KeptBest, maximise
 from pyro_implicit.ops import logistic_ratio_loss
+from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import in_turn, with_seed
 from pyro_implicit.runtime.messages import (
     Printed,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from pyro import poutine
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide
 
-from pyro_implicit.density.cost import estimated_seconds
+from pyro_implicit.density.cost import estimated_seconds, seconds_near
 from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import SEARCH
@@ -46,35 +45,16 @@ from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.infer import InjectiveELBO
 from pyro_implicit.mcmc.spaces.space import ConditionalNoise, conditional_noise
 from pyro_implicit.ops import LogWeights
+from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import Callback, Stage, watching
 
-__all__ = ["Stages", "TimeLimit", "still_falls", "train_exact", "train_semi_implicit"]
+__all__ = ["NO_WEIGHTS", "Stages", "still_falls", "train_exact", "train_semi_implicit"]
 
 
-class TimeLimit:
-    """Remaining wall time.
-
-    **Example:**
-
-    >>> TimeLimit(None).left()
-    inf
-
-    :param max_seconds: the limit in seconds from now, or None for no limit.
-    """
-
-    def __init__(self, max_seconds: float | None) -> None:
-        self.end = math.inf if max_seconds is None else time.perf_counter() + max_seconds
-
-    def left(self, share: float = 1.0) -> float:
-        """Return a share of the remaining seconds, at least a nanosecond."""
-        return max(1e-9, share * (self.end - time.perf_counter()))
-
-    def is_over(self) -> bool:
-        """Whether no time is left."""
-        return time.perf_counter() >= self.end
+NO_WEIGHTS = "max_seconds leaves too little time for importance weights"
 
 
 @dataclass(repr=False, eq=False)
@@ -138,6 +118,8 @@ class Stages:
         self.trained = self.model
         #: The noise of the priors as coordinates of the chains, if the model has any.
         self.noise: ConditionalNoise | None = None
+        #: Seconds of the log-density by the number of draws, once they are needed.
+        self._seconds: Callable[[int], float] | None = None
         #: Importance weights of the latest candidate, if they suffice.
         self.reliability: LogWeights | None = None
 
@@ -373,6 +355,42 @@ class Stages:
         self.guides.append(guide)
         return guide
 
+    def lacks_time_to_train(self, target: Target, guide: Any, loss: Trace_ELBO) -> bool:
+        """Whether ``max_seconds`` leaves no time for a few steps."""
+        if math.isinf(self.limit.end):
+            return False
+        budget = self.policy.budget
+        seconds = self.limit.left(budget.training_share) / budget.fewest_steps
+        # A step costs at least its score.
+        return target.seconds(self.num_particles) > seconds or (
+            self.seconds_of_step(guide, loss) > seconds
+        )
+
+    def weigh(
+        self, name: str, guide: Any, target: Target, losses: list[float] | None = None
+    ) -> Candidate:
+        """Return a candidate by :func:`weigh`, by fewer draws if ``max_seconds`` is short."""
+        policy, share = self.policy.choice, self.policy.budget.weighing_share
+        seconds = self._seconds_of_weights(target, policy.num_weighed)
+        if seconds > (left := self.limit.left(share)):
+            number = math.floor(policy.num_weighed * left / seconds)
+            policy = replace(policy, num_weighed=max(policy.least_weighed, number))
+        return weigh(name, guide, target, losses, policy=policy)
+
+    def reliability_of(self, guide: Any, target: Target) -> LogWeights | None:
+        """Return :func:`reliability`; None if ``max_seconds`` is too short for it."""
+        policy = self.policy.correction
+        if self._seconds_of_weights(target, policy.num_weighed) > self.limit.left():
+            return None
+        return reliability(guide, target, policy)
+
+    def _seconds_of_weights(self, target: Target, number: int) -> float:
+        if math.isinf(self.limit.end):
+            return 0.0
+        if self._seconds is None:
+            self._seconds = seconds_near(target.log_prob, target.init_loc, self.one_by_one)
+        return self._seconds(number)
+
     def add(self, candidate: Candidate) -> str:
         """Add a candidate, and return the outcome of its stage."""
         self.candidates.append(candidate)
@@ -440,17 +458,17 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
     start = {name: value.clone() for name, value in guide.state_dict().items()}
     with stages.result.attempt("gaussian") as line:
         set_weights(target, guide, policy.mixture)
-        gaussian = weigh("gaussian", guide, target, policy=policy.choice)
+        gaussian = stages.weigh("gaussian", guide, target)
         line.outcome = stages.add(gaussian)
         if gaussian.gap < policy.schedule.max_gap:
             return gaussian
         if math.isfinite(seconds):
-            found = reliability(guide, target, policy.correction)
-            if policy.correction.accepts(found):
+            found = stages.reliability_of(guide, target)
+            if found is not None and policy.correction.accepts(found):
                 stages.reliability = found
                 return gaussian
             if len(modes.loc) == 1 and len(target.shapes) > 1:  # a prior may depend on another site
-                stages.noise = conditional_noise(target, modes.loc[0])
+                stages.noise = conditional_noise(target, modes.loc[0], limit=stages.limit)
             if stages.noise is not None:
                 line.outcome += "; chains use the noise of the priors instead of a trained guide"
                 return gaussian
@@ -471,10 +489,13 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
             loss = default_loss(
                 guide, stages.num_particles, *stages.args, model_kwargs=stages.kwargs
             )
+            if stages.lacks_time_to_train(target, guide, loss):
+                line.outcome = "skipped: max_seconds is too short for a training"
+                return gaussian
             steps = stages.steps_for(guide, loss, seconds)
             is_enough = _judge(stages, target, guide) if math.isfinite(seconds) else None
             losses = stages.train(name, guide, loss, steps, is_enough=is_enough)
-        line.outcome = stages.add(weigh(name, guide, target, losses, policy=policy.choice)) + notes
+        line.outcome = stages.add(stages.weigh(name, guide, target, losses)) + notes
     if line.error is not None:
         guide.load_state_dict(start)
         stages.reliability = None
@@ -486,12 +507,15 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
 def _judge(stages: Stages, target: Target, guide: Any) -> Callable[[], bool]:
     # Two independent sets of draws must agree; the second one also decides the correction.
     policy, num_draws = stages.policy.correction, stages.policy.choice.num_weighed
+    share = stages.policy.budget.weighing_share
 
     def is_enough() -> bool:
+        if stages._seconds_of_weights(target, num_draws) > stages.limit.left(share):
+            return False
         if not policy.are_even(exact_log_weights(guide, target, num_draws)[1]):
             return False
-        found = reliability(guide, target, policy)
-        stages.reliability = found if policy.are_even(found) else None
+        found = stages.reliability_of(guide, target)
+        stages.reliability = found if found is not None and policy.are_even(found) else None
         return stages.reliability is not None
 
     return is_enough

@@ -113,6 +113,10 @@ class Chains:
         """Work done and work in all."""
         raise NotImplementedError
 
+    def hurry_up(self) -> None:
+        """End as soon as there are enough draws for a result."""
+        self.max_seconds = min(self.max_seconds or math.inf, self.seconds)
+
     def values(self) -> dict[str, float]:
         """Return what bars and callbacks show."""
         raise NotImplementedError
@@ -134,13 +138,13 @@ def run(chains: Chains, checkpoint: Checkpoint) -> None:
                 chains.seconds = time.perf_counter() - began
                 chains.cpu_seconds = time.process_time() - cpu_began
                 chains.stopped = chains.check()
-                if watched.stopped and chains.stopped == "max_seconds":
+                if watched.stopped and chains.stopped in ("max_seconds", "max_gradients"):
                     chains.stopped = "callback"
                 if chains.stopped or chains.transitions % checkpoint.every == 0:
                     checkpoint.save(chains)
                 watched.step(chains.progress[0], chains.values)
-                if watched.stopped:  # a limit that ends the warm-up, too
-                    chains.max_seconds = min(chains.max_seconds or math.inf, chains.seconds)
+                if watched.stopped:
+                    chains.hurry_up()
         except KeyboardInterrupt:
             if not chains.has_draws:
                 raise
@@ -230,6 +234,11 @@ class WindowedChains(Chains):
         total = int(self.max_gradients) if math.isfinite(self.max_gradients) else self.gradients
         return min(self.gradients, total), total
 
+    def hurry_up(self) -> None:
+        """End as soon as there are enough draws for a result."""
+        self.max_gradients, self.patience = min(self.max_gradients, self.gradients), 0.0
+        self.adaptation = self._limited(1)
+
     def values(self) -> dict[str, float]:
         """Return the mean log-density, the step size, and whether the warm-up is over."""
         return {
@@ -271,9 +280,7 @@ class WindowedChains(Chains):
             count = self.history.seen
             self.acceptance += (info.acceptance.mean().item() - self.acceptance) / (count + 1)
             self.failed += (failed - self.failed) / (count + 1)
-            assert self._walked is not None
-            latent = self._walked.to_latent(self.points)
-            self.history.append(latent, self._track(latent, self.state.log_density))
+            self._store()
         elif self.phase == "tuning":
             self._left -= 1
             if self._left <= 0:
@@ -283,15 +290,32 @@ class WindowedChains(Chains):
             self._positions.append(self.state.position)
             self._log_densities.append(self.state.log_density)
             self._failed.append(failed)
-            if hurry or len(self._positions) >= self.policy.warmup.first_window << self._window:
+            is_full = len(self._positions) >= self.policy.warmup.first_window << self._window
+            if (hurry or is_full) and self._affordable() > self.policy.warmup.least_gradients:
                 self._end_window(hurry)
 
+    def _store(self) -> None:
+        latent = self.walked.to_latent(self.points)
+        self.history.append(latent, self._track(latent, self.state.log_density))
+
     def _move(self) -> Any:
-        settings = self.adaptation.settings(self.state)
+        left = self._affordable()
+        adaptation = self._limited(max(1, int(left))) if math.isfinite(left) else self.adaptation
+        settings = adaptation.settings(self.state)
         before = self.state
         self.state, info = KERNELS[self.kernel].step(before, self._score, settings)
         self.adaptation = self.adaptation.update(before, info, settings)
         return info
+
+    def _affordable(self) -> float:
+        """Return the gradients for which ``max_seconds`` leaves time."""
+        if self.max_seconds is None or self.seconds <= 0:
+            return math.inf
+        return (self.max_seconds - self.seconds) * self.gradients / self.seconds
+
+    def _limited(self, most: int) -> Any:
+        """Return the adaptation with a limit of the gradients of a transition."""
+        return self.adaptation.limited(min(self.adaptation.max_gradients, most))
 
     def _frame_of(
         self, draws: Tensor, kind: FrameKind, independent: float = math.inf
@@ -316,15 +340,17 @@ class WindowedChains(Chains):
             found = self._settled()
             if self.settled is None:
                 self._adapt_number()
-        if (found is not None and not self._spends_all) or not self.has_draws:
+        if found is not None and not self._spends_all:
             return found
         end = None
         if self.max_seconds is not None and self.seconds >= self.max_seconds:
             end = "max_seconds"
-        elif self.gradients >= self.max_gradients:
+            if self.history.seen == 0:  # the warm-up's last positions
+                self._store()
+        elif self.gradients >= self.max_gradients and self.has_draws:
             end = "max_gradients"
-        if end is None:
-            return None
+        if end is None or not self.has_draws:
+            return end
         self._settled()
         if end == "max_gradients" and self.settled is None and self._goes_on():
             return None
@@ -448,6 +474,8 @@ class WindowedChains(Chains):
         chains = copy.copy(self)
         past = self.history
         chains.history = replace(past, latents=[*past.latents], powers=[*past.powers])
+        if self.phase != "sampling":  # its draws are positions of the warm-up
+            chains.history = History(past.capacity)
         if max_seconds is None and max_gradients is None:
             max_gradients = self.gradients
         chains.max_gradients = math.inf if max_gradients is None else self.gradients + max_gradients

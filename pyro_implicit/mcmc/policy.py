@@ -224,6 +224,10 @@ class WarmupPolicy:
     #: Share of the budget after which the warm-up ends.
     share: float = 0.4
 
+    #: Gradients, about, of a first step size and the shortest warm-up; a window does not end if
+    #: ``max_seconds`` leaves time for fewer.
+    least_gradients: int = 40
+
     #: Draws from which a frame is estimated; a limit of time.
     max_pool: int = 4096
 
@@ -356,6 +360,9 @@ class SpacePolicy:
     #: Noise draws at which a generator is checked for folds.
     fold_draws: int = 64
 
+    #: Share of the remaining ``max_seconds`` that making or comparing spaces may take.
+    time_share: float = 0.25
+
     #: Draws of the guide whose median is the middle of the posterior.
     middle_draws: int = 128
 
@@ -439,6 +446,9 @@ class TemperingPolicy:
 
     #: Particles for each chain, at most, if there are few chains because gradients are expensive.
     per_chain: int = 2
+
+    #: Share of ``max_seconds`` that the search for modes may take.
+    search_share: float = 0.25
 
     #: Draws of the guide from which the search for modes starts, besides those of the prior.
     num_starts: int = 32

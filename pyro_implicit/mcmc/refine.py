@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import inspect
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +46,7 @@ from pyro_implicit.mcmc.stopping import Quantities, Tracker
 from pyro_implicit.mcmc.teaching import check_teachable
 from pyro_implicit.mcmc.teaching import teach as teach_guide
 from pyro_implicit.mcmc.tempering import temper as temper_modes
+from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import (
     in_turn,
     random_streams,
@@ -178,7 +182,7 @@ def refine(
     :param batches: a ``DataLoader`` or another iterable of tuples of the model's further arguments,
         or of single arguments, that can be passed over many times. For a model that draws its own
         rows, ``[()] * batches_per_epoch``.
-    :param num_chains: at least 8; by default 256, and 8 with minibatches, where each chain costs a
+    :param num_chains: at least 8; by default 256, or fewer if ``max_seconds`` is short, and 8 with minibatches, where each chain costs a
         network's pass in every step. With ``"mclmc"`` and ``"mams"`` any number; by default one
         chain for each given draw, such as the members of an :class:`AutoEnsemble`, or 16 for other
         guides.
@@ -198,7 +202,9 @@ def refine(
         transition, and for twelve draws.
     :param max_leapfrogs: leapfrog steps of one transition.
     :param max_epochs: passes over the minibatches; by default ten, or as many as make 2,000 steps.
-    :param max_seconds: wall time. A run that it stops is not reproducible.
+    :param max_seconds: wall time, with the choice of the space and the warm-up. If it ends the
+        warm-up, the chains' last positions are the draws, and no verdict trusts them. A run that it
+        stops is not reproducible.
     :param max_draws: kept draws of each chain; longer chains are thinned.
     :param step_size: with minibatches, the step size in the frame, instead of the automatic one.
     :param cycles: with minibatches, the number of cosine cycles along which the step size falls,
@@ -252,6 +258,7 @@ def refine(
     policy = policy or DEFAULT
     refuse_counts(checkpoint_every=checkpoint_every)
     refuse_nonpositive(max_seconds=max_seconds)
+    limit = TimeLimit(max_seconds)
     kwargs = {**kwargs, **(model_kwargs or {})}
     settings: dict[str, Any] = {"kernel": kernel, "seed": seed, "policy": policy}
     guide = guide_of("refine", guide, or_draws=True)
@@ -259,9 +266,10 @@ def refine(
         with watching(progress, callbacks):
             return _refine_by_minibatches(
                 model, guide, args, kwargs, kernel, BatchStream(batches), num_chains, max_epochs,
-                max_seconds, max_draws, step_size, cycles, store, checkpoint, checkpoint_every,
+                limit, max_draws, step_size, cycles, store, checkpoint, checkpoint_every,
                 policy, settings,
             )  # fmt: skip
+    adapts_number = num_chains is None and not KERNELS[kernel].separate and not temper
     if num_chains is None:
         num_chains = _default_chains(kernel, guide, policy, temper)
     _check_all_data(num_chains, frame, kernel, policy)
@@ -277,14 +285,18 @@ def refine(
     if temper:
         _check_tempering(target, kernel, frame, checkpoint)
         _call_once(sampler)
-        modes = find_modes(target, starts=sampler.draw(policy.tempering.num_starts))
+        starts = sampler.draw(policy.tempering.num_starts)
+        seconds = limit.left(policy.tempering.search_share)
+        modes = find_modes(target, starts=starts, max_seconds=seconds)
     if teach:
         _call_once(sampler)
         example = target.constrain(target.init_loc.expand(2, -1))
         check_teachable(guide, example, target.args, target.kwargs)
     with watching(progress, callbacks), single_thread(target.is_small):
+        if adapts_number:
+            num_chains = chains_in_time(target, num_chains, limit, policy) or policy.least_chains
         result = refine_target(
-            sampler, num_chains, max_gradients, frame, max_leapfrogs, max_draws, max_seconds,
+            sampler, num_chains, max_gradients, frame, max_leapfrogs, max_draws, limit.seconds(),
             kernel, quantities, compile, policy, checkpoint, checkpoint_every, settings,
             modes=modes,
         )  # fmt: skip
@@ -314,7 +326,7 @@ def _refine_by_minibatches(
     stream: BatchStream,
     num_chains: int | None,
     max_epochs: int | None,
-    max_seconds: float | None,
+    limit: TimeLimit,
     max_draws: int,
     step_size: float | None,
     cycles: int,
@@ -351,7 +363,7 @@ def _refine_by_minibatches(
         sampler = Sampler(batched, guide)
         walkers = _start(sampler, stream, kernel, num_chains, schedule, step_size, policy)
     walkers.attach(batched, stream, draws)
-    walkers.max_seconds = max_seconds
+    walkers.max_seconds = limit.seconds()
     if walkers.transitions == 0:
         file.save(walkers)
     run(walkers, file)
@@ -382,19 +394,20 @@ def refine_target(
         ``max_gradients`` go on.
     :param modes: if given, annealing from these modes replaces the chains.
     """
-    target = sampler.target
+    target, began, limit = sampler.target, time.perf_counter(), TimeLimit(max_seconds)
     _call_once(sampler)
     kind: FrameKind = "full" if target.latent_dim <= MAX_DENSE_DIM else "low-rank"
     if frame not in ("auto", "noise", "conditional"):
         kind = frame  # type: ignore[assignment]
     longest = max(1, min(max_leapfrogs, max_gradients // policy.warmup.chunks))
     plan = ChainSetup(
-        sampler, num_chains, frame, kind, max_gradients, longest, max_draws, compile, kernel, policy
-    )
+        sampler, num_chains, frame, kind, max_gradients, longest, max_draws, compile, kernel,
+        policy, limit,
+    )  # fmt: skip
     if modes is not None:
         space, track = space_of(plan, "latent"), Tracker(target, quantities)
         track.try_at(modes.loc)
-        found = temper_modes(space, modes, track, plan, max_seconds, patience)
+        found = temper_modes(space, modes, track, plan, limit.seconds(), patience)
         return collect_annealed(target, found, policy.stopping)
     settings = {
         **settings,
@@ -415,6 +428,7 @@ def refine_target(
         space, chains = start_chains(plan)
         chains.max_gradients, chains.patience = max_gradients, patience
         Tracker(target, quantities).try_at(space.to_latent(chains.points))
+        chains.seconds = time.perf_counter() - began
     chains.max_seconds = max_seconds
     return _walk(sampler, space, chains, quantities, file)
 
@@ -473,6 +487,24 @@ def continue_chains(
             space = space_of(plan, chains.space, chains.middle, chains.fitted)
         restore_random_streams(chains.streams)
         return _walk(sampler, space, further, quantities, Checkpoint(None, {}, 1))
+
+
+def chains_in_time(
+    target: Target, num_chains: int, limit: TimeLimit, policy: ChainPolicy = DEFAULT
+) -> int:
+    """Halve the number of chains until the shortest run, by its operation count, ends in time.
+
+    :returns: the number, 0 if it is not even ``policy.least_chains``.
+    """
+    if math.isinf(limit.end):
+        return num_chains
+    gradients = policy.warmup.least_gradients + policy.warmup.tuning + policy.stopping.least_draws
+    with suppress(Exception):  # of the model at its initial point
+        while gradients * target.seconds(num_chains) > limit.left():
+            if num_chains <= policy.least_chains:
+                return 0
+            num_chains = max(policy.least_chains, num_chains // 2)
+    return num_chains
 
 
 def _call_once(sampler: Sampler) -> None:

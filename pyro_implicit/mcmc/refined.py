@@ -358,8 +358,8 @@ def collect(space: Space, modes: MixtureModes | None, chains: WindowedChains) ->
     """
     space.check(chains.points)
     latents = chains.history.draws().transpose(0, 1).contiguous()
-    stuck = int((latents == latents[:, :1]).flatten(1).all(-1).sum())
-    if stuck:
+    is_stuck = (latents == latents[:, :1]).flatten(1).all(-1) & chains.has_draws
+    if stuck := int(is_stuck.sum()):
         warn_user(
             f"{stuck} of {len(latents)} chains never moved after the warm-up, so their draws are "
             "wrong: they began where every trajectory is rejected, far out or in a narrow place. "

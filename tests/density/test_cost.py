@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyro_implicit.density import Target
-from pyro_implicit.density.cost import estimated_seconds
+from pyro_implicit.density.cost import estimated_seconds, nearby, seconds_near
 from pyro_implicit.density.policy import COST
 
 
@@ -49,6 +49,21 @@ def test_dear_operations_count_for_many():
     assert elements(lambda: torch.linalg.cholesky_ex(matrices)) == pytest.approx(6.0, rel=1e-2)
     assert elements(lambda: torch.linalg.eigh(matrices)) == pytest.approx(75.0, rel=0.05)
     assert elements(lambda: matrices.lgamma()) == pytest.approx(15.0)
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_many_points_cost_what_few_points_say(one_by_one):
+    def evaluate(points):
+        return (
+            torch.cat([p.exp() @ torch.ones(3, 4) for p in points.split(1)])
+            if one_by_one
+            else (points.exp() @ torch.ones(3, 4))
+        )
+
+    point, number = torch.zeros(3), 200
+    runs, points = number if one_by_one else 1, nearby(point, number)
+    direct = estimated_seconds(lambda: evaluate(points), num_runs=runs)
+    assert seconds_near(evaluate, point, one_by_one)(number) == pytest.approx(direct, rel=1e-3)
 
 
 def test_views_cost_no_elements():

@@ -20,8 +20,8 @@ from pyro_implicit.density import Groups, MarginalTarget
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.fitting import Fit, FitPolicy, HierarchyPolicy
 from pyro_implicit.fitting.hierarchy import _choose_nodes, _climb_all, _moved
-from pyro_implicit.fitting.stages import TimeLimit
 from pyro_implicit.guides import AutoHierarchical
+from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import seeded
 from tests.two_processes import in_two_processes
 

@@ -22,6 +22,7 @@ from pyro_implicit.fitting import auto, stages
 from pyro_implicit.guides import AutoSemiImplicit
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.nn import to_bayesian_
+from pyro_implicit.runtime.clock import TimeLimit
 
 QUIET = {"seed": 0, "progress": False}
 TRUE_SLOPE = 0.7
@@ -87,7 +88,7 @@ def test_chains_keep_to_the_time_and_training_leaves_them_half(guide, refine, mo
 
     monkeypatch.setattr(stages, "train", spy)
     # A busy machine may need longer than the limit before the training begins.
-    monkeypatch.setattr(stages.TimeLimit, "left", lambda self, share=1.0: 0.3 * share)
+    monkeypatch.setattr(TimeLimit, "left", lambda self, share=1.0: 0.3 * share)
     guide = AutoNormal(line) if guide == "given" else guide
     options = {"batches": loader(*rows()), "epochs": 10**4, "max_seconds": 0.3}
     result = fit(line, guide, **options, refine=refine, **QUIET)

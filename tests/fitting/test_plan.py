@@ -18,8 +18,8 @@ from pyro_implicit.density import Target, find_modes
 from pyro_implicit.diagnostics.checkup import plan_effort
 from pyro_implicit.fitting import BudgetPolicy, FitPolicy, Schedule, train
 from pyro_implicit.fitting.refinement import affordable_chains, make_plan
-from pyro_implicit.fitting.stages import TimeLimit
 from pyro_implicit.infer import ImplicitELBO
+from pyro_implicit.runtime.clock import TimeLimit
 
 QUIET = {"seed": 0, "progress": False}
 BUDGET = BudgetPolicy()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from dataclasses import replace
 
@@ -90,7 +91,7 @@ def test_uneven_new_weights_overrule_a_bound_that_is_near(efficiency, moves, mon
     def found(guide, target, policy):
         return Found(torch.zeros(1))
 
-    monkeypatch.setattr("pyro_implicit.fitting.refinement.reliability", found)
+    monkeypatch.setattr("pyro_implicit.fitting.stages.reliability", found)
     result = fit(correlated, "auto", torch.tensor(1.5), max_seconds=20.0, **QUIET)
     assert result.correction is None and (result.refined is not None) is moves
 
@@ -103,6 +104,27 @@ def test_without_time_for_chains_the_guide_is_the_result():
         result = fit(schools, "auto", *EIGHT, max_seconds=1e-6, **QUIET)
     assert result.refined is None and result.chosen == "gaussian"
     assert result.sample(5)["effect"].shape == (5, 8)
+
+
+def test_a_slow_model_is_fitted_in_time(monkeypatch):
+    """Stages that do not fit into the time that is left are skipped, and the result says so."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def model(y):
+        clock[0] += 0.005
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        if x.item() > -9:  # cannot be vectorised: one run for each draw
+            x = x**3
+        pyro.sample("y", dist.Normal(x, 0.3), obs=y)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = fit(model, "auto", torch.tensor(0.5), max_seconds=4.0, **QUIET)
+    assert clock[0] <= 4.4, (clock, result.stages)
+    said = {stage.name: stage.outcome for stage in result.stages}
+    assert "skipped: max_seconds" in said["correct"] and result.correction is None
+    assert result.refined is None and "skipped: max_seconds" in said["refine"]
 
 
 @pytest.mark.parametrize("optional", ["auto", True])

@@ -17,7 +17,7 @@ from pyro_implicit.callbacks import Callback
 from pyro_implicit.diagnostics.calibration import simulation_trace
 from pyro_implicit.fitting import SimulatorPolicy
 from pyro_implicit.fitting.simulation import _contrast, _Density, _Pairs, _Simulator, _train
-from pyro_implicit.fitting.stages import TimeLimit
+from pyro_implicit.runtime.clock import TimeLimit
 
 SMALL = SimulatorPolicy(
     num_networks=2, width=32, classifier_width=32, num_steps=700, lr=5e-3, batch_size=128

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from types import SimpleNamespace
 
 import pyro
@@ -15,14 +16,23 @@ from pyro import poutine
 from pyro.infer import Predictive
 from pyro.infer.autoguide import AutoNormal
 
-from pyro_implicit import AutoImplicit, AutoregressiveGenerator, AutoSemiImplicit, compare, fit
-from pyro_implicit.density import SubsampledError
+from pyro_implicit import (
+    AutoImplicit,
+    AutoregressiveGenerator,
+    AutoSemiImplicit,
+    compare,
+    diagnose,
+    fit,
+)
+from pyro_implicit.density import SubsampledError, Target
 from pyro_implicit.generators import Generator
 from pyro_implicit.mcmc import ChainPolicy, ChEES, refine
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.draws import History
 from pyro_implicit.mcmc.policy import StoppingPolicy
+from pyro_implicit.mcmc.refine import chains_in_time
 from pyro_implicit.mcmc.stopping import Drift
+from pyro_implicit.runtime.clock import TimeLimit
 
 X = torch.tensor([[1.0, -2.0], [1.0, 0.5], [1.0, 1.0], [1.0, 3.0]])
 Y = torch.tensor([-1.0, 0.3, 0.8, 2.0])
@@ -235,8 +245,51 @@ def test_interrupted_it_keeps_the_draws_so_far(monkeypatch, phase):
 
 def test_budgets():
     assert short(AutoNormal(regression), max_gradients=60).stopped == "max_gradients"
+
+
+@pytest.mark.filterwarnings("ignore:fit's chains")
+def test_a_limit_that_ends_the_warm_up():
+    """The last positions are the draws; nothing trusts them, and the chains can go on."""
     result = short(AutoNormal(regression), max_gradients=10**6, max_seconds=1e-9)
-    assert result.stopped == "max_seconds" and result.num_gradients < 500
+    assert result.stopped == "max_seconds" and result.num_gradients < 100
+    assert (result.num_chains, result.num_draws, result.warmup_gradients) == (32, 1, 0)
+    assert result.drift is None and not result.settled and result.get_samples()["rate"].std() > 0
+    assert "max_seconds" in str(result) and result.stuck == 0
+    found = diagnose(regression, result, X, Y, progress=False)
+    assert found.verdict != "trust" and "max_seconds" in str(found)
+    more = result.refine_more(max_gradients=400, progress=False)
+    assert more.warmup_gradients > 0 and more.num_draws >= 12
+
+
+class Clock:
+    """A clock that only runs of the model advance."""
+
+    def __init__(self, monkeypatch, seconds):
+        self.now, self.seconds = 0.0, seconds
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def __call__(self, x, y):
+        self.now += self.seconds
+        return regression(x, y)
+
+
+@pytest.mark.parametrize("max_seconds", [3.0, 30.0])
+def test_slow_models_end_in_time(monkeypatch, max_seconds):
+    """No trajectory is longer than the time that is left."""
+    clock = Clock(monkeypatch, 0.1)
+    options = {"max_gradients": 10**6, "max_seconds": max_seconds, "compile": False}
+    result = short({"weight": torch.zeros(4, 2), "rate": torch.ones(4)}, model=clock, **options)
+    assert result.stopped == "max_seconds" or result.settled
+    assert 0.8 * max_seconds < clock.now <= 1.1 * max_seconds
+    assert result.num_draws == 1 if max_seconds == 3 else result.num_draws > 12
+
+
+def test_fewer_chains_if_time_is_short():
+    target, limit = Target(regression, X, Y), TimeLimit(1e4)
+    assert chains_in_time(target, 256, TimeLimit(None)) == chains_in_time(target, 256, limit) == 256
+    target.__dict__["_seconds"] = lambda number: number / 10  # of a gradient of so many chains
+    assert chains_in_time(target, 256, TimeLimit(200.0)) == 16
+    assert chains_in_time(target, 256, TimeLimit(1.0)) == 0
 
 
 def standing_chains(**changes):

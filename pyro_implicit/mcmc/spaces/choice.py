@@ -31,8 +31,10 @@ from pyro_implicit.mcmc.spaces.space import (
     GuideNoise,
     MixedSpace,
     Space,
+    is_too_late,
     middle_of,
 )
+from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.messages import first_line, warn_user
 
 __all__ = ["ChainSetup", "SeparateChains", "Starts", "finite_starts", "space_of", "start_chains"]
@@ -61,6 +63,7 @@ class ChainSetup:
     compile: CompileMode = "auto"
     kernel: str = "hmc"
     policy: ChainPolicy = DEFAULT
+    limit: TimeLimit = TimeLimit(None)
 
 
 class Starts(NamedTuple):
@@ -89,8 +92,10 @@ def start_chains(plan: ChainSetup) -> tuple[Space, WindowedChains]:
         space = space_of(plan, plan.frame if plan.frame in ("noise", "conditional") else "latent")
         return space, _begin(space, plan)
     latent = space_of(plan, "latent")
-    notes = []
-    for name in ("conditional", "noise"):
+    notes, names = [], ["conditional", "noise"]
+    if is_too_late(plan.sampler.target, plan.limit, plan.policy.space):
+        notes, names = ["max_seconds is too short to try other spaces"], []
+    for name in names:
         with suppress(ValueError):
             space = space_of(plan, name)
             chains, note = _begin_if_sound(space, plan)
@@ -330,6 +335,9 @@ class SeparateChains(WindowedChains):
 
     _told: float = 0.0
     """The share of the warm-up that was over when the last window ended."""
+
+    def _limited(self, most: int) -> Any:
+        return self.adaptation  # the kernel's transitions have few gradients
 
     def _hurries(self) -> bool:
         """Whether a window ends early, so that the warm-up has several and ends in time."""

@@ -34,6 +34,7 @@ from pyro_implicit.mcmc.spaces.conditional_reparam import (
     unused_suffix,
 )
 from pyro_implicit.mcmc.spaces.scaled import ScaledReparam, scaled_reparams
+from pyro_implicit.runtime.clock import TimeLimit
 
 __all__ = [
     "ConditionalNoise",
@@ -45,6 +46,7 @@ __all__ = [
     "conditional_noise",
     "conditional_reparams",
     "dependent_sites",
+    "is_too_late",
     "middle_of",
 ]
 
@@ -651,13 +653,26 @@ def roughness(
     return rest.nan_to_num(nan=math.inf).item()
 
 
-def conditional_noise(target: Target, middle: Tensor) -> ConditionalNoise | None:
-    """Return the conditional space, or None if it equals the latents or cannot be made."""
+def conditional_noise(
+    target: Target, middle: Tensor, limit: TimeLimit | None = None
+) -> ConditionalNoise | None:
+    """Return the conditional space, or None if it equals the latents or cannot be made in time."""
+    if limit is not None and is_too_late(target, limit):
+        return None
     try:
         space = ConditionalNoise(target, middle)
     except RuntimeError:  # no second derivatives
         return None
     return space if space.reparams else None
+
+
+def is_too_late(target: Target, limit: TimeLimit, policy: SpacePolicy = DEFAULT.space) -> bool:
+    """Whether the analysis of the conditional space takes more than a share of the time left."""
+    if math.isinf(limit.end):
+        return False
+    # A law is fitted to second derivatives, each of which takes two gradients.
+    seconds = 2 * target.seconds(policy.num_points * policy.max_watched)
+    return seconds > limit.left(policy.time_share)
 
 
 def _differ(one: Any, other: Any) -> bool:
