@@ -182,10 +182,10 @@ def refine(
     :param batches: a ``DataLoader`` or another iterable of tuples of the model's further arguments,
         or of single arguments, that can be passed over many times. For a model that draws its own
         rows, ``[()] * batches_per_epoch``.
-    :param num_chains: at least 8; by default 256, or fewer if ``max_seconds`` is short, and 8 with minibatches, where each chain costs a
-        network's pass in every step. With ``"mclmc"`` and ``"mams"`` any number; by default one
-        chain for each given draw, such as the members of an :class:`AutoEnsemble`, or 16 for other
-        guides.
+    :param num_chains: at least 8; by default 256, or fewer if ``max_seconds`` is short, and 8 with
+        minibatches, where each chain costs a network's pass in every step. With ``"mclmc"`` and
+        ``"mams"`` any number; by default one chain for each given draw, such as the members of an
+        :class:`AutoEnsemble`, or 16 for other guides.
     :param frame: ``"full"`` for the covariance, ``"low-rank"`` for its significant principal axes
         on a diagonal, ``"diagonal"``; or a space other than the latents, for funnels: ``"noise"``
         of an injective :class:`~pyro_implicit.AutoImplicit`, or ``"conditional"``, the noise of
