@@ -122,8 +122,8 @@ def fit(
        a **mixture**: an :class:`AutoMixture` of such guides.
     5. **choose**: the candidate with the highest bound wins, among those that cover all modes.
     6. **correct**: if the importance weights are reliable (k-hat below 0.5 and effective sample
-       size above half of the draws, or 0.7 and nine tenths), ``result.sample`` resamples draws by
-       them.
+       size above half of the draws, rising to 0.7 and nine tenths), ``result.sample`` resamples
+       draws by them.
     7. **refine**: otherwise :func:`~pyro_implicit.mcmc.refine` moves the draws to the posterior by
        many short chains, unless the guide is within 0.01 nats of it. Chains that would end before
        they forget their starts go on as fewer, longer chains. For several modes annealed particles

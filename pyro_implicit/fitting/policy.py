@@ -355,7 +355,8 @@ class CorrectionPolicy:
     #: The same if the effective sample size exceeds ``near``: the tail has little mass; section 3.
     max_khat_of_near: float = RELIABLE_KHAT
 
-    #: Effective sample size, as a share of the draws, above which weights are used.
+    #: Effective sample size, as a share of the draws, above which weights are used: twice the draws
+    #: then have the errors of exact ones.
     least_efficiency: float = 0.5
 
     #: The same above which k-hat is ignored: the tail of nearly even weights is rounding.
@@ -380,10 +381,14 @@ class CorrectionPolicy:
     def accepts(self, weights: LogWeights) -> bool:
         """Whether draws can be resampled by these weights.
 
+        Between the two effective sample sizes, the limit of k-hat rises in proportion.
+
         :param weights: log-weights of the guide's draws.
         """
+        least, khat = self.least_efficiency, self.max_khat
+        share = min(1.0, (weights.efficiency - least) / (self.near - least))
         return self.are_even(weights) or (
-            weights.efficiency > self.least_efficiency and weights.khat < self.max_khat
+            share > 0 and weights.khat < khat + share * (self.max_khat_of_near - khat)
         )
 
     def are_even(self, weights: LogWeights) -> bool:

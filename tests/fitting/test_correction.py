@@ -89,7 +89,9 @@ def test_training_goes_on_if_weights_are_uneven(limits):
         (0.95, 0.6, True, True),
         (0.95, 0.8, False, False),
         (0.85, 0.3, False, True),
-        (0.85, 0.6, False, False),
+        (0.8, 0.64, False, True),
+        (0.8, 0.66, False, False),
+        (0.55, 0.53, False, False),
         (0.45, 0.1, False, False),
     ],
 )
