@@ -577,7 +577,7 @@ def joint_draws(found: Any, marginal: Marginal, num_draws: int) -> tuple[StoredD
             found.guide, found.target, num_draws, log_prob=draw, noise=noise
         )[1]
         index = weights.resample(num_draws)
-        is_settled = found.policy.correction.accepts(weights)
+        is_settled = found.policy.correction.confirms(weights, found.correction)
         known: dict[str, Any] = {"settled": is_settled, "modes_weighed": True}
         if not is_settled:
             known["doubts"] = (f"importance weights of the remaining variables: {weights}",)

@@ -378,6 +378,18 @@ class CorrectionPolicy:
     #: Draws of the guide, at least, for any number of resampled ones.
     least_proposals: int = 1000
 
+    def confirms(self, weights: LogWeights, efficiency: float) -> bool:
+        """Whether more weights confirm those that were accepted.
+
+        Their k-hat may be larger, as it varies between samples, but must be reliable; a region that
+        the first draws missed lowers the effective sample size.
+
+        :param weights: log-weights of the guide's draws.
+        :param efficiency: effective sample size of the accepted weights, as a share.
+        """
+        agrees = weights.efficiency >= self.agrees * efficiency
+        return self.accepts(weights) or (agrees and weights.khat < self.max_khat_of_near)
+
     def accepts(self, weights: LogWeights) -> bool:
         """Whether draws can be resampled by these weights.
 

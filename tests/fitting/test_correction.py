@@ -102,3 +102,17 @@ def test_weights_that_end_a_training_are_accepted(efficiency, khat, ends, accept
     Found.efficiency, Found.khat = efficiency, khat
     policy, weights = CorrectionPolicy(), Found(torch.zeros(1))
     assert (policy.are_even(weights), policy.accepts(weights)) == (ends, accepted)
+
+
+@pytest.mark.parametrize(
+    ("efficiency", "khat", "confirmed"),
+    [(0.995, 2.0, True), (0.85, 0.3, True), (0.7, 0.6, True), (0.7, 0.8, False), (0.6, 0.6, False)],
+)
+def test_more_weights_confirm_those_that_were_accepted(efficiency, khat, confirmed):
+    """By a reliable k-hat and an effective sample size of three quarters of the first, 85 %."""
+
+    class Found(LogWeights):
+        pass
+
+    Found.efficiency, Found.khat = efficiency, khat
+    assert CorrectionPolicy().confirms(Found(torch.zeros(1)), 0.85) == confirmed

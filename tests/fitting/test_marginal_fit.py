@@ -109,7 +109,9 @@ def test_new_data_with_the_exact_marginal_density_as_prior(result: Fit) -> None:
 
 def test_uneven_weights_of_the_remaining_variables_are_doubts(result: Fit) -> None:
     inner = result.marginal
-    strict = replace(inner.policy, correction=CorrectionPolicy(least_efficiency=2.0, near=2.0))
+    strict = replace(
+        inner.policy, correction=CorrectionPolicy(least_efficiency=2.0, near=2.0, agrees=2.0)
+    )
     for policy, is_settled in ((inner.policy, True), (strict, False)):
         marginal = inner.source[0].marginal
         draws, _ = joint_draws(replace(inner, policy=policy), marginal, 256)
