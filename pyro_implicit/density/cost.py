@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from pyro_implicit.compiled import (
 )
 from pyro_implicit.compiled.recorder import DispatchMode
 from pyro_implicit.density.policy import COST
+from pyro_implicit.density.workers import current_workers
 from pyro_implicit.runtime.messages import first_line
 
 __all__ = [
@@ -56,11 +57,7 @@ def estimated_seconds(evaluate: Callable[[], Any], times: float = 1.0, num_runs:
     """
     with _Counter() as counter:
         evaluate()
-    return (
-        COST.per_run * num_runs
-        + COST.per_operation * counter.operations
-        + times * (COST.per_element * counter.elements + COST.per_flop * counter.flops)
-    )
+    return COST.per_run * num_runs + COST.per_operation * counter.operations + times * counter.work
 
 
 def seconds_near(
@@ -112,8 +109,7 @@ def suits_one_thread(score: Callable[[Tensor], Any], point: Tensor) -> bool:
         return torch.get_num_threads() == 1
     with _Counter() as counter:
         score(nearby(point, COST.threaded_points))
-    work = COST.per_element * counter.elements + COST.per_flop * counter.flops
-    return work < COST.least_threaded * counter.operations
+    return counter.work < COST.least_threaded * counter.operations
 
 
 def nearby(point: Tensor, number: int) -> Tensor:
@@ -156,6 +152,16 @@ class _Counter(DispatchMode):
         super().__init__()
         self.operations = self.largest = 0
         self.elements = self.flops = 0.0
+
+    @property
+    def work(self) -> float:
+        """Seconds of one core that grow with sizes."""
+        return COST.per_element * self.elements + COST.per_flop * self.flops
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one core, without those of Pyro's handlers."""
+        return COST.per_operation * self.operations + self.work
 
     def __enter__(self) -> _Counter:
         _Counter.num_active += 1
@@ -226,7 +232,7 @@ class TracedScore:
     ) -> None:
         self.plain, self.num_calls = score, num_calls
         self._programs: ProgramCache[RecordedFunction] = ProgramCache(compile)
-        self._rows: dict[Any, int] = {}  # of a block, for sizes that occurred
+        self._shares: dict[Any, _Shares] = {}  # by the size of calls
 
     @property
     def compile(self) -> CompileMode:
@@ -248,16 +254,28 @@ class TracedScore:
         :param latent: ``(num_draws, latent_dim)``.
         :returns: ``(num_draws,)`` and ``(num_draws, latent_dim)``.
         """
-        programs = self._programs
-        if programs.compile is False or programs.refusal is not None or len(latent) == 0:
+        if len(latent) == 0:
             return self.plain(latent)
         latent = latent.detach().contiguous()
         key = (latent.shape, latent.dtype, latent.device)
-        if key not in self._rows:
+        if key not in self._shares:
             # Sizes that occur once, as when chains are started anew, are not worth a recording.
-            found, self._rows[key] = self._first(latent)
+            found, self._shares[key] = self._first(latent)
             return found
-        if (rows := self._rows[key]) == len(latent):
+        if self._shares[key].is_divided:
+            parts = current_workers().score(self, self._alone, latent)
+            if parts is not None:
+                return parts
+        return self._alone(latent)
+
+    def _alone(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        if self._programs.compile is False or self._programs.refusal is not None:
+            return self.plain(latent)
+        key = (latent.shape, latent.dtype, latent.device)
+        if key not in self._shares:  # of a part of the rows
+            found, self._shares[key] = self._first(latent)
+            return found
+        if (rows := self._shares[key].rows) == len(latent):
             return self._recorded(latent)
         parts = [self._recorded(part) for part in latent.split(rows)]
         log_prob, score = map(torch.cat, zip(*parts, strict=True))
@@ -290,10 +308,11 @@ class TracedScore:
             log_prob, score = self(latent)
         return log_prob + ((latent - latent.detach()) * score).sum(-1)
 
-    def _first(self, latent: Tensor) -> tuple[tuple[Tensor, Tensor], int]:
-        """Return the result, and the number of rows of a block."""
+    def _first(self, latent: Tensor) -> tuple[tuple[Tensor, Tensor], _Shares]:
+        """Return the result, and how later calls with as many rows are evaluated."""
         with _Counter() as counter:
             found = self.plain(latent)
+        shares = self._shares_of(latent, counter)
         saved = self.num_calls * (COST.per_run + COST.saved_per_operation * counter.operations)
         if self._programs.compile == "auto" and saved < 2 * COST.per_recorded * counter.operations:
             self._programs.give_up(
@@ -301,19 +320,31 @@ class TracedScore:
                 f"{self.num_calls:g} calls do not repay the recording of {counter.operations} "
                 "operations",
             )
-            return found, len(latent)
-        return found, self._rows_at_once(latent, counter.largest)
+        return found, shares
 
-    def _rows_at_once(self, latent: Tensor, largest: int) -> int:
-        """Return how many rows have tensors that fit into a cache, a power of two or all."""
+    def _shares_of(self, latent: Tensor, whole: _Counter) -> _Shares:
         number = len(latent)
-        if latent.device.type != "cpu" or largest * latent.element_size() <= COST.cache:
-            return number
-        with _Counter() as counter:
-            self.plain(latent[:2])  # data are as large as before
-        per_row = (largest - counter.largest) / (number - 2) * latent.element_size()
+        num_workers = min(current_workers().number, number // 2)
+        is_large = whole.largest * latent.element_size() > COST.cache
+        if latent.device.type != "cpu" or not (is_large or num_workers > 1):
+            return _Shares(number, False)
+        some = latent[: number // max(2, num_workers)]
+        with _Counter() as part:
+            self.plain(some)
+        is_divided = num_workers > 1 and whole.seconds - part.seconds > COST.least_divided
+        # Data are as large in both.
+        per_row = (whole.largest - part.largest) / (number - len(some)) * latent.element_size()
         affordable = COST.cache / per_row if per_row > 0 else number
-        return number if affordable >= number else 1 << max(1, int(math.log2(max(2, affordable))))
+        if affordable >= number:
+            return _Shares(number, is_divided)
+        return _Shares(1 << max(1, int(math.log2(max(2, affordable)))), is_divided)
+
+
+class _Shares(NamedTuple):
+    """The ``rows`` of a block, a power of two or all; whether processes divide the rows."""
+
+    rows: int
+    is_divided: bool
 
 
 class FusedDensity:

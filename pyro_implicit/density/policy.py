@@ -112,6 +112,16 @@ class CostPolicy:
     #: Without blocks, 2,048 points of a Gaussian process with 50 data take four times as long.
     cache: int = 2**21
 
+    #: Seconds that a division between processes must save in each call, counted; a call and its
+    #: answer take 2e-4 s.
+    least_divided: float = 2e-3
+
+    #: Processes between which the rows of a score are divided, at most, by default.
+    most_workers: int = 4
+
+    #: Seconds after which a process without an answer counts as hanging.
+    longest_answer: float = 120.0
+
     #: Seconds of work per operation below which one thread is used. Torch divides operations of
     #: more than 32,768 elements; in the zoo, two threads gain nothing up to 40,000 elements, which
     #: count as 8e-5 s, and take up to five times the CPU seconds.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from pyro_implicit.diagnostics.policy import CALIBRATION, REPORT
 from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.runtime.global_state import in_turn
+from pyro_implicit.runtime.global_state import in_turn, seeded
 from pyro_implicit.runtime.messages import Printed, Table
 from pyro_implicit.runtime.sites import is_flat
 
@@ -89,14 +90,14 @@ class Calibration(Printed):
         yield f"Verdict: {found}"
 
 
-@in_turn
-def simulation_based_calibration(
+def simulation_based_calibration(  # not in turn: threads of an executor wait for theirs
     model: Callable[..., Any],
     fit: Callable[[Callable[[], Any]], Callable[..., Any] | Mapping[str, Tensor]],
     *args: Any,
     num_simulations: int = 100,
     num_draws: int = 99,
     num_bins: int = 10,
+    executor: Executor | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Calibration:
@@ -134,6 +135,9 @@ def simulation_based_calibration(
     :param num_simulations: number of data sets and fits.
     :param num_draws: of each fit; independent ones, so thin those of MCMC.
     :param num_bins: of the histograms, at most a fifth of ``num_simulations``.
+    :param executor: runs the fits, for instance a ``concurrent.futures.ProcessPoolExecutor`` or the
+        ``get_executor()`` of a Dask client, for which ``model`` and ``fit`` must be picklable. Each
+        fit then has a random stream of its own, whose seed is drawn from the caller's.
     :param model_kwargs: keyword arguments of the model whose names this function has, too.
     :returns: a :class:`Calibration`: print it, or ask whether it ``is_calibrated``.
     :raises ValueError: for a site that cannot be simulated (a flat prior, a factor), for a model
@@ -153,21 +157,41 @@ def simulation_based_calibration(
             f"num_simulations and at most num_draws + 1, but got {num_bins}"
         )
     kwargs = {**kwargs, **(model_kwargs or {})}
-    all_ranks: dict[str, list[Tensor]] = {}
     # Before any fit, which may reset the random stream (``pyro.set_rng_seed``).
-    simulations = [_simulate(model, args, kwargs) for _ in range(num_simulations)]
-    for truth, data in simulations:
-        conditioned = _Conditioned(model, data, args, kwargs)
-        with pyro.get_param_store().scope():
-            fitted = fit(conditioned)
-            if not isinstance(fitted, Mapping):
-                fitted = draw(fitted, num_draws)
-        for name, value in truth.items():
-            draws = _thin(name, fitted, num_draws, value)
-            all_ranks.setdefault(name, []).append(rank(value, draws))
+    simulations = _simulations(model, args, kwargs, num_simulations)
+    seeds = [None if executor is None else int(torch.randint(2**31, ())) for _ in simulations]
+    tasks = [
+        (fit, _Conditioned(model, data, args, kwargs), truth, num_draws, seed)
+        for (truth, data), seed in zip(simulations, seeds, strict=True)
+    ]
+    all_ranks: dict[str, list[Tensor]] = {}
+    for ranks in (map if executor is None else executor.map)(_ranks, tasks):
+        for name, value in ranks.items():
+            all_ranks.setdefault(name, []).append(value)
     return calibration_of(
         {name: torch.stack(values) for name, values in all_ranks.items()}, num_draws, num_bins
     )
+
+
+@in_turn
+def _simulations(
+    model: Callable[..., Any], args: tuple, kwargs: dict[str, Any], number: int
+) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    return [_simulate(model, args, kwargs) for _ in range(number)]
+
+
+@in_turn
+def _ranks(task: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Return the ranks of one simulation's latents, by site."""
+    fit, conditioned, truth, num_draws, seed = task
+    with seeded(seed), pyro.get_param_store().scope():
+        fitted = fit(conditioned)
+        if not isinstance(fitted, Mapping):
+            fitted = draw(fitted, num_draws)
+        return {
+            name: rank(value, _thin(name, fitted, num_draws, value))
+            for name, value in truth.items()
+        }
 
 
 def calibration_of(ranks: dict[str, Tensor], num_draws: int, num_bins: int) -> Calibration:
@@ -191,10 +215,10 @@ class _Conditioned:
     def __init__(
         self, model: Callable[..., Any], data: dict[str, Tensor], args: tuple, kwargs: dict
     ) -> None:
-        self._model, self._args, self._kwargs = poutine.condition(model, data), args, kwargs
+        self._model, self._data, self._args, self._kwargs = model, data, args, kwargs
 
     def __call__(self) -> Any:
-        return self._model(*self._args, **self._kwargs)
+        return poutine.condition(self._model, self._data)(*self._args, **self._kwargs)
 
 
 class _RefuseImproper(Messenger):

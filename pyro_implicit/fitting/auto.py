@@ -19,6 +19,7 @@ from pyro_implicit.density.marginal import find_marginal
 from pyro_implicit.density.model import SubsampledError, trace_model
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
+from pyro_implicit.density.workers import workers
 from pyro_implicit.fitting.arguments import (
     Amortize,
     num_processes,
@@ -95,6 +96,7 @@ def fit(
     refine: Literal["auto"] | bool = "auto",
     teach: bool = False,
     max_seconds: float | None = None,
+    num_workers: int | None = None,
     seed: int | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 500,
@@ -199,6 +201,8 @@ def fit(
         reproducible. Chains that have not converged use all of it; without a limit they go on for
         at most 120 seconds of one core. If no time is left for chains, or they hardly moved, the
         guide is the result, and a warning says so.
+    :param num_workers: the number of processes between which chains with all data divide the rows
+        of an expensive log-density, as in :func:`~pyro_implicit.mcmc.refine`.
     :param seed: the seed of all random numbers of this call. The caller's random streams do not
         advance; without a seed they are used.
     :param checkpoint: a folder. If a run was killed, the same call resumes it and ends with
@@ -276,7 +280,7 @@ def fit(
                 draws = replace(draws, num_draws=number)
             stages.held_out = HeldOut(model, validation, args, kwargs, width, draws)
     stages.validation, stages.teaches = validation, teach
-    with stages.kept_apart():
+    with stages.kept_apart(), workers(num_workers):
         if batches is None and amortize is None and isinstance(guide, str):
             return _fit_auto(stages, refine)
         return _fit_one(stages, guide, loss, amortize, refine is True, epochs)

@@ -166,6 +166,7 @@ class WindowedChains(Chains):
     :param max_gradients: the budget of each chain.
     :param patience: seconds of one core in all, up to which chains that are not usable at
         ``max_gradients`` go on.
+    :param num_workers: the number of processes that divide the chains.
     :param streams: the random streams at the end, from which :meth:`continued` goes on.
     :param space: the name of the space, made from ``middle`` and ``fitted``; ``space_note``
         says why it was chosen.
@@ -176,6 +177,7 @@ class WindowedChains(Chains):
     history: History
     max_gradients: float = math.inf
     patience: float = 0.0
+    num_workers: int = 1
     streams: Any = field(default=None, repr=False)
     phase: Literal["warm-up", "tuning", "sampling"] = "warm-up"
     space: str = "latent"

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -161,3 +164,32 @@ def test_refusals():
     refused(model, "no draws of site 'x', only of .'z'.*Cure", lambda m: {"z": torch.ones(99)})
     refused(model, r"of shape \(50, 2\). Cure: .* \(99 or more, \*\(2,\)\)", exact(num_draws=50))
     refused(model, "num_bins must be from 2 to 4", num_simulations=20)
+
+
+def exact_fit(conditioned):
+    y = pyro.poutine.trace(conditioned).get_trace().nodes["y"]["value"]
+    return {"x": y / 2 + 0.5**0.5 * torch.randn(20)}
+
+
+def normal_model(y):
+    x = pyro.sample("x", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_an_executor_runs_the_fits(kind):
+    def run():
+        pyro.set_rng_seed(3)
+        if kind == "threads":
+            executor = ThreadPoolExecutor(2)
+        else:
+            executor = ProcessPoolExecutor(2, multiprocessing.get_context("fork"))
+        with executor:
+            return simulation_based_calibration(
+                normal_model, exact_fit, torch.tensor(0.0), num_simulations=200, num_draws=19,
+                executor=executor,
+            )  # fmt: skip
+
+    first, second = run(), run()
+    assert first.is_calibrated and len(first.ranks["x"].unique()) == 20
+    assert first.ranks["x"].equal(second.ranks["x"])  # whatever the order of the threads
