@@ -447,7 +447,9 @@ def _fit_batches(
 
 
 def _knows_rows(guide: Any) -> bool:
-    return isinstance(guide, AutoAmortized) or not isinstance(guide, (str, AutoGuide))
+    if isinstance(guide, AutoGuide) and not isinstance(guide, AutoAmortized):
+        return guide.create_plates is not None
+    return not isinstance(guide, str)
 
 
 def _refine_batches(stages: Stages, epochs: int) -> Fit:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import pyro
 import pyro.distributions as dist
@@ -23,6 +23,7 @@ from pyro_implicit.distributions import SemiImplicit
 from pyro_implicit.generators import Generator
 from pyro_implicit.guides.auto_draws import DrawSummaries
 from pyro_implicit.guides.auto_implicit import AutoSemiImplicit
+from pyro_implicit.guides.local_sites import LocalSite, find_local_sites
 from pyro_implicit.guides.policy import (
     AMORTIZED_CONDITIONAL_SCALE,
     AMORTIZED_INIT_SCALE,
@@ -31,7 +32,7 @@ from pyro_implicit.guides.policy import (
 )
 from pyro_implicit.guides.posterior_draws import draw
 
-__all__ = ["AutoAmortized", "LocalSite", "RowData", "find_local_sites"]
+__all__ = ["AutoAmortized", "RowData"]
 
 
 class AutoAmortized(DrawSummaries, AutoGuide):
@@ -124,7 +125,7 @@ class AutoAmortized(DrawSummaries, AutoGuide):
         like = next((row for row in rows if row.is_floating_point()), torch.empty(0))
         features = _flatten(rows, like)
         scale = features.std(0, correction=0)
-        key = _key(site.name)
+        key = site.key
         self.register_buffer(f"loc_{key}", features.mean(0))
         self.register_buffer(f"scale_{key}", torch.where(scale > 0, scale, torch.ones_like(scale)))
         if given is None:
@@ -134,7 +135,7 @@ class AutoAmortized(DrawSummaries, AutoGuide):
     @property
     def is_semi_implicit(self) -> bool:
         """Whether a site has only a conditional density given the noise."""
-        encoders = [getattr(self, f"encoder_{_key(site.name)}") for site in self._sites]
+        encoders = [getattr(self, f"encoder_{site.key}") for site in self._sites]
         kinds = (Generator, AutoSemiImplicit)
         return any(isinstance(part, kinds) for part in (self.rest, *encoders))
 
@@ -173,7 +174,7 @@ class AutoAmortized(DrawSummaries, AutoGuide):
         return pyro.sample(site.name, dist.Delta(value, log_density, site.event_dim))
 
     def _posterior(self, site: LocalSite, rows: list[Tensor]) -> dist.TorchDistribution:
-        key = _key(site.name)
+        key = site.key
         encoder = self._encoder(f"encoder_{key}")
         features = _flatten(rows, getattr(self, f"loc_{key}"))
         features = (features - getattr(self, f"loc_{key}")) / getattr(self, f"scale_{key}")
@@ -265,88 +266,6 @@ def _plate(frame: Any, data: RowData | None, read: Mapping[str, list[Tensor]]) -
         return pyro.plate(frame.name, num_rows, dim=frame.dim)
     size = data.size if data.drawn_by_model else num_rows
     return pyro.plate(frame.name, data.full_size, subsample_size=size, dim=frame.dim)
-
-
-def _key(name: str) -> str:
-    return name.replace(".", "_")
-
-
-class LocalSite(NamedTuple):
-    """A latent of each row: its plates, ``rows`` among them, the shape of its unconstrained values,
-    the dimension of the rows in this shape, and its support.
-    """
-
-    name: str
-    plates: tuple[CondIndepStackFrame, ...]
-    rows: CondIndepStackFrame
-    shape: torch.Size
-    row_dim: int
-    support: Any
-    event_dim: int
-
-    @property
-    def size(self) -> int:
-        """Unconstrained numbers of each row."""
-        return self.shape.numel() // self.shape[self.row_dim]
-
-
-def find_local_sites(trace: Any, names: Collection[str] | None = None) -> list[LocalSite]:
-    """Find the latents of single rows.
-
-    :param trace: trace of the model.
-    :param names: names of the sites; by default all in subsampled plates.
-    :raises ValueError: for no such latents, or a name that is not a latent in one plate of rows.
-    """
-    found = []
-    for name, site in trace.nodes.items():
-        if site["type"] != "sample" or site["is_observed"] or site_is_subsample(site):
-            continue
-        plates = tuple(site["cond_indep_stack"])
-        subsampled = [one for one in plates if one.full_size not in (None, one.size)]
-        if names is None and not subsampled:
-            continue
-        if names is not None and name not in names:
-            if subsampled:
-                raise ValueError(
-                    f"latent '{name}' lies in plate '{subsampled[0].name}', which is subsampled, "
-                    f"but amortize= names only {sorted(names)}. Cure: name it, too"
-                )
-            continue
-        candidates = subsampled or list(plates)
-        if len(candidates) != 1:
-            raise ValueError(
-                f"latent '{name}' lies in the plates {[one.name for one in candidates]}, but the "
-                "plate of the data's rows must be unique. Cure: subsample the plate of the rows"
-            )
-        found.append(_local_site(name, site, plates, candidates[0]))
-    missing = sorted(set(names or ()) - {site.name for site in found})
-    if missing:
-        raise ValueError(
-            f"amortize= names '{missing[0]}', which is not a latent of the model. Its latents are "
-            f"{[name for name in trace.stochastic_nodes]}"
-        )
-    if not found:
-        raise ValueError(
-            "amortize='auto' is for latents in a subsampled plate, and the model has none. Cure: "
-            "pyro.plate(name, number_of_all_rows, subsample_size=len(x)), or name the latents"
-        )
-    return found
-
-
-def _local_site(
-    name: str, site: Any, plates: tuple[CondIndepStackFrame, ...], rows: CondIndepStackFrame
-) -> LocalSite:
-    fn = site["fn"]
-    value = biject_to(fn.support).inv(site["value"])
-    num_batch = len(fn.batch_shape)
-    if rows.dim is None:
-        raise ValueError(
-            f"latent '{name}' lies in the sequential plate '{rows.name}'. Cure: with pyro.plate"
-        )
-    support = fn.support
-    return LocalSite(
-        name, plates, rows, value.shape, num_batch + rows.dim, support, len(fn.event_shape)
-    )
 
 
 class RowData:

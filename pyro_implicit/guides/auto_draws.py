@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import pyro
@@ -12,18 +13,22 @@ import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoContinuous, AutoGuide, init_to_median, init_to_sample
 from pyro.ops.stats import quantile
+from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import IndependentTransform, Transform, biject_to
 
 from pyro_implicit.density.checks import refuse_moving_supports, refuse_unfit_sites
-from pyro_implicit.density.model import IMPOSSIBLE, trace_model
+from pyro_implicit.density.model import IMPOSSIBLE, subsampled_plate, trace_model
 from pyro_implicit.density.policy import RUNS
+from pyro_implicit.guides.local_sites import LocalSite, RowNormals, find_local_sites
+from pyro_implicit.guides.policy import INIT_SCALE
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import short_repr
 from pyro_implicit.runtime.sites import (
     FlatPriorStart,
     example_tensor,
     is_discrete_latent,
+    is_latent,
     site_parts,
     without_sequential_plates,
 )
@@ -275,14 +280,19 @@ class AutoDraws(DrawSummaries, AutoContinuous):
     :param init_loc_fn: per-site initialisation, see Pyro's :ref:`autoguide-initialization`; sites
         with a flat prior (``ImproperUniform``) that it cannot initialise begin at 0 in
         unconstrained space.
-    :param create_plates: as in Pyro's autoguides.
+    :param create_plates: a function of the model's arguments that returns plates, as in Pyro's
+        autoguides. If it returns a plate with the ``subsample`` of a minibatch, latents in this
+        plate are normal given the others, with parameters of each row of all data
+        (:class:`~pyro_implicit.guides.local_sites.RowNormals`).
     :raises ValueError: at the first call, for discrete latents that cannot be enumerated, latents
-        in a subsampled plate or without unconstrained coordinates, or supports that depend on other
-        latents.
+        in a subsampled plate without ``create_plates`` or without unconstrained coordinates, or
+        supports that depend on other latents.
     :raises RuntimeError: at the first call, for a model without latents.
     """
 
     prototype_trace: Any
+    rows: RowNormals
+    _row_sites: tuple[LocalSite, ...] = ()
 
     def __init__(
         self,
@@ -294,21 +304,26 @@ class AutoDraws(DrawSummaries, AutoContinuous):
         super().__init__(without_sequential_plates(model), init_loc_fn=self._start)
         self.create_plates = create_plates
 
-    @staticmethod
-    def _prototype_hide_fn(msg: Any) -> bool:
-        return AutoContinuous._prototype_hide_fn(msg) or (
-            is_discrete_latent(msg) and msg["fn"].has_enumerate_support
+    def _prototype_hide_fn(self, msg: Any) -> bool:
+        return (
+            AutoContinuous._prototype_hide_fn(msg)
+            or any(msg["name"] == site.name for site in self._row_sites)
+            or (is_discrete_latent(msg) and msg["fn"].has_enumerate_support)
         )
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         try:
             self._start.like = example_tensor(self.model, args, kwargs)
+            rows = self._find_rows(args, kwargs)
             self._trace_prototype(args, kwargs)
             self._refuse_subsampled_latents()
             self._forget_data()
             with torch.no_grad():
                 refuse_moving_supports(self.model, args, kwargs, self.prototype_trace)
             self._make_parameters(*args, **kwargs)
+            if rows is not None:
+                centre = self._init_loc().detach()
+                self.rows = RowNormals(self._row_sites, rows, centre, INIT_SCALE)
         except BaseException:
             self.prototype_trace = None  # so that the next call raises the error again
             raise
@@ -316,12 +331,36 @@ class AutoDraws(DrawSummaries, AutoContinuous):
     def _make_parameters(self, *args: Any, **kwargs: Any) -> None:
         """Make the parameters at the first call, when the latents are known."""
 
+    def _find_rows(self, args: tuple, kwargs: dict[str, Any]) -> Trace | None:
+        """Find latents in subsampled plates, for which ``create_plates`` gives the rows."""
+        self._row_sites = ()
+        if self.create_plates is None:
+            return None
+        trace = trace_model(self.model, args, kwargs)
+        nodes = trace.nodes.values()
+        if not any(is_latent(site) and subsampled_plate(site) is not None for site in nodes):
+            return None
+        self._row_sites = tuple(find_local_sites(trace))
+        with poutine.block():
+            given = self._create_plates(*args, **kwargs)
+        for site in self._row_sites:
+            if site.rows.name not in given:
+                raise ValueError(
+                    f"site '{site.name}' has one latent for each row of plate "
+                    f"'{site.rows.name}', but create_plates returned only {sorted(given)}. Cure: "
+                    f"pyro.plate('{site.rows.name}', {site.rows.full_size}, subsample=index)"
+                )
+        return trace
+
     def _trace_prototype(self, args: tuple, kwargs: dict[str, Any]) -> None:
         given = self._start.init_loc_fn
         try:
             for retries_left in reversed(range(RUNS.max_retries)):
                 try:
-                    return super()._setup_prototype(*args, **kwargs)
+                    super()._setup_prototype(*args, **kwargs)
+                    frames = (frame for site in self._row_sites for frame in site.plates)
+                    self._prototype_frames.update((frame.name, frame) for frame in frames)
+                    return
                 except IMPOSSIBLE:
                     if self.prototype_trace is not None:  # the model ran: its sites cause the error
                         refuse_unfit_sites(trace_model(self.model, args, kwargs))
@@ -340,7 +379,8 @@ class AutoDraws(DrawSummaries, AutoContinuous):
                         f"site '{name}' has one latent for each of the {frame.full_size} elements "
                         f"of plate '{frame.name}', which subsamples {frame.size}: "
                         f"{type(self).__name__} would keep one latent per minibatch slot. Cure: "
-                        "fit(model, 'auto', ..., amortize='conditional'), or AutoAmortized(model)"
+                        "fit(model, 'auto', ..., amortize='conditional'), AutoAmortized(model), or "
+                        "create_plates= with the rows of a minibatch"
                     )
 
     def _forget_data(self) -> None:
@@ -351,21 +391,57 @@ class AutoDraws(DrawSummaries, AutoContinuous):
             if name not in latents:
                 trace.remove_node(name)
 
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Draw all latents, with latents of the rows of ``create_plates``."""
+        if self.prototype_trace is None:
+            self._setup_prototype(*args, **kwargs)
+        if not self._row_sites:
+            return super().forward(*args, **kwargs)
+        trace = poutine.trace(super().forward).get_trace(*args, **kwargs)
+        values = dict(trace.nodes["_RETURN"]["value"])
+        for site in self._row_sites:
+            with self._enter(site) as index:
+                latent = trace.nodes[self._latent_name]["value"]
+                values[site.name] = pyro.sample(site.name, self.rows.posterior(site, latent, index))
+        return values
+
+    @contextmanager
+    def _enter(self, site: LocalSite) -> Iterator[Tensor]:
+        """Enter the plates of a latent of rows; return the indices of the rows."""
+        with ExitStack() as stack:
+            entered = {
+                frame.name: stack.enter_context(self.plates[frame.name]) for frame in site.plates
+            }
+            yield entered[site.rows.name]
+
+    @property
+    def _latent_name(self) -> str:
+        return f"_{self._pyro_name}_latent"
+
     def sample_latent(self, *args: Any, **kwargs: Any) -> Tensor:
         """Draw the unconstrained latent vector, ``(*batch, latent_dim)``."""
         infer = {"is_auxiliary": True, "latents": tuple(self._unconstrained_shapes)}
-        name = f"_{self._pyro_name}_latent"
-        return pyro.sample(name, self.get_posterior(*args, **kwargs), infer=infer)
+        return pyro.sample(self._latent_name, self.get_posterior(*args, **kwargs), infer=infer)
 
     @torch.no_grad()
     def sample_posterior(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latents. A guide that was called before needs no arguments.
 
         :param num_samples: number of draws.
-        :param args: the model's arguments, if the guide was never called.
+        :param args: the model's arguments, if the guide was never called or has latents of rows,
+            which are those of ``create_plates(*args)``.
         :returns: constrained values by site, each ``(num_samples, *site_shape)``.
         """
-        return self._constrain(self._draw(num_samples, *args, **kwargs))
+        latents = self._draw(num_samples, *args, **kwargs)
+        values = self._constrain(latents)
+        with poutine.block(), self._pyro_context:
+            for site in self._row_sites:
+                self._create_plates(*args, **kwargs)
+                with self._enter(site) as index:
+                    num_batch = site.row_dim - site.rows.dim
+                    latent = latents.reshape(num_samples, *(1,) * num_batch, -1)
+                    values[site.name] = self.rows.posterior(site, latent, index).sample()
+        return values
 
     @torch.no_grad()
     def _draw(self, num_samples: int, *args: Any, **kwargs: Any) -> Tensor:

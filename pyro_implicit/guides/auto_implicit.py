@@ -75,10 +75,11 @@ class AutoImplicit(AutoDraws):
         takes a Gaussian there, in about a second. ``"auto"`` is None if ``init_loc_fn`` or
         ``init_scale`` is given, and ``"mode"`` otherwise. A Gaussian autoguide of the same model,
         fitted or not, or a :class:`Frame` gives its location and scale, full or diagonal.
-    :param create_plates: as in Pyro's autoguides.
+    :param create_plates: as in Pyro's autoguides; see :class:`AutoDraws` for latents of rows, which
+        have no frame.
     :raises ValueError: for an invalid argument; at the first call, for a discrete latent, a latent
-        in a subsampled plate, a generator of the wrong input or output size, or another guide's
-        parameters under its names in Pyro's parameter store.
+        in a subsampled plate without ``create_plates``, a generator of the wrong input or output
+        size, or another guide's parameters under its names in Pyro's parameter store.
     :warns UserWarning: at the first call, if ``"auto"`` finds no frame, naming the cause.
     :raises RuntimeError: at the first call, for a model without latents.
     """
@@ -141,8 +142,13 @@ class AutoImplicit(AutoDraws):
         if frame is None or (isinstance(frame, str) and frame in ("auto", "mode")):
             if self._is_stored("loc"):  # loaded, with the frame that the guide had
                 return self._stored_frame()
-            if frame is None:
+            if frame is None or (frame == "auto" and self._row_sites):
                 return None
+            if self._row_sites:
+                raise ValueError(
+                    'frame="mode" needs the density of all latents, but this model has latents of '
+                    "rows, of which a minibatch has some. Cure: frame=None, or a Frame"
+                )
             model = self.model.func.args[-1]  # inside of Pyro's InitMessenger
             return find_frame(model, self._start.init_loc_fn, self._init_loc().device, args, kwargs)
         if not isinstance(frame, Frame):

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latent variables of single rows: which sites they are, and normals with their own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroModule, PyroParam
+from pyro.ops.tensor_utils import periodic_repeat
+from pyro.poutine.indep_messenger import CondIndepStackFrame
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+from torch.distributions import biject_to, constraints
+
+__all__ = ["LocalSite", "RowNormals", "find_local_sites"]
+
+
+class LocalSite(NamedTuple):
+    """A latent of each row: its plates, ``rows`` among them, the shape of its unconstrained values,
+    the dimension of the rows in this shape, and its support.
+    """
+
+    name: str
+    plates: tuple[CondIndepStackFrame, ...]
+    rows: CondIndepStackFrame
+    shape: torch.Size
+    row_dim: int
+    support: Any
+    event_dim: int
+
+    @property
+    def key(self) -> str:
+        """The name, as part of the name of a parameter."""
+        return self.name.replace(".", "_")
+
+    @property
+    def size(self) -> int:
+        """Unconstrained numbers of each row."""
+        return self.shape.numel() // self.shape[self.row_dim]
+
+
+def find_local_sites(trace: Any, names: Collection[str] | None = None) -> list[LocalSite]:
+    """Find the latents of single rows.
+
+    :param trace: trace of the model.
+    :param names: names of the sites; by default all in subsampled plates.
+    :raises ValueError: for no such latents, or a name that is not a latent in one plate of rows.
+    """
+    found = []
+    for name, site in trace.nodes.items():
+        if site["type"] != "sample" or site["is_observed"] or site_is_subsample(site):
+            continue
+        plates = tuple(site["cond_indep_stack"])
+        subsampled = [one for one in plates if one.full_size not in (None, one.size)]
+        if names is None and not subsampled:
+            continue
+        if names is not None and name not in names:
+            if subsampled:
+                raise ValueError(
+                    f"latent '{name}' lies in plate '{subsampled[0].name}', which is subsampled, "
+                    f"but amortize= names only {sorted(names)}. Cure: name it, too"
+                )
+            continue
+        candidates = subsampled or list(plates)
+        if len(candidates) != 1:
+            raise ValueError(
+                f"latent '{name}' lies in the plates {[one.name for one in candidates]}, but the "
+                "plate of the data's rows must be unique. Cure: subsample the plate of the rows"
+            )
+        found.append(_local_site(name, site, plates, candidates[0]))
+    missing = sorted(set(names or ()) - {site.name for site in found})
+    if missing:
+        raise ValueError(
+            f"amortize= names '{missing[0]}', which is not a latent of the model. Its latents are "
+            f"{[name for name in trace.stochastic_nodes]}"
+        )
+    if not found:
+        raise ValueError(
+            "amortize='auto' is for latents in a subsampled plate, and the model has none. Cure: "
+            "pyro.plate(name, number_of_all_rows, subsample_size=len(x)), or name the latents"
+        )
+    return found
+
+
+def _local_site(
+    name: str, site: Any, plates: tuple[CondIndepStackFrame, ...], rows: CondIndepStackFrame
+) -> LocalSite:
+    fn = site["fn"]
+    value = biject_to(fn.support).inv(site["value"])
+    num_batch = len(fn.batch_shape)
+    if rows.dim is None:
+        raise ValueError(
+            f"latent '{name}' lies in the sequential plate '{rows.name}'. Cure: with pyro.plate"
+        )
+    support = fn.support
+    return LocalSite(
+        name, plates, rows, value.shape, num_batch + rows.dim, support, len(fn.event_shape)
+    )
+
+
+class RowNormals(PyroModule):
+    r"""Normals of latent variables of rows, given the others, with parameters of each row.
+
+    In unconstrained space, row i has
+    :math:`z_i = \mu_i + B_i (u - c) + \sigma_i \epsilon_i`, where u are the other latent
+    variables and c their initial location. Without :math:`B_i` the rows were independent of the
+    others, whose posterior would then be too narrow.
+
+    :param sites: the latent variables of rows.
+    :param trace: of the model, for their initial values.
+    :param centre: c, ``(latent_dim,)``.
+    :param scale: the initial :math:`\sigma_i`.
+    """
+
+    def __init__(
+        self, sites: Collection[LocalSite], trace: Any, centre: Tensor, scale: float
+    ) -> None:
+        super().__init__()
+        self.register_buffer("centre", centre)
+        for site in sites:
+            value = biject_to(site.support).inv(trace.nodes[site.name]["value"]).detach()
+            # Pyro's start of AutoNormal: the values of the first minibatch, again and again.
+            loc = periodic_repeat(value, site.rows.full_size, site.row_dim - value.dim()).clone()
+            setattr(self, f"loc_{site.key}", PyroParam(loc))
+            spread = PyroParam(torch.full_like(loc, scale), constraints.positive)
+            setattr(self, f"scale_{site.key}", spread)
+            slope = loc.new_zeros(*loc.shape, len(centre))
+            setattr(self, f"slope_{site.key}", PyroParam(slope))
+
+    def posterior(self, site: LocalSite, latent: Tensor, index: Tensor) -> dist.TorchDistribution:
+        """Return the distribution of some rows, in the support of the site.
+
+        :param site: the latent variable.
+        :param latent: unconstrained values of the others, ``(*batch, latent_dim)``, with a
+            dimension in ``batch`` for each dimension of the plates of the site, or none.
+        :param index: of the rows.
+        """
+        num_batch = site.row_dim - site.rows.dim
+        names = ("loc", "scale", "slope")
+        loc, scale, slope = (
+            getattr(self, f"{name}_{site.key}").index_select(site.row_dim, index) for name in names
+        )
+        num_events = loc.dim() - num_batch
+        step = latent - self.centre
+        step = step.reshape(*step.shape[:-1], *(1,) * num_events, step.shape[-1])
+        base = dist.Normal(loc + (slope * step).sum(-1), scale).to_event(num_events)
+        return dist.TransformedDistribution(base, [biject_to(site.support)])

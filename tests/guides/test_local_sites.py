@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Implicit guides of models with latents of rows, with parameters of each row, by minibatches."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Predictive
+
+from pyro_implicit import (
+    AutoImplicit,
+    AutoregressiveGenerator,
+    AutoSemiImplicit,
+    InjectiveELBO,
+    fit,
+)
+from pyro_implicit.fitting import Fit
+from pyro_implicit.guides import Frame
+from pyro_implicit.runtime.global_state import seeded
+from tests.test_contract import ELBOS, NUM_PARTICLES, refusal
+
+NUM_ROWS, SPREAD, NOISE = 12, 1.0, 1.0
+
+
+def model(x, index):
+    mean = pyro.sample("mean", dist.Normal(x.new_zeros(()), 3.0))
+    with pyro.plate("rows", NUM_ROWS, subsample=index):
+        z = pyro.sample("z", dist.Normal(mean, SPREAD))
+        pyro.sample("x", dist.Normal(z, NOISE), obs=x)
+
+
+def rows_of(x, index):
+    return pyro.plate("rows", NUM_ROWS, subsample=index)
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    return 2 + 1.6 * torch.randn(NUM_ROWS, dtype=torch.float64, generator=generator)
+
+
+def exact(x):
+    """The posterior of the mean, and location, slope and scale of each row given the mean."""
+    precision = 1 / 9 + NUM_ROWS / (SPREAD**2 + NOISE**2)
+    mean, sd = (x.sum() / (SPREAD**2 + NOISE**2) / precision).item(), precision**-0.5
+    share = NOISE**2 / (SPREAD**2 + NOISE**2)
+    loc = share * mean + (1 - share) * x
+    return mean, sd, loc, share, math.sqrt(share) * SPREAD
+
+
+def log_evidence(x):
+    covariance = 9 * torch.ones(NUM_ROWS, NUM_ROWS).double()
+    covariance += (SPREAD**2 + NOISE**2) * torch.eye(NUM_ROWS).double()
+    return dist.MultivariateNormal(0 * x, covariance).log_prob(x)
+
+
+def set_exact(guide, x):
+    mean, _, loc, slope, scale = exact(x)
+    with torch.no_grad():
+        guide.rows.centre.fill_(mean)
+        guide.rows.loc_z.copy_(loc)
+        guide.rows.slope_z.fill_(slope)
+        guide.rows.scale_z_unconstrained.fill_(math.log(scale))
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_minibatches_of_an_exact_guide_add_up_to_the_evidence(size):
+    """At each draw of the mean, the bounds of disjoint minibatches have the evidence as mean."""
+    x = data()
+    mean, sd, *_ = exact(x)
+    frame = Frame(torch.tensor([mean]).double(), scale=torch.tensor([sd]).double())
+    guide = AutoImplicit(model, AutoregressiveGenerator, frame=frame, create_plates=rows_of)
+    batches = [index for index in torch.randperm(NUM_ROWS).split(size)]
+    guide(x[batches[0]], batches[0])
+    set_exact(guide, x)
+    elbo, losses = InjectiveELBO(2), []
+    elbo.loss(model, guide, x[:4], torch.arange(4))  # the first run draws more
+    for index in batches:
+        pyro.set_rng_seed(1)  # the same draw of the mean
+        losses.append(elbo.loss(model, guide, x[index], index))
+    assert max(losses) - min(losses) > 1  # the minibatches differ
+    assert -sum(losses) / len(losses) == pytest.approx(log_evidence(x).item(), abs=1e-6)
+
+
+def expected_loss(x, mean, sd, loc, slope, scale):
+    """The expected share of rows in the loss, up to a constant."""
+    prior = (mean - loc) ** 2 + (1 - slope) ** 2 * sd**2 + scale**2
+    data = (x - loc) ** 2 + slope**2 * sd**2 + scale**2
+    return prior / (2 * SPREAD**2) + data / (2 * NOISE**2) - scale.log()
+
+
+@pytest.mark.parametrize("vectorize", ["vmap", "plate"])
+def test_gradients_of_the_rows_of_a_minibatch(vectorize):
+    x, index, sd = data(), torch.tensor([2, 7, 5]), 0.6
+    frame = Frame(torch.tensor([1.0]).double(), scale=torch.tensor([sd]).double())
+    guide = AutoImplicit(model, AutoregressiveGenerator, frame=frame, create_plates=rows_of)
+    guide(x[index], index)
+    values = [x + 0.3, 0.1 * x.unsqueeze(-1), 0.2 + 0.1 * x.abs()]
+    with torch.no_grad():
+        guide.rows.centre.fill_(1.0)
+        for name, value in zip(("loc", "slope", "scale"), values, strict=True):
+            raw = value.log() if name == "scale" else value
+            getattr(guide.rows, f"{name}_z_unconstrained").copy_(raw)
+    loc, slope, raw = values[0], values[1].squeeze(-1), values[2].log()
+    given = [one.clone().requires_grad_() for one in (loc, slope, raw)]
+    loss = expected_loss(x, 1.0, sd, given[0], given[1], given[2].exp())
+    exact = torch.autograd.grad(NUM_ROWS / 3 * loss[index].sum(), given)
+    elbo = InjectiveELBO(20_000, vectorize_particles=vectorize)
+    elbo.loss_and_grads(model, guide, x[index], index)
+    for name, one in zip(("loc", "slope", "scale"), exact, strict=True):
+        found = getattr(guide.rows, f"{name}_z_unconstrained").grad.reshape(-1)
+        assert (found != 0).sum() == 3  # of these rows only
+        torch.testing.assert_close(found, one, rtol=0.03, atol=0.3)
+
+
+def test_fit_by_minibatches_against_the_exact_posterior(tmp_path):
+    x, index = data().float(), torch.arange(NUM_ROWS)
+    mean, sd, loc, share, scale = exact(x)
+    guide = AutoSemiImplicit(model, create_plates=rows_of)
+    batches = [(x[some], some) for some in index.split(4)]
+    result = fit(
+        model, guide, batches=batches, epochs=130, lr=0.05, num_particles=8, seed=0, progress=False
+    )
+    draws = result.sample(4000, x, index)
+    assert draws["mean"].mean().item() == pytest.approx(mean, abs=0.3 * sd)
+    # Rows that are independent of the mean would make it too narrow, by sqrt(1/2).
+    assert draws["mean"].std().item() == pytest.approx(sd, rel=0.2)
+    width = math.sqrt(scale**2 + (share * sd) ** 2)
+    torch.testing.assert_close(draws["z"].mean(0), loc, rtol=0, atol=0.3 * width)
+    torch.testing.assert_close(draws["z"].std(0), torch.full_like(loc, width), rtol=0.2, atol=0)
+    few = result.sample(5, x[:3], index[:3])
+    assert few["z"].shape == (5, 3)
+    with pytest.raises(TypeError, match="Pass the arguments of the model as well"):
+        result.sample(5)
+    assert result.guide.median().keys() == {"mean"}
+    predictive = Predictive(model, guide=result.guide, num_samples=2)
+    assert predictive(x[:3], index[:3])["z"].shape == (2, 3)
+    result.save(tmp_path / "fit.pt")
+    loaded = Fit.load(tmp_path / "fit.pt", model)
+    with seeded(0):
+        first = result.sample(7, x[:3], index[:3])["z"]
+    with seeded(0):
+        assert torch.equal(first, loaded.sample(7, x[:3], index[:3])["z"])
+
+
+def nested(x, index):
+    """A positive vector of two numbers and, in one more plate, a number for each row."""
+    scale = pyro.sample("scale", dist.LogNormal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("rows", 20, subsample=index, dim=-1):
+        z = pyro.sample("z", dist.Dirichlet(torch.ones(3)))
+        with pyro.plate("parts", 2, dim=-2):
+            part = pyro.sample("part", dist.Normal(0.0, scale.sum(-1)))
+            pyro.sample("x", dist.Normal(part + z[..., 0], 1.0), obs=x)
+
+
+@pytest.mark.parametrize("name", [name for name in ELBOS if not refusal("AutoSemiImplicit", name)])
+def test_every_method_trains_the_rows_of_a_minibatch(name):
+    x, index = torch.randn(2, 5), torch.tensor([3, 8, 0, 19, 4])
+    guide = AutoSemiImplicit(
+        nested, create_plates=lambda x, index: pyro.plate("rows", 20, subsample=index, dim=-1)
+    )
+    assert math.isfinite(ELBOS[name](NUM_PARTICLES).loss_and_grads(nested, guide, x, index))
+    for site, dim, size in (("z", 0, 2), ("part", 1, 1)):
+        for kind in ("loc", "scale", "slope"):
+            grad = getattr(guide.rows, f"{kind}_{site}_unconstrained").grad
+            found = grad.movedim(dim, 0).reshape(20, -1).abs().sum(-1)
+            assert found.nonzero().flatten().tolist() == sorted(index.tolist())
+        assert guide.rows.loc_z.shape[-1] == size or site == "part"
+    draws = guide.sample_posterior(7, x[:, :2], index[:2])
+    shapes = {key: tuple(value.shape) for key, value in draws.items()}
+    assert shapes == {"scale": (7, 3), "z": (7, 2, 3), "part": (7, 2, 2)}
+    torch.testing.assert_close(draws["z"].sum(-1), torch.ones(7, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"site 'z' has one latent for each of the 12.*create_plates= with the rows"),
+        ({"create_plates": lambda *_: []}, r"one latent for each row of plate 'rows', but create_"),
+        ({"create_plates": rows_of, "frame": "mode"}, r'frame="mode" needs the density of all'),
+    ],
+)
+def test_refusals(options, message):
+    guide = AutoSemiImplicit(model, **options)
+    for _ in range(2):  # the second call says the same
+        with pytest.raises(ValueError, match=message):
+            guide(torch.zeros(3), torch.arange(3))
