@@ -151,12 +151,11 @@ class MAMSTuning:
         state, walk, gradients = self.walk.restart(score, state)
         return state, replace(self, walk=walk), gradients
 
-    def at(self, share: float, positions: Tensor | None) -> MAMSTuning:
-        """Learn from a window of the warm-up; its arguments are those of
-        :meth:`~pyro_implicit.mcmc.kernels.mclmc.MCLMCTuning.at`."""
+    def at(self, share: float) -> MAMSTuning:
+        """Learn from the warm-up, of which a share is over."""
         if self.averaging is not None:
             return self
-        walk = self.walk.at(share / self.policy.unadjusted_share, positions)
+        walk = self.walk.at(share / self.policy.unadjusted_share)
         if share < self.policy.unadjusted_share:
             return replace(self, walk=walk)
         assert walk.step_sizes is not None
@@ -169,7 +168,7 @@ class MAMSTuning:
 
     def frozen(self) -> MAMSTuning:
         """Stop adapting, at the averages of the step sizes."""
-        begun = self if self.averaging is not None else self.at(math.inf, None)
+        begun = self if self.averaging is not None else self.at(math.inf)
         assert begun.averaging is not None
         walk = replace(begun.walk, step_sizes=begun.averaging.average.exp())
         return replace(begun, walk=walk, num_steps=begun._number(walk))

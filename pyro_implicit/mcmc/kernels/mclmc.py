@@ -28,8 +28,8 @@ __all__ = [
 
 
 class State(NamedTuple):
-    """Position, direction of motion (a unit vector) and gradient, each ``(num_chains, d)``, and
-    the log-density ``(num_chains,)``."""
+    """Position, direction of motion in scaled coordinates (a unit vector) and gradient, each
+    ``(num_chains, d)``, and the log-density ``(num_chains,)``."""
 
     position: Tensor
     direction: Tensor
@@ -39,12 +39,14 @@ class State(NamedTuple):
 
 class Settings(NamedTuple):
     """Step size and decoherence length of each chain, ``(num_chains, 1)``, the steps of a
-    transition, and the energy error above which a transition is undone."""
+    transition, the energy error above which a transition is undone, and the diagonal
+    preconditioner: chains move in coordinates ``z / scale``, with scales ``(num_chains, d)``."""
 
     step_size: Tensor
     length: Tensor
     num_steps: int
     max_error: float = math.inf
+    scale: Tensor | float = 1.0
 
 
 class Info(NamedTuple):
@@ -74,11 +76,12 @@ def step(state: State, score: Score, settings: Settings) -> tuple[State, Info]:
     .. math:: dz = u\, dt, \quad
         du = (I - u u^\top) \left(\tfrac{1}{d - 1} g\, dt + \sqrt{\tfrac{2}{L d}}\, dW\right).
 
-    A step is a kick over time :math:`\lambda h`, half a drift, a kick over :math:`(1 - 2 \lambda)
-    h`, half a drift, a kick over :math:`\lambda h`, and a partial refreshment :math:`u' \propto u +
-    \nu \xi` with :math:`\nu^2 = (e^{2 h / L} - 1) / d`. It takes two gradients; :math:`\lambda =
-    0.193` has the least error of third order. A kick over time t, with :math:`e = g / |g|`,
-    :math:`\delta = t |g| / (d - 1)` and :math:`c = \cosh \delta + e^\top u \sinh \delta`, is exact:
+    A step is a kick over time :math:`\lambda h`, half a drift, a kick over
+    :math:`(1 - 2 \lambda) h`, half a drift, a kick over :math:`\lambda h`, and a partial
+    refreshment :math:`u' \propto u + \nu \xi` with :math:`\nu^2 = (e^{2 h / L} - 1) / d`. It takes
+    two gradients; :math:`\lambda = 0.193` has the least error of third order. A kick over time t,
+    with :math:`e = g / |g|`, :math:`\delta = t |g| / (d - 1)` and
+    :math:`c = \cosh \delta + e^\top u \sinh \delta`, is exact:
 
     .. math:: u' = \frac{u + e\, (\sinh \delta + e^\top u\, (\cosh \delta - 1))}{c},
         \quad \Delta K = (d - 1) \log c.
@@ -125,19 +128,20 @@ def path(state: State, score: Score, settings: Settings) -> tuple[State, Tensor,
     :returns: the end, and the sums of the squared and of the signed energy errors of the steps,
         ``(num_chains,)``; not finite in chains that leave the finite numbers.
     """
-    size, dim = settings.step_size, state.position.shape[-1]
+    size, scale, dim = settings.step_size, settings.scale, state.position.shape[-1]
     spread = (torch.expm1(2 * size / settings.length) / dim).sqrt()
     position, direction, log_density, gradient = state
     squares = total = torch.zeros_like(log_density)
     outer = 0.1931833275037836  # lambda, a mathematical constant
     for _ in range(settings.num_steps):
         before = log_density
-        direction, first = _kick(direction, gradient, outer * size)
-        position = position + size / 2 * direction
-        direction, second = _kick(direction, score(position)[1], (1 - 2 * outer) * size)
-        position = position + size / 2 * direction
+        direction, first = _kick(direction, scale * gradient, outer * size)
+        position = position + size / 2 * scale * direction
+        middle = scale * score(position)[1]
+        direction, second = _kick(direction, middle, (1 - 2 * outer) * size)
+        position = position + size / 2 * scale * direction
         log_density, gradient = score(position)
-        direction, third = _kick(direction, gradient, outer * size)
+        direction, third = _kick(direction, scale * gradient, outer * size)
         error = first + second + third + before - log_density
         squares, total = squares + error.square(), total + error
         direction = _unit(direction + spread * torch.randn_like(direction))
@@ -176,14 +180,31 @@ def _where(mask: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 class _Moments(NamedTuple):
+    """Sums over states: of positions, of their squares, and of squared gradients."""
+
     number: int
     total: Tensor
     squares: Tensor
+    forces: Tensor
+
+    @classmethod
+    def of(cls, state: State) -> _Moments:
+        return cls(1, state.position, state.position.square(), state.gradient.square())
+
+    def __add__(self, other: tuple) -> _Moments:
+        return _Moments(*(one + two for one, two in zip(self, other, strict=True)))
 
     @property
     def variance(self) -> Tensor:
         mean = self.total / self.number
         return (self.squares / self.number - mean.square()).clamp(min=0)
+
+    def scale(self, limit: float) -> Tensor:
+        """Return scales of geometric mean 1, at most ``limit`` from it."""
+        ratio = self.variance * self.number / self.forces
+        logs = ratio.clamp(min=torch.finfo(ratio.dtype).tiny).log() / 4
+        logs = logs.nan_to_num()
+        return (logs - logs.mean(-1, keepdim=True)).exp().clamp(1 / limit, limit)
 
 
 @dataclass(frozen=True)
@@ -193,8 +214,10 @@ class MCLMCTuning:
     The mean squared energy error of a step, for each dimension, grows as :math:`c h^6`. Each chain
     estimates its own :math:`c` by a running mean and takes the step size at which the error is
     ``energy_error``. A chain that was put back halves its step size, after the warm-up until it
-    moves again. The length is :math:`L = \sqrt{\sum_i \sigma_i^2}`, from the variances of the
-    chain's own positions in the warm-up.
+    moves again. In windows of the warm-up that double, each chain learns a diagonal preconditioner
+    :math:`s_i = (\sigma_i^2 / \mathrm{E} g_i^2)^{1/4}` from the variances of its positions and its
+    squared gradients; for a Gaussian, these are its standard deviations. Afterwards, the length is
+    :math:`L = \sqrt{\sum_i \sigma_i^2 / s_i^2}`.
 
     :param policy: the numbers of the adaptation.
     :param step_sizes: of the chains, ``(num_chains, 1)``.
@@ -202,7 +225,9 @@ class MCLMCTuning:
     :param energy_error: the target; it falls during the warm-up.
     :param tuned: the step sizes at the end of the warm-up, which are no longer exceeded.
     :param coefficient: the running mean of :math:`c`, and the sum of its weights.
-    :param moments: of the positions in the warm-up.
+    :param moments: of the present window of the warm-up.
+    :param scale: the preconditioner, ``(num_chains, d)``.
+    :param window: transitions after which the preconditioner is learnt next.
 
     **References:**
 
@@ -210,6 +235,8 @@ class MCLMCTuning:
        section 4.
     2. Sommer, Robnik, Nozadze, Seljak and Rügamer (2025), *Microcanonical Langevin Ensembles:
        Advancing the Sampling of Bayesian Neural Networks*, section 3.
+    3. Seyboldt, Carlson and Carpenter (2026), *Preconditioning Hamiltonian Monte Carlo by
+       Minimizing Fisher Divergence*, arXiv:2603.18845, on :math:`s_i`.
     """
 
     policy: MCLMCPolicy = field(default_factory=MCLMCPolicy)
@@ -219,6 +246,8 @@ class MCLMCTuning:
     tuned: Tensor | None = None
     coefficient: tuple[Tensor, Tensor] | None = None
     moments: _Moments | None = None
+    scale: Tensor | float = 1.0
+    window: int = DEFAULT.mclmc.first_scale_window
 
     def settings(self, state: State) -> Settings:
         """Return the settings of the next transition."""
@@ -226,7 +255,8 @@ class MCLMCTuning:
         if sizes is None or lengths is None:
             dim = state.position.shape[-1]
             sizes = lengths = torch.full_like(state.position[:, :1], math.sqrt(dim))
-        return Settings(sizes, lengths, self.policy.num_steps, self.policy.max_energy_error)
+        limits = self.policy
+        return Settings(sizes, lengths, limits.num_steps, limits.max_energy_error, self.scale)
 
     def update(self, state: State, info: Info, settings: Settings) -> MCLMCTuning:
         """Learn from a transition."""
@@ -241,7 +271,8 @@ class MCLMCTuning:
         weight = torch.where(is_finite, self.policy.memory * weight + 1, weight)
         wanted = (self.energy_error * weight / total.clamp(min=1e-30)) ** (1 / 6)
         wanted = torch.where(is_finite, wanted, 0.0).clamp(min=size / 2, max=2 * size)
-        return replace(self, step_sizes=wanted, coefficient=(total, weight))
+        moments = _Moments.of(state) + (self.moments or (0, 0, 0, 0))
+        return replace(self, step_sizes=wanted, coefficient=(total, weight), moments=moments)
 
     def restart(self, score: Score, state: State) -> tuple[State, MCLMCTuning, int]:
         """Find first step sizes by doubling and halving.
@@ -253,31 +284,37 @@ class MCLMCTuning:
         for _ in range(30):  # by factors of two at most, far more than floats need
             settings = found.settings(state)._replace(num_steps=1)
             state, info = step(state, score, settings)
-            found = replace(found.update(state, info, settings), coefficient=None)
+            found = replace(found.update(state, info, settings), coefficient=None, moments=None)
             gradients += info.num_gradients
             change = found.settings(state).step_size / settings.step_size
             if (change.log().abs() < math.log(1.5)).all():
                 break
         return state, found, gradients
 
-    def at(self, share: float, positions: Tensor | None) -> MCLMCTuning:
-        """Learn from a window of the warm-up.
+    def at(self, share: float) -> MCLMCTuning:
+        """Learn from the warm-up.
 
         :param share: of the warm-up that is over.
-        :param positions: of the window, ``(num_transitions, num_chains, d)``; None for a window
-            that is too short to show how far chains move.
         """
-        first, last = self.policy.first_energy_error, self.policy.energy_error
+        limits, moments = self.policy, self.moments
+        first, last = limits.first_energy_error, limits.energy_error
         found = replace(self, energy_error=first * (last / first) ** min(share, 1.0))
-        if positions is None:
+        if moments is None or self.step_sizes is None:
             return found
-        moments = _Moments(len(positions), positions.sum(0), positions.square().sum(0))
-        if (before := self.moments) is not None:
-            number = before.number + moments.number
-            total, squares = before.total + moments.total, before.squares + moments.squares
-            moments = _Moments(number, total, squares)
-        lengths = moments.variance.sum(-1, keepdim=True).sqrt()
-        return replace(found, moments=moments, lengths=lengths.clamp(min=self.step_sizes))
+        if share <= limits.scale_share:
+            if moments.number < self.window:
+                return found
+            return replace(
+                found,
+                scale=moments.scale(limits.max_scale),
+                window=2 * self.window,
+                step_sizes=self.step_sizes / 2,
+                coefficient=None,
+                moments=None,
+            )
+        widths = moments.variance.sqrt() / self.scale
+        lengths = widths.square().sum(-1, keepdim=True).sqrt()
+        return replace(found, lengths=lengths.clamp(min=self.step_sizes))
 
     def frozen(self) -> MCLMCTuning:
         """Stop adapting."""
@@ -306,4 +343,7 @@ class MCLMCTuning:
 
 def adaptation(policy: ChainPolicy = DEFAULT, max_gradients: int = 0) -> MCLMCTuning:
     """Return the first adaptation of a run."""
-    return MCLMCTuning(policy.mclmc, energy_error=policy.mclmc.first_energy_error)
+    limits = policy.mclmc
+    return MCLMCTuning(
+        limits, energy_error=limits.first_energy_error, window=limits.first_scale_window
+    )

@@ -330,7 +330,8 @@ class SeparateChains(WindowedChains):
     """Chains with all data in the coordinates of their space, without a common frame.
 
     Modes of a network have different scales, so a frame of all chains suits none of them. Each
-    chain learns its step size from its own positions, during a fixed share of the budget.
+    chain learns step size and preconditioner from its own states, during a fixed share of the
+    budget.
     """
 
     _told: float = 0.0
@@ -353,9 +354,7 @@ class SeparateChains(WindowedChains):
 
     def _end_window(self, hurry: bool) -> None:
         share = self._told = self._warmed()
-        is_long = self._window == self.policy.warmup.least_windows
-        positions = torch.stack(self._positions) if is_long else None
-        self.adaptation = self.adaptation.at(share, positions)
+        self.adaptation = self.adaptation.at(share)
         self._positions, self._log_densities, self._failed = [], [], []
         self._window = min(self._window + 1, self.policy.warmup.least_windows)
         if share >= 1:

@@ -140,16 +140,71 @@ def test_a_chain_that_leaves_the_finite_numbers_is_put_back():
     assert after.position.equal(state.position) and info.acceptance.tolist() == [0.0, 0.0]
 
 
-def test_decoherence_lengths_are_those_of_the_whole_warm_up():
+def warmed_up(tuning, positions, gradients):
+    """Let a tuning see states ``(number, num_chains, d)``."""
+    for z, g in zip(positions, gradients, strict=True):
+        state = mclmc.State(z, z, z[:, 0], g)
+        info = mclmc.Info(torch.ones_like(z[:, 0]), 1)
+        tuning = tuning.update(state, info, tuning.settings(state))
+    return tuning
+
+
+def test_chains_learn_scales_and_lengths_from_their_own_states():
+    """Scales are (variance / mean squared gradient)^(1/4), and lengths are in their units."""
     torch.manual_seed(0)
     tuning = replace(
         mclmc.adaptation(), step_sizes=torch.full((2, 1), 0.1), lengths=torch.ones(2, 1)
     )
-    path = torch.randn(200, 2, 5) * torch.tensor([1.0, 3.0]).unsqueeze(-1) + 7
-    for window in path.split(50):
-        tuning = tuning.at(1.0, window)
-    expected = path.var(0, correction=0).sum(-1, keepdim=True).sqrt()
-    assert torch.allclose(tuning.lengths, expected, rtol=1e-4)
+    sds = torch.tensor([[1.0, 0.1, 3.0, 0.5], [0.2, 1.0, 1.0, 1.0]])
+    slopes = 1 / sds.flip(-1)  # gradients of another shape than Gaussian ones
+    noise = torch.randn(2, 100, 2, 4)
+    positions, gradients = 7 + sds * noise[0], slopes * noise[1]
+    assert warmed_up(tuning, positions[:31], gradients[:31]).at(0.2).scale == 1.0
+    tuning = warmed_up(tuning, positions[:50], gradients[:50]).at(0.2)
+    variance = positions[:50].var(0, correction=0)
+    expected = (variance / gradients[:50].square().mean(0)) ** 0.25
+    expected /= expected.log().mean(-1, keepdim=True).exp()
+    assert torch.allclose(tuning.scale, expected, rtol=1e-3)
+    later = warmed_up(tuning, positions[50:], gradients[50:])
+    assert later.at(0.4).scale is tuning.scale  # fewer than 64 transitions
+    found = later.at(0.9)
+    variance = positions[50:].var(0, correction=0) / expected.square()
+    assert found.scale is tuning.scale
+    assert torch.allclose(found.lengths, variance.sum(-1, keepdim=True).sqrt(), rtol=1e-3)
+    flat = warmed_up(mclmc.adaptation(), torch.ones(32, 1, 4), torch.eye(4)[:1].expand(32, 1, 4))
+    wild = replace(flat, step_sizes=torch.ones(1, 1)).at(0.2).scale
+    assert wild.isfinite().all() and wild.max() <= 10 and wild.min() >= 0.1
+
+
+def test_scaled_paths_are_paths_of_scaled_coordinates():
+    scale = torch.linspace(0.3, 2.0, DIM, dtype=torch.float64).expand(3, -1)
+    state = start(3)
+
+    def scaled(z):
+        density, gradient = score(scale * z)
+        return density, scale * gradient
+
+    other = mclmc.State(state.position / scale, state.direction, *scaled(state.position / scale))
+    options = settings(state, 0.4, 5)
+    after, squares, total = mclmc.path(state, score, options._replace(scale=scale))
+    expected = mclmc.path(other, scaled, options)
+    assert torch.allclose(after.position, scale * expected[0].position)
+    assert torch.allclose(after.direction, expected[0].direction)
+    assert torch.allclose(torch.stack([squares, total]), torch.stack(expected[1:]))
+
+
+def badly_scaled():
+    sds = torch.logspace(-2, 2, 20)
+    pyro.sample("x", dist.Normal(0.0, sds).to_event(1))
+
+
+def test_refine_finds_the_scales_of_a_posterior():
+    """Standard deviations differ by a factor of 10,000."""
+    starts = {"x": torch.randn(8, 20) * torch.logspace(-2, 2, 20)}
+    options = {"kernel": "mclmc", "progress": False, "max_gradients": 8000}
+    draws = refine(badly_scaled, starts, seed=0, **options).get_samples()["x"]
+    ratio = draws.std(0) / torch.logspace(-2, 2, 20)
+    assert ratio.min() > 0.8 and ratio.max() < 1.2
 
 
 def bimodal():
