@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -86,9 +87,7 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
             f"{policy.least_gradients}"
         )
         return stages.result
-    if is_timed:
-        gradients = policy.most_gradients
-    gradients = max(2, min(gradients, policy.most_gradients))
+    gradients = sys.maxsize if is_timed else max(2, min(gradients, policy.most_gradients))
     return _run_chains(stages, target, gradients, rows, must_refine)
 
 

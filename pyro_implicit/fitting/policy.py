@@ -246,7 +246,7 @@ class NetworkPolicy:
     #: Gradients of each chain below which ``fit`` stays with the ensemble.
     least_gradients: int = 1000
 
-    #: Gradients of each chain, at most; Sommer et al. (2025) take 60,000.
+    #: Gradients of each chain, at most, without ``max_seconds``; Sommer et al. (2025) take 120,000.
     most_gradients: int = 60_000
 
     #: Steps of the ensemble's training between two scores of the held-out rows.

@@ -331,7 +331,7 @@ def test_chains_take_their_measured_time(linear, monkeypatch, max_seconds):
             2, rel=1e-3
         )
     else:
-        assert first == second == network.most_gradients and 0 < left < 20
+        assert first == second > 10**15 and 0 < left < 20
 
 
 def interrupt_at(monkeypatch, number, error=KeyboardInterrupt):
