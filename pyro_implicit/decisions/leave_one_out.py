@@ -56,7 +56,7 @@ class LeaveOneOut:
 
 @torch.no_grad()
 def leave_one_out(
-    target: Target, found: Pointwise, max_seconds: float, efficiency: float = 1.0
+    target: Target | None, found: Pointwise, max_seconds: float, efficiency: float = 1.0
 ) -> LeaveOneOut:
     r"""Estimate the leave-one-out predictive density of each observation.
 
@@ -66,7 +66,7 @@ def leave_one_out(
     and bridge sampling between both posteriors gives
     :math:`\log p(y_i \mid y_{-i}) = \log Z - \log Z_{-i}`.
 
-    :param target: the posterior of all data.
+    :param target: the posterior of all data; None if there is none, so that nothing is repaired.
     :param found: its draws and their log-likelihoods.
     :param max_seconds: wall time after which no further observation is repaired.
     :param efficiency: the share of independent draws that a draw is worth, besides autocorrelation.
@@ -91,9 +91,10 @@ def leave_one_out(
     deadline = time.perf_counter() + max_seconds
     for index in steps_of(suspects, len(suspects), "repair of LOO"):
         label = found.labels[index]
-        if time.perf_counter() > deadline:
+        if target is None or time.perf_counter() > deadline:
+            why = "chains need all data" if target is None else "max_seconds were over"
             if not khat[index] <= loo.good_k:
-                bad[label] = f"k-hat {khat[index]:.2f}, and max_seconds were over"
+                bad[label] = f"k-hat {khat[index]:.2f}, and {why}"
             continue
         path = _Path(target, found, index, deadline)
         value, its_error = path.run()
@@ -190,4 +191,5 @@ class _Path:
         draws = chains.get_samples(group_by_chain=True)
         flat = {name: value.flatten(0, 1) for name, value in draws.items()}
         values = observation_columns(target.log_likelihood(flat, list(sites)), sites)
-        return values[:, self.index].unflatten(0, (chains.num_chains, -1)), draws
+        place = self.found.places[self.index]
+        return values[:, place].unflatten(0, (chains.num_chains, -1)), draws

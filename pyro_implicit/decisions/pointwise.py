@@ -12,6 +12,7 @@ from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
+from pyro_implicit.decisions.policy import DECISIONS
 from pyro_implicit.density.model import trace_model
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.quantities import element_labels
@@ -93,28 +94,41 @@ class Pointwise:
         of all sites that no mask leaves out.
     :ivar labels: the names of the observations, such as ``"y[3]"``.
     :ivar sites: the observed sites.
+    :ivar places: the places of these observations among all of the sites, ``(num_observations,)``.
     """
 
     draws: dict[str, Tensor]
     log_likelihood: Tensor
     labels: tuple[str, ...]
     sites: dict[str, ObservedSite]
+    places: Tensor
     __repr__ = short_repr
 
     @staticmethod
-    def of(target: Target, draws: Mapping[str, Tensor]) -> Pointwise:
+    def of(
+        target: Target,
+        draws: Mapping[str, Tensor],
+        places: Tensor | None = None,
+        scaled: bool = True,
+    ) -> Pointwise:
         """Compute the log-likelihood of each observation at each draw.
 
         :param target: the posterior of all data.
         :param draws: by site, ``(num_chains, num_draws, *site_shape)``.
+        :param places: of the observations to compute, by default all, ``(num_observations,)``.
+        :param scaled: see :meth:`Target.log_likelihood`.
         :raises ValueError: for draws that are all one point, observations that depend on discrete
             latent variables, and log-likelihoods that are not finite.
         """
         refuse_point(draws)
         lead = next(iter(draws.values())).shape[:2]
         flat = {name: value.flatten(0, 1) for name, value in draws.items()}
-        sites = observed_sites(target, flat)
-        values = observation_columns(target.log_likelihood(flat, list(sites)), sites)
+        sites, parts = observed_sites(target, flat), []
+        for start in range(0, lead.numel(), DECISIONS.draws_at_once):
+            some = {k: value[start : start + DECISIONS.draws_at_once] for k, value in flat.items()}
+            part = observation_columns(target.log_likelihood(some, list(sites), scaled), sites)
+            parts.append(part if places is None else part[:, places])
+        values = torch.cat(parts)
         labels = [
             label
             for name, site in sites.items()
@@ -123,6 +137,9 @@ class Pointwise:
             )
             if used
         ]
+        if places is None:
+            places = torch.arange(len(labels))
+        labels = [labels[place] for place in places.tolist()]
         lost = (~values.isfinite()).sum(0)
         if lost.any():
             worst = int(lost.argmax())
@@ -131,7 +148,7 @@ class Pointwise:
                 f"{int(lost[worst])} of {len(values)} draws. Cure: a finite weight "
                 "(poutine.scale), data inside of the support, or a mask for this observation"
             )
-        return Pointwise(dict(draws), values.unflatten(0, lead), tuple(labels), sites)
+        return Pointwise(dict(draws), values.unflatten(0, lead), tuple(labels), sites, places)
 
     def weights_with(self, index: Tensor, weight: float) -> dict[str, Tensor]:
         """Return weights of all observations: 1, and another one for some.
@@ -140,8 +157,9 @@ class Pointwise:
         :returns: by observed site, ``(*batch_shape)``.
         """
         found, first = {}, 0
-        every = torch.ones(len(self.labels), dtype=torch.float64)
-        every[index] = weight
+        number = sum(int(site.used.sum()) for site in self.sites.values())
+        every = torch.ones(number, dtype=torch.float64)
+        every[self.places[index]] = weight
         for name, site in self.sites.items():
             number = int(site.used.sum())
             found[name] = site.used.double()

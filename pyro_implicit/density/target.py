@@ -751,11 +751,11 @@ class Target:
 
     @torch.no_grad()
     def log_likelihood(
-        self, draws: Mapping[str, Tensor], sites: Sequence[str]
+        self, draws: Mapping[str, Tensor], sites: Sequence[str], scaled: bool = True
     ) -> dict[str, Tensor]:
         """Return the log-likelihood of each observation, scaled as in the log-density.
 
-        A masked observation has the value 0.
+        A masked observation has the value 0, if scaled.
 
         **Example:**
 
@@ -770,6 +770,7 @@ class Target:
 
         :param draws: constrained values by site, ``(num_draws, *site_shape)``.
         :param sites: the names of observed sites.
+        :param scaled: False leaves out scales and masks, also that of a minibatch to all data.
         :returns: by site, ``(num_draws, *batch_shape)``: an event is one observation.
         :raises ValueError: for sites that depend on discrete latent variables, which are summed
             out.
@@ -785,8 +786,9 @@ class Target:
 
         def read(trace: Trace) -> dict[str, Tensor]:
             compute_log_prob(trace)
-            return {name: trace.nodes[name]["log_prob"] for name in sites}
+            return {name: trace.nodes[name][key] for name in sites}
 
+        key = "log_prob" if scaled else "unscaled_log_prob"
         parts = []
         for start in range(0, len(next(iter(draws.values()))), RUNS.draws_at_once):
             some = {k: value[start : start + RUNS.draws_at_once] for k, value in draws.items()}

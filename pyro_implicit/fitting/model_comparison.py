@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from os import PathLike
@@ -21,13 +21,21 @@ from pyro_implicit.decisions.pointwise import (
     refuse_point,
 )
 from pyro_implicit.decisions.policy import DECISIONS
+from pyro_implicit.decisions.subsampled import (
+    Subsample,
+    difference_estimate,
+    subsample_batches,
+    subsample_observations,
+)
+from pyro_implicit.density.model import SubsampledError
 from pyro_implicit.density.target import Target
 from pyro_implicit.export import import_arviz, quiet_arviz
 from pyro_implicit.fitting.log_evidence import LogEvidence, log_evidence
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.infer import EvidenceBound, evidence_bound
 from pyro_implicit.runtime.global_state import in_turn, with_seed
-from pyro_implicit.runtime.messages import Printed, Table, refuse_nonpositive
+from pyro_implicit.runtime.messages import Printed, Table, refuse_counts, refuse_nonpositive
+from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import watching
 
 if TYPE_CHECKING:
@@ -43,10 +51,12 @@ class ModelComparison(Printed):
     ``print`` shows the table.
 
     :ivar table: ArviZ's table of ``arviz.compare``, best model first, with columns ``stacking`` and
-        ``pseudo_bma`` (weights of models, pseudo-BMA by the Bayesian bootstrap).
+        ``pseudo_bma`` (weights of models, pseudo-BMA by the Bayesian bootstrap). With
+        ``subsample``, ``subsampling_se`` and ``subsampling_dse`` are the standard errors of the
+        elpd and of its difference by the choice of the observations.
     :ivar elpd: by model, the expected log predictive density of each observation,
-        ``(num_observations,)``.
-    :ivar labels: the names of the observations.
+        ``(num_observations,)``; with ``subsample``, of the chosen ones.
+    :ivar labels: the names of these observations.
     :ivar loo: by model, the leave-one-out result; empty for K-fold cross-validation.
     :ivar evidence: by model, the log evidence; None if it is unknown.
     :ivar bounds: by model, the certified lower bound of its guide; None if it is unknown.
@@ -68,12 +78,18 @@ class ModelComparison(Printed):
 
     def _blocks(self) -> Iterator[str | Table]:
         kind = "LOO" if self.loo else "K-fold"
-        head = [kind, "elpd", "se", "difference", "se", "stacking", "pseudo-BMA"]
+        shown = {"elpd_loo": "elpd", "se": "se", "elpd_diff": "difference", "dse": "se"}
+        if "subsampling_se" in self.table:
+            shown = {
+                "elpd_loo": "elpd", "subsampling_se": "subsampling se", "se": "se",
+                "elpd_diff": "difference", "subsampling_dse": "subsampling se", "dse": "se",
+            }  # fmt: skip
+        head = [kind, *shown.values(), "stacking", "pseudo-BMA"]
         head += ["repaired, bad"] if self.loo else []
         head += ["log evidence", "bound"] if self.evidence else []
         rows = [head]
         for name, one in self.table.iterrows():
-            row = [name, *(f"{one[key]:.1f}" for key in ("elpd_loo", "se", "elpd_diff", "dse"))]
+            row = [name, *(f"{one[key]:.1f}" for key in shown)]
             row += [f"{one[key]:.2f}" for key in ("stacking", "pseudo_bma")]
             if self.loo:
                 loo = self.loo[name]
@@ -122,6 +138,8 @@ def compare_models(
     folds: int | None = None,
     executor: Executor | None = None,
     fit_options: Mapping[str, Any] | None = None,
+    subsample: int | None = None,
+    batches: Iterable[Any] | None = None,
     evidence: bool = True,
     max_seconds: float = 60.0,
     seed: int | None = None,
@@ -166,6 +184,12 @@ def compare_models(
         ``concurrent.futures.ProcessPoolExecutor``, which needs models that can be pickled
         (functions of a module). By default the fits run one after the other.
     :param fit_options: options of :func:`~pyro_implicit.fit` in K-fold cross-validation.
+    :param subsample: the number of randomly chosen observations whose LOO is computed, for large
+        data. A cheap surrogate of all observations makes the estimate of their sum precise, and
+        the table has its standard error by subsampling (Magnusson et al., 2020).
+    :param batches: the minibatches, for results of ``fit(batches=...)``; needs ``subsample``. Each
+        row of a minibatch must be one observation. The draws of the guides, or of ``refine`` by
+        minibatches, are taken as the posterior, and nothing is repaired.
     :param evidence: whether to compute the log evidence.
     :param max_seconds: wall time for the repair of the observations of each model.
     :param seed: of all random numbers; by default the current streams are used.
@@ -185,10 +209,22 @@ def compare_models(
        distributions*.
     3. Meng and Wong (1996), *Simulating ratios of normalizing constants via a simple identity: a
        theoretical exploration*.
+    4. Magnusson, Vehtari, Jonasson and Andersen (2020), *Leave-one-out cross-validation for
+       Bayesian model comparison in large data*.
     """
     refuse_nonpositive(max_seconds=max_seconds)
     _refuse_results(results)
-    found = {name: pointwise_of(name, one) for name, one in results.items()}
+    parts: dict[str, Subsample] = {}
+    if subsample is None:
+        if batches is not None:
+            raise ValueError("batches need subsample. Cure: compare_models(..., subsample=1000)")
+        found = {name: pointwise_of(name, one) for name, one in results.items()}
+    else:
+        refuse_counts(2, subsample=subsample)
+        if folds is not None:
+            raise ValueError("folds and subsample exclude each other. Cure: leave out one of them")
+        parts = _subsamples(results, subsample, batches)
+        found = {name: part.found for name, part in parts.items()}
     first = next(iter(found))
     for name in found:
         _refuse_other_data(first, found[first], name, found[name])
@@ -196,13 +232,16 @@ def compare_models(
     with watching(progress):
         if folds is None:
             for name, one in results.items():
+                target = one.target if batches is None else None
                 loo[name] = leave_one_out(
-                    one.target, found[name], max_seconds, one.resampling_efficiency
+                    target, found[name], max_seconds, one.resampling_efficiency
                 )
             elpd = {name: one.elpd for name, one in loo.items()}
         else:
             elpd = _k_fold(results, found, folds, executor, dict(fit_options or {}))
     table = _table(elpd, loo, found)
+    if parts:
+        table = _extrapolated(table, parts, elpd)
     labels = found[first].labels
     if not evidence:
         return ModelComparison(table, elpd, labels, loo)
@@ -306,6 +345,60 @@ def _table(
         bma = arviz.compare(compared, ic="loo", method="BB-pseudo-BMA", seed=seed)
     table["stacking"] = table["weight"]
     table["pseudo_bma"] = bma["weight"]
+    return table
+
+
+# Subsampled leave-one-out cross-validation
+
+
+def _subsamples(
+    results: Mapping[str, Fit], number: int, batches: Iterable[Any] | None
+) -> dict[str, Subsample]:
+    draws = {name: one.draws_by_chain(DECISIONS.num_draws) for name, one in results.items()}
+    if batches is not None:
+        targets, stream = {}, BatchStream(batches)
+        for name, one in results.items():
+            model, args, kwargs = one.source
+            targets[name] = Target.of_minibatches(
+                model, *args, batch=stream.probed[0], model_kwargs=kwargs
+            )
+        return subsample_batches(targets, draws, batches, number)
+    for name, one in results.items():
+        if one.minibatches:
+            raise SubsampledError(
+                f"model '{name}' was fitted by minibatches, and compare_models needs them. Cure: "
+                "compare_models(..., subsample=1000, batches=loader)"
+            )
+    order, parts = None, {}
+    for name, one in results.items():
+        sites = observed_sites(one.target, {k: value[0] for k, value in draws[name].items()})
+        size = sum(int(site.used.sum()) for site in sites.values())
+        if order is None or len(order) != size:  # other data are refused later
+            order = torch.randperm(size)
+        parts[name] = subsample_observations(one.target, draws[name], order, number)
+    return parts
+
+
+def _extrapolated(table: Any, parts: Mapping[str, Subsample], elpd: Mapping[str, Tensor]) -> Any:
+    """Replace sums over the chosen observations by estimates of the sums over all."""
+    table = table.copy()
+    estimates = {
+        name: difference_estimate(part.surrogate, part.found.places, elpd[name])
+        for name, part in parts.items()
+    }
+    best = max(estimates, key=lambda name: estimates[name].total)
+    for name, found in estimates.items():
+        surrogate = parts[best].surrogate - parts[name].surrogate
+        places = parts[name].found.places
+        gap = difference_estimate(surrogate, places, elpd[best] - elpd[name])
+        columns = {
+            "elpd_loo": found.total, "se": found.error, "subsampling_se": found.subsampling_error,
+            "elpd_diff": gap.total, "dse": gap.error, "subsampling_dse": gap.subsampling_error,
+        }  # fmt: skip
+        for column, value in columns.items():
+            table.loc[name, column] = value
+    table = table.sort_values("elpd_loo", ascending=False)
+    table["rank"] = range(len(table))
     return table
 
 
