@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare ``fit`` with exact smoothers: a local level model, and a separable AR(1) field.
+"""Compare ``fit`` with exact posteriors: a local level model, a separable AR(1) field, groups.
 
-Given the hyperparameters, both posteriors are Gaussian: Kalman's smoother, and the eigenvectors of
-the correlation along a side. The hyperparameters are integrated over a grid.
+Given the hyperparameters, the first two are Gaussian: Kalman's smoother, and the eigenvectors of
+the correlation along a side. The groups are those of ``families``. The hyperparameters are
+integrated over a grid.
 
     python -m benchmarks.large.exact --out benchmarks/results/exact.jsonl
 """
@@ -21,6 +22,8 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from benchmarks.large.families import FAMILIES
+from pyro_implicit.diagnostics import diagnose
 from pyro_implicit.fitting import fit
 
 GRID = 17  # points for each hyperparameter, from -WIDTH to WIDTH sds of the draws
@@ -155,6 +158,7 @@ KINDS = {
         field_exact,
         ("phi", "scale", "noise"),
     ),
+    **FAMILIES,
 }
 
 
@@ -187,6 +191,7 @@ def compare(name: str, seed: int) -> dict:
     expected = weight @ means
     sd = (weight @ (variances + means.square()) - expected.square()).sqrt()
     drawn = states(draws)
+    verdict = diagnose(model, found.posterior, y).verdict if kind in FAMILIES else None
     report = {
         "model": name,
         "seed": seed,
@@ -197,6 +202,7 @@ def compare(name: str, seed: int) -> dict:
         "r_hat": refined and refined.drift and round(refined.drift.r_hat, 3),
         "gradients": refined and refined.num_gradients,
         "draws": len(drawn),
+        "verdict": verdict,
         "state_mean_error_rms": ((drawn.mean(0) - expected) / sd).square().mean().sqrt().item(),
         "state_sd_ratio": (drawn.std(0) / sd).mean().item(),
     }
