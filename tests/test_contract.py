@@ -8,6 +8,7 @@ import gc
 import math
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -61,11 +62,15 @@ class Model:
         generator = torch.Generator().manual_seed(0)
         self.x = torch.randn(3, 5, 2, generator=generator).to(device, dtype)
         self.y = torch.randn(3, 5, generator=generator).to(device, dtype)
+        self.num_groups, self.rows = 3, None
+
+    def plate(self) -> pyro.plate:
+        return pyro.plate("groups", self.num_groups, subsample=self.rows, dim=-2)
 
     def __call__(self) -> None:
         scale = pyro.sample("scale", dist.LogNormal(self.x.new_zeros(()), 0.5))
         weight = pyro.sample("weight", dist.Normal(self.x.new_zeros(2), 1.0).to_event(1))
-        with pyro.plate("groups", 3, dim=-2):
+        with self.plate():
             offset = pyro.sample("offset", dist.Normal(0.0 * scale, scale))
             with pyro.plate("rows", 5, dim=-1):
                 mean = (self.x * weight).sum(-1) + offset
@@ -102,6 +107,16 @@ def guide_list(model: Model) -> AutoGuideList:
     return guide
 
 
+def of_rows(make: Callable[..., AutoImplicit], **options: Any) -> Callable[[Model], Callable]:
+    """A guide with parameters of each of ten groups, three of which are the minibatch."""
+
+    def guide(model: Model) -> Callable:
+        model.num_groups, model.rows = 10, torch.tensor([1, 4, 8], device=model.x.device)
+        return make(model, create_plates=model.plate, **options)
+
+    return guide
+
+
 GUIDES: dict[str, Callable[[Model], Callable]] = {
     "AutoImplicit": lambda m: AutoImplicit(m, frame=None),
     "AutoImplicit-residual": lambda m: AutoImplicit(
@@ -121,6 +136,10 @@ GUIDES: dict[str, Callable[[Model], Callable]] = {
     "AutoSemiImplicit-MMNN": lambda m: AutoSemiImplicit(
         m, lambda size: MMNN((2, 2), ((4, 3),), (3, 3), output_dim=size), frame=None
     ),
+    "AutoImplicit-rows": of_rows(
+        AutoImplicit, generator=lambda size: ResidualGenerator(size, 3), init_scale=0.1
+    ),
+    "AutoSemiImplicit-rows": of_rows(AutoSemiImplicit, noise_scale="learn"),
     "AutoGuideList": guide_list,
     "HandWritten": HandWritten,
 }

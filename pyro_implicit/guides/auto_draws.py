@@ -322,8 +322,7 @@ class AutoDraws(DrawSummaries, AutoContinuous):
                 refuse_moving_supports(self.model, args, kwargs, self.prototype_trace)
             self._make_parameters(*args, **kwargs)
             if rows is not None:
-                centre = self._init_loc().detach()
-                self.rows = RowNormals(self._row_sites, rows, centre, INIT_SCALE)
+                self.rows = RowNormals(self._row_sites, rows, self.latent_dim, INIT_SCALE)
         except BaseException:
             self.prototype_trace = None  # so that the next call raises the error again
             raise
@@ -401,9 +400,13 @@ class AutoDraws(DrawSummaries, AutoContinuous):
         values = dict(trace.nodes["_RETURN"]["value"])
         for site in self._row_sites:
             with self._enter(site) as index:
-                latent = trace.nodes[self._latent_name]["value"]
-                values[site.name] = pyro.sample(site.name, self.rows.posterior(site, latent, index))
+                step = trace.nodes[self._latent_name]["value"] - self._centre()
+                values[site.name] = pyro.sample(site.name, self.rows.posterior(site, step, index))
         return values
+
+    def _centre(self) -> Tensor:
+        """Return a point in the middle of the latent vectors, ``(latent_dim,)``, for rows."""
+        raise NotImplementedError
 
     @contextmanager
     def _enter(self, site: LocalSite) -> Iterator[Tensor]:
@@ -439,8 +442,9 @@ class AutoDraws(DrawSummaries, AutoContinuous):
                 self._create_plates(*args, **kwargs)
                 with self._enter(site) as index:
                     num_batch = site.row_dim - site.rows.dim
-                    latent = latents.reshape(num_samples, *(1,) * num_batch, -1)
-                    values[site.name] = self.rows.posterior(site, latent, index).sample()
+                    step = latents - self._centre()
+                    step = step.reshape(num_samples, *(1,) * num_batch, -1)
+                    values[site.name] = self.rows.posterior(site, step, index).sample()
         return values
 
     @torch.no_grad()

@@ -251,6 +251,12 @@ class AutoImplicit(AutoDraws):
         (latent_dim,)."""
         return dist.TransformedDistribution(self._implicit(), self._frame_transforms())
 
+    def _centre(self) -> Tensor:
+        centre = self._registered_generator()(self.loc.new_zeros(1, self.noise_dim)).squeeze(0)
+        for transform in self._frame_transforms():
+            centre = transform(centre)
+        return centre
+
     def get_base_dist(self) -> dist.TorchDistribution:
         """Return the distribution of the noise, ``event_shape`` (noise_dim,)."""
         return self._noise()

@@ -137,6 +137,11 @@ class AutoMixture(AutoDraws):
             )
 
     def _make_parameters(self, *args: Any, **kwargs: Any) -> None:
+        if self._row_sites:
+            raise ValueError(
+                f"AutoMixture has no parameters of rows, which site '{self._row_sites[0].name}' "
+                "needs. Cure: AutoSemiImplicit(model, create_plates=...)"
+            )
         refuse_stored(self, {"log_weights": (len(self.components),)})
         for index, component in enumerate(self.components):
             if component.prototype_trace is None:
@@ -280,6 +285,9 @@ class AutoEnsemble(AutoDraws):
     def get_posterior(self, *args: Any, **kwargs: Any) -> dist.Delta:
         """Return the distribution of the unconstrained latent vector."""
         return _Members(self.members)
+
+    def _centre(self) -> Tensor:
+        return self.members.mean(0)
 
     @torch.no_grad()
     def get_samples(self) -> dict[str, Tensor]:

@@ -105,21 +105,20 @@ class RowNormals(PyroModule):
     r"""Normals of latent variables of rows, given the others, with parameters of each row.
 
     In unconstrained space, row i has
-    :math:`z_i = \mu_i + B_i (u - c) + \sigma_i \epsilon_i`, where u are the other latent
-    variables and c their initial location. Without :math:`B_i` the rows were independent of the
-    others, whose posterior would then be too narrow.
+    :math:`z_i = \mu_i + (B + B_i) (u - c) + \sigma_i \epsilon_i`, where u are the other latent
+    variables and c a point in their middle. Without slopes the rows were independent of the others,
+    whose posterior would then be too narrow; all rows learn B, and :math:`B_i` corrects it.
 
     :param sites: the latent variables of rows.
     :param trace: of the model, for their initial values.
-    :param centre: c, ``(latent_dim,)``.
+    :param num_others: the number of the other latent variables.
     :param scale: the initial :math:`\sigma_i`.
     """
 
     def __init__(
-        self, sites: Collection[LocalSite], trace: Any, centre: Tensor, scale: float
+        self, sites: Collection[LocalSite], trace: Any, num_others: int, scale: float
     ) -> None:
         super().__init__()
-        self.register_buffer("centre", centre)
         for site in sites:
             value = biject_to(site.support).inv(trace.nodes[site.name]["value"]).detach()
             # Pyro's start of AutoNormal: the values of the first minibatch, again and again.
@@ -127,14 +126,16 @@ class RowNormals(PyroModule):
             setattr(self, f"loc_{site.key}", PyroParam(loc))
             spread = PyroParam(torch.full_like(loc, scale), constraints.positive)
             setattr(self, f"scale_{site.key}", spread)
-            slope = loc.new_zeros(*loc.shape, len(centre))
+            slope = loc.new_zeros(*loc.shape, num_others)
             setattr(self, f"slope_{site.key}", PyroParam(slope))
+            shared = slope.narrow(site.row_dim, 0, 1).clone()
+            setattr(self, f"shared_{site.key}", PyroParam(shared))
 
-    def posterior(self, site: LocalSite, latent: Tensor, index: Tensor) -> dist.TorchDistribution:
+    def posterior(self, site: LocalSite, step: Tensor, index: Tensor) -> dist.TorchDistribution:
         """Return the distribution of some rows, in the support of the site.
 
         :param site: the latent variable.
-        :param latent: unconstrained values of the others, ``(*batch, latent_dim)``, with a
+        :param step: u - c, ``(*batch, latent_dim)``, with a
             dimension in ``batch`` for each dimension of the plates of the site, or none.
         :param index: of the rows.
         """
@@ -144,7 +145,7 @@ class RowNormals(PyroModule):
             getattr(self, f"{name}_{site.key}").index_select(site.row_dim, index) for name in names
         )
         num_events = loc.dim() - num_batch
-        step = latent - self.centre
         step = step.reshape(*step.shape[:-1], *(1,) * num_events, step.shape[-1])
+        slope = slope + getattr(self, f"shared_{site.key}")
         base = dist.Normal(loc + (slope * step).sum(-1), scale).to_event(num_events)
         return dist.TransformedDistribution(base, [biject_to(site.support)])

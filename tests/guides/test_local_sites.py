@@ -13,13 +13,14 @@ from pyro.infer import Predictive
 
 from pyro_implicit import (
     AutoImplicit,
+    AutoMixture,
     AutoregressiveGenerator,
     AutoSemiImplicit,
     InjectiveELBO,
     fit,
 )
 from pyro_implicit.fitting import Fit
-from pyro_implicit.guides import Frame
+from pyro_implicit.guides import AutoEnsemble, Frame
 from pyro_implicit.runtime.global_state import seeded
 from tests.test_contract import ELBOS, NUM_PARTICLES, refusal
 
@@ -60,7 +61,6 @@ def log_evidence(x):
 def set_exact(guide, x):
     mean, _, loc, slope, scale = exact(x)
     with torch.no_grad():
-        guide.rows.centre.fill_(mean)
         guide.rows.loc_z.copy_(loc)
         guide.rows.slope_z.fill_(slope)
         guide.rows.scale_z_unconstrained.fill_(math.log(scale))
@@ -100,7 +100,6 @@ def test_gradients_of_the_rows_of_a_minibatch(vectorize):
     guide(x[index], index)
     values = [x + 0.3, 0.1 * x.unsqueeze(-1), 0.2 + 0.1 * x.abs()]
     with torch.no_grad():
-        guide.rows.centre.fill_(1.0)
         for name, value in zip(("loc", "slope", "scale"), values, strict=True):
             raw = value.log() if name == "scale" else value
             getattr(guide.rows, f"{name}_z_unconstrained").copy_(raw)
@@ -125,10 +124,12 @@ def test_fit_by_minibatches_against_the_exact_posterior(tmp_path):
         model, guide, batches=batches, epochs=130, lr=0.05, num_particles=8, seed=0, progress=False
     )
     draws = result.sample(4000, x, index)
+    width = math.sqrt(scale**2 + (share * sd) ** 2)
     assert draws["mean"].mean().item() == pytest.approx(mean, abs=0.3 * sd)
     # Rows that are independent of the mean would make it too narrow, by sqrt(1/2).
     assert draws["mean"].std().item() == pytest.approx(sd, rel=0.2)
-    width = math.sqrt(scale**2 + (share * sd) ** 2)
+    correlation = torch.corrcoef(torch.cat([draws["mean"][:, None], draws["z"]], -1).mT)[0, 1:]
+    assert correlation.mean().item() == pytest.approx(share * sd / width, abs=0.1)
     torch.testing.assert_close(draws["z"].mean(0), loc, rtol=0, atol=0.3 * width)
     torch.testing.assert_close(draws["z"].std(0), torch.full_like(loc, width), rtol=0.2, atol=0)
     few = result.sample(5, x[:3], index[:3])
@@ -168,6 +169,7 @@ def test_every_method_trains_the_rows_of_a_minibatch(name):
             grad = getattr(guide.rows, f"{kind}_{site}_unconstrained").grad
             found = grad.movedim(dim, 0).reshape(20, -1).abs().sum(-1)
             assert found.nonzero().flatten().tolist() == sorted(index.tolist())
+        assert (getattr(guide.rows, f"shared_{site}_unconstrained").grad != 0).any()
         assert guide.rows.loc_z.shape[-1] == size or site == "part"
     draws = guide.sample_posterior(7, x[:, :2], index[:2])
     shapes = {key: tuple(value.shape) for key, value in draws.items()}
@@ -188,3 +190,22 @@ def test_refusals(options, message):
     for _ in range(2):  # the second call says the same
         with pytest.raises(ValueError, match=message):
             guide(torch.zeros(3), torch.arange(3))
+
+
+def test_a_mixture_has_no_parameters_of_rows():
+    parts = [AutoImplicit(model, AutoregressiveGenerator, create_plates=rows_of)]
+    with pytest.raises(ValueError, match=r"AutoMixture has no .* site 'z'.*AutoSemiImplicit"):
+        AutoMixture(model, parts, create_plates=rows_of)(torch.zeros(3), torch.arange(3))
+
+
+def test_members_of_an_ensemble_have_common_rows():
+    x, index = torch.zeros(3), torch.arange(3)
+    guide = AutoEnsemble(model, 2, create_plates=rows_of)
+    guide(x, index)
+    with torch.no_grad():
+        guide.members = torch.tensor([[-1.0], [3.0]])
+        guide.rows.slope_z, guide.rows.shared_z = torch.full((12, 1), 0.2), torch.full((1, 1), 0.3)
+        guide.rows.scale_z = torch.full((12,), 1e-4)
+    draws = guide.sample_posterior(2, x, index)
+    expected = guide.rows.loc_z[:3] + 0.5 * (draws["mean"].unsqueeze(-1) - 1.0)
+    torch.testing.assert_close(draws["z"], expected, atol=1e-3, rtol=0)
