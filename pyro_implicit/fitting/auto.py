@@ -276,7 +276,7 @@ def fit(
             width = len(stages.batches.probed[0])
             draws = policy.held_out
             if is_network:  # all members of an ensemble
-                number = max(draws.num_draws, policy.network.num_members)
+                number = max(draws.num_draws, policy.network.fewest_members)
                 draws = replace(draws, num_draws=number)
             stages.held_out = HeldOut(model, validation, args, kwargs, width, draws)
     stages.validation, stages.teaches = validation, teach

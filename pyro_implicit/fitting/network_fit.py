@@ -61,7 +61,8 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     """
     policy, model = stages.policy.network, stages.model
     assert isinstance(model, NetworkModel)
-    cost = policy.cost_ratio * target.seconds(policy.num_members)
+    members = affordable_members(target, policy)
+    cost = policy.cost_ratio * target.seconds(members)
     # A limit of time that the user sets replaces the budget, and ends the chains by itself.
     is_timed = math.isfinite(stages.limit.end)
     left = stages.limit.left(1 - policy.training_share)
@@ -76,7 +77,7 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     elif has_chains:
         # Without chains there is nothing to compare, and the ensemble needs all rows.
         rows = split_rows(model, stages.args, stages.kwargs, policy)
-    _train_ensemble(stages, model, rows)
+    _train_ensemble(stages, model, rows, members)
     if rows is not None:
         _score(stages, rows.model, rows.held, stages.result.guide.get_samples())
     seconds = stages.limit.left() if is_timed else policy.chain_seconds
@@ -102,9 +103,9 @@ def train_by_minibatches(stages: Stages, time_share: float) -> Fit:
     policy, model = stages.policy.network, stages.model
     assert isinstance(model, NetworkModel) and stages.batches is not None
     guide = own_names(
-        AutoEnsemble(model, policy.num_members, init_to_shuffled(start_values(model)))
+        AutoEnsemble(model, policy.fewest_members, init_to_shuffled(start_values(model)))
     )
-    loss = default_loss(guide, policy.num_members)
+    loss = default_loss(guide, policy.fewest_members)
     result = stages.train_alone("ensemble", guide, loss, time_share)
     if time_share == 1:
         result.stages[-1].outcome += "; no chains, which need all data or refine=True"
@@ -118,16 +119,32 @@ def score_validation(stages: Stages, posterior: Any) -> None:
         _score(stages, stages.model, stages.validation, posterior)
 
 
-def _train_ensemble(stages: Stages, model: NetworkModel, rows: HeldOutRows | None) -> None:
+def affordable_members(target: Target, policy: NetworkPolicy) -> int:
+    """Return the number of members: more than the least while overhead dominates their cost.
+
+    :param target: all data; its estimate of seconds counts operations and their sizes.
+    """
+    if policy.num_members is not None:
+        return policy.num_members
+    least = policy.least_members
+    first, second = target.seconds(least), target.seconds(2 * least)
+    one = (second - first) / least
+    overhead = first - least * one
+    return max(least, min(policy.most_members, int(overhead / one))) if one > 0 else least
+
+
+def _train_ensemble(
+    stages: Stages, model: NetworkModel, rows: HeldOutRows | None, members: int
+) -> None:
     """Train on the rows that are not held out, until the ensemble predicts the others best."""
     policy, whole = stages.policy.network, (stages.trained, stages.args, stages.kwargs)
     if rows is not None:
         stages.trained, stages.args, stages.kwargs = rows.model, (rows.x, rows.y), {}
-        stages.held_out = rows.watch(policy)
+        stages.held_out = rows.watch(policy, members)
     try:
         start = init_to_shuffled(start_values(model))
-        guide = own_names(AutoEnsemble(model, policy.num_members, start))
-        loss = default_loss(guide, policy.num_members, *stages.args, model_kwargs=stages.kwargs)
+        guide = own_names(AutoEnsemble(model, members, start))
+        loss = default_loss(guide, members, *stages.args, model_kwargs=stages.kwargs)
         steps = stages.steps_for(guide, loss, policy.training_seconds / policy.cost_ratio)
         if rows is not None and steps > policy.score_interval:
             steps -= steps % policy.score_interval  # the last step is one with a score
@@ -240,7 +257,7 @@ def _walk(
     with result.attempt(name) as line:
         refined = refine_target(
             Sampler(target, starts),
-            stages.policy.network.num_members,
+            len(next(iter(starts.values()))),
             max(1, gradients),
             max_seconds=left if math.isfinite(left) else None,
             kernel="mclmc",
@@ -271,9 +288,9 @@ class HeldOutRows(NamedTuple):
     y: Tensor
     held: Iterable[Any]
 
-    def watch(self, policy: NetworkPolicy) -> HeldOut:
+    def watch(self, policy: NetworkPolicy, members: int) -> HeldOut:
         """Return scores of an ensemble that end its training."""
-        settings = HeldOutPolicy(policy.patience, policy.num_members)
+        settings = HeldOutPolicy(policy.patience, members)
         return HeldOut(self.model, self.held, policy=settings, interval=policy.score_interval)
 
 

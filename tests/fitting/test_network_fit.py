@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from pyro_implicit import AutoEnsemble, fit
+from pyro_implicit.density import Target
 from pyro_implicit.fitting import Fit, FitPolicy, NetworkPolicy, network_fit, training
-from pyro_implicit.fitting.network_fit import is_worse, split_rows
+from pyro_implicit.fitting.network_fit import affordable_members, is_worse, split_rows
 from pyro_implicit.nn import classifier, evaluate, predict, regressor, to_bayesian_
 
 ROWS, DIM, NOISE = 60, 110, 0.5
@@ -80,6 +81,16 @@ def test_a_small_budget_ends_with_the_ensemble(linear, refine):
     names = [stage.name for stage in result.stages]
     assert names == (["ensemble"] if refine == "auto" else ["ensemble", "mclmc"])
     assert len(result.sample(4)["weight"]) == 4
+
+
+def test_small_data_have_more_members(linear, monkeypatch):
+    """Members are added until they cost as much as the overhead of a gradient."""
+    model, x, y = linear
+    target, policy = Target(model, x, y), NetworkPolicy(least_members=4, most_members=30)
+    for overhead, each, expected in ((1.0, 0.05, 20), (1.0, 0.01, 30), (1.0, 0.5, 4), (1.0, 0, 4)):
+        monkeypatch.setattr(Target, "seconds", lambda _, number, a=overhead, b=each: a + b * number)
+        assert abs(affordable_members(target, policy) - expected) <= (expected == 20)
+        assert affordable_members(target, replace(policy, num_members=7)) == 7
 
 
 def test_small_networks_are_like_other_models(linear):
