@@ -58,8 +58,8 @@ with 15 to 27 other processes: a gradient of ten members took 2.0 to 2.8 ms, and
 core. At fed1c75 chains start from trained members. 24e537f was tried and not kept: chains with
 long first steps from initial weights. At 60 CPU seconds on three random splits of concrete its
 log-likelihoods were .26, .41 and .29, and .30, .55 and .47 with chains from trained members.
-551c8cb has minimal-norm steps, preconditioned chains and long steps; it shared the cores with 12 other
-processes, and a gradient of ten members took 2.5 ms.
+551c8cb has minimal-norm steps, preconditioned chains and long steps; it shared the cores with 12
+other processes, and a gradient of ten members took 2.5 ms.
 """
 
 
