@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from pathlib import Path
 from statistics import median
 
@@ -127,6 +128,39 @@ def summary(records: list[Record], checks: dict[str, Record]) -> str:
     return "".join(f"* {line}\n" for line in lines)
 
 
+def stage_shares(records: list[Record]) -> str:
+    """Tabulate where `fit` spends its time: each stage's share of all seconds and by model.
+
+    The rest are the checks of the model, the plan and imports. Stages are timed by the clock, so
+    shares are of the sum of all stages and the rest of the run.
+    """
+    spent: dict[str, dict[str, float]] = {}
+    for record in records:
+        found = re.findall(r"^(\S.*?) {2,}([\d.]+)  ", record.get("report", ""), re.MULTILINE)
+        for name, seconds in found:
+            by_model = spent.setdefault(name, {})
+            by_model[record["model"]] = by_model.get(record["model"], 0.0) + float(seconds)
+    totals = {record["model"]: record["seconds"] for record in records if "report" in record}
+    known = {model: sum(one.get(model, 0.0) for one in spent.values()) for model in totals}
+    spent["rest"] = {model: max(0.0, totals[model] - known[model]) for model in totals}
+    rows = []
+    for name, by_model in spent.items():
+        shares = {model: seconds / totals[model] for model, seconds in by_model.items()}
+        worst = max(by_model, key=by_model.__getitem__)
+        rows.append((
+            sum(by_model.values()),
+            [
+                name,
+                str(len(by_model)),
+                f"{sum(by_model.values()) / sum(totals.values()):.0%}",
+                f"{median(shares.values()):.0%}",
+                f"{by_model[worst]:.1f} ({worst})",
+            ],
+        ))  # fmt: skip
+    header = ["stage", "models", "share of all seconds", "median share", "longest, s"]
+    return markdown_table(header, [row for _, row in sorted(rows, key=lambda row: -row[0])])
+
+
 def beside(records: list[Record], fits: dict[str, Record]) -> str:
     """Compare the times and distances of ``fit`` with those of another method."""
     pairs = [(fits[r["model"]], r) for r in records if r["model"] in fits]
@@ -178,6 +212,8 @@ def report(records: list[Record]) -> str:
         own = [record for record in records if record["method"] == method]
         rows = [row(record, checks.get(record["model"])) for record in own]
         parts += [f"## {method}\n", summary(own, checks), markdown_table(HEADER, rows)]
+        if method == "fit":
+            parts += ["Stages, by the clock:\n", stage_shares(own)]
         if method != "fit":
             parts.append(f"Compared with `fit`:\n\n{beside(own, fits)}")
         for title, half in (("used in development", "look"), ("only scored", "score")):

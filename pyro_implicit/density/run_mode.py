@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_implicit.compiled import is_tracing
 from pyro_implicit.ops.log_space import log_forward, log_ndtr
+from pyro_implicit.ops.matrices import normal_by_precision
 
 __all__ = ["BranchError", "RunMode", "VmapError", "all_runs", "in_each_run"]
 
@@ -157,7 +158,7 @@ def all_runs(tensor: Tensor) -> Tensor | None:
     return seen[0]
 
 
-# Distributions whose log-density vmap cannot compute
+# Distributions whose log-density vmap cannot compute, or torch computes slowly
 
 
 def log_prob_in_each_run(fn: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -173,6 +174,9 @@ def log_prob_in_each_run(fn: Any, *args: Any, **kwargs: Any) -> Tensor:
             args[0].unsqueeze(-1 - fn.observation_dist.event_dim)
         )
         return log_forward(fn.initial_logits, fn.transition_logits, observed)
+    if isinstance(fn, torch.distributions.MultivariateNormal) and "precision_matrix" in vars(fn):
+        # Torch inverts the factor of the precision; a recording leaves this out, as it is not used.
+        return normal_by_precision(args[0] - fn.loc, vars(fn)["precision_matrix"])
     mode = active_mode.get()
     try:
         return type(fn).log_prob(fn, *args, **kwargs)

@@ -13,6 +13,7 @@ directions without gain as they are.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ __all__ = [
     "from_standard",
     "from_symmetric_root",
     "lower_factor",
+    "normal_by_precision",
     "product",
     "root_of_inverse",
     "small_matvec",
@@ -60,6 +62,19 @@ def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
         largest = torch.finfo(matrix.dtype).max ** 0.5
         values, vectors = torch.linalg.eigh(matrix.double().clamp(-largest, largest))
         return values.to(matrix), vectors.to(matrix)
+
+
+def normal_by_precision(offset: Tensor, precision: Tensor) -> Tensor:
+    r"""Return the log-density of a normal with precision P, :math:`-\frac12 (x^\top P x -
+    \log |P| + n \log 2 \pi)`, without an inverse.
+
+    :param offset: x, the value minus the mean, ``(*batch, n)``.
+    :param precision: P, ``(*batch, n, n)``.
+    """
+    root = torch.linalg.cholesky(precision)
+    half_log_det = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    square = (offset * (precision @ offset.unsqueeze(-1)).squeeze(-1)).sum(-1)
+    return half_log_det - 0.5 * (square + offset.shape[-1] * math.log(2 * math.pi))
 
 
 def lower_factor(root: Tensor) -> Tensor:

@@ -481,3 +481,33 @@ class Names(DispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
+
+
+def test_a_normal_by_its_precision():
+    """Value and gradient are those of torch, also for a batch of matrices, and of none."""
+    root = torch.randn(2, 4, 4, dtype=torch.float64)
+    base = root @ root.mT + torch.eye(4)
+    loc, y = torch.randn(2, 2, 4, dtype=torch.float64)
+
+    def model():
+        scale = pyro.sample("scale", dist.Normal(torch.zeros(()).double(), 1.0))
+        shift = pyro.sample("shift", dist.Normal(torch.zeros(4).double(), 1.0).to_event(1))
+        normal = dist.MultivariateNormal(loc + shift, precision_matrix=base + scale * torch.eye(4))
+        with pyro.plate("rows", 2):
+            pyro.sample("y", normal, obs=y)
+
+    target = Target(model)
+    latent = torch.randn(6, 5, dtype=torch.float64)
+    latent[:, 0].clamp_(min=-0.4)
+    latent[0, 0] = -100.0  # no precision
+    found, score = target.score(latent)
+    assert found[0] == -math.inf and (score[0] == 0).all()
+    scale, shift = latent[1:, 0].requires_grad_(), latent[1:, 1:].requires_grad_()
+    covariance = (base + scale[:, None, None, None] * torch.eye(4)).inverse()
+    exact = torch.distributions.MultivariateNormal(loc + shift[:, None], covariance)
+    prior = torch.distributions.Normal(0.0, 1.0).log_prob(torch.cat([scale[:, None], shift], -1))
+    expected = exact.log_prob(y).sum(-1) + prior.sum(-1)
+    torch.testing.assert_close(found[1:], expected.detach())
+    by_scale, by_shift = torch.autograd.grad(expected.sum(), (scale, shift))
+    torch.testing.assert_close(score[1:, 0], by_scale)
+    torch.testing.assert_close(score[1:, 1:], by_shift)
