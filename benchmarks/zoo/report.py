@@ -141,6 +141,8 @@ def stage_shares(records: list[Record]) -> str:
             by_model = spent.setdefault(name, {})
             by_model[record["model"]] = by_model.get(record["model"], 0.0) + float(seconds)
     totals = {record["model"]: record["seconds"] for record in records if "report" in record}
+    if not totals:
+        return ""
     known = {model: sum(one.get(model, 0.0) for one in spent.values()) for model in totals}
     spent["rest"] = {model: max(0.0, totals[model] - known[model]) for model in totals}
     rows = []

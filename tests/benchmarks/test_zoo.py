@@ -14,7 +14,7 @@ from benchmarks.zoo import registry
 from benchmarks.zoo.metrics import Reference, measure, read_reference
 from benchmarks.zoo.references import gibbs
 from benchmarks.zoo.references.make import checks_file, kept_columns, merged, read
-from benchmarks.zoo.report import report
+from benchmarks.zoo.report import report, stage_shares
 
 NAMES = [name for collection in registry.COLLECTIONS for name in registry.names(collection)]
 CHECKED = {
@@ -174,3 +174,20 @@ def test_report():
     text = report([good, wrong, failed])
     assert "* wrongly trusted (ratio above 1.5): 1 (ordinal)" in text
     assert "* failed or stopped: 1 of 3 (33%) (topics)" in text
+
+
+def test_stage_shares():
+    table = "stage                 seconds  outcome\n"
+    first = table + "search                    1.0  1 mode\nmclmc, held out           2.0  done"
+    second = table + "search                    3.0  2 modes, 1.5  2.0 nats"
+    text = stage_shares([
+        {"model": "coin", "report": first, "seconds": 4.0},
+        {"model": "ordinal", "report": second, "seconds": 4.0},
+    ])  # fmt: skip
+    rows = [line.split("|")[1:-1] for line in text.splitlines()]
+    found = [[cell.strip() for cell in row] for row in rows[2:] if row]
+    assert found[0] == ["search", "2", "50%", "50%", "3.0 (ordinal)"]
+    assert sorted(found[1:]) == [
+        ["mclmc, held out", "1", "25%", "50%", "2.0 (coin)"],
+        ["rest", "2", "25%", "25%", "1.0 (coin)"],
+    ]
