@@ -12,6 +12,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,21 @@ def public_api() -> Iterator[str]:
                 yield from (f"    {member}" for member in members(value, set(homes)))
             else:
                 yield full + (signature(value) if inspect.isroutine(value) else "")
+
+
+def test_every_public_function_is_used_on_a_page():
+    """In the guide or the gallery, besides the reference."""
+    docs = ROOT / "docs"
+    pages = [docs / "index.rst", *docs.glob("*.rst"), *docs.glob("howto/*.rst")]
+    text = "\n".join(p.read_text(encoding="utf-8") for p in [*pages, *docs.glob("gallery/*/*.py")])
+    words = set(re.findall(r"\w+", text))
+    functions = {
+        name
+        for package in PACKAGES
+        for name, value in vars(importlib.import_module(package)).items()
+        if name in importlib.import_module(package).__all__ and inspect.isfunction(value)
+    }
+    assert len(functions) > 80 and functions <= words, sorted(functions - words)
 
 
 def test_public_api_is_the_one_that_is_frozen():

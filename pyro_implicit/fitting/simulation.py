@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyro
@@ -25,12 +26,15 @@ from pyro_implicit.diagnostics.calibration import (
     rank,
     simulation_trace,
 )
+from pyro_implicit.diagnostics.policy import Thresholds
 from pyro_implicit.diagnostics.quantities import element_labels
 from pyro_implicit.fitting.policy import SimulatorPolicy
+from pyro_implicit.mcmc.policy import TeachPolicy
 from pyro_implicit.mcmc.teaching import KeptBest, maximise
 from pyro_implicit.ops import logistic_ratio_loss
 from pyro_implicit.runtime.clock import TimeLimit
-from pyro_implicit.runtime.global_state import in_turn, with_seed
+from pyro_implicit.runtime.files import read_file, write_file
+from pyro_implicit.runtime.global_state import in_turn, seeded, with_seed
 from pyro_implicit.runtime.messages import (
     Printed,
     Table,
@@ -41,6 +45,9 @@ from pyro_implicit.runtime.progress import Callback, Stage, new_stage, watch, wa
 from pyro_implicit.runtime.sites import is_data
 
 __all__ = ["SimulatorDiagnosis", "SimulatorFit", "fit_simulator"]
+
+
+KIND = "a result of fit_simulator"
 
 
 class _Pairs(NamedTuple):
@@ -89,6 +96,12 @@ class _Simulator:
                 )
             self.supports[name] = support
             self.parts[name] = biject_to(support).inv(nodes[name]["value"]).shape
+
+    @property
+    def layout(self) -> dict[str, dict[str, list[int]]]:
+        """Names and shapes of the latents, unconstrained, and of the data."""
+        parts = {"latents": self.parts, "data": self.shapes}
+        return {k: {n: list(shape) for n, shape in one.items()} for k, one in parts.items()}
 
     def read_data(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """Return the observed values of a call."""
@@ -406,6 +419,70 @@ class SimulatorFit(Printed):
             self.num_simulations,
             policy,
         )
+
+    def save(self, path: str | Path) -> None:
+        """Write everything except the model and its data to one file.
+
+        The file is complete or absent, and holds tensors and numbers only: no code.
+
+        :param path: the path of the file.
+        :raises OSError: if the file cannot be written; an existing file does not change.
+        """
+        content = {
+            "stages": [(one.name, one.seconds, one.outcome) for one in self.stages],
+            "numbers": (self.num_simulations, self.num_failed),
+            "policy": asdict(self.policy) | {"accuracy": tuple(self.policy.accuracy)},
+            "shapes": self._simulator.layout,
+            "range": self._range,
+            "networks": [network.state_dict() for network in self._networks],
+            "classifier": self._classifier.state_dict(),
+        }
+        write_file(Path(path), content, KIND)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: Callable[..., Any],
+        *args: Any,
+        model_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> SimulatorFit:
+        """Load a file of :meth:`save`, without running code of the file.
+
+        :param path: the path of the file.
+        :param model: the simulator, with its ``args`` and ``kwargs``, which may have other data.
+        :param model_kwargs: keyword arguments of the model of any name.
+        :raises ValueError: for a damaged file, a file of another kind or format, or a simulator
+            with other latent variables or data of other shapes.
+        """
+        content = read_file(Path(path), "cpu", KIND, ())
+        kwargs, sites = {**kwargs, **(model_kwargs or {})}, list(content["shapes"]["latents"])
+        with seeded(0):  # one simulation shows the layout
+            simulator = _Simulator(model, args, kwargs, sites)
+        if simulator.layout != content["shapes"]:
+            raise ValueError(
+                f"the file {path} is of a simulator with {content['shapes']}, but this one has "
+                f"{simulator.layout}. Cure: the simulator that was fitted"
+            )
+        fields = content["policy"]
+        fields["training"] = TeachPolicy(**fields["training"])
+        fields["accuracy"] = Thresholds(*fields["accuracy"])
+        stages, (number, num_failed) = (
+            [Stage(*one) for one in content["stages"]],
+            content["numbers"],
+        )
+        found = cls(stages, number, num_failed, SimulatorPolicy(**fields))
+        found._simulator, found._range = simulator, content["range"]
+        dim = content["networks"][0]["frame.latent_loc"].numel()
+        blank = _Pairs(*(content["range"][0].new_zeros(2, n) for n in (dim, len(found._range[0]))))
+        with seeded(0):  # the initial values are replaced
+            found._networks = [_Density(blank, found.policy) for _ in content["networks"]]
+            found._classifier = _Classifier(blank, found.policy)
+        found._classifier.load_state_dict(content["classifier"])
+        for network, state in zip(found._networks, content["networks"], strict=True):
+            network.load_state_dict(state)
+        return found
 
     def _blocks(self) -> Iterator[str | Table]:
         rows = [(stage.name, f"{stage.seconds:.1f}", stage.outcome) for stage in self.stages]

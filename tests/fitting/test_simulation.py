@@ -15,9 +15,10 @@ import torch
 from pyro_implicit import fit_simulator
 from pyro_implicit.callbacks import Callback
 from pyro_implicit.diagnostics.calibration import simulation_trace
-from pyro_implicit.fitting import SimulatorPolicy
+from pyro_implicit.fitting import SimulatorFit, SimulatorPolicy
 from pyro_implicit.fitting.simulation import _contrast, _Density, _Pairs, _Simulator, _train
 from pyro_implicit.runtime.clock import TimeLimit
+from pyro_implicit.runtime.global_state import seeded as pyro_seed
 
 SMALL = SimulatorPolicy(
     num_networks=2, width=32, classifier_width=32, num_steps=700, lr=5e-3, batch_size=128
@@ -243,3 +244,31 @@ def test_simulations_replay_the_model():
     torch.manual_seed(0)
     assert torch.equal(simulator._latent(trace), trace.nodes["slope"]["value"])
     assert simulator.columns == ["y[0]", "y[1]"]
+
+
+def test_save_and_load(fitted, tmp_path):
+    file, other = tmp_path / "fit.pt", torch.tensor([0.3, -0.2])
+    fitted.save(file)
+    before = torch.get_rng_state()
+    loaded = SimulatorFit.load(file, nuisance, torch.tensor([1.0, 1.5]))
+    assert torch.equal(torch.get_rng_state(), before)
+    with pyro_seed(1):
+        draws = fitted.sample(50, other)["slope"]
+    with pyro_seed(1):
+        assert torch.equal(loaded.sample(50, other)["slope"], draws)
+    assert str(loaded) == str(fitted) and loaded.policy == fitted.policy
+    assert loaded.diagnose(num_simulations=200, seed=1).verdict == "check"
+    assert loaded.diagnose(torch.tensor([99.0, 0.0]), num_simulations=200, seed=1).outside
+    torch.load(file, weights_only=True)  # no code
+
+
+def test_files_of_other_simulators_are_refused(tmp_path):
+    def model(y):
+        x = pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(x.sum(), 0.1).expand(y.shape).to_event(1), obs=y)
+
+    fit_simulator(model, torch.zeros(3), **QUICK).save(tmp_path / "fit.pt")
+    with pytest.raises(ValueError, match=r"'y': \[3\].*'y': \[4\].*Cure: the simulator"):
+        SimulatorFit.load(tmp_path / "fit.pt", model, torch.zeros(4))
+    with pytest.raises(ValueError, match="sites names 'x'"):
+        SimulatorFit.load(tmp_path / "fit.pt", nuisance, torch.zeros(2))
