@@ -200,7 +200,8 @@ def _distil(stages: Stages, target: Target, chains: Refined, rows: HeldOutRows |
     # The last chains may have seen these rows, so that the loss of new rows is smaller.
     result, number = stages.result, stages.policy.network.num_scored
     with result.attempt("teach") as line:
-        guide = generators_of(target, chains, stages.policy.network.window_draws)
+        limits = stages.policy.network
+        guide = generators_of(target, chains, limits.window_draws, limits.generator_width)
         stages.guides.append(guide)
         line.outcome = f"{len(guide.components)} linear generators"
         if rows is not None:
@@ -219,15 +220,16 @@ def _distil(stages: Stages, target: Target, chains: Refined, rows: HeldOutRows |
         warn_user(f"fit made no generators from its chains: {first_line(line.error)}")
 
 
-def generators_of(target: Target, chains: Refined, size: int) -> AutoMixture:
+def generators_of(target: Target, chains: Refined, size: int, width: float) -> AutoMixture:
     """Make a mixture of generators, one for each window of each chain.
 
-    A component is a linear map from noise to the unconstrained latent variables, with the mean and
-    the covariance of the window's draws. It has as many noise dimensions as the window has draws.
-    In longer windows a chain leaves the range of a linear map.
+    A component is a linear map from noise to the unconstrained latent variables, with the mean of
+    the window's draws, and ``width`` squared times their covariance. It has as many noise
+    dimensions as the window has draws. In longer windows a chain leaves the range of a linear map.
 
     :param target: the posterior of the chains.
     :param size: about the number of consecutive draws in a window.
+    :param width: the ratio of standard deviations.
     """
     draws = chains.get_samples(group_by_chain=True)
     parts = []
@@ -236,7 +238,8 @@ def generators_of(target: Target, chains: Refined, size: int) -> AutoMixture:
         for window in latent.tensor_split(max(1, len(latent) // size)):
             mean, number = window.mean(0), len(window)
             linear = torch.nn.Linear(number, window.shape[-1], bias=False)
-            linear.weight.data = ((window - mean) / math.sqrt(max(1, number - 1))).T.contiguous()
+            factor = width / math.sqrt(max(1, number - 1))
+            linear.weight.data = (factor * (window - mean)).T.contiguous()
             frame = Frame(mean, scale=torch.ones_like(mean))
             parts.append(AutoImplicit(target.model, linear, number, frame=frame))
     return set_up(AutoMixture(target.model, parts), target.args, target.kwargs)
