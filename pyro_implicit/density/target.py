@@ -520,7 +520,6 @@ class Target:
         with poutine.block(), pyro.validation_enabled(False):
             return self._map(values, total, otherwise=nowhere) + log_det
 
-    @torch.no_grad()
     def terms(self, latent: Tensor) -> Tensor:
         """Return the log-density term by term: an element of a site's log-density each.
 

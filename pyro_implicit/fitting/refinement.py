@@ -243,8 +243,11 @@ def move_draws(
             patience=math.inf if stages.limit.seconds() else budget.patient_seconds,
             compile=stages.options["compile"],
             modes=modes if several else None,
+            from_prior="apart" if target.sampled else False,
         )
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
+        if target.sampled and refined.modes_weighed:
+            line.outcome += "; annealed, because chains stayed in separate modes"
         if refined.weights is not None:
             line.outcome += f"; {refined.weights}"
     if line.error is not None:

@@ -247,11 +247,19 @@ class MixedChains(WindowedChains):
         path = torch.stack(self._positions[len(self._positions) // 2 :])
         points = self.frame.to_points(path.flatten(0, 1))
         super()._end_window(hurry)
+        self.learn_moves(points)
+
+    def learn_moves(self, points: Tensor) -> None:
+        """Learn the moves of discrete elements from points ``(n, d)`` of the chains' space."""
         white = self.frame.to_white(points)
         continuous, values = white[:, : self._split], white[:, self._split :]
         self._learn(values)
         self.ridge = shift.ridge_of(continuous, values, self.elements, self.policy.shift)
         self.shift_size, self.num_shifts = self.policy.shift.first_size, 0
+
+    def _goes_on(self) -> bool:
+        assert self.last_drift is not None
+        return self.last_drift.r_hat <= self.policy.stopping.apart_r_hat and super()._goes_on()
 
     def _frame_of(
         self, draws: Tensor, kind: FrameKind, independent: float = math.inf

@@ -34,6 +34,7 @@ from pyro_implicit.mcmc.frame import FrameKind, minibatch_frame
 from pyro_implicit.mcmc.guide_density import MixtureModes
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains, StepSchedule, check_scaling
+from pyro_implicit.mcmc.mixed_tempering import temper_mixed, why_not_tempered
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
 from pyro_implicit.mcmc.refined import (
     Refined,
@@ -288,14 +289,15 @@ def refine(
         raise ValueError("teach needs a guide, but got draws. Cure: teach=False")
     target = Target(model, *args, model_kwargs=kwargs, sample_discrete=True)
     if target.sampled:
-        _refuse_mixed(target, kernel, frame, temper, teach)
+        _refuse_mixed(target, kernel, frame, teach)
     sampler, modes = Sampler(target, guide), None
     if temper:
         _check_tempering(target, kernel, frame, checkpoint)
         _call_once(sampler)
-        starts = sampler.draw(policy.tempering.num_starts)
-        seconds = limit.left(policy.tempering.search_share)
-        modes = find_modes(target, starts=starts, max_seconds=seconds)
+        if not target.sampled:
+            starts = sampler.draw(policy.tempering.num_starts)
+            seconds = limit.left(policy.tempering.search_share)
+            modes = find_modes(target, starts=starts, max_seconds=seconds)
     if teach:
         _call_once(sampler)
         example = target.constrain(target.init_loc.expand(2, -1))
@@ -306,7 +308,7 @@ def refine(
         result = refine_target(
             sampler, num_chains, max_gradients, frame, max_leapfrogs, max_draws, limit.seconds(),
             kernel, quantities, compile, policy, checkpoint, checkpoint_every, settings,
-            modes=modes,
+            modes=modes, from_prior=temper and modes is None,
         )  # fmt: skip
     if not teach or isinstance(guide, Mapping):
         return result
@@ -395,12 +397,15 @@ def refine_target(
     settings: Mapping[str, Any] = MappingProxyType({}),
     patience: float = 0.0,
     modes: Modes | None = None,
+    from_prior: Literal["apart"] | bool = False,
 ) -> Refined:
     """Run chains with all data on an existing target; the arguments are those of :func:`refine`.
 
     :param patience: seconds of one core in all, up to which chains that are not usable at
         ``max_gradients`` go on.
     :param modes: if given, annealing from these modes replaces the chains.
+    :param from_prior: whether annealing from the prior replaces the chains of discrete latents;
+        ``"apart"``: only if they end in separate modes, and if annealing is better.
     """
     target, began, limit = sampler.target, time.perf_counter(), TimeLimit(max_seconds)
     _call_once(sampler)
@@ -417,6 +422,13 @@ def refine_target(
         track.try_at(modes.loc)
         found = temper_modes(space, modes, track, plan, limit.seconds(), patience)
         return collect_annealed(target, found, policy.stopping)
+
+    def anneal() -> Refined:
+        found = temper_mixed(plan, Tracker(target, quantities), limit.seconds(), patience)
+        return collect_annealed(target, found, policy.stopping)
+
+    if from_prior is True:
+        return anneal()
     settings = {
         **settings,
         "latent_dim": target.latent_dim,
@@ -440,7 +452,8 @@ def refine_target(
         Tracker(target, quantities).try_at(space.to_latent(chains.points))
         chains.seconds = time.perf_counter() - began
     chains.max_seconds = max_seconds
-    return _walk(sampler, space, chains, quantities, file)
+    can_anneal = from_prior == "apart" and not why_not_tempered(target)
+    return _walk(sampler, space, chains, quantities, file, anneal if can_anneal else None)
 
 
 def _walk(
@@ -449,12 +462,19 @@ def _walk(
     chains: WindowedChains,
     quantities: Quantities | None,
     file: Checkpoint,
+    anneal: Callable[[], Refined] | None = None,
 ) -> Refined:
     modes = MixtureModes.of(sampler.target, sampler.guide)
     labels = None if modes is None else modes.label
     track = Tracker(sampler.target, quantities)
     chains.attach(space, track, labels, quantities is not None)
     run(chains, file)
+    limit = chains.policy.stopping.apart_r_hat
+    if anneal is not None and (chains.last_drift is None or chains.last_drift.r_hat > limit):
+        with suppress(*IMPOSSIBLE):  # no draw of the prior is possible: the chains stay
+            annealed = anneal()
+            if annealed.drift is not None and annealed.drift.r_hat <= limit:
+                return annealed
     chains.streams, space = random_streams(), chains.walked
     more = partial(continue_chains, sampler, chains, space=space, quantities=quantities)
     return replace(collect(space, modes, chains), chains=chains, more=more)
@@ -611,12 +631,11 @@ def _check_kernel(kernel: str, batches: Any, options: dict[str, Any]) -> None:
         )
 
 
-def _refuse_mixed(target: Target, kernel: str, frame: str, temper: bool, teach: bool) -> None:
+def _refuse_mixed(target: Target, kernel: str, frame: str, teach: bool) -> None:
     names = ", ".join(f"'{name}'" for name in target.sampled)
     for option, value, usual in (
         ("kernel", kernel, "hmc"),
         ("frame", frame, frame if frame not in ("noise", "conditional") else "auto"),
-        ("temper", temper, False),
         ("teach", teach, False),
     ):
         if value != usual:

@@ -396,15 +396,18 @@ def collect_annealed(target: Target, found: Annealed, policy: StoppingPolicy) ->
     store = DrawStore()
     for snapshot in found.draws:
         store.append(snapshot)
-    adaptation, note = found.walkers.adaptation, str(found.weights)
-    is_known = bool((found.weights.errors <= policy.max_weight_error).all())
+    adaptation, weights = found.walkers.adaptation, found.weights
+    note, is_known, frame = "Annealing began with draws of the prior.", True, "full"
+    if weights is not None:
+        note, frame = f"{weights}.", "full for each mode"
+        is_known = bool((weights.errors <= policy.max_weight_error).all())
     return Refined(
         stopped=found.stopped,
         kernel="hmc",
         store=store,
         constrain=SitesOf.of(target),
         num_chains=found.draws.shape[1],
-        frame="full for each mode",
+        frame=frame,
         step_size=adaptation.step_size,
         num_gradients=found.num_gradients,
         warmup_gradients=found.num_gradients,
@@ -412,9 +415,9 @@ def collect_annealed(target: Target, found: Annealed, policy: StoppingPolicy) ->
         replaced=0,
         drift=found.drift,
         trajectory_length=adaptation.trajectory_length,
-        modes=f"{note[0].upper()}{note[1:]}.",
+        modes=note[0].upper() + note[1:],
         modes_weighed=is_known,
-        weights=found.weights,
+        weights=weights,
         policy=policy,
     )
 

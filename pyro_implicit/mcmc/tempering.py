@@ -14,7 +14,7 @@ import math
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from pyro_implicit.ops.ensemble_hmc import ChainState
 from pyro_implicit.ops.importance_weights import systematic
 from pyro_implicit.runtime.progress import new_stage, watch
 
-__all__ = ["Annealed", "ModeWeights", "anneal", "temper"]
+__all__ = ["Annealed", "Cloud", "Evaluated", "ModeWeights", "Stopped", "anneal", "temper"]
 
 
 Stopped = Literal["converged", "max_gradients", "max_seconds", "callback", "interrupted"]
@@ -410,14 +410,15 @@ class Annealed(NamedTuple):
     """Draws by annealing.
 
     ``draws`` are unconstrained, ``(num_snapshots, num_chains, d)``; ``walkers`` moved them, with
-    ``num_gradients`` as if each chain had taken as many. ``stopped`` is as in
+    ``num_gradients`` as if each chain had taken as many. ``weights`` are None if annealing began
+    with the prior, as of discrete latent variables. ``stopped`` is as in
     :class:`~pyro_implicit.mcmc.Refined`.
     """
 
     draws: Tensor
-    weights: ModeWeights
+    weights: ModeWeights | None
     drift: Drift
-    walkers: Walkers
+    walkers: Any
     stopped: Stopped
     num_gradients: int
     seconds: float

@@ -139,7 +139,7 @@ class MixedSpace(Space):
         assert target.elements is not None
         self.elements = target.elements
         # A recording has a value and a gradient.
-        self._traced_terms = TracedScore(lambda u: (target.terms(u), u[:, :0]), num_calls, compile)
+        self._traced_terms = TracedScore(self._plain_terms, num_calls, compile)
         self._traced_log_prob = TracedScore(self._plain_log_prob, num_calls, compile)
 
     def terms(self, points: Tensor) -> Tensor:
@@ -149,6 +149,10 @@ class MixedSpace(Space):
     def log_prob(self, points: Tensor) -> Tensor:
         """Return the log-density without its gradient, ``(num_points,)``."""
         return self._traced_log_prob(points)[0]
+
+    @torch.no_grad()
+    def _plain_terms(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        return self.target.terms(points), points[:, :0]
 
     @torch.no_grad()
     def _plain_log_prob(self, points: Tensor) -> tuple[Tensor, Tensor]:
