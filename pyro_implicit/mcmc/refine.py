@@ -132,7 +132,8 @@ def refine(
     from normals at these modes to the posterior along a geometric path; their weights give the
     weights of modes and the evidence, with standard errors (``result.weights``). Particles are
     added until each weight is exact to 0.0035 and each mean and standard deviation to 0.05
-    standard deviations, or the budget ends.
+    standard deviations, or the budget ends. Discrete latent variables are annealed from draws of
+    the prior instead (:mod:`~pyro_implicit.mcmc.mixed_tempering`).
 
     **With minibatches** (``batches``), for models that have no full pass, such as networks, the
     chains run stochastic gradient dynamics (:mod:`~pyro_implicit.mcmc.kernels.sghmc`,
@@ -245,8 +246,8 @@ def refine(
         quantities that are not one of each chain, starts of which none has a finite log-density,
         empty ``batches``, a model that does not scale a minibatch, NaN among a minibatch's
         observations, or a checkpoint of other settings; with ``teach`` for a guide without a
-        density; with ``temper`` for a checkpoint, a kernel or a frame, and for more than 100 latent
-        variables.
+        density; with ``temper`` for a checkpoint, a kernel or a frame, for more than 100 latent
+        variables, and for a discrete latent with other latents whose prior cannot be drawn from.
     :raises RuntimeError: if all chains of minibatches leave the finite numbers.
     :warns UserWarning: for quantities that are not finite.
 

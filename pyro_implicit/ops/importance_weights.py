@@ -12,7 +12,7 @@ import torch
 from pyro.ops.stats import fit_generalized_pareto
 from torch import Tensor
 
-from pyro_implicit.ops.policy import BRIDGE_TOLERANCE, EVEN_EFFICIENCY, MAX_BRIDGE_STEPS
+from pyro_implicit.ops.policy import BRIDGE_TOLERANCE, EVEN_EFFICIENCY, MAX_BRIDGE_STEPS, TIED
 from pyro_implicit.runtime.messages import short_repr
 
 __all__ = [
@@ -38,7 +38,7 @@ class SmoothedWeights(NamedTuple):
 
 
 @torch.no_grad()
-def pareto_smoothed(log_weights: Tensor) -> SmoothedWeights:
+def pareto_smoothed(log_weights: Tensor, rounding: float | None = None) -> SmoothedWeights:
     r"""Smooth importance weights by a generalised Pareto distribution.
 
     The largest :math:`M = \min(S / 5, 3 \sqrt S)` of S weights are replaced by the quantiles
@@ -58,8 +58,11 @@ def pareto_smoothed(log_weights: Tensor) -> SmoothedWeights:
 
     :param log_weights: :math:`\log p - \log q` at draws of q, up to a common constant,
         ``(num_draws,)``; -inf for draws without a density.
+    :param rounding: relative rounding error of the log-weights, by default that of their dtype.
     :returns: weights in the same order. With fewer than five weights in the tail no weight is
-        smoothed, and ``khat`` is infinite.
+        smoothed, and ``khat`` is infinite. Equal weights, as of discrete draws, are spread for the
+        fit of ``khat``. If more draws share the largest weight than the tail has, weights are
+        bounded: ``khat`` is about -1, and they stay as they are.
     :raises ValueError: for weights that are NaN or infinite, or all 0.
 
     **References:**
@@ -75,23 +78,49 @@ def pareto_smoothed(log_weights: Tensor) -> SmoothedWeights:
     log_w = log_weights.double() - log_weights.double().max()
     tail_size = math.ceil(min(0.2 * size, 3 * math.sqrt(size)))
     order = log_w.argsort()
-    cutoff = max(
-        log_w[order[max(0, size - tail_size - 1)]].item(), math.log(torch.finfo(torch.float64).tiny)
-    )
-    tail = order[log_w[order] > cutoff]  # in rising order
+    log_w[log_w < math.log(torch.finfo(torch.float64).tiny)] = -math.inf
+    ordered = log_w[order]
+    # Draws of few values have equal weights, up to rounding.
+    largest = log_weights.masked_fill(log_weights.isinf(), 0.0).abs().max().item()
+    rounding = torch.finfo(log_weights.dtype).eps if rounding is None else rounding
+    apart = ordered.diff() > TIED * rounding * (1 + largest)
+    tie = torch.cat([apart.new_zeros(1), apart]).cumsum(0)
+    lowest = tie[max(0, size - tail_size - 1)]
+    is_bounded = bool(lowest == tie[-1])  # the largest weight has more draws than the tail
+    first = int((tie < lowest + (not is_bounded)).sum())
+    tail = order[first:]  # in rising order
     khat = math.inf
     if len(tail) > 4:
-        excess = log_w[tail].exp() - math.exp(cutoff)
+        cutoff = ordered[first - 1].exp().item() if first else 0.0
+        excess = _without_ties(ordered[first:].exp() - cutoff, tie[first:])
         try:
             khat, sigma = fit_generalized_pareto(excess.cpu())
-        except ZeroDivisionError:  # for ties, a point of the grid may be 0
+        except ZeroDivisionError:  # of evenly spread values, a point of its grid may be 0
             excess[-1] *= 1 + 1e-6
             khat, sigma = fit_generalized_pareto(excess.cpu())
         levels = (torch.arange(len(tail), dtype=log_w.dtype, device=log_w.device) + 0.5) / len(tail)
         log_rest = torch.log1p(-levels)
         quantiles = -log_rest if khat == 0 else torch.expm1(-khat * log_rest) / khat
-        log_w[tail] = (sigma * quantiles + math.exp(cutoff)).log().clamp(max=0.0)
+        if not is_bounded:
+            log_w[tail] = (sigma * quantiles + cutoff).log().clamp(max=0.0)
     return SmoothedWeights(log_w.log_softmax(0).to(log_weights), khat)
+
+
+def _without_ties(excess: Tensor, tie: Tensor) -> Tensor:
+    """Spread equal values evenly down to the next smaller value, or to 0.
+
+    The fit assumes a continuous distribution: two values, many times each, may give any k-hat.
+
+    :param excess: positive, in rising order, ``(n,)``.
+    :param tie: equal for equal values, in rising order, ``(n,)``.
+    """
+    counts = tie.unique_consecutive(return_counts=True)[1]
+    last = counts.cumsum(0) - 1
+    group = torch.arange(len(counts), device=tie.device).repeat_interleave(counts)
+    values = excess[last]
+    steps = values.diff(prepend=values.new_zeros(1))
+    behind = last[group] - torch.arange(len(tie), device=tie.device)
+    return values[group] - steps[group] * behind / counts[group]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -128,7 +157,7 @@ class LogWeights:
         values = self.values.double()
         if not values.max() > -math.inf:  # -inf or NaN
             return SmoothedWeights(values, math.inf)
-        return pareto_smoothed(values)
+        return pareto_smoothed(values, torch.finfo(self.values.dtype).eps)
 
     @property
     def khat(self) -> float:

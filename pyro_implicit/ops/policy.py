@@ -60,3 +60,5 @@ NEAR_ZERO = 0.01
 CONTEXT_FACTOR = 0.1
 #: Dimensions up to which an integral takes a product rule; of 15 nodes in each it has 3,375 nodes.
 MAX_PRODUCT_DIM = 3
+#: Difference of log-weights up to which they count as equal, in rounding errors of the largest one.
+TIED = 8.0

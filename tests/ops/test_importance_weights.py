@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 
 import arviz
+import pyro.distributions as dist
 import pytest
 import torch
 
@@ -77,6 +78,35 @@ def test_weights_that_differ_by_rounding():
         found = pareto_smoothed(70 + 1.4e-14 * ties.double())
         assert found.khat < 0
         assert found.log_weights.exp().mul(1000).sub(1).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "low", "high"),
+    [
+        # Ten spins have eleven weights, up to rounding in float32; all weights are bounded.
+        (dist.Bernoulli(torch.full((10,), 0.5)), dist.Bernoulli(torch.full((10,), 0.4)), -1, 0.4),
+        (dist.Bernoulli(torch.tensor(0.5)), dist.Bernoulli(torch.tensor(0.4)), -1, -0.9),
+        (dist.Poisson(5.0), dist.Poisson(5.0), -1, -0.9),
+        (dist.Poisson(5.0), dist.Poisson(6.0), -1, 0.3),
+        (dist.Poisson(20.0), dist.Poisson(5.0), 0.7, 3),  # weights 4^n
+    ],
+)
+def test_weights_of_discrete_draws(p, q, low, high):
+    for seed in range(10):
+        torch.manual_seed(seed)
+        x = q.sample((4000,))
+        log_weights = (p.log_prob(x) - q.log_prob(x)).reshape(4000, -1).sum(-1)
+        found = LogWeights(log_weights)
+        assert low <= found.khat <= high
+        raw = log_weights.double().softmax(0)
+        if high < 0:  # bounded by a tie: the weights stay as they are
+            torch.testing.assert_close(found.shares, raw)
+
+
+def test_few_draws_above_a_tie_leave_the_tail_unknown():
+    log_weights = torch.zeros(4000)
+    log_weights[:3] = 5.0
+    assert pareto_smoothed(log_weights).khat == math.inf
 
 
 def test_log_weights_of_a_gaussian():
