@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import wraps
 from typing import Any, ClassVar
 
@@ -18,6 +19,9 @@ from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal, biject_to
 from torch.distributions.constraints import Constraint
 
+from pyro_implicit.density import Target
+from pyro_implicit.density.groups import Groups
+from pyro_implicit.density.marginal_target import MarginalTarget
 from pyro_implicit.density.model import trace_model
 from pyro_implicit.fitting.policy import DEFAULT, UpdatePolicy
 from pyro_implicit.guides.posterior_draws import draw, posterior_of, samples_of
@@ -92,11 +96,13 @@ def posterior_as_prior(
 
 
 def log_prob_of(posterior: Any, names: Collection[str]) -> LogProb | None:
-    """Return the log-density of values of all sites; None if it has other latents, or no data."""
+    """Return the log-density of values of all sites, with the latent variables of groups integrated
+    out; None if it has other latents, or no data."""
     if getattr(posterior, "minibatches", True):  # or no result of fit
         return None
     targets = [one.target for one in (posterior.marginal, posterior) if one is not None]
     target = next((one for one in targets if set(one.shapes) == set(names)), None)
+    target = target or _integrated(posterior, set(names))
     if target is None:
         return None
 
@@ -104,6 +110,23 @@ def log_prob_of(posterior: Any, names: Collection[str]) -> LogProb | None:
         return target.log_prob(target.unconstrain({name: values[name] for name in target.shapes}))
 
     return log_prob
+
+
+def _integrated(posterior: Any, names: set[str]) -> Target | None:
+    """Return the density of some sites if all others belong to groups and can be integrated out."""
+    model, args, kwargs = posterior.source
+    with suppress(ValueError):  # the others do not belong to independent groups
+        groups, target = Groups(model, args, kwargs=kwargs), None
+        if names.isdisjoint(groups.sites) and names | set(groups.sites) == set(groups.target.shapes):
+            draws = posterior.sample(DEFAULT.hierarchy.num_weighed[0])
+            few = {name: draws[name] for name in names}
+            for number in DEFAULT.hierarchy.num_nodes:
+                more = MarginalTarget(groups, [args], number)
+                log_prob = more.log_prob(more.unconstrain(few))
+                if target is not None and (log_prob - before).std() < DEFAULT.hierarchy.max_shift:
+                    return target
+                target, before = more, log_prob
+    return None
 
 
 def _shared_sites(
@@ -303,9 +326,10 @@ def normal_mixture(
                 break
             found, fault = _matched(found, points, log_prob, policy)
             is_better, rest = fault < rest, min(fault, rest)
-        if not is_better:
+        if is_better:
+            best = found
+        elif log_prob is None:
             break
-        best = found
     return best
 
 
