@@ -48,8 +48,9 @@ def posterior_as_prior(
     is a mixture of normal distributions in unconstrained space, fitted to draws of the earlier
     posterior. Draws alone leave an error of about one per cent of a standard deviation, and in a
     stream of many batches these errors add up. For a result of :func:`~pyro_implicit.fit` whose
-    latent variables are all in the prior, the mixture is therefore also fitted to the log-density
-    :math:`\log p` at the draws, by least squares:
+    other latent variables, if any, belong to groups (one plate) and can be integrated out by
+    quadrature (:class:`~pyro_implicit.density.Groups`), the mixture is therefore also fitted to the
+    log-density :math:`\log p` at the draws, by least squares:
 
     .. math:: \min_{q} \operatorname{Var}[\log p(u) - \log q(u)].
 
@@ -115,17 +116,19 @@ def log_prob_of(posterior: Any, names: Collection[str]) -> LogProb | None:
 def _integrated(posterior: Any, names: set[str]) -> Target | None:
     """Return the density of some sites if all others belong to groups and can be integrated out."""
     model, args, kwargs = posterior.source
+    policy = DEFAULT.hierarchy
     with suppress(ValueError):  # the others do not belong to independent groups
-        groups, target = Groups(model, args, kwargs=kwargs), None
-        if names.isdisjoint(groups.sites) and names | set(groups.sites) == set(groups.target.shapes):
-            draws = posterior.sample(DEFAULT.hierarchy.num_weighed[0])
-            few = {name: draws[name] for name in names}
-            for number in DEFAULT.hierarchy.num_nodes:
-                more = MarginalTarget(groups, [args], number)
-                log_prob = more.log_prob(more.unconstrain(few))
-                if target is not None and (log_prob - before).std() < DEFAULT.hierarchy.max_shift:
-                    return target
-                target, before = more, log_prob
+        groups = Groups(model, args, kwargs=kwargs)
+        local, everything = set(groups.sites), set(groups.target.shapes)
+        if names & local or names | local != everything:
+            return None
+        draws = posterior.sample(policy.num_weighed[0])
+        few = {name: draws[name] for name in names}
+        targets = [MarginalTarget(groups, [args], number) for number in policy.num_nodes]
+        log_probs = [one.log_prob(one.unconstrain(few)) for one in targets]
+        for target, log_prob, other in zip(targets, log_probs, log_probs[1:], strict=False):
+            if (other - log_prob).std() < policy.max_shift:
+                return target
     return None
 
 

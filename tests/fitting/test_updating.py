@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pyro
@@ -16,10 +17,12 @@ from pyro.infer import MCMC, NUTS, SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from pyro.optim import Adam
 from torch import Tensor
+from torch.distributions import MixtureSameFamily
 
 from pyro_implicit import LIVI_ELBO, AutoSemiImplicit, fit
 from pyro_implicit.density import Target
-from pyro_implicit.fitting import Fit, JointPrior, UpdatePolicy, posterior_as_prior
+from pyro_implicit.fitting import Fit, JointPrior, UpdatePolicy, posterior_as_prior, updating
+from pyro_implicit.fitting.updating import log_prob_of, normal_mixture
 from pyro_implicit.guides import StoredDraws
 from pyro_implicit.guides.auto_draws import own_names
 
@@ -152,6 +155,66 @@ def test_the_prior_matches_the_log_density_and_not_only_the_draws() -> None:
     points = torch.linspace(1.0, 5.0, 9).unsqueeze(-1)
     found = prior.density.log_prob(points)
     torch.testing.assert_close(found, truth.log_prob(points[:, 0]), atol=1e-4, rtol=1e-4)
+
+
+def schools(y: Tensor) -> None:
+    mean = pyro.sample("mean", dist.Normal(0.0, 5.0))
+    spread = pyro.sample("spread", dist.HalfNormal(5.0))
+    with pyro.plate("schools", len(y)):
+        effect = pyro.sample("effect", dist.Normal(mean, spread))
+        pyro.sample("y", dist.Normal(effect, 2.0), obs=y)
+
+
+def counts(y: Tensor) -> None:
+    mean = pyro.sample("mean", dist.Gamma(2.0, 1.0))
+    spread = pyro.sample("spread", dist.HalfNormal(5.0))
+    with pyro.plate("rows", len(y)):
+        rate = pyro.sample("rate", dist.Gamma(mean, spread))
+        pyro.sample("y", dist.Poisson(rate), obs=y)
+
+
+@pytest.mark.parametrize("model", [schools, counts])
+def test_latents_of_groups_are_integrated_out_of_the_density(model: Callable) -> None:
+    y = torch.tensor([3.0, 0.0, 7.0, 4.0])
+    draws = {"mean": 0.5 + torch.rand(100), "spread": 0.3 + torch.rand(100)}
+    found = Fit(guide=StoredDraws(draws), source=(model, (y,), {}))
+    mean, spread = (value.double() for value in draws.values())
+    prior = dist.HalfNormal(5.0).log_prob(spread) + spread.log()
+    if model is schools:
+        of_rows = dist.Normal(mean, (spread**2 + 4).sqrt())
+        prior = prior + dist.Normal(0.0, 5.0).log_prob(mean)
+    else:
+        of_rows = dist.GammaPoisson(mean, spread)
+        prior = prior + dist.Gamma(2.0, 1.0).log_prob(mean) + mean.log()
+    expected = of_rows.log_prob(y.double().unsqueeze(-1)).sum(0) + prior
+    log_prob = log_prob_of(found, draws.keys())
+    torch.testing.assert_close(log_prob(draws).double(), expected, atol=0.02, rtol=1e-4)
+    assert log_prob_of(found, ["mean"]) is None
+
+
+def test_latents_that_share_data_have_no_known_density() -> None:
+    def coupled(y: Tensor) -> None:
+        mean = pyro.sample("mean", dist.Normal(0.0, 5.0))
+        with pyro.plate("rows", 3):
+            effect = pyro.sample("effect", dist.Normal(mean, 1.0))
+        pyro.sample("y", dist.Normal(effect.sum(-1), 1.0), obs=y)
+
+    result = Fit(
+        guide=StoredDraws({"mean": torch.zeros(3)}), source=(coupled, (torch.ones(()),), {})
+    )
+    assert log_prob_of(result, ["mean"]) is None
+
+
+def test_more_normals_are_tried_after_a_number_that_does_not_help(monkeypatch) -> None:
+    faults = {1: 0.5, 2: 0.6, 4: 0.01, 8: 0.02}
+
+    def matched(start: MixtureSameFamily, *_: object) -> tuple[MixtureSameFamily, float]:
+        return start, faults[len(start.mixture_distribution.probs)]
+
+    monkeypatch.setattr(updating, "_matched", matched)
+    policy = UpdatePolicy(components=(2, 4, 8))
+    found = normal_mixture(torch.randn(200, 1), policy, lambda at: -at.square().sum(-1))
+    assert len(found.mixture_distribution.probs) == 4
 
 
 def test_the_seed_governs_the_prior_and_leaves_the_callers_stream() -> None:
