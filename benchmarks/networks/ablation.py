@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of chains of a network on airfoil, at equal gradients from one ensemble.
+
+Network, data and scores are those of ``tabular.py``, on split 1 of airfoil. Each line is one kernel
+with ten chains, after an ensemble of 1,500 steps::
+
+    python -m benchmarks.networks.ablation --data-dir DIR --gradients 4000
+
+A gradient of SGHMC is that of a minibatch of 120 rows, a ninth of the data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.common import (
+    RESULTS,
+    add_output_arguments,
+    markdown_table,
+    read_records,
+    run_missing,
+    write_page,
+)
+from benchmarks.networks.tabular import load, make_model
+from pyro_implicit import AutoEnsemble, fit, refine
+from pyro_implicit.fitting import FitPolicy, NetworkPolicy, Schedule
+from pyro_implicit.guides import init_to_shuffled
+from pyro_implicit.mcmc.policy import DEFAULT
+from pyro_implicit.nn import predict, start_values
+
+LONG = replace(DEFAULT.mclmc, energy_error=NetworkPolicy().energy_error)
+KERNELS: dict[str, dict[str, Any]] = {
+    "ensemble only": {},
+    "MCLMC, as in fit": {"kernel": "mclmc", "policy": replace(DEFAULT, mclmc=LONG)},
+    "MCLMC, from one member": {"kernel": "mclmc", "policy": replace(DEFAULT, mclmc=LONG)},
+    "MCLMC, no preconditioner": {
+        "kernel": "mclmc",
+        "policy": replace(DEFAULT, mclmc=replace(LONG, max_scale=1.0)),
+    },
+    "MCLMC, short steps": {"kernel": "mclmc"},
+    "MAMS": {"kernel": "mams"},
+    "HMC": {"kernel": "hmc", "num_chains": 10},
+    "SGHMC": {"kernel": "sghmc", "num_chains": 10},
+}
+
+
+def run(folder: Path, name: str, gradients: int) -> dict[str, float]:
+    """Return the scores on the test rows; CPU seconds are those of the chains alone."""
+    x, y, test_x, test_y = load(folder, 1)
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    model = make_model(x.shape[-1], len(x))
+    guide = AutoEnsemble(model, 10, init_to_shuffled(start_values(model)))
+    options: dict[str, Any] = {"seed": 0, "progress": False}
+    policy = FitPolicy(schedule=Schedule(plateau=False))
+    fit(model, guide, x, y, num_steps=1500, lr=5e-3, num_particles=10, policy=policy, **options)
+    found: Any = {key: value.detach() for key, value in guide.get_samples().items()}
+    began, data = time.process_time(), (x, y)
+    if name == "SGHMC":
+        batches = DataLoader(TensorDataset(x, y), batch_size=120, shuffle=True)
+        options |= {"batches": batches, "max_epochs": gradients // len(batches)}
+        data = ()
+    else:
+        options["max_gradients"] = gradients
+    if name == "MCLMC, from one member":
+        found = {key: value[:1].expand_as(value).clone() for key, value in found.items()}
+    if KERNELS[name]:
+        found = refine(model, found, *data, **KERNELS[name], **options)
+    seconds = time.process_time() - began
+    (mixture,) = predict(found, [test_x], 1000, model=model, interval=None)
+    normal = dist.Normal(mixture.mean, mixture.variance.sqrt())
+    error: Tensor = mixture.mean - test_y
+    return {
+        "rmse": error.square().mean().sqrt().item(),
+        "nll": -normal.log_prob(test_y).mean().item(),
+        "cpu_seconds": seconds,
+    }
+
+
+def report(path: Path) -> str:
+    """Return the table of the records."""
+    rows = [
+        [one["name"], f"{one['rmse']:.3f}", f"{one['nll']:.3f}", f"{one['cpu_seconds']:.0f}"]
+        for one in read_records(path)
+    ]
+    table = markdown_table(["chains", "RMSE", "NLL", "CPU s of the chains"], rows)
+    return table + f"\n{__doc__.split('::')[0].strip()}\n"
+
+
+def main(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    keys = [{"name": name, "gradients": args.gradients} for name in KERNELS]
+    run_missing(args.out, keys, lambda key: run(args.data_dir, **key))
+    write_page(args.out, report(args.out))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--gradients", type=int, default=4000)
+    add_output_arguments(parser, RESULTS / "networks_ablation.jsonl")
+    main(parser.parse_args())
