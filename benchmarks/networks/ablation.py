@@ -94,7 +94,9 @@ def report(path: Path) -> str:
         for one in read_records(path)
     ]
     table = markdown_table(["chains", "RMSE", "NLL", "CPU s of the chains"], rows)
-    return table + f"\n{__doc__.split('::')[0].strip()}\n"
+    text = " ".join(__doc__.split("::")[0].split("\n\n")[1].split())
+    command = "python -m benchmarks.networks.ablation --gradients 4000"
+    return f"{table}\n{text}. SGHMC has minibatches of 120 rows.\n\nTo reproduce: `{command}`.\n"
 
 
 def main(args: argparse.Namespace) -> None:
