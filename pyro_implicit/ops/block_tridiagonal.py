@@ -111,18 +111,26 @@ class BlockFactor:
         They are the gradient of the log-determinant by the blocks on the diagonal, and half of
         that by the blocks below, each of which stands for two.
 
-        :returns: ``(*batch, m, b, b)``, and ``(*batch, m - 1, b, b)`` or None.
+        :returns: ``(*batch, m, b, b)``, and ``(*batch, m - 1, b, b)`` or None; NaN for a singular
+            matrix.
         """
         if self._below is None:
-            return torch.cholesky_inverse(self._diagonal[0]), None
-        current = torch.cholesky_inverse(self._diagonal[-1])
+            return _inverse(self._diagonal[0]), None
+        current = _inverse(self._diagonal[-1])
         diagonal, below = [current], []
         for lower, step in zip(self._diagonal[-2::-1], self._below[::-1], strict=True):
             right = torch.linalg.solve_triangular(lower, step, upper=False, left=False)
             below.append(-current @ right)
-            current = torch.cholesky_inverse(lower) - right.mT @ below[-1]
+            current = _inverse(lower) - right.mT @ below[-1]
             diagonal.append(current)
         inverse = torch.stack(diagonal[::-1], -3)
         if not below:
             return inverse, inverse[..., :0, :, :]
         return inverse, torch.stack(below[::-1], -3)
+
+
+def _inverse(lower: Tensor) -> Tensor:
+    """Return the inverses of matrices from their factors; torch's raises an error for a zero."""
+    is_singular = (lower.diagonal(dim1=-2, dim2=-1) == 0).any(-1)[..., None, None]
+    safe = torch.where(is_singular, torch.eye(lower.shape[-1]).to(lower), lower)
+    return torch.cholesky_inverse(safe).masked_fill(is_singular, math.nan)

@@ -72,3 +72,15 @@ def test_only_the_indefinite_matrix_has_no_factor(size: int, is_chain: bool) -> 
     diagonal[0, 1] = -diagonal[0, 1]
     log_det = BlockFactor(diagonal, below).log_det()
     assert log_det.isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("size", [2, 20])
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_a_singular_matrix_has_no_inverse_beside_those_that_have(size: int, is_chain: bool) -> None:
+    good = torch.diag_embed(torch.rand(3, size, dtype=torch.float64) + 1.0)
+    singular = torch.diag_embed(torch.ones(3, size, dtype=torch.float64))
+    singular[1, 0, 0] = 0.0
+    below = torch.zeros(2, 2, size, size, dtype=torch.float64) if is_chain else None
+    found = BlockFactor(torch.stack([good, singular]), below).selected_inverse()[0]
+    torch.testing.assert_close(found[0], good.inverse())
+    assert not found[1, 1].isfinite().all()
