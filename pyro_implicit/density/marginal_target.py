@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pyro import factor, poutine
@@ -22,33 +22,19 @@ def globals_only(groups: Groups) -> Callable[..., Any]:
 
     :param groups: the groups of the model.
     """
-    target, hidden = groups.target, groups.hidden
+    target = groups.target
     values = {
         name: value.detach()
         for name, value in target.constrain(target.init_loc).items()
         if name in groups.sites
     }
-    return _without_groups(groups.model, values, hidden)
-
-
-def _without_groups(
-    model: Callable[..., Any], values: dict[str, Tensor], hidden: tuple[str, ...]
-) -> Callable[..., Any]:
-    inner = poutine.block(poutine.condition(model, data=values), hide=list(hidden))
+    inner = poutine.block(poutine.condition(groups.model, data=values), hide=list(groups.hidden))
 
     def model_of_globals(*args: Any, **kwargs: Any) -> None:
         inner(*args, **kwargs)
         factor("groups", torch.zeros(()))
 
     return model_of_globals
-
-
-class _Sums(NamedTuple):
-    """A sum over groups with its first and second derivative, None if they are not needed."""
-
-    value: Tensor
-    score: Tensor | None = None
-    hessian: Tensor | None = None
 
 
 class MarginalTarget(Target):
@@ -112,7 +98,7 @@ class MarginalTarget(Target):
         with several vectors find the modes of the groups from those at this vector.
         """
         self._centre = latent
-        self._offset = self._pass(latent.unsqueeze(0), 0).value.item()
+        self._offset = self._pass(latent.unsqueeze(0), 0)[0, 0].item()
 
     def height(self, log_prob: Tensor) -> float:
         """Return log-densities in float64 without what :meth:`centre` subtracts."""
@@ -130,18 +116,20 @@ class MarginalTarget(Target):
         return super()._by_model(latent) + self._sum(latent)
 
     def _sum(self, latent: Tensor) -> Tensor:
-        sums = self._pass(latent.detach(), self._order if latent.requires_grad else 0)
-        total = sums.value - self._offset
-        if sums.score is None:
-            return total.to(latent)
+        order, dim = self._order if latent.requires_grad else 0, latent.shape[-1]
+        sums = self._pass(latent.detach(), order)
+        total = sums[:, 0] - self._offset
         # The polynomial with these derivatives at this point.
         step = (latent - latent.detach()).double()
-        total = total + (step * sums.score).sum(-1)
-        if sums.hessian is not None:
-            total = total + 0.5 * torch.einsum("pi,pij,pj->p", step, sums.hessian, step)
+        if order > 0:
+            total = total + (step * sums[:, 1 : 1 + dim]).sum(-1)
+        if order > 1:
+            hessian = sums[:, 1 + dim :].unflatten(-1, (dim, dim))
+            total = total + 0.5 * torch.einsum("pi,pij,pj->p", step, hessian, step)
         return total.to(latent)
 
-    def _pass(self, latent: Tensor, order: int) -> _Sums:
+    def _pass(self, latent: Tensor, order: int) -> Tensor:
+        """Return the sum over groups at each vector, and its derivatives up to an order."""
         number, dim = latent.shape
         sums = torch.zeros(number, 1 + dim + dim * dim, dtype=torch.float64, device=latent.device)
         count = 0
@@ -164,11 +152,7 @@ class MarginalTarget(Target):
             self.num_groups = int(counts)
         if self.has_all:
             sums *= self.groups_of_batch.full_size / self.num_groups
-        return _Sums(
-            sums[:, 0],
-            sums[:, 1 : 1 + dim] if order else None,
-            sums[:, 1 + dim :].reshape(number, dim, dim) if order > 1 else None,
-        )
+        return sums
 
     def _add(
         self, sums: Tensor, part: Groups, latent: Tensor, order: int, start: Tensor | None
