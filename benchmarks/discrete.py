@@ -11,8 +11,8 @@ Exact draws come from enumeration or grids in numpy, independently of Pyro; thos
 from a collapsed Gibbs sampler of 10,000 thinned sweeps.
 
 The settings were chosen on the models of ``LOOK``; those of ``SCORE_ONLY`` were only measured.
-The chains of ``changepoints`` and ``ferromagnet`` stay in separate modes; these ran with a
-``--patience`` of 15 and 10 s.
+The chains of ``changepoints`` and ``ferromagnet`` stay in separate modes, so that ``fit`` anneals
+them; these ran with a ``--patience`` of 60 s. They were looked at when annealing was built.
 """
 
 from __future__ import annotations
