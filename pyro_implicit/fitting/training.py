@@ -146,6 +146,7 @@ def train(
     :raises TrainingInterrupted: for Ctrl-C, with the best parameters of ``held_out``, if given.
     """
     refuse_nonpositive(max_seconds=max_seconds)
+    began = time.perf_counter()
     kwargs, schedule = {**kwargs, **(model_kwargs or {})}, schedule or Schedule()
     shows_bar = progress and is_first()
     with watching(shows_bar, callbacks), new_stage(name) as line, _compiled(loss, compile):
@@ -176,7 +177,6 @@ def train(
                 held_out.restore(state.held_out)
         first, last = len(state.losses), schedule.num_steps
         latest_decay = last - round(last * schedule.decay)
-        began = time.perf_counter()
         try:
             with watch(name, last, first) as watched:
                 while not state.finished:
