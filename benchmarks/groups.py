@@ -11,6 +11,9 @@ memory can be read. It reports
   variables of 1,000 random groups among 99 draws are uniform;
 - CPU seconds of the fit, and peak memory above that after the data were made.
 
+With ``--processes``, each of several processes (``torch.distributed``, gloo) has its own groups.
+CPU seconds are those of all processes; the efficiency is the ratio to those of one process.
+
 Methods: ``conditional`` and ``auto`` are ``fit(amortize=...)``; ``autonormal`` is Pyro's
 ``AutoNormal`` with parameters for each group, by ``SVI`` with 8 particles. Settings were chosen
 with data of seed 1; the results are those of other seeds.
@@ -19,6 +22,7 @@ with data of seed 1; the results are those of other seeds.
 
     python -m benchmarks.groups --groups 1000 10000 100000 1000000 --seeds 10 11
     python -m benchmarks.groups --groups 1000 10000 --seeds 10 --methods auto autonormal
+    python -m benchmarks.groups --groups 100000 --processes 1 2 4
     python -m benchmarks.groups --table
 """
 
@@ -30,6 +34,7 @@ import math
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,7 +46,7 @@ import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from scipy import stats
-from torch import Tensor
+from torch import Tensor, distributed, multiprocessing
 
 from pyro_implicit import fit
 
@@ -49,6 +54,7 @@ RESULTS = Path(__file__).parent / "results" / "groups"
 BATCH_SIZE, NUM_RANKED, NUM_DRAWS = 10_000, 1000, 99
 MODELS, METHODS = ("normal", "counts"), ("conditional", "auto", "autonormal")
 NAMES = {"normal": ("mean", "scale"), "counts": ("shape", "rate")}
+CASE = ("model", "groups", "method", "seed")
 TRUE = {"normal": (2.0, 0.7), "counts": (2.0, 0.5)}
 
 
@@ -172,8 +178,10 @@ def draws_of_autonormal(
     return shared, torch.stack([one["z"].detach() for one in posterior[:NUM_DRAWS]])
 
 
-def run(name: str, num_groups: int, method: str, seed: int) -> dict[str, Any]:
-    """Fit once, and compare with the exact posterior."""
+def run(
+    name: str, num_groups: int, method: str, seed: int, rank: int = 0, processes: int = 1
+) -> dict[str, Any]:
+    """Fit once, and compare with the exact posterior; one process of several has its groups."""
     x = make_data(name, num_groups, seed)
     chosen = torch.randperm(num_groups)[:NUM_RANKED].sort().values
     before = peak()
@@ -183,13 +191,17 @@ def run(name: str, num_groups: int, method: str, seed: int) -> dict[str, Any]:
         draws, local = draws_of_autonormal(name, x, chosen, seed)
     else:
         options: dict[str, Any] = {"amortize": method, "seed": seed, "progress": False}
-        batches: Any = x.split(min(BATCH_SIZE, num_groups))
+        batches: Any = x[rank::processes].split(min(BATCH_SIZE, num_groups))
         if method == "auto":
             batches = torch.utils.data.DataLoader(x, batch_size=500, shuffle=True)
             options["epochs"] = 6000 // len(batches)
         result = fit(make_model(name, num_groups), batches=batches, **options)
         stages = {stage.name: stage.outcome for stage in result.stages}
     cpu, wall, memory = time.process_time() - cpu, time.perf_counter() - wall, peak() - before
+    if processes > 1:
+        total = torch.tensor(cpu)
+        distributed.all_reduce(total)
+        cpu = total.item()
     if method != "autonormal":
         draws, again = result.sample(8192, x[:1]), result.sample(NUM_DRAWS, x[chosen])
         local = again["z"]
@@ -202,6 +214,7 @@ def run(name: str, num_groups: int, method: str, seed: int) -> dict[str, Any]:
         "groups": num_groups,
         "method": method,
         "seed": seed,
+        "processes": processes,
         "mean_error_sd": ((found.mean(1) - mean) / sd).tolist(),
         "sd_ratio": (found.std(1) / sd).tolist(),
         "rank_p": float(stats.kstest((ranks / (NUM_DRAWS + 1)).numpy(), "uniform").pvalue),
@@ -210,6 +223,17 @@ def run(name: str, num_groups: int, method: str, seed: int) -> dict[str, Any]:
         "memory_mb": memory,
         "stages": stages,
     }
+
+
+def run_part(rank: int, case: tuple, processes: int, folder: str) -> None:
+    """Run one process of several; the first one prints the result."""
+    torch.set_num_threads(1)
+    method = f"file://{folder}/store"
+    distributed.init_process_group("gloo", init_method=method, rank=rank, world_size=processes)
+    row = run(*case, rank, processes)
+    if rank == 0:
+        print(json.dumps(row), flush=True)
+    distributed.destroy_process_group()
 
 
 def peak() -> float:
@@ -222,7 +246,8 @@ def rows() -> Iterator[dict[str, Any]]:
     found = {}
     for line in (RESULTS.with_suffix(".jsonl")).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        found[row["model"], row["groups"], row["method"], row["seed"]] = row
+        key = (row["model"], row["groups"], row["method"], row["seed"], row.get("processes", 1))
+        found[key] = row
     yield from (found[key] for key in sorted(found))
 
 
@@ -233,16 +258,20 @@ def write_table() -> None:
         "",
         "Commands: see `benchmarks/groups.py`. Worst of the two global variables; one thread.",
         "",
-        "| model | groups | method | seed | error of mean (sd) | ratio of sd | p of ranks | CPU s "
-        "| memory of the fit (MB) |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | groups | method | seed | processes | error of mean (sd) | ratio of sd "
+        "| p of ranks | CPU s | efficiency | memory of the fit (MB) |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    alone = {}
     for row in rows():
+        case, processes = [row[key] for key in CASE], row.get("processes", 1)
+        alone.setdefault(tuple(case), row["cpu_s"])
         mean = max(row["mean_error_sd"], key=abs)
         ratio = max(row["sd_ratio"], key=lambda one: abs(math.log(one)))
         lines.append(
-            f"| {row['model']} | {row['groups']:,} | {row['method']} | {row['seed']} | {mean:+.3f} "
-            f"| {ratio:.4f} | {row['rank_p']:.2f} | {row['cpu_s']:.1f} | {row['memory_mb']:.0f} |"
+            f"| {row['model']} | {row['groups']:,} | {row['method']} | {row['seed']} | {processes} "
+            f"| {mean:+.3f} | {ratio:.4f} | {row['rank_p']:.2f} | {row['cpu_s']:.1f} "
+            f"| {alone[tuple(case)] / row['cpu_s']:.0%} | {row['memory_mb']:.0f} |"
         )
     RESULTS.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     draw_picture()
@@ -258,6 +287,7 @@ def draw_picture() -> None:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     for name in MODELS:
         own = [row for row in rows() if row["model"] == name and row["method"] == "conditional"]
+        own = [row for row in own if row.get("processes", 1) == 1]
         sizes = sorted({row["groups"] for row in own})
         for axis, key in zip(axes, ("cpu_s", "memory_mb"), strict=True):
             means = [
@@ -280,6 +310,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--methods", nargs="+", default=["conditional"], choices=METHODS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[10])
+    parser.add_argument("--processes", type=int, nargs="+", default=[1])
     parser.add_argument("--table", action="store_true", help="only write table and picture")
     parser.add_argument("--one", action="store_true", help="run one case in this process")
     options = parser.parse_args()
@@ -289,19 +320,27 @@ def main() -> None:
     if options.one:
         torch.set_num_threads(1)
         case = (options.models[0], options.groups[0], options.methods[0], options.seeds[0])
-        print(json.dumps(run(*case)))
+        (processes,) = options.processes
+        if processes == 1:
+            print(json.dumps(run(*case)))
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (case, processes, folder)
+            multiprocessing.spawn(run_part, arguments, nprocs=processes)
         return
     RESULTS.parent.mkdir(exist_ok=True)
     cases = [
-        (model, size, method, seed)
+        (model, size, method, seed, processes)
         for size in options.groups
         for model in options.models
         for method in options.methods
         for seed in options.seeds
+        for processes in options.processes
     ]
-    for model, size, method, seed in cases:
+    for model, size, method, seed, processes in cases:
         flags = ["--models", model, "--groups", str(size), "--methods", method]
-        command = [sys.executable, "-m", "benchmarks.groups", "--one", *flags, "--seeds", str(seed)]
+        flags += ["--seeds", str(seed), "--processes", str(processes)]
+        command = [sys.executable, "-m", "benchmarks.groups", "--one", *flags]
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         with RESULTS.with_suffix(".jsonl").open("a", encoding="utf-8") as file:
             file.write(output.splitlines()[-1] + "\n")

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from pyro.infer.autoguide import init_to_sample
+from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.ops.tensor_utils import matvecmul
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
@@ -22,7 +24,7 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
 from pyro_implicit.ops.matrices import root_of_inverse
 from pyro_implicit.ops.quadrature import log_integral, normal_rule
-from pyro_implicit.runtime.sites import is_data, is_latent
+from pyro_implicit.runtime.sites import FlatPriorStart, is_data, is_discrete_latent, is_latent
 
 __all__ = ["Conditional", "Groups"]
 
@@ -97,19 +99,19 @@ class Groups:
         kwargs: dict[str, Any] | None = None,
     ) -> None:
         self.model = _first_rows(model)
+        # A flat prior has no draws.
+        self._drawn = InitMessenger(FlatPriorStart(init_to_sample))(self.model)
+        first = trace_model(self._drawn, (*args, *batch), kwargs or {})
+        _refuse_discrete(first)
         target = self.target = Target.of_minibatches(
             self.model, *args, batch=batch, allow_local=True, model_kwargs=kwargs
         )
-        if target.is_enumerated:
-            raise ValueError(
-                "amortize='conditional' needs continuous latents, but the model has discrete ones. "
-                "Cure: sum them out in the model, for instance by MixtureSameFamily"
-            )
         trace = target.trace_at(target.init_loc)
         frame = _plate_of_groups(trace, target.shapes)
         self.plate, self.dim = frame.name, frame.dim
         self.size, self.full_size = frame.size, frame.full_size or frame.size
         _refuse_own_rows(frame, (*args, *batch), kwargs or {})
+        _refuse_more_subsampling(trace, frame)
         self._parts: dict[str, _Part] = {}
         start = 0
         for name, shape in target.shapes.items():
@@ -145,7 +147,7 @@ class Groups:
         found = copy.copy(self)
         found.target = self.target.on(batch, seed=0)
         found._num_nodes = num_nodes or self._num_nodes
-        trace = trace_model(self.model, found.target.args, found.target.kwargs)
+        trace = trace_model(self._drawn, found.target.args, found.target.kwargs)
         refuse_missing_data(trace, " of a minibatch")
         sizes = [_size_in(site, self.plate) for site in trace.nodes.values()]
         found.size = max(size for size in sizes if size is not None)
@@ -400,6 +402,28 @@ def _plate_of_groups(trace: Trace, names: Any) -> Any:
         f"are {sorted(found) or 'none'}. Cure: pyro.plate(name, number_of_all_groups, "
         "subsample_size=len(x)) for the groups"
     )
+
+
+def _refuse_discrete(trace: Trace) -> None:
+    found = [name for name, site in trace.nodes.items() if is_discrete_latent(site)]
+    if found:
+        raise ValueError(
+            f"amortize='conditional' needs continuous latents, but the model has discrete ones "
+            f"({', '.join(found)}). Cure: sum them out in the model, for instance by "
+            "MixtureSameFamily, or fit(model, 'auto', ...) with all data at once"
+        )
+
+
+def _refuse_more_subsampling(trace: Trace, groups: Any) -> None:
+    """Check that the data of a group are complete: its integral is no sum over rows."""
+    for name, site in trace.nodes.items():
+        for frame in site.get("cond_indep_stack", ()):
+            if frame.full_size not in (None, frame.size) and frame.name != groups.name:
+                raise ValueError(
+                    f"site '{name}' lies in the subsampled plate '{frame.name}', but "
+                    f"amortize='conditional' needs all rows of a group (plate '{groups.name}') at "
+                    "once. Cure: minibatches of whole groups"
+                )
 
 
 def _refuse_own_rows(frame: Any, args: tuple, kwargs: dict[str, Any]) -> None:

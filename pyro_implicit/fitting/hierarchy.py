@@ -97,6 +97,13 @@ def _fit(stages: Stages) -> Fit:
         modes = _climb_all(target, modes, stages)
         result.num_modes = len(modes.loc)
         line.outcome = f"{target.num_passes} passes over {target.num_groups} groups"
+        full = groups.full_size
+        if abs(target.num_groups / full - 1) > policy.max_missing:
+            warn_user(
+                f"the minibatches have {target.num_groups} groups, but plate '{groups.plate}' has "
+                f"{full}: the posterior is as narrow as that of {full} groups. Cure: all "
+                f"groups in batches=, or pyro.plate('{groups.plate}', {target.num_groups}, ...)"
+            )
     draws, log_weights = _weigh(stages, target, modes)
     if log_weights is not None and not policy.accepts(log_weights):
         draws = _refine(stages, target, draws, log_weights)

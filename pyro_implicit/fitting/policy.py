@@ -483,6 +483,10 @@ class HierarchyPolicy:
     #: which a number suffices. A tenth would be visible.
     max_shift: float = 0.02
 
+    #: Share of the groups that minibatches may lack without a warning (``drop_last``). The others
+    #: count for them, so that standard deviations are too small by half of this share.
+    max_missing: float = 0.02
+
     #: Passes over all groups to climb to a mode, at most; from the mode of the pilot it takes 3.
     max_passes: int = 30
 

@@ -215,10 +215,26 @@ def discrete(x):
         pyro.sample("x", dist.Normal(z + which, 1.0), obs=x)
 
 
+def poisson(x):
+    """Not enumerable, and outside of the plate."""
+    mean = pyro.sample("count", dist.Poisson(x.new_tensor(2.0)))
+    normal(x + mean)
+
+
+def subsampled_rows(x):
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    with pyro.plate("groups", NUM_GROUPS, subsample_size=x.shape[-1]):
+        z = pyro.sample("z", dist.Normal(mean, 1.0))
+        with pyro.plate("rows", 10, subsample_size=len(x), dim=-2):
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+
 @pytest.mark.parametrize(
     ("model", "data", "message"),
     [
-        (discrete, torch.zeros(4), "needs continuous latents"),
+        (discrete, torch.zeros(4), r"needs continuous latents.*\(which\)"),
+        (poisson, torch.zeros(4), r"needs continuous latents.*\(count\)"),
+        (subsampled_rows, torch.zeros(2, 4), r"'x' lies in the subsampled plate 'rows'.*whole"),
         (shared, torch.zeros(4), r"site 'x' depends on the latents of groups \(z\).*padded"),
         (two_plates, torch.zeros(4), r"plates of latents are \['groups', 'rows'\]"),
         (lambda x: normal(x[:5]), torch.zeros(NUM_GROUPS), "draws 5 of 40 elements.*by itself"),
@@ -227,6 +243,25 @@ def discrete(x):
 def test_models_without_separate_groups_are_refused(model, data, message):
     with pytest.raises(ValueError, match=message):
         Groups(model, (data,))
+
+
+def test_flat_priors():
+    """Of a global variable, and of the groups given it: their own integral is 1 for any data."""
+
+    def flat(x, is_local):
+        prior = dist.ImproperUniform(dist.constraints.real, (), ())
+        mean = pyro.sample("mean", dist.Normal(0.0, 2.0) if is_local else prior)
+        with pyro.plate("groups", NUM_GROUPS, subsample_size=len(x)):
+            z = pyro.sample("z", prior if is_local else dist.Normal(mean, 1.0))
+            pyro.sample("x", dist.Normal(z + is_local * mean, 1.0), obs=x)
+
+    x = torch.tensor([0.0, 2.0], dtype=torch.float64)
+    means = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    found = Groups(flat, (x,), kwargs={"is_local": True}).log_marginals({"mean": means})
+    torch.testing.assert_close(found, torch.zeros(2, 2).double(), atol=1e-6, rtol=0)
+    found = Groups(flat, (x,), kwargs={"is_local": False}).log_marginals({"mean": means})
+    expected = dist.Normal(means.unsqueeze(-1), math.sqrt(2.0)).log_prob(x)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
 def test_missing_data_of_a_later_minibatch_are_named():

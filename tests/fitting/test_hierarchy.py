@@ -228,6 +228,9 @@ def test_refusals(tmp_path):
     missing = [(y,), (torch.full((5,), math.nan),)]
     with pytest.raises(ValueError, match="'y' of a minibatch is NaN"):
         fit(lambda y: with_param_free(y), batches=missing, **options)
+    too_few = [(y,), (y[:2],)]
+    with pytest.warns(UserWarning, match=r"have 7 groups, but plate 'groups' has 10.*Cure"):
+        fit(with_param_free, batches=too_few, seed=0, **options)
 
 
 def with_param_free(y):
