@@ -414,11 +414,11 @@ class CorrectionPolicy:
 
         :param weights: log-weights of the guide's draws.
         """
-        least, khat = self.least_efficiency, self.max_khat
-        share = min(1.0, (weights.efficiency - least) / (self.near - least))
-        return self.are_even(weights) or (
-            share > 0 and weights.khat < khat + share * (self.max_khat_of_near - khat)
-        )
+        if self.are_even(weights) or weights.efficiency <= self.least_efficiency:
+            return self.are_even(weights)
+        share = (weights.efficiency - self.least_efficiency) / (self.near - self.least_efficiency)
+        rise = self.max_khat_of_near - self.max_khat
+        return weights.khat < self.max_khat + min(1.0, share) * rise
 
     def are_even(self, weights: LogWeights) -> bool:
         """Whether the weights are so even that training may end: the tail has little mass.

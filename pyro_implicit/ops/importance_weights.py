@@ -246,17 +246,15 @@ def describe_weights(khat: float, efficiency: float) -> str:
     >>> describe_weights(math.inf, 1.0)
     'even weights, effective sample size 100%'
 
-    :param khat: tail index; infinite if fewer than five weights are in the tail, because all are
-        equal or nearly all are 0.
+    :param khat: tail index; negative if the weights are bounded, as equal ones are; infinite if
+        fewer than five weights are in the tail.
     :param efficiency: effective sample size as a share of the draws.
     """
     tail = f"k-hat {khat:.2f}"
     if math.isinf(khat):
-        tail = (
-            "even weights"
-            if efficiency > EVEN_EFFICIENCY
-            else "too few weights in the tail for a k-hat"
-        )
+        tail = "too few weights in the tail for a k-hat"
+    if efficiency > EVEN_EFFICIENCY and (math.isinf(khat) or khat < 0):
+        tail = "even weights"
     return f"{tail}, effective sample size {efficiency:.0%}"
 
 

@@ -181,6 +181,9 @@ def test_another_thread_waits_for_the_number(three_threads):
     assert seen == [True] and torch.get_num_threads() == 3
 
 
+QUIET = {"seed": 0, "progress": False}
+
+
 @pytest.mark.parametrize("num_rows, expected", [(5, 1), (20_000, 3)])
 def test_small_models_run_with_one_thread(three_threads, num_rows, expected):
     y, seen = torch.zeros(num_rows), set()
@@ -193,8 +196,8 @@ def test_small_models_run_with_one_thread(three_threads, num_rows, expected):
 
     guide = AutoNormal(model)
     for call in (
-        lambda: fit(model, refine=False, seed=0, num_steps=1, progress=False),
-        lambda: refine(model, guide, max_gradients=40, num_chains=8, seed=0, progress=False),
+        lambda: fit(model, refine=False, num_steps=1, **QUIET),
+        lambda: refine(model, guide, max_gradients=40, num_chains=8, num_workers=1, **QUIET),
         lambda: diagnose(model, guide, num_samples=100, num_transitions=1, progress=False),
     ):
         seen.clear()
