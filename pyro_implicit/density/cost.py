@@ -84,11 +84,18 @@ def seconds_near(
         points = nearby(point, number)
         return estimated_seconds(lambda: evaluate(points), num_runs=number if one_by_one else 1)
 
+    @cache
+    def of_point() -> float:
+        evaluate(nearby(point, few))  # a first call may prepare what the others reuse
+        return max(0.0, counted(more) - counted(few)) / (more - few)
+
+    few, more = COST.counted_points
+
     def seconds(number: int) -> float:
-        few, more = COST.counted_points
         if number <= more:
             return counted(number)
-        return counted(more) + (number - more) * (counted(more) - counted(few)) / (more - few)
+        slope = of_point()
+        return counted(more) + (number - more) * slope
 
     return seconds
 
