@@ -81,3 +81,15 @@ def test_a_loop_costs_by_its_length():
     assert short == again
     # Each step is one operation in every run, and more on the way back.
     assert long - short > 2 * 200 * COST.per_operation
+
+
+def test_what_a_first_call_prepares_is_not_the_cost_of_a_point():
+    prepared = []
+
+    def evaluate(points):
+        if not prepared:
+            prepared.append([torch.ones(()).exp() for _ in range(1000)])
+        return points.exp()
+
+    seconds = seconds_near(evaluate, torch.zeros(3))
+    assert seconds(256) < 2 * seconds(4)
