@@ -2,7 +2,7 @@
 """How well ``max_seconds`` is obeyed by fit, train, refine and diagnose on five models.
 
 ``python -m benchmarks.time_limits --limits 2 5 20`` prints JSON lines: CPU seconds of each call as
-a share of its limit, and wall seconds beside. The library reads CPU time as its clock here, because
+a share of its limit, and its wall seconds. The library reads CPU time as its clock here, because
 other programs of a shared machine lengthen wall time: the share of CPU seconds counts.
 """
 

@@ -84,7 +84,7 @@ class _Planner:
         self.sums = self._find_sums()
         #: The nodes that are computed, with the nodes that they need.
         self.deps: dict[Node, list[Node]] = {}
-        last: list[Node] = []  # the latest node with effects beside its value
+        last: list[Node] = []  # the latest node with an effect
         before: dict[Node, list[Node]] = {}
         for node in self.graph.nodes:
             if node.op == "call_function" and node not in self._inner:

@@ -396,7 +396,7 @@ class CorrectionPolicy:
     least_proposals: int = 1000
 
     def confirms(self, weights: LogWeights, efficiency: float) -> bool:
-        """Whether more weights confirm those that were accepted.
+        """Whether more weights confirm the accepted ones.
 
         Their k-hat may be larger, as it varies between samples, but must be reliable; a region that
         the first draws missed lowers the effective sample size.

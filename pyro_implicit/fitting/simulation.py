@@ -468,10 +468,8 @@ class SimulatorFit(Printed):
         fields = content["policy"]
         fields["training"] = TeachPolicy(**fields["training"])
         fields["accuracy"] = Thresholds(*fields["accuracy"])
-        stages, (number, num_failed) = (
-            [Stage(*one) for one in content["stages"]],
-            content["numbers"],
-        )
+        stages = [Stage(*one) for one in content["stages"]]
+        number, num_failed = content["numbers"]
         found = cls(stages, number, num_failed, SimulatorPolicy(**fields))
         found._simulator, found._range = simulator, content["range"]
         dim = content["networks"][0]["frame.latent_loc"].numel()

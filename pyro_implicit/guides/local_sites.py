@@ -106,8 +106,8 @@ class RowNormals(PyroModule):
 
     In unconstrained space, row i has
     :math:`z_i = \mu_i + (B + B_i) (u - c) + \sigma_i \epsilon_i`, where u are the other latent
-    variables and c a point in their middle. Without slopes the rows were independent of the others,
-    whose posterior would then be too narrow; all rows learn B, and :math:`B_i` corrects it.
+    variables and c a point in their middle. Without slopes, the rows would be independent of the
+    others, whose posterior would be too narrow. All rows learn B, and :math:`B_i` corrects it.
 
     :param sites: the latent variables of rows.
     :param trace: of the model, for their initial values.
@@ -135,8 +135,8 @@ class RowNormals(PyroModule):
         """Return the distribution of some rows, in the support of the site.
 
         :param site: the latent variable.
-        :param step: u - c, ``(*batch, latent_dim)``, with a
-            dimension in ``batch`` for each dimension of the plates of the site, or none.
+        :param step: u - c, ``(*batch, latent_dim)``, with a dimension in ``batch`` for each
+            dimension of the plates of the site, or none.
         :param index: of the rows.
         """
         num_batch = site.row_dim - site.rows.dim

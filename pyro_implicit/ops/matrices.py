@@ -68,6 +68,11 @@ def normal_by_precision(offset: Tensor, precision: Tensor) -> Tensor:
     r"""Return the log-density of a normal with precision P, :math:`-\frac12 (x^\top P x -
     \log |P| + n \log 2 \pi)`, without an inverse.
 
+    **Example:**
+
+    >>> normal_by_precision(torch.zeros(2), 4.0 * torch.eye(2)).exp()
+    tensor(0.6366)
+
     :param offset: x, the value minus the mean, ``(*batch, n)``.
     :param precision: P, ``(*batch, n, n)``.
     """

@@ -54,8 +54,7 @@ __all__ = [
 class Fitted(NamedTuple):
     """What a conditional space learnt from draws, from which it can be made again.
 
-    ``choice`` is the index of a map among all found maps, and ``laws`` are those of
-    its scaled blocks.
+    ``choice`` is the index of a map among all found maps; its scaled blocks have the ``laws``.
     """
 
     choice: int
