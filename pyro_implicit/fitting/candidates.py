@@ -48,8 +48,9 @@ __all__ = [
     "exact_guide",
     "exact_log_weights",
     "frame_of_draws",
-    "joint_draws",
     "gaussian_guide",
+    "joint_draws",
+    "matched_guide",
     "mixture_weights",
     "reliability",
     "semi_implicit_guide",
@@ -540,6 +541,33 @@ def reliability(
     return again if again.efficiency < policy.agrees * found.efficiency else found
 
 
+@torch.no_grad()
+def matched_guide(
+    guide: Any,
+    target: Target,
+    points: Tensor,
+    weights: LogWeights,
+    policy: CorrectionPolicy = DEFAULT.correction,
+) -> AutoImplicit | None:
+    """Return a Gaussian with the moments of weighted draws, whose tails are heavier than those of
+    the Gaussian at the mode; None for a mixture, or for too few effective draws.
+
+    :param guide: the guide of the draws.
+    :param target: the posterior.
+    :param points: unconstrained draws, ``(num_draws, latent_dim)``.
+    :param weights: their weights.
+    """
+    number = weights.effective_sample_size
+    if isinstance(guide, AutoMixture) or not number > policy.matched_per_dim * points.shape[-1]:
+        return None
+    shares = weights.shares.to(points)
+    loc = shares @ points
+    root = shares.sqrt().unsqueeze(-1) * (points - loc)
+    frame = Frame(loc, scale_tril=lower_factor(root.mT))
+    found = AutoImplicit(target.model, AutoregressiveGenerator, frame=frame)
+    return set_up(found, target.args, target.kwargs)
+
+
 def corrected_draws(
     guide: Any, target: Target, num_samples: int, policy: CorrectionPolicy = DEFAULT.correction
 ) -> dict[str, Tensor]:
@@ -568,16 +596,20 @@ def joint_draws(found: Any, marginal: Marginal, num_draws: int) -> tuple[StoredD
         faults.append(fault[value.isfinite()])
         return value
 
-    target = marginal.target
+    target, guide = marginal.target, found.guide
     if found.refined is None and found.correction is not None:
         # Sobol points: moments of the remaining variables are then almost those of an integral.
         like, seed = found.target.init_loc, int(torch.randint(2**31, ()))
         noise = normal_draws(num_draws, len(like), like, seed)
-        weights = exact_log_weights(
-            found.guide, found.target, num_draws, log_prob=draw, noise=noise
-        )[1]
+        while guide is not None:
+            parts.clear()
+            rest, weights = exact_log_weights(
+                guide, found.target, num_draws, log_prob=draw, noise=noise
+            )
+            is_settled = found.policy.correction.confirms(weights, found.correction)
+            is_last = is_settled or guide is not found.guide
+            guide = None if is_last else matched_guide(guide, found.target, rest, weights)
         index = weights.resample(num_draws)
-        is_settled = found.policy.correction.confirms(weights, found.correction)
         known: dict[str, Any] = {"settled": is_settled, "modes_weighed": True}
         if not is_settled:
             known["doubts"] = (f"importance weights of the remaining variables: {weights}",)

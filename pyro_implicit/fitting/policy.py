@@ -386,6 +386,9 @@ class CorrectionPolicy:
     #: little for reliable weights.
     agrees: float = 0.75
 
+    #: Effective draws for each dimension, at least, whose moments make another Gaussian.
+    matched_per_dim: float = 4.0
+
     #: Draws that are evaluated together; bounds memory.
     draws_at_once: int = 2000
 

@@ -203,6 +203,7 @@ class WindowedChains(Chains):
     _spends_all: bool = False
     _began: tuple[int, float, float] = (0, 0.0, 0.0)
     _adapted_number: bool = False
+    _is_extended: bool = False
 
     def attach(
         self,
@@ -334,13 +335,17 @@ class WindowedChains(Chains):
 
         Draws are cheap compared with the warm-up. So chains that have converged go on until they
         have ``enough`` effective draws, by R-hat, or have spent a share of the warm-up's gradients.
+        An extended budget ends as soon as the chains are usable.
         """
         found = None
         if self.phase == "sampling" and self.history.seen >= self._next_check:
             factor = self.policy.stopping.between_checks
             self._next_check = math.ceil(factor * self.history.seen)
             found = self._settled()
-            if self.settled is None:
+            drift = self.last_drift
+            if self._is_extended and drift and drift.is_usable(self.policy.stopping):
+                found = self.settled or "max_gradients"
+            elif self.settled is None:
                 self._adapt_number()
         if found is not None and not self._spends_all:
             return found
@@ -387,6 +392,7 @@ class WindowedChains(Chains):
             return False
         # Twice as long, so that the result does not depend on small differences in time.
         self.max_gradients += math.ceil(min(left, self.cpu_seconds) / cost)
+        self._is_extended = True
         if self._labels is None:
             paths = self.history.draws()
             latents = self._thinned(paths.flatten(0, 1))
@@ -483,6 +489,7 @@ class WindowedChains(Chains):
         chains.max_gradients = math.inf if max_gradients is None else self.gradients + max_gradients
         chains.max_seconds = None if max_seconds is None else self.seconds + max_seconds
         chains._spends_all, chains.stopped = self.stopped in ("converged", "steady"), None
+        chains._is_extended = False
         return chains
 
     def _hurries(self) -> bool:

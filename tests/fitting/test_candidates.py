@@ -12,6 +12,7 @@ import torch
 from pyro.distributions import constraints
 
 from pyro_implicit.density import Target, find_modes
+from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.fitting import (
     Candidate,
     ChoicePolicy,
@@ -21,7 +22,7 @@ from pyro_implicit.fitting import (
     frame_of_draws,
     weigh,
 )
-from pyro_implicit.fitting.candidates import corrected_draws, reliability
+from pyro_implicit.fitting.candidates import corrected_draws, matched_guide, reliability
 from pyro_implicit.ops import LogWeights
 
 
@@ -68,6 +69,26 @@ def test_the_policy_limits_the_draws_that_are_evaluated_together(monkeypatch):
     reliability(guide, density, policy)
     corrected_draws(guide, density, 10, policy)
     assert max(sizes) == 20 and sum(sizes) > 1_000
+
+
+def test_a_gaussian_with_the_moments_of_weighted_draws():
+    density = Target(normal)
+    modes = find_modes(density)
+    guide, number = exact_guide(normal, modes), 400
+    points = torch.randn(number, density.latent_dim)
+    weights = LogWeights(0.5 * torch.randn(number))
+    found = matched_guide(guide, density, points, weights)
+    shares, transform = weights.shares.to(points), found.get_transform()
+    loc = transform(torch.zeros(1, 2))  # the generator is almost the identity
+    factor = (transform(torch.eye(2)) - loc).T
+    near = {"rtol": 0.01, "atol": 0.01}
+    torch.testing.assert_close(loc[0], shares @ points, **near)
+    covariance = points.T.cov(correction=0, aweights=shares)
+    torch.testing.assert_close(factor @ factor.T, covariance, **near)
+    few = CorrectionPolicy(matched_per_dim=weights.effective_sample_size)
+    assert matched_guide(guide, density, points, weights, few) is None
+    both = Modes(*(torch.cat([part, part]) for part in modes))
+    assert matched_guide(exact_guide(normal, both), density, points, weights) is None
 
 
 def test_the_lowest_hundredth_is_left_out(monkeypatch):

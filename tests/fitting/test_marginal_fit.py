@@ -17,9 +17,10 @@ from torch import Tensor
 
 from pyro_implicit import fit
 from pyro_implicit.density.marginal import Marginal
+from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.density.policy import MARGINAL
 from pyro_implicit.fitting import CorrectionPolicy, Fit, FitPolicy
-from pyro_implicit.fitting.candidates import joint_draws
+from pyro_implicit.fitting.candidates import exact_guide, exact_log_weights, joint_draws
 
 QUIET: dict[str, Any] = {"seed": 0, "progress": False}
 SIZE = 110
@@ -109,13 +110,28 @@ def test_new_data_with_the_exact_marginal_density_as_prior(result: Fit) -> None:
 
 def test_uneven_weights_of_the_remaining_variables_are_doubts(result: Fit) -> None:
     inner = result.marginal
-    strict = replace(
-        inner.policy, correction=CorrectionPolicy(least_efficiency=2.0, near=2.0, agrees=2.0)
-    )
+    limits = CorrectionPolicy(least_efficiency=2.0, near=2.0, even=2.0, agrees=2.0)
+    strict = replace(inner.policy, correction=limits)
     for policy, is_settled in ((inner.policy, True), (strict, False)):
         marginal = inner.source[0].marginal
         draws, _ = joint_draws(replace(inner, policy=policy), marginal, 256)
         assert draws.settled == is_settled and bool(draws.doubts) != is_settled
+
+
+def test_a_narrow_guide_of_the_remaining_variables_is_widened(result: Fit) -> None:
+    """The Gaussian with the moments of the weighted draws replaces it: five standard errors."""
+    inner = result.marginal
+    mean, sd = inner.sample(4000)["scale"].log().mean(), inner.sample(4000)["scale"].log().std()
+    modes = Modes(mean.reshape(1, 1), 0.6 * sd.reshape(1, 1, 1), torch.zeros(1))
+    narrow = exact_guide(inner.target.model, modes, *inner.target.args)
+    weights = exact_log_weights(narrow, inner.target, 4096)[1]
+    assert not inner.policy.correction.accepts(weights)
+    draws, _ = joint_draws(replace(inner, guide=narrow), inner.source[0].marginal, 4096)
+    assert draws.settled and not draws.doubts
+    expected, spread = exact()["scale"]
+    drawn = draws.samples["scale"].double()
+    assert abs(drawn.mean() - expected) < 5 * spread / 4096**0.5
+    assert abs(drawn.std() / spread - 1) < 5 / 8192**0.5
 
 
 def test_chains_of_the_remaining_variables_go_on() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import time
 
@@ -121,6 +122,19 @@ def test_patience_ends(monkeypatch):
     found = refine_target(sampler, 64, 200, patience=2.0, policy=ChainPolicy(stopping=usable))
     assert found.stopped == "max_gradients" and found.num_chains == 64
     assert 1.5 < found.chains.cpu_seconds < 2.6
+
+
+def test_an_extended_budget_ends_once_errors_are_usable(monkeypatch):
+    monkeypatch.setattr(time, "process_time", itertools.count().__next__)
+    monkeypatch.setattr(WindowedChains, "_cheapest_number", lambda self: (64, 1.0))
+    limits = StoppingPolicy(max_usable_error=0.06, max_error=1e-9)
+    sampler = Sampler(Target(ridge), {"x": torch.randn(64, 2)})
+    torch.manual_seed(0)
+    found = refine_target(sampler, 64, 200, patience=1e6, policy=ChainPolicy(stopping=limits))
+    assert found.stopped == "max_gradients" and found.drift.is_usable(limits)
+    assert 200 < found.num_gradients < 0.9 * found.chains.max_gradients
+    more = found.refine_more(max_gradients=100, progress=False)
+    assert more.num_gradients >= found.num_gradients + 100
 
 
 def test_a_clock_that_stands_still(monkeypatch):

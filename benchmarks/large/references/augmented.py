@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers of four models by blocks of latent variables that are drawn or integrated out exactly.
+"""Samplers of five models by blocks of latent variables that are drawn or integrated out exactly.
 
 A Student density is a normal one whose precision has a gamma distribution (Geweke, 1993). Given
 these precisions, the random walk with Student steps and the Gaussian process with Student noise are
@@ -8,6 +8,10 @@ a scale are updated with the precisions integrated out.
 
 The effects of schools have a normal conditional density. Their covariance matrix is proposed from
 the inverse Wishart density of the effects, so that only the prior decides about the acceptance.
+
+The scales of a horseshoe have inverse-gamma conditionals given the coefficients (Makalic and
+Schmidt, 2016). Hamiltonian Monte Carlo moves the coefficients given the scales, in units of the
+information of the counts, and then all noise together with the scales.
 
 The log-volatilities are moved together with their scale by Hamiltonian Monte Carlo, in the
 eigenvectors of a random walk (a cosine transform), in units of the approximate posterior sds.
@@ -27,7 +31,7 @@ from scipy.special import gammaln, polygamma
 
 from benchmarks.large.references.collapsed import draw_walk, run_chains, walk_posterior
 
-__all__ = ["gp_student", "schools", "student_walk", "volatility"]
+__all__ = ["gp_student", "horseshoe_poisson", "schools", "student_walk", "volatility"]
 
 Generator = np.random.Generator
 Chain = dict[str, Any]
@@ -302,3 +306,93 @@ def _volatility_log_density(returns: Any, point: Chain) -> float:
     total += stats.norm.logpdf(point["steps"], 0.0, point["sigma"]).sum()
     total += stats.norm.logpdf(point["start"], -4.0, 2.0) - 10 * point["sigma"]
     return float(total + stats.gamma.logpdf(point["nu"], 2.0, scale=10.0))
+
+
+HORSESHOE_SD, HORSESHOE_TAU = 2.0, 0.2  # scales of the priors of intercept and tau
+
+
+def horseshoe_poisson(folder: Path, num_draws: int, thin: int) -> None:
+    """Write ``draws.npz`` and ``run.json`` for the data in ``folder``."""
+    run_chains(folder, num_draws, thin, _horseshoe_chain, _horseshoe_log_density)
+
+
+def _leapfrog(
+    rng: Generator, point: Any, density: Callable[[Any], tuple[float, Any]], step: float
+) -> tuple[Any, float]:
+    """Return the next point of Hamiltonian Monte Carlo, and the probability of acceptance."""
+    momentum, start = rng.normal(size=len(point)), point
+    before, gradient = density(point)
+    value, energy = before, 0.5 * momentum @ momentum
+    for _ in range(rng.integers(5, 15)):
+        momentum = momentum + 0.5 * step * gradient
+        point = point + step * momentum
+        value, gradient = density(point)
+        momentum = momentum + 0.5 * step * gradient
+    change = value - before + energy - 0.5 * momentum @ momentum
+    chance = float(np.exp(min(0.0, change))) if np.isfinite(change) else 0.0
+    return (point, chance) if rng.random() < chance else (start, chance)
+
+
+def _horseshoe_chain(rng: Generator, x: Any, y: Any, num_draws: int, thin: int) -> Chain:
+    design, size = np.column_stack([np.ones(len(y)), x]), x.shape[1]
+    gram = (design.T * (y + 0.5)) @ design
+    local, tau = np.exp(0.5 * rng.normal(size=size)), 0.05 * np.exp(0.3 * rng.normal())
+    white, kept = np.append(0.2, 0.3 * rng.normal(size=size)), []  # intercept and z, prior sd 1
+    steps = np.log([0.5, 0.1])  # of both trajectories, fixed after the warm-up
+
+    def of_noise(white: Any, scale: Any) -> tuple[float, Any]:
+        with np.errstate(over="ignore", invalid="ignore"):
+            rate = design @ (scale * white)
+            mean = np.exp(rate)
+            value = y @ rate - mean.sum() - 0.5 * white @ white
+            return float(value), scale * (design.T @ (y - mean)) - white
+
+    def scales(local: Any, tau: float) -> Any:
+        return np.append(HORSESHOE_SD, tau * local)
+
+    def of_all(point: Any) -> tuple[float, Any]:  # with the logarithms of local scales and tau
+        white, logs = point[: size + 1], point[size + 1 :]
+        with np.errstate(over="ignore", invalid="ignore"):
+            value, gradient = of_noise(white, scales(np.exp(logs[:-1]), np.exp(logs[-1])))
+            by_scale = white * (gradient + white)
+            square = np.exp(2 * (logs - np.append(np.zeros(size), np.log(HORSESHOE_TAU))))
+            value += logs.sum() - np.log1p(square).sum()
+            pull = np.append(by_scale[1:], by_scale[1:].sum()) + 1 - 2 * square / (1 + square)
+        return value, np.concatenate([gradient, pull])
+
+    for i in range(WARMUP + num_draws * thin):
+        scale = scales(local, tau)
+        root = cholesky(gram * scale * scale[:, None] + np.eye(size + 1), check_finite=False)
+
+        def of_round(point: Any, root: Any = root, scale: Any = scale) -> tuple[float, Any]:
+            white = solve_triangular(root, point, check_finite=False)
+            value, gradient = of_noise(white, scale)
+            return value, solve_triangular(root, gradient, trans=1, check_finite=False)
+
+        point, first = _leapfrog(rng, root @ white, of_round, np.exp(steps[0]))
+        white = solve_triangular(root, point, check_finite=False)
+        everything = np.concatenate([white, np.log(local), [np.log(tau)]])
+        everything, second = _leapfrog(rng, everything, of_all, np.exp(steps[1]))
+        white, local = everything[: size + 1], np.exp(everything[size + 1 : -1])
+        tau = float(np.exp(everything[-1]))
+        if i < WARMUP:
+            steps = steps + 0.1 * (np.array([first, second]) - 0.8)
+        beta = tau * local * white[1:]
+        for _ in range(SMALL_STEPS):
+            extra = (1 + 1 / local**2) / rng.gamma(1.0, size=size)
+            local = np.sqrt((1 / extra + 0.5 * (beta / tau) ** 2) / rng.gamma(1.0, size=size))
+            extra = (HORSESHOE_TAU**-2 + tau**-2) / rng.gamma(1.0)
+            square = (1 / extra + 0.5 * ((beta / local) ** 2).sum()) / rng.gamma(0.5 * (size + 1))
+            tau = float(np.sqrt(square))
+        white[1:] = beta / (tau * local)
+        if i >= WARMUP and i % thin == 0:
+            kept.append((HORSESHOE_SD * white[0], tau, local, white[1:].copy()))
+    return _stack(("intercept", "tau", "lam", "z"), kept)
+
+
+def _horseshoe_log_density(x: Any, y: Any, point: Chain) -> float:
+    rate = point["intercept"] + x @ (point["z"] * point["lam"] * point["tau"])
+    total = stats.poisson.logpmf(y, np.exp(rate)).sum() + stats.norm.logpdf(point["z"]).sum()
+    total += stats.norm.logpdf(point["intercept"], 0.0, HORSESHOE_SD)
+    total += stats.halfcauchy.logpdf(point["tau"], scale=HORSESHOE_TAU)
+    return float(total + stats.halfcauchy.logpdf(point["lam"]).sum())

@@ -7,7 +7,13 @@ another run, with ``SETTINGS``. The times of both exclude the import of NumPyro.
 
 from __future__ import annotations
 
-from benchmarks.large.references.augmented import gp_student, schools, student_walk, volatility
+from benchmarks.large.references.augmented import (
+    gp_student,
+    horseshoe_poisson,
+    schools,
+    student_walk,
+    volatility,
+)
 from benchmarks.large.references.collapsed import cauchy_sparse, local_level
 
 __all__ = ["MAX_COLUMNS", "MAX_VALUES", "MIN_ESS", "SAMPLERS", "SETTINGS", "USER"]
@@ -20,12 +26,12 @@ MIN_ESS = 400
 SETTINGS = {
     "bayesian_lasso_200": "--noncentred beta --target-accept 0.9 --thin 3 --diagonal --optimise",
     "cox_process_100": "--samples 1500 --optimise",
-    "horseshoe_poisson": "--target-accept 0.99 --samples 1500 --diagonal --optimise",
 }
 # An exact sampler, its draws of each chain, and the steps between two draws.
 SAMPLERS = {
     "cauchy_sparse": (cauchy_sparse, 800, 10),
     "gp_student": (gp_student, 1000, 20),
+    "horseshoe_poisson": (horseshoe_poisson, 1000, 25),
     "local_level_2000": (local_level, 1000, 15),
     "schools_lkj_100": (schools, 1000, 20),
     "student_walk_400": (student_walk, 1000, 30),
