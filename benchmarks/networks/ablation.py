@@ -56,10 +56,10 @@ KERNELS: dict[str, dict[str, Any]] = {
 
 def run(folder: Path, name: str, gradients: int) -> dict[str, float]:
     """Return the scores on the test rows; CPU seconds are those of the chains alone."""
-    x, y, test_x, test_y = load(folder, 1)
+    x, y, test_x, test_y, _ = load(folder, "airfoil", 1)
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    model = make_model(x.shape[-1], len(x))
+    model = make_model("airfoil", x.shape[-1], len(x))
     guide = AutoEnsemble(model, 10, init_to_shuffled(start_values(model)))
     options: dict[str, Any] = {"seed": 0, "progress": False}
     policy = FitPolicy(schedule=Schedule(plateau=False))

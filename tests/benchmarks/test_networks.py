@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks.common import parse_arguments
-from benchmarks.networks import lenet, methods, open_category
+from benchmarks.networks import lenet, methods, open_category, tabular
 from benchmarks.networks import run as run_module
 from benchmarks.networks.data import of_classes
 from benchmarks.networks.methods import posterior_of
@@ -160,3 +160,28 @@ def test_particles_are_a_part_of_the_key(folder):
     assert "particles" not in run_module._settings(args)
     args.particles = 3
     assert run_module._settings(args)["particles"] == 3
+
+
+def test_tables_of_networks(tmp_path):
+    (tmp_path / "tabular").mkdir()
+    values = np.random.RandomState(0).randn(50, 6)
+    np.savetxt(tmp_path / "tabular" / "airfoil.csv", values, delimiter=",", header="names")
+    data = tabular.load(tmp_path, "airfoil", 3)
+    assert data.x.shape == (40, 5) and data.test_y.shape == (10,)
+    assert data.x.mean(0).abs().max() < 1e-6 and abs(data.y.std(correction=0) - 1) < 1e-6
+    for name, outputs in (("airfoil", 2), ("protein", 1)):
+        model = tabular.make_model(name, 5, 40)
+        assert model.net(data.x).shape == (40, outputs)
+    record = {
+        "data": "boston",
+        "method": "fit",
+        "commit": "abc",
+        "max_seconds": 30.0,
+        "members": 10,
+    }
+    record |= {"seed": 0, "rmse": 0.25, "nll": 0.1, "cpu_seconds": 30.0}
+    runs = [record | {"split": split, "log_likelihood": -2.0 - split} for split in range(3)]
+    out = tmp_path / "runs.jsonl"
+    out.write_text("".join(f"{json.dumps(one)}\n" for one in runs))
+    line = tabular.report(out).splitlines()[2]
+    assert "| boston | fit, 30 s (abc) | 0, 1, 2 | 3 |" in line and "-3.000 +- 1.000" in line

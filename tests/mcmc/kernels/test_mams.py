@@ -62,16 +62,28 @@ def test_exact_draws_stay_exact(target, size):
     first = draws_of(target, 4000)
     state = other = mams.init(first, target)
     acceptance = []
-    for _ in range(25):
+    for _ in range(35):
         options = settings(state, size, 6, length=2.0)
         state, info = mams.step(state, target, options)
         other, _ = mams.step(other, target, options._replace(is_adjusted=False))
         acceptance.append(info.acceptance.mean())
-    assert 0.25 < torch.stack(acceptance).mean() < 0.95
+    assert 0.3 < torch.stack(acceptance).mean() < 0.95
     moved = (state.position - first).square().mean(0) / first.var(0)
-    assert moved.min() > 0.25
+    assert moved.min() > 0.3
     assert quantities(target, state.position).abs().max() < 4.5  # the largest of twenty
     assert quantities(target, other.position).abs().max() > 9
+
+
+@pytest.mark.parametrize(("target", "size"), [(gaussian, 1.8), (rosenbrock, 0.25)])
+def test_energy_errors_of_exact_draws_average_to_one(target, size):
+    """E exp(-Delta) = 1, because a path maps the density to itself times exp(-Delta)."""
+    torch.manual_seed(0)
+    state = mams.init(draws_of(target, 20_000), target)
+    _, info = mams.step(state, target, settings(state, size, 6, length=2.0))
+    weights = (-info.energy_error).exp()
+    error = weights.std() / math.sqrt(len(weights))
+    assert error < 0.01 and info.energy_error.mean() > 4.5 * error
+    assert abs(weights.mean() - 1) < 4.5 * error
 
 
 def test_energy_error_is_of_third_order():
