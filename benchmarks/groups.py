@@ -20,7 +20,8 @@ with data of seed 1; the results are those of other seeds.
 
 ::
 
-    python -m benchmarks.groups --groups 1000 10000 100000 1000000 --seeds 10 11
+    python -m benchmarks.groups --groups 1000 10000 100000 --seeds 10 11 12
+    python -m benchmarks.groups --groups 1000000 --seeds 11
     python -m benchmarks.groups --groups 1000 10000 --seeds 10 --methods auto autonormal
     python -m benchmarks.groups --groups 100000 --processes 1 2 4
     python -m benchmarks.groups --table

@@ -42,7 +42,7 @@ from pyro_implicit.runtime.messages import (
     refuse_nonpositive,
 )
 from pyro_implicit.runtime.progress import Callback, Stage, new_stage, watch, watching
-from pyro_implicit.runtime.sites import is_data
+from pyro_implicit.runtime.sites import is_data, survives
 
 __all__ = ["SimulatorDiagnosis", "SimulatorFit", "fit_simulator"]
 
@@ -157,14 +157,12 @@ class _Simulator:
         parts = []
         for name in self.sites:
             value = trace.nodes[name]["value"]
-            part = biject_to(self.supports[name]).inv(value)
-            again = biject_to(self.supports[name])(part)
-            if not torch.allclose(again, value, rtol=1e-2, atol=1e-3, equal_nan=True):
+            if not survives(value, self.supports[name]):
                 raise ValueError(
                     f"the support of latent '{name}' depends on other latents. Cure: a latent of "
                     "fixed support that the model scales, or sites= without it"
                 )
-            parts.append(part.reshape(-1))
+            parts.append(biject_to(self.supports[name]).inv(value).reshape(-1))
         return torch.cat(parts).to(torch.get_default_dtype())
 
     def split(self, latent: Tensor) -> dict[str, Tensor]:

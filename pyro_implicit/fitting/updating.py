@@ -25,7 +25,7 @@ from pyro_implicit.density.marginal_target import MarginalTarget
 from pyro_implicit.density.model import trace_model
 from pyro_implicit.fitting.policy import DEFAULT, UpdatePolicy
 from pyro_implicit.guides.posterior_draws import draw, posterior_of, samples_of
-from pyro_implicit.runtime.sites import is_data, is_discrete_latent, is_latent, site_parts
+from pyro_implicit.runtime.sites import is_data, is_discrete_latent, is_latent, site_parts, survives
 
 __all__ = ["JointPrior", "log_prob_of", "normal_mixture", "posterior_as_prior"]
 
@@ -73,12 +73,12 @@ def posterior_as_prior(
     :param args: the new data: arguments of the model, as ``kwargs``.
     :param sites: the sites of the joint prior. By default all continuous latent sites that the
         posterior and the model have in common, except those that belong to rows of the data: sites
-        in a plate of an observation.
+        in a plate of an observation. ``print`` names sites that only one of them has.
     :param policy: the numbers of draws and components.
     :param model_kwargs: keyword arguments of the model whose names this function has, too.
     :returns: the prior. ``prior(model)`` is the model with this prior.
     :raises ValueError: for a site that the posterior or the model lacks, or that has another shape
-        in the model; for no common site; for too few draws.
+        or support in the model; for no common site; for too few draws.
     :raises ImportError: without scikit-learn.
     """
     policy, kwargs = policy or DEFAULT.update, {**kwargs, **(model_kwargs or {})}
@@ -89,11 +89,20 @@ def posterior_as_prior(
     else:
         draws = samples_of(source, "earlier")
     trace = trace_model(model, args, kwargs)
-    names = _shared_sites(trace, draws, sites)
+    names, others = _shared_sites(trace, draws, sites)
     supports = {name: trace.nodes[name]["fn"].support for name in names}
     shared = {name: draws[name] for name in names}
+    for name, support in supports.items():
+        if not survives(shared[name], support):
+            raise ValueError(
+                f"draws of site '{name}' of the earlier posterior lie outside of its support in "
+                f"the new model, {support}. Cure: the same prior in both models, or sites= without "
+                "it, so that it keeps its prior"
+            )
     log_prob = log_prob_of(posterior, names)
-    return JointPrior.of_draws(shared, supports, policy, log_prob)
+    prior = JointPrior.of_draws(shared, supports, policy, log_prob)
+    prior.others = others
+    return prior
 
 
 def log_prob_of(posterior: Any, names: Collection[str]) -> LogProb | None:
@@ -134,7 +143,8 @@ def _integrated(posterior: Any, names: set[str]) -> Target | None:
 
 def _shared_sites(
     trace: Trace, draws: Mapping[str, Tensor], sites: Collection[str] | None
-) -> list[str]:
+) -> tuple[list[str], str]:
+    """Return the sites of the prior, and the names of the other ones."""
     latents = {
         name: site
         for name, site in trace.nodes.items()
@@ -171,7 +181,11 @@ def _shared_sites(
                 "the earlier posterior. Cure: data of the same groups, or sites= without it, so "
                 "that it keeps its prior"
             )
-    return [name for name in latents if name in set(sites)]
+    own = sorted(name for name in latents.keys() - set(sites) if not is_local(name))
+    unused = sorted(draws.keys() - latents.keys())
+    others = f"; own prior of {', '.join(own)}" if own else ""
+    others += f"; the new model lacks {', '.join(unused)}" if unused else ""
+    return [name for name in latents if name in set(sites)], others
 
 
 class JointPrior:
@@ -197,11 +211,12 @@ class JointPrior:
         transforms: Mapping[str, Any],
     ) -> None:
         self.density, self.shapes, self.transforms = density, dict(shapes), dict(transforms)
+        self.others = ""  # names sites of one model only
 
     def __repr__(self) -> str:
         number = self.density.mixture_distribution.probs.shape[-1]
         what = "a normal distribution" if number == 1 else f"a mixture of {number} normals"
-        return f"{what} for {', '.join(self.shapes)}"
+        return f"{what} for {', '.join(self.shapes)}{self.others}"
 
     def __call__(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """Return a model with this prior; all other sites keep their own.

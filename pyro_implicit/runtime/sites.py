@@ -35,6 +35,7 @@ __all__ = [
     "owned_by",
     "put_into_store",
     "site_parts",
+    "survives",
     "unconstrained",
     "unmasked_elements",
     "without_event",
@@ -289,6 +290,21 @@ def site_parts(latent: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Te
         name: part.reshape(part.shape[:-1] + shape)
         for (name, shape), part in zip(shapes.items(), parts, strict=True)
     }
+
+
+def survives(value: Tensor, support: constraints.Constraint) -> bool:
+    """Whether values return from unconstrained space, up to rounding: they are in the support.
+
+    **Example:**
+
+    >>> survives(torch.tensor([0.0, 2.0]), constraints.positive)  # 0 is its boundary
+    True
+    >>> survives(torch.tensor([-1.0, 2.0]), constraints.positive)
+    False
+    """
+    transform = biject_to(support)
+    again = transform(transform.inv(value))
+    return torch.allclose(again, value, rtol=1e-2, atol=1e-3, equal_nan=True)
 
 
 class FlatPriorStart:

@@ -318,11 +318,20 @@ def test_guides_and_chains_are_posteriors() -> None:
         ({"z": torch.rand(100)}, ["z"], "new model has no .* 'z'"),
         ({"group": torch.rand(100, 5)}, None, r"shape \(3,\) in the new model and \(5,\)"),
         ({"scale": torch.rand(3)}, None, "3 draws .* at least 4"),
+        ({"scale": torch.randn(100)}, None, "site 'scale' .* outside of its support in the new"),
     ],
 )
 def test_errors_name_the_site(draws: dict, sites: list | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         posterior_as_prior(draws, model, torch.zeros(4), sites=sites)
+
+
+def test_sites_of_one_model_only_are_named() -> None:
+    y = torch.zeros(4)
+    draws = {"scale": torch.rand(100), "own": torch.randn(100, 4), "old": torch.randn(100)}
+    prior = posterior_as_prior(draws, model, y)
+    found = "a normal distribution for scale; own prior of group, slope; the new model lacks old"
+    assert repr(prior) == found
 
 
 def test_another_model_is_refused_when_it_runs() -> None:
