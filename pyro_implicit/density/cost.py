@@ -310,9 +310,13 @@ class TracedScore:
         return found
 
     def log_prob(self, latent: Tensor) -> Tensor:
-        """Return the log-density, differentiable once, ``(num_draws,)``."""
+        """Return the log-density, differentiable once, ``(num_draws,)``.
+
+        The gradient of vectors of density 0 is 0.
+        """
         with torch.no_grad():
             log_prob, score = self(latent)
+            score = score.where(log_prob.isfinite().unsqueeze(-1), 0.0)
         return log_prob + ((latent - latent.detach()) * score).sum(-1)
 
     def _first(self, latent: Tensor) -> tuple[tuple[Tensor, Tensor], _Shares]:

@@ -377,7 +377,7 @@ def endless_scales(target: Target, points: Tensor) -> str:
         steps = getattr(transform, "parts", [transform])
         is_scale = any(isinstance(one, ExpTransform) for one in steps)
         if is_scale and is_flat(nodes[name]["fn"]):
-            far = part.abs().flatten(1) > CHECKS.endless_log
+            far = part.abs().reshape(len(part), -1) > CHECKS.endless_log
             share = far.any(-1).double().mean().item()
             if share > CHECKS.endless_share:
                 found.append(f"that of `{name}` in {share:.0%} of the draws")

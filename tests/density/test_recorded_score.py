@@ -179,3 +179,17 @@ def test_large_data_alone_make_no_blocks():
     for _ in range(3):
         score(latent)
     assert {key[0][0] for key in score._programs._programs} == {64}
+
+
+def test_the_gradient_at_density_0_is_0():
+    """A score there is NaN or infinite, and must not reach the gradients of the others."""
+
+    def score(latent):
+        log_prob = (-latent.square().sum(-1)).masked_fill(latent[:, 0] < 0, -math.inf)
+        return log_prob, (-2 * latent).masked_fill(latent[:, :1] < 0, math.nan)
+
+    latent = torch.tensor([[1.0, 2.0], [-1.0, 2.0]], requires_grad=True)
+    log_prob = TracedScore(score, compile=False).log_prob(latent)
+    log_prob[log_prob.isfinite()].sum().backward()
+    assert log_prob.tolist() == [-5.0, -math.inf]
+    assert latent.grad.tolist() == [[-2.0, -4.0], [0.0, 0.0]]
