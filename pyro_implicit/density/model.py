@@ -29,7 +29,7 @@ from torch.distributions import (
 )
 
 from pyro_implicit.density.run_mode import active_mode, log_prob_in_each_run
-from pyro_implicit.runtime.sites import Site, innermost, is_discrete_latent
+from pyro_implicit.runtime.sites import Site, innermost, is_discrete_latent, is_latent
 
 __all__ = [
     "DiscreteSum",
@@ -37,6 +37,7 @@ __all__ = [
     "SubsampledError",
     "UnfitModelError",
     "compute_log_prob",
+    "restore_priors",
     "trace_model",
 ]
 
@@ -102,6 +103,7 @@ class Model:
             trace = tracer.get_trace(*self.args, **self.kwargs)
         finally:
             self.last_site = next(reversed(tracer.trace.nodes), None)
+        restore_priors(trace)
         checks, mode = is_validation_enabled(), active_mode.get()
         for site in trace.nodes.values():
             if site["type"] != "sample":
@@ -140,7 +142,7 @@ class Model:
 def trace_model(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Trace one run of the model, hidden from outer handlers."""
     with torch.no_grad(), poutine.block():
-        return poutine.trace(model).get_trace(*args, **kwargs)
+        return restore_priors(poutine.trace(model).get_trace(*args, **kwargs))
 
 
 def compute_log_prob(trace: Trace) -> None:
@@ -273,6 +275,32 @@ def replace_masked(fn: Any, value: Tensor, mask: Any = None) -> Tensor:
     except NotImplementedError:  # counts
         possible = torch.zeros_like(value)
     return torch.where(mask.reshape(mask.shape + (1,) * len(fn.event_shape)), value, possible)
+
+
+def restore_priors(trace: Trace) -> Trace:
+    """Give all elements of the latent variables of ``obs_mask`` their prior, and return the trace.
+
+    Pyro makes a latent variable of every row and masks the observed rows, which affect nothing
+    else. Without a density they are improper; with their prior, the posterior of all other
+    variables stays the same.
+
+    **Example:**
+
+    >>> import pyro
+    >>> def model(y, mask):
+    ...     with pyro.plate("rows", 2):
+    ...         pyro.sample("y", dist.Normal(0.0, 1.0), obs=y, obs_mask=mask)
+    >>> trace = poutine.trace(model).get_trace(torch.zeros(2), torch.tensor([True, False]))
+    >>> restore_priors(trace).nodes["y_unobserved"]["mask"]
+    tensor([True, True])
+    """
+    for name, site in trace.nodes.items():
+        if name.endswith("_unobserved") and is_latent(site):
+            observed = trace.nodes.get(f"{name.removesuffix('_unobserved')}_observed")
+            if observed is not None and observed["is_observed"]:
+                site["mask"] = site["mask"] | observed["mask"]
+                site.pop("log_prob", None)  # of the masked rows
+    return trace
 
 
 def leave_out_masked(trace: Trace) -> None:

@@ -57,6 +57,7 @@ from pyro_implicit.density.model import (
     SubsampledError,
     compute_log_prob,
     refuse_subsampling,
+    restore_priors,
     subsampled_plate,
     varying_site,
 )
@@ -121,7 +122,7 @@ class Target:
     :raises RuntimeError: for a model without latent variables, or without continuous ones.
     :raises TypeError: for an observation of a type for which its distribution has no density, and
         for a model that cannot run on the NumPy arrays or lists that it is given.
-    :warns UserWarning: for latent variables without a density (``obs_mask``), and if observations
+    :warns UserWarning: for latent variables whose elements are masked, and if observations
         seem to be missing.
     """
 
@@ -267,7 +268,7 @@ class Target:
                     poutine.block(hide_fn=_is_drawn),
                 ):
                     model = poutine.trace(without_sequential_plates(self.model))
-                    return model.get_trace(*self.args, **self.kwargs)
+                    return restore_priors(model.get_trace(*self.args, **self.kwargs))
             except Exception as error:
                 first_error = first_error or error
         assert first_error is not None

@@ -17,7 +17,7 @@ from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor, nn
 
 from pyro_implicit.compiled import ACTIVE, CompileMode, Untraceable
-from pyro_implicit.density.model import DiscreteSum
+from pyro_implicit.density.model import DiscreteSum, restore_priors
 from pyro_implicit.distributions import Draw, Implicit, SemiImplicit, find_implicit
 from pyro_implicit.infer.engine.implicit_sites import PARTICLE_PLATE, ImplicitSite
 from pyro_implicit.infer.engine.prior import PriorMemory, SitePrior
@@ -197,6 +197,7 @@ class ImplicitELBO(StepELBO):
         if is_messenger or one_by_one or not state.value_ndims:
             for _ in range(self.num_particles):
                 pair = self._get_trace(model, guide, args, kwargs)
+                restore_priors(pair[0]).compute_log_prob()
                 if weights is not None:
                     apply_weights(*pair, **weights)
                 yield pair

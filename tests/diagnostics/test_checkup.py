@@ -754,7 +754,9 @@ def test_endless_draws_of_a_flat_scale_are_improper(num_groups, is_improper):
 
     log_tau = torch.rand(1000, 1) * (80.0 if is_improper else 3.0)
     noise = torch.randn(1000, num_groups) / (1 + (-2 * log_tau).exp()).sqrt()
-    found = diagnose(model, {"tau": log_tau.exp().squeeze(-1), "theta": y + noise}, num_transitions=0)
+    found = diagnose(
+        model, {"tau": log_tau.exp().squeeze(-1), "theta": y + noise}, num_transitions=0
+    )
     assert (found.improper != "") == is_improper
     if is_improper:
         assert found.verdict == "do not trust"

@@ -15,6 +15,7 @@ from pyro.infer.reparam import LocScaleReparam, TransformReparam
 from torch.distributions import constraints
 
 from pyro_implicit import LIVI_ELBO, AutoSemiImplicit
+from pyro_implicit.infer import ImplicitELBO
 
 DATA = torch.tensor([0.3, -0.8, 1.5, 0.9, -0.1])
 COUNTS = torch.tensor([2.0, 0.0, 1.0, 4.0, 3.0])
@@ -170,3 +171,25 @@ def test_vmap_agrees_with_the_loop(model):
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["vmap", "plate", False])
+def test_all_rows_of_obs_mask_have_their_prior(mode):
+    """Pyro masks the latent variables of observed rows, which are improper without a density."""
+    y, mask = torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False])
+    loc, rows = torch.tensor(0.5), torch.tensor([-1.0, 0.3, 2.0])
+
+    def model():
+        mean = pyro.sample("loc", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", 3):
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=y, obs_mask=mask)
+
+    def guide():
+        pyro.sample("loc", dist.Delta(loc))
+        with pyro.plate("rows", 3):
+            pyro.sample("y_unobserved", dist.Delta(rows))
+
+    found = ImplicitELBO(2, vectorize_particles=mode).loss(model, guide)
+    seen = torch.cat([y[:2], rows])
+    expected = dist.Normal(0.0, 1.0).log_prob(loc) + dist.Normal(loc, 1.0).log_prob(seen).sum()
+    assert found == pytest.approx(-expected.item(), rel=1e-5)

@@ -57,7 +57,7 @@ def refuse_unfit_sites(trace: Trace, sampled: Collection[str] = ()) -> None:
     :raises RuntimeError: for a model without continuous latent variables, or without elements.
     :raises ValueError: for a discrete latent variable that cannot be summed out, one in a
         sequential plate that subsamples, or one without unconstrained coordinates.
-    :warns UserWarning: for a latent variable with masked elements, as ``obs_mask`` makes them, and
+    :warns UserWarning: for a latent variable with masked elements, and
         an angle on the whole real line.
     """
     latents = {name: site for name, site in trace.nodes.items() if is_latent(site)}
@@ -147,23 +147,14 @@ def _warn_of_angle(name: str, site: Site) -> None:
 
 def _warn_of_masked(name: str, site: Site) -> None:
     mask = site["mask"]
-    if not isinstance(mask, Tensor) or mask.all():
+    if not isinstance(mask, Tensor) or mask.all() or name.endswith("_unobserved"):  # of obs_mask
         return
     batch_shape = torch.broadcast_shapes(mask.shape, site["fn"].batch_shape)
     masked = batch_shape.numel() - int(mask.expand(batch_shape).sum())
-    what = "the model masks them"
-    cure = "do not mask latents"
-    if name.endswith("_unobserved"):
-        base = name.removesuffix("_unobserved")
-        what = f"obs_mask makes a latent of every row of '{base}', observed rows included"
-        cure = (
-            f"sample the rows separately, pyro.sample('{base}', fn_known, obs=y[mask]) and "
-            f"pyro.sample('{base}_missing', fn_missing); or leave out the missing ones, by "
-            "fn.mask(mask) and obs=y.nan_to_num(1.0) instead of obs_mask"
-        )
     warn_user(
-        f"{masked} of {batch_shape.numel()} elements of latent '{name}' have no density ({what}): "
-        "they are improper, no guide can fit them, and every bound counts them. Cure: " + cure,
+        f"{masked} of {batch_shape.numel()} elements of latent '{name}' have no density (the model "
+        "masks them): they are improper, no guide can fit them, and every bound counts them. Cure: "
+        "do not mask latents"
     )
 
 

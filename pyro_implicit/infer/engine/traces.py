@@ -30,6 +30,7 @@ from pyro_implicit.density.model import (
     compute_log_prob,
     leave_out_masked,
     refuse_subsampling,
+    restore_priors,
 )
 from pyro_implicit.density.policy import RUNS
 from pyro_implicit.distributions import Draw, Implicit, draw_through, find_implicit
@@ -85,7 +86,7 @@ def first_run(
         with forgiving, poutine.block():
             guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
             replayed = poutine.replay(model, trace=guide_trace)
-            model_trace = poutine.trace(replayed).get_trace(*args, **kwargs)
+            model_trace = restore_priors(poutine.trace(replayed).get_trace(*args, **kwargs))
             has_run = True
         if not has_run:
             continue
@@ -256,7 +257,7 @@ class Particles(Model):
             trace = self.run(self.latents)
         else:
             model = poutine.replay(vectorize(self.model), trace=self.guide_trace)
-            trace = poutine.trace(model).get_trace(*self.args, **self.kwargs)
+            trace = restore_priors(poutine.trace(model).get_trace(*self.args, **self.kwargs))
             leave_out_masked(trace)
         trace = prune_subsample_sites(trace)
         compute_log_prob(trace)
