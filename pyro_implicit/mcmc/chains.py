@@ -335,15 +335,14 @@ class WindowedChains(Chains):
 
         Draws are cheap compared with the warm-up. So chains that have converged go on until they
         have ``enough`` effective draws, by R-hat, or have spent a share of the warm-up's gradients.
-        An extended budget ends as soon as the chains are usable.
+        An extended budget ends as soon as the chains are usable, with a strict R-hat.
         """
         found = None
         if self.phase == "sampling" and self.history.seen >= self._next_check:
             factor = self.policy.stopping.between_checks
             self._next_check = math.ceil(factor * self.history.seen)
             found = self._settled()
-            drift = self.last_drift
-            if self._is_extended and drift and drift.is_usable(self.policy.stopping):
+            if self._is_extended and self._is_good():
                 found = self.settled or "max_gradients"
             elif self.settled is None:
                 self._adapt_number()
@@ -379,6 +378,11 @@ class WindowedChains(Chains):
         spent = self.gradients - self.warmup_gradients
         is_spent = spent >= limits.least_share * self.warmup_gradients
         return "converged" if is_enough or is_spent else None
+
+    def _is_good(self) -> bool:
+        """Whether chains that were extended may end before their budget does."""
+        drift, limits = self.last_drift, self.policy.stopping
+        return drift is not None and drift.is_usable(limits) and drift.r_hat <= limits.strict_r_hat
 
     def _goes_on(self) -> bool:
         """Extend the budget of chains that are not usable, if patience is left."""
