@@ -21,7 +21,7 @@ from pyro_implicit.infer.engine.implicit_sites import (
 )
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
-from pyro_implicit.ops.semi_implicit import conditional_log_density, mixture_log_density
+from pyro_implicit.ops.semi_implicit import conditional_log_density
 from pyro_implicit.runtime.messages import refuse_counts
 
 __all__ = ["AISIVI_ELBO", "ReverseConditional", "log_normal", "with_context"]
@@ -104,19 +104,26 @@ class AISIVI_ELBO(NetworkELBO):
 
     .. math::
         \nabla_\theta \log q(\theta) \approx
-        \sum_s \frac{w_s}{\sum_r w_r} \nabla_\theta \log q(\theta \mid z_s), \qquad
-        w_s = \frac{q(\theta \mid z_s)\, p(z_s)}{\tau(z_s \mid \theta)}, \quad z_s \sim \tau.
+        \sum_{s=0}^S \frac{w_s}{\sum_r w_r} \nabla_\theta \log q(\theta \mid z_s), \qquad
+        w_s = \frac{q(\theta \mid z_s)\, p(z_s)}{\tau(z_s \mid \theta)},
 
-    The score multiplies the path of the draw. The density :math:`\tau` minimises
+    with the draw's own noise :math:`z_0`, and :math:`z_s \sim \tau`. As :math:`z_0` is an exact
+    draw of :math:`q(z \mid \theta)`, this is a transition of iterated sampling importance
+    resampling, which leaves :math:`q(z \mid \theta)` invariant: for given :math:`\theta` the mean
+    is exact for every :math:`\tau`. (The paper leaves :math:`z_0` out. While :math:`\tau` is
+    untrained, a draw's score is then its distance to unrelated centres, and drives draws apart.)
+
+    The score multiplies the path of the draw, which depends on :math:`z_0`, too. Therefore the sum
+    is over half of the noises, and a transition by the other half replaces :math:`z_0` before. If
+    :math:`\tau` misses :math:`q(z \mid \theta)`, as for narrow conditionals in many dimensions,
+    :math:`z_0` remains, and the gradient is that of the conditional's entropy: check
+    ``effective_sizes``, from 1 to S + 1. The density :math:`\tau` minimises
     :math:`-E_q[\log \tau(z \mid \theta)]`, the forward KL divergence, on the draws of each step
-    before the score is computed; the pairs :math:`(z, \theta)` are exact draws of the guide.
+    before the score is computed.
 
-    The value is :math:`\log \frac{1}{S + 1} \sum_s w_s` with the draw's own noise among the S + 1,
-    so that the loss bounds the negative ELBO from above.
-
-    A step costs ``num_samples`` passes of the generator for each draw, and a step of the flow. The
-    score is biased while :math:`\tau` misses parts of :math:`q(z \mid \theta)`, as for narrow
-    conditionals in many dimensions: check ``effective_sizes``.
+    The value is :math:`\log \frac{1}{S + 1} \sum_s w_s`, so that the loss bounds the negative ELBO
+    from above. A step costs ``num_samples`` passes of the generator for each draw, and a step of
+    the flow.
 
     **Example:**
 
@@ -148,6 +155,8 @@ class AISIVI_ELBO(NetworkELBO):
     **References:**
 
     1. Pielok, Bischl and Rügamer (2025), *Revisiting Unbiased Implicit Variational Inference*.
+    2. Andrieu, Lee and Vihola (2018), *Uniform Ergodicity of the Iterated Conditional SMC and
+       Geometric Ergodicity of Particle Gibbs Samplers* (the step).
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
@@ -189,21 +198,17 @@ class AISIVI_ELBO(NetworkELBO):
             self._train(site, network, flat.noise.detach(), given)
         with torch.no_grad():
             noise, log_density = network.sample(self.num_samples, given)
-            log_weight = log_normal(noise) - log_density
-            centers = flat.generate(noise)
-            terms = conditional_log_density(flat.value, centers, scale) + log_weight
-            weights = terms.softmax(0)
-            self.state.memory["effective", site.name] = (1 / weights.square().sum(0)).mean()
-            score = (weights.unsqueeze(-1) * (centers - flat.value)).sum(0) / scale.square()
             own = flat.noise.unsqueeze(0)
-            own_weight = log_normal(own) - network.log_prob(own, given)
-            log_q = mixture_log_density(
-                flat.value,
-                lambda centers: centers,
-                scale,
-                [flat.generate(own), centers],
-                [own_weight, log_weight],
-            )
+            noise = torch.cat([own, noise])
+            log_density = torch.cat([network.log_prob(own, given), log_density])
+            centers = flat.generate(noise)
+            terms = conditional_log_density(flat.value, centers, scale)
+            terms = terms + log_normal(noise) - log_density
+            effective = 1 / terms.softmax(0).square().sum(0)
+            self.state.memory["effective", site.name] = effective.mean()
+            log_q = terms.logsumexp(0) - math.log(len(terms))
+            weights = _second_transition(terms).softmax(0)
+            score = (weights.unsqueeze(-1) * (centers - flat.value)).sum(0) / scale.square()
         path = (score * (flat.value - flat.value.detach())).sum(-1)
         return ScoreParts(log_q + path, 0, log_q + path)
 
@@ -214,6 +219,18 @@ class AISIVI_ELBO(NetworkELBO):
                     noise, value, _ = site.distribution.draw()
                     given = with_context(site, value.reshape(noise.shape[:-1] + (-1,)))
             self.descend(site.name, network, -network.log_prob(noise, given).mean())
+
+
+def _second_transition(terms: Tensor) -> Tensor:
+    """Take a transition to the first half of the noises; return the log weights of the next one.
+
+    :param terms: log weights ``(1 + num_samples, *batch)``, that of the present state first.
+    :returns: of the same shape, -inf for noises that take no part.
+    """
+    first = terms[: (len(terms) + 1) // 2]
+    chosen = (first - torch.empty_like(first).exponential_().log()).argmax(0)  # Gumbel's maximum
+    index = torch.arange(len(terms), device=terms.device).reshape(-1, *[1] * chosen.dim())
+    return terms.masked_fill((index < len(first)) & (index != chosen), -math.inf)
 
 
 def with_context(site: ImplicitSite, value: Tensor) -> Tensor:

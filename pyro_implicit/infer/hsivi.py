@@ -98,8 +98,9 @@ class HSIVI_ELBO(ScoreMatchingELBO, NetworkELBO):  # type: ignore[misc]  # as Ne
     and no gradient passes from one layer to another.
 
     A step needs second derivatives of the model. The Fisher divergence does not see the weights of
-    separated modes, which the auxiliary targets of several layers mitigate; h lags behind the
-    guide, as every critic.
+    separated modes, which the auxiliary targets of several layers mitigate. The objective falls
+    with the square of h's error, so that a guide that learns faster than h moves to where h is
+    wrong, without end: give the guide a learning rate that is not above that of ``critic_optim``.
 
     The value is the surrogate bound of :class:`SIVI_ELBO`. With several layers, it holds without
     gradients only (``SVI.evaluate_loss``): in a training step the model, and its parameters, see
@@ -124,7 +125,7 @@ class HSIVI_ELBO(ScoreMatchingELBO, NetworkELBO):  # type: ignore[misc]  # as Ne
         :class:`AmortizedKSD_ELBO`. With several layers, the context ends with the layer's index,
         one-hot.
     :param critic_steps: steps of its optimiser per step of the guide, on the same draws.
-    :param critic_optim: arguments of its :class:`torch.optim.Adam`.
+    :param critic_optim: arguments of its :class:`torch.optim.Adam`; the default rate is 0.003.
     :param num_mixing: fresh noises of the reported value.
     :param kwargs: see :class:`ImplicitELBO`.
     :raises ValueError: for arguments out of range; at the first step, with several layers for too
@@ -148,7 +149,7 @@ class HSIVI_ELBO(ScoreMatchingELBO, NetworkELBO):  # type: ignore[misc]  # as Ne
         **kwargs: Any,
     ) -> None:
         refuse_counts(critic_steps=critic_steps, num_mixing=num_mixing)
-        optim = {"lr": 1e-3} | (critic_optim or {})
+        optim = {"lr": 3e-3} | (critic_optim or {})
         NetworkELBO.__init__(self, num_particles, optim, **kwargs)
         self.num_mixing = num_mixing
         self.critic_steps = critic_steps

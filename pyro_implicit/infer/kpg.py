@@ -28,6 +28,7 @@ from pyro_implicit.infer.engine.implicit_sites import (
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.ops.kernels import RadialKernel, kernel_and_slopes, particle_bandwidth
+from pyro_implicit.ops.policy import PRIOR_SHARE
 from pyro_implicit.runtime.messages import refuse_counts, refuse_unknown
 
 __all__ = ["KPG_ELBO"]
@@ -45,12 +46,17 @@ class KPG_ELBO(NetworkELBO):
     where the model sees a second, independent batch :math:`\theta'`. Given :math:`\theta'`, the
     mean of the conditional score is the score of q. :class:`AmortizedSVGD_ELBO` has the same
     expectation; there Stein's identity replaces the conditional score, with more variance. The
-    kernel compares the draws, with the bandwidth :func:`~pyro_implicit.ops.particle_bandwidth`.
+    kernel compares the draws, with the bandwidth :func:`~pyro_implicit.ops.particle_bandwidth`,
+    at which :math:`\sum_j k(\theta_i, \theta'_j)` is about 1. A draw whose sum is smaller has few
+    neighbours, and would hardly move: the terms are divided by its sum, so that it moves with the
+    nearest draws. (The paper does not divide; a few draws then drift away in many dimensions.)
 
     With ``num_samples``, importance sampling (KPG-IS) draws :math:`\theta'` near
     :math:`\theta_i`: noise comes from a learnt Gaussian or flow :math:`\tau(z \mid \theta_i)`, and
-    the terms get the weights :math:`p(z') / \tau(z' \mid \theta_i)`. The expectation is the same. A
+    a tenth of it from its own distribution p, so that no weight exceeds about 10. The terms get the
+    weights :math:`p(z') / m(z')`, with the mixture m of both, and the expectation is the same. A
     step with ``num_particles`` runs of the model then moves ``num_particles / num_samples`` draws.
+    With few moved draws the gradient is noisy: use a learning rate of at most 0.003.
 
     The kernel mean is a smoothed KL gradient: the bandwidth limits the shapes that it resolves, in
     many dimensions and for narrow conditionals first. The value is the surrogate bound of
@@ -75,8 +81,8 @@ class KPG_ELBO(NetworkELBO):
         which ``num_particles`` is a multiple.
     :param kernel: ``"rbf"`` or ``"imq"``.
     :param num_mixing: fresh noises of the reported value.
-    :param proposal: makes :math:`\tau`, see :class:`AISIVI_ELBO`. The paper has a mixture of a
-        Gaussian and the noise's own distribution.
+    :param proposal: makes :math:`\tau`, see :class:`AISIVI_ELBO`. The paper has a Gaussian, and
+        learns the share of p.
     :param proposal_optim: arguments of its :class:`torch.optim.Adam`.
     :param kwargs: see :class:`ImplicitELBO`.
     :raises ValueError: for arguments out of range; at the first step, for a context or scale that
@@ -137,7 +143,10 @@ class KPG_ELBO(NetworkELBO):
         shape = site.batch_shape + (-1,)
         source, target = (particles_inside(one.detach().reshape(shape)) for one in (shown, draw))
         gram, _ = kernel_and_slopes(source, target, particle_bandwidth(target), self.kernel)
-        if weights is not None:
+        if weights is None:
+            sums = gram.sum(-2, keepdim=True)
+            gram = gram / sums.clamp(min=torch.finfo(gram.dtype).tiny, max=1.0)
+        else:
             gram = gram * weights
         pulled = particles_first(gram.mT @ particles_inside(score.reshape(shape)))
         path = (pulled * draw.reshape(shape)).sum(-1) / self.num_particles
@@ -165,12 +174,16 @@ class KPG_ELBO(NetworkELBO):
         pairs = flat.noise.detach(), with_context(site, flat.value)
         self.descend(site.name, network, -network.log_prob(*pairs).mean())
         with torch.no_grad():
-            noise, log_density = (
-                one.flatten(0, 1) for one in network.sample(self.num_samples, given)
-            )
+            noise, log_density = network.sample(self.num_samples, given)
+            num_prior = max(1, round(PRIOR_SHARE * self.num_samples))
+            noise[:num_prior].normal_()
+            log_density[:num_prior] = network.log_prob(noise[:num_prior], given)
+            share = log_density.new_tensor(num_prior / self.num_samples)
+            log_ratio = (log_density - log_normal(noise)).flatten()
+            mixture = torch.logaddexp(share.log(), (1 - share).log() + log_ratio)
             eta = torch.randn_like(flat.value)
-            value = flat.generate(noise.unsqueeze(0))[0] + flat.scale * eta
-            weights = self.num_particles * (log_normal(noise) - log_density).exp()
+            value = flat.generate(noise.flatten(0, 1).unsqueeze(0))[0] + flat.scale * eta
+            weights = self.num_particles * (-mixture).exp()
             index = torch.arange(self.num_particles, device=noise.device)
             belongs = index.unsqueeze(-1) % num_moved == index
             weights = particles_inside(weights.unsqueeze(-1)) * belongs

@@ -145,15 +145,15 @@ class KSIVI_ELBO(ScoreMatchingELBO):
     estimate of the score of q. It equals the largest mean of
     :math:`2 f^\top (\nabla \log p - \nabla \log q) - \|f\|^2` over functions f in the space of
     the kernel, so that no critic is trained. The bandwidth is
-    :func:`~pyro_implicit.ops.particle_bandwidth` of the draws, a constant (the authors' code also
-    differentiates the median). Each element of a plate has its own kernel; each site is compared
-    given the draws of the others.
+    :func:`~pyro_implicit.ops.particle_bandwidth` of the draws, and is differentiated, too (as in
+    the authors' code): otherwise a wider guide would have smaller kernel values, and spread without
+    end. Each element of a plate has its own kernel; each site is compared given the draws of the
+    others.
 
     A step needs second derivatives of the model: about twice the cost of a step of
     :class:`LIVI_ELBO` without its Jacobian. The discrepancy is quadratic in the score, so that
     minibatches bias it, and it is nearly blind to the weights of well-separated modes. Far draws
-    have small kernel values and return slowly, or drift away: use clipped gradients and a low
-    learning rate.
+    have small kernel values and return slowly.
 
     **Example:**
 

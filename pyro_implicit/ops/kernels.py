@@ -65,7 +65,7 @@ def squared_distances(x: Tensor, y: Tensor) -> Tensor:
 
 
 def median_bandwidth(samples: Tensor) -> Tensor:
-    """Return the median distance between two different samples, without gradient.
+    """Return the median distance between two different samples.
 
     More than 128 samples are thinned evenly to at most 128.
 
@@ -75,7 +75,7 @@ def median_bandwidth(samples: Tensor) -> Tensor:
     tensor(2.)
 
     :param samples: ``(*batch, n, m)`` with n at least 2.
-    :returns: ``(*batch)``, positive.
+    :returns: ``(*batch)``, positive, differentiable.
     :raises ValueError: for fewer than 2 samples.
 
     **References:**
@@ -85,13 +85,12 @@ def median_bandwidth(samples: Tensor) -> Tensor:
     num_samples = samples.shape[-2]
     if num_samples < 2:
         raise ValueError(f"a median distance needs at least 2 samples, but got {num_samples}")
-    with torch.no_grad():
-        samples = samples[..., :: -(-num_samples // MAX_MEDIAN_SAMPLES), :]
-        size = samples.shape[-2]
-        rows, columns = torch.triu_indices(size, size, offset=1, device=samples.device)
-        distances = squared_distances(samples, samples)[..., rows, columns]
-        tiny = torch.finfo(samples.dtype).tiny
-        return distances.median(-1).values.clamp(min=tiny).sqrt()
+    samples = samples[..., :: -(-num_samples // MAX_MEDIAN_SAMPLES), :]
+    size = samples.shape[-2]
+    rows, columns = torch.triu_indices(size, size, offset=1, device=samples.device)
+    distances = squared_distances(samples, samples)[..., rows, columns]
+    tiny = torch.finfo(samples.dtype).tiny
+    return distances.median(-1).values.clamp(min=tiny).sqrt()
 
 
 def rbf_kernel(x: Tensor, y: Tensor, bandwidth: Tensor) -> Tensor:
@@ -187,7 +186,7 @@ def particle_bandwidth(samples: Tensor) -> Tensor:
     tensor(1.3493)
 
     :param samples: ``(*batch, n, m)`` with n at least 2.
-    :returns: ``(*batch)``, without gradient, as :func:`~pyro_implicit.ops.rbf_kernel` takes it.
+    :returns: ``(*batch)``, differentiable, as :func:`~pyro_implicit.ops.rbf_kernel` takes it.
     :raises ValueError: for fewer than 2 samples.
 
     **References:**

@@ -164,7 +164,9 @@ def kernel_stein_discrepancy(samples: Tensor, scores: Tensor) -> Tensor:
     1. Liu, Lee and Jordan (2016), *A Kernelized Stein Discrepancy for Goodness-of-fit Tests*,
        theorem 3.6.
     """
-    variance = median_bandwidth(samples).square().clamp(min=torch.finfo(samples.dtype).tiny)
+    variance = (
+        median_bandwidth(samples.detach()).square().clamp(min=torch.finfo(samples.dtype).tiny)
+    )
     variance = variance[..., None, None]
     centered = samples - samples.detach().mean(-2, keepdim=True)
     squares = squared_distances(centered, centered)
@@ -245,7 +247,7 @@ def stein_gram(samples: Tensor, scores: Tensor, bandwidth: Tensor | None = None)
     1. Gorham and Mackey (2017), *Measuring Sample Quality with Kernels*, theorem 8.
     """
     if bandwidth is None:
-        bandwidth = median_bandwidth(samples)
+        bandwidth = median_bandwidth(samples.detach())
     precision = bandwidth.square().reciprocal()
     centered = samples - samples.mean(-2, keepdim=True)
     squares = squared_distances(centered, centered) * precision

@@ -199,7 +199,9 @@ def conditional_stein_discrepancy(
     :param kernel: ``"rbf"`` or ``"imq"``.
     :param statistic: ``"u"``: the mean over all pairs of different draws; ``"two-batch"``: over
         pairs of a draw of the first and one of the second half.
-    :param bandwidth: ``(*batch)``; by default :func:`~pyro_implicit.ops.particle_bandwidth`.
+    :param bandwidth: ``(*batch)``; by default :func:`~pyro_implicit.ops.particle_bandwidth`, which
+        grows with the points. With a constant in its place, points that spread would decrease the
+        kernel, and so the estimate, whatever the density.
     :returns: ``(*batch)``, differentiable in points and differences; negative values are possible.
 
     **References:**

@@ -6,12 +6,15 @@ from __future__ import annotations
 from functools import partial
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import SVI
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
-from pyro_implicit import AISIVI_ELBO, SemiImplicit
+from pyro_implicit import AISIVI_ELBO, AutoSemiImplicit, SemiImplicit
+from pyro_implicit.guides.auto_draws import Frame
 from pyro_implicit.infer import ReverseConditional
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
 
@@ -98,7 +101,7 @@ def test_value_is_exact_with_the_exact_reverse_conditional(plates):
     elbo = elbo_of(q, 4)
     parts = elbo.score_parts(site, None)
     torch.testing.assert_close(parts.log_prob, gaussian(q).log_prob(site.value))
-    assert elbo.effective_sizes["x"] == pytest.approx(4.0)
+    assert elbo.effective_sizes["x"] == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("factor", [1.0, 4.0])
@@ -117,12 +120,31 @@ def test_score_is_that_of_the_marginal(factor):
     assert elbo.effective_sizes["x"] == pytest.approx(40_000 if factor == 1 else 17_500, rel=0.02)
 
 
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_mean_of_the_score_is_exact_for_a_wrong_proposal(num_samples):
+    """The noise behind the draw is an exact draw of q(z | theta), which a transition keeps."""
+    q = linear((60_000,))
+    point = torch.tensor([0.5, -1.0, 1.5])
+    noise, _ = Exact(q, 1.0, 2, 3).sample(60_000, point)
+    value = point.expand(60_000, 3).clone().requires_grad_()
+    shifted = Exact(q, 0.5, 2, 3)
+    shifted.bias = shifted.bias + torch.tensor([1.0, -0.5, 0.5])
+    elbo = AISIVI_ELBO(60_000, num_samples, lambda *sizes: shifted, proposal_optim={"lr": 0.0})
+    parts = elbo.score_parts(ImplicitSite("x", q, noise, value, value), None)
+    (scores,) = torch.autograd.grad(parts.entropy_term.sum(), value)
+    standard_error = scores.std(0) / len(scores) ** 0.5
+    expected = gaussian(q).precision_matrix @ (q.generator.bias - point)
+    assert standard_error.max() < 0.02
+    assert ((scores.mean(0) - expected).abs() < 4 * standard_error).all()
+    assert elbo.effective_sizes["x"] < 0.9 * (1 + num_samples)
+
+
 def test_gradient_is_that_of_the_exact_entropy():
     q = linear((500,))
     inputs = [q.scale, *q.generator.parameters()]
     exact = torch.autograd.grad(gaussian(q).entropy(), inputs, allow_unused=True)
     expected = [0 * x if g is None else g for x, g in zip(inputs, exact, strict=True)]
-    elbo = elbo_of(q, 10)
+    elbo = elbo_of(q, 40)
     rounds = []
     for _ in range(35):
         parts = elbo.score_parts(draw(q), None)
@@ -153,6 +175,19 @@ def test_the_proposal_learns_the_reverse_conditional(num_couplings):
         noise, _ = network.sample(2000, torch.tensor([[1.5]]))
     assert 0.35 < (noise > 0).double().mean().item() < 0.65
     assert noise.square().mean().item() == pytest.approx(1.5, abs=0.4)
+
+
+def test_an_untrained_proposal_does_not_drive_the_draws_apart():
+    def model() -> None:
+        pyro.sample("x", dist.Normal(torch.zeros(20), 1.0).to_event(1))
+
+    frame = Frame(torch.zeros(20), scale=torch.ones(20))
+    guide = AutoSemiImplicit(model, frame=frame, noise_scale=0.5)
+    optim = pyro.optim.ClippedAdam({"lr": 1e-2})
+    svi = SVI(model, guide, optim, AISIVI_ELBO(32, 20, compile="trace"))
+    for _ in range(40):
+        svi.step()
+    assert guide.sample_posterior(1000)["x"].norm(dim=-1).max() < 2 * 20**0.5
 
 
 def test_context_enters_the_proposal_and_no_gradient_reaches_its_parameters():

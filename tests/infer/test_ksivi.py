@@ -67,6 +67,20 @@ def test_the_discrepancy_is_the_sum_over_pairs(kernel, statistic):
         torch.testing.assert_close(found[b], torch.stack(terms).mean())
 
 
+@pytest.mark.parametrize("kernel", ["rbf", "imq"])
+@pytest.mark.parametrize("statistic", ["u", "two-batch"])
+def test_the_kernel_does_not_depend_on_the_spread_of_the_points(kernel, statistic):
+    points, differences = torch.randn(2, 3, 8, 2)
+    points.requires_grad_()
+    total = conditional_stein_discrepancy(points, differences, kernel, statistic)
+    scaled = conditional_stein_discrepancy(2.5 * points, differences, kernel, statistic)
+    torch.testing.assert_close(scaled, total)
+    (gradient,) = torch.autograd.grad(total.sum(), points)
+    assert gradient.abs().max() > 0.01
+    radial = (gradient * points).sum((-2, -1))
+    torch.testing.assert_close(radial, torch.zeros(3))
+
+
 PRECISION = torch.tensor([[1.5, 0.4], [0.4, 1.0]], dtype=torch.float64)
 
 

@@ -234,7 +234,7 @@ def dense_discrepancy(x, score, bandwidth):
 def test_kernel_stein_discrepancy_gradient():
     """Through the samples and through scores that depend on them; the bandwidth is a constant."""
     x = torch.randn(6, 3, requires_grad=True)
-    bandwidth = median_bandwidth(x)
+    bandwidth = median_bandwidth(x.detach())
     gradients = []
     for function in (
         kernel_stein_discrepancy,
