@@ -316,6 +316,9 @@ class StartPolicy:
     #: Nats of rounding error of the log-density above which chains fail.
     max_rounding: float = 0.5
 
+    #: Share of the draws with such an error from which rounding counts as the cause of a failure.
+    rounded_share: float = 0.05
+
     #: Draws at which the rounding error is measured.
     num_rounded: int = 64
 

@@ -323,12 +323,14 @@ def _cure(target: Target, refined: Refined, policy: StartPolicy) -> str:
     draws, most = refined.get_samples(), policy.num_rounded
     some = {name: draws[name][:: max(1, len(draws[name]) // most)] for name in target.shapes}
     points = target.unconstrain(some)
-    error = rounding_error(target, points).median().item()
+    error = rounding_error(target, points).quantile(1 - policy.rounded_share).item()
     if error > policy.max_rounding:
         dtype = str(points.dtype).removeprefix("torch.")
         return (
-            f"In {dtype} the log-density there has a rounding error of {error:.2g} nats. Cure: "
-            "float64, or data and latents that are centred and scaled"
+            f"In {dtype} the log-density has a rounding error of {error:.2g} nats or more at "
+            f"{policy.rounded_share:.0%} of the draws. Cure: "
+            "torch.set_default_dtype(torch.float64) and data in float64, or data and latents that "
+            "are centred and scaled"
         )
     if refined.weights is not None:
         return "Cure: a larger max_seconds"

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pyro
 import pyro.distributions as dist
@@ -18,7 +20,7 @@ from pyro.infer.autoguide import AutoNormal, init_to_value
 from pyro_implicit import fit
 from pyro_implicit.compiled import RecordedFunction
 from pyro_implicit.density import Target, cost
-from pyro_implicit.fitting import BudgetPolicy, FitPolicy, refinement, stages
+from pyro_implicit.fitting import BudgetPolicy, FitPolicy, StartPolicy, refinement, stages
 from pyro_implicit.fitting.refinement import between
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.infer.engine import recording
@@ -301,7 +303,7 @@ def test_chains_that_rounding_keeps_from_settling_have_float64_as_cure():
 
     guide = AutoNormal(model, init_loc_fn=init_to_value(values={"rate": torch.tensor(1e6)}))
     with pytest.warns(
-        UserWarning, match="In float32 the log-density .*rounding error.*Cure: float64"
+        UserWarning, match="In float32 the log-density .*rounding error.*Cure: .*float64"
     ):
         policy = FitPolicy(budget=BudgetPolicy(patient_seconds=0.0))
         fit(model, guide, num_steps=200, lr=1e-4, refine=True, policy=policy, **QUIET)
@@ -354,3 +356,20 @@ def test_one_target_of_the_model_from_search_to_chains(monkeypatch):
     assert result.target.model is schools
     result.sample(3, y, scales)
     assert len(built) == number
+
+
+@pytest.mark.parametrize(("share", "is_named"), [(0.02, False), (0.1, True)])
+def test_rounding_errors_at_some_draws_are_the_cause_of_a_failure(share, is_named):
+    """Such as a state-space model near an observation noise of 0; the others are exact."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("steep", -1e8 * (x - 5.0).clamp(min=0.0))
+
+    draws = {"x": torch.where(torch.arange(1000) < 1000 * share, 6.0, 0.0)[torch.randperm(1000)]}
+    refined = SimpleNamespace(get_samples=lambda: draws, weights=None)
+    cure = refinement._cure(Target(model), refined, StartPolicy(num_rounded=1000))
+    message = r"In float32 the log-density has a rounding error of .* nats or more at 5% of .*"
+    message += r"Cure: torch.set_default_dtype\(torch.float64\)"
+    assert (re.match(message, cure) is not None) == is_named
+    assert ("refine_more" in cure) != is_named
