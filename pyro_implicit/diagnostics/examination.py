@@ -20,12 +20,13 @@ from pyro_implicit.diagnostics.checks import (
     drift_check,
     endless_scales,
     importance_check,
+    jump_share,
     stein_by_site,
     stein_check,
     uncovered_modes,
 )
 from pyro_implicit.diagnostics.moments import CollapsedError, Whitened, whiten_draws
-from pyro_implicit.diagnostics.policy import CHECKS, EFFORT, VerdictPolicy
+from pyro_implicit.diagnostics.policy import CHECKS, EFFORT, MOMENTS, VerdictPolicy
 from pyro_implicit.diagnostics.quantities import (
     Function,
     Observed,
@@ -138,6 +139,15 @@ def examine(
         stein = stein_check(whitened, scores) if observed is None else None
     except CollapsedError as error:
         return report(bound=bound, no_density=no_density, broken=str(error))
+    skipped = ""
+    if stein is not None and (stein.faults or stein.kernel.p_value < MOMENTS.false_alarm):
+        share = jump_share(whitened, target.score)
+        if share > CHECKS.max_jumps:
+            stein = None
+            skipped = (
+                f"Stein's identities, because the log-density jumps in {share:.0%} of the steps of "
+                f"{CHECKS.step:g} sd between draws"
+            )
     few = bound is None or bound.effective_sample_size < policy.good_weights * num_samples
     if stein is not None and few and len(target.shapes) > 1:
         sizes = {name: shape.numel() for name, shape in target.shapes.items()}
@@ -179,6 +189,7 @@ def examine(
         gap=gap,
         coverage=coverage,
         left_out=left_out,
+        skipped=skipped,
         improper=endless_scales(target, points),
         **_known(guide),
     )

@@ -129,6 +129,16 @@ class CheckPolicy:
     #: Share of draws with non-finite log-density that are left out; more are an error.
     max_lost: float = 0.005
 
+    #: Draws from which steps are tried for jumps of the log-density, their length in sds, how often
+    #: they are halved, and the nats that are then a jump.
+    num_steps: int = 500
+    step: float = 0.3
+    num_halvings: int = 10
+    least_jump: float = 0.05
+
+    #: Share of such steps from which Stein's identities do not hold.
+    max_jumps: float = 0.01
+
     #: Absolute logarithm of a scale with a flat prior from which a draw counts as endless: it
     #: differs from 1 by more than the precision of float64.
     endless_log: float = 36.0

@@ -243,10 +243,10 @@ def move_draws(
             patience=math.inf if stages.limit.seconds() else budget.patient_seconds,
             compile=stages.options["compile"],
             modes=modes if several else None,
-            from_prior="apart" if target.sampled else False,
+            anneals_apart=target.latent_dim <= MAX_DENSE_DIM and not stages.one_by_one,
         )
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
-        if target.sampled and refined.modes_weighed:
+        if refined.modes_weighed and not several:
             line.outcome += "; annealed, because chains stayed in separate modes"
         if refined.weights is not None:
             line.outcome += f"; {refined.weights}"

@@ -166,6 +166,7 @@ class WindowedChains(Chains):
     :param max_gradients: the budget of each chain.
     :param patience: seconds of one core in all, up to which chains that are not usable at
         ``max_gradients`` go on.
+    :param ends_apart: whether chains that stay apart end early, to be annealed.
     :param num_workers: the number of processes that divide the chains.
     :param streams: the random streams at the end, from which :meth:`continued` goes on.
     :param space: the name of the space, made from ``middle`` and ``fitted``; ``space_note``
@@ -177,6 +178,7 @@ class WindowedChains(Chains):
     history: History
     max_gradients: float = math.inf
     patience: float = 0.0
+    ends_apart: bool = False
     num_workers: int = 1
     streams: Any = field(default=None, repr=False)
     phase: Literal["warm-up", "tuning", "sampling"] = "warm-up"
@@ -342,6 +344,8 @@ class WindowedChains(Chains):
             factor = self.policy.stopping.between_checks
             self._next_check = math.ceil(factor * self.history.seen)
             found = self._settled()
+            if self.ends_apart and self.is_apart:
+                return "max_gradients"
             if self._is_extended and self._is_good():
                 found = self.settled or "max_gradients"
             elif self.settled is None:
@@ -361,6 +365,15 @@ class WindowedChains(Chains):
         if end == "max_gradients" and self.settled is None and self._goes_on():
             return None
         return self.settled or end
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the chains stay in separate modes, as far as R-hat tells."""
+        limits = self.policy.stopping
+        is_long = self.gradients >= min(limits.stuck_gradients, self.max_gradients)
+        return (
+            is_long and self.last_drift is not None and self.last_drift.r_hat > limits.stuck_r_hat
+        )
 
     def _settled(self) -> str | None:
         limits = self.policy.stopping
@@ -389,6 +402,8 @@ class WindowedChains(Chains):
         assert self.last_drift is not None
         limits, left = self.policy.stopping, self.patience - self.cpu_seconds
         if self.last_drift.is_usable(limits) or left < limits.worthwhile * self.cpu_seconds:
+            return False
+        if self.ends_apart and self.is_apart:
             return False
         gradients, _, cpu_seconds = self._began
         cost = (self.cpu_seconds - cpu_seconds) / (self.gradients - gradients)

@@ -257,9 +257,15 @@ class MixedChains(WindowedChains):
         self.ridge = shift.ridge_of(continuous, values, self.elements, self.policy.shift)
         self.shift_size, self.num_shifts = self.policy.shift.first_size, 0
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether the chains stay in separate modes at the end of their budget."""
+        drift, limit = self.last_drift, self.policy.stopping.apart_r_hat
+        is_long = self.gradients >= self.max_gradients
+        return is_long and (drift is None or drift.r_hat > limit)
+
     def _goes_on(self) -> bool:
-        assert self.last_drift is not None
-        return self.last_drift.r_hat <= self.policy.stopping.apart_r_hat and super()._goes_on()
+        return not self.is_apart and super()._goes_on()
 
     def _frame_of(
         self, draws: Tensor, kind: FrameKind, independent: float = math.inf

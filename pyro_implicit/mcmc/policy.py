@@ -317,6 +317,13 @@ class StoppingPolicy:
     #: times the one within.
     apart_r_hat: float = 1.65
 
+    #: The same for continuous latent variables, which are annealed: the distance between chains is
+    #: then three times the width of one. Slow chains, as in a funnel, have less.
+    stuck_r_hat: float = 3.0
+
+    #: Gradients of each chain from which such an R-hat ends it; most chains converge before.
+    stuck_gradients: int = 8192
+
     #: Seconds left, as a share of those spent, below which chains do not go on.
     worthwhile: float = 0.25
 

@@ -398,15 +398,18 @@ def refine_target(
     settings: Mapping[str, Any] = MappingProxyType({}),
     patience: float = 0.0,
     modes: Modes | None = None,
-    from_prior: Literal["apart"] | bool = False,
+    from_prior: bool = False,
+    anneals_apart: bool = False,
 ) -> Refined:
     """Run chains with all data on an existing target; the arguments are those of :func:`refine`.
 
     :param patience: seconds of one core in all, up to which chains that are not usable at
         ``max_gradients`` go on.
     :param modes: if given, annealing from these modes replaces the chains.
-    :param from_prior: whether annealing from the prior replaces the chains of discrete latents;
-        ``"apart"``: only if they end in separate modes, and if annealing is better.
+    :param from_prior: whether annealing from the prior replaces the chains of discrete latents.
+    :param anneals_apart: whether chains that stay in separate modes are annealed: discrete latents
+        from the prior, others from the modes near the chains. If annealing is no better, the chains
+        go on.
     """
     target, began, limit = sampler.target, time.perf_counter(), TimeLimit(max_seconds)
     _call_once(sampler)
@@ -418,18 +421,28 @@ def refine_target(
         sampler, num_chains, frame, kind, max_gradients, longest, max_draws, compile, kernel,
         policy, limit,
     )  # fmt: skip
-    if modes is not None:
-        space, track = space_of(plan, "latent"), Tracker(target, quantities)
-        track.try_at(modes.loc)
-        found = temper_modes(space, modes, track, plan, limit.seconds(), patience)
+
+    def anneal(plan: ChainSetup, modes: Modes | None) -> Refined:
+        track = Tracker(target, quantities)
+        if modes is None:
+            found = temper_mixed(plan, track, limit.seconds(), patience)
+        else:
+            track.try_at(modes.loc)
+            space = space_of(plan, "latent")
+            found = temper_modes(space, modes, track, plan, limit.seconds(), patience)
         return collect_annealed(target, found, policy.stopping)
 
-    def anneal() -> Refined:
-        found = temper_mixed(plan, Tracker(target, quantities), limit.seconds(), patience)
-        return collect_annealed(target, found, policy.stopping)
+    def anneal_near(points: Tensor) -> Refined:
+        if target.sampled:
+            return anneal(plan, None)
+        starts, settings = points[: policy.tempering.num_starts], policy.tempering
+        modes = find_modes(target, starts=starts, max_seconds=limit.left(settings.search_share))
+        factor = max(1, settings.num_chains // num_chains)
+        more = replace(plan, num_chains=factor * num_chains, max_gradients=max_gradients // factor)
+        return anneal(more, modes)
 
-    if from_prior is True:
-        return anneal()
+    if modes is not None or from_prior:
+        return anneal(plan, modes)
     settings = {
         **settings,
         "latent_dim": target.latent_dim,
@@ -453,8 +466,8 @@ def refine_target(
         Tracker(target, quantities).try_at(space.to_latent(chains.points))
         chains.seconds = time.perf_counter() - began
     chains.max_seconds = max_seconds
-    can_anneal = from_prior == "apart" and not why_not_tempered(target)
-    return _walk(sampler, space, chains, quantities, file, anneal if can_anneal else None)
+    chains.ends_apart = anneals_apart and not (target.sampled and why_not_tempered(target))
+    return _walk(sampler, space, chains, quantities, file, anneal_near)
 
 
 def _walk(
@@ -463,19 +476,23 @@ def _walk(
     chains: WindowedChains,
     quantities: Quantities | None,
     file: Checkpoint,
-    anneal: Callable[[], Refined] | None = None,
+    anneal_near: Callable[[Tensor], Refined] | None = None,
 ) -> Refined:
     modes = MixtureModes.of(sampler.target, sampler.guide)
     labels = None if modes is None else modes.label
     track = Tracker(sampler.target, quantities)
     chains.attach(space, track, labels, quantities is not None)
     run(chains, file)
-    limit = chains.policy.stopping.apart_r_hat
-    if anneal is not None and (chains.last_drift is None or chains.last_drift.r_hat > limit):
+    if anneal_near is not None and chains.ends_apart and chains.is_apart:
         with suppress(*IMPOSSIBLE):  # no draw of the prior is possible: the chains stay
-            annealed = anneal()
+            annealed = anneal_near(chains.walked.to_latent(chains.points))
+            limit = chains.policy.stopping.apart_r_hat
             if annealed.drift is not None and annealed.drift.r_hat <= limit:
                 return annealed
+        chains.ends_apart = False
+        if chains.stopped == "max_gradients" and not sampler.target.sampled:
+            chains.stopped = None
+            run(chains, file)
     chains.streams, space = random_streams(), chains.walked
     more = partial(continue_chains, sampler, chains, space=space, quantities=quantities)
     return replace(collect(space, modes, chains), chains=chains, more=more)

@@ -761,3 +761,21 @@ def test_endless_draws_of_a_flat_scale_are_improper(num_groups, is_improper):
     if is_improper:
         assert found.verdict == "do not trust"
         assert "that of `tau` in 5" in str(found) and "a proper prior" in str(found)
+
+
+@pytest.mark.parametrize("height", [4.0, 0.0])
+def test_steins_identities_are_left_out_where_the_density_jumps(height):
+    """Exact draws of a normal whose right half counts exp(height) times as much."""
+
+    def model():
+        x = pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.factor("jump", torch.where(x[0] > 0, height, 0.0))
+
+    draws = torch.randn(4000, 2)
+    is_right = torch.rand(4000) < torch.tensor(height).sigmoid()
+    draws[:, 0] = torch.where(is_right, 1.0, -1.0) * draws[:, 0].abs()
+    found = diagnose(model, {"x": draws}, modes=None)
+    assert (found.stein is None) == (height > 0)
+    message = "Stein's identities, because the log-density jumps in"
+    assert found.skipped.startswith(message) == (height > 0)
+    assert not any("Stein" in finding.reason for finding in found.findings)

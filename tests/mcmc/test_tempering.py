@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
@@ -17,6 +19,7 @@ from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc import ChainPolicy, refine
 from pyro_implicit.mcmc.policy import DEFAULT, StoppingPolicy, TemperingPolicy
+from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Tracker
@@ -207,3 +210,38 @@ def test_fit_anneals_modes_that_weights_cannot_correct():
     found = result.diagnose()
     assert found.verdict == "trust", found
     assert DEFAULT.tempering.num_chains == result.refined.num_chains
+
+
+def steps():
+    """The probabilities of the 20 parts of an interval fall by exp(-4) from one to the next."""
+    x = pyro.sample("x", dist.Uniform(0.0, 20.0))
+    pyro.factor("steps", -4.0 * (x.floor() - 10.0).abs())
+
+
+def walk_apart():
+    pyro.set_rng_seed(0)
+    target, draws = Target(steps), {"x": torch.linspace(0.5, 19.5, 256)}
+    policy = replace(DEFAULT, stopping=StoppingPolicy(stuck_gradients=300))
+    return refine_target(Sampler(target, draws), 256, 2000, policy=policy, anneals_apart=True)
+
+
+def test_chains_that_stay_apart_are_annealed():
+    """No gradient leads to the middle, where exp(-4) and less lies in the next parts."""
+    found = walk_apart()
+    assert found.modes_weighed and found.settled
+    x = found.get_samples()["x"]
+    shares = torch.tensor([(x.floor() == part).double().mean() for part in (9.0, 10.0, 11.0)])
+    weights = torch.exp(-4.0 * torch.tensor([1.0, 0.0, 1.0]))
+    torch.testing.assert_close(shares.float(), weights / weights.sum(), rtol=0, atol=0.015)
+
+
+def test_chains_go_on_if_annealing_is_no_better(monkeypatch):
+    def fails(*args):
+        raise ValueError("no modes")
+
+    module = importlib.import_module("pyro_implicit.mcmc.refine")  # not the function
+    monkeypatch.setattr(module, "temper_modes", fails)
+    found = walk_apart()
+    assert not found.modes_weighed and not found.settled
+    assert found.stopped == "max_gradients" and found.num_gradients >= 2000
+    assert found.drift.r_hat > StoppingPolicy().stuck_r_hat
