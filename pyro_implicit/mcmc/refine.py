@@ -19,7 +19,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_implicit.compiled import CompileMode, check_mode
-from pyro_implicit.density.checks.numerics import blame
+from pyro_implicit.density.checks.numerics import blame, is_rounding
 from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.policy import MAX_DENSE_DIM
@@ -432,10 +432,12 @@ def refine_target(
             found = temper_modes(space, modes, track, plan, limit.seconds(), patience)
         return collect_annealed(target, found, policy.stopping)
 
-    def anneal_near(points: Tensor) -> Refined:
+    def anneal_near(points: Tensor) -> Refined | None:
         if target.sampled:
             return anneal(plan, None)
         starts, settings = points[: policy.tempering.num_starts], policy.tempering
+        if is_rounding(target, starts).any():  # which keeps chains apart, and spoils weights
+            return None
         modes = find_modes(target, starts=starts, max_seconds=limit.left(settings.search_share))
         factor = max(1, settings.num_chains // num_chains)
         more = replace(plan, num_chains=factor * num_chains, max_gradients=max_gradients // factor)
@@ -476,7 +478,7 @@ def _walk(
     chains: WindowedChains,
     quantities: Quantities | None,
     file: Checkpoint,
-    anneal_near: Callable[[Tensor], Refined] | None = None,
+    anneal_near: Callable[[Tensor], Refined | None] | None = None,
 ) -> Refined:
     modes = MixtureModes.of(sampler.target, sampler.guide)
     labels = None if modes is None else modes.label
@@ -487,7 +489,7 @@ def _walk(
         with suppress(*IMPOSSIBLE):  # no draw of the prior is possible: the chains stay
             annealed = anneal_near(chains.walked.to_latent(chains.points))
             limit = chains.policy.stopping.apart_r_hat
-            if annealed.drift is not None and annealed.drift.r_hat <= limit:
+            if annealed and annealed.drift is not None and annealed.drift.r_hat <= limit:
                 return annealed
         chains.ends_apart = False
         if chains.stopped == "max_gradients" and not sampler.target.sampled:
