@@ -212,7 +212,9 @@ def train(
                             restore_random_streams(streams)
                     _check_finite(state.losses, state.finished)
                     if held_out is not None:
-                        period = held_out.interval if batches is None else batches.epoch_length
+                        period = held_out.interval
+                        if period is None:
+                            period = 1 if batches is None else batches.epoch_length
                         if state.finished or (step + 1) % period == 0:
                             held_out.num_steps = step + 1
                             state.finished |= held_out.judge(guide, parameters)
@@ -384,12 +386,13 @@ class HeldOut:
     :param rows: minibatches, as for training.
     :param width: the number of parts of a training minibatch.
     :param policy: the number of draws and the patience.
-    :param interval: the steps between two scores in trainings without minibatches.
+    :param interval: the steps between two scores; None for an epoch.
     :raises TypeError: if ``rows`` is not iterable.
     :raises ValueError: for no rows, rows that can be iterated over only once, or minibatches with
         another number of parts; when called, if all rows are masked.
     :ivar scores: the score of each epoch or interval.
     :ivar num_steps: the steps before the last score.
+    :ivar best: the parameters of the best epoch, by name; ``last`` are those of the last step.
     """
 
     def __init__(
@@ -400,7 +403,7 @@ class HeldOut:
         kwargs: dict[str, Any] | None = None,
         width: int | None = None,
         policy: HeldOutPolicy | None = None,
-        interval: int = 1,
+        interval: int | None = None,
     ) -> None:
         self.interval = interval
         self._stream = BatchStream(rows, "validation")
@@ -414,7 +417,8 @@ class HeldOut:
         self._policy = policy or DEFAULT.held_out
         self.scores: list[float] = []
         self.num_steps = 0
-        self._best: dict[str, Tensor] = {}
+        self.best: dict[str, Tensor] = {}
+        self.last: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, guide: Callable[..., Any]) -> float:
@@ -442,7 +446,7 @@ class HeldOut:
     def __str__(self) -> str:
         epoch = self.best_epoch
         score = self.scores[epoch - 1]
-        if self.interval > 1:
+        if self.interval is not None:
             step = min(self.interval * epoch, self.num_steps)  # a limit of time ends an interval
             place = f"the best held-out score after {step} steps"
             return place + ", still rising" * (epoch == len(self.scores))
@@ -462,23 +466,25 @@ class HeldOut:
         score = self(guide)
         self.scores.append(score if math.isfinite(score) else math.inf)
         if self.best_epoch == len(self.scores):
-            self._best = {name: value.detach().clone() for name, value in parameters.items()}
+            self.best = {name: value.detach().clone() for name, value in parameters.items()}
         return len(self.scores) - self.best_epoch >= self._policy.patience
 
     @torch.no_grad()
     def take_best(self, parameters: Mapping[str, Tensor]) -> None:
-        """Set parameters to the values of the best epoch."""
-        for name, value in self._best.items():
+        """Set parameters to the values of the best epoch, and keep the last ones."""
+        self.last = {name: value.detach().clone() for name, value in parameters.items()}
+        for name, value in self.best.items():
             parameters[name].copy_(value)
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {"scores": self.scores, "best": self._best, "num_steps": self.num_steps}
+        names = ("scores", "num_steps", "best", "last")
+        return {name: getattr(self, name) for name in names}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Load a state."""
-        self.scores, self._best = state["scores"], state["best"]
-        self.num_steps = state.get("num_steps", 0)
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 def _log_likelihood(trace: Trace) -> dict[str, tuple[Tensor, Tensor]]:

@@ -28,6 +28,7 @@ POLICY = NetworkPolicy(
     most_gradients=4000,
     least_held_out=6,
     cost_ratio=1.0,
+    compiled_seconds=math.inf,
 )
 #: The same with shorter chains.
 SHORT = replace(POLICY, most_gradients=400)
@@ -83,14 +84,70 @@ def test_a_small_budget_ends_with_the_ensemble(linear, refine):
     assert len(result.sample(4)["weight"]) == 4
 
 
-def test_small_data_have_more_members(linear, monkeypatch):
-    """Members are added until they cost as much as the overhead of a gradient."""
+@pytest.mark.parametrize(
+    ("overhead", "each", "seconds", "expected"),
+    [
+        (1.0, 0.05, 0.0, 20),  # as much as the overhead
+        (1.0, 0.01, 0.0, 30),
+        (1.0, 0.5, 0.0, 4),
+        (1.0, 0.0, 0.0, 4),
+        (1.0, 0.5, 90.0, 16),  # 10 gradients of 1 + 0.5 * 16 seconds
+        (1.0, 0.5, 900.0, 30),
+    ],
+)
+def test_cheap_members_are_many(linear, monkeypatch, overhead, each, seconds, expected):
     model, x, y = linear
-    target, policy = Target(model, x, y), NetworkPolicy(least_members=4, most_members=30)
-    for overhead, each, expected in ((1.0, 0.05, 20), (1.0, 0.01, 30), (1.0, 0.5, 4), (1.0, 0, 4)):
-        monkeypatch.setattr(Target, "seconds", lambda _, number, a=overhead, b=each: a + b * number)
-        assert abs(affordable_members(target, policy) - expected) <= (expected == 20)
-        assert affordable_members(target, replace(policy, num_members=7)) == 7
+    monkeypatch.setattr(Target, "seconds", lambda _, number: 4 * (overhead + each * number))
+    policy = NetworkPolicy(least_members=4, most_members=30, usual_gradients=10, cost_ratio=0.25)
+    target = Target(model, x, y)
+    assert abs(affordable_members(target, policy, seconds) - expected) <= (expected in (16, 20))
+    assert affordable_members(target, replace(policy, num_members=7), seconds) == 7
+
+
+@pytest.mark.parametrize("chain_seconds", [0.0, 1e3])
+def test_many_rows_train_by_minibatches(linear, monkeypatch, chain_seconds):
+    """Steps have 20 rows, and the ensemble agrees with one of all rows."""
+    model, x, y = linear
+    seen, original = [], training._step
+
+    def step(evaluate, optimiser, clip_norm, args, kwargs):
+        seen.append(len(args[0]))
+        return original(evaluate, optimiser, clip_norm, args, kwargs)
+
+    monkeypatch.setattr(training, "_step", step)
+    network = replace(POLICY, chain_seconds=chain_seconds, most_gradients=50, training_seconds=5.0)
+    means = {}
+    for most_rows in (1000, 30):
+        policy = FitPolicy(network=replace(network, most_rows=most_rows, batch_rows=20))
+        result = fit(model, "auto", x, y, seed=0, progress=False, policy=policy)
+        means[most_rows] = result.guide.get_samples()["weight"].mean(0).squeeze(0)
+        assert len(result.held_out) == (2 if chain_seconds else 0)
+        assert result.source[1][0] is x
+        sizes, count = set(seen), len(seen)
+        seen.clear()
+        assert sizes == ({20} if most_rows == 30 else {54 if chain_seconds else 60}) and count > 100
+    if not chain_seconds:  # without early stopping
+        first, second = (x @ mean for mean in means.values())
+        assert (first - second).square().mean() < 0.02 * first.var()
+
+
+@pytest.mark.parametrize("seconds", [1.0, 100.0])
+def test_long_chains_are_compiled(linear, monkeypatch, seconds):
+    model, x, y = linear
+    modes = []
+
+    def refine_target(*args, compile, **options):
+        modes.append(compile)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(network_fit, "refine_target", refine_target)
+    monkeypatch.setattr(network_fit, "which", lambda name: "a compiler")
+    network = replace(SHORT, chain_seconds=seconds, most_gradients=10**6, compiled_seconds=10.0)
+    options = {"seed": 0, "progress": False, "policy": FitPolicy(network=network)}
+    fit(model, "auto", x, y, refine=True, **options)
+    monkeypatch.setattr(network_fit, "which", lambda name: None)
+    fit(model, "auto", x, y, refine=True, **options)
+    assert modes == [True if seconds > 10 else "auto", "auto"]
 
 
 def test_small_networks_are_like_other_models(linear):
@@ -137,11 +194,11 @@ def noise_without_a_signal():
 def test_the_ensemble_stops_where_it_predicts_held_out_rows_best():
     model, x, y = noise_without_a_signal()
     rows = [(x[60:90], y[60:90]), (x[90:], y[90:])]
-    policy = FitPolicy(network=replace(POLICY, chain_seconds=0.0, score_interval=10, patience=3))
-    options = {"seed": 0, "progress": False, "lr": 0.05, "policy": policy}
+    policy = FitPolicy(network=replace(POLICY, chain_seconds=0.0, score_interval=10))
+    options = {"seed": 0, "progress": False, "lr": 0.05, "policy": policy, "num_steps": 200}
     result = fit(model, "auto", x[:60], y[:60], validation=rows, **options)
     found = re.search(r"best held-out score after (\d+) steps", result.stages[0].outcome)
-    assert len(result.losses) == int(found[1]) + 30  # three further checks
+    assert len(result.losses) == int(found[1]) + 50 < 200  # a quarter of the scores
     whole = fit(model, "auto", x[:60], y[:60], **options)
     scores = [evaluate(one, rows).log_likelihood for one in (result, whole)]
     assert len(whole.losses) > len(result.losses) and scores[0] > scores[1] + 0.2

@@ -25,6 +25,7 @@ POLICY = FitPolicy(
         least_held_out=4,
     )
 )
+LONGER = replace(POLICY, network=replace(POLICY.network, most_gradients=1000))
 ROWS = 40
 
 
@@ -59,7 +60,7 @@ def test_a_constant_column(x):
 
 
 def test_one_row(x):
-    result, found = run(make(1, rows=1), x[:1], torch.tensor([1.0]))
+    result, found = run(make(1, rows=1), x[:1], torch.tensor([1.0]), LONGER)
     assert not result.held_out and (found.mean - 1).abs() < 0.5
 
 
@@ -99,11 +100,10 @@ class Ignores(nn.Module):
 
 def test_a_network_that_ignores_its_input(x):
     model = regressor(to_bayesian_(Ignores(), dist.Normal(0.0, 1.0)), ROWS, noise=0.3)
-    longer = replace(POLICY, network=replace(POLICY.network, most_gradients=1000))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         y = 0.5 + 0.3 * x[:, 0]
-        _, found = run(model, x, y, longer)
+        _, found = run(model, x, y, LONGER)
     # The prior of the mean is N(0, 1 / 120), the likelihood has the variance 0.3**2 / 40.
     mean = y.mean() * (ROWS / 0.09) / (ROWS / 0.09 + 120)
     assert (found.mean - mean).abs().max() < 0.08
