@@ -233,8 +233,9 @@ class NetworkPolicy:
     most_members: int = 100
 
     #: Gradients of each chain, counted, from which members are added: longer chains of a network
-    #: change its predictions less than more members. On split 1 of airfoil the NLL is -.83, -.84 and
-    #: -.85 with 5, 10 and 20 chains of 80,000 gradients, and -.82 and -.84 with 10 and 20 of 16,000.
+    #: change its predictions less than more members. On split 1 of airfoil the NLL is -.83, -.84
+    #: and -.85 with 5, 10 and 20 chains of 80,000 gradients, and -.82 and -.84 with 10 and 20
+    #: chains of 16,000.
     usual_gradients: int = 30_000
 
     #: Ratio of measured to counted seconds: gradients are recorded, and counts assume a slow core.
