@@ -81,7 +81,7 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     elif has_chains:
         # Without chains there is nothing to compare, and the ensemble needs all rows.
         rows = split_rows(model, stages.args, stages.kwargs, policy)
-    starts = _train_ensemble(stages, model, rows, members)
+    last = _train_ensemble(stages, model, rows, members)
     if rows is not None:
         _score(stages, rows.model, rows.held, stages.result.guide.get_samples())
     seconds = stages.limit.left() if is_timed else policy.chain_seconds
@@ -93,7 +93,7 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
         )
         return stages.result
     gradients = sys.maxsize if is_timed else max(2, min(gradients, policy.most_gradients))
-    starts = target.constrain(starts)
+    starts = target.constrain(last)
     return _run_chains(stages, target, starts, gradients, rows, must_refine)
 
 
