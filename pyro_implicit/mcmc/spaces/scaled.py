@@ -175,7 +175,8 @@ class ScaledBlock:
             series is not None and (vectors := series.vectors) is not None
         ):  # in the coordinates of its eigenvectors, without the rest
             last = list(self.shapes)[-1]
-            given = parts[f"{last}{self.suffix}"].flatten(1) @ vectors
+            given = parts[f"{last}{self.suffix}"]
+            given = given.reshape(len(given), -1) @ vectors
             parts = {**parts, f"{last}{self.suffix}": given}
             told_of = LinearTerm(series.told.inner, vectors.new_zeros(()))
             whole = replace(
