@@ -27,6 +27,7 @@ from torch.distributions import (
     biject_to,
     constraints,
 )
+from torch.utils import _pytree as pytree
 
 from pyro_implicit.density.run_mode import active_mode, log_prob_in_each_run
 from pyro_implicit.runtime.sites import Site, innermost, is_discrete_latent, is_latent
@@ -62,6 +63,7 @@ class Model:
     :param args: its arguments, as ``kwargs``.
     :param latents: the sites whose values will be given, and subsampled indices that are fixed.
     :param discrete: the sum over discrete latent variables, if any.
+    :ivar is_wide: whether values of latent variables are converted to double precision.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Model:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.replayed = latents
         self.discrete = discrete
+        self.is_wide = False
         #: The last site that a run came to, or ``_RETURN`` if it came to its end.
         self.last_site: str | None = None
 
@@ -90,13 +93,20 @@ class Model:
         kwargs = self.kwargs if kwargs is None else kwargs
         return Model(self.model, args, kwargs, latents, self.discrete)
 
+    def widened(self) -> Model:
+        """Return the same model that gets its arguments and latent values in double precision."""
+        args, kwargs = pytree.tree_map(_double, (self.args, self.kwargs))
+        wide = Model(self.model, args, kwargs, self.replayed, self.discrete)
+        wide.is_wide = True
+        return wide
+
     def run(self, values: Values) -> Trace:
         """Return the trace of one run.
 
         Log-probabilities are not computed yet, unless discrete latent variables are summed out.
         """
         for name, value in values.items():
-            self.replayed.nodes[name]["value"] = value
+            self.replayed.nodes[name]["value"] = _double(value) if self.is_wide else value
         model = self.model if self.discrete is None else self.discrete.enumerate(self.model)
         tracer = poutine.trace(poutine.replay(model, trace=self.replayed))
         try:
@@ -137,6 +147,11 @@ class Model:
         for name, site in trace.nodes.items():
             if site["type"] == "sample" and site_is_subsample(site) and name not in self.replayed:
                 self.replayed.add_node(name, **{**site, "is_observed": False})
+
+
+def _double(value: Any) -> Any:
+    is_narrow = isinstance(value, Tensor) and value.is_floating_point()
+    return value.double() if is_narrow else value
 
 
 def trace_model(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

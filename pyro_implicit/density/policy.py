@@ -232,6 +232,12 @@ class RoundingPolicy:
     #: Factor by which perturbing every operation may exceed it.
     inexact: float = 10.0
 
+    #: Nats of rounding error at a share of the draws from which ``fit`` evaluates the model in
+    #: double precision, and the number of these draws. Trajectories need about a tenth of a nat.
+    max_error: float = 0.1
+    share: float = 0.05
+    num_draws: int = 32
+
 
 @dataclass(frozen=True)
 class GroupPolicy:

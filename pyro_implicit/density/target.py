@@ -584,6 +584,42 @@ class Target:
             (score,) = torch.autograd.grad(log_prob.sum(), latent)
         return log_prob.detach(), score
 
+    def widen(self, points: Tensor) -> bool:
+        """Evaluate the model in double precision from now on, if it can.
+
+        Coordinates and results keep their dtype. Arguments of the model are converted; data that it
+        closes over are not, so that a matrix product with them fails, for instance.
+
+        **Example:**
+
+        >>> import pyro
+        >>> import pyro.distributions as dist
+        >>> def model(y):
+        ...     rate = pyro.sample("rate", dist.LogNormal(0.0, 5.0))
+        ...     pyro.sample("y", dist.Poisson(rate), obs=y)
+        >>> target = Target(model, torch.tensor(1e6))
+        >>> target.widen(torch.zeros(1, 1)), target.log_prob(torch.zeros(1, 1)).dtype
+        (True, torch.float32)
+
+        :param points: where the log-density must stay finite, ``(num_points, latent_dim)``.
+        :returns: whether it does; otherwise nothing changes.
+        """
+        narrow, fused = self._model, self._fused
+        if narrow.is_wide or points.dtype == torch.float64:
+            return False
+        with torch.no_grad():
+            before = self.log_prob(points)
+            self._model = narrow.widened()
+            self._fused = None if fused is None else FusedDensity(self._by_model, self._of_one)
+            try:
+                found = self.log_prob(points)
+            except Exception:  # of a model that mixes dtypes
+                found = torch.full_like(before, math.nan)
+        if found[before.isfinite()].isfinite().all():
+            return True
+        self._model, self._fused = narrow, fused
+        return False
+
     def seconds(self, num_points: int = 1) -> float:
         """Return the estimated seconds of one core for the score of so many points.
 

@@ -382,6 +382,8 @@ def _fit_by_search(
         seconds = math.inf if refine is False else policy.budget.training_seconds
         exact = train_exact(stages, target, modes, seconds)
         if refine is not False and not math.isfinite(exact.bound):
+            if target.widen(modes.loc):  # rounding errors of large terms may make a spike
+                return _fit_by_search(stages, target, plan, refine)
             # The search ended in a spike, as a funnel has at scale 0, where no Gaussian is near.
             stages.noise = stages.result.modes = stages.result.num_modes = None
             train_mean_field(stages, target)

@@ -13,10 +13,14 @@ from pyro.infer.autoguide import AutoNormal, init_to_value
 from torch import Tensor, nn
 
 from pyro_implicit.compiled import CompileMode
-from pyro_implicit.density.checks.numerics import finite_log_prob, rounding_error
+from pyro_implicit.density.checks.numerics import (
+    finite_log_prob,
+    rounding_error,
+    widen_if_rounded,
+)
 from pyro_implicit.density.cost import TracedScore, nearby, seconds_near
 from pyro_implicit.density.mode_search import Modes, seconds_of_climb
-from pyro_implicit.density.policy import MAX_DENSE_DIM, SEARCH
+from pyro_implicit.density.policy import MAX_DENSE_DIM, ROUNDING, SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.verdict import CONTINUE, judge_chains
 from pyro_implicit.fitting.parameters import model_parameters
@@ -34,6 +38,7 @@ from pyro_implicit.mcmc.refine import chains_in_time, refine_target
 from pyro_implicit.mcmc.spaces.space import GuideNoise, conditional_noise
 from pyro_implicit.nn import start_values
 from pyro_implicit.runtime.clock import TimeLimit
+from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.sites import FlatPriorStart, without_sequential_plates
 
@@ -154,7 +159,7 @@ def train_mean_field(stages: Stages, target: Target) -> Fit:
     steps = stages.steps_for(guide, loss, budget.training_seconds)
     if target.is_vectorized and not model_parameters(target):
         loss = _RecordedELBO(target, particles, steps, stages.options["compile"])
-    return stages.train_alone(
+    result = stages.train_alone(
         "mean-field",
         guide,
         loss,
@@ -162,6 +167,11 @@ def train_mean_field(stages: Stages, target: Target) -> Fit:
         num_steps=min(policy.mean_field_steps, steps),
         haste=policy.mean_field_haste,
     )
+    with same_streams(target.init_loc.device):
+        points = Sampler(target, guide).draw(ROUNDING.num_draws)
+    if note := widen_if_rounded(target, points):
+        result.stages[-1].outcome += f"; {note}"
+    return result
 
 
 class _RecordedELBO(Trace_ELBO):

@@ -437,7 +437,13 @@ def refine_target(
             return anneal(plan, None)
         starts, settings = points[: policy.tempering.num_starts], policy.tempering
         if is_rounding(target, starts).any():  # which keeps chains apart, and spoils weights
-            return None
+            if not target.widen(starts):
+                return None
+            return refine_target(
+                sampler, num_chains, max_gradients, frame, max_leapfrogs, max_draws,
+                limit.seconds(), kernel, quantities, compile, policy, patience=patience,
+                anneals_apart=True,
+            )  # fmt: skip
         modes = find_modes(target, starts=starts, max_seconds=limit.left(settings.search_share))
         factor = max(1, settings.num_chains // num_chains)
         more = replace(plan, num_chains=factor * num_chains, max_gradients=max_gradients // factor)
@@ -489,7 +495,8 @@ def _walk(
         with suppress(*IMPOSSIBLE):  # no draw of the prior is possible: the chains stay
             annealed = anneal_near(chains.walked.to_latent(chains.points))
             limit = chains.policy.stopping.apart_r_hat
-            if annealed and annealed.drift is not None and annealed.drift.r_hat <= limit:
+            drift = None if annealed is None else annealed.drift
+            if annealed is not None and (annealed.chains or (drift and drift.r_hat <= limit)):
                 return annealed
         chains.ends_apart = False
         if chains.stopped == "max_gradients" and not sampler.target.sampled:

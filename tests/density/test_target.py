@@ -527,3 +527,55 @@ def test_a_flat_prior_may_be_inside_of_another_distribution(like):
     latent = torch.tensor([[0.3, -1.0, 0.2]], dtype=like)
     expected = (2 * latent - data * latent.exp()).sum(-1)
     torch.testing.assert_close(density.log_prob(latent), expected)
+
+
+@pytest.mark.parametrize("is_closed_over", [False, True])
+def test_a_wide_target_is_that_of_double_precision(is_closed_over):
+    torch.set_default_dtype(torch.float32)
+    counts = torch.tensor([1e6, 1.001e6, 9.99e5])
+
+    def model(counts):
+        rate = pyro.sample("rate", dist.LogNormal(torch.tensor(0.0), 5.0))
+        shape = pyro.sample("shape", dist.Gamma(2.0, torch.tensor(0.1)))
+        with pyro.plate("rows", 3):
+            pyro.sample("y", dist.GammaPoisson(shape, shape / rate), obs=counts)
+
+    args = () if is_closed_over else (counts,)
+    source = (lambda: model(counts)) if is_closed_over else model
+    target = Target(source, *args)
+    points = torch.tensor([[13.8, 3.0], [13.9, 2.5], [13.7, 5.0]])
+    wide = Target(model, counts.double())
+    exact, exact_score = wide.score(points.double())
+    differences = exact - exact[0]
+
+    def error():
+        value, score = target.score(points)
+        assert value.dtype == score.dtype == torch.float32
+        off = (value.double() - value[0].double() - differences).abs().max().item()
+        return off, ((score - exact_score) / exact_score).abs().max().item()
+
+    before, _ = error()
+    assert before > 0.1
+    assert target.widen(points) and not target.widen(points)
+    value, slope = error()
+    assert value < 1e-4 and slope < 1e-4
+    draws = target.constrain(points)
+    assert all(part.dtype == torch.float32 for part in draws.values())
+    assert target.log_likelihood(draws, ["y"])["y"].dtype == torch.float64
+    assert not wide.widen(points.double())
+
+
+def test_a_target_that_mixes_precisions_stays_narrow():
+    torch.set_default_dtype(torch.float32)
+    x, y = torch.randn(5, 2), torch.randn(5)
+
+    def model():
+        slope = pyro.sample("slope", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(x @ slope, 1.0).to_event(1), obs=y)
+
+    target, points = Target(model), torch.randn(4, 2)
+    before = target.score(points)
+    assert not target.widen(points)
+    for one, other in zip(before, target.score(points), strict=True):
+        assert torch.equal(one, other)
+    assert target.is_vectorized

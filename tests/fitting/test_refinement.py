@@ -293,20 +293,64 @@ def test_the_rough_guide_trains_in_haste(monkeypatch):
     assert rates == [pytest.approx(0.1)]
 
 
+def overdispersed(groups, y):
+    level = pyro.sample("level", dist.Normal(8.0, 4.0))
+    spread = pyro.sample("spread", dist.HalfCauchy(1.0))
+    shape = pyro.sample("shape", dist.Gamma(2.0, 0.1))
+    with pyro.plate("groups", 12):
+        effect = pyro.sample("effect", dist.Normal(0.0, spread))
+    logits = level + effect[groups] - shape.log()
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.NegativeBinomial(shape, logits=logits), obs=y)
+
+
+def test_fit_evaluates_large_counts_in_double_precision():
+    """Log-densities of counts of 2e4 have rounding errors of a nat, at which chains stand still."""
+    torch.manual_seed(0)
+    groups = torch.arange(12).repeat_interleave(8)
+    rate = (10.0 + 0.5 * torch.randn(12)).exp()[groups]
+    y = dist.GammaPoisson(20.0, 20.0 / rate).sample()
+    result = fit(overdispersed, "auto", groups, y, **QUIET)
+    assert "from here in float64, because of rounding errors of" in result.stages[0].outcome
+    assert result.refined.settled and not result.refined.modes_weighed
+
+
+def counts_by_product():
+    """A matrix product keeps the model in single precision."""
+    log_rate = pyro.sample("log_rate", dist.Normal(0.0, 10.0).expand([1]).to_event(1))
+    with pyro.plate("counts", 3):
+        pyro.sample("y", dist.Poisson((torch.ones(3, 1) @ log_rate).exp()), obs=COUNTS)
+
+
+def counts_by_rate():
+    rate = pyro.sample("rate", dist.LogNormal(0.0, 5.0))
+    with pyro.plate("counts", 3):
+        pyro.sample("y", dist.Poisson(rate), obs=COUNTS)
+
+
+COUNTS = torch.tensor([1e6, 1.001e6, 9.99e5])
+
+
+def fit_near_counts(model, name, value):
+    guide = AutoNormal(model, init_loc_fn=init_to_value(values={name: value}))
+    policy = FitPolicy(budget=BudgetPolicy(patient_seconds=0.0))
+    return fit(model, guide, num_steps=200, lr=1e-4, refine=True, policy=policy, **QUIET)
+
+
 def test_chains_that_rounding_keeps_from_settling_have_float64_as_cure():
-    counts = torch.tensor([1e6, 1.001e6, 9.99e5])
-
-    def model():
-        rate = pyro.sample("rate", dist.LogNormal(0.0, 5.0))
-        with pyro.plate("counts", 3):
-            pyro.sample("y", dist.Poisson(rate), obs=counts)
-
-    guide = AutoNormal(model, init_loc_fn=init_to_value(values={"rate": torch.tensor(1e6)}))
     with pytest.warns(
         UserWarning, match="In float32 the log-density .*rounding error.*Cure: .*float64"
     ):
-        policy = FitPolicy(budget=BudgetPolicy(patient_seconds=0.0))
-        fit(model, guide, num_steps=200, lr=1e-4, refine=True, policy=policy, **QUIET)
+        fit_near_counts(counts_by_product, "log_rate", torch.tensor([1e6]).log())
+
+
+def test_chains_that_rounding_keeps_apart_start_again_in_double_precision():
+    result = fit_near_counts(counts_by_rate, "rate", torch.tensor(1e6))
+    rate = result.sample(4000)["rate"]
+    assert result.refined.settled and not result.refined.modes_weighed
+    assert rate.dtype == torch.float32
+    assert rate.mean().item() == pytest.approx(1e6, abs=60.0)  # an sd is 577
+    assert rate.std().item() == pytest.approx(1e3 / 3**0.5, rel=0.05)
 
 
 def schools(y, scales):

@@ -24,7 +24,13 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.sites import Site, innermost
 
-__all__ = ["InexactArithmetic", "blame", "is_rounding", "warn_of_lost_gradients"]
+__all__ = [
+    "InexactArithmetic",
+    "blame",
+    "is_rounding",
+    "warn_of_lost_gradients",
+    "widen_if_rounded",
+]
 
 
 # Log-densities that are not finite
@@ -243,6 +249,21 @@ def rounding_error(target: Target, points: Tensor) -> Tensor:
     """
     values = _in_last_bits(target, points)
     return values.amax(0) - values.amin(0)
+
+
+def widen_if_rounded(target: Target, points: Tensor) -> str:
+    """Evaluate the model in double precision from now on, if rounding errors matter at draws.
+
+    :param points: draws near the posterior, ``(num_points, latent_dim)``.
+    :returns: what was done, in words; empty if nothing.
+    """
+    if points.dtype == torch.float64:
+        return ""
+    some = points[:: max(1, len(points) // ROUNDING.num_draws)]
+    error = rounding_error(target, some).quantile(1 - ROUNDING.share).item()
+    if not error > ROUNDING.max_error or not target.widen(some):
+        return ""
+    return f"from here in float64, because of rounding errors of {error:.2g} nats"
 
 
 def _in_last_bits(target: Target, points: Tensor) -> Tensor:
