@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implicit method is the most accurate at equal CPU seconds?
 
-Fit each method to the posteriors of ``targets.py`` for ``--budget`` CPU seconds, by the library's
-settings and by those of the method's authors, and measure the sliced 2-Wasserstein distance to
-exact draws. In two dimensions also KL(p || q), from 1,000 exact draws, with the guide's density as
-a mixture of 5,000 of its conditionals (exact for ``PVI`` and ``AutoMultivariateNormal``). The
-report has a picture::
+Fit each method to the posteriors of ``targets.py`` for ``--budget`` CPU seconds by the library's
+settings, and measure the sliced 2-Wasserstein distance to exact draws, before and (with the first
+seed) after ``refine`` of the guide. In two dimensions also KL(p || q), from 1,000 exact draws, with
+the guide's density as a mixture of 5,000 of its conditionals (exact for ``PVI`` and
+``AutoMultivariateNormal``). The report has a picture::
 
-    python -m benchmarks.implicit_methods --data-dir /path/to/data --budget 15
+    python -m benchmarks.implicit_methods --data-dir /path/to/data --budget 8 --seeds 3
     python -m benchmarks.implicit_methods --report
 
-The authors' settings are those of their public code: a plain perceptron without a frame, learnable
-conditional noise, Adam with a rate of 0.001 that falls in steps. ``fit`` and the first step of each
-guide, which searches for its frame, take the time that they take. Each run adds one line to
-``--out``; runs that have a line with the same settings are skipped.
+``fit``, ``refine``, Pyro's ``NUTS`` (300 transitions of warm-up, 500 draws) and the first step of
+each guide, which searches for its frame, take the time that they take. The settings of the methods'
+authors are in ``paper_numbers.py``. Each run adds one line to ``--out``; runs that have a line with
+the same settings are skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -31,11 +30,10 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.infer import SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoIAFNormal, AutoMultivariateNormal
-from pyro.nn import PyroParam
+from pyro.distributions.transforms import spline_autoregressive
+from pyro.infer import MCMC, NUTS, SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoIAFNormal, AutoMultivariateNormal, AutoNormalizingFlow
 from torch import Tensor
-from torch.distributions import constraints
 
 from benchmarks.common import (
     RESULTS,
@@ -51,7 +49,7 @@ from benchmarks.common import (
 )
 from benchmarks.sampling_targets import floor, truth
 from benchmarks.targets import KnownPosterior, MissingData, make_target
-from pyro_implicit import MLP, AutoImplicit, AutoregressiveGenerator, AutoSemiImplicit, fit
+from pyro_implicit import AutoImplicit, AutoregressiveGenerator, AutoSemiImplicit, fit, refine
 from pyro_implicit.density import Target
 from pyro_implicit.diagnostics import draw, sliced_wasserstein
 from pyro_implicit.distributions import SemiImplicit
@@ -72,96 +70,58 @@ from pyro_implicit.ops import mixture_log_density
 TWO_DIMENSIONS = ("banana", "x_shape", "multimodal")
 TARGETS = (*TWO_DIMENSIONS, "waveform", "conditioned_diffusion")
 NUM_KL_DRAWS, NUM_COMPONENTS = 1_000, 5_000
+WITHOUT_KL = ("Injective", "AutoIAFNormal", "neural spline")
 FAILED = 300.0  # where the picture ends: failures and larger ratios
 Step = Callable[[], float]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The authors' noise size, hidden width, initial conditional sd and number of particles."""
-
-    noise: int
-    hidden: int
-    sd: float
-    particles: int
-
-
-#: From the configurations in the public code of KSIVI, which KPG and, nearly, AISIVI share.
-SIZES = {name: Sizes(3, 50, 0.5, 500) for name in TWO_DIMENSIONS} | {
-    "waveform": Sizes(10, 100, 0.08, 100),
-    "conditioned_diffusion": Sizes(100, 128, 0.1, 128),
-}
-
-
-def plain_guide(model: Callable, sizes: Sizes) -> AutoSemiImplicit:
-    """The authors' guide."""
-    network = lambda size: MLP(  # noqa: E731
-        sizes.noise, size, (sizes.hidden, sizes.hidden), "relu"
-    )
-    guide = AutoSemiImplicit(model, network, frame=None, init_scale=1.0, noise_scale="learn")
-    guide()
-    start = torch.full_like(guide.noise_scale.detach(), sizes.sd)
-    guide.noise_scale = PyroParam(start, constraints.positive)
-    return guide
 
 
 def adam(lr: float) -> pyro.optim.PyroOptim:
     return pyro.optim.ClippedAdam({"lr": lr, "betas": (0.9, 0.99)})
 
 
-def make(
-    name: str, settings: str, target: KnownPosterior
-) -> tuple[Any, Step, pyro.optim.PyroOptim, float]:
+def make(name: str, model: Callable) -> tuple[Any, Step, pyro.optim.PyroOptim, float]:
     """Return a guide, its training step, the optimiser and the first learning rate."""
-    model, sizes = target.model, SIZES[target.name]
-    own = settings == "library"
-    # At 0.01, methods with second derivatives of the model end in gradients that are not finite.
-    own_lr = 3e-3 if name in ("KSIVI", "HSIVI") else 1e-2
-    lr = own_lr if own else 1e-3
-    count = 64 if own else sizes.particles
+    # Methods with second derivatives of the model or with few moved draws need a lower rate.
+    lr = 3e-3 if name in ("KSIVI", "HSIVI", "KPG-IS") else 1e-2
+    optim = adam(lr)
     if name == "PVI":
-        optim = adam(lr)
-        options: dict[str, Any] = {}
-        if not own:
-            network = lambda size: MLP(min(10, size), size, (512, 512), "relu")  # noqa: E731
-            options = {"generator": network, "frame": None, "init_scale": 1.0}
-        method = PVI(model, optim, 100, 1 if own else 250, guide_options=options, compile="auto")
+        method = PVI(model, optim, 100, 1, compile="auto")
         return method.guide, method.step, optim, lr
-    elbos: dict[str, Callable[[], Any]] = {
-        "KSIVI": partial(KSIVI_ELBO, count, statistic="u" if own else "two-batch"),
-        "AISIVI": partial(AISIVI_ELBO, count, 100),
-        "HSIVI": partial(HSIVI_ELBO, count),
-        "KPG": partial(KPG_ELBO, count),
-        "KPG-IS": partial(KPG_ELBO, 128 if own else 100, 8 if own else 10),
-        "SIVI": partial(SIVI_ELBO, count),
-        "UIVI": partial(UIVI_ELBO, min(count, 100)),
-        "LIVI": partial(LIVI_ELBO, count),
-        "Injective": partial(InjectiveELBO, count),
+    explicit: dict[str, Callable[[Callable], Any]] = {
+        "AutoMultivariateNormal": AutoMultivariateNormal,
+        "AutoIAFNormal": AutoIAFNormal,
+        "neural spline": partial(AutoNormalizingFlow, init_transform_fn=spline_autoregressive),
     }
-    if name in ("AutoMultivariateNormal", "AutoIAFNormal"):
-        classes = {"AutoMultivariateNormal": AutoMultivariateNormal, "AutoIAFNormal": AutoIAFNormal}
-        guide = classes[name](model)
-        elbo = Trace_ELBO(count, vectorize_particles=True)
+    elbos: dict[str, Callable[[], Any]] = {
+        "KSIVI": partial(KSIVI_ELBO, 64),
+        "AISIVI": partial(AISIVI_ELBO, 64, 100),
+        "HSIVI": partial(HSIVI_ELBO, 64),
+        "KPG": partial(KPG_ELBO, 64),
+        "KPG-IS": partial(KPG_ELBO, 128, 8),
+        "SIVI": partial(SIVI_ELBO, 64),
+        "UIVI": partial(UIVI_ELBO, 64),
+        "LIVI": partial(LIVI_ELBO, 64),
+        "Injective": partial(InjectiveELBO, 64),
+    }
+    if name in explicit:
+        guide = explicit[name](model)
+        elbo = Trace_ELBO(64, vectorize_particles=True)
     else:
         elbo = elbos[name](compile="trace")
         if name == "Injective":
             guide = AutoImplicit(model, AutoregressiveGenerator)
-        elif not own:
-            guide = plain_guide(model, sizes)
         else:
             guide = AutoSemiImplicit(model, **({} if name == "LIVI" else {"noise_scale": 0.5}))
-    optim = adam(lr)
-    svi = SVI(model, guide, optim, elbo)
-    return guide, svi.step, optim, lr
+    return guide, SVI(model, guide, optim, elbo).step, optim, lr
 
 
-def train(step: Step, optim: Any, lr: float, budget: float, falls: bool) -> int:
-    """Step until the CPU time is spent; the learning rate falls along a cosine, or in steps."""
+def train(step: Step, optim: Any, lr: float, budget: float) -> int:
+    """Step until the CPU time is spent; the learning rate falls along a cosine."""
     start, steps = time.process_time(), 0
     while (share := (time.process_time() - start) / budget) < 1:
         step()
         steps += 1
-        rate = 0.5 * (1 + math.cos(math.pi * share)) if falls else 0.9 ** int(50 * share)
+        rate = 0.5 * (1 + math.cos(math.pi * share))
         for one in optim.optim_objs.values():
             for group in one.param_groups:
                 group["lr"] = lr * rate
@@ -190,34 +150,52 @@ def forward_kl(target: KnownPosterior, guide: Any, seed: int) -> float | None:
     return (log_p - log_q).mean().item()
 
 
-def run(
-    target: KnownPosterior, name: str, settings: str, seed: int, budget: float
-) -> dict[str, Any]:
-    """Fit one method by one group of settings, and measure the result."""
+def nuts(target: KnownPosterior) -> dict[str, Tensor]:
+    """Return draws of one chain of Pyro's NUTS."""
+    mcmc = MCMC(NUTS(target.model), num_samples=500, warmup_steps=300, disable_progbar=True)
+    mcmc.run()
+    return mcmc.get_samples()
+
+
+def run(target: KnownPosterior, name: str, seed: int, budget: float) -> dict[str, Any]:
+    """Fit one method, and measure the result."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     start = time.process_time()
     found: dict[str, Any] = {}
     exact = truth(target, seed)
-    if name == "fit":
-        result = fit(target.model, "auto", seed=seed, progress=False)
+
+    def distance(draws: dict[str, Tensor]) -> float:
+        flat = target.flatten(draws)
+        if len(flat) < len(exact):
+            flat = flat[torch.randint(len(flat), (len(exact),))]
+        flat = flat[torch.randperm(len(flat))[: len(exact)]]
+        return sliced_wasserstein(flat, exact).item()
+
+    if name in ("fit", "NUTS"):
+        if name == "fit":
+            draws = fit(target.model, "auto", seed=seed, progress=False).sample(len(exact))
+        else:
+            draws = nuts(target)
         found["cpu_seconds"] = time.process_time() - start
-        draws: Tensor = target.flatten(result.sample(len(exact)))
-    else:
-        guide, step, optim, lr = make(name, settings, target)
-        step()
-        found["steps"] = train(step, optim, lr, budget, falls=settings == "library")
-        found["cpu_seconds"] = time.process_time() - start
-        if target.name in TWO_DIMENSIONS and name not in ("Injective", "AutoIAFNormal"):
-            found["kl"] = forward_kl(target, guide, seed)
-        draws = target.flatten(draw(guide, len(exact)))
-    return found | {"sw2": sliced_wasserstein(draws, exact).item()}
+        return found | {"sw2": distance(draws)}
+    guide, step, optim, lr = make(name, target.model)
+    step()
+    found["steps"] = train(step, optim, lr, budget)
+    found["cpu_seconds"] = time.process_time() - start
+    if target.name in TWO_DIMENSIONS and name not in WITHOUT_KL:
+        found["kl"] = forward_kl(target, guide, seed)
+    found["sw2"] = distance(draw(guide, len(exact)))
+    if seed == 0:
+        start = time.process_time()
+        refined = refine(target.model, guide, seed=seed, progress=False)
+        found["refined_cpu_seconds"] = time.process_time() - start
+        found["refined_sw2"] = distance(refined.get_samples())
+    return found
 
 
-BOTH = ("KSIVI", "PVI", "AISIVI", "HSIVI", "KPG", "KPG-IS", "SIVI", "UIVI")
-METHODS = [(name, "library") for name in (*BOTH, "LIVI", "Injective")]
-METHODS += [("AutoMultivariateNormal", "library"), ("AutoIAFNormal", "library"), ("fit", "library")]
-METHODS += [(name, "authors") for name in BOTH if name not in ("UIVI",)]
+METHODS = ["KSIVI", "PVI", "AISIVI", "HSIVI", "KPG", "KPG-IS", "SIVI", "UIVI", "LIVI", "Injective"]
+METHODS += ["AutoMultivariateNormal", "AutoIAFNormal", "neural spline", "NUTS", "fit"]
 
 
 def run_all(args: argparse.Namespace) -> None:
@@ -231,49 +209,56 @@ def run_all(args: argparse.Namespace) -> None:
             continue
         known = floors[name] if name in floors else floor(target)
         keys = [
-            {"target": name, "method": method, "settings": settings, "seed": seed}
-            | {"budget": args.budget}
+            {"target": name, "method": method, "seed": seed, "budget": args.budget}
             for seed in range(args.seeds)
-            for method, settings in METHODS
-            if method in (args.methods or [method])
+            for method in args.methods or METHODS
         ]
         for key in missing_runs(args.out, keys):
-            result = attempt(run, target, key["method"], key["settings"], key["seed"], args.budget)
-            if "sw2" in result:
-                result["ratio"] = result["sw2"] / known
+            result = attempt(run, target, key["method"], key["seed"], args.budget)
+            for kind in ("", "refined_"):
+                if f"{kind}sw2" in result:
+                    result[f"{kind}ratio"] = result[f"{kind}sw2"] / known
             append_record(args.out, key | {"floor": known} | result | machine)
 
 
 def report(args: argparse.Namespace) -> str:
-    """Return one row for each method and settings, one column for each target."""
+    """Return one row for each method, one column for each target."""
     cells, floors = defaultdict(list), {}
     for record in read_records(args.out):
-        cells[record["method"], record["settings"], record["target"]].append(record)
+        cells[record["method"], record["target"]].append(record)
         floors[record["target"]] = record["floor"]
     targets = [name for name in TARGETS if name in floors]
-    rows = [["floor of SW2", "", *(f"{floors[name]:.4f}" for name in targets)]]
-    for method, settings in METHODS:
-        row = [cell(cells[method, settings, name]) for name in targets]
+    rows = [["floor of SW2", *(f"{floors[name]:.4f}" for name in targets)]]
+    for method in METHODS:
+        row = [cell(cells[method, name]) for name in targets]
         if any(row):
-            rows.append([method, settings, *row])
+            rows.append([method, *row])
     note = (
-        "\nRatio of SW2 to the sampling floor; KL(p || q) in nats in two dimensions; CPU seconds. "
-        "Medians over\nseeds. Every training has the same CPU seconds, without the search for the "
-        "guide's frame.\n"
+        "\nRatio of SW2 to the sampling floor, median (and range) over seeds; KL(p || q) in nats "
+        "in two dimensions;\nCPU seconds. After the arrow: the first seed after `refine` of the "
+        "guide, and its CPU seconds. Every\ntraining has the same CPU seconds, without the search "
+        "for the guide's frame.\n"
     )
-    return markdown_table(["method", "settings", *targets], rows) + note
+    return markdown_table(["method", *targets], rows) + note
 
 
 def cell(records: list[dict[str, Any]]) -> str:
     fitted = [record for record in records if "error" not in record]
     if not fitted:
         return "failed" if records else ""
-    text = f"{median(record['ratio'] for record in fitted):.2f}"
+    ratios = [record["ratio"] for record in fitted]
+    text = f"{median(ratios):.2f}"
+    if len(ratios) > 1:
+        text += f" ({min(ratios):.2f} to {max(ratios):.2f})"
     if all(record.get("kl") is not None for record in fitted):
         text += f"; KL {median(record['kl'] for record in fitted):.3f}"
-    seconds = median(record["cpu_seconds"] for record in fitted)
-    failed = f", {len(records) - len(fitted)} failed" if len(fitted) < len(records) else ""
-    return f"{text} ({seconds:.0f} s{failed})"
+    text += f"; {median(record['cpu_seconds'] for record in fitted):.1f} s"
+    if len(fitted) < len(records):
+        text += f"; {len(records) - len(fitted)} failed"
+    for record in fitted:
+        if "refined_ratio" in record:
+            text += f" → {record['refined_ratio']:.2f}, {record['refined_cpu_seconds']:.1f} s"
+    return text
 
 
 def draw_picture(out: Path) -> None:
@@ -282,9 +267,7 @@ def draw_picture(out: Path) -> None:
 
     ratios: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for record in read_records(out):
-        own = record["settings"] == "library"
-        method = record["method"] if own else f"{record['method']} (authors' settings)"
-        ratios[method][record["target"]].append(record.get("ratio", math.inf))
+        ratios[record["method"]][record["target"]].append(record.get("ratio", math.inf))
     middle = {
         method: {target: median(found) for target, found in row.items()}
         for method, row in ratios.items()
@@ -321,9 +304,9 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=TARGETS)
-    parser.add_argument("--methods", nargs="+", help="by default all")
-    parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to SEEDS - 1")
-    parser.add_argument("--budget", type=float, default=30.0, help="CPU seconds of a training")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="by default all")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to SEEDS - 1")
+    parser.add_argument("--budget", type=float, default=8.0, help="CPU seconds of a training")
     parser.add_argument("--data-dir", type=Path, help="holds sivi_blr/ and the like")
     add_output_arguments(parser, RESULTS / "implicit_methods.jsonl")
     add_machine_arguments(parser)
