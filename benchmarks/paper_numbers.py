@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do the semi-implicit methods reach the numbers that their papers print?
+
+Train each method by its authors' settings, from their public code, and compute the paper's measure
+on the paper's target::
+
+    python -m benchmarks.paper_numbers --seeds 2
+    python -m benchmarks.paper_numbers --report
+
+* Lim and Johansen (2024), table 1: PVI, SIVI and SIVI-SM (one layer of HSIVI) on a banana, a
+  mixture of four Gaussians and crossed Gaussians; sliced 2-Wasserstein distance of 10,000 draws by
+  100 projections, mean and standard deviation of ten runs. 15,000 steps of RMSprop.
+* Pielok, Bischl and Rügamer (2025), table 1: AISIVI on the targets of KSIVI; KL(p || q), one run.
+  4,000 steps of Adam.
+* Cheng et al. (2024) and Pielok et al. (2026) draw their results on these targets as figures. KSIVI
+  and KPG run for 5,000 of 50,000 steps; ``AUTHORS_CODE`` has the results of the authors' own code
+  for the same number of steps.
+
+Where a setting is cheaper than the paper's, ``Row.settings`` says so. KL(p || q) is the mean of
+r - 1 - log r, r = q / p, over 20,000 exact draws, with q as a mixture of 16,384 conditionals at
+points of low discrepancy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import mean
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.infer import SVI
+from pyro.nn import PyroParam
+from torch import Tensor, nn
+from torch.distributions import constraints
+from torch.quasirandom import SobolEngine
+
+from benchmarks.common import (
+    RESULTS,
+    add_machine_arguments,
+    add_output_arguments,
+    append_record,
+    attempt,
+    environment,
+    markdown_table,
+    missing_runs,
+    read_records,
+    write_page,
+)
+from benchmarks.targets import KnownPosterior, _gaussian_mixture, make_target
+from pyro_implicit import AutoSemiImplicit
+from pyro_implicit.density import Target
+from pyro_implicit.diagnostics import sliced_wasserstein
+from pyro_implicit.infer import (
+    AISIVI_ELBO,
+    HSIVI_ELBO,
+    KPG_ELBO,
+    KSIVI_ELBO,
+    PVI,
+    SIVI_ELBO,
+    ReverseConditional,
+)
+from pyro_implicit.ops import mixture_log_density
+
+
+def _wide_banana() -> KnownPosterior:
+    def model() -> None:
+        a = pyro.sample("a", dist.Normal(0.0, 2.0))
+        pyro.sample("b", dist.Normal(a**2 / 4, 1.0))
+
+    def truth(num_draws: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        a, noise = torch.randn(2, num_draws, generator=generator)
+        return torch.stack([2 * a, a**2 + noise], -1)
+
+    return KnownPosterior("banana", ("a", "b"), model, truth)
+
+
+def _four_modes() -> KnownPosterior:
+    # Equal components, of which 1, 1, 4 and 2 of 8 are the same.
+    corners = [(2.0, 2.0), (-2.0, -2.0), *[(2.0, -2.0)] * 4, *[(-2.0, 2.0)] * 2]
+    return _gaussian_mixture("multimodal", torch.tensor(corners), torch.eye(2).expand(8, 2, 2))
+
+
+TARGETS: dict[str, Callable[[], KnownPosterior]] = {
+    "PVI's banana": _wide_banana,
+    "PVI's multimodal": _four_modes,
+    **{name: partial(make_target, name) for name in ("banana", "x_shape", "multimodal")},
+}
+
+
+class _Uniform(nn.Module):
+    """Turn standard normal noise into uniform noise, as AISIVI's code has it."""
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return torch.special.ndtr(noise)
+
+
+class _Skip(nn.Module):
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return noise + self.network(noise)
+
+
+def layers(noise_dim: int, width: int, activation: type[nn.Module]) -> nn.Sequential:
+    hidden = [nn.Linear(noise_dim, width), activation(), nn.Linear(width, width), activation()]
+    return nn.Sequential(*hidden, nn.Linear(width, 2))
+
+
+def wide() -> nn.Module:
+    return _Skip(layers(2, 512, nn.LeakyReLU))
+
+
+def critic(value_dim: int, context_dim: int) -> nn.Module:
+    return layers(2, 512, nn.LeakyReLU)
+
+
+def aisivi_generator() -> nn.Module:
+    return nn.Sequential(_Uniform(), layers(2, 128, nn.ReLU))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A number of a paper.
+
+    :ivar number: the paper's mean, and its standard deviation over ten runs (nan if not printed).
+    :ivar make: makes the ELBO, or for PVI the object with the guide.
+    :ivar rate: the learning rate at a share of the training.
+    """
+
+    method: str
+    target: str
+    number: tuple[float, float]
+    measure: str
+    steps: int
+    make: Callable[..., Any]
+    generator: Callable[[], nn.Module]
+    noise_dim: int
+    sd: float
+    optim: type[torch.optim.Optimizer]
+    options: dict[str, Any]
+    rate: Callable[[float], float]
+    settings: str = ""
+
+
+NO_NUMBER = (math.nan, math.nan)
+RMSPROP: dict[str, Any] = {"lr": 1e-4, "alpha": 0.9}
+ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99)}
+
+
+def _pvi_rows() -> list[Row]:
+    table = {
+        "PVI's banana": {"PVI": (0.17, 0.01), "SIVI": (0.31, 0.02), "SIVI-SM": (0.24, 0.12)},
+        "PVI's multimodal": {"PVI": (0.05, 0.01), "SIVI": (0.08, 0.02), "SIVI-SM": (0.10, 0.02)},
+        "x_shape": {"PVI": (0.07, 0.01), "SIVI": (0.12, 0.01), "SIVI-SM": (0.11, 0.03)},
+    }
+    makes: dict[str, tuple[Callable[..., Any], str]] = {
+        "PVI": (
+            partial(PVI, num_particles=100, num_draws=4, precondition=False, compile="auto"),
+            "4 draws of each particle per step, not 250",
+        ),
+        "SIVI": (partial(SIVI_ELBO, 250, 50, compile="trace"), "50 noises for all draws"),
+        "SIVI-SM": (
+            partial(HSIVI_ELBO, 250, critic, critic_optim={"lr": 1e-3}, compile="trace"),
+            "Adam for the critic, constant rate",
+        ),
+    }
+    rows = []
+    for target, numbers in table.items():
+        for method, number in numbers.items():
+            make, settings = makes[method]
+            falls = method == "SIVI-SM"
+            rate = (lambda share: 1e-4 - 9e-5 * share) if falls else (lambda share: 1e-4)
+            common = (make, wide, 2, 1.0, torch.optim.RMSprop, RMSPROP, rate, settings)
+            rows.append(Row(method, target, number, "SW2", 15_000, *common))
+    return rows
+
+
+def _aisivi_rows() -> list[Row]:
+    rows = []
+    table = {"banana": (0.0853, 8192, 1e-2), "x_shape": (0.0072, 256, 1e-3)}
+    table["multimodal"] = (0.0044, 512, 1e-2)
+    for target, (number, paper_samples, flow_rate) in table.items():
+        make = partial(
+            AISIVI_ELBO,
+            128,
+            64,
+            ReverseConditional,
+            proposal_optim={"lr": flow_rate},
+            compile="trace",
+        )
+        settings = f"64 noises, not {paper_samples:,}"
+        sd = 0.1 * math.log1p(math.e)
+        rate = lambda share: 1e-2 if share < 0.5 else 1e-3  # noqa: E731
+        common = (make, aisivi_generator, 2, sd, torch.optim.Adam, {"lr": 1e-2}, rate, settings)
+        rows.append(Row("AISIVI", target, (number, math.nan), "KL", 4_000, *common))
+    return rows
+
+
+def _kernel_rows() -> list[Row]:
+    rows = []
+    makes: dict[str, Callable[..., Any]] = {
+        "KSIVI": partial(KSIVI_ELBO, 1000, statistic="two-batch", num_mixing=1, compile="trace"),
+        "KPG": partial(KPG_ELBO, 500, num_mixing=1, compile="trace"),
+    }
+    for method, make in makes.items():
+        for target, sd in (("banana", 0.5), ("x_shape", 1.0)):
+            rate = lambda share: 1e-3 * 0.9 ** int(5 * share)  # noqa: E731
+            small = partial(layers, 3, 50, nn.ReLU)
+            common = (make, small, 3, sd, torch.optim.Adam, ADAM, rate, "5,000 of 50,000 steps")
+            rows.append(Row(method, target, NO_NUMBER, "KL", 5_000, *common))
+    return rows
+
+
+ROWS = [*_pvi_rows(), *_aisivi_rows(), *_kernel_rows()]
+
+#: KL(p || q) of the authors' code after 5,000 steps, seeds 0 and 1, by the estimator of this file.
+AUTHORS_CODE: dict[tuple[str, str], tuple[float, ...]] = {}
+
+
+def train(row: Row, target: KnownPosterior) -> AutoSemiImplicit:
+    """Train a guide by the settings of a row."""
+    optim = pyro.optim.PyroOptim(row.optim, dict(row.options))
+    generator, model = row.generator(), target.model
+    options = {"generator": generator, "noise_dim": row.noise_dim, "frame": None, "init_scale": 1.0}
+    if row.method == "PVI":
+        method = row.make(model, optim, guide_options=options)
+        guide, step = method.guide, method.step
+    else:
+        guide = AutoSemiImplicit(model, noise_scale="learn", **options)
+        step = SVI(model, guide, optim, row.make()).step
+    guide()
+    guide.loc, guide.scale = torch.zeros(2), torch.ones(2)  # the authors' guides have none
+    guide.noise_scale = PyroParam(torch.full((2,), row.sd), constraints.positive)
+    for index in range(row.steps):
+        step()
+        for one in optim.optim_objs.values():
+            for group in one.param_groups:
+                group["lr"] = row.rate(index / row.steps)
+    return guide
+
+
+@torch.no_grad()
+def forward_kl(row: Row, target: KnownPosterior, guide: AutoSemiImplicit, seed: int) -> float:
+    exact = target.truth(20_000, seed)
+    log_p = Target(target.model).log_prob(exact)
+    uniform = SobolEngine(row.noise_dim, scramble=True, seed=seed).draw(16_384)
+    noise = torch.special.ndtri(uniform.clamp(1e-6, 1 - 1e-6))
+    generator, scale = guide.generator, guide.noise_scale
+    centers = generator(noise).unsqueeze(1)
+    log_q = [mixture_log_density(part, lambda z: z, scale, [centers]) for part in exact.split(1000)]
+    log_ratio = torch.cat(log_q) - log_p
+    return (log_ratio.expm1() - log_ratio).mean().item()
+
+
+def run(row: Row, seed: int) -> dict[str, Any]:
+    """Return the measure of one row."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    start, target = time.process_time(), TARGETS[row.target]()
+    guide = train(row, target)
+    found = {"cpu_seconds": time.process_time() - start}
+    if row.measure == "KL":
+        return found | {"value": forward_kl(row, target, guide, seed)}
+    distances, floors = [], []
+    for index in range(10):
+        draws = guide.get_posterior().sample((10_000,))
+        exact, other = (target.truth(10_000, 1000 + 2 * index + k) for k in (0, 1))
+        distances.append(sliced_wasserstein(draws, exact, num_projections=100).item())
+        floors.append(sliced_wasserstein(other, exact, num_projections=100).item())
+    return found | {"value": mean(distances), "floor": mean(floors)}
+
+
+def run_all(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    machine = environment("cpu")
+    rows = {(row.method, row.target, row.measure): row for row in ROWS}
+    keys = [
+        {"method": row.method, "target": row.target, "measure": row.measure, "seed": seed}
+        for seed in range(args.seeds)
+        for row in ROWS
+        if row.method in (args.methods or [row.method])
+    ]
+    for key in missing_runs(args.out, keys):
+        row = rows[key["method"], key["target"], key["measure"]]
+        append_record(args.out, key | attempt(run, row, key["seed"]) | machine)
+
+
+def report(args: argparse.Namespace) -> str:
+    """Return one line for each number of a paper."""
+    records, table = list(read_records(args.out)), []
+    for row in ROWS:
+        found = [
+            record["value"]
+            for record in records
+            if (record["method"], record["target"], record["measure"])
+            == (row.method, row.target, row.measure)
+            and "value" in record
+        ]
+        if not found:
+            continue
+        number, sd = row.number
+        printed = "" if math.isnan(number) else f"{number:g}"
+        printed += "" if math.isnan(sd) else f" ± {sd:g}"
+        ours = ", ".join(f"{value:.4f}" for value in found)
+        seconds = mean(r["cpu_seconds"] for r in records if r.get("value") in found)
+        authors = ", ".join(f"{v:.4f}" for v in AUTHORS_CODE.get((row.method, row.target), ()))
+        cells = [row.method, row.target, row.measure, printed, authors, ours, f"{seconds:.0f}"]
+        table.append([*cells, row.settings])
+    header = ["method", "target", "measure", "paper", "authors' code", "ours, by seed", "CPU s"]
+    note = "\nLower is better. The papers are named in `benchmarks/paper_numbers.py`.\n"
+    return markdown_table([*header, "differs from the paper"], table) + note
+
+
+def main(args: argparse.Namespace) -> None:
+    if args.report:
+        write_page(args.out, report(args))
+    else:
+        run_all(args)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", nargs="+", choices=sorted({row.method for row in ROWS}))
+    parser.add_argument("--seeds", type=int, default=2, help="seeds 0 to SEEDS - 1")
+    add_output_arguments(parser, RESULTS / "paper_numbers.jsonl")
+    add_machine_arguments(parser)
+    main(parser.parse_args())
