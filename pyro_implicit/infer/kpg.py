@@ -179,7 +179,7 @@ class KPG_ELBO(NetworkELBO):
             noise[:num_prior].normal_()
             log_density[:num_prior] = network.log_prob(noise[:num_prior], given)
             share = log_density.new_tensor(num_prior / self.num_samples)
-            log_ratio = (log_density - log_normal(noise)).flatten()
+            log_ratio = (log_density - log_normal(noise)).flatten(0, 1)
             mixture = torch.logaddexp(share.log(), (1 - share).log() + log_ratio)
             eta = torch.randn_like(flat.value)
             value = flat.generate(noise.flatten(0, 1).unsqueeze(0))[0] + flat.scale * eta
