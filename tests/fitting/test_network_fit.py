@@ -452,3 +452,46 @@ def test_a_fit_that_is_killed_in_its_chains_goes_on(linear, monkeypatch, tmp_pat
         fit(model, "auto", x, y, checkpoint=tmp_path, **options)
     resumed = fit(model, "auto", x, y, checkpoint=tmp_path, **options)
     assert resumed.refined.get_samples()["weight"].equal(whole.refined.get_samples()["weight"])
+
+
+def test_ctrl_c_in_the_generators_returns_the_chains(linear, monkeypatch):
+    def generators_of(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(network_fit, "generators_of", generators_of)
+    model, x, y = linear
+    policy = FitPolicy(network=SHORT)
+    result = fit(model, "auto", x, y, teach=True, seed=0, progress=False, policy=policy)
+    assert result.interrupted and result.chosen == "ensemble"
+    assert result.refined.num_chains == 6 and len(result.sample(4)["weight"]) == 4
+
+
+def test_an_ensemble_that_is_killed_goes_on(linear, monkeypatch, tmp_path):
+    """By minibatches, whose order a checkpoint stores; the chains start from the last members."""
+    steps, starts, original = [], [], training._step
+
+    def step(*args):
+        steps.append(args)
+        if len(steps) == 60:
+            raise SystemExit
+        return original(*args)
+
+    def refine_target(sampler, *args, **options):
+        starts.append(sampler.guide["weight"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(network_fit, "refine_target", refine_target)
+    model, x, y = linear
+    policy = FitPolicy(network=replace(SHORT, most_rows=30, batch_rows=20, score_interval=10))
+    options = {"seed": 0, "progress": False, "policy": policy, "lr": 0.05, "num_steps": 200}
+    whole = fit(model, "auto", x, y, **options)
+    monkeypatch.setattr(training, "_step", step)
+    options |= {"checkpoint": tmp_path, "checkpoint_every": 25}
+    with pytest.raises(SystemExit):
+        fit(model, "auto", x, y, **options)
+    resumed = [fit(model, "auto", x, y, **options) for _ in range(2)]  # the second one trained
+    assert all(one.losses == whole.losses for one in resumed)
+    best = whole.guide.get_samples()["weight"]
+    assert all(one.guide.get_samples()["weight"].equal(best) for one in resumed)
+    assert starts[1].equal(starts[0]) and starts[2].equal(starts[0])
+    assert (starts[0] - best).abs().max() > 1e-3
