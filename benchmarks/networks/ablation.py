@@ -39,9 +39,9 @@ from pyro_implicit.guides import init_to_shuffled
 from pyro_implicit.mcmc.policy import DEFAULT
 from pyro_implicit.nn import NetworkModel, predict, start_values
 
-NOTE = """SGHMC has minibatches of 120 rows. With 1,500 gradients the
-warm-up ends before a preconditioner is learnt. The rows with 4,000 gradients are of a scratch script
-with the same settings.
+NOTE = """SGHMC has minibatches of 120 rows. With 1,500 gradients the warm-up ends before
+a preconditioner is learnt. The rows with 4,000 gradients are of a scratch script with the same
+settings.
 
 To reproduce: `python -m benchmarks.networks.ablation --gradients 1500`.
 """
