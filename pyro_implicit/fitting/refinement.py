@@ -253,7 +253,7 @@ def move_draws(
             patience=math.inf if stages.limit.seconds() else budget.patient_seconds,
             compile=stages.options["compile"],
             modes=modes if several else None,
-            anneals_apart=target.latent_dim <= MAX_DENSE_DIM and not stages.one_by_one,
+            anneals_apart=bool(target.sampled) or not stages.one_by_one,
         )
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
         if refined.modes_weighed and not several:

@@ -475,6 +475,13 @@ class TemperingPolicy:
     #: Draws of the guide from which the search for modes starts, besides those of the prior.
     num_starts: int = 32
 
+    #: Latent variables up to which chains that stay apart are annealed. With more, particles from
+    #: the modes near the chains may miss most of the mass: 40 pairs of modes have 2^40 in all.
+    max_apart_dim: int = 10
+
+    #: Nats by which the log-density of a chain may exceed that of all annealed draws.
+    max_higher: float = 3.0
+
     #: Chains that start at the particles: a mode's weight is rounded to 1 / 1024.
     num_chains: int = 1024
 

@@ -447,7 +447,10 @@ def refine_target(
         modes = find_modes(target, starts=starts, max_seconds=limit.left(settings.search_share))
         factor = max(1, settings.num_chains // num_chains)
         more = replace(plan, num_chains=factor * num_chains, max_gradients=max_gradients // factor)
-        return anneal(more, modes)
+        found = anneal(more, modes)
+        drawn = target.unconstrain(found.get_samples())[:: found.num_draws]
+        highest, reached = (target.log_prob(one).max() for one in (points, drawn))
+        return found if highest - reached < settings.max_higher else None
 
     if modes is not None or from_prior:
         return anneal(plan, modes)
@@ -474,7 +477,10 @@ def refine_target(
         Tracker(target, quantities).try_at(space.to_latent(chains.points))
         chains.seconds = time.perf_counter() - began
     chains.max_seconds = max_seconds
-    chains.ends_apart = anneals_apart and not (target.sampled and why_not_tempered(target))
+    if anneals_apart and target.sampled:
+        chains.ends_apart = not why_not_tempered(target)
+    else:
+        chains.ends_apart = anneals_apart and target.latent_dim <= policy.tempering.max_apart_dim
     return _walk(sampler, space, chains, quantities, file, anneal_near)
 
 
