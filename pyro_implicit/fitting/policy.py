@@ -476,8 +476,9 @@ class UpdatePolicy:
     #: Draws of the earlier posterior, at most.
     num_draws: int = 20_000
 
-    #: Numbers of normal distributions, tried after one until more are not better.
-    components: tuple[int, ...] = (2, 4, 8, 16)
+    #: Numbers of normal distributions, tried after one until more are not better. After five rows
+    #: of data, 16 change the weight of a mode by up to 0.03 at the next update, 32 by 0.001.
+    components: tuple[int, ...] = (2, 4, 8, 16, 32)
 
     #: Share of the draws that is held out.
     held_out: float = 0.2
@@ -487,6 +488,10 @@ class UpdatePolicy:
 
     #: Iterations of the least-squares fit.
     match_steps: int = 100
+
+    #: Var[log p - log q] (squared nats) of a fit after which no more normals are tried: it moves a
+    #: mean by at most 0.01 standard deviations.
+    matched: float = 1e-4
 
 
 @dataclass(frozen=True)

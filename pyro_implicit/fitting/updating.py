@@ -340,7 +340,7 @@ def normal_mixture(
             gain = found.log_prob(held_out) - best.log_prob(held_out)
             is_better = gain.mean() > 2 * gain.std() / math.sqrt(len(gain))  # two standard errors
         else:
-            if rest < torch.finfo(torch.float32).eps:
+            if rest < policy.matched:
                 break
             found, fault = _matched(found, points, log_prob, policy)
             is_better, rest = fault < rest, min(fault, rest)
@@ -418,15 +418,14 @@ def _matched(
     with torch.enable_grad():
         optimiser.step(closure)
     with torch.no_grad():
-        after = rest(1).item()
-        if not after < before:
-            return start, before
-        found = mixture()
-        own: Any = found.component_distribution
-        logits = found.mixture_distribution.logits
-        to = [one.to(normals.loc) for one in (own.loc, own.scale_tril, logits)]
-        components = MultivariateNormal(to[0], scale_tril=to[1])
-        return MixtureSameFamily(Categorical(logits=to[2]), components), after
+        found, after = mixture(), rest(1).item()
+    own: Any = found.component_distribution
+    logits = found.mixture_distribution.logits
+    loc, scale, logits = (one.to(normals.loc) for one in (own.loc, own.scale_tril, logits))
+    if not after < before or (scale.diagonal(dim1=-2, dim2=-1) <= 0).any():  # or underflows
+        return start, before
+    components = MultivariateNormal(loc, scale_tril=scale)
+    return MixtureSameFamily(Categorical(logits=logits), components), after
 
 
 class _Draws:

@@ -17,7 +17,7 @@ from pyro.infer import MCMC, NUTS, SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from pyro.optim import Adam
 from torch import Tensor
-from torch.distributions import MixtureSameFamily
+from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal
 
 from pyro_implicit import LIVI_ELBO, AutoSemiImplicit, fit
 from pyro_implicit.density import Target
@@ -203,6 +203,21 @@ def test_latents_that_share_data_have_no_known_density() -> None:
         guide=StoredDraws({"mean": torch.zeros(3)}), source=(coupled, (torch.ones(()),), {})
     )
     assert log_prob_of(result, ["mean"]) is None
+
+
+def test_a_scale_that_underflows_is_rejected(monkeypatch) -> None:
+    step = torch.optim.LBFGS.step
+
+    def collapsing(self, closure):
+        step(self, closure)
+        self.param_groups[0]["params"][1].data[1].diagonal().sub_(200.0)  # of the component at 50
+
+    monkeypatch.setattr(torch.optim.LBFGS, "step", collapsing)
+    normals = MultivariateNormal(torch.tensor([[0.2], [50.0]]), scale_tril=torch.ones(2, 1, 1))
+    start = MixtureSameFamily(Categorical(torch.tensor([1.0, 1e-12])), normals)
+    log_prob = dist.Normal(torch.zeros(1), 1.0).to_event(1).log_prob
+    found, _ = updating._matched(start, torch.randn(1000, 1), log_prob, UpdatePolicy())
+    assert found is start
 
 
 def test_more_normals_are_tried_after_a_number_that_does_not_help(monkeypatch) -> None:
