@@ -3,7 +3,7 @@
 
 ::
 
-    python -m benchmarks.discrete --seeds 0 1 2
+    python -m benchmarks.discrete --seeds 0 1
 
 ``ratio`` is the sliced distance of 10,000 draws from 10,000 exact ones, over the distance between
 halves of the latter, and ``worst`` the same for the worst coordinate (``benchmarks/zoo``).
@@ -12,7 +12,7 @@ from a collapsed Gibbs sampler of 10,000 thinned sweeps.
 
 The settings were chosen on the models of ``LOOK``; those of ``SCORE_ONLY`` were only measured.
 The chains of ``changepoints`` and ``ferromagnet`` stay in separate modes, so that ``fit`` anneals
-them; these ran with a ``--patience`` of 60 s. They were looked at when annealing was built.
+them. They were looked at when annealing was built.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 import pyro
 import torch
 from pyro import poutine
-from pyro.nn import ConditionalAutoRegressiveNN
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
@@ -197,43 +195,51 @@ class _Frame(nn.Module):
         return (data - self.data_loc) / self.data_scale
 
 
+def _network(size: int, widths: Sequence[int], out: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for width in widths:
+        layers += [nn.Linear(size, width), nn.SiLU()]
+        size = width
+    return nn.Sequential(*layers, nn.Linear(size, out))
+
+
 class _Density(nn.Module):
     r"""Conditional density of latents given data, a product of mixtures of normals:
 
     .. math:: q(u | y) = \prod_i \sum_k w_k N(u_i | m_k, s_k^2),
 
-    where weights, means and scales are functions of :math:`u_{<i}` and y by a masked network. It is
-    the density of a triangular injective map from uniform noise, each coordinate by the inverse of
-    its conditional distribution function.
+    where weights, means and scales are functions of :math:`u_{<i}` and y by a network for each
+    coordinate. It is the density of a triangular injective map from uniform noise, each coordinate
+    by the inverse of its conditional distribution function.
     """
 
     def __init__(self, pairs: _Pairs, policy: SimulatorPolicy) -> None:
         super().__init__()
         self.frame, number = _Frame(pairs), policy.num_components
-        dim = pairs.latent.shape[-1]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*AutoRegressiveNN input_dim = 1")
-            self.network = ConditionalAutoRegressiveNN(
-                dim,
-                pairs.data.shape[-1],
-                [policy.width] * 2,
-                param_dims=(number,) * 3,
-                permutation=torch.arange(dim),
-                nonlinearity=nn.SiLU(),
-            )
+        dim, size = pairs.latent.shape[-1], pairs.data.shape[-1]
+        widths = [policy.width] * policy.depth
+        networks = [_network(size + i, widths, 3 * number) for i in range(dim)]
+        zeros = torch.zeros(number)
         with torch.no_grad():
-            zeros = torch.zeros(number, dim)
-            bias = torch.stack([zeros, torch.randn(number, dim), zeros])  # logits, means, log sds
-            self.network.layers[-1].bias.copy_(bias.flatten())
+            for network in networks:  # logits, means, log sds
+                list(network.parameters())[-1].copy_(torch.cat([zeros, torch.randn(number), zeros]))
+        self.networks = nn.ModuleList(networks)
         self.to(pairs.latent)
+
+    def _parts(self, i: int, x: Tensor, y: Tensor) -> Sequence[Tensor]:
+        """Return logits, means and log sds of coordinate i, each ``(*batch, num_components)``."""
+        return self.networks[i](torch.cat([y, x[..., :i]], -1)).chunk(3, -1)
 
     def log_prob(self, latent: Tensor, data: Tensor) -> Tensor:
         """Return log q at ``(*batch, d)`` and ``(*batch, m)``, up to a constant."""
         x, y = self.frame(latent, data)
-        logits, mean, log_scale = self.network(x, y)
-        z = (x.unsqueeze(-2) - mean) * (-log_scale).exp()
-        parts = logits.log_softmax(-2) - 0.5 * (z.square() + math.log(2 * math.pi)) - log_scale
-        return parts.logsumexp(-2).sum(-1)
+        total = x.new_zeros(x.shape[:-1])
+        for i in range(len(self.networks)):
+            logits, mean, log_scale = self._parts(i, x, y)
+            z = (x[..., i : i + 1] - mean) * (-log_scale).exp()
+            parts = logits.log_softmax(-1) - 0.5 * (z.square() + math.log(2 * math.pi)) - log_scale
+            total = total + parts.logsumexp(-1)
+        return total
 
     @torch.no_grad()
     def sample(self, data: Tensor) -> Tensor:
@@ -241,7 +247,7 @@ class _Density(nn.Module):
         y, dim = self.frame.white_data(data), len(self.frame.latent_loc)
         x = y.new_zeros(len(y), dim)
         for i in range(dim):
-            logits, mean, log_scale = (part[..., i] for part in self.network(x, y))
+            logits, mean, log_scale = self._parts(i, x, y)
             chosen = torch.multinomial(logits.softmax(-1), 1)
             noise = torch.randn_like(y[:, :1])
             value = mean.gather(-1, chosen) + log_scale.gather(-1, chosen).exp() * noise
@@ -256,10 +262,7 @@ class _Classifier(nn.Module):
         super().__init__()
         size, width = pairs.latent.shape[-1] + pairs.data.shape[-1], policy.classifier_width
         self.frame = _Frame(pairs)
-        self.network = nn.Sequential(
-            nn.Linear(size, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(),
-            nn.Linear(width, 1),
-        )  # fmt: skip
+        self.network = _network(size, [width] * 2, 1)
         self.to(pairs.latent)
 
     def forward(self, latent: Tensor, data: Tensor) -> Tensor:

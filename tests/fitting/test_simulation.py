@@ -102,9 +102,8 @@ def test_a_classifier_sees_what_ranks_of_marginals_miss():
 
     found = fit_simulator(model, torch.tensor(0.0), **QUICK)
     for network in found._networks:  # no coordinate depends on the data or on the others
-        for layer in network.network.layers:
-            layer.weight.data.zero_()
-            layer.bias.data.zero_()
+        for parameter in network.networks.parameters():
+            parameter.data.zero_()
     pairs, _ = found._simulator.draw(1500, TimeLimit(None), 1.0)
     objective = partial(_contrast, found._classifier, found._sample(pairs.data, 1).squeeze(-2))
     _train(pairs, found._classifier, objective, SMALL, math.inf, "ratio")
@@ -131,6 +130,19 @@ def test_the_density_is_normalised_and_matches_its_draws():
     draws = density.sample(y.expand(20_000, -1))
     mean = (density_at / density_at.sum() * grid.squeeze(-1)).sum()
     assert (draws.mean() - mean).abs() < 5 * draws.std() / 20_000**0.5
+
+
+def test_a_coordinate_depends_on_the_data_and_the_earlier_ones():
+    pairs = _Pairs(torch.randn(200, 3), torch.randn(200, 2))
+    density, (x, y) = _Density(pairs, SMALL), pairs
+    others = [x.clone() for _ in range(3)]
+    for i, other in enumerate(others):
+        other[:, i] += 1
+    for i in range(3):
+        found = density._parts(i, x, y)[1]
+        moved = [not torch.equal(found, density._parts(i, other, y)[1]) for other in others]
+        assert moved == [j < i for j in range(3)]
+        assert not torch.equal(found, density._parts(i, x, y + 1)[1])
 
 
 def test_bounded_latents_and_discrete_data():
