@@ -364,11 +364,16 @@ def _fit_target(stages: Stages, target: Target | None, refine: Literal["auto"] |
             stages.num_particles = min(stages.num_particles, policy.training.few_particles)
         warn_of_lost_gradients(target)
         if plan.search_iterations == 0 and refine is not False:
-            train_mean_field(stages, target)
-            return move_draws(stages, plan.chains)
+            return _fit_without_search(stages, target, plan)
         return _fit_by_search(stages, target, plan, refine)
     except KeyboardInterrupt:
         return stages.keep_the_best(target, None)
+
+
+def _fit_without_search(stages: Stages, target: Target, plan: Plan) -> Fit:
+    stages.noise = stages.result.modes = stages.result.num_modes = None
+    train_mean_field(stages, target)
+    return move_draws(stages, plan.chains)
 
 
 def _fit_by_search(
@@ -379,15 +384,21 @@ def _fit_by_search(
         modes = stages.search(target, plan.search_iterations, plan.num_starts)
         if stages.learn_parameters(target, modes):
             modes = stages.search(target, plan.search_iterations, plan.num_starts)
+        if refine is not False and len(modes.loc) > policy.budget.most_modes:
+            warn_user(
+                f"the search found {len(modes.loc)} separate modes, and the posterior may have "
+                "many more: fit does not weigh them, and its draws stay in the modes where chains "
+                "start. Cure: a model without ambiguous signs or orders, such as a positive latent "
+                "for one that enters by its square"
+            )
+            return _fit_without_search(stages, target, plan)
         seconds = math.inf if refine is False else policy.budget.training_seconds
         exact = train_exact(stages, target, modes, seconds)
         if refine is not False and not math.isfinite(exact.bound):
             if target.widen(modes.loc):  # rounding errors of large terms may make a spike
                 return _fit_by_search(stages, target, plan, refine)
             # The search ended in a spike, as a funnel has at scale 0, where no Gaussian is near.
-            stages.noise = stages.result.modes = stages.result.num_modes = None
-            train_mean_field(stages, target)
-            return move_draws(stages, plan.chains)
+            return _fit_without_search(stages, target, plan)
         near = exact.gap < policy.choice.near
         if refine is False and not near:
             train_semi_implicit(stages, target, exact)

@@ -159,6 +159,10 @@ class BudgetPolicy:
     #: Share of the gradients of ``least_chains`` at which halving the chains ends.
     worthwhile: float = 0.7
 
+    #: Modes of the search up to which they are weighed; five exchangeable parts have 120. More are
+    #: those of many independent choices, of which a search sees few: 12 pairs of modes have 4,096.
+    most_modes: int = 128
+
     #: Factor on the budget for chains that have not converged; most stop long before.
     patience: int = 2
 

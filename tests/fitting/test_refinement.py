@@ -417,3 +417,20 @@ def test_rounding_errors_at_some_draws_are_the_cause_of_a_failure(share, is_name
     message += r"Cure: torch.set_default_dtype\(torch.float64\)"
     assert (re.match(message, cure) is not None) == is_named
     assert ("refine_more" in cure) != is_named
+
+
+def test_too_many_modes_are_not_weighed():
+    """Twelve pairs of modes are 4,096, of which a search sees few."""
+
+    def model():
+        with pyro.plate("pairs", 12):
+            z = pyro.sample("z", dist.Normal(0.2, 1.0))
+            pyro.sample("y", dist.Normal(z.square(), 0.1), obs=torch.ones(12))
+
+    policy = FitPolicy(budget=BudgetPolicy(most_modes=3))
+    with pytest.warns(
+        UserWarning, match="the search found .* separate modes.*Cure: a model without"
+    ):
+        result = fit(model, "auto", policy=policy, max_seconds=5.0, **QUIET)
+    assert [stage.name for stage in result.stages][:3] == ["search", "mean-field", "refine"]
+    assert result.diagnose().verdict == "do not trust"
