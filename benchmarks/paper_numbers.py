@@ -13,9 +13,8 @@ on the paper's target::
 * Pielok, Bischl and Rügamer (2025), table 1: AISIVI on the targets of KSIVI; KL(p || q), one run.
   4,000 steps of Adam.
 
-Cheng et al. (2024, KSIVI) and Pielok et al. (2026, KPG) draw their results on these targets as
-figures.
-Where a setting is cheaper than the paper's, ``Row.settings`` says so. KL(p || q) is the mean of
+No printed number on these targets was found for KSIVI (Cheng et al., 2024) and KPG (Pielok et al.,
+2026). No row has been run to its end yet. Where a setting is cheaper than the paper's, ``Row.settings`` says so. KL(p || q) is the mean of
 r - 1 - log r, r = q / p, over 20,000 exact draws, with q as a mixture of 16,384 conditionals at
 points of low discrepancy.
 """

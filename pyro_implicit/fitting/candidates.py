@@ -549,8 +549,10 @@ def matched_guide(
     weights: LogWeights,
     policy: CorrectionPolicy = DEFAULT.correction,
 ) -> AutoImplicit | None:
-    """Return a Gaussian with the moments of weighted draws, whose tails are heavier than those of
-    the Gaussian at the mode; None for a mixture, or for too few effective draws.
+    """Return a Gaussian guide with the moments of weighted draws.
+
+    Its tails are heavier than those of the Gaussian at the mode. It is None for a mixture, or for
+    too few effective draws.
 
     :param guide: the guide of the draws.
     :param target: the posterior.

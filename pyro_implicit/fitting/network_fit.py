@@ -169,7 +169,7 @@ def _train_ensemble(
         if batches is not None:
             stages.args, stages.batches = (), batches
         if rows is not None:
-            patience = max(1, steps // (4 * policy.score_interval))
+            patience = max(1, int(policy.patience_share * steps / policy.score_interval))
             stages.held_out = HeldOut(
                 rows.model,
                 rows.held,

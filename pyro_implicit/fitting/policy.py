@@ -283,9 +283,11 @@ class NetworkPolicy:
     #: 1.206 with 3 and 1.175 with 1.
     haste: float = 3.0
 
-    #: Steps of the ensemble's training between two scores of the held-out rows. It ends after a
-    #: quarter of all scores without a better one.
+    #: Steps of the ensemble's training between two scores of the held-out rows.
     score_interval: int = 50
+
+    #: Share of all scores in a row without a better one after which the training ends.
+    patience_share: float = 0.25
 
     #: Share of the rows that ensemble and first chains do not see, and by which they are compared.
     held_out_share: float = 0.1
