@@ -14,9 +14,9 @@ on the paper's target::
   4,000 steps of Adam.
 
 No printed number on these targets was found for KSIVI (Cheng et al., 2024) and KPG (Pielok et al.,
-2026). No row has been run to its end yet. Where a setting is cheaper than the paper's, ``Row.settings`` says so. KL(p || q) is the mean of
-r - 1 - log r, r = q / p, over 20,000 exact draws, with q as a mixture of 16,384 conditionals at
-points of low discrepancy.
+2026). No row has been run to its end yet. Where a setting is cheaper than the paper's,
+``Row.settings`` says so. KL(p || q) is the mean of r - 1 - log r, r = q / p, over 20,000 exact
+draws, with q as a mixture of 16,384 conditionals at points of low discrepancy.
 """
 
 from __future__ import annotations
