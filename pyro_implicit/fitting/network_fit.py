@@ -69,7 +69,7 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     is_timed = math.isfinite(stages.limit.end)
     left = stages.limit.left(1 - policy.training_share)
     seconds = left if is_timed else policy.chain_seconds
-    members = affordable_members(target, policy, seconds)
+    members = affordable_members(target, policy)
     cost = policy.cost_ratio * target.seconds(members)
     has_chains = must_refine or seconds >= policy.least_gradients * cost
     rows = None
@@ -124,14 +124,12 @@ def score_validation(stages: Stages, posterior: Any) -> None:
         _score(stages, stages.model, stages.validation, posterior)
 
 
-def affordable_members(target: Target, policy: NetworkPolicy, seconds: float) -> int:
+def affordable_members(target: Target, policy: NetworkPolicy) -> int:
     """Return the number of members: more than the least if they are cheap.
 
-    Members are cheap while they cost less than the overhead of a gradient, or while the chain of
-    each can take ``usual_gradients``.
+    Members are cheap while they cost less than the overhead of a gradient.
 
     :param target: all data; its estimate of seconds counts operations and their sizes.
-    :param seconds: of the chains.
     """
     if policy.num_members is not None:
         return policy.num_members
@@ -141,8 +139,7 @@ def affordable_members(target: Target, policy: NetworkPolicy, seconds: float) ->
     if one <= 0:
         return least
     overhead = first - least * one
-    most = max(overhead, seconds / policy.usual_gradients - overhead) / one
-    return max(least, min(policy.most_members, int(most)))
+    return max(least, min(policy.most_members, int(overhead / one)))
 
 
 def _train_ensemble(

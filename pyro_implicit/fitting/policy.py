@@ -236,12 +236,6 @@ class NetworkPolicy:
     #: NUTS is .021.
     most_members: int = 100
 
-    #: Gradients of each chain, counted, from which members are added: longer chains of a network
-    #: change its predictions less than more members. On split 1 of airfoil the NLL is -.83, -.84
-    #: and -.85 with 5, 10 and 20 chains of 80,000 gradients, and -.82 and -.84 with 10 and 20
-    #: chains of 16,000.
-    usual_gradients: int = 30_000
-
     #: Ratio of measured to counted seconds: gradients are recorded, and counts assume a slow core.
     #: On airfoil a gradient of ten members takes 2 to 3 ms and is counted as 24 ms; a step of the
     #: ensemble takes 4 to 6 ms and is counted as 47 ms.
