@@ -34,9 +34,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from pyro_implicit.runtime.trees import leaves_of, map_tree
 
 __all__ = ["ELSEWHERE", "Elsewhere", "ElsewhereTensor"]
 
@@ -178,7 +179,7 @@ def _index(index: Any) -> Any:
 
 def _dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run an operation on what its tensors hold."""
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
     outer = [tensor for tensor in tensors if isinstance(tensor, ElsewhereTensor)]
     if outer:
         _refuse_to_mix(func, args, tensors)
@@ -192,7 +193,7 @@ def _dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func is aten._efficientzerotensor.default:  # a kind of tensor of its own, not to be wrapped
         func = aten.zeros.default
     holders = {id(tensor.inner): tensor for tensor in outer}
-    unwrapped = pytree.tree_map(
+    unwrapped = map_tree(
         lambda leaf: leaf.inner if isinstance(leaf, ElsewhereTensor) else leaf, (args, kwargs)
     )
     result = func(*unwrapped[0], **unwrapped[1])
@@ -205,7 +206,7 @@ def _dispatch(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             return leaf
         return holders[id(leaf)] if id(leaf) in holders else ElsewhereTensor(leaf)
 
-    return pytree.tree_map(wrap, result)
+    return map_tree(wrap, result)
 
 
 def _is_elsewhere(generator: torch.Generator) -> bool:

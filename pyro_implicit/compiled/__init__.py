@@ -14,7 +14,6 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pyro_implicit.compiled.policy import RECORDINGS
 from pyro_implicit.compiled.program import (
@@ -25,6 +24,7 @@ from pyro_implicit.compiled.program import (
 )
 from pyro_implicit.compiled.recorder import ACTIVE, Untraceable, is_tracing
 from pyro_implicit.runtime.messages import first_line, refuse_unknown, warn_user
+from pyro_implicit.runtime.trees import flatten, unflatten
 
 __all__ = [
     "ACTIVE",
@@ -221,7 +221,7 @@ def flatten_arguments(args: tuple, kwargs: dict[str, Any]) -> Arguments:
 
     :raises Untraceable: for a mutable argument whose changes cannot be seen, such as an array.
     """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = flatten((args, kwargs))
     tensors: list[Tensor] = []
     index: dict[int, int] = {}
     places: list[int | None] = []
@@ -252,7 +252,7 @@ def flatten_arguments(args: tuple, kwargs: dict[str, Any]) -> Arguments:
             leaf if place is None else others[place]
             for leaf, place in zip(leaves, places, strict=True)
         ]
-        return pytree.tree_unflatten(new, spec)
+        return unflatten(new, spec)
 
     return Arguments(tuple(key), tensors, rebuild)
 

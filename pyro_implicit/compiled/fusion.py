@@ -15,10 +15,10 @@ import torch
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from pyro_implicit.compiled.policy import RECORDINGS
 from pyro_implicit.compiled.recorder import ACTIVE, Recorder, must_run, touches
+from pyro_implicit.runtime.trees import flatten, unflatten
 
 __all__ = ["FusedGraph"]
 
@@ -349,7 +349,7 @@ class _Planner:
 
     def _getter(self, structure: Any) -> Callable[[Values], Any]:
         """Return a function that puts values in place of the nodes of a structure."""
-        leaves, spec = pytree.tree_flatten(structure)
+        leaves, spec = flatten(structure)
         found: list[tuple[int, Any, int | None]] = []
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, _Value):
@@ -370,7 +370,7 @@ class _Planner:
             filled = list(leaves)
             for i, key, row in found:
                 filled[i] = values[key] if row is None else values[key][row]
-            return pytree.tree_unflatten(filled, spec)
+            return unflatten(filled, spec)
 
         return get
 

@@ -16,11 +16,11 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyro_implicit.runtime.messages import LIBRARIES
+from pyro_implicit.runtime.trees import leaves_of
 
 __all__ = [
     "ACTIVE",
@@ -212,7 +212,7 @@ class Recorder(DispatchMode):
         for tensor in tensors:
             self._capture(tensor)
         out = func(*args, **kwargs)
-        for part in pytree.tree_leaves(out):
+        for part in leaves_of(out):
             if isinstance(part, Tensor):
                 self._computed[part] = True
                 self._use(part)
@@ -265,7 +265,7 @@ class Recorder(DispatchMode):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             written = args[i] if i < len(args) else kwargs.get(argument.name)
-            for tensor in pytree.tree_leaves(written):
+            for tensor in leaves_of(written):
                 if not isinstance(tensor, Tensor):
                     continue
                 key = self._key(tensor)

@@ -15,7 +15,6 @@ import torch
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pyro_implicit.compiled import ACTIVE, Untraceable
 from pyro_implicit.density.model import IMPOSSIBLE, Model, UnfitModelError, varying_site
@@ -24,6 +23,7 @@ from pyro_implicit.density.run_mode import BranchError, RunMode, VmapError, writ
 from pyro_implicit.runtime.global_state import same_streams, stream_positions
 from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.sites import is_latent
+from pyro_implicit.runtime.trees import flatten, leaves_by_path, leaves_of, map_tree
 
 __all__ = ["BatchedRuns"]
 
@@ -115,7 +115,7 @@ class BatchedRuns:
             return self._join([(rows, None)], otherwise)
         drew = before != stream_positions()
         result = self._batches(task, rows, otherwise)
-        found = pytree.tree_map(lambda leaf: leaf[row : row + 1], result)
+        found = map_tree(lambda leaf: leaf[row : row + 1], result)
         one, other = _total(found), _total(expected)
         is_equal = _is_close(one, other, RUNS.tolerance)
         if math.isfinite(other) and (drew or not is_equal):
@@ -242,27 +242,25 @@ class BatchedRuns:
         except IMPOSSIBLE as error:
             self.error = error.with_traceback(None)
             return row.reshape(1), None
-        return row.reshape(1), pytree.tree_map(lambda leaf: leaf.unsqueeze(0), found)
+        return row.reshape(1), map_tree(lambda leaf: leaf.unsqueeze(0), found)
 
     def _join(self, parts: list[Part], otherwise: Any) -> Any:
         good = [part for _, part in parts if part is not None]
         for part in good[1:]:
-            if pytree.tree_structure(part) != pytree.tree_structure(good[0]):
+            if flatten(part)[1] != flatten(good[0])[1]:
                 raise varying_site(min(_keys(part) ^ _keys(good[0])))
         if otherwise is None:
             if not good:
                 assert self.error is not None
                 raise self.error
-            otherwise = pytree.tree_map(lambda leaf: torch.full_like(leaf[0], math.nan), good[0])
+            otherwise = map_tree(lambda leaf: torch.full_like(leaf[0], math.nan), good[0])
 
         def fill(rows: Tensor) -> Any:
-            return pytree.tree_map(lambda leaf: leaf.expand((len(rows),) + leaf.shape), otherwise)
+            return map_tree(lambda leaf: leaf.expand((len(rows),) + leaf.shape), otherwise)
 
         whole = [fill(rows) if part is None else part for rows, part in parts]
         order = torch.cat([rows for rows, _ in parts]).argsort()
-        return pytree.tree_map(
-            lambda *leaves: torch.cat(leaves)[order.to(leaves[0].device)], *whole
-        )
+        return map_tree(lambda *leaves: torch.cat(leaves)[order.to(leaves[0].device)], *whole)
 
     def _give_up_vmap(self, error: VmapError, task: _Task) -> None:
         model, values = task.model, task.values
@@ -293,8 +291,7 @@ def _refuse_unknown_latents(model: Model, trace: Trace) -> None:
 
 
 def _keys(tree: Any) -> set[str]:
-    paths = [path for path, _ in pytree.tree_leaves_with_path(tree)]
-    return {key.key for path in paths for key in path if isinstance(key, pytree.MappingKey)}
+    return {key for path, _ in leaves_by_path(tree) for key in path if isinstance(key, str)}
 
 
 def _is_close(one: float, other: float, tolerance: float) -> bool:
@@ -313,7 +310,7 @@ def _perturbed(values: Values, seed: int) -> Values:
 
 
 def _total(tree: Any) -> float:
-    return sum(leaf.detach().double().sum().item() for leaf in pytree.tree_leaves(tree))
+    return sum(leaf.detach().double().sum().item() for leaf in leaves_of(tree))
 
 
 def _cure(error: Exception) -> str | None:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from pyro_implicit.compiled import (
@@ -27,6 +26,7 @@ from pyro_implicit.compiled.recorder import DispatchMode
 from pyro_implicit.density.policy import COST
 from pyro_implicit.density.workers import current_workers
 from pyro_implicit.runtime.messages import first_line
+from pyro_implicit.runtime.trees import leaves_of
 
 __all__ = [
     "FusedDensity",
@@ -188,7 +188,7 @@ class _Counter(DispatchMode):
         if packet in flop_registry:
             self.flops += flop_registry[packet](*args, **kwargs, out_val=found)
         if not func.is_view:
-            leaves = pytree.tree_leaves(found)
+            leaves = leaves_of(found)
             sizes = [leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)]
             self.elements += _weight(packet.__name__, args) * sum(sizes)
             self.largest = max(self.largest, *sizes, 0)

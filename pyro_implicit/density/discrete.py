@@ -18,7 +18,6 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import constraints
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from pyro_implicit.density.model import IMPOSSIBLE, compute_log_prob
 from pyro_implicit.density.policy import DISCRETE
@@ -31,6 +30,7 @@ from pyro_implicit.runtime.sites import (
     is_latent,
     without_mask,
 )
+from pyro_implicit.runtime.trees import leaves_of
 
 __all__ = [
     "Elements",
@@ -357,7 +357,7 @@ class SizeLimit(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         found = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(found):
+        for leaf in leaves_of(found):
             if isinstance(leaf, Tensor):
                 self.largest = max(self.largest, leaf.numel())
         if self.largest > self.limit:

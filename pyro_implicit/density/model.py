@@ -27,10 +27,10 @@ from torch.distributions import (
     biject_to,
     constraints,
 )
-from torch.utils import _pytree as pytree
 
 from pyro_implicit.density.run_mode import active_mode, log_prob_in_each_run
 from pyro_implicit.runtime.sites import Site, innermost, is_discrete_latent, is_latent
+from pyro_implicit.runtime.trees import map_tree
 
 __all__ = [
     "DiscreteSum",
@@ -95,7 +95,7 @@ class Model:
 
     def widened(self) -> Model:
         """Return the same model that gets its arguments and latent values in double precision."""
-        args, kwargs = pytree.tree_map(_double, (self.args, self.kwargs))
+        args, kwargs = map_tree(_double, (self.args, self.kwargs))
         wide = Model(self.model, args, kwargs, self.replayed, self.discrete)
         wide.is_wide = True
         return wide

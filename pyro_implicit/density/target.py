@@ -23,7 +23,6 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import prune_subsample_sites, site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
-from torch.utils import _pytree as pytree
 
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.checks import (
@@ -76,6 +75,7 @@ from pyro_implicit.runtime.sites import (
     site_parts,
     without_sequential_plates,
 )
+from pyro_implicit.runtime.trees import map_tree
 
 __all__ = ["Target"]
 
@@ -378,7 +378,7 @@ class Target:
             return one.double() if is_float else one
 
         target = copy.copy(self)
-        target.args, target.kwargs = pytree.tree_map(convert, (self.args, self.kwargs))
+        target.args, target.kwargs = map_tree(convert, (self.args, self.kwargs))
         target.init_loc = self.init_loc.double()
         target._model = self._model.on(target.args, self.shapes, target.kwargs)
         target._runs = BatchedRuns(type(self).__name__, refuses_random=True)

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.policy import DEFAULT, StoppingPolicy
 from pyro_implicit.runtime.messages import warn_user
+from pyro_implicit.runtime.trees import leaves_by_path, leaves_of
 
 __all__ = [
     "Drift",
@@ -330,7 +330,7 @@ class Tracker:
             return tracked([*latent[..., :split].unbind(-1), *discrete], log_density)
         found = self._quantities(self._target.constrain(latent))
         _check_shapes(found, len(latent))
-        result = tracked(pytree.tree_leaves(found), log_density)
+        result = tracked(leaves_of(found), log_density)
         lost = ~result.values[:, :-1].isfinite().all(-1)
         if lost.any() and not self._warned:
             self._warned = True
@@ -355,12 +355,13 @@ class Tracker:
 
 
 def _check_shapes(found: Any, num_chains: int) -> None:
-    for path, value in pytree.tree_leaves_with_path(found):
+    for path, value in leaves_by_path(found):
         if isinstance(value, Tensor) and value.shape[:1] == (num_chains,):
             continue
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        where = "".join(f"[{key!r}]" for key in path)
         raise ValueError(
-            f"quantities{pytree.keystr(path)} gave {shape} of {num_chains} chains. Cure: a "
+            f"quantities{where} gave {shape} of {num_chains} chains. Cure: a "
             "function of draws by site, (num_chains, *site_shape), that gives one value for each "
             "chain, first: no mean over them"
         )

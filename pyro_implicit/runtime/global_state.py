@@ -20,7 +20,8 @@ from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from pyro_implicit.runtime.trees import map_tree
 
 __all__ = [
     "in_turn",
@@ -277,7 +278,7 @@ def random_streams() -> dict[str, Any]:
 def restore_random_streams(states: dict[str, Any]) -> None:
     """Restore the states that :func:`random_streams` returned."""
     # Random states are tensors on the CPU, whatever device the file was read to.
-    to_cpu = functools.partial(pytree.tree_map_only, Tensor, Tensor.cpu)
-    set_rng_state(to_cpu(states["cpu"]))
+    states = map_tree(lambda one: one.cpu() if isinstance(one, Tensor) else one, states)
+    set_rng_state(states["cpu"])
     if len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(to_cpu(states["cuda"]))
+        torch.cuda.set_rng_state_all(states["cuda"])

@@ -18,7 +18,8 @@ from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import Independent, biject_to, constraints
-from torch.utils import _pytree as pytree
+
+from pyro_implicit.runtime.trees import leaves_of
 
 __all__ = [
     "FlatPriorStart",
@@ -365,7 +366,7 @@ def example_tensor(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any
 
     :returns: an empty tensor, or None.
     """
-    for value in pytree.tree_leaves([args, kwargs, *_variables(model)]):
+    for value in leaves_of([args, kwargs, *_variables(model)]):
         if isinstance(value, Tensor) and value.is_floating_point():
             return value.new_empty(())
     return None

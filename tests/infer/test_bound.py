@@ -16,7 +16,6 @@ from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoMultivariateNorma
 from torch import Tensor, nn
 from torch.distributions import Gamma, MultivariateNormal, Normal, kl_divergence
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pyro_implicit import (
     LIVI_ELBO,
@@ -41,6 +40,7 @@ from pyro_implicit.infer.bound import (
     weighted_draws,
 )
 from pyro_implicit.infer.engine.implicit_sites import ImplicitSite
+from pyro_implicit.runtime.trees import leaves_of
 
 PROPOSALS = ["linearized", "prior"]
 
@@ -535,7 +535,7 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        sizes = [leaf.numel() for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
         self.numbers = max([self.numbers, *sizes])
         return result
 

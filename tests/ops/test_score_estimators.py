@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.distributions import MultivariateNormal
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pyro_implicit.ops import imq_kernel, median_bandwidth, rbf_kernel
 from pyro_implicit.ops.score_estimators import (
@@ -18,6 +17,7 @@ from pyro_implicit.ops.score_estimators import (
     spectral_score,
     stein_score,
 )
+from pyro_implicit.runtime.trees import leaves_of
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +184,7 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        tensors = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in leaves_of(out) if isinstance(t, torch.Tensor)]
         self.numel = max([self.numel, *(t.numel() for t in tensors)])
         return out
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pyro_implicit.ops.semi_implicit import (
     conditional_log_density,
     linearised_reverse_conditional,
     mixture_log_density,
 )
+from pyro_implicit.runtime.trees import leaves_of
 
 DOUBLE = torch.double
 
@@ -80,7 +80,7 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        sizes = [leaf.numel() for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
         self.numbers = max([self.numbers, *sizes])
         return result
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pyro_implicit.compiled.recorder import DispatchMode
 from pyro_implicit.density.checks.observations import (
@@ -23,6 +22,7 @@ from pyro_implicit.density.policy import GRADIENTS, ROUNDING
 from pyro_implicit.density.target import Target
 from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.sites import Site, innermost
+from pyro_implicit.runtime.trees import map_tree
 
 __all__ = [
     "InexactArithmetic",
@@ -316,10 +316,10 @@ class InexactArithmetic(DispatchMode):
         found = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ not in self.rounds:
             return found
-        return pytree.tree_map_only(Tensor, self._off, found)
+        return map_tree(self._off, found)
 
-    def _off(self, result: Tensor) -> Tensor:
-        if not result.is_floating_point():
+    def _off(self, result: Any) -> Any:
+        if not (isinstance(result, Tensor) and result.is_floating_point()):
             return result
         # A hash instead of a generator: it leaves the random streams as they are, on any device.
         self._calls += 1

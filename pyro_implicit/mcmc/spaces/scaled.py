@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import pyro.distributions as dist
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pyro_implicit.density.model import IMPOSSIBLE
 from pyro_implicit.density.target import Target
@@ -34,6 +33,7 @@ from pyro_implicit.ops.matrices import (
     to_symmetric_root,
 )
 from pyro_implicit.runtime.sites import site_parts
+from pyro_implicit.runtime.trees import map_tree
 
 __all__ = ["ScaledBlock", "ScaledReparam", "scaled_reparams"]
 
@@ -682,7 +682,7 @@ def _with_series(
     coupling = vectors.mT @ precision[count:, :count]
     series = Series(vectors, values, told_of, vectors.mT @ locs[count:], coupling)
     found = precision[:count, :count], information[:count], locs[:count], series
-    return pytree.tree_map(lambda one: one.to(analysis.middle), found)
+    return map_tree(lambda one: one.to(analysis.middle), found)
 
 
 def _moments(fn: Any, shape: torch.Size) -> tuple[Tensor, Tensor]:
