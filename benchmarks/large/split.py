@@ -17,6 +17,7 @@ LOOK = (
     "negative_binomial_1000",
     "ricker_markov_60",
     "volatility_1000",
+    "volatility_2500",
     "local_level_2000",
     "additive_splines",
     "dirichlet_groups",

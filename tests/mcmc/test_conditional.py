@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -65,13 +66,12 @@ def student(loc, scale):
     return dist.StudentT(4.0, loc, scale)
 
 
-def vectors():
+def vectors(family=dist.MultivariateNormal):
     mean = pyro.sample("mean", dist.Normal(torch.zeros(3), 5.0).to_event(1))
     scale = pyro.sample("scale", dist.HalfNormal(torch.ones(3)).to_event(1))
     corr = pyro.sample("corr", dist.LKJCholesky(3, 2.0))
     with pyro.plate("groups", 4):
-        fn = dist.MultivariateNormal(mean, scale_tril=scale.unsqueeze(-1) * corr)
-        x = pyro.sample("x", fn)
+        x = pyro.sample("x", family(loc=mean, scale_tril=scale.unsqueeze(-1) * corr))
         pyro.sample("y", dist.Normal(x @ torch.tensor([1.0, 2.0, -1.0]), SIGMA), obs=Y)
 
 
@@ -185,6 +185,7 @@ MODELS = {
     "cauchy": (groups(dist.Cauchy), ["x"]),
     "student": (groups(student), ["x"]),
     "vectors": (vectors, ["x"]),
+    "student vectors": (partial(vectors, partial(dist.MultivariateStudentT, 4.0)), ["x"]),
     "nested": (nested, ["a", "b"]),
     "walk": (walk, [f"x_{step}" for step in range(4)]),
 }

@@ -26,6 +26,7 @@ MIN_ESS = 400
 SETTINGS = {
     "bayesian_lasso_200": "--noncentred beta --target-accept 0.9 --thin 3 --diagonal --optimise",
     "cox_process_100": "--samples 1500 --optimise",
+    "volatility_2500": "--noncentred steps --samples 1000 --diagonal --optimise",
 }
 # An exact sampler, its draws of each chain, and the steps between two draws.
 SAMPLERS = {

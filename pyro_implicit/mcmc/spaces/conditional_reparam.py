@@ -134,6 +134,7 @@ LOC_SCALE = (
     *(dist.Normal, dist.StudentT, dist.Cauchy, dist.Laplace, dist.Logistic, dist.Gumbel),
     Unconstrained,
 )
+VECTORS = dist.MultivariateNormal, dist.MultivariateStudentT
 
 
 class ConditionalReparam(Reparam):
@@ -169,7 +170,8 @@ class ConditionalReparam(Reparam):
     ['scale', 'x_noise']
 
     :param precision: W, ``(*batch_shape, *event_shape)``, not negative; for a
-        :class:`~pyro.distributions.MultivariateNormal` ``(*batch_shape, n, n)``.
+        :class:`~pyro.distributions.MultivariateNormal` or
+        :class:`~pyro.distributions.MultivariateStudentT` ``(*batch_shape, n, n)``.
     :param information: h, in the latent's shape.
     :param suffix: suffix of the name of the noise.
     """
@@ -180,7 +182,7 @@ class ConditionalReparam(Reparam):
     @staticmethod
     def suits(fn: Any) -> bool:
         """Return whether a distribution has location and scale in unconstrained coordinates."""
-        return isinstance(base_distribution(fn), (*LOC_SCALE, dist.MultivariateNormal))
+        return isinstance(base_distribution(fn), (*LOC_SCALE, *VECTORS))
 
     @classmethod
     def suits_site(cls, site: dict[str, Any]) -> bool:
@@ -191,7 +193,7 @@ class ConditionalReparam(Reparam):
     @staticmethod
     def is_vector(fn: Any) -> bool:
         """Return whether its precision is a matrix."""
-        return isinstance(base_distribution(fn), dist.MultivariateNormal)
+        return isinstance(base_distribution(fn), VECTORS)
 
     @staticmethod
     def is_bounded(fn: Any) -> bool:
@@ -230,7 +232,8 @@ class ConditionalReparam(Reparam):
         if not self.is_vector(fn):
             return _Scalar(base, *given)
         # Torch keeps the matrix that the prior was made of.
-        is_by_precision = "precision_matrix" in vars(base)
+        is_normal = isinstance(base, dist.MultivariateNormal)
+        is_by_precision = is_normal and "precision_matrix" in vars(base)
         return _VectorOfPrecision(base, *given) if is_by_precision else _Vector(base, *given)
 
 
@@ -297,7 +300,7 @@ class _Vector:
     event_dim = 1
 
     def __init__(self, fn: Any, precision: Tensor, information: Tensor) -> None:
-        self.loc, self.factor = fn.loc, fn.scale_tril
+        self.fn, self.loc, self.factor = fn, fn.loc, fn.scale_tril
         weighed = product(precision, self.factor)
         identity = torch.eye(weighed.shape[-1], dtype=weighed.dtype, device=weighed.device)
         self.precision = identity + product(self.factor.mT, weighed)
@@ -307,8 +310,12 @@ class _Vector:
         white, log_det = from_standard(noise, self.precision, self.told)
         log_det = log_det.sum(-1)
         scale = self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        log_density = dist.Normal(0.0, 1.0).log_prob(white).sum(-1) + log_det
-        return self.loc + small_matvec(self.factor, white), log_density, scale + log_det
+        value = self.loc + small_matvec(self.factor, white)
+        if isinstance(self.fn, dist.MultivariateNormal):  # without solving for white again
+            log_density = dist.Normal(0.0, 1.0).log_prob(white).sum(-1)
+        else:
+            log_density = self.fn.log_prob(value) + scale
+        return value, log_density + log_det, scale + log_det
 
     def to_noise(self, value: Tensor) -> Tensor:
         white = solve_triangular(self.factor, value - self.loc, upper=False)

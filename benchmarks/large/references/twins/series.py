@@ -44,6 +44,13 @@ def volatility_1000(returns):
     sample("returns", dist.StudentT(nu, 0.0, jnp.exp(start + jnp.cumsum(steps))), obs=returns)
 
 
+def volatility_2500(y):
+    sigma = sample("sigma", dist.HalfNormal(0.5))
+    start = sample("start", dist.Normal(-1.0, 2.0))
+    steps = sample("steps", dist.Normal(0.0, sigma).expand([len(y)]))
+    sample("y", dist.Normal(0.0, jnp.exp((start + jnp.cumsum(steps)) / 2)), obs=y)
+
+
 def local_level_2000(y):
     sd_level = sample("sd_level", dist.HalfNormal(1.0))
     sd_noise = sample("sd_noise", dist.HalfNormal(2.0))
