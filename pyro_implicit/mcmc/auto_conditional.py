@@ -15,6 +15,7 @@ import torch
 from pyro import poutine
 from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide, AutoMultivariateNormal
+from pyro.infer.autoguide.initialization import InitMessenger, init_to_median
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from pyro_implicit.guides.posterior_draws import draw
 from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.spaces.space import NoiseMap
 from pyro_implicit.mcmc.teaching import Taught, teach
-from pyro_implicit.runtime.sites import without_sequential_plates
+from pyro_implicit.runtime.sites import FlatPriorStart, without_sequential_plates
 
 __all__ = ["AutoConditional"]
 
@@ -69,11 +70,16 @@ class AutoConditional(DrawSummaries, AutoGuide):
         self._last: tuple[tuple, NoiseMap | None] = (), None
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        super()._setup_prototype(*args, **kwargs)
+        start, kept = FlatPriorStart(init_to_median), self._model
+        self._model = (InitMessenger(start)(self.model),)  # Pyro hides all handlers outside
+        try:
+            super()._setup_prototype(*args, **kwargs)
+        finally:
+            self._model = kept
         sites = self.prototype_trace.iter_stochastic_nodes()
         size = sum(site["value"].numel() for _, site in sites)
         kind = AutoMultivariateNormal if size <= MAX_DENSE_DIM else AutoDiagonalNormal
-        self.noise = kind(poutine.reparam(self.model, self.reparams))
+        self.noise = kind(poutine.reparam(self.model, self.reparams), init_loc_fn=start)
 
     def _check_prototype(self, part_trace: Trace) -> None:
         """Skip the check of ``AutoGuideList``: the noise has its own sites."""

@@ -627,6 +627,25 @@ def test_a_taught_guide_is_exact_where_the_model_is_gaussian_given_its_scale():
     assert -loss == pytest.approx(evidence.logsumexp(0).item() + math.log(7.99 / 3999), abs=0.05)
 
 
+def test_a_guide_of_flat_hyperparameters_is_taught():
+    """They have no draws of the prior to begin with."""
+
+    def model():
+        mean = pyro.sample("mean", dist.ImproperUniform(dist.constraints.real, (), ()))
+        scale = pyro.sample("scale", dist.ImproperUniform(dist.constraints.positive, (), ()))
+        with pyro.plate("groups", 4):
+            x = pyro.sample("x", dist.Normal(mean, scale))
+            pyro.sample("y", dist.Normal(x, SIGMA), obs=Y)
+
+    mean, scale = 0.3 * torch.randn(500), (0.2 * torch.randn(500)).exp()
+    draws = {"mean": mean, "scale": scale, "x": mean[:, None] + torch.randn(500, 4)}
+    guide = AutoConditional(model, conditional_reparams(model, draws))
+    guide.take_moments(draws)
+    found = guide.sample_posterior(2000)
+    for name, expected in draws.items():
+        torch.testing.assert_close(found[name].std(0), expected.std(0), rtol=0.2, atol=0.0)
+
+
 @pytest.mark.parametrize("elbo", [Trace_ELBO(2), ImplicitELBO(8)])
 def test_the_guide_learns_as_any_of_pyros(elbo):
     model = groups()
