@@ -288,7 +288,7 @@ def find_faults(found: Diagnosis) -> Iterator[Finding]:
     keep = found.of_chains and not found.modes_weighed
     if keep and found.coverage is not None and (found.coverage.mass > CHECKS.least_mass).sum() > 1:
         reason = "chains keep the weights that the guide gave to separate modes"
-        yield Finding("check", reason, "a mixture of exact density (AutoMixture)")
+        yield Finding("check", reason, "refine(..., temper=True), which weighs the modes")
     if found.left_out:
         cure = "data and defaults in float64, or priors that do not reach where the model overflows"
         yield Finding("check", found.left_out, cure)

@@ -200,7 +200,6 @@ class WindowedChains(Chains):
     _next_check: int = DEFAULT.stopping.first_check
     _walked: Space | None = field(default=None, repr=False)
     _track: Tracks = field(default=_track_nothing, repr=False)
-    _labels: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     _has_quantities: bool = False
     _spends_all: bool = False
     _began: tuple[int, float, float] = (0, 0.0, 0.0)
@@ -211,22 +210,18 @@ class WindowedChains(Chains):
         self,
         space: Space,
         track: Tracks = _track_nothing,
-        labels: Callable[[Tensor], Tensor] | None = None,
         has_quantities: bool = False,
     ) -> None:
         """Give the chains what a checkpoint does not store.
 
         :param space: the space of ``frame``.
         :param track: maps latents and log-densities to the tracked quantities.
-        :param labels: maps latents ``(num_chains, d)`` to the components of a mixture.
         :param has_quantities: whether the user named the tracked quantities.
         """
-        self._walked, self._track = space, track
-        self._labels, self._has_quantities = labels, has_quantities
+        self._walked, self._track, self._has_quantities = space, track, has_quantities
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = {"_walked": None, "_track": _track_nothing, "_labels": None}
-        return vars(self) | left_out
+        return vars(self) | {"_walked": None, "_track": _track_nothing}
 
     @property
     def has_draws(self) -> bool:
@@ -377,8 +372,7 @@ class WindowedChains(Chains):
 
     def _settled(self) -> str | None:
         limits = self.policy.stopping
-        label = self.history.label(self._labels, limits.max_crossed)
-        self.last_drift = found = self.history.drift(label, limits)
+        self.last_drift = found = self.history.drift(limits)
         is_stiff = self.adaptation.is_stiff or self.failed > self.policy.warmup.max_failed
         self.settled = None  # later evidence counts against earlier
         if self._has_quantities and found.is_steady(limits) and not is_stiff:
@@ -412,19 +406,15 @@ class WindowedChains(Chains):
         # Twice as long, so that the result does not depend on small differences in time.
         self.max_gradients += math.ceil(min(left, self.cpu_seconds) / cost)
         self._is_extended = True
-        if self._labels is None:
-            paths = self.history.draws()
-            latents = self._thinned(paths.flatten(0, 1))
-            if (again := self.walked.recentred(latents)) is not None:
-                self._warm_up_again(self.points, latents, independent_draws(paths), again)
+        paths = self.history.draws()
+        latents = self._thinned(paths.flatten(0, 1))
+        if (again := self.walked.recentred(latents)) is not None:
+            self._warm_up_again(self.points, latents, independent_draws(paths), again)
         return True
 
     def _adapt_number(self) -> None:
-        """Go on with fewer, longer chains, if R-hat says that these end before they forget.
-
-        The chains of a mixture's components stay, because they carry the weights of modes.
-        """
-        if self.patience <= 0 or self._labels is not None or self._adapted_number:
+        """Go on with fewer, longer chains, if R-hat says that these end before they forget."""
+        if self.patience <= 0 or self._adapted_number:
             return
         assert self.last_drift is not None
         draws = (self.last_drift.r_hat**2 - 1) / (self.policy.stopping.max_r_hat**2 - 1)

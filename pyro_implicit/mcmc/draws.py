@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -150,23 +149,10 @@ class History:
         """Return draws of the last two thirds of the batches, ``(num_batches, num_chains, d)``."""
         return torch.stack(self.latents[self._first() :])
 
-    def drift(
-        self, label: Tensor | None = None, policy: StoppingPolicy = DEFAULT.stopping
-    ) -> Drift:
-        """Return the drift between the halves of these batches, within the modes of ``label``."""
+    def drift(self, policy: StoppingPolicy = DEFAULT.stopping) -> Drift:
+        """Return the drift between the halves of these batches."""
         assert self._group is not None
-        return drift(torch.stack(self.powers[self._first() :], 1), self._group, label, policy)
-
-    def label(self, labels: Callable[[Tensor], Tensor] | None, max_crossed: float) -> Tensor | None:
-        """Return the mode of each chain, ``(num_chains,)``, or None if modes are not separate.
-
-        :param labels: maps latents ``(num_chains, d)`` to modes.
-        :param max_crossed: share of chains that may change modes between the first and last batch.
-        """
-        if labels is None:
-            return None
-        first, last = labels(self.latents[self._first()]), labels(self.latents[-1])
-        return None if (first != last).double().mean() > max_crossed else first
+        return drift(torch.stack(self.powers[self._first() :], 1), self._group, policy)
 
     def _first(self) -> int:
         return len(self.latents) // 3

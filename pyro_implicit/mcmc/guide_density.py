@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact log-densities of guides at given draws, and the modes of mixtures."""
+"""Exact log-densities of guides at given draws."""
 
 from __future__ import annotations
 
@@ -17,19 +17,15 @@ from torch.distributions import Independent, Normal, biject_to
 
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.model import Model, compute_log_prob, refuse_subsampling
-from pyro_implicit.density.target import Target
 from pyro_implicit.distributions import find_implicit
 from pyro_implicit.guides import AutoImplicit, AutoMixture
 from pyro_implicit.guides.auto_implicit import why_inexact
-from pyro_implicit.mcmc.policy import INVERSION, StoppingPolicy
-from pyro_implicit.ops.importance_weights import bridge
+from pyro_implicit.mcmc.policy import INVERSION
 
 __all__ = [
-    "KEPT",
     "DensityAtDraws",
     "InjectiveDensity",
     "MixtureDensity",
-    "MixtureModes",
     "density_at_draws",
     "unconstrained_draws",
 ]
@@ -302,107 +298,3 @@ def unconstrained_draws(guide: AutoGuide, draws: Draws) -> Tensor:
 def _total(trace: Trace) -> Tensor:
     compute_log_prob(trace)
     return torch.as_tensor(trace.log_prob_sum())
-
-
-KEPT = (
-    "Chains that start in separate modes stay there: each mode keeps the weight that the guide "
-    "gave it."
-)
-
-
-class MixtureModes:
-    """The components of a mixture of exact density, as modes of chains.
-
-    :param target: the posterior.
-    :param guide: the mixture, which was called before.
-    """
-
-    def __init__(self, target: Target, guide: AutoMixture) -> None:
-        self.target, self.guide = target, guide
-
-    @staticmethod
-    def of(target: Target, guide: Any) -> MixtureModes | None:
-        """Return the modes of a guide; None unless it is a mixture of exact density."""
-        if not isinstance(guide, AutoMixture) or len(guide.components) < 2:
-            return None
-        if any(why_inexact(part) for part in guide.components):
-            return None
-        return MixtureModes(target, guide)
-
-    @torch.no_grad()
-    def log_joint(self, latent: Tensor) -> Tensor:
-        """Return the log-density of each component with its weight, ``(n, num_components)``."""
-        vectors = unconstrained_draws(self.guide, self.target.constrain(latent))
-        density = MixtureDensity(self.guide, vectors)
-        return density.log_joint(torch.arange(len(vectors), device=vectors.device))
-
-    def label(self, latent: Tensor) -> Tensor:
-        """Return the likeliest component at latents ``(n, d)``, ``(n,)``."""
-        return self.log_joint(latent).nan_to_num(nan=-torch.inf).argmax(-1)
-
-    @torch.no_grad()
-    def log_masses(self, latents: Tensor, label: Tensor, num_draws: int) -> Tensor:
-        """Return the unnormalised log posterior mass of the region of each component.
-
-        :param latents: refined ones, ``(num_chains, num_draws, d)``.
-        :param label: of the chains, ``(num_chains,)``.
-        :param num_draws: draws of each component, at most.
-        :returns: ``(num_components,)``, -inf for components without chains.
-        """
-        masses = []
-        for index, part in enumerate(self.guide.components):
-            own = latents[label == index].flatten(0, 1)
-            if len(own) == 0:
-                masses.append(latents.new_full((), -torch.inf))
-                continue
-            own = own[torch.linspace(0, len(own) - 1, min(len(own), num_draws)).long()]
-            drawn = part.sample_posterior(num_draws)
-            drawn = self.target.unconstrain({k: drawn[k] for k in self.target.shapes})
-            ratios = []
-            for points in (own, drawn):
-                log_joint = self.log_joint(points)
-                log_q = log_joint[:, index] - self.guide.log_weights.log_softmax(0)[index]
-                elsewhere = log_joint.argmax(-1) != index
-                log_ratio = self.target.log_prob(points) - log_q
-                ratios.append(log_ratio.masked_fill(elsewhere | log_ratio.isnan(), -torch.inf))
-            masses.append(bridge(ratios[0][ratios[0].isfinite()], ratios[1]))
-        return torch.stack(masses)
-
-    def chosen(self, latents: Tensor, policy: StoppingPolicy) -> tuple[Tensor | None, str]:
-        """Choose chains, with repetitions, so that each mode has its share of them.
-
-        :param latents: refined ones, ``(num_chains, num_draws, d)``.
-        :param policy: limits.
-        :returns: the indices of chains, ``(num_chains,)``, or None to keep them; and a note.
-        """
-        label = self.label(latents[:, 0])
-        crossed = (label != self.label(latents[:, -1])).double().mean().item()
-        counts = label.bincount(minlength=len(self.guide.components))
-        if (counts > 0).sum() == 1:
-            return None, "All chains are in one component of the mixture."
-        if crossed > policy.max_crossed:
-            return None, (
-                f"{crossed:.0%} of the chains went over from one component of the mixture to "
-                "another, so that they find the components' weights themselves, if slowly."
-            )
-        weights = self.log_masses(latents, label, policy.num_weighed).softmax(-1)
-        due = _rounded(weights * len(latents))
-        rows = torch.cat([_taken((label == k).nonzero().squeeze(-1), n) for k, n in enumerate(due)])
-        shares = (", ".join(f"{x:.3f}" for x in part) for part in (counts / len(label), weights))
-        return rows, (
-            "The chains stay in their components of the mixture, whose weights are by their "
-            "normalising constants (bridge sampling): shares of chains {}, put right to {}."
-        ).format(*shares)
-
-
-def _rounded(shares: Tensor) -> list[int]:
-    """Round shares to integers of the same sum, each within one of its share."""
-    edges = shares.double().cumsum(0).round().long()
-    return torch.diff(edges, prepend=edges.new_zeros(1)).tolist()
-
-
-def _taken(rows: Tensor, number: int) -> Tensor:
-    """Draw rows in random order, each about as often as the others."""
-    rounds = -(-number // max(1, len(rows)))
-    orders = [rows[torch.randperm(len(rows))] for _ in range(rounds)]
-    return torch.cat([rows[:0], *orders])[:number]

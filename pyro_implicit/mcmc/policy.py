@@ -300,9 +300,6 @@ class StoppingPolicy:
     #: Draws of each chain before a budget may stop the run.
     least_draws: int = 12
 
-    #: Share of chains that may change modes and still count as separate.
-    max_crossed: float = 0.01
-
     #: Share of failed trajectories above which draws are doubtful.
     max_end_failed: float = 0.01
 
@@ -332,9 +329,6 @@ class StoppingPolicy:
 
     #: Share of failed trajectories of chains with such an R-hat, above which draws are doubtful.
     max_converged_failed: float = 0.05
-
-    #: Draws of each mode for bridge sampling.
-    num_weighed: int = 2000
 
     #: Standard error of a mode's weight above which ``diagnose`` does not count it as known.
     max_weight_error: float = 0.02

@@ -31,7 +31,6 @@ from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc.chains import Checkpoint, WindowedChains, run
 from pyro_implicit.mcmc.draws import DrawStore
 from pyro_implicit.mcmc.frame import FrameKind, minibatch_frame
-from pyro_implicit.mcmc.guide_density import MixtureModes
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains, StepSchedule, check_scaling
 from pyro_implicit.mcmc.mixed_tempering import temper_mixed, why_not_tempered
@@ -121,10 +120,7 @@ def refine(
     spent. A budget may stop them earlier; the result says which.
 
     Chains that start in separate modes stay there. Each mode keeps the weight that the guide gave
-    it, and R-hat sees the modes, so the chains run until the budget ends. The components of an
-    :class:`~pyro_implicit.AutoMixture` of exact density are known: if at most a hundredth of the
-    chains moves between them, R-hat is computed within components, and at the end chains are
-    dropped or repeated until each component has its share, by bridge sampling.
+    it, and R-hat sees the modes, so the chains run until the budget ends.
 
     **With** ``temper=True`` the weights of modes are computed by annealed sequential Monte Carlo,
     for any guide and up to 100 latent variables. The search of
@@ -492,10 +488,7 @@ def _walk(
     file: Checkpoint,
     anneal_near: Callable[[Tensor], Refined | None] | None = None,
 ) -> Refined:
-    modes = MixtureModes.of(sampler.target, sampler.guide)
-    labels = None if modes is None else modes.label
-    track = Tracker(sampler.target, quantities)
-    chains.attach(space, track, labels, quantities is not None)
+    chains.attach(space, Tracker(sampler.target, quantities), quantities is not None)
     run(chains, file)
     if anneal_near is not None and chains.ends_apart and chains.is_apart:
         with suppress(*IMPOSSIBLE):  # no draw of the prior is possible: the chains stay
@@ -510,7 +503,7 @@ def _walk(
             run(chains, file)
     chains.streams, space = random_streams(), chains.walked
     more = partial(continue_chains, sampler, chains, space=space, quantities=quantities)
-    return replace(collect(space, modes, chains), chains=chains, more=more)
+    return replace(collect(space, chains), chains=chains, more=more)
 
 
 @in_turn

@@ -18,7 +18,6 @@ from pyro_implicit.export import ArvizExport
 from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.mcmc.chains import Chains, WindowedChains
 from pyro_implicit.mcmc.draws import DrawStore
-from pyro_implicit.mcmc.guide_density import KEPT, MixtureModes
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.kernels.step_choice import StepChoice
 from pyro_implicit.mcmc.minibatch_chains import MinibatchChains
@@ -31,7 +30,12 @@ from pyro_implicit.mcmc.tempering import Annealed, ModeWeights
 from pyro_implicit.runtime.messages import Printed, Table, warn_user
 from pyro_implicit.runtime.sites import site_parts
 
-__all__ = ["Refined", "SitesOf", "collect", "collect_minibatches"]
+__all__ = ["Refined", "SitesOf", "collect", "collect_annealed", "collect_minibatches"]
+
+KEPT = (
+    "Chains that start in separate modes stay there: each mode keeps the weight that the guide "
+    "gave it."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +105,7 @@ class Refined(Printed, ArvizExport):
     :ivar stuck: Chains whose draws are all one point: no trajectory from there was accepted.
         Their draws are wrong, and widen every standard deviation.
     :ivar modes: A note on separate modes.
-    :ivar modes_weighed: Whether bridge sampling or annealing gave each mode its share of chains.
+    :ivar modes_weighed: Whether annealing gave each mode its share of chains.
     :ivar weights: With ``temper=True``, the weights of modes and the evidence, with errors.
     :ivar taught: What the guide learnt, with ``teach=True``.
     :ivar choice: With minibatches, the step size, its active bound, and its expected errors.
@@ -350,12 +354,8 @@ class Refined(Printed, ArvizExport):
             yield self.modes
 
 
-def collect(space: Space, modes: MixtureModes | None, chains: WindowedChains) -> Refined:
-    """Return the result of chains with all data.
-
-    :param space: the space in which they walked.
-    :param modes: the modes of the guide.
-    """
+def collect(space: Space, chains: WindowedChains) -> Refined:
+    """Return the result of chains with all data that walked in a space."""
     space.check(chains.points)
     latents = chains.history.draws().transpose(0, 1).contiguous()
     is_stuck = (latents == latents[:, :1]).flatten(1).all(-1) & chains.has_draws
@@ -366,10 +366,6 @@ def collect(space: Space, modes: MixtureModes | None, chains: WindowedChains) ->
             "Cure: a better guide, more max_gradients, or leave out those chains of "
             "get_samples(group_by_chain=True) whose draws are all the same",
         )
-    rows, note = None, KEPT
-    if modes is not None:
-        rows, note = modes.chosen(latents, chains.policy.stopping)
-        latents = latents if rows is None else latents[rows]
     store = DrawStore()
     for snapshot in latents.unbind(1):
         store.append(snapshot)
@@ -385,8 +381,7 @@ def collect(space: Space, modes: MixtureModes | None, chains: WindowedChains) ->
         failed=chains.failed,
         trajectory_length=chains.adaptation.trajectory_length,
         stuck=stuck,
-        modes=note,
-        modes_weighed=rows is not None,
+        modes=KEPT,
         policy=chains.policy.stopping,
     )
 

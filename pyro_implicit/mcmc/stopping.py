@@ -105,7 +105,6 @@ class Drift(NamedTuple):
 def drift(
     powers: Tensor,
     group: Tensor,
-    label: Tensor | None = None,
     policy: StoppingPolicy = DEFAULT.stopping,
 ) -> Drift:
     r"""Compare the second half of a stretch with the first, chain by chain.
@@ -148,8 +147,6 @@ def drift(
         and their fourth powers, ``(3, num_batches, num_chains, num_quantities)``. For the last
         quantity, the log-density, only the mean counts.
     :param group: see :class:`Tracked`.
-    :param label: the mode of each chain, ``(num_chains,)``, if modes are separate. Means,
-        variances and R-hat are then computed within modes.
     :param policy: the limits.
     :returns: the errors of the worst quantity.
 
@@ -160,13 +157,12 @@ def drift(
     """
     half = powers.shape[1] // 2
     values, squares, fourths = powers[:, -2 * half :]
-    members = _members(label, values)
-    mean = _within(values.mean(0), members)
+    mean = values.mean((0, 1))
     about_mean = squares - 2 * mean * values + mean.square()
     variance = about_mean.mean((0, 1))
     unit = pooled(variance, group)
-    r_hat = _r_hat(values.mean(0), squares.mean(0), group, members)
-    r_hat_of_squares = _r_hat(squares.mean(0), fourths.mean(0), group, members)
+    r_hat = _r_hat(values.mean(0), squares.mean(0), group)
+    r_hat_of_squares = _r_hat(squares.mean(0), fourths.mean(0), group)
     mean_error = _memory(r_hat) * _bound(values, half, policy.errors) / unit.sqrt()
     sd_error = (
         0.5
@@ -216,17 +212,6 @@ def open_errors(r_hat: float) -> tuple[float, float]:
     return errors(low)[1:]
 
 
-def _members(label: Tensor | None, values: Tensor) -> Tensor:
-    if label is None:
-        return values.new_ones(1, values.shape[1])
-    return (label.unique().unsqueeze(-1) == label).to(values)
-
-
-def _within(values: Tensor, members: Tensor) -> Tensor:
-    """Average over the chains of each chain's mode, ``(num_chains, num_quantities)``."""
-    return members.mT @ (members @ values / members.sum(-1, keepdim=True))
-
-
 def _memory(r_hat: Tensor) -> Tensor:
     """Return the error of the mean of a stretch, in differences of its halves."""
     share = (1 - r_hat**-2).clamp(1e-6, 1 - 1e-6)
@@ -259,10 +244,9 @@ def _largest(count: int) -> float:
     return NormalDist().inv_cdf(1 - 0.2125 / count)
 
 
-def _r_hat(means: Tensor, mean_squares: Tensor, group: Tensor, members: Tensor) -> Tensor:
+def _r_hat(means: Tensor, mean_squares: Tensor, group: Tensor) -> Tensor:
     within = (mean_squares - means.square()).mean(0)
-    freedom = max(1, members.shape[1] - len(members))
-    between = (means - _within(means, members)).square().sum(0) / freedom
+    between = (means - means.mean(0)).square().sum(0) / max(1, len(means) - 1)
     constant = between + within.clamp(min=0) == 0
     ratio = torch.where(constant, 0.0, between) / pooled(within.clamp(min=0), group)
     return (1 + ratio).sqrt()

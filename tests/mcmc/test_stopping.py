@@ -109,19 +109,6 @@ def test_rotated_sites():
     assert rotated_sites(samples | {"scalar": turned[..., 0]}) == ["`turned`", "`flat`"]
 
 
-def test_r_hat_within_modes():
-    torch.manual_seed(0)
-    label = torch.arange(256) % 2
-    values = torch.randn(200, 256, 1) + 20 * label[:, None]
-    group = torch.arange(2)
-    apart, within = drift(powers(values), group), drift(powers(values), group, label)
-    assert apart.r_hat > 5 and not apart.is_settled()
-    assert within.r_hat < 1.01 and within.is_settled()
-    ramp = torch.linspace(0, 1, 200)[:, None, None]
-    moving = drift(powers(values + 0.4 * ramp), group, label)
-    assert moving.mean > 0.06 and not moving.is_settled()  # in sds of a mode
-
-
 def test_steady_is_what_does_not_drift_though_it_remembers():
     torch.manual_seed(0)
     fixed = torch.randn(1, 256, 1)
@@ -181,9 +168,8 @@ def test_history_thins_draws_but_averages_all():
     torch.testing.assert_close(total, expected.double())
 
 
-def test_r_hat_of_a_few_chains_within_modes_by_hand():
-    """Two modes of two chains: means 1 and 12, squared deviations 1, 1, 4 and 4, of freedom 2."""
-    means = torch.tensor([[0.0], [2.0], [10.0], [14.0]])
-    members = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]])
-    found = stopping._r_hat(means, means.square() + 0.5, torch.tensor([0]), members)
-    torch.testing.assert_close(found, torch.tensor([(1 + 5 / 0.5) ** 0.5]))
+def test_r_hat_of_a_few_chains_by_hand():
+    """Means 0, 2 and 4, of variance 4."""
+    means = torch.tensor([[0.0], [2.0], [4.0]])
+    found = stopping._r_hat(means, means.square() + 0.5, torch.tensor([0]))
+    torch.testing.assert_close(found, torch.tensor([(1 + 4 / 0.5) ** 0.5]))
