@@ -70,12 +70,12 @@ class AutoConditional(DrawSummaries, AutoGuide):
         self._last: tuple[tuple, NoiseMap | None] = (), None
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        start, kept = FlatPriorStart(init_to_median), self._model
-        self._model = (InitMessenger(start)(self.model),)  # Pyro hides all handlers outside
+        start, model = FlatPriorStart(init_to_median), self.model
+        self._model = (InitMessenger(start)(model),)  # Pyro hides all handlers outside
         try:
             super()._setup_prototype(*args, **kwargs)
         finally:
-            self._model = kept
+            self._model = (model,)
         sites = self.prototype_trace.iter_stochastic_nodes()
         size = sum(site["value"].numel() for _, site in sites)
         kind = AutoMultivariateNormal if size <= MAX_DENSE_DIM else AutoDiagonalNormal
