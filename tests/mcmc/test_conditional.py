@@ -444,6 +444,34 @@ def test_without_data_it_is_the_non_centred_form():
     assert torch.allclose(trace.log_prob_sum(), expected)
 
 
+def student_vector(loc, scale):
+    factor = torch.tensor([[1.0, 0.0], [0.5, 2.0]]).to(scale)
+    return dist.MultivariateStudentT(4.0, loc, scale * factor)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [dist.Normal, student, dist.Cauchy, dist.Laplace, dist.Logistic, dist.Gumbel, student_vector],
+)
+def test_the_density_has_no_spurious_peak_where_the_scale_vanishes(family):
+    """In float32, x - 3 is 0 if the scale is 1e-12, while the noise is not."""
+    noise, log_probs = torch.tensor([1.5, -0.7]), []
+    precision = torch.eye(2) if family is student_vector else torch.ones(2)
+    for dtype in (torch.float32, torch.float64):
+        loc, scale = torch.tensor([3.0, -2.0], dtype=dtype), torch.tensor(1e-12, dtype=dtype)
+        fn = family(loc=loc, scale=scale)
+        fn = fn.to_event(1 - fn.event_dim)
+        reparam = ConditionalReparam(precision.to(dtype), torch.ones(2, dtype=dtype))
+
+        def model(fn=fn):
+            pyro.sample("x", fn)
+
+        conditioned = poutine.condition(model, {"x_noise": noise.to(dtype)})
+        trace = poutine.trace(poutine.reparam(conditioned, {"x": reparam})).get_trace()
+        log_probs.append(trace.log_prob_sum().double())
+    torch.testing.assert_close(*log_probs, rtol=1e-5, atol=1e-5)
+
+
 def test_a_value_that_is_given_is_kept():
     """As Pyro's own reparameterisers do it, so that init functions may name the site."""
     reparam = ConditionalReparam(SIGMA**-2, Y * SIGMA**-2)

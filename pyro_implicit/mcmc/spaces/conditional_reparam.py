@@ -268,12 +268,24 @@ class _Scalar:
         self.shift = fn.scale * (information - precision * fn.loc) / self.stretch.square()
 
     def to_value(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        value = self.fn.loc + self.fn.scale * (self.shift + noise / self.stretch)
+        white = self.shift + noise / self.stretch
+        value = self.fn.loc + self.fn.scale * white
         log_det = (self.fn.scale / self.stretch).log()
-        return value, self.fn.log_prob(value) + log_det, log_det
+        if isinstance(self.fn, Unconstrained):
+            return value, self.fn.log_prob(value) + log_det, log_det
+        # Not of the value: if the scale is tiny, value - loc is 0 in float32: a spurious peak.
+        log_density = _standard(self.fn).log_prob(white)
+        return value, log_density - self.stretch.log(), log_det
 
     def to_noise(self, value: Tensor) -> Tensor:
         return self.stretch * ((value - self.fn.loc) / self.fn.scale - self.shift)
+
+
+def _standard(fn: Any) -> Any:
+    """Return the member of a location-scale family with location 0 and scale 1."""
+    shape = {name: getattr(fn, name) for name in fn.arg_constraints.keys() - {"loc", "scale"}}
+    zero = torch.zeros_like(fn.loc)
+    return type(fn)(**shape, loc=zero, scale=torch.ones_like(zero))
 
 
 class _Bounded(_Scalar):
@@ -314,7 +326,9 @@ class _Vector:
         if isinstance(self.fn, dist.MultivariateNormal):  # without solving for white again
             log_density = dist.Normal(0.0, 1.0).log_prob(white).sum(-1)
         else:
-            log_density = self.fn.log_prob(value) + scale
+            one = torch.eye(noise.shape[-1]).to(noise)
+            standard = dist.MultivariateStudentT(self.fn.df, torch.zeros_like(noise), one)
+            log_density = standard.log_prob(white)
         return value, log_density + log_det, scale + log_det
 
     def to_noise(self, value: Tensor) -> Tensor:
