@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import set_up
+from pyro_implicit.fitting.parameters import GUIDE_PREFIX
 from pyro_implicit.fitting.policy import HeldOutPolicy, NetworkPolicy
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
@@ -67,11 +68,11 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     assert isinstance(model, NetworkModel)
     # A limit of time that the user sets replaces the budget, and ends the chains by itself.
     is_timed = math.isfinite(stages.limit.end)
-    left = stages.limit.left(1 - policy.training_share)
-    seconds = left if is_timed else policy.chain_seconds
     members = affordable_members(target, policy)
     cost = policy.cost_ratio * target.seconds(members)
-    has_chains = must_refine or seconds >= policy.least_gradients * cost
+    left = stages.limit.left(1 - policy.training_share)
+    gradients = int((left if is_timed else policy.chain_seconds) / cost)
+    has_chains = must_refine or gradients >= policy.least_gradients
     rows = None
     if stages.validation is not None:
         x, y = rows_of(model, stages.args, stages.kwargs)
@@ -81,12 +82,11 @@ def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
     elif has_chains:
         # Without chains there is nothing to compare, and the ensemble needs all rows.
         rows = split_rows(model, stages.args, stages.kwargs, policy)
-    last = _train_ensemble(stages, model, rows, members)
+    share = policy.training_share if has_chains else 1.0
+    last = _train_ensemble(stages, model, rows, members, share)
     if rows is not None:
         _score(stages, rows.model, rows.held, stages.result.guide.get_samples())
-    seconds = stages.limit.left() if is_timed else policy.chain_seconds
-    gradients = int(seconds / cost)
-    if gradients < policy.least_gradients and not must_refine:
+    if not has_chains:
         stages.result.stages[-1].outcome += (
             f"; no chains, because the time left allows {gradients} gradients of each, fewer than "
             f"{policy.least_gradients}"
@@ -143,7 +143,7 @@ def affordable_members(target: Target, policy: NetworkPolicy) -> int:
 
 
 def _train_ensemble(
-    stages: Stages, model: NetworkModel, rows: HeldOutRows | None, members: int
+    stages: Stages, model: NetworkModel, rows: HeldOutRows | None, members: int, time_share: float
 ) -> Tensor:
     """Train on the rows that are not held out, until the ensemble predicts the others best.
 
@@ -170,16 +170,16 @@ def _train_ensemble(
             stages.held_out = HeldOut(
                 rows.model,
                 rows.held,
-                policy=HeldOutPolicy(patience, members),
+                policy=HeldOutPolicy(patience, num_draws=members),
                 interval=policy.score_interval,
             )
             if steps > policy.score_interval:
                 steps -= steps % policy.score_interval  # the last step is one with a score
-        stages.train_alone(
-            "ensemble", guide, loss, policy.training_share, num_steps=steps, haste=haste
-        )
+        stages.train_alone("ensemble", guide, loss, time_share, num_steps=steps, haste=haste)
         if stages.held_out is not None:
-            return stages.held_out.last["<guide>.members"]
+            last = stages.held_out.last
+            (found,) = (last[name] for name in last if name.startswith(GUIDE_PREFIX))
+            return found
         return guide.members.detach()
     finally:
         stages.trained, stages.args, stages.kwargs = whole

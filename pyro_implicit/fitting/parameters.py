@@ -21,6 +21,7 @@ from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.runtime.sites import Owned, owned_by, put_into_store, unconstrained
 
 __all__ = [
+    "GUIDE_PREFIX",
     "Learnt",
     "are_all_of_guide",
     "describe",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 
+GUIDE_PREFIX = "<guide>."  # replaces the name of a guide in names of its parameters
 LIBRARIES = ("pyro", "pyro_implicit", "torch")  # their functions hold no modules of users
 
 
@@ -176,7 +178,7 @@ def trained_parameters(
     # Some ELBOs create the optimisers of their networks in the backward pass.
     value.backward(inputs=parameters)
     owners = {
-        getattr(guide, "_pyro_name", ""): "<guide>.",
+        getattr(guide, "_pyro_name", ""): GUIDE_PREFIX,
         loss.store_name if isinstance(loss, NetworkELBO) else "": "<loss>.",
     }
 

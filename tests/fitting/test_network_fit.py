@@ -17,6 +17,7 @@ from pyro_implicit import AutoEnsemble, fit
 from pyro_implicit.density import Target
 from pyro_implicit.fitting import Fit, FitPolicy, NetworkPolicy, network_fit, training
 from pyro_implicit.fitting.network_fit import affordable_members, is_worse, split_rows
+from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.nn import classifier, evaluate, predict, regressor, to_bayesian_
 
 ROWS, DIM, NOISE = 60, 110, 0.5
@@ -361,11 +362,29 @@ def test_chains_that_predict_worse_are_rejected(linear, monkeypatch):
     assert fit(model, "auto", x, y, refine=True, **options).refined is not None
 
 
-def test_without_time_for_chains_the_ensemble_sees_all_rows(linear):
+@pytest.mark.parametrize("least_gradients", [1, 10**15])
+def test_without_time_for_chains_the_ensemble_sees_all_rows(linear, monkeypatch, least_gradients):
+    """It may then train until the time limit."""
+    shares, original = [], Stages.train_alone
+
+    def train_alone(self, name, guide, loss, time_share, **options):
+        shares.append(time_share)
+        return original(self, name, guide, loss, time_share, **options)
+
+    def refine_target(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stages, "train_alone", train_alone)
+    monkeypatch.setattr(network_fit, "refine_target", refine_target)
     model, x, y = linear
-    policy = FitPolicy(network=replace(SHORT, chain_seconds=0.0))
-    result = fit(model, "auto", x, y, seed=0, progress=False, policy=policy)
-    assert not result.held_out and "no chains, because the time left allows" in str(result)
+    policy = FitPolicy(network=replace(SHORT, least_gradients=least_gradients))
+    options = {"seed": 0, "progress": False, "policy": policy, "num_steps": 20}
+    result = fit(model, "auto", x, y, max_seconds=60.0, **options)
+    if least_gradients == 1:
+        assert list(result.held_out) == ["ensemble"] and shares == [SHORT.training_share]
+    else:
+        assert not result.held_out and "no chains, because the time left allows" in str(result)
+        assert shares == [1.0]
 
 
 @pytest.mark.parametrize("max_seconds", [None, 20.0])
