@@ -174,10 +174,10 @@ def fit(
         minibatches (``DistributedSampler``).
     :param epochs: the number of passes over ``batches`` in training, and again in chains. With
         ``batches``, it replaces ``num_steps``.
-    :param validation: minibatches of held-out rows. Training ends after five epochs without a lower
-        negative log-likelihood of these rows, and restores the parameters of the best epoch
-        (:class:`~pyro_implicit.fitting.HeldOut`). Without ``batches`` they stop the ensemble of a
-        network, and replace the rows that ``fit`` would hold out.
+    :param validation: minibatches of held-out rows. Training ends after five epochs, or a tenth of
+        ``epochs``, without a lower negative log-likelihood of these rows, and restores the
+        parameters of the best epoch (:class:`~pyro_implicit.fitting.HeldOut`). Without ``batches``
+        they stop the ensemble of a network, and replace the rows that ``fit`` would hold out.
     :param amortize: for latent variables of single rows or groups, in a plate that ``batches`` or
         the model subsamples. ``"conditional"`` integrates them out by quadrature around their modes
         given the other variables, whose posterior is then that of all groups; ``epochs``,
@@ -272,12 +272,12 @@ def fit(
         refuse_processes(stages.batches.probed[0], refine is True)
         stages.num_steps = epochs * stages.batches.epoch_length
         if validation is not None:
-            width = len(stages.batches.probed[0])
-            draws = policy.held_out
+            width, limits = len(stages.batches.probed[0]), policy.held_out
+            patience, number = round(limits.patience_share * epochs), limits.num_draws
             if is_network:  # all members of an ensemble
-                number = max(draws.num_draws, policy.network.fewest_members)
-                draws = replace(draws, num_draws=number)
-            stages.held_out = HeldOut(model, validation, args, kwargs, width, draws)
+                number = max(number, policy.network.fewest_members)
+            limits = replace(limits, patience=max(limits.patience, patience), num_draws=number)
+            stages.held_out = HeldOut(model, validation, args, kwargs, width, limits)
     stages.validation, stages.teaches = validation, teach
     with stages.kept_apart(), workers(num_workers):
         if batches is None and amortize is None and isinstance(guide, str):

@@ -648,8 +648,11 @@ class SimulatorPolicy:
 class HeldOutPolicy:
     """Scores of held-out rows."""
 
-    #: Epochs without a better score after which training ends.
+    #: Epochs without a better score after which training ends, at least.
     patience: int = 5
+
+    #: The same as a share of all epochs of ``fit``: on small sets, five epochs are few steps.
+    patience_share: float = 0.1
 
     #: Draws of the guide for each score.
     num_draws: int = 8
