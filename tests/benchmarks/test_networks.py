@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks.common import parse_arguments
-from benchmarks.networks import lenet, methods, open_category, tabular
+from benchmarks.networks import lenet, memory, methods, open_category, tabular
 from benchmarks.networks import run as run_module
 from benchmarks.networks.data import of_classes
 from benchmarks.networks.methods import posterior_of
@@ -185,3 +185,13 @@ def test_tables_of_networks(tmp_path):
     out.write_text("".join(f"{json.dumps(one)}\n" for one in runs))
     line = tabular.report(out).splitlines()[2]
     assert "| boston | fit, 30 s (abc) | 0, 1, 2 | 3 |" in line and "-3.000 +- 1.000" in line
+
+
+@pytest.mark.filterwarnings("ignore:the chains forgot")  # so few epochs
+def test_memory_of_a_small_network(monkeypatch):
+    monkeypatch.setattr(memory, "SIZES", (12, 8, 5, 3))
+    found = memory.run(2)
+    peaks = [found[name] for name in ("start", "ensemble", "chains", "predictions")]
+    assert peaks == sorted(peaks) and 0.05 < peaks[0] < 100  # GB
+    assert (found["weights"], found["members"]) == (104 + 45 + 18, 10)
+    assert 10 * 167 * 4 < 1e9 * found["disk"] < 1e7  # a draw of each member in float32, at least
