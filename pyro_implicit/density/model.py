@@ -81,19 +81,17 @@ class Model:
         #: The last site that a run came to, or ``_RETURN`` if it came to its end.
         self.last_site: str | None = None
 
-    def on(self, args: tuple, names: Iterable[str], kwargs: dict[str, Any] | None = None) -> Model:
+    def on(self, args: tuple, names: Iterable[str]) -> Model:
         """Return the same model with other arguments, which draws its subsampled indices anew.
 
         :param names: of the latent variables.
-        :param kwargs: by default those of this one.
         """
         latents = Trace()
         for name in names:
             latents.add_node(name, **self.replayed.nodes[name])
-        kwargs = self.kwargs if kwargs is None else kwargs
-        return Model(self.model, args, kwargs, latents, self.discrete)
+        return Model(self.model, args, self.kwargs, latents, self.discrete)
 
-    def widened(self) -> Model:
+    def in_double(self) -> Model:
         """Return the same model that gets its arguments and latent values in double precision."""
         args, kwargs = map_tree(_double, (self.args, self.kwargs))
         wide = Model(self.model, args, kwargs, self.replayed, self.discrete)

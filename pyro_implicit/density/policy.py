@@ -233,7 +233,8 @@ class RoundingPolicy:
     inexact: float = 10.0
 
     #: Nats of rounding error at a share of the draws from which ``fit`` evaluates the model in
-    #: double precision, and the number of these draws. Trajectories need about a tenth of a nat.
+    #: double precision, or names rounding as the reason why chains fail, and the number of these
+    #: draws. Trajectories need about a tenth of a nat.
     max_error: float = 0.1
     share: float = 0.05
     num_draws: int = 32

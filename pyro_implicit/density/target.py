@@ -75,7 +75,6 @@ from pyro_implicit.runtime.sites import (
     site_parts,
     without_sequential_plates,
 )
-from pyro_implicit.runtime.trees import map_tree
 
 __all__ = ["Target"]
 
@@ -363,28 +362,25 @@ class Target:
         """
         target = copy.copy(self)
         target.args = (*self.args[: len(self.args) - len(batch)], *batch)
-        target._model = self._model.on(target.args, self.shapes)
-        if self._fused is not None:  # that of this target holds its data
-            target._fused = FusedDensity(target._by_model, target._of_one)
+        target._use(self._model.on(target.args, self.shapes))
         if self.draws_rows:
             target._seed = int(torch.randint(2**31, ())) if seed is None else seed
         return target
 
     def in_double(self) -> Target:
         """Return the same posterior with its arguments, and its initial point, in float64."""
-
-        def convert(one: Any) -> Any:
-            is_float = isinstance(one, Tensor) and one.is_floating_point()
-            return one.double() if is_float else one
-
-        target = copy.copy(self)
-        target.args, target.kwargs = map_tree(convert, (self.args, self.kwargs))
+        target, model = copy.copy(self), self._model.in_double()
+        target._use(model)
+        target.args, target.kwargs = model.args, model.kwargs
         target.init_loc = self.init_loc.double()
-        target._model = self._model.on(target.args, self.shapes, target.kwargs)
-        target._runs = BatchedRuns(type(self).__name__, refuses_random=True)
-        if self._fused is not None:  # that of this target holds its data
-            target._fused = FusedDensity(target._by_model, target._of_one)
+        target._runs = copy.copy(self._runs)  # the conversion may fail
         return target
+
+    def _use(self, model: Model) -> None:
+        """Evaluate another model; a recording holds the data of the earlier one."""
+        self._model = model
+        if self._fused is not None:
+            self._fused = FusedDensity(self._by_model, self._of_one)
 
     def refuse_missing_data(self, where: str) -> None:
         """Check that no observation of this minibatch is NaN.
@@ -604,21 +600,20 @@ class Target:
         :param points: where the log-density must stay finite, ``(num_points, latent_dim)``.
         :returns: whether it does; otherwise nothing changes.
         """
-        narrow, fused = self._model, self._fused
-        if narrow.is_wide or points.dtype == torch.float64:
+        if self._model.is_wide or points.dtype == torch.float64:
             return False
+        wide = self.in_double()
         with torch.no_grad():
             before = self.log_prob(points)
-            self._model = narrow.widened()
-            self._fused = None if fused is None else FusedDensity(self._by_model, self._of_one)
             try:
-                found = self.log_prob(points)
+                found = wide.log_prob(points)
             except Exception:  # of a model that mixes dtypes
-                found = torch.full_like(before, math.nan)
-        if found[before.isfinite()].isfinite().all():
-            return True
-        self._model, self._fused = narrow, fused
-        return False
+                return False
+        if not found[before.isfinite()].isfinite().all():
+            return False
+        self._use(wide._model)
+        self._runs = wide._runs
+        return True
 
     def seconds(self, num_points: int = 1) -> float:
         """Return the estimated seconds of one core for the score of so many points.

@@ -320,7 +320,7 @@ class NetworkPolicy:
 
 @dataclass(frozen=True)
 class StartPolicy:
-    """Initial values for many latent variables, and checks of where chains stopped."""
+    """Initial values for many latent variables."""
 
     #: Distance from the prior's medians, as a share of the way to a draw of the prior: equal
     #: weights of a network stay equal, and weights of the prior's size are too large.
@@ -331,15 +331,6 @@ class StartPolicy:
 
     #: Nats per latent variable below the best start at which a start is rejected.
     max_fall: float = 10.0
-
-    #: Nats of rounding error of the log-density above which chains fail.
-    max_rounding: float = 0.5
-
-    #: Share of the draws with such an error from which rounding counts as the cause of a failure.
-    rounded_share: float = 0.05
-
-    #: Draws at which the rounding error is measured.
-    num_rounded: int = 64
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pyro_implicit.compiled import CompileMode
 from pyro_implicit.density.checks.numerics import (
     finite_log_prob,
-    rounding_error,
+    harmful_rounding,
     widen_if_rounded,
 )
 from pyro_implicit.density.cost import TracedScore, nearby, seconds_near
@@ -38,7 +38,6 @@ from pyro_implicit.mcmc.refine import chains_in_time, refine_target
 from pyro_implicit.mcmc.spaces.space import GuideNoise, conditional_noise
 from pyro_implicit.nn import start_values
 from pyro_implicit.runtime.clock import TimeLimit
-from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.sites import FlatPriorStart, without_sequential_plates
 
@@ -167,9 +166,7 @@ def train_mean_field(stages: Stages, target: Target) -> Fit:
         num_steps=min(policy.mean_field_steps, steps),
         haste=policy.mean_field_haste,
     )
-    with same_streams(target.init_loc.device):
-        points = Sampler(target, guide).draw(ROUNDING.num_draws)
-    if note := widen_if_rounded(target, points):
+    if note := widen_if_rounded(target, Sampler(target, guide).draw):
         result.stages[-1].outcome += f"; {note}"
     return result
 
@@ -274,7 +271,7 @@ def move_draws(
         if refined.drift is None or judge_chains(refined.drift) != "trust":
             warn_user(
                 f"fit's chains stopped at {refined.stopped} before they converged: {drifts}. "
-                + _cure(result.target, refined, stages.policy.start)
+                + _cure(result.target, refined)
             )
     elif refined.reparams:
         _teach_conditional(stages, refined)
@@ -329,16 +326,13 @@ def _teach_conditional(stages: Stages, refined: Refined) -> None:
 
 
 @torch.no_grad()
-def _cure(target: Target, refined: Refined, policy: StartPolicy) -> str:
-    draws, most = refined.get_samples(), policy.num_rounded
-    some = {name: draws[name][:: max(1, len(draws[name]) // most)] for name in target.shapes}
-    points = target.unconstrain(some)
-    error = rounding_error(target, points).quantile(1 - policy.rounded_share).item()
-    if error > policy.max_rounding:
+def _cure(target: Target, refined: Refined) -> str:
+    points = target.unconstrain(refined.get_samples())
+    if error := harmful_rounding(target, points):
         dtype = str(points.dtype).removeprefix("torch.")
         return (
             f"In {dtype} the log-density has a rounding error of {error:.2g} nats or more at "
-            f"{policy.rounded_share:.0%} of the draws. Cure: "
+            f"{ROUNDING.share:.0%} of the draws. Cure: "
             "torch.set_default_dtype(torch.float64) and data in float64, or data and latents that "
             "are centred and scaled"
         )

@@ -18,7 +18,7 @@ from pyro_implicit.density.checks.numerics import widen_if_rounded
 from pyro_implicit.density.cost import estimated_seconds, seconds_near
 from pyro_implicit.density.mode_search import Modes, find_modes
 from pyro_implicit.density.model import IMPOSSIBLE
-from pyro_implicit.density.policy import ROUNDING, SEARCH
+from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import (
     Candidate,
@@ -47,7 +47,7 @@ from pyro_implicit.infer import InjectiveELBO
 from pyro_implicit.mcmc.spaces.space import ConditionalNoise, conditional_noise
 from pyro_implicit.ops import LogWeights
 from pyro_implicit.runtime.clock import TimeLimit
-from pyro_implicit.runtime.global_state import same_streams, seeded
+from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import Callback, Stage, watching
@@ -274,9 +274,12 @@ class Stages:
             self.result.modes = modes.loc
             best = modes.elbo.max().item()
             line.outcome = f"{number} mode{'s'[: number > 1]}, best ELBO {best:.2f}"
-            with same_streams(target.init_loc.device):
-                noise = torch.randn(ROUNDING.num_draws, target.latent_dim).to(modes.loc)
-            if note := widen_if_rounded(target, modes.loc[0] + noise @ modes.scale_tril[0].mT):
+
+            def draw(number: int) -> torch.Tensor:
+                noise = torch.randn(number, target.latent_dim).to(modes.loc)
+                return modes.loc[0] + noise @ modes.scale_tril[0].mT
+
+            if note := widen_if_rounded(target, draw):
                 line.outcome += f"; {note}"
         return modes
 

@@ -428,32 +428,19 @@ def _matched(
     return MixtureSameFamily(Categorical(logits=logits), components), after
 
 
-class _Draws:
-    def __init__(self, prior: JointPrior) -> None:
-        self._prior = prior
-        self._draws: dict[int, dict[str, Tensor]] = {}
-
-    def take(self, name: str, shape: torch.Size) -> Tensor:
-        transform = self._prior.transforms[name]
-        own = transform.forward_shape(self._prior.shapes[name]).numel()
-        num = shape.numel() // own
-        if num not in self._draws:
-            self._draws[num] = self._prior.sample(num)
-        return self._draws[num][name].reshape(shape)
-
-
 class _Replace(Messenger):
     """Replaces the sites' own priors by draws of the joint one, of constant density."""
 
     def __init__(self, prior: JointPrior) -> None:
         super().__init__()
-        self._names, self._draws = prior.shapes.keys(), _Draws(prior)
+        self._prior = prior
+        self._drawn: dict[int, dict[str, Tensor]] = {}
         self.values: dict[str, Tensor] = {}
         self.event_dims: dict[str, int] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
-        if msg["name"] in self._names and not msg["is_observed"]:
-            msg["fn"] = _Joint(msg["name"], msg["fn"], self._draws)
+        if msg["name"] in self._prior.shapes and not msg["is_observed"]:
+            msg["fn"] = _Joint(msg["name"], msg["fn"], self._prior, self._drawn)
             self.event_dims[msg["name"]] = msg["fn"].event_dim
 
     def _pyro_post_sample(self, msg: Any) -> None:
@@ -462,12 +449,17 @@ class _Replace(Messenger):
 
 
 class _Joint(TorchDistribution):
-    """One site of a joint prior, whose density is a factor of the model."""
+    """One site of a joint prior, whose density is a factor of the model.
+
+    :param drawn: joint draws by their number, which all sites of a run share.
+    """
 
     arg_constraints: ClassVar[dict[str, Constraint]] = {}
 
-    def __init__(self, name: str, fn: Any, draws: _Draws) -> None:
-        self.name, self._draws, self._support = name, draws, fn.support
+    def __init__(
+        self, name: str, fn: Any, prior: JointPrior, drawn: dict[int, dict[str, Tensor]]
+    ) -> None:
+        self.name, self._prior, self._drawn, self._support = name, prior, drawn, fn.support
         super().__init__(fn.batch_shape, fn.event_shape, validate_args=False)
 
     @property
@@ -476,7 +468,8 @@ class _Joint(TorchDistribution):
 
     def expand(self, batch_shape: torch.Size, _instance: Any = None) -> _Joint:
         new = self._get_checked_instance(_Joint, _instance)
-        new.name, new._draws, new._support = self.name, self._draws, self._support
+        new.name, new._support = self.name, self._support
+        new._prior, new._drawn = self._prior, self._drawn
         TorchDistribution.__init__(
             new, torch.Size(batch_shape), self.event_shape, validate_args=False
         )
@@ -484,7 +477,12 @@ class _Joint(TorchDistribution):
 
     @torch.no_grad()
     def sample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
-        return self._draws.take(self.name, self.shape(sample_shape))
+        prior, shape = self._prior, self.shape(sample_shape)
+        own = prior.transforms[self.name].forward_shape(prior.shapes[self.name])
+        number = shape.numel() // own.numel()
+        if number not in self._drawn:
+            self._drawn[number] = prior.sample(number)
+        return self._drawn[number][self.name].reshape(shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
         batch = value.shape[: value.dim() - self.event_dim]

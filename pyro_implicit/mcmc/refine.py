@@ -428,7 +428,7 @@ def refine_target(
 
     def anneal_near(points: Tensor) -> Refined | None:
         if target.sampled:
-            return anneal(plan, None)
+            return _better_than(points, anneal(plan, None), target, policy)
         starts, settings = points[: policy.tempering.num_starts], policy.tempering
         if is_rounding(target, starts).any():  # which keeps chains apart, and spoils weights
             if not target.widen(starts):
@@ -441,10 +441,7 @@ def refine_target(
         modes = find_modes(target, starts=starts, max_seconds=limit.left(settings.search_share))
         factor = max(1, settings.num_chains // num_chains)
         more = replace(plan, num_chains=factor * num_chains, max_gradients=max_gradients // factor)
-        found = anneal(more, modes)
-        drawn = target.unconstrain(found.get_samples())[:: found.num_draws]
-        highest, reached = (target.log_prob(one).max() for one in (points, drawn))
-        return found if highest - reached < settings.max_higher else None
+        return _better_than(points, anneal(more, modes), target, policy)
 
     if modes is not None or from_prior:
         return anneal(plan, modes)
@@ -467,15 +464,38 @@ def refine_target(
     else:
         space, chains = start_chains(plan)
         chains.max_gradients, chains.patience = max_gradients, patience
+        chains.ends_apart = anneals_apart and _can_anneal(target, policy)
         chains.num_workers = current_workers().number
         Tracker(target, quantities).try_at(space.to_latent(chains.points))
         chains.seconds = time.perf_counter() - began
     chains.max_seconds = max_seconds
-    if anneals_apart and target.sampled:
-        chains.ends_apart = not why_not_tempered(target)
-    else:
-        chains.ends_apart = anneals_apart and target.latent_dim <= policy.tempering.max_apart_dim
     return _walk(sampler, space, chains, quantities, file, anneal_near)
+
+
+def _can_anneal(target: Target, policy: ChainPolicy) -> bool:
+    if target.sampled:
+        return not why_not_tempered(target)
+    return target.latent_dim <= policy.tempering.max_apart_dim
+
+
+def _better_than(
+    points: Tensor, annealed: Refined, target: Target, policy: ChainPolicy
+) -> Refined | None:
+    """Return annealed draws if they may replace chains that stay apart; else None.
+
+    Their errors must be small, and of continuous latent variables their highest log-density must
+    not be far below that of the chains: annealing would have missed a mode.
+
+    :param points: where the chains are, ``(num_chains, latent_dim)``.
+    """
+    drift = annealed.drift
+    if drift is None or not drift.r_hat <= policy.stopping.apart_r_hat:
+        return None
+    if target.sampled:
+        return annealed
+    drawn = target.unconstrain(annealed.get_samples())[:: annealed.num_draws]
+    highest, reached = (target.log_prob(one).max() for one in (points, drawn))
+    return annealed if highest - reached < policy.tempering.max_higher else None
 
 
 def _walk(
@@ -488,14 +508,13 @@ def _walk(
 ) -> Refined:
     chains.attach(space, Tracker(sampler.target, quantities), quantities is not None)
     run(chains, file)
-    if anneal_near is not None and chains.ends_apart and chains.is_apart:
+    ends_apart = chains.ends_apart and chains.is_apart
+    chains.ends_apart = False  # chains that go on are not annealed again
+    if anneal_near is not None and ends_apart:
         with suppress(*IMPOSSIBLE):  # no draw of the prior is possible: the chains stay
             annealed = anneal_near(chains.walked.to_latent(chains.points))
-            limit = chains.policy.stopping.apart_r_hat
-            drift = None if annealed is None else annealed.drift
-            if annealed is not None and (annealed.chains or (drift and drift.r_hat <= limit)):
+            if annealed is not None:
                 return annealed
-        chains.ends_apart = False
         if chains.stopped == "max_gradients" and not sampler.target.sampled:
             chains.stopped = None
             run(chains, file)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pyro
 import pyro.distributions as dist
@@ -18,13 +19,16 @@ from pyro_implicit.density import Target, find_modes
 from pyro_implicit.density.mode_search import Modes
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc import ChainPolicy, refine
+from pyro_implicit.mcmc.chains import run
 from pyro_implicit.mcmc.policy import DEFAULT, StoppingPolicy, TemperingPolicy
 from pyro_implicit.mcmc.refine import refine_target
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.space import Space
-from pyro_implicit.mcmc.stopping import Tracker
+from pyro_implicit.mcmc.stopping import Drift, Tracker
 from pyro_implicit.mcmc.tempering import ModeLabels, temper
 from pyro_implicit.ops.annealing import NormalMixture
+
+refine_module = importlib.import_module("pyro_implicit.mcmc.refine")  # not the function
 
 WEIGHTS = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
 CORNERS = torch.tensor([[-6.0, -6.0], [6.0, -6.0], [-6.0, 6.0], [6.0, 6.0]], dtype=torch.float64)
@@ -239,9 +243,39 @@ def test_chains_go_on_if_annealing_is_no_better(monkeypatch):
     def fails(*args):
         raise ValueError("no modes")
 
-    module = importlib.import_module("pyro_implicit.mcmc.refine")  # not the function
-    monkeypatch.setattr(module, "temper_modes", fails)
+    monkeypatch.setattr(refine_module, "temper_modes", fails)
     found = walk_apart()
     assert not found.modes_weighed and not found.settled
     assert found.stopped == "max_gradients" and found.num_gradients >= 2000
     assert found.drift.r_hat > StoppingPolicy().stuck_r_hat
+    assert not found.chains.ends_apart
+
+
+def test_chains_that_stay_apart_end_before_their_budget(monkeypatch):
+    seen = []
+
+    def noting(chains, file):
+        run(chains, file)
+        seen.append(chains.gradients)
+
+    monkeypatch.setattr(refine_module, "run", noting)
+    assert walk_apart().modes_weighed
+    assert len(seen) == 1 and seen[0] < 2000
+
+
+@pytest.mark.parametrize(
+    ("r_hat", "lower", "is_better"), [(1.1, 2.0, True), (2.0, 0.0, False), (1.1, 4.0, False)]
+)
+def test_annealed_draws_that_replace_chains(r_hat, lower, is_better):
+    """They have small errors, and reach a log-density within 3 nats of the chains'."""
+
+    def model():
+        pyro.sample("x", dist.Normal(0.0, 1.0))
+
+    annealed = SimpleNamespace(
+        drift=Drift(0.0, 0.0, r_hat),
+        get_samples=lambda: {"x": torch.full((9,), math.sqrt(2 * lower))},
+        num_draws=3,
+    )
+    found = refine_module._better_than(torch.zeros(3, 1), annealed, Target(model), DEFAULT)
+    assert found is (annealed if is_better else None)

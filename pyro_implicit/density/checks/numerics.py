@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from pyro_implicit.density.checks.observations import (
 )
 from pyro_implicit.density.policy import GRADIENTS, ROUNDING
 from pyro_implicit.density.target import Target
+from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.sites import Site, innermost
 from pyro_implicit.runtime.trees import map_tree
@@ -27,6 +29,7 @@ from pyro_implicit.runtime.trees import map_tree
 __all__ = [
     "InexactArithmetic",
     "blame",
+    "harmful_rounding",
     "is_rounding",
     "warn_of_lost_gradients",
     "widen_if_rounded",
@@ -232,8 +235,8 @@ def is_rounding(target: Target, points: Tensor) -> Tensor:
     return found | (spread > ROUNDING.inexact * (1.0 + ROUNDING.relative * size))
 
 
-def rounding_error(target: Target, points: Tensor) -> Tensor:
-    """Return by how many nats a log-density changes if the last bits of the point change.
+def harmful_rounding(target: Target, draws: Tensor) -> float:
+    """Return by how many nats the last bits of draws change a log-density; 0 if chains can move.
 
     **Example:**
 
@@ -241,27 +244,28 @@ def rounding_error(target: Target, points: Tensor) -> Tensor:
     >>> import pyro.distributions as dist
     >>> def model():
     ...     pyro.sample("x", dist.Normal(0.0, 1.0))
-    >>> bool((rounding_error(Target(model), torch.randn(5, 1)) < 1e-4).all())
-    True
+    >>> harmful_rounding(Target(model), torch.randn(5, 1))
+    0.0
 
-    :param points: ``(num_points, latent_dim)``.
-    :returns: ``(num_points,)``.
+    :param draws: near the posterior, ``(num_draws, latent_dim)``, of which a few are taken.
+    :returns: the error that a share of the draws exceeds.
     """
-    values = _in_last_bits(target, points)
-    return values.amax(0) - values.amin(0)
+    values = _in_last_bits(target, draws[:: max(1, len(draws) // ROUNDING.num_draws)])
+    error = (values.amax(0) - values.amin(0)).quantile(1 - ROUNDING.share).item()
+    return error if error > ROUNDING.max_error else 0.0
 
 
-def widen_if_rounded(target: Target, points: Tensor) -> str:
+def widen_if_rounded(target: Target, draw: Callable[[int], Tensor]) -> str:
     """Evaluate the model in double precision from now on, if rounding errors matter at draws.
 
-    :param points: draws near the posterior, ``(num_points, latent_dim)``.
+    :param draw: returns draws near the posterior, ``(num_draws, latent_dim)``. The caller's random
+        stream is left alone.
     :returns: what was done, in words; empty if nothing.
     """
-    if points.dtype == torch.float64:
-        return ""
-    some = points[:: max(1, len(points) // ROUNDING.num_draws)]
-    error = rounding_error(target, some).quantile(1 - ROUNDING.share).item()
-    if not error > ROUNDING.max_error or not target.widen(some):
+    with same_streams(target.init_loc.device):
+        draws = draw(ROUNDING.num_draws)
+    error = harmful_rounding(target, draws) if draws.dtype == torch.float32 else 0.0
+    if not error or not target.widen(draws):
         return ""
     return f"from here in float64, because of rounding errors of {error:.2g} nats"
 
