@@ -15,14 +15,14 @@ from torch import Tensor
 from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.chains import Chains
 from pyro_implicit.mcmc.draws import DrawStore
-from pyro_implicit.mcmc.kernels import KERNELS
+from pyro_implicit.mcmc.kernels import KERNELS, sghmc
 from pyro_implicit.mcmc.kernels.step_choice import (
     Score,
     StepChoice,
-    StepLaw,
     choose_step,
     judge,
     probe,
+    stable_step,
 )
 from pyro_implicit.mcmc.policy import DEFAULT
 from pyro_implicit.runtime.messages import warn_user
@@ -138,10 +138,8 @@ class MinibatchChains(Chains):
         }
 
     @property
-    def temperature(self) -> float | None:
-        """Mean square of the velocities since the last window; None without velocities."""
-        if not hasattr(self.state, "velocity"):
-            return None
+    def temperature(self) -> float:
+        """Mean square of the velocities since the last window."""
         return 1 + self._heat / max(1, self._count)
 
     @property
@@ -164,7 +162,7 @@ class MinibatchChains(Chains):
         if self.choice is None:
             self._choose()
         self._target = self._target.on(self._stream.next())
-        settings = self._law.settings(self._size())
+        settings = sghmc.Settings(self._size(), self.policy.langevin.friction)
         state, info = KERNELS[self.kernel].step(self.state, self._score, settings)
         self.gradients += info.num_gradients
         if not all(part.isfinite().all(-1).any() for part in state):
@@ -199,17 +197,11 @@ class MinibatchChains(Chains):
             steps = min(self.schedule.steps, warmup + max(left, least))
             self.schedule = replace(self.schedule, warmup=warmup, steps=steps)
 
-    @property
-    def _law(self) -> StepLaw:
-        law = KERNELS[self.kernel].law
-        assert law is not None
-        return law(self.policy.langevin)
-
     def _size(self) -> float:
         assert self.choice is not None
         size = self.choice.step_size * self.schedule.factor(self.transitions)
         if self.given_step is None:
-            size = min(size, self._law.stable(self.choice.curvature), self._cap)
+            size = min(size, stable_step(self.choice.curvature), self._cap)
         return size
 
     def _choose(self) -> None:
@@ -230,16 +222,15 @@ class MinibatchChains(Chains):
                 self._target.on(batch, seed).refuse_missing_data(where)
             raise
         self.gradients += found.gradients
-        law = self._law
-        choice = choose_step(law, found, steps, limits)
+        choice = choose_step(found, steps, limits)
         if self.given_step is not None:
-            choice = judge(law, found, steps, self.given_step, "user")
+            choice = judge(found, steps, self.given_step, "user", limits)
         else:
             growth = math.inf if before is None else limits.max_growth * before.step_size
             if self._cap < min(choice.step_size, growth):
-                choice = judge(law, found, steps, self._cap, "stability")
+                choice = judge(found, steps, self._cap, "stability", limits)
             elif growth < choice.step_size:
-                choice = judge(law, found, steps, growth, choice.limit)
+                choice = judge(found, steps, growth, choice.limit, limits)
         self.choice = choice
         self._heat, self._count = 0.0, 0
         is_warm = self.transitions >= self.schedule.warmup
@@ -299,8 +290,7 @@ class MinibatchChains(Chains):
             else:
                 self._cap = self._size() / 2
         self.state = state
-        if hasattr(state, "velocity"):
-            self._heat += state.velocity.square().mean().item() - 1
+        self._heat += state.velocity.square().mean().item() - 1
         self._count += 1
 
     def _score(self, white: Tensor) -> tuple[Tensor, Tensor]:

@@ -543,9 +543,6 @@ class LangevinPolicy:
     #: Share by which gradient noise may widen variances.
     max_heat: float = 0.5
 
-    #: Share by which SGLD's steps may widen the narrowest direction.
-    max_discretisation: float = 0.05
-
     #: Ratio of the step sizes of successive windows.
     max_growth: float = 2.0
 

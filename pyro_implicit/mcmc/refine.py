@@ -76,7 +76,7 @@ def refine(
     model: Callable[..., Any],
     guide: Callable[..., Any] | Mapping[str, Tensor],
     *args: Any,
-    kernel: Literal["hmc", "mclmc", "sghmc", "sgld"] | None = None,
+    kernel: Literal["hmc", "mclmc", "sghmc"] | None = None,
     batches: Iterable[Any] | None = None,
     num_chains: int | None = None,
     frame: Literal["auto", "diagonal", "low-rank", "full", "noise", "conditional"] = "auto",
@@ -132,12 +132,12 @@ def refine(
     the prior instead (:mod:`~pyro_implicit.mcmc.mixed_tempering`).
 
     **With minibatches** (``batches``), for models that have no full pass, such as networks, the
-    chains run stochastic gradient dynamics (:mod:`~pyro_implicit.mcmc.kernels.sghmc`,
-    :mod:`~pyro_implicit.mcmc.kernels.sgld`). There is no Metropolis step, so the draws are not
-    exact: gradient noise widens the posterior, and more so with longer steps, while short steps
-    stay near the guide. The warm-up, three tenths of the run, finds the step size from curvature
-    and gradient noise (:func:`~pyro_implicit.mcmc.kernels.step_choice.choose_step`). The result
-    names the active bound and the expected excess of variances.
+    chains run stochastic gradient dynamics (:mod:`~pyro_implicit.mcmc.kernels.sghmc`). There is no
+    Metropolis step, so the draws are not exact: gradient noise widens the posterior, and more so
+    with longer steps, while short steps stay near the guide. The warm-up, three tenths of the run,
+    finds the step size from curvature and gradient noise
+    (:func:`~pyro_implicit.mcmc.kernels.step_choice.choose_step`). The result names the active bound
+    and the expected excess of variances.
 
     **Examples:**
 
@@ -176,8 +176,7 @@ def refine(
         the same for all minibatches.
     :param kernel: ``"hmc"``, the default, or ``"mclmc"`` for networks: microcanonical Langevin
         dynamics without Metropolis steps, whose chains share neither frame nor step size
-        (:func:`~pyro_implicit.mcmc.kernels.mclmc.step`). With minibatches ``"sghmc"``, their
-        default, or ``"sgld"``.
+        (:func:`~pyro_implicit.mcmc.kernels.mclmc.step`). With minibatches ``"sghmc"``.
     :param batches: a ``DataLoader`` or another iterable of tuples of the model's further arguments,
         or of single arguments, that can be passed over many times. For a model that draws its own
         rows, ``[()] * batches_per_epoch``.
@@ -252,10 +251,9 @@ def refine(
     2. Margossian, Hoffman, Sountsov, Riou-Durand, Vehtari and Gelman (2022), *Nested R-hat:
        Assessing the Convergence of Markov Chain Monte Carlo When Running Many Short Chains*.
     3. Chen, Fox and Guestrin (2014), *Stochastic Gradient Hamiltonian Monte Carlo*.
-    4. Welling and Teh (2011), *Bayesian Learning via Stochastic Gradient Langevin Dynamics*.
-    5. Zhang, Li, Zhang, Chen and Wilson (2020), *Cyclical Stochastic Gradient MCMC for Bayesian
+    4. Zhang, Li, Zhang, Chen and Wilson (2020), *Cyclical Stochastic Gradient MCMC for Bayesian
        Deep Learning*.
-    6. Del Moral, Doucet and Jasra (2006), *Sequential Monte Carlo samplers*.
+    5. Del Moral, Doucet and Jasra (2006), *Sequential Monte Carlo samplers*.
     """
     kernel = kernel or ("hmc" if batches is None else "sghmc")
     _check_kernel(kernel, batches, locals())
@@ -646,7 +644,7 @@ def _schedule(
 def _check_kernel(kernel: str, batches: Any, options: dict[str, Any]) -> None:
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {tuple(KERNELS)}, but got {kernel!r}")
-    by_minibatches = KERNELS[kernel].law is not None
+    by_minibatches = KERNELS[kernel].adaptation is None
     parameters = inspect.signature(refine).parameters
     foreign = OF_ALL_DATA if by_minibatches or batches is not None else OF_MINIBATCHES
     for name in foreign:
@@ -662,7 +660,7 @@ def _check_kernel(kernel: str, batches: Any, options: dict[str, Any]) -> None:
             "kernel and batches; the length of a run with minibatches is max_epochs"
         )
     if batches is not None and not by_minibatches:
-        fitting = tuple(name for name, one in KERNELS.items() if one.law is not None)
+        fitting = tuple(name for name, one in KERNELS.items() if one.adaptation is None)
         raise ValueError(
             f"with batches kernel must be one of {fitting}, but got {kernel!r}: Metropolis' rule "
             "needs all data"

@@ -73,7 +73,7 @@ class Refined(Printed, ArvizExport):
         ``"steady"`` means that
         ``quantities`` do not drift while the chains still depend on their starts (R-hat from 1.1
         to 2): right as far as the guide's weights of places are between which no chain passes.
-    :ivar kernel: ``"hmc"``, ``"mclmc"``, ``"sghmc"`` or ``"sgld"``.
+    :ivar kernel: ``"hmc"``, ``"mclmc"`` or ``"sghmc"``.
     :ivar store: The unconstrained draws, in memory or on disk.
     :ivar constrain: The map from unconstrained draws to values by site.
     :ivar num_chains: Number of chains.
@@ -108,7 +108,7 @@ class Refined(Printed, ArvizExport):
     :ivar taught: What the guide learnt, with ``teach=True``.
     :ivar choice: With minibatches, the step size, its active bound, and its expected errors.
     :ivar temperature: With minibatches, the temperature of velocities after the warm-up: 1, plus
-        the heat of gradient noise. None without velocities.
+        the heat of gradient noise.
     :ivar epochs: Passes over the minibatches; None with all data.
     :ivar policy: The limits of ``doubts``.
     :ivar chains: The state of chains with all data, from which :meth:`refine_more` goes on.

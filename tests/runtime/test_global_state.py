@@ -115,8 +115,8 @@ SEEDED = {
         model, AutoNormal(model), Y, num_chains=8, max_gradients=100, seed=seed, progress=False
     ).samples,
     "refine by minibatches": lambda seed: refine(
-        model, AutoNormal(model), batches=Y.split(4), num_chains=2, max_epochs=20, kernel="sgld",
-        seed=seed, progress=False,
+        model, AutoNormal(model), batches=Y.split(4), num_chains=2, max_epochs=20, seed=seed,
+        progress=False,
     ).get_samples(),
 }  # fmt: skip
 

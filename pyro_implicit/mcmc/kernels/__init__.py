@@ -11,8 +11,9 @@ A kernel is one file with
 ``num_gradients``. To add a kernel, write its file and add a line to ``KERNELS``.
 
 Kernels with all data adapt like :class:`~pyro_implicit.mcmc.kernels.hmc.ChEES`, by its methods;
-their states have ``log_density`` and their infos ``acceptance``, too. Kernels of minibatches adapt
-by a :class:`~pyro_implicit.mcmc.kernels.step_choice.StepLaw`.
+their states have ``log_density`` and their infos ``acceptance``, too. Minibatch chains choose the
+step size of :mod:`~pyro_implicit.mcmc.kernels.sghmc` themselves
+(:func:`~pyro_implicit.mcmc.kernels.step_choice.choose_step`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pyro_implicit.mcmc.kernels import hmc, mclmc, sghmc, sgld
-from pyro_implicit.mcmc.kernels.step_choice import StepLaw
+from pyro_implicit.mcmc.kernels import hmc, mclmc, sghmc
 
 __all__ = ["KERNELS", "Kernel"]
 
@@ -29,16 +29,15 @@ __all__ = ["KERNELS", "Kernel"]
 class Kernel(NamedTuple):
     """A kernel's functions.
 
-    ``adaptation(policy, max_gradients)`` makes the first adaptation of a kernel with all data, and
-    ``law(policy.langevin)`` the step law of a kernel of minibatches. The other one is None.
-    Chains of a ``separate`` kernel have no common frame and settings. An ``exact`` kernel leaves
-    the density invariant once it is frozen.
+    ``adaptation(policy, max_gradients)`` makes the first adaptation of a kernel with all data; it
+    is None for a kernel of minibatches, whose settings and states are those of ``sghmc``. Chains of
+    a ``separate`` kernel have no common frame and settings. An ``exact`` kernel leaves the density
+    invariant once it is frozen.
     """
 
     init: Callable[..., Any]
     step: Callable[..., Any]
     adaptation: Callable[..., Any] | None = None
-    law: Callable[..., StepLaw] | None = None
     separate: bool = False
     exact: bool = True
 
@@ -48,6 +47,5 @@ KERNELS = {
     "mclmc": Kernel(
         mclmc.init, mclmc.step, adaptation=mclmc.adaptation, separate=True, exact=False
     ),
-    "sghmc": Kernel(sghmc.init, sghmc.step, law=sghmc.law, exact=False),
-    "sgld": Kernel(sgld.init, sgld.step, law=sgld.law, exact=False),
+    "sghmc": Kernel(sghmc.init, sghmc.step, exact=False),
 }

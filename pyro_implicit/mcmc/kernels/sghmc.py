@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_implicit.mcmc.kernels.step_choice import Score, StepLaw, finite_gradient
-from pyro_implicit.mcmc.policy import DEFAULT, LangevinPolicy
+from pyro_implicit.mcmc.kernels.step_choice import Score, finite_gradient
+from pyro_implicit.mcmc.policy import DEFAULT
 
-__all__ = ["Info", "Settings", "State", "init", "law", "step"]
+__all__ = ["Info", "Settings", "State", "init", "step"]
 
 
 class State(NamedTuple):
@@ -81,17 +81,3 @@ def step(state: State, score: Score, settings: Settings) -> tuple[State, Info]:
     velocity = keep * state.velocity + math.sqrt(1 - keep**2) * noise
     position = position + 0.5 * size * velocity
     return State(position, velocity + size * finite_gradient(score)(position)), Info()
-
-
-def law(policy: LangevinPolicy = DEFAULT.langevin) -> StepLaw:
-    """Return heat and relaxation times per step size, and the largest stable step size.
-
-    The latter is half of the leapfrog integrator's limit.
-    """
-    return StepLaw(
-        power=1,
-        heat=lambda noise: noise / (2 * policy.friction),
-        relaxations=lambda steps: policy.friction * steps / 2,
-        stable=lambda curvature: 1 / math.sqrt(max(curvature, 1.0)),
-        settings=lambda size: Settings(size, policy.friction),
-    )

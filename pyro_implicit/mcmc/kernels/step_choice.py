@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step size of kernels of minibatches, from curvature and gradient noise."""
+"""The step size of chains that see minibatches, from curvature and gradient noise."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,33 +17,18 @@ __all__ = [
     "Probe",
     "Score",
     "StepChoice",
-    "StepLaw",
     "choose_step",
     "finite_gradient",
     "gradient_noise",
     "judge",
     "largest_curvature",
     "probe",
+    "stable_step",
 ]
 
 Gradient = Callable[[Tensor], Tensor]
 Score = Callable[[Tensor], tuple[Tensor, Tensor]]
 Limit = Literal["stability", "balance", "heat", "user"]
-
-
-class StepLaw(NamedTuple):
-    """How the errors of a kernel depend on its step size.
-
-    ``heat(noise)`` and ``relaxations(steps)`` are per ``step_size ** power``;
-    ``stable(curvature)`` is the largest stable step size, and ``settings(step_size)`` makes the
-    kernel's settings.
-    """
-
-    power: int
-    heat: Callable[[float], float]
-    relaxations: Callable[[int], float]
-    stable: Callable[[float], float]
-    settings: Callable[[float], Any]
 
 
 class Probe(NamedTuple):
@@ -85,16 +70,18 @@ class StepChoice(NamedTuple):
         }
 
 
-def choose_step(
-    law: StepLaw, found: Probe, steps: int, policy: LangevinPolicy = DEFAULT.langevin
-) -> StepChoice:
+def stable_step(curvature: float) -> float:
+    """Return the largest step size, half of the leapfrog integrator's limit."""
+    return 1 / math.sqrt(max(curvature, 1.0))
+
+
+def choose_step(found: Probe, steps: int, policy: LangevinPolicy = DEFAULT.langevin) -> StepChoice:
     r"""Choose the step size of a run.
 
     With step h, friction :math:`\gamma` and rms noise :math:`\sigma^2`, gradient noise widens the
     posterior's variances by a share of :math:`\tau`, and in T steps the chains relax R times:
 
-    .. math:: \tau = \frac{h \sigma^2}{2 \gamma}, \quad R = \tfrac12 \gamma h T \text{ (SGHMC)};
-        \qquad \tau = \tfrac14 h^2 \sigma^2, \quad R = \tfrac12 h^2 T \text{ (SGLD)}.
+    .. math:: \tau = \frac{h \sigma^2}{2 \gamma}, \quad R = \tfrac12 \gamma h T.
 
     All chains see the same minibatches. So part of the heat moves them together, and only a run of
     many relaxation times shows it as width.
@@ -104,32 +91,37 @@ def choose_step(
     noise. So the step is that at which :math:`\tau = 1/R` (limit ``"balance"``); half the error
     takes four times the steps. The heat stays below ``policy.max_heat``, beyond which draws of
     networks predicted worse than their starts (``"heat"``): then the run is too short to relax
-    twice. In any case the step is stable (``"stability"``), see the kernel's law.
+    twice. In any case the step is stable (``"stability"``, :func:`stable_step`).
 
     **Example:**
 
-    >>> from pyro_implicit.mcmc.kernels import sghmc
     >>> found = Probe(curvature=4.0, noise=10.0, gradients=0)
-    >>> choose_step(sghmc.law(), found, 10_000).limit
+    >>> choose_step(found, 10_000).limit
     'balance'
 
-    :param law: the kernel's step law.
     :param found: measured curvature and noise.
     :param steps: T, the steps after the warm-up.
-    :param policy: the largest heat.
+    :param policy: the friction and the largest heat.
     """
-    heat, relaxations = law.heat(found.noise), law.relaxations(steps)
-    limits: dict[Limit, float] = {"stability": law.stable(found.curvature) ** law.power}
-    if heat > 0:
-        limits |= {"balance": 1 / math.sqrt(heat * relaxations), "heat": policy.max_heat / heat}
+    unit = judge(found, steps, 1.0, "user", policy)
+    limits: dict[Limit, float] = {"stability": stable_step(found.curvature)}
+    if unit.heat > 0:
+        limits["balance"] = 1 / math.sqrt(unit.heat * unit.relaxations)
+        limits["heat"] = policy.max_heat / unit.heat
     limit = min(limits, key=lambda name: limits[name])
-    return judge(law, found, steps, limits[limit] ** (1 / law.power), limit)
+    return judge(found, steps, limits[limit], limit, policy)
 
 
-def judge(law: StepLaw, found: Probe, steps: int, step_size: float, limit: Limit) -> StepChoice:
+def judge(
+    found: Probe,
+    steps: int,
+    step_size: float,
+    limit: Limit,
+    policy: LangevinPolicy = DEFAULT.langevin,
+) -> StepChoice:
     """Return the expected errors of a step size."""
-    unit = step_size**law.power
-    heat, relaxations = law.heat(found.noise) * unit, law.relaxations(steps) * unit
+    heat = found.noise / (2 * policy.friction) * step_size
+    relaxations = policy.friction * steps / 2 * step_size
     return StepChoice(step_size, limit, heat, relaxations, found.curvature, found.noise)
 
 

@@ -51,7 +51,7 @@ def test_a_new_kernel_of_minibatches(monkeypatch):
         calls.append(settings)
         return sghmc.step(state, score, settings)
 
-    monkeypatch.setitem(KERNELS, "other", Kernel(sghmc.init, step, law=sghmc.law))
+    monkeypatch.setitem(KERNELS, "other", Kernel(sghmc.init, step))
     batches = [torch.zeros(2), torch.zeros(2)]
     options = {"batches": batches, "seed": 0, "progress": False, "max_epochs": 50}
     torch.manual_seed(0)
@@ -74,10 +74,10 @@ def test_steps_are_pure(name):
 
     state = kernel.init(torch.randn(20, 3), score)
     before = [part.clone() for part in state]
-    if kernel.law is None:
+    if kernel.adaptation is not None:
         settings = kernel.adaptation().settings(state)
     else:
-        settings = kernel.law().settings(0.1)
+        settings = sghmc.Settings(0.1)
     after, info = kernel.step(state, score, settings)
     assert all(a.equal(b) for a, b in zip(state, before, strict=True))
     assert not after.position.equal(state.position) and info.num_gradients >= 1
