@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Self
 
@@ -37,27 +37,17 @@ __all__ = ["BayesianMLPClassifier", "BayesianMLPRegressor"]
 ACTIVATIONS = {"logistic": nn.Sigmoid, "relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh}
 
 
+@dataclass(eq=False, repr=False)
 class _BayesianMLP(BaseEstimator):
-    def __init__(
-        self,
-        hidden_layer_sizes: Sequence[int] = (32, 32),
-        activation: str = "relu",
-        *,
-        prior: Prior = "fan_in",
-        num_networks: int = 200,
-        max_seconds: float | None = None,
-        policy: FitPolicy | None = None,
-        random_state: int | np.random.RandomState | None = None,
-        verbose: bool = False,
-    ) -> None:
-        self.hidden_layer_sizes = hidden_layer_sizes
-        self.activation = activation
-        self.prior = prior
-        self.num_networks = num_networks
-        self.max_seconds = max_seconds
-        self.policy = policy
-        self.random_state = random_state
-        self.verbose = verbose
+    hidden_layer_sizes: Sequence[int] = (32, 32)
+    activation: str = "relu"
+    _: KW_ONLY
+    prior: Prior = "fan_in"
+    num_networks: int = 200
+    max_seconds: float | None = None
+    policy: FitPolicy | None = None
+    random_state: int | np.random.RandomState | None = None
+    verbose: bool = False
 
     def _make_network(self, num_inputs: int, num_outputs: int) -> nn.Module:
         hidden = self.hidden_layer_sizes
@@ -74,7 +64,7 @@ class _BayesianMLP(BaseEstimator):
 
     def _policy(self) -> FitPolicy:
         policy = self.policy or FitPolicy()
-        if self.hidden_layer_sizes == 0 or not self.hidden_layer_sizes:
+        if not self.hidden_layer_sizes:
             return policy  # one mode: a linear model is fitted exactly
         return replace(policy, network=replace(policy.network, most_searched_weights=0))
 
@@ -127,6 +117,7 @@ class _BayesianMLP(BaseEstimator):
         return torch.cat([part.draws for part in found if part.draws is not None], 1).numpy()
 
 
+@dataclass(eq=False, repr=False)
 class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
     r"""Regression by a Bayesian neural network, with intervals.
 
@@ -175,30 +166,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         sparse matrices, and invalid arguments.
     """
 
-    def __init__(
-        self,
-        hidden_layer_sizes: Sequence[int] = (32, 32),
-        activation: str = "relu",
-        *,
-        noise: Noise | None = None,
-        prior: Prior = "fan_in",
-        num_networks: int = 200,
-        max_seconds: float | None = None,
-        policy: FitPolicy | None = None,
-        random_state: int | np.random.RandomState | None = None,
-        verbose: bool = False,
-    ) -> None:
-        super().__init__(
-            hidden_layer_sizes,
-            activation,
-            prior=prior,
-            num_networks=num_networks,
-            max_seconds=max_seconds,
-            policy=policy,
-            random_state=random_state,
-            verbose=verbose,
-        )
-        self.noise = noise
+    noise: Noise | None = field(default=None, kw_only=True)
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Fit the weights.

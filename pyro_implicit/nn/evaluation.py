@@ -92,18 +92,14 @@ def evaluate(
             f"ood must be a dict of loaders by name, but got a {type(ood).__name__}. Cure: "
             'ood={"elsewhere": loader}'
         )
-    rows: dict[str, list[Tensor]] = {}
-    is_label, number = False, 0
+    number, parts = 0, []
     for found, target, unmasked in predictions(model, posterior, loader, num_samples, True):
         assert target is not None
-        counted = _counted_rows(unmasked)
-        is_label, number = found.probability is not None, found.num_samples
-        read = _label_rows if is_label else _number_rows
-        for name, value in {**_uncertainties(found), **read(found, target)}.items():
-            rows.setdefault(name, []).append(value[counted].cpu())
-    if not rows:
-        raise ValueError("the loader is empty")
-    columns = {name: torch.cat(parts) for name, parts in rows.items()}
+        counted, number = _counted_rows(unmasked), found.num_samples
+        read = _number_rows if found.probability is None else _label_rows
+        rows = _uncertainties(found) | read(found, target)
+        parts.append({name: value[counted] for name, value in rows.items()})
+    columns = _columns(parts, "the loader is empty")
     if not len(columns["log_prob"]):
         raise ValueError("the model masks all targets. Cure: rows with observed targets")
     foreign = {}
@@ -117,9 +113,15 @@ def evaluate(
         "uncertainty": {name: columns[name] for name in UNCERTAINTIES if name in columns},
         "log_prob": columns["log_prob"],
     }
-    if is_label:
+    if "correct" in columns:
         return _label_report(columns, num_bins, common)
     return _number_report(columns, common)
+
+
+def _columns(parts: list[dict[str, Tensor]], empty: str) -> dict[str, Tensor]:
+    if not parts:
+        raise ValueError(empty)
+    return {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
 
 
 def _counted_rows(unmasked: Tensor) -> Tensor:
@@ -142,7 +144,8 @@ def _uncertainties(found: Prediction) -> dict[str, Tensor]:
             "mutual information": found.mutual_information,
         }
     assert found.aleatoric is not None and found.epistemic is not None
-    aleatoric, epistemic = (_sum(part) for part in (found.aleatoric, found.epistemic))
+    parts = found.aleatoric, found.epistemic
+    aleatoric, epistemic = (part.reshape(len(part), -1).sum(-1) for part in parts)
     return {"variance": aleatoric + epistemic, "epistemic variance": epistemic}
 
 
@@ -169,14 +172,9 @@ def _number_rows(found: Prediction, target: Tensor) -> dict[str, Tensor]:
     return rows if found.pit is None else rows | {"pit": found.pit}
 
 
-def _foreign(columns: dict[str, Tensor], found: Any) -> Foreign:
-    rows: dict[str, list[Tensor]] = {}
-    for prediction, *_ in found:
-        for name, value in _uncertainties(prediction).items():
-            rows.setdefault(name, []).append(value.cpu())
-    if not rows:
-        raise ValueError("a loader of ood is empty")
-    scores = {name: torch.cat(parts) for name, parts in rows.items()}
+def _foreign(columns: dict[str, Tensor], found: Iterable[Any]) -> Foreign:
+    parts = [_uncertainties(prediction) for prediction, *_ in found]
+    scores = _columns(parts, "a loader of ood is empty")
     return Foreign(
         num_rows=len(next(iter(scores.values()))),
         detection={name: detect(columns[name], score) for name, score in scores.items()},
@@ -206,11 +204,10 @@ def _label_report(columns: dict[str, Tensor], num_bins: int, common: dict) -> La
 
 
 def _number_report(columns: dict[str, Tensor], common: dict) -> NumberReport:
-    pit = columns.get("pit")
-    coverage = {}
-    for level in COVERAGE_LEVELS if pit is not None else ():
-        assert pit is not None
-        coverage[level] = average(((pit - 0.5).abs() <= level / 2).float())
+    pit, coverage = columns.get("pit"), {}
+    if pit is not None:
+        inside = 2 * (pit - 0.5).abs()
+        coverage = {level: average(inside <= level) for level in COVERAGE_LEVELS}
     return NumberReport(
         rmse=average(columns["square"]) ** 0.5,
         log_likelihood=average(columns["log_prob"]),
@@ -218,7 +215,3 @@ def _number_report(columns: dict[str, Tensor], common: dict) -> NumberReport:
         pit=pit,
         **common,
     )
-
-
-def _sum(values: Tensor) -> Tensor:
-    return values.reshape(len(values), -1).sum(-1)

@@ -71,21 +71,20 @@ class _Mean:
     def __init__(self, interval: float | None = None, draws: bool = False) -> None:
         self.interval, self.draws = interval, draws
         self.kind: type | None = None
-        self.parameters: list[dict[str, Tensor]] = []
+        self.parameters: dict[str, list[Tensor]] = {}
         self.count = 0
         self.sums: dict[str, Tensor] = {}
-        self.log_sum: Tensor | None = None
 
     def add(self, found: dict[str, Tensor]) -> None:
         self.count += len(next(iter(found.values())))
-        kept = {name: found.pop(name) for name in list(found) if name.startswith(PARAMETER)}
-        self.parameters.append({name.removeprefix(PARAMETER): kept[name] for name in kept})
-        log_prob = found.pop("log_prob", None)
-        if log_prob is not None:
-            total = log_prob.logsumexp(0)
-            self.log_sum = total if self.log_sum is None else self.log_sum.logaddexp(total)
         for name, value in found.items():
-            self.sums[name] = self.sums[name] + value.sum(0) if name in self.sums else value.sum(0)
+            if name.startswith(PARAMETER):
+                self.parameters.setdefault(name.removeprefix(PARAMETER), []).append(value)
+                continue
+            is_log = name == "log_prob"
+            total = value.logsumexp(0) if is_log else value.sum(0)
+            add = torch.logaddexp if is_log else torch.add
+            self.sums[name] = add(self.sums[name], total) if name in self.sums else total
 
     def _kept(self, fn: dist.TorchDistribution) -> dict[str, Tensor]:
         if not self.draws and self.interval is None:
@@ -101,9 +100,8 @@ class _Mean:
     def _distribution(self) -> Any:
         if self.kind is None:
             return None
-        parts = {name: [p[name] for p in self.parameters] for name in self.parameters[0]}
         try:
-            return self.kind(**{name: torch.cat(part) for name, part in parts.items()})
+            return self.kind(**{name: torch.cat(part) for name, part in self.parameters.items()})
         except (TypeError, ValueError) as error:
             if not self.draws:
                 return None
@@ -112,9 +110,11 @@ class _Mean:
                 "pyro.infer.Predictive, or draws=False"
             ) from error
 
-    def _means(self) -> tuple[dict[str, Tensor], Tensor | None]:
-        log_mean = None if self.log_sum is None else self.log_sum - math.log(self.count)
-        return {name: value / self.count for name, value in self.sums.items()}, log_mean
+    def _means(self) -> dict[str, Tensor]:
+        return {
+            name: value - math.log(self.count) if name == "log_prob" else value / self.count
+            for name, value in self.sums.items()
+        }
 
 
 class LabelMean(_Mean):
@@ -130,7 +130,7 @@ class LabelMean(_Mean):
 
     def prediction(self) -> Prediction:
         """Return the prediction of all draws."""
-        means, log_prob = self._means()
+        means = self._means()
         entropy = _entropy(means["probability"])
         information = (entropy - means["entropy"]).clamp(min=0.0)
         return Prediction(
@@ -138,7 +138,7 @@ class LabelMean(_Mean):
             means["probability"],
             entropy,
             information,
-            log_prob=log_prob,
+            log_prob=means.get("log_prob"),
             draws=self._distribution().sample() if self.draws else None,
         )
 
@@ -166,7 +166,7 @@ class NumberMean(_Mean):
 
     def prediction(self) -> Prediction:
         """Return the prediction of all draws."""
-        means, log_prob = self._means()
+        means = self._means()
         assert self.origin is not None
         fn = self._distribution()
         found = Prediction(
@@ -174,7 +174,7 @@ class NumberMean(_Mean):
             mean=self.origin + means["shift"],
             aleatoric=means["variance"],
             epistemic=(means["square"] - means["shift"].square()).clamp(min=0.0),
-            log_prob=log_prob,
+            log_prob=means.get("log_prob"),
             pit=means.get("pit"),
             draws=fn.sample() if self.draws else None,
         )
@@ -190,11 +190,8 @@ def fitting_target(y: Tensor, fn: dist.TorchDistribution) -> Tensor:
             f"the targets have shape {tuple(y.shape)}, but the model draws targets of shape "
             f"{tuple(fn.shape())}"
         )
-    return (
-        y.reshape(fn.shape()).to(without_mask(fn).probs)
-        if isinstance(without_mask(fn), dist.Bernoulli)
-        else y.reshape(fn.shape())
-    )
+    y, base = y.reshape(fn.shape()), without_mask(fn)
+    return y.to(base.probs) if isinstance(base, dist.Bernoulli) else y
 
 
 def _central_interval(fn: Any, found: Prediction, probability: float) -> Tensor | None:

@@ -235,8 +235,7 @@ def _histograms(axes: Axes, sets: dict[str, Tensor]) -> None:
     highest = max(values.max().item() for values in sets.values()) or 1.0
     edges = torch.linspace(0, highest, 31)
     for name, values in sets.items():
-        heights = torch.histogram(values.float(), edges, density=True).hist
-        axes.stairs(heights.tolist(), edges.tolist(), label=name)
+        axes.hist(values.tolist(), edges.tolist(), density=True, histtype="step", label=name)
     axes.set_yticks([])
     axes.legend(frameon=False)
 
