@@ -31,11 +31,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.common import (
     RESULTS,
     add_output_arguments,
-    append_record,
-    environment,
     markdown_table,
-    missing_runs,
     read_records,
+    run_missing,
     write_page,
 )
 from pyro_implicit import fit, refine
@@ -102,9 +100,6 @@ def run(case: str, method: str, seed: int) -> dict[str, Any]:
     result = fit_by(model, method, train, seed, longer)
     report = evaluate(result, [test], model=model)
     return {
-        "case": case,
-        "method": method,
-        "seed": seed,
         "accuracy": report.accuracy,
         "nll": report.nll,
         "ece": report.ece,
@@ -175,8 +170,7 @@ def main(args: argparse.Namespace) -> None:
         for case in args.cases
         if method == "MAP" or not case.endswith(("longer", "tempered"))
     ]
-    for key in missing_runs(args.out, [] if args.report else keys):
-        append_record(args.out, run(**key) | environment("cpu"))
+    run_missing(args.out, [] if args.report else keys, lambda key: run(**key))
     write_page(args.out, report(args.out))
 
 
