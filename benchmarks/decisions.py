@@ -56,19 +56,18 @@ def rows(number: int) -> Any:
     return pyro.plate("rows", number)
 
 
+def tensor(values: np.ndarray) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.float32)
+
+
 # Exact leave-one-out densities
 
 
 def by_evidence(log_evidence_of: Callable[[np.ndarray], float], number: int) -> np.ndarray:
     """``log p(y) - log p(y_-i)`` from the log evidence of a subset of the rows."""
-    every = np.ones(number, dtype=bool)
-    whole = log_evidence_of(every)
-    found = []
-    for index in range(number):
-        keep = every.copy()
-        keep[index] = False
-        found.append(whole - log_evidence_of(keep))
-    return np.array(found)
+    indices = np.arange(number)
+    whole = log_evidence_of(indices >= 0)
+    return np.array([whole - log_evidence_of(indices != one) for one in indices])
 
 
 def on_grid(log_prior: np.ndarray, log_likelihood: np.ndarray) -> np.ndarray:
@@ -131,6 +130,10 @@ def student(x, y):
         pyro.sample("y", dist.StudentT(4.0, b * x, sigma), obs=y)
 
 
+EFFECTS = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
+ERRORS = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
+
+
 def schools(y, error):
     mu = pyro.sample("mu", dist.Normal(0.0, 5.0))
     tau = pyro.sample("tau", dist.HalfCauchy(5.0))
@@ -149,9 +152,6 @@ def count_effects(y):
 
 def loo_cases() -> dict[str, Case]:
     generator = np.random.default_rng(1)
-
-    def tensor(values: np.ndarray) -> Tensor:
-        return torch.as_tensor(values, dtype=torch.float32)
 
     x5 = generator.normal(size=(60, 5))
     x5[0] *= 4  # a leverage point
@@ -201,11 +201,8 @@ def loo_cases() -> dict[str, Case]:
         z = (y - b[:, None] * x1) / s[:, None]
         return on_grid(prior, stats.t.logpdf(z, 4) - np.log(s)[:, None])
 
-    effects = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
-    errors = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
-
     def exact_schools() -> np.ndarray:
-        y, e = effects.double().numpy(), errors.double().numpy()
+        y, e = EFFECTS.double().numpy(), ERRORS.double().numpy()
         mu, tau = mesh(np.linspace(-25, 30, 601), np.exp(np.linspace(-7, 7, 1401)))
         prior = stats.norm.logpdf(mu, 0, 5) + stats.halfcauchy.logpdf(tau, scale=5) + np.log(tau)
         return on_grid(prior, stats.norm.logpdf(y, mu[:, None], np.hypot(tau[:, None], e)))
@@ -233,7 +230,7 @@ def loo_cases() -> dict[str, Case]:
         "normal": Case(normal, (values,), exact_normal),
         "logistic": Case(logistic, (tensor(x1), labels), exact_logistic),
         "student": Case(student, (tensor(x1), ys), exact_student),
-        "eight schools": Case(schools, (effects, errors), exact_schools),
+        "eight schools": Case(schools, (EFFECTS, ERRORS), exact_schools),
         "count effects": Case(count_effects, (wild,), exact_effects),
     }
 
@@ -287,9 +284,6 @@ def two_modes(y):
 
 def evidence_cases() -> dict[str, Case]:
     generator = np.random.default_rng(2)
-
-    def tensor(values: np.ndarray) -> Tensor:
-        return torch.as_tensor(values, dtype=torch.float32)
 
     def data(n: int, d: int) -> tuple[Tensor, Tensor]:
         x = generator.normal(size=(n, d))
@@ -387,9 +381,8 @@ def exact_weights(x: np.ndarray, y: np.ndarray, columns: Iterable[int]) -> np.nd
 def run_stacking(case: Case, seed: int) -> dict[str, Any]:
     x, y = open_regression(seed)
     columns = (3, 7, 11)
-    tensors = [torch.as_tensor(part, dtype=torch.float32) for part in (x, y)]
     results = {
-        str(c): fit(case.model, "auto", tensors[0][:, c], tensors[1], seed=seed, progress=False)
+        str(c): fit(case.model, "auto", tensor(x[:, c]), tensor(y), seed=seed, progress=False)
         for c in columns
     }
     start = time.process_time()
@@ -456,8 +449,6 @@ def sensitivity_cases() -> dict[str, Case]:
         [9.5, 10.2, 9.1, 9.1, 10.3, 10.9, 11.7, 10.3, 9.6, 8.6, 9.1, 11.1, 9.3, 10.5, 9.7, 10.3]
         + [10.0, 9.8, 9.6, 8.3, 10.2, 9.8, 10.0, 10.0, 9.1]
     )
-    effects = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
-    errors = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
     ozone, temperature = (
         torch.tensor([float(value) for value in text.split()]) for text in (OZONE, TEMPERATURE)
     )
@@ -466,7 +457,7 @@ def sensitivity_cases() -> dict[str, Case]:
     return {
         "univariate normal": Case(two_parameters, (y,), lambda: published),
         "air quality": Case(ozone_model, (ozone, temperature - temperature.mean()), lambda: air),
-        "eight schools": Case(schools_non_centred, (effects, errors), lambda: {}),
+        "eight schools": Case(schools_non_centred, (EFFECTS, ERRORS), lambda: {}),
     }
 
 

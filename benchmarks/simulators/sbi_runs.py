@@ -6,14 +6,12 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 import warnings
 
 import torch
 
-from benchmarks.simulators.tasks import DIM, LOW, SCORE, c2st, observe, reference, simulate
+from benchmarks.simulators.tasks import DIM, LOW, observe, parser, print_score, reference, simulate
 
 
 def main() -> None:
@@ -21,20 +19,16 @@ def main() -> None:
     from sbi.inference import NPE, NRE
     from sbi.utils import BoxUniform
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tasks", nargs="+", default=list(DIM))
-    parser.add_argument("--methods", nargs="+", default=["npe_maf", "npe_nsf", "nre"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--number", type=int, default=10_000)
-    parser.add_argument("--draws", type=int, default=3000)
-    arguments = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--methods", nargs="+", default=["npe_maf", "npe_nsf", "nre"])
+    arguments = command.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for task in arguments.tasks:
         low = LOW[task] * torch.ones(DIM[task])
         prior = BoxUniform(low, -low)
-        observed = {seed: observe(task, seed) for seed in SCORE}
-        exact = {s: reference(task, y, arguments.draws) for s, y in observed.items()}
+        observed = {n: observe(task, n) for n in arguments.observations}
+        exact = {n: reference(task, y, arguments.draws) for n, y in observed.items()}
         for method in arguments.methods:
             for seed in arguments.seeds:
                 torch.manual_seed(seed)
@@ -57,15 +51,8 @@ def main() -> None:
                 for number, data in observed.items():
                     shape = (arguments.draws,)
                     draws = posterior.sample(shape, x=data, show_progress_bars=False)
-                    found = {
-                        "task": task,
-                        "method": method,
-                        "seed": seed,
-                        "observation": number,
-                        "c2st": round(c2st(exact[number], draws.numpy()), 3),
-                        "cpu_training": round(seconds, 1),
-                    }
-                    print(json.dumps(found), flush=True)
+                    key = {"task": task, "method": method, "seed": seed, "observation": number}
+                    print_score(exact[number], draws, seconds, **key)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ It imports neither Pyro nor sbi, so that both sides use the same code.
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,3 +112,20 @@ def c2st(x: np.ndarray, y: np.ndarray) -> float:
     model = MLPClassifier((width, width), max_iter=1000, random_state=1)
     folds = KFold(5, shuffle=True, random_state=1)
     return float(cross_val_score(model, both, label, cv=folds, scoring="accuracy").mean())
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the options of both scripts."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--tasks", nargs="+", default=list(DIM))
+    options.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    options.add_argument("--observations", type=int, nargs="+", default=SCORE)
+    options.add_argument("--number", type=int, default=10_000)
+    options.add_argument("--draws", type=int, default=3000)
+    return options
+
+
+def print_score(exact: np.ndarray, draws: Tensor, cpu_training: float, **key: Any) -> None:
+    """Print one JSON line."""
+    score = {"c2st": round(c2st(exact, draws.numpy()), 3), "cpu_training": round(cpu_training, 1)}
+    print(json.dumps(key | score), flush=True)

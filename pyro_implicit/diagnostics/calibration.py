@@ -237,13 +237,19 @@ class _RefuseImproper(Messenger):
 
 
 @torch.no_grad()
-def simulation_trace(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Trace:
-    """Return a trace in which all latents, and then the observed sites, are drawn.
+def simulation_trace(
+    model: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    given: Mapping[str, Tensor] | None = None,
+) -> Trace:
+    """Return a trace in which the latents that are not given, and the observed sites, are drawn.
 
     :raises ValueError: for a flat prior or a factor.
     """
     with poutine.block(), _RefuseImproper():
-        return poutine.trace(poutine.uncondition(model)).get_trace(*args, **kwargs)
+        drawn = poutine.condition(poutine.uncondition(model), dict(given or {}))
+        return poutine.trace(drawn).get_trace(*args, **kwargs)
 
 
 def _simulate(

@@ -623,6 +623,11 @@ class SimulatorPolicy:
     #: Finite simulations, at least.
     least_simulations: int = 100
 
+    #: With several rounds: posterior mass outside of the region in which the next round simulates,
+    #: and draws from which its latents are resampled.
+    tail: float = 1e-4
+    num_candidates: int = 100_000
+
     #: Share of ``max_seconds`` for the simulations.
     simulation_share: float = 0.5
 

@@ -258,6 +258,80 @@ def test_simulations_replay_the_model():
     assert simulator.columns == ["y[0]", "y[1]"]
 
 
+def far(y):
+    """The posterior of a is N(y / (1 + s), 1 / (1 / 4 + 1 / 0.2^2)), s = 0.01; b is in (0, 10)."""
+    a = pyro.sample("a", dist.Normal(0.0, 2.0))
+    b = pyro.sample("b", dist.Uniform(0.0, 10.0))
+    pyro.sample("y", Sampled(lambda: torch.stack([a, b]) + 0.2 * torch.randn(2), (2,)), obs=y)
+
+
+@pytest.fixture(scope="module")
+def sequential():
+    options = OPTIONS | {"policy": replace(SMALL, num_networks=1, num_steps=400)}
+    return fit_simulator(far, torch.tensor([3.0, 8.0]), rounds=2, num_simulations=1200, **options)
+
+
+def test_rounds_reach_the_closed_form(sequential):
+    assert [stage.name for stage in sequential.stages] == ["simulate", "posterior"] * 2 + ["ratio"]
+    assert sequential.num_simulations == 1200 and 600 < len(sequential._proposal) < 900
+    draws = sequential.sample(8000)
+    for name, mean in (("a", 3 / 1.01), ("b", 8.0)):
+        low, middle, high = draws[name].quantile(torch.tensor([0.159, 0.5, 0.841])).tolist()
+        assert middle == pytest.approx(mean, abs=0.1)
+        # With simulations at draws of the posterior, 0.2 / sqrt(2).
+        assert (high - low) / 2 == pytest.approx(0.2, abs=0.04)
+    assert sequential.diagnose(seed=1).accuracy < 0.6  # with draws of the prior, near 1
+
+
+def test_proposals_are_draws_of_the_prior_in_a_region():
+    y = torch.tensor([0.5, 5.0])
+    options = {"policy": SimulatorPolicy(num_networks=1, num_steps=1, tail=0.3)}
+    found = fit_simulator(far, y, rounds=2, **QUICK | options | {"num_simulations": 400})
+    torch.manual_seed(0)
+    proposals, is_inside = found._propose(20_000)
+    assert is_inside(proposals).all()
+    uniform = torch.rand(200_000, 2)
+    exact = torch.stack([2 * torch.special.ndtri(uniform[:, 0]), uniform[:, 1].logit()], -1)
+    exact = exact[is_inside(exact)]
+    assert 0.1 < len(exact) / 200_000 < 0.9
+    torch.testing.assert_close(proposals.mean(0), exact.mean(0), rtol=0, atol=0.05)
+    torch.testing.assert_close(proposals.T.cov(), exact.T.cov(), rtol=0.06, atol=0.05)
+
+
+def test_the_log_density_of_the_prior_in_unconstrained_space():
+    def model(y):
+        with pyro.plate("rows", 3):
+            p = pyro.sample("p", dist.Beta(2.0, 3.0))
+        m = pyro.sample("m", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(p.sum() + m.sum(), 1.0), obs=y)
+
+    simulator = _Simulator(model, (torch.tensor(1.0),), {}, None)
+    latent = torch.randn(4, 5)
+    p = latent[:, :3].sigmoid()
+    beta = dist.Beta(2.0, 3.0).log_prob(p) + p.log() + (1 - p).log()
+    normal = dist.Normal(0.0, 1.0).log_prob(latent[:, 3:])
+    torch.testing.assert_close(simulator.log_prior(latent), beta.sum(-1) + normal.sum(-1))
+
+
+def test_rounds_refuse_other_data_and_dependent_priors(sequential, tmp_path):
+    def nested(y):
+        scale = pyro.sample("scale", dist.HalfNormal(1.0))
+        one(pyro.sample("x", dist.Normal(0.0, scale)), y)
+
+    with pytest.raises(ValueError, match=r"prior of latent 'x' depends.*Cure: rounds=1, or"):
+        fit_simulator(nested, torch.tensor(1.0), rounds=2, **QUICK | {"num_simulations": 200})
+    with pytest.raises(ValueError, match="num_simulations must be at least 200"):
+        fit_simulator(far, torch.ones(2), rounds=2, **QUICK)
+    sequential.save(tmp_path / "fit.pt")
+    loaded = SimulatorFit.load(tmp_path / "fit.pt", far, torch.tensor([3.0, 8.0]))
+    accuracies = []
+    for found in (sequential, loaded):
+        with pytest.raises(ValueError, match="one data set only. Cure: rounds=1"):
+            found.sample(5, torch.tensor([3.0, 7.9]))
+        accuracies.append(found.diagnose(num_simulations=100, seed=1).accuracy)
+    assert accuracies[0] == accuracies[1]
+
+
 def test_save_and_load(fitted, tmp_path):
     file, other = tmp_path / "fit.pt", torch.tensor([0.3, -0.2])
     fitted.save(file)
