@@ -186,7 +186,8 @@ def fit(
         independent of the other variables. ``result.sample(n, x)`` draws for new rows.
     :param loss: the loss of a given guide, by default that of
         :func:`~pyro_implicit.fitting.default_loss`.
-    :param num_steps: the maximal number of steps of each training. The learning rate falls once the
+    :param num_steps: the maximal number of steps of each training, except ensembles of networks on
+        many rows that train until ``max_seconds``. The learning rate falls once the
         smoothed loss stops falling (:class:`~pyro_implicit.fitting.Schedule`).
     :param lr: the learning rate, for latent variables of unit scale in the guide's frame.
     :param num_particles: the number of particles of default losses; at most 8 if the model cannot

@@ -165,6 +165,8 @@ def _train_ensemble(
         steps = stages.steps_for(guide, loss, policy.training_seconds / policy.cost_ratio)
         if batches is not None:
             stages.args, stages.batches = (), batches
+            if time_share == 1 and math.isfinite(stages.limit.end):
+                steps = sys.maxsize  # nothing follows, and many rows take many steps
         if rows is not None:
             patience = max(1, int(policy.patience_share * steps / policy.score_interval))
             stages.held_out = HeldOut(

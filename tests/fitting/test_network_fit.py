@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -362,14 +363,16 @@ def test_chains_that_predict_worse_are_rejected(linear, monkeypatch):
     assert fit(model, "auto", x, y, refine=True, **options).refined is not None
 
 
-@pytest.mark.parametrize("least_gradients", [1, 10**15])
-def test_without_time_for_chains_the_ensemble_sees_all_rows(linear, monkeypatch, least_gradients):
-    """It may then train until the time limit."""
-    shares, original = [], Stages.train_alone
+@pytest.mark.parametrize(("least_gradients", "rows"), [(1, 1), (10**15, 1), (10**15, 1000)])
+def test_without_time_for_chains_the_ensemble_sees_all_rows(
+    linear, monkeypatch, least_gradients, rows
+):
+    """It may then train until the time limit, and does so by minibatches."""
+    seen, original = [], Stages.train_alone
 
-    def train_alone(self, name, guide, loss, time_share, **options):
-        shares.append(time_share)
-        return original(self, name, guide, loss, time_share, **options)
+    def train_alone(self, name, guide, loss, time_share, num_steps, **options):
+        seen.append((time_share, num_steps))
+        return original(self, name, guide, loss, time_share, num_steps=10, **options)
 
     def refine_target(*args, **options):
         raise KeyboardInterrupt
@@ -377,14 +380,14 @@ def test_without_time_for_chains_the_ensemble_sees_all_rows(linear, monkeypatch,
     monkeypatch.setattr(Stages, "train_alone", train_alone)
     monkeypatch.setattr(network_fit, "refine_target", refine_target)
     model, x, y = linear
-    policy = FitPolicy(network=replace(SHORT, least_gradients=least_gradients))
-    options = {"seed": 0, "progress": False, "policy": policy, "num_steps": 20}
+    network = replace(SHORT, least_gradients=least_gradients, most_rows=rows, batch_rows=20)
+    options = {"seed": 0, "progress": False, "policy": FitPolicy(network=network), "num_steps": 20}
     result = fit(model, "auto", x, y, max_seconds=60.0, **options)
     if least_gradients == 1:
-        assert list(result.held_out) == ["ensemble"] and shares == [SHORT.training_share]
+        assert list(result.held_out) == ["ensemble"] and seen == [(SHORT.training_share, 20)]
     else:
         assert not result.held_out and "no chains, because the time left allows" in str(result)
-        assert shares == [1.0]
+        assert seen == [(1.0, 20 if rows == 1000 else sys.maxsize)]
 
 
 @pytest.mark.parametrize("max_seconds", [None, 20.0])
