@@ -156,15 +156,12 @@ class Pointwise:
         :param index: the places of these observations.
         :returns: by observed site, ``(*batch_shape)``.
         """
-        found, first = {}, 0
-        number = sum(int(site.used.sum()) for site in self.sites.values())
-        every = torch.ones(number, dtype=torch.float64)
+        sizes = [int(site.used.sum()) for site in self.sites.values()]
+        every = torch.ones(sum(sizes), dtype=torch.float64)
         every[self.places[index]] = weight
-        for name, site in self.sites.items():
-            number = int(site.used.sum())
-            found[name] = site.used.double()
-            found[name][site.used] = every[first : first + number].to(site.used.device)
-            first += number
+        found = {name: site.used.double() for name, site in self.sites.items()}
+        for (name, site), part in zip(self.sites.items(), every.split(sizes), strict=True):
+            found[name][site.used] = part.to(site.used.device)
         return found
 
 

@@ -101,14 +101,6 @@ class SiteCheck:
         """
         return ((self.pit - 0.5).abs() <= mass / 2).double().mean().item()
 
-    def interval(self, mass: float) -> Tensor:
-        """Return central predictive intervals, ``(2, num_observations, *event_shape)``.
-
-        :param mass: their probability.
-        """
-        tails = torch.tensor([0.5 - mass / 2, 0.5 + mass / 2]).to(self.replicated.double())
-        return self.replicated.double().quantile(tails, dim=0)
-
     @property
     def faults(self) -> list[str]:
         """What the model does not reproduce, in words."""
@@ -231,22 +223,21 @@ def predictive_check(
     number = len(next(iter(flat.values())))
     if group == "prior":
         groups = model_groups(draws, source, prior=number)["prior_predictive"]
-        weights = None
     else:
         groups = model_groups(draws, source, posterior_predictive=True)["posterior_predictive"]
-        weights = None if target.is_enumerated else _left_out_weights(target, draws)
-    sites, first = {}, 0
-    for name, site in found.items():
+    sites: dict[str, SiteCheck] = {}
+    weights: list[Tensor | None] = [None] * len(found)
+    if group == "posterior" and not target.is_enumerated:
+        sizes = [len(site.events) for site in found.values()]
+        weights = list(_left_out_weights(target, draws).split(sizes))
+    for (name, site), own in zip(found.items(), weights, strict=True):
         replicated = groups[name].flatten(0, 1)[:, site.used]
         if not replicated.double().isfinite().all():
             raise ValueError(
                 f"data of site '{name}' that were drawn from the {group} are not finite. Cure: a "
                 "prior whose data are finite, or float64"
             )
-        size = len(site.events)
-        own = None if weights is None else weights[first : first + size]
-        is_prior, first = group == "prior", first + size
-        sites[name] = _check(name, site, replicated, statistics, own, is_prior)
+        sites[name] = _check(name, site, replicated, statistics, own, group == "prior")
     return PredictiveCheck(group, sites)
 
 
