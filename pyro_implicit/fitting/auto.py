@@ -75,7 +75,7 @@ __all__ = ["fit"]
 NO_CHAINS = (
     "teach=True makes generators from chains of a network with more than 100 weights and all data, "
     "but this fit runs none. Cure: fit(model, 'auto', x, y) of a classifier or regressor, or for "
-    "other models refine(model, guide, ..., teach=True)"
+    "other models teach(guide, refine(model, guide, ...).get_samples(), ...)"
 )
 
 

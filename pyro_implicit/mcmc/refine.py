@@ -44,8 +44,6 @@ from pyro_implicit.mcmc.refined import (
 from pyro_implicit.mcmc.spaces.choice import ChainSetup, finite_starts, space_of, start_chains
 from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Quantities, Tracker
-from pyro_implicit.mcmc.teaching import check_teachable
-from pyro_implicit.mcmc.teaching import teach as teach_guide
 from pyro_implicit.mcmc.tempering import temper as temper_modes
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.global_state import (
@@ -56,7 +54,7 @@ from pyro_implicit.runtime.global_state import (
     single_thread,
     with_seed,
 )
-from pyro_implicit.runtime.messages import first_line, refuse_counts, refuse_nonpositive, warn_user
+from pyro_implicit.runtime.messages import refuse_counts, refuse_nonpositive
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import Callback, watching
 
@@ -64,8 +62,7 @@ __all__ = ["continue_chains", "refine", "refine_target"]
 
 FRAMES = ("auto", "diagonal", "low-rank", "full", "noise", "conditional")
 OF_ALL_DATA = (
-    "frame", "quantities", "max_gradients", "max_leapfrogs", "num_workers", "temper", "teach",
-    "compile",
+    "frame", "quantities", "max_gradients", "max_leapfrogs", "num_workers", "temper", "compile",
 )  # fmt: skip
 OF_MINIBATCHES = ("step_size", "cycles", "max_epochs", "store")
 
@@ -94,7 +91,6 @@ def refine(
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 50,
     temper: bool = False,
-    teach: bool = False,
     compile: CompileMode = "auto",
     progress: bool = True,
     callbacks: Iterable[Callback] = (),
@@ -222,8 +218,6 @@ def refine(
     :param checkpoint_every: transitions between two writings of the checkpoint.
     :param temper: whether annealing replaces the chains, as above. R-hat is then that of chains
         that are worth as many draws; the chains cannot be continued.
-    :param teach: whether the guide then learns from the draws, in place
-        (:func:`~pyro_implicit.mcmc.teach`), so that the next ``refine`` begins nearer.
     :param compile: how the log-density and its gradient are run, like the steps of an ELBO: see
         :class:`~pyro_implicit.infer.ImplicitELBO` and :doc:`/howto/compile`.
     :param progress: whether to show a bar.
@@ -238,9 +232,9 @@ def refine(
         kernel does not have, too few chains, steps or kept draws (fewer than 4 with all data),
         quantities that are not one of each chain, starts of which none has a finite log-density,
         empty ``batches``, a model that does not scale a minibatch, NaN among a minibatch's
-        observations, or a checkpoint of other settings; with ``teach`` for a guide without a
-        density; with ``temper`` for a checkpoint, a kernel or a frame, for more than 100 latent
-        variables, and for a discrete latent with other latents whose prior cannot be drawn from.
+        observations, or a checkpoint of other settings; with ``temper`` for a checkpoint, a kernel
+        or a frame, for more than 100 latent variables, and for a discrete latent with other latents
+        whose prior cannot be drawn from.
     :raises RuntimeError: if all chains of minibatches leave the finite numbers.
     :warns UserWarning: for quantities that are not finite.
 
@@ -278,11 +272,9 @@ def refine(
     refuse_counts(max_gradients=max_gradients, max_leapfrogs=max_leapfrogs)
     refuse_counts(policy.least_kept, max_draws=max_draws)
     check_mode(compile)
-    if teach and isinstance(guide, Mapping):
-        raise ValueError("teach needs a guide, but got draws. Cure: teach=False")
     target = Target(model, *args, model_kwargs=kwargs, sample_discrete=True)
     if target.sampled:
-        _refuse_mixed(target, kernel, frame, teach)
+        _refuse_mixed(target, kernel, frame)
     sampler, modes = Sampler(target, guide), None
     if temper:
         _check_tempering(target, kernel, frame, checkpoint)
@@ -291,33 +283,14 @@ def refine(
             starts = sampler.draw(policy.tempering.num_starts)
             seconds = limit.left(policy.tempering.search_share)
             modes = find_modes(target, starts=starts, max_seconds=seconds)
-    if teach:
-        _call_once(sampler)
-        example = target.constrain(target.init_loc.expand(2, -1))
-        check_teachable(guide, example, target.args, target.kwargs)
     with watching(progress, callbacks), workers(num_workers), single_thread(target.is_small):
         if adapts_number:
             num_chains = chains_in_time(target, num_chains, limit, policy) or policy.least_chains
-        result = refine_target(
+        return refine_target(
             sampler, num_chains, max_gradients, frame, max_leapfrogs, max_draws, limit.seconds(),
             kernel, quantities, compile, policy, checkpoint, checkpoint_every, settings,
             modes=modes, from_prior=temper and modes is None,
         )  # fmt: skip
-    if not teach or isinstance(guide, Mapping):
-        return result
-    try:
-        with watching(progress, callbacks):
-            moving = result.moving()
-            taught = teach_guide(guide, moving, *args, progress=progress, model_kwargs=kwargs)
-    except (KeyboardInterrupt, *IMPOSSIBLE) as error:
-        warn_user(
-            "the chains are done, but the guide learnt nothing from them "
-            f"({first_line(error)}). Cure: teach(guide, result.get_samples(), ...)"
-        )
-        return result
-    # Chains on the noise of a guide cannot go on in that of a guide that has learnt.
-    more = None if result.space == "noise" else result.more
-    return replace(result, taught=taught, more=more)
 
 
 def _refine_by_minibatches(
@@ -672,12 +645,11 @@ def _check_kernel(kernel: str, batches: Any, options: dict[str, Any]) -> None:
         )
 
 
-def _refuse_mixed(target: Target, kernel: str, frame: str, teach: bool) -> None:
+def _refuse_mixed(target: Target, kernel: str, frame: str) -> None:
     names = ", ".join(f"'{name}'" for name in target.sampled)
     for option, value, usual in (
         ("kernel", kernel, "hmc"),
         ("frame", frame, frame if frame not in ("noise", "conditional") else "auto"),
-        ("teach", teach, False),
     ):
         if value != usual:
             raise ValueError(

@@ -25,7 +25,6 @@ from pyro_implicit.mcmc.policy import StoppingPolicy
 from pyro_implicit.mcmc.spaces.conditional_reparam import ConditionalReparam
 from pyro_implicit.mcmc.spaces.space import Space
 from pyro_implicit.mcmc.stopping import Drift, rotated_sites
-from pyro_implicit.mcmc.teaching import Taught
 from pyro_implicit.mcmc.tempering import Annealed, ModeWeights
 from pyro_implicit.runtime.messages import Printed, Table, warn_user
 from pyro_implicit.runtime.sites import site_parts
@@ -105,7 +104,6 @@ class Refined(Printed, ArvizExport):
     :ivar modes: A note on separate modes.
     :ivar modes_weighed: Whether annealing gave each mode its share of chains.
     :ivar weights: With ``temper=True``, the weights of modes and the evidence, with errors.
-    :ivar taught: What the guide learnt, with ``teach=True``.
     :ivar choice: With minibatches, the step size, its active bound, and its expected errors.
     :ivar temperature: With minibatches, the temperature of velocities after the warm-up: 1, plus
         the heat of gradient noise.
@@ -145,7 +143,6 @@ class Refined(Printed, ArvizExport):
     modes: str = ""
     modes_weighed: bool = False
     weights: ModeWeights | None = None
-    taught: Taught | None = None
     choice: StepChoice | None = None
     temperature: float | None = None
     epochs: float | None = None
@@ -170,14 +167,13 @@ class Refined(Printed, ArvizExport):
             as many as before.
         :param progress: whether to show a bar.
         :returns: a new result, with the last two thirds of all draws; this one does not change.
-        :raises ValueError: for chains of minibatches, a result that was unpickled without its
-            model, and chains on the noise of a guide that has learnt since.
+        :raises ValueError: for chains of minibatches, annealing, and a result that was unpickled
+            without its model.
         """
         if self.more is None:
             raise ValueError(
-                "these chains cannot go on: they saw minibatches, annealing made them, they walked "
-                "on the noise of a guide that has learnt since, or the result was loaded without "
-                "its model. Cure: a larger max_gradients or max_seconds; "
+                "these chains cannot go on: they saw minibatches, annealing made them, or the "
+                "result was loaded without its model. Cure: a larger max_gradients or max_seconds; "
                 "fit(...).refine_more, also after Fit.load with model and data; or "
                 "refine(model, result.get_samples(), ...), which starts from these draws"
             )
@@ -345,8 +341,6 @@ class Refined(Printed, ArvizExport):
             rows["chains replaced"] = str(self.replaced)
         if self.stuck:
             rows["chains that never moved"] = str(self.stuck)
-        if self.taught is not None:
-            rows["guide taught"] = str(self.taught)
         yield Table(list(rows.items()), align="l")
         if self.modes:
             yield self.modes

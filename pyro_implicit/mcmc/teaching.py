@@ -22,7 +22,7 @@ from pyro_implicit.runtime.global_state import in_turn
 from pyro_implicit.runtime.progress import new_stage, watch, watching
 from pyro_implicit.runtime.sites import unconstrained
 
-__all__ = ["Taught", "check_teachable", "teach"]
+__all__ = ["Taught", "teach"]
 
 
 @dataclass(frozen=True)
@@ -158,16 +158,6 @@ def maximise(
                 break
     optimiser.zero_grad()
     return steps
-
-
-def check_teachable(guide: Any, example: Mapping[str, Tensor], args: tuple, kwargs: dict) -> None:
-    """Refuse a guide that :func:`teach` would refuse.
-
-    :param example: some draws.
-    :raises ValueError: naming the cure.
-    """
-    _parameters(guide, args, kwargs)
-    density_at_draws(guide, dict(example), args, kwargs)
 
 
 def _parameters(guide: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from types import SimpleNamespace
 
@@ -599,23 +598,11 @@ def test_what_a_later_check_sees_counts_against_an_earlier_one():
     """Chains that had settled, and went on because draws are cheap, drift after all."""
     looks = [Drift(0.01, 0.01, 1.09), Drift(0.3, 0.3, 1.8)]
     walked = standing_chains(history=SimpleNamespace(seen=1000), phase="sampling")
-    walked.history.label, walked.history.drift = lambda *_: None, lambda *_: looks.pop(0)
+    walked.history.drift = lambda *_: looks.pop(0)
     walked.warmup_gradients, walked.gradients = 1000, 1100
     assert walked.check() is None and walked.settled == "converged"
     walked.history.seen = 5000
     assert walked.check() is None and walked.settled is None
-
-
-def test_the_draws_survive_a_failure_of_teach(monkeypatch):
-    def teach(*args, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sys.modules[refine.__module__], "teach_guide", teach)
-    with pytest.warns(
-        UserWarning, match="the guide learnt nothing .*KeyboardInterrupt.*Cure: teach"
-    ):
-        result = short(AutoNormal(regression), teach=True)
-    assert result.taught is None and result.get_samples()["weight"].isfinite().all()
 
 
 def test_chains_that_never_moved_are_counted():

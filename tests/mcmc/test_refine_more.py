@@ -13,7 +13,7 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
 
-from pyro_implicit import AutoImplicit, AutoregressiveGenerator, fit
+from pyro_implicit import fit
 from pyro_implicit.density import Target
 from pyro_implicit.fitting import Fit
 from pyro_implicit.guides.sampler import Sampler
@@ -153,11 +153,3 @@ def test_chains_that_cannot_go_on():
     pyro.clear_param_store()
     with pytest.raises(ValueError, match="no chains of all data"):
         fit(model, AutoNormal(model), Y, num_steps=5, progress=False).refine_more()
-    guide = AutoImplicit(model, AutoregressiveGenerator, frame=None)
-    guide(Y)
-    taught = refine(
-        model, guide, Y, frame="noise", teach=True, max_gradients=300, **{**OPTIONS, "policy": None}
-    )
-    assert taught.space == "noise"
-    with pytest.raises(ValueError, match="has learnt since"):
-        taught.refine_more()

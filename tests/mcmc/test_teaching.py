@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import sys
 
 import pyro
 import pyro.distributions as dist
@@ -28,7 +27,7 @@ from pyro_implicit import (
     ResidualGenerator,
 )
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.mcmc import TeachPolicy, refine, teach
+from pyro_implicit.mcmc import TeachPolicy, teach
 from pyro_implicit.mcmc.guide_density import density_at_draws, unconstrained_draws
 
 
@@ -271,8 +270,6 @@ def test_refuses(guide, message):
     pyro.clear_param_store()
     with pytest.raises(ValueError, match=message):
         teach(guide, posterior(100), progress=False)
-    with pytest.raises(ValueError, match=message):
-        refine(model, guide, teach=True, num_chains=8, max_gradients=20, progress=False)
 
 
 def test_refuses_few_draws_and_draws_of_others():
@@ -280,48 +277,3 @@ def test_refuses_few_draws_and_draws_of_others():
         teach(AutoNormal(model), posterior(5))
     with pytest.raises(ValueError, match="'x', of which there are no draws.*Cure"):
         teach(AutoNormal(model), {"v": torch.zeros(50), "s": torch.ones(50)})
-    with pytest.raises(ValueError, match="got draws. Cure"):
-        refine(model, posterior(8), teach=True, num_chains=8, progress=False)
-
-
-def easy():
-    pyro.sample("v", dist.Normal(2.0, 0.5).expand([2]).to_event(1))
-
-
-OPTIONS = {"num_chains": 32, "max_gradients": 100, "teach": True, "seed": 0, "progress": False}
-
-
-def test_refine_teaches():
-    guide = AutoNormal(easy)
-    result = refine(easy, guide, **OPTIONS)
-    assert result.taught.after > result.taught.before and "guide taught" in str(result)
-    loc, scale = guide._get_loc_and_scale("v")
-    assert (loc - 2).abs().max() < 0.15 and (scale - 0.5).abs().max() < 0.1
-    assert refine(easy, guide, **(OPTIONS | {"teach": False})).taught is None
-
-
-class Killed(Exception):
-    pass
-
-
-def test_killed_and_resumed_teaches_equal_bits(tmp_path, monkeypatch):
-    def run(**options):
-        pyro.clear_param_store()
-        guide = AutoLowRankMultivariateNormal(easy, rank=1)
-        result = refine(easy, guide, **OPTIONS, **options)
-        return result, torch.cat([p.detach().flatten() for p in guide.parameters()])
-
-    whole, taught = run()
-    module = sys.modules[refine.__module__]
-    kept = module.teach_guide
-
-    def die(*args, **kwargs):
-        raise Killed
-
-    monkeypatch.setattr(module, "teach_guide", die)
-    with pytest.raises(Killed):
-        run(checkpoint=tmp_path / "chains.pt")
-    monkeypatch.setattr(module, "teach_guide", kept)
-    resumed, again = run(checkpoint=tmp_path / "chains.pt")
-    assert whole.get_samples()["v"].equal(resumed.get_samples()["v"])
-    assert taught.equal(again) and whole.taught.after == resumed.taught.after
