@@ -24,7 +24,6 @@ from pyro_implicit.mcmc.kernels.step_choice import (
     probe,
     stable_step,
 )
-from pyro_implicit.mcmc.policy import DEFAULT
 from pyro_implicit.runtime.messages import warn_user
 from pyro_implicit.runtime.minibatches import BatchStream, num_rows
 
@@ -33,23 +32,17 @@ __all__ = ["MinibatchChains", "StepSchedule", "check_scaling"]
 
 @dataclass(frozen=True)
 class StepSchedule:
-    """When the step size is chosen, how it varies, and which draws are kept.
+    """When the step size is chosen, and which draws are kept.
 
     :param steps: all steps.
     :param warmup: steps of the warm-up; the step size is chosen anew after a quarter, a half and
         all of them.
-    :param cycles: cycles after the warm-up in which the step size falls along a cosine; 0 for a
-        constant step size.
     :param max_draws: kept draws of each chain.
-    :param peak: ratio of the largest to the chosen step size in a cycle; in the last third of a
-        cycle, the ratio is below one.
     """
 
     steps: int
     warmup: int
-    cycles: int
     max_draws: int
-    peak: float = DEFAULT.langevin.peak
 
     @property
     def sampling(self) -> int:
@@ -61,38 +54,14 @@ class StepSchedule:
         """Ends of the windows of the warm-up."""
         return {max(1, self.warmup >> shift) for shift in (2, 1, 0)}
 
-    def __post_init__(self) -> None:
-        most = min(self.max_draws, self.sampling // 3)
-        if self.cycles > most:
-            raise ValueError(
-                f"cycles must be at most {most}, with {self.sampling} steps after the warm-up and "
-                f"{self.max_draws} draws, but got {self.cycles}. Cure: more max_epochs or max_draws"
-            )
-
     def factor(self, step: int) -> float:
-        """Return the factor of the chosen step size, before it is made stable."""
-        if step < self.warmup:
-            return min(1.0, 4 * (step + 1) / self.warmup)
-        if not self.cycles:
-            return 1.0
-        place, length = self._place(step)
-        return self.peak * 0.5 * (math.cos(math.pi * place / length) + 1)
+        """Return the factor of the chosen step size, which rises in the first window."""
+        return min(1.0, 4 * (step + 1) / self.warmup) if step < self.warmup else 1.0
 
     def keeps(self, step: int) -> bool:
         """Return whether positions after this step are draws."""
-        if step < self.warmup:
-            return False
-        if not self.cycles:
-            return (self.steps - 1 - step) % -(-self.sampling // self.max_draws) == 0
-        place, length = self._place(step)
-        interval = -(-length // (3 * (self.max_draws // self.cycles)))
-        return 3 * place >= 2 * length and (length - 1 - place) % interval == 0
-
-    def _place(self, step: int) -> tuple[int, int]:
-        """How far a step is from the start of its cycle, and the cycle's length."""
-        cycle = ((step - self.warmup) * self.cycles) // self.sampling
-        start, end = (-(-(cycle + k) * self.sampling // self.cycles) for k in (0, 1))
-        return step - self.warmup - start, end - start
+        interval = -(-self.sampling // self.max_draws)
+        return step >= self.warmup and (self.steps - 1 - step) % interval == 0
 
 
 @dataclass(kw_only=True)
@@ -193,7 +162,7 @@ class MinibatchChains(Chains):
         """End the warm-up with the next step; there is time for ``left`` steps."""
         if self.transitions < self.schedule.warmup - 1:
             warmup = self.transitions + 1
-            least = max(self.policy.langevin.least_steps, 3 * self.schedule.cycles)
+            least = self.policy.langevin.least_steps
             steps = min(self.schedule.steps, warmup + max(left, least))
             self.schedule = replace(self.schedule, warmup=warmup, steps=steps)
 

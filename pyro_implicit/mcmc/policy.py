@@ -558,7 +558,7 @@ class LangevinPolicy:
     #: Share of the budget for the warm-up.
     warmup_share: float = 0.3
 
-    #: Steps after the warm-up that a time budget leaves, and three for each cycle.
+    #: Steps after the warm-up that a time budget leaves.
     least_steps: int = 10
 
     #: Epochs of a run without ``max_epochs``, at least.
@@ -572,9 +572,6 @@ class LangevinPolicy:
 
     #: Relaxation times after which the mean has forgotten the start.
     enough: float = 2.0
-
-    #: Ratio of the largest to the chosen step size in a cycle; Zhang et al. (2020).
-    peak: float = 4.0
 
     #: Numbers drawn or differentiated at once; a limit of memory.
     max_values: int = 10**6

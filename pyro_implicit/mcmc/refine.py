@@ -64,7 +64,7 @@ FRAMES = ("auto", "diagonal", "low-rank", "full", "noise", "conditional")
 OF_ALL_DATA = (
     "frame", "quantities", "max_gradients", "max_leapfrogs", "num_workers", "temper", "compile",
 )  # fmt: skip
-OF_MINIBATCHES = ("step_size", "cycles", "max_epochs", "store")
+OF_MINIBATCHES = ("step_size", "max_epochs", "store")
 
 
 @in_turn
@@ -84,7 +84,6 @@ def refine(
     max_seconds: float | None = None,
     max_draws: int = 100,
     step_size: float | None = None,
-    cycles: int = 0,
     store: str | Path | None = None,
     num_workers: int | None = None,
     seed: int | None = None,
@@ -201,9 +200,6 @@ def refine(
         stops is not reproducible.
     :param max_draws: kept draws of each chain; longer chains are thinned.
     :param step_size: with minibatches, the step size in the frame, instead of the automatic one.
-    :param cycles: with minibatches, the number of cosine cycles along which the step size falls,
-        from up to four times the chosen one. Draws are from the last third of each cycle, so the
-        chains see more modes (Zhang et al.). By default the step size is constant.
     :param store: with minibatches, a folder for the draws, one file for each kept step, so that
         the draws need not fit into memory; see :meth:`Refined.stream`.
     :param num_workers: the number of processes between which the rows of the log-density are
@@ -245,9 +241,7 @@ def refine(
     2. Margossian, Hoffman, Sountsov, Riou-Durand, Vehtari and Gelman (2022), *Nested R-hat:
        Assessing the Convergence of Markov Chain Monte Carlo When Running Many Short Chains*.
     3. Chen, Fox and Guestrin (2014), *Stochastic Gradient Hamiltonian Monte Carlo*.
-    4. Zhang, Li, Zhang, Chen and Wilson (2020), *Cyclical Stochastic Gradient MCMC for Bayesian
-       Deep Learning*.
-    5. Del Moral, Doucet and Jasra (2006), *Sequential Monte Carlo samplers*.
+    4. Del Moral, Doucet and Jasra (2006), *Sequential Monte Carlo samplers*.
     """
     kernel = kernel or ("hmc" if batches is None else "sghmc")
     _check_kernel(kernel, batches, locals())
@@ -262,8 +256,8 @@ def refine(
         with watching(progress, callbacks):
             return _refine_by_minibatches(
                 model, guide, args, kwargs, kernel, BatchStream(batches), num_chains, max_epochs,
-                limit, max_draws, step_size, cycles, store, checkpoint, checkpoint_every,
-                policy, settings,
+                limit, max_draws, step_size, store, checkpoint, checkpoint_every, policy,
+                settings,
             )  # fmt: skip
     adapts_number = num_chains is None and not KERNELS[kernel].separate and not temper
     if num_chains is None:
@@ -305,7 +299,6 @@ def _refine_by_minibatches(
     limit: TimeLimit,
     max_draws: int,
     step_size: float | None,
-    cycles: int,
     store: str | Path | None,
     checkpoint: str | Path | None,
     checkpoint_every: int,
@@ -315,11 +308,10 @@ def _refine_by_minibatches(
     num_chains = policy.num_minibatch_chains if num_chains is None else num_chains
     epochs = 1 if max_epochs is None else max_epochs
     refuse_counts(num_chains=num_chains, max_epochs=epochs, max_draws=max_draws)
-    refuse_counts(0, cycles=cycles)
     refuse_nonpositive(step_size=step_size)
     batched = Target.of_minibatches(model, *args, batch=stream.probed[0], model_kwargs=kwargs)
     check_scaling(batched, stream)
-    schedule = _schedule(max_epochs, stream.epoch_length, cycles, max_draws, policy)
+    schedule = _schedule(max_epochs, stream.epoch_length, max_draws, policy)
     settings |= {
         "latent_dim": batched.latent_dim,
         "num_chains": num_chains,
@@ -600,7 +592,7 @@ def _start(
 
 
 def _schedule(
-    max_epochs: int | None, epoch_length: int, cycles: int, max_draws: int, policy: ChainPolicy
+    max_epochs: int | None, epoch_length: int, max_draws: int, policy: ChainPolicy
 ) -> StepSchedule:
     limits = policy.langevin
     epochs = max_epochs or max(limits.default_epochs, -(-limits.default_steps // epoch_length))
@@ -611,7 +603,7 @@ def _schedule(
             f"and a draw take at least {limits.least_in_all}. Cure: more max_epochs"
         )
     warmup = round(limits.warmup_share * steps)
-    return StepSchedule(steps, warmup, cycles, max_draws, limits.peak)
+    return StepSchedule(steps, warmup, max_draws)
 
 
 def _check_kernel(kernel: str, batches: Any, options: dict[str, Any]) -> None:

@@ -55,11 +55,10 @@ def short(guide=None, model=regression, batches=None, **options):
     return refine(model, exact(64) if guide is None else guide, batches=batches, **options)
 
 
-@pytest.mark.parametrize("cycles", [0, 2])
-def test_moments_of_a_conjugate_posterior(cycles):
+def test_moments_of_a_conjugate_posterior():
     """From starts half as wide, in a frame that is half as wide."""
     start = exact(400, 0.5)
-    result = short(start, cycles=cycles, num_chains=256, max_epochs=80)
+    result = short(start, num_chains=256, max_epochs=80)
     draws = result.get_samples()["weight"]
     assert result.choice.limit == "balance" and result.choice.heat < 0.12
     assert draws.dtype == torch.float64
@@ -419,7 +418,6 @@ def test_nan_in_a_minibatch(place):
         ({"max_epochs": 0}, "max_epochs must be at least 1"),
         ({"step_size": -1.0}, "step_size must be positive"),
         ({"max_seconds": 0.0}, "max_seconds must be positive, but got 0.0"),
-        ({"cycles": -1}, "cycles must be at least 0"),
         ({"checkpoint_every": 0}, "checkpoint_every"),
         ({"max_gradients": 100}, "max_gradients is for kernel='hmc'.*Cure.*max_epochs"),
         ({"frame": "full"}, "frame is for kernel='hmc'"),
@@ -430,7 +428,7 @@ def test_refuses_settings(change, message):
         short(**change)
 
 
-@pytest.mark.parametrize("name", ["step_size", "cycles", "max_epochs", "store"])
+@pytest.mark.parametrize("name", ["step_size", "max_epochs", "store"])
 def test_refuses_options_of_minibatches_with_all_data(name):
     with pytest.raises(ValueError, match=f"{name} is for minibatches. Cure"):
         refine(regression, exact(8), X, Y, progress=False, **{name: 2})
