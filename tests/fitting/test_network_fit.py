@@ -360,7 +360,43 @@ def test_chains_that_predict_worse_are_rejected(linear, monkeypatch):
     result = fit(model, "auto", x, y, **options)
     assert result.refined is None and len(result.stages) == 2
     assert "significantly worse than the ensemble, which stays the result" in str(result)
+    assert list(result.held_out)[-1] == "ensemble"
     assert fit(model, "auto", x, y, refine=True, **options).refined is not None
+
+
+@pytest.mark.parametrize("falls", [False, True])
+def test_an_ensemble_takes_the_time_of_rejected_chains(linear, monkeypatch, falls):
+    """It goes on from its last step, and stays better than before."""
+    original = Stages.train_alone
+
+    def train_alone(self, name, guide, loss, time_share, num_steps, **options):
+        is_first = name == "ensemble"
+        if falls and not is_first:
+            guide.members.data.add_(torch.randn_like(guide.members))
+        original(self, name, guide, loss, time_share, num_steps=2, **options)
+        if is_first and not falls:
+            guide.members.data.add_(torch.randn_like(guide.members))
+
+    def walk(stages, name, target, starts, *args):
+        with stages.result.attempt(name):
+            return starts
+
+    monkeypatch.setattr(Stages, "train_alone", train_alone)
+    monkeypatch.setattr(network_fit, "_walk", walk)
+    monkeypatch.setattr(network_fit, "is_worse", lambda *args: True)
+    model, x, y = linear
+    policy = FitPolicy(network=SHORT)
+    result = fit(model, "auto", x, y, max_seconds=600.0, seed=0, progress=False, policy=policy)
+    names = [stage.name for stage in result.stages]
+    assert names == ["ensemble", "mclmc, held out", "ensemble, longer"]
+    scores = {name: one.log_likelihood for name, one in result.held_out.items()}
+    found, rows = result.guide.get_samples(), split_rows(model, (x, y), {}, SHORT)
+    reached = evaluate(found, rows.held, model=rows.model).log_likelihood
+    assert reached == pytest.approx(max(scores["ensemble"], scores["ensemble, longer"]), rel=1e-5)
+    assert (scores["ensemble"] > scores["ensemble, longer"] + 0.1) == falls
+    assert list(scores)[-1] == ("ensemble" if falls else "ensemble, longer")
+    assert ("not better, so that the first members stay" in str(result)) == falls
+    assert result.chosen == "ensemble" and result.refined is None
 
 
 @pytest.mark.parametrize(("least_gradients", "rows"), [(1, 1), (10**15, 1), (10**15, 1000)])
