@@ -16,7 +16,7 @@ from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import joint_draws
 from pyro_implicit.fitting.policy import FitPolicy, IntegrationPolicy
-from pyro_implicit.fitting.refinement import ChainPlan, Plan, teach_moments
+from pyro_implicit.fitting.refinement import Plan, chains_within, teach_moments
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
 from pyro_implicit.guides.auto_draws import own_names
@@ -87,16 +87,8 @@ def _within_budget(
     weighed = int(max(limits.least_weighed, limits.weigh_seconds / value))
     choice = replace(policy.choice, num_weighed=min(policy.choice.num_weighed, weighed))
     correction = replace(policy.correction, num_weighed=min(policy.correction.num_weighed, weighed))
-    gradients = budget.chain_seconds / (budget.least_chains * score)
-    chains = budget.least_chains
-    while chains < budget.most_chains and gradients > 2 * budget.usual_gradients:
-        chains, gradients = 2 * chains, gradients / 2
-    most = int(min(budget.most_gradients, budget.patience * max(gradients, 1)))
-    plan = Plan(
-        budget.most_iterations,
-        ChainPlan(chains, max(budget.least_gradients, most)),
-        max(1, min(SEARCH.num_starts, starts)),
-    )
+    chains = chains_within(lambda number: number * score, budget)
+    plan = Plan(budget.most_iterations, chains, max(1, min(SEARCH.num_starts, starts)))
     schedule = policy.schedule
     if budget.least_steps * policy.training.few_particles * score > budget.training_seconds:
         schedule = replace(schedule, max_gap=math.inf)  # a training is too expensive

@@ -28,6 +28,7 @@ from pyro_implicit.fitting.policy import DEFAULT, BudgetPolicy, StartPolicy
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import NO_WEIGHTS, Stages
 from pyro_implicit.guides import AutoImplicit
+from pyro_implicit.guides.affine_frame import normal_moments
 from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.guides.auto_implicit import has_exact_density
 from pyro_implicit.guides.sampler import Sampler
@@ -46,6 +47,7 @@ __all__ = [
     "Plan",
     "affordable_chains",
     "between",
+    "chains_within",
     "correct",
     "make_plan",
     "move_draws",
@@ -84,8 +86,11 @@ def affordable_chains(
     :param point: one point, ``(dim,)``.
     :param one_by_one: whether the model runs once for each chain.
     """
+    return chains_within(seconds_near(score, point, one_by_one), budget)
 
-    seconds = seconds_near(score, point, one_by_one)
+
+def chains_within(seconds: Callable[[int], float], budget: BudgetPolicy) -> ChainPlan:
+    """Return :func:`affordable_chains` by the seconds of a gradient of a number of chains."""
 
     def affordable_gradients(num_chains: int) -> int:
         number = int(budget.chain_seconds / seconds(num_chains))
@@ -183,9 +188,7 @@ class _RecordedELBO(Trace_ELBO):
     def differentiable_loss(self, model: Any, guide: AutoNormal, *args: Any, **kw: Any) -> Tensor:
         """Return the negative ELBO; particles of density zero do not count."""
         with guide._pyro_context:  # the parameter store's values, as in a call
-            parts = [guide._get_loc_and_scale(name) for name in self._target.shapes]
-        sides = zip(*parts, strict=True)
-        loc, scale = (torch.cat([one.flatten() for one in side]) for side in sides)
+            loc, scale = normal_moments(guide, self._target.shapes)
         points = loc + scale * torch.randn(self.num_particles, len(loc)).to(loc)
         log_prob = self._score.log_prob(points)
         entropy = scale.log().sum() + 0.5 * len(loc) * math.log(2 * math.pi * math.e)

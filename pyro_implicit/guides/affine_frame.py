@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pyro.distributions as dist
@@ -29,7 +29,7 @@ from pyro_implicit.guides.policy import FRAME, INIT_SCALE
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import first_line, warn_user
 
-__all__ = ["find_frame", "gaussian_frame"]
+__all__ = ["find_frame", "gaussian_frame", "normal_moments"]
 
 
 @torch.no_grad()
@@ -69,10 +69,7 @@ def gaussian_frame(guide: AutoGuide, sites: list[str], *args: Any, **kwargs: Any
             "build both for the same model"
         )
     if isinstance(guide, AutoNormal):
-        parts = [guide._get_loc_and_scale(name) for name in sites]
-        loc, scale = (
-            torch.cat([part.reshape(-1) for part in side]) for side in zip(*parts, strict=True)
-        )
+        loc, scale = normal_moments(guide, sites)
         return Frame(loc.clone(), scale.clone(), None)
     if isinstance(guide, AutoLaplaceApproximation):
         guide = _laplace(guide, args, kwargs)
@@ -88,6 +85,15 @@ def gaussian_frame(guide: AutoGuide, sites: list[str], *args: Any, **kwargs: Any
         f"AutoMultivariateNormal, AutoLowRankMultivariateNormal, AutoLaplaceApproximation), but "
         f"got {type(guide).__name__}"
     )
+
+
+def normal_moments(guide: AutoNormal, sites: Iterable[str]) -> tuple[Tensor, Tensor]:
+    """Return location and scale of a mean-field guide, ``(latent_dim,)``, with their gradients."""
+    parts = [guide._get_loc_and_scale(name) for name in sites]
+    loc, scale = (
+        torch.cat([part.reshape(-1) for part in side]) for side in zip(*parts, strict=True)
+    )
+    return loc, scale
 
 
 def _laplace(guide: AutoLaplaceApproximation, args: tuple, kwargs: dict) -> AutoGuide:

@@ -21,7 +21,7 @@ from torch.distributions import biject_to
 from pyro_implicit.density.model import trace_model
 from pyro_implicit.distributions import SemiImplicit
 from pyro_implicit.generators import Generator
-from pyro_implicit.guides.auto_draws import DrawSummaries
+from pyro_implicit.guides.auto_draws import DrawSummaries, registered
 from pyro_implicit.guides.auto_implicit import AutoSemiImplicit
 from pyro_implicit.guides.local_sites import LocalSite, find_local_sites
 from pyro_implicit.guides.policy import (
@@ -175,7 +175,7 @@ class AutoAmortized(DrawSummaries, AutoGuide):
 
     def _posterior(self, site: LocalSite, rows: list[Tensor]) -> dist.TorchDistribution:
         key = site.key
-        encoder = self._encoder(f"encoder_{key}")
+        encoder = registered(self, f"encoder_{key}")
         features = _flatten(rows, getattr(self, f"loc_{key}"))
         features = (features - getattr(self, f"loc_{key}")) / getattr(self, f"scale_{key}")
         if isinstance(encoder, Generator):
@@ -192,16 +192,6 @@ class AutoAmortized(DrawSummaries, AutoGuide):
         base = dist.Normal(loc, scale).to_event(event_dim)
         transform = biject_to(site.support)
         return dist.TransformedDistribution(base, [transform])
-
-    def _encoder(self, name: str) -> Any:
-        if name not in self._modules:
-            return getattr(self, name)
-        if not self._pyro_context.active or pyro.settings.get("module_local_params"):
-            return getattr(self, name)
-        module = self._modules[name]
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            return module
-        return pyro.module(self._pyro_get_fullname(name), module, update_module_params=True)
 
     @torch.no_grad()
     def sample_posterior(self, num_samples: int, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

@@ -33,7 +33,15 @@ from pyro_implicit.runtime.sites import (
     without_sequential_plates,
 )
 
-__all__ = ["AutoDraws", "DrawSummaries", "Frame", "forget", "own_names", "refuse_stored"]
+__all__ = [
+    "AutoDraws",
+    "DrawSummaries",
+    "Frame",
+    "forget",
+    "own_names",
+    "refuse_stored",
+    "registered",
+]
 
 
 class Frame(NamedTuple):
@@ -267,6 +275,18 @@ def forget(guide: AutoGuide) -> None:
     tensors = store._param_to_name
     for tensor in [tensor for tensor, name in tensors.items() if name.startswith(prefix)]:
         del tensors[tensor]
+
+
+def registered(guide: AutoGuide, name: str) -> Any:
+    """Return a module of a guide, with its parameters in the store inside a call of the guide."""
+    module = guide._modules.get(name)
+    # With local parameters, a PyroModule announces them on access.
+    is_local = module is None or pyro.settings.get("module_local_params")
+    if is_local or not guide._pyro_context.active:
+        return getattr(guide, name)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module  # frozen: Pyro would warn at every call
+    return pyro.module(guide._pyro_get_fullname(name), module, update_module_params=True)
 
 
 class AutoDraws(DrawSummaries, AutoContinuous):

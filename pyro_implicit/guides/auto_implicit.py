@@ -22,7 +22,7 @@ from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import GatedMLP, as_generator
 from pyro_implicit.generators.base import Differentiable
 from pyro_implicit.guides.affine_frame import find_frame, gaussian_frame
-from pyro_implicit.guides.auto_draws import AutoDraws, Frame, refuse_stored
+from pyro_implicit.guides.auto_draws import AutoDraws, Frame, refuse_stored, registered
 from pyro_implicit.guides.policy import INIT_SCALE, MAX_NOISE_DIM, NOISE_SCALE
 from pyro_implicit.runtime.messages import refuse_nonpositive
 
@@ -213,21 +213,8 @@ class AutoImplicit(AutoDraws):
             )
         return generator
 
-    def _registered_generator(self) -> nn.Module:
-        """Return the generator, with its parameters in the store inside a call of the guide."""
-        if not self._pyro_context.active:
-            return self.generator
-        if pyro.settings.get("module_local_params"):
-            return self.generator  # PyroModule announces its parameters on access
-        generator = self._modules["generator"]
-        for parameter in generator.parameters():
-            if parameter.requires_grad:
-                name = self._pyro_get_fullname("generator")
-                return pyro.module(name, generator, update_module_params=True)
-        return generator  # frozen: Pyro would warn at every call
-
     def _implicit(self) -> Implicit:
-        return Implicit(self._registered_generator(), self._noise())
+        return Implicit(registered(self, "generator"), self._noise())
 
     def _noise(self) -> dist.TorchDistribution:
         zeros = self.loc.new_zeros(self.noise_dim)
@@ -252,7 +239,7 @@ class AutoImplicit(AutoDraws):
         return dist.TransformedDistribution(self._implicit(), self._frame_transforms())
 
     def _centre(self) -> Tensor:
-        centre = self._registered_generator()(self.loc.new_zeros(1, self.noise_dim)).squeeze(0)
+        centre = registered(self, "generator")(self.loc.new_zeros(1, self.noise_dim)).squeeze(0)
         for transform in self._frame_transforms():
             centre = transform(centre)
         return centre
@@ -347,7 +334,7 @@ class AutoSemiImplicit(AutoImplicit):
             self.noise_scale = self._init_noise_scale
 
     def _implicit(self) -> SemiImplicit:
-        return SemiImplicit(self._registered_generator(), self._noise(), self.noise_scale)
+        return SemiImplicit(registered(self, "generator"), self._noise(), self.noise_scale)
 
 
 def why_inexact(guide: Any) -> str:

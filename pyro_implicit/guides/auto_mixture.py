@@ -22,7 +22,6 @@ from pyro_implicit.guides.auto_draws import AutoDraws, refuse_stored
 from pyro_implicit.guides.auto_implicit import AutoImplicit
 from pyro_implicit.guides.policy import INIT_SPREAD
 from pyro_implicit.runtime.messages import refuse_counts
-from pyro_implicit.runtime.sites import site_parts
 
 __all__ = ["AutoEnsemble", "AutoMixture", "init_to_shuffled"]
 
@@ -300,10 +299,8 @@ class AutoEnsemble(AutoDraws):
             raise RuntimeError(
                 "AutoEnsemble has no members before its first call. Cure: train it, or guide(*args)"
             )
-        nodes = self.prototype_trace.nodes
         with self._pyro_context:  # the parameter store's values, as in a call
-            parts = site_parts(self.members.detach(), self._unconstrained_shapes)
-        return {name: biject_to(nodes[name]["fn"].support)(part) for name, part in parts.items()}
+            return self._constrain(self.members.detach())
 
 
 class _Members(dist.Delta):

@@ -12,6 +12,7 @@ from torch import Tensor
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.sampler import Sampler
+from pyro_implicit.mcmc.kernels.step_choice import finite_gradient
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy, FramePolicy
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.minibatches import BatchStream
@@ -244,25 +245,20 @@ def _drop(
     """Average curvature times squared step over draws and minibatches, for some coordinates."""
     drops = []
     for seed, batch in enumerate(stream.probed):
-        by_batch = target.on(batch, seed)
+        gradient = finite_gradient(target.on(batch, seed).score)
         start = draws[seed * len(draws) // len(stream.probed)]
         signed = step if seed % 2 else -step
-        before = _finite_gradient(by_batch, start.unsqueeze(0))[0]
+        before = gradient(start.unsqueeze(0))[0]
         after = []
         # Sixteen points a pass, so that many coordinates do not fill the memory.
         for part, sizes in zip(which.split(16), signed.split(16), strict=True):
             points = start.repeat(len(part), 1)
             rows = torch.arange(len(part), device=draws.device)
             points[rows, part] += sizes
-            after.append(_finite_gradient(by_batch, points)[rows, part])
+            after.append(gradient(points)[rows, part])
         drops.append((before[which] - torch.cat(after)) * signed)
     drop = torch.stack(drops).mean(0)
     return torch.where(drop.isfinite(), drop, torch.inf)
-
-
-def _finite_gradient(target: Target, points: Tensor) -> Tensor:
-    log_density, gradient = target.score(points)
-    return torch.where(log_density.isfinite().unsqueeze(-1), gradient, torch.nan)
 
 
 @torch.no_grad()

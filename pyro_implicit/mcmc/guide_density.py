@@ -19,6 +19,7 @@ from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.model import Model, compute_log_prob, refuse_subsampling
 from pyro_implicit.distributions import find_implicit
 from pyro_implicit.guides import AutoImplicit, AutoMixture
+from pyro_implicit.guides.affine_frame import normal_moments
 from pyro_implicit.guides.auto_implicit import why_inexact
 from pyro_implicit.mcmc.policy import INVERSION
 
@@ -181,11 +182,10 @@ CURE = "Cure: AutoImplicit(model, AutoregressiveGenerator), or one of Pyro's Gau
 
 class _NormalDensity(DensityAtDraws):
     def log_prob(self, rows: Tensor) -> Tensor:
-        pairs = [self.guide._get_loc_and_scale(name) for name in _sites(self.guide)]
-        loc, scale = (
-            torch.cat([part.reshape(-1) for part in side]) for side in zip(*pairs, strict=True)
+        sites = (name for name, _ in self.guide.prototype_trace.iter_stochastic_nodes())
+        return Independent(Normal(*normal_moments(self.guide, sites)), 1).log_prob(
+            self.latent[rows]
         )
-        return Independent(Normal(loc, scale), 1).log_prob(self.latent[rows])
 
 
 class _TracedDensity(DensityAtDraws):
@@ -272,10 +272,6 @@ def _refuse_site(name: str, site: dict[str, Any], draws: Draws) -> None:
             f"site '{name}' of the guide has no density at draws of the posterior: its "
             f"distribution is {type(site['fn']).__name__}. {CURE}"
         )
-
-
-def _sites(guide: AutoGuide) -> list[str]:
-    return [name for name, _ in guide.prototype_trace.iter_stochastic_nodes()]
 
 
 def unconstrained_draws(guide: AutoGuide, draws: Draws) -> Tensor:
