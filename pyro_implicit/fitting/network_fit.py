@@ -41,16 +41,9 @@ from pyro_implicit.nn import (
 from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
 
-__all__ = [
-    "HeldOutRows",
-    "describe_score",
-    "fit_network",
-    "is_worse",
-    "rows_of",
-    "score_validation",
-    "split_rows",
-    "train_by_minibatches",
-]
+__all__ = ["fit_network", "score_validation", "train_by_minibatches"]
+
+LONGER = "ensemble, longer"  # the stage in which an ensemble goes on after rejected chains
 
 
 def fit_network(stages: Stages, target: Target, must_refine: bool) -> Fit:
@@ -164,7 +157,7 @@ def _train_ensemble(
     if rows is not None:
         stages.trained, stages.args, stages.kwargs = rows.model, (rows.x, rows.y), {}
     try:
-        name = "ensemble" if guide is None else "ensemble, longer"
+        name = "ensemble" if guide is None else LONGER
         if guide is None:
             guide = own_names(AutoEnsemble(model, members, init_to_shuffled(start_values(model))))
         loss = default_loss(guide, members)
@@ -186,8 +179,6 @@ def _train_ensemble(
                 policy=HeldOutPolicy(patience, num_draws=members),
                 interval=policy.score_interval,
             )
-            if steps > policy.score_interval:
-                steps -= steps % policy.score_interval  # the last step is one with a score
         stages.train_alone(name, guide, loss, time_share, num_steps=steps, haste=haste)
         if stages.held_out is not None:
             last = stages.held_out.last
@@ -201,22 +192,23 @@ def _train_ensemble(
 
 def _train_longer(stages: Stages, rows: HeldOutRows, last: Tensor) -> None:
     """Train the ensemble in the time that rejected chains leave, if the held-out score rises."""
-    result = stages.result
-    guide, before = result.guide, result.held_out["ensemble"]
-    best = guide.members.detach().clone()
+    result, is_better = stages.result, False
+    guide, held_out = result.guide, result.held_out
+    trained = [*guide.parameters(), *rows.model.parameters()]
+    best = [one.detach().clone() for one in trained]
     guide.members.data.copy_(last)
-    _train_ensemble(stages, rows.model, rows, len(last), 1.0, guide)
-    _score(stages, rows.model, rows.held, guide.get_samples())
-    result.chosen = "ensemble"
-    if result.held_out["ensemble, longer"].log_prob.mean() <= before.log_prob.mean():
-        guide.members.data.copy_(best)
-        result.stages[-1].outcome += "; not better, so that the first members stay"
-        _score_last(result, "ensemble")
-
-
-def _score_last(result: Fit, name: str) -> None:
-    """Move a score to the end, which is that of the result."""
-    result.held_out[name] = result.held_out.pop(name)
+    try:
+        _train_ensemble(stages, rows.model, rows, len(last), 1.0, guide)
+        _score(stages, rows.model, rows.held, guide.get_samples())
+        before, after = (held_out[name].log_prob.mean() for name in ("ensemble", LONGER))
+        is_better = bool(after > before)
+    finally:
+        result.chosen = "ensemble"
+        if not is_better:
+            for one, value in zip(trained, best, strict=True):
+                one.data.copy_(value)
+            result.stages[-1].outcome += "; not better, so that the first members stay"
+            held_out["ensemble"] = held_out.pop("ensemble")  # the last score is the result's
 
 
 def _shuffled(x: Tensor, y: Tensor, size: int) -> BatchStream:
@@ -259,7 +251,7 @@ def _run_chains(
         if is_worse(scores[-1], scores[0], policy) and not must_refine:
             line = result.stages[-1]
             line.outcome += "; significantly worse than the ensemble, which stays the result"
-            _score_last(result, "ensemble")
+            result.held_out["ensemble"] = result.held_out.pop("ensemble")  # the result's is last
             return result
         result.refined = found
         if result.interrupted:

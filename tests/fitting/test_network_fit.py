@@ -494,6 +494,26 @@ def test_ctrl_c_in_the_ensemble_returns_it(linear, monkeypatch):
     assert result.source[1][0] is x
 
 
+def test_ctrl_c_in_a_longer_training_returns_the_first_ensemble(linear, monkeypatch):
+    original, seen = Stages.train_alone, []
+
+    def train_alone(self, name, guide, loss, time_share, num_steps, **options):
+        if name != "ensemble":
+            guide.members.data.add_(1.0)
+            raise training.TrainingInterrupted([])
+        original(self, name, guide, loss, time_share, num_steps=2, **options)
+        seen.append(guide.members.detach().clone())
+
+    monkeypatch.setattr(Stages, "train_alone", train_alone)
+    monkeypatch.setattr(network_fit, "_walk", lambda *args: args[3])
+    monkeypatch.setattr(network_fit, "is_worse", lambda *args: True)
+    model, x, y = linear
+    options = {"seed": 0, "progress": False, "policy": FitPolicy(network=SHORT)}
+    result = fit(model, "auto", x, y, max_seconds=600.0, **options)
+    assert result.interrupted and result.guide.members.equal(seen[0])
+    assert result.chosen == "ensemble"
+
+
 def test_a_fit_that_is_killed_in_its_chains_goes_on(linear, monkeypatch, tmp_path):
     model, x, y = linear
     options = {"seed": 0, "progress": False, "policy": FitPolicy(network=SHORT)}
