@@ -187,15 +187,11 @@ def _at(points: Tensor, log_density: Tensor | None = None) -> Evaluated:
     return Evaluated(points, log_density, torch.zeros_like(points))
 
 
-def temper_mixed(
-    plan: ChainSetup, track: Tracker, max_seconds: float | None = None, patience: float = 0.0
-) -> Annealed:
+def temper_mixed(plan: ChainSetup, track: Tracker) -> Annealed:
     """Draw by annealing from the prior, until the errors of tracked quantities are small.
 
-    :param plan: the number of chains and their budget.
+    :param plan: the number of chains, their budget, and the patience after it.
     :param track: the quantities whose errors decide.
-    :param max_seconds: wall time.
-    :param patience: seconds of one core up to which annealing goes on.
     :raises ValueError: for a prior that cannot be drawn from, or no draw of it with a likelihood.
     """
     target, policy = plan.sampler.target, plan.policy
@@ -222,10 +218,10 @@ def temper_mixed(
             watched.step(num_gradients, partial(dict, error=drift.mean))
             if max(drift.mean, drift.sd) <= limits.mixed_error:
                 stopped = "converged"
-            elif max_seconds is not None and time.perf_counter() - began > max_seconds:
+            elif plan.limit.is_over():
                 stopped = "max_seconds"
             elif num_gradients >= plan.max_gradients and (
-                time.process_time() - cpu_began >= patience
+                time.process_time() - cpu_began >= plan.patience
             ):
                 stopped = "max_gradients"
             elif watched.stopped:

@@ -368,49 +368,21 @@ def refine_target(
         from the prior, others from the modes near the chains. If annealing is no better, the chains
         go on.
     """
-    target, began, limit = sampler.target, time.perf_counter(), TimeLimit(max_seconds)
     _call_once(sampler)
-    kind: FrameKind = "full" if target.latent_dim <= MAX_DENSE_DIM else "low-rank"
+    dim = sampler.target.latent_dim
+    kind: FrameKind = "full" if dim <= MAX_DENSE_DIM else "low-rank"
     if frame not in ("auto", "noise", "conditional"):
         kind = frame  # type: ignore[assignment]
     longest = max(1, min(max_leapfrogs, max_gradients // policy.warmup.chunks))
     plan = ChainSetup(
         sampler, num_chains, frame, kind, max_gradients, longest, max_draws, compile, kernel,
-        policy, limit,
+        policy, TimeLimit(max_seconds), quantities, patience,
     )  # fmt: skip
-
-    def anneal(plan: ChainSetup, modes: Modes | None) -> Refined:
-        track = Tracker(target, quantities)
-        if modes is None:
-            found = temper_mixed(plan, track, limit.seconds(), patience)
-        else:
-            track.try_at(modes.loc)
-            space = space_of(plan, "latent")
-            found = temper_modes(space, modes, track, plan, limit.seconds(), patience)
-        return collect_annealed(target, found, policy.stopping)
-
-    def anneal_near(points: Tensor) -> Refined | None:
-        if target.sampled:
-            return _better_than(points, anneal(plan, None), target, policy)
-        starts, settings = points[: policy.tempering.num_starts], policy.tempering
-        if is_rounding(target, starts).any():  # which keeps chains apart, and spoils weights
-            if not target.widen(starts):
-                return None
-            return refine_target(
-                sampler, num_chains, max_gradients, frame, max_leapfrogs, max_draws,
-                limit.seconds(), kernel, quantities, compile, policy, patience=patience,
-                anneals_apart=True,
-            )  # fmt: skip
-        modes = find_modes(target, starts=starts, max_seconds=limit.left(settings.search_share))
-        factor = max(1, settings.num_chains // num_chains)
-        more = replace(plan, num_chains=factor * num_chains, max_gradients=max_gradients // factor)
-        return _better_than(points, anneal(more, modes), target, policy)
-
     if modes is not None or from_prior:
-        return anneal(plan, modes)
+        return _anneal(plan, modes)
     settings = {
         **settings,
-        "latent_dim": target.latent_dim,
+        "latent_dim": dim,
         "num_chains": num_chains,
         "frame": (frame, kind),
         "max_gradients": max_gradients,
@@ -418,7 +390,12 @@ def refine_target(
         "max_draws": max_draws,
         "num_workers": current_workers().number,
     }
-    file = Checkpoint(checkpoint, settings, checkpoint_every)
+    return _run_chains(plan, Checkpoint(checkpoint, settings, checkpoint_every), anneals_apart)
+
+
+def _run_chains(plan: ChainSetup, file: Checkpoint, anneals_apart: bool) -> Refined:
+    """Start chains, or load them, and walk until they stop."""
+    target, began, max_seconds = plan.sampler.target, time.perf_counter(), plan.limit.seconds()
     chains: WindowedChains | None = file.load(target.init_loc.device)
     if chains is not None:
         streams = random_streams()  # those of the chains
@@ -426,13 +403,44 @@ def refine_target(
         restore_random_streams(streams)
     else:
         space, chains = start_chains(plan)
-        chains.max_gradients, chains.patience = max_gradients, patience
-        chains.ends_apart = anneals_apart and _can_anneal(target, policy)
+        chains.max_gradients, chains.patience = plan.max_gradients, plan.patience
+        chains.ends_apart = anneals_apart and _can_anneal(target, plan.policy)
         chains.num_workers = current_workers().number
-        Tracker(target, quantities).try_at(space.to_latent(chains.points))
+        Tracker(target, plan.quantities).try_at(space.to_latent(chains.points))
         chains.seconds = time.perf_counter() - began
     chains.max_seconds = max_seconds
-    return _walk(sampler, space, chains, quantities, file, anneal_near)
+    return _walk(plan, space, chains, file)
+
+
+def _anneal(plan: ChainSetup, modes: Modes | None) -> Refined:
+    """Anneal from modes, or from the prior of discrete latents."""
+    target, track = plan.sampler.target, Tracker(plan.sampler.target, plan.quantities)
+    if modes is None:
+        found = temper_mixed(plan, track)
+    else:
+        track.try_at(modes.loc)
+        found = temper_modes(space_of(plan, "latent"), modes, track, plan)
+    return collect_annealed(target, found, plan.policy.stopping)
+
+
+def _anneal_near(plan: ChainSetup, points: Tensor) -> Refined | None:
+    """Anneal what chains that stay apart at points have found; None if they are better."""
+    target, settings = plan.sampler.target, plan.policy.tempering
+    if target.sampled:
+        return _better_than(points, _anneal(plan, None), target, plan.policy)
+    starts = points[: settings.num_starts]
+    if is_rounding(target, starts).any():  # which keeps chains apart, and spoils weights
+        if not target.widen(starts):
+            return None
+        return _run_chains(plan, Checkpoint(None, {}, 1), anneals_apart=True)
+    modes = find_modes(target, starts=starts, max_seconds=plan.limit.left(settings.search_share))
+    factor = max(1, settings.num_chains // plan.num_chains)
+    more = replace(
+        plan,
+        num_chains=factor * plan.num_chains,
+        max_gradients=plan.max_gradients // factor,
+    )
+    return _better_than(points, _anneal(more, modes), target, plan.policy)
 
 
 def _can_anneal(target: Target, policy: ChainPolicy) -> bool:
@@ -461,21 +469,15 @@ def _better_than(
     return annealed if highest - reached < policy.tempering.max_higher else None
 
 
-def _walk(
-    sampler: Sampler,
-    space: Space,
-    chains: WindowedChains,
-    quantities: Quantities | None,
-    file: Checkpoint,
-    anneal_near: Callable[[Tensor], Refined | None] | None = None,
-) -> Refined:
+def _walk(plan: ChainSetup, space: Space, chains: WindowedChains, file: Checkpoint) -> Refined:
+    sampler, quantities = plan.sampler, plan.quantities
     chains.attach(space, Tracker(sampler.target, quantities), quantities is not None)
     run(chains, file)
     ends_apart = chains.ends_apart and chains.is_apart
     chains.ends_apart = False  # chains that go on are not annealed again
-    if anneal_near is not None and ends_apart:
+    if ends_apart:
         with suppress(*IMPOSSIBLE):  # no draw of the prior is possible: the chains stay
-            annealed = anneal_near(chains.walked.to_latent(chains.points))
+            annealed = _anneal_near(plan, chains.walked.to_latent(chains.points))
             if annealed is not None:
                 return annealed
         if chains.stopped == "max_gradients" and not sampler.target.sampled:
@@ -514,16 +516,16 @@ def continue_chains(
         workers(chains.num_workers),
         single_thread(target.is_small),
     ):
+        number, longest = len(chains.state.position), chains.adaptation.max_gradients
+        calls = max(chains.gradients, max_gradients or 0)
+        plan = ChainSetup(
+            sampler, number, chains.space, chains.frame_kind, calls, longest, 0,
+            kernel=chains.kernel, policy=chains.policy, quantities=quantities,
+        )  # fmt: skip
         if space is None:
-            number, longest = len(chains.state.position), chains.adaptation.max_gradients
-            calls = max(chains.gradients, max_gradients or 0)
-            plan = ChainSetup(
-                sampler, number, chains.space, chains.frame_kind, calls, longest, 0,
-                kernel=chains.kernel, policy=chains.policy,
-            )  # fmt: skip
             space = space_of(plan, chains.space, chains.middle, chains.fitted)
         restore_random_streams(chains.streams)
-        return _walk(sampler, space, further, quantities, Checkpoint(None, {}, 1))
+        return _walk(plan, space, further, Checkpoint(None, {}, 1))
 
 
 def chains_in_time(

@@ -429,8 +429,6 @@ def temper(
     modes: Modes,
     track: Tracker,
     plan: ChainSetup,
-    max_seconds: float | None = None,
-    patience: float = 0.0,
 ) -> Annealed:
     """Draw from all modes by annealing.
 
@@ -441,10 +439,8 @@ def temper(
     :param space: the latents of the target.
     :param modes: the known modes; some may be missing.
     :param track: the quantities whose errors decide.
-    :param plan: the number of chains and their budget.
-    :param max_seconds: wall time.
-    :param patience: seconds of one core, up to which annealing goes on after the budget if the
-        errors are too large to be used.
+    :param plan: the number of chains and their budget; with patience, annealing goes on after the
+        budget if the errors are too large to be used.
     """
     cpu_began = time.process_time()
     began, policy, limits = time.perf_counter(), plan.policy, plan.policy.tempering
@@ -483,11 +479,11 @@ def temper(
             is_known = bool((weights.errors <= limits.max_error).all())
             if is_known and max(drift.mean, drift.sd) <= policy.stopping.max_error:
                 stopped = "converged"
-            elif max_seconds is not None and time.perf_counter() - began > max_seconds:
+            elif plan.limit.is_over():
                 stopped = "max_seconds"
             elif num_gradients >= plan.max_gradients and (
                 max(drift.mean, drift.sd) <= policy.stopping.max_usable_error
-                or time.process_time() - cpu_began >= patience
+                or time.process_time() - cpu_began >= plan.patience
             ):
                 stopped = "max_gradients"
             elif watched.stopped:

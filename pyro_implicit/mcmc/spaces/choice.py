@@ -34,6 +34,7 @@ from pyro_implicit.mcmc.spaces.space import (
     is_too_late,
     middle_of,
 )
+from pyro_implicit.mcmc.stopping import Quantities
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.messages import first_line, warn_user
 
@@ -51,6 +52,9 @@ class ChainSetup:
     :param frame: the frame or space that the user wants.
     :param kind: the kind of frame in the space.
     :param max_leapfrogs: gradients of a transition.
+    :param quantities: those that decide when the chains stop; by default the latents.
+    :param patience: seconds of one core in all, up to which chains that are not usable at
+        ``max_gradients`` go on.
     """
 
     sampler: Sampler
@@ -64,6 +68,8 @@ class ChainSetup:
     kernel: str = "hmc"
     policy: ChainPolicy = DEFAULT
     limit: TimeLimit = TimeLimit(None)
+    quantities: Quantities | None = None
+    patience: float = 0.0
 
 
 class Starts(NamedTuple):
