@@ -230,7 +230,8 @@ def fit(
         subsamples its data; in several processes, for identical minibatches, ``refine=True``, and
         losses with networks of their own.
     :raises RuntimeError: for a model without latent variables.
-    :warns UserWarning: for a new guide whose name has values in Pyro's parameter store.
+    :warns UserWarning: for a new guide whose name has values in Pyro's parameter store, and for a
+        model that subsamples its data, unless ``refine=False``.
     """
     refuse_misplaced(model, guide, loss)
     check_mode(compile)
@@ -324,6 +325,8 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
                 "refine moves draws by gradients of all data, but the model subsamples them. Cure: "
                 "refine=False, or the model without subsample_size"
             ) from error
+        if refine == "auto":
+            warn_user(f"fit neither corrects nor checks the draws of this guide: {error}")
         target = None
     with single_thread(target is not None and target.is_small):
         return _fit_target(stages, target, refine)

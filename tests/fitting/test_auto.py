@@ -265,6 +265,11 @@ def test_large_and_subsampled_models_get_a_semi_implicit_guide(model, args):
     assert all(math.isfinite(loss) for loss in result.losses)
 
 
+def test_a_subsampled_model_is_warned_about():
+    with pytest.warns(UserWarning, match="neither corrects nor checks .* 'rows' .* 3 of 12"):
+        quick(subsampled, torch.arange(12.0), num_steps=1, refine="auto")
+
+
 @pytest.mark.filterwarnings("ignore:fit's chains stopped at")
 def test_heavy_tailed_modes_are_annealed():
     def heavy_modes():
