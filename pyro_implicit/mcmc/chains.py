@@ -296,7 +296,8 @@ class WindowedChains(Chains):
 
     def _store(self) -> None:
         latent = self.walked.to_latent(self.points)
-        self.history.append(latent, self._track(latent, self.state.log_density))
+        ranges = math.inf if self._has_quantities else self.policy.frame.outlier_ranges
+        self.history.append(latent, self._track(latent, self.state.log_density), ranges)
 
     def _move(self) -> Any:
         left = self._affordable()

@@ -23,6 +23,7 @@ __all__ = [
     "estimate_frame",
     "independent_draws",
     "minibatch_frame",
+    "outlier_bounds",
     "widened_frame",
 ]
 
@@ -114,7 +115,7 @@ def estimate_frame(
     if not draws.isfinite().all():
         raise ValueError("a frame needs finite draws. Cure: leave out those with NaN or infinities")
     count, dim = draws.shape
-    draws = _without_outliers(draws, policy.outlier_ranges)
+    draws = draws.clamp(*outlier_bounds(draws, policy.outlier_ranges))
     loc, scale = draws.mean(0), draws.std(0)
     info = torch.finfo(draws.dtype)
     rounding = info.eps * draws.abs().amax(0) + math.sqrt(info.tiny)  # dead weights decay to 1e-40
@@ -158,13 +159,24 @@ def independent_draws(paths: Tensor) -> float:
     return len(paths) * paths.shape[1] / largest.clamp(min=1.0).item()
 
 
-def _without_outliers(draws: Tensor, ranges: float) -> Tensor:
-    """Clamp outliers, so that one lost chain does not set the scale."""
+def outlier_bounds(draws: Tensor, ranges: float) -> tuple[Tensor, Tensor]:
+    """Return the bounds, ``(d,)``, beyond which draws are outliers; infinite if none vary.
+
+    Clamped to them, neither a lost chain nor a tail without a variance sets the scale.
+
+    **Example:**
+
+    >>> outlier_bounds(torch.tensor([[-1.0], [0.0], [1.0], [1e9]]), 6.0)
+    (tensor([-11.]), tensor([13.]))
+
+    :param draws: ``(n, d)``.
+    :param ranges: interquartile ranges from the median.
+    """
     ordered = draws.sort(0).values
     low, middle, high = (ordered[len(draws) * quarter // 4] for quarter in (1, 2, 3))
     reach = ranges * (high - low)
     reach = torch.where(reach > 0, reach, torch.full_like(reach, torch.inf))
-    return draws.clamp(middle - reach, middle + reach)
+    return middle - reach, middle + reach
 
 
 def _factor(standard: Tensor, draws_per_dim: int) -> Tensor:

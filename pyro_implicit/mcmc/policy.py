@@ -28,7 +28,8 @@ __all__ = [
 class FramePolicy:
     """How draws become an affine frame. Checked by ``benchmarks/refine_posteriordb.py``."""
 
-    #: Interquartile ranges from the median beyond which a draw is an outlier.
+    #: Interquartile ranges from the median beyond which a draw is an outlier, for frames and for
+    #: the stopping rule.
     outlier_ranges: float = 6.0
 
     #: Principal axes of a low-rank frame; memory is ``d * max_rank`` numbers.

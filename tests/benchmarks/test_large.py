@@ -65,6 +65,32 @@ def test_the_score_of_volatilities():
     assert value_of(other) - value_of(point) == pytest.approx(by_hand(other) - by_hand(point))
 
 
+def test_the_score_of_log_variances():
+    rng = np.random.default_rng(0)
+    returns, point = rng.normal(size=6), rng.normal(size=7) * 0.3
+    point[:2] += [np.log(0.2), -1.0]
+
+    def value_of(point):
+        return augmented.log_variance_score(returns, point)[0]
+
+    _, gradient, _ = augmented.log_variance_score(returns, point)
+    numeric = [(value_of(point + e) - value_of(point - e)) / 2e-6 for e in 1e-6 * np.eye(7)]
+    np.testing.assert_allclose(gradient, numeric, rtol=1e-4, atol=1e-5)
+
+    def by_hand(point):
+        sigma = np.exp(point[0])
+        level = augmented.log_variance_score(returns, point)[2]
+        total = stats.norm.logpdf(returns, 0.0, np.exp(level / 2)).sum() - 2 * sigma**2 + point[0]
+        total += stats.norm.logpdf(level[0], -1.0, np.sqrt(4.0 + sigma**2))
+        total += stats.norm.logpdf(np.diff(level), 0.0, sigma).sum()
+        at = [np.append(point[0], e) for e in np.eye(6)]
+        turns = [augmented.log_variance_score(returns, one)[2] for one in at]
+        return total + np.linalg.slogdet(np.stack(turns))[1]
+
+    other = point + 0.1 * rng.normal(size=7)
+    assert value_of(other) - value_of(point) == pytest.approx(by_hand(other) - by_hand(point))
+
+
 def test_school_covariances_are_proposed_from_their_likelihood():
     """Their steps leave the posterior of exact effects invariant: means of a long chain agree."""
     rng = np.random.default_rng(0)

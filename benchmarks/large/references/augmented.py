@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers of five models by blocks of latent variables that are drawn or integrated out exactly.
+"""Samplers of six models by blocks of latent variables that are drawn or integrated out exactly.
 
 A Student density is a normal one whose precision has a gamma distribution (Geweke, 1993). Given
 these precisions, the random walk with Student steps and the Gaussian process with Student noise are
@@ -19,7 +19,8 @@ eigenvectors of a random walk (a cosine transform), in units of the approximate 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,10 @@ from scipy.special import gammaln, polygamma
 
 from benchmarks.large.references.collapsed import draw_walk, run_chains, walk_posterior
 
-__all__ = ["gp_student", "horseshoe_poisson", "schools", "student_walk", "volatility"]
+__all__ = [
+    *("gp_student", "horseshoe_poisson", "log_variance", "schools"),
+    *("student_walk", "volatility"),
+]
 
 Generator = np.random.Generator
 Chain = dict[str, Any]
@@ -232,7 +236,9 @@ def _school_log_density(school: Any, x: Any, y: Any, point: Chain) -> float:
 
 LOG_SIGMA, LOG_NU = 0, 1  # the first coordinates; those of the log-volatilities follow
 NUM_LEAPFROGS, TARGET_ACCEPTANCE, FIRST_STEP = (4, 12), 0.85, 0.2
-INFORMATION = 1.5  # of a day about its log-volatility, 2 nu / (nu + 3) of a Student variable
+START_VARIANCE = 4.0
+# Of a day: 2 nu / (nu + 3) about a log-scale, for a Student variable; 1 / 2 about a log-variance.
+INFORMATION, INFORMATION_OF_VARIANCE = 1.5, 0.5
 
 
 def volatility(folder: Path, num_draws: int, thin: int) -> None:
@@ -240,42 +246,73 @@ def volatility(folder: Path, num_draws: int, thin: int) -> None:
     run_chains(folder, num_draws, thin, _volatility_chain, _volatility_log_density)
 
 
+def log_variance(folder: Path, num_draws: int, thin: int) -> None:
+    """Write ``draws.npz`` and ``run.json`` for the data in ``folder``."""
+    run_chains(folder, num_draws, thin, _log_variance_chain, _log_variance_log_density)
+
+
+class _Walk:
+    """A random walk in white coordinates, with its start integrated out."""
+
+    def __init__(self, log_sigma: float, white: Any, mean: float, information: float) -> None:
+        self.sigma, self.white, number = np.exp(log_sigma), white, len(white)
+        precision = (2 - 2 * np.cos(np.pi * np.arange(number) / number)) / self.sigma**2
+        self.share = precision / (precision + information)
+        self.spread = (precision + information) ** -0.5
+        self.level = idct(self.spread * white, norm="ortho")
+        self._moves, self._first = np.diff(self.level), self.level[0] - mean
+
+    def finish(self, of_level: Any) -> tuple[float, float, Any]:
+        """Return the walk's log-density, and gradients by log sigma and white coordinates.
+
+        :param of_level: the gradient of the data's log-density by the level.
+        """
+        moves, first, number = self._moves, self._first, len(self.white)
+        variance, squares = START_VARIANCE + self.sigma**2, moves @ moves / self.sigma**2
+        log_prob = -0.5 * squares - (number - 1) * np.log(self.sigma) + np.log(self.spread).sum()
+        log_prob -= 0.5 * first**2 / variance + 0.5 * np.log(variance)
+        of_level[:-1] += moves / self.sigma**2
+        of_level[1:] -= moves / self.sigma**2
+        of_level[0] -= first / variance
+        of_white = dct(of_level, norm="ortho") * self.spread
+        of_sigma = squares - (number - 1) + self.share.sum() + of_white @ (self.white * self.share)
+        of_sigma += self.sigma**2 * (first**2 / variance - 1) / variance
+        return log_prob, of_sigma, of_white
+
+
 def volatility_score(returns: Any, point: Any) -> tuple[float, Any, Any]:
     """Return log-density, gradient and log-volatilities at white coordinates."""
-    sigma, nu, white = np.exp(point[LOG_SIGMA]), np.exp(point[LOG_NU]), point[2:]
-    number = len(returns)
-    precision = (2 - 2 * np.cos(np.pi * np.arange(number) / number)) / sigma**2
-    share = precision / (precision + INFORMATION)
-    spread = (precision + INFORMATION) ** -0.5
-    level = idct(spread * white, norm="ortho")
-    moves, first, variance = np.diff(level), level[0] + 4.0, 4.0 + sigma**2
-    squares = returns**2 * np.exp(-2 * level)
+    walk, nu = _Walk(point[LOG_SIGMA], point[2:], -4.0, INFORMATION), np.exp(point[LOG_NU])
+    number, sigma = len(returns), walk.sigma
+    squares = returns**2 * np.exp(-2 * walk.level)
     log_prob = gammaln((nu + 1) / 2) - gammaln(nu / 2) - 0.5 * np.log(nu)
-    log_prob = number * log_prob - level.sum() - 0.5 * (nu + 1) * np.log1p(squares / nu).sum()
-    log_prob -= 0.5 * moves @ moves / sigma**2 + (number - 1) * np.log(sigma)
-    log_prob -= 0.5 * first**2 / variance + 0.5 * np.log(variance)
-    log_prob += np.log(spread).sum() + point[LOG_SIGMA] - 10 * sigma + _freedom(nu)
-    of_level = (nu + 1) * squares / (nu + squares) - 1
-    of_level[:-1] += moves / sigma**2
-    of_level[1:] -= moves / sigma**2
-    of_level[0] -= first / variance
-    of_white = dct(of_level, norm="ortho") * spread
-    of_sigma = moves @ moves / sigma**2 - (number - 1) + share.sum() + 1 - 10 * sigma
-    of_sigma += sigma**2 * (first**2 / variance - 1) / variance + of_white @ (white * share)
+    log_prob = number * log_prob - 0.5 * (nu + 1) * np.log1p(squares / nu).sum()
+    log_prob += point[LOG_SIGMA] - 10 * sigma + _freedom(nu) - walk.level.sum()
+    found, of_sigma, of_white = walk.finish((nu + 1) * squares / (nu + squares) - 1)
     of_nu = polygamma(0, (nu + 1) / 2) - polygamma(0, nu / 2) - 1 / nu
     of_nu = 0.5 * number * of_nu - 0.5 * np.log1p(squares / nu).sum()
     of_nu = nu * (of_nu + 0.5 * (nu + 1) * (squares / (nu + squares)).sum() / nu - 0.1) + 2
-    return log_prob, np.concatenate([[of_sigma, of_nu], of_white]), level
+    gradient = np.concatenate([[of_sigma + 1 - 10 * sigma, of_nu], of_white])
+    return log_prob + found, gradient, walk.level
 
 
-def _volatility_chain(rng: Generator, returns: Any, num_draws: int, thin: int) -> Chain:
-    point = np.concatenate([np.log([0.1, 8.0]), np.zeros(len(returns))])
-    point[2] = -4.5 * np.sqrt(INFORMATION * len(returns))  # a constant level
-    point += 0.3 * rng.normal(size=len(point))
-    value, gradient, level = volatility_score(returns, point)
-    # Both scalars are known to about a fifth: the masses make them move as far as the others.
-    mass = np.concatenate([[25.0, 10.0], np.ones(len(returns))])
-    log_step, kept = np.log(FIRST_STEP), []
+def log_variance_score(returns: Any, point: Any) -> tuple[float, Any, Any]:
+    """Return log-density, gradient and log-variances at white coordinates."""
+    walk = _Walk(point[LOG_SIGMA], point[1:], -1.0, INFORMATION_OF_VARIANCE)
+    squares = returns**2 * np.exp(-walk.level)
+    log_prob = -0.5 * (walk.level + squares).sum() + _half_normal(walk.sigma, 0.5)
+    found, of_sigma, of_white = walk.finish(0.5 * (squares - 1))
+    gradient = np.append(of_sigma + 1 - 4 * walk.sigma**2, of_white)
+    return log_prob + found, gradient, walk.level
+
+
+def _walk_points(
+    rng: Generator, score: Callable[[Any], Any], point: Any, mass: Any, num_draws: int, thin: int
+) -> Iterator[tuple[Any, Any]]:
+    """Yield points and levels of a chain of Hamiltonian Monte Carlo."""
+    point = point + 0.3 * rng.normal(size=len(point))
+    value, gradient, level = score(point)
+    log_step = np.log(FIRST_STEP)
     for i in range(WARMUP + num_draws * thin):
         step = np.exp(log_step) * rng.uniform(0.8, 1.2)
         momentum = np.sqrt(mass) * rng.normal(size=len(point))
@@ -284,7 +321,7 @@ def _volatility_chain(rng: Generator, returns: Any, num_draws: int, thin: int) -
         for _ in range(rng.integers(*NUM_LEAPFROGS)):
             momentum = momentum + 0.5 * step * slope
             there = there + step * momentum / mass
-            found, slope, heights = volatility_score(returns, there)
+            found, slope, heights = score(there)
             momentum = momentum + 0.5 * step * slope
         change = found - 0.5 * (momentum**2 / mass).sum() - energy
         accepted = np.exp(min(0.0, change)) if np.isfinite(change) else 0.0
@@ -293,11 +330,45 @@ def _volatility_chain(rng: Generator, returns: Any, num_draws: int, thin: int) -
         if i < WARMUP:
             log_step += (accepted - TARGET_ACCEPTANCE) / np.sqrt(1 + i / 10)
         elif i % thin == 0:
-            sigma, nu = np.exp(point[:2])
-            share = 4.0 / (4.0 + sigma**2)
-            start = -4.0 + share * (level[0] + 4.0) + np.sqrt(share) * sigma * rng.normal()
-            kept.append((sigma, nu, start, np.diff(level, prepend=start)))
+            yield point, level
+
+
+def _start(rng: Generator, first: float, mean: float, sigma: float) -> float:
+    """Draw the start of a walk given its first level."""
+    share = START_VARIANCE / (START_VARIANCE + sigma**2)
+    return mean + share * (first - mean) + np.sqrt(share) * sigma * rng.normal()
+
+
+def _volatility_chain(rng: Generator, returns: Any, num_draws: int, thin: int) -> Chain:
+    point = np.concatenate([np.log([0.1, 8.0]), np.zeros(len(returns))])
+    point[2] = -4.5 * np.sqrt(INFORMATION * len(returns))  # a constant level
+    # Both scalars are known to about a fifth: the masses make them move as far as the others.
+    mass, kept = np.concatenate([[25.0, 10.0], np.ones(len(returns))]), []
+    score = partial(volatility_score, returns)
+    for at, level in _walk_points(rng, score, point, mass, num_draws, thin):
+        sigma, nu = np.exp(at[:2])
+        start = _start(rng, level[0], -4.0, sigma)
+        kept.append((sigma, nu, start, np.diff(level, prepend=start)))
     return _stack(("sigma", "nu", "start", "steps"), kept)
+
+
+def _log_variance_chain(rng: Generator, returns: Any, num_draws: int, thin: int) -> Chain:
+    point = np.append(np.log(0.2), np.zeros(len(returns)))
+    point[1] = -np.sqrt(INFORMATION_OF_VARIANCE * len(returns))
+    mass, kept = np.append(25.0, np.ones(len(returns))), []
+    score = partial(log_variance_score, returns)
+    for at, level in _walk_points(rng, score, point, mass, num_draws, thin):
+        sigma = np.exp(at[LOG_SIGMA])
+        start = _start(rng, level[0], -1.0, sigma)
+        kept.append((sigma, start, np.diff(level, prepend=start)))
+    return _stack(("sigma", "start", "steps"), kept)
+
+
+def _log_variance_log_density(returns: Any, point: Chain) -> float:
+    level = point["start"] + point["steps"].cumsum()
+    total = stats.norm.logpdf(returns, 0.0, np.exp(level / 2)).sum()
+    total += stats.norm.logpdf(point["steps"], 0.0, point["sigma"]).sum()
+    return float(total + stats.norm.logpdf(point["start"], -1.0, 2.0) - 2 * point["sigma"] ** 2)
 
 
 def _volatility_log_density(returns: Any, point: Chain) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from benchmarks.large.references.augmented import (
     gp_student,
     horseshoe_poisson,
+    log_variance,
     schools,
     student_walk,
     volatility,
@@ -26,7 +27,6 @@ MIN_ESS = 400
 SETTINGS = {
     "bayesian_lasso_200": "--noncentred beta --target-accept 0.9 --thin 3 --diagonal --optimise",
     "cox_process_100": "--samples 1500 --optimise",
-    "volatility_2500": "--noncentred steps --samples 1000 --diagonal --optimise",
 }
 # An exact sampler, its draws of each chain, and the steps between two draws.
 SAMPLERS = {
@@ -37,4 +37,5 @@ SAMPLERS = {
     "schools_lkj_100": (schools, 1000, 20),
     "student_walk_400": (student_walk, 1000, 30),
     "volatility_1000": (volatility, 1000, 10),
+    "volatility_2500": (log_variance, 1000, 20),
 }
