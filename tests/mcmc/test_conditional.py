@@ -29,6 +29,7 @@ from pyro_implicit.mcmc import (
 )
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.policy import SpacePolicy
+from pyro_implicit.mcmc.spaces.scaled import ScaledReparam
 from pyro_implicit.mcmc.spaces.space import ConditionalNoise, Fitted, NoiseMap, dependent_sites
 
 Y = torch.tensor([2.0, -1.0, 0.5, 1.5], dtype=torch.float64)
@@ -259,6 +260,16 @@ def test_noise_of_normals_is_so_at_every_scale(name, sites):
         moved = points[:1] + shift * torch.linspace(0.2, 1.0, points.shape[-1])
         noise = walked.to_points(moved)
         assert torch.allclose(walked.score(noise)[1][:, own], -noise[:, own], atol=1e-8)
+
+
+@pytest.mark.parametrize(("name", "coupled"), [("steps", {"start", "x"}), ("normal", {"x"})])
+def test_coupling_is_also_seen_in_sites_that_are_too_long_for_their_hessian(name, coupled):
+    """By products with random signs; only the elements of the walk are coupled."""
+    walked, points = conditional(name, max_columns=3, num_probes=256)
+    assert set(walked.reparams) == coupled
+    assert isinstance(walked.reparams["x"], ScaledReparam) == (name == "steps")
+    noise = walked.to_points(points)
+    assert torch.allclose(walked.score(noise)[0], by_change_of_variables(walked, noise), atol=1e-9)
 
 
 def test_the_recorded_map_is_the_map():

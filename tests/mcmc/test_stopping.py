@@ -173,3 +173,33 @@ def test_r_hat_of_a_few_chains_by_hand():
     means = torch.tensor([[0.0], [2.0], [4.0]])
     found = stopping._r_hat(means, means.square() + 0.5, torch.tensor([0]))
     torch.testing.assert_close(found, torch.tensor([(1 + 4 / 0.5) ** 0.5]))
+
+
+def drift_of_history(values, ranges):
+    history = History(capacity=400)
+    for row in values:
+        history.append(row, tracked([*row.unbind(-1)], torch.randn(len(row))), ranges)
+    return history.drift()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tails_without_a_variance_settle_if_outliers_are_clamped(seed):
+    torch.manual_seed(seed)
+    draws = torch.distributions.Cauchy(3.0, 2.0).sample((300, 64, 5))
+    assert drift_of_history(draws, 6.0).is_settled()
+    assert not drift_of_history(draws, math.inf).is_settled()
+    apart = draws + 8 * torch.randn(64, 5)  # which their tails hide
+    assert drift_of_history(apart, 6.0).r_hat > 1.1 > drift_of_history(apart, math.inf).r_hat
+    normal = torch.randn(300, 64, 5)
+    torch.manual_seed(seed)
+    clamped = drift_of_history(normal, 6.0)
+    torch.manual_seed(seed)
+    assert clamped == drift_of_history(normal, math.inf)
+
+
+def test_the_log_density_is_not_clamped():
+    """Chains that are lost have outliers of it, and must not be hidden."""
+    history = History(capacity=8)
+    for log_density in (torch.randn(64), torch.full((64,), -1e6)):
+        history.append(torch.zeros(64, 1), tracked([torch.randn(64)], log_density), 6.0)
+    assert history.powers[1][0, :, -1].abs().min() > 1e5 > history.powers[1][0, :, 0].abs().max()

@@ -377,11 +377,12 @@ def score_of_rest(target: Target, points: Tensor, sites: list[str]) -> Tensor:
 
 def own_hessians(
     target: Target, point: Tensor, score: Tensor, sites: list[Tensor], policy: SpacePolicy
-) -> list[Tensor]:
+) -> list[tuple[Tensor, Tensor]]:
     """Return the Hessian of each site, ``(count, size, count, size)``, of all in one call.
 
     For many columns, return estimates of its diagonal blocks, ``(count, size, size)``, by random
-    signs (Hutchinson): the other blocks cancel.
+    signs (Hutchinson): the other blocks cancel. The second result is the sum of the squares of
+    each row, ``(count, size)``: those of products with random signs have this mean.
 
     :param sites: for each site, its places in the latent vector, ``(count, size)``.
     :param policy: the limits.
@@ -409,9 +410,11 @@ def own_hessians(
     for columns, sign, own in zip(sites, signs, directions, strict=True):
         rows = torch.stack([next(products)[0, columns] for _ in own])
         rows = rows.unflatten(0, (len(sign), -1))
+        squares = rows.square().sum((0, 1))
         if columns.numel() > policy.max_columns:
             rows = torch.einsum("kb,kjbi->bij", sign, rows) / policy.num_probes
-        found.append(rows)
+            squares = squares / policy.num_probes
+        found.append((rows, squares))
     return found
 
 

@@ -628,7 +628,7 @@ def _whole(analysis: _Analysis, shapes: Mapping[str, torch.Size]) -> tuple[Tenso
     with torch.enable_grad():
         point = middle.unsqueeze(0).requires_grad_()
         score = analysis.score_of_rest(point, shapes)
-        curvature = -own_hessians(target, point, score, [columns], policy)[0]
+        curvature = -own_hessians(target, point, score, [columns], policy)[0][0]
     others = scale if curvature.dim() == 4 else scale.unsqueeze(-2)
     curvature = curvature * scale.reshape(*scale.shape, *(1,) * (curvature.dim() - 2)) * others
     value, loc = middle[columns] / scale, loc / scale

@@ -593,11 +593,11 @@ class ConditionalNoise(Space):
             ]
             hessians = own_hessians(noise, point, score, all_columns, policy)
             of_sites = zip(sites, sizes, all_columns, hessians, strict=True)
-            for name, size, columns, hessian in of_sites:
+            for name, size, columns, (hessian, squares) in of_sites:
                 fn, place, curvature = nodes[name]["fn"], places[name], -hessian
                 is_vector = ConditionalReparam.is_vector(fn)
                 gradient, value = score[0, columns].detach(), point[0, columns].detach()
-                if is_coupled(fn, curvature, policy):
+                if is_coupled(fn, curvature, squares, policy):
                     coupled.append(name)
                 said = told(fn, *(one.double() for one in (curvature, gradient, value)))
                 precision, information = (one.to(value) for one in said)
@@ -608,21 +608,27 @@ class ConditionalNoise(Space):
         return made, coupled
 
 
-def is_coupled(fn: Any, curvature: Tensor, policy: SpacePolicy) -> bool:
+def is_coupled(fn: Any, curvature: Tensor, squares: Tensor, policy: SpacePolicy) -> bool:
     """Return whether the data couple the elements of a site more than they tell of each.
 
     :param fn: the prior.
-    :param curvature: the negative Hessian, ``(count, 1, count, 1)``; other shapes count as not
-        coupled.
+    :param curvature: the negative Hessian, ``(count, 1, count, 1)``, or its diagonal,
+        ``(count, 1, 1)``.
+    :param squares: the sums of the squares of its rows, ``(count, 1)``.
     """
-    one_by_one = not ConditionalReparam.is_vector(fn) and not ConditionalReparam.is_bounded(fn)
-    if curvature.dim() != 4 or not one_by_one:
+    if ConditionalReparam.is_vector(fn) or ConditionalReparam.is_bounded(fn):
         return False
     scale = base_distribution(fn).scale.expand(fn.batch_shape + fn.event_shape).flatten()
-    told_of = curvature[:, 0, :, 0] * scale * scale.unsqueeze(-1)
-    own = 1 + told_of.diagonal().clamp(min=0)
-    shares = (told_of - told_of.diagonal().diag()).square() / (own * own.unsqueeze(-1))
-    return bool(shares.sum(-1).mean() > policy.coupled)
+    if curvature.dim() == 4:
+        told_of = curvature[:, 0, :, 0] * scale * scale.unsqueeze(-1)
+        own = 1 + told_of.diagonal().clamp(min=0)
+        shares = (told_of - told_of.diagonal().diag()).square() / (own * own.unsqueeze(-1))
+        return bool(shares.sum(-1).mean() > policy.coupled)
+    diagonal, variance = curvature.flatten(), scale.square()
+    own = 1 + (diagonal * variance).clamp(min=0)
+    # Others count as their mean: their scales rarely differ.
+    others = (squares.flatten() - diagonal.square()) * variance.mean() / own.mean()
+    return bool((others * variance / own).mean() > policy.coupled)
 
 
 def roughness(
