@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-from functools import partial
 
 import torch
 from pyro.distributions import MaskedDistribution
@@ -26,9 +25,8 @@ from pyro_implicit.mcmc.mixed_chains import MixedChains, mixed_frame
 from pyro_implicit.mcmc.spaces.choice import ChainSetup
 from pyro_implicit.mcmc.spaces.space import MixedSpace
 from pyro_implicit.mcmc.stopping import Tracker
-from pyro_implicit.mcmc.tempering import Annealed, Cloud, Evaluated, Stopped
+from pyro_implicit.mcmc.tempering import Annealed, Cloud, Evaluated, join_clouds
 from pyro_implicit.ops.annealing import next_power
-from pyro_implicit.runtime.progress import new_stage, watch
 from pyro_implicit.runtime.sites import is_data, is_flat, is_latent
 
 __all__ = ["TemperedSpace", "temper_mixed", "why_not_tempered"]
@@ -201,33 +199,14 @@ def temper_mixed(plan: ChainSetup, track: Tracker) -> Annealed:
             "(flat, scaled, masked, or a posterior of earlier data). Cure: a proper prior"
         )
     began, cpu_began, limits = time.perf_counter(), time.process_time(), policy.tempering
-    particles, joined = _Particles(plan), None
-    stopped: Stopped | None = None
-    with new_stage("refine") as line, watch("temper", plan.max_gradients) as watched:
-        while stopped is None:
-            try:
-                cloud = particles.anneal(limits.num_particles)
-            except KeyboardInterrupt:
-                if joined is None:
-                    raise
-                stopped = "interrupted"
-                break
-            joined = cloud if joined is None else joined.joined(cloud)
-            drift = joined.drift(track, plan.num_chains, policy.stopping)
-            num_gradients = math.ceil(particles.num_points / plan.num_chains)
-            watched.step(num_gradients, partial(dict, error=drift.mean))
-            if max(drift.mean, drift.sd) <= limits.mixed_error:
-                stopped = "converged"
-            elif plan.limit.is_over():
-                stopped = "max_seconds"
-            elif num_gradients >= plan.max_gradients and (
-                time.process_time() - cpu_began >= plan.patience
-            ):
-                stopped = "max_gradients"
-            elif watched.stopped:
-                stopped = "callback"
-        line.outcome = f"{stopped} after {num_gradients} gradients"
-    assert joined is not None
+    particles = _Particles(plan)
+    joined, drift, stopped, num_gradients = join_clouds(
+        lambda: (particles.anneal(limits.num_particles), particles.num_points),
+        lambda _, error: error <= limits.mixed_error,
+        track,
+        plan,
+        cpu_began,
+    )
     joined.take(joined.resampled(len(joined.origin)))
     snapshots = particles.walk(joined, limits.moves)
     draws = torch.stack([one.points for one in snapshots])

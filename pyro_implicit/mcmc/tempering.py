@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -31,7 +32,15 @@ from pyro_implicit.ops.ensemble_hmc import ChainState
 from pyro_implicit.ops.importance_weights import systematic
 from pyro_implicit.runtime.progress import new_stage, watch
 
-__all__ = ["Annealed", "Cloud", "Evaluated", "ModeWeights", "Stopped", "anneal", "temper"]
+__all__ = [
+    "Annealed",
+    "Cloud",
+    "Evaluated",
+    "ModeWeights",
+    "anneal",
+    "join_clouds",
+    "temper",
+]
 
 
 Stopped = Literal["converged", "max_gradients", "max_seconds", "callback", "interrupted"]
@@ -424,6 +433,52 @@ class Annealed(NamedTuple):
     seconds: float
 
 
+def join_clouds(
+    draw: Callable[[], tuple[Cloud, int]],
+    is_exact: Callable[[Cloud, float], bool],
+    track: Tracker,
+    plan: ChainSetup,
+    cpu_began: float,
+    usable: float = 0.0,
+) -> tuple[Cloud, Drift, Stopped, int]:
+    """Join independent clouds until they are exact enough, or the budget is spent.
+
+    :param draw: returns a cloud, and the gradients of single particles so far.
+    :param is_exact: judges the joined clouds, and the larger error of :meth:`Cloud.drift`.
+    :param cpu_began: the process time from which the plan's patience counts.
+    :param usable: an error with which annealing ends at its budget, whatever patience is left.
+    :returns: the clouds, their errors, why annealing ended, and the gradients of each chain.
+    """
+    joined: Cloud | None = None
+    stopped: Stopped | None = None
+    with new_stage("refine") as line, watch("temper", plan.max_gradients) as watched:
+        while stopped is None:
+            try:
+                cloud, num_points = draw()
+            except KeyboardInterrupt:
+                if joined is None:
+                    raise
+                stopped = "interrupted"
+                break
+            joined = cloud if joined is None else joined.joined(cloud)
+            drift = joined.drift(track, plan.num_chains, plan.policy.stopping)
+            error = max(drift.mean, drift.sd)
+            num_gradients = math.ceil(num_points / plan.num_chains)
+            watched.step(num_gradients, partial(dict, error=error))
+            is_usable = error <= usable or time.process_time() - cpu_began >= plan.patience
+            if is_exact(joined, error):
+                stopped = "converged"
+            elif plan.limit.is_over():
+                stopped = "max_seconds"
+            elif num_gradients >= plan.max_gradients and is_usable:
+                stopped = "max_gradients"
+            elif watched.stopped:
+                stopped = "callback"
+        line.outcome = f"{stopped} after {num_gradients} gradients"
+    assert joined is not None
+    return joined, drift, stopped, num_gradients
+
+
 def temper(
     space: Space,
     modes: Modes,
@@ -460,36 +515,19 @@ def temper(
     labels.join(space, pool, limits)
     walkers = walkers._replace(frame=normals)
     reference = reference_of(normals, wide, limits.second_widening, limits.second_prior_share)
-    joined: Cloud | None = None
-    stopped: Stopped | None = None
-    with new_stage("refine") as line, watch("temper", plan.max_gradients) as watched:
-        while stopped is None:
-            try:
-                cloud, walkers = anneal(space, reference, walkers, number, limits)
-            except KeyboardInterrupt:
-                if joined is None:
-                    raise
-                stopped = "interrupted"
-                break
-            joined = cloud = cloud if joined is None else joined.joined(cloud)
-            weights = labels.weigh(cloud)
-            drift = cloud.drift(track, plan.num_chains, policy.stopping)
-            num_gradients = math.ceil(walkers.num_points / plan.num_chains)
-            watched.step(num_gradients, partial(dict, weight_error=weights.errors.max().item()))
-            is_known = bool((weights.errors <= limits.max_error).all())
-            if is_known and max(drift.mean, drift.sd) <= policy.stopping.max_error:
-                stopped = "converged"
-            elif plan.limit.is_over():
-                stopped = "max_seconds"
-            elif num_gradients >= plan.max_gradients and (
-                max(drift.mean, drift.sd) <= policy.stopping.max_usable_error
-                or time.process_time() - cpu_began >= plan.patience
-            ):
-                stopped = "max_gradients"
-            elif watched.stopped:
-                stopped = "callback"
-        line.outcome = f"{stopped} after {num_gradients} gradients"
-    assert joined is not None
+
+    def draw() -> tuple[Cloud, int]:
+        nonlocal walkers
+        cloud, walkers = anneal(space, reference, walkers, number, limits)
+        return cloud, walkers.num_points
+
+    def is_exact(cloud: Cloud, error: float) -> bool:
+        is_known = bool((labels.weigh(cloud).errors <= limits.max_error).all())
+        return is_known and error <= policy.stopping.max_error
+
+    usable = policy.stopping.max_usable_error
+    joined, drift, stopped, _ = join_clouds(draw, is_exact, track, plan, cpu_began, usable)
+    weights = labels.weigh(joined)
     here = joined.here.take(joined.resampled(plan.num_chains))
     walkers = walkers._replace(adaptation=walkers.adaptation.frozen())
     walkers, draws = _walk(space, walkers, here, limits.num_draws)
