@@ -470,7 +470,7 @@ def _knows_rows(guide: Any) -> bool:
 
 def _refine_batches(stages: Stages, epochs: int) -> Fit:
     assert stages.batches is not None
-    result, left = stages.result, stages.limit.left()
+    result = stages.result
     with result.attempt("refine") as line:
         refined: Any = refine(
             stages.model,
@@ -480,7 +480,7 @@ def _refine_batches(stages: Stages, epochs: int) -> Fit:
             batches=stages.batches.batches,
             num_chains=getattr(result.guide, "num_members", None),
             max_epochs=epochs,
-            max_seconds=left if math.isfinite(left) else None,
+            max_seconds=stages.limit.seconds(),
             progress=stages.options["progress"],
             model_kwargs=stages.kwargs,
         )

@@ -299,13 +299,12 @@ def _refine(
         return draws
     with result.attempt("refine") as line:
         chains = affordable_chains(target.score, target.init_loc, budget=budget)
-        left = stages.limit.left()
         refined = refine_target(
             Sampler(target, target.constrain(draws[torch.randperm(len(draws))])),
             chains.num_chains,
             chains.max_gradients,
-            max_seconds=left if math.isfinite(left) else None,
-            patience=math.inf if math.isfinite(left) else budget.patient_seconds,
+            max_seconds=stages.limit.seconds(),
+            patience=math.inf if stages.limit.seconds() else budget.patient_seconds,
         )
         line.outcome = f"{refined.stopped} after {refined.num_gradients} gradients"
         if not refined.settled:

@@ -465,12 +465,12 @@ def join_clouds(
             error = max(drift.mean, drift.sd)
             num_gradients = math.ceil(num_points / plan.num_chains)
             watched.step(num_gradients, partial(dict, error=error))
-            is_usable = error <= usable or time.process_time() - cpu_began >= plan.patience
+            may_end = error <= usable or time.process_time() - cpu_began >= plan.patience
             if is_exact(joined, error):
                 stopped = "converged"
             elif plan.limit.is_over():
                 stopped = "max_seconds"
-            elif num_gradients >= plan.max_gradients and is_usable:
+            elif num_gradients >= plan.max_gradients and may_end:
                 stopped = "max_gradients"
             elif watched.stopped:
                 stopped = "callback"
