@@ -25,7 +25,7 @@ from pyro_implicit.runtime.files import read_file, write_file
 from pyro_implicit.runtime.global_state import random_streams, restore_random_streams
 from pyro_implicit.runtime.progress import new_stage, watch
 
-__all__ = ["Chains", "Checkpoint", "WindowedChains", "run"]
+__all__ = ["Chains", "Checkpoint", "SeparateChains", "WindowedChains", "run"]
 
 KIND = "chains of refine"
 Tracks = Callable[[Tensor, Tensor], Tracked]
@@ -603,3 +603,40 @@ class WindowedChains(Chains):
     def _score(self, white: Tensor) -> tuple[Tensor, Tensor]:
         assert self._walked is not None
         return self._walked.white_score(self.frame, white)
+
+
+@dataclass(kw_only=True)
+class SeparateChains(WindowedChains):
+    """Chains with all data in the coordinates of their space, without a common frame.
+
+    Modes of a network have different scales, so a frame of all chains suits none of them. Each
+    chain learns step size and preconditioner from its own states, during a fixed share of the
+    budget.
+    """
+
+    _told: float = 0.0
+    """The share of the warm-up that was over when the last window ended."""
+
+    def _limited(self, most: int) -> Any:
+        return self.adaptation  # the kernel's transitions have few gradients
+
+    def _hurries(self) -> bool:
+        """Whether a window ends early, so that the warm-up has several and ends in time."""
+        share = self._warmed()
+        return share >= 1 or share - self._told >= self.policy.mclmc.longest_window
+
+    def _warmed(self) -> float:
+        """Return the share of the warm-up that is over."""
+        share = self.gradients / self.max_gradients
+        if self.max_seconds is not None:
+            share = max(share, self.seconds / max(self.max_seconds, 1e-9))
+        return share / self.policy.mclmc.warmup_share
+
+    def _end_window(self, hurry: bool) -> None:
+        share = self._told = self._warmed()
+        self.adaptation = self.adaptation.at(share)
+        self._positions, self._log_densities, self._failed = [], [], []
+        self._window = min(self._window + 1, self.policy.warmup.least_windows)
+        if share >= 1:
+            self.adaptation = self.adaptation.frozen()
+            self.phase, self.warmup_gradients = "sampling", self.gradients

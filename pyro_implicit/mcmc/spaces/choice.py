@@ -18,7 +18,7 @@ from pyro_implicit.density.cost import estimated_seconds
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.auto_implicit import why_inexact
 from pyro_implicit.guides.sampler import NOWHERE, Sampler
-from pyro_implicit.mcmc.chains import WindowedChains
+from pyro_implicit.mcmc.chains import SeparateChains, WindowedChains
 from pyro_implicit.mcmc.draws import History
 from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, estimate_frame
 from pyro_implicit.mcmc.kernels import KERNELS
@@ -38,7 +38,7 @@ from pyro_implicit.mcmc.stopping import Quantities
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.messages import first_line, warn_user
 
-__all__ = ["ChainSetup", "SeparateChains", "Starts", "finite_starts", "space_of", "start_chains"]
+__all__ = ["ChainSetup", "Starts", "finite_starts", "space_of", "start_chains"]
 
 
 Score = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -329,40 +329,3 @@ def _begin(space: Space, plan: ChainSetup) -> WindowedChains:
     chains.attach(space)
     chains.start()
     return chains
-
-
-@dataclass(kw_only=True)
-class SeparateChains(WindowedChains):
-    """Chains with all data in the coordinates of their space, without a common frame.
-
-    Modes of a network have different scales, so a frame of all chains suits none of them. Each
-    chain learns step size and preconditioner from its own states, during a fixed share of the
-    budget.
-    """
-
-    _told: float = 0.0
-    """The share of the warm-up that was over when the last window ended."""
-
-    def _limited(self, most: int) -> Any:
-        return self.adaptation  # the kernel's transitions have few gradients
-
-    def _hurries(self) -> bool:
-        """Whether a window ends early, so that the warm-up has several and ends in time."""
-        share = self._warmed()
-        return share >= 1 or share - self._told >= self.policy.mclmc.longest_window
-
-    def _warmed(self) -> float:
-        """Return the share of the warm-up that is over."""
-        share = self.gradients / self.max_gradients
-        if self.max_seconds is not None:
-            share = max(share, self.seconds / max(self.max_seconds, 1e-9))
-        return share / self.policy.mclmc.warmup_share
-
-    def _end_window(self, hurry: bool) -> None:
-        share = self._told = self._warmed()
-        self.adaptation = self.adaptation.at(share)
-        self._positions, self._log_densities, self._failed = [], [], []
-        self._window = min(self._window + 1, self.policy.warmup.least_windows)
-        if share >= 1:
-            self.adaptation = self.adaptation.frozen()
-            self.phase, self.warmup_gradients = "sampling", self.gradients
