@@ -427,9 +427,7 @@ def mixture_weights(
     if not components:
         raise ValueError("mixture_weights needs at least one component")
     if num_draws is None:
-        policy = policy or DEFAULT.mixture
-        of_each = policy.all_draws // len(components)
-        num_draws = max(policy.least_draws, min(policy.most_draws, of_each))
+        num_draws = (policy or DEFAULT.mixture).draws_of_each(len(components))
     draws = [q.sample(torch.Size((num_draws,))) for q in components]
     log_p = torch.stack([target.log_prob(points) for points in draws])
     points = torch.cat(draws)

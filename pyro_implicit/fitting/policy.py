@@ -459,6 +459,10 @@ class MixturePolicy:
     #: Draws of all components; every component's density is evaluated at each.
     all_draws: int = 8000
 
+    def draws_of_each(self, number: int) -> int:
+        """Return the draws of each of so many components."""
+        return max(self.least_draws, min(self.most_draws, self.all_draws // number))
+
 
 @dataclass(frozen=True)
 class UpdatePolicy:

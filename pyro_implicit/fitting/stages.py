@@ -363,12 +363,33 @@ class Stages:
         self.guides.append(guide)
         return guide
 
-    def lacks_time_to_train(self, target: Target, guide: Any, loss: Trace_ELBO) -> bool:
-        """Whether ``max_seconds`` leaves no time for a few steps."""
+    def set_weights(self, target: Target, guide: AutoImplicit | AutoMixture, modes: Modes) -> str:
+        """Set the weights of a mixture, from the search alone if ``max_seconds`` is short.
+
+        Weights of components that do not overlap are proportional to the exponentials of their
+        ELBOs. Others take the density of each component at the draws of all.
+
+        :returns: what was done, in words; empty by default.
+        """
+        if isinstance(guide, AutoMixture) and math.isfinite(self.limit.end):
+            number = len(guide.components)
+            part = guide.get_posterior().components[0]
+            points = target.init_loc.expand(self.policy.mixture.draws_of_each(number), -1)
+            seconds = number * estimated_seconds(lambda: part.log_prob(points), times=number)
+            if seconds > self.limit.left(self.policy.budget.weighing_share):
+                guide.log_weights = modes.elbo.log_softmax(0)
+                return "; max_seconds is too short for weights other than those by the ELBOs"
+        set_weights(target, guide, self.policy.mixture)
+        return ""
+
+    def lacks_time_to_train(
+        self, target: Target, guide: Any, loss: Trace_ELBO, number: int = 1
+    ) -> bool:
+        """Whether ``max_seconds`` leaves no time for a few steps of so many guides."""
         if math.isinf(self.limit.end):
             return False
         budget = self.policy.budget
-        seconds = self.limit.left(budget.training_share) / budget.fewest_steps
+        seconds = self.limit.left(budget.training_share) / (number * budget.fewest_steps)
         # A step costs at least its score.
         return target.seconds(self.num_particles) > seconds or (
             self.seconds_of_step(guide, loss) > seconds
@@ -465,9 +486,9 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
     policy, guide = stages.policy, stages.exact_guide(modes)
     start = {name: value.clone() for name, value in guide.state_dict().items()}
     with stages.result.attempt("gaussian") as line:
-        set_weights(target, guide, policy.mixture)
+        notes = stages.set_weights(target, guide, modes)
         gaussian = stages.weigh("gaussian", guide, target)
-        line.outcome = stages.add(gaussian)
+        line.outcome = stages.add(gaussian) + notes
         if gaussian.gap < policy.schedule.max_gap:
             return gaussian
         if math.isfinite(seconds):
@@ -486,20 +507,23 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
     name = "mixture" if isinstance(guide, AutoMixture) else "injective"
     with stages.result.attempt(name) as line:
         losses: list[float] = []
-        notes = ""
+        notes, parts, loss = "", [guide], _loss_of_part(stages)
         if isinstance(guide, AutoMixture):
-            seconds /= len(guide.components) ** 0.5
-            for index, part in enumerate(guide.components):
-                more, note = _train_part(stages, target, part, index, len(modes.loc), seconds)
-                losses, notes = losses + more, notes + note
-            set_weights(target, guide, policy.mixture)
+            parts = list(guide.components)
         else:
             loss = default_loss(
                 guide, stages.num_particles, *stages.args, model_kwargs=stages.kwargs
             )
-            if stages.lacks_time_to_train(target, guide, loss):
-                line.outcome = "skipped: max_seconds is too short for a training"
-                return gaussian
+        if stages.lacks_time_to_train(target, parts[0], loss, len(parts)):
+            line.outcome = "skipped: max_seconds is too short for a training"
+            return gaussian
+        if isinstance(guide, AutoMixture):
+            seconds /= len(parts) ** 0.5
+            for index, part in enumerate(parts):
+                more, note = _train_part(stages, target, part, index, len(parts), seconds)
+                losses, notes = losses + more, notes + note
+            notes += stages.set_weights(target, guide, modes)
+        else:
             steps = stages.steps_for(guide, loss, seconds)
             is_enough = _judge(stages, target, guide) if math.isfinite(seconds) else None
             losses = stages.train(name, guide, loss, steps, is_enough=is_enough)

@@ -14,10 +14,12 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import fit
-from pyro_implicit.density import Target, find_modes
+from pyro_implicit.density import Modes, Target, find_modes
 from pyro_implicit.diagnostics.checkup import plan_effort
-from pyro_implicit.fitting import BudgetPolicy, FitPolicy, Schedule, train
+from pyro_implicit.fitting import BudgetPolicy, FitPolicy, Schedule, candidates, train
+from pyro_implicit.fitting.candidates import mixture_weights
 from pyro_implicit.fitting.refinement import affordable_chains, make_plan
+from pyro_implicit.fitting.stages import Stages, train_exact
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.runtime.clock import TimeLimit
 
@@ -210,3 +212,31 @@ def test_parameters_settle_in_the_last_sixth_of_their_steps(monkeypatch):
         fit(model, refine=False, num_steps=12, **QUIET)
     assert schedules["parameters"].decay == pytest.approx(1 / 6)
     assert schedules["injective"].decay == Schedule.decay == 0.5
+
+
+def test_weights_of_many_modes_obey_max_seconds(monkeypatch):
+    """Weights by ELBOs need no density of one component at the draws of all others."""
+
+    def never(*args, **kwargs):
+        raise AssertionError("too expensive")
+
+    centres = 8.0 * torch.cartesian_prod(torch.arange(5.0), torch.arange(5.0)) - 16.0
+    log_weights = torch.linspace(0.0, 2.0, 25)
+
+    def model():
+        x = pyro.sample("x", dist.Normal(torch.zeros(2), 20.0).to_event(1))
+        squares = (x - centres).square().sum(-1)
+        pyro.factor("modes", (log_weights - 0.5 * squares).logsumexp(0))
+
+    target = Target(model)
+    elbo = target.log_prob(centres) + math.log(2 * math.pi)
+    modes = Modes(centres, torch.eye(2).expand(25, 2, 2), elbo)
+    state = Stages(model, (), {}, 100, lr=0.01, num_particles=8, limit=TimeLimit(0.05))
+    weights = mixture_weights(target, state.exact_guide(modes).get_posterior().components)
+    monkeypatch.setattr(candidates, "mixture_weights", never)
+    with state.kept_apart():
+        found = train_exact(state, target, modes, math.inf)
+        state.choose(target, modes)
+    assert "by the ELBOs" in state.result.stages[0].outcome
+    assert "max_seconds is too short" in state.result.stages[1].outcome
+    torch.testing.assert_close(found.guide.log_weights, weights.log_weights, rtol=0, atol=0.03)
