@@ -53,32 +53,31 @@ def leaves_of(tree: Any) -> list[Any]:
 def flatten(tree: Any) -> tuple[list[Any], Hashable]:
     """Return the leaves, and the structure for :func:`unflatten`; equal trees have equal ones."""
     leaves: list[Any] = []
+    return leaves, _visit(tree, leaves)
 
-    def visit(part: Any) -> Hashable:
-        keys = _keys(part)
-        if keys is None:
-            leaves.append(part)
-            return None
-        return type(part), tuple(keys), tuple([visit(part[key]) for key in keys])
 
-    structure = visit(tree)
-    return leaves, structure
+# Not inside of the function: a closure that calls itself would keep all leaves until gc runs.
+def _visit(tree: Any, leaves: list[Any]) -> Hashable:
+    keys = _keys(tree)
+    if keys is None:
+        leaves.append(tree)
+        return None
+    return type(tree), tuple(keys), tuple([_visit(tree[key], leaves) for key in keys])
 
 
 def unflatten(leaves: Iterable[Any], structure: Any) -> Any:
     """Build the tree of a structure from its leaves."""
-    rest = iter(leaves)
+    return _build(structure, iter(leaves))
 
-    def build(structure: Any) -> Any:
-        if structure is None:
-            return next(rest)
-        kind, keys, structures = structure
-        parts = [build(part) for part in structures]
-        if kind in MAPPINGS:
-            return kind(zip(keys, parts, strict=True))
-        return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
-    return build(structure)
+def _build(structure: Any, leaves: Iterator[Any]) -> Any:
+    if structure is None:
+        return next(leaves)
+    kind, keys, structures = structure
+    parts = [_build(part, leaves) for part in structures]
+    if kind in MAPPINGS:
+        return kind(zip(keys, parts, strict=True))
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
 def map_tree(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
