@@ -88,9 +88,7 @@ class BatchedRuns:
             model that is refused.
         """
         task = _Task(model, values, read)
-        if (
-            ACTIVE.recorder is not None
-        ):  # all runs at once; an error means that the model cannot be recorded
+        if ACTIVE.recorder is not None:  # all runs at once; an error means: not to be recorded
             if self.mode is False or not self.checked:
                 raise Untraceable("the model runs one particle at a time, outside torch.func.vmap")
             return self._vmap(task)[0]

@@ -25,13 +25,13 @@ from pyro_implicit.compiled import (
 from pyro_implicit.compiled.recorder import DispatchMode
 from pyro_implicit.density.policy import COST
 from pyro_implicit.density.workers import current_workers
+from pyro_implicit.ops.ensemble_hmc import score_of
 from pyro_implicit.runtime.messages import first_line
 from pyro_implicit.runtime.trees import leaves_of
 
 __all__ = [
     "FusedDensity",
     "TracedScore",
-    "count_operations",
     "estimated_seconds",
     "nearby",
     "seconds_near",
@@ -131,23 +131,6 @@ def nearby(point: Tensor, number: int) -> Tensor:
     :param point: ``(dim,)``.
     """
     return point + torch.linspace(-COST.spread, COST.spread, number).to(point).unsqueeze(-1)
-
-
-def count_operations(evaluate: Callable[[], Any]) -> int:
-    """Return the number of kernels that an evaluation calls, views included.
-
-    **Example:**
-
-    >>> import torch
-    >>> x = torch.ones(2)
-    >>> count_operations(lambda: (2 * x).exp())
-    2
-
-    :param evaluate: is called once.
-    """
-    with _Counter() as counter:
-        evaluate()
-    return counter.operations
 
 
 class _Counter(DispatchMode):
@@ -391,10 +374,10 @@ class FusedDensity:
 
     def _prepare(self, latent: Tensor) -> None:
         if self._function is None:
-            with torch.no_grad():
-                count = count_operations(lambda: self.by_model(latent[:1]))
-            if count < RECORDINGS.least_operations:
-                raise Untraceable(f"it has {count} operations")
+            with torch.no_grad(), _Counter() as counter:
+                self.by_model(latent[:1])
+            if counter.operations < RECORDINGS.least_operations:
+                raise Untraceable(f"it has {counter.operations} operations")
             function = FusedFunction(self.of_one, latent[0])
             self._compare(function, latent[:2])
             self._function = function
@@ -407,15 +390,7 @@ class FusedDensity:
 
     def _compare(self, function: FusedFunction, latent: Tensor) -> None:
         found, expected = (
-            _score(one, latent) for one in (torch.func.vmap(function), self.by_model)
+            score_of(one)(latent) for one in (torch.func.vmap(function), self.by_model)
         )
         if difference := disagreement(found, expected):
             raise Untraceable(f"a recording disagrees with the model: {difference}")
-
-
-def _score(log_prob: Callable[[Tensor], Tensor], latent: Tensor) -> list[Tensor]:
-    with torch.enable_grad():
-        latent = latent.requires_grad_()
-        values = log_prob(latent)
-        (score,) = torch.autograd.grad(values.sum(), latent)
-    return [values.detach(), score]

@@ -25,6 +25,7 @@ from pyro_implicit.runtime.global_state import same_streams
 from pyro_implicit.runtime.sites import (
     Site,
     innermost,
+    innermost_support,
     is_discrete_latent,
     is_flat,
     is_latent,
@@ -118,9 +119,7 @@ class Elements(NamedTuple):
 
 def _bounds(name: str, site: Site) -> tuple[Any, Any]:
     """Return the bounds of a site's support, each a number or a tensor."""
-    support = site["fn"].support
-    while hasattr(support, "base_constraint"):
-        support = support.base_constraint
+    support = innermost_support(site["fn"].support)
     if isinstance(support, type(constraints.boolean)):
         return 0, 1
     if isinstance(support, constraints.integer_interval):
@@ -203,10 +202,7 @@ _LABELS = ("Categorical", "OneHotCategorical")
 
 
 def _is_one_hot(fn: Any) -> bool:
-    support = fn.support
-    while hasattr(support, "base_constraint"):
-        support = support.base_constraint
-    return isinstance(support, type(constraints.one_hot))
+    return isinstance(innermost_support(fn.support), type(constraints.one_hot))
 
 
 def sites_to_sample(trace: Trace) -> frozenset[str]:

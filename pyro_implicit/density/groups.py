@@ -22,6 +22,7 @@ from pyro_implicit.density.model import compute_log_prob, subsampled_plate, trac
 from pyro_implicit.density.policy import GROUPS
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.ensemble_hmc import ChainState, ensemble_move, score_of
+from pyro_implicit.ops.jacobian import hessian_products
 from pyro_implicit.ops.matrices import root_of_inverse
 from pyro_implicit.ops.quadrature import log_integral, normal_rule
 from pyro_implicit.runtime.sites import FlatPriorStart, is_data, is_discrete_latent, is_latent
@@ -98,7 +99,7 @@ class Groups:
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
     ) -> None:
-        self.model = _first_rows(model)
+        self.model = _FirstRows()(model)
         # A flat prior has no draws.
         self._drawn = InitMessenger(FlatPriorStart(init_to_sample))(self.model)
         first = trace_model(self._drawn, (*args, *batch), kwargs or {})
@@ -318,13 +319,9 @@ class Groups:
             point = point.detach().requires_grad_()
             log_prob = self.log_joint(values, point.unsqueeze(1)).squeeze(1)
             (score,) = torch.autograd.grad(log_prob.sum(), point, create_graph=True)
-            rows = [
-                torch.autograd.grad(column.sum(), point, retain_graph=True)[0]
-                if score.requires_grad
-                else torch.zeros_like(point)
-                for column in score.unbind(-1)
-            ]
-        return log_prob.detach(), score.detach(), torch.stack(rows, -2)
+            basis = torch.eye(self.num_latents).to(point)
+            hessian = hessian_products(score, point, basis).movedim(0, -2)
+        return log_prob.detach(), score.detach(), hessian
 
     def _refuse_shared_data(self) -> None:
         """Check that all sites that depend on local latent variables lie in the plate."""
@@ -362,10 +359,6 @@ class _FirstRows(Messenger):
         if site_is_subsample(msg) and msg["value"] is None:
             size = msg["fn"].subsample_size or msg["fn"].size
             msg["value"], msg["done"] = torch.arange(size), True
-
-
-def _first_rows(model: Callable[..., Any]) -> Callable[..., Any]:
-    return _FirstRows()(model)
 
 
 def _size_in(site: Any, plate: str) -> int | None:

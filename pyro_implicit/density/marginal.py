@@ -33,6 +33,7 @@ from pyro_implicit.density.policy import MARGINAL, MarginalPolicy
 from pyro_implicit.density.run_mode import all_runs, in_each_run
 from pyro_implicit.density.target import Target
 from pyro_implicit.ops.block_tridiagonal import BlockFactor
+from pyro_implicit.ops.jacobian import hessian_products
 from pyro_implicit.ops.policy import MAX_ENTRIES
 from pyro_implicit.runtime.sites import site_parts
 
@@ -62,11 +63,15 @@ class _Structure(NamedTuple):
 class Marginal:
     """The density of the remaining latent variables, and draws of the integrated ones.
 
+    Only :func:`find_marginal` makes it: ``_structure`` is set by ``_find_structure``.
+
     :param target: the posterior of all latent variables.
     :param exact: the same posterior in the precision of the computation.
     :param names: the sites that are integrated out.
     :param policy: limits and tolerances.
     """
+
+    _structure: _Structure
 
     def __init__(
         self, target: Target, exact: Target, names: list[str], policy: MarginalPolicy
@@ -85,7 +90,6 @@ class Marginal:
         self.init_loc = like[self._rest_index].double()
         self._coordinates = dict.fromkeys(names, _Sums())
         self._centre = like[self._own_index]
-        self._structure: _Structure | None = None
 
     # The joint density in coordinates of the integrated sites
 
@@ -122,23 +126,6 @@ class Marginal:
         (gradient,) = torch.autograd.grad(value.sum(), points, create_graph=True)
         return value, gradient
 
-    def _products(
-        self, gradient: Tensor, points: Tensor, seeds: Tensor, create_graph: bool = False
-    ) -> Tensor:
-        """Return the Hessian times vectors, ``(num_seeds, num_points, n)``."""
-        if not gradient.requires_grad:  # linear, or constant
-            return gradient.new_zeros(len(seeds), *points.shape)
-        options: dict[str, Any] = {"retain_graph": True, "create_graph": create_graph}
-        seeds = seeds.to(gradient).unsqueeze(1).expand(-1, *points.shape)
-        try:
-            (found,) = torch.autograd.grad(
-                gradient, points, seeds, is_grads_batched=True, allow_unused=True, **options
-            )
-            return found
-        except RuntimeError:  # an operation without a rule for vmap
-            parts = [torch.autograd.grad(gradient, points, one, **options)[0] for one in seeds]
-            return torch.stack(parts)
-
     # Detection
 
     @torch.enable_grad()
@@ -156,7 +143,7 @@ class Marginal:
         direction, other = torch.randn(2, self.num_integrated).to(self._centre)
         start = self._centre.expand(len(rest), -1).clone().requires_grad_()
         slope = self._gradient(rest, start)[1]
-        curved = -self._products(slope, start, direction.unsqueeze(0))[0]
+        curved = -hessian_products(slope, start, direction.unsqueeze(0))[0]
         scales = []  # a standard deviation of each site, roughly
         for part in site_parts(curved * direction, self._own).values():
             mean = part.reshape(len(rest), -1).mean(-1, keepdim=True)
@@ -169,7 +156,7 @@ class Marginal:
         points = (start + distances.reshape(-1, 1, 1) * moved).detach().flatten(0, 1)
         points.requires_grad_()
         value, gradient = self._gradient(rest.repeat(count, 1), points)
-        curved = self._products(gradient, points, torch.stack([direction, other]))
+        curved = hessian_products(gradient, points, torch.stack([direction, other]))
         value = value.detach().reshape(count, len(rest))
         gradient = gradient.detach().reshape(count, len(rest), -1)
         curved = curved.detach().reshape(2, count, len(rest), -1)
@@ -206,7 +193,7 @@ class Marginal:
         with torch.enable_grad():
             start = self._centre.unsqueeze(0).clone().requires_grad_()
             gradient = self._gradient(rest, start)[1]
-            return -self._products(gradient, start, seeds).detach().squeeze(1)
+            return -hessian_products(gradient, start, seeds).detach().squeeze(1)
 
     def _count_entries(self, rest: Tensor, name: str) -> float:
         parts = site_parts(torch.arange(self.num_integrated), self._own)
@@ -226,7 +213,6 @@ class Marginal:
             pattern = read(rest)
             if pattern is not None and self._is_pattern(pattern, rest):
                 found = self._structure
-                assert found is not None
                 cubes = found.num_blocks * found.size**3 * (3 if found.is_chain else 1)
                 return cubes <= self.policy.most_operations
         return False
@@ -293,7 +279,6 @@ class Marginal:
         :param rest: values of the remaining sites, ``(num_points, dim)``.
         :raises ValueError: naming the site.
         """
-        assert self._structure is not None
         names = [name for name, shape in self._own.items() for _ in range(shape.numel())]
         for one in rest.split(1):
             products = self._columns(one, self._structure.seeds).unsqueeze(1)
@@ -314,7 +299,6 @@ class Marginal:
 
     def _diagonal_of(self, products: Tensor) -> Tensor:
         found = self._structure
-        assert found is not None
         colour = found.seeds.argmax(0)
         return products[colour, :, torch.arange(len(colour), device=colour.device)].T.double()
 
@@ -322,7 +306,6 @@ class Marginal:
 
     def _factor(self, products: Tensor) -> BlockFactor:
         found = self._structure
-        assert found is not None
         entries = -products[found.colour, :, found.row].double().T
         blocks, size = found.num_blocks, found.size
         below = (blocks - 1) * size * size if found.is_chain else 0
@@ -338,18 +321,15 @@ class Marginal:
 
     def _ordered(self, vector: Tensor) -> Tensor:
         found = self._structure
-        assert found is not None
         whole = vector.new_zeros(len(vector), found.num_blocks * found.size)
         whole[:, found.order] = vector
         return whole.double().reshape(-1, found.num_blocks, found.size)
 
     def _unordered(self, blocks: Tensor) -> Tensor:
-        assert self._structure is not None
         return blocks.flatten(1)[:, self._structure.order]
 
     def _chunks(self, rest: Tensor) -> Iterator[Tensor]:
         found = self._structure
-        assert found is not None
         entries = 2 * found.num_blocks * found.size**2 + 8 * found.seeds.numel()
         return iter(rest.split(max(1, MAX_ENTRIES // (2 * entries))))
 
@@ -371,11 +351,10 @@ class Marginal:
     def _at(self, rest: Tensor, with_score: bool) -> tuple[Tensor, Tensor, BlockFactor, Tensor]:
         """Return log-density, gradient, factor and the conditional mean in own coordinates."""
         found = self._structure
-        assert found is not None
         rest = rest.detach().requires_grad_(with_score)
         start = self._centre.expand(len(rest), -1).clone().requires_grad_()
         _, gradient = self._gradient(rest, start)
-        products = self._products(gradient, start, found.seeds, create_graph=with_score)
+        products = hessian_products(gradient, start, found.seeds, create_graph=with_score)
         with torch.no_grad():
             factor = self._factor(products)
             step = self._unordered(factor.solve(self._ordered(gradient)))
@@ -409,7 +388,6 @@ class Marginal:
     def _read_inverse(self, factor: BlockFactor, products: Tensor) -> Tensor:
         """Return the entries of the inverse at the entries that ``products`` hold."""
         found = self._structure
-        assert found is not None
         diagonal, below = factor.selected_inverse()
         storage = [one.flatten(1) for one in (diagonal, below) if one is not None]
         weights = torch.zeros_like(products, dtype=diagonal.dtype)

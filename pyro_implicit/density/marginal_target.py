@@ -13,6 +13,7 @@ from torch import Tensor, distributed
 from pyro_implicit.density.groups import Groups
 from pyro_implicit.density.policy import GROUPS
 from pyro_implicit.density.target import Target
+from pyro_implicit.ops.jacobian import hessian_products
 
 __all__ = ["MarginalTarget", "globals_only"]
 
@@ -166,9 +167,6 @@ class MarginalTarget(Target):
                 return
             (score,) = torch.autograd.grad(value.sum(), latent, create_graph=order > 1)
             sums[:, 1 : 1 + dim] += score.detach()
-            if order > 1 and score.requires_grad:
-                rows = [
-                    torch.autograd.grad(column.sum(), latent, retain_graph=True)[0]
-                    for column in score.unbind(-1)
-                ]
-                sums[:, 1 + dim :] += torch.stack(rows, -2).flatten(1)
+            if order > 1:
+                hessian = hessian_products(score, latent, torch.eye(dim).to(latent))
+                sums[:, 1 + dim :] += hessian.movedim(0, -2).flatten(1)

@@ -29,7 +29,13 @@ from torch.distributions import (
 )
 
 from pyro_implicit.density.run_mode import active_mode, log_prob_in_each_run
-from pyro_implicit.runtime.sites import Site, innermost, is_discrete_latent, is_latent
+from pyro_implicit.runtime.sites import (
+    Site,
+    innermost,
+    innermost_support,
+    is_discrete_latent,
+    is_latent,
+)
 from pyro_implicit.runtime.trees import map_tree
 
 __all__ = [
@@ -164,7 +170,7 @@ def compute_log_prob(trace: Trace) -> None:
     for site in trace.nodes.values():
         if site["type"] == "sample":
             fn = site["fn"]
-            while hasattr(fn, "base_dist"):
+            while hasattr(fn, "base_dist"):  # inline, as this is the inner loop of every training
                 fn = fn.base_dist
             if isinstance(fn, dist.ImproperUniform):  # its zeros are float32 on the CPU
                 for key in ("log_prob", "unscaled_log_prob", "log_prob_sum"):
@@ -244,11 +250,9 @@ def without_validation(fn: Any) -> Any:
 
 def _is_bounded(base: Any) -> bool:
     try:
-        inner: Any = base.support
+        inner = innermost_support(base.support)
     except (AttributeError, NotImplementedError):
         return False
-    while hasattr(inner, "base_constraint"):
-        inner = inner.base_constraint
     return not isinstance(inner, type(constraints.real)) and not hasattr(base, "_is_restricted")
 
 

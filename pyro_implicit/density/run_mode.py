@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -195,24 +195,16 @@ def log_prob_in_each_run(fn: Any, *args: Any, **kwargs: Any) -> Tensor:
 
     _replace_tensors(whole, collect)
 
+    def one_run(tensors: Iterator[Tensor]) -> Tensor:
+        one, one_args, one_kwargs = _replace_tensors(whole, lambda _: next(tensors))
+        return type(fn).log_prob(one, *one_args, **one_kwargs)
+
     def loop(num_runs: int | None, *batched: Tensor) -> Tensor:
         if num_runs is None:
             raise refusal
-        results = []
-        for of_run in zip(*batched, strict=True):
-            one, one_args, one_kwargs = _replace_tensors(whole, _Next(of_run))
-            results.append(type(fn).log_prob(one, *one_args, **one_kwargs))
-        return torch.stack(results)
+        return torch.stack([one_run(iter(of_run)) for of_run in zip(*batched, strict=True)])
 
     return in_each_run(loop, *tensors)
-
-
-class _Next:
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        self.tensors = iter(tensors)
-
-    def __call__(self, _: Tensor) -> Tensor:
-        return next(self.tensors)
 
 
 def _replace_tensors(part: Any, function: Callable[[Tensor], Tensor]) -> Any:

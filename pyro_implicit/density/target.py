@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import math
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -62,12 +61,15 @@ from pyro_implicit.density.model import (
 )
 from pyro_implicit.density.policy import DISCRETE, MAX_DENSE_DIM, RUNS
 from pyro_implicit.density.run_mode import RunMode
+from pyro_implicit.ops.ensemble_hmc import score_of
+from pyro_implicit.ops.jacobian import hessian_products
 from pyro_implicit.runtime.messages import first_line
 from pyro_implicit.runtime.sites import (
     FlatPriorStart,
     Site,
     example_tensor,
     innermost,
+    innermost_support,
     is_data,
     is_discrete_latent,
     is_flat,
@@ -196,7 +198,6 @@ class Target:
         self._fused: FusedDensity | None = None
         if self._allow_local is None and discrete is None and not sampled:
             self._fused = FusedDensity(self._by_model, self._of_one)
-        self._hessian_at_once = True
         if discrete is not None and not sample_discrete:
             self._try(discrete)
         refuse_moving_supports(model, args, kwargs, latents)
@@ -313,13 +314,14 @@ class Target:
 
     def _possible_run(self) -> Trace:
         """Return a plain run at a draw of the prior, with log-probabilities."""
-        for _ in range(RUNS.max_retries):
-            with suppress(*IMPOSSIBLE):  # at draws of the prior
+        for attempt in range(RUNS.max_retries + 1):
+            try:
                 trace = self._prior_run()
                 compute_log_prob(trace)
-                return trace
-        trace = self._prior_run()
-        compute_log_prob(trace)
+                break
+            except IMPOSSIBLE:  # at a draw of the prior
+                if attempt == RUNS.max_retries:
+                    raise
         return trace
 
     def _refuse_coupled(self, discrete: DiscreteSum) -> None:
@@ -423,9 +425,7 @@ class Target:
         for name in flat:
             support = innermost(sites[name]["fn"]).support
             number = int(unmoved[name].sum())
-            while hasattr(support, "base_constraint"):
-                support = support.base_constraint
-            if number and _is_unbounded(support):
+            if number and _is_unbounded(innermost_support(support)):
                 raise ValueError(
                     f"the posterior is improper: {number} of {unmoved[name].numel()} elements of "
                     f"site '{name}' have a flat prior, and neither data nor other sites depend on "
@@ -512,10 +512,8 @@ class Target:
 
     def _by_model(self, latent: Tensor) -> Tensor:
         values, log_det = self._values(latent)
-        nowhere = latent.new_full((), -math.inf)
         total = self._sum_of_terms if self.sampled else _total
-        with poutine.block(), pyro.validation_enabled(False):
-            return self._map(values, total, otherwise=nowhere) + log_det
+        return self._map(values, total, otherwise=latent.new_full((), -math.inf)) + log_det
 
     def terms(self, latent: Tensor) -> Tensor:
         """Return the log-density term by term: an element of a site's log-density each.
@@ -536,8 +534,7 @@ class Target:
         :param latent: ``(num_draws, latent_dim)``.
         :returns: ``(num_draws, num_terms)``.
         """
-        with poutine.block(), pyro.validation_enabled(False):
-            return self._map(self._values(latent)[0], self._terms_of)
+        return self._map(self._values(latent)[0], self._terms_of)
 
     def _terms_of(self, trace: Trace) -> Tensor:
         compute_log_prob(trace)
@@ -574,11 +571,7 @@ class Target:
         :param latent: ``(num_draws, latent_dim)``.
         :returns: ``(num_draws,)`` and ``(num_draws, latent_dim)``.
         """
-        with torch.enable_grad():
-            latent = latent.detach().requires_grad_()
-            log_prob = self.log_prob(latent)
-            (score,) = torch.autograd.grad(log_prob.sum(), latent)
-        return log_prob.detach(), score
+        return score_of(self.log_prob)(latent)
 
     def widen(self, points: Tensor) -> bool:
         """Evaluate the model in double precision from now on, if it can.
@@ -669,10 +662,8 @@ class Target:
             latent = latent.detach().requires_grad_()
             log_prob = self.log_prob(latent)
             (score,) = torch.autograd.grad(log_prob.sum(), latent, create_graph=True)
-            if not score.requires_grad:  # a linear log-density
-                return log_prob.detach(), score, latent.new_zeros(*latent.shape, self.latent_dim)
             basis = torch.eye(self.latent_dim).to(score)
-            hessian = torch.stack(self.hessian_products(latent, score, basis), dim=-2)
+            hessian = hessian_products(score, latent, basis).movedim(0, -2)
         is_sound = score.isfinite().all(-1)
         lost = hessian[is_sound].isnan().any(-2).any(0)
         if lost.any():
@@ -695,30 +686,6 @@ class Target:
         :returns: ``(num_draws, latent_dim, latent_dim)``.
         """
         return self.derivatives(latent)[2]
-
-    def hessian_products(self, latent: Tensor, score: Tensor, directions: Tensor) -> list[Tensor]:
-        """Return the Hessian times vectors, vectorised unless an operation has no rule for it.
-
-        :param latent: ``(num_draws, latent_dim)``.
-        :param score: the derivative by ``latent``, with its graph.
-        :param directions: ``(num_directions, latent_dim)``.
-        :returns: for each direction, ``(num_draws, latent_dim)``.
-        """
-        if self._hessian_at_once:
-            seeds = directions.unsqueeze(1).expand(-1, *score.shape)
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # a missing rule, and a slow loop instead
-                    (products,) = torch.autograd.grad(
-                        score, latent, seeds, retain_graph=True, is_grads_batched=True
-                    )
-                return list(products.unbind())
-            except RuntimeError:
-                self._hessian_at_once = False
-        return [
-            torch.autograd.grad((score * direction).sum(), latent, retain_graph=True)[0]
-            for direction in directions
-        ]
 
     # Runs of the model
 
@@ -776,9 +743,7 @@ class Target:
         """
         # The log-density finds out whether vmap runs the model; `read` alone does not tell.
         _ = self.is_vectorized
-        values = {name: draws[name] for name in self.shapes}
-        with poutine.block(), pyro.validation_enabled(False):
-            return self._map(values, read)
+        return self._map({name: draws[name] for name in self.shapes}, read)
 
     @torch.no_grad()
     def log_likelihood(
@@ -835,7 +800,8 @@ class Target:
             varies |= self._observed is not None and self._observed != _observed(trace)
             return read(trace)
 
-        found = self._runs.map(self._model, values, checked, **kwargs)
+        with poutine.block(), pyro.validation_enabled(False):
+            found = self._runs.map(self._model, values, checked, **kwargs)
         if varies and self._model.discrete is None:
             self._refuse_random_sites()
         return found

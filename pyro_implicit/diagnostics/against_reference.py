@@ -199,6 +199,7 @@ def compare(
 
 def _compare_site(x: Tensor, y: Tensor) -> SiteComparison:
     guide_sd, reference_sd, scale = x.std(dim=0), y.std(dim=0), _scale(y)
+    levels = list(COMPARE.quantiles)
     guide_mean, reference_mean = x.double().mean(dim=0), y.double().mean(dim=0)
     both_constant = (guide_sd <= rounding(y)) & (reference_sd <= rounding(y))
     sd_ratio = torch.where(both_constant, torch.ones_like(scale), guide_sd / reference_sd)
@@ -209,10 +210,7 @@ def _compare_site(x: Tensor, y: Tensor) -> SiteComparison:
         reference_sd=reference_sd,
         mean_error=((guide_mean - reference_mean) / scale).to(x),
         sd_ratio=sd_ratio,
-        quantile_errors=(
-            quantile(x, list(COMPARE.quantiles)) - quantile(y, list(COMPARE.quantiles))
-        )
-        / scale,
+        quantile_errors=(quantile(x, levels) - quantile(y, levels)) / scale,
     )
 
 

@@ -61,14 +61,7 @@ def sliced_wasserstein(
     # Projections of draws far from the origin round away their spread in float32.
     center = y.detach().mean(0)
     x, y = x - center, y - center
-    directions = torch.randn(
-        num_projections,
-        x.size(1),
-        generator=_generator(x, seed),
-        dtype=x.dtype,
-        device=x.device,
-    )
-    directions = directions / directions.norm(dim=-1, keepdim=True)
+    directions = _directions(x, num_projections, _generator(x, seed))
     x_index, y_index, weights = _quantile_steps(x.size(0), y.size(0), x)
     chunk_size = max(1, DISTANCES.chunk_numel // (x.size(0) + y.size(0)))
     total = x.new_zeros(())
@@ -154,19 +147,15 @@ def sliced_wasserstein_interval(
     generator = _generator(x, seed)
     center = y.mean(0)
     x, y = x - center, y - center
-    shape = (DISTANCES.bootstrap_projections, x.size(1))
-    directions = torch.randn(shape, generator=generator, dtype=x.dtype, device=x.device)
-    directions = directions / directions.norm(dim=-1, keepdim=True)
-    difference, noise = None, None
+    directions = _directions(x, DISTANCES.bootstrap_projections, generator)
+    difference, noise = torch.zeros(()).to(x), torch.zeros(()).to(x)
     for draws, sign, size in ((x, 1.0, len(x)), (y, -1.0, effective_size or len(y))):
         values = _quantiles(draws @ directions.mT)
         few = _random_rows(draws, DISTANCES.bootstrap_rows, seed)
         own = _resampled_quantiles(few @ directions.mT, generator)
         # Noise of as many draws as there are, not of the few that are resampled.
         own = sign * (len(few) / size) ** 0.5 * own
-        difference = sign * values if difference is None else difference + sign * values
-        noise = own if noise is None else noise + own
-    assert difference is not None and noise is not None
+        difference, noise = difference + sign * values, noise + own
     square = difference.square().mean()
     if square == 0 and not noise.any():
         return 0.0, 0.0
@@ -303,11 +292,20 @@ def _quantile_steps(n: int, m: int, like: Tensor) -> tuple[Tensor, Tensor, Tenso
     return (ends - 1) // m, (ends - 1) // n, weights
 
 
+def _directions(x: Tensor, number: int, generator: torch.Generator) -> Tensor:
+    """Return random unit vectors, ``(number, dim)``."""
+    shape = (number, x.size(1))
+    directions = torch.randn(shape, generator=generator, dtype=x.dtype, device=x.device)
+    return directions / directions.norm(dim=-1, keepdim=True)
+
+
+def _levels(like: Tensor) -> Tensor:
+    """Return the probabilities of the quantiles that the interval compares."""
+    return (torch.arange(DISTANCES.num_levels, device=like.device) + 0.5) / DISTANCES.num_levels
+
+
 def _quantiles(projected: Tensor) -> Tensor:
-    levels = (
-        torch.arange(DISTANCES.num_levels, device=projected.device) + 0.5
-    ) / DISTANCES.num_levels
-    ranks = (levels * len(projected)).long().clamp(max=len(projected) - 1)
+    ranks = (_levels(projected) * len(projected)).long().clamp(max=len(projected) - 1)
     return projected.sort(0).values[ranks]
 
 
@@ -315,9 +313,7 @@ def _resampled_quantiles(projected: Tensor, generator: torch.Generator) -> Tenso
     """Deviations of resamples' quantiles, ``(num_resamples, num_levels, num_columns)``."""
     count, device = len(projected), projected.device
     values, order = projected.mT.contiguous().sort(-1)
-    levels = (
-        (torch.arange(DISTANCES.num_levels, device=device) + 0.5) / DISTANCES.num_levels * count
-    )
+    levels = _levels(projected) * count
     levels = levels.to(projected).expand(len(values), -1).contiguous()
     found = []
     for _ in range(DISTANCES.num_bootstrap):

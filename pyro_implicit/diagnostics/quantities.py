@@ -120,9 +120,8 @@ def _prefix(transform: Any) -> str:
 def _is_identity(transform: Any) -> bool:
     if not isinstance(transform, transforms.AffineTransform):
         return False
-    return bool((torch.as_tensor(transform.loc) == 0).all()) and bool(
-        (torch.as_tensor(transform.scale) == 1).all()
-    )
+    loc, scale = torch.as_tensor(transform.loc), torch.as_tensor(transform.scale)
+    return bool((loc == 0).all() and (scale == 1).all())
 
 
 Function: TypeAlias = Callable[[dict[str, Tensor]], "Tensor | dict[str, Tensor]"]

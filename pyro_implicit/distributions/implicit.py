@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution, constraints
 
 from pyro_implicit.generators.base import Differentiable, Linearisation, as_generator
+from pyro_implicit.runtime.sites import innermost
 
 __all__ = [
     "Draw",
@@ -262,9 +263,8 @@ def find_implicit(fn: torch.distributions.Distribution) -> Implicit | None:
 
     :param fn: a distribution, possibly inside ``to_event``, transforms or a mask.
     """
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    return fn if isinstance(fn, Implicit) else None
+    inner = innermost(fn)
+    return inner if isinstance(inner, Implicit) else None
 
 
 def draw_through(

@@ -275,12 +275,9 @@ def bridge(log_target: Tensor, log_proposal: Tensor) -> Tensor:
        theoretical exploration*, equation 4.1.
     """
     first, second = log_target.double(), log_proposal.double()
-    log_share = math.log(len(first) / (len(first) + len(second)))
-    log_rest = math.log(len(second) / (len(first) + len(second)))
     found = first.median()
     for _ in range(MAX_BRIDGE_STEPS):
-        above = second - torch.logaddexp(log_share + second, log_rest + found)
-        below = -torch.logaddexp(log_share + first, log_rest + found)
+        above, below = _bridge_terms(first, second, found)
         before, found = found, _log_mean(above) - _log_mean(below)
         if (found - before).abs() < BRIDGE_TOLERANCE:
             break
@@ -313,18 +310,24 @@ def bridge_error(log_target: Tensor, log_proposal: Tensor, estimate: Tensor) -> 
     1. Meng and Wong (1996), *Simulating ratios of normalizing constants via a simple identity: a
        theoretical exploration*, equation 3.2.
     """
-    first, second = log_target.double(), log_proposal.double()
-    share = first.numel() / (first.numel() + second.numel())
-    log_share, log_rest = math.log(share), math.log1p(-share)
-    found = estimate.double()
-    above = second - torch.logaddexp(log_share + second, log_rest + found)
-    below = -torch.logaddexp(log_share + first, log_rest + found)
+    above, below = _bridge_terms(log_target.double(), log_proposal.double(), estimate.double())
 
     def relative_variance(logs: Tensor) -> Tensor:
         means = (logs - logs.max()).exp().mean(-1)
         return means.var() / len(means) / means.mean().square()
 
     return math.sqrt(relative_variance(above) + relative_variance(below))
+
+
+def _bridge_terms(first: Tensor, second: Tensor, estimate: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logarithms whose mean exponentials have the normalising constant as their ratio.
+
+    The former are at draws of the proposal, the latter at draws of the target.
+    """
+    total = first.numel() + second.numel()
+    log_share, log_rest = math.log(first.numel() / total), math.log(second.numel() / total)
+    above = second - torch.logaddexp(log_share + second, log_rest + estimate)
+    return above, -torch.logaddexp(log_share + first, log_rest + estimate)
 
 
 def _log_mean(values: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ __all__ = [
     "batch_jacobian",
     "covariance_log_det",
     "forward_product",
+    "hessian_products",
     "jacobian_products",
     "lanczos",
     "linearised_log_density",
@@ -363,6 +365,42 @@ def forward_product(function: Function, inputs: Tensor, direction: Tensor) -> tu
     _prepare_forward_mode()
     output = jvp(function, (inputs,), (direction,))
     return output[0], output[1]
+
+
+def hessian_products(
+    score: Tensor, points: Tensor, directions: Tensor, create_graph: bool = False
+) -> Tensor:
+    """Multiply second derivatives by vectors, vectorised unless an operation has no rule for it.
+
+    **Example:**
+
+    >>> x = torch.ones(2, 3, requires_grad=True)
+    >>> (score,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+    >>> hessian_products(score, x, torch.eye(3))[0]
+    tensor([[6., 0., 0.],
+            [6., 0., 0.]])
+
+    :param score: the gradient by the points, with its graph, of the points' shape.
+    :param points: ``(*batch, d)``.
+    :param directions: ``(num_directions, d)``.
+    :param create_graph: whether the products are to be differentiated.
+    :returns: ``(num_directions, *batch, d)``.
+    """
+    shape = (len(directions), *(1,) * (points.dim() - 1), points.shape[-1])
+    seeds = directions.to(score).reshape(shape).expand(-1, *points.shape)
+    if not score.requires_grad:  # of a linear function
+        return torch.zeros_like(seeds)
+    options: dict[str, Any] = {"retain_graph": True, "create_graph": create_graph}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a missing rule, and a slow loop instead
+            (products,) = torch.autograd.grad(
+                score, points, seeds, is_grads_batched=True, allow_unused=True, **options
+            )
+        return torch.zeros_like(seeds) if products is None else products
+    except RuntimeError:
+        parts = [torch.autograd.grad(score, points, one, **options)[0] for one in seeds]
+        return torch.stack(parts)
 
 
 @functools.cache

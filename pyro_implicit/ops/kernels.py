@@ -218,8 +218,7 @@ def kernel_and_slopes(
     :returns: k and c, each ``(*batch, n, k)``, without gradient.
     """
     gram = (rbf_kernel if kernel == "rbf" else imq_kernel)(x, y, bandwidth)
-    variance = bandwidth.square().clamp(min=torch.finfo(gram.dtype).tiny)[..., None, None]
-    return gram, (gram if kernel == "rbf" else gram**3) / variance
+    return gram, (gram if kernel == "rbf" else gram**3) / _square(bandwidth)
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ __all__ = [
     "example_tensor",
     "graph_leaves",
     "innermost",
+    "innermost_support",
     "is_counted",
     "is_data",
     "is_discrete_latent",
@@ -62,6 +63,13 @@ def innermost(fn: Any) -> Any:
     while hasattr(fn, "base_dist"):
         fn = fn.base_dist
     return fn
+
+
+def innermost_support(support: Any) -> Any:
+    """Return the constraint inside of ``independent`` ones."""
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    return support
 
 
 def without_event(fn: Any) -> Any:

@@ -23,6 +23,7 @@ from torch.distributions.transforms import ExpTransform, SigmoidTransform, Trans
 from pyro_implicit.density.model import compute_log_prob
 from pyro_implicit.density.target import Target
 from pyro_implicit.mcmc.policy import SpacePolicy
+from pyro_implicit.ops.jacobian import hessian_products
 from pyro_implicit.ops.matrices import (
     from_standard,
     product,
@@ -403,7 +404,7 @@ def own_hessians(
         [
             product
             for some in torch.cat(directions).split(policy.columns_at_once)
-            for product in target.hessian_products(point, score, some)
+            for product in hessian_products(score, point, some)
         ]
     )
     found = []

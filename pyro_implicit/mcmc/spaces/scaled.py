@@ -24,6 +24,7 @@ from pyro_implicit.mcmc.spaces.conditional_reparam import (
     score_of_rest,
     told,
 )
+from pyro_implicit.ops.jacobian import hessian_products
 from pyro_implicit.ops.matrices import (
     LinearTerm,
     eigenbasis,
@@ -655,7 +656,7 @@ def _expansion(
             for some in columns.split(policy.columns_at_once):
                 directions = point.new_zeros(len(some), len(point))
                 directions[torch.arange(len(some)), some] = 1.0
-                rows += [one[0, columns] for one in target.hessian_products(at, score, directions)]
+                rows += [one[0, columns] for one in hessian_products(score, at, directions)]
         precision = -torch.stack(rows).double() * scale * scale.unsqueeze(-1)
         factor, failed = torch.linalg.cholesky_ex(precision + identity)
         if failed:
@@ -697,7 +698,7 @@ def _curvatures(analysis: _Analysis, points: Tensor, name: str, columns: Tensor)
         score = analysis.score_of_rest(points, [name])
         directions = points.new_zeros(len(columns), points.shape[-1])
         directions[torch.arange(len(columns)), columns] = 1.0
-        products = analysis.target.hessian_products(points, score, directions)
+        products = hessian_products(score, points, directions)
     return -torch.stack([one[:, c] for one, c in zip(products, columns, strict=True)], -1)
 
 
