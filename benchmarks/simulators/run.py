@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.simulators.tasks import DIM, LOW, observe, parser, print_score, reference, simulate
 from pyro_implicit import fit_simulator
+from pyro_implicit.fitting import SimulatorPolicy
 
 
 def model(task, y):
@@ -28,6 +29,7 @@ def main() -> None:
     """Train and score."""
     command = parser(__doc__)
     command.add_argument("--rounds", type=int, default=1)
+    command.add_argument("--networks", type=int, default=SimulatorPolicy.num_networks)
     arguments = command.parse_args()
     torch.set_num_threads(1)
     for task in arguments.tasks:
@@ -42,6 +44,7 @@ def main() -> None:
                 observed[group[0]],
                 num_simulations=arguments.number,
                 rounds=arguments.rounds,
+                policy=SimulatorPolicy(num_networks=arguments.networks),
                 seed=seed,
                 progress=False,
             )
