@@ -85,7 +85,7 @@ def test_a_local_latent_is_refused_with_the_cure():
     with pytest.raises(ValueError, match=r"latent 'z' lies in plate 'rows'.*amortize='cond"):
         fit(conjugate, batches=loader, progress=False)
     with pytest.raises(ValueError, match=r"site 'z' has one latent for each.*amortize='cond"):
-        fit(conjugate, "auto", torch.randn(20), progress=False)
+        fit(conjugate, "auto", torch.randn(20), refine=False, progress=False)
 
 
 def nested(x, y, count=3):
