@@ -8,7 +8,7 @@ from typing import Any
 import pyro_implicit
 
 sys.path.insert(0, str(Path(__file__).parent))
-from site_hooks import add_summary
+from site_hooks import add_summary, show_figure_first
 
 project = "pyro_implicit"
 author = "The pyro_implicit developers"
@@ -59,5 +59,6 @@ autosummary_generate = False  # the tables link to the same page
 
 
 def setup(app: Any) -> None:
-    """Register the hook that adds summaries to the API pages."""
+    """Register the hooks that change pages: summaries of the API, figures of the gallery."""
     app.connect("source-read", add_summary)
+    app.connect("source-read", show_figure_first)

@@ -11,7 +11,7 @@ import pyro
 import torch
 from matplotlib.figure import Figure
 
-__all__ = ["add_summary", "fresh_state", "scrape_figure"]
+__all__ = ["add_summary", "fresh_state", "scrape_figure", "show_figure_first"]
 
 
 def fresh_state(gallery_conf: dict[str, Any], page: str) -> None:
@@ -63,3 +63,16 @@ def add_summary(app: Any, page: str, source: list[str]) -> None:
     if page.startswith("api/"):
         whole = r"^\.\. automodule:: (\S+)\n   :members:$"  # parts of a module need no summary
         source[0] = re.sub(whole, summary, source[0], flags=re.MULTILINE)
+
+
+def show_figure_first(app: Any, page: str, source: list[str]) -> None:
+    """Show the last figure of a gallery page below its introduction, too.
+
+    :param app: Sphinx.
+    :param page: name of the page.
+    :param source: its text, changed in place.
+    """
+    figures = re.findall(r"^\.\. image-sg:: .*\n(?:   :.*\n)+", source[0], flags=re.MULTILINE)
+    if page.startswith("auto_gallery/") and figures:
+        first_code = ".. GENERATED FROM PYTHON SOURCE LINES"
+        source[0] = source[0].replace(first_code, f"{figures[-1]}\n{first_code}", 1)
