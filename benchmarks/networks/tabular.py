@@ -67,9 +67,10 @@ TABLES = {"airfoil": ("airfoil.csv", 0), "bike": ("bike_sharing_hour.csv.gz", 2)
 MEMBERS, BATCH, STEPS, DRAWS = 10, 256, 5000, 1000
 NOTE = """
 Mean +- standard deviation over splits and seeds. In brackets: the commit of ``fit``; ea0bb00 and
-9d85df5 have the same code, and d812d437 is 14693c9e before a rebase. The runs of 12 s shared two
-cores with about ten other processes. With ``teach=True`` and 40 CPU seconds, generators lose -.001
-+- .002 nats of each test row of split 2 of airfoil (2,000 draws), and 10,000 draws take .13 s.
+9d85df5 have the same code, and d812d437 is 14693c9e before a rebase. The runs of UCI sets with 12
+and 60 s shared two cores with about ten other processes. With ``teach=True`` and 40 CPU seconds,
+generators lose -.001 +- .002 nats of each test row of split 2 of airfoil (2,000 draws), and 10,000
+draws take .13 s.
 
 Published for split 0: airfoil, bde (10 members, 50,000 + 10,000 steps of MCLMC, 2,400 core-seconds)
 RMSE .1215, NLL -.913; its ensemble .365, .176; TabPFN v2 .136, -.934; XGBoost .203, -.178. Bike
