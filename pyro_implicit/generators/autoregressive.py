@@ -16,6 +16,7 @@ from pyro_implicit.generators.base import (
     ACTIVATIONS,
     Generator,
     Linearisation,
+    bounded,
     check_layers,
 )
 from pyro_implicit.ops.policy import MAX_SKEW, MAX_TAIL, NEAR_ZERO
@@ -136,7 +137,7 @@ class AutoregressiveGenerator(Generator):
         return sinh_arcsinh_inverse(bent, *self._noise_shape())
 
     def _noise_shape(self) -> tuple[Tensor, Tensor]:
-        return _bounded(self.noise_skew, MAX_SKEW), _bounded(self.noise_tail, MAX_TAIL)
+        return bounded(self.noise_skew, MAX_SKEW), bounded(self.noise_tail, MAX_TAIL)
 
     def _pass(self, inputs: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]], _Parameters]:
         activation = ACTIVATIONS[self.activation].function
@@ -154,8 +155,8 @@ class AutoregressiveGenerator(Generator):
         return _Parameters(
             shift + linear_shift,
             log_scale + linear_scale,
-            _bounded(skew, MAX_SKEW),
-            _bounded(tail, MAX_TAIL),
+            bounded(skew, MAX_SKEW),
+            bounded(tail, MAX_TAIL),
         )
 
 
@@ -223,10 +224,6 @@ class _Parameters(NamedTuple):
     log_scale: Tensor
     skew: Tensor
     tail: Tensor
-
-
-def _bounded(x: Tensor, bound: float) -> Tensor:
-    return bound * (x / bound).tanh()
 
 
 def _hidden_degrees(output_dim: int, width: int, context_dim: int) -> Tensor:

@@ -275,6 +275,11 @@ def joined(noise: Tensor, context: Tensor | None) -> Tensor:
     return torch.cat([noise.expand(batch + (-1,)), context.expand(batch + (-1,))], dim=-1)
 
 
+def bounded(x: Tensor, bound: float) -> Tensor:
+    """Return x near 0, and never more than the bound; the slope is ``1 - (result / bound)**2``."""
+    return bound * (x / bound).tanh()
+
+
 def check_layers(hidden: Sequence[int], activation: str) -> None:
     """Refuse widths below one and unknown activations."""
     for width in hidden:

@@ -16,10 +16,11 @@ from pyro_implicit.generators.base import (
     ACTIVATIONS,
     Generator,
     Linearisation,
+    bounded,
     check_layers,
     joined,
 )
-from pyro_implicit.ops.policy import CONTEXT_FACTOR, NEAR_ZERO
+from pyro_implicit.ops.policy import CONTEXT_FACTOR, MAX_LOG_GATE, NEAR_ZERO
 from pyro_implicit.runtime.messages import refuse_counts, refuse_nonpositive
 
 __all__ = ["MLP", "GatedMLP", "MLPLinearisation", "NoisyEncoder", "TwinMLP"]
@@ -219,7 +220,8 @@ class GatedMLP(Generator):
     .. math:: g(z, c) = (A z + b + C c) \odot \exp(s(z, c)) + t(z, c),
 
     with two small networks s and t that are near zero initially. The gate represents scales that
-    vary along the posterior, as in a funnel, which an additive network cannot.
+    vary along the posterior, as in a funnel, which an additive network cannot. The soft bound
+    :math:`|s| < 3` keeps draws within twenty times the affine map.
 
     The generator is initially an affine map of unit spread: under standard normal noise every
     coordinate of A z has unit variance, and A is the identity if the sizes are equal. C is small.
@@ -275,14 +277,16 @@ class _GatedLinearisation(Linearisation):
         generator._check_inputs(noise, context)
         self._affine = generator.affine
         self._networks = TwinLinearisation(generator.networks, noise, context)
-        log_scale, shift = self._networks.value
-        self._gate, self._base = log_scale.exp(), generator._base(noise, context)
+        log_gate, shift = self._networks.value
+        self._log_gate = bounded(log_gate, MAX_LOG_GATE)
+        self._gate, self._base = self._log_gate.exp(), generator._base(noise, context)
         self.value = torch.addcmul(shift, self._base, self._gate)
 
     def jacobian(self) -> Tensor:
         # Transposed, because that is how the networks' Jacobians lie in memory.
-        log_scale, shift = self._networks.jacobian().mT
-        inner = torch.addcmul(self._affine.weight.mT, self._base.unsqueeze(-2), log_scale)
+        log_gate, shift = self._networks.jacobian().mT
+        base = self._base * (1 - (self._log_gate / MAX_LOG_GATE).square())
+        inner = torch.addcmul(self._affine.weight.mT, base.unsqueeze(-2), log_gate)
         return torch.addcmul(shift, self._gate.unsqueeze(-2), inner).mT
 
 

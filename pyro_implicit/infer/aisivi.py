@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pyro_implicit.distributions import Implicit, SemiImplicit
 from pyro_implicit.generators import MLP
+from pyro_implicit.generators.base import bounded
 from pyro_implicit.infer.engine.implicit_sites import (
     ImplicitSite,
     check_generator,
@@ -21,6 +22,7 @@ from pyro_implicit.infer.engine.implicit_sites import (
 )
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
+from pyro_implicit.infer.policy import ELBOS
 from pyro_implicit.ops.semi_implicit import conditional_log_density
 from pyro_implicit.runtime.messages import refuse_counts
 
@@ -90,8 +92,8 @@ class ReverseConditional(nn.Module):
         value = value.expand(noise.shape[:-1] + value.shape[-1:])
         inputs = torch.cat([torch.where(kept, noise, 0.0), value], -1)
         shift, log_scale = self.networks[layer](inputs).chunk(2, -1)
-        # Soft bounds on the scales keep the density finite far from the training draws.
-        log_scale = 5 * torch.tanh(log_scale / 5)
+        # Bounded scales keep the density finite far from the training draws.
+        log_scale = bounded(log_scale, ELBOS.max_log_scale)
         return torch.where(kept, 0.0, shift), torch.where(kept, 0.0, log_scale)
 
 

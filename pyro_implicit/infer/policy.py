@@ -29,6 +29,9 @@ class ElboPolicy:
     #: transition (Robbins and Monro, 1951).
     adaptation_rate: float = 0.5
 
+    #: ``ReverseConditional``: bound of the logarithm of each layer's scales.
+    max_log_scale: float = 5.0
+
     #: ``PVI``: weight of the past in the moving average of squared gradients of the particles, for
     #: each step (Lim and Johansen, 2024, their code).
     particle_decay: float = 0.9

@@ -11,6 +11,7 @@ __all__ = [
     "MAX_ALIGNMENTS",
     "MAX_BRIDGE_STEPS",
     "MAX_ENTRIES",
+    "MAX_LOG_GATE",
     "MAX_MEDIAN_SAMPLES",
     "MAX_SKEW",
     "MAX_TAIL",
@@ -54,6 +55,9 @@ MAX_ALIGNMENTS = 20
 MAX_SKEW = 3.0
 #: Bound of its tail parameter: at it the tails exceed a Cauchy distribution's up to z = 3.
 MAX_TAIL = 1.5
+#: Bound of the logarithm of ``GatedMLP``'s gate, so that it is between 1/20 and 20: without it, the
+#: gate is exponential in the noise, and so are draws to which the objective gives no gradient.
+MAX_LOG_GATE = 3.0
 #: Factor on the initial weights of the last layers: a network starts near its affine part.
 NEAR_ZERO = 0.01
 #: Factor on the initial weights of a linear map of the context.

@@ -88,9 +88,21 @@ def test_gated_formula():
     context = torch.randn(6, 2, dtype=torch.float64)
     affine, context_weight = generator.affine, generator.context_linear.weight
     base = noise @ affine.weight.T + affine.bias + context @ context_weight.T
-    log_scale, shift = generator.networks.linearise(noise, context).value
-    expected = base * log_scale.exp() + shift
+    log_gate, shift = generator.networks.linearise(noise, context).value
+    expected = base * (3 * (log_gate / 3).tanh()).exp() + shift
     torch.testing.assert_close(generator(noise, context), expected)
+
+
+def test_gate_is_bounded():
+    torch.manual_seed(0)
+    generator = GatedMLP(3, 4, hidden=(8,))
+    noise = 10 * torch.randn(1000, 3)
+    with torch.no_grad():
+        generator.networks.weight_1.mul_(1e5)
+        log_gate, shift = generator.networks.linearise(noise).value
+        gated = generator(noise) - shift
+    assert log_gate.max() > 100
+    assert (gated.abs() <= 20.1 * generator.affine(noise).abs() + 1e-5 * shift.abs()).all()
 
 
 def test_gated_parameter_count():
