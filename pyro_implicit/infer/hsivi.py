@@ -98,7 +98,7 @@ class HSIVI_ELBO(ScoreMatchingELBO, NetworkELBO):  # type: ignore[misc]  # as Ne
     and no gradient passes from one layer to another.
 
     A step needs second derivatives of the model. The Fisher divergence does not see the weights of
-    separated modes, which the auxiliary targets of several layers mitigate. The objective falls
+    separated modes: raise ``inverse_temperature`` as for :class:`KSIVI_ELBO`. The objective falls
     with the square of h's error, so that a guide that learns faster than h moves to where h is
     wrong, without end: give the guide a learning rate that is not above that of ``critic_optim``.
 

@@ -152,8 +152,9 @@ class KSIVI_ELBO(ScoreMatchingELBO):
 
     A step needs second derivatives of the model: about twice the cost of a step of
     :class:`LIVI_ELBO` without its Jacobian. The discrepancy is quadratic in the score, so that
-    minibatches bias it, and it is nearly blind to the weights of well-separated modes. Far draws
-    have small kernel values and return slowly.
+    minibatches bias it. It is nearly blind to the weights of modes, so that a guide stays where it
+    starts, often in one mode: raise ``inverse_temperature`` from 0.1 to 1 in the first half of the
+    training. Far draws have small kernel values and return slowly.
 
     **Example:**
 
