@@ -88,6 +88,7 @@ def _four_modes() -> KnownPosterior:
     return _gaussian_mixture("multimodal", torch.tensor(corners), torch.eye(2).expand(8, 2, 2))
 
 
+NUM_DRAWS, NUM_COMPONENTS = 5_000, 16_384  # of KL(p || q)
 TARGETS: dict[str, Callable[[], KnownPosterior]] = {
     "PVI's banana": _wide_banana,
     "PVI's multimodal": _four_modes,
@@ -246,9 +247,9 @@ def train(row: Row, target: KnownPosterior, steps: int) -> AutoSemiImplicit:
 
 @torch.no_grad()
 def forward_kl(row: Row, target: KnownPosterior, guide: AutoSemiImplicit, seed: int) -> float:
-    exact = target.truth(5_000, seed)
+    exact = target.truth(NUM_DRAWS, seed)
     log_p = Target(target.model).log_prob(exact)
-    uniform = SobolEngine(row.noise_dim, scramble=True, seed=seed).draw(16_384)
+    uniform = SobolEngine(row.noise_dim, scramble=True, seed=seed).draw(NUM_COMPONENTS)
     noise = torch.special.ndtri(uniform.clamp(1e-6, 1 - 1e-6))
     generator, scale = guide.generator, guide.noise_scale
     centers = generator(noise).unsqueeze(1)

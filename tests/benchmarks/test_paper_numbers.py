@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The divergence of paper_numbers.py in closed form, and both comparisons with tiny arguments."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import implicit_methods, paper_numbers
+from benchmarks.targets import KnownPosterior, make_target
+
+
+def test_forward_kl_of_two_gaussians(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q is N(0, 0.25 + 0.25) in both coordinates, p is N(0, 1)."""
+    monkeypatch.setattr(paper_numbers, "NUM_COMPONENTS", 4096)
+
+    def model() -> None:
+        pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    def truth(num_draws: int, seed: int) -> Tensor:
+        return torch.randn(num_draws, 2, generator=torch.Generator().manual_seed(seed))
+
+    target = KnownPosterior("normal", ("x",), model, truth)
+    guide: Any = SimpleNamespace(generator=lambda z: 0.5 * z, noise_scale=torch.full((2,), 0.5))
+    (row,) = [r for r in paper_numbers.ROWS if r.method == "AISIVI" and r.target == "banana"]
+    exact = math.log(0.5) + 1 / 0.5 - 1
+    assert paper_numbers.forward_kl(row, target, guide, 0) == pytest.approx(exact, rel=0.1)
+
+
+@pytest.mark.parametrize("method", ["PVI", "SIVI-SM", "AISIVI", "KSIVI"])
+def test_paper_numbers(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paper_numbers, "NUM_DRAWS", 50)
+    monkeypatch.setattr(paper_numbers, "NUM_COMPONENTS", 64)
+    monkeypatch.setattr(paper_numbers, "sliced_wasserstein", lambda *args, **kwargs: torch.ones(()))
+    args = argparse.Namespace(
+        threads=1, out=tmp_path / "numbers.jsonl", report=False, seeds=1, max_steps=2
+    )
+    args.methods, args.targets = [method], ["x_shape"]
+    paper_numbers.main(args)
+    args.report = True
+    paper_numbers.main(args)
+    page = (tmp_path / "numbers.md").read_text()
+    assert f"| {method} | x_shape |" in page and "nan" not in page.split("paper")[0]
+
+
+@pytest.mark.parametrize("method", ["KSIVI", "PVI"])
+def test_implicit_methods(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(implicit_methods, "NUM_KL_DRAWS", 50)
+    monkeypatch.setattr(implicit_methods, "NUM_COMPONENTS", 64)
+    monkeypatch.setattr(implicit_methods, "truth", lambda target, seed: target.truth(100, seed))
+    found = implicit_methods.run(make_target("x_shape", "cpu", None), method, 1, budget=0.1)
+    assert found["steps"] > 0 and math.isfinite(found["kl"]) and math.isfinite(found["sw2"])
