@@ -162,7 +162,6 @@ class AISIVI_ELBO(NetworkELBO):
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
-    needs_prior = False
 
     def __init__(
         self,

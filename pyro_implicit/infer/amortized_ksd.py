@@ -18,7 +18,7 @@ from pyro_implicit.infer.implicit_elbo import NetworkELBO
 from pyro_implicit.ops.jacobian import forward_product
 from pyro_implicit.runtime.messages import refuse_counts
 
-__all__ = ["AmortizedKSD_ELBO"]
+__all__ = ["AmortizedKSD_ELBO", "default_critic"]
 
 
 class AmortizedKSD_ELBO(NetworkELBO):
@@ -70,7 +70,6 @@ class AmortizedKSD_ELBO(NetworkELBO):
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
-    needs_prior = False
     least_particles = 2
 
     def __init__(
@@ -84,13 +83,11 @@ class AmortizedKSD_ELBO(NetworkELBO):
         refuse_counts(critic_steps=critic_steps)
         super().__init__(num_particles, {"lr": 1e-3} | (critic_optim or {}), **kwargs)
         self.critic_steps = critic_steps
-        self._make_critic = critic or _default_critic
+        self._make_critic = critic or default_critic
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """Return the draws; the critic gives their gradients."""
         draw = site.draw
-        if not (torch.is_grad_enabled() and draw.requires_grad):
-            return None
         network = self._network(site)
         weights = draw.new_zeros(site.batch_shape)
         sent, self.state.step["weights", site.name] = send_gradients(
@@ -146,5 +143,6 @@ def _stein_objective(critic: Callable[[Tensor], Tensor], points: Tensor, score: 
     return integrand.sum(-1)
 
 
-def _default_critic(value_dim: int, context_dim: int) -> nn.Module:
+def default_critic(value_dim: int, context_dim: int) -> nn.Module:
+    """Return a small network from values to values."""
     return MLP(value_dim, value_dim, hidden=(64, 64), context_dim=context_dim)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from pyro.distributions.score_parts import ScoreParts
 from torch import Tensor
 
@@ -79,7 +78,6 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
-    needs_prior = False
     least_particles = 2
 
     def __init__(
@@ -95,8 +93,6 @@ class AmortizedSVGD_ELBO(ImplicitELBO):
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """Return the draws of the model's batch; their gradient goes to the second batch."""
-        if not (torch.is_grad_enabled() and site.draw.requires_grad):
-            return None
         _, draw = second_batch(site)
         shape = site.batch_shape + (-1,)
         source, target = (

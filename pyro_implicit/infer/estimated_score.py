@@ -90,7 +90,6 @@ class ScoreELBO(ImplicitELBO):
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit, SemiImplicit)
-    needs_prior = False
 
     def __init__(
         self,

@@ -162,7 +162,6 @@ class GPVI_ELBO(NetworkELBO):
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit,)
-    needs_prior = False
     least_particles = 2
 
     def __init__(
@@ -187,8 +186,6 @@ class GPVI_ELBO(NetworkELBO):
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """Return the draws of the model's batch; their gradient goes to the second batch."""
-        if not (torch.is_grad_enabled() and site.draw.requires_grad):
-            return None
         batches = self.state.step["batches", site.name] = _draw_batches(site, self.kernel)
         return send_gradient(site.draw, batches.second_draw, batches.share)
 

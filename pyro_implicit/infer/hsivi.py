@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pyro.distributions.transforms import AffineTransform, LowerCholeskyAffine
 from torch import Tensor, nn
 
-from pyro_implicit.generators import MLP
+from pyro_implicit.distributions import Implicit, SemiImplicit
+from pyro_implicit.infer.amortized_ksd import default_critic
 from pyro_implicit.infer.engine.implicit_sites import (
     FlatSite,
     ImplicitSite,
@@ -34,6 +35,7 @@ class LayeredGenerator(nn.Module):
 
     **Example:**
 
+    >>> from pyro_implicit.generators import MLP
     >>> generator = LayeredGenerator([MLP(3, 2), MLP(2, 2), MLP(2, 2)])
     >>> generator.noise_dim, generator(torch.randn(5, 7)).shape
     (7, torch.Size([5, 2]))
@@ -111,7 +113,7 @@ class HSIVI_ELBO(ScoreMatchingELBO, NetworkELBO):  # type: ignore[misc]  # as Ne
     >>> import pyro
     >>> import pyro.distributions as dist
     >>> from pyro.infer import SVI
-    >>> from pyro_implicit import AutoSemiImplicit
+    >>> from pyro_implicit import MLP, AutoSemiImplicit
     >>> def model():
     ...     pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     >>> generator = LayeredGenerator([MLP(2, 2), MLP(2, 2)])
@@ -139,6 +141,8 @@ class HSIVI_ELBO(ScoreMatchingELBO, NetworkELBO):  # type: ignore[misc]  # as Ne
     2. Yu and Zhang (2023), *Semi-Implicit Variational Inference via Score Matching*.
     """
 
+    site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
+
     def __init__(
         self,
         num_particles: int = 64,
@@ -153,7 +157,7 @@ class HSIVI_ELBO(ScoreMatchingELBO, NetworkELBO):  # type: ignore[misc]  # as Ne
         NetworkELBO.__init__(self, num_particles, optim, **kwargs)
         self.num_mixing = num_mixing
         self.critic_steps = critic_steps
-        self._make_critic = critic or _default_critic
+        self._make_critic = critic or default_critic
 
     def check_site(self, site: ImplicitSite) -> None:
         """Refuse several layers where their targets or their particles are unknown."""
@@ -177,8 +181,7 @@ class HSIVI_ELBO(ScoreMatchingELBO, NetworkELBO):  # type: ignore[misc]  # as Ne
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """Return draws of all layers in place of the last layer's."""
         generator: Any = site.distribution.generator
-        is_layered = isinstance(generator, LayeredGenerator)
-        if not (is_layered and torch.is_grad_enabled() and site.draw.requires_grad):
+        if not isinstance(generator, LayeredGenerator):
             return None
         locations, values = generator.run(site.noise, detach=True)
         scale = site.distribution.scale.expand(site.value.shape)
@@ -231,7 +234,3 @@ class HSIVI_ELBO(ScoreMatchingELBO, NetworkELBO):  # type: ignore[misc]  # as Ne
         # A single particle has no dimension of its own.
         shape = (-1,) + (1,) * (site.value.dim() - 1) if self.num_particles > 1 else (1,)
         return torch.nn.functional.one_hot(index, count).to(site.value).reshape(*shape, count)
-
-
-def _default_critic(value_dim: int, context_dim: int) -> nn.Module:
-    return MLP(value_dim, value_dim, hidden=(64, 64), context_dim=context_dim)

@@ -96,7 +96,7 @@ class ImplicitELBO(StepELBO):
     #: The implicit distributions that the subclass can train.
     site_types: ClassVar[tuple[type[Implicit], ...]] = ()
     #: Whether :meth:`score_parts` reads the prior; if not, it gets None.
-    needs_prior: bool = True
+    needs_prior: bool = False
     #: The least ``num_particles``: 2 for methods that compare particles.
     least_particles: int = 1
 
@@ -153,7 +153,7 @@ class ImplicitELBO(StepELBO):
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """Return a value in place of the site's draw, for methods that change its gradient.
 
-        :param site: the site with its draw.
+        :param site: the site with its draw, which has a gradient.
         :returns: a tensor of the shape of ``site.draw``, or None to keep the draw.
         """
         return None
@@ -239,7 +239,8 @@ class ImplicitELBO(StepELBO):
         if site.name not in self.state.checked_sites:
             self.check_site(site)
             self.state.checked_sites.add(site.name)
-        return self.transport(site)
+        has_gradient = torch.is_grad_enabled() and site.draw.requires_grad
+        return self.transport(site) if has_gradient else None
 
     def _run_model(self, particles: Particles) -> Trace:
         if self.num_particles == 1 or self.vectorize_particles == "plate":

@@ -176,7 +176,6 @@ class InjectiveELBO(ImplicitELBO):
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (Implicit,)
-    needs_prior = False
 
     def __init__(
         self,
@@ -211,8 +210,6 @@ class InjectiveELBO(ImplicitELBO):
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """Return the draw itself; its gradient is weighted particle by particle, or noted."""
-        if not (self._takes_path() and site.draw.requires_grad):
-            return None
         step = self.state.step
         if self.coverage:
             weights = step.setdefault(("weights", ""), LaterWeights())

@@ -96,7 +96,6 @@ class KPG_ELBO(NetworkELBO):
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
-    needs_prior = False
     least_particles = 2
 
     def __init__(
@@ -129,8 +128,6 @@ class KPG_ELBO(NetworkELBO):
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """Return the draws that the model sees; their gradient goes to the draws that move."""
-        if not (torch.is_grad_enabled() and site.draw.requires_grad):
-            return None
         second, draw = second_batch(site)
         flat = flatten_site(site, self.num_particles)
         if self.num_samples:

@@ -44,8 +44,6 @@ class ScoreMatchingELBO(ImplicitELBO):
     The value is the surrogate bound of :class:`SIVI_ELBO` with ``num_mixing`` fresh noises.
     """
 
-    site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
-    needs_prior = False
     num_mixing: int
 
     @abstractmethod
@@ -185,6 +183,7 @@ class KSIVI_ELBO(ScoreMatchingELBO):
     1. Cheng et al. (2024), *Kernel Semi-Implicit Variational Inference*.
     """
 
+    site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
     least_particles = 2
 
     def __init__(

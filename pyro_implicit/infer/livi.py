@@ -84,7 +84,6 @@ class LIVI_ELBO(ImplicitELBO):
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
-    needs_prior = False
 
     def __init__(
         self,

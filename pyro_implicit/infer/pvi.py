@@ -214,8 +214,6 @@ class _ParticleMixture(AutoSemiImplicit):
 class _MixtureELBO(ImplicitELBO):
     """The ELBO of a mixture of particles, with equally many draws of each."""
 
-    needs_prior = False
-
     def __init__(self, num_particles: int, num_draws: int, **kwargs: Any) -> None:
         super().__init__(num_particles * num_draws, **kwargs)
         self.num_draws = num_draws

@@ -123,8 +123,6 @@ class ImplicitRenyiELBO(HierarchicalELBO):
 
     def transport(self, site: ImplicitSite) -> Tensor | None:
         """Return the draw itself; its gradient is weighted particle by particle."""
-        if not (torch.is_grad_enabled() and site.draw.requires_grad):
-            return None
         step = self.state.step
         weights = step.setdefault(("weights", ""), LaterWeights())
         path = step["path", site.name] = send_gradient(site.draw, site.draw, weights.weigh)

@@ -64,7 +64,6 @@ class SIVI_ELBO(ImplicitELBO):
     """
 
     site_types: ClassVar[tuple[type[Implicit], ...]] = (SemiImplicit,)
-    needs_prior = False
 
     def __init__(
         self,

@@ -253,6 +253,7 @@ def test_gradients_of_guide_and_prior():
 
     class Given(ImplicitELBO):
         site_types = (Implicit,)
+        needs_prior = True
 
         def score_parts(self, site, prior):
             self.draw = site.draw
