@@ -28,6 +28,7 @@ class Probe(ImplicitELBO):
     """Keeps the sites and priors that it is given."""
 
     site_types = (Implicit,)
+    needs_prior = True
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         self.site, self.prior = site, prior
