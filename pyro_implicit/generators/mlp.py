@@ -16,7 +16,6 @@ from pyro_implicit.generators.base import (
     ACTIVATIONS,
     Generator,
     Linearisation,
-    bounded,
     check_layers,
     joined,
 )
@@ -278,14 +277,15 @@ class _GatedLinearisation(Linearisation):
         self._affine = generator.affine
         self._networks = TwinLinearisation(generator.networks, noise, context)
         log_gate, shift = self._networks.value
-        self._log_gate = bounded(log_gate, MAX_LOG_GATE)
-        self._gate, self._base = self._log_gate.exp(), generator._base(noise, context)
+        self._bend = (log_gate / MAX_LOG_GATE).tanh()
+        self._gate = (MAX_LOG_GATE * self._bend).exp()
+        self._base = generator._base(noise, context)
         self.value = torch.addcmul(shift, self._base, self._gate)
 
     def jacobian(self) -> Tensor:
         # Transposed, because that is how the networks' Jacobians lie in memory.
         log_gate, shift = self._networks.jacobian().mT
-        base = self._base * (1 - (self._log_gate / MAX_LOG_GATE).square())
+        base = torch.addcmul(self._base, self._base * self._bend, self._bend, value=-1)
         inner = torch.addcmul(self._affine.weight.mT, base.unsqueeze(-2), log_gate)
         return torch.addcmul(shift, self._gate.unsqueeze(-2), inner).mT
 
