@@ -13,9 +13,10 @@ on the paper's target::
 * Pielok, Bischl and Rügamer (2025), table 1: AISIVI on the targets of KSIVI; KL(p || q), one run.
   4,000 steps of Adam.
 
-* Cheng et al. (2024), KSIVI: no printed number on these targets was found, and the settings are
-  those of their code, which gave the number here in a separate environment, with 10,000 of its
-  50,000 steps and the same KL(p || q). None was found for KPG (Pielok et al., 2026), either.
+* Cheng et al. (2024), KSIVI: no printed number on these targets was found; the settings are those
+  of their code, with 10,000 of its 50,000 steps. None was found for KPG (Pielok et al., 2026).
+
+No row has been run to its end and recorded yet.
 
 Where a setting is cheaper than the paper's, ``Row.settings`` says so. KL(p || q) is the mean of
 r - 1 - log r, r = q / p, over 5,000 exact draws, with q as a mixture of 16,384 conditionals at
