@@ -54,10 +54,13 @@ def _failure(error: BaseException) -> Record:
     return {"error": f"{type(error).__name__}: {error}"[:800], "frames": frames[-12:]}
 
 
-def run(name: str, method: str, seed: int, limits: tuple[float, float], draws: Path) -> Record:
+def run(
+    name: str, method: str, seed: int, limits: tuple[float, float], dtype: str, draws: Path
+) -> Record:
     """Run one method in this process.
 
     :param limits: CPU seconds of the method, and of the diagnosis.
+    :param dtype: of model and data.
     :param draws: file of the draws, ``(num_draws, num_features)``.
     """
     import numpy as np
@@ -70,7 +73,7 @@ def run(name: str, method: str, seed: int, limits: tuple[float, float], draws: P
     # For code that no signal interrupts: the kernel ends such a process.
     hard = int(2 * sum(limits) + 120)
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(getattr(torch, dtype))
     torch.set_num_threads(1)
     zoo = registry.load(name)
     args, model = zoo.data(), zoo.model()
@@ -126,7 +129,8 @@ def run_apart(name: str, method: str, seed: int, args: argparse.Namespace) -> Re
     draws.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        words = [name, method, str(seed), str(limits[0]), str(limits[1]), str(draws), str(answer)]
+        limit_words = [str(limit) for limit in limits]
+        words = [name, method, str(seed), *limit_words, args.dtype, str(draws), str(answer)]
         process = subprocess.run(
             [sys.executable, "-m", "benchmarks.zoo.run", "--child", *words],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -193,6 +197,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--time-limit", type=float, default=300.0, help="CPU seconds of a method")
     parser.add_argument("--diagnosis-limit", type=float, default=120.0, help="of diagnose")
     parser.add_argument("--out", type=Path, help="default: the collection's file of results")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float64"), default="float64", help="of model and data"
+    )
     parser.add_argument("--draws", type=Path, default=Path(tempfile.gettempdir()) / "zoo_draws")
     parser.add_argument("--measure", action="store_true", help="only measure kept draws again")
     return parser
@@ -214,9 +221,9 @@ def main(args: argparse.Namespace) -> None:
 
 
 def child(words: list[str]) -> None:
-    name, method, seed, limit, diagnosis_limit, draws, answer = words
+    name, method, seed, limit, diagnosis_limit, dtype, draws, answer = words
     limits = (float(limit), float(diagnosis_limit))
-    record = run(name, method, int(seed), limits, Path(draws))
+    record = run(name, method, int(seed), limits, dtype, Path(draws))
     Path(answer).write_text(json.dumps(record))
 
 

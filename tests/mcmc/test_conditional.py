@@ -16,6 +16,7 @@ from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from torch.autograd.functional import jacobian
+from torch.distributions import SigmoidTransform
 
 from pyro_implicit.density import Target
 from pyro_implicit.fitting import Fit, fit
@@ -61,6 +62,19 @@ def log_normals():
     with pyro.plate("groups", 4):
         x = pyro.sample("x", dist.LogNormal(mean, scale))
         pyro.sample("y", dist.Normal(x.log(), SIGMA), obs=Y)
+
+
+def logit_normals():
+    """Rates of groups, one by one and as one vector."""
+    mean = pyro.sample("mean", dist.Normal(0.0, 2.0))
+    scale = pyro.sample("scale", dist.HalfCauchy(1.0))
+    base = dist.Normal(mean, scale).expand([4])
+    with pyro.plate("groups", 4):
+        x = pyro.sample("x", dist.TransformedDistribution(base, SigmoidTransform()))
+        pyro.sample("y", dist.Normal(x, SIGMA), obs=Y.sigmoid())
+    vector = dist.TransformedDistribution(base.to_event(1), SigmoidTransform())
+    z = pyro.sample("z", vector)
+    pyro.sample("other", dist.Normal(z, SIGMA).to_event(1), obs=Y.sigmoid())
 
 
 def student(loc, scale):
@@ -183,6 +197,7 @@ MODELS = {
     "by covariance": (field("covariance_matrix"), ["x"]),
     "normal": (groups(), ["x"]),
     "log-normal": (log_normals, ["x"]),
+    "logit-normal": (logit_normals, ["x", "z"]),
     "cauchy": (groups(dist.Cauchy), ["x"]),
     "student": (groups(student), ["x"]),
     "vectors": (vectors, ["x"]),

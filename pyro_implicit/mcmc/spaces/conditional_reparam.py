@@ -117,13 +117,23 @@ class Unconstrained:
 
 
 def transform_of(fn: Any) -> Transform | None:
-    """Return the map from unconstrained coordinates; None for location-scale families.
+    """Return the map from unconstrained coordinates; None if values have no bounds.
 
     :param fn: a distribution, without ``to_event``.
     """
-    if isinstance(fn, torch.distributions.LogNormal):
-        return ExpTransform()
+    if _is_transformed(fn):
+        return fn.transforms[0]
     return _entry(fn)[0] if Unconstrained.suits(fn) else None
+
+
+def _is_transformed(fn: Any) -> bool:
+    """Tell whether a location-scale family is mapped to an interval, as by ``LogNormal``."""
+    return (
+        isinstance(fn, torch.distributions.TransformedDistribution)
+        and isinstance(without_event(fn.base_dist), LOC_SCALE)
+        and len(fn.transforms) == 1
+        and fn.transforms[0] in (ExpTransform(), SigmoidTransform())
+    )
 
 
 def _entry(fn: Any) -> tuple[Transform, Callable[[Any], tuple[Tensor, Tensor]]]:
@@ -155,7 +165,8 @@ class ConditionalReparam(Reparam):
     and non-centred in its neck. The density is exact in any case; W and h only affect its geometry.
     A vector with a precision matrix P, a Gaussian Markov field, is written in the same way without
     factors of P: :math:`z = C (x - m)`, :math:`C^\top C = P + W`. For a latent with bounds, x is
-    its unconstrained value: the logarithm of a log-normal latent, and for other families see
+    its unconstrained value: the logarithm of a log-normal latent, the logit of a logit-normal one
+    (``TransformedDistribution`` with ``SigmoidTransform``), and for other families see
     :class:`Unconstrained`.
 
     **Example:**
@@ -253,8 +264,8 @@ def unused_suffix(latents: Collection[str], sites: Collection[str]) -> str:
 def base_distribution(fn: Any) -> Any:
     """Strip ``to_event``, and take unconstrained coordinates if values have bounds."""
     fn = without_event(fn)
-    if isinstance(fn, torch.distributions.LogNormal):
-        return fn.base_dist
+    if _is_transformed(fn):
+        return without_event(fn.base_dist)
     return Unconstrained(fn) if Unconstrained.suits(fn) else fn
 
 
