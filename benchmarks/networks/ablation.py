@@ -55,6 +55,7 @@ KERNELS: dict[str, dict[str, Any]] = {
         "policy": replace(DEFAULT, mclmc=replace(LONG, max_scale=1.0)),
     },
     "MCLMC, short steps": {"kernel": "mclmc"},
+    "MAMS": {"kernel": "mams"},
     "HMC": {"kernel": "hmc", "num_chains": 10},
     "SGHMC": {"kernel": "sghmc", "num_chains": 10},
 }

@@ -13,6 +13,7 @@ __all__ = [
     "FramePolicy",
     "HMCPolicy",
     "LangevinPolicy",
+    "MAMSPolicy",
     "MCLMCPolicy",
     "ShiftPolicy",
     "SpacePolicy",
@@ -129,6 +130,25 @@ class MCLMCPolicy:
 
     #: Chains, if the guide has no draws of its own to start from.
     num_chains: int = 16
+
+
+@dataclass(frozen=True)
+class MAMSPolicy:
+    """The Metropolis adjustment of these dynamics. Checked by ``tests/mcmc/kernels/test_mams.py``
+    and ``benchmarks/networks/tabular.py``."""
+
+    #: Mean acceptance probability of each chain; Robnik et al. (2025), section 4.
+    target_acceptance: float = 0.9
+
+    #: Share of the warm-up before which steps are not adjusted: such steps are longer and move
+    #: faster from the starts to the posterior.
+    unadjusted_share: float = 0.5
+
+    #: Ratio of the first adjusted step size to the last unadjusted one; from there dual averaging.
+    first_ratio: float = 0.5
+
+    #: Shrinkage of dual averaging, from a step size that is nearly right.
+    gamma: float = 0.2
 
 
 @dataclass(frozen=True)
@@ -647,6 +667,7 @@ class ChainPolicy:
     frame: FramePolicy = field(default_factory=FramePolicy)
     hmc: HMCPolicy = field(default_factory=HMCPolicy)
     mclmc: MCLMCPolicy = field(default_factory=MCLMCPolicy)
+    mams: MAMSPolicy = field(default_factory=MAMSPolicy)
     warmup: WarmupPolicy = field(default_factory=WarmupPolicy)
     window: WindowPolicy = field(default_factory=WindowPolicy)
     shift: ShiftPolicy = field(default_factory=ShiftPolicy)

@@ -73,7 +73,7 @@ def refine(
     model: Callable[..., Any],
     guide: Callable[..., Any] | Mapping[str, Tensor],
     *args: Any,
-    kernel: Literal["hmc", "mclmc", "sghmc"] | None = None,
+    kernel: Literal["hmc", "mams", "mclmc", "sghmc"] | None = None,
     batches: Iterable[Any] | None = None,
     num_chains: int | None = None,
     frame: Literal["auto", "diagonal", "low-rank", "full", "noise", "conditional"] = "auto",
@@ -171,13 +171,15 @@ def refine(
         the same for all minibatches.
     :param kernel: ``"hmc"``, the default, or ``"mclmc"`` for networks: microcanonical Langevin
         dynamics without Metropolis steps, whose chains share neither frame nor step size
-        (:func:`~pyro_implicit.mcmc.kernels.mclmc.step`). With minibatches ``"sghmc"``.
+        (:func:`~pyro_implicit.mcmc.kernels.mclmc.step`); or ``"mams"``, the same with Metropolis
+        steps after the first part of the warm-up, which is exact and takes shorter steps
+        (:func:`~pyro_implicit.mcmc.kernels.mams.step`). With minibatches ``"sghmc"``.
     :param batches: a ``DataLoader`` or another iterable of tuples of the model's further arguments,
         or of single arguments, that can be passed over many times. For a model that draws its own
         rows, ``[()] * batches_per_epoch``.
     :param num_chains: at least 8; by default 256, or fewer if ``max_seconds`` is short, and 8 with
-        minibatches, where each chain costs a network's pass in every step. With ``"mclmc"`` any
-        number; by default one chain for each given draw, such as the members of an
+        minibatches, where each chain costs a network's pass in every step. With ``"mclmc"`` and
+        ``"mams"`` any number; by default one chain for each given draw, such as the members of an
         :class:`AutoEnsemble`, or 16 for other guides.
     :param frame: ``"full"`` for the covariance, ``"low-rank"`` for its significant principal axes
         on a diagonal, ``"diagonal"``; or a space other than the latents, for funnels: ``"noise"``

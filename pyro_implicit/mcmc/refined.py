@@ -72,12 +72,14 @@ class Refined(Printed, ArvizExport):
         ``"steady"`` means that
         ``quantities`` do not drift while the chains still depend on their starts (R-hat from 1.1
         to 2): right as far as the guide's weights of places are between which no chain passes.
-    :ivar kernel: ``"hmc"``, ``"mclmc"`` or ``"sghmc"``.
+    :ivar kernel: ``"hmc"``, ``"mams"``, ``"mclmc"`` or ``"sghmc"``.
     :ivar store: The unconstrained draws, in memory or on disk.
     :ivar constrain: The map from unconstrained draws to values by site.
     :ivar num_chains: Number of chains.
-    :ivar frame: ``"diagonal"``, ``"low-rank"`` or ``"full"``; ``"none"`` for ``"mclmc"``.
-    :ivar step_size: Step size of the kernel in the frame; the median over chains for ``"mclmc"``.
+    :ivar frame: ``"diagonal"``, ``"low-rank"`` or ``"full"``; ``"none"`` for ``"mclmc"``
+        and ``"mams"``.
+    :ivar step_size: Step size of the kernel in the frame; the median over chains for ``"mclmc"``
+        and ``"mams"``.
     :ivar num_gradients: Gradients that each chain took, warm-up and probes included.
     :ivar warmup_gradients: Gradients of the warm-up.
     :ivar seconds: Wall time.
@@ -97,8 +99,8 @@ class Refined(Printed, ArvizExport):
         for ``"mclmc"``.
     :ivar failed: Share of trajectories after the warm-up with an acceptance probability below 1 %,
         which others count as divergences. Above .002 there are narrow places, which may still fill.
-    :ivar trajectory_length: The longest trajectory in the frame, or for ``"mclmc"`` the median
-        decoherence length; None with minibatches.
+    :ivar trajectory_length: The longest trajectory in the frame, or for ``"mclmc"`` and ``"mams"``
+        the median decoherence length; None with minibatches.
     :ivar stuck: Chains whose draws are all one point: no trajectory from there was accepted.
         Their draws are wrong, and widen every standard deviation.
     :ivar modes: A note on separate modes.

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pyro_implicit.mcmc.kernels import hmc, mclmc, sghmc
+from pyro_implicit.mcmc.kernels import hmc, mams, mclmc, sghmc
 
 __all__ = ["KERNELS", "Kernel"]
 
@@ -44,6 +44,7 @@ class Kernel(NamedTuple):
 
 KERNELS = {
     "hmc": Kernel(hmc.init, hmc.step, adaptation=hmc.adaptation),
+    "mams": Kernel(mams.init, mams.step, adaptation=mams.adaptation, separate=True),
     "mclmc": Kernel(
         mclmc.init, mclmc.step, adaptation=mclmc.adaptation, separate=True, exact=False
     ),

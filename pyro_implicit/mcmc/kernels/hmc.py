@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,16 +57,19 @@ def step(state: ChainState, score: Score, settings: Settings) -> tuple[ChainStat
 
 
 class Averaging(NamedTuple):
-    """Dual averaging of a log step size: Hoffman and Gelman (2014), section 3.2."""
+    """Dual averaging of log step sizes: Hoffman and Gelman (2014), section 3.2.
 
-    centre: float = 0.0
+    Numbers, or tensors of independent step sizes.
+    """
+
+    centre: Any = 0.0
     gamma: float = 0.05
     steps: int = 0
-    gradient: float = 0.0
-    value: float = 0.0
-    average: float = 0.0
+    gradient: Any = 0.0
+    value: Any = 0.0
+    average: Any = 0.0
 
-    def update(self, gradient: float) -> Averaging:
+    def update(self, gradient: Any) -> Averaging:
         """Move against a gradient: the wanted minus the actual acceptance probability."""
         # The paper's constants: ten earlier steps, and weights that fall as steps ** -0.75.
         steps = self.steps + 1

@@ -19,7 +19,10 @@ __all__ = [
     "Settings",
     "State",
     "adaptation",
+    "chosen",
+    "gradients_of",
     "init",
+    "path",
     "step",
 ]
 
@@ -111,10 +114,24 @@ def step(state: State, score: Score, settings: Settings) -> tuple[State, Info]:
     3. McLachlan (1995), *On the Numerical Integration of Ordinary Differential Equations by
        Symmetric Composition Methods*, on :math:`\lambda`.
     """
+    after, squares, _ = path(state, score, settings)
+    error = squares / (settings.num_steps * state.position.shape[-1])
+    is_finite = (error < settings.max_error) & after.gradient.isfinite().all(-1)
+    back = state._replace(direction=_unit(torch.randn_like(state.direction)))
+    kept = chosen(is_finite, after, back)
+    return kept, Info(error.masked_fill(~is_finite, math.inf), gradients_of(settings))
+
+
+def path(state: State, score: Score, settings: Settings) -> tuple[State, Tensor, Tensor]:
+    """Follow the dynamics of :func:`step` for ``num_steps`` steps.
+
+    :returns: the end, and the sums of the squared and of the signed energy errors of the steps,
+        ``(num_chains,)``; not finite in chains that leave the finite numbers.
+    """
     size, scale, dim = settings.step_size, settings.scale, state.position.shape[-1]
     spread = (torch.expm1(2 * size / settings.length) / dim).sqrt()
     position, direction, log_density, gradient = state
-    squares = torch.zeros_like(log_density)
+    squares = total = torch.zeros_like(log_density)
     outer = 0.1931833275037836  # lambda, a mathematical constant
     for _ in range(settings.num_steps):
         before = log_density
@@ -125,14 +142,20 @@ def step(state: State, score: Score, settings: Settings) -> tuple[State, Info]:
         position = position + size / 2 * scale * direction
         log_density, gradient = score(position)
         direction, third = _kick(direction, scale * gradient, outer * size)
-        squares = squares + (first + second + third + before - log_density).square()
+        error = first + second + third + before - log_density
+        squares, total = squares + error.square(), total + error
         direction = _unit(direction + spread * torch.randn_like(direction))
-    error = squares / (settings.num_steps * dim)
-    is_finite = (error < settings.max_error) & gradient.isfinite().all(-1)
-    after = State(position, direction, log_density, gradient)
-    back = state._replace(direction=_unit(torch.randn_like(state.direction)))
-    kept = State(*(_where(is_finite, *pair) for pair in zip(after, back, strict=True)))
-    return kept, Info(error.masked_fill(~is_finite, math.inf), 2 * settings.num_steps)
+    return State(position, direction, log_density, gradient), squares, total
+
+
+def gradients_of(settings: Settings) -> int:
+    """Return the gradients of a path: two for each step."""
+    return 2 * settings.num_steps
+
+
+def chosen(mask: Tensor, first: State, second: State) -> State:
+    """Return the first state in the chains of a mask ``(num_chains,)``, the second in others."""
+    return State(*(_where(mask, one, two) for one, two in zip(first, second, strict=True)))
 
 
 def _kick(direction: Tensor, gradient: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
