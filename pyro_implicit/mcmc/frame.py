@@ -166,8 +166,9 @@ def outlier_bounds(draws: Tensor, ranges: float) -> tuple[Tensor, Tensor]:
 
     **Example:**
 
-    >>> outlier_bounds(torch.tensor([[-1.0], [0.0], [1.0], [1e9]]), 6.0)
-    (tensor([-11.]), tensor([13.]))
+    >>> draws = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 1e9]).unsqueeze(-1)
+    >>> outlier_bounds(draws, 6.0)  # the median is 4, the quartiles are 2 and 6
+    (tensor([-20.]), tensor([28.]))
 
     :param draws: ``(n, d)``.
     :param ranges: interquartile ranges from the median.
