@@ -44,6 +44,7 @@ __all__ = [
     "SubsampledError",
     "UnfitModelError",
     "compute_log_prob",
+    "converted",
     "restore_priors",
     "trace_model",
 ]
@@ -99,7 +100,7 @@ class Model:
 
     def in_double(self) -> Model:
         """Return the same model that gets its arguments and latent values in double precision."""
-        args, kwargs = map_tree(_double, (self.args, self.kwargs))
+        args, kwargs = converted((self.args, self.kwargs), torch.float64)
         wide = Model(self.model, args, kwargs, self.replayed, self.discrete)
         wide.is_wide = True
         return wide
@@ -109,8 +110,8 @@ class Model:
 
         Log-probabilities are not computed yet, unless discrete latent variables are summed out.
         """
-        for name, value in values.items():
-            self.replayed.nodes[name]["value"] = _double(value) if self.is_wide else value
+        for name, value in (converted(values, torch.float64) if self.is_wide else values).items():
+            self.replayed.nodes[name]["value"] = value
         model = self.model if self.discrete is None else self.discrete.enumerate(self.model)
         tracer = poutine.trace(poutine.replay(model, trace=self.replayed))
         try:
@@ -153,9 +154,14 @@ class Model:
                 self.replayed.add_node(name, **{**site, "is_observed": False})
 
 
-def _double(value: Any) -> Any:
-    is_narrow = isinstance(value, Tensor) and value.is_floating_point()
-    return value.double() if is_narrow else value
+def converted(tree: Any, dtype: torch.dtype) -> Any:
+    """Return nested arguments or results with floating-point tensors of one dtype."""
+
+    def convert(leaf: Any) -> Any:
+        is_number = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if is_number else leaf
+
+    return map_tree(convert, tree)
 
 
 def trace_model(model: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

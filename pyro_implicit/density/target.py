@@ -54,6 +54,7 @@ from pyro_implicit.density.model import (
     Model,
     SubsampledError,
     compute_log_prob,
+    converted,
     refuse_subsampling,
     restore_priors,
     subsampled_plate,
@@ -608,6 +609,11 @@ class Target:
         self._runs = wide._runs
         return True
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether the model runs in double precision whatever the coordinates; see ``widen``."""
+        return self._model.is_wide
+
     def seconds(self, num_points: int = 1) -> float:
         """Return the estimated seconds of one core for the score of so many points.
 
@@ -732,12 +738,14 @@ class Target:
         :param latent: ``(num_draws, latent_dim)``.
         :param read: returns tensors, alone or in dicts and lists, from a trace without
             log-probabilities.
-        :returns: the same structure, each tensor ``(num_draws, *shape)``.
+        :returns: the same structure, each tensor ``(num_draws, *shape)``, in the dtype of
+            ``latent``.
         """
-        return self.read_at(self.constrain(latent), read)
+        found = self.read_at(self.constrain(latent), read)
+        return converted(found, latent.dtype) if self.is_wide else found
 
     def read_at(self, draws: Mapping[str, Tensor], read: Callable[[Trace], T]) -> T:
-        """As :meth:`read`, at values of the sites.
+        """As :meth:`read`, at values of the sites, in the model's precision.
 
         :param draws: by site, ``(num_draws, *site_shape)``; further sites are ignored.
         """

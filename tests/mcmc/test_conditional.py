@@ -287,6 +287,31 @@ def test_coupling_is_also_seen_in_sites_that_are_too_long_for_their_hessian(name
     assert torch.allclose(walked.score(noise)[0], by_change_of_variables(walked, noise), atol=1e-9)
 
 
+def test_a_widened_target_keeps_its_space():
+    """In single precision, the map is as that of double precision."""
+
+    def model(design, y):
+        tau = pyro.sample("tau", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("groups", len(y)):
+            x = pyro.sample("x", dist.Normal(0.0, tau))
+        z = pyro.sample("z", dist.Normal(0.0, 1.0).expand([3]).to_event(1))
+        mean = x + tau * (z @ design.mT)
+        pyro.sample("y", dist.Normal(mean, 0.5).to_event(1), obs=y)
+
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        target = Target(model, DESIGN.to(dtype), Y.to(dtype))
+        points = torch.linspace(-1.0, 1.0, 2 * target.latent_dim).reshape(2, -1).to(dtype)
+        assert target.widen(points) == target.is_wide == (dtype == torch.float32)
+        walked = ConditionalNoise(target, points[0])
+        assert set(walked.reparams) == {"x", "z"} and walked._map.noise.is_wide == target.is_wide
+        noise = walked.to_points(points)
+        torch.testing.assert_close(walked.to_latent(noise), points, rtol=1e-5, atol=1e-5)
+        found.append(torch.cat([noise, *walked.score(noise)[1:]]))
+    torch.testing.assert_close(found[1], found[0].float(), rtol=1e-4, atol=1e-4)
+
+
 def test_the_recorded_map_is_the_map():
     walked, _ = conditional("nested")
     for seed in range(4):  # plain, recorded, and from the recording

@@ -233,6 +233,8 @@ class NoiseMap:
         if reparams:
             model = poutine.reparam(target.model, self.reparams)
             self.noise = Target(model, *target.args, model_kwargs=target.kwargs)
+            if target.is_wide:
+                self.noise.widen(self.noise.init_loc.unsqueeze(0))
         scaled = (one for one in self.reparams.values() if isinstance(one, ScaledReparam))
         self.blocks = list({id(one.block): one.block for one in scaled}.values())
 
