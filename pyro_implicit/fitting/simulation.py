@@ -336,7 +336,7 @@ class SimulatorDiagnosis(Printed):
             reason = f"ranks of {names} are not uniform. Cure: more simulations"
             found.append(("do not trust", reason))
         if not found:
-            # On SLCP a classifier of the draws from reference draws reached .77 to .93 where these
+            # On SLCP a classifier of the draws from reference draws reached .77 to .96 where these
             # checks found nothing (benchmarks/results/simulators.md).
             reason = "no fault found, but the checks average over simulations, not over these data"
             found.append(("check", reason))
