@@ -9,6 +9,7 @@ import pyro.distributions as dist
 import torch
 
 from benchmarks.zoo.registry import add, floats, integers
+from benchmarks.zoo.time_series import stochastic_volatility_1000, volatility_data
 
 
 def _walk_data() -> tuple:
@@ -69,23 +70,10 @@ def volatility_1000(returns):
         pyro.sample("returns", dist.StudentT(nu, 0.0, log_volatility.exp()), obs=returns)
 
 
-def _log_variance_data() -> tuple:
-    rng = np.random.default_rng(309)
-    h = [-1.0]
-    for _ in range(2499):
-        h.append(-1.0 + 0.95 * (h[-1] + 1.0) + 0.25 * rng.normal())
-    return floats(np.exp(np.array(h) / 2) * rng.normal(size=2500))
-
-
-@add(_log_variance_data)
+@add(lambda: volatility_data(2500, seed=309))
 def volatility_2500(y):
     """The zoo's model of stochastic volatility, with 2,500 days."""
-    sigma = pyro.sample("sigma", dist.HalfNormal(0.5))
-    start = pyro.sample("start", dist.Normal(-1.0, 2.0))
-    steps = pyro.sample("steps", dist.Normal(0.0, sigma).expand([len(y)]).to_event(1))
-    h = pyro.deterministic("h", start + steps.cumsum(-1))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(0.0, torch.exp(h / 2)), obs=y)
+    stochastic_volatility_1000(y)
 
 
 def _level_data() -> tuple:

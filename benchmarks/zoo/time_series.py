@@ -114,15 +114,16 @@ def local_level_loop(y):
         pyro.sample(f"y_{t}", dist.Normal(level, sd_noise), obs=y[t])
 
 
-def _volatility_data(steps: int) -> tuple:
-    rng = np.random.default_rng(45)
+def volatility_data(steps: int, seed: int = 45) -> tuple:
+    """Return daily returns whose log-variance is an autoregression."""
+    rng = np.random.default_rng(seed)
     h = [-1.0]
     for _ in range(steps - 1):
         h.append(-1.0 + 0.95 * (h[-1] + 1.0) + 0.25 * rng.normal())
     return floats(np.exp(np.array(h) / 2) * rng.normal(size=steps))
 
 
-@add(lambda: _volatility_data(1000))
+@add(lambda: volatility_data(1000))
 def stochastic_volatility_1000(y):
     """Vectorised: the log-variance is a random walk, the cumulative sum of its steps."""
     sigma = pyro.sample("sigma", dist.HalfNormal(0.5))
@@ -133,7 +134,7 @@ def stochastic_volatility_1000(y):
         pyro.sample("y", dist.Normal(0.0, torch.exp(h / 2)), obs=y)
 
 
-@add(lambda: _volatility_data(100))
+@add(lambda: volatility_data(100))
 def stochastic_volatility_100_loop(y):
     """A loop over standardised innovations."""
     mu = pyro.sample("mu", dist.Normal(0.0, 3.0))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,20 +124,20 @@ class History:
     _sum: Tensor | None = None
     _group: Tensor | None = None
     _unit: tuple[Tensor, Tensor] | None = None
-    _bounds: Any = None
+    _bounds: tuple[Tensor, Tensor] | None = None
 
     def append(self, latent: Tensor, tracked: Tracked, ranges: float = math.inf) -> None:
         """Append the draws ``(num_chains, d)`` and tracked quantities of a transition.
 
-        :param ranges: interquartile ranges of the first transition, from its median, at which
-            quantities but the log-density are clamped: heavy tails may have no variance.
+        :param ranges: interquartile ranges of the first transition, from its median, at which all
+            quantities except the log-density are clamped: heavy tails may have no variance.
         """
         values = tracked.values.double()
-        if self._unit is None or self._group is None:
+        if self._unit is None or self._group is None or self._bounds is None:
             self._group = tracked.group
             self._unit = values.mean(0), pooled(values.var(0), tracked.group).sqrt()
-            self._bounds = outlier_bounds(values, ranges)
-            self._bounds[0][-1], self._bounds[1][-1] = -math.inf, math.inf
+            low, high = self._bounds = outlier_bounds(values, ranges)
+            low[-1], high[-1] = -math.inf, math.inf
         standard = (values.clamp(*self._bounds) - self._unit[0]) / self._unit[1]
         powers = torch.stack([standard, standard**2, standard**4])
         self._sum = powers if self._sum is None else self._sum + powers

@@ -42,7 +42,7 @@ from pyro_implicit.mcmc.refined import (
     collect_minibatches,
 )
 from pyro_implicit.mcmc.spaces.choice import ChainSetup, finite_starts, space_of, start_chains
-from pyro_implicit.mcmc.spaces.space import Space
+from pyro_implicit.mcmc.spaces.space import GuideNoise, Space
 from pyro_implicit.mcmc.stopping import Quantities, Tracker
 from pyro_implicit.mcmc.tempering import temper as temper_modes
 from pyro_implicit.runtime.clock import TimeLimit
@@ -526,6 +526,14 @@ def continue_chains(
         )  # fmt: skip
         if space is None:
             space = space_of(plan, chains.space, chains.middle, chains.fitted)
+        if isinstance(space, GuideNoise):
+            log_density, _ = space.white_score(further.frame, further.state.position)
+            tolerance = math.sqrt(torch.finfo(log_density.dtype).eps)
+            if not torch.allclose(log_density, further.state.log_density, rtol=tolerance):
+                raise ValueError(
+                    "the guide, on whose noise these chains walk, has changed since. Cure: "
+                    "refine(model, result.get_samples(), ...), which starts from these draws"
+                )
         restore_random_streams(chains.streams)
         return _walk(plan, space, further, Checkpoint(None, {}, 1))
 

@@ -169,8 +169,8 @@ class Refined(Printed, ArvizExport):
             as many as before.
         :param progress: whether to show a bar.
         :returns: a new result, with the last two thirds of all draws; this one does not change.
-        :raises ValueError: for chains of minibatches, annealing, and a result that was unpickled
-            without its model.
+        :raises ValueError: for chains of minibatches, annealed draws, a result that was unpickled
+            without its model, and chains on the noise of a guide that has changed since.
         """
         if self.more is None:
             raise ValueError(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pyro.distributions as dist
 import pytest
@@ -37,18 +39,25 @@ def test_the_walk_is_that_of_its_dense_covariance():
     assert other - log_prob == pytest.approx(doubled - exact(y))
 
 
+def checked_gradient(score, point):
+    """Check the gradient by differences; return the function of the log-density."""
+
+    def value_of(point):
+        return score(point)[0]
+
+    steps = 1e-6 * np.eye(len(point))
+    numeric = [(value_of(point + step) - value_of(point - step)) / 2e-6 for step in steps]
+    np.testing.assert_allclose(score(point)[1], numeric, rtol=1e-4, atol=1e-5)
+    return value_of
+
+
 def test_the_score_of_volatilities():
     """The density is that of the model in white coordinates; the gradient is its derivative."""
     rng = np.random.default_rng(0)
     returns, point = 0.02 * rng.standard_t(8, 6), rng.normal(size=8) * 0.3
     point[:3] += [np.log(0.2), np.log(8.0), -9.0]
 
-    def value_of(point):
-        return augmented.volatility_score(returns, point)[0]
-
-    _, gradient, level = augmented.volatility_score(returns, point)
-    numeric = [(value_of(point + e) - value_of(point - e)) / 2e-6 for e in 1e-6 * np.eye(8)]
-    np.testing.assert_allclose(gradient, numeric, rtol=1e-4, atol=1e-5)
+    value_of = checked_gradient(partial(augmented.volatility_score, returns), point)
 
     def by_hand(point):
         """The start is integrated out: the first level is normal with variance 4 + sigma**2."""
@@ -70,12 +79,7 @@ def test_the_score_of_log_variances():
     returns, point = rng.normal(size=6), rng.normal(size=7) * 0.3
     point[:2] += [np.log(0.2), -1.0]
 
-    def value_of(point):
-        return augmented.log_variance_score(returns, point)[0]
-
-    _, gradient, _ = augmented.log_variance_score(returns, point)
-    numeric = [(value_of(point + e) - value_of(point - e)) / 2e-6 for e in 1e-6 * np.eye(7)]
-    np.testing.assert_allclose(gradient, numeric, rtol=1e-4, atol=1e-5)
+    value_of = checked_gradient(partial(augmented.log_variance_score, returns), point)
 
     def by_hand(point):
         sigma = np.exp(point[0])

@@ -495,6 +495,17 @@ def test_without_data_it_is_the_non_centred_form():
     assert torch.allclose(trace.log_prob_sum(), expected)
 
 
+class Slab(dist.Normal):
+    """A subclass with other arguments."""
+
+    def __init__(self, where):
+        super().__init__(where["loc"], where["scale"])
+
+
+def slab(loc, scale):
+    return Slab({"loc": loc, "scale": scale})
+
+
 def student_vector(loc, scale):
     factor = torch.tensor([[1.0, 0.0], [0.5, 2.0]]).to(scale)
     return dist.MultivariateStudentT(4.0, loc, scale * factor)
@@ -502,7 +513,10 @@ def student_vector(loc, scale):
 
 @pytest.mark.parametrize(
     "family",
-    [dist.Normal, student, dist.Cauchy, dist.Laplace, dist.Logistic, dist.Gumbel, student_vector],
+    [
+        *(dist.Normal, slab, student, dist.Cauchy, dist.Laplace, dist.Logistic, dist.Gumbel),
+        student_vector,
+    ],
 )
 def test_the_density_has_no_spurious_peak_where_the_scale_vanishes(family):
     """In float32, x - 3 is 0 if the scale is 1e-12, while the noise is not."""

@@ -13,11 +13,11 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
 
-from pyro_implicit import fit
+from pyro_implicit import AutoImplicit, AutoregressiveGenerator, fit
 from pyro_implicit.density import Target
 from pyro_implicit.fitting import Fit
 from pyro_implicit.guides.sampler import Sampler
-from pyro_implicit.mcmc import ChainPolicy, refine
+from pyro_implicit.mcmc import ChainPolicy, refine, teach
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.policy import StoppingPolicy
 from pyro_implicit.mcmc.refine import refine_target
@@ -153,3 +153,16 @@ def test_chains_that_cannot_go_on():
     pyro.clear_param_store()
     with pytest.raises(ValueError, match="no chains of all data"):
         fit(model, AutoNormal(model), Y, num_steps=5, progress=False).refine_more()
+
+
+def test_chains_on_the_noise_of_a_guide_that_has_learnt():
+    pyro.clear_param_store()
+    guide = AutoImplicit(model, AutoregressiveGenerator, frame=None)
+    guide(Y)
+    options = {**OPTIONS, "policy": None}
+    result = refine(model, guide, Y, frame="noise", max_gradients=300, **options)
+    assert result.space == "noise"
+    assert result.refine_more(progress=False).num_gradients > result.num_gradients
+    teach(guide, result.get_samples(), Y, progress=False)
+    with pytest.raises(ValueError, match=r"has changed since. Cure: refine\(model"):
+        result.refine_more(progress=False)

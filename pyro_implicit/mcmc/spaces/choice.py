@@ -52,7 +52,8 @@ class ChainSetup:
     :param frame: the frame or space that the user wants.
     :param kind: the kind of frame in the space.
     :param max_leapfrogs: gradients of a transition.
-    :param quantities: those that decide when the chains stop; by default the latents.
+    :param quantities: the function whose values decide when the chains stop; by default the latents
+        decide.
     :param patience: seconds of one core in all, up to which chains that are not usable at
         ``max_gradients`` go on.
     """

@@ -285,7 +285,7 @@ class _Scalar:
         log_det = (self.fn.scale / self.stretch).log()
         if isinstance(self.fn, Unconstrained):
             return value, self.fn.log_prob(value) + log_det, log_det
-        # Not of the value: if the scale is tiny, value - loc is 0 in float32: a spurious peak.
+        # By the noise: if the scale is tiny, value - loc is 0 in float32, a spurious peak.
         log_density = _standard(self.fn).log_prob(white)
         return value, log_density - self.stretch.log(), log_det
 
@@ -295,9 +295,11 @@ class _Scalar:
 
 def _standard(fn: Any) -> Any:
     """Return the member of a location-scale family with location 0 and scale 1."""
-    shape = {name: getattr(fn, name) for name in fn.arg_constraints.keys() - {"loc", "scale"}}
+    # Not type(fn): a subclass has other arguments.
+    family: Any = next(one for one in LOC_SCALE if isinstance(fn, one))
+    shape = {name: getattr(fn, name) for name in family.arg_constraints.keys() - {"loc", "scale"}}
     zero = torch.zeros_like(fn.loc)
-    return type(fn)(**shape, loc=zero, scale=torch.ones_like(zero))
+    return family(**shape, loc=zero, scale=torch.ones_like(zero))
 
 
 class _Bounded(_Scalar):

@@ -233,7 +233,7 @@ class NoiseMap:
         if reparams:
             model = poutine.reparam(target.model, self.reparams)
             self.noise = Target(model, *target.args, model_kwargs=target.kwargs)
-            if target.is_wide:
+            if target.is_wide:  # if the noise cannot be, its density is rounded, but right
                 self.noise.widen(self.noise.init_loc.unsqueeze(0))
         scaled = (one for one in self.reparams.values() if isinstance(one, ScaledReparam))
         self.blocks = list({id(one.block): one.block for one in scaled}.values())
