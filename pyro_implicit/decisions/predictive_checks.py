@@ -101,6 +101,14 @@ class SiteCheck:
         """
         return ((self.pit - 0.5).abs() <= mass / 2).double().mean().item()
 
+    def interval(self, mass: float) -> Tensor:
+        """Return central predictive intervals, ``(2, num_observations, *event_shape)``.
+
+        :param mass: their probability.
+        """
+        tails = torch.tensor([0.5 - mass / 2, 0.5 + mass / 2]).to(self.replicated.double())
+        return self.replicated.double().quantile(tails, dim=0)
+
     @property
     def faults(self) -> list[str]:
         """What the model does not reproduce, in words."""

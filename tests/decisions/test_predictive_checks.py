@@ -45,6 +45,8 @@ def test_a_right_model_passes_and_its_numbers_are_right():
     assert (site.pit - exact).abs().max() < 0.08
     assert site.statistics["mean"].observed == pytest.approx(NORMAL.mean().item())
     assert site.statistics["sd"].replicated.mean().item() == pytest.approx(1.0, abs=0.03)
+    low, high = site.interval(0.9)
+    assert (high - low).mean().item() == pytest.approx(2 * 1.645, abs=0.1)
     assert site.coverage(0.5) == pytest.approx(
         ((exact - 0.5).abs() < 0.25).double().mean().item(), abs=0.1
     )
