@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fit`` compared with methods of Pyro and NumPyro: seconds and accuracy on six posteriors::
+"""``fit`` compared with other libraries: seconds and accuracy on six posteriors::
 
     python -m benchmarks.speed.field --data-dir DIR --numpyro /path/to/venv/bin/python
     python -m benchmarks.speed.field --report
@@ -40,8 +40,14 @@ OUT = RESULTS / "speed_field.jsonl"
 KEY = ("problem", "method", "seed")
 NEAR = 1.5
 IMPORTS = 20  # CPU seconds of imports that are excluded, at most
-NUMPYRO_METHODS = ("NumPyro NUTS", "NumPyro AutoMultivariateNormal", "NumPyro AutoBNAFNormal")
-METHODS = ("fit", *NUMPYRO_METHODS, *(name for name in TORCH_METHODS if name != "fit"))
+JAX_METHODS = (
+    "NumPyro NUTS",
+    "nutpie, low rank",
+    "blackjax Pathfinder",
+    "NumPyro AutoMultivariateNormal",
+    "NumPyro AutoBNAFNormal",
+)
+METHODS = ("fit", *JAX_METHODS, *(name for name in TORCH_METHODS if name != "fit"))
 
 
 @cache
@@ -52,7 +58,7 @@ def numpyro_python(given: Path | None) -> Path:
     folder = Path(tempfile.mkdtemp()) / "numpyro"
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    words = ["-m", "pip", "install", "-q", "numpyro", "jax<0.8", "jaxlib<0.8"]
+    words = ["-m", "pip", "install", "-q", "numpyro", "nutpie", "blackjax", "jax<0.8", "jaxlib<0.8"]
     subprocess.run([str(python), *words], check=True)
     return python
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NumPyro's part of ``field.py``, run in an environment with NumPyro::
+"""NumPyro, nutpie and blackjax for ``field.py``, run in an environment that has them::
 
     python field_numpyro.py PROBLEM METHOD SEED FOLDER
 
@@ -15,15 +15,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+import arviz
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO, init_to_median
+import nutpie
+from blackjax.vi import pathfinder as pathfinder_vi
+from jax.flatten_util import ravel_pytree
+from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO, init_to_median, init_to_uniform
 from numpyro.infer.autoguide import AutoBNAFNormal, AutoMultivariateNormal
+from numpyro.infer.util import initialize_model
+from nutpie.compiled_pyfunc import from_pyfunc
 
 NUM_DRAWS, STEPS, RATE = 10_000, 3000, 1e-2
+PATHS = 4  # paths of Pathfinder, Stan's default
 COMPILING = ("backend_compile_duration", "jaxpr_to_mlir_module_duration")
 
 
@@ -104,8 +111,58 @@ def svi(guide_type: Any) -> Any:
     return run
 
 
+def unconstrained(model: Any, data: list, keys: Any) -> tuple[Any, Any, Any]:
+    """Return a point for each key, the log density of a point, and the sites of stacked points."""
+    info = initialize_model(keys, model, model_args=data, init_strategy=init_to_uniform)
+    points = jax.vmap(lambda one: ravel_pytree(one)[0])(info.param_info.z)
+    unravel = ravel_pytree(jax.tree.map(lambda value: value[0], info.param_info.z))[1]
+    constrained = jax.jit(jax.vmap(lambda x: info.postprocess_fn(unravel(x))))
+    return points, lambda x: -info.potential_fn(unravel(x)), constrained
+
+
+def nutpie_nuts(model: Any, data: list, key: Any) -> dict[str, Any]:
+    points, log_density, constrained = unconstrained(model, data, jax.random.split(key, 1))
+    gradient = jax.jit(jax.value_and_grad(log_density))
+
+    def value_and_gradient(x: Any) -> tuple[float, Any]:
+        value, slope = gradient(x)
+        return float(value), np.asarray(slope)
+
+    size = points.shape[-1]
+    compiled = from_pyfunc(
+        size, lambda: value_and_gradient, lambda *seeds: lambda x: {"x": x},
+        [np.dtype("float64")], [(size,)], ["x"],
+    )  # fmt: skip
+    trace = nutpie.sample(
+        compiled, chains=4, cores=1, seed=int(key[-1]), low_rank_modified_mass_matrix=True,
+        progress_bar=False,
+    )  # fmt: skip
+    return constrained(trace.posterior["x"].values.reshape(-1, size))
+
+
+def pathfinder(model: Any, data: list, key: Any) -> dict[str, Any]:
+    """Draw from several paths; resample by Pareto-smoothed importance weights."""
+    keys = jax.random.split(key, PATHS)
+    points, log_density, constrained = unconstrained(model, data, keys)
+
+    def one(key: Any, point: Any) -> tuple[Any, Any]:
+        state, _ = pathfinder_vi.approximate(key, log_density, point)
+        draws, log_q = pathfinder_vi.sample(key, state, NUM_DRAWS)
+        return draws, jax.vmap(log_density)(draws) - log_q
+
+    draws, log_weights = jax.jit(jax.vmap(one))(keys, points)
+    log_weights = np.nan_to_num(log_weights.ravel(), nan=-np.inf, neginf=-np.inf)
+    weights = np.exp(arviz.psislw(log_weights)[0])
+    rows = np.random.default_rng(int(key[-1])).choice(
+        len(weights), NUM_DRAWS, p=weights / weights.sum()
+    )
+    return constrained(draws.reshape(len(weights), -1)[rows])
+
+
 METHODS = {
     "NumPyro NUTS": nuts,
+    "nutpie, low rank": nutpie_nuts,
+    "blackjax Pathfinder": pathfinder,
     "NumPyro AutoMultivariateNormal": svi(AutoMultivariateNormal),
     "NumPyro AutoBNAFNormal": svi(AutoBNAFNormal),
     "reference": lambda *args: nuts(*args, draws=2500),
