@@ -6,6 +6,7 @@
     python -m benchmarks.zoo.run --methods fit --models coin ordinal --out results/zoo.jsonl
     python -m benchmarks.zoo.run --split look --time-limit 120 --out results/zoo_look.jsonl
     python -m benchmarks.zoo.run --collection large --time-limit 120
+    python -m benchmarks.zoo.run --threads 1 2 --models car_lattice --out cores.jsonl
     python -m benchmarks.zoo.report --out results/zoo.jsonl
 
 Each run adds one line to ``--out``; runs that have a line are skipped, failed ones included: delete
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import subprocess
@@ -33,12 +35,14 @@ from benchmarks.common import (
     TimeLimit,
     append_record,
     environment,
+    markdown_table,
     missing_runs,
     read_records,
     time_limit,
 )
 
-KEY = ("model", "method", "seed")
+RUN = ("model", "method", "seed")
+KEY = (*RUN, "threads")
 
 
 def _peak_mb() -> float:
@@ -55,10 +59,17 @@ def _failure(error: BaseException) -> Record:
 
 
 def run(
-    name: str, method: str, seed: int, limits: tuple[float, float], dtype: str, draws: Path
+    name: str,
+    method: str,
+    seed: int,
+    threads: int,
+    limits: tuple[float, float],
+    dtype: str,
+    draws: Path,
 ) -> Record:
     """Run one method in this process.
 
+    :param threads: of torch, and the processes of ``fit``.
     :param limits: CPU seconds of the method, and of the diagnosis.
     :param dtype: of model and data.
     :param draws: file of the draws, ``(num_draws, num_features)``.
@@ -74,7 +85,7 @@ def run(
     hard = int(2 * sum(limits) + 120)
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
     torch.set_default_dtype(getattr(torch, dtype))
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     zoo = registry.load(name)
     args, model = zoo.data(), zoo.model()
     record: Record = {"kind": zoo.kind, "start_mb": _peak_mb()}
@@ -121,7 +132,7 @@ def _diagnosis(model: Any, guide: Any, args: tuple, limit: float) -> Record:
     return record | {"diagnosis_cpu_seconds": time.process_time() - cpu}
 
 
-def run_apart(name: str, method: str, seed: int, args: argparse.Namespace) -> Record:
+def run_apart(name: str, method: str, seed: int, threads: int, args: argparse.Namespace) -> Record:
     """Run and measure one method in a separate process."""
     limits = (args.time_limit, args.diagnosis_limit)
     args.draws.mkdir(parents=True, exist_ok=True)
@@ -130,10 +141,11 @@ def run_apart(name: str, method: str, seed: int, args: argparse.Namespace) -> Re
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         limit_words = [str(limit) for limit in limits]
-        words = [name, method, str(seed), *limit_words, args.dtype, str(draws), str(answer)]
+        words = [name, method, str(seed), str(threads), *limit_words]
+        words += [args.dtype, str(draws), str(answer)]
         process = subprocess.run(
             [sys.executable, "-m", "benchmarks.zoo.run", "--child", *words],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -162,24 +174,41 @@ def measured(name: str, draws: Path) -> Record:
 def run_all(args: argparse.Namespace) -> None:
     machine = environment("cpu")
     keys = (
-        dict(zip(KEY, (name, method, seed), strict=True))
+        dict(zip(KEY, (name, method, seed, threads), strict=True))
         for method in args.methods
         for name in args.models
         for seed in args.seeds
+        for threads in args.threads
     )
     for key in missing_runs(args.out, keys):
         record = run_apart(*key.values(), args)
-        append_record(args.out, key | record | {"time_limit": args.time_limit} | machine)
+        append_record(args.out, key | record | {"time_limit": args.time_limit} | machine | key)
         outcome = record.get("error", f"{record.get('ratio', float('nan')):.2f} floors")
         seconds = f"{record.get('cpu_seconds', float('nan')):.0f} CPU s"
         print(*key.values(), seconds, record.get("verdict"), outcome, flush=True)
+    if len(args.threads) > 1:
+        print(wall_seconds(read_records(args.out), args.threads))
+
+
+def wall_seconds(records: list[Record], threads: list[int]) -> str:
+    """Return the wall seconds of each run by threads, and the last as a share of the first."""
+    runs: dict[tuple, dict[int, float]] = {}
+    for record in records:
+        run = tuple(str(record[key]) for key in RUN)
+        runs.setdefault(run, {})[record["threads"]] = record.get("seconds", math.nan)
+    rows = []
+    for run, seconds in runs.items():
+        walls = [seconds.get(number, math.nan) for number in threads]
+        share = walls[-1] / walls[0]
+        rows.append([*run, *(f"{wall:.1f}" for wall in walls), f"{share:.2f}"])
+    return markdown_table([*RUN, *(f"wall s, {number}" for number in threads), "share"], rows)
 
 
 def measure_again(args: argparse.Namespace) -> None:
     """Measure the saved draws of all lines against the current references."""
     records = read_records(args.out)
     for record in records:
-        name = "-".join(str(record[key]) for key in KEY)
+        name = "-".join(str(record[key]) for key in RUN)
         record |= measured(record["model"], args.draws / f"{name}.npy")
     args.out.write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -194,6 +223,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", metavar="NAME", help="of any collection")
     parser.add_argument("--split", choices=("look", "score", "all"), default="all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1], help="also processes")
     parser.add_argument("--time-limit", type=float, default=300.0, help="CPU seconds of a method")
     parser.add_argument("--diagnosis-limit", type=float, default=120.0, help="of diagnose")
     parser.add_argument("--out", type=Path, help="default: the collection's file of results")
@@ -221,9 +251,9 @@ def main(args: argparse.Namespace) -> None:
 
 
 def child(words: list[str]) -> None:
-    name, method, seed, limit, diagnosis_limit, dtype, draws, answer = words
+    name, method, seed, threads, limit, diagnosis_limit, dtype, draws, answer = words
     limits = (float(limit), float(diagnosis_limit))
-    record = run(name, method, int(seed), limits, dtype, Path(draws))
+    record = run(name, method, int(seed), int(threads), limits, dtype, Path(draws))
     Path(answer).write_text(json.dumps(record))
 
 
