@@ -38,7 +38,7 @@ setup(
         "test": TEST,
         "docs": DOCS,
         "lint": LINT,
-        "dev": [*TEST, *DOCS, *LINT, "tox>=4"],
+        "dev": [*TEST, *DOCS, *LINT, "distributed", "tox>=4"],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",

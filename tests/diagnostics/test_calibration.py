@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
 
 import pyro
 import pyro.distributions as dist
@@ -176,20 +178,38 @@ def normal_model(y):
     pyro.sample("y", dist.Normal(x, 1.0), obs=y)
 
 
+def ranks_by(executor):
+    pyro.set_rng_seed(3)
+    result = simulation_based_calibration(
+        normal_model, exact_fit, torch.tensor(0.0), num_simulations=200, num_draws=19,
+        executor=executor,
+    )  # fmt: skip
+    assert result.is_calibrated and len(result.ranks["x"].unique()) == 20
+    return result.ranks["x"]
+
+
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_an_executor_runs_the_fits(kind):
     def run():
-        pyro.set_rng_seed(3)
         if kind == "threads":
             executor = ThreadPoolExecutor(2)
         else:
             executor = ProcessPoolExecutor(2, multiprocessing.get_context("fork"))
         with executor:
-            return simulation_based_calibration(
-                normal_model, exact_fit, torch.tensor(0.0), num_simulations=200, num_draws=19,
-                executor=executor,
-            )  # fmt: skip
+            return ranks_by(executor)
 
-    first, second = run(), run()
-    assert first.is_calibrated and len(first.ranks["x"].unique()) == 20
-    assert first.ranks["x"].equal(second.ranks["x"])  # whatever the order of the threads
+    assert run().equal(run())  # whatever the order of the threads
+
+
+def test_a_dask_cluster_runs_the_fits(monkeypatch):
+    distributed = pytest.importorskip("distributed")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # its processes import this file
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
+    with distributed.Client(**options) as client:
+        executor = client.get_executor()
+        assert len({*executor.map(_process, range(8))}) == 2
+        assert ranks_by(executor).equal(ranks_by(executor))
+
+
+def _process(_):
+    return os.getpid()
