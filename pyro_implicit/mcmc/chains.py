@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyro_implicit.mcmc.draws import History
-from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, estimate_frame, independent_draws
+from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, frame_at
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy
 from pyro_implicit.mcmc.spaces.space import Fitted, Space
@@ -318,10 +318,11 @@ class WindowedChains(Chains):
         """Return the adaptation with a limit of the gradients of a transition."""
         return self.adaptation.limited(min(self.adaptation.max_gradients, most))
 
-    def _frame_of(
-        self, draws: Tensor, kind: FrameKind, independent: float = math.inf
-    ) -> WhiteningFrame:
-        return estimate_frame(draws, kind, self.policy.frame, independent)
+    def _frame_of(self, draws: Tensor, kind: FrameKind) -> WhiteningFrame:
+        limits, number = self.policy.frame, len(self.state.position)
+        if kind == "low-rank":
+            self.gradients += -(-min(len(draws), limits.max_scored) // number)
+        return frame_at(draws, kind, self.walked.score, limits)
 
     def check(self) -> str | None:
         """Return the reason why the chains stop now, or None.
@@ -407,10 +408,9 @@ class WindowedChains(Chains):
         # Twice as long, so that the result does not depend on small differences in time.
         self.max_gradients += math.ceil(min(left, self.cpu_seconds) / cost)
         self._is_extended = True
-        paths = self.history.draws()
-        latents = self._thinned(paths.flatten(0, 1))
+        latents = self._thinned(self.history.draws().flatten(0, 1))
         if (again := self.walked.recentred(latents)) is not None:
-            self._warm_up_again(self.points, latents, independent_draws(paths), again)
+            self._warm_up_again(self.points, latents, again)
         return True
 
     def _adapt_number(self) -> None:
@@ -452,27 +452,24 @@ class WindowedChains(Chains):
         return number, best / whole
 
     def _thin_out(self, number: int) -> None:
-        paths = self.history.draws()
-        latents, independent = self._thinned(paths.flatten(0, 1)), independent_draws(paths)
+        latents = self._thinned(self.history.draws().flatten(0, 1))
         points = self.points[torch.randperm(len(self.points))[:number]]
         again = self.walked.recentred(latents)
         longest = max(self.adaptation.max_gradients, self.policy.long_leapfrogs)
         self.adaptation = self.adaptation.limited(longest)
-        self._warm_up_again(points, latents, independent, again)
+        self._warm_up_again(points, latents, again)
 
     def _thinned(self, latents: Tensor) -> Tensor:
         return latents[:: -(-len(latents) // self.policy.warmup.max_pool)]
 
-    def _warm_up_again(
-        self, points: Tensor, latents: Tensor, independent: float, space: Space | None
-    ) -> None:
+    def _warm_up_again(self, points: Tensor, latents: Tensor, space: Space | None) -> None:
         """Begin again at points, in the frame of earlier draws and possibly another space."""
         moved = None if space is None else space.to_points(self.walked.to_latent(points))
         if space is not None and moved is not None and space.score(moved)[0].isfinite().all():
             points = moved
             self._walked, self.middle, self.fitted = space, space.middle, space.fitted
         pool = self.walked.to_points(latents)
-        self.frame = self._frame_of(pool, self.frame_kind, independent)
+        self.frame = self._frame_of(pool, self.frame_kind)
         self.state = KERNELS[self.kernel].init(self.frame.to_white(points), self._score)
         self.adaptation = self.adaptation.thawed()
         self.history = History(self.history.capacity)
@@ -529,8 +526,7 @@ class WindowedChains(Chains):
             points = self._revived(points, lively)
             self._positions = [position[lively] for position in self._positions]
         stride = max(1, -(-(len(self._positions) - half) * len(points) // limits.max_pool))
-        paths = torch.stack(self._positions[half:][::-1][::stride])
-        recent, independent = paths.flatten(0, 1), independent_draws(paths)
+        recent = torch.cat(self._positions[half:][::-1][::stride])
         # Draws on a thin sheet make a frame in which chains leave it slowly, and do not show it.
         spread = self._frame_of(recent, "diagonal").scale.max()
         is_right = bool(spread < limits.max_stretch)
@@ -538,7 +534,7 @@ class WindowedChains(Chains):
         pool, is_moved = self.frame.to_points(recent), False
         if is_right and not hurry:
             points, pool, is_moved = self._recentred(points, pool)
-        self.frame = self._frame_of(pool, kind, independent)
+        self.frame = self._frame_of(pool, kind)
         settled = self._is_stationary(log_densities, half)
         is_stiff = fmean(self._failed[half:]) > limits.max_failed
         is_new = is_stiff and not self.adaptation.is_stiff  # a bad frame fails for one window, too

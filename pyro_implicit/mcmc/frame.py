@@ -14,6 +14,8 @@ from pyro_implicit.density.target import Target
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc.kernels.step_choice import finite_gradient
 from pyro_implicit.mcmc.policy import DEFAULT, ChainPolicy, FramePolicy
+from pyro_implicit.ops.ensemble_hmc import Score
+from pyro_implicit.ops.matrices import geometric_mean
 from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.minibatches import BatchStream
 
@@ -21,7 +23,8 @@ __all__ = [
     "FrameKind",
     "WhiteningFrame",
     "estimate_frame",
-    "independent_draws",
+    "fisher_frame",
+    "frame_at",
     "minibatch_frame",
     "outlier_bounds",
     "widened_frame",
@@ -82,18 +85,13 @@ class WhiteningFrame(NamedTuple):
 
 @torch.no_grad()
 def estimate_frame(
-    draws: Tensor,
-    kind: FrameKind,
-    policy: FramePolicy = DEFAULT.frame,
-    independent: float = math.inf,
+    draws: Tensor, kind: Literal["diagonal", "full"], policy: FramePolicy = DEFAULT.frame
 ) -> WhiteningFrame:
-    r"""Estimate a frame from the moments of draws.
+    """Estimate a frame from the moments of draws.
 
     ``"full"`` takes their covariance; with fewer than ten draws for each dimension its correlations
-    are shrunk towards 0. ``"low-rank"`` takes at most 32 principal axes of the standardised draws:
-    those whose variance exceeds that of noise (:math:`(1 + \sqrt{d/n})^2`, Marchenko and Pastur),
-    without the variance that noise added (Baik and Silverstein). Coordinates further than six
-    interquartile ranges from their median are clamped first.
+    are shrunk towards 0. Coordinates further than six interquartile ranges from their median are
+    clamped first.
 
     **Example:**
 
@@ -105,58 +103,110 @@ def estimate_frame(
             [0., 1.]])
 
     :param draws: ``(n, d)``, finite. A coordinate that does not vary keeps its unit.
-    :param kind: ``"diagonal"``, ``"low-rank"`` or ``"full"``; a low-rank frame without significant
-        axes is diagonal.
     :param policy: the limits.
-    :param independent: the number of independent draws that they are worth, if fewer: in many
-        dimensions, the principal axes of correlated draws are those of noise.
     :raises ValueError: for draws that are not finite.
     """
-    if not draws.isfinite().all():
-        raise ValueError("a frame needs finite draws. Cure: leave out those with NaN or infinities")
-    count, dim = draws.shape
-    draws = draws.clamp(*outlier_bounds(draws, policy.outlier_ranges))
-    loc, scale = draws.mean(0), draws.std(0)
-    info = torch.finfo(draws.dtype)
-    rounding = info.eps * draws.abs().amax(0) + math.sqrt(info.tiny)  # dead weights decay to 1e-40
-    varies = scale > rounding
-    scale = torch.where(varies, scale, torch.ones_like(scale))
-    if kind == "diagonal" or dim == 1:
+    draws, varies = _clamped(draws, policy)
+    loc = draws.mean(0)
+    scale = torch.where(varies, draws.std(0), 1.0)
+    if kind == "diagonal" or len(loc) == 1:
         return WhiteningFrame(loc, scale)
     standard = torch.where(varies, (draws - loc) / scale, 0.0)
-    if kind == "full":
-        factor = _factor(standard, policy.draws_per_dim).to(draws.dtype)
-        return WhiteningFrame(loc, scale, scale_tril=factor)
-    noise = dim / min(count, independent)
-    rank = min(policy.max_rank, dim, count - 1)
-    _, singular, directions = torch.svd_lowrank(standard, q=rank, niter=4)
-    variance = singular.square() / (count - 1)
-    kept = variance > policy.axis_margin * (1 + math.sqrt(noise)) ** 2
+    factor = _factor(standard, policy.draws_per_dim).to(draws.dtype)
+    return WhiteningFrame(loc, scale, scale_tril=factor)
+
+
+@torch.no_grad()
+def fisher_frame(
+    draws: Tensor, scores: Tensor, policy: FramePolicy = DEFAULT.frame
+) -> WhiteningFrame:
+    r"""Estimate a low-rank frame in which the scores of draws are closest to minus the draws.
+
+    This is the normal law of least Fisher divergence. Its covariance :math:`\Sigma` solves
+
+    .. math:: \Sigma \, C_s \, \Sigma = C_u
+
+    with the covariances :math:`C_u` of the draws and :math:`C_s` of the scores (Seyboldt et al.
+    2026, arXiv 2603.18845). The diagonal has the ratios of sds as its variances. In the units of
+    this diagonal, the equation is solved in the span of the first principal axes of draws and of
+    scores, at most 32 of each; those of scores are the narrowest directions. If the density is
+    normal and narrow or wide in these directions only, the solution is exact however few and
+    correlated the draws are, because draws and scores have the same noise. Otherwise noise changes
+    a variance by a factor of about :math:`1 + \sqrt{d/n}` (Marchenko and Pastur); directions within
+    it are left as they are.
+
+    **Example:**
+
+    >>> _ = torch.manual_seed(0)
+    >>> variance = torch.tensor([100.0, 1.0, 0.01])
+    >>> mix = torch.linalg.qr(torch.randn(3, 3)).Q
+    >>> draws = torch.randn(20, 3) * variance.sqrt() @ mix.T
+    >>> frame = fisher_frame(draws, -draws @ mix / variance @ mix.T)
+    >>> points = frame.to_points(torch.eye(3)) - frame.loc
+    >>> torch.allclose(points.T @ points, mix * variance @ mix.T, rtol=1e-2)
+    True
+
+    :param draws: ``(n, d)``, finite. A coordinate that does not vary keeps its unit.
+    :param scores: gradients of the log-density at the draws, ``(n, d)``, finite.
+    :param policy: the limits.
+    :raises ValueError: for draws or scores that are not finite.
+    """
+    draws, varies = _clamped(draws, policy)
+    scores, has_slope = _clamped(scores, policy)
+    loc, varies = draws.mean(0), varies & has_slope
+    scale = torch.where(varies, (draws.std(0) / scores.std(0)).sqrt(), 1.0)
+    count, dim = draws.shape
+    rank = min(policy.max_rank, dim, (count - 1) // 2)
+    if rank == 0:
+        return WhiteningFrame(loc, scale)
+    both = [(draws - loc) / scale, (scores - scores.mean(0)) * scale]
+    both = [torch.where(varies, one, 0.0).double() for one in both]
+    axes = [torch.svd_lowrank(one, q=rank, niter=4)[2] for one in both]
+    basis, _ = torch.linalg.qr(torch.cat(axes, -1))
+    ridge = math.sqrt(torch.finfo(draws.dtype).eps)  # where neither varies, their ratio is 1
+    identity = ridge * torch.eye(basis.shape[-1]).to(basis)
+    of_draws, of_scores = ((one @ basis).mT.cov() + identity for one in both)
+    variance, vectors = torch.linalg.eigh(geometric_mean(of_draws, of_scores))
+    noise = policy.axis_margin * (1 + math.sqrt(dim / count))
+    kept = variance.log().abs() > math.log(noise)
     if not kept.any():
         return WhiteningFrame(loc, scale)
-    variance = variance[kept]
-    rest = (dim - variance.sum()) / max(1, dim - len(variance))  # of all other axes
-    ratio = variance / rest.clamp(min=1 / dim)
-    centred = ratio + 1 - noise
-    ratio = 0.5 * (centred + (centred.square() - 4 * ratio).clamp(min=0).sqrt())
-    scale = scale * rest.clamp(min=1 / dim).sqrt()
-    return WhiteningFrame(loc, scale, directions[:, kept], ratio.clamp(min=1).sqrt())
+    directions = (basis @ vectors[:, kept]).to(draws)
+    return WhiteningFrame(loc, scale, directions, variance[kept].sqrt().to(draws))
 
 
-def independent_draws(paths: Tensor) -> float:
-    r"""Return how many independent draws some paths are worth for their principal axes.
+def frame_at(
+    draws: Tensor,
+    kind: FrameKind,
+    score: Score,
+    policy: FramePolicy = DEFAULT.frame,
+    split: int | None = None,
+) -> WhiteningFrame:
+    """Estimate a frame of some kind; one of low rank takes scores at some of the draws.
 
-    Noise in n draws of d coordinates has principal axes with variances of up to about
-    :math:`d \lambda / n`, where :math:`\lambda` is the largest eigenvalue of the correlations
-    between the draws of a chain, of either sign: HMC may swing from side to side.
-
-    :param paths: of chains, ``(num_draws, num_chains, d)``.
+    :param draws: ``(n, d)``, finite.
+    :param score: the log-density of points and its gradient.
+    :param split: if given, the frame is that of the first coordinates.
     """
-    centred = paths - paths.mean((0, 1))
-    rows = (centred / centred.std((0, 1)).clamp(min=1e-30)).flatten(1)
-    gram = rows @ rows.mT
-    largest = torch.linalg.eigvalsh(gram * len(gram) / gram.trace().clamp(min=1e-30))[-1]
-    return len(paths) * paths.shape[1] / largest.clamp(min=1.0).item()
+    if kind != "low-rank":
+        return estimate_frame(draws[:, :split], kind, policy)
+    some = draws[:: -(-len(draws) // policy.max_scored)]
+    scores = torch.cat([score(part)[1] for part in some.split(policy.scored_at_once)])
+    is_sound = scores.isfinite().all(-1)
+    return fisher_frame(some[is_sound, :split], scores[is_sound, :split], policy)
+
+
+def _clamped(values: Tensor, policy: FramePolicy) -> tuple[Tensor, Tensor]:
+    """Clamp outliers, and tell which coordinates ``(d,)`` vary beyond rounding.
+
+    :raises ValueError: for values that are not finite.
+    """
+    if not values.isfinite().all():
+        raise ValueError("a frame needs finite draws. Cure: leave out those with NaN or infinities")
+    values = values.clamp(*outlier_bounds(values, policy.outlier_ranges))
+    info = torch.finfo(values.dtype)
+    rounding = info.eps * values.abs().amax(0) + math.sqrt(info.tiny)  # dead weights decay to 1e-40
+    return values, values.std(0) > rounding
 
 
 def outlier_bounds(draws: Tensor, ranges: float) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_implicit.density.discrete import Elements
 from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.draws import History
-from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, estimate_frame
+from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, frame_at
 from pyro_implicit.mcmc.kernels import hmc, shift, window_gibbs
 from pyro_implicit.mcmc.kernels.shift import Ridge, conditional_factor
 from pyro_implicit.mcmc.kernels.window_gibbs import MoveClass
@@ -24,17 +24,13 @@ __all__ = ["MixedChains", "mixed_frame", "possible_points"]
 
 
 def mixed_frame(
-    draws: Tensor,
-    kind: FrameKind,
-    elements: Elements,
-    policy: ChainPolicy,
-    independent: float = math.inf,
+    draws: Tensor, kind: FrameKind, score: Score, elements: Elements, policy: ChainPolicy
 ) -> WhiteningFrame:
     """Estimate the frame of continuous coordinates given the discrete ones, which stay as they are.
 
     :param draws: ``(n, d)``, the discrete coordinates last.
+    :param score: see :func:`~pyro_implicit.mcmc.frame.frame_at`.
     :param elements: the discrete elements.
-    :param independent: see :func:`~pyro_implicit.mcmc.frame.estimate_frame`.
     """
     loc, scale = torch.zeros_like(draws[0]), torch.ones_like(draws[0])
     number = len(elements.low)
@@ -42,7 +38,7 @@ def mixed_frame(
     if split == 0:
         return WhiteningFrame(loc, scale)
     own, values = draws[:, :split], draws[:, split:]
-    found = estimate_frame(own, kind, policy.frame, independent)
+    found = frame_at(draws, kind, score, policy.frame, split)
     directions, tril = found.directions, found.scale_tril
     width = found.scale
     if directions is None:  # a low-rank frame has too many coordinates for a regression
@@ -267,10 +263,8 @@ class MixedChains(WindowedChains):
     def _goes_on(self) -> bool:
         return not self.is_apart and super()._goes_on()
 
-    def _frame_of(
-        self, draws: Tensor, kind: FrameKind, independent: float = math.inf
-    ) -> WhiteningFrame:
-        return mixed_frame(draws, kind, self.elements, self.policy, independent)
+    def _frame_of(self, draws: Tensor, kind: FrameKind) -> WhiteningFrame:
+        return mixed_frame(draws, kind, self.walked.score, self.elements, self.policy)
 
     def _parts(self) -> tuple[ChainState, Tensor]:
         split, state = self._split, self.state

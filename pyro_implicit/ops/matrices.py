@@ -29,6 +29,7 @@ __all__ = [
     "eigenbasis",
     "from_standard",
     "from_symmetric_root",
+    "geometric_mean",
     "lower_factor",
     "normal_by_precision",
     "product",
@@ -52,6 +53,26 @@ def root_of_inverse(hessian: Tensor) -> tuple[Tensor, Tensor]:
     is_concave = (values < 0).all(-1)
     values = values.abs().clamp(min=10 * torch.finfo(values.dtype).eps)
     return scale.unsqueeze(-1) * vectors * values.rsqrt().unsqueeze(-2), is_concave
+
+
+def geometric_mean(first: Tensor, second: Tensor) -> Tensor:
+    r"""Return the geometric mean of A and the inverse of B: the positive definite X with X B X = A.
+
+    **Example:**
+
+    >>> geometric_mean(torch.diag(torch.tensor([4.0, 9.0])), torch.eye(2)).round(decimals=3)
+    tensor([[2., 0.],
+            [0., 3.]])
+
+    :param first: A, positive semidefinite, ``(n, n)``.
+    :param second: B, positive definite, ``(n, n)``.
+    """
+    values, vectors = _eigh(second)
+    root = values.sqrt()
+    inner = root * (vectors.mT @ first @ vectors) * root.unsqueeze(-1)
+    values, inner_vectors = _eigh(inner)
+    half = vectors / root @ (inner_vectors * values.clamp(min=0).pow(0.25))
+    return half @ half.mT
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from pyro_implicit.guides.auto_implicit import why_inexact
 from pyro_implicit.guides.sampler import NOWHERE, Sampler
 from pyro_implicit.mcmc.chains import SeparateChains, WindowedChains
 from pyro_implicit.mcmc.draws import History
-from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, estimate_frame
+from pyro_implicit.mcmc.frame import FrameKind, WhiteningFrame, frame_at
 from pyro_implicit.mcmc.kernels import KERNELS
 from pyro_implicit.mcmc.mixed_chains import MixedChains, mixed_frame, possible_points
 from pyro_implicit.mcmc.nuts import count_folds
@@ -309,9 +309,9 @@ def _begin(space: Space, plan: ChainSetup) -> WindowedChains:
     if not kernel.separate:
         pool = points if is_sound else starts.points
         if isinstance(space, MixedSpace):
-            frame = mixed_frame(pool, plan.kind, space.elements, policy)
+            frame = mixed_frame(pool, plan.kind, space.score, space.elements, policy)
         else:
-            frame = estimate_frame(pool, plan.kind, policy.frame)
+            frame = frame_at(pool, plan.kind, space.score, policy.frame)
     position = frame.to_white(starts.points)
     chains = kind(
         kernel=plan.kernel,
