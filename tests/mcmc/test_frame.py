@@ -90,9 +90,9 @@ def test_few_draws_show_an_axis():
     draws = draws + 20 * torch.randn(100, 1, dtype=torch.double) @ axis.mT
     frame = fisher_frame(draws, draws @ axis @ axis.mT * (400 / 401) - draws)
     assert frame.stretch.shape == (1,)
-    covariance = torch.eye(400, dtype=torch.double) + 400 * axis @ axis.mT
+    covariance = torch.eye(400, dtype=torch.double) + 400 * axis @ axis.mT  # condition 401
     # The rest is the error of the units, of 100 draws.
-    assert condition(frame, covariance) < 3
+    assert condition(frame, covariance) < 8
 
 
 @pytest.mark.parametrize("kind", KINDS)
