@@ -181,8 +181,8 @@ def refine(
         minibatches, where each chain costs a network's pass in every step. With ``"mclmc"`` and
         ``"mams"`` any number; by default one chain for each given draw, such as the members of an
         :class:`AutoEnsemble`, or 16 for other guides.
-    :param frame: ``"full"`` for the covariance, ``"low-rank"`` for its significant principal axes
-        on a diagonal, ``"diagonal"``; or a space other than the latents, for funnels: ``"noise"``
+    :param frame: ``"full"`` for the covariance, ``"low-rank"`` for a diagonal and the directions in
+        which draws or scores are widest, ``"diagonal"``; or a space other than the latents, for funnels: ``"noise"``
         of an injective :class:`~pyro_implicit.AutoImplicit`, or ``"conditional"``, the noise of
         latents given their parents and the data (:class:`~pyro_implicit.mcmc.ConditionalReparam`),
         if priors depend on other latents. By default the conditional space if there are such
