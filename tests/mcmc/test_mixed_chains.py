@@ -120,13 +120,20 @@ def test_frames_leave_discrete_coordinates_alone():
     elements = MixedSpace(Target(thinned, sample_discrete=True)).elements
     elements = elements._replace(**{n: v[:2].double() for n, v in elements._asdict().items()})
     elements = elements._replace(is_label=torch.zeros(2, dtype=torch.bool))
-    for kind in ("diagonal", "full"):
-        frame = mixed_frame(draws, kind, elements, DEFAULT)
+
+    def score(points):
+        slope = torch.zeros_like(points)
+        slope[:, :2] = -16 * (points[:, :2] - points[:, 2:] / 4)
+        return slope.sum(-1), slope
+
+    for kind in ("diagonal", "low-rank", "full"):
+        frame = mixed_frame(draws, kind, score, elements, DEFAULT)
         white = frame.to_white(draws)
         assert torch.equal(white[:, 2:], draws[:, 2:])
         torch.testing.assert_close(frame.to_points(white), draws)
-        # Given the counts, the sd is about a quarter.
-        assert white[:, 0].std().item() == pytest.approx(4, rel=0.3)
+        # Given the counts, the sd is about a quarter; by scores, the geometric mean of both.
+        expected = 2 if kind == "low-rank" else 4
+        assert white[:, 0].std().item() == pytest.approx(expected, rel=0.3)
 
 
 @pytest.mark.parametrize(
