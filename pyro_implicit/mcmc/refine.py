@@ -182,10 +182,11 @@ def refine(
         ``"mams"`` any number; by default one chain for each given draw, such as the members of an
         :class:`AutoEnsemble`, or 16 for other guides.
     :param frame: ``"full"`` for the covariance, ``"low-rank"`` for a diagonal and the directions in
-        which draws or scores are widest, ``"diagonal"``; or a space other than the latents, for funnels: ``"noise"``
-        of an injective :class:`~pyro_implicit.AutoImplicit`, or ``"conditional"``, the noise of
-        latents given their parents and the data (:class:`~pyro_implicit.mcmc.ConditionalReparam`),
-        if priors depend on other latents. By default the conditional space if there are such
+        which draws or scores are widest, ``"diagonal"``; or a space other than the latents, for
+        funnels: ``"noise"`` of an injective :class:`~pyro_implicit.AutoImplicit`, or
+        ``"conditional"``, the noise of latents given their parents and the data
+        (:class:`~pyro_implicit.mcmc.ConditionalReparam`), if priors depend on other latents. By
+        default the conditional space if there are such
         priors, otherwise the noise if the guide allows it, unless a short walk shows the latents
         to be faster. The frame in the space is full up to 100 dimensions and low-rank above.
     :param quantities: a function of a dict of constrained draws by site,
