@@ -392,7 +392,7 @@ class HeldOut:
         another number of parts; when called, if all rows are masked.
     :ivar scores: the score of each epoch or interval.
     :ivar num_steps: the steps before the last score.
-    :ivar best: the parameters of the best epoch, by name; ``last`` are those of the last step.
+    :ivar best: the parameters of the best epoch, by name.
     """
 
     def __init__(
@@ -418,7 +418,6 @@ class HeldOut:
         self.scores: list[float] = []
         self.num_steps = 0
         self.best: dict[str, Tensor] = {}
-        self.last: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, guide: Callable[..., Any]) -> float:
@@ -471,14 +470,13 @@ class HeldOut:
 
     @torch.no_grad()
     def take_best(self, parameters: Mapping[str, Tensor]) -> None:
-        """Set parameters to the values of the best epoch, and keep the last ones."""
-        self.last = {name: value.detach().clone() for name, value in parameters.items()}
+        """Set parameters to the values of the best epoch."""
         for name, value in self.best.items():
             parameters[name].copy_(value)
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        names = ("scores", "num_steps", "best", "last")
+        names = ("scores", "num_steps", "best")
         return {name: getattr(self, name) for name in names}
 
     def restore(self, state: dict[str, Any]) -> None:

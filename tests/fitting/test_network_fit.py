@@ -366,14 +366,15 @@ def test_chains_that_predict_worse_are_rejected(linear, monkeypatch):
 
 @pytest.mark.parametrize("falls", [False, True])
 def test_an_ensemble_takes_the_time_of_rejected_chains(linear, monkeypatch, falls):
-    """It goes on from its last step, and stays better than before."""
+    """It goes on from its best step, and is better than before or stays."""
     original = Stages.train_alone
 
     def train_alone(self, name, guide, loss, time_share, num_steps, **options):
         is_first = name == "ensemble"
         if falls and not is_first:
             guide.members.data.add_(torch.randn_like(guide.members))
-        original(self, name, guide, loss, time_share, num_steps=2, **options)
+        steps = 2 if is_first or falls else 100
+        original(self, name, guide, loss, time_share, num_steps=steps, **options)
         if is_first and not falls:
             guide.members.data.add_(torch.randn_like(guide.members))
 
@@ -538,7 +539,7 @@ def test_ctrl_c_in_the_generators_returns_the_chains(linear, monkeypatch):
 
 
 def test_an_ensemble_that_is_killed_goes_on(linear, monkeypatch, tmp_path):
-    """By minibatches, whose order a checkpoint stores; the chains start from the last members."""
+    """By minibatches, whose order a checkpoint stores; the chains start from the best members."""
     steps, starts, original = [], [], training._step
 
     def step(*args):
@@ -564,5 +565,4 @@ def test_an_ensemble_that_is_killed_goes_on(linear, monkeypatch, tmp_path):
     assert all(one.losses == whole.losses for one in resumed)
     best = whole.guide.get_samples()["weight"]
     assert all(one.guide.get_samples()["weight"].equal(best) for one in resumed)
-    assert starts[1].equal(starts[0]) and starts[2].equal(starts[0])
-    assert (starts[0] - best).abs().max() > 1e-3
+    assert all(start.equal(best) for start in starts)
