@@ -58,7 +58,7 @@ def numpyro_python(given: Path | None) -> Path:
     folder = Path(tempfile.mkdtemp()) / "numpyro"
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    words = ["-m", "pip", "install", "-q", "numpyro", "nutpie", "blackjax", "jax<0.8", "jaxlib<0.8"]
+    words = ["-m", "pip", "install", "-q", "numpyro", "nutpie", "blackjax>=1.7"]
     subprocess.run([str(python), *words], check=True)
     return python
 

@@ -15,14 +15,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import arviz
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import nutpie
-from blackjax.vi import pathfinder as pathfinder_vi
+from blackjax.diagnostics import psis_weights
+from blackjax.vi.pathfinder import approximate, sample
 from jax.flatten_util import ravel_pytree
 from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO, init_to_median, init_to_uniform
 from numpyro.infer.autoguide import AutoBNAFNormal, AutoMultivariateNormal
@@ -146,17 +146,14 @@ def pathfinder(model: Any, data: list, key: Any) -> dict[str, Any]:
     points, log_density, constrained = unconstrained(model, data, keys)
 
     def one(key: Any, point: Any) -> tuple[Any, Any]:
-        state, _ = pathfinder_vi.approximate(key, log_density, point)
-        draws, log_q = pathfinder_vi.sample(key, state, NUM_DRAWS)
+        state, _ = approximate(key, log_density, point)
+        draws, log_q = sample(key, state, NUM_DRAWS)
         return draws, jax.vmap(log_density)(draws) - log_q
 
     draws, log_weights = jax.jit(jax.vmap(one))(keys, points)
-    log_weights = np.nan_to_num(log_weights.ravel(), nan=-np.inf, neginf=-np.inf)
-    weights = np.exp(arviz.psislw(log_weights)[0])
-    rows = np.random.default_rng(int(key[-1])).choice(
-        len(weights), NUM_DRAWS, p=weights / weights.sum()
-    )
-    return constrained(draws.reshape(len(weights), -1)[rows])
+    log_weights, _ = psis_weights(jnp.where(jnp.isnan(log_weights), -jnp.inf, log_weights).ravel())
+    rows = jax.random.choice(key, len(log_weights), (NUM_DRAWS,), p=jnp.exp(log_weights))
+    return constrained(draws.reshape(len(log_weights), -1)[rows])
 
 
 METHODS = {
