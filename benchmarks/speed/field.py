@@ -184,11 +184,11 @@ distance from the reference, whitened, divided by the distance between two halve
 CPU seconds of one thread without imports, with a limit for each cell, on a machine shared with
 other jobs (which increases wall seconds). `fit`: default settings. SVI: 3,000 steps of one
 particle, Adam from .01 to 0. Pyro NUTS: one chain of 1,000 + 1,000 transitions; NumPyro NUTS: four
-such chains, vectorised. nutpie 0.16.8: four chains of 800 + 1,000 transitions with its low-rank mass
-matrix; each gradient of NumPyro's density is one call of Python. blackjax 1.7.1 Pathfinder: four
-paths of 10,000 draws, resampled by Pareto-smoothed importance weights. Compilation: the recordings
-of `fit`, the first three steps of Pyro's jit, the time that jax reports. jax 0.7.2; for Pathfinder
-jax 0.10.2. Double precision.
+such chains, vectorised. nutpie 0.16.8: four chains of 800 + 1,000 transitions with its low-rank
+mass matrix; each gradient of NumPyro's density is one call of Python. blackjax 1.7.1 Pathfinder:
+four paths of 10,000 draws, resampled by Pareto-smoothed importance weights. Compilation: the
+recordings of `fit`, the first three steps of Pyro's jit, the time that jax reports. jax 0.7.2; for
+Pathfinder jax 0.10.2. Double precision.
 
 References: exact draws for funnel, regression (ten weights, correlation .999) and GP (100 latent
 variables); posteriordb's draws for the centred eight schools; long NUTS runs for GARCH
