@@ -208,7 +208,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--problems", nargs="+", default=list(NAMES), choices=NAMES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--data-dir", type=Path, help="holds the folder posteriordb")
-    parser.add_argument("--numpyro", type=Path, help="a Python that has NumPyro")
+    parser.add_argument("--numpyro", type=Path, help="Python with numpyro, nutpie, blackjax 1.7")
     parser.add_argument("--time-limit", type=float, default=120.0, help="CPU seconds of a cell")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--report-to", type=Path, default=RESULTS / "speed_field.md")
