@@ -321,8 +321,8 @@ class WindowedChains(Chains):
     def _frame_of(self, draws: Tensor, kind: FrameKind) -> WhiteningFrame:
         limits, number = self.policy.frame, len(self.state.position)
         if kind == "low-rank":
-            self.gradients += -(-min(len(draws), limits.max_scored) // number)
-        return frame_at(draws, kind, self.walked.score, limits)
+            self.gradients += max(1, min(len(draws), limits.max_scored) // number)
+        return frame_at(draws, kind, self.walked.score, number, limits)
 
     def check(self) -> str | None:
         """Return the reason why the chains stop now, or None.

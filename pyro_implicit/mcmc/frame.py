@@ -179,6 +179,7 @@ def frame_at(
     draws: Tensor,
     kind: FrameKind,
     score: Score,
+    chunk: int,
     policy: FramePolicy = DEFAULT.frame,
     split: int | None = None,
 ) -> WhiteningFrame:
@@ -186,12 +187,14 @@ def frame_at(
 
     :param draws: ``(n, d)``, finite.
     :param score: the log-density of points and its gradient.
+    :param chunk: the number of points at which it is evaluated, for which it may be recorded.
     :param split: if given, the frame is that of the first coordinates.
     """
     if kind != "low-rank":
         return estimate_frame(draws[:, :split], kind, policy)
-    some = draws[:: -(-len(draws) // policy.max_scored)]
-    scores = torch.cat([score(part)[1] for part in some.split(policy.scored_at_once)])
+    number = chunk * max(1, min(len(draws), policy.max_scored) // chunk)
+    some = draws[torch.linspace(0, len(draws) - 1, number).long()]
+    scores = torch.cat([score(part)[1] for part in some.split(chunk)])
     is_sound = scores.isfinite().all(-1)
     return fisher_frame(some[is_sound, :split], scores[is_sound, :split], policy)
 

@@ -24,12 +24,17 @@ __all__ = ["MixedChains", "mixed_frame", "possible_points"]
 
 
 def mixed_frame(
-    draws: Tensor, kind: FrameKind, score: Score, elements: Elements, policy: ChainPolicy
+    draws: Tensor,
+    kind: FrameKind,
+    score: Score,
+    chunk: int,
+    elements: Elements,
+    policy: ChainPolicy,
 ) -> WhiteningFrame:
     """Estimate the frame of continuous coordinates given the discrete ones, which stay as they are.
 
     :param draws: ``(n, d)``, the discrete coordinates last.
-    :param score: see :func:`~pyro_implicit.mcmc.frame.frame_at`.
+    :param score: with ``chunk``, see :func:`~pyro_implicit.mcmc.frame.frame_at`.
     :param elements: the discrete elements.
     """
     loc, scale = torch.zeros_like(draws[0]), torch.ones_like(draws[0])
@@ -38,7 +43,7 @@ def mixed_frame(
     if split == 0:
         return WhiteningFrame(loc, scale)
     own, values = draws[:, :split], draws[:, split:]
-    found = frame_at(draws, kind, score, policy.frame, split)
+    found = frame_at(draws, kind, score, chunk, policy.frame, split)
     directions, tril = found.directions, found.scale_tril
     width = found.scale
     if directions is None:  # a low-rank frame has too many coordinates for a regression
@@ -264,7 +269,8 @@ class MixedChains(WindowedChains):
         return not self.is_apart and super()._goes_on()
 
     def _frame_of(self, draws: Tensor, kind: FrameKind) -> WhiteningFrame:
-        return mixed_frame(draws, kind, self.walked.score, self.elements, self.policy)
+        number = len(self.state.position)
+        return mixed_frame(draws, kind, self.walked.score, number, self.elements, self.policy)
 
     def _parts(self) -> tuple[ChainState, Tensor]:
         split, state = self._split, self.state

@@ -154,7 +154,7 @@ class _Particles:
         """Make transitions of all particles, in a frame that is estimated from them."""
         space, plan, points = self.space, self.plan, cloud.here.points
         pool = points[cloud.resampled(len(points))]
-        frame = mixed_frame(pool, plan.kind, space.score, space.elements, plan.policy)
+        frame = mixed_frame(pool, plan.kind, space.score, len(pool), space.elements, plan.policy)
         before = self.chains
         chains = self.chains = MixedChains(
             kernel="hmc",

@@ -33,10 +33,8 @@ class FramePolicy:
     #: the stopping rule.
     outlier_ranges: float = 6.0
 
-    #: Draws whose scores make a low-rank frame, eight gradients of 128 chains, and how many of
-    #: them are evaluated at once, as many as usual chains.
+    #: Draws whose scores make a low-rank frame; eight gradients of 128 chains.
     max_scored: int = 1024
-    scored_at_once: int = 128
 
     #: Principal axes of draws, and of scores, for a low-rank frame; memory is ``2 * d * max_rank``
     #: numbers.

@@ -19,7 +19,7 @@ def precision_of(variance):
 
 def frame_of(draws, kind):
     """The frame of draws of independent normals of width 1, by whose scores a low rank is told."""
-    return frame_at(draws, kind, lambda points: (points.sum(-1), -points))
+    return frame_at(draws, kind, lambda points: (points.sum(-1), -points), 5)
 
 
 def condition(frame, covariance):
@@ -40,7 +40,7 @@ def test_there_and_back_and_gradients(kind):
     torch.manual_seed(0)
     draws = correlated(500, 6)
     precision = torch.linalg.inv(draws.mT.cov())
-    frame = frame_at(draws, kind, lambda points: (points.sum(-1), -points @ precision))
+    frame = frame_at(draws, kind, lambda points: (points.sum(-1), -points @ precision), 100)
     assert frame.kind == kind
     white = torch.randn(4, 6, dtype=torch.double, requires_grad=True)
     points = frame.to_points(white)

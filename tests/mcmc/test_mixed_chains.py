@@ -127,7 +127,7 @@ def test_frames_leave_discrete_coordinates_alone():
         return slope.sum(-1), slope
 
     for kind in ("diagonal", "low-rank", "full"):
-        frame = mixed_frame(draws, kind, score, elements, DEFAULT)
+        frame = mixed_frame(draws, kind, score, 100, elements, DEFAULT)
         white = frame.to_white(draws)
         assert torch.equal(white[:, 2:], draws[:, 2:])
         torch.testing.assert_close(frame.to_points(white), draws)

@@ -309,9 +309,9 @@ def _begin(space: Space, plan: ChainSetup) -> WindowedChains:
     if not kernel.separate:
         pool = points if is_sound else starts.points
         if isinstance(space, MixedSpace):
-            frame = mixed_frame(pool, plan.kind, space.score, space.elements, policy)
+            frame = mixed_frame(pool, plan.kind, space.score, num_chains, space.elements, policy)
         else:
-            frame = frame_at(pool, plan.kind, space.score, policy.frame)
+            frame = frame_at(pool, plan.kind, space.score, num_chains, policy.frame)
     position = frame.to_white(starts.points)
     chains = kind(
         kernel=plan.kernel,
