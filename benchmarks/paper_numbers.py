@@ -226,7 +226,14 @@ ROWS = [*_pvi_rows(), *_aisivi_rows(), *_ksivi_rows()]
 
 def train(row: Row, target: KnownPosterior, steps: int) -> AutoSemiImplicit:
     """Train a guide by the settings of a row."""
-    optim = pyro.optim.PyroOptim(row.optim, dict(row.options))
+
+
+    def options_of(name: str) -> dict[str, Any]:
+        # The authors' guides have no location and scale of their own.
+        is_own = name.rpartition(".")[2] in ("loc", "scale")
+        return {**row.options, "lr": 0.0} if is_own else dict(row.options)
+
+    optim = pyro.optim.PyroOptim(row.optim, options_of)
     generator, model = row.generator(), target.model
     options = {"generator": generator, "noise_dim": row.noise_dim, "frame": None, "init_scale": 1.0}
     if row.method == "PVI":
@@ -236,13 +243,13 @@ def train(row: Row, target: KnownPosterior, steps: int) -> AutoSemiImplicit:
         guide = AutoSemiImplicit(model, noise_scale="learn", **options)
         step = SVI(model, guide, optim, row.make()).step
     guide()
-    guide.loc, guide.scale = torch.zeros(2), torch.ones(2)  # the authors' guides have none
+    guide.loc, guide.scale = torch.zeros(2), torch.ones(2)
     guide.noise_scale = PyroParam(torch.full((2,), row.sd), constraints.positive)
     for index in range(steps):
         step()
         for one in optim.optim_objs.values():
             for group in one.param_groups:
-                group["lr"] = row.rate(index / steps)
+                group["lr"] = row.rate(index / steps) if group["lr"] else 0.0
     return guide
 
 
