@@ -227,7 +227,6 @@ ROWS = [*_pvi_rows(), *_aisivi_rows(), *_ksivi_rows()]
 def train(row: Row, target: KnownPosterior, steps: int) -> AutoSemiImplicit:
     """Train a guide by the settings of a row."""
 
-
     def options_of(name: str) -> dict[str, Any]:
         # The authors' guides have no location and scale of their own.
         is_own = name.rpartition(".")[2] in ("loc", "scale")
