@@ -459,6 +459,10 @@ class WindowedChains(Chains):
         self.adaptation = self.adaptation.limited(longest)
         self._warm_up_again(points, latents, again)
 
+    def _in_parts(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+        """Evaluate a function at as many points at a time as there are chains, to save memory."""
+        return torch.cat([function(part) for part in values.split(len(self.state.position))])
+
     def _thinned(self, latents: Tensor) -> Tensor:
         return latents[:: -(-len(latents) // self.policy.warmup.max_pool)]
 
@@ -468,7 +472,7 @@ class WindowedChains(Chains):
         if space is not None and moved is not None and space.score(moved)[0].isfinite().all():
             points = moved
             self._walked, self.middle, self.fitted = space, space.middle, space.fitted
-        pool = self.walked.to_points(latents)
+        pool = self._in_parts(self.walked.to_points, latents)
         self.frame = self._frame_of(pool, self.frame_kind)
         self.state = KERNELS[self.kernel].init(self.frame.to_white(points), self._score)
         self.adaptation = self.adaptation.thawed()
@@ -556,12 +560,12 @@ class WindowedChains(Chains):
         is also made again if the draws tell more of its law than the middle did.
         """
         assert self._walked is not None
-        latents = self._walked.to_latent(pool)
+        latents = self._in_parts(self._walked.to_latent, pool)
         again = self._walked.recentred(latents)
         if again is None:
             return points, pool, False
         moved = again.to_points(self._walked.to_latent(points))
-        pool_again = again.to_points(latents)
+        pool_again = self._in_parts(again.to_points, latents)
         if not (again.score(moved)[0].isfinite().all() and pool_again.isfinite().all()):
             return points, pool, False
         self._walked, self.middle, self.fitted = again, again.middle, again.fitted
