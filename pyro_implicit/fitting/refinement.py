@@ -299,9 +299,9 @@ def _score_of_chains(stages: Stages) -> Any:
     if target.sampled:
         return None
     if noise := stages.noise or conditional_noise(target, target.init_loc):
-        return noise.score
+        return noise.plain_score
     if isinstance(guide, AutoImplicit) and has_exact_density(guide):
-        return GuideNoise(target, guide).score
+        return GuideNoise(target, guide).plain_score
     return None
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from types import SimpleNamespace
 
 import pyro
 import pyro.distributions as dist
@@ -15,10 +16,11 @@ from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import fit
 from pyro_implicit.density import Modes, Target, find_modes
+from pyro_implicit.density.cost import estimated_seconds, nearby, seconds_near
 from pyro_implicit.diagnostics.checkup import plan_effort
 from pyro_implicit.fitting import BudgetPolicy, FitPolicy, Schedule, candidates, train
 from pyro_implicit.fitting.candidates import mixture_weights
-from pyro_implicit.fitting.refinement import affordable_chains, make_plan
+from pyro_implicit.fitting.refinement import _score_of_chains, affordable_chains, make_plan
 from pyro_implicit.fitting.stages import Stages, train_exact
 from pyro_implicit.infer import ImplicitELBO
 from pyro_implicit.runtime.clock import TimeLimit
@@ -81,6 +83,23 @@ def test_fewer_chains_where_a_gradient_is_dear(size, chains):
 
     found, gradients = affordable_chains(score, torch.zeros(1))
     assert found == pytest.approx(chains, rel=0.5) and gradients >= BUDGET.least_gradients
+
+
+def wide_funnel():
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    x = pyro.sample("x", dist.Normal(torch.zeros(100), scale).to_event(1))
+    pyro.sample("y", dist.Normal(torch.ones(2000, 100) @ x, 1.0).to_event(1), obs=torch.zeros(2000))
+
+
+def test_the_cost_of_chains_is_not_that_of_a_recording():
+    """Counted with it, many points seemed to cost no more than a few, so that chains were eight
+    times too many."""
+    target = Target(wide_funnel)
+    stages = SimpleNamespace(result=SimpleNamespace(target=target, guide=None), noise=None)
+    score = _score_of_chains(stages)
+    counted = seconds_near(score, target.init_loc)(256)
+    points = nearby(target.init_loc, 256)
+    assert counted == pytest.approx(estimated_seconds(lambda: score(points)), rel=0.3)
 
 
 def test_a_model_that_fails_at_its_start_gets_a_plan(monkeypatch):

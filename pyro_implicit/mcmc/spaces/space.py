@@ -99,6 +99,10 @@ class Space:
         """Log-density ``(num_chains,)`` and gradient ``(num_chains, d)`` at ``(num_chains, d)``."""
         return self._traced(points)
 
+    def plain_score(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, never recorded: a plan that counts operations must not count a recording."""
+        return self._score(points)
+
     def white_score(self, frame: WhiteningFrame, white: Tensor) -> tuple[Tensor, Tensor]:
         """The same at white coordinates of a frame."""
         log_density, gradient = self.score(frame.to_points(white))
