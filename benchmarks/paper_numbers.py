@@ -16,11 +16,11 @@ on the paper's target::
 * Cheng et al. (2024), KSIVI: no printed number on these targets was found; the settings are those
   of their code, with 10,000 of its 50,000 steps. None was found for KPG (Pielok et al., 2026).
 
-The numbers of PVI, of SIVI on its banana, and of AISIVI on x_shape and multimodal are reached by one
-seed; AISIVI's on the banana (64 noises, not 8,192) is not. KSIVI's own code, run with its network,
-kernel and step sizes for 10,000 steps (seed 0), stays in the middle of x_shape: KL(p || q) 2.0, and
-.72 by sliced 2-Wasserstein distance; ours leaves it (KL .0015). After 1,000 steps both are there
-(2.0 and 2.3).
+The numbers of PVI, of SIVI on its banana, and of AISIVI on x_shape and multimodal are reached by
+one seed; AISIVI's on the banana (64 noises, not 8,192) is not. KSIVI's own code, run with its
+network, kernel and step sizes for 10,000 steps (seed 0), stays in the middle of x_shape:
+KL(p || q) 2.0, and .72 by sliced 2-Wasserstein distance; ours leaves it (KL .0015). After 1,000
+steps both are there (2.0 and 2.3).
 
 Where a setting is cheaper than the paper's, ``Row.settings`` says so. KL(p || q) is the mean of
 r - 1 - log r, r = q / p, over 5,000 exact draws, with q as a mixture of 16,384 conditionals at
