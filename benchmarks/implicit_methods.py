@@ -241,9 +241,9 @@ def report(args: argparse.Namespace) -> str:
         "\nRatio of SW2 to the sampling floor, median (and range) over seeds; KL(p || q) in nats "
         "in two dimensions;\nCPU seconds. After the arrow: the first seed after `refine` of the "
         "guide, and its CPU seconds. Every\ntraining has the same CPU seconds, without the search "
-        "for the guide's frame.\nRows of waveform and the diffusion, and UIVI on the banana and "
-        "multimodal, are older than the bound of\nthe gate; the machine was busier for the others: "
-        "a step took up to twice the CPU seconds.\n"
+        "for the guide's frame.\nThe banana and x_shape have five and three or four seeds at one "
+        "commit, on a busy machine: a step took up\nto twice the CPU seconds. Multimodal has one "
+        "seed; waveform and the diffusion are older than the bound of\nthe gate.\n"
     )
     return markdown_table(["method", *targets], rows) + note
 
