@@ -392,7 +392,7 @@ class HeldOut:
         another number of parts; when called, if all rows are masked.
     :ivar scores: the score of each epoch or interval.
     :ivar num_steps: the steps before the last score.
-    :ivar best: the parameters of the best epoch, by name.
+    :ivar best: the parameters of the best epoch, a dict.
     """
 
     def __init__(

@@ -93,22 +93,19 @@ class Space:
         self, target: Target, num_calls: float = math.inf, compile: CompileMode = "auto"
     ) -> None:
         self.target = target
-        self._traced = TracedScore(self._score, num_calls, compile)
+        self._traced = TracedScore(self.plain_score, num_calls, compile)
 
     def score(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """Log-density ``(num_chains,)`` and gradient ``(num_chains, d)`` at ``(num_chains, d)``."""
         return self._traced(points)
-
-    def plain_score(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, never recorded: a plan that counts operations must not count a recording."""
-        return self._score(points)
 
     def white_score(self, frame: WhiteningFrame, white: Tensor) -> tuple[Tensor, Tensor]:
         """The same at white coordinates of a frame."""
         log_density, gradient = self.score(frame.to_points(white))
         return log_density, frame.pull_back(gradient)
 
-    def _score(self, points: Tensor) -> tuple[Tensor, Tensor]:
+    def plain_score(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """The score without a recording, whose operations would count in the cost of chains."""
         return self.target.score(points)
 
     def to_latent(self, points: Tensor) -> Tensor:
@@ -187,7 +184,7 @@ class GuideNoise(Space):
         super().__init__(target, num_calls, compile)
         self.guide = guide
 
-    def _score(self, points: Tensor) -> tuple[Tensor, Tensor]:
+    def plain_score(self, points: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad(), _frozen(self.guide):
             noise = points.detach().requires_grad_()
             transform = self.guide.get_transform()
@@ -480,7 +477,7 @@ class ConditionalNoise(Space):
         self.reparams = self._map.reparams
         self._traced_latent = self._trace(self._latent_alone)
 
-    def _score(self, points: Tensor) -> tuple[Tensor, Tensor]:
+    def plain_score(self, points: Tensor) -> tuple[Tensor, Tensor]:
         return self._map.score(points)
 
     def _latent_alone(self, points: Tensor) -> tuple[Tensor, Tensor]:
@@ -531,7 +528,7 @@ class ConditionalNoise(Space):
             return None
         space = copy.copy(self)
         space._use(fitted)
-        space._traced = self._trace(space._score)
+        space._traced = self._trace(space.plain_score)
         space._traced_latent = self._trace(space._latent_alone)
         return space
 
