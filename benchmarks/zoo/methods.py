@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.common import cosine_adam, fit
 from benchmarks.zoo.registry import ZooModel
 from pyro_implicit import LIVI_ELBO, AutoSemiImplicit, fitting
-from pyro_implicit.diagnostics import draw
+from pyro_implicit.diagnostics import Diagnosis, diagnose, draw
 
 __all__ = ["METHODS", "NUM_DRAWS", "Fitted"]
 
@@ -28,17 +28,23 @@ Draws = dict[str, Tensor]
 
 
 class Fitted:
-    """The result of a method: how to draw, a guide for the diagnosis or ``None``, and notes."""
+    """The result of a method: how to draw, how to diagnose if that is possible, and notes."""
 
-    def __init__(self, sample: Callable[[], Draws], guide: Any = None, **notes: Any) -> None:
-        self.sample, self.guide, self.notes = sample, guide, notes
+    def __init__(
+        self,
+        sample: Callable[[], Draws],
+        diagnose: Callable[[], Diagnosis] | None = None,
+        **notes: Any,
+    ) -> None:
+        self.sample, self.diagnose, self.notes = sample, diagnose, notes
 
 
 def ours(zoo: ZooModel, model: Any, args: tuple, seed: int) -> Fitted:
     result = fitting.fit(model, "auto", *args, seed=seed, progress=False)
+    assert result.posterior is not None  # drawn here, so that its seconds are those of the fit
     return Fitted(
         lambda: result.sample(NUM_DRAWS, *args),
-        result.posterior,
+        result.diagnose,
         steps=len(result.losses),
         bounds=result.bounds,
         num_modes=result.num_modes,
@@ -58,7 +64,7 @@ def gaussian(zoo: ZooModel, model: Any, args: tuple, seed: int) -> Fitted:
     else:
         loss = TraceEnum_ELBO(max_plate_nesting=zoo.max_plate_nesting)
     fit(SVI(model, guide, cosine_adam(1e-2, SVI_STEPS), loss), SVI_STEPS, *args)
-    return Fitted(lambda: draw(guide, NUM_DRAWS, *args), guide)
+    return Fitted(lambda: draw(guide, NUM_DRAWS, *args), lambda: diagnose(model, guide, *args))
 
 
 def nuts(zoo: ZooModel, model: Any, args: tuple, seed: int) -> Fitted:
@@ -78,7 +84,7 @@ def loop(zoo: ZooModel, model: Any, args: tuple, seed: int) -> Fitted:
     svi = SVI(model, guide, optim, LIVI_ELBO(num_particles=8))
     for _ in range(LOOP_STEPS):
         svi.step(*args)
-    return Fitted(lambda: draw(guide, NUM_DRAWS, *args), guide)
+    return Fitted(lambda: draw(guide, NUM_DRAWS, *args), lambda: diagnose(model, guide, *args))
 
 
 METHODS: dict[str, Callable[[ZooModel, Any, tuple, int], Fitted]] = {

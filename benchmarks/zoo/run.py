@@ -26,6 +26,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,21 +112,20 @@ def run(
         np.save(draws, features.detach().numpy().astype(np.float32))
     except Exception as error:
         record |= _failure(error)
-    if fitted.guide is not None:
-        record |= _diagnosis(model, fitted.guide, args, limits[1])
+    if fitted.diagnose is not None:
+        record |= _diagnosis(fitted.diagnose, limits[1])
     return record
 
 
-def _diagnosis(model: Any, guide: Any, args: tuple, limit: float) -> Record:
-    """Return the verdict of ``diagnose`` and its cost."""
+def _diagnosis(diagnose: Callable[[], Any], limit: float) -> Record:
+    """Return the verdict and its cost."""
     from benchmarks.posteriordb.verdicts import summary
-    from pyro_implicit import diagnose
 
     cpu = time.process_time()
     try:
         with time_limit(limit, cpu=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = summary(diagnose(model, guide, *args))
+            found = summary(diagnose())
         record = {key: found[key] for key in ("verdict", "findings", "khat", "efficiency")}
     except (Exception, TimeLimit) as error:
         record = {f"diagnosis_{key}": value for key, value in _failure(error).items()}
