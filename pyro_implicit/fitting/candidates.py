@@ -569,13 +569,19 @@ def matched_guide(
 
 
 def corrected_draws(
-    guide: Any, target: Target, num_samples: int, policy: CorrectionPolicy = DEFAULT.correction
+    guide: Any,
+    target: Target,
+    num_samples: int,
+    efficiency: float,
+    policy: CorrectionPolicy = DEFAULT.correction,
 ) -> dict[str, Tensor]:
     """Resample draws of a guide with an exact density by their Pareto-smoothed weights.
 
+    :param efficiency: the effective sample size of these weights, as a share.
     :returns: constrained, by site, ``(num_samples, *site_shape)``, in random order.
     """
-    number = max(policy.oversampling * num_samples, policy.least_proposals)
+    proposals = math.ceil(policy.oversampling * num_samples / efficiency)
+    number = max(proposals, policy.least_proposals)
     draws, log_weights = exact_log_weights(guide, target, number, policy.draws_at_once)
     return target.constrain(draws[log_weights.resample(num_samples)])
 

@@ -488,7 +488,7 @@ class Fit(Printed):
         """The share of an independent draw that a draw is worth after resampling; 1 without it."""
         if self.refined is not None or self.correction is None:
             return 1.0
-        return 1 / (1 + 1 / (self.policy.correction.oversampling * self.correction))
+        return 1 / (1 + (1 - self.correction) / self.policy.correction.oversampling)
 
     @in_turn
     def to_datatree(
@@ -611,7 +611,9 @@ class Fit(Printed):
                 "corrected=True needs a guide with an exact density, an AutoMixture or an "
                 f"injective AutoImplicit, but got {type(self.guide).__name__}. Cure: refine=True"
             )
-        return corrected_draws(self.guide, self.target, num_samples, self.policy.correction)
+        policy = self.policy.correction
+        efficiency = self.correction or policy.least_efficiency
+        return corrected_draws(self.guide, self.target, num_samples, efficiency, policy)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Stage]:

@@ -67,8 +67,23 @@ def test_the_policy_limits_the_draws_that_are_evaluated_together(monkeypatch):
     monkeypatch.setattr(Target, "log_prob", spy)
     policy = CorrectionPolicy(50, num_weighed_again=60, num_counted=20, draws_at_once=20)
     reliability(guide, density, policy)
-    corrected_draws(guide, density, 10, policy)
+    corrected_draws(guide, density, 10, 0.5, policy)
     assert max(sizes) == 20 and sum(sizes) > 1_000
+
+
+@pytest.mark.parametrize("efficiency, number", [(0.5, 400), (0.8, 250)])
+def test_two_effective_draws_for_each_resampled_draw(efficiency, number, monkeypatch):
+    sizes, log_prob = [], Target.log_prob
+
+    def spy(self, latent):
+        sizes.append(len(latent))
+        return log_prob(self, latent)
+
+    density = Target(normal)
+    guide = exact_guide(normal, find_modes(density))
+    monkeypatch.setattr(Target, "log_prob", spy)
+    corrected_draws(guide, density, 100, efficiency, CorrectionPolicy(least_proposals=10))
+    assert sum(sizes) == number
 
 
 def test_a_gaussian_with_the_moments_of_weighted_draws():

@@ -18,6 +18,7 @@ from pyro_implicit.diagnostics import examination
 from pyro_implicit.fitting import Fit
 from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit, AutoSemiImplicit, Frame, StoredDraws
+from pyro_implicit.ops import LogWeights
 
 QUIET = {"seed": 0, "progress": False}
 
@@ -59,6 +60,20 @@ def test_corrected_draws_are_the_posteriors(seed):
     assert result.sample(40_000)["x"].mean().item() == pytest.approx(mean, abs=0.02)
     plain = result.sample(40_000, corrected=False)["x"]
     assert plain.mean().item() == pytest.approx(raw.mean().item(), abs=0.03)
+
+
+@pytest.mark.parametrize("scale", [1.1, 2.0])
+def test_resampled_draws_are_worth_what_is_said(scale):
+    """The variance of their mean, of a normal from a wider one."""
+    efficiency = math.sqrt(2 - scale**-2) / scale
+    result, number = Fit(guide=None, correction=efficiency), 200
+    x = scale * torch.randn(2000, math.ceil(2 * number / efficiency), dtype=torch.float64)
+    log_weights = 0.5 * x.square() * (scale**-2 - 1)
+    means = [
+        row[LogWeights(w).resample(number)].mean() for row, w in zip(x, log_weights, strict=True)
+    ]
+    variance = number * torch.stack(means).var().item()
+    assert 0.9 < variance < 1.1 / result.resampling_efficiency < 1.3
 
 
 def light_tailed():
