@@ -39,7 +39,12 @@ __all__ = [
 ]
 
 
-def estimated_seconds(evaluate: Callable[[], Any], times: float = 1.0, num_runs: int = 1) -> float:
+def estimated_seconds(
+    evaluate: Callable[[], Any],
+    times: float = 1.0,
+    num_runs: int = 1,
+    is_recorded: bool = False,
+) -> float:
     """Return the seconds that one core needs for an evaluation, by its operations and their sizes.
 
     The estimate does not depend on the machine or its load, so that plans are reproducible.
@@ -54,14 +59,21 @@ def estimated_seconds(evaluate: Callable[[], Any], times: float = 1.0, num_runs:
     :param evaluate: is called once; it may be a vectorised run with its gradients.
     :param times: scales the sizes; the number of operations stays.
     :param num_runs: runs of the model in it, one after the other.
+    :param is_recorded: whether later evaluations replay a recording, without Pyro and autograd.
     """
     with _Counter() as counter:
         evaluate()
+    if is_recorded:
+        each = COST.per_operation - COST.saved_per_operation
+        return each * counter.operations + times * counter.work
     return COST.per_run * num_runs + COST.per_operation * counter.operations + times * counter.work
 
 
 def seconds_near(
-    evaluate: Callable[[Tensor], Any], point: Tensor, one_by_one: bool = False
+    evaluate: Callable[[Tensor], Any],
+    point: Tensor,
+    one_by_one: bool = False,
+    is_recorded: bool = False,
 ) -> Callable[[int], float]:
     """Return :func:`estimated_seconds` of an evaluation around a point, by the number of points.
 
@@ -77,12 +89,16 @@ def seconds_near(
     :param evaluate: of points ``(n, dim)``.
     :param point: ``(dim,)``.
     :param one_by_one: whether the model runs once for each point.
+    :param is_recorded: as in :func:`estimated_seconds`.
     """
 
     @cache
     def counted(number: int) -> float:
         points = nearby(point, number)
-        return estimated_seconds(lambda: evaluate(points), num_runs=number if one_by_one else 1)
+        num_runs = number if one_by_one else 1
+        return estimated_seconds(
+            lambda: evaluate(points), num_runs=num_runs, is_recorded=is_recorded
+        )
 
     @cache
     def of_point() -> float:

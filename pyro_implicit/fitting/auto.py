@@ -118,17 +118,18 @@ def fit(
     3. **gaussian**: the Gaussians are the first candidate.
     4. **injective**: an :class:`AutoImplicit` with an exact density is trained by
        :class:`InjectiveELBO`. ``fit`` skips this stage if there are several modes, if importance
-       weights can correct the Gaussians, or if chains have better coordinates
-       (:class:`~pyro_implicit.mcmc.ConditionalReparam`). It looks at the weights after 20, 40, 80,
-       ... steps, and ends the training once they are even. With ``refine=False`` several modes get
-       a **mixture**: an :class:`AutoMixture` of such guides.
+       weights can correct the Gaussians, if chains have better coordinates
+       (:class:`~pyro_implicit.mcmc.ConditionalReparam`), or if they cost less. It looks at the
+       weights after 20, 40, 80, ... steps, and ends the training once they are even. With
+       ``refine=False`` several modes get a **mixture**: an :class:`AutoMixture` of such guides.
     5. **choose**: the candidate with the highest bound wins, among those that cover all modes.
     6. **correct**: if the importance weights are reliable (k-hat below 0.5 and effective sample
        size above half of the draws, rising to 0.7 and nine tenths), ``result.sample`` resamples
        draws by them.
     7. **refine**: otherwise :func:`~pyro_implicit.mcmc.refine` moves the draws to the posterior by
        many short chains, unless the guide is within 0.01 nats of it. Chains that would end before
-       they forget their starts go on as fewer, longer chains. For several modes annealed particles
+       they forget their starts go on as fewer, longer chains. A guide that was not trained then
+       takes the moments of the draws (**teach**). For several modes annealed particles
        replace the chains and give the modes' weights. ``result.sample`` then draws from
        ``result.refined``.
 

@@ -144,6 +144,10 @@ class BudgetPolicy:
     #: Chains, at least; below 32, moments of the ensemble are too noisy for adaptation.
     least_chains: int = 32
 
+    #: Chains to which their number is halved for cheaper gradients: a warm-up costs as many
+    #: gradients of each chain whatever their number.
+    usual_chains: int = 64
+
     #: Chains, at most, as in :func:`~pyro_implicit.mcmc.refine`.
     most_chains: int = ChainPolicy.num_chains
 
@@ -153,10 +157,10 @@ class BudgetPolicy:
     #: Gradients per chain, at most, as in :func:`~pyro_implicit.mcmc.refine`.
     most_gradients: int = 4000
 
-    #: Gradients per chain that most posteriordb models need; with fewer, chains are halved.
+    #: Gradients per chain that most posteriordb models need; with fewer, chains are halved again.
     usual_gradients: int = 1200
 
-    #: Share of the gradients of ``least_chains`` at which halving the chains ends.
+    #: Share of the cost of a gradient at which halving the chains ends.
     worthwhile: float = 0.7
 
     #: Modes of the search up to which they are weighed; five exchangeable parts have 120. More are
@@ -191,6 +195,10 @@ class TrainingPolicy:
 
     #: The same for minibatches, whose gradients are noisy.
     minibatch_init_scale: float = 0.05
+
+    #: Effective sample size of a Gaussian's importance weights, as a share, from which a guide that
+    #: begins there needs tens of steps; with less it needs hundreds.
+    near_efficiency: float = 0.1
 
     #: Steps of a mean-field guide from which chains start.
     mean_field_steps: int = 1000
@@ -405,8 +413,8 @@ class CorrectionPolicy:
     #: Draws that are evaluated together; bounds memory.
     draws_at_once: int = 2000
 
-    #: Draws of the guide for each resampled draw.
-    oversampling: int = 4
+    #: Effective draws of the guide for each resampled draw.
+    oversampling: int = 2
 
     #: Draws of the guide, at least, for any number of resampled ones.
     least_proposals: int = 1000

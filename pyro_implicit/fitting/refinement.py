@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +24,12 @@ from pyro_implicit.density.mode_search import Modes, seconds_of_climb
 from pyro_implicit.density.policy import MAX_DENSE_DIM, ROUNDING, SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.verdict import CONTINUE, judge_chains
+from pyro_implicit.fitting.candidates import frame_of_draws, set_up
 from pyro_implicit.fitting.parameters import model_parameters
 from pyro_implicit.fitting.policy import DEFAULT, BudgetPolicy, StartPolicy
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import NO_WEIGHTS, Stages
+from pyro_implicit.generators import AutoregressiveGenerator
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.guides.affine_frame import normal_moments
 from pyro_implicit.guides.auto_draws import own_names
@@ -79,14 +82,15 @@ def affordable_chains(
 ) -> ChainPlan:
     """Return the number of chains and gradients that a budget allows.
 
-    The number of chains is halved while chains are too short and halving makes a gradient cheaper;
-    it does not if the model runs once for each chain.
+    The number of chains is halved while that makes a gradient clearly cheaper, to
+    ``usual_chains``, and further while chains are too short.
 
     :param score: a function of points ``(num_chains, dim)``.
     :param point: one point, ``(dim,)``.
     :param one_by_one: whether the model runs once for each chain.
     """
-    return chains_within(seconds_near(score, point, one_by_one), budget)
+    seconds = seconds_near(score, point, one_by_one, is_recorded=not one_by_one)
+    return chains_within(seconds, budget)
 
 
 def chains_within(seconds: Callable[[int], float], budget: BudgetPolicy) -> ChainPlan:
@@ -98,11 +102,13 @@ def chains_within(seconds: Callable[[int], float], budget: BudgetPolicy) -> Chai
 
     num_chains = budget.most_chains
     gradients = affordable_gradients(num_chains)
-    if gradients < budget.usual_gradients:
-        most = budget.worthwhile * affordable_gradients(budget.least_chains)
-        while gradients < min(budget.usual_gradients, most) and num_chains > budget.least_chains:
-            num_chains //= 2
-            gradients = affordable_gradients(num_chains)
+    while num_chains > budget.least_chains:
+        if num_chains <= budget.usual_chains and gradients >= budget.usual_gradients:
+            break
+        if seconds(num_chains // 2) > budget.worthwhile * seconds(num_chains):
+            break
+        num_chains //= 2
+        gradients = affordable_gradients(num_chains)
     patient = min(budget.most_gradients, budget.patience * gradients)
     return ChainPlan(num_chains, max(budget.least_gradients, patient))
 
@@ -231,8 +237,11 @@ def move_draws(
     with result.attempt("refine") as line:
         target = result.target
         several = modes is not None and len(modes.loc) > 1
+        is_untrained = result.chosen == "gaussian" and stages.noise is None
         score = None if several else _score_of_chains(stages)
         if several:  # shorter chains, so that the numbers in the modes are those of the weights
+            many = replace(budget, usual_chains=budget.most_chains)
+            chains = affordable_chains(target.score, target.init_loc, stages.one_by_one, many)
             factor = CHAINS.tempering.num_chains // CHAINS.num_chains
             chains = ChainPlan(factor * chains.num_chains, chains.max_gradients // factor)
         if score is not None:
@@ -249,6 +258,7 @@ def move_draws(
             Sampler(target, result.guide),
             number,
             chains.max_gradients,
+            frame="full" if is_untrained else "auto",
             max_seconds=stages.limit.seconds(),
             patience=math.inf if stages.limit.seconds() else budget.patient_seconds,
             compile=stages.options["compile"],
@@ -280,6 +290,8 @@ def move_draws(
         _teach_conditional(stages, refined)
     elif result.chosen == "mean-field":
         teach_moments(stages, refined.moving())
+    elif is_untrained and refined.weights is None:
+        _match_gaussian(stages, refined)
     return result
 
 
@@ -326,6 +338,18 @@ def _teach_conditional(stages: Stages, refined: Refined) -> None:
         taught = guide.take_moments(refined.moving(), *stages.args, model_kwargs=stages.kwargs)
         line.outcome = f"conditional: {taught}"
         stages.result.guide, stages.result.chosen = guide, "conditional"
+
+
+@torch.no_grad()
+def _match_gaussian(stages: Stages, refined: Refined) -> None:
+    """Give the guide of the result the moments of the draws."""
+    result = stages.result
+    with result.attempt("teach") as line:
+        frame = frame_of_draws(result.target.unconstrain(refined.get_samples()))
+        guide = AutoImplicit(stages.model, AutoregressiveGenerator, frame=frame)
+        result.guide = set_up(guide, stages.args, stages.kwargs)
+        stages.guides.append(guide)
+        line.outcome = "a Gaussian with the moments of the draws"
 
 
 @torch.no_grad()

@@ -480,7 +480,8 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
     """Add the Gaussians of the modes as a candidate, then train them and add the result.
 
     :param seconds: the budget of the training. If it is finite, chains follow, and nothing is
-        trained if importance weights suffice or chains have better coordinates than the guide's.
+        trained if importance weights suffice, or if chains have better coordinates than the guide's
+        or cost less than its training.
     :returns: the trained guide, or the Gaussians if training failed.
     """
     policy, guide = stages.policy, stages.exact_guide(modes)
@@ -496,6 +497,7 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
             if found is not None and policy.correction.accepts(found):
                 stages.reliability = found
                 return gaussian
+            efficiency = 0.0 if found is None else found.efficiency
             if len(modes.loc) == 1 and len(target.shapes) > 1:  # a prior may depend on another site
                 stages.noise = conditional_noise(target, modes.loc[0], limit=stages.limit)
             if stages.noise is not None:
@@ -504,16 +506,16 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
             if len(modes.loc) > 1:
                 line.outcome += "; annealing weighs the modes, and no guide is trained"
                 return gaussian
+            if _chains_are_cheaper(stages, target, guide, efficiency):
+                line.outcome += "; chains cost less than the training of a guide"
+                return gaussian
     name = "mixture" if isinstance(guide, AutoMixture) else "injective"
     with stages.result.attempt(name) as line:
         losses: list[float] = []
-        notes, parts, loss = "", [guide], _loss_of_part(stages)
+        notes, parts = "", [guide]
         if isinstance(guide, AutoMixture):
             parts = list(guide.components)
-        else:
-            loss = default_loss(
-                guide, stages.num_particles, *stages.args, model_kwargs=stages.kwargs
-            )
+        loss = _loss_of(stages, guide)
         if stages.lacks_time_to_train(target, parts[0], loss, len(parts)):
             line.outcome = "skipped: max_seconds is too short for a training"
             return gaussian
@@ -534,6 +536,20 @@ def train_exact(stages: Stages, target: Target, modes: Modes, seconds: float) ->
         if not stages.candidates:
             raise line.error
     return stages.candidates[-1]
+
+
+def _chains_are_cheaper(stages: Stages, target: Target, guide: Any, efficiency: float) -> bool:
+    """Whether chains from a Gaussian cost less than a training.
+
+    :param efficiency: the effective sample size of its importance weights, as a share. A guide that
+        is near the posterior needs few steps.
+    """
+    policy, budget = stages.policy.training, stages.policy.budget
+    if efficiency >= policy.near_efficiency or stages.one_by_one:
+        return False
+    step = stages.seconds_of_step(guide, _loss_of(stages, guide))
+    gradient = seconds_near(target.score, target.init_loc, is_recorded=True)(budget.usual_chains)
+    return budget.usual_gradients * gradient < budget.least_steps * step
 
 
 def _judge(stages: Stages, target: Target, guide: Any) -> Callable[[], bool]:
@@ -577,6 +593,12 @@ def train_semi_implicit(stages: Stages, target: Target, before: Candidate) -> No
 
 def _loss_of_part(stages: Stages) -> InjectiveELBO:
     return InjectiveELBO(stages.num_particles, nonfinite="skip")  # coverage would leave the mode
+
+
+def _loss_of(stages: Stages, guide: Any) -> Trace_ELBO:
+    if isinstance(guide, AutoMixture):
+        return _loss_of_part(stages)
+    return default_loss(guide, stages.num_particles, *stages.args, model_kwargs=stages.kwargs)
 
 
 def _train_part(

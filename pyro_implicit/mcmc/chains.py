@@ -414,7 +414,8 @@ class WindowedChains(Chains):
         return True
 
     def _adapt_number(self) -> None:
-        """Go on with fewer, longer chains, if R-hat says that these end before they forget."""
+        """Go on with longer trajectories of possibly fewer chains, if R-hat says that these end
+        before they forget."""
         if self.patience <= 0 or self._adapted_number:
             return
         assert self.last_drift is not None
@@ -423,11 +424,13 @@ class WindowedChains(Chains):
         left = self.max_gradients - self.gradients
         if needed <= left:
             return
-        self._adapted_number = True
         number, share = self._cheapest_number()
-        if number < len(self.state.position):
-            self._thin_out(number)
-            self.max_gradients = self.gradients + math.ceil(max(0.0, left) / share)
+        is_late = self.gradients >= self.policy.long_share * self.max_gradients
+        if number == len(self.state.position) and not is_late:
+            return  # the first draws say little about R-hat, and a warm-up is all that would change
+        self._adapted_number = True
+        self._thin_out(number)
+        self.max_gradients = self.gradients + math.ceil(max(0.0, left) / share)
 
     def _cheapest_number(self) -> tuple[int, float]:
         """Return the cheapest number of chains, and its gradient's share in the cost of all."""

@@ -93,3 +93,12 @@ def test_what_a_first_call_prepares_is_not_the_cost_of_a_point():
 
     seconds = seconds_near(evaluate, torch.zeros(3))
     assert seconds(256) < 2 * seconds(4)
+
+
+def test_a_recorded_evaluation_has_neither_pyros_handlers_nor_autograd():
+    large = torch.ones(1000, 100)
+    plain, recorded = (
+        estimated_seconds(lambda: large + 1, is_recorded=found) for found in (False, True)
+    )
+    saved = COST.per_run + COST.saved_per_operation
+    assert plain - recorded == pytest.approx(saved) and recorded > 1e5 * COST.per_element

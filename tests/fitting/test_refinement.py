@@ -22,6 +22,7 @@ from pyro_implicit.compiled import RecordedFunction
 from pyro_implicit.density import Target, cost
 from pyro_implicit.density.policy import ROUNDING
 from pyro_implicit.fitting import BudgetPolicy, FitPolicy, refinement, stages
+from pyro_implicit.fitting.policy import TrainingPolicy
 from pyro_implicit.fitting.refinement import between
 from pyro_implicit.guides import AutoImplicit
 from pyro_implicit.infer.engine import recording
@@ -50,6 +51,35 @@ def test_a_rough_guide_ends_at_the_posterior():
     torch.testing.assert_close(draws.mT.cov(), covariance, rtol=0.15, atol=0)
     # The mean-field guide alone has variances of the conditionals.
     assert result.guide.quantiles([0.16, 0.84])["x"].diff(dim=0).max() < 1.2 * scale.min()
+
+
+def skewed():
+    x = pyro.sample("x", dist.Normal(torch.zeros(12), 3.0).to_event(1))
+    pyro.factor("skew", (x - x.exp()).sum())
+
+
+def test_chains_that_cost_less_than_a_training():
+    """The guide then has the moments of their draws."""
+    result = fit(skewed, "auto", **QUIET)
+    assert [stage.name for stage in result.stages] == [
+        "search", "gaussian", "choose", "correct", "refine", "teach",
+    ]  # fmt: skip
+    assert result.stages[1].outcome.endswith("chains cost less than the training of a guide")
+    assert result.refined.settled and result.refined.chains.space == "latent"
+    grid = torch.linspace(-30, 10, 40_001, dtype=torch.float64)
+    density = torch.exp(grid - grid.exp() - grid.square() / 18)
+    mean = (grid * density).sum() / density.sum()
+    sd = ((grid - mean).square() * density).sum().div(density.sum()).sqrt()
+    for sample in (result.sample, result.guide.sample_posterior):
+        x = sample(4000)["x"].double()
+        torch.testing.assert_close(x.mean(0), mean.expand(12), rtol=0, atol=0.1)
+        torch.testing.assert_close(x.std(0), sd.expand(12), rtol=0.08, atol=0)
+
+
+def test_a_gaussian_that_is_near_is_trained():
+    policy = replace(FitPolicy(), training=TrainingPolicy(near_efficiency=0.0))
+    result = fit(skewed, "auto", **QUIET, policy=policy)
+    assert "injective" in [stage.name for stage in result.stages]
 
 
 def test_compile_reaches_trainings_and_chains(monkeypatch):

@@ -279,7 +279,7 @@ class _Walk:
 
 
 def _cost(space: Space, chains: WindowedChains) -> float:
-    return estimated_seconds(lambda: space.score(chains.points))
+    return estimated_seconds(lambda: space.score(chains.points), is_recorded=True)
 
 
 def _begin(space: Space, plan: ChainSetup) -> WindowedChains:
