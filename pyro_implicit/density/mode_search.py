@@ -54,7 +54,7 @@ def find_modes(
     without a mode, as in a funnel, it is the best Gaussian of the path. Two path ends are separate
     modes if the log-density between them dips by more than 1 nat. The search continues from new
     initial points until every mode was found twice: as long as some were found once, others are
-    likely to be missing. The slowest paths, one in twelve, are not waited for.
+    likely to be missing.
 
     **Example:**
 
@@ -190,7 +190,7 @@ def _climb(
 ) -> tuple[Modes, Modes] | None:
     """Return the best Gaussian of all paths and those at the paths' ends; None if no path began."""
     best: Modes | None = None
-    tops, ends, num_late = [], [], SEARCH.late_share * len(point)
+    tops, ends = [], []
     for _ in range(max_iterations):
         log_prob, score, hessian = target.derivatives(point)
         finite = log_prob.isfinite() & score.isfinite().all(-1)
@@ -216,8 +216,6 @@ def _climb(
         ends.append(highest[is_top])
         climbs &= gain > 0
         watched.step()
-        if climbs.sum() <= num_late and any(len(top.loc) for top in tops):
-            break
         if not climbs.any() or watched.stopped or time.perf_counter() > deadline:
             break
         point = proposals[choice, torch.arange(len(point))][climbs]

@@ -180,10 +180,6 @@ class SearchPolicy:
     #: Shares of a Newton step that are tried; the best one is taken.
     step_sizes: tuple[float, ...] = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01, 1e-3)
 
-    #: Share of the paths that are not waited for: some wander through flat regions, and a mode that
-    #: only these four of fifty reach has little of the prior's mass.
-    late_share: float = 0.08
-
     #: Squared Newton decrement (nats) below which a path has arrived.
     at_top: float = 1e-2
 
@@ -250,10 +246,6 @@ class GroupPolicy:
 
     #: Newton steps to the conditional modes, at most; log-concave densities need 4 to 10.
     max_steps: int = 30
-
-    #: Share of the paths that are not waited for: some wander through flat regions, and a mode that
-    #: only these four of fifty reach has little of the prior's mass.
-    late_share: float = 0.08
 
     #: Squared Newton decrement (nats) below which a group has arrived: nodes of the quadrature are
     #: then within 0.03 standard deviations of their best place.

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
@@ -14,10 +13,8 @@ from pyro.distributions import constraints
 from pyro.ops.tensor_utils import matvecmul
 from torch import Tensor
 
-from pyro_implicit.density import mode_search
 from pyro_implicit.density.checks.numerics import finite_log_prob
 from pyro_implicit.density.mode_search import antithetic_noise, find_modes, gaussian_elbo
-from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
 
 
@@ -349,31 +346,3 @@ def test_tops_that_meet_are_told_without_the_density(monkeypatch):
     assert len(found.loc) == 2
     along_lines = [points for _, points in calls if len(points) == 11]
     assert 1 <= len(along_lines) < 8
-
-
-def quartic():
-    pyro.sample("x", dist.Normal(torch.zeros(2), 30.0).to_event(1))
-    x = pyro.sample("z", dist.Normal(0.0, 10.0))
-    pyro.factor("flat", -(x**4))
-
-
-@pytest.mark.parametrize("at_top, is_shorter", [(SEARCH.at_top, True), (-1.0, False)])
-def test_the_slowest_paths_are_not_waited_for_once_one_has_arrived(at_top, is_shorter, monkeypatch):
-    numbers, derivatives = [], Target.derivatives
-
-    def spy(self, points):
-        numbers[-1].append(len(points))
-        return derivatives(self, points)
-
-    monkeypatch.setattr(Target, "derivatives", spy)
-    for share in (0.0, 0.08):
-        policy = replace(SEARCH, late_share=share, at_top=at_top)
-        monkeypatch.setattr(mode_search, "SEARCH", policy)
-        numbers.append([])
-        pyro.set_rng_seed(0)
-        modes = find_modes(Target(quartic))
-        assert len(modes.loc) == 1
-    patient, hasty = numbers
-    assert hasty == patient[: len(hasty)]  # the same paths
-    assert (len(hasty) < len(patient)) == is_shorter
-    assert not is_shorter or hasty[-1] > 4 >= patient[len(hasty)]
