@@ -142,7 +142,8 @@ def run(chains: Chains, checkpoint: Checkpoint) -> None:
                     chains.stopped = "callback"
                 if chains.stopped or chains.transitions % checkpoint.every == 0:
                     checkpoint.save(chains)
-                watched.step(chains.progress[0], chains.values)
+                done, watched.total = chains.progress
+                watched.step(done, chains.values)
                 if watched.stopped:
                     chains.hurry_up()
         except KeyboardInterrupt:
@@ -427,10 +428,13 @@ class WindowedChains(Chains):
         number, share = self._cheapest_number()
         is_late = self.gradients >= self.policy.long_share * self.max_gradients
         if number == len(self.state.position) and not is_late:
-            return  # the first draws say little about R-hat, and a warm-up is all that would change
+            return  # the first draws say little about R-hat
+        further = math.ceil(max(0.0, left) / share)
+        if further < 2 * self.warmup_gradients:
+            return  # the chains must warm up again, and draw
         self._adapted_number = True
         self._thin_out(number)
-        self.max_gradients = self.gradients + math.ceil(max(0.0, left) / share)
+        self.max_gradients = self.gradients + further
 
     def _cheapest_number(self) -> tuple[int, float]:
         """Return the cheapest number of chains, and its gradient's share in the cost of all."""

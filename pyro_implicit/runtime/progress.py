@@ -205,11 +205,12 @@ def new_stage(name: str) -> Iterator[Stage]:
 class Watch:
     """The bar and the callbacks of one loop.
 
+    :ivar total: the maximal work, which the loop may change.
     :ivar stopped: whether a callback ends the loop.
     """
 
     def __init__(self, name: str, total: float, bar: Any, audience: _Audience) -> None:
-        self._name, self._total, self._bar, self._audience = name, total, bar, audience
+        self._name, self.total, self._bar, self._audience = name, total, bar, audience
         self._number, self.stopped = bar.n, False
 
     def step(
@@ -230,9 +231,10 @@ class Watch:
         found = values()
         text = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
         self._bar.set_postfix_str(text, refresh=False)
+        self._bar.total = self.total
         self._bar.update(self._number - before)
         if callbacks:
-            step = Step(self._name, self._number, self._total, found)
+            step = Step(self._name, self._number, self.total, found)
             self.stopped |= self._audience.call("on_step", step)
 
 

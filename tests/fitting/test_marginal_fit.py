@@ -122,7 +122,7 @@ def test_a_narrow_guide_of_the_remaining_variables_is_widened(result: Fit) -> No
     """The Gaussian with the moments of the weighted draws replaces it: five standard errors."""
     inner = result.marginal
     mean, sd = inner.sample(4000)["scale"].log().mean(), inner.sample(4000)["scale"].log().std()
-    modes = Modes(mean.reshape(1, 1), 0.6 * sd.reshape(1, 1, 1), torch.zeros(1))
+    modes = Modes(mean.reshape(1, 1), 0.5 * sd.reshape(1, 1, 1), torch.zeros(1))
     narrow = exact_guide(inner.target.model, modes, *inner.target.args)
     weights = exact_log_weights(narrow, inner.target, 4096)[1]
     assert not inner.policy.correction.accepts(weights)
