@@ -426,11 +426,11 @@ class WindowedChains(Chains):
         if needed <= left:
             return
         number, share = self._cheapest_number()
-        is_late = self.gradients >= self.policy.long_share * self.max_gradients
-        if number == len(self.state.position) and not is_late:
+        most = self.policy.long_share
+        if number == len(self.state.position) and self.gradients < most * self.max_gradients:
             return  # the first draws say little about R-hat
         further = math.ceil(max(0.0, left) / share)
-        if further < 2 * self.warmup_gradients:
+        if self.warmup_gradients > most * further:
             return  # the chains must warm up again, and draw
         self._adapted_number = True
         self._thin_out(number)
