@@ -415,8 +415,7 @@ class WindowedChains(Chains):
         return True
 
     def _adapt_number(self) -> None:
-        """Go on with longer trajectories of possibly fewer chains, if R-hat says that these end
-        before they forget."""
+        """Go on with fewer, longer chains, if R-hat says that these end before they forget."""
         if self.patience <= 0 or self._adapted_number:
             return
         assert self.last_drift is not None
@@ -425,16 +424,11 @@ class WindowedChains(Chains):
         left = self.max_gradients - self.gradients
         if needed <= left:
             return
-        number, share = self._cheapest_number()
-        most = self.policy.long_share
-        if number == len(self.state.position) and self.gradients < most * self.max_gradients:
-            return  # the first draws say little about R-hat
-        further = math.ceil(max(0.0, left) / share)
-        if self.warmup_gradients > most * further:
-            return  # the chains must warm up again, and draw
         self._adapted_number = True
-        self._thin_out(number)
-        self.max_gradients = self.gradients + further
+        number, share = self._cheapest_number()
+        if number < len(self.state.position):
+            self._thin_out(number)
+            self.max_gradients = self.gradients + math.ceil(max(0.0, left) / share)
 
     def _cheapest_number(self) -> tuple[int, float]:
         """Return the cheapest number of chains, and its gradient's share in the cost of all."""

@@ -661,10 +661,6 @@ class ChainPolicy:
     #: Share of the cost of a gradient at which halving the number of chains ends.
     worthwhile: float = 0.7
 
-    #: Share of the budget after which chains go on with longer trajectories if fewer chains would
-    #: cost as much; share of what is left that their new warm-up may take.
-    long_share: float = 0.5
-
     #: Leapfrog steps of their longest trajectory, half of NUTS's 1,023.
     long_leapfrogs: int = 512
 

@@ -112,21 +112,6 @@ def test_long_memory_leads_to_fewer_longer_chains(monkeypatch, patience):
     assert draws.mean(0).abs().max() < 0.25 and (draws.std(0) - 1).abs().max() < 0.25
 
 
-@pytest.mark.parametrize("long_share, is_longer", [(0.5, True), (1.1, False)])
-def test_long_memory_leads_to_longer_trajectories_late(monkeypatch, long_share, is_longer):
-    """If fewer chains would cost as much. Each transition counts as a second."""
-    monkeypatch.setattr(time, "process_time", itertools.count().__next__)
-    monkeypatch.setattr(WindowedChains, "_cheapest_number", lambda self: (64, 1.0))
-    sampler = Sampler(Target(ridge), {"x": 0.03 * torch.randn(64, 2) + 0.5})
-    torch.manual_seed(0)
-    policy = ChainPolicy(long_share=long_share)
-    options = {"frame": "diagonal", "max_leapfrogs": 2, "patience": 1000.0, "policy": policy}
-    found = refine_target(sampler, 64, 500, **options)
-    assert found.num_chains == 64
-    assert found.chains.adaptation.max_gradients == (512 if is_longer else 2)
-    assert (found.settled or found.drift.is_usable()) == is_longer
-
-
 def test_patience_ends(monkeypatch):
     """Chains that stay unusable double their gradients until the seconds are spent."""
     spent = []
