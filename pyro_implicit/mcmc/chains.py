@@ -415,7 +415,8 @@ class WindowedChains(Chains):
         return True
 
     def _adapt_number(self) -> None:
-        """Go on with fewer, longer chains, if R-hat says that these end before they forget."""
+        """Go on with fewer chains and longer trajectories, if R-hat says that these chains end
+        before they forget, and if fewer are cheaper or the trajectories are at their limit."""
         if self.patience <= 0 or self._adapted_number:
             return
         assert self.last_drift is not None
@@ -426,7 +427,9 @@ class WindowedChains(Chains):
             return
         self._adapted_number = True
         number, share = self._cheapest_number()
-        if number < len(self.state.position):
+        new_warmup = (1 + self.policy.stopping.least_share) * self.warmup_gradients
+        is_too_short = self.adaptation.is_at_limit and new_warmup < left
+        if number < len(self.state.position) or is_too_short:
             self._thin_out(number)
             self.max_gradients = self.gradients + math.ceil(max(0.0, left) / share)
 

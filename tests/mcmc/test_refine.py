@@ -612,3 +612,11 @@ def test_chains_that_never_moved_are_counted():
         result = refine(spike, start, num_chains=64, max_gradients=10, seed=0, progress=False)
     assert caught[0].filename == __file__
     assert result.stuck == 2 and "chains that never moved" in str(result)
+
+
+@pytest.mark.parametrize("length, is_at_limit", [(3.0, False), (3.01, True), (9.0, True)])
+def test_trajectories_at_their_limit(length, is_at_limit):
+    """Seven steps of half a unit reach 3.5, six reach 3."""
+    found = ChEES(max_leapfrogs=7, step_size=0.5, trajectory_length=length)
+    assert found.is_at_limit == is_at_limit
+    assert not found.limited(19).is_at_limit

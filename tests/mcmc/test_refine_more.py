@@ -19,6 +19,7 @@ from pyro_implicit.fitting import Fit
 from pyro_implicit.guides.sampler import Sampler
 from pyro_implicit.mcmc import ChainPolicy, refine, teach
 from pyro_implicit.mcmc.chains import WindowedChains
+from pyro_implicit.mcmc.kernels.hmc import ChEES
 from pyro_implicit.mcmc.policy import StoppingPolicy
 from pyro_implicit.mcmc.refine import refine_target
 
@@ -110,6 +111,23 @@ def test_long_memory_leads_to_fewer_longer_chains(monkeypatch, patience):
     assert found.settled or found.drift.is_usable()
     draws = found.get_samples()["x"]
     assert draws.mean(0).abs().max() < 0.25 and (draws.std(0) - 1).abs().max() < 0.25
+
+
+@pytest.mark.parametrize("is_at_limit", [True, False])
+def test_long_memory_leads_to_longer_trajectories(monkeypatch, is_at_limit):
+    """If fewer chains would cost as much, and trajectories are as long as they may be. Each
+    transition counts as a second."""
+    monkeypatch.setattr(time, "process_time", itertools.count().__next__)
+    monkeypatch.setattr(WindowedChains, "_cheapest_number", lambda self: (64, 1.0))
+    if not is_at_limit:
+        monkeypatch.setattr(ChEES, "is_at_limit", False)
+    sampler = Sampler(Target(ridge), {"x": 0.03 * torch.randn(64, 2) + 0.5})
+    torch.manual_seed(0)
+    options = {"frame": "diagonal", "max_leapfrogs": 2, "patience": 1000.0}
+    found = refine_target(sampler, 64, 500, **options)
+    assert found.num_chains == 64
+    assert found.chains.adaptation.max_gradients == (512 if is_at_limit else 2)
+    assert (found.settled or found.drift.is_usable()) == is_at_limit
 
 
 def test_patience_ends(monkeypatch):

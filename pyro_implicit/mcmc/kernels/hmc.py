@@ -227,6 +227,11 @@ class ChEES:
         return replace(self, max_leapfrogs=max_gradients)
 
     @property
+    def is_at_limit(self) -> bool:
+        """Whether the longest trajectories have as many leapfrog steps as they may."""
+        return math.ceil(self.trajectory_length / self.step_size) >= self.max_leapfrogs
+
+    @property
     def max_gradients(self) -> int:
         """The most gradients of a transition."""
         return self.max_leapfrogs
