@@ -204,7 +204,6 @@ class WindowedChains(Chains):
     _has_quantities: bool = False
     _spends_all: bool = False
     _began: tuple[int, float, float] = (0, 0.0, 0.0)
-    _cheapest: tuple[int, float] | None = None
     _adapted_number: bool = False
     _is_extended: bool = False
 
@@ -426,13 +425,11 @@ class WindowedChains(Chains):
         left = self.max_gradients - self.gradients
         if needed <= left:
             return
-        if self._cheapest is None:
-            self._cheapest = self._cheapest_number()
-        number, share = self._cheapest
+        self._adapted_number = True
+        number, share = self._cheapest_number()
         new_warmup = (1 + self.policy.stopping.least_share) * self.warmup_gradients
         is_too_short = self.adaptation.is_at_limit and new_warmup < left
         if number < len(self.state.position) or is_too_short:
-            self._adapted_number = True
             self._thin_out(number)
             self.max_gradients = self.gradients + math.ceil(max(0.0, left) / share)
 
