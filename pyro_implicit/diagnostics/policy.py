@@ -219,6 +219,9 @@ class VerdictPolicy:
     #: mean keeps 1 % and 25 % of the error of their starts (``mcmc.stopping.open_errors``).
     r_hat: Thresholds = Thresholds(CHAINS.stopping.max_usable_r_hat, 1.65)
 
+    #: Effective draws of such chains, by R-hat, at least.
+    least_effective: float = CHAINS.stopping.least_usable
+
     #: Share of chains of short HMC that leave the guide's draws behind. It counts only if
     #: chance would give it in fewer than ``false_alarm`` of all cases.
     escaped: Thresholds = Thresholds(0.02, 0.05)

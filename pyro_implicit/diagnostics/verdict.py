@@ -269,7 +269,8 @@ def judge_chains(drift: Drift, policy: VerdictPolicy = VERDICT) -> Verdict:
     if not drift.r_hat <= policy.r_hat.distrust:
         return "do not trust"
     is_small = drift.mean <= policy.mean.check and 1 + drift.sd <= policy.sd.check
-    return "trust" if is_small and drift.r_hat <= policy.r_hat.check else "check"
+    is_known = drift.r_hat <= policy.r_hat.check and drift.num_effective >= policy.least_effective
+    return "trust" if is_small and is_known else "check"
 
 
 def find_faults(found: Diagnosis) -> Iterator[Finding]:

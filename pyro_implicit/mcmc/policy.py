@@ -311,6 +311,11 @@ class StoppingPolicy:
     #: Nested R-hat up to which a filling neck would show, also if a budget stopped the chains.
     max_usable_r_hat: float = 1.2
 
+    #: Effective draws of the worst quantity, by R-hat, of chains that a budget may stop: those of
+    #: 256 chains at 1.2. With 64 chains at 1.13, a tail of ``bayesian_lasso_200`` was missing (2.0
+    #: floors), though means and sds seemed right.
+    least_usable: float = 580.0
+
     #: The same for errors of means in sds and of sds as a share, at which chains need no patience.
     max_usable_error: float = 0.08
 

@@ -278,7 +278,7 @@ class Refined(Printed, ArvizExport):
 
     def as_guide(self) -> StoredDraws:
         """Return the draws as a guide, for ``Predictive``."""
-        known = {} if self.drift is None else {"num_independent": self.drift.worth(self.num_chains)}
+        known = {} if self.drift is None else {"num_independent": self.drift.num_effective}
         return StoredDraws(
             self.get_samples(),
             self.settled,

@@ -66,12 +66,14 @@ class Drift(NamedTuple):
     ``mean`` is the error of a mean in sds, as estimated from its drift; ``sd`` is the error of a
     standard deviation as a share. Both include two standard errors of the drift. The standard
     deviation of a heavy-tailed quantity varies more than that of a normal one; its error is divided
-    by that ratio, at most by 2. ``r_hat`` is the largest R-hat of values and squares.
+    by that ratio, at most by 2. ``r_hat`` is the largest R-hat of values and squares, of
+    ``num_chains`` chains.
     """
 
     mean: float
     sd: float
     r_hat: float
+    num_chains: int = DEFAULT.num_chains
 
     def is_settled(self, policy: StoppingPolicy = DEFAULT.stopping) -> bool:
         """Return whether all three numbers are small enough to stop."""
@@ -85,16 +87,17 @@ class Drift(NamedTuple):
     def is_usable(self, policy: StoppingPolicy = DEFAULT.stopping) -> bool:
         """Return whether the errors are small enough for a result, though not to stop early."""
         is_small = max(self.stated()[:2]) <= policy.max_usable_error
-        return is_small and self.r_hat <= policy.max_usable_r_hat
+        return is_small and self.num_effective >= policy.least_usable
 
-    def worth(self, num_chains: int) -> float:
-        """Return the number of independent draws that the chains are worth, by R-hat."""
-        return num_chains / max(self.r_hat**2 - 1, 1e-9)
+    @property
+    def num_effective(self) -> float:
+        """The number of independent draws that the chains are worth, by R-hat."""
+        return self.num_chains / max(self.r_hat**2 - 1, 1e-9)
 
     def stated(self) -> Drift:
         """Return bounds that are never smaller than the errors that R-hat leaves open."""
         mean, sd = open_errors(self.r_hat)
-        return Drift(max(self.mean, mean), max(self.sd, sd), self.r_hat)
+        return self._replace(mean=max(self.mean, mean), sd=max(self.sd, sd))
 
     def __str__(self) -> str:
         return (
@@ -175,6 +178,7 @@ def drift(
         mean_error.max().item(),
         (sd_error / unit)[:-1].max().item(),
         torch.cat([r_hat, r_hat_of_squares[:-1]]).max().item(),
+        powers.shape[2],
     )
 
 

@@ -259,6 +259,8 @@ def test_doubts_of_chains():
         (Drift(0.11, 0.07, 1.1), "check"),
         (Drift(0.05, 0.09, 1.1), "check"),
         (Drift(0.05, 0.05, 1.21), "check"),
+        (Drift(0.05, 0.05, 1.13, num_chains=64), "check"),  # 231 effective draws
+        (Drift(0.05, 0.05, 1.05, num_chains=64), "trust"),
         (Drift(0.05, 0.05, 1.64), "check"),
         (Drift(0.05, 0.05, 1.66), "do not trust"),
         (Drift(math.nan, math.nan, math.nan), "do not trust"),

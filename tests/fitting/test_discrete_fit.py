@@ -75,7 +75,7 @@ def test_discrete_latents_alone():
     s = 2 * x - 1
     weight = (0.5 * (s * s.roll(1, -1)).sum(-1) + 0.2 * s.sum(-1)).softmax(0)
     draws = result.refined.get_samples()["x"]
-    size = result.refined.drift.worth(result.refined.num_chains)
+    size = result.refined.drift.num_effective
     for found, expected in (
         (draws.mean(0), weight @ x),
         ((draws * draws.roll(1, -1)).mean(0), weight @ (x * x.roll(1, -1))),

@@ -45,7 +45,7 @@ def test_moments_of_thinned_counts(refined):
     draws = refined.get_samples()
     # The seen counts have the rate P * rate, so that the posterior of the rate is a gamma.
     gamma = dist.Gamma(2.0 + Y.sum(), 0.1 + 3 * P)
-    size = refined.drift.worth(refined.num_chains)
+    size = refined.drift.num_effective
     error = 4.5 * gamma.stddev / math.sqrt(size)
     assert size > 500
     assert (draws["rate"].mean() - gamma.mean).abs() < error
@@ -110,7 +110,7 @@ def test_a_dependence_that_was_missed_is_noticed():
     tail = 1 - dist.Poisson(3.0).log_prob(torch.arange(6.0)).exp().sum()
     both = tail**2 * math.exp(2) / (1 + tail**2 * (math.exp(2) - 1))
     found = (draws > 5).all(-1).float().mean()
-    size = refined.drift.worth(refined.num_chains)
+    size = refined.drift.num_effective
     assert (found - both).abs() < 4.5 * (both * (1 - both) / min(size, len(draws))).sqrt()
 
 

@@ -92,7 +92,7 @@ def test_stated_errors_follow_known_variances(between, r_hat):
     assert found.stated()[:2] == pytest.approx(
         [max(pair) for pair in zip(expected, found[:2], strict=True)], abs=0.03
     )
-    assert Drift(2.0, 3.0, r_hat).stated() == (2.0, 3.0, r_hat)
+    assert Drift(2.0, 3.0, r_hat, 8).stated() == (2.0, 3.0, r_hat, 8)
 
 
 def test_rotated_sites():
