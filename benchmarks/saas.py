@@ -147,7 +147,10 @@ def by_fit(size: tuple[int, int], method: str, seed: int, args: argparse.Namespa
     if method == "third":
         name = f"{size[0]}x{size[1]}"
         known = [one for one in read_records(args.out) if one["size"] == name]
-        max_seconds = next(one["cpu_seconds"] for one in known if one["method"] == "user") / 3
+        of_nuts = [one["cpu_seconds"] for one in known if one["method"] == "user"]
+        if not of_nuts:
+            raise ValueError(f"{args.out} has no run of NUTS of {name}. Cure: --methods user first")
+        max_seconds = of_nuts[0] / 3
     began = time.process_time()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -239,7 +239,7 @@ def move_draws(
         several = modes is not None and len(modes.loc) > 1
         is_untrained = result.chosen == "gaussian" and stages.noise is None
         score = None if several else _score_of_chains(stages)
-        if several:  # shorter chains, so that the numbers in the modes are those of the weights
+        if several:  # many short chains: the numbers in the modes are those of the weights
             many = replace(budget, usual_chains=budget.most_chains)
             chains = affordable_chains(target.score, target.init_loc, stages.one_by_one, many)
             factor = CHAINS.tempering.num_chains // CHAINS.num_chains

@@ -55,7 +55,8 @@ def test_the_policy_sets_the_numbers_of_draws():
     assert found.draws.shape == (7, 2) and len(found.log_weights) == 45
 
 
-def test_the_policy_limits_the_draws_that_are_evaluated_together(monkeypatch):
+def spied(monkeypatch):
+    """A density, its guide, and the numbers of points at which it is evaluated."""
     sizes, log_prob = [], Target.log_prob
 
     def spy(self, latent):
@@ -65,6 +66,11 @@ def test_the_policy_limits_the_draws_that_are_evaluated_together(monkeypatch):
     density = Target(normal)
     guide = exact_guide(normal, find_modes(density))
     monkeypatch.setattr(Target, "log_prob", spy)
+    return density, guide, sizes
+
+
+def test_the_policy_limits_the_draws_that_are_evaluated_together(monkeypatch):
+    density, guide, sizes = spied(monkeypatch)
     policy = CorrectionPolicy(50, num_weighed_again=60, num_counted=20, draws_at_once=20)
     reliability(guide, density, policy)
     corrected_draws(guide, density, 10, 0.5, policy)
@@ -73,15 +79,7 @@ def test_the_policy_limits_the_draws_that_are_evaluated_together(monkeypatch):
 
 @pytest.mark.parametrize("efficiency, number", [(0.5, 400), (0.8, 250)])
 def test_two_effective_draws_for_each_resampled_draw(efficiency, number, monkeypatch):
-    sizes, log_prob = [], Target.log_prob
-
-    def spy(self, latent):
-        sizes.append(len(latent))
-        return log_prob(self, latent)
-
-    density = Target(normal)
-    guide = exact_guide(normal, find_modes(density))
-    monkeypatch.setattr(Target, "log_prob", spy)
+    density, guide, sizes = spied(monkeypatch)
     corrected_draws(guide, density, 100, efficiency, CorrectionPolicy(least_proposals=10))
     assert sum(sizes) == number
 
