@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -180,9 +181,11 @@ def train_resumably(
 
 
 def environment(device: str) -> Record:
-    """Return commit, versions and machine."""
+    """Return commit (empty without git), versions and machine."""
 
     def git(*words: str) -> str:
+        if shutil.which("git") is None:
+            return ""
         return subprocess.run(
             ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True
         ).stdout.strip()

@@ -7,6 +7,7 @@
     python -m benchmarks.zoo.run --split look --time-limit 120 --out results/zoo_look.jsonl
     python -m benchmarks.zoo.run --collection large --time-limit 120
     python -m benchmarks.zoo.run --threads 1 2 --models car_lattice --out cores.jsonl
+    python -m benchmarks.zoo.run --device cuda --models network_500 --out gpu_fits.jsonl
     python -m benchmarks.zoo.report --out results/zoo.jsonl
 
 Each run adds one line to ``--out``; runs that have a line are skipped, failed ones included: delete
@@ -66,6 +67,7 @@ def run(
     threads: int,
     limits: tuple[float, float],
     dtype: str,
+    device: str,
     draws: Path,
 ) -> Record:
     """Run one method in this process.
@@ -73,6 +75,7 @@ def run(
     :param threads: of torch, and the processes of ``fit``.
     :param limits: CPU seconds of the method, and of the diagnosis.
     :param dtype: of model and data.
+    :param device: torch's default in this process.
     :param draws: file of the draws, ``(num_draws, num_features)``.
     """
     import numpy as np
@@ -86,6 +89,7 @@ def run(
     hard = int(2 * sum(limits) + 120)
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
     torch.set_default_dtype(getattr(torch, dtype))
+    torch.set_default_device(device)
     torch.set_num_threads(threads)
     zoo = registry.load(name)
     args, model = zoo.data(), zoo.model()
@@ -109,7 +113,7 @@ def run(
     record |= fitted.notes
     try:
         features, _ = zoo.features(fitted.sample(), args)
-        np.save(draws, features.detach().numpy().astype(np.float32))
+        np.save(draws, features.detach().cpu().numpy().astype(np.float32))
     except Exception as error:
         record |= _failure(error)
     if fitted.diagnose is not None:
@@ -142,7 +146,7 @@ def run_apart(name: str, method: str, seed: int, threads: int, args: argparse.Na
         answer = Path(folder) / "answer.json"
         limit_words = [str(limit) for limit in limits]
         words = [name, method, str(seed), str(threads), *limit_words]
-        words += [args.dtype, str(draws), str(answer)]
+        words += [args.dtype, args.device, str(draws), str(answer)]
         process = subprocess.run(
             [sys.executable, "-m", "benchmarks.zoo.run", "--child", *words],
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
@@ -172,7 +176,7 @@ def measured(name: str, draws: Path) -> Record:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    machine = environment("cpu")
+    machine = environment(args.device)
     keys = (
         dict(zip(KEY, (name, method, seed, threads), strict=True))
         for method in args.methods
@@ -230,6 +234,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", choices=("float32", "float64"), default="float64", help="of model and data"
     )
+    parser.add_argument("--device", default="cpu", help="torch's default device")
     parser.add_argument("--draws", type=Path, default=Path(tempfile.gettempdir()) / "zoo_draws")
     parser.add_argument("--measure", action="store_true", help="only measure kept draws again")
     return parser
@@ -251,9 +256,9 @@ def main(args: argparse.Namespace) -> None:
 
 
 def child(words: list[str]) -> None:
-    name, method, seed, threads, limit, diagnosis_limit, dtype, draws, answer = words
+    name, method, seed, threads, limit, diagnosis_limit, dtype, device, draws, answer = words
     limits = (float(limit), float(diagnosis_limit))
-    record = run(name, method, int(seed), int(threads), limits, dtype, Path(draws))
+    record = run(name, method, int(seed), int(threads), limits, dtype, device, Path(draws))
     Path(answer).write_text(json.dumps(record))
 
 
