@@ -114,7 +114,7 @@ class _BayesianMLP(BaseEstimator):
         weights = {name: value[chosen] for name, value in self.draws_.items()}
         seed = int(random.randint(np.iinfo(np.int32).max))
         found = self._predict(X, weights, seed, interval=None, draws=True)
-        return torch.cat([part.draws for part in found if part.draws is not None], 1).numpy()
+        return torch.cat([part.draws for part in found if part.draws is not None], 1).cpu().numpy()
 
 
 @dataclass(eq=False, repr=False)
@@ -211,11 +211,11 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
         :returns: the mean ``(num_rows,)``, or mean and standard deviation.
         """
         found = list(self._predict(X, interval=None))
-        mean = torch.cat([part.mean for part in found if part.mean is not None]).numpy()
+        mean = torch.cat([part.mean for part in found if part.mean is not None]).cpu().numpy()
         if not return_std:
             return self._in_units(mean)
         variance = torch.cat([part.variance for part in found if part.variance is not None])
-        return self._in_units(mean), variance.sqrt().numpy() * self.target_scaler_.scale_[0]
+        return self._in_units(mean), variance.sqrt().cpu().numpy() * self.target_scaler_.scale_[0]
 
     def predict_interval(self, X: ArrayLike, level: float = 0.9) -> NDArray:
         """Predict the central interval of a new target.
@@ -229,7 +229,7 @@ class BayesianMLPRegressor(RegressorMixin, _BayesianMLP):
             raise ValueError(f"level must be a probability between 0 and 1, but got {level}")
         found = self._predict(X, interval=level)
         ends = torch.cat([part.interval for part in found if part.interval is not None], 1)
-        return self._in_units(ends.numpy()).T
+        return self._in_units(ends.cpu().numpy()).T
 
     def sample(
         self,
@@ -306,7 +306,7 @@ class BayesianMLPClassifier(ClassifierMixin, _BayesianMLP):
         :returns: probabilities, ``(num_rows, num_classes)``.
         """
         found = self._predict(X, interval=None)
-        return torch.cat([p.probability for p in found if p.probability is not None]).numpy()
+        return torch.cat([p.probability for p in found if p.probability is not None]).cpu().numpy()
 
     def predict(self, X: ArrayLike) -> NDArray:
         """Predict the most probable class.

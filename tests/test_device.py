@@ -21,16 +21,21 @@ from pyro_implicit import (
     AutoSemiImplicit,
     InjectiveELBO,
     compare,
+    compare_models,
     diagnose,
     evidence_bound,
     fit,
 )
+from pyro_implicit.density.marginal import find_marginal
 from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.parameters import Learnt, put_back
 from pyro_implicit.guides import auto_implicit
 from pyro_implicit.mcmc import AutoConditional
+from pyro_implicit.mcmc.draws import DrawStore
 from pyro_implicit.mcmc.spaces.space import ConditionalNoise
+from pyro_implicit.runtime.minibatches import BatchStream
+from pyro_implicit.runtime.trees import map_tree
 from tests import test_contract as contract
 from tests.devices import ELSEWHERE, Elsewhere
 from tests.test_contract import ELBOS, GUIDES, Model
@@ -237,6 +242,67 @@ def test_fit(device, tmp_path):
     for _ in range(num_runs):  # the second goes on from the first
         given = fit(model, AutoSemiImplicit(model, frame=None), checkpoint=tmp_path, **settings)
         assert len(given.losses) == 2
+
+
+def test_all_of_a_result_on_the_default_device(device):
+    """The caller's default holds for what the library makes, too, also for what must stay here."""
+    with torch.device(device):
+        y = torch.linspace(-1, 1, 20)
+
+        def model() -> None:
+            mean = pyro.sample("mean", dist.Normal(0.0, 2.0))
+            with pyro.plate("rows", 20):
+                pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+        result = fit(model, "auto", seed=0, progress=False)
+        assert result.sample(3)["mean"].device.type == device
+        assert result.diagnose().verdict == "trust"
+        assert result.sensitivity().prior.device.type == "cpu"
+        assert result.check_posterior_predictive().sites["y"].pit.device.type == "cpu"
+        compared = compare_models({"one": result, "other": result})
+        assert compared.elpd["one"].isfinite().all()
+        store = DrawStore()
+        store.append(torch.eye(3))
+        assert store.take(torch.tensor([2, 0])).tolist() == [[0, 0, 1], [1, 0, 0]]
+
+
+def test_a_marginal_density_on_the_default_device(device):
+    with torch.device(device):
+        y = torch.linspace(-2, 2, 101)
+
+        def model() -> None:
+            scale = pyro.sample("scale", dist.HalfNormal(1.0))
+            with pyro.plate("rows", len(y)):
+                x = pyro.sample("x", dist.Normal(0.0, scale))
+                pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+        found = find_marginal(Target(model))
+        assert found is not None and found.names == ["x"]
+
+
+def test_a_checkpoint_that_was_read_to_a_device_continues(device):
+    stream = BatchStream([torch.zeros(2), torch.ones(2)])
+    stream.next()
+    states = map_tree(
+        lambda part: part.to(device) if isinstance(part, torch.Tensor) else part, stream.state()
+    )
+    stream.next()
+    stream.restore(states)
+    assert stream.next()[0].sum() == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, whose kernels it records")
+@pytest.mark.parametrize("elbo_name", ["LIVI-exact", "AmortizedKSD"])
+def test_steps_are_recorded_on_cuda(elbo_name):
+    """Also those that draw numbers there, and those that train a critic in the backward pass."""
+    model = Model(device="cuda")
+    elbo = ELBOS[elbo_name](8)
+    elbo.compile = "trace"
+    guide = GUIDES[guide_of(elbo_name)](model)
+    svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.01}), elbo)
+    for _ in range(5):
+        svi.step()
+    assert elbo.state.traced.programs.refusal is None
 
 
 def test_noise_that_parents_and_data_leave(device):

@@ -347,21 +347,17 @@ def _has_own_gradients(tensor: Tensor) -> bool:
 
 
 class RandomState:
-    """The states of torch's generators of the CPU and of the devices of some tensors.
+    """The states of torch's generators, of the CPU and of all GPUs in use."""
 
-    :param tensors: tensors on those devices.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+    def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
+        self._gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore(self) -> None:
         """Set the generators back to these states."""
         torch.set_rng_state(self._cpu)
-        for device, state in self._cuda.items():
-            torch.cuda.set_rng_state(state, device)
+        if self._gpus:
+            torch.cuda.set_rng_state_all(self._gpus)
 
 
 class CompilerError(RuntimeError):

@@ -106,7 +106,9 @@ def _record(
     recorder = Recorder(inputs, writable, folds)
     ACTIVE.recorder = recorder
     try:
-        with pyro.validation_enabled(False), _NoEscape(recorder), recorder:
+        # The backward pass of a GPU would run in a thread of its own, where nothing is recorded.
+        in_this_thread = torch.autograd.set_multithreading_enabled(False)
+        with in_this_thread, pyro.validation_enabled(False), _NoEscape(recorder), recorder:
             outputs = function()
     except Exception as error:
         if recorder.refusal is not None:

@@ -83,9 +83,9 @@ def leave_one_out(
     with quiet_arviz() as arviz:  # bad k-hats are repaired, or reported
         loo = arviz.loo(data, pointwise=True, reff=reff.mean().item())
     columns = found.log_likelihood.flatten(0, 1)
-    elpd, khat = (torch.as_tensor(loo[k].values.copy()).flatten() for k in ("loo_i", "pareto_k"))
+    elpd, khat = (torch.from_numpy(loo[k].values.copy()).flatten() for k in ("loo_i", "pareto_k"))
     error = _importance_error(columns, elpd, reff)
-    is_repaired, bad = torch.zeros(len(elpd), dtype=torch.bool), {}
+    is_repaired, bad = torch.zeros_like(elpd, dtype=torch.bool), {}
     rows = (~(khat <= FINITE_VARIANCE_KHAT)).nonzero().flatten()
     suspects = rows[khat[rows].argsort(descending=True)].tolist()
     deadline = time.perf_counter() + max_seconds
@@ -120,7 +120,7 @@ def _exported(found: Pointwise) -> tuple[Any, Tensor]:
     data = as_inferencedata(as_datatree({"posterior": {"y": likelihood}, "log_likelihood": chains}))
     number = chains["y"].shape[0] * chains["y"].shape[1]
     ess = import_arviz().ess(data.posterior, method="mean")["y"].values
-    reff = torch.as_tensor(ess).flatten() / number
+    reff = torch.from_numpy(ess).flatten() / number
     return data, torch.where(reff.isfinite(), reff, 1.0).clamp(max=1.0)
 
 
@@ -140,7 +140,7 @@ def _importance_error(columns: Tensor, elpd: Tensor, reff: Tensor) -> Tensor:
 
 
 def _smoothed(columns: Tensor, reff: float) -> Tensor:
-    return torch.as_tensor(import_arviz().psislw(-columns.T.numpy(), reff)[0])
+    return torch.from_numpy(import_arviz().psislw(-columns.T.numpy(), reff)[0])
 
 
 class _Path:

@@ -138,7 +138,7 @@ class Pointwise:
             if used
         ]
         if places is None:
-            places = torch.arange(len(labels))
+            places = torch.arange(len(labels), device="cpu")
         labels = [labels[place] for place in places.tolist()]
         lost = (~values.isfinite()).sum(0)
         if lost.any():
@@ -157,8 +157,8 @@ class Pointwise:
         :returns: by observed site, ``(*batch_shape)``.
         """
         sizes = [int(site.used.sum()) for site in self.sites.values()]
-        every = torch.ones(sum(sizes), dtype=torch.float64)
-        every[self.places[index]] = weight
+        every = torch.ones(sum(sizes), dtype=torch.float64, device="cpu")
+        every[self.places[index.cpu()]] = weight
         found = {name: site.used.double() for name, site in self.sites.items()}
         for (name, site), part in zip(self.sites.items(), every.split(sizes), strict=True):
             found[name][site.used] = part.to(site.used.device)

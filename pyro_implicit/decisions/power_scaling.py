@@ -185,12 +185,13 @@ def power_scaling(
     labels = [label for name, v in found.items() for label in element_labels(name, v.shape[1:])]
     rows = torch.cat([v.reshape(len(v), -1).double().cpu() for v in found.values()], -1)
     lead = next(iter(draws.values())).shape[:2]
-    return Sensitivity(
-        tuple(labels),
-        **_distances(rows, components, lead),
-        prior_sites=tuple(prior_sites),
-        curves={name: _curve(rows, value) for name, value in components.items()},
-    )
+    with torch.device("cpu"):
+        return Sensitivity(
+            tuple(labels),
+            **_distances(rows, components, lead),
+            prior_sites=tuple(prior_sites),
+            curves={name: _curve(rows, value) for name, value in components.items()},
+        )
 
 
 def _top_level(target: Target, draws: Mapping[str, Tensor]) -> list[str]:

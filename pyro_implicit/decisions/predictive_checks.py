@@ -245,7 +245,8 @@ def predictive_check(
                 f"data of site '{name}' that were drawn from the {group} are not finite. Cure: a "
                 "prior whose data are finite, or float64"
             )
-        sites[name] = _check(name, site, replicated, statistics, own, group == "prior")
+        with torch.device("cpu"):
+            sites[name] = _check(name, site, replicated, statistics, own, group == "prior")
     return PredictiveCheck(group, sites)
 
 
@@ -253,7 +254,7 @@ def _left_out_weights(target: Target, draws: Mapping[str, Tensor]) -> Tensor:
     """Return normalised weights of the draws, ``(num_observations, num_draws)``."""
     logs = Pointwise.of(target, draws).log_likelihood.flatten(0, 1)
     with quiet_arviz() as arviz:
-        return torch.as_tensor(arviz.psislw(-logs.T.cpu().numpy())[0]).exp()
+        return torch.from_numpy(arviz.psislw(-logs.T.numpy())[0]).exp()
 
 
 def _check(

@@ -137,7 +137,9 @@ def subsample_batches(
     stream, few = BatchStream(batches), {name: _few(one) for name, one in draws.items()}
     surrogates: dict[str, list[Tensor]] = {name: [] for name in targets}
     first = 0
-    keys, places, kept = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.long), None
+    kept = None
+    keys = torch.empty(0, dtype=torch.float64, device="cpu")
+    places = torch.empty(0, dtype=torch.long, device="cpu")
     for _ in range(stream.epoch_length):
         batch = stream.next()
         counts = {num_rows(part) for part in batch if num_rows(part) is not None}
@@ -152,8 +154,8 @@ def subsample_batches(
             surrogates[name].append(_surrogate(columns))
         size = columns.shape[-1]
         # The rows with the smallest keys so far are a sample without replacement.
-        keys = torch.cat([keys, torch.rand(size, dtype=torch.float64)])
-        places = torch.cat([places, torch.arange(first, first + size)])
+        keys = torch.cat([keys, torch.rand(size, dtype=torch.float64, device="cpu")])
+        places = torch.cat([places, torch.arange(first, first + size, device="cpu")])
         best = keys.argsort()[:number]
         rows = batch if kept is None else tuple(map(torch.cat, zip(kept, batch, strict=True)))
         keys, places, kept = keys[best], places[best], tuple(part[best] for part in rows)

@@ -301,7 +301,8 @@ def _perturbed(values: Values, seed: int) -> Values:
     moved = {}
     for name, value in values.items():
         if value.is_floating_point():
-            signs = torch.randint(2, value.shape, generator=random).mul(2).sub(1).to(value)
+            signs = torch.randint(2, value.shape, generator=random, device="cpu")
+            signs = signs.mul(2).sub(1).to(value)
             value = value * (1 + torch.finfo(value.dtype).eps * signs)
         moved[name] = value
     return moved

@@ -220,7 +220,7 @@ class Marginal:
     def _guessed_pattern(self, rest: Tensor) -> csr_array | None:
         """Return the pattern in which all columns have entries where some columns have them."""
         size, policy = self.num_integrated, self.policy
-        index = torch.randperm(size)[: 4 * policy.num_columns]
+        index = torch.randperm(size, device="cpu")[: 4 * policy.num_columns]
         which, row = self._entries_of(rest[:1], index)
         offsets = np.unique(row - index.numpy()[which])
         if len(offsets) > policy.most_products or len(index) == size:
@@ -233,7 +233,7 @@ class Marginal:
         """Return the pattern, from a product with every unit vector."""
         size, rows, columns = self.num_integrated, [], []
         at_once = max(1, MAX_ENTRIES // (16 * size))
-        for index in torch.arange(size).split(at_once):
+        for index in torch.arange(size, device="cpu").split(at_once):
             for one in rest[:2].split(1):
                 which, row = self._entries_of(one, index)
                 rows.append(row)
@@ -259,12 +259,12 @@ class Marginal:
         largest = np.zeros(len(row))
         for one in rest.split(1):
             found = self._columns(one, torch.cat([seeds, vector.unsqueeze(0)])).cpu()
-            entries = found[torch.as_tensor(colours[column]).long(), torch.as_tensor(row).long()]
-            built = csr_array((entries.numpy(), (row, column)), shape=pattern.shape)
-            product = torch.as_tensor(built @ vector.cpu().numpy())
+            entries = found.numpy()[colours[column], row]
+            built = csr_array((entries, (row, column)), shape=pattern.shape)
+            product = torch.from_numpy(built @ vector.cpu().numpy())
             if not _close(product, found[-1], self._tolerance, self._own):
                 return False
-            largest = np.maximum(largest, np.abs(entries.numpy()))
+            largest = np.maximum(largest, np.abs(entries))
         is_used = (largest > 0) | (row == column)
         pattern = _symmetric(row[is_used], column[is_used], len(colours))
         colours = _colour(pattern, self.policy.most_products)
@@ -625,7 +625,7 @@ def _symmetric(row: np.ndarray, column: np.ndarray, size: int) -> csr_array:
 
 def _seeds(colours: np.ndarray) -> Tensor:
     """Return the sum of the unit vectors of each colour, ``(num_colours, size)``."""
-    return _units(torch.as_tensor(colours), int(colours.max()) + 1).T
+    return _units(torch.from_numpy(colours), int(colours.max()) + 1).T
 
 
 def _units(index: Tensor, size: int) -> Tensor:

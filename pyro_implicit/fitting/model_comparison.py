@@ -374,7 +374,7 @@ def _subsamples(
         sites = observed_sites(one.target, {k: value[0] for k, value in draws[name].items()})
         size = sum(int(site.used.sum()) for site in sites.values())
         if order is None or len(order) != size:  # other data are refused later
-            order = torch.randperm(size)
+            order = torch.randperm(size, device="cpu")
         parts[name] = subsample_observations(one.target, draws[name], order, number)
     return parts
 
@@ -417,7 +417,7 @@ def _k_fold(
         raise ValueError(
             f"folds must be from 2 to the number of observations, {number}, but got {folds}"
         )
-    parts = torch.randperm(number).tensor_split(folds)
+    parts = torch.randperm(number, device="cpu").tensor_split(folds)
     options = {"progress": False, "seed": int(torch.randint(2**31, ())), **options}
     tasks = [
         (*results[name].source, one.weights_with(part, 0.0), part, options)
@@ -428,7 +428,7 @@ def _k_fold(
     scores = list((map if executor is None else executor.map)(_score_fold, tasks))
     elpd = {}
     for index, name in enumerate(found):
-        elpd[name] = torch.empty(number, dtype=torch.float64)
+        elpd[name] = torch.empty(number, dtype=torch.float64, device="cpu")
         elpd[name][torch.cat(parts)] = torch.cat(scores[index * folds : (index + 1) * folds])
     return elpd
 

@@ -377,7 +377,7 @@ def split_rows(
     if y is None or policy.held_out_share * len(x) < policy.least_held_out:
         return None
     stride = round(1 / policy.held_out_share)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0), device="cpu")
     labels = y.detach().reshape(len(y), -1)[:, 0].cpu()
     order = order[labels[order].argsort(stable=True)]
     held = order[stride // 2 :: stride]

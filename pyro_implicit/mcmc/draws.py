@@ -87,6 +87,7 @@ class DrawStore:
 
         :param rows: indices over snapshots and, within each, over chains, ``(num_rows,)``.
         """
+        rows = rows.cpu()  # where the draws are
         snapshot, chain = rows // self._num_chains, rows % self._num_chains
         taken: Tensor | None = None
         for index in snapshot.unique().tolist():

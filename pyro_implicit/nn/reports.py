@@ -282,7 +282,7 @@ def detect(familiar: Tensor, foreign: Tensor) -> Detection:
             'ood= needs scikit-learn. Cure: pip install "pyro-implicit[networks]"'
         ) from error
     score = torch.cat([familiar, foreign]).double().cpu().numpy()
-    is_foreign = torch.cat([torch.zeros(len(familiar)), torch.ones(len(foreign))]).numpy()
+    is_foreign = torch.cat([torch.zeros(len(familiar)), torch.ones(len(foreign))]).cpu().numpy()
     passed, kept, _ = metrics.roc_curve(1 - is_foreign, -score, drop_intermediate=False)
     return Detection(
         auroc=float(metrics.roc_auc_score(is_foreign, score)),

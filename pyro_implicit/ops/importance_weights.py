@@ -93,11 +93,13 @@ def pareto_smoothed(log_weights: Tensor, rounding: float | None = None) -> Smoot
     if len(tail) > 4:
         cutoff = ordered[first - 1].exp().item() if first else 0.0
         excess = _without_ties(ordered[first:].exp() - cutoff, tie[first:])
-        try:
-            khat, sigma = fit_generalized_pareto(excess.cpu())
-        except ZeroDivisionError:  # of evenly spread values, a point of its grid may be 0
-            excess[-1] *= 1 + 1e-6
-            khat, sigma = fit_generalized_pareto(excess.cpu())
+        excess = excess.cpu()
+        with torch.device("cpu"):  # Pyro's function makes a grid on the default device
+            try:
+                khat, sigma = fit_generalized_pareto(excess)
+            except ZeroDivisionError:  # of evenly spread values, a point of its grid may be 0
+                excess[-1] *= 1 + 1e-6
+                khat, sigma = fit_generalized_pareto(excess)
         levels = (torch.arange(len(tail), dtype=log_w.dtype, device=log_w.device) + 0.5) / len(tail)
         log_rest = torch.log1p(-levels)
         quantiles = -log_rest if khat == 0 else torch.expm1(-khat * log_rest) / khat
@@ -217,7 +219,8 @@ class LogWeights:
         :param num_samples: the number of selected draws.
         :returns: indices of draws, ``(num_samples,)``.
         """
-        return systematic(self.shares, num_samples)[torch.randperm(num_samples)]
+        order = torch.randperm(num_samples, device=self.shares.device)
+        return systematic(self.shares, num_samples)[order]
 
 
 def systematic(weights: Tensor, number: int) -> Tensor:

@@ -42,9 +42,10 @@ def normal_rule(dim: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
         log_weights = torch.cartesian_prod(*[log_line] * dim).reshape(-1, dim).sum(-1)
     else:
         number = max(2 ** round(2 * math.log2(size)), 4 * 2 ** math.ceil(math.log2(2 * dim)))
-        nodes = normal_draws(number // 2, dim, torch.empty((), dtype=torch.float64))
+        nodes = normal_draws(number // 2, dim, torch.empty((), dtype=torch.float64, device="cpu"))
         # The jackknife compares two halves; each has the moments of a normal up to the third.
-        nodes = nodes[torch.randperm(number // 2, generator=torch.Generator().manual_seed(0))]
+        random = torch.Generator().manual_seed(0)
+        nodes = nodes[torch.randperm(number // 2, generator=random, device="cpu")]
         nodes = torch.cat(
             [sign * _standardised(half) for half in nodes.chunk(2) for sign in (1, -1)]
         )

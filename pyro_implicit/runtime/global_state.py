@@ -32,6 +32,7 @@ __all__ = [
     "same_streams",
     "single_thread",
     "seeded",
+    "states_on_cpu",
     "stream_positions",
     "with_seed",
 ]
@@ -275,10 +276,14 @@ def random_streams() -> dict[str, Any]:
     return {"cpu": get_rng_state(), "cuda": cuda}
 
 
+def states_on_cpu(states: Any) -> Any:
+    """Move random states to the CPU, where they belong, from the device that a file was read to."""
+    return map_tree(lambda one: one.cpu() if isinstance(one, Tensor) else one, states)
+
+
 def restore_random_streams(states: dict[str, Any]) -> None:
     """Restore the states that :func:`random_streams` returned."""
-    # Random states are tensors on the CPU, whatever device the file was read to.
-    states = map_tree(lambda one: one.cpu() if isinstance(one, Tensor) else one, states)
+    states = states_on_cpu(states)
     set_rng_state(states["cpu"])
     if len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])

@@ -11,6 +11,8 @@ import torch
 from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 
+from pyro_implicit.runtime.global_state import states_on_cpu
+
 __all__ = ["BatchStream", "num_rows"]
 
 END = object()
@@ -99,7 +101,7 @@ class BatchStream:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go to a position; the epoch's minibatches before it are read again."""
-        self._streams = self._epoch_start = state["epoch_start"]
+        self._streams = self._epoch_start = states_on_cpu(state["epoch_start"])
         self._iterator, self._place, self._next_epoch = iter(()), 0, state["epoch"]
         for _ in range(state["place"]):
             self.next()

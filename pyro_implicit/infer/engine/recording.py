@@ -311,7 +311,7 @@ class _Before:
 
     def __init__(self, call: _StepCall) -> None:
         self.elbo = call.elbo
-        self.random = RandomState(call.arguments.tensors)
+        self.random = RandomState()
         self.memory = {name: tensor.clone() for name, tensor in self.elbo.state.tensors().items()}
 
     def restore(self) -> None:

@@ -408,7 +408,8 @@ def own_hessians(
             signs.append(torch.eye(count).to(point))
         else:
             shape, seeded = (policy.num_probes, count), torch.Generator().manual_seed(0)
-            signs.append(torch.randint(2, shape, generator=seeded).to(point) * 2 - 1)
+            drawn = torch.randint(2, shape, generator=seeded, device="cpu")
+            signs.append(drawn.to(point) * 2 - 1)
         own = point.new_zeros(len(signs[-1]), size, point.shape[-1])
         for index in range(size):
             own[:, index, columns[:, index]] = signs[-1]

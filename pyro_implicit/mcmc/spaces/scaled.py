@@ -488,7 +488,7 @@ def _laws(analysis: _Analysis, names: list[str]) -> dict[str, _Law]:
     policy, middle = analysis.policy, analysis.middle
     generator = torch.Generator().manual_seed(0)
     moves = policy.point_spread * torch.randn(
-        policy.num_points, len(middle), generator=generator
+        policy.num_points, len(middle), generator=generator, device="cpu"
     ).to(middle)
     known = {name: analysis.scale_law(name, moves) for name in names if name in analysis.written}
     factors = dict(known)

@@ -657,7 +657,8 @@ def roughness(
     bends = (behind - ahead)[torch.arange(len(others)), others] / (2 * policy.difference)
     spread = bends.clamp(min=policy.point_spread**-2).nan_to_num(policy.point_spread**-2).rsqrt()
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(policy.num_points, centre.shape[-1], generator=generator).to(centre)
+    shape = policy.num_points, centre.shape[-1]
+    drawn = torch.randn(shape, generator=generator, device="cpu").to(centre)
     points = centre.repeat(policy.num_points, 1)
     points[:, others] += policy.far * spread * drawn[:, others]
     points[:, own] = drawn[:, own]
