@@ -26,6 +26,8 @@ from pyro_implicit import (
     evidence_bound,
     fit,
 )
+from pyro_implicit.compiled import RecordedFunction
+from pyro_implicit.compiled.replay import _Replay
 from pyro_implicit.density.marginal import find_marginal
 from pyro_implicit.density.mode_search import find_modes
 from pyro_implicit.density.target import Target
@@ -291,18 +293,55 @@ def test_a_checkpoint_that_was_read_to_a_device_continues(device):
     assert stream.next()[0].sum() == 2
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, whose kernels it records")
-@pytest.mark.parametrize("elbo_name", ["LIVI-exact", "AmortizedKSD"])
-def test_steps_are_recorded_on_cuda(elbo_name):
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@needs_cuda
+@pytest.mark.parametrize("elbo_name", ["LIVI-exact", "SIVI", "AmortizedKSD"])
+def test_recorded_steps_on_cuda_are_plain_ones(elbo_name):
     """Also those that draw numbers there, and those that train a critic in the backward pass."""
-    model = Model(device="cuda")
-    elbo = ELBOS[elbo_name](8)
-    elbo.compile = "trace"
-    guide = GUIDES[guide_of(elbo_name)](model)
-    svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.01}), elbo)
-    for _ in range(5):
-        svi.step()
+    losses = []
+    for mode in (False, "trace"):
+        pyro.set_rng_seed(0)
+        pyro.clear_param_store()
+        model = Model(device="cuda")
+        guide, elbo = GUIDES[guide_of(elbo_name)](model), ELBOS[elbo_name](8)
+        elbo.compile = mode
+        svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.01}), elbo)
+        losses.append([svi.step() for _ in range(8)])
     assert elbo.state.traced.programs.refusal is None
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@needs_cuda
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_recording_is_one_launch(compiles):
+    x = torch.linspace(-1, 1, 5, device="cuda", dtype=torch.float64)
+    recorded = RecordedFunction(lambda: [x.exp(), x + torch.randn_like(x)], [x])
+    if compiles:
+        recorded.compile([x])
+    assert isinstance(recorded._run, _Replay)
+    for shift in (1.0, 2.0):
+        pyro.set_rng_seed(3)
+        found = recorded([x + shift])
+        pyro.set_rng_seed(3)
+        expected = [(x + shift).exp(), x + shift + torch.randn_like(x)]
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@needs_cuda
+def test_what_waits_for_the_gpu_is_no_graph():
+    """Its kernels run one after the other, and the generator stays where it was."""
+    x = torch.eye(3, device="cuda")
+    rows = torch.tensor([2, 0, 1])  # on the CPU: copied at each call
+    pyro.set_rng_seed(3)
+    recorded = RecordedFunction(lambda: [x[rows] + torch.randn_like(x)], [x])
+    assert not isinstance(recorded._run, _Replay)
+    pyro.set_rng_seed(3)
+    found = recorded([2 * x])[0]
+    pyro.set_rng_seed(3)
+    assert torch.equal(found, 2 * x[rows] + torch.randn_like(x))
 
 
 def test_noise_that_parents_and_data_leave(device):

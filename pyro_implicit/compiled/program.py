@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from pyro_implicit.compiled.fusion import FusedGraph
 from pyro_implicit.compiled.policy import RECORDINGS
 from pyro_implicit.compiled.recorder import Untraceable, is_random, must_run, record, touches
+from pyro_implicit.compiled.replay import replayed
 from pyro_implicit.runtime.messages import first_line
 
 __all__ = [
@@ -237,6 +238,8 @@ class Guard:
 class RecordedFunction:
     """A recorded function of tensors, without the overhead of Python, Pyro and autograd.
 
+    On a GPU it is a CUDA graph, if all that it computes is there.
+
     Results and random draws are bit-identical to those of the function until :meth:`compile`,
     unless the graph is long and :class:`~pyro_implicit.compiled.fusion.FusedGraph` shortens it:
     then results differ by rounding.
@@ -271,7 +274,7 @@ class RecordedFunction:
                 simplify(recorder.graph, recorder.mutated)
         self.graph, self._constants = recorder.graph, recorder.constants
         self._guard = Guard(recorder.captured, modules)
-        self._run = as_function(self.graph, self._constants)
+        self._run = replayed(as_function(self.graph, self._constants), self.graph, inputs)
 
     def holds(self) -> bool:
         """Tell whether the tensors that it holds constant are unchanged."""
@@ -287,7 +290,8 @@ class RecordedFunction:
         :param inputs: example inputs.
         :raises CompilerError: if there is no compiler, or it fails.
         """
-        self._run = compile_graph(self.graph, self._constants, inputs)
+        compiled = compile_graph(self.graph, self._constants, inputs)
+        self._run = replayed(compiled, self.graph, inputs)
 
 
 class FusedFunction:
