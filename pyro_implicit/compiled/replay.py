@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, fx
@@ -12,31 +13,42 @@ __all__ = ["replayed"]
 
 Function = Callable[[Sequence[Tensor]], list[Tensor]]
 
+aten = torch.ops.aten
+#: Beginnings of the names of operations by libraries of linear algebra, many of which wait for the
+#: GPU where torch does not see it.
+_LINEAR_ALGEBRA = ("linalg_", "cholesky_", "lu_", "geqrf", "orgqr", "ormqr", "triangular_solve")
+#: Those that were seen to be captured (H100, torch 2.11).
+_CAPTURED = {
+    aten.linalg_cholesky_ex.default,
+    aten.linalg_solve_triangular.default,
+    aten.linalg_vector_norm.default,
+}
+
 
 def replayed(run: Function, graph: fx.Graph, inputs: Sequence[Tensor]) -> Function:
     """Capture a function as a CUDA graph, if all that it computes is on one GPU.
 
     A small model's step takes hundreds of kernels, each shorter than its launch; a CUDA graph has
-    one launch. Random draws are those of the function: a graph's kernels read the generator's state
-    anew.
+    one launch. Random draws are those of the function: a graph reads the generator's state anew.
 
     :param run: a function without autograd, whose results depend on its inputs alone.
-    :param graph: the operations of the function, by device.
+    :param graph: its operations.
     :param inputs: example inputs.
-    :returns: the captured function, or ``run`` itself on another device, or where a kernel cannot
-        be captured.
+    :returns: the captured function, or ``run`` itself on another device, or if a kernel cannot be
+        captured.
     """
-    computed = [node for node in graph.nodes if node.op != "get_attr" and "device" in node.meta]
-    devices = {node.meta["device"] for node in computed}
-    if len(devices) != 1 or not inputs or next(iter(devices)).type != "cuda":
+    nodes = [node for node in graph.nodes if node.op != "get_attr" and "device" in node.meta]
+    devices = {node.meta["device"] for node in nodes}
+    if not inputs or {device.type for device in devices} != {"cuda"} or len(devices) > 1:
         return run
-    device = next(iter(devices))
+    if any(map(_may_wait, graph.nodes)):
+        return run
+    (device,) = devices
     state = torch.cuda.get_rng_state(device)
     try:
         with torch.cuda.device(device), torch.no_grad():
             return _Replay(run, inputs)
-    except RuntimeError:  # a kernel that waits for the GPU, as some decompositions do
-        torch.cuda.synchronize(device)
+    except RuntimeError:
         return run
     finally:
         torch.cuda.set_rng_state(state, device)
@@ -45,11 +57,13 @@ def replayed(run: Function, graph: fx.Graph, inputs: Sequence[Tensor]) -> Functi
 class _Replay:
     def __init__(self, run: Function, inputs: Sequence[Tensor]) -> None:
         self._inputs = [tensor.detach().clone() for tensor in inputs]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # libraries make handles and workspaces before the capture
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(here)
+        # Libraries make their handles and workspaces, and what waits for the GPU shows, before the
+        # capture: a capture that fails leaves torch's generator unusable.
+        with torch.cuda.stream(aside), _no_waiting():
             run(self._inputs)
-        torch.cuda.current_stream().wait_stream(stream)
+        here.wait_stream(aside)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._outputs = run(self._inputs)
@@ -59,3 +73,20 @@ class _Replay:
         torch._foreach_copy_(self._inputs, list(inputs))
         self._graph.replay()
         return [output.clone() for output in self._outputs]
+
+
+def _may_wait(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    name = "" if schema is None else schema.name.removeprefix("aten::").lstrip("_")
+    return name.startswith(_LINEAR_ALGEBRA) and node.target not in _CAPTURED
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Let torch raise where it waits for the GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

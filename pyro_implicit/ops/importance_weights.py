@@ -219,8 +219,8 @@ class LogWeights:
         :param num_samples: the number of selected draws.
         :returns: indices of draws, ``(num_samples,)``.
         """
-        order = torch.randperm(num_samples, device=self.shares.device)
-        return systematic(self.shares, num_samples)[order]
+        rows = systematic(self.shares, num_samples)
+        return rows[torch.randperm(num_samples, device=rows.device)]
 
 
 def systematic(weights: Tensor, number: int) -> Tensor:
