@@ -416,7 +416,11 @@ class WindowedChains(Chains):
 
     def _adapt_number(self) -> None:
         """Go on with fewer chains and longer trajectories, if R-hat says that these chains end
-        before they forget, and if fewer are cheaper or the trajectories are at their limit."""
+        before they forget, and if fewer are cheaper or the trajectories are at their limit.
+
+        Chains that stay apart get a space that is made anew from their draws. The first one may be
+        made where a guide has left them, far from the posterior (``volatility_2500``).
+        """
         if self.patience <= 0 or self._adapted_number:
             return
         assert self.last_drift is not None
@@ -426,39 +430,45 @@ class WindowedChains(Chains):
         if needed <= left:
             return
         self._adapted_number = True
-        number, share = self._cheapest_number()
         new_warmup = (1 + self.policy.stopping.least_share) * self.warmup_gradients
         is_too_short = self.adaptation.is_at_limit and new_warmup < left
+        before = self._seconds_of(len(self.state.position))
+        latents, again = self._thinned(self.history.draws().flatten(0, 1)), None
+        if self.last_drift.r_hat > self.policy.space.remade_r_hat:
+            again = self.walked.recentred(latents, anew=True)
+        if again is not None:
+            self._warm_up_again(self.points, latents, again)
+        number, seconds = self._cheapest_number()
         if number < len(self.state.position) or is_too_short:
-            self._thin_out(number)
-            self.max_gradients = self.gradients + math.ceil(max(0.0, left) / share)
+            again = self.walked.recentred(latents) if again is None else None
+            self._thin_out(number, latents, again)
+        elif again is None:
+            return
+        self.max_gradients = self.gradients + math.ceil(max(0.0, left) * before / seconds)
+
+    def _seconds_of(self, number: int) -> float:
+        """Measure the score of some chains."""
+        white, times = self.state.position[:number], []
+        for _ in range(8):  # the shortest: the first calls of a size record it
+            # Under a limit of CPU seconds (`ulimit -t`), Linux advances process_time by ticks.
+            began = time.perf_counter()
+            self._score(white)
+            times.append(time.perf_counter() - began)
+        return min(times)
 
     def _cheapest_number(self) -> tuple[int, float]:
-        """Return the cheapest number of chains, and its gradient's share in the cost of all."""
-
-        def seconds(number: int) -> float:
-            white, times = self.state.position[:number], []
-            for _ in range(8):  # the shortest: the first calls of a size record it
-                # Under a limit of CPU seconds (`ulimit -t`), Linux advances process_time by ticks.
-                began = time.perf_counter()
-                self._score(white)
-                times.append(time.perf_counter() - began)
-            return min(times)
-
-        limits = self.policy
-        number = len(self.state.position)
-        whole = best = seconds(number)
+        """Return the cheapest number of chains, and the seconds of its score."""
+        limits, number = self.policy, len(self.state.position)
+        best = self._seconds_of(number)
         while number >= 2 * limits.least_long_chains:
-            found = seconds(number // 2)
+            found = self._seconds_of(number // 2)
             if found > limits.worthwhile * best:
                 break
             number, best = number // 2, found
-        return number, best / whole
+        return number, best
 
-    def _thin_out(self, number: int) -> None:
-        latents = self._thinned(self.history.draws().flatten(0, 1))
+    def _thin_out(self, number: int, latents: Tensor, again: Space | None) -> None:
         points = self.points[torch.randperm(len(self.points))[:number]]
-        again = self.walked.recentred(latents)
         longest = max(self.adaptation.max_gradients, self.policy.long_leapfrogs)
         self.adaptation = self.adaptation.limited(longest)
         self._warm_up_again(points, latents, again)

@@ -367,6 +367,10 @@ class SpacePolicy:
     #: the warm-up; further away it is made again. ``volatility_1000`` in ``benchmarks/large``.
     max_moved: float = 3.0
 
+    #: Nested R-hat of chains too slow for their budget, from which it is made again wherever they
+    #: are: 17 to 400 in a space that was made far from the posterior (``volatility_2500``).
+    remade_r_hat: float = 10.0
+
     #: Draws to which the law of the information is fitted in a window of the warm-up.
     law_draws: int = 256
 

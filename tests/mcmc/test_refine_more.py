@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import pickle
 import time
@@ -22,6 +23,7 @@ from pyro_implicit.mcmc.chains import WindowedChains
 from pyro_implicit.mcmc.kernels.hmc import ChEES
 from pyro_implicit.mcmc.policy import StoppingPolicy
 from pyro_implicit.mcmc.refine import refine_target
+from pyro_implicit.mcmc.spaces.space import Space
 
 #: Chains that never count as converged.
 STRICT = ChainPolicy(stopping=StoppingPolicy(max_error=1e-9))
@@ -90,6 +92,14 @@ def ridge():
     pyro.sample("x", dist.MultivariateNormal(torch.zeros(2), RIDGE))
 
 
+def two_ridges():
+    x = pyro.sample("x", dist.Normal(torch.zeros(2), 50.0).to_event(1))
+    ends = [
+        dist.MultivariateNormal(torch.full((2,), end), RIDGE).log_prob(x) for end in (0.5, -40.0)
+    ]
+    pyro.factor("ends", torch.stack(ends).logsumexp(0))
+
+
 RIDGE = torch.tensor([[1.0, 0.999], [0.999, 1.0]])
 
 
@@ -98,7 +108,7 @@ def test_long_memory_leads_to_fewer_longer_chains(monkeypatch, patience):
     """A diagonal frame and short trajectories on a ridge: chains diffuse."""
     timed = []
     monkeypatch.setattr(
-        WindowedChains, "_cheapest_number", lambda self: timed.append(0) or (16, 0.25)
+        WindowedChains, "_seconds_of", lambda self, number: timed.append(number) or float(number)
     )
     sampler = Sampler(Target(ridge), {"x": 0.03 * torch.randn(64, 2) + 0.5})
     torch.manual_seed(0)
@@ -107,10 +117,32 @@ def test_long_memory_leads_to_fewer_longer_chains(monkeypatch, patience):
         assert (found.num_chains, found.stopped, timed) == (64, "max_gradients", [])
         assert found.drift.r_hat > 1.65
         return
-    assert (found.num_chains, timed) == (16, [0])
+    assert (found.num_chains, timed) == (16, [64, 64, 32, 16])
     assert found.settled or found.drift.is_usable()
     draws = found.get_samples()["x"]
     assert draws.mean(0).abs().max() < 0.25 and (draws.std(0) - 1).abs().max() < 0.25
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_chains_that_stay_apart_get_a_new_space(monkeypatch, is_apart):
+    """Chains of two modes never meet; those of one mode with long memory keep their space."""
+    monkeypatch.setattr(WindowedChains, "_seconds_of", lambda self, number: 1.0)
+    asked = []
+
+    def recentred(self, latent, anew=False):
+        asked.append(anew)
+        return copy.copy(self) if anew else None
+
+    monkeypatch.setattr(Space, "recentred", recentred)
+    torch.manual_seed(0)
+    start = torch.randn(64, 1) + 0.03 * torch.randn(64, 2)
+    if is_apart:
+        start[::2] -= 40.0
+    sampler = Sampler(Target(two_ridges if is_apart else ridge), {"x": start})
+    options = {"frame": "diagonal", "max_leapfrogs": 8, "patience": 1.0}
+    found = refine_target(sampler, 64, 300, **options)
+    assert any(asked) == is_apart and asked.count(True) <= 1
+    assert found.chains.gradients > found.chains.warmup_gradients > 120
 
 
 @pytest.mark.parametrize("is_at_limit", [True, False])
@@ -118,7 +150,7 @@ def test_long_memory_leads_to_longer_trajectories(monkeypatch, is_at_limit):
     """If fewer chains would cost as much, and trajectories are as long as they may be. Each
     transition counts as a second."""
     monkeypatch.setattr(time, "process_time", itertools.count().__next__)
-    monkeypatch.setattr(WindowedChains, "_cheapest_number", lambda self: (64, 1.0))
+    monkeypatch.setattr(WindowedChains, "_seconds_of", lambda self, number: 1.0)
     if not is_at_limit:
         monkeypatch.setattr(ChEES, "is_at_limit", False)
     sampler = Sampler(Target(ridge), {"x": 0.03 * torch.randn(64, 2) + 0.5})
@@ -134,7 +166,7 @@ def test_patience_ends(monkeypatch):
     """Chains that stay unusable double their gradients until the seconds are spent."""
     spent = []
     monkeypatch.setattr(time, "process_time", lambda: spent.append(0) or 0.01 * len(spent))
-    monkeypatch.setattr(WindowedChains, "_cheapest_number", lambda self: (64, 1.0))
+    monkeypatch.setattr(WindowedChains, "_seconds_of", lambda self, number: 1.0)
     usable = StoppingPolicy(max_usable_error=1e-9, max_error=1e-9)
     sampler = Sampler(Target(ridge), {"x": torch.randn(64, 2)})
     found = refine_target(sampler, 64, 200, patience=2.0, policy=ChainPolicy(stopping=usable))
@@ -144,7 +176,7 @@ def test_patience_ends(monkeypatch):
 
 def test_an_extended_budget_ends_once_errors_are_usable(monkeypatch):
     monkeypatch.setattr(time, "process_time", itertools.count().__next__)
-    monkeypatch.setattr(WindowedChains, "_cheapest_number", lambda self: (64, 1.0))
+    monkeypatch.setattr(WindowedChains, "_seconds_of", lambda self, number: 1.0)
     limits = StoppingPolicy(max_usable_error=0.06, max_error=1e-9)
     sampler = Sampler(Target(ridge), {"x": torch.randn(64, 2)})
     torch.manual_seed(0)

@@ -119,8 +119,12 @@ class Space:
     def check(self, points: Tensor) -> None:
         """Warn if the map is not one to one at some points."""
 
-    def recentred(self, latent: Tensor) -> Space | None:
-        """Return the space that suits draws of the posterior better; None if this one suits."""
+    def recentred(self, latent: Tensor, anew: bool = False) -> Space | None:
+        """Return the space that suits draws of the posterior better; None if this one suits.
+
+        :param latent: the draws, ``(num_draws, latent_dim)``.
+        :param anew: whether chains have shown that this space does not suit.
+        """
         return None
 
 
@@ -491,16 +495,19 @@ class ConditionalNoise(Space):
         """Map latents to noise, ``(num_chains, latent_dim)``."""
         return self._map.to_points(latent)
 
-    def recentred(self, latent: Tensor) -> ConditionalNoise | None:
+    def recentred(self, latent: Tensor, anew: bool = False) -> ConditionalNoise | None:
         """Return the space at the median of latents, if this is far from the middle of this one.
 
         If it is not, but another map or other laws of the information suit the latents better,
         return the space of these.
+
+        :param anew: whether the space is made again wherever the median is: of chains that stay
+            apart, the median is not far in units of their sds.
         """
         assert self.middle is not None
         middle = latent.median(0).values
         is_far = (middle - self.middle).abs() > self._policy.max_moved * latent.std(0)
-        if not is_far.any():
+        if not (anew or is_far.any()):
             return self._refitted(latent)
         try:
             space = self._again(middle)
