@@ -89,7 +89,8 @@ def run(
     hard = int(2 * sum(limits) + 120)
     resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
     torch.set_default_dtype(getattr(torch, dtype))
-    torch.set_default_device(device)
+    if device != "cpu":  # a default device, also the CPU, costs time in every call of torch
+        torch.set_default_device(device)
     torch.set_num_threads(threads)
     zoo = registry.load(name)
     args, model = zoo.data(), zoo.model()
