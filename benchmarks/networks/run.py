@@ -15,7 +15,7 @@ import pyro
 import torch
 from pyro.infer.autoguide import AutoDelta, init_to_value
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from benchmarks.common import (
     add_machine_arguments,
@@ -133,7 +133,9 @@ class Run:
         settings = [str(value) for value in _settings(args).values()]
         self.folder = args.runs / args.out.stem / "-".join(settings) / str(seed)
         self.train = tuple(part.to(args.device) for part in train)
-        self.loader = DataLoader(TensorDataset(*self.train), args.batch_size, shuffle=True)
+        rows = TensorDataset(*self.train)  # whole batches at once: single rows are slow on a GPU
+        batches = BatchSampler(RandomSampler(rows), args.batch_size, drop_last=False)
+        self.loader = DataLoader(rows, batch_size=None, sampler=batches)
         #: CPU seconds of all parts of the current row.
         self.seconds = 0.0
 
