@@ -416,7 +416,7 @@ class WindowedChains(Chains):
 
     def _adapt_number(self) -> None:
         """Go on with fewer chains and longer trajectories, if R-hat says that these chains end
-        before they forget, and if fewer are cheaper or the trajectories are at their limit.
+        long before they forget, and if fewer are cheaper or the trajectories are at their limit.
 
         Chains that stay apart get a space that is made anew from their draws. The first one may be
         made where a guide has left them, far from the posterior (``volatility_2500``).
@@ -427,7 +427,7 @@ class WindowedChains(Chains):
         draws = (self.last_drift.r_hat**2 - 1) / (self.policy.stopping.max_r_hat**2 - 1)
         needed = draws * (self.gradients - self.warmup_gradients)
         left = self.max_gradients - self.gradients
-        if needed <= left:
+        if needed <= self.policy.stopping.too_long * left:
             return
         self._adapted_number = True
         new_warmup = (1 + self.policy.stopping.least_share) * self.warmup_gradients

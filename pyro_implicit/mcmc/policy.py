@@ -331,6 +331,11 @@ class StoppingPolicy:
     #: Gradients of each chain from which such an R-hat ends it; most chains converge before.
     stuck_gradients: int = 8192
 
+    #: Gradients needed, as a multiple of those left, above which fewer chains begin again: they pay
+    #: a second warm-up, and as many gradients for each effective draw. At 1, the clock decided
+    #: whether ``disease_map`` took 15 or 50 seconds.
+    too_long: float = 2.0
+
     #: Seconds left, as a share of those spent, below which chains do not go on.
     worthwhile: float = 0.25
 
