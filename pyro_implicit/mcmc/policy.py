@@ -331,9 +331,8 @@ class StoppingPolicy:
     #: Gradients of each chain from which such an R-hat ends it; most chains converge before.
     stuck_gradients: int = 8192
 
-    #: Gradients needed, as a multiple of those left, above which fewer chains begin again: they pay
-    #: a second warm-up, and as many gradients for each effective draw. At 1, the clock decided
-    #: whether ``disease_map`` took 15 or 50 seconds.
+    #: Gradients needed, as a multiple of those left, above which fewer chains begin again, as they
+    #: pay a second warm-up. At 1, the clock decided whether ``disease_map`` took 15 or 50 seconds.
     too_long: float = 2.0
 
     #: Seconds left, as a share of those spent, below which chains do not go on.
@@ -669,8 +668,10 @@ class ChainPolicy:
     #: Chains that see minibatches, by default.
     num_minibatch_chains: int = 8
 
-    #: Chains that go on where memory is long: as few as moments of an ensemble allow.
-    least_long_chains: int = 16
+    #: Chains that go on where memory is long. With 64, a strict R-hat and the least number of
+    #: effective draws ask for equally long chains; fewer would have to be longer for as many draws,
+    #: at a cost that falls less than their number (``student_walk_400``: 120 s with 32, 84 with 64).
+    least_long_chains: int = 64
 
     #: Share of the cost of a gradient at which halving the number of chains ends.
     worthwhile: float = 0.7

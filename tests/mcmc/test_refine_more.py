@@ -110,14 +110,14 @@ def test_long_memory_leads_to_fewer_longer_chains(monkeypatch, patience):
     monkeypatch.setattr(
         WindowedChains, "_seconds_of", lambda self, number: timed.append(number) or float(number)
     )
-    sampler = Sampler(Target(ridge), {"x": 0.03 * torch.randn(64, 2) + 0.5})
+    sampler = Sampler(Target(ridge), {"x": 0.03 * torch.randn(256, 2) + 0.5})
     torch.manual_seed(0)
-    found = refine_target(sampler, 64, 300, frame="diagonal", max_leapfrogs=2, patience=patience)
+    found = refine_target(sampler, 256, 300, frame="diagonal", max_leapfrogs=2, patience=patience)
     if not patience:
-        assert (found.num_chains, found.stopped, timed) == (64, "max_gradients", [])
+        assert (found.num_chains, found.stopped, timed) == (256, "max_gradients", [])
         assert found.drift.r_hat > 1.65
         return
-    assert (found.num_chains, timed) == (16, [64, 64, 32, 16])
+    assert (found.num_chains, timed) == (64, [256, 256, 128, 64])
     assert found.settled or found.drift.is_usable()
     draws = found.get_samples()["x"]
     assert draws.mean(0).abs().max() < 0.25 and (draws.std(0) - 1).abs().max() < 0.25
