@@ -670,7 +670,8 @@ class ChainPolicy:
 
     #: Chains that go on where memory is long. With 64, a strict R-hat and the least number of
     #: effective draws ask for equally long chains; fewer would have to be longer for as many draws,
-    #: at a cost that falls less than their number (``student_walk_400``: 120 s with 32, 84 with 64).
+    #: at a cost that falls less than their number (``student_walk_400``: 120 s with 32, 84 s with
+    #: 64).
     least_long_chains: int = 64
 
     #: Share of the cost of a gradient at which halving the number of chains ends.
