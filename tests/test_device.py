@@ -247,7 +247,7 @@ def test_fit(device, tmp_path):
 
 
 def test_all_of_a_result_on_the_default_device(device):
-    """The caller's default holds for what the library makes, too, also for what must stay here."""
+    """The caller's default device also applies to tensors that the library must keep on the CPU."""
     with torch.device(device):
         y = torch.linspace(-1, 1, 20)
 
@@ -299,7 +299,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 @needs_cuda
 @pytest.mark.parametrize("elbo_name", ["LIVI-exact", "SIVI", "AmortizedKSD"])
 def test_recorded_steps_on_cuda_are_plain_ones(elbo_name):
-    """Also those that draw numbers there, and those that train a critic in the backward pass."""
+    """With random numbers of the GPU, and with a critic that is trained in the backward pass."""
     losses = []
     for mode in (False, "trace"):
         pyro.set_rng_seed(0)
@@ -333,7 +333,7 @@ def test_a_recording_is_one_launch(compiles):
 @needs_cuda
 @pytest.mark.parametrize("waits", [lambda x: x[torch.tensor([2, 0, 1])], torch.linalg.eigvalsh])
 def test_what_waits_for_the_gpu_is_no_graph(waits):
-    """Its kernels run one after the other, and the generator stays as it was."""
+    """Its kernels are launched one by one, and the generator is unchanged."""
     x = torch.eye(3, device="cuda")
     pyro.set_rng_seed(3)
     recorded = RecordedFunction(lambda: [waits(x) + torch.randn_like(x)], [x])

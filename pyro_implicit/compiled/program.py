@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from pyro_implicit.compiled.fusion import FusedGraph
 from pyro_implicit.compiled.policy import RECORDINGS
 from pyro_implicit.compiled.recorder import Untraceable, is_random, must_run, record, touches
-from pyro_implicit.compiled.replay import replayed
+from pyro_implicit.compiled.replay import Function, replayed
 from pyro_implicit.runtime.messages import first_line
 
 __all__ = [
@@ -28,9 +28,6 @@ __all__ = [
     "compile_graph",
     "simplify",
 ]
-
-
-Function = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 def as_function(graph: fx.Graph, constants: dict[str, Tensor]) -> Function:

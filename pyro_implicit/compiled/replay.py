@@ -10,15 +10,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, fx
 
-__all__ = ["replayed"]
+__all__ = ["Function", "replayed"]
 
+#: A function of a list of tensors, without autograd.
 Function = Callable[[Sequence[Tensor]], list[Tensor]]
 
 aten = torch.ops.aten
-#: Beginnings of the names of operations by libraries of linear algebra, many of which wait for the
-#: GPU where torch does not see it.
+#: Prefixes of linear algebra operations. Many of them wait for the GPU inside a library, which
+#: torch's check does not detect.
 _LINEAR_ALGEBRA = ("linalg_", "cholesky_", "lu_", "geqrf", "orgqr", "ormqr", "triangular_solve")
-#: Those that were seen to be captured (H100, torch 2.11).
+#: Linear algebra operations that were captured without an error (H100, torch 2.11).
 _CAPTURED = {
     aten.linalg_cholesky_ex.default,
     aten.linalg_solve_triangular.default,
@@ -40,11 +41,11 @@ def replayed(run: Function, graph: fx.Graph, inputs: Sequence[Tensor]) -> Functi
     """
     nodes = [node for node in graph.nodes if node.op != "get_attr" and "device" in node.meta]
     devices = {node.meta["device"] for node in nodes}
-    if not inputs or {device.type for device in devices} != {"cuda"} or len(devices) > 1:
-        return run
-    if any(map(_may_wait, graph.nodes)):
+    if not inputs or len(devices) != 1 or any(map(_may_wait, graph.nodes)):
         return run
     (device,) = devices
+    if device.type != "cuda":
+        return run
     state = torch.cuda.get_rng_state(device)
     try:
         with torch.cuda.device(device), torch.no_grad():
@@ -60,8 +61,8 @@ class _Replay:
         self._inputs = [tensor.detach().clone() for tensor in inputs]
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(here)
-        # Libraries make their handles and workspaces, and what waits for the GPU shows, before the
-        # capture: a capture that fails leaves torch's generator unusable.
+        # In this first run, libraries create handles and workspaces, and an operation that waits
+        # for the GPU raises an error. In the capture, that error would break torch's generator.
         with torch.cuda.stream(aside), _no_waiting():
             run(self._inputs)
         here.wait_stream(aside)
@@ -71,7 +72,8 @@ class _Replay:
 
     @torch.no_grad()
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        torch._foreach_copy_(self._inputs, list(inputs))
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given)
         self._graph.replay()
         return [output.clone() for output in self._outputs]
 
@@ -84,10 +86,10 @@ def _may_wait(node: fx.Node) -> bool:
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Let torch raise where it waits for the GPU."""
+    """Raise an error if torch waits for the GPU."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch tells that it may overlook some
+        warnings.simplefilter("ignore")  # the mode is a prototype, and torch says so
         torch.cuda.set_sync_debug_mode("error")
         try:
             yield

@@ -331,8 +331,8 @@ class StoppingPolicy:
     #: Gradients of each chain from which such an R-hat ends it; most chains converge before.
     stuck_gradients: int = 8192
 
-    #: Gradients needed, as a multiple of those left, above which fewer chains begin again, as they
-    #: pay a second warm-up. At 1, the clock decided whether ``disease_map`` took 15 or 50 seconds.
+    #: Ratio of the gradients needed to the gradients left, above which the chains begin again with
+    #: another number or space: this costs a second warm-up. At 1, ``disease_map`` took 15 or 50 s.
     too_long: float = 2.0
 
     #: Seconds left, as a share of those spent, below which chains do not go on.
@@ -371,8 +371,8 @@ class SpacePolicy:
     #: the warm-up; further away it is made again. ``volatility_1000`` in ``benchmarks/large``.
     max_moved: float = 3.0
 
-    #: Nested R-hat of chains too slow for their budget, from which it is made again wherever they
-    #: are: 17 to 400 in a space that was made far from the posterior (``volatility_2500``).
+    #: Nested R-hat above which the conditional space is made again from the draws, if the budget is
+    #: too short: 17 to 420 in a space that was made far from the posterior (``volatility_2500``).
     remade_r_hat: float = 10.0
 
     #: Draws to which the law of the information is fitted in a window of the warm-up.
@@ -668,10 +668,9 @@ class ChainPolicy:
     #: Chains that see minibatches, by default.
     num_minibatch_chains: int = 8
 
-    #: Chains that go on where memory is long. With 64, a strict R-hat and the least number of
-    #: effective draws ask for equally long chains; fewer would have to be longer for as many draws,
-    #: at a cost that falls less than their number (``student_walk_400``: 120 s with 32, 84 s with
-    #: 64).
+    #: Number of chains below which it is not reduced further. With 64, R-hat 1.05 and the least
+    #: number of effective draws require equally long chains. With fewer, each chain must be longer,
+    #: but a gradient costs little less (``student_walk_400``: 120 s with 32 chains, 68 s with 64).
     least_long_chains: int = 64
 
     #: Share of the cost of a gradient at which halving the number of chains ends.

@@ -277,7 +277,11 @@ def random_streams() -> dict[str, Any]:
 
 
 def states_on_cpu(states: Any) -> Any:
-    """Move random states to the CPU, where they belong, from the device that a file was read to."""
+    """Move random states to the CPU: torch needs them there, whatever device a file was read to.
+
+    :param states: random states, in dicts, lists and tuples.
+    :returns: the same structure.
+    """
     return map_tree(lambda one: one.cpu() if isinstance(one, Tensor) else one, states)
 
 

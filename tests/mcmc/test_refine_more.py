@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import pickle
 import time
 
@@ -121,6 +122,23 @@ def test_long_memory_leads_to_fewer_longer_chains(monkeypatch, patience):
     assert found.settled or found.drift.is_usable()
     draws = found.get_samples()["x"]
     assert draws.mean(0).abs().max() < 0.25 and (draws.std(0) - 1).abs().max() < 0.25
+
+
+@pytest.mark.parametrize("needed", [1.9, 2.1])
+def test_a_budget_far_too_short_buys_more_gradients_of_fewer_chains(monkeypatch, needed):
+    """The gradients needed, in units of those left; a chain costs as much in 256 as in 64."""
+    sampler = Sampler(Target(ridge), {"x": torch.randn(256, 2)})
+    chains = refine_target(sampler, 256, 200, policy=STRICT).chains
+    spent = chains.gradients - chains.warmup_gradients
+    chains.last_drift = chains.last_drift._replace(r_hat=math.sqrt(1 + 3 * (1.1**2 - 1)))
+    left, chains.patience = round(3 * spent / needed), 1.0
+    chains.max_gradients = before = chains.gradients + left
+    thinned = []
+    monkeypatch.setattr(WindowedChains, "_seconds_of", lambda self, number: float(number))
+    monkeypatch.setattr(WindowedChains, "_thin_out", lambda self, *args: thinned.append(args[0]))
+    chains._adapt_number()
+    assert thinned == ([64] if needed > 2 else [])
+    assert chains.max_gradients == before + (3 * left if needed > 2 else 0)
 
 
 @pytest.mark.parametrize("is_apart", [True, False])
