@@ -268,8 +268,9 @@ class TracedScore:
             # Sizes that occur once, as when chains are started anew, are not worth a recording.
             found, self._shares[key] = self._first(latent)
             return found
-        if self._shares[key].is_divided:
-            parts = current_workers().score(self, self._alone, latent)
+        shares = self._shares[key]
+        if shares.is_divided:
+            parts = current_workers().score(self, self._alone, latent, shares.results)
             if parts is not None:
                 return parts
         return self._alone(latent)
@@ -322,7 +323,8 @@ class TracedScore:
         """Return the result, and how later calls with as many rows are evaluated."""
         with _Counter() as counter:
             found = self.plain(latent)
-        shares = self._shares_of(latent, counter)
+        like = tuple(one.new_empty(0, *one.shape[1:]) for one in found)
+        shares = self._shares_of(latent, counter)._replace(results=like)
         saved = self.num_calls * (COST.per_run + COST.saved_per_operation * counter.operations)
         if self._programs.compile == "auto" and saved < 2 * COST.per_recorded * counter.operations:
             self._programs.give_up(
@@ -351,10 +353,12 @@ class TracedScore:
 
 
 class _Shares(NamedTuple):
-    """The ``rows`` of a block, a power of two or all; whether processes divide the rows."""
+    """The ``rows`` of a block, a power of two or all; whether processes divide the rows; the
+    ``results`` for no rows."""
 
     rows: int
     is_divided: bool
+    results: tuple[Tensor, ...] = ()
 
 
 class FusedDensity:

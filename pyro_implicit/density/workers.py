@@ -7,7 +7,7 @@ import multiprocessing
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -73,19 +73,21 @@ class Workers:
         self.number = number if is_free and sys.platform == "linux" else 1
         self._teams: WeakKeyDictionary[Any, _Team] = WeakKeyDictionary()
 
-    def score(self, owner: Any, score: Score, rows: Tensor) -> tuple[Tensor, Tensor] | None:
+    def score(
+        self, owner: Any, score: Score, rows: Tensor, like: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
         """Return a score at rows ``(n, d)``, in parts; None if it must be computed in one process.
 
         :param owner: the processes end with this object.
-        :param score: of rows, with ``(n,)`` and ``(n, k)`` as its result. A process keeps it as it
-            is at the first call.
+        :param score: of rows. A process keeps it as it is at the first call.
+        :param like: its results for no rows, ``(0, *shape)``.
         """
         if self.number == 1:
             return None
         team = self._teams.get(owner)
         try:
             if team is None or len(team.rows) < len(rows):
-                team = self._teams[owner] = _Team(score, rows, self.number)
+                team = self._teams[owner] = _Team(score, rows, like, self.number)
             return team(score, rows)
         except (OSError, EOFError, RuntimeError) as error:
             self.close()
@@ -107,12 +109,11 @@ class Workers:
 
 
 class _Team:
-    def __init__(self, score: Score, rows: Tensor, number: int) -> None:
+    def __init__(self, score: Score, rows: Tensor, like: Sequence[Tensor], number: int) -> None:
         self.rows = torch.empty_like(rows).share_memory_()
-        self.log_prob = rows.new_empty(len(rows)).share_memory_()
-        self.gradient = torch.empty_like(rows).share_memory_()
+        self.results = [one.new_empty(len(rows), *one.shape[1:]).share_memory_() for one in like]
         pipes: list[Connection] = []
-        shared = (score, self.rows, self.log_prob, self.gradient)
+        shared = (score, self.rows, self.results)
         context = multiprocessing.get_context("fork")
         processes = []
         for index in range(1, number):
@@ -137,13 +138,19 @@ class _Team:
             pipe.send(number)
         with single_thread():
             own = _part(number, 0, len(self.pipes) + 1)
-            self.log_prob[own], self.gradient[own] = score(rows[own])
+            _write(self.results, own, score(rows[own]))
         for pipe in self.pipes:
             if not pipe.poll(COST.longest_answer):
                 raise OSError(f"a process has not answered for {COST.longest_answer:g} s")
             if error := pipe.recv():
                 raise RuntimeError(error)
-        return self.log_prob[:number].clone(), self.gradient[:number].clone()
+        log_prob, gradient = (result[:number].clone() for result in self.results)
+        return log_prob, gradient
+
+
+def _write(results: Sequence[Tensor], own: slice, found: Sequence[Tensor]) -> None:
+    for result, part in zip(results, found, strict=True):
+        result[own] = part
 
 
 def _part(number: int, index: int, parts: int) -> slice:
@@ -156,8 +163,7 @@ def _serve(
     part: tuple[int, int],
     score: Score,
     rows: Tensor,
-    log_prob: Tensor,
-    gradient: Tensor,
+    results: Sequence[Tensor],
 ) -> None:
     """Answer until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
@@ -169,7 +175,7 @@ def _serve(
         while number := pipe.recv():
             own, error = _part(number, *part), ""
             try:
-                log_prob[own], gradient[own] = score(rows[own])
+                _write(results, own, score(rows[own]))
             except BaseException as found:
                 error = f"{type(found).__name__}: {first_line(found)}"
             pipe.send(error)

@@ -71,6 +71,19 @@ def test_parts_are_those_of_the_score(number, compile):
     torch.testing.assert_close(score(latent)[0], exact_score(latent)[0])
 
 
+def test_results_of_other_shapes_are_divided():
+    # Spaces trace the map to latents, and the terms of a log-density, as they trace scores.
+    target = Target(make_model())
+    score = TracedScore(lambda latent: (target.score(latent)[1], latent[:, :0]))
+    with workers.workers(2):
+        for _ in range(4):
+            latent = torch.randn(7, 2, dtype=torch.float64)
+            found, nothing = score(latent)
+            torch.testing.assert_close(found, exact_score(latent)[1])
+            assert nothing.shape == (7, 0)
+        assert len(multiprocessing.active_children()) == 1
+
+
 def test_processes_end_with_their_score():
     with workers.workers(2):
         score = TracedScore(Target(make_model()).score)
