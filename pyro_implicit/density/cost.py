@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,11 +18,13 @@ from pyro_implicit.compiled import (
     ACTIVE,
     RECORDINGS,
     CompileMode,
+    CompilerError,
     FusedFunction,
     ProgramCache,
     RecordedFunction,
     Untraceable,
     disagreement,
+    has_compiler,
 )
 from pyro_implicit.compiled.recorder import DispatchMode
 from pyro_implicit.density.policy import COST
@@ -157,7 +161,7 @@ class _Counter(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations = self.largest = 0
-        self.elements = self.flops = 0.0
+        self.elements = self.fusable = self.flops = 0.0
 
     @property
     def work(self) -> float:
@@ -168,6 +172,12 @@ class _Counter(DispatchMode):
     def seconds(self) -> float:
         """Seconds of one core, without those of Pyro's handlers."""
         return COST.per_operation * self.operations + self.work
+
+    @property
+    def saved_by_compiler(self) -> float:
+        """Seconds of one core that compilation of a recording saves."""
+        dispatch = (COST.per_operation - COST.saved_per_operation) * self.operations
+        return COST.saved_by_compiler * (dispatch + COST.per_element * self.fusable)
 
     def __enter__(self) -> _Counter:
         _Counter.num_active += 1
@@ -189,7 +199,9 @@ class _Counter(DispatchMode):
         if not func.is_view:
             leaves = leaves_of(found)
             sizes = [leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)]
-            self.elements += _weight(packet.__name__, args) * sum(sizes)
+            weighted = _weight(packet.__name__, args) * sum(sizes)
+            self.elements += weighted
+            self.fusable += 0.0 if packet.__name__ in COST.factorisations else weighted
             self.largest = max(self.largest, *sizes, 0)
         return found
 
@@ -263,7 +275,7 @@ class TracedScore:
         if len(latent) == 0:
             return self.plain(latent)
         latent = latent.detach().contiguous()
-        key = (latent.shape, latent.dtype, latent.device)
+        key = _key(latent)
         if key not in self._shares:
             # Sizes that occur once, as when chains are started anew, are not worth a recording.
             found, self._shares[key] = self._first(latent)
@@ -275,10 +287,58 @@ class TracedScore:
                 return parts
         return self._alone(latent)
 
+    def repays_compiler(self, latent: Tensor, num_calls: float) -> bool:
+        """Return whether inductor saves more in a number of calls than it takes.
+
+        :param latent: vectors ``(num_draws, latent_dim)``, as many as in these calls.
+        """
+        program, _ = self._program_of(latent)
+        if program is None or program.is_compiled or self.compile != "auto" or not has_compiler():
+            return False
+        seconds = COST.compiler_start + COST.per_compiled * len(program.graph.nodes)
+        return num_calls * self._shares[_key(latent)].saved > seconds
+
+    def compile_for(self, latent: Tensor, if_faster: bool = True) -> bool:
+        """Compile the recording for as many vectors as these.
+
+        :param if_faster: whether the recording stays as it is unless the compiled one takes less
+            time, measured here.
+        :returns: whether it is compiled now.
+        """
+        program, rows = self._program_of(latent)
+        for _ in range(3):  # the second call divides rows or records, the third records
+            if program is None:
+                self(latent)
+                program, rows = self._program_of(latent)
+        if program is None or program.is_compiled:
+            return program is not None
+        compiled = copy.copy(program)
+        try:
+            compiled.compile([rows])
+        except CompilerError:
+            return False
+        if if_faster and _seconds_of(compiled, rows) >= _seconds_of(program, rows):
+            self._shares[_key(latent)] = self._shares[_key(latent)]._replace(saved=0.0)
+            return False
+        self._programs.replace(_key(rows), compiled)
+        current_workers().forget(self)  # the processes fork again, with the compiled program
+        return True
+
+    def _program_of(self, latent: Tensor) -> tuple[RecordedFunction | None, Tensor]:
+        """Return the recording that evaluates these vectors, and those of them that it takes."""
+        rows = latent.detach().contiguous()
+        shares = self._shares.get(_key(rows))
+        if shares is not None and shares.is_divided:
+            rows = rows[: len(rows) // current_workers().number]
+            shares = self._shares.get(_key(rows))
+        if shares is not None:
+            rows = rows[: shares.rows]
+        return self._programs.latest(_key(rows)), rows
+
     def _alone(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         if self._programs.compile is False or self._programs.refusal is not None:
             return self.plain(latent)
-        key = (latent.shape, latent.dtype, latent.device)
+        key = _key(latent)
         if key not in self._shares:  # of a part of the rows
             found, self._shares[key] = self._first(latent)
             return found
@@ -290,13 +350,20 @@ class TracedScore:
 
     def _recorded(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         programs = self._programs
-        key = (latent.shape, latent.dtype, latent.device)
+        key = _key(latent)
         program, is_due = programs.find(key)
         if program is not None and not is_due:
             log_prob, score = program([latent])
             return log_prob, score
         found = self.plain(latent)
-        if program is None and programs.refusal is None:
+        if program is not None:
+            own = program([latent])
+            if difference := disagreement(own, found):
+                cause = f"a recording disagrees with it: {difference}"
+                programs.give_up("the log-density", cause, is_wrong=True)
+            else:  # chains that resume compare at other calls, and rounding must be the same
+                found = own[0], own[1]
+        elif programs.refusal is None:
             inputs = latent.clone()
             programs.record(
                 "the log-density",
@@ -304,9 +371,6 @@ class TracedScore:
                 lambda: RecordedFunction(lambda: self.plain(inputs), [inputs]),
                 lambda _: [inputs],
             )
-        elif program is not None and (difference := disagreement(program([latent]), found)):
-            cause = f"a recording disagrees with it: {difference}"
-            programs.give_up("the log-density", cause, is_wrong=True)
         return found
 
     def log_prob(self, latent: Tensor) -> Tensor:
@@ -323,8 +387,10 @@ class TracedScore:
         """Return the result, and how later calls with as many rows are evaluated."""
         with _Counter() as counter:
             found = self.plain(latent)
-        like = tuple(one.new_empty(0, *one.shape[1:]) for one in found)
-        shares = self._shares_of(latent, counter)._replace(results=like)
+        shares = self._shares_of(latent, counter)._replace(
+            saved=counter.saved_by_compiler,
+            results=tuple(one.new_empty(0, *one.shape[1:]) for one in found),
+        )
         saved = self.num_calls * (COST.per_run + COST.saved_per_operation * counter.operations)
         if self._programs.compile == "auto" and saved < 2 * COST.per_recorded * counter.operations:
             self._programs.give_up(
@@ -352,12 +418,26 @@ class TracedScore:
         return _Shares(1 << max(1, int(math.log2(max(2, affordable)))), is_divided)
 
 
+def _key(latent: Tensor) -> tuple[Any, ...]:
+    return latent.shape, latent.dtype, latent.device
+
+
+def _seconds_of(program: RecordedFunction, rows: Tensor) -> float:
+    times = []
+    for _ in range(COST.timed_calls):
+        began = time.perf_counter()
+        program([rows])
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
 class _Shares(NamedTuple):
     """The ``rows`` of a block, a power of two or all; whether processes divide the rows; the
-    ``results`` for no rows."""
+    seconds ``saved`` by compilation; the ``results`` for no rows."""
 
     rows: int
     is_divided: bool
+    saved: float = 0.0
     results: tuple[Tensor, ...] = ()
 
 
