@@ -624,6 +624,7 @@ def test_what_a_later_check_sees_counts_against_an_earlier_one():
     looks = [Drift(0.01, 0.01, 1.09), Drift(0.3, 0.3, 1.8)]
     walked = standing_chains(history=SimpleNamespace(seen=1000), phase="sampling")
     walked.history.drift = lambda *_: looks.pop(0)
+    walked._compile_if_long = lambda: None
     walked.warmup_gradients, walked.gradients = 1000, 1100
     assert walked.check() is None and walked.settled == "converged"
     walked.history.seen = 5000
