@@ -33,7 +33,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import mean
 from typing import Any
@@ -59,10 +59,13 @@ from benchmarks.common import (
     read_records,
     write_page,
 )
+from benchmarks.implicit_methods import injective_log_prob
+from benchmarks.implicit_methods import make as make_method
+from benchmarks.implicit_methods import train as train_for
 from benchmarks.targets import KnownPosterior, _gaussian_mixture, make_target
-from pyro_implicit import AutoSemiImplicit
+from pyro_implicit import AutoImplicit, AutoSemiImplicit
 from pyro_implicit.density import Target
-from pyro_implicit.diagnostics import sliced_wasserstein
+from pyro_implicit.diagnostics import draw, sliced_wasserstein
 from pyro_implicit.infer import (
     AISIVI_ELBO,
     HSIVI_ELBO,
@@ -94,6 +97,7 @@ def _four_modes() -> KnownPosterior:
 
 
 NUM_DRAWS, NUM_COMPONENTS = 5_000, 16_384  # of KL(p || q)
+BUDGET = 8.0  # CPU seconds of the library's own guides
 TARGETS: dict[str, Callable[[], KnownPosterior]] = {
     "PVI's banana": _wide_banana,
     "PVI's multimodal": _four_modes,
@@ -149,12 +153,12 @@ class Row:
     measure: str
     steps: int
     make: Callable[..., Any]
-    generator: Callable[[], nn.Module]
-    noise_dim: int
-    sd: float
-    optim: type[torch.optim.Optimizer]
-    options: dict[str, Any]
-    rate: Callable[[float], float]
+    generator: Callable[[], nn.Module] = nn.Identity
+    noise_dim: int = 0
+    sd: float = 0.0
+    optim: type[torch.optim.Optimizer] = torch.optim.Adam
+    options: dict[str, Any] = field(default_factory=dict)
+    rate: Callable[[float], float] = float
     settings: str = ""
 
 
@@ -225,11 +229,33 @@ def _ksivi_rows() -> list[Row]:
     return rows
 
 
-ROWS = [*_pvi_rows(), *_aisivi_rows(), *_ksivi_rows()]
+def _library_rows() -> list[Row]:
+    """The library's guides by its own settings, next to the best number of a paper."""
+    best = [
+        ("Injective", "PVI's banana", (0.17, 0.01), "SW2"),
+        ("LIVI", "PVI's multimodal", (0.05, 0.01), "SW2"),
+        ("LIVI", "x_shape", (0.07, 0.01), "SW2"),
+        ("Injective", "banana", (0.0853, math.nan), "KL"),
+    ]
+    settings = f"the library's settings, {BUDGET:g} CPU s; the number is the paper's best"
+    return [Row(*key, 0, library_guide, settings=settings) for key in best]
 
 
-def train(row: Row, target: KnownPosterior, steps: int) -> AutoSemiImplicit:
+def library_guide(method: str, target: KnownPosterior) -> Any:
+    guide, elbo, optim, lr = make_method(method, target.model)
+    step = SVI(target.model, guide, optim, elbo).step
+    step()
+    train_for(step, elbo, optim, lr, BUDGET)
+    return guide
+
+
+ROWS = [*_pvi_rows(), *_aisivi_rows(), *_ksivi_rows(), *_library_rows()]
+
+
+def train(row: Row, target: KnownPosterior, steps: int) -> Any:
     """Train a guide by the settings of a row."""
+    if row.make is library_guide:
+        return library_guide(row.method, target)
 
     def options_of(name: str) -> dict[str, Any]:
         # The authors' guides have no location and scale of their own.
@@ -257,9 +283,12 @@ def train(row: Row, target: KnownPosterior, steps: int) -> AutoSemiImplicit:
 
 
 @torch.no_grad()
-def forward_kl(row: Row, target: KnownPosterior, guide: AutoSemiImplicit, seed: int) -> float:
+def forward_kl(row: Row, target: KnownPosterior, guide: Any, seed: int) -> float:
     exact = target.truth(NUM_DRAWS, seed)
     log_p = Target(target.model).log_prob(exact)
+    if isinstance(guide, AutoImplicit):
+        log_ratio = injective_log_prob(guide, exact) - log_p
+        return (log_ratio.expm1() - log_ratio).mean().item()
     uniform = SobolEngine(row.noise_dim, scramble=True, seed=seed).draw(NUM_COMPONENTS)
     noise = torch.special.ndtri(uniform.clamp(1e-6, 1 - 1e-6))
     generator, scale = guide.generator, guide.noise_scale
@@ -280,7 +309,7 @@ def run(row: Row, seed: int, steps: int) -> dict[str, Any]:
         return found | {"value": forward_kl(row, target, guide, seed)}
     distances, floors = [], []
     for index in range(10):
-        draws = guide.get_posterior().sample((10_000,))
+        draws = target.flatten(draw(guide, 10_000))
         exact, other = (target.truth(10_000, 1000 + 2 * index + k) for k in (0, 1))
         distances.append(sliced_wasserstein(draws, exact, num_projections=100).item())
         floors.append(sliced_wasserstein(other, exact, num_projections=100).item())
