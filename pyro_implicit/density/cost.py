@@ -293,7 +293,9 @@ class TracedScore:
         :param latent: vectors ``(num_draws, latent_dim)``, as many as in these calls.
         """
         program, _ = self._program_of(latent)
-        if program is None or program.is_compiled or self.compile != "auto" or not has_compiler():
+        if program is None or program.is_compiled or self.compile != "auto":
+            return False
+        if latent.device.type != "cpu" or not has_compiler():
             return False
         seconds = COST.compiler_start + COST.per_compiled * len(program.graph.nodes)
         return num_calls * self._shares[_key(latent)].saved > seconds
@@ -315,9 +317,10 @@ class TracedScore:
         compiled = copy.copy(program)
         try:
             compiled.compile([rows])
+            is_kept = not if_faster or _seconds_of(compiled, rows) < _seconds_of(program, rows)
         except CompilerError:
-            return False
-        if if_faster and _seconds_of(compiled, rows) >= _seconds_of(program, rows):
+            is_kept = False
+        if not is_kept:  # it is not tried again
             self._shares[_key(latent)] = self._shares[_key(latent)]._replace(saved=0.0)
             return False
         self._programs.replace(_key(rows), compiled)
