@@ -138,7 +138,7 @@ def forward_kl(target: KnownPosterior, guide: Any, seed: int) -> float | None:
     exact = truth(target, seed)[:NUM_KL_DRAWS]
     log_p = Target(target.model).log_prob(exact)
     posterior = guide.get_posterior()
-    if isinstance(guide, AutoImplicit):
+    if isinstance(guide, AutoImplicit) and not isinstance(guide, AutoSemiImplicit):
         return (log_p - injective_log_prob(guide, exact)).mean().item()
     if not isinstance(guide, AutoSemiImplicit):
         return (log_p - posterior.log_prob(exact)).mean().item()

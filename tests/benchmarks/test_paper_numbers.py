@@ -17,6 +17,7 @@ from torch import Tensor
 
 from benchmarks import implicit_methods, paper_numbers
 from benchmarks.targets import KnownPosterior, make_target
+from pyro_implicit import AutoImplicit, AutoregressiveGenerator
 
 
 def test_forward_kl_of_two_gaussians(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,10 +37,11 @@ def test_forward_kl_of_two_gaussians(monkeypatch: pytest.MonkeyPatch) -> None:
     assert paper_numbers.forward_kl(row, target, guide, 0) == pytest.approx(exact, rel=0.1)
 
 
-@pytest.mark.parametrize("method", ["PVI", "SIVI-SM", "AISIVI", "KSIVI"])
+@pytest.mark.parametrize("method", ["PVI", "SIVI-SM", "AISIVI", "KSIVI", "LIVI, ours"])
 def test_paper_numbers(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paper_numbers, "NUM_DRAWS", 50)
     monkeypatch.setattr(paper_numbers, "NUM_COMPONENTS", 64)
+    monkeypatch.setattr(paper_numbers, "BUDGET", 0.1)
     monkeypatch.setattr(paper_numbers, "sliced_wasserstein", lambda *args, **kwargs: torch.ones(()))
     args = argparse.Namespace(
         threads=1, out=tmp_path / "numbers.jsonl", report=False, seeds=1, max_steps=2
@@ -52,7 +54,22 @@ def test_paper_numbers(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert f"| {method} | x_shape |" in page and "nan" not in page.split("paper")[0]
 
 
-@pytest.mark.parametrize("method", ["KSIVI", "PVI"])
+def test_density_of_an_injective_guide_at_given_points() -> None:
+    guide = AutoImplicit(make_target("x_shape", "cpu", None).model, AutoregressiveGenerator)
+    guide()
+    with torch.no_grad():
+        for parameter in guide.generator.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    noise = torch.randn(200, 2, requires_grad=True)
+    transform = guide.get_transform()
+    value = transform(noise)
+    log_det = transform.log_abs_det_jacobian(noise, value)
+    expected = dist.Normal(0.0, 1.0).log_prob(noise).sum(-1) - log_det
+    found = implicit_methods.injective_log_prob(guide, value.detach())
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["KSIVI", "PVI", "Injective"])
 def test_implicit_methods(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(implicit_methods, "NUM_KL_DRAWS", 50)
     monkeypatch.setattr(implicit_methods, "NUM_COMPONENTS", 64)
