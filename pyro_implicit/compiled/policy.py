@@ -25,6 +25,11 @@ class RecordingPolicy:
     #: that estimates their cost, so that ``fit`` looks twice before (``Schedule.first_look``).
     auto_steps: int = 42
 
+    #: Bytes of freed memory that the process keeps, so that a replay finds the memory of the one
+    #: before; bytes of a tensor that are always returned, the most that glibc allows; and bytes by
+    #: which the heap grows.
+    kept_memory: tuple[int, int, int] = (2**28, 2**25, 2**24)
+
     #: Relative error of a recorded value in float32. Recordings are bit-identical; kernels of
     #: inductor sum in another order.
     rounding: float = 1e-3

@@ -18,6 +18,7 @@ from pyro_implicit.compiled.fusion import FusedGraph
 from pyro_implicit.compiled.policy import RECORDINGS
 from pyro_implicit.compiled.recorder import Untraceable, is_random, must_run, record, touches
 from pyro_implicit.compiled.replay import Function, replayed
+from pyro_implicit.runtime.memory import keep_freed_memory
 from pyro_implicit.runtime.messages import first_line
 
 __all__ = [
@@ -265,6 +266,7 @@ class RecordedFunction:
         modules: Iterable[nn.Module] = (),
         writable: Sequence[Tensor] = (),
     ) -> None:
+        keep_freed_memory(*RECORDINGS.kept_memory)
         recorder = record(function, inputs, writable)
         simplify(recorder.graph, recorder.mutated)
         if len(recorder.graph.nodes) > RECORDINGS.least_operations:

@@ -240,9 +240,9 @@ class TracedScore:
         of a model and data that stay the same.
     :param num_calls: the number of calls that are expected; too few for a recording to save time
         give no recording.
-    :param compile: ``"auto"`` as above. ``"trace"`` always records, and warns if it cannot. With
-        ``True`` inductor compiles the recording, and results differ by rounding. ``False`` never
-        records.
+    :param compile: ``"auto"`` as above, until :meth:`compile_for`. ``"trace"`` always records, and
+        warns if it cannot. With ``True`` inductor compiles the recording, and results differ by
+        rounding. ``False`` never records.
     """
 
     def __init__(

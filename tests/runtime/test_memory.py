@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recording does not return its memory to the system after each operation."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource
+import torch
+from pyro_implicit.compiled import RecordedFunction
+
+torch.set_num_threads(1)
+x = torch.randn(64, 100, dtype=torch.float64)
+program = RecordedFunction(lambda: [(x * k + x).exp() for k in range(40)], [x])
+for _ in range(200):
+    program([x])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(2000):
+    program([x])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_a_recording_keeps_its_memory():
+    def faults(**settings):
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, **settings},
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        return int(done.stdout)
+
+    assert faults() < 200
+    # A setting of the user's stays: here glibc's own, by which all of it is returned.
+    assert faults(MALLOC_TRIM_THRESHOLD_="131072") > 10_000
