@@ -6,12 +6,18 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from enum import IntEnum
 from functools import cache
 
 __all__ = ["keep_freed_memory"]
 
-# Of the header malloc.h.
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+
+class _Parameter(IntEnum):
+    """As in glibc's header ``malloc.h``."""
+
+    TRIM_THRESHOLD = -1
+    TOP_PAD = -2
+    MMAP_THRESHOLD = -3
 
 
 @cache
@@ -37,5 +43,9 @@ def keep_freed_memory(most: int, largest: int, step: int) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    settings = {_MMAP_THRESHOLD: largest, _TRIM_THRESHOLD: most, _TOP_PAD: step}
-    return all(mallopt(*setting) == 1 for setting in settings.items())
+    settings = (
+        (_Parameter.MMAP_THRESHOLD, largest),
+        (_Parameter.TRIM_THRESHOLD, most),
+        (_Parameter.TOP_PAD, step),
+    )
+    return all(mallopt(*setting) == 1 for setting in settings)
