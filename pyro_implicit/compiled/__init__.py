@@ -21,7 +21,6 @@ from pyro_implicit.compiled.program import (
     FusedFunction,
     RandomState,
     RecordedFunction,
-    has_compiler,
 )
 from pyro_implicit.compiled.recorder import ACTIVE, Untraceable, is_tracing
 from pyro_implicit.runtime.messages import first_line, refuse_unknown, warn_user
@@ -42,7 +41,6 @@ __all__ = [
     "check_mode",
     "disagreement",
     "flatten_arguments",
-    "has_compiler",
     "is_tracing",
 ]
 
@@ -109,14 +107,6 @@ class ProgramCache(Generic[Program]):
         self.num_run += 1
         calls = self._calls[key] = self._calls[key] + 1
         return program, calls & (calls - 1) == 0
-
-    def latest(self, key: Hashable) -> Program | None:
-        """Return the recording for a call that is not made."""
-        return self._programs.get(key)
-
-    def replace(self, key: Hashable, program: Program) -> None:
-        """Replace a recording by another one of the same function."""
-        self._programs[key] = program
 
     def record(
         self,

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from shutil import which
 from typing import Any
 
 import torch
@@ -29,7 +27,6 @@ __all__ = [
     "RecordedFunction",
     "as_function",
     "compile_graph",
-    "has_compiler",
     "simplify",
 ]
 
@@ -277,8 +274,6 @@ class RecordedFunction:
         self.graph, self._constants = recorder.graph, recorder.constants
         self._guard = Guard(recorder.captured, modules)
         self._run = replayed(as_function(self.graph, self._constants), self.graph, inputs)
-        #: Whether :meth:`compile` was called.
-        self.is_compiled = False
 
     def holds(self) -> bool:
         """Tell whether the tensors that it holds constant are unchanged."""
@@ -295,7 +290,7 @@ class RecordedFunction:
         :raises CompilerError: if there is no compiler, or it fails.
         """
         compiled = compile_graph(self.graph, self._constants, inputs)
-        self._run, self.is_compiled = replayed(compiled, self.graph, inputs), True
+        self._run = replayed(compiled, self.graph, inputs)
 
 
 class FusedFunction:
@@ -370,11 +365,6 @@ class RandomState:
 
 class CompilerError(RuntimeError):
     """There is no compiler, or it fails."""
-
-
-def has_compiler() -> bool:
-    """Return whether there is a C++ compiler for inductor."""
-    return which(os.environ.get("CXX", "g++")) is not None
 
 
 def compile_graph(

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,13 +16,11 @@ from pyro_implicit.compiled import (
     ACTIVE,
     RECORDINGS,
     CompileMode,
-    CompilerError,
     FusedFunction,
     ProgramCache,
     RecordedFunction,
     Untraceable,
     disagreement,
-    has_compiler,
 )
 from pyro_implicit.compiled.recorder import DispatchMode
 from pyro_implicit.density.policy import COST
@@ -161,7 +157,7 @@ class _Counter(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations = self.largest = 0
-        self.elements = self.fusable = self.flops = 0.0
+        self.elements = self.flops = 0.0
 
     @property
     def work(self) -> float:
@@ -172,12 +168,6 @@ class _Counter(DispatchMode):
     def seconds(self) -> float:
         """Seconds of one core, without those of Pyro's handlers."""
         return COST.per_operation * self.operations + self.work
-
-    @property
-    def saved_by_compiler(self) -> float:
-        """Seconds of one core that compilation of a recording saves."""
-        dispatch = (COST.per_operation - COST.saved_per_operation) * self.operations
-        return COST.saved_by_compiler * (dispatch + COST.per_element * self.fusable)
 
     def __enter__(self) -> _Counter:
         _Counter.num_active += 1
@@ -199,9 +189,7 @@ class _Counter(DispatchMode):
         if not func.is_view:
             leaves = leaves_of(found)
             sizes = [leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)]
-            weighted = _weight(packet.__name__, args) * sum(sizes)
-            self.elements += weighted
-            self.fusable += 0.0 if packet.__name__ in COST.factorisations else weighted
+            self.elements += _weight(packet.__name__, args) * sum(sizes)
             self.largest = max(self.largest, *sizes, 0)
         return found
 
@@ -240,9 +228,9 @@ class TracedScore:
         of a model and data that stay the same.
     :param num_calls: the number of calls that are expected; too few for a recording to save time
         give no recording.
-    :param compile: ``"auto"`` as above, until :meth:`compile_for`. ``"trace"`` always records, and
-        warns if it cannot. With ``True`` inductor compiles the recording, and results differ by
-        rounding. ``False`` never records.
+    :param compile: ``"auto"`` as above. ``"trace"`` always records, and warns if it cannot. With
+        ``True`` inductor compiles the recording, and results differ by rounding. ``False`` never
+        records.
     """
 
     def __init__(
@@ -286,57 +274,6 @@ class TracedScore:
             if parts is not None:
                 return parts
         return self._alone(latent)
-
-    def repays_compiler(self, latent: Tensor, num_calls: float) -> bool:
-        """Return whether inductor saves more in a number of calls than it takes.
-
-        :param latent: vectors ``(num_draws, latent_dim)``, as many as in these calls.
-        """
-        program, _ = self._program_of(latent)
-        if program is None or program.is_compiled or self.compile != "auto":
-            return False
-        if latent.device.type != "cpu" or not has_compiler():
-            return False
-        seconds = COST.compiler_start + COST.per_compiled * len(program.graph.nodes)
-        return num_calls * self._shares[_key(latent)].saved > seconds
-
-    def compile_for(self, latent: Tensor, if_faster: bool = True) -> bool:
-        """Compile the recording for as many vectors as these.
-
-        :param if_faster: whether the recording stays as it is unless the compiled one takes less
-            time, measured here.
-        :returns: whether it is compiled now.
-        """
-        program, rows = self._program_of(latent)
-        for _ in range(3):  # the second call divides rows or records, the third records
-            if program is None:
-                self(latent)
-                program, rows = self._program_of(latent)
-        if program is None or program.is_compiled:
-            return program is not None
-        compiled = copy.copy(program)
-        try:
-            compiled.compile([rows])
-            is_kept = not if_faster or _seconds_of(compiled, rows) < _seconds_of(program, rows)
-        except CompilerError:
-            is_kept = False
-        if not is_kept:  # it is not tried again
-            self._shares[_key(latent)] = self._shares[_key(latent)]._replace(saved=0.0)
-            return False
-        self._programs.replace(_key(rows), compiled)
-        current_workers().forget(self)  # the processes fork again, with the compiled program
-        return True
-
-    def _program_of(self, latent: Tensor) -> tuple[RecordedFunction | None, Tensor]:
-        """Return the recording that evaluates these vectors, and those of them that it takes."""
-        rows = latent.detach().contiguous()
-        shares = self._shares.get(_key(rows))
-        if shares is not None and shares.is_divided:
-            rows = rows[: len(rows) // current_workers().number]
-            shares = self._shares.get(_key(rows))
-        if shares is not None:
-            rows = rows[: shares.rows]
-        return self._programs.latest(_key(rows)), rows
 
     def _alone(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         if self._programs.compile is False or self._programs.refusal is not None:
@@ -391,7 +328,6 @@ class TracedScore:
         with _Counter() as counter:
             found = self.plain(latent)
         shares = self._shares_of(latent, counter)._replace(
-            saved=counter.saved_by_compiler,
             results=tuple(one.new_empty(0, *one.shape[1:]) for one in found),
         )
         saved = self.num_calls * (COST.per_run + COST.saved_per_operation * counter.operations)
@@ -425,22 +361,12 @@ def _key(latent: Tensor) -> tuple[Any, ...]:
     return latent.shape, latent.dtype, latent.device
 
 
-def _seconds_of(program: RecordedFunction, rows: Tensor) -> float:
-    times = []
-    for _ in range(COST.timed_calls):
-        began = time.perf_counter()
-        program([rows])
-        times.append(time.perf_counter() - began)
-    return min(times)
-
-
 class _Shares(NamedTuple):
     """The ``rows`` of a block, a power of two or all; whether processes divide the rows; the
-    seconds ``saved`` by compilation; the ``results`` for no rows."""
+    ``results`` for no rows."""
 
     rows: int
     is_divided: bool
-    saved: float = 0.0
     results: tuple[Tensor, ...] = ()
 
 

@@ -82,19 +82,6 @@ class CostPolicy:
     #: Seconds that a replay of a recorded operation saves: autograd and ``vmap``.
     saved_per_operation: float = 6e-6
 
-    #: Share of the seconds of a replay, matrix products and factorisations aside, that kernels of
-    #: inductor save: .2 to .6 in nine of ten models with long chains, and none in ``network_50``.
-    saved_by_compiler: float = 0.3
-
-    #: Seconds to compile a recording with inductor, without its operations.
-    compiler_start: float = 2.0
-
-    #: Seconds of inductor for each operation of a recording.
-    per_compiled: float = 9e-3
-
-    #: Calls of which the shortest is the time of a recording.
-    timed_calls: int = 8
-
     #: Elements of a sum that take as long as one element of this function.
     functions: Mapping[str, int] = field(default_factory=lambda: {
         "lgamma": 15, "digamma": 15, "polygamma": 30, "special_log_ndtr": 15,

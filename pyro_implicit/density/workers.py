@@ -101,11 +101,6 @@ class Workers:
             self.close()
             raise
 
-    def forget(self, owner: Any) -> None:
-        """End the processes of an owner; its next score forks others."""
-        if (team := self._teams.pop(owner, None)) is not None:
-            team.end()
-
     def close(self) -> None:
         """End all processes."""
         for team in self._teams.values():

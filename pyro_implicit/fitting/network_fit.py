@@ -6,16 +6,17 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from shutil import which
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from pyro_implicit.compiled import has_compiler
 from pyro_implicit.density.target import Target
 from pyro_implicit.fitting.candidates import set_up
 from pyro_implicit.fitting.policy import HeldOutPolicy, NetworkPolicy
@@ -314,7 +315,7 @@ def _walk(
     number, compile = len(next(iter(starts.values()))), stages.options["compile"]
     seconds = min(left, gradients * network.cost_ratio * target.seconds(number))
     if compile == "auto" and seconds >= network.compiled_seconds:
-        compile = True if has_compiler() else "auto"
+        compile = True if which(os.environ.get("CXX", "g++")) else "auto"
     with result.attempt(name) as line:
         refined = refine_target(
             Sampler(target, starts),

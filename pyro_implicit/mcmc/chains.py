@@ -206,7 +206,6 @@ class WindowedChains(Chains):
     _began: tuple[int, float, float] = (0, 0.0, 0.0)
     _adapted_number: bool = False
     _is_extended: bool = False
-    _is_compiled: bool = False
 
     def attach(
         self,
@@ -221,8 +220,6 @@ class WindowedChains(Chains):
         :param has_quantities: whether the user named the tracked quantities.
         """
         self._walked, self._track, self._has_quantities = space, track, has_quantities
-        if self._is_compiled:  # results differ by rounding
-            space.compile_for(self.points, if_faster=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_walked": None, "_track": _track_nothing}
@@ -351,7 +348,6 @@ class WindowedChains(Chains):
                 found = self.settled or "max_gradients"
             elif self.settled is None:
                 self._adapt_number()
-                self._compile_if_long()
         if found is not None and not self._spends_all:
             return found
         end = None
@@ -377,17 +373,14 @@ class WindowedChains(Chains):
             is_long and self.last_drift is not None and self.last_drift.r_hat > limits.stuck_r_hat
         )
 
-    @property
-    def _is_strict(self) -> bool:
-        return self.adaptation.is_stiff or self.failed > self.policy.warmup.max_failed
-
     def _settled(self) -> str | None:
         limits = self.policy.stopping
         self.last_drift = found = self.history.drift(limits)
+        is_stiff = self.adaptation.is_stiff or self.failed > self.policy.warmup.max_failed
         self.settled = None  # later evidence counts against earlier
-        if self._has_quantities and found.is_steady(limits) and not self._is_strict:
+        if self._has_quantities and found.is_steady(limits) and not is_stiff:
             self.settled = "steady"
-        if found.is_settled(limits) and not (self._is_strict and found.r_hat > limits.strict_r_hat):
+        if found.is_settled(limits) and not (is_stiff and found.r_hat > limits.strict_r_hat):
             self.settled = "converged"
         if self.settled != "converged":
             return self.settled
@@ -453,18 +446,6 @@ class WindowedChains(Chains):
             return
         self.max_gradients = self.gradients + math.ceil(max(0.0, left) * before / seconds)
 
-    def _compile_if_long(self) -> None:
-        """Compile the score where that pays in the gradients that the chains still need."""
-        if self.phase != "sampling" or self._is_compiled:
-            return
-        assert self.last_drift is not None
-        limits, spent = self.policy.stopping, self.gradients - self.warmup_gradients
-        max_r_hat = limits.strict_r_hat if self._is_strict else limits.max_r_hat
-        left = (self.last_drift.stretch(max_r_hat, limits) - 1) * spent
-        left = min(left, self.max_gradients - self.gradients, self._affordable())
-        if self.walked.repays_compiler(self.points, left):
-            self._is_compiled = self.walked.compile_for(self.points)
-
     def _seconds_of(self, number: int) -> float:
         """Measure the score of some chains."""
         white, times = self.state.position[:number], []
@@ -512,7 +493,6 @@ class WindowedChains(Chains):
         self.history = History(self.history.capacity)
         self._began = self.gradients, self.seconds, self.cpu_seconds
         self.phase, self._next_check = "warm-up", self.policy.stopping.first_check
-        self._is_compiled = False
         self._window = self.policy.warmup.least_windows - 1
         self.acceptance = self.failed = 0.0
         self.start()

@@ -84,11 +84,6 @@ class Drift(NamedTuple):
         is_still = max(self.mean, self.sd) <= policy.max_error
         return is_still and self.r_hat <= policy.max_steady_r_hat
 
-    def stretch(self, max_r_hat: float, policy: StoppingPolicy = DEFAULT.stopping) -> float:
-        """Return how many times as long the chains must be to settle: errors fall with the root."""
-        by_r_hat = (self.r_hat**2 - 1) / (max_r_hat**2 - 1)
-        return max(by_r_hat, (max(self.mean, self.sd) / policy.max_error) ** 2)
-
     def is_usable(self, policy: StoppingPolicy = DEFAULT.stopping) -> bool:
         """Return whether the errors are small enough for a result, though not to stop early."""
         is_small = max(self.stated()[:2]) <= policy.max_usable_error

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
-import shutil
 import threading
 
 import pyro
@@ -83,22 +82,6 @@ def test_results_of_other_shapes_are_divided():
             torch.testing.assert_close(found, exact_score(latent)[1])
             assert nothing.shape == (7, 0)
         assert len(multiprocessing.active_children()) == 1
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_processes_fork_again_with_a_compiled_program(monkeypatch):
-    monkeypatch.setattr(cost, "_seconds_of", lambda one, _: not one.is_compiled)
-    score = TracedScore(Target(make_model()).score)
-    latent = torch.randn(8, 2, dtype=torch.float64)
-    with workers.workers(2):
-        for _ in range(3):
-            score(latent)
-        before = multiprocessing.active_children()
-        assert score.compile_for(latent) and not multiprocessing.active_children()
-        for found, expected in zip(score(latent), exact_score(latent), strict=True):
-            torch.testing.assert_close(found, expected)
-        (after,) = multiprocessing.active_children()
-        assert after not in before
 
 
 def test_processes_end_with_their_score():

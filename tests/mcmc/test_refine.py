@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pyro
@@ -25,7 +23,7 @@ from pyro_implicit import (
     diagnose,
     fit,
 )
-from pyro_implicit.density import SubsampledError, Target, cost
+from pyro_implicit.density import SubsampledError, Target
 from pyro_implicit.generators import Generator
 from pyro_implicit.mcmc import ChainPolicy, ChEES, refine
 from pyro_implicit.mcmc.chains import WindowedChains
@@ -219,29 +217,6 @@ def test_killed_and_resumed_gives_equal_bits(tmp_path, monkeypatch, kill_at):
         assert result.num_gradients == whole.num_gradients
     with pytest.raises(ValueError, match="Cure: another file"):
         short(AutoNormal(regression), checkpoint=file, max_gradients=300)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_long_chains_are_compiled_and_resume_so(tmp_path, monkeypatch):
-    policy = replace(cost.COST, compiler_start=0.0, per_compiled=0.0)
-    monkeypatch.setattr(cost, "COST", policy)
-    monkeypatch.setattr(cost, "_seconds_of", lambda one, _: not one.is_compiled)
-    file, advance = tmp_path / "chains.pt", WindowedChains.advance
-    settle_late = ChainPolicy(stopping=StoppingPolicy(max_error=1e-3))
-    options = {"checkpoint_every": 2, "max_gradients": 300, "policy": settle_late}
-    whole = short(AutoNormal(regression), **options)
-    assert whole.chains._is_compiled
-
-    def dying(self, *args, **kwargs):
-        if self._is_compiled and self.history.seen >= 22:
-            raise Killed
-        advance(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(WindowedChains, "advance", dying)
-        short(AutoNormal(regression), checkpoint=file, **options)
-    resumed = short(AutoNormal(regression), checkpoint=file, **options)
-    assert resumed.get_samples()["weight"].equal(whole.get_samples()["weight"])
 
 
 @pytest.mark.parametrize("phase", ["warm-up", "sampling"])
@@ -624,7 +599,6 @@ def test_what_a_later_check_sees_counts_against_an_earlier_one():
     looks = [Drift(0.01, 0.01, 1.09), Drift(0.3, 0.3, 1.8)]
     walked = standing_chains(history=SimpleNamespace(seen=1000), phase="sampling")
     walked.history.drift = lambda *_: looks.pop(0)
-    walked._compile_if_long = lambda: None
     walked.warmup_gradients, walked.gradients = 1000, 1100
     assert walked.check() is None and walked.settled == "converged"
     walked.history.seen = 5000

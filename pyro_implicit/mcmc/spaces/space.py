@@ -99,14 +99,6 @@ class Space:
         """Log-density ``(num_chains,)`` and gradient ``(num_chains, d)`` at ``(num_chains, d)``."""
         return self._traced(points)
 
-    def repays_compiler(self, points: Tensor, num_calls: float) -> bool:
-        """Whether inductor saves more in a number of calls of :meth:`score` than it takes."""
-        return self._traced.repays_compiler(points, num_calls)
-
-    def compile_for(self, points: Tensor, if_faster: bool = True) -> bool:
-        """Compile :meth:`score` for as many points as these; see :class:`TracedScore`."""
-        return self._traced.compile_for(points, if_faster)
-
     def white_score(self, frame: WhiteningFrame, white: Tensor) -> tuple[Tensor, Tensor]:
         """The same at white coordinates of a frame."""
         log_density, gradient = self.score(frame.to_points(white))
