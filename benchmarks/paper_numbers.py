@@ -18,9 +18,9 @@ on the paper's target::
 
 The numbers of PVI, of SIVI on its banana, and of AISIVI on x_shape and multimodal are reached by
 one seed; AISIVI's on the banana (64 noises, not 8,192) is not, nor is SIVI-SM's on PVI's banana
-(1.27; .61 with a learning rate that falls to a tenth). The authors' own code of SIVI-SM has .25 after
-10,000 steps there (one seed); the cause of the difference is not known. KSIVI's own code, run with its
-network, kernel and step sizes for 10,000 steps (seed 0), stays in the middle of x_shape:
+(1.27; .61 with a learning rate that falls to a tenth). The authors' own code of SIVI-SM has .25
+after 10,000 steps there (one seed); the cause of the difference is not known. KSIVI's own code, run
+with its network, kernel and step sizes for 10,000 steps (seed 0), stays in the middle of x_shape:
 KL(p || q) 2.0, and .72 by sliced 2-Wasserstein distance; ours leaves it (KL .0015). After 1,000
 steps both are there (2.0 and 2.3).
 
