@@ -35,7 +35,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from statistics import mean
 from typing import Any
@@ -65,7 +65,7 @@ from benchmarks.implicit_methods import injective_log_prob
 from benchmarks.implicit_methods import make as make_method
 from benchmarks.implicit_methods import train as train_for
 from benchmarks.targets import KnownPosterior, _gaussian_mixture, make_target
-from pyro_implicit import AutoImplicit, AutoSemiImplicit
+from pyro_implicit import AutoSemiImplicit
 from pyro_implicit.density import Target
 from pyro_implicit.diagnostics import draw, sliced_wasserstein
 from pyro_implicit.infer import (
@@ -100,6 +100,7 @@ def _four_modes() -> KnownPosterior:
 
 NUM_DRAWS, NUM_COMPONENTS = 5_000, 16_384  # of KL(p || q)
 BUDGET = 8.0  # CPU seconds of the library's own guides
+OURS = ", ours"  # after the name of a method that is trained by the library's settings
 TARGETS: dict[str, Callable[[], KnownPosterior]] = {
     "PVI's banana": _wide_banana,
     "PVI's multimodal": _four_modes,
@@ -141,31 +142,36 @@ def aisivi_generator() -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Row:
+class Number:
     """A number of a paper.
 
-    :ivar number: the paper's mean, and its standard deviation over ten runs (nan if not printed).
-    :ivar make: makes the ELBO, or for PVI the object with the guide.
-    :ivar rate: the learning rate at a share of the training.
+    :ivar number: its mean, and its standard deviation over ten runs (nan if not printed).
+    :ivar settings: what differs from the paper.
     """
 
     method: str
     target: str
     number: tuple[float, float]
     measure: str
+    settings: str
+
+
+@dataclass(frozen=True)
+class Row(Number):
+    """A number, and the settings of its authors.
+
+    :ivar make: makes the ELBO, or for PVI the object with the guide.
+    :ivar rate: the learning rate at a share of the training.
+    """
+
     steps: int
     make: Callable[..., Any]
-    generator: Callable[[], nn.Module] = nn.Identity
-    noise_dim: int = 0
-    sd: float = 0.0
-    optim: type[torch.optim.Optimizer] = torch.optim.Adam
-    options: dict[str, Any] = field(default_factory=dict)
-    rate: Callable[[float], float] = float
-    settings: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.method}, ours" if self.make is library_guide else self.method
+    generator: Callable[[], nn.Module]
+    noise_dim: int
+    sd: float
+    optim: type[torch.optim.Optimizer]
+    options: dict[str, Any]
+    rate: Callable[[float], float]
 
 
 RMSPROP: dict[str, Any] = {"lr": 1e-4, "alpha": 0.9}
@@ -194,8 +200,8 @@ def _pvi_rows() -> list[Row]:
             make, settings = makes[method]
             # The code names a falling rate for SIVI-SM, but with an interval of 0 it stays.
             rate = lambda share: 1e-4  # noqa: E731
-            common = (make, wide, 2, 1.0, torch.optim.RMSprop, RMSPROP, rate, settings)
-            rows.append(Row(method, target, number, "SW2", 15_000, *common))
+            common = (make, wide, 2, 1.0, torch.optim.RMSprop, RMSPROP, rate)
+            rows.append(Row(method, target, number, "SW2", settings, 15_000, *common))
     return rows
 
 
@@ -217,8 +223,8 @@ def _aisivi_rows() -> list[Row]:
         )
         sd = 0.1 * math.log1p(math.e)
         rate = lambda share: 1e-2 if share < 0.5 else 1e-3  # noqa: E731
-        common = (make, aisivi_generator, 2, sd, torch.optim.Adam, {"lr": 1e-2}, rate, settings)
-        rows.append(Row("AISIVI", target, (number, math.nan), "KL", 4_000, *common))
+        common = (make, aisivi_generator, 2, sd, torch.optim.Adam, {"lr": 1e-2}, rate)
+        rows.append(Row("AISIVI", target, (number, math.nan), "KL", settings, 4_000, *common))
     return rows
 
 
@@ -232,39 +238,40 @@ def _ksivi_rows() -> list[Row]:
     rate = lambda share: 1e-3 * 0.9 ** int(10 * share)  # noqa: E731
     rows = []
     for target, number, sd in (("banana", math.nan, 0.5), ("x_shape", math.nan, 1.0)):
-        common = (make, ksivi_generator, 3, sd, *adam, rate, "bandwidth 5 % smaller")
-        rows.append(Row("KSIVI", target, (number, math.nan), "KL", 10_000, *common))
+        common = ("bandwidth 5 % smaller", 10_000, make, ksivi_generator, 3, sd, *adam, rate)
+        rows.append(Row("KSIVI", target, (number, math.nan), "KL", *common))
     return rows
 
 
-def _library_rows() -> list[Row]:
-    """The library's guides by its own settings, next to the best number of a paper."""
+def _best_numbers() -> list[Number]:
+    """Return the best number of a paper on its targets, each for a method of the library."""
     best = [
         ("Injective", "PVI's banana", (0.17, 0.01), "SW2"),
         ("LIVI", "PVI's multimodal", (0.05, 0.01), "SW2"),
-        ("PVI", "PVI's multimodal", (0.05, 0.01), "SW2"),
         ("LIVI", "x_shape", (0.07, 0.01), "SW2"),
         ("Injective", "banana", (0.0853, math.nan), "KL"),
     ]
     settings = f"the library's settings, {BUDGET:g} CPU s; the number is the paper's best"
-    return [Row(*key, 0, library_guide, settings=settings) for key in best]
+    return [
+        Number(method + OURS, target, number, measure, settings)
+        for method, target, number, measure in best
+    ]
 
 
-def library_guide(method: str, target: KnownPosterior) -> Any:
+def train_by_default(method: str, target: KnownPosterior) -> Any:
+    """Train a guide by the library's settings, as ``implicit_methods.py`` does."""
     guide, elbo, optim, lr = make_method(method, target.model)
-    step = elbo.step if method == "PVI" else SVI(target.model, guide, optim, elbo).step
+    step = SVI(target.model, guide, optim, elbo).step
     step()
     train_for(step, elbo, optim, lr, BUDGET)
     return guide
 
 
-ROWS = [*_pvi_rows(), *_aisivi_rows(), *_ksivi_rows(), *_library_rows()]
+ROWS: list[Number] = [*_pvi_rows(), *_aisivi_rows(), *_ksivi_rows(), *_best_numbers()]
 
 
-def train(row: Row, target: KnownPosterior, steps: int) -> Any:
+def train(row: Row, target: KnownPosterior, steps: int) -> AutoSemiImplicit:
     """Train a guide by the settings of a row."""
-    if row.make is library_guide:
-        return library_guide(row.method, target)
 
     def options_of(name: str) -> dict[str, Any]:
         # The authors' guides have no location and scale of their own.
@@ -292,27 +299,36 @@ def train(row: Row, target: KnownPosterior, steps: int) -> Any:
 
 
 @torch.no_grad()
-def forward_kl(row: Row, target: KnownPosterior, guide: Any, seed: int) -> float:
-    exact = target.truth(NUM_DRAWS, seed)
-    log_p = Target(target.model).log_prob(exact)
-    if isinstance(guide, AutoImplicit) and not isinstance(guide, AutoSemiImplicit):
-        log_ratio = injective_log_prob(guide, exact) - log_p
-        return (log_ratio.expm1() - log_ratio).mean().item()
+def mixture_log_prob(row: Row, guide: AutoSemiImplicit, value: Tensor, seed: int) -> Tensor:
+    """Return the log-density of a mixture of a guide's conditionals, ``(num_points,)``."""
     uniform = SobolEngine(row.noise_dim, scramble=True, seed=seed).draw(NUM_COMPONENTS)
     noise = torch.special.ndtri(uniform.clamp(1e-6, 1 - 1e-6))
     generator, scale = guide.generator, guide.noise_scale
     centers = generator(noise).unsqueeze(1)
-    log_q = [mixture_log_density(part, lambda z: z, scale, [centers]) for part in exact.split(1000)]
-    log_ratio = torch.cat(log_q) - log_p
+    parts = value.split(1000)
+    return torch.cat([mixture_log_density(one, lambda z: z, scale, [centers]) for one in parts])
+
+
+@torch.no_grad()
+def forward_kl(row: Number, target: KnownPosterior, guide: Any, seed: int) -> float:
+    exact = target.truth(NUM_DRAWS, seed)
+    if isinstance(row, Row):
+        log_q = mixture_log_prob(row, guide, exact, seed)
+    else:
+        log_q = injective_log_prob(guide, exact)
+    log_ratio = log_q - Target(target.model).log_prob(exact)
     return (log_ratio.expm1() - log_ratio).mean().item()
 
 
-def run(row: Row, seed: int, steps: int) -> dict[str, Any]:
+def run(row: Number, seed: int, max_steps: int | None = None) -> dict[str, Any]:
     """Return the measure of one row."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     start, target = time.process_time(), TARGETS[row.target]()
-    guide = train(row, target, steps)
+    if isinstance(row, Row):
+        guide = train(row, target, min(row.steps, max_steps or row.steps))
+    else:
+        guide = train_by_default(row.method.removesuffix(OURS), target)
     found = {"cpu_seconds": time.process_time() - start}
     if row.measure == "KL":
         return found | {"value": forward_kl(row, target, guide, seed)}
@@ -328,17 +344,17 @@ def run(row: Row, seed: int, steps: int) -> dict[str, Any]:
 def run_all(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     machine = environment("cpu")
-    rows = {(row.name, row.target, row.measure): row for row in ROWS}
+    rows = {(row.method, row.target, row.measure): row for row in ROWS}
     keys = [
-        {"method": row.name, "target": row.target, "measure": row.measure, "seed": seed}
+        {"method": row.method, "target": row.target, "measure": row.measure, "seed": seed}
         for seed in range(args.seeds)
         for row in ROWS
-        if row.name in (args.methods or [row.name]) and row.target in (args.targets or [row.target])
+        if row.method in (args.methods or [row.method])
+        and row.target in (args.targets or [row.target])
     ]
     for key in missing_runs(args.out, keys):
         row = rows[key["method"], key["target"], key["measure"]]
-        steps = min(row.steps, args.max_steps or row.steps)
-        append_record(args.out, key | attempt(run, row, key["seed"], steps) | machine)
+        append_record(args.out, key | attempt(run, row, key["seed"], args.max_steps) | machine)
 
 
 def report(args: argparse.Namespace) -> str:
@@ -349,7 +365,7 @@ def report(args: argparse.Namespace) -> str:
             record["value"]
             for record in records
             if (record["method"], record["target"], record["measure"])
-            == (row.name, row.target, row.measure)
+            == (row.method, row.target, row.measure)
             and "value" in record
         ]
         if not found:
@@ -359,7 +375,7 @@ def report(args: argparse.Namespace) -> str:
         printed += "" if math.isnan(sd) else f" ± {sd:g}"
         ours = ", ".join(f"{value:.4f}" for value in found)
         seconds = mean(r["cpu_seconds"] for r in records if r.get("value") in found)
-        cells = [row.name, row.target, row.measure, printed, ours, f"{seconds:.0f}"]
+        cells = [row.method, row.target, row.measure, printed, ours, f"{seconds:.0f}"]
         table.append([*cells, row.settings])
     header = ["method", "target", "measure", "paper", "ours, by seed", "CPU s"]
     note = "\nLower is better. The papers are named in `benchmarks/paper_numbers.py`.\n"
@@ -375,7 +391,7 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--methods", nargs="+", choices=sorted({row.name for row in ROWS}))
+    parser.add_argument("--methods", nargs="+", choices=sorted({row.method for row in ROWS}))
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS))
     parser.add_argument("--max-steps", type=int, help="for a trial; the report ignores it")
     parser.add_argument("--seeds", type=int, default=2, help="seeds 0 to SEEDS - 1")

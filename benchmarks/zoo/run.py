@@ -123,7 +123,7 @@ def run(
 
 
 def _cpu_seconds() -> float:
-    """Return those of this process and of its children that have ended, as compilers."""
+    """Return those of this process and of the child processes that have ended."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
@@ -157,7 +157,7 @@ def run_apart(name: str, method: str, seed: int, threads: int, args: argparse.Na
         own = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_CACHE_DIR": f"{folder}/kernels"}
         process = subprocess.run(
             [sys.executable, "-m", "benchmarks.zoo.run", "--child", *words],
-            env={**os.environ, **own},  # nothing is compiled already
+            env={**os.environ, **own},  # an empty compiler cache
             stderr=subprocess.PIPE,
             text=True,
         )

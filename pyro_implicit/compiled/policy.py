@@ -25,10 +25,11 @@ class RecordingPolicy:
     #: that estimates their cost, so that ``fit`` looks twice before (``Schedule.first_look``).
     auto_steps: int = 42
 
-    #: Bytes of freed memory that the process keeps, so that a replay finds the memory of the one
-    #: before; bytes of a tensor that are always returned, the most that glibc allows; and bytes by
-    #: which the heap grows.
-    kept_memory: tuple[int, int, int] = (2**28, 2**25, 2**24)
+    #: Bytes of freed memory that the process keeps for the next replay.
+    kept_memory: int = 2**28
+
+    #: Bytes of a tensor above which its memory is returned at once: the most that glibc allows.
+    largest_kept: int = 2**25
 
     #: Relative error of a recorded value in float32. Recordings are bit-identical; kernels of
     #: inductor sum in another order.

@@ -263,7 +263,7 @@ class RecordedFunction:
         modules: Iterable[nn.Module] = (),
         writable: Sequence[Tensor] = (),
     ) -> None:
-        keep_freed_memory(*RECORDINGS.kept_memory)
+        keep_freed_memory(RECORDINGS.kept_memory, RECORDINGS.largest_kept)
         recorder = record(function, inputs, writable)
         simplify(recorder.graph, recorder.mutated)
         if len(recorder.graph.nodes) > RECORDINGS.least_operations:

@@ -327,9 +327,8 @@ class TracedScore:
         """Return the result, and how later calls with as many rows are evaluated."""
         with _Counter() as counter:
             found = self.plain(latent)
-        shares = self._shares_of(latent, counter)._replace(
-            results=tuple(one.new_empty(0, *one.shape[1:]) for one in found),
-        )
+        like = tuple(one.new_empty(0, *one.shape[1:]) for one in found)
+        shares = _Shares(*self._division(latent, counter), like)
         saved = self.num_calls * (COST.per_run + COST.saved_per_operation * counter.operations)
         if self._programs.compile == "auto" and saved < 2 * COST.per_recorded * counter.operations:
             self._programs.give_up(
@@ -339,12 +338,13 @@ class TracedScore:
             )
         return found, shares
 
-    def _shares_of(self, latent: Tensor, whole: _Counter) -> _Shares:
+    def _division(self, latent: Tensor, whole: _Counter) -> tuple[int, bool]:
+        """Return the rows of a block, and whether processes divide the rows."""
         number = len(latent)
         num_workers = min(current_workers().number, number // 2)
         is_large = whole.largest * latent.element_size() > COST.cache
         if latent.device.type != "cpu" or not (is_large or num_workers > 1):
-            return _Shares(number, False)
+            return number, False
         some = latent[: number // max(2, num_workers)]
         with _Counter() as part:
             self.plain(some)
@@ -353,8 +353,8 @@ class TracedScore:
         per_row = (whole.largest - part.largest) / (number - len(some)) * latent.element_size()
         affordable = COST.cache / per_row if per_row > 0 else number
         if affordable >= number:
-            return _Shares(number, is_divided)
-        return _Shares(1 << max(1, int(math.log2(max(2, affordable)))), is_divided)
+            return number, is_divided
+        return 1 << max(1, int(math.log2(max(2, affordable)))), is_divided
 
 
 def _key(latent: Tensor) -> tuple[Any, ...]:
@@ -367,7 +367,7 @@ class _Shares(NamedTuple):
 
     rows: int
     is_divided: bool
-    results: tuple[Tensor, ...] = ()
+    results: tuple[Tensor, ...]
 
 
 class FusedDensity:

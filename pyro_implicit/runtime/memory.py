@@ -16,25 +16,24 @@ class _Parameter(IntEnum):
     """As in glibc's header ``malloc.h``."""
 
     TRIM_THRESHOLD = -1
-    TOP_PAD = -2
     MMAP_THRESHOLD = -3
 
 
 @cache
-def keep_freed_memory(most: int, largest: int, step: int) -> bool:
+def keep_freed_memory(most: int, largest: int) -> bool:
     """Let glibc keep freed memory for the next tensor instead of returning it to the system.
 
-    By default glibc returns free memory at the end of its heap as soon as it exceeds 128 KiB, and
-    each page of the next tensor is then a fault of 2 microseconds. Whether a program with tensors
-    of 50 KiB is slowed down by this, by a factor of up to three, depends on the addresses.
+    By default, glibc returns the free memory at the end of its heap when there are more than
+    128 KiB of it. The next tensor then causes a page fault for each of its pages, about 2
+    microseconds each on a virtual machine. This made programs with tensors of 50 KiB up to three
+    times slower, or not at all, depending on their addresses.
 
-    The setting is that of the process, and stays. Other systems and other allocators are left
-    alone, as are programs whose environment has settings of its own (``MALLOC_TRIM_THRESHOLD_``,
-    ``MALLOC_TOP_PAD_``, ``MALLOC_MMAP_THRESHOLD_``, ``GLIBC_TUNABLES``).
+    The setting applies to the whole process, and is never undone. Nothing is set on other systems,
+    or if the environment has settings of its own (``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_TOP_PAD_``,
+    ``MALLOC_MMAP_THRESHOLD_``, ``GLIBC_TUNABLES``). Other allocators ignore it.
 
     :param most: bytes of free memory at the end of the heap that are kept.
-    :param largest: bytes of a tensor from which it has pages of its own, at most 32 MiB.
-    :param step: bytes by which the heap grows at least.
+    :param largest: bytes of a tensor above which its memory is returned at once, at most 32 MiB.
     :returns: whether it was set.
     """
     own = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
@@ -43,9 +42,6 @@ def keep_freed_memory(most: int, largest: int, step: int) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    settings = (
-        (_Parameter.MMAP_THRESHOLD, largest),
-        (_Parameter.TRIM_THRESHOLD, most),
-        (_Parameter.TOP_PAD, step),
-    )
+    # Setting one of the two fixes the other at 128 KiB, which glibc otherwise adapts.
+    settings = ((_Parameter.MMAP_THRESHOLD, largest), (_Parameter.TRIM_THRESHOLD, most))
     return all(mallopt(*setting) == 1 for setting in settings)

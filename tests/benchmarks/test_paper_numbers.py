@@ -76,3 +76,10 @@ def test_implicit_methods(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(implicit_methods, "truth", lambda target, seed: target.truth(100, seed))
     found = implicit_methods.run(make_target("x_shape", "cpu", None), method, 1, budget=0.1)
     assert found["steps"] > 0 and math.isfinite(found["kl"]) and math.isfinite(found["sw2"])
+
+
+def test_draws_are_worth_fewer_exact_ones_the_larger_the_ratio() -> None:
+    records = [{"ratio": ratio, "cpu_seconds": 5.0} for ratio in (0.5, 2.0, 10.0)]
+    assert implicit_methods.rate(records) == f"{10_000 / 2**2 / 5:,.0f}"
+    assert implicit_methods.rate(records[:1]) == f"{10_000 / 5:,.0f}"
+    assert implicit_methods.rate([{"error": "died"}]) == ""

@@ -14,7 +14,14 @@ from pyro.ops.tensor_utils import matvecmul
 from torch import Tensor
 
 from pyro_implicit.density.checks.numerics import finite_log_prob
-from pyro_implicit.density.mode_search import antithetic_noise, find_modes, gaussian_elbo
+from pyro_implicit.density.cost import estimated_seconds, nearby
+from pyro_implicit.density.mode_search import (
+    antithetic_noise,
+    find_modes,
+    gaussian_elbo,
+    seconds_of_climb,
+)
+from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
 
 
@@ -346,3 +353,20 @@ def test_tops_that_meet_are_told_without_the_density(monkeypatch):
     assert len(found.loc) == 2
     along_lines = [points for _, points in calls if len(points) == 11]
     assert 1 <= len(along_lines) < 8
+
+
+def test_seconds_of_a_climb_are_counted_at_few_of_its_points():
+    """Sizes grow with the number of paths, and the number of operations does not. The covariance,
+    which is the same for all paths, counts as if it grew: 4 % here."""
+
+    def model():
+        pyro.sample("x", dist.MultivariateNormal(torch.zeros(20), torch.eye(20) + 0.5))
+
+    target = Target(model)
+    trials = SEARCH.num_starts * (SEARCH.num_draws + len(SEARCH.step_sizes))
+
+    def climb():
+        target.derivatives(nearby(target.init_loc, SEARCH.num_starts))
+        target.log_prob(nearby(target.init_loc, trials))
+
+    assert seconds_of_climb(target) == pytest.approx(estimated_seconds(climb), rel=0.1)
