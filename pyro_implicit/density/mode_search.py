@@ -51,10 +51,10 @@ def find_modes(
     Each iteration takes a Newton step with the absolute values of the Hessian's eigenvalues, so
     that saddles repel, and the best of a few step sizes. At each point u of a path the Gaussian
     :math:`N(u, |H|^{-1})` is judged by its ELBO: at a mode it is the Laplace approximation, and
-    without a mode, as in a funnel, it is the best Gaussian of the path. Two path ends are separate
-    modes if the log-density between them dips by more than 1 nat. The search continues from new
-    initial points until every mode was found twice: as long as some were found once, others are
-    likely to be missing.
+    without a mode, as in a funnel, it is the best Gaussian of the path, and belongs to the mode at
+    which the path ends. Two path ends are separate modes if the log-density between them dips by
+    more than 1 nat. The search continues from new initial points as long as a mode was found once:
+    others are likely to be missing then.
 
     **Example:**
 
@@ -108,17 +108,18 @@ def find_modes(
                 ) from target.error
             if climbed is None:
                 break
-            best, tops = climbed
+            best, end, tops = climbed
             if found is None or best.elbo > found.elbo[0]:
-                first = best
+                first, first_end = best, end
             else:
                 first = Modes(*(part[:1] for part in found))
             earlier = [] if found is None else [Modes(*(part[1:] for part in found))]
             found = Modes(*map(torch.cat, zip(first, *earlier, tops, strict=True)))
             is_late = watched.stopped or time.perf_counter() > deadline
             final_draws = num_draws if is_late else final_draws
-            modes, num_met = _separate(target, found, max_gap, final_draws)
-            if len(modes.loc) == 1 or (num_met > 1).all() or is_late:
+            modes, num_met = _separate(target, found, first_end, max_gap, final_draws)
+            # A Gaussian that is no mode is met by no path's end.
+            if len(modes.loc) == 1 or (num_met != 1).all() or is_late:
                 break
             starts = target.sample_prior(num_starts)
     return modes
@@ -181,6 +182,15 @@ def _highest(draws: Tensor, values: Tensor) -> Tensor:
     return draws[values.argmax(0), torch.arange(draws.shape[1])]
 
 
+class _Climbed(NamedTuple):
+    """The best Gaussian of all paths, that at the end of its path, if any, and those at the ends of
+    all paths."""
+
+    best: Modes
+    end: Modes
+    tops: Modes
+
+
 def _climb(
     target: Target,
     point: Tensor,
@@ -188,17 +198,18 @@ def _climb(
     num_draws: int,
     deadline: float,
     watched: Watch,
-) -> tuple[Modes, Modes] | None:
-    """Return the best Gaussian of all paths and those at the paths' ends; None if no path began."""
+) -> _Climbed | None:
+    """Climb from all points at once; return None if no path began."""
     best: Modes | None = None
-    tops, ends = [], []
+    path = torch.arange(len(point))
+    tops, ends, paths, best_path = [], [], [], -1
     for _ in range(max_iterations):
         log_prob, score, hessian = target.derivatives(point)
         finite = log_prob.isfinite() & score.isfinite().all(-1)
         if not finite.any():
             break
-        point, log_prob, score, hessian = (
-            part[finite] for part in (point, log_prob, score, hessian)
+        point, log_prob, score, hessian, path = (
+            part[finite.to(part.device)] for part in (point, log_prob, score, hessian, path)
         )
         factor, is_concave = root_of_inverse(hessian)
         whitened = matvecmul(factor.mT, score)
@@ -209,23 +220,28 @@ def _climb(
         values = finite_log_prob(target, torch.cat([draws, proposals]))
         here = Modes(point, factor, gaussian_elbo(values[: len(draws)], noise, factor))
         highest = _highest(draws, values[: len(draws)])
-        best = _better(target, here, highest, best)
+        if (index := _better(target, here, highest, best)) is not None:
+            best, best_path = Modes(*(part[index : index + 1] for part in here)), int(path[index])
         gain, choice = (values[len(draws) :] - log_prob).max(0)
         climbs = whitened.square().sum(-1) > SEARCH.at_top
         is_top = is_concave & ~climbs
         tops.append(Modes(*(part[is_top] for part in here)))
         ends.append(highest[is_top])
+        paths.append(path[is_top.cpu()])
         climbs &= gain > 0
         watched.step()
         if not climbs.any() or watched.stopped or time.perf_counter() > deadline:
             break
         point = proposals[choice, torch.arange(len(point))][climbs]
+        path = path[climbs.cpu()]
     if best is None:
         return None
     all_tops = Modes(*map(torch.cat, zip(*tops, strict=True)))
     is_sound = ~(is_rounding(target, all_tops.loc) | is_rounding(target, torch.cat(ends)))
     _warn_of_rounding(all_tops.elbo[~is_sound], best)
-    return best, Modes(*(part[is_sound] for part in all_tops))
+    is_end = is_sound & (torch.cat(paths) == best_path).to(is_sound.device)
+    end, sound = (Modes(*(part[some] for part in all_tops)) for some in (is_end, is_sound))
+    return _Climbed(best, end, sound)
 
 
 def _warn_of_rounding(dropped: Tensor, best: Modes) -> None:
@@ -239,35 +255,44 @@ def _warn_of_rounding(dropped: Tensor, best: Modes) -> None:
         )
 
 
-def _better(target: Target, here: Modes, highest: Tensor, best: Modes | None) -> Modes | None:
+def _better(target: Target, here: Modes, highest: Tensor, best: Modes | None) -> int | None:
+    """Return the index of the best Gaussian that is better than ``best``, if there is one."""
     for index in here.elbo.argsort(descending=True).tolist():
         if best is not None and not here.elbo[index] > best.elbo[0]:
             break
-        one = Modes(*(part[index : index + 1] for part in here))
-        if not is_rounding(target, torch.stack([one.loc[0], highest[index]])).any():
-            return one
-    return best
+        if not is_rounding(target, torch.stack([here.loc[index], highest[index]])).any():
+            return int(index)
+    return None
 
 
-def _separate(target: Target, found: Modes, max_gap: float, num_draws: int) -> tuple[Modes, Tensor]:
-    """Return the Gaussians between which the log-density dips, and how often each was found."""
+def _separate(
+    target: Target, found: Modes, end: Modes, max_gap: float, num_draws: int
+) -> tuple[Modes, Tensor]:
+    """Return the Gaussians between which the log-density dips, and how often each was found.
+
+    :param found: the best Gaussian of all paths, and those at the paths' ends.
+    :param end: the Gaussian at the end of the first one's path, if any.
+    """
+    # Between the best Gaussian, which may be no mode, and its own mode the log-density may dip.
+    first = end if len(end.loc) else Modes(*(part[:1] for part in found))
+    top = Modes(*(torch.cat([one, part[1:]]) for one, part in zip(first, found, strict=True)))
     order = 1 + found.elbo[1:].argsort(descending=True)
     order = order[found.elbo[order] > found.elbo[0] - max_gap]
     fractions = torch.linspace(0, 1, SEARCH.num_between).to(found.loc)[:, None, None]
     kept, num_met = [0], [0]
-    whiten = torch.linalg.inv_ex(found.scale_tril[:1]).inverse
+    whiten = torch.linalg.inv_ex(top.scale_tril[:1]).inverse
     for candidate in order.tolist():
-        start, end = found.loc[kept], found.loc[candidate]
-        apart = matvecmul(whiten, end - start).norm(dim=-1).nan_to_num(math.inf)
+        start, other = top.loc[kept], top.loc[candidate]
+        apart = matvecmul(whiten, other - start).norm(dim=-1).nan_to_num(math.inf)
         if apart.min() < SEARCH.same:
             num_met[int(apart.argmin())] += 1
             continue
-        heights = finite_log_prob(target, start + fractions * (end - start))
+        heights = finite_log_prob(target, start + fractions * (other - start))
         dip = torch.minimum(heights[0], heights[-1]) - heights.min(0).values
         nearest = int(dip.argmin())
         if dip[nearest] > SEARCH.min_dip:
             kept.append(candidate)
-            own = torch.linalg.inv_ex(found.scale_tril[candidate : candidate + 1])
+            own = torch.linalg.inv_ex(top.scale_tril[candidate : candidate + 1])
             whiten = torch.cat([whiten, own.inverse])
             num_met.append(1)
         else:

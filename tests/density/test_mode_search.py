@@ -162,6 +162,25 @@ def test_a_funnel_gets_one_gaussian(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
+def test_the_best_gaussian_of_a_path_belongs_to_the_mode_at_its_end(seed, monkeypatch):
+    """In a bent funnel the density dips between the two, and one round finds everything."""
+    pyro.set_rng_seed(seed)
+
+    def bent():
+        v = pyro.sample("v", dist.Normal(0.0, 2.0))
+        pyro.sample("x", dist.Normal(v.square().expand(4), (v / 2).exp()).to_event(1))
+
+    density = Target(bent)
+    rounds = []
+    sample_prior = density.sample_prior
+    monkeypatch.setattr(density, "sample_prior", lambda n: rounds.append(n) or sample_prior(n))
+    modes = find_modes(density, max_gap=math.inf)
+    assert modes.loc.shape == (1, 5)
+    assert modes.loc[0, 0] > -2  # the mode is at -8, in a neck with no mass
+    assert rounds == [49]
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_labels_switch(seed):
     """A mixture model of two exchangeable components has two mirrored modes."""
     pyro.set_rng_seed(seed)
