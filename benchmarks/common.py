@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import shutil
 import signal
 import subprocess
@@ -34,6 +35,7 @@ __all__ = [
     "append_record",
     "attempt",
     "cosine_adam",
+    "cpu_seconds",
     "environment",
     "fit",
     "markdown_table",
@@ -51,6 +53,12 @@ __all__ = [
 RESULTS = Path(__file__).parent / "results"
 Record = dict[str, Any]
 LONG = 10_000  # steps; longer trainings, which take minutes, write checkpoints
+
+
+def cpu_seconds() -> float:
+    """Return those of this process and of the child processes, such as compilers, that ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def add_output_arguments(parser: argparse.ArgumentParser, out: Path) -> None:

@@ -36,6 +36,7 @@ from benchmarks.common import (
     Record,
     TimeLimit,
     append_record,
+    cpu_seconds,
     environment,
     markdown_table,
     missing_runs,
@@ -96,7 +97,7 @@ def run(
     args, model = zoo.data(), zoo.model()
     record: Record = {"kind": zoo.kind, "start_mb": _peak_mb()}
     pyro.set_rng_seed(seed)
-    wall, cpu = time.perf_counter(), _cpu_seconds()
+    wall, cpu = time.perf_counter(), cpu_seconds()
     fitted = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -106,7 +107,7 @@ def run(
         except (Exception, TimeLimit) as error:
             record |= _failure(error)
     record["seconds"] = time.perf_counter() - wall
-    record["cpu_seconds"] = _cpu_seconds() - cpu
+    record["cpu_seconds"] = cpu_seconds() - cpu
     record["peak_mb"] = _peak_mb()
     record["warnings"] = list(dict.fromkeys(str(warning.message)[:300] for warning in caught))[:8]
     if fitted is None:
@@ -120,12 +121,6 @@ def run(
     if fitted.diagnose is not None:
         record |= _diagnosis(fitted.diagnose, limits[1])
     return record
-
-
-def _cpu_seconds() -> float:
-    """Return those of this process and of the child processes that have ended."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def _diagnosis(diagnose: Callable[[], Any], limit: float) -> Record:
