@@ -265,8 +265,9 @@ class NetworkPolicy:
     energy_error: float = 0.1
 
     #: Seconds of a run of chains in prospect from which ``compile="auto"`` compiles their gradient,
-    #: if there is a C++ compiler: it takes 1 to 4 s, and a gradient then 1/2 to 1/3 of its time.
-    compiled_seconds: float = 8.0
+    #: if there is a C++ compiler. A gradient then takes 1/2 to 1/3 of its time. Compilation takes 1
+    #: to 4 s with a warm cache, and with an empty one 7 s and 15 to 23 CPU seconds of compilers.
+    compiled_seconds: float = 30.0
 
     #: Gradients of each chain below which ``fit`` stays with the ensemble.
     least_gradients: int = 1000
