@@ -134,7 +134,7 @@ def wide() -> nn.Module:
 
 
 def critic(value_dim: int, context_dim: int) -> nn.Module:
-    return layers(2, 512, nn.LeakyReLU)
+    return layers(2, 512, nn.ReLU)
 
 
 def aisivi_generator() -> nn.Module:
@@ -162,6 +162,7 @@ class Row(Number):
 
     :ivar make: makes the ELBO, or for PVI the object with the guide.
     :ivar rate: the learning rate at a share of the training.
+    :ivar has_raw_scale: whether the scale itself is trained, and not its logarithm.
     """
 
     steps: int
@@ -172,6 +173,7 @@ class Row(Number):
     optim: type[torch.optim.Optimizer]
     options: dict[str, Any]
     rate: Callable[[float], float]
+    has_raw_scale: bool = False
 
 
 RMSPROP: dict[str, Any] = {"lr": 1e-4, "alpha": 0.9}
@@ -190,8 +192,15 @@ def _pvi_rows() -> list[Row]:
         ),
         "SIVI": (partial(SIVI_ELBO, 250, 50, compile="trace"), "50 noises for all draws"),
         "SIVI-SM": (
-            partial(HSIVI_ELBO, 250, critic, critic_optim={"lr": 1e-3}, compile="trace"),
-            "Adam for the critic, the logarithm of the scale is trained",
+            # Adam without momentum is RMSprop, but for its first steps.
+            partial(
+                HSIVI_ELBO,
+                250,
+                critic,
+                critic_optim={"lr": 1e-3, "betas": (0.0, 0.9)},
+                compile="trace",
+            ),
+            "the critic learns from the guide's draws, not from fresh ones",
         ),
     }
     rows = []
@@ -200,7 +209,7 @@ def _pvi_rows() -> list[Row]:
             make, settings = makes[method]
             # The code names a falling rate for SIVI-SM, but with an interval of 0 it stays.
             rate = lambda share: 1e-4  # noqa: E731
-            common = (make, wide, 2, 1.0, torch.optim.RMSprop, RMSPROP, rate)
+            common = (make, wide, 2, 1.0, torch.optim.RMSprop, RMSPROP, rate, True)
             rows.append(Row(method, target, number, "SW2", settings, 15_000, *common))
     return rows
 
@@ -289,7 +298,8 @@ def train(row: Row, target: KnownPosterior, steps: int) -> AutoSemiImplicit:
         step = SVI(model, guide, optim, row.make()).step
     guide()
     guide.loc, guide.scale = torch.zeros(2), torch.ones(2)
-    guide.noise_scale = PyroParam(torch.full((2,), row.sd), constraints.positive)
+    domain = constraints.real if row.has_raw_scale else constraints.positive
+    guide.noise_scale = PyroParam(torch.full((2,), row.sd), domain)
     for index in range(steps):
         step()
         for one in optim.optim_objs.values():
