@@ -15,9 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import implicit_methods, paper_networks, paper_numbers
+from benchmarks import implicit_methods, paper_networks, paper_numbers, sivi_sm_critic
+from benchmarks.common import read_records
 from benchmarks.targets import KnownPosterior, make_target
 from pyro_implicit import AutoImplicit, AutoregressiveGenerator
+from pyro_implicit.density import Target
 
 
 def test_forward_kl_of_two_gaussians(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +79,21 @@ def test_the_network_of_paper_networks() -> None:
     found = paper_networks.evaluate(several, x)
     torch.testing.assert_close(found[0], last(first(x).relu()).squeeze(-1))
     assert (found[1] == 0).all()
+
+
+@pytest.mark.parametrize("choices", [[], [*sivi_sm_critic.CHOICES]])
+def test_sivi_sm_critic(choices: list[str], tmp_path: Path) -> None:
+    args = argparse.Namespace(choices=choices, steps=6, seed=0, out=tmp_path / "critic.jsonl")
+    sivi_sm_critic.main(args)
+    (record,) = read_records(args.out)
+    assert [*record["distances"]] == ["1", "2", "3", "4", "5", "6"]
+    assert all(0.5 < distance < 2 for distance in record["distances"].values())
+
+
+def test_the_score_of_the_banana() -> None:
+    target = Target(paper_numbers.TARGETS["PVI's banana"]().model)
+    points = torch.randn(5, 2)
+    torch.testing.assert_close(sivi_sm_critic.score(points), target.score(points)[1])
 
 
 def test_density_of_an_injective_guide_at_given_points() -> None:
