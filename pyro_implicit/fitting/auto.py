@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoGuide, AutoNormal, init_to_value
 from pyro.poutine.util import site_is_subsample
@@ -19,7 +20,7 @@ from pyro_implicit.density.marginal import find_marginal
 from pyro_implicit.density.model import SubsampledError, trace_model
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
-from pyro_implicit.density.workers import workers
+from pyro_implicit.density.workers import current_workers, workers
 from pyro_implicit.fitting.arguments import (
     Amortize,
     num_processes,
@@ -329,7 +330,9 @@ def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
         if refine == "auto":
             warn_user(f"fit neither corrects nor checks the draws of this guide: {error}")
         target = None
-    with single_thread(target is not None and target.is_small):
+    # Processes that divide the chains use all cores, on which threads of torch would wait actively.
+    is_divided = refine is not False and 1 < torch.get_num_threads() <= current_workers().number
+    with single_thread(target is not None and (is_divided or target.is_small)):
         return _fit_target(stages, target, refine)
 
 

@@ -393,7 +393,9 @@ def refine_target(
         "max_draws": max_draws,
         "num_workers": current_workers().number,
     }
-    return _run_chains(plan, Checkpoint(checkpoint, settings, checkpoint_every), anneals_apart)
+    # Threads of torch would wait actively on the cores of the processes that divide the chains.
+    with single_thread(current_workers().number > 1):
+        return _run_chains(plan, Checkpoint(checkpoint, settings, checkpoint_every), anneals_apart)
 
 
 def _run_chains(plan: ChainSetup, file: Checkpoint, anneals_apart: bool) -> Refined:
@@ -517,7 +519,7 @@ def continue_chains(
         watching(progress),
         same_streams(target.init_loc.device),
         workers(chains.num_workers),
-        single_thread(target.is_small),
+        single_thread(chains.num_workers > 1 or target.is_small),
     ):
         number, longest = len(chains.state.position), chains.adaptation.max_gradients
         calls = max(chains.gradients, max_gradients or 0)

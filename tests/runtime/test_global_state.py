@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import threading
 
@@ -182,6 +183,31 @@ def test_another_thread_waits_for_the_number(three_threads):
 
 
 QUIET = {"seed": 0, "progress": False}
+
+
+@pytest.mark.parametrize("num_workers, expected", [(3, 1), (1, 3)])
+def test_processes_replace_threads(three_threads, monkeypatch, num_workers, expected):
+    y, seen = torch.zeros(20_000), []
+
+    def model():
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(x, 1.0), obs=y)
+
+    def note(module, name):
+        function = getattr(module, name)
+        noted = lambda *args: seen.append(torch.get_num_threads()) or function(*args)  # noqa: E731
+        monkeypatch.setattr(module, name, noted)
+
+    note(importlib.import_module("pyro_implicit.fitting.auto"), "_fit_target")
+    note(importlib.import_module("pyro_implicit.mcmc.refine"), "_run_chains")
+    options = {"num_workers": num_workers, **QUIET}
+    refine(model, AutoNormal(model), max_gradients=40, num_chains=8, **options)
+    assert seen == [expected]
+    fit(model, refine=False, num_steps=1, **options)
+    assert seen == [expected, 3]  # without chains, nothing is divided
+    fit(model, num_steps=1, **options)
+    assert seen[2] == expected and torch.get_num_threads() == 3
 
 
 @pytest.mark.parametrize("num_rows, expected", [(5, 1), (20_000, 3)])
