@@ -51,10 +51,10 @@ def find_modes(
     Each iteration takes a Newton step with the absolute values of the Hessian's eigenvalues, so
     that saddles repel, and the best of a few step sizes. At each point u of a path the Gaussian
     :math:`N(u, |H|^{-1})` is judged by its ELBO: at a mode it is the Laplace approximation, and
-    without a mode, as in a funnel, it is the best Gaussian of the path, and belongs to the mode at
-    which the path ends. Two path ends are separate modes if the log-density between them dips by
-    more than 1 nat. The search continues from new initial points as long as a mode was found once:
-    others are likely to be missing then.
+    without a mode, as in a funnel, it is the best Gaussian of the path. Two path ends are separate
+    modes if the log-density between them dips by more than 1 nat. A best Gaussian from which it
+    dips towards all modes belongs to the one at which its path ends. The search continues from new
+    initial points as long as a mode was found once: others are likely to be missing then.
 
     **Example:**
 
@@ -265,6 +265,13 @@ def _better(target: Target, here: Modes, highest: Tensor, best: Modes | None) ->
     return None
 
 
+def _dip(target: Target, start: Tensor, end: Tensor) -> Tensor:
+    """Return by how much the log-density dips on the lines from points ``(n, dim)`` to another."""
+    fractions = torch.linspace(0, 1, SEARCH.num_between).to(end)[:, None, None]
+    heights = finite_log_prob(target, start + fractions * (end - start))
+    return torch.minimum(heights[0], heights[-1]) - heights.min(0).values
+
+
 def _separate(
     target: Target, found: Modes, end: Modes, max_gap: float, num_draws: int
 ) -> tuple[Modes, Tensor]:
@@ -273,12 +280,12 @@ def _separate(
     :param found: the best Gaussian of all paths, and those at the paths' ends.
     :param end: the Gaussian at the end of the first one's path, if any.
     """
-    # Between the best Gaussian, which may be no mode, and its own mode the log-density may dip.
-    first = end if len(end.loc) else Modes(*(part[:1] for part in found))
-    top = Modes(*(torch.cat([one, part[1:]]) for one, part in zip(first, found, strict=True)))
     order = 1 + found.elbo[1:].argsort(descending=True)
     order = order[found.elbo[order] > found.elbo[0] - max_gap]
-    fractions = torch.linspace(0, 1, SEARCH.num_between).to(found.loc)[:, None, None]
+    top = found
+    if len(end.loc) and (_dip(target, found.loc[order], found.loc[0]) > SEARCH.min_dip).all():
+        # The best Gaussian is apart from all modes, and belongs to the one at its path's end.
+        top = Modes(*(torch.cat([one, part[1:]]) for one, part in zip(end, found, strict=True)))
     kept, num_met = [0], [0]
     whiten = torch.linalg.inv_ex(top.scale_tril[:1]).inverse
     for candidate in order.tolist():
@@ -287,8 +294,7 @@ def _separate(
         if apart.min() < SEARCH.same:
             num_met[int(apart.argmin())] += 1
             continue
-        heights = finite_log_prob(target, start + fractions * (other - start))
-        dip = torch.minimum(heights[0], heights[-1]) - heights.min(0).values
+        dip = _dip(target, start, other)
         nearest = int(dip.argmin())
         if dip[nearest] > SEARCH.min_dip:
             kept.append(candidate)

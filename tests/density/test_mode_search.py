@@ -16,6 +16,8 @@ from torch import Tensor
 from pyro_implicit.density.checks.numerics import finite_log_prob
 from pyro_implicit.density.cost import estimated_seconds, nearby
 from pyro_implicit.density.mode_search import (
+    Modes,
+    _separate,
     antithetic_noise,
     find_modes,
     gaussian_elbo,
@@ -178,6 +180,16 @@ def test_the_best_gaussian_of_a_path_belongs_to_the_mode_at_its_end(seed, monkey
     assert modes.loc.shape == (1, 5)
     assert modes.loc[0, 0] > -2  # the mode is at -8, in a neck with no mass
     assert rounds == [49]
+
+
+def test_a_path_that_leaves_for_another_mode_hides_none():
+    """The best Gaussian is at one mode, and its path ends at the other."""
+    density = mixture([[-3.0], [3.0]], [1.0, 1.0], [0.5, 0.5])
+    loc = torch.tensor([[-2.9], [-3.0], [3.0], [3.0]])
+    found = Modes(loc, torch.ones(4, 1, 1), torch.tensor([-0.5, -0.7, -0.7, -0.7]))
+    end = Modes(*(part[-1:] for part in found))
+    modes, num_met = _separate(density, found, end, 10.0, 16)
+    assert modes.loc.flatten().tolist() == [-2.9, 3.0] and num_met.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("seed", range(3))
