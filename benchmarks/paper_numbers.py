@@ -23,8 +23,9 @@ the critic learns by RMSprop from fresh draws after the guide's step, as the aut
 if the logarithm of the scale is trained with leaky units; .44 and .47 if it learns from the guide's
 own draws, as that of ``HSIVI_ELBO``; and .73 if it does so by Adam with momentum, by which the mean
 of the guide swings. The authors' own code has .25 after 10,000 steps (seed 2), the script .26 and
-.32 (seeds 0 and 1). The row below, whose critic has no momentum, has .41. A critic of ``HSIVI_ELBO`` that learns after the guide's step, without
-momentum, would lose more than it gains: 36 floors instead of 2 on waveform at 8 CPU seconds.
+.32 (seeds 0 and 1); the row below, whose critic has no momentum, has .41 at the end. A critic of
+``HSIVI_ELBO`` that learns after the guide's step, without momentum, would lose more than it gains:
+36 floors instead of 2 on waveform at 8 CPU seconds.
 
 KSIVI's own code, run with its network, kernel and step sizes for 10,000 steps (seed 0), stays in
 the middle of x_shape: KL(p || q) 2.0, and .72 by sliced 2-Wasserstein distance; ours leaves it (KL
