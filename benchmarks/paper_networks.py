@@ -44,6 +44,7 @@ from benchmarks.common import (
     run_missing,
     write_page,
 )
+from benchmarks.paper_numbers import layers
 from pyro_implicit import AutoSemiImplicit, fit
 from pyro_implicit.diagnostics import draw
 from pyro_implicit.infer import HSIVI_ELBO, PVI, SIVI_ELBO
@@ -93,20 +94,15 @@ def make_model(num_inputs: int, num_rows: int) -> Callable[..., None]:
 
 
 class Skip(nn.Module):
-    """A network with two hidden layers beside a linear map."""
+    """The sum of a network with two hidden layers and a linear map."""
 
     def __init__(self, noise_dim: int, output_dim: int) -> None:
         super().__init__()
-        self.network = layers(noise_dim, output_dim)
+        self.network = layers(noise_dim, 512, nn.LeakyReLU, output_dim)
         self.linear = nn.Linear(noise_dim, output_dim, bias=False)
 
     def forward(self, noise: Tensor) -> Tensor:
         return self.linear(noise) + self.network(noise)
-
-
-def layers(input_dim: int, output_dim: int) -> nn.Sequential:
-    hidden = [nn.Linear(input_dim, 512), nn.LeakyReLU(), nn.Linear(512, 512), nn.LeakyReLU()]
-    return nn.Sequential(*hidden, nn.Linear(512, output_dim))
 
 
 def train(method: str, model: Callable[..., None], data: Data) -> Any:
@@ -136,7 +132,8 @@ def train(method: str, model: Callable[..., None], data: Data) -> Any:
         guide = AutoSemiImplicit(model, noise_scale="learn", **options)
         elbo: Any = SIVI_ELBO(250, 50)
         if method == "SIVI-SM":
-            elbo = HSIVI_ELBO(250, lambda dim, _: layers(dim, dim), critic_optim={"lr": 1e-2})
+            critic = lambda dim, _: layers(dim, 512, nn.LeakyReLU, dim)  # noqa: E731
+            elbo = HSIVI_ELBO(250, critic, critic_optim={"lr": 1e-2})
         step = SVI(model, guide, optim, elbo).step
     guide(data.x[:BATCH], data.y[:BATCH])
     guide.loc, guide.scale = torch.zeros(dim), torch.ones(dim)

@@ -18,14 +18,14 @@ on the paper's target::
 
 The numbers of PVI, of SIVI on its banana, and of AISIVI on x_shape and multimodal are reached by
 one seed; AISIVI's on the banana (64 noises, not 8,192) is not. SIVI-SM depends on how its critic
-learns (``sivi_sm_critic.py``). On PVI's banana after 15,000 steps (seed 1), the distance is .23 if
-the critic learns by RMSprop from fresh draws after the guide's step, as the authors' does, and .28
-if the logarithm of the scale is trained with leaky units; .44 and .47 if it learns from the guide's
-own draws, as that of ``HSIVI_ELBO``; and .73 if it does so by Adam with momentum, by which the mean
-of the guide swings. The authors' own code has .25 after 10,000 steps (seed 2), the script .26 and
-.32 (seeds 0 and 1); the row below, whose critic has no momentum, has .41 at the end. A critic of
-``HSIVI_ELBO`` that learns after the guide's step, without momentum, would lose more than it gains:
-36 floors instead of 2 on waveform at 8 CPU seconds.
+learns (``sivi_sm_critic.py``; numbers of its scratch version). On PVI's banana after 15,000 steps
+(seed 1), the distance is .23 if the critic learns by RMSprop from fresh draws after the guide's
+step, as the authors' does, and .28 if the logarithm of the scale is trained with leaky units; .44
+and .47 if it learns from the guide's own draws, as that of ``HSIVI_ELBO``; and .73 if it does so by
+Adam with momentum, by which the mean of the guide swings. The authors' own code has .25 after
+10,000 steps (seed 2), the script .26 and .32 (seeds 0 and 1); the row below, whose critic has no
+momentum, has .41 at the end. A critic of ``HSIVI_ELBO`` that learns after the guide's step, without
+momentum, would lose more than it gains: 36 floors instead of 2 on waveform at 8 CPU seconds.
 
 KSIVI's own code, run with its network, kernel and step sizes for 10,000 steps (seed 0), stays in
 the middle of x_shape: KL(p || q) 2.0, and .72 by sliced 2-Wasserstein distance; ours leaves it (KL
@@ -131,9 +131,11 @@ class _Skip(nn.Module):
         return noise + self.network(noise)
 
 
-def layers(noise_dim: int, width: int, activation: type[nn.Module]) -> nn.Sequential:
+def layers(
+    noise_dim: int, width: int, activation: type[nn.Module], output_dim: int = 2
+) -> nn.Sequential:
     hidden = [nn.Linear(noise_dim, width), activation(), nn.Linear(width, width), activation()]
-    return nn.Sequential(*hidden, nn.Linear(width, 2))
+    return nn.Sequential(*hidden, nn.Linear(width, output_dim))
 
 
 def wide() -> nn.Module:
@@ -199,7 +201,7 @@ def _pvi_rows() -> list[Row]:
         ),
         "SIVI": (partial(SIVI_ELBO, 250, 50, compile="trace"), "50 noises for all draws"),
         "SIVI-SM": (
-            # Adam without momentum is RMSprop, but for its first steps.
+            # Adam without momentum is RMSprop, except for its first steps.
             partial(
                 HSIVI_ELBO,
                 250,

@@ -24,15 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import RESULTS, append_record, environment
+from benchmarks.paper_numbers import layers
 from pyro_implicit.diagnostics import sliced_wasserstein
 
 CHOICES = ("rmsprop", "fresh", "after", "relu", "raw")
 WIDTH, BATCH, NUM_DRAWS = 512, 250, 10_000
-
-
-def network(units: type[nn.Module]) -> nn.Sequential:
-    hidden = [nn.Linear(2, WIDTH), units(), nn.Linear(WIDTH, WIDTH), units()]
-    return nn.Sequential(*hidden, nn.Linear(WIDTH, 2))
 
 
 def score(value: Tensor) -> Tensor:
@@ -45,8 +41,8 @@ def score(value: Tensor) -> Tensor:
 def train(choices: list[str], steps: int, marks: list[int]) -> dict[int, float]:
     """Return the distances after some numbers of steps."""
     generator, critic = (
-        network(nn.LeakyReLU),
-        network(nn.ReLU if "relu" in choices else nn.LeakyReLU),
+        layers(2, WIDTH, nn.LeakyReLU),
+        layers(2, WIDTH, nn.ReLU if "relu" in choices else nn.LeakyReLU),
     )
     raw = nn.Parameter(torch.ones(2) if "raw" in choices else torch.zeros(2))
     scale: Callable[[], Tensor] = lambda: raw if "raw" in choices else raw.exp()  # noqa: E731

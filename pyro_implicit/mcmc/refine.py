@@ -381,20 +381,20 @@ def refine_target(
         sampler, num_chains, frame, kind, max_gradients, longest, max_draws, compile, kernel,
         policy, TimeLimit(max_seconds), quantities, patience,
     )  # fmt: skip
-    if modes is not None or from_prior:
-        return _anneal(plan, modes)
-    settings = {
-        **settings,
-        "latent_dim": dim,
-        "num_chains": num_chains,
-        "frame": (frame, kind),
-        "max_gradients": max_gradients,
-        "max_leapfrogs": max_leapfrogs,
-        "max_draws": max_draws,
-        "num_workers": current_workers().number,
-    }
-    # Threads of torch would wait actively on the cores of the processes that divide the chains.
+    # Threads of torch would wait actively on the cores of the processes that divide the rows.
     with single_thread(current_workers().number > 1):
+        if modes is not None or from_prior:
+            return _anneal(plan, modes)
+        settings = {
+            **settings,
+            "latent_dim": dim,
+            "num_chains": num_chains,
+            "frame": (frame, kind),
+            "max_gradients": max_gradients,
+            "max_leapfrogs": max_leapfrogs,
+            "max_draws": max_draws,
+            "num_workers": current_workers().number,
+        }
         return _run_chains(plan, Checkpoint(checkpoint, settings, checkpoint_every), anneals_apart)
 
 

@@ -200,7 +200,8 @@ def test_processes_replace_threads(three_threads, monkeypatch, num_workers, expe
         monkeypatch.setattr(module, name, noted)
 
     note(importlib.import_module("pyro_implicit.fitting.auto"), "_fit_target")
-    note(importlib.import_module("pyro_implicit.mcmc.refine"), "_run_chains")
+    for name in ("_run_chains", "_anneal"):
+        note(importlib.import_module("pyro_implicit.mcmc.refine"), name)
     options = {"num_workers": num_workers, **QUIET}
     refine(model, AutoNormal(model), max_gradients=40, num_chains=8, **options)
     assert seen == [expected]
@@ -208,6 +209,9 @@ def test_processes_replace_threads(three_threads, monkeypatch, num_workers, expe
     assert seen == [expected, 3]  # without chains, nothing is divided
     fit(model, num_steps=1, **options)
     assert seen[2] == expected and torch.get_num_threads() == 3
+    seen.clear()
+    refine(model, AutoNormal(model), temper=True, max_gradients=40, **options)
+    assert seen == [expected]
 
 
 @pytest.mark.parametrize("num_rows, expected", [(5, 1), (20_000, 3)])
