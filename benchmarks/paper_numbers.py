@@ -131,11 +131,9 @@ class _Skip(nn.Module):
         return noise + self.network(noise)
 
 
-def layers(
-    noise_dim: int, width: int, activation: type[nn.Module], output_dim: int = 2
-) -> nn.Sequential:
+def layers(noise_dim: int, width: int, activation: type[nn.Module]) -> nn.Sequential:
     hidden = [nn.Linear(noise_dim, width), activation(), nn.Linear(width, width), activation()]
-    return nn.Sequential(*hidden, nn.Linear(width, output_dim))
+    return nn.Sequential(*hidden, nn.Linear(width, 2))
 
 
 def wide() -> nn.Module:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import implicit_methods, paper_networks, paper_numbers, sivi_sm_critic
+from benchmarks import implicit_methods, paper_numbers, sivi_sm_critic
 from benchmarks.common import read_records
 from benchmarks.targets import KnownPosterior, make_target
 from pyro_implicit import AutoImplicit, AutoregressiveGenerator
@@ -54,31 +54,6 @@ def test_paper_numbers(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     paper_numbers.main(args)
     page = (tmp_path / "numbers.md").read_text()
     assert f"| {method} | x_shape |" in page and "nan" not in page.split("paper")[0]
-
-
-@pytest.mark.parametrize("method", paper_networks.METHODS)
-def test_paper_networks(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(60, 3)
-    data = paper_networks.Data(x[:40], x[:40, 0], x[40:], x[40:, 0])
-    monkeypatch.setattr(paper_networks, "load", lambda folder, split: data)
-    monkeypatch.setattr(paper_networks, "EPOCHS", 2)
-    monkeypatch.setattr(paper_networks, "SECONDS", 0.5)
-    args = argparse.Namespace(data_dir=None, methods=[method], splits=1, report=False)
-    args.out = tmp_path / "networks.jsonl"
-    paper_networks.main(args)
-    page = (tmp_path / "networks.md").read_text()
-    assert f"| {method} | 1 |" in page and "nan" not in page
-
-
-def test_the_network_of_paper_networks() -> None:
-    """Against the same network by torch's modules."""
-    first, last = torch.nn.Linear(3, paper_networks.UNITS), torch.nn.Linear(paper_networks.UNITS, 1)
-    x = torch.randn(5, 3)
-    weights = {"w1": first.weight, "b1": first.bias, "w2": last.weight[0], "b2": last.bias[0]}
-    several = {name: torch.stack([one, 0 * one]) for name, one in weights.items()}
-    found = paper_networks.evaluate(several, x)
-    torch.testing.assert_close(found[0], last(first(x).relu()).squeeze(-1))
-    assert (found[1] == 0).all()
 
 
 @pytest.mark.parametrize("choices", [[], [*sivi_sm_critic.CHOICES]])
