@@ -26,6 +26,7 @@ __all__ = [
     "mean_over_processes",
     "num_processes",
     "refuse_amortizing",
+    "refuse_length",
     "refuse_misplaced",
     "refuse_processes",
     "refuse_unfit_guide",
@@ -185,6 +186,23 @@ def refuse_processes(batch: tuple, refine: bool) -> None:
         raise ValueError(
             f"all {len(found)} processes have the same minibatches. Cure: a DataLoader with "
             "sampler=torch.utils.data.DistributedSampler(dataset), and a batch_size for each"
+        )
+
+
+def refuse_length(num_steps: int | None, epochs: int | None, batches: Any) -> None:
+    """Check that a training with minibatches is given in epochs, and others in steps.
+
+    :raises ValueError: otherwise.
+    """
+    if batches is not None and num_steps is not None:
+        raise ValueError(
+            "num_steps is the length of a training without batches. Cure: epochs, the number of "
+            "passes over batches"
+        )
+    if batches is None and epochs is not None:
+        raise ValueError(
+            "epochs is the number of passes over batches, but there are none. Cure: num_steps, or "
+            "batches=loader"
         )
 
 

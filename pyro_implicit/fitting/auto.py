@@ -25,6 +25,7 @@ from pyro_implicit.fitting.arguments import (
     Amortize,
     num_processes,
     refuse_amortizing,
+    refuse_length,
     refuse_misplaced,
     refuse_processes,
     refuse_unfit_guide,
@@ -87,11 +88,11 @@ def fit(
     guide: str | AutoGuide | Callable[..., Any] = "auto",
     *args: Any,
     batches: Iterable[Any] | None = None,
-    epochs: int = 10,
+    epochs: int | None = None,
     validation: Iterable[Any] | None = None,
     amortize: Amortize | None = None,
     loss: Trace_ELBO | None = None,
-    num_steps: int = 3000,
+    num_steps: int | None = None,
     lr: float = 0.01,
     num_particles: int = 128,
     refine: Literal["auto"] | bool = "auto",
@@ -174,8 +175,8 @@ def fit(
         its draws by stochastic gradients (:func:`~pyro_implicit.mcmc.refine`). After
         ``torch.distributed.init_process_group`` all processes train one guide, each with its own
         minibatches (``DistributedSampler``).
-    :param epochs: the number of passes over ``batches`` in training, and again in chains. With
-        ``batches``, it replaces ``num_steps``.
+    :param epochs: the number of passes over ``batches`` in training, and again in chains; by
+        default 10. It replaces ``num_steps`` there.
     :param validation: minibatches of held-out rows. Training ends after five epochs, or a tenth of
         ``epochs``, without a lower negative log-likelihood of these rows, and restores the
         parameters of the best epoch (:class:`~pyro_implicit.fitting.HeldOut`). Without ``batches``
@@ -188,9 +189,10 @@ def fit(
         independent of the other variables. ``result.sample(n, x)`` draws for new rows.
     :param loss: the loss of a given guide, by default that of
         :func:`~pyro_implicit.fitting.default_loss`.
-    :param num_steps: the maximal number of steps of each training, except ensembles of networks on
-        many rows that train until ``max_seconds``. The learning rate falls once the
-        smoothed loss stops falling (:class:`~pyro_implicit.fitting.Schedule`).
+    :param num_steps: the maximal number of steps of each training without ``batches``, by default
+        3000, except ensembles of networks on many rows that train until ``max_seconds``. The
+        learning rate falls once the smoothed loss stops falling
+        (:class:`~pyro_implicit.fitting.Schedule`).
     :param lr: the learning rate, for latent variables of unit scale in the guide's frame.
     :param num_particles: the number of particles of default losses; at most 8 if the model cannot
         be vectorised or with ``batches``, and 2 with ``batches`` and more than 100 latent
@@ -226,11 +228,11 @@ def fit(
     :raises TypeError: for a class or data in place of a guide; in several processes, for
         ``pyro.param`` outside of modules.
     :raises ValueError: for an unknown guide; counts below 1; a ``max_seconds`` that is not
-        positive; a discrete latent variable that can neither be summed out nor sampled; an
-        observation that is NaN; a model whose log-density is finite nowhere; a checkpoint of a
-        run with other settings (changed data are not detected); ``refine=True`` for a model that
-        subsamples its data; in several processes, for identical minibatches, ``refine=True``, and
-        losses with networks of their own.
+        positive; ``num_steps`` with ``batches``, and ``epochs`` without; a discrete latent variable
+        that can neither be summed out nor sampled; an observation that is NaN; a model whose log-
+        density is finite nowhere; a checkpoint of a run with other settings (changed data are not
+        detected); ``refine=True`` for a model that subsamples its data; in several processes, for
+        identical minibatches, ``refine=True``, and losses with networks of their own.
     :raises RuntimeError: for a model without latent variables.
     :warns UserWarning: for a new guide whose name has values in Pyro's parameter store, and for a
         model that subsamples its data, unless ``refine=False``.
@@ -238,6 +240,7 @@ def fit(
     refuse_misplaced(model, guide, loss)
     check_mode(compile)
     refuse_counts(num_steps=num_steps, epochs=epochs, num_particles=num_particles)
+    refuse_length(num_steps, epochs, batches)
     refuse_counts(checkpoint_every=checkpoint_every)
     refuse_nonpositive(max_seconds=max_seconds)
     if amortize is not None:
@@ -249,6 +252,7 @@ def fit(
     if checkpoint is None:
         warn_of_stored_values(guide)
     policy, kwargs = policy or DEFAULT, {**kwargs, **(model_kwargs or {})}
+    num_steps, epochs = num_steps or policy.schedule.num_steps, epochs or policy.training.epochs
     folder = None if checkpoint is None else Path(checkpoint)
     if folder is not None:
         settings = {

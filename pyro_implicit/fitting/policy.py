@@ -181,7 +181,10 @@ class BudgetPolicy:
 
 @dataclass(frozen=True)
 class TrainingPolicy:
-    """Particles, initial scales and reports of trainings."""
+    """Particles, epochs, initial scales and reports of trainings."""
+
+    #: Passes over the minibatches, if ``epochs`` is not given.
+    epochs: int = 10
 
     #: Particles if each costs a run of a model that cannot be vectorised, a minibatch or a wide
     #: guide.
@@ -684,7 +687,7 @@ class FitPolicy:
     #: What a model can afford.
     budget: BudgetPolicy = field(default_factory=BudgetPolicy)
 
-    #: Steps and learning rates; ``num_steps`` and ``lr`` are arguments of ``fit``.
+    #: Steps and learning rates; ``num_steps`` and ``lr`` of ``fit`` replace its own.
     schedule: Schedule = field(default_factory=Schedule)
 
     #: Trainings of guides.

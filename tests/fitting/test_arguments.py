@@ -31,6 +31,13 @@ WRONG = [
     (lambda: fit(model, Y, Y), TypeError, 'but got a Tensor.*Cure: fit(model, "auto", x, y)'),
     (lambda: fit(model, {"x": Y}), TypeError, "but got a dict: the model's arguments come after"),
     (lambda: fit(model, "auto", Y, num_steps=0), ValueError, "num_steps must be at least 1"),
+    (lambda: fit(model, "auto", Y, epochs=0), ValueError, "epochs must be at least 1"),
+    (lambda: fit(model, "auto", Y, epochs=5), ValueError, "but there are none. Cure: num_steps"),
+    (
+        lambda: fit(model, "auto", batches=[(Y, Y)], num_steps=5),
+        ValueError,
+        "num_steps is the length of a training without batches. Cure: epochs",
+    ),
     (
         lambda: fit(model, "auto", Y, checkpoint_every=0),
         ValueError,
