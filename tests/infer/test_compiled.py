@@ -13,6 +13,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
+from pyro.infer.autoguide import AutoNormal
 from torch import nn
 
 from pyro_implicit import KIVI_ELBO, LIVI_ELBO, UIVI_ELBO, AutoSemiImplicit, ScoreELBO, compiled
@@ -73,6 +74,21 @@ def test_runs_are_plain_ones_to_the_last_bit(validates):
         run = assert_same(model)
     assert run.traced.num_recorded == 1
     assert len(set(run.losses)) == run.elbo.num_steps_taken == 6
+
+
+@pytest.mark.parametrize("num_particles", [1, 2])
+def test_priors_made_while_validation_was_on(num_particles):
+    prior = dist.Normal(torch.zeros(2), 1.0, validate_args=True).to_event(1)
+
+    def lasting():
+        pyro.sample("y", dist.Normal(pyro.sample("x", prior).sum(-1), 1.0), obs=DATA[0])
+
+    runs = [
+        Run(lasting, ImplicitELBO(num_particles, compile=mode), guide=AutoNormal(lasting))
+        for mode in (False, "trace")
+    ]
+    assert runs[1].traced.refusal is None and runs[1].traced.num_run > 0
+    assert runs[1].is_as(runs[0])
 
 
 def test_minibatches_of_one_shape_share_a_recording():

@@ -31,6 +31,7 @@ from pyro_implicit.density.model import (
     leave_out_masked,
     refuse_subsampling,
     restore_priors,
+    without_validation,
 )
 from pyro_implicit.density.policy import RUNS
 from pyro_implicit.distributions import Draw, Implicit, draw_through, find_implicit
@@ -259,6 +260,10 @@ class Particles(Model):
             model = poutine.replay(vectorize(self.model), trace=self.guide_trace)
             trace = restore_priors(poutine.trace(model).get_trace(*self.args, **self.kwargs))
             leave_out_masked(trace)
+            if not is_validation_enabled():
+                for site in trace.nodes.values():
+                    if site["type"] == "sample":
+                        site["fn"] = without_validation(site["fn"])
         trace = prune_subsample_sites(trace)
         compute_log_prob(trace)
         return trace
