@@ -385,7 +385,23 @@ class _Value:
 def _call_of(node: Node) -> tuple[Callable, tuple, dict[str, Any]]:
     if node.target in _VIEWS:  # stacked tensors may have other strides
         return aten.reshape.default, (node.args[0], list(node.meta["shape"])), {}
-    return node.target, node.args, node.kwargs
+    return _IN_GROUPS.get(node.target, node.target), node.args, node.kwargs
+
+
+def _log_sigmoid_backward(gradient: Tensor, value: Tensor, buffer: Tensor) -> Tensor:
+    # torch's own does not broadcast: it makes a result of the gradient's shape, and warns.
+    return gradient * (-value).sigmoid()
+
+
+def _copy(value: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    return source.to(value).expand_as(value)  # ``vmap`` has no rule for torch's own
+
+
+#: What runs in place of operations that are slow or noisy with stacked tensors.
+_IN_GROUPS: dict[Any, Callable] = {
+    aten.log_sigmoid_backward.default: _log_sigmoid_backward,
+    aten.copy.default: _copy,
+}
 
 
 def _kind(arg: Any) -> Any:

@@ -125,9 +125,11 @@ def simplify(graph: fx.Graph, mutated: set[int]) -> None:
     :param mutated: storages that its operations write to; operations on them stay as they are.
         Those on a tensor that nothing else shares become functional, and leave this set.
     """
-    for storage in [*mutated]:
-        if _make_functional([n for n in graph.nodes if n.meta.get("storage") == storage]):
-            mutated.remove(storage)
+    written: dict[int, list[fx.Node]] = {storage: [] for storage in mutated}
+    for node in graph.nodes:
+        if (storage := node.meta.get("storage")) in written:
+            written[storage].append(node)
+    mutated.difference_update(key for key, nodes in written.items() if _make_functional(nodes))
     for node in graph.nodes:
         if node.op == "call_function" and not touches(node, mutated):
             _shorten(node)
