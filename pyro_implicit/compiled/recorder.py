@@ -143,6 +143,7 @@ class Recorder(DispatchMode):
         self._storages: dict[int, StorageWeakRef] = {}
         self._uses: dict[int, int] = {}
         self._outer: set[int] = set()
+        self._seen: set[int] = set()
         for i, tensor in enumerate(inputs):
             node = self.graph.placeholder(f"input_{i}")
             self._track(tensor, node)
@@ -221,7 +222,8 @@ class Recorder(DispatchMode):
         return out
 
     def _capture(self, tensor: Tensor) -> None:
-        if tensor not in self._computed and not any(t is tensor for t, _ in self.captured):
+        if tensor not in self._computed and id(tensor) not in self._seen:
+            self._seen.add(id(tensor))  # which `captured` keeps, so that no other has this id
             self.captured.append((tensor, tensor._version))
             self._outer.add(self._use(tensor))
 
