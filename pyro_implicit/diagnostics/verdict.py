@@ -121,7 +121,9 @@ class Diagnosis(Printed):
     def cures(self) -> tuple[str, ...]:
         """Cures of the most severe findings."""
         verdict = self.verdict
-        return tuple(dict.fromkeys(f.cure for f in self.findings if f.verdict == verdict))
+        found = dict.fromkeys(f.cure for f in self.findings if f.verdict == verdict)
+        continues = any(cure.startswith(CONTINUE) for cure in found)
+        return tuple(ELSEWHERE if continues and cure == MOVE_BETTER else cure for cure in found)
 
     @property
     def efficiency(self) -> float:
@@ -236,10 +238,10 @@ UNROTATED = (
 FIT_REFINED = (
     "fit with refine=True, which moves the draws by chains; a reparameterised model; or NUTS"
 )
-MOVE_BETTER = (
-    "result.refine_more(max_seconds=...), refine from elsewhere (draws of the prior, another "
-    "guide), a reparameterised model, or NUTS"
+ELSEWHERE = (
+    "refine from elsewhere (draws of the prior, another guide), a reparameterised model, or NUTS"
 )
+MOVE_BETTER = f"result.refine_more(max_seconds=...), {ELSEWHERE}"
 
 
 class Finding(NamedTuple):

@@ -276,6 +276,9 @@ def test_symmetries_and_cures_are_named():
     drift = Drift(0.5, 0.5, 3.4)
     lost = Diagnosis(1000, 2, unsettled=drift)
     assert lost.verdict == "do not trust" and "refine_more" in lost.cures[0]
+    wrong = SteinCheck(2.0, (1.0, 1.0), SteinTest(0.0, 0.0, 0.5))
+    both = Diagnosis(1000, 2, unsettled=drift, stein=wrong)
+    assert len(both.cures) == 2 and str(both.cures).count("refine_more") == 1
     turned = Diagnosis(1000, 2, unsettled=drift, symmetry="rotations of `w` leave ...")
     assert turned.verdict == "check" and turned.findings[0].reason.startswith("rotations of `w`")
     assert "triangular" in turned.cures[0]
