@@ -321,6 +321,10 @@ class MarginalPolicy:
     #: double and 7e-5 in single precision. A sum of a million terms loses three digits.
     rounding_power: float = 0.6
 
+    #: Distance, in unconstrained coordinates, between the four points of a line along which a
+    #: density that is clearly not quadratic is recognised.
+    line_length: float = 2.0
+
     #: Columns whose entries are counted to choose between coordinates.
     num_columns: int = 8
 

@@ -143,7 +143,16 @@ ALMOST: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", ALMOST)
-def test_almost_quadratic_densities_are_refused(name: str) -> None:
+def test_almost_quadratic_densities_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_bend", lambda target, groups, policy: [False] * len(groups))
+    assert find_marginal(Target(almost(ALMOST[name]), Y)) is None
+
+
+@pytest.mark.parametrize("name", ["student", "logistic", "laplace"])
+def test_clearly_bent_densities_cost_no_whole_check(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Marginal, "_is_quadratic", lambda *args: pytest.fail("was checked"))
     assert find_marginal(Target(almost(ALMOST[name]), Y)) is None
 
 
