@@ -234,7 +234,7 @@ def _known(guide: Callable[..., Any]) -> dict[str, Any]:
     if not isinstance(guide, StoredDraws):
         return {"automatic": getattr(guide, "made_by_fit", False)}
     names = ("settled", "modes_weighed", "doubts", "unsettled", "symmetry")
-    return {name: getattr(guide, name) for name in names}
+    return {name: getattr(guide, name) for name in names} | {"chains": guide.drift}
 
 
 #: Errors that a guide or a model raises at bad numbers.

@@ -57,6 +57,7 @@ class Diagnosis(Printed):
         they need no density.
     :ivar modes_weighed: whether the weights of separate modes are known to be correct.
     :ivar doubts: known failures of the chains.
+    :ivar chains: error bounds and R-hat of chains.
     :ivar unsettled: error bounds and R-hat of chains that ended before they converged, else None.
     :ivar symmetry: a symmetry of the posterior that keeps chains apart, in words.
     :ivar automatic: whether ``fit`` made the guide, so that its training has no settings.
@@ -97,6 +98,7 @@ class Diagnosis(Printed):
     mixing: Mixing | None = None
     held_out: LabelReport | NumberReport | None = field(default=None, repr=False)
     doubts: tuple[str, ...] = ()
+    chains: Drift | None = None
     unsettled: Drift | None = None
     symmetry: str = ""
     automatic: bool = False
@@ -173,6 +175,8 @@ class Diagnosis(Printed):
             yield "short HMC", "not run"
         if self.mixing is not None:
             yield "chains", str(self.mixing)
+        elif self.chains is not None:
+            yield "chains", str(self.chains)
         if self.held_out is not None:
             yield "held-out rows", _describe_calibration(self.held_out)
         if self.gap is not None:

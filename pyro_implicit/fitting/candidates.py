@@ -633,7 +633,7 @@ def joint_draws(found: Any, marginal: Marginal, num_draws: int) -> tuple[StoredD
             "settled": stored.settled,
             "modes_weighed": stored.modes_weighed,
             "doubts": stored.doubts,
-            "unsettled": stored.unsettled,
+            "drift": stored.drift,
             "num_independent": stored.num_independent,
             "symmetry": stored.symmetry,
             "num_chains": chains,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pyro
@@ -14,7 +15,7 @@ from pyro import poutine
 from pyro.infer import Trace_ELBO
 from pyro.params.param_store import user_param_name
 from torch import Tensor, nn
-from torch.distributions import constraints
+from torch.distributions import constraints, transform_to
 
 from pyro_implicit.density.target import Target
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
@@ -27,6 +28,7 @@ __all__ = [
     "describe",
     "learnt_parameters",
     "model_parameters",
+    "own_parameters",
     "put_back",
     "trained_parameters",
     "with_fixed_parameters",
@@ -38,10 +40,21 @@ LIBRARIES = ("pyro", "pyro_implicit", "torch")  # their functions hold no module
 
 
 class Learnt(NamedTuple):
-    """A parameter: its unconstrained ``value`` and its ``constraint``."""
+    """A parameter: its unconstrained ``value`` and its ``constraint``.
+
+    **Example:**
+
+    >>> Learnt(torch.tensor(0.0), constraints.positive).constrained
+    tensor(1.)
+    """
 
     value: Tensor
     constraint: constraints.Constraint
+
+    @property
+    def constrained(self) -> Tensor:
+        """The value that the model sees."""
+        return transform_to(self.constraint)(self.value)
 
 
 def model_parameters(target: Target) -> dict[str, Tensor]:
@@ -80,7 +93,7 @@ def learnt_parameters(function: Callable[..., Any], *args: Any, **kwargs: Any) -
     >>> def model():
     ...     pyro.param("scale", torch.tensor(1.0), constraint=constraints.positive)
     >>> learnt_parameters(model)
-    {'scale': Learnt(value=tensor(0., requires_grad=True), constraint=GreaterThan(lower_bound=0.0))}
+    {'scale': Learnt(value=tensor(0.), constraint=GreaterThan(lower_bound=0.0))}
 
     :param function: a model or guide; it runs once.
     """
@@ -88,7 +101,7 @@ def learnt_parameters(function: Callable[..., Any], *args: Any, **kwargs: Any) -
         function(*args, **kwargs)
     known = pyro.get_param_store().get_state()["constraints"]
     return {
-        name: Learnt(unconstrained(site), known.get(name, constraints.real))
+        name: Learnt(unconstrained(site).detach().clone(), known.get(name, constraints.real))
         for name, site in capture.trace.nodes.items()
         if site["type"] == "param"
     }
@@ -105,28 +118,74 @@ def put_back(parameters: dict[str, Learnt], model: Callable[..., Any]) -> None:
     :param model: a model that is, holds or uses the modules.
     :raises ValueError: for a parameter of another shape.
     """
-    owned: dict[str, Owned] = {}
-    for module in _modules(model, set()):
-        owned.update(owned_by(module))
-    store = pyro.get_param_store()
-    stored = store.get_state()["params"]
+    owned, stored = _owned(model), _stored()
     for name, (value, constraint) in parameters.items():
         own = owned[name].value if name in owned else stored.get(name)
         if own is not None and own.shape != value.shape:
             raise ValueError(
-                f"the model's parameter '{name}' has shape {tuple(own.shape)}, but the file has "
-                f"shape {tuple(value.shape)}. Cure: the model that was fitted, or "
+                f"the model's parameter '{name}' has shape {tuple(own.shape)}, but the fitted one "
+                f"has shape {tuple(value.shape)}. Cure: the model that was fitted, or "
                 "pyro.clear_param_store() if the parameter belongs to another model"
             )
         if name in owned:
             owned[name].value.copy_(value)
             put_into_store(name, owned[name])
+        elif own is not None:
+            own.copy_(value)  # in place, so that recordings notice the change
         else:
-            value = value.detach().clone()
-            if own is not None:  # the file's tensors are on the CPU
-                value = value.to(own)
-            value = value.requires_grad_()
-            store.set_state({"params": {name: value}, "constraints": {name: constraint}})
+            state = {"params": {name: value.detach().clone().requires_grad_()}}
+            pyro.get_param_store().set_state({**state, "constraints": {name: constraint}})
+
+
+@contextmanager
+def own_parameters(parameters: dict[str, Learnt], model: Callable[..., Any]) -> Iterator[None]:
+    """Give a model the parameters of its fit for a while.
+
+    Another fit of the model, or other code, may have changed its modules and Pyro's store.
+
+    **Example:**
+
+    >>> model = lambda: pyro.param("scale", torch.tensor(1.0))
+    >>> first = learnt_parameters(model)
+    >>> _ = pyro.param("scale").data.fill_(5.0)
+    >>> with own_parameters(first, model):
+    ...     model().item()
+    1.0
+    >>> model().item()
+    5.0
+    """
+    if not parameters:
+        yield
+        return
+    owned, stored = _owned(model), _stored()
+    now = {
+        name: Learnt((owned[name].value if name in owned else stored[name]).detach().clone(), kind)
+        for name, (_, kind) in parameters.items()
+        if name in owned or name in stored
+    }
+    if all(
+        name in now and now[name].value.equal(value.to(now[name].value))
+        for name, (value, _) in parameters.items()
+    ):
+        yield
+        return
+    put_back(parameters, model)
+    try:
+        yield
+    finally:
+        put_back(now, model)
+
+
+def _owned(model: Callable[..., Any]) -> dict[str, Owned]:
+    owned: dict[str, Owned] = {}
+    for module in _modules(model, set()):
+        owned.update(owned_by(module))
+    return owned
+
+
+def _stored() -> dict[str, Tensor]:
+    """Return the unconstrained tensors of Pyro's store themselves."""
+    return pyro.get_param_store().get_state()["params"]
 
 
 def _modules(part: Any, seen: set[int]) -> Iterator[nn.Module]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from pyro_implicit.export import (
 )
 from pyro_implicit.fitting.arguments import refuse_unfit_guide
 from pyro_implicit.fitting.candidates import corrected_draws, joint_draws
-from pyro_implicit.fitting.parameters import Learnt, put_back
+from pyro_implicit.fitting.parameters import Learnt, describe, own_parameters, put_back
 from pyro_implicit.fitting.policy import DEFAULT, FitPolicy
 from pyro_implicit.fitting.updating import JointPrior, log_prob_of, posterior_as_prior
 from pyro_implicit.guides import AutoHierarchical
@@ -54,6 +55,20 @@ __all__ = ["Fit"]
 KIND = "a result of fit"
 
 
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+def _by_own_parameters(method: M) -> M:
+    """Run a method of :class:`Fit` while the model has the parameters of this fit."""
+
+    @functools.wraps(method)
+    def inside(self: Fit, *args: Any, **kwargs: Any) -> Any:
+        with own_parameters(self.parameters, self.source[0]):
+            return method(self, *args, **kwargs)
+
+    return cast(M, inside)
+
+
 @dataclass(repr=False)
 class Fit(Printed):
     """The result of :func:`fit`; ``print`` shows a table of its stages.
@@ -71,7 +86,8 @@ class Fit(Printed):
     :param correction: the effective sample size, as a share of the draws, of the importance weights
         by which draws are resampled; None if they are not.
     :param interrupted: whether Ctrl-C ended the call.
-    :param parameters: the learnt parameters of the model, by name, unconstrained.
+    :param parameters: the learnt parameters of the model, by name. Methods that run the model give
+        it these for a while, whatever another fit has changed.
     :param held_out: scores of rows that the automatic fit of a network held out, by the name of the
         stage that did not see them; empty for other models and few rows.
     :param minibatches: whether the data came in minibatches, which are not in ``source``.
@@ -134,6 +150,7 @@ class Fit(Printed):
             self.guide.attach(self.source[0])
 
     @in_turn
+    @_by_own_parameters
     def sample(
         self, num_samples: int, *args: Any, corrected: bool | None = None, **kwargs: Any
     ) -> dict[str, Tensor]:
@@ -171,6 +188,7 @@ class Fit(Printed):
             return StoredDraws(self._corrected(num_corrected), settled=True, modes_weighed=True)
         return self.guide
 
+    @_by_own_parameters
     def refine_more(
         self,
         max_seconds: float | None = None,
@@ -276,6 +294,7 @@ class Fit(Printed):
             log_weights = log_prob(prior.constrain(points)) - prior.density.log_prob(points)
         return f"; {LogWeights(log_weights.masked_fill(log_weights.isnan(), -math.inf))}"
 
+    @_by_own_parameters
     def diagnose(self, **options: Any) -> Diagnosis:
         """Return :func:`~pyro_implicit.diagnose` of the refined or corrected draws or the guide.
 
@@ -301,6 +320,7 @@ class Fit(Printed):
         found = diagnose(self.target, draws, **options)
         return replace(found, held_out=next(reversed(self.held_out.values()), None))
 
+    @_by_own_parameters
     def compare(self, reference: Any, **options: Any) -> Comparison:
         """Return :func:`~pyro_implicit.compare` of these draws with a reference, for instance NUTS.
 
@@ -336,6 +356,7 @@ class Fit(Printed):
             return arviz.summary(data, hdi_prob=hdi_prob, round_to="none")
 
     @in_turn
+    @_by_own_parameters
     def check_prior_predictive(
         self,
         statistics: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
@@ -354,6 +375,7 @@ class Fit(Printed):
         return self._check("prior", statistics, num_draws, seed)
 
     @in_turn
+    @_by_own_parameters
     def check_posterior_predictive(
         self,
         statistics: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
@@ -414,6 +436,7 @@ class Fit(Printed):
             return predictive_check(group, self.target, self.draws_by_chain(num_draws), statistics)
 
     @in_turn
+    @_by_own_parameters
     def sensitivity(
         self,
         prior_sites: Collection[str] | None = None,
@@ -540,10 +563,6 @@ class Fit(Printed):
         """
         content = self.__getstate__()
         content["source"] = (None, (), {})
-        content["parameters"] = {
-            name: Learnt(value.detach().clone(), constraint)
-            for name, (value, constraint) in self.parameters.items()
-        }
         content["stages"] = [replace(stage, error=None) for stage in self.stages]
         write_file(Path(path), content, KIND)
 
@@ -650,6 +669,9 @@ class Fit(Printed):
         rows = [(stage.name, f"{stage.seconds:.1f}", stage.outcome) for stage in self.stages]
         head = ("stage", "seconds", "outcome")
         yield Table([head, *rows], header=True, align="lrl", widths=(20, 7))
+        if self.parameters:
+            values = {name: one.constrained for name, one in self.parameters.items()}
+            yield f"learnt parameters: {describe(values)}"
         if self.interrupted:
             yield (
                 "interrupted by Ctrl-C: the best guide and draws so far; with checkpoint= the same "

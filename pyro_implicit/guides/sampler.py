@@ -205,8 +205,8 @@ class StoredDraws:
         can then be trusted without a density.
     :param modes_weighed: whether separate modes have their correct shares of the draws.
     :param doubts: known problems of the chains, each in a few words.
-    :param unsettled: the :class:`~pyro_implicit.mcmc.stopping.Drift` of chains that ended before
-        they converged, from which :func:`~pyro_implicit.diagnose` judges them.
+    :param drift: the :class:`~pyro_implicit.mcmc.stopping.Drift` of the chains, from which
+        :func:`~pyro_implicit.diagnose` judges those that ended before they converged.
     :param num_independent: the number of independent draws that they are worth; by default all.
     :param symmetry: a symmetry of the posterior that keeps chains apart, in words.
     :param num_chains: the number of chains, whose draws follow each other; 1 if unknown.
@@ -219,7 +219,7 @@ class StoredDraws:
         settled: bool = False,
         modes_weighed: bool = False,
         doubts: Sequence[str] = (),
-        unsettled: Any = None,
+        drift: Any = None,
         num_independent: float = math.inf,
         symmetry: str = "",
         num_chains: int = 1,
@@ -232,10 +232,15 @@ class StoredDraws:
                 "Cure: a dict of tensors (num_draws, *site_shape), as MCMC.get_samples() gives it"
             )
         self.samples, self.settled, self.modes_weighed = dict(samples), settled, modes_weighed
-        self.doubts, self.unsettled = tuple(doubts), unsettled
+        self.doubts, self.drift = tuple(doubts), drift
         self.num_draws, self.symmetry = lengths.pop(), symmetry
         self.num_independent = int(min(self.num_draws, num_independent))
         self.num_chains = num_chains
+
+    @property
+    def unsettled(self) -> Any:
+        """The drift of chains that ended before they converged, else None."""
+        return None if self.settled else self.drift
 
     def __repr__(self) -> str:
         return f"StoredDraws({self.num_draws} draws of {', '.join(self.samples)})"

@@ -284,7 +284,7 @@ class Refined(Printed, ArvizExport):
             self.settled,
             self.modes_weighed,
             self.doubts,
-            unsettled=None if self.settled else self.drift,
+            drift=self.drift,
             symmetry=self.symmetry,
             num_chains=self.num_chains,
             **known,

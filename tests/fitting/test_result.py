@@ -246,3 +246,28 @@ def test_chains_of_pyro_are_diagnosed_and_what_is_no_guide_is_named():
             function(skewed, torch.zeros(3))
     with pytest.raises(TypeError, match="compare needs a guide, but got Tensor. Cure"):
         compare(skewed, torch.zeros(3), mcmc)
+
+
+def learning(y):
+    scale = pyro.param("scale", torch.tensor(1.0), constraint=dist.constraints.positive)
+    loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+    with pyro.plate("rows", len(y)):
+        pyro.sample("y", dist.Normal(loc, scale), obs=y)
+
+
+def test_another_fit_does_not_change_a_result():
+    pyro.clear_param_store()
+    y = torch.randn(30, generator=torch.Generator().manual_seed(0))
+    first = fit(learning, "auto", y, num_steps=500, lr=0.05, **QUIET)
+    value = pyro.param("scale").item()
+    assert f"learnt parameters: scale = {value:.4g}" in str(first)
+    pyro.set_rng_seed(1)
+    expected = str(first.diagnose())
+    fit(learning, "auto", 4 * y, num_steps=500, lr=0.05, **QUIET)
+    other = pyro.param("scale").item()
+    assert other > 2 * value and first.parameters["scale"].constrained.item() == value
+    pyro.set_rng_seed(1)
+    assert str(first.diagnose()) == expected and pyro.param("scale").item() == other
+    pyro.clear_param_store()
+    pyro.set_rng_seed(1)
+    assert str(first.diagnose()) == expected
