@@ -48,7 +48,8 @@ def fit_something(model: Any, guide: Any = "auto", *args: Any, **options: Any) -
         return fit(model, guide, *args, **options, policy=SHORT)
     if isinstance(guide, str) and "batches" not in options:
         guide = own_names(AutoNormal(poutine.block(model, hide_fn=is_discrete)))
-    return fit(model, guide, *args, **{**options, "num_steps": 2, "epochs": 1})
+    length = {"epochs": 1} if "batches" in options else {"num_steps": 2}
+    return fit(model, guide, *args, **{**options, **length})
 
 
 def has_counts(model: Any, args: tuple) -> bool:

@@ -62,8 +62,8 @@ def test_a_given_guide_is_kept_when_its_chains_are_interrupted(batches, monkeypa
     monkeypatch.setattr(f"pyro_implicit.fitting.{where}", press)
     guide = AutoNormal(data)
     rows = [(x[:4], y[:4]), (x[4:], y[4:])]
-    more = {"batches": rows, "epochs": 1} if batches else {}
-    result = fit(data, guide, *(() if batches else (x, y)), refine=True, **more, **QUIET)
+    more = {"batches": rows, "epochs": 1, "num_steps": None} if batches else {}
+    result = fit(data, guide, *(() if batches else (x, y)), refine=True, **{**QUIET, **more})
     assert result.interrupted and result.guide is guide and result.refined is None
     assert result.losses
 
