@@ -167,7 +167,8 @@ def train_mean_field(stages: Stages, target: Target) -> Fit:
     particles = min(stages.num_particles, policy.few_particles)
     loss: Trace_ELBO = ImplicitELBO(particles, nonfinite="skip")
     steps = stages.steps_for(guide, loss, budget.training_seconds)
-    if target.is_vectorized and not model_parameters(target):
+    parameters = model_parameters(target)
+    if target.is_vectorized and not parameters:
         loss = _RecordedELBO(target, particles, steps, stages.options["compile"])
     result = stages.train_alone(
         "mean-field",
@@ -177,6 +178,9 @@ def train_mean_field(stages: Stages, target: Target) -> Fit:
         num_steps=min(policy.mean_field_steps, steps),
         haste=policy.mean_field_haste,
     )
+    if parameters:
+        names = ", ".join(f"`{name}`" for name in parameters)
+        result.stages[-1].outcome += f"; its ELBO, not the evidence, determines {names}"
     if note := widen_if_rounded(target, Sampler(target, guide).draw):
         result.stages[-1].outcome += f"; {note}"
     return result
