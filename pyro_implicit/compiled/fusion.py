@@ -7,6 +7,7 @@ import functools
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -54,23 +55,35 @@ class FusedGraph:
 
     def __init__(self, recorder: Recorder) -> None:
         self._captured = recorder.captured
-        planner = _Planner(recorder)
-        self._steps, self._inputs, self._read = planner.plan()
-        self.num_nodes, self.num_steps = len(planner.deps), len(self._steps)
+        self._planner = _Planner(recorder)
+        self.num_nodes, self._least = len(self._planner.deps), self._planner.least_steps
+
+    @cached_property
+    def _plan(self) -> tuple[list[Step], list[Node], Callable[[Values], Any]]:
+        planner = self._planner
+        del self._planner  # the recording, which no call needs
+        return planner.plan()
+
+    @property
+    def num_steps(self) -> int:
+        """The number of operations now."""
+        return len(self._plan[0])
 
     @property
     def pays(self) -> bool:
         """Whether the graph is much shorter now."""
-        return RECORDINGS.fused_share * self.num_nodes > self.num_steps
+        most = RECORDINGS.fused_share * self.num_nodes
+        return self._least < most and self.num_steps < most
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the results for other inputs of the same shapes."""
         if ACTIVE.recorder is not None:  # stacked constants are copies, which do not change
             ACTIVE.recorder.captured += self._captured
-        values: Values = dict(zip(self._inputs, inputs, strict=True))
-        for step in self._steps:
+        steps, names, read = self._plan
+        values: Values = dict(zip(names, inputs, strict=True))
+        for step in steps:
             step(values)
-        return self._read(values)
+        return read(values)
 
 
 class _Planner:
@@ -109,7 +122,7 @@ class _Planner:
 
     def plan(self) -> tuple[list[Step], list[Node], Callable[[Values], Any]]:
         """Return the steps, the inputs, and the function that reads the outputs."""
-        for unit in self._ordered(self._refined(self._groups())):
+        for unit in self._ordered(self._refined(self._groups)):
             node = unit[0]
             if len(unit) > 1:
                 self._add_group(unit)
@@ -184,8 +197,14 @@ class _Planner:
             parts.append("number" if is_number else _kind(arg))
         return target, tuple(parts), tuple((key, _kind(arg)) for key, arg in node.kwargs.items())
 
+    @property
+    def least_steps(self) -> int:
+        """The number of steps if all groups stay whole; it costs little."""
+        return len(self.deps) - sum(len(group) - 1 for group in self._groups)
+
+    @cached_property
     def _groups(self) -> list[list[Node]]:
-        """Return groups of nodes that may run together without a cycle."""
+        """Groups of nodes that may run together without a cycle."""
         signatures = {node: self._signature(node) for node in self.deps}
         schemes = []
         for level in self._levels():

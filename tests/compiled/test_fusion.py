@@ -186,3 +186,15 @@ def test_groups_that_need_each_other_cannot_run():
     assert planner._is_acyclic([exponentials]) and planner._is_acyclic([sines])
     assert not planner._is_acyclic([exponentials, sines])
     assert not planner._is_acyclic([[exponentials[0], sines[0]]])
+
+
+def test_graphs_that_cannot_be_shortened_are_not_planned(monkeypatch):
+    def chain(x):
+        for _ in range(20):
+            x = (x.sin() + 1.0) * x.cos().exp()
+        return [x]
+
+    x = torch.randn(3)
+    fused = FusedGraph(record(lambda: chain(x), [x]))
+    monkeypatch.setattr(_Planner, "plan", lambda planner: pytest.fail("was planned"))
+    assert not fused.pays
