@@ -229,10 +229,10 @@ def fit(
         ``pyro.param`` outside of modules.
     :raises ValueError: for an unknown guide; counts below 1; a ``max_seconds`` that is not
         positive; ``num_steps`` with ``batches``, and ``epochs`` without; a discrete latent variable
-        that can neither be summed out nor sampled; an observation that is NaN; a model whose log-
-        density is finite nowhere; a checkpoint of a run with other settings (changed data are not
-        detected); ``refine=True`` for a model that subsamples its data; in several processes, for
-        identical minibatches, ``refine=True``, and losses with networks of their own.
+        that can neither be summed out nor sampled; an observation that is NaN; a model whose
+        log-density is finite nowhere; a checkpoint of a run with other settings (changed data are
+        not detected); ``refine=True`` for a model that subsamples its data; in several processes,
+        for identical minibatches, ``refine=True``, and losses with networks of their own.
     :raises RuntimeError: for a model without latent variables.
     :warns UserWarning: for a new guide whose name has values in Pyro's parameter store, and for a
         model that subsamples its data, unless ``refine=False``.
