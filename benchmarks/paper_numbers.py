@@ -290,8 +290,8 @@ AISIVI's banana needs its 8,192 noises: its authors' own code with 64 ends at a 
 2022, 4,000 steps), after .24 at 1,000 steps, and ours at .62.
 
 KSIVI's network (Boston housing, 50 ReLU units), compared with its authors' classes, kernel and
-settings in a throw-away folder: one split, one seed, 1,200 of their 20,000 iterations, because one
-of theirs takes .12 CPU s here. RMSE in the units of the data after 300, 600, 900 and 1,200:
+settings by scratch scripts: one split, one seed, 1,200 of their 20,000 iterations, because one of
+theirs takes .12 CPU s here. RMSE in the units of the data after 300, 600, 900 and 1,200:
 
 | loss | authors' code, 2 x 100 draws | `KSIVI_ELBO(100)` |
 | :-- | --: | --: |

@@ -58,7 +58,6 @@ class Diagnosis(Printed):
     :ivar modes_weighed: whether the weights of separate modes are known to be correct.
     :ivar doubts: known failures of the chains.
     :ivar chains: error bounds and R-hat of chains.
-    :ivar unsettled: error bounds and R-hat of chains that ended before they converged, else None.
     :ivar symmetry: a symmetry of the posterior that keeps chains apart, in words.
     :ivar automatic: whether ``fit`` made the guide, so that its training has no settings.
     :ivar broken: the reason if no check was possible (collapsed or infinite draws), else empty.
@@ -99,7 +98,6 @@ class Diagnosis(Printed):
     held_out: LabelReport | NumberReport | None = field(default=None, repr=False)
     doubts: tuple[str, ...] = ()
     chains: Drift | None = None
-    unsettled: Drift | None = None
     symmetry: str = ""
     automatic: bool = False
     left_out: str = ""
@@ -135,7 +133,12 @@ class Diagnosis(Printed):
     @property
     def of_chains(self) -> bool:
         """Whether the draws are of chains, or resampled by reliable weights."""
-        return self.settled or self.unsettled is not None
+        return self.settled or self.chains is not None
+
+    @property
+    def unsettled(self) -> Drift | None:
+        """Error bounds and R-hat of chains that have not converged, else None."""
+        return None if self.settled else self.chains
 
     def _blocks(self) -> Iterator[str | Table]:
         head = f"Diagnosis of {self.num_samples} draws in {self.latent_dim} dimensions"

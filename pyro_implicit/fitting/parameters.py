@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -118,23 +118,23 @@ def put_back(parameters: dict[str, Learnt], model: Callable[..., Any]) -> None:
     :param model: a model that is, holds or uses the modules.
     :raises ValueError: for a parameter of another shape.
     """
-    owned, stored = _owned(model), _stored()
+    owned = _owned(model)
+    current = _current(parameters, owned)
     for name, (value, constraint) in parameters.items():
-        own = owned[name].value if name in owned else stored.get(name)
-        if own is not None and own.shape != value.shape:
+        own = current.get(name)
+        if own is None:
+            state = {"params": {name: value.detach().clone().requires_grad_()}}
+            pyro.get_param_store().set_state({**state, "constraints": {name: constraint}})
+            continue
+        if own.shape != value.shape:
             raise ValueError(
                 f"the model's parameter '{name}' has shape {tuple(own.shape)}, but the fitted one "
                 f"has shape {tuple(value.shape)}. Cure: the model that was fitted, or "
                 "pyro.clear_param_store() if the parameter belongs to another model"
             )
+        own.copy_(value)  # in place, so that recordings notice the change
         if name in owned:
-            owned[name].value.copy_(value)
             put_into_store(name, owned[name])
-        elif own is not None:
-            own.copy_(value)  # in place, so that recordings notice the change
-        else:
-            state = {"params": {name: value.detach().clone().requires_grad_()}}
-            pyro.get_param_store().set_state({**state, "constraints": {name: constraint}})
 
 
 @contextmanager
@@ -157,11 +157,9 @@ def own_parameters(parameters: dict[str, Learnt], model: Callable[..., Any]) -> 
     if not parameters:
         yield
         return
-    owned, stored = _owned(model), _stored()
     now = {
-        name: Learnt((owned[name].value if name in owned else stored[name]).detach().clone(), kind)
-        for name, (_, kind) in parameters.items()
-        if name in owned or name in stored
+        name: Learnt(value.detach().clone(), parameters[name].constraint)
+        for name, value in _current(parameters, _owned(model)).items()
     }
     if all(
         name in now and now[name].value.equal(value.to(now[name].value))
@@ -183,9 +181,11 @@ def _owned(model: Callable[..., Any]) -> dict[str, Owned]:
     return owned
 
 
-def _stored() -> dict[str, Tensor]:
-    """Return the unconstrained tensors of Pyro's store themselves."""
-    return pyro.get_param_store().get_state()["params"]
+def _current(names: Iterable[str], owned: dict[str, Owned]) -> dict[str, Tensor]:
+    """Return the tensors themselves that modules or Pyro's store have under these names."""
+    tensors = pyro.get_param_store().get_state()["params"]
+    tensors |= {name: own.value for name, own in owned.items()}
+    return {name: tensors[name] for name in names if name in tensors}
 
 
 def _modules(part: Any, seen: set[int]) -> Iterator[nn.Module]:

@@ -206,7 +206,7 @@ class StoredDraws:
     :param modes_weighed: whether separate modes have their correct shares of the draws.
     :param doubts: known problems of the chains, each in a few words.
     :param drift: the :class:`~pyro_implicit.mcmc.stopping.Drift` of the chains, from which
-        :func:`~pyro_implicit.diagnose` judges those that ended before they converged.
+        :func:`~pyro_implicit.diagnose` judges chains that have not converged.
     :param num_independent: the number of independent draws that they are worth; by default all.
     :param symmetry: a symmetry of the posterior that keeps chains apart, in words.
     :param num_chains: the number of chains, whose draws follow each other; 1 if unknown.
@@ -236,11 +236,6 @@ class StoredDraws:
         self.num_draws, self.symmetry = lengths.pop(), symmetry
         self.num_independent = int(min(self.num_draws, num_independent))
         self.num_chains = num_chains
-
-    @property
-    def unsettled(self) -> Any:
-        """The drift of chains that ended before they converged, else None."""
-        return None if self.settled else self.drift
 
     def __repr__(self) -> str:
         return f"StoredDraws({self.num_draws} draws of {', '.join(self.samples)})"

@@ -274,12 +274,14 @@ def test_doubts_of_chains():
 
 def test_symmetries_and_cures_are_named():
     drift = Drift(0.5, 0.5, 3.4)
-    lost = Diagnosis(1000, 2, unsettled=drift)
+    lost = Diagnosis(1000, 2, chains=drift)
     assert lost.verdict == "do not trust" and "refine_more" in lost.cures[0]
     wrong = SteinCheck(2.0, (1.0, 1.0), SteinTest(0.0, 0.0, 0.5))
-    both = Diagnosis(1000, 2, unsettled=drift, stein=wrong)
+    both = Diagnosis(1000, 2, chains=drift, stein=wrong)
+    settled = Diagnosis(1000, 2, settled=True, chains=drift)
+    assert settled.verdict == "trust" and "R-hat 3.400" in str(settled)
     assert len(both.cures) == 2 and str(both.cures).count("refine_more") == 1
-    turned = Diagnosis(1000, 2, unsettled=drift, symmetry="rotations of `w` leave ...")
+    turned = Diagnosis(1000, 2, chains=drift, symmetry="rotations of `w` leave ...")
     assert turned.verdict == "check" and turned.findings[0].reason.startswith("rotations of `w`")
     assert "triangular" in turned.cures[0]
     bound = EvidenceBound(0.0, 0.0, 0.6, 500.0)

@@ -183,7 +183,7 @@ def test_constant_quantities_have_none():
 
 def judged(found, **options):
     unsettled = Drift(0.5, 0.5, 2.0)
-    return Diagnosis(100, 5, judged="predictions", mixing=found, unsettled=unsettled, **options)
+    return Diagnosis(100, 5, judged="predictions", mixing=found, chains=unsettled, **options)
 
 
 def test_reports_say_where_chains_differ():

@@ -236,7 +236,7 @@ def test_interrupted_it_keeps_the_draws_so_far(monkeypatch, phase):
         return
     result = short(AutoNormal(regression), max_gradients=400)
     assert result.stopped == "interrupted" and len(result.get_samples()["rate"]) > 64
-    assert result.drift is None or result.as_guide().unsettled == result.drift
+    assert result.drift is None or result.as_guide().drift == result.drift
     pyro.clear_param_store()
     whole = fit(regression, AutoNormal(regression), X, Y, refine=True, num_steps=5, progress=False)
     assert whole.interrupted and whole.refined.stopped == "interrupted"
