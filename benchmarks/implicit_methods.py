@@ -268,7 +268,8 @@ def report(args: argparse.Namespace) -> str:
         "\nRatio of SW2 to the sampling floor, median (and range) over seeds; KL(p || q) in nats "
         "in two dimensions;\nCPU seconds. After the arrow: the first seed after `refine` of the "
         "guide, and its CPU seconds. Every\ntraining has the same CPU seconds, without the search "
-        "for the guide's frame.\n\nEffective draws per CPU second, median over seeds:\n\n"
+        "for the guide's frame.\n\nEffective draws per CPU second, median over seeds, and after "
+        "`refine` with the first seed:\n\n"
     )
     rates = [
         [method, *(rate(cells[method, name]) for name in targets)]
@@ -291,7 +292,12 @@ def rate(records: list[dict[str, Any]]) -> str:
         for record in records
         if "ratio" in record
     ]
-    return f"{median(worth):,.0f}" if worth else ""
+    text = f"{median(worth):,.0f}" if worth else ""
+    for record in records:
+        if "refined_ratio" in record:
+            seconds = record["cpu_seconds"] + record["refined_cpu_seconds"]
+            text += f" → {NUM_DRAWS / max(1.0, record['refined_ratio']) ** 2 / seconds:,.0f}"
+    return text
 
 
 def cell(records: list[dict[str, Any]]) -> str:

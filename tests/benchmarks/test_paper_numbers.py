@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The divergence of paper_numbers.py in closed form, and both comparisons with tiny arguments."""
+"""The divergence of paper_numbers.py in closed form, and the comparisons with tiny arguments."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import implicit_methods, paper_numbers, sivi_sm_critic
+from benchmarks import implicit_methods, paper_networks, paper_numbers, sivi_sm_critic
 from benchmarks.common import read_records
 from benchmarks.targets import KnownPosterior, make_target
 from pyro_implicit import AutoImplicit, AutoregressiveGenerator
@@ -54,6 +55,23 @@ def test_paper_numbers(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     paper_numbers.main(args)
     page = (tmp_path / "numbers.md").read_text()
     assert f"| {method} | x_shape |" in page and "nan" not in page.split("paper")[0]
+
+
+@pytest.mark.parametrize("method", [paper_networks.AUTHORS, "LIVI", "fit"])
+def test_paper_networks(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paper_networks, "EPOCHS", 1)
+    monkeypatch.setattr(paper_networks, "BATCH", 20)
+    monkeypatch.setattr(paper_networks, "NOISE", 0.5)
+    table = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    table[:, 3] = table[:, 0] + 0.1 * table[:, 3]
+    (tmp_path / "tabular").mkdir()
+    np.savetxt(tmp_path / "tabular" / "concrete.data", table.numpy())
+    args = argparse.Namespace(data_dir=tmp_path, methods=[method], splits=1, budget=0.1)
+    args.out, args.report = tmp_path / "networks.jsonl", False
+    paper_networks.main(args)
+    (record,) = read_records(args.out)
+    assert record["rmse_of_mean"] <= record["rmse"] < 30
+    assert f"| {method} | 1 |" in (tmp_path / "networks.md").read_text()
 
 
 @pytest.mark.parametrize("choices", [[], [*sivi_sm_critic.CHOICES]])
@@ -100,3 +118,5 @@ def test_draws_are_worth_fewer_exact_ones_the_larger_the_ratio() -> None:
     assert implicit_methods.rate(records) == f"{10_000 / 2**2 / 5:,.0f}"
     assert implicit_methods.rate(records[:1]) == f"{10_000 / 5:,.0f}"
     assert implicit_methods.rate([{"error": "died"}]) == ""
+    refined = records[1] | {"refined_ratio": 1.0, "refined_cpu_seconds": 3.0}
+    assert implicit_methods.rate([refined]) == f"{10_000 / 2**2 / 5:,.0f} → {10_000 / 8:,.0f}"
