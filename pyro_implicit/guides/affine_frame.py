@@ -124,8 +124,9 @@ def find_frame(
     given initial values, or from the default ones and draws of the prior, and returns the Gaussian
     of the highest ELBO on its path, with a full scale. If the model subsamples, it climbs on one
     minibatch; then the location takes Newton steps of size 1/t on fresh minibatches, which converge
-    to the mode for all data. With more latent variables, or if no Gaussian has a finite ELBO, a few
-    hundred steps of mean-field variational inference yield a diagonal frame.
+    to the mode for all data, or are taken back if these minibatches prefer the first mode. With
+    more latent variables, or if no Gaussian has a finite ELBO, a few hundred steps of mean-field
+    variational inference yield a diagonal frame.
 
     The number of steps is determined by counting operations, not by a clock: the same model has the
     same frame. The random streams of the caller do not change.
@@ -201,14 +202,24 @@ def _climb(target: Target, num_evaluations: int, has_start: bool) -> Frame | Non
     if not modes.elbo[0].isfinite():
         return None
     loc, factor = modes.loc[0], modes.scale_tril[0]
-    for index in range(FRAME.num_minibatches if target.draws_rows else 0):
-        target = target.on(())
-        _, score = target.score(loc.unsqueeze(0))
-        step = factor @ (factor.mT @ score[0]) / (index + 2)
-        loc = loc + step.nan_to_num(0.0, 0.0, 0.0)
+    if target.draws_rows:
+        loc = _mode_of_all_rows(target, loc, factor)
     frame = Frame(loc, scale_tril=factor)
     frame.check(target.latent_dim)
     return frame
+
+
+def _mode_of_all_rows(target: Target, start: Tensor, factor: Tensor) -> Tensor:
+    """Go from the mode of one minibatch to that of all, unless fresh ones prefer the start."""
+    loc, gain = start, 0.0
+    for index in range(FRAME.num_minibatches):
+        target = target.on(())
+        log_p, score = target.score(torch.stack([start, loc]))
+        if 2 * index >= FRAME.num_minibatches:
+            gain += (log_p[1] - log_p[0]).item()
+        step = factor @ (factor.mT @ score[1]) / (index + 2)
+        loc = loc + step.nan_to_num(0.0, 0.0, 0.0)
+    return loc if gain > 0 else start  # without log-concavity the steps can diverge
 
 
 def _mean_field(target: Target, num_steps: int) -> Frame:

@@ -130,6 +130,19 @@ def test_minibatches():
     assert torch.stack(errors).mean().sqrt() < 1.3 * expected
 
 
+def test_newton_steps_that_diverge_are_taken_back():
+    """The first minibatch's mode is near 0, where the cube is flat and the first step too long."""
+    y = 1 + torch.randn(200, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def model():
+        x = pyro.sample("x", dist.Normal(y.new_zeros(()), 10.0))
+        with pyro.plate("rows", len(y), subsample_size=5) as rows:
+            pyro.sample("y", dist.Normal(x**3, 0.2), obs=y[rows])
+
+    frame = auto_frame.find_frame(model, init_to_median, CPU, (), {})
+    assert 0.4 < frame.loc.item() < 1.1
+
+
 def test_many_latents_have_a_diagonal_frame():
     loc, scale = torch.linspace(-3, 3, 150), torch.linspace(0.05, 2, 150)
 
