@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import random
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pyro
@@ -15,6 +16,7 @@ import torch
 from pyro.infer.autoguide import AutoNormal
 
 from pyro_implicit import diagnose, fit, refine
+from pyro_implicit.density import cost
 from pyro_implicit.runtime.global_state import same_streams, seeded, single_thread
 
 
@@ -185,9 +187,21 @@ def test_another_thread_waits_for_the_number(three_threads):
 QUIET = {"seed": 0, "progress": False}
 
 
+@pytest.mark.parametrize("num_rows, is_small", [(5, True), (20_000, False)])
+def test_large_operations_are_divided(three_threads, num_rows, is_small):
+    rows = torch.zeros(num_rows)
+    assert cost.suits_one_thread(lambda x: (x - rows).square(), torch.zeros(1)) is is_small
+
+
+def let_small_models_have_threads(monkeypatch):
+    # Large ones would divide their operations between more threads than there are free cores.
+    monkeypatch.setattr(cost, "COST", replace(cost.COST, least_threaded=0.0))
+
+
 @pytest.mark.parametrize("num_workers, expected", [(3, 1), (1, 3)])
 def test_processes_replace_threads(three_threads, monkeypatch, num_workers, expected):
-    y, seen = torch.zeros(20_000), []
+    let_small_models_have_threads(monkeypatch)
+    y, seen = torch.zeros(5), []
 
     def model():
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
@@ -214,13 +228,15 @@ def test_processes_replace_threads(three_threads, monkeypatch, num_workers, expe
     assert seen == [expected]
 
 
-@pytest.mark.parametrize("num_rows, expected", [(5, 1), (20_000, 3)])
-def test_small_models_run_with_one_thread(three_threads, num_rows, expected):
-    y, seen = torch.zeros(num_rows), set()
+@pytest.mark.parametrize("is_small, expected", [(True, 1), (False, 3)])
+def test_small_models_run_with_one_thread(three_threads, monkeypatch, is_small, expected):
+    if not is_small:
+        let_small_models_have_threads(monkeypatch)
+    y, seen = torch.zeros(5), set()
 
     def model():
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
-        with pyro.plate("rows", num_rows):
+        with pyro.plate("rows", len(y)):
             seen.add(torch.get_num_threads())
             pyro.sample("y", dist.Normal(x, 1.0), obs=y)
 
