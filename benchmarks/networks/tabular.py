@@ -80,7 +80,7 @@ members -.764 and -.705. None is better on both splits: the differences are thos
 
 Stacking the chains of ``fit`` (60 s) by the held-out rows instead of weighting them equally changes
 the log-likelihood of test rows by -.034 to +.017, at most 1.2 standard errors upwards (airfoil 1 to
-3, Boston 5 and 6, Concrete 5, Energy 5). Of k chains alone, airfoil's log-likelihood is .53 (k = 1),
+3, Boston 5 and 6, Concrete 5, Energy 5). With k chains, airfoil's log-likelihood is .53 (k = 1),
 .68 (2), .74 (5) and .76 (10).
 
 Held-out rows against test rows: on splits 5 to 9 of Boston, Concrete and Energy (60 s) the chains'
