@@ -148,7 +148,8 @@ class InjectiveELBO(ImplicitELBO):
     :param num_particles: draws of the guide per step.
     :param path_derivative: True: the path gradient; False: the plain gradient; ``"auto"``: the
         share of the path gradient with the least variance
-        (:class:`~pyro_implicit.infer.injective.Landing`), see ``shares``. With ``coverage``, 1.
+        (:class:`~pyro_implicit.infer.injective.Landing`), see ``shares``, and the plain gradient
+        for draws at which the score overflows. With ``coverage``, the share is 1.
     :param coverage: c of the divergence KL(q || p) + c KL(p || q) that the gradient descends. The
         second term makes the guide cover tails and necks that the ELBO misses; 1 gives Jeffreys'
         divergence. Its gradient is the path gradient with particles weighted by their
@@ -230,12 +231,16 @@ class InjectiveELBO(ImplicitELBO):
             return ScoreParts(log_q, 0, log_q)
         log_q, score = exact_score(site)
         step = self.state.step
-        path = path_term(site, score, step.get(("path", site.name), site.draw))
         scores = step.get(("scores", site.name))
-        if scores is not None:
-            share, scores.guide = self.state.memory["landing", site.name].share(), score
-            path = share * path + (1 - share) * log_q
-        return ScoreParts(log_q.detach(), 0, path)
+        if scores is None:
+            path = path_term(site, score, step.get(("path", site.name), site.draw))
+            return ScoreParts(log_q.detach(), 0, path)
+        share, scores.guide = self.state.memory["landing", site.name].share(), score
+        # An ill-conditioned Jacobian can let the score overflow; the plain gradient does not.
+        has_path = score.isfinite().flatten(log_q.dim()).all(-1)
+        path = path_term(site, score.nan_to_num(0.0, 0.0, 0.0), site.draw)
+        share = torch.where(has_path, share, 0.0)
+        return ScoreParts(log_q.detach(), 0, share * path + (1 - share) * log_q)
 
     @property
     def shares(self) -> dict[str, float]:

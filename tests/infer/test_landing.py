@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from pyro_implicit import AutoImplicit, Implicit, InjectiveELBO, ResidualGenerator
+from pyro_implicit.infer import injective
+from pyro_implicit.infer.engine.implicit_sites import exact_score
 from pyro_implicit.infer.injective import Landing, Scores
 
 
@@ -98,6 +100,28 @@ def test_gradient_is_the_mixture_of_path_and_plain():
     for one, by_path, by_plain in zip(found, path, plain, strict=True):
         torch.testing.assert_close(one, share * by_path + (1 - share) * by_plain)
     assert elbo.shares != {"_AutoImplicit_latent": share}  # it has learnt more
+
+
+@pytest.mark.parametrize("num_lost", [1, 4])
+def test_draws_whose_score_overflows_have_the_plain_gradient(monkeypatch, num_lost):
+    model, guide = narrow(0.6)
+    elbo, plain = InjectiveELBO(4), InjectiveELBO(4, path_derivative=False)
+    gradients(plain, model, guide, 0)
+
+    def overflowing(site):
+        log_q, score = exact_score(site)
+        score[:num_lost, 1] = torch.inf
+        return log_q, score
+
+    monkeypatch.setattr(injective, "exact_score", overflowing)
+    monkeypatch.setattr(injective.Landing, "share", lambda landing: torch.tensor(0.5))
+    gradients(elbo, model, guide, 0)
+    found, without = gradients(elbo, model, guide, 1), gradients(plain, model, guide, 1)
+    if num_lost == 4:
+        torch.testing.assert_close(found, without)
+    else:
+        assert all(one.isfinite().all() for one in found)
+        assert not torch.allclose(found[0], without[0])
 
 
 @pytest.mark.parametrize("sd", [0.05, 1.0])
