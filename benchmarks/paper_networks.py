@@ -58,9 +58,6 @@ noise. With their falling rate such a scale hardly moves (RMSE 1.30 on split 0);
 rate of the generator here, which does not fall. On splits 0 to 2 this gives .437, .462 and .646. A
 plain torch script with their scale, the output of a network, and 4 draws: .439, .435 and .441;
 their own code with 25 draws: .406, .465 and .456. The settings of the library need no such scale.
-
-``InjectiveELBO`` fails after about 20 steps: the Jacobian of an autoregressive map in 101
-dimensions is ill-conditioned, and the score of the density overflows.
 """
 
 
