@@ -67,11 +67,10 @@ METHODS = ("ensemble", "fit")
 TABLES = {"airfoil": ("airfoil.csv", 0), "bike": ("bike_sharing_hour.csv.gz", 2)}
 MEMBERS, BATCH, STEPS, DRAWS = 10, 256, 5000, 1000
 NOTE = """
-Mean +- standard deviation over splits and seeds. In brackets: the commit of ``fit``; ea0bb00 and
-9d85df5 have the same code, and d812d437 is 14693c9e before a rebase. The runs of UCI sets with 12
-and 60 s shared two cores with about ten other processes. With ``teach=True`` and 40 CPU seconds,
-generators lose -.001 +- .002 nats of each test row of split 2 of airfoil (2,000 draws), and 10,000
-draws take .13 s.
+Mean +- standard deviation over splits and seeds. In brackets: the commit of ``fit``; d812d437 is
+14693c9e before a rebase. The UCI runs of d812d437, d42e129c and 4b4dfc20 shared two cores with
+about ten other processes. With ``teach=True`` and 40 CPU seconds, generators lose -.001 +- .002
+nats of each test row of split 2 of airfoil (2,000 draws), and 10,000 draws take .13 s.
 
 Airfoil with other settings, 150 CPU seconds, seed 0, NLL on splits 1 and 2: as in ``fit`` -.776 and
 -.751; hierarchical priors -.840 and -.712; energy error .03 instead of .1 -.805 and -.680; 20
