@@ -42,6 +42,7 @@ from benchmarks.common import (
 )
 from benchmarks.implicit_methods import make, train
 from benchmarks.networks.tabular import by_cpu_clock
+from benchmarks.paper_numbers import layers
 from pyro_implicit import fit
 from pyro_implicit.diagnostics import draw
 from pyro_implicit.infer import PVI
@@ -106,12 +107,11 @@ def make_model(num_inputs: int, num_rows: int) -> Callable[..., None]:
 
 
 class Skip(nn.Module):
-    """A network with two hidden layers beside a linear map."""
+    """The sum of a linear map and of a network with two hidden layers."""
 
     def __init__(self, noise_dim: int, output_dim: int) -> None:
         super().__init__()
-        hidden = [nn.Linear(noise_dim, 512), nn.LeakyReLU(), nn.Linear(512, 512), nn.LeakyReLU()]
-        self.network = nn.Sequential(*hidden, nn.Linear(512, output_dim))
+        self.network = layers(noise_dim, 512, nn.LeakyReLU, output_dim)
         self.linear = nn.Linear(noise_dim, output_dim, bias=False)
 
     def forward(self, noise: Tensor) -> Tensor:
