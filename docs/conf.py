@@ -8,7 +8,7 @@ from typing import Any
 import pyro_implicit
 
 sys.path.insert(0, str(Path(__file__).parent))
-from site_hooks import add_summary, show_figure_first
+from site_hooks import add_summary, link_short_name, show_figure_first
 
 project = "pyro_implicit"
 author = "The pyro_implicit developers"
@@ -55,10 +55,18 @@ sphinx_gallery_conf = {
     "download_all_examples": False,
 }
 
+# Links to names of this library must work; those of type hints and other libraries have no page.
+nitpicky = True
+nitpick_ignore_regex = [
+    (r"py:(class|exc|obj)", r"(?!pyro_implicit\.\w+$).*"),
+    (r"py:.*", r"(?!pyro_implicit\.).*"),
+]
+
 autosummary_generate = False  # the tables link to the same page
 
 
 def setup(app: Any) -> None:
-    """Register the hooks that change pages: summaries of the API, figures of the gallery."""
+    """Register the hooks that change pages: summaries of the API, figures of the gallery, links."""
     app.connect("source-read", add_summary)
     app.connect("source-read", show_figure_first)
+    app.connect("missing-reference", link_short_name)

@@ -11,7 +11,7 @@ import pyro
 import torch
 from matplotlib.figure import Figure
 
-__all__ = ["add_summary", "fresh_state", "scrape_figure", "show_figure_first"]
+__all__ = ["add_summary", "fresh_state", "link_short_name", "scrape_figure", "show_figure_first"]
 
 
 def fresh_state(gallery_conf: dict[str, Any], page: str) -> None:
@@ -76,3 +76,27 @@ def show_figure_first(app: Any, page: str, source: list[str]) -> None:
     if page.startswith("auto_gallery/") and figures:
         first_code = ".. GENERATED FROM PYTHON SOURCE LINES"
         source[0] = source[0].replace(first_code, f"{figures[-1]}\n{first_code}", 1)
+
+
+def link_short_name(app: Any, env: Any, node: Any, content: Any) -> Any:
+    """Link a name such as ``pyro_implicit.fit`` to the page of ``pyro_implicit.fitting.fit``.
+
+    :param app: Sphinx.
+    :param env: its environment.
+    :param node: a reference without a target.
+    :param content: the text of the link.
+    :returns: the link, or ``None`` for names of other libraries and of private objects.
+    """
+    from sphinx.util.nodes import make_refnode  # not installed for doctests
+
+    name = str(node.get("reftarget")).removeprefix("pyro_implicit.")
+    found = [
+        (path, entry)
+        for path, entry in env.get_domain("py").objects.items()
+        if path.rpartition(".")[2] == name and entry.objtype in ("class", "function")
+        if not entry.aliased
+    ]
+    if len(found) != 1:
+        return None
+    ((path, entry),) = found
+    return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content, path)

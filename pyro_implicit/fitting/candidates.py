@@ -318,7 +318,7 @@ def exact_log_weights(
     >>> draws.shape, log_weights.values.shape
     (torch.Size([5, 1]), torch.Size([5]))
 
-    :param guide: a guide with :func:`~pyro_implicit.guides.auto_implicit.has_exact_density`.
+    :param guide: a guide for which ``has_exact_density`` is true.
     :param target: the posterior.
     :param num_draws: the number of draws.
     :param draws_at_once: the number of draws that are evaluated together.

@@ -531,8 +531,8 @@ class Fit(Printed):
 
         :param num_samples: the number of draws of :meth:`sample`, as one chain; by default all
             refined draws in ``num_chains`` long chains, or 2,000 draws without chains.
-        :param log_likelihood: as in :meth:`Refined.to_datatree
-            <pyro_implicit.mcmc.Refined.to_datatree>`, like the other arguments and errors.
+        :param log_likelihood: like the other arguments and errors, as for
+            :meth:`~pyro_implicit.export.ArvizExport.to_datatree`.
         """
         if num_samples is None and self.refined is not None:
             posterior = joined(self.refined.get_samples(group_by_chain=True), num_chains)

@@ -407,7 +407,7 @@ class Stages:
         return weigh(name, guide, target, losses, policy=policy)
 
     def reliability_of(self, guide: Any, target: Target) -> LogWeights | None:
-        """Return :func:`reliability`; None if ``max_seconds`` is too short for it."""
+        """Return the finding of ``reliability``; None if ``max_seconds`` is too short for it."""
         policy = self.policy.correction
         if self._seconds_of_weights(target, policy.num_weighed) > self.limit.left():
             return None

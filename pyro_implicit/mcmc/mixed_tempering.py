@@ -3,7 +3,7 @@
 
 Particles are drawn from the prior, and their distribution is moved to the posterior by powers of
 the likelihood (Del Moral, Doucet and Jasra, 2006). At each power the transitions are those of
-:class:`~pyro_implicit.mcmc.mixed_chains.MixedChains`.
+``MixedChains``.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def drift(
     :param powers: means over successive batches of transitions of the quantities, their squares
         and their fourth powers, ``(3, num_batches, num_chains, num_quantities)``. For the last
         quantity, the log-density, only the mean counts.
-    :param group: see :class:`Tracked`.
+    :param group: see ``Tracked``.
     :param policy: the limits.
     :returns: the errors of the worst quantity.
 

@@ -86,8 +86,8 @@ class SitePrior:
     def sample(self, num: int) -> Tensor:
         """Draw the latent variables from the prior.
 
-        Priors without parents are sampled directly; others need the model, see
-        :class:`~pyro_implicit.infer.engine.prior.PriorDraws`.
+        Priors without parents are sampled directly; others need runs of the model
+        (``PriorDraws``).
 
         :returns: ``(*plates, num, m)``, or ``(num_particles, *plates, num, m)`` if the prior
             depends on latent variables of other sites.

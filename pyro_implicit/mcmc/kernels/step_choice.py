@@ -91,7 +91,8 @@ def choose_step(found: Probe, steps: int, policy: LangevinPolicy = DEFAULT.lange
     noise. So the step is that at which :math:`\tau = 1/R` (limit ``"balance"``); half the error
     takes four times the steps. The heat stays below ``policy.max_heat``, beyond which draws of
     networks predicted worse than their starts (``"heat"``): then the run is too short to relax
-    twice. In any case the step is stable (``"stability"``, :func:`stable_step`).
+    twice. In any case the step is at most half of the leapfrog integrator's limit
+    (``"stability"``).
 
     **Example:**
 

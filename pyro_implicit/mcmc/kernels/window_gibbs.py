@@ -4,7 +4,7 @@
 Elements that share no term of the log-density are independent given all others. A class of such
 elements moves at once: each element gets a window of candidates, all windows are evaluated in one
 vectorised run, and each element moves within its window by the Metropolised Gibbs sampler
-(:func:`~pyro_implicit.ops.discrete_moves.choose_other`). A sweep moves all classes once and leaves
+(``choose_other`` in ``ops/discrete_moves.py``). A sweep moves all classes once and leaves
 the density exactly invariant.
 
 These are locally informed proposals (Zanella, 2020) with the exact local balancing of a window:

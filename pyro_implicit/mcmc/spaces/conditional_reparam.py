@@ -167,7 +167,7 @@ class ConditionalReparam(Reparam):
     factors of P: :math:`z = C (x - m)`, :math:`C^\top C = P + W`. For a latent with bounds, x is
     its unconstrained value: the logarithm of a log-normal latent, the logit of a logit-normal one
     (``TransformedDistribution`` with ``SigmoidTransform``), and for other families see
-    :class:`Unconstrained`.
+    ``Unconstrained``.
 
     **Example:**
 
