@@ -23,11 +23,16 @@ from pyro_implicit.infer.engine.implicit_sites import (
     particles_first,
     particles_inside,
     second_batch,
-    send_kernel_mean,
+    send_gradient,
 )
 from pyro_implicit.infer.engine.prior import SitePrior
 from pyro_implicit.infer.implicit_elbo import NetworkELBO
-from pyro_implicit.ops.kernels import RadialKernel, kernel_and_slopes, particle_bandwidth
+from pyro_implicit.ops.kernels import (
+    RadialKernel,
+    imq_kernel,
+    particle_bandwidth,
+    rbf_kernel,
+)
 from pyro_implicit.ops.policy import PRIOR_SHARE
 from pyro_implicit.runtime.messages import refuse_counts, refuse_unknown
 
@@ -138,17 +143,42 @@ class KPG_ELBO(NetworkELBO):
             shown, score, weights = site.draw, error / flat.scale.square(), None
         score = replace(site, draw=shown).score_at_draw(score.reshape(site.value.shape))
         shape = site.batch_shape + (-1,)
-        source, target = (particles_inside(one.detach().reshape(shape)) for one in (shown, draw))
-        gram, _ = kernel_and_slopes(source, target, particle_bandwidth(target), self.kernel)
-        if weights is None:
-            sums = gram.sum(-2, keepdim=True)
-            gram = gram / sums.clamp(min=torch.finfo(gram.dtype).tiny, max=1.0)
-        else:
-            gram = gram * weights
-        pulled = particles_first(gram.mT @ particles_inside(score.reshape(shape)))
-        path = (pulled * draw.reshape(shape)).sum(-1) / self.num_particles
+        mean = self._kernel_mean(shown.reshape(shape), draw.reshape(shape), weights)
+        path = (mean(score.reshape(shape)) * draw.reshape(shape)).sum(-1)
         self.state.step["kernel", site.name] = path
-        return send_kernel_mean(shown, draw, gram)
+        return send_gradient(shown, draw, lambda one: mean(one.reshape(shape)).reshape(one.shape))
+
+    @torch.no_grad()
+    def _kernel_mean(
+        self, shown: Tensor, draw: Tensor, weights: Tensor | None
+    ) -> Callable[[Tensor], Tensor]:
+        """Return the function that turns vectors at ``shown`` into their kernel mean at ``draw``.
+
+        All have the shape ``(num_particles, *plates, m)``. With weights, ``(num_particles,
+        *plates)``, a draw has only its own ``num_samples`` points, and draws without points get 0.
+        """
+        evaluate = rbf_kernel if self.kernel == "rbf" else imq_kernel
+        points = particles_inside(draw)
+        bandwidth = particle_bandwidth(points)
+        if weights is None:
+            gram = evaluate(points, particles_inside(shown), bandwidth)
+            sums = gram.sum(-1, keepdim=True).clamp(torch.finfo(gram.dtype).tiny, 1.0)
+            gram = gram / sums / self.num_particles
+            return lambda vectors: particles_first(gram @ particles_inside(vectors))
+
+        def own(points: Tensor) -> Tensor:
+            """Move the points of a draw to the second-last dimension."""
+            return points.unflatten(0, (self.num_samples, -1)).movedim(0, -2)
+
+        num_moved = self.num_particles // self.num_samples
+        gram = evaluate(draw[:num_moved].unsqueeze(-2), own(shown), bandwidth)
+        gram = gram * own(weights.unsqueeze(-1)).mT
+
+        def mean(vectors: Tensor) -> Tensor:
+            moved = (gram @ own(vectors)).squeeze(-2)
+            return torch.cat([moved, vectors.new_zeros(vectors[num_moved:].shape)])
+
+        return mean
 
     def score_parts(self, site: ImplicitSite, prior: SitePrior) -> ScoreParts:
         """Return log q of the mixture, and the kernel mean of the conditional scores."""
@@ -162,7 +192,7 @@ class KPG_ELBO(NetworkELBO):
     def _propose(
         self, site: ImplicitSite, flat: FlatSite, second: ImplicitSite
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return draws of tau with their conditional scores, and weights of all pairs of draws."""
+        """Return draws of tau with their conditional scores, and their importance weights."""
         num_moved = self.num_particles // self.num_samples
         flat_second = flatten_site(second, self.num_particles)
         given = with_context(site, flat_second.value)[:num_moved]
@@ -180,8 +210,5 @@ class KPG_ELBO(NetworkELBO):
             mixture = torch.logaddexp(share.log(), (1 - share).log() + log_ratio)
             eta = torch.randn_like(flat.value)
             value = flat.generate(noise.flatten(0, 1).unsqueeze(0))[0] + flat.scale * eta
-            weights = self.num_particles * (-mixture).exp()
-            index = torch.arange(self.num_particles, device=noise.device)
-            belongs = index.unsqueeze(-1) % num_moved == index
-            weights = particles_inside(weights.unsqueeze(-1)) * belongs
+            weights = (-mixture).exp()
             return site.push(value.reshape(site.value.shape)), -eta / flat.scale.detach(), weights
