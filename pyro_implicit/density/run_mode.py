@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -307,8 +308,28 @@ def _text(func: Callable, tensor: Tensor, *args: Any, **kwargs: Any) -> str:
     return func(tensor, *args, **kwargs) if runs is None else str(runs)
 
 
+def _of_all(key: Any) -> Any:
+    """Return an index whose masks are not batched, if all runs agree on them."""
+    if isinstance(key, tuple):
+        found = tuple(map(_of_all, key))
+        return key if all(map(operator.is_, found, key)) else found
+    if not isinstance(key, Tensor) or key.dtype != torch.bool:
+        return key
+    runs = all_runs(key)
+    return key if runs is None or (runs != runs[0]).any() else runs[0]
+
+
+def _get_elements(func: Callable, tensor: Tensor, key: Any) -> Tensor:
+    """``tensor[mask]`` with the mask of a tensor that the model makes, which may be batched."""
+    if not isinstance(key, (Tensor, tuple)):
+        return NotImplemented
+    same = _of_all(key)
+    return NotImplemented if same is key else func(tensor, same)
+
+
 def _set_elements(func: Callable, tensor: Tensor, key: Any, value: Any) -> None:
     """``tensor[mask] = number`` without an index of dynamic length."""
+    key = _of_all(key)
     is_mask = isinstance(key, Tensor) and key.dtype == torch.bool
     if not is_mask or all_runs(key) is None:
         return func(tensor, key, value)
@@ -401,6 +422,7 @@ _IN_VMAP: dict[Any, Callable] = {
     **dict.fromkeys((torch.isclose, Tensor.isclose), _isclose),
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
     torch.einsum: _einsum,
+    Tensor.__getitem__: _get_elements,
     Tensor.__setitem__: _set_elements,
     Tensor.data.__get__: lambda func, tensor, *args: tensor.detach(),  # type: ignore[attr-defined]
 }

@@ -76,6 +76,7 @@ from pyro_implicit.runtime.sites import (
     is_flat,
     is_latent,
     site_parts,
+    unplated_dims,
     without_sequential_plates,
 )
 
@@ -164,6 +165,8 @@ class Target:
                 sampled, discrete = sampled | discrete.names, None
         #: Why discrete latent variables that Pyro can enumerate are not summed out; else empty.
         self.unsummed = unsummed
+        #: Batch dimensions outside of plates, by site.
+        self.unplated = unplated_dims(trace)
         warn_of_missing_data(model, trace, args, kwargs)
         #: By site, the shape of its unconstrained coordinates.
         self.shapes: dict[str, torch.Size] = {}

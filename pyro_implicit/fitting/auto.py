@@ -321,10 +321,14 @@ def _fit_one(
 
 
 def _fit_auto(stages: Stages, refine: Literal["auto"] | bool) -> Fit:
+    def make_target() -> Target:
+        return Target(stages.model, *stages.args, model_kwargs=stages.kwargs, sample_discrete=True)
+
     try:
-        target = Target(
-            stages.model, *stages.args, model_kwargs=stages.kwargs, sample_discrete=True
-        )
+        target = make_target()
+        if target.unplated and not target.sampled:
+            stages.declare_events(target.unplated)
+            target = make_target()
     except SubsampledError as error:
         if refine is True:
             raise ValueError(
@@ -436,13 +440,20 @@ def _fit_batches(
     """Train a guide on minibatches; the scales of an automatic ``AutoNormal`` start small."""
     assert stages.batches is not None
     first, policy = stages.batches.probed[0], stages.policy.training
-    target = Target.of_minibatches(
-        stages.model,
-        *stages.args,
-        batch=first,
-        allow_local=amortize is not None or _knows_rows(guide),
-        model_kwargs=stages.kwargs,
-    )
+
+    def make_target() -> Target:
+        return Target.of_minibatches(
+            stages.model,
+            *stages.args,
+            batch=first,
+            allow_local=amortize is not None or _knows_rows(guide),
+            model_kwargs=stages.kwargs,
+        )
+
+    target = make_target()
+    if target.unplated and isinstance(guide, str):
+        stages.declare_events(target.unplated)
+        target = make_target()
     check_scaling(target, stages.batches, num_processes())
     if amortize is not None:
         return _fit_amortized(stages, amortize)

@@ -49,6 +49,7 @@ from pyro_implicit.runtime.global_state import in_turn, seeded
 from pyro_implicit.runtime.messages import Printed, Table, first_line, refuse_counts
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import Stage, new_stage, watching
+from pyro_implicit.runtime.sites import unplated_as_events
 
 __all__ = ["Fit"]
 
@@ -92,6 +93,8 @@ class Fit(Printed):
         stage that did not see them; empty for other models and few rows.
     :param minibatches: whether the data came in minibatches, which are not in ``source``.
     :param source: the model, its arguments and its keyword arguments.
+    :param unplated: by site, the number of the model's batch dimensions outside of plates, which
+        are dimensions of an event for the guide.
     :param marginal: the fit of the latent variables that remain after the others were integrated
         out, if any were; its chains and importance weights are those of this result.
     :param draws: draws of all latent variables, if some were integrated out.
@@ -116,6 +119,7 @@ class Fit(Printed):
     held_out: dict[str, LabelReport | NumberReport] = field(default_factory=dict, repr=False)
     minibatches: bool = False
     source: tuple[Any, tuple, dict[str, Any]] = field(default=(None, (), {}), repr=False)
+    unplated: dict[str, int] = field(default_factory=dict, repr=False)
     marginal: Fit | None = field(default=None, repr=False)
     draws: StoredDraws | None = field(default=None, repr=False)
     prior: JointPrior | None = field(default=None, repr=False)
@@ -143,11 +147,10 @@ class Fit(Printed):
         self._attach()
 
     def _attach(self) -> None:
-        if (
-            isinstance(self.guide, (AutoConditional, AutoHierarchical))
-            and self.source[0] is not None
-        ):
-            self.guide.attach(self.source[0])
+        model = self.source[0]
+        if isinstance(self.guide, (AutoConditional, AutoHierarchical)) and model is not None:
+            model = unplated_as_events(model, self.unplated) if self.unplated else model
+            self.guide.attach(model)
 
     @in_turn
     @_by_own_parameters

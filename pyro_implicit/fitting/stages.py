@@ -51,6 +51,7 @@ from pyro_implicit.runtime.global_state import seeded
 from pyro_implicit.runtime.messages import first_line, warn_user
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import Callback, Stage, watching
+from pyro_implicit.runtime.sites import unplated_as_events
 
 __all__ = ["NO_WEIGHTS", "Stages", "still_falls", "train_exact", "train_semi_implicit"]
 
@@ -136,6 +137,14 @@ class Stages:
             for guide in self.guides:
                 guide.made_by_fit = True  # which advice of `diagnose` suits it
                 forget(guide)
+
+    def declare_events(self, dims: dict[str, int]) -> None:
+        """Declare the model's batch dimensions outside of plates by ``to_event`` in all stages.
+
+        :param dims: their number by site.
+        """
+        self.model = self.trained = unplated_as_events(self.model, dims)
+        self.result.unplated = dims
 
     def train(
         self,

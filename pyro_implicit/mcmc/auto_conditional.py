@@ -19,6 +19,7 @@ from pyro.infer.autoguide.initialization import InitMessenger, init_to_median
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_implicit.density.model import trace_model
 from pyro_implicit.density.policy import MAX_DENSE_DIM
 from pyro_implicit.density.target import Target
 from pyro_implicit.guides.auto_draws import DrawSummaries
@@ -206,7 +207,7 @@ class AutoConditional(DrawSummaries, AutoGuide):
         before, found = self._last
         if found is None or len(before) != len(given) or any(map(operator.is_not, before, given)):
             try:
-                target = Target(self.model, *args, model_kwargs=kwargs)
+                target = Target(self._with_data(args, kwargs), *args, model_kwargs=kwargs)
             except TypeError as error:
                 if given:
                     raise
@@ -217,3 +218,15 @@ class AutoConditional(DrawSummaries, AutoGuide):
             found = NoiseMap(target, self.reparams)
             self._last = given, found
         return found
+
+    def _with_data(self, args: tuple, kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """Return the model; data that the arguments lack are a draw, as the maps ignore them."""
+        if self.prototype_trace is None:
+            return self.model
+        known = self.prototype_trace.nodes
+        drawn = {
+            name: site["value"]
+            for name, site in trace_model(self.model, args, kwargs).iter_stochastic_nodes()
+            if name not in known
+        }
+        return poutine.condition(self.model, drawn) if drawn else self.model

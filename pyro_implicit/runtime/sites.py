@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import pyro
 import torch
 from pyro.distributions import Delta, ImproperUniform, MaskedDistribution, Unit
+from pyro.distributions.util import sum_rightmost
 from pyro.nn import PyroModule
 from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.messenger import Messenger
@@ -40,6 +41,8 @@ __all__ = [
     "survives",
     "unconstrained",
     "unmasked_elements",
+    "unplated_as_events",
+    "unplated_dims",
     "without_event",
     "without_mask",
     "without_sequential_plates",
@@ -434,3 +437,79 @@ class _WithoutSequentialPlates(Messenger):
             for frame in msg["cond_indep_stack"]
             if frame.vectorized or frame.size != frame.full_size
         )
+
+
+def unplated_dims(trace: Any) -> dict[str, int]:
+    """Return, by site, the number of batch dimensions that belong to no plate.
+
+    Discrete latent variables, sites inside of plates, and sites with a mask or a scale for each
+    element are left out.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> from pyro import poutine
+    >>> def model():
+    ...     pyro.sample("x", dist.Normal(torch.zeros(3), 1.0))
+    >>> unplated_dims(poutine.trace(model).get_trace())
+    {'x': 1}
+
+    :param trace: of a plain run of a model.
+    """
+    found = {}
+    for name, site in trace.nodes.items():
+        if site["type"] != "sample" or site_is_subsample(site) or is_discrete_latent(site):
+            continue
+        if any(frame.vectorized for frame in site["cond_indep_stack"]):
+            continue
+        if any(isinstance(site[key], Tensor) and site[key].dim() for key in ("mask", "scale")):
+            continue
+        if number := len(_batch_of(site)):
+            found[name] = number
+    return found
+
+
+def unplated_as_events(model: Callable[..., Any], dims: Mapping[str, int]) -> Callable[..., Any]:
+    """Return the same model, with batch dimensions outside of plates declared by ``to_event``.
+
+    Pyro's NUTS takes ``pyro.sample("x", dist.Normal(torch.zeros(3), 1.0))`` outside of a plate, but
+    its ``SVI`` and autoguides do not. The joint density is the same.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> from pyro import poutine
+    >>> def model():
+    ...     pyro.sample("x", dist.Normal(torch.zeros(3), 1.0))
+    >>> poutine.trace(unplated_as_events(model, {"x": 1})).get_trace().nodes["x"]["fn"].event_shape
+    torch.Size([3])
+
+    :param model: a Pyro model.
+    :param dims: see :func:`unplated_dims`.
+    """
+    return _UnplatedAsEvents(dims)(model)
+
+
+def _batch_of(site: Site) -> torch.Size:
+    """Return the batch shape of a distribution and its value."""
+    fn, shape = site["fn"], site["value"].shape
+    return torch.broadcast_shapes(fn.batch_shape, shape[: len(shape) - fn.event_dim])
+
+
+class _UnplatedAsEvents(Messenger):
+    def __init__(self, dims: Mapping[str, int]) -> None:
+        super().__init__()
+        self.dims = dims
+
+    def _pyro_sample(self, msg: Any) -> None:
+        number, fn = self.dims.get(msg["name"], 0), msg["fn"]
+        if number and isinstance(fn, Unit):
+            factor = sum_rightmost(fn.log_factor, number)
+            msg["fn"] = Unit(factor, has_rsample=fn.has_rsample, validate_args=False)
+            msg["value"] = msg["fn"].sample()
+        elif number:
+            if msg["is_observed"]:
+                fn = fn.expand(_batch_of(msg))
+            msg["fn"] = fn.to_event(number)

@@ -183,6 +183,17 @@ def clipped():
         pyro.sample("y", dist.Normal(bounded, torch.where(near, 1.0, 2.0)), obs=Y)
 
 
+def selecting():
+    """A mask of data that the model makes, among tensors that latents are written into."""
+    x = pyro.sample("x", dist.Normal(torch.zeros(5), 1.0).to_event(1))
+    seen = torch.tensor([0.3, -0.4, 0.8, 0.1, -1.1]) > 0
+    upper, table = torch.ones(5), torch.ones(5, 2)
+    upper[seen] = torch.sigmoid(x[seen] - 0.5)
+    table[seen, 0] = x[seen]
+    with pyro.plate("rows", 5):
+        pyro.factor("f", (upper + 0.1).log() - table.square().sum(-1))
+
+
 def branching():
     """Runs part at two branches, and meet again."""
     x = pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
@@ -200,7 +211,7 @@ def guarded():
     pyro.sample("y", dist.Poisson(x), obs=torch.tensor(2.0))
 
 
-@pytest.mark.parametrize("model", [garch, clipped, branching, guarded])
+@pytest.mark.parametrize("model", [garch, clipped, selecting, branching, guarded])
 def test_what_models_do(model):
     points = torch.randn(7, Target(model).latent_dim)
     found, looped = both_ways(model, points)

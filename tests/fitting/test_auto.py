@@ -204,6 +204,62 @@ def test_every_kind_can_be_saved(model):
     assert_equal(draw(torch.load(file, weights_only=False)), draws)
 
 
+def unplated(num_weights, x, y):
+    """As NUTS takes it: no plate, and no ``to_event``."""
+    weight = pyro.sample("weight", dist.Laplace(x.new_zeros(num_weights), 1.0))
+    noise = pyro.sample("noise", dist.HalfNormal(x.new_ones(1)))
+    pyro.sample("y", dist.Normal(x @ weight, noise), obs=y)
+
+
+@pytest.mark.parametrize("num_weights, chosen", [(2, "injective"), (101, "semi-implicit")])
+def test_a_model_without_plates(num_weights, chosen):
+    torch.manual_seed(0)
+    x = torch.randn(300, num_weights)
+    y = x[:, 0] + 0.5 * torch.randn(300)
+    result = quick(unplated, num_weights, x, y, num_steps=20)
+    assert result.chosen == chosen and not any(stage.error for stage in result.stages)
+    draws = result.sample(400)
+    assert draws["weight"].shape == (400, num_weights) and draws["noise"].shape == (400, 1)
+    if chosen == "injective":
+        exact = torch.linalg.lstsq(x, y).solution  # as the prior hardly matters
+        torch.testing.assert_close(draws["weight"].mean(0), exact, rtol=0, atol=0.02)
+
+
+def test_results_of_models_without_plates(tmp_path):
+    def model(sigma, y=None):
+        mean = pyro.sample("mean", dist.Normal(sigma.new_zeros(1), 5.0))
+        tau = pyro.sample("tau", dist.HalfNormal(sigma.new_ones(1)))
+        effect = pyro.sample("effect", dist.Normal(mean * torch.ones(4), tau))
+        return pyro.sample("y", dist.Normal(effect, sigma), obs=y)
+
+    sigma, y = torch.ones(4), torch.tensor([0.3, -1.0, 2.0, 0.5])
+    result = fit(model, "auto", sigma, y, seed=0, progress=False)
+    assert result.chosen == "conditional"
+    result.save(tmp_path / "result.pt")
+    loaded, found = Fit.load(tmp_path / "result.pt", model, sigma, y), []
+    for one in (result, loaded):
+        torch.manual_seed(1)
+        found.append(one.guide.sample_posterior(3, sigma))
+    assert_equal(*found)
+    tree = loaded.to_datatree(log_likelihood=True)
+    assert tree["log_likelihood"]["y"].shape[-1] == 4  # an observation each
+    assert Predictive(model, guide=result.guide, num_samples=5)(sigma)["y"].shape == (5, 4)
+
+
+def test_minibatches_of_a_model_without_plates_for_its_weights():
+    def model(x, y):
+        weight = pyro.sample("weight", dist.Normal(x.new_zeros(2), 2.0))
+        with pyro.plate("rows", 40, subsample_size=len(x)):
+            pyro.sample("y", dist.Normal(x @ weight, 0.5), obs=y)
+
+    x = torch.randn(40, 2)
+    batches = list(zip(x.split(10), x[:, 0].split(10), strict=True))
+    result = fit(model, "auto", batches=batches, epochs=30, seed=0, progress=False)
+    torch.testing.assert_close(
+        result.guide.median()["weight"], torch.tensor([1.0, 0.0]), rtol=0, atol=0.2
+    )
+
+
 class CountingELBO(ImplicitELBO):
     def differentiable_loss(self, *args, **kwargs):
         self.calls = getattr(self, "calls", 0) + 1

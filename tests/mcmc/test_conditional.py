@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import warnings
 from functools import partial
 
 import pyro
@@ -792,6 +793,29 @@ def test_fit_leaves_a_guide_of_the_noise_that_can_be_saved(tmp_path):
         torch.manual_seed(1)
         found.append(guide.sample_posterior(3)["x"])
     assert torch.equal(*found)
+
+
+def test_the_guide_needs_no_data_once_it_is_set_up():
+    """As Pyro's: ``Predictive(model, guide=guide)(x)`` of a model with ``y=None``."""
+
+    def model(exposure, y=None):
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 0.3))
+        with pyro.plate("groups", 4):
+            x = pyro.sample("x", dist.Normal(0.0, scale))
+            pyro.sample("y", dist.Poisson(exposure * x.exp()), obs=y)
+
+    exposure, y = torch.tensor(3.0), torch.tensor([0.0, 4.0, 2.0, 9.0])
+    guide = AutoConditional(model, conditional_reparams(model, AutoNormal(model), exposure, y))
+    guide(exposure, y)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for args in ((exposure, y), (exposure,)):
+            torch.manual_seed(1)
+            found.append(guide.sample_posterior(3, *args))
+        predicted = Predictive(model, guide=guide, num_samples=50, parallel=True)(exposure)
+    assert torch.equal(found[0]["x"], found[1]["x"])
+    assert predicted["y"].shape == predicted["x"].shape == (50, 4)
 
 
 @pytest.mark.parametrize("kind", ["near", "far", "learns"])

@@ -16,7 +16,7 @@ from pyro_implicit import LIVI_ELBO, AutoImplicit, AutoSemiImplicit, InjectiveEL
 from pyro_implicit.density import Target
 from pyro_implicit.fitting import HeldOut
 from pyro_implicit.guides.posterior_draws import draw
-from pyro_implicit.runtime.sites import is_data
+from pyro_implicit.runtime.sites import is_data, unplated_as_events, unplated_dims
 
 
 def everything(y):
@@ -34,6 +34,34 @@ def test_deterministic_sites_and_what_is_computed_are_none():
         nodes = poutine.trace(one).get_trace(torch.zeros(2)).nodes
         assert [name for name, site in nodes.items() if is_data(site)] == ["tilt", "y"]
         assert [n for n, site in nodes.items() if is_data(site, factors=False)] == ["y"]
+
+
+def test_batches_outside_of_plates_become_events_with_the_same_density():
+    mask = torch.tensor([True, False])
+
+    def model(y):
+        pyro.sample("k", dist.Categorical(torch.ones(2, 3)))
+        x = pyro.sample("x", dist.Dirichlet(torch.ones(4, 2, 3)))
+        pyro.factor("f", x.sum(-1).exp())
+        pyro.deterministic("d", x, event_dim=1)
+        with pyro.plate("rows", 2), poutine.mask(mask=mask):
+            pyro.sample("plated", dist.Normal(0.0, 1.0))
+        with poutine.mask(mask=mask):
+            pyro.sample("masked", dist.Normal(torch.zeros(2), 1.0))
+        pyro.sample("y", dist.Normal(0.0, x.mean()), obs=y)
+
+    plain = poutine.trace(model).get_trace(torch.randn(5))
+    dims = unplated_dims(plain)
+    assert dims == {"x": 2, "f": 2, "d": 2, "y": 1}
+    declared = poutine.replay(unplated_as_events(model, dims), trace=plain)
+    trace = poutine.trace(declared).get_trace(plain.nodes["y"]["value"])
+    for one in (plain, trace):
+        one.compute_log_prob()
+    for name in dims:
+        assert trace.nodes[name]["fn"].batch_shape == ()
+        expected = plain.nodes[name]["log_prob"].sum()
+        torch.testing.assert_close(trace.nodes[name]["log_prob"], expected)
+    torch.testing.assert_close(trace.log_prob_sum(), plain.log_prob_sum())
 
 
 @pytest.mark.parametrize("config", [{}, {"x": LocScaleReparam(0.0)}])
