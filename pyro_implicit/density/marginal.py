@@ -569,7 +569,7 @@ def find_marginal(target: Target, policy: MarginalPolicy = MARGINAL) -> Marginal
         and sum(target.shapes[name].numel() for name in group) >= policy.least_integrated
         and all(_is_identity(target.transforms[name]) for name in group)
     ]
-    if not own or target.is_enumerated or target.subsampled or not target.is_vectorized:
+    if not own or target.summed_out or target.subsampled or not target.is_vectorized:
         return None
     own.sort(key=lambda group: -sum(target.shapes[name].numel() for name in group))
     bends = _bend(target, own, policy)

@@ -194,8 +194,8 @@ class Target:
         self.discrete_dim: int = sum(self.shapes[name].numel() for name in self.sampled)
         #: The observed sites of the first run; None if runs may have others.
         self._observed: set[str] | None = _observed(trace)
-        #: Whether discrete latent variables are summed out.
-        self.is_enumerated = discrete is not None
+        #: The discrete latent variables that are summed out.
+        self.summed_out: frozenset[str] = frozenset() if discrete is None else discrete.names
         self._model = Model(model, args, kwargs, latents, discrete)
         self._runs = BatchedRuns(type(self).__name__, refuses_random=self._allow_local is None)
         #: Runs models with long loops; other minibatches would need other recordings.

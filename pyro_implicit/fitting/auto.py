@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from pyro.infer import Trace_ELBO
-from pyro.infer.autoguide import AutoGuide, AutoNormal, init_to_value
+from pyro.infer.autoguide import AutoGuide, AutoNormal
 from pyro.poutine.util import site_is_subsample
 
 from pyro_implicit.compiled import CompileMode, check_mode
@@ -32,6 +32,7 @@ from pyro_implicit.fitting.arguments import (
     refuse_validation,
     warn_of_stored_values,
 )
+from pyro_implicit.fitting.candidates import mean_field_guide
 from pyro_implicit.fitting.checkpoint import own_file, same_start
 from pyro_implicit.fitting.discrete_fit import fit_discrete
 from pyro_implicit.fitting.hierarchy import fit_hierarchy
@@ -70,7 +71,6 @@ from pyro_implicit.runtime.messages import (
 )
 from pyro_implicit.runtime.minibatches import BatchStream
 from pyro_implicit.runtime.progress import Callback
-from pyro_implicit.runtime.sites import FlatPriorStart, without_sequential_plates
 
 __all__ = ["fit"]
 
@@ -474,9 +474,8 @@ def _fit_batches(
         return stages.train_alone(
             "semi-implicit", guide, default_loss(guide, particles), time_share
         )
-    start = FlatPriorStart(init_to_value(values=between(target, stages.policy.start)))
-    model = without_sequential_plates(stages.model)
-    guide = own_names(AutoNormal(model, init_loc_fn=start, init_scale=scale))
+    start = between(target, stages.policy.start)
+    guide = mean_field_guide(stages.model, target, start, init_scale=scale)
     loss = ImplicitELBO(particles, nonfinite="skip")
     return stages.train_alone("mean-field", guide, loss, time_share)
 

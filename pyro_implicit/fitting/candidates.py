@@ -13,7 +13,13 @@ import pyro.distributions.constraints as constraints
 import torch
 from pyro import poutine
 from pyro.distributions import TransformedDistribution
-from pyro.infer.autoguide import AutoGuide, AutoMultivariateNormal, init_to_median
+from pyro.infer.autoguide import (
+    AutoGuide,
+    AutoMultivariateNormal,
+    AutoNormal,
+    init_to_median,
+    init_to_value,
+)
 from pyro.nn import PyroParam
 from torch import Tensor, nn
 from torch.distributions import Distribution
@@ -51,6 +57,7 @@ __all__ = [
     "gaussian_guide",
     "joint_draws",
     "matched_guide",
+    "mean_field_guide",
     "mixture_weights",
     "reliability",
     "semi_implicit_guide",
@@ -152,6 +159,32 @@ def semi_implicit_guide(
     :param args: arguments of the model; ``kwargs`` likewise.
     """
     return set_up(AutoSemiImplicit(model, frame=frame), args, kwargs)
+
+
+def mean_field_guide(
+    model: Callable[..., Any], target: Target, values: dict[str, Tensor], **options: Any
+) -> AutoNormal:
+    """Return a mean-field guide of all latent variables that are not summed out.
+
+    **Example:**
+
+    >>> import pyro
+    >>> import pyro.distributions as dist
+    >>> def model():
+    ...     pyro.sample("x", dist.LogNormal(0.0, 1.0))
+    >>> mean_field_guide(model, Target(model), {"x": torch.tensor(2.0)}).median()["x"]
+    tensor(2.)
+
+    :param model: a Pyro model.
+    :param target: its posterior.
+    :param values: where it starts, by site.
+    :param options: arguments of ``AutoNormal``.
+    """
+    model = without_sequential_plates(model)
+    if target.summed_out:
+        model = poutine.block(model, hide=sorted(target.summed_out))
+    start = FlatPriorStart(init_to_value(values=values))
+    return own_names(AutoNormal(model, init_loc_fn=start, **options))
 
 
 def set_weights(

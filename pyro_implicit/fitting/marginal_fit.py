@@ -8,21 +8,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from pyro.infer.autoguide import AutoNormal, init_to_value
-
 from pyro_implicit.density.cost import estimated_seconds, nearby
 from pyro_implicit.density.marginal import Marginal, MarginalModel
 from pyro_implicit.density.policy import SEARCH
 from pyro_implicit.density.target import Target
-from pyro_implicit.fitting.candidates import joint_draws
+from pyro_implicit.fitting.candidates import joint_draws, mean_field_guide
 from pyro_implicit.fitting.policy import FitPolicy, IntegrationPolicy
 from pyro_implicit.fitting.refinement import Plan, chains_within, teach_moments
 from pyro_implicit.fitting.result import Fit
 from pyro_implicit.fitting.stages import Stages
-from pyro_implicit.guides.auto_draws import own_names
 from pyro_implicit.guides.sampler import StoredDraws
 from pyro_implicit.runtime.clock import TimeLimit
-from pyro_implicit.runtime.sites import FlatPriorStart, without_sequential_plates
 
 __all__ = ["fit_marginal"]
 
@@ -97,8 +93,7 @@ def _within_budget(
 
 def _add_guide(stages: Stages, draws: StoredDraws) -> None:
     middle = {name: value.median(0).values for name, value in draws.samples.items()}
-    start = FlatPriorStart(init_to_value(values=middle))
-    guide = own_names(AutoNormal(without_sequential_plates(stages.model), init_loc_fn=start))
+    guide = mean_field_guide(stages.model, stages.result.target, middle)
     guide(*stages.args, **stages.kwargs)
     stages.guides.append(guide)
     stages.result.guide, stages.result.chosen = guide, "mean-field"

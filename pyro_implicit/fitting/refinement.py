@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from pyro.infer import Trace_ELBO
-from pyro.infer.autoguide import AutoNormal, init_to_value
+from pyro.infer.autoguide import AutoNormal
 from torch import Tensor, nn
 
 from pyro_implicit.compiled import CompileMode
@@ -24,7 +24,7 @@ from pyro_implicit.density.mode_search import Modes, seconds_of_climb
 from pyro_implicit.density.policy import MAX_DENSE_DIM, ROUNDING, SEARCH
 from pyro_implicit.density.target import Target
 from pyro_implicit.diagnostics.verdict import CONTINUE, judge_chains
-from pyro_implicit.fitting.candidates import frame_of_draws, set_up
+from pyro_implicit.fitting.candidates import frame_of_draws, mean_field_guide, set_up
 from pyro_implicit.fitting.parameters import model_parameters
 from pyro_implicit.fitting.policy import DEFAULT, BudgetPolicy, StartPolicy
 from pyro_implicit.fitting.result import Fit
@@ -43,7 +43,6 @@ from pyro_implicit.mcmc.spaces.space import GuideNoise, conditional_noise
 from pyro_implicit.nn import start_values
 from pyro_implicit.runtime.clock import TimeLimit
 from pyro_implicit.runtime.messages import first_line, warn_user
-from pyro_implicit.runtime.sites import FlatPriorStart, without_sequential_plates
 
 __all__ = [
     "ChainPlan",
@@ -162,8 +161,7 @@ def correct(stages: Stages, target: Target) -> float:
 def train_mean_field(stages: Stages, target: Target) -> Fit:
     """Train a mean-field guide of many latent variables, from which chains start."""
     policy, budget = stages.policy.training, stages.policy.budget
-    start = FlatPriorStart(init_to_value(values=between(target, stages.policy.start)))
-    guide = own_names(AutoNormal(without_sequential_plates(stages.model), init_loc_fn=start))
+    guide = mean_field_guide(stages.model, target, between(target, stages.policy.start))
     particles = min(stages.num_particles, policy.few_particles)
     loss: Trace_ELBO = ImplicitELBO(particles, nonfinite="skip")
     steps = stages.steps_for(guide, loss, budget.training_seconds)

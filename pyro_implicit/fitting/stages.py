@@ -238,10 +238,14 @@ class Stages:
             return ""
         if not self._falls(losses, self.policy.schedule.decay):
             return ""
-        cure = "num_steps" if self.batches is None else "epochs"
+        more = f"more {self._what_ended(losses)}, or a larger lr"
+        return f"; not settled, as the loss was still falling: {more}"
+
+    def _what_ended(self, losses: list[float]) -> str:
+        """Return the argument that ended a training."""
         if len(losses) < self.num_steps and math.isfinite(self.limit.end):
-            cure = "max_seconds"
-        return f"; not settled, as the loss was still falling: more {cure}, or a larger lr"
+            return "max_seconds"
+        return "num_steps" if self.batches is None else "epochs"
 
     def _report(self, line: Stage, loss: Trace_ELBO, end: str) -> None:
         losses = self.result.losses
@@ -312,10 +316,11 @@ class Stages:
             line.outcome = f"{_steps(losses)}; {describe(model_parameters(target))}"
             if self._falls(losses, decay):
                 line.outcome += "; not settled"
+                end = self._what_ended(losses)
                 warn_user(
                     "the ELBO was still rising when the training of the model's parameters "
-                    f"({', '.join(parameters)}) ended after num_steps={self.num_steps}. Cure: a "
-                    "larger num_steps or lr, or parameters of unit scale",
+                    f"({', '.join(parameters)}) ended after {len(losses)} steps, by {end}. Cure: a "
+                    f"larger {end} or lr, or parameters of unit scale",
                 )
         self.trained = with_fixed_parameters(self.model)
         return True

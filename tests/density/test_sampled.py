@@ -101,10 +101,10 @@ def test_enumeration_is_preferred_where_it_is_cheap():
 
     number, counts = 3, False
     target = Target(model, sample_discrete=True)
-    assert target.is_enumerated and target.sampled == ()
+    assert target.summed_out and target.sampled == ()
     counts = True  # the flags are summed out for each count
     target = Target(model, sample_discrete=True)
-    assert target.is_enumerated and target.sampled == ("k",)
+    assert target.summed_out and target.sampled == ("k",)
     binomial = dist.Binomial(3, 0.5)
     totals = torch.arange(4.0)
     by_hand = torch.logsumexp(

@@ -76,6 +76,37 @@ def test_chains_that_cost_less_than_a_training():
         torch.testing.assert_close(x.std(0), sd.expand(12), rtol=0.08, atol=0)
 
 
+@pytest.mark.parametrize("batches", [False, True])
+def test_many_latent_variables_next_to_discrete_ones(batches):
+    """The flags are summed out, and each x has a posterior of two normals."""
+
+    def model(y):
+        with pyro.plate("rows", 101):
+            x = pyro.sample("x", dist.Normal(0.0, 1.0))
+            flag = pyro.sample("flag", dist.Bernoulli(0.3), infer={"enumerate": "parallel"})
+            pyro.sample("y", dist.Normal(x + 1.5 * flag, 0.7), obs=y)
+
+    y = torch.linspace(-1, 3, 101)
+    if batches:
+        result = fit(model, "auto", batches=[(y,)], epochs=400, **QUIET)
+    else:
+        result = fit(model, "auto", y, **QUIET)
+    # Given the flag, x is normal with variance .49 / 1.49.
+    shift = torch.tensor([0.0, 1.5])
+    means = (y.unsqueeze(-1) - shift) / 1.49
+    log_share = torch.tensor([0.7, 0.3]).log()
+    marginal = dist.Normal(shift, math.sqrt(1.49)).log_prob(y.unsqueeze(-1))
+    share = (log_share + marginal).softmax(-1)
+    mean = (share * means).sum(-1)
+    draws = result.sample(2000)
+    assert draws.keys() == {"x"}
+    torch.testing.assert_close(draws["x"].mean(0), mean, rtol=0, atol=0.2 if batches else 0.12)
+    if not batches:  # a mean field is too narrow where both flags are likely
+        second = (share * (means.square() + 0.49 / 1.49)).sum(-1)
+        sd = (second - mean.square()).sqrt()
+        torch.testing.assert_close(draws["x"].std(0), sd, rtol=0.15, atol=0)
+
+
 def test_a_gaussian_that_is_near_is_trained():
     policy = replace(FitPolicy(), training=TrainingPolicy(near_efficiency=0.0))
     result = fit(skewed, "auto", **QUIET, policy=policy)

@@ -345,7 +345,7 @@ def scaled_reparams(
         the site of the model and the function that maps points to the scales of its prior.
     :param suffix: suffix of the names of noise.
     """
-    if target.is_enumerated:
+    if target.summed_out:
         return {}
     try:
         nodes = target.trace_at(middle).nodes

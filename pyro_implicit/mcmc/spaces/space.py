@@ -357,7 +357,7 @@ def dependent_sites(target: Target, point: Tensor) -> list[str]:
     :param point: a point near which the change is measured, ``(latent_dim,)``. If the model raises
         an error there, no sites are found.
     """
-    if target.is_enumerated:
+    if target.summed_out:
         return []
     # Distinct steps, so that differences of latents change as well.
     step = torch.linspace(0.1, 0.2, len(point)).to(point)
