@@ -90,7 +90,11 @@ class AutoAmortized(DrawSummaries, AutoGuide):
         (given,), (make_rest,) = self._given, self._make_rest
         trace = trace_model(self.model, args, kwargs)
         sites = find_local_sites(trace, given)
-        self._rows = {site.rows.name: RowData(site.rows, args, kwargs) for site in sites}
+        self._rows: dict[str, RowData] = {}
+        for plate in (site.rows for site in sites):
+            # An encoder of the user may read the index of a row; it tells others nothing.
+            index = None if given or plate.name not in trace else trace.nodes[plate.name]["value"]
+            self._rows[plate.name] = RowData(plate, index, args, kwargs)
         local = [site.name for site in sites]
         hidden = poutine.block(self.model, hide=local)
         others = [
@@ -262,9 +266,19 @@ class RowData:
     """The arguments of a model that have one row for each element of a plate.
 
     ``drawn_by_model`` is whether they have all rows, of which the model subsamples some.
+
+    :param plate: the plate.
+    :param index: indices of the rows; an argument that equals them is left out.
+    :param args: arguments of the model, as ``kwargs``.
     """
 
-    def __init__(self, plate: CondIndepStackFrame, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        plate: CondIndepStackFrame,
+        index: Tensor | None,
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> None:
         self.plate_name, self.size = plate.name, plate.size
         self.full_size = plate.full_size or plate.size
         sizes = {self.size, self.full_size}
@@ -272,12 +286,13 @@ class RowData:
             place
             for place, value in _places(args, kwargs).items()
             if isinstance(value, Tensor) and value.dim() > 0 and len(value) in sizes
+            if index is None or not torch.equal(value, index)
         ]
         if not self.places:
             raise ValueError(
                 f"plate '{plate.name}' has {plate.size} rows, but no argument of the model is a "
-                "tensor of so many rows for the encoder. Cure: pass the data as arguments, with "
-                "rows as first dimension"
+                "tensor of so many rows for the encoder (their index does not count). Cure: pass "
+                "the data as arguments, with rows as first dimension"
             )
         num_rows = len(self.read(args, kwargs)[0])
         self.drawn_by_model = self.size < num_rows == self.full_size

@@ -269,7 +269,7 @@ def rotated_sites(
     """
     found = []
     for name, value in samples.items():
-        if value.dim() != 4 or min(value.shape[2:]) < 2:
+        if value.dim() != 4 or min(value.shape) < 2:  # rotations need two columns, R-hat two draws
             continue
         rows = value if value.shape[2] >= value.shape[3] else value.mT
         rows = rows[:, :, :: -(-rows.shape[2] // policy.num_rows)].double()

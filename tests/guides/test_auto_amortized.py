@@ -230,6 +230,17 @@ def test_what_is_refused():
 
     with pytest.raises(ValueError, match="plate 'rows' has 20 rows, but no argument .* Cure: pass"):
         AutoAmortized(closed_over)()
+
+    def by_index(x, index):  # rows in the last dimension, which the encoder does not read
+        with pyro.plate("rows", 40, subsample=index):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x[0])
+
+    with pytest.raises(ValueError, match="plate 'rows' has 20 rows, .*their index does not count"):
+        AutoAmortized(by_index)(x.unsqueeze(0), torch.arange(20))
+    guide = AutoAmortized(by_index)
+    guide(x.unsqueeze(0).expand(20, 20), torch.arange(20))
+    assert guide._rows["rows"].places == [0]
     short = AutoAmortized(conjugate, {"z": lambda x: (x[:3], x[:3].exp())})
     with pytest.raises(ValueError, match=r"encoder of 'z' gave .* \(3,\) for 20 rows of 1"):
         short(x)

@@ -107,6 +107,7 @@ def test_rotated_sites():
     apart = loadings + torch.randn(64, 1, 12, 2) + noise
     samples = {"turned": turned, "flat": turned.mT, "apart": apart, "same": loadings + noise}
     assert rotated_sites(samples | {"scalar": turned[..., 0]}) == ["`turned`", "`flat`"]
+    assert rotated_sites({"turned": turned[:, :1]}) == []  # without a warning of torch
 
 
 def test_steady_is_what_does_not_drift_though_it_remembers():

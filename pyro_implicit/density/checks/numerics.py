@@ -77,7 +77,7 @@ def blame(target: Target, points: Tensor) -> str:
         clauses.append(f"{who} at {found.total()} of {len(points)}: {reason}")
     if not clauses:
         return _blame_gradient(target, points)
-    cure = "give the sites priors, or an init_loc_fn, in whose range the data are possible"
+    cure = "give the sites priors in whose range the data are possible"
     if all("TypeError" in clause for clause in clauses):  # no draw is to blame
         cure = describe_arrays(target.args, target.kwargs)[1]
     return f"{'; '.join(clauses)}. Cure: {cure}"
