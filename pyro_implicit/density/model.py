@@ -417,6 +417,7 @@ class DiscreteSum:
         :param trace: of the enumerated model.
         :raises ValueError: if the sites in the sum have different scales (of minibatches).
         """
+        minibatches = {n: site for n, site in trace.nodes.items() if site_is_subsample(site)}
         trace = prune_subsample_sites(trace)
         trace.compute_log_prob()
         trace.pack_tensors()
@@ -425,6 +426,8 @@ class DiscreteSum:
         terms: OrderedDict[frozenset, list[Tensor]] = OrderedDict()
         scales: dict[str, Any] = {}
         result = Trace()
+        for name, site in minibatches.items():  # which further runs share
+            result.add_node(name, **site)
         for name, site in trace.nodes.items():
             if site["type"] != "sample":
                 result.add_node(name, **site)

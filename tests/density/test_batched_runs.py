@@ -14,16 +14,17 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.poutine.trace_struct import Trace
-from pyro.poutine.util import site_is_subsample
 from torch import nn
 
 from pyro_implicit.density.batched_runs import BatchedRuns
 from pyro_implicit.density.model import (
+    DiscreteSum,
     Model,
     SubsampledError,
     compute_log_prob,
     refuse_subsampling,
 )
+from pyro_implicit.runtime.sites import is_discrete_latent, is_latent
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +45,12 @@ Y = torch.tensor([0.3, -1.0, 2.0])
 def prepare(model, *args, num_runs=5):
     """The model with its latents to be given, and values for them."""
     trace = poutine.trace(model).get_trace(*args)
-    latents, values = Trace(), {}
+    latents, values, discrete = Trace(), {}, DiscreteSum.of(trace)
     for name, site in trace.nodes.items():
-        if site["type"] == "sample" and not site["is_observed"] and not site_is_subsample(site):
+        if is_latent(site) and not is_discrete_latent(site):
             latents.add_node(name, **site)
             values[name] = torch.rand((num_runs,) + site["value"].shape)
-    return Model(model, args, {}, latents), values
+    return Model(model, args, {}, latents, discrete), values
 
 
 def log_probs(trace):
@@ -201,14 +202,16 @@ def test_a_site_of_some_runs_is_refused_by_name(mode):
 
 
 @pytest.mark.parametrize("mode", ["vmap", False])
-def test_all_runs_share_a_minibatch(mode):
+@pytest.mark.parametrize("summed", [False, True])
+def test_all_runs_share_a_minibatch(mode, summed):
     seen = []
 
     def model():
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
         with pyro.plate("data", 20, subsample_size=5) as index:
             seen.append(index)
-            pyro.sample("y", dist.Normal(x, 1.0), obs=torch.arange(20.0)[index])
+            flag = pyro.sample("flag", dist.Bernoulli(0.4)) if summed else 0.0
+            pyro.sample("y", dist.Normal(x + flag, 1.0), obs=torch.arange(20.0)[index])
 
     prepared, values = prepare(model)
     seen.clear()
