@@ -385,7 +385,9 @@ class Mixture(TorchDistribution):
     r"""The mixture :math:`\sum_k w_k q_k` of explicit or implicit distributions.
 
     Unlike in torch's ``MixtureSameFamily``, the components may be of different classes, and each
-    draws only as often as it is selected. There is no ``rsample``: the selection has no gradient.
+    draws only as often as it is selected. With constant weights, the selection is part of the
+    noise, and draws are differentiable in the components (``rsample``). With trained weights there
+    is no ``rsample``.
 
     **Example:**
 
@@ -403,7 +405,6 @@ class Mixture(TorchDistribution):
 
     arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {}
     support = constraints.real_vector
-    has_rsample = False
 
     def __init__(
         self,
@@ -426,6 +427,7 @@ class Mixture(TorchDistribution):
             raise ValueError(f"log_weights cannot be normalised: {log_weights.tolist()}")
         self.log_weights = log_weights.log_softmax(0)
         self.components = list(components)
+        self.has_rsample = not log_weights.requires_grad and all(q.has_rsample for q in components)
         super().__init__(torch.Size(), torch.Size(shapes[0][1]), validate_args=validate_args)
 
     def expand(self, batch_shape: torch.Size, _instance: Any = None) -> Mixture:
@@ -433,6 +435,7 @@ class Mixture(TorchDistribution):
         new = self._get_checked_instance(Mixture, _instance)
         new.log_weights = self.log_weights
         new.components = self.components
+        new.has_rsample = self.has_rsample
         TorchDistribution.__init__(
             new, torch.Size(batch_shape), self.event_shape, validate_args=False
         )
@@ -445,11 +448,24 @@ class Mixture(TorchDistribution):
 
         :returns: ``(*sample_shape, *batch_shape, *event_shape)``.
         """
+        return self._draw(sample_shape, "sample")
+
+    def rsample(self, sample_shape: torch.Size = torch.Size()) -> Tensor:  # noqa: B008
+        """Draw, differentiably in the components.
+
+        :returns: ``(*sample_shape, *batch_shape, *event_shape)``.
+        :raises NotImplementedError: for trained weights, and components without ``rsample``.
+        """
+        if not self.has_rsample:
+            raise NotImplementedError("draws have no gradient in trained weights: use sample()")
+        return self._draw(sample_shape, "rsample")
+
+    def _draw(self, sample_shape: torch.Size, method: str) -> Tensor:
         shape = self._extended_shape(sample_shape)
         choice = Categorical(logits=self.log_weights).sample((math.prod(shape[:-1]),))
         counts = choice.bincount(minlength=len(self.components)).tolist()
         draws = [
-            q.sample(torch.Size((count,)))
+            getattr(q, method)(torch.Size((count,)))
             for q, count in zip(self.components, counts, strict=True)
             if count
         ]

@@ -62,6 +62,21 @@ def test_draws(dtype):
     assert torch.corrcoef(torch.stack([side[1:], side[:-1]]))[0, 1].abs() < 0.015
 
 
+def test_the_gradient_of_draws():
+    """Of E[x^2] = sum of w_k (m_k^2 + s_k^2), for constant weights."""
+    loc, scale = LOC.clone().requires_grad_(), SCALE.clone().requires_grad_()
+    parts = [dist.Normal(*pair).to_event(1) for pair in zip(loc, scale, strict=True)]
+    q = Mixture(WEIGHTS.log(), parts)
+    pyro.set_rng_seed(0)
+    q.rsample((200_000,)).square().sum(-1).mean().backward()
+    torch.testing.assert_close(loc.grad, 2 * WEIGHTS[:, None] * LOC, atol=0.02, rtol=0)
+    torch.testing.assert_close(scale.grad, 2 * WEIGHTS[:, None] * SCALE, atol=0.03, rtol=0)
+    trained = Mixture(WEIGHTS.log().requires_grad_(), parts)
+    assert not trained.has_rsample
+    with pytest.raises(NotImplementedError, match="no gradient in trained weights"):
+        trained.rsample()
+
+
 def test_components_draw_only_as_often_as_chosen():
     counts = []
 
@@ -89,7 +104,7 @@ def test_a_plate_gives_every_element_its_own_draw():
     assert site["value"].shape == (4, 3, 2) and site["value"].unique().numel() == 24
     torch.testing.assert_close(site["log_prob"], reference().log_prob(site["value"]))
     wide = q.expand(torch.Size((4, 3)))
-    assert wide.batch_shape == (4, 3) and wide.event_shape == (2,) and not wide.has_rsample
+    assert wide.batch_shape == (4, 3) and wide.event_shape == (2,) and wide.has_rsample
     assert wide.log_prob(torch.zeros(2, dtype=torch.float64)).shape == (4, 3)
 
 

@@ -32,6 +32,7 @@ from pyro_implicit.generators import Generator
 from pyro_implicit.generators.autoregressive import AutoregressiveGenerator
 from pyro_implicit.guides.auto_implicit import GeneratorTransform
 from pyro_implicit.guides.auto_mixture import AutoMixture
+from pyro_implicit.infer import ImplicitELBO
 
 
 def model(y=None):
@@ -159,6 +160,26 @@ def test_trace_elbo_sees_the_exact_density():
         assert -loss == pytest.approx(expected, abs=error)
     bound = evidence_bound(model, guide, num_samples=1000)
     assert bound.value == pytest.approx(expected, abs=5 * bound.standard_error)
+
+
+@pytest.mark.parametrize("make_elbo", [Trace_ELBO, ImplicitELBO])
+def test_a_mixture_at_the_posterior_stays_there(make_elbo):
+    """Its gradient has the mean 0 there, and the entropy of the mixture is a part of it."""
+    torch.set_default_dtype(torch.float64)
+
+    def normals():
+        pyro.sample("x", dist.Normal(torch.tensor([1.0, -2.0]), 0.5).to_event(1))
+
+    pyro.set_rng_seed(0)
+    parts = [AutoImplicit(normals, AutoregressiveGenerator) for _ in range(2)]
+    guide = AutoMixture(normals, parts, torch.tensor([0.3, 0.7]).log())
+    guide()
+    elbo = make_elbo(num_particles=4000, vectorize_particles=True)
+    elbo.differentiable_loss(normals, guide).backward()
+    gradients = {name: value.grad for name, value in guide.components.named_parameters()}
+    assert sum(grad is not None for grad in gradients.values()) > 4
+    for name, grad in gradients.items():
+        assert grad is None or grad.abs().max() < 0.1, name
 
 
 def test_draws():
