@@ -353,15 +353,21 @@ class AutoDraws(DrawSummaries, AutoContinuous):
     def _find_rows(self, args: tuple, kwargs: dict[str, Any]) -> Trace | None:
         """Find latents in subsampled plates, for which ``create_plates`` gives the rows."""
         self._row_sites = ()
-        if self.create_plates is None:
+        owner = self if self.master is None else self.master()  # of an AutoGuideList
+        if owner is None or owner.create_plates is None:
             return None
-        trace = trace_model(self.model, args, kwargs)
+        with poutine.block():
+            given = self._create_plates(*args, **kwargs)
+        # As in SVI, the indices are those of the guide, also for a plate that the model has whole.
+        indices = Trace()
+        for name, plate in given.items():
+            node = {"type": "sample", "value": plate._indices, "is_observed": False, "infer": {}}
+            indices.add_node(name, name=name, **node)
+        trace = trace_model(poutine.replay(self.model, trace=indices), args, kwargs)
         nodes = trace.nodes.values()
         if not any(is_latent(site) and subsampled_plate(site) is not None for site in nodes):
             return None
         self._row_sites = tuple(find_local_sites(trace))
-        with poutine.block():
-            given = self._create_plates(*args, **kwargs)
         for site in self._row_sites:
             if site.rows.name not in given:
                 raise ValueError(

@@ -241,7 +241,9 @@ def test_create_plates():
 
     guide = AutoSemiImplicit(model, create_plates=create_plates)
     guide()
-    assert len(made) == 1
+    before = len(made)
+    guide()
+    assert len(made) == before + 1 == 3
 
 
 def test_discrete_latent_names_the_site():

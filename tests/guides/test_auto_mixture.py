@@ -393,8 +393,11 @@ def test_create_plates():
         made.append(pyro.plate("outer", 2, dim=-2))
         return made[-1]
 
-    AutoMixture(model, [component()], create_plates=create_plates)()
-    assert len(made) == 1
+    guide = AutoMixture(model, [component()], create_plates=create_plates)
+    guide()
+    before = len(made)
+    guide()
+    assert len(made) == before + 1 == 3
 
 
 def test_bad_arguments():

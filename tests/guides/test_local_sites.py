@@ -34,6 +34,14 @@ def model(x, index):
         pyro.sample("x", dist.Normal(z, NOISE), obs=x)
 
 
+def model_of_all(x, index):
+    """The same; ``create_plates`` alone subsamples, as in Pyro's forecasting tutorial."""
+    mean = pyro.sample("mean", dist.Normal(x.new_zeros(()), 3.0))
+    with pyro.plate("rows", NUM_ROWS) as seen:
+        z = pyro.sample("z", dist.Normal(mean, SPREAD))
+        pyro.sample("x", dist.Normal(z, NOISE), obs=x[seen])
+
+
 def rows_of(x, index):
     return pyro.plate("rows", NUM_ROWS, subsample=index)
 
@@ -66,21 +74,22 @@ def set_exact(guide, x):
         guide.rows.scale_z_unconstrained.fill_(math.log(scale))
 
 
-@pytest.mark.parametrize("size", [3, 4])
-def test_minibatches_of_an_exact_guide_add_up_to_the_evidence(size):
+@pytest.mark.parametrize("size, whole", [(3, False), (4, False), (4, True)])
+def test_minibatches_of_an_exact_guide_add_up_to_the_evidence(size, whole):
     """At each draw of the mean, the bounds of disjoint minibatches have the evidence as mean."""
-    x = data()
+    x, one = data(), model_of_all if whole else model
     mean, sd, *_ = exact(x)
     frame = Frame(torch.tensor([mean]).double(), scale=torch.tensor([sd]).double())
-    guide = AutoImplicit(model, AutoregressiveGenerator, frame=frame, create_plates=rows_of)
+    guide = AutoImplicit(one, AutoregressiveGenerator, frame=frame, create_plates=rows_of)
     batches = [index for index in torch.randperm(NUM_ROWS).split(size)]
-    guide(x[batches[0]], batches[0])
+    seen = (lambda index: x) if whole else x.__getitem__
+    guide(seen(batches[0]), batches[0])
     set_exact(guide, x)
     elbo, losses = InjectiveELBO(2), []
-    elbo.loss(model, guide, x[:4], torch.arange(4))  # the first run draws more
+    elbo.loss(one, guide, seen(torch.arange(4)), torch.arange(4))  # the first run draws more
     for index in batches:
         pyro.set_rng_seed(1)  # the same draw of the mean
-        losses.append(elbo.loss(model, guide, x[index], index))
+        losses.append(elbo.loss(one, guide, seen(index), index))
     assert max(losses) - min(losses) > 1  # the minibatches differ
     assert -sum(losses) / len(losses) == pytest.approx(log_evidence(x).item(), abs=1e-6)
 
